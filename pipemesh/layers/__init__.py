@@ -1,7 +1,7 @@
-"""What lingvo users write: the layers that cut a model into stages and pipeline it.
+"""Layers for lingvo models: they cut a model into stages and pipeline it.
 
-The names are those of `lingvo.core.gpipe`; a model that imports them from there works unchanged
-when it imports them from here.
+The names are those of `lingvo.core.gpipe`. A model that imports them from there also works with an
+import from here.
 
 Example:
     >>> from lingvo.core import layers, tshape
@@ -11,7 +11,7 @@ Example:
     >>> stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=stages, num_micro_batches=4)
 """
 
-# First: it says what is missing.
+# First: it raises the error for a missing TensorFlow.
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
 # Nothing else may import lingvo before this module has run.

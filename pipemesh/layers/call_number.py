@@ -1,4 +1,4 @@
-"""How often a layer was called in a step: two calls draw different random numbers."""
+"""The number of times that a layer was called in a step: two calls draw different numbers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import lingvo.compat as tf
 from pipemesh.backend.gradients import outermost_tape
 from pipemesh.errors import PipelineError
 
-# What TensorFlow's `recompute_grad` calls its function in for the second time.
+# The file and the function in which TensorFlow's `recompute_grad` calls its function again.
 _RECOMPUTES = ("custom_gradient.py", "inner_recompute_grad")
 
-# For each graph or tape how often each layer was called in it.
+# The number of calls of each layer, by graph or tape.
 _counts: Any = weakref.WeakKeyDictionary()
 _in_steps: Any = weakref.WeakKeyDictionary()
 
 
 class _Recording(threading.local):
-    """The numbers that calls had when they were made for the first time, and how many came."""
+    """The numbers of the calls when they were first made, and the position in them."""
 
     numbers: list[int] | None = None
     at: int = 0
@@ -35,12 +35,7 @@ _recording = _Recording()
 
 @contextlib.contextmanager
 def recorded_calls(numbers: list[int]) -> Iterator[None]:
-    """Calls inside have the given numbers, as far as there are some; further ones are appended.
-
-    Args:
-        numbers: empty where something is computed for the first time; the same list where it is
-            computed again.
-    """
+    """Gives the calls inside the recorded numbers, and appends the numbers of further calls."""
     saved = _recording.numbers, _recording.at
     _recording.numbers, _recording.at = numbers, 0
     try:
@@ -50,18 +45,9 @@ def recorded_calls(numbers: list[int]) -> Iterator[None]:
 
 
 def number_of_call(layer: Any, step: tf.Tensor) -> int:
-    """Counts the calls of a layer in a step.
+    """Returns the number of earlier calls of a layer in a step.
 
-    That are those that stand in one graph. Of eager calls nobody can say whether they belong to one
-    step or repeat it; those under one tape are counted, and so are those without a tape while the
-    global step is the same.
-
-    Args:
-        layer: that is called now.
-        step: the global step.
-
-    Returns:
-        How many calls came before.
+    A step is one graph. Eagerly, it is one tape, or without a tape the calls under one global step.
 
     Raises:
         PipelineError: `tf.recompute_grad` calls the layer again.
@@ -97,7 +83,7 @@ def _count_in_step(layer: Any, step: int) -> int:
 
 def _graph_of_step() -> Any:
     graph: Any = tf.get_default_graph()
-    # Functions inside of a function, of `tf.cond` say, belong to the same step.
+    # A function inside a function, such as a branch of `tf.cond`, belongs to the same step.
     while getattr(graph, "building_function", False):
         outer = getattr(graph, "outer_graph", None)
         if outer is None or (

@@ -1,4 +1,4 @@
-"""Params that can be wrong, checked before anything is made of them."""
+"""Checks of params, made before layers are built from them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,13 @@ from lingvo.core import base_layer, hyperparams, py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.text import nearest_text
 
-# What both NestedMap and TensorFlow's name scopes take.
+# Names that are valid in NestedMap and in TensorFlow's name scopes.
 _SCOPE = re.compile(r"[A-Za-z][A-Za-z0-9_./>-]*")
 _LIST = "a list of layers' Params, one each"
 
 
 def check_layers(owner: str, field: str, layers: Any) -> None:
-    """Checks that a field is a list of layers' params with names of their own.
-
-    Args:
-        owner: name of the layer whose field it is.
-        field: name of the field.
-        layers: its value.
-
-    Raises:
-        PipelineError: it is something else; says what to write.
-    """
+    """Checks that a field is a list of layers' params with different names."""
     where = f"{owner}: {field}"
     if isinstance(layers, hyperparams.Params):
         raise PipelineError(f"{where} is the Params of one layer; it must be {_LIST}: [params]")
@@ -49,11 +40,7 @@ def check_layers(owner: str, field: str, layers: Any) -> None:
 
 
 def check_distinct(owner: str, **fields: Sequence[Any]) -> None:
-    """Checks that the layers of several fields have different names.
-
-    Raises:
-        PipelineError: two have the same.
-    """
+    """Checks that the layers of several fields have different names."""
     first: dict[str, str] = {}
     for field, layers in fields.items():
         for layer in layers:
@@ -65,11 +52,7 @@ def check_distinct(owner: str, **fields: Sequence[Any]) -> None:
 
 
 def check_layer(where: str, layer: Any) -> None:
-    """Checks that something is the params of a layer.
-
-    Raises:
-        PipelineError: it is not; says what to write.
-    """
+    """Checks that a value is the params of a layer."""
     if isinstance(layer, hyperparams.InstantiableParams) and layer.cls is not None:
         check_floating(where, "fprop_dtype", getattr(layer, "fprop_dtype", None))
         return
@@ -88,17 +71,14 @@ def check_layer(where: str, layer: Any) -> None:
 
 
 def is_live_layer(value: Any) -> bool:
-    """Whether a value is a layer of lingvo or Keras that exists already."""
+    """Returns whether a value is an instance of a lingvo or Keras layer."""
     return isinstance(value, base_layer.BaseLayer | keras.Layer)
 
 
 def check_no_live_layer(where: str, value: Any) -> None:
-    """Checks that a value is not a layer that exists already.
+    """Checks that a value is not an instance of a layer.
 
-    Params are copied, and a copied layer has weights of its own, which nobody trains.
-
-    Raises:
-        PipelineError: it is one; says what to give.
+    Params are copied, and the copy of a layer would have new weights that are not trained.
     """
     if not is_live_layer(value):
         return
@@ -130,17 +110,7 @@ def _check_layer_name(where: str, layer: Any) -> None:
 
 
 def check_whole(owner: str, field: str, value: Any, least: int) -> None:
-    """Checks that a field is a whole number.
-
-    Args:
-        owner: name of the layer whose field it is.
-        field: name of the field.
-        value: its value.
-        least: the smallest number that is allowed.
-
-    Raises:
-        PipelineError: it is none, or too small.
-    """
+    """Checks that a field is a whole number of at least `least`."""
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
@@ -154,17 +124,7 @@ def check_whole(owner: str, field: str, value: Any, least: int) -> None:
 
 
 def check_above_zero(owner: str, field: str, value: Any, or_else: str = "") -> None:
-    """Checks that a field is a number above 0.
-
-    Args:
-        owner: name of the layer whose field it is.
-        field: name of the field.
-        value: its value.
-        or_else: what else is allowed, for the message.
-
-    Raises:
-        PipelineError: it is none, or is infinite.
-    """
+    """Checks that a field is a finite number above 0; `or_else` extends the message."""
     known = isinstance(value, (int, float, np.integer, np.floating))
     if isinstance(value, bool) or not known or not 0 < value < float("inf"):
         raise PipelineError(
@@ -173,33 +133,17 @@ def check_above_zero(owner: str, field: str, value: Any, or_else: str = "") -> N
 
 
 def check_choice(owner: str, field: str, value: Any, choices: Collection[str]) -> None:
-    """Checks a param that is one of several names.
-
-    Args:
-        owner: name of the layer.
-        field: name of the param.
-        value: what was given.
-        choices: what is allowed.
-
-    Raises:
-        PipelineError: it is none of them; the message has the nearest one.
-    """
+    """Checks that a param is one of several names; the error suggests the nearest one."""
     if value not in choices:
-        # Names in capitals are meant in small letters, too.
+        # Names in capitals also match in small letters.
         near = str(value).upper() if all(map(str.isupper, choices)) else str(value)
         raise PipelineError(f"{owner}: {field} is {value!r}{nearest_text(near, choices)}")
 
 
 def check_flags(p: Any, fields: Sequence[str], or_none: Sequence[str] = ()) -> None:
-    """Checks that fields are True or False: 'no' would count as True.
+    """Checks that fields are True or False; the fields of `or_none` may also be None.
 
-    Args:
-        p: params of a layer.
-        fields: names of the fields.
-        or_none: names of fields that may be None as well.
-
-    Raises:
-        PipelineError: one is something else.
+    Another value, such as 'no', would count as True.
     """
     for field in [*fields, *or_none]:
         value = getattr(p, field)
@@ -210,15 +154,7 @@ def check_flags(p: Any, fields: Sequence[str], or_none: Sequence[str] = ()) -> N
 
 
 def check_micro_batch_size(p: Any, inputs: Sequence[tf.Tensor]) -> None:
-    """Checks that a `micro_batch_size`, if there is one, is that of the batch.
-
-    Args:
-        p: params of a pipeline.
-        inputs: what is cut into microbatches.
-
-    Raises:
-        PipelineError: it is not.
-    """
+    """Checks that `micro_batch_size`, if set, fits the size of the batch."""
     if p.micro_batch_size is None or not inputs:
         return
     batch = inputs[0].shape[p.batch_dim]
@@ -231,15 +167,9 @@ def check_micro_batch_size(p: Any, inputs: Sequence[tf.Tensor]) -> None:
 
 
 def is_rest(p: Any, args: Any, homes: Sequence[Any]) -> bool:
-    """Whether a batch is a rest: of a size that does not divide into microbatches.
+    """Returns whether the size of the batch does not divide into microbatches.
 
-    Args:
-        p: params of the pipeline.
-        args: of its `FProp`.
-        homes: of the stages.
-
-    Returns:
-        False also where something else is wrong with the batch, which is said elsewhere.
+    Other errors in the batch give False; they are reported elsewhere.
     """
     shapes = [tf.TensorShape(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(args)]
     ranked = [shape.as_list() for shape in shapes if shape.rank is not None]
@@ -250,11 +180,7 @@ def is_rest(p: Any, args: Any, homes: Sequence[Any]) -> bool:
 
 
 def check_theta(name: str, theta: Any) -> None:
-    """Checks that the first argument of a stack's `FProp` is theta.
-
-    Raises:
-        PipelineError: it is not.
-    """
+    """Checks that the first argument of a stack's `FProp` is theta."""
     if not isinstance(theta, Mapping):
         raise PipelineError(
             f"{name}: the first argument of FProp is {with_article(type(theta).__name__)}, not "
@@ -263,11 +189,7 @@ def check_theta(name: str, theta: Any) -> None:
 
 
 def check_batch_dim(p: Any) -> None:
-    """Checks that `batch_dim` counts from the first dim.
-
-    Raises:
-        PipelineError: it does not.
-    """
+    """Checks that `batch_dim` counts from the first dim."""
     try:
         check_whole(p.name, "batch_dim", p.batch_dim, 0)
     except PipelineError as error:
@@ -278,11 +200,7 @@ def check_batch_dim(p: Any) -> None:
 
 
 def check_floating(owner: str, field: str, dtype: Any) -> None:
-    """Checks that a field is a floating dtype or None.
-
-    Raises:
-        PipelineError: it is not.
-    """
+    """Checks that a field is a floating dtype or None."""
     if dtype is None:
         return
     try:
@@ -297,7 +215,7 @@ def check_floating(owner: str, field: str, dtype: Any) -> None:
 
 
 def _short(value: Any) -> str:
-    """What was given, on one line; of long values the type."""
+    """Returns the text of a value on one line, or its type if the text is long."""
     text = repr(value)
     if len(text) <= 60 and "\n" not in text:
         return text
@@ -305,7 +223,7 @@ def _short(value: Any) -> str:
 
 
 def with_article(noun: str) -> str:
-    """A noun as one of its kind.
+    """Returns a noun with its indefinite article.
 
     Example:
         >>> with_article("tensor"), with_article("IndexedSlices")

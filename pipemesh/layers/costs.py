@@ -1,4 +1,4 @@
-"""What layers of lingvo cost: from their params to the partitioner's `LayerCost`s."""
+"""Costs of lingvo layers: from their params to the partitioner's `LayerCost`s."""
 
 from __future__ import annotations
 
@@ -25,28 +25,31 @@ from pipemesh.recurrent.memory import StageMemory
 def layer_costs(
     params: Any, *shapes: Any, fprop_dtype: Any = None, measured: bool = False
 ) -> list[LayerCost]:
-    """What each layer of a sequence takes and holds for one microbatch.
+    """Returns the time and the bytes of each layer of a sequence, for one microbatch.
 
-    Times are the flops of `FPropMeta`, or seconds if they are measured. Bytes are counted as
-    `PipeliningLayer.PredictMemory` counts them: a layer is traced with its gradient as a stage of
-    its own, in a graph that is thrown away, so that nothing is computed and no weight takes memory.
-    Layers that are alike are traced once. What `FPropMeta` says itself, as `parameter_bytes` or
-    `activation_bytes`, is taken instead; if all layers say both, none is traced, and all outputs
-    count as floating.
+    Times are the flops of `FPropMeta`, or measured seconds. Bytes are counted as in
+    `PipeliningLayer.PredictMemory`. Each layer is traced with its gradient as a separate stage, in
+    a temporary graph. Nothing is computed, and no weight takes memory. Alike layers are traced
+    once.
+
+    If `FPropMeta` returns `parameter_bytes` or `activation_bytes`, these are used. If all layers
+    return both, nothing is traced, and all outputs count as floating.
 
     Args:
         params: params of a `SequentialLayer`, or a list of layers' params.
-        *shapes: of each input of the first layer, for one microbatch: a `tshape.Shape` if it is
-            floating, a `tf.TensorSpec` if it is not, a NestedMap of such, or None.
-        fprop_dtype: what the stages compute in, as in the params of the `PipeliningLayer`.
-        measured: whether each layer is run, forward and backward, on this machine; see
-            `pipemesh.partition.profile_costs`. Its weights then take memory, one layer at a time.
+        *shapes: one for each input of the first layer, for one microbatch: a `tshape.Shape` if the
+            input is floating, otherwise a `tf.TensorSpec`; a NestedMap of these; or None.
+        fprop_dtype: the dtype that the stages compute in, as in the params of the
+            `PipeliningLayer`.
+        measured: whether to run each layer, forward and backward, on this machine; see
+            `pipemesh.partition.profile_costs`. The weights then take memory, one layer at a time.
 
     Returns:
-        One cost a layer, named `cell_000`, `cell_001`, ... as `PartitionSequentialLayers` does.
+        One cost for each layer, named `cell_000`, `cell_001`, ... as in
+        `PartitionSequentialLayers`.
 
     Raises:
-        PartitionError: a layer cannot be traced or run, or see `PartitionSequentialLayers`.
+        PartitionError: a layer cannot be traced or run, or an error of `PartitionSequentialLayers`.
 
     Example:
         >>> from lingvo.core import layers
@@ -83,7 +86,7 @@ def layer_costs(
                     seen[key].seconds = _measure(layer, given, fprop_dtype)
         found = seen[key]
         held = found.memory
-        # What both this layer and the one before keep.
+        # Tensors that both this layer and the previous one keep.
         outputs = before.kept_outputs if before else ()
         shared = sum(b for b, too in zip(held.kept_inputs, outputs, strict=False) if too)
         kept, own = meta.activation_bytes, meta.parameter_bytes
@@ -111,7 +114,7 @@ class _Traced:
 
 
 def _computing_in(layer: Any, fprop_dtype: Any) -> Any:
-    """The params as they are in a stage that computes in a dtype."""
+    """Returns the params as they are in a stage that computes in a dtype."""
     if fprop_dtype is None or layer.fprop_dtype is not None:
         return layer
     return layer.Copy().Set(fprop_dtype=fprop_dtype)
@@ -122,13 +125,13 @@ def _says_all(meta: Meta) -> bool:
 
 
 def _returns_scalar(meta: Meta) -> bool:
-    """Whether a layer is the head of a pipeline with the loss inside."""
+    """Returns whether a layer is the head of a pipeline with the loss inside."""
     first = meta.out_shapes[0] if meta.out_shapes else None
     return isinstance(first, tshape.Shape) and not first.ToTensorShape().as_list()
 
 
 def _spec(value: Any, dtype: Any) -> Any:
-    """Shapes as specs; floating where they do not say."""
+    """Converts shapes to specs; shapes without a dtype become floating."""
     if isinstance(value, py_utils.NestedMap):
         return value.Transform(lambda leaf: _spec(leaf, dtype))
     if not isinstance(value, tshape.Shape):
@@ -142,7 +145,7 @@ def _leaves(shapes: Any, dtype: Any) -> list[tf.TensorSpec]:
 
 
 def _packed(layer: Any, shapes: tuple[Any, ...], outputs: tuple[tf.TensorSpec, ...]) -> Any:
-    """Specs of a layer's outputs, nested as its `FPropMeta` says."""
+    """Nests the specs of a layer's outputs as its `FPropMeta` does."""
     nested = tuple(_spec(shape, None) for shape in shapes)
     expected = sum(leaf is not None for leaf in tf.nest.flatten(nested))
     if expected != len(outputs):
@@ -157,7 +160,7 @@ def _packed(layer: Any, shapes: tuple[Any, ...], outputs: tuple[tf.TensorSpec, .
 
 @contextlib.contextmanager
 def _named(layer: Any, given: Any, what: str) -> Iterator[None]:
-    """Says in an error which layer it was, and what it was given."""
+    """Adds the layer and its inputs to an error."""
     try:
         yield
     except Exception as error:
@@ -176,7 +179,7 @@ def _stage(layer: Any) -> Any:
 
 @contextlib.contextmanager
 def _alone(eagerly: bool) -> Iterator[None]:
-    """One device, whatever cluster is entered, and lingvo's mode for a while."""
+    """Enters a cluster of one device and sets lingvo's mode for a while."""
     was_eager = py_utils.IsEagerMode()
     py_utils.SetEagerMode(eagerly, test_mode=True)
     try:
@@ -220,7 +223,7 @@ def _measure(layer: Any, given: Any, fprop_dtype: Any) -> tuple[float, float]:
 
 
 def _example(spec: tf.TensorSpec | None) -> tf.Tensor | None:
-    """Something of that shape: zeros are indices wherever indices are wanted."""
+    """Returns an example input; integers are zeros, which are valid indices everywhere."""
     if spec is None:
         return None
     if spec.dtype.is_floating:

@@ -1,4 +1,4 @@
-"""Any tf.data dataset of batches as an input of lingvo."""
+"""A tf.data dataset of batches as a lingvo input."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ _TUPLE = ("inputs", "labels", "weights")
 
 
 def as_batch(element: Any) -> Any:
-    """A batch as lingvo has it.
-
-    Args:
-        element: a NestedMap or dict; or a tuple (inputs, labels) or (inputs, labels, weights).
-
-    Returns:
-        A NestedMap; of a tuple, with `inputs`, `labels` and, if there are some, `weights`.
-
-    Raises:
-        PipelineError: it is something else.
+    """Converts a batch to a NestedMap; a tuple gets the names `inputs`, `labels` and `weights`.
 
     Example:
         >>> sorted(as_batch((tf.zeros([2, 3]), tf.zeros([2]))))
@@ -41,15 +32,17 @@ def as_batch(element: Any) -> Any:
 
 
 class DatasetInput(base_input_generator.BaseInputGenerator):
-    """Batches of a `tf.data.Dataset`, for training without end, for evaluation one epoch.
+    """Batches of a `tf.data.Dataset`, without end for training and one epoch for evaluation.
 
     Elements are whole batches: NestedMaps, dicts, or tuples (inputs, labels) or (inputs, labels,
-    weights), which become NestedMaps with these names. Nothing is added to what the dataset does:
-    no batching, shuffling or repeating. lingvo evaluates all of a dataset that ends: it says so by
-    `tf.errors.OutOfRangeError`, and begins again after `Reset(sess)`. To go on from a saved
-    iterator, all that a dataset does must be a function of its state: give seeds to what is random.
+    weights). Tuples become NestedMaps with these names. The layer adds no batching, shuffling or
+    repeating to the dataset.
 
-    `batch_size` is only for lingvo's count of examples a second.
+    lingvo evaluates a finite dataset to its end, which raises `tf.errors.OutOfRangeError`. It
+    starts again after `Reset(sess)`. To resume from a saved iterator, the dataset must depend on
+    its state alone: give seeds to its random operations.
+
+    `batch_size` is used only by lingvo's examples-per-second metric.
 
     Example:
         >>> def squares():
@@ -65,7 +58,7 @@ class DatasetInput(base_input_generator.BaseInputGenerator):
         """Defines `dataset`."""
         p = super().Params()
         p.resettable = True
-        # All of it, unless it is said how much.
+        # The whole dataset, unless the params set a number.
         p.eval_samples_per_summary = 0
         p.Define(
             "dataset",
@@ -75,16 +68,12 @@ class DatasetInput(base_input_generator.BaseInputGenerator):
         return p
 
     def CreateDatasource(self) -> None:
-        """Reads by `Dataset`, which lingvo calls when it wants the first batch."""
+        """Makes the data source, which calls `Dataset` for the first batch."""
         self.CreateChild("datasource", DatasetSource.Params())
         self.datasource.SetInputGenerator(self)
 
     def Dataset(self) -> tf.data.Dataset:
-        """The dataset, of NestedMaps.
-
-        Raises:
-            PipelineError: `dataset` is no function that returns one.
-        """
+        """Returns the dataset, with NestedMaps as elements."""
         p = self.params
         if not callable(p.dataset):
             raise PipelineError(
@@ -105,14 +94,10 @@ class DatasetInput(base_input_generator.BaseInputGenerator):
 
 
 class DatasetSource(datasource.TFDatasetSource):
-    """Hands the dataset of a `DatasetInput` to lingvo."""
+    """The source that hands the dataset of a `DatasetInput` to lingvo."""
 
     def GetDataset(self) -> tf.data.Dataset:
-        """The dataset, of NestedMaps.
-
-        Raises:
-            PipelineError: see `DatasetInput.Dataset`; several hosts want a part each.
-        """
+        """Returns the dataset; raises a PipelineError if there are several hosts."""
         generator: Any = self._input_generator
         if self.num_hosts > 1:
             raise PipelineError(

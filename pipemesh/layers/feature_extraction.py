@@ -1,4 +1,4 @@
-"""A sequence of layers that can also fetch and forward activations: one stage."""
+"""A stage: a sequence of layers that can also fetch and forward activations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipemesh.randomness.scope import layer_aliases
 
 
 def to_tuple(value: Any) -> tuple[Any, ...]:
-    """Lists and tuples as a tuple, anything else as a tuple of one."""
+    """Converts a list to a tuple, and any other value to a tuple of one."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
     return (value,)
@@ -28,9 +28,9 @@ def to_tuple(value: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def noted(stage: str, layer: str, args: tuple[Any, ...]) -> Iterator[None]:
-    """Notes on an error that a layer raises which layer that was and what it was given.
+    """Adds to an error of a layer the name of the layer and its inputs.
 
-    Python writes the note under the error, from version 3.11 on.
+    Python prints the note under the error from version 3.11 on.
     """
     try:
         yield
@@ -56,16 +56,15 @@ def _described(value: Any) -> str:
 
 
 class FeatureExtractionLayer(base_layer.BaseLayer):
-    """Runs layers one after the other; one stage of a pipeline.
+    """A stage of a pipeline: it runs layers one after the other.
 
-    The last `num_act_inputs` arguments are activations that earlier stages fetched; they pass
-    through and, after them, the activations of this stage's `act_fetch_layers` are appended to
-    the outputs.
+    The last `num_act_inputs` arguments are activations that earlier stages fetched. They pass
+    through the stage. The activations of the stage's own `act_fetch_layers` are appended to them.
 
-    The name of a stage is no part of the names of variables, so that weights survive another
-    partition, unless two layers of a stack have the same name: `stage0/block/w` and
-    `stage1/block/w` then, as in lingvo. `child_variable_scope_override` of a stage says otherwise:
-    with `{"block": []}` in both, the layers are tied.
+    The name of a stage is not part of the names of variables, so weights are valid under every
+    partition. The exception is a stack with two layers of one name: then they are `stage0/block/w`
+    and `stage1/block/w`, as in lingvo. `child_variable_scope_override` of a stage changes this:
+    with `{"block": []}` in both stages, the layers are tied.
 
     Example:
         >>> from lingvo.core import layers
@@ -92,7 +91,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         return p
 
     def __init__(self, params: Any) -> None:
-        # A live layer cannot always be copied, as params are next.
+        # The next line copies the params, and a live layer cannot always be copied.
         check_layers(params.name, "sub", params.sub)
         super().__init__(params)
         p = self.params
@@ -137,11 +136,11 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
             *args: inputs of the first layer, then `num_act_inputs` activations.
 
         Returns:
-            The outputs of the last layer and the activations; a bare value if it is just one.
+            The outputs of the last layer and the activations; a bare value if there is only one.
         """
         p = self.params
         outputs, fetched = self._split_activations(p, args)
-        # By itself it is a stack, too.
+        # Outside a pipeline it is a stack.
         stack = None if randomness.is_active() else name_in_task(self)
         with (
             whole_batch_randomness(step_of_call(self)),
@@ -185,7 +184,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
 
     @classmethod
     def FPropMeta(cls, p: Any, *args: Any) -> Any:
-        """Flops and output shapes, given the shapes of the inputs."""
+        """Returns flops and output shapes for the shapes of the inputs."""
         shapes, fetched = cls._split_activations(p, args)
         flops = 0
         fetched_shapes = {}
@@ -199,19 +198,15 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
 
 
 def is_stage(params: Any) -> bool:
-    """Whether params are those of a `FeatureExtractionLayer`."""
+    """Returns whether params are those of a `FeatureExtractionLayer`."""
     return issubclass(params.cls, FeatureExtractionLayer)
 
 
 def with_distinct_names(params: list[Any]) -> tuple[list[Any], list[str]]:
-    """What tells all layers of a stack apart, in its variables and its random numbers.
+    """Gives all layers of a stack different names for their variables and their random numbers.
 
-    Args:
-        params: params of stages and of bare layers.
-
-    Returns:
-        Copies in which the stages name their layers; what random numbers of each go by, which
-        matters for bare layers.
+    Returns copies of the params of stages and bare layers, and a name for the random numbers of
+    each. Only bare layers need the second.
     """
     places = places_of(params, is_stage)
     names = iter(zip(scopes_of(places), random_names_of(places), strict=True))

@@ -1,4 +1,4 @@
-"""A plain function as a layer of lingvo."""
+"""A plain function as a lingvo layer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pipemesh.layers.traced_meta import traced_meta
 
 
 class FunctionParams(hyperparams.InstantiableParams):
-    """The params of a `FunctionLayer`: their copies have the same function.
+    """The params of a `FunctionLayer`; their copies share the function.
 
-    lingvo copies params wherever it takes them, and a copy of the function would have variables of
-    its own, which nobody trains.
+    lingvo copies params everywhere, and a copy of the function would have new variables that are
+    not trained.
     """
 
     def Copy(self) -> FunctionParams:
-        """Copies all but the function."""
+        """Copies all params but the function."""
         copied: Any = self.cls.Params()
         for name, value in self.IterParams():
             if name not in copied:
@@ -31,14 +31,16 @@ class FunctionParams(hyperparams.InstantiableParams):
 
 
 class FunctionLayer(base_layer.BaseLayer):
-    """Calls a function of tensors, to be used wherever a layer of lingvo is.
+    """A layer that calls a function of tensors, for use in place of any lingvo layer.
 
-    The function may be anything that can be called: a `tf.Module`, a bound method, a
-    `functools.partial`. It is never copied, so the variables that it reads get their gradients.
-    They are not in `vars`: a learner and a checkpoint of lingvo do not know them, so update and
-    save them yourself, or write a layer with weights. What the function draws at random is the same
-    under every plan. A list of layers that `PartitionSequentialLayers` is to cut may hold functions
-    as they are. Layers of lingvo and Keras have params of their own and are refused.
+    The function may be any callable: a `tf.Module`, a bound method, a `functools.partial`. It is
+    never copied, so the variables that it reads get gradients. They are not in `vars`: lingvo's
+    learners and checkpoints skip them. Update and save them yourself, or write a layer with
+    weights.
+
+    Random numbers that the function draws are the same under every plan. A list of layers for
+    `PartitionSequentialLayers` may contain plain functions. lingvo and Keras layers are errors
+    here: they have their own params.
 
     Example:
         >>> import tensorflow as tf
@@ -55,7 +57,7 @@ class FunctionLayer(base_layer.BaseLayer):
     def Params(cls) -> Any:
         """Defines `function` and `flops`."""
         p: Any = super().Params()
-        # Params take any other attribute for a param.
+        # Params would treat any other attribute as a param.
         object.__setattr__(p, "__class__", FunctionParams)
         p.Define("function", None, "Takes tensors or None, returns one or several.")
         p.Define(
@@ -77,24 +79,16 @@ class FunctionLayer(base_layer.BaseLayer):
             )
 
     def FProp(self, theta: Any, *args: Any) -> Any:
-        """Calls the function.
-
-        Args:
-            theta: none.
-            *args: its arguments.
-
-        Returns:
-            What it returns.
-        """
+        """Calls the function with `args`; a list of outputs becomes a tuple."""
         del theta
         outputs = self.params.function(*args)
         return tuple(outputs) if isinstance(outputs, list) else outputs
 
     @classmethod
     def FPropMeta(cls, p: Any, *shapes: Any) -> Any:
-        """Flops, by default two for each product of a matrix or convolution, and output shapes.
+        """Returns flops and output shapes; by default flops are those of matmuls and convolutions.
 
-        Inputs are taken for numbers of the dtype that the layer computes in.
+        Inputs count as tensors of the dtype that the layer computes in.
         """
         dtype = py_utils.FPropDtype(p)
         specs = [
@@ -108,7 +102,7 @@ class FunctionLayer(base_layer.BaseLayer):
 
 
 def as_layer(value: Any) -> Any:
-    """Params of a layer for a plain function; anything else is returned as it is."""
+    """Returns params of a layer for a plain function; returns other values unchanged."""
     has_params = isinstance(value, type) or hasattr(value, "Instantiate") or is_live_layer(value)
     if callable(value) and not has_params:
         name = getattr(value, "__name__", type(value).__name__).strip("<>_") or "function"

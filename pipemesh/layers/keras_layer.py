@@ -1,4 +1,4 @@
-"""A layer of Keras as a layer of lingvo."""
+"""A Keras layer as a lingvo layer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ _SEED_STATE = "seed_generator_state"
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """What a call of a Keras layer gave.
+    """The results of a call of a Keras layer.
 
     Attributes:
-        outputs: what it returned; a list as a tuple.
-        changed: by name, the new values of variables that it assigned.
-        penalties: scalars that it asks to be added to the loss: those of regularizers and
-            `add_loss`.
+        outputs: the returned value; a list as a tuple.
+        changed: the new values of assigned variables, by name.
+        penalties: scalars to add to the loss, from regularizers and `add_loss`.
     """
 
     outputs: Any
@@ -39,18 +38,20 @@ class Called:
 
 
 class KerasLayer(base_layer.BaseLayer):
-    """A Keras 3 layer or model with weights of its own, to be used wherever a layer of lingvo is.
+    """A Keras 3 layer or model with its own weights, for use in place of any lingvo layer.
 
-    Its weights are variables of lingvo, in `vars` and `theta`, with the initial values that Keras
-    draws (with `random_seed`, a function of that and the layer's name), and are trained, cut into
-    stages and saved like all others. Their constraints hold after
-    each step (`PostTrainingStepUpdate`). Its random numbers are keyed by the layer and the global
-    step, so dropout does not depend on the plan. What a layer updates by itself when it trains, as
-    the averages of `BatchNormalization`, and what it adds to the loss, as regularizers do, cannot
-    be honoured microbatch by microbatch, and is an error; such layers can be evaluated, and
-    trained as a whole model by `KerasTask`.
+    Its weights are lingvo variables, in `vars` and `theta`. They are trained, cut into stages and
+    saved like all others. Keras draws their initial values; with `random_seed` these depend on the
+    seed and the layer's name. Constraints are applied after each step (`PostTrainingStepUpdate`).
+    Random numbers are keyed by the layer and the global step, so dropout does not depend on the
+    plan.
 
-    It needs TensorFlow 2's behaviour, as Keras does.
+    Two things are errors while training. The layer must not update itself, as the averages of
+    `BatchNormalization` do, and must not add to the loss, as regularizers do. Neither is possible
+    microbatch by microbatch. Such layers can be evaluated, and `KerasTask` trains them as a whole
+    model.
+
+    The layer needs TensorFlow 2 behaviour, as Keras does.
 
     Example:
         >>> import keras
@@ -117,14 +118,14 @@ class KerasLayer(base_layer.BaseLayer):
 
         Args:
             theta: weights.
-            *args: its inputs.
+            *args: inputs of the layer.
 
         Returns:
-            What it returns.
+            The outputs of the layer.
 
         Raises:
-            PipelineError: it updates state or adds to the loss while it trains, or computes in
-                another dtype than `fprop_dtype` says.
+            PipelineError: the layer updates state or adds to the loss while it trains, or computes
+                in another dtype than `fprop_dtype`.
         """
         called = self._call(theta, *args)
         if not self.do_eval:
@@ -132,7 +133,7 @@ class KerasLayer(base_layer.BaseLayer):
         return called.outputs
 
     def _call(self, theta: Any, *args: Any) -> Called:
-        """Calls the layer, which changes nothing."""
+        """Calls the layer without changing a variable."""
         self._check_dtype()
         mapping = [(variable, theta[name]) for name, variable in self._kept.items()]
         for number, variable in enumerate(self._seeds):
@@ -144,7 +145,7 @@ class KerasLayer(base_layer.BaseLayer):
             after: dict[str, Any] = {
                 name: scope.get_current_value(v) for name, v in self._kept.items()
             }
-            # Sums of `add_loss` first, as Keras adds them.
+            # Losses of `add_loss` come first, as in Keras.
             penalties = [tf.reduce_sum(loss) for loss in scope.losses]
             for name, variable in self._kept.items():
                 if variable.trainable and variable.regularizer is not None:
@@ -171,11 +172,7 @@ class KerasLayer(base_layer.BaseLayer):
             )
 
     def PostTrainingStepUpdate(self) -> Any:
-        """Lets constraints of weights hold.
-
-        Returns:
-            An operation; lingvo runs it after the weights of a step have been updated.
-        """
+        """Returns an operation that applies the constraints of weights after the step's updates."""
         updates = [super().PostTrainingStepUpdate()]
         for name, variable in self._kept.items():
             if variable.trainable and variable.constraint is not None:
@@ -192,9 +189,9 @@ class KerasLayer(base_layer.BaseLayer):
 
     @classmethod
     def FPropMeta(cls, p: Any, *shapes: Any) -> Any:
-        """Flops, by default two for each product of a matrix or convolution, and output shapes."""
+        """Returns output shapes and flops, by default those of matmuls and convolutions."""
         sizes = [shape.ToTensorShape().as_list() for shape in shapes]
-        # Keras knows the shapes of the outputs without a weight's value.
+        # Keras computes output shapes without the values of weights.
         layer = _built(p)
         specs = [tf.TensorSpec(size, layer.compute_dtype) for size in sizes]
         meta = traced_meta(lambda *x: layer(*x, training=False), specs)
@@ -207,7 +204,7 @@ class KerasLayer(base_layer.BaseLayer):
 
 @contextlib.contextmanager
 def _keras_seeded(p: Any) -> Iterator[None]:
-    """Inside, Keras draws initial values by `random_seed`: it takes seeds from Python's numbers."""
+    """Makes Keras draw initial values by `random_seed`: it takes seeds from Python's `random`."""
     if p.random_seed is None:
         yield
         return
@@ -220,7 +217,7 @@ def _keras_seeded(p: Any) -> Iterator[None]:
 
 
 def _built(p: Any) -> Any:
-    """A layer of one's own, with its variables."""
+    """Returns a new layer with its variables."""
     if isinstance(p.layer, keras.Layer):
         layer = type(p.layer).from_config(p.layer.get_config())
         shapes = p.input_shapes or _shapes_of(p.layer)
@@ -244,7 +241,7 @@ def _built(p: Any) -> Any:
 
 
 def _shapes_of(layer: Any) -> list[Any] | None:
-    """The shapes that a layer was built with, if it was."""
+    """Returns the shapes that a layer was built with, or None if it was not built."""
     config = layer.get_build_config() if layer.built else None
     if not config:
         return None
@@ -255,7 +252,7 @@ def _shapes_of(layer: Any) -> list[Any] | None:
 
 
 def _names(variables: Sequence[Any]) -> list[str]:
-    """A name for each variable, none of them twice: the shortest ends of their paths that do."""
+    """Returns a unique name for each variable: the shortest unique ends of their paths."""
     paths = _renumbered([variable.path.split("/") for variable in variables])
     for length in range(1, 1 + max(map(len, paths), default=0)):
         names = ["_".join(path[-length:]) for path in paths]
@@ -265,10 +262,9 @@ def _names(variables: Sequence[Any]) -> list[str]:
 
 
 def _renumbered(paths: list[list[str]]) -> list[list[str]]:
-    """Paths whose parts are numbered within the model: `dense_7`, `dense_8` as `dense`, `dense_1`.
+    """Renumbers parts of paths within the model: `dense_7`, `dense_8` become `dense`, `dense_1`.
 
-    Keras numbers layers without a name by how many of their kind the process has made, which a
-    checkpoint cannot know.
+    Keras numbers unnamed layers over the whole process, and a checkpoint must not depend on that.
     """
     siblings: dict[tuple[str, ...], dict[str, str]] = {}
     renumbered = []

@@ -1,4 +1,4 @@
-"""Losses and metrics of Keras as weighted means over examples."""
+"""Keras losses and metrics as weighted means over examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ACCURACY = ("accuracy", "acc")
 
 
 class _Unreduced(keras.losses.Loss):
-    """A function of labels and outputs, with the casts and the masks of Keras' losses."""
+    """A function of labels and outputs, with the casts and masks of Keras losses."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(name="values", reduction="none")
@@ -26,14 +26,11 @@ class _Unreduced(keras.losses.Loss):
 
 
 class WeightedMean:
-    """The weighted mean of what a function of Keras says of each example.
+    """The weighted mean of a Keras function over the examples.
 
-    Labels and outputs are cast and brought to the same rank as Keras does it for its losses, and
-    what a mask of Keras leaves out of the outputs is left out.
-
-    Args:
-        name: what to call it in errors.
-        function: of labels and outputs; it returns a value for each example, or each of its steps.
+    Labels and outputs are cast and brought to the same rank as in Keras losses. Values that a Keras
+    mask leaves out do not count. The function returns a value for each example, or for each of its
+    steps.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -42,28 +39,22 @@ class WeightedMean:
     def __call__(
         self, labels: Any, outputs: Any, weights: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The mean and the sum of all weights, both float32 scalars.
+        """Returns the mean, 0 if all weights are 0, and the sum of weights, both float32 scalars.
 
-        Args:
-            labels: what is right.
-            outputs: of the model.
-            weights: one for each example, or for each value; None counts each value as 1.
-
-        Returns:
-            The mean, 0 if all weights are 0; and the sum of weights.
+        Weights are given for each example or each value; None counts each value as 1.
 
         Raises:
-            PipelineError: there is no value for each example, the weights do not fit the values, or
-                a function of Keras itself, which is of one output, gets several.
+            PipelineError: the function returns a scalar, the weights do not fit the values, or a
+                function of Keras, which takes one output, gets several.
         """
         if isinstance(outputs, (Mapping, list, tuple)) and _is_of_keras(self._function):
-            # It would stack them, and take outputs for examples.
+            # Keras would stack them and treat outputs as examples.
             raise PipelineError(
                 f"{self.name} is of one output, but the model has {len(outputs)}; give a function "
                 "of all labels and outputs that returns a value for each example"
             )
         if isinstance(labels, tf.Tensor) and isinstance(outputs, tf.Tensor):
-            # Another tensor would not have the mask of the outputs, so labels give way.
+            # Only this tensor has the mask of the outputs, so the labels are changed.
             labels, function = _fitted(labels, outputs, self._function)
         else:
             function = self._function
@@ -82,7 +73,7 @@ class WeightedMean:
         return tf.cast(mean, tf.float32), tf.cast(total, tf.float32)
 
     def _spread(self, weights: tf.Tensor, values: Any) -> tf.Tensor:
-        """Weights of examples as those of values."""
+        """Broadcasts the weights of examples to the values."""
         missing = values.shape.rank - weights.shape.rank
         if missing < 0 or not values.shape[: weights.shape.rank].is_compatible_with(weights.shape):
             raise PipelineError(
@@ -94,15 +85,9 @@ class WeightedMean:
 
 
 def loss_mean(owner: str, loss: Any) -> WeightedMean:
-    """The mean of a loss.
+    """Returns the mean of a loss, given as in `KerasTask`.
 
-    Args:
-        owner: name of the task, for errors.
-        loss: a name, such as "mse", a `keras.losses.Loss`, whose reduction does not count, or a
-            function of labels and outputs.
-
-    Raises:
-        PipelineError: Keras knows no such loss.
+    The reduction of a `keras.losses.Loss` is ignored.
     """
     if isinstance(loss, (Mapping, list, tuple)) and loss:
         raise PipelineError(
@@ -123,15 +108,7 @@ def loss_mean(owner: str, loss: Any) -> WeightedMean:
 
 
 def metric_means(owner: str, metrics: Iterable[Any]) -> dict[str, WeightedMean]:
-    """The means of metrics by name.
-
-    Args:
-        owner: name of the task, for errors.
-        metrics: see `metric_mean`.
-
-    Raises:
-        PipelineError: see `metric_mean`; or two have one name.
-    """
+    """Returns the means of metrics by name."""
     means: dict[str, WeightedMean] = {}
     for metric in metrics:
         name, mean = metric_mean(owner, metric)
@@ -144,15 +121,10 @@ def metric_means(owner: str, metrics: Iterable[Any]) -> dict[str, WeightedMean]:
 
 
 def metric_mean(owner: str, metric: Any) -> tuple[str, WeightedMean]:
-    """The name and the mean of a metric.
+    """Returns the name and the mean of a metric.
 
-    Args:
-        owner: name of the task, for errors.
-        metric: "accuracy", the name of a function in `keras.metrics`, such as
-            "top_k_categorical_accuracy", or a function of labels and outputs.
-
-    Raises:
-        PipelineError: it is none, or no mean over examples, as areas under curves.
+    The metric is "accuracy", the name of a function in `keras.metrics`, or a function of labels and
+    outputs. A metric that is not a mean over examples, such as an area under a curve, is an error.
     """
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
     function: Any = metric
@@ -173,13 +145,13 @@ def metric_mean(owner: str, metric: Any) -> tuple[str, WeightedMean]:
 
 
 def _is_of_keras(function: Any) -> bool:
-    """Returns whether a function, or the loss whose method it is, is one of the library."""
+    """Returns whether a function, or the loss whose method it is, belongs to Keras."""
     owner = type(function.__self__) if inspect.ismethod(function) else function
     return owner is _accuracy or str(getattr(owner, "__module__", "")).startswith("keras.")
 
 
 def _accuracy(labels: Any, outputs: Any) -> Any:
-    """Which accuracy Keras takes for that word, by the shapes."""
+    """Computes the accuracy that Keras selects by the shapes."""
     if outputs.shape[-1] == 1:
         return keras.metrics.binary_accuracy(labels, outputs)
     if labels.shape.rank < outputs.shape.rank or labels.shape[-1] == 1:
@@ -190,7 +162,7 @@ def _accuracy(labels: Any, outputs: Any) -> Any:
 def _fitted(
     labels: tf.Tensor, outputs: tf.Tensor, function: Callable[..., Any]
 ) -> tuple[tf.Tensor, Callable[..., Any]]:
-    """Labels and a function of them where ranks differ by a last dim of 1, as Keras takes them."""
+    """Fits ranks that differ by a last dim of 1, as Keras does."""
     more = labels.shape.rank - outputs.shape.rank
     if more == 1 and labels.shape[-1] == 1:
         if outputs.shape.rank == 1:

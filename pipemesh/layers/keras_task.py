@@ -1,4 +1,4 @@
-"""A model of Keras as a task of lingvo."""
+"""A Keras model as a lingvo task."""
 
 from __future__ import annotations
 
@@ -17,30 +17,28 @@ from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
 
 
 class KerasTask(base_model.BaseTask):
-    """A Keras 3 model that is trained as a whole, to be registered with lingvo in a few lines.
+    """A Keras 3 model that is trained as a whole, for registration with lingvo in a few lines.
 
-    Its weights are those of a `KerasLayer`. It computes the whole batch once, without a pipeline,
-    so what a model does besides its outputs is honoured, as in `keras.Model.fit`: regularizers and
-    `add_loss` are part of the loss, constraints hold after each step, and what layers update by
-    themselves, such as the averages of `BatchNormalization`, is updated once a step: in
-    `PostTrainingStepUpdate`, which has to run after the weights were updated. So a step that fails
-    changes nothing, nor does evaluation. Such values are variables that are not trainable, and are
-    saved like all.
+    Its weights are those of a `KerasLayer`. It computes the whole batch once, without a pipeline.
+    So everything that `keras.Model.fit` honours works here: regularizers and `add_loss` are part of
+    the loss, and constraints are applied after each step. Updates by layers, such as the averages
+    of `BatchNormalization`, happen once a step, in `PostTrainingStepUpdate`. It must run after the
+    weights are updated. So a step that fails changes nothing, and evaluation changes nothing. The
+    updated values are saved as variables that are not trainable.
 
-    A batch is a NestedMap with `inputs`, which the model is called with, `labels` and, if
-    examples differ in weight, `weights`; or a tuple of these. Tensors of a nested input are given
-    to the model as a dict, a list or a tuple, as they are nested.
+    A batch is a NestedMap with `inputs`, `labels` and optional `weights`, or a tuple of these. The
+    model is called with `inputs`. Nested inputs reach the model as dicts, lists and tuples.
 
-    The metric `loss` is the mean of `loss` over all examples, weighted by `weights`, plus what
-    the model adds by itself; the others are such means, too. Without weights, or if their mean is
-    1, that is what Keras minimizes; Keras divides by the number of examples otherwise, here it is
-    by the sum of weights (in Keras, `reduction="mean_with_sample_weight"`). Rows of weight 0 count
-    nowhere, but `BatchNormalization` sees them while it trains.
+    The metric `loss` is the mean of `loss` over all examples, weighted by `weights`, plus the
+    losses that the model adds. The other metrics are weighted means too. Keras divides by the
+    number of examples; here the divisor is the sum of weights (in Keras,
+    `reduction="mean_with_sample_weight"`). Both are equal without weights or if the weights have
+    mean 1. Examples of weight 0 do not count, but `BatchNormalization` sees them while it trains.
 
-    "accuracy" is what Keras takes the word for: with one output, whether it is on the label's side
-    of 0.5 (`binary_accuracy`: of probabilities, not of logits); with several, whether the greatest
-    is that of the label, given by its number (`sparse_categorical_accuracy`) or one-hot
-    (`categorical_accuracy`). Other names are those of functions in `keras.metrics`.
+    "accuracy" has the meaning of Keras. With one output it compares it with 0.5 (`binary_accuracy`,
+    for probabilities, not logits). With several outputs it compares the greatest with the label,
+    given as a number (`sparse_categorical_accuracy`) or one-hot (`categorical_accuracy`). Other
+    names are those of functions in `keras.metrics`.
 
     Example:
         >>> import keras
@@ -102,10 +100,10 @@ class KerasTask(base_model.BaseTask):
 
         Args:
             theta: weights.
-            input_batch: with `inputs`.
+            input_batch: a batch with `inputs`.
 
         Returns:
-            A NestedMap with its `outputs`, and as `penalty` what it adds to the loss.
+            A NestedMap with `outputs` and `penalty`, the losses that the model adds.
 
         Raises:
             PipelineError: the batch has no inputs.
@@ -115,15 +113,15 @@ class KerasTask(base_model.BaseTask):
         return py_utils.NestedMap(outputs=outputs, penalty=penalty)
 
     def ComputeLoss(self, theta: Any, predictions: Any, input_batch: Any) -> Any:
-        """The weighted means.
+        """Computes the weighted means.
 
         Args:
-            theta: weights, which are not used.
-            predictions: what `ComputePredictions` returned.
-            input_batch: with `labels` and perhaps `weights`.
+            theta: weights, not used.
+            predictions: the result of `ComputePredictions`.
+            input_batch: a batch with `labels` and optional `weights`.
 
         Returns:
-            By name, pairs of mean and sum of weights; an empty NestedMap, for examples.
+            Pairs of mean and sum of weights, by name; and an empty NestedMap, for examples.
 
         Raises:
             PipelineError: labels or weights do not fit the outputs.
@@ -155,20 +153,9 @@ class WholeBatchLayer(KerasLayer):
         self._updates: dict[str, tf.Tensor] = {}
 
     def FProp(self, theta: Any, *args: Any) -> Any:
-        """Calls the layer.
-
-        Args:
-            theta: weights.
-            *args: its inputs.
-
-        Returns:
-            What it returns, and the sum of what it adds to the loss.
-
-        Raises:
-            PipelineError: it computes in another dtype than `fprop_dtype` says.
-        """
+        """Returns the outputs of the layer and the sum of the losses that it adds."""
         if not self.do_eval:
-            # Averages grow from what they are, not from that rounded to `fprop_dtype`.
+            # Averages are updated from their own values, not from values rounded to `fprop_dtype`.
             own = {name: self.vars[name].value() for name in self._untrained()}
             theta = py_utils.NestedMap({**theta, **own})
         with (
@@ -185,18 +172,14 @@ class WholeBatchLayer(KerasLayer):
         return [name for name, variable in self._kept.items() if not variable.trainable]
 
     def PostTrainingStepUpdate(self) -> Any:
-        """Updates what the last call while training was to update, and lets constraints hold.
-
-        Returns:
-            An operation; lingvo runs it after the weights of a step have been updated.
-        """
+        """Returns an operation for the updates of the last training call and the constraints."""
         updates = [self.vars[name].assign(value) for name, value in self._updates.items()]
         self._updates = {}
         return tf.group(super().PostTrainingStepUpdate(), *updates)
 
 
 def _plain(inputs: Any) -> Any:
-    """NestedMaps as dicts, which Keras knows."""
+    """Converts NestedMaps to dicts, which Keras supports."""
     if isinstance(inputs, Mapping):
         return {name: _plain(value) for name, value in inputs.items()}
     if isinstance(inputs, (list, tuple)):

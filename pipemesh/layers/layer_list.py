@@ -13,9 +13,9 @@ from pipemesh.layers.function_layer import as_layer
 
 
 def named_layers(params: Any) -> list[Any]:
-    """Copies of the params of all layers of a sequence, named by their place in it.
+    """Copies the params of all layers of a sequence and names them by position.
 
-    In a list, plain functions are layers as well.
+    In a list, plain functions are layers too.
     """
     if isinstance(params, (list, tuple)):
         params = [as_layer(p) for p in params]
@@ -37,7 +37,7 @@ def _check(params: Any, where: str = "what is to be cut") -> None:
 
 
 def _flatten(params: Any) -> list[Any]:
-    """Copies of the params of all layers of a sequence, nested sequences taken apart."""
+    """Copies the params of all layers of a sequence, including those of nested sequences."""
     _check(params)
     if params.cls not in (builder_layers.SequentialLayer, FeatureExtractionLayer):
         return [params.Copy()]
@@ -46,6 +46,6 @@ def _flatten(params: Any) -> list[Any]:
             f"{params.name!r} fetches or forwards activations between its stages; such a layer "
             "cannot be cut again: write the stages by hand"
         )
-    # As the layer itself has it: once at least.
+    # At least once, as in `SequentialLayer`.
     repeat = max(params.repeat, 1) if params.cls is builder_layers.SequentialLayer else 1
     return [layer for _ in range(repeat) for sub in params.sub for layer in _flatten(sub)]

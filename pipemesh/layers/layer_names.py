@@ -1,4 +1,4 @@
-"""What tells the layers of a stack apart: in the names of variables, and for random numbers."""
+"""Distinct names for the layers of a stack: for their variables and their random numbers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from pipemesh.errors import PipelineError
 
 
 class Place(NamedTuple):
-    """Where a layer of a stack stands."""
+    """The position of a layer in a stack."""
 
-    # Names of the stage and of what is nested in it, outermost first; empty for a bare layer.
+    # Names of the stage and of nested stages, outermost first; empty for a bare layer.
     stages: tuple[str, ...]
     name: str
-    # Whether the params of its stage say in which scope its variables are.
+    # Whether the params of its stage set the scope of its variables.
     scope_is_given: bool = False
 
 
 def places_of(params: Iterable[Any], is_stage: Callable[[Any], bool]) -> list[Place]:
-    """The layers of some stages, first to last; what is nested is taken apart.
-
-    Args:
-        params: params of stages and of bare layers.
-        is_stage: whether params are those of a stage.
-    """
+    """Returns the positions of all layers of stages, in order, including nested ones."""
     found: list[Place] = []
 
     def visit(p: Any, name: str, stages: tuple[str, ...], given: bool) -> None:
@@ -44,11 +39,11 @@ def places_of(params: Iterable[Any], is_stage: Callable[[Any], bool]) -> list[Pl
 
 
 def scopes_of(places: list[Place]) -> list[tuple[str, ...]]:
-    """The scopes that each layer's variables need besides its own name.
+    """Returns the scopes that each layer's variables need before the layer's name.
 
-    Not the name of the stage where that leaves the name unique: so weights survive another
-    partition. Else that as well, which is then what lingvo calls them. What is nested in a stage
-    keeps its name.
+    The name of the stage is left out where the layer's name is unique, so weights are valid under
+    another partition. Otherwise it is included, as in lingvo. Layers nested in a stage keep their
+    names.
     """
     lengths = [max(len(place.stages) - 1, 0) for place in places]
     while True:
@@ -72,7 +67,7 @@ def scopes_of(places: list[Place]) -> list[tuple[str, ...]]:
 
 
 def random_names_of(places: list[Place]) -> list[str]:
-    """Names that random numbers are keyed by: numbered in order, whatever the stages."""
+    """Returns names that key random numbers: numbered in order, independent of the stages."""
     seen: collections.Counter[str] = collections.Counter()
     names = []
     for place in places:
@@ -83,16 +78,10 @@ def random_names_of(places: list[Place]) -> list[str]:
 
 
 def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool]) -> None:
-    """Fails if a layer beside a stack has a variable of the same name, which eagerly is the same.
+    """Raises a PipelineError if a layer beside a stack shares a variable with it by name.
 
-    Neither the stack's name nor that of its stages is part of the names of variables.
-
-    Args:
-        stack: the layer that holds the stages.
-        is_transparent: whether a layer's name is no part of the names of its children's variables.
-
-    Raises:
-        PipelineError: two layers would train one weight.
+    Eagerly, equal names mean the same variable. The names of the stack and of its stages are not
+    part of the names of variables.
     """
     parent, child = stack.parent, stack
     while parent is not None and is_transparent(parent):
@@ -117,7 +106,7 @@ def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool])
 
 
 def _layers(root: Any, skip_given: bool = False) -> list[Any]:
-    """A layer and all below it, each once; without those whose scope the params of a stage say."""
+    """Returns a layer and all below it, optionally without those whose scope a stage sets."""
     found: dict[int, Any] = {}
 
     def visit(layer: Any) -> None:

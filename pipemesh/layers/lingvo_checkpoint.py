@@ -1,8 +1,8 @@
-"""Checkpoints of `lingvo.core.gpipe`: which of its names is which of ours.
+"""Conversion of names between checkpoints of `lingvo.core.gpipe` and of this library.
 
-lingvo puts the name of the stage into the names of variables (`d0/cell_003/w/var`), so that its
-checkpoints fit one partition only. Here they are `cell_003/w/var` under every partition, and this
-module says what they are in a checkpoint that lingvo has written, or can read.
+lingvo puts the name of the stage into the names of variables (`d0/cell_003/w/var`), so its
+checkpoints fit one partition only. Here they are `cell_003/w/var` under every partition. This
+module converts between both.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from pipemesh.layers.lingvo_stages import boundaries_in, with_stages, without_st
 def export_to_lingvo(
     checkpoint: str, path: str, stages: Iterable[Any] | None = None, like: str | None = None
 ) -> str:
-    """Writes a checkpoint as lingvo's own pipeline of the same layers reads it.
+    """Writes a checkpoint for lingvo's own pipeline of the same layers.
 
-    Weights, the state of the optimizer, moving averages and the step are all taken along, tensor by
-    tensor; the model is never in memory as a whole. `lingvo.trainer` goes on from it if `path` is
-    `<logdir>/train/ckpt-<step, eight digits>`, in a folder that has no checkpoint yet.
+    It converts weights, optimizer state, moving averages and the step, tensor by tensor, so the
+    whole model is never in memory. `lingvo.trainer` resumes from it if `path` is
+    `<logdir>/train/ckpt-<step, eight digits>` and the folder has no other checkpoint.
 
     Args:
-        checkpoint: path of a checkpoint of this library, without any ending, or of lingvo's
-            with another `PartitionSequentialLayers`.
-        path: of the one to write, without any ending.
-        stages: params of the stages of lingvo's model (its `cell_tpl`), or for those of
-            `PartitionSequentialLayers` their boundaries: `(0, 3, 7)` are a stage of the first three
-            layers and one of the next four. By default the stages are those of `like`.
-        like: path of a checkpoint of lingvo's model, such as that of its step 0: what is written
-            has the same names. Without it, numbers that lingvo's model has beyond ours would be
-            missing.
+        checkpoint: path of a checkpoint of this library, without extension. A lingvo checkpoint
+            with another `PartitionSequentialLayers` is also valid.
+        path: path of the new checkpoint, without extension.
+        stages: params of the stages of lingvo's model (its `cell_tpl`), or the boundaries of the
+            stages of `PartitionSequentialLayers`: `(0, 3, 7)` is a stage of the first three layers
+            and one of the next four. By default the stages of `like`.
+        like: path of a checkpoint of lingvo's model, such as the one of its step 0. The result gets
+            the same names. Without it, the result lacks values that only lingvo's model has.
 
     Returns:
-        A line that says what was written.
+        A line that describes the new checkpoint.
 
     Raises:
-        PipelineError: no variable lies in a layer of the stages, or a layer in none of them.
+        PipelineError: no variable belongs to a layer of the stages, or a layer to no stage.
         CheckpointError: see `pipemesh.checkpoint.convert`.
 
     Example:
@@ -65,7 +64,7 @@ def export_to_lingvo(
                 "neither stages nor like is given; give one, to say what lingvo's stages are"
             )
         stages = boundaries_in(names_of(like))
-    # Places in data are nothing that lingvo reads.
+    # lingvo does not read positions in data.
     names = with_stages(names_of(checkpoint, places=False), stages)
     return convert(checkpoint, path, names, like=like)
 
@@ -73,21 +72,22 @@ def export_to_lingvo(
 def import_from_lingvo(
     checkpoint: str, path: str, stages: Iterable[Any] | None = None, like: str | None = None
 ) -> str:
-    """Writes a checkpoint of lingvo's own pipeline as every plan of this library reads it.
+    """Converts a checkpoint of lingvo's own pipeline to one of this library, valid under every
+    plan.
 
     Args:
-        checkpoint: path of lingvo's checkpoint, without any ending.
-        path: of the one to write, without any ending.
-        stages: params of the stages of that model, if they were written by hand; leave it out
-            for those of `PartitionSequentialLayers`.
-        like: path of a checkpoint of the training that is to go on from it, such as that of its
-            step 1: what is noted, and what lingvo does not save, is taken from there.
+        checkpoint: path of lingvo's checkpoint, without extension.
+        path: path of the new checkpoint, without extension.
+        stages: params of the stages of that model, if they were written by hand; None for the
+            stages of `PartitionSequentialLayers`.
+        like: path of a checkpoint of the run that will resume from the new one, such as the one of
+            its step 1. It supplies the metadata and the values that lingvo does not save.
 
     Returns:
-        A line that says what was written.
+        A line that describes the new checkpoint.
 
     Raises:
-        PipelineError: no variable lies in a stage, or two would get one name.
+        PipelineError: no variable belongs to a stage, or two would get one name.
         CheckpointError: see `pipemesh.checkpoint.convert`.
 
     Example:
@@ -104,22 +104,22 @@ def import_from_lingvo(
 
 
 def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None) -> dict[str, Any]:
-    """What `init_from_checkpoint_rules` must be for weights to come from lingvo's own pipeline.
+    """Returns `init_from_checkpoint_rules` that load a checkpoint of lingvo's own pipeline.
 
-    All that the checkpoint has is restored, the state of optimizers and the step as well, into
-    whatever number of stages; what the model has beyond it is initialized.
+    The rules restore everything in the checkpoint, including optimizer state and the step, for any
+    number of stages. Variables that it lacks are initialized.
 
     Args:
-        checkpoint: path of a checkpoint that a model with `lingvo.core.gpipe` wrote.
-        stages: params of the stages of that model, if they were written by hand; leave it out
-            for those of `PartitionSequentialLayers`.
+        checkpoint: path of a checkpoint of a model with `lingvo.core.gpipe`.
+        stages: params of the stages of that model, if they were written by hand; None for the
+            stages of `PartitionSequentialLayers`.
 
     Returns:
-        The rules, to be set in `Task().train`.
+        The rules, for `Task().train`.
 
     Raises:
-        PipelineError: no variable of the checkpoint lies in a stage, or two lie in one place.
-        CheckpointError: lingvo cannot read it.
+        PipelineError: no variable of the checkpoint belongs to a stage, or two get one name.
+        CheckpointError: lingvo cannot read the checkpoint.
 
     Example:
         >>> import tempfile
@@ -142,14 +142,14 @@ def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None
 
 
 class _Scope(NamedTuple):
-    """A variable scope: here, in lingvo, and in lingvo whatever the stages are called."""
+    """A variable scope: its name here, its name in lingvo, and a pattern for any stage names."""
 
     ours: str
     theirs: str
     pattern: str
 
     def translate(self, name: str) -> _Scope | None:
-        """A name below this scope; None if it is not."""
+        """Returns the scope of a name below this scope, or None for other names."""
         rest = name.removeprefix(self.ours)
         if self.ours and (rest == name or not rest.startswith("/")):
             return None
@@ -157,18 +157,21 @@ class _Scope(NamedTuple):
 
 
 def lingvo_names(layer: Any, checkpoint: str | None = None) -> dict[str, Any]:
-    """The weights of a layer by the names that a model with `lingvo.core.gpipe` gives them.
+    """Returns the weights of a layer by the names that `lingvo.core.gpipe` gives them.
 
-    `tf.compat.v1.train.Saver(lingvo_names(layer))` writes and reads checkpoints of lingvo, in
+    `tf.compat.v1.train.Saver(lingvo_names(layer))` reads and writes lingvo checkpoints. It works in
     graphs and, with None as the session, eagerly.
 
     Args:
-        layer: a layer; stages are looked for in all that is below it.
-        checkpoint: path of a checkpoint written by lingvo: names are as in there, whatever stages
-            it was written with. By default the stages are those of this layer.
+        layer: a layer; stages are searched for at all levels below it.
+        checkpoint: path of a checkpoint written by lingvo, under any stages; it supplies the names.
+            By default the stages are those of this layer.
+
+    Returns:
+        The variables by name.
 
     Raises:
-        PipelineError: the checkpoint lacks a weight, or has several that it may be.
+        PipelineError: the checkpoint lacks a weight, or several variables match one.
 
     Example:
         >>> from lingvo.core import layers, py_utils, tshape
@@ -207,7 +210,7 @@ def lingvo_names(layer: Any, checkpoint: str | None = None) -> dict[str, Any]:
 
 
 def _visit(layer: Any, scope: _Scope | None, above: tuple[_Scope, ...], found: Any) -> None:
-    """Adds the scopes of all variables at and below a layer whose own scope is given."""
+    """Adds the scopes of all variables at and below a layer."""
     if scope is None:
         name = layer._self_variable_scope.name
         scope = _Scope(name, name, re.escape(name))
@@ -239,6 +242,6 @@ def _visit(layer: Any, scope: _Scope | None, above: tuple[_Scope, ...], found: A
 
 
 def _any_stage(scope: _Scope) -> str:
-    """The pattern of a stage's scope, for any name of the stage."""
+    """Returns the pattern of a stage's scope, for any name of the stage."""
     name = re.escape(scope.theirs.rsplit("/", 1)[-1])
     return scope.pattern.removesuffix(name) + "[^/]+"

@@ -1,15 +1,15 @@
-"""Loads lingvo on every system, also where its native op library cannot load, and mends it.
+"""Import of lingvo on every system, with fixes.
 
-lingvo's wheel carries `x_ops.so`, which needs glibc 2.38. On older systems this module puts a
-stand-in for `lingvo.core.ops.gen_x_ops` in place before lingvo is imported: the two assertions
-that lingvo's layers use are written in TensorFlow, and every other native op is an error that
-says what is missing. Where the library loads, the real ops are used.
+lingvo's wheel contains `x_ops.so`, which needs glibc 2.38. On older systems this module registers a
+substitute for `lingvo.core.ops.gen_x_ops` before lingvo is imported. It implements the two
+assertions that lingvo's layers use in TensorFlow. Every other native op raises an error that
+explains the missing library. If the library loads, the real ops are used.
 
-lingvo's `VariableStore` stays open when a layer's `__init__` raises. From then on, layers of one
-name would share weights in eager mode. Here it is replaced by one that closes.
+lingvo's `VariableStore` stays open when a layer's `__init__` raises. Layers of one name made later
+would then share weights in eager mode. This module replaces it with one that closes.
 
-Every module of this project that imports lingvo imports this module first, or lies in a package
-whose `__init__` does.
+Every module of this project that imports lingvo imports this module first, or is in a package whose
+`__init__` does.
 """
 
 from __future__ import annotations
@@ -33,14 +33,9 @@ GLIBC = "2.38"
 
 
 def load_native_ops(load_library: Callable[[str], types.ModuleType] | None = None) -> bool:
-    """Makes `import lingvo.core.ops` work; called once when this module is imported.
+    """Makes `import lingvo.core.ops` work, and returns whether the native ops are the real ones.
 
-    Args:
-        load_library: loads an op library from a path and returns the module of its ops;
-            `tf.load_op_library` unless given.
-
-    Returns:
-        Whether the native ops are the real ones.
+    Called once when this module is imported. `load_library` replaces `tf.load_op_library`.
 
     Raises:
         ImportError: lingvo is not installed.
@@ -58,8 +53,7 @@ def load_native_ops(load_library: Callable[[str], types.ModuleType] | None = Non
         ops = (load_library or tf.load_op_library)(_library_path())
     except tf.errors.NotFoundError as error:
         ops = StandInOps(reason=str(error))
-    # Registered under the name that `lingvo.core.ops` tries first, so that the library is
-    # loaded once whichever branch was taken.
+    # `lingvo.core.ops` tries this name first, so the library is loaded once on either branch.
     sys.modules[GEN_X_OPS] = ops
     return not isinstance(ops, StandInOps)
 
@@ -72,11 +66,7 @@ def _library_path() -> str:
 
 
 class StandInOps(types.ModuleType):
-    """Stands in for the module of lingvo's native ops.
-
-    Args:
-        reason: why the native library did not load.
-    """
+    """The substitute for the module of lingvo's native ops; `reason` says why they did not load."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(GEN_X_OPS, doc=StandInOps.__doc__)
@@ -100,29 +90,22 @@ class StandInOps(types.ModuleType):
 
 
 def assert_shape_match(x: tf.Tensor, y: tf.Tensor, msg: str = "", name: str | None = None) -> Any:
-    """Fails at run time unless shape vectors `x` and `y` are equal; -1 matches any size.
+    """Returns an op that fails unless shape vectors `x` and `y` are equal; -1 matches any size.
 
-    Args:
-        x: int32 vector.
-        y: int32 vector.
-        msg: text that begins the error.
-        name: name of the op.
-
-    Returns:
-        The assertion as an op; None when executing eagerly.
+    Eagerly the result is None.
     """
     x, y = tf.convert_to_tensor(x, tf.int32), tf.convert_to_tensor(y, tf.int32)
     known = static_vector(x), static_vector(y)
     if all(value is not None for value in known) and _match(*known):
-        # Most are: then there is nothing to compute at each step.
+        # Most shapes are static and equal, so a step computes nothing.
         return None if tf.executing_eagerly() else tf.no_op(name)
     with tf.name_scope(name or "assert_shape_match"):
         same_rank = tf.equal(tf.size(x), tf.size(y))
         common = tf.minimum(tf.size(x), tf.size(y))
         a, b = x[:common], y[:common]
-        # Not `==`, which compares objects where TF1 behaviour is on.
+        # Not `==`, which compares objects under TF1 behaviour.
         same_sizes = tf.reduce_all(tf.equal(a, b) | tf.equal(a, -1) | tf.equal(b, -1))
-        # Not `tf.debugging.Assert`, which complains if nobody uses what it returns.
+        # Not `tf.debugging.Assert`, which warns if its result is not used.
         return tf.raw_ops.Assert(
             condition=same_rank & same_sizes,
             data=[f"{msg} shapes do not match:", x, y],
@@ -137,15 +120,9 @@ def _match(a: Any, b: Any) -> bool:
 
 
 def assert_same_dim0(xs: list[tf.Tensor], msg: str = "", name: str | None = None) -> Any:
-    """Fails at run time unless all tensors have the same size in their first dim.
+    """Returns an op that fails unless all tensors have the same size in their first dim.
 
-    Args:
-        xs: tensors of rank 1 or more.
-        msg: text that begins the error.
-        name: name of the op.
-
-    Returns:
-        The assertion as an op; None when executing eagerly.
+    Eagerly the result is None.
     """
     with tf.name_scope(name or "assert_same_dim0"):
         sizes = tf.stack([tf.shape(x)[0] for x in xs]) if xs else tf.zeros([0], tf.int32)
@@ -157,7 +134,7 @@ def assert_same_dim0(xs: list[tf.Tensor], msg: str = "", name: str | None = None
 
 
 def close_variable_stores() -> None:
-    """Makes lingvo's `VariableStore` forget a layer whose `__init__` raised."""
+    """Makes lingvo's `VariableStore` remove the variables of a layer whose `__init__` raised."""
     py_utils: Any = importlib.import_module("lingvo.core.py_utils")
     opened = py_utils.VariableStore
 

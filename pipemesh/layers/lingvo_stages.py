@@ -1,4 +1,4 @@
-"""The stages in the names of lingvo's checkpoints: put in, taken away, and read from there."""
+"""Stage names in lingvo's checkpoints: added, removed and read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,14 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import is_stage
 from pipemesh.layers.layer_names import Place, places_of, scopes_of
 
-# What PartitionSequentialLayers calls stages and layers.
+# The names that PartitionSequentialLayers gives to stages and layers.
 _IN_STAGE = re.compile(r"(?<![^/])d\d+/(?=cell_\d{3,}/)")
 _LAYER_IN_STAGE = re.compile(r"(?<![^/])d(\d+)/cell_(\d{3,})/")
 _LAYER = re.compile(r"(?<![^/])(?:d\d+/)?(cell_(\d{3,}))(?=/)")
 
 
 def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
-    """What lingvo calls tensors: with the names of stages.
-
-    Args:
-        names: of tensors; those that have stages get others.
-        stages: as `pipemesh.layers.export_to_lingvo`.
-
-    Raises:
-        PipelineError: as `pipemesh.layers.export_to_lingvo`.
+    """Returns lingvo's name of each tensor, with the names of stages.
 
     Example:
         >>> with_stages(["lm/cell_003/w/var/Adam", "global_step"], stages=(0, 3, 7))
@@ -38,7 +31,7 @@ def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
     stage_of = _stages_of_cells(stages)
     if stage_of is None:
         pairs = {ours: theirs for theirs, ours in _scopes(stages)}
-        # The first that is found: in a layer there may be another one of such a name.
+        # Replaces the first match only: a layer may contain another such name.
         return _renamed(names, *_one_of(pairs), f"in a layer ({_few(pairs)})", count=1)
 
     def in_stage(found: re.Match[str]) -> str:
@@ -54,14 +47,7 @@ def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
 
 
 def without_stages(names: Iterable[str], stages: Iterable[Any] | None = None) -> dict[str, str]:
-    """What tensors of lingvo's own pipeline are called here: without the names of stages.
-
-    Args:
-        names: of tensors.
-        stages: as `pipemesh.layers.import_from_lingvo`.
-
-    Raises:
-        PipelineError: as `pipemesh.layers.import_from_lingvo`.
+    """Returns the name of each tensor of lingvo's own pipeline without the names of stages.
 
     Example:
         >>> without_stages(["lm/d1/cell_003/w/var"])
@@ -74,13 +60,10 @@ def without_stages(names: Iterable[str], stages: Iterable[Any] | None = None) ->
 
 
 def boundaries_in(names: Iterable[str]) -> list[int]:
-    """The boundaries of lingvo's stages, as the names of tensors say.
-
-    Args:
-        names: of all tensors of a checkpoint that lingvo wrote.
+    """Reads the boundaries of lingvo's stages from the names of all tensors of its checkpoint.
 
     Raises:
-        PipelineError: none lies in a stage of `PartitionSequentialLayers`.
+        PipelineError: none is in a stage of `PartitionSequentialLayers`.
 
     Example:
         >>> boundaries_in(["lm/d1/cell_000/w/var", "lm/d1/cell_001/w/var", "lm/d2/cell_002/w/var"])
@@ -101,7 +84,7 @@ def boundaries_in(names: Iterable[str]) -> list[int]:
 
 
 def _stages_of_cells(stages: list[Any]) -> list[str] | None:
-    """The stage of each layer that `PartitionSequentialLayers` numbers; None for other stages."""
+    """Returns the stage of each layer of `PartitionSequentialLayers`, or None for other stages."""
     if all(isinstance(stage, int) for stage in stages):
         if stages[:1] != [0] or len(stages) < 2 or any(a > b for a, b in pairwise(stages)):
             raise PipelineError(
@@ -127,7 +110,7 @@ def _places_of(stages: list[Any]) -> list[Place]:
 
 
 def _scopes(stages: list[Any]) -> list[tuple[str, str]]:
-    """The scopes of the layers of stages, in lingvo and here."""
+    """Returns the scopes of the layers of stages, in lingvo and here."""
     places = _places_of(stages)
     return [
         ("/".join((*place.stages, place.name)), "/".join((*scope, place.name)))
@@ -137,7 +120,7 @@ def _scopes(stages: list[Any]) -> list[tuple[str, str]]:
 
 
 def _one_of(new: dict[str, str]) -> tuple[re.Pattern[str], Callable[[re.Match[str]], str]]:
-    """An expression for scopes, and what it puts in their place."""
+    """Returns a pattern for scopes and a function that gives their replacements."""
     longest_first = sorted(map(re.escape, new), key=len, reverse=True)
     pattern = re.compile(rf"(?<![^/])(?:{'|'.join(longest_first) or '(?!)'})(?=/)")
     return pattern, lambda found: new[found[0]]
@@ -150,7 +133,7 @@ def _renamed(
     where: str,
     count: int = 0,
 ) -> dict[str, str]:
-    """Names of tensors with others in the place of what is found in them."""
+    """Replaces the matches of a pattern in names of tensors; raises if two names become equal."""
     called: dict[str, str] = {}
     old: dict[str, str] = {}
     matches = 0

@@ -1,11 +1,13 @@
-"""Runs `lingvo.trainer` where it does not run by itself.
+"""A wrapper that runs `lingvo.trainer` on every system.
 
     python -m pipemesh.layers.lingvo_trainer --run_locally=cpu --mode=sync --logdir=... --model=...
 
-takes all its flags. `python -m lingvo.trainer` needs glibc 2.38, which lingvo's native ops were
-built for; this works on every system (`lingvo_loader`). And with `--run_locally=cpu` a
-`--worker_split_size` of more than 1 has as many CPU devices, on which the stages of a
-`PipeliningLayer` lie; lingvo itself gives a local worker one and ends in an AssertionError.
+It takes all flags of the trainer. `python -m lingvo.trainer` needs glibc 2.38 for lingvo's native
+ops; this wrapper does not (`lingvo_loader`).
+
+With `--run_locally=cpu`, a `--worker_split_size` of N gives the worker N CPU devices for the stages
+of a `PipeliningLayer`. lingvo itself gives a local worker one device and fails with an
+AssertionError.
 """
 
 from __future__ import annotations
@@ -23,10 +25,7 @@ from lingvo.core import cluster_factory
 
 
 def num_cpu_devices(arguments: list[str]) -> int:
-    """How many CPU devices the worker needs, by the trainer's flags.
-
-    Args:
-        arguments: of the command line, without the program.
+    """Returns the number of CPU devices that the worker needs, given the trainer's arguments.
 
     Example:
         >>> num_cpu_devices(["--run_locally=cpu", "--worker_split_size=2", "--mode=sync"])
@@ -43,7 +42,7 @@ def num_cpu_devices(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def local_cpu_devices(number: int) -> Iterator[None]:
-    """Inside, lingvo's local server and its workers have a number of CPU devices."""
+    """Gives lingvo's local server and its workers a number of CPU devices."""
     if number == 1:
         yield
         return
@@ -51,10 +50,10 @@ def local_cpu_devices(number: int) -> Iterator[None]:
     config = tf.compat.v1.ConfigProto(device_count={"CPU": number})
     params = cluster_factory.Current().params.Copy()
     for job in (params.controller, params.worker, params.ps, params.evaler, params.decoder):
-        # They are all this process.
+        # All of them are this process.
         job.cpus_per_replica = number
     for job in (params.evaler, params.decoder):
-        # Those of the worker are set by the flag.
+        # The flag sets the devices of the worker.
         job.devices_per_split = number
     with (
         mock.patch.object(

@@ -1,4 +1,4 @@
-"""A mesh as the lingvo cluster that layers ask for their devices."""
+"""A mesh as a lingvo cluster, from which layers get their devices."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from pipemesh.plan.network import over_hosts
 
 
 class MeshCluster(cluster_factory.Cluster):
-    """A cluster of one process whose devices, or those of its workers, are those of a mesh.
+    """A cluster of one process whose devices, or whose workers' devices, form a mesh.
 
-    A layer of lingvo runs on one device, so a stage uses the first device of its home, or, where
-    the layout splits the batch, one for each replica. Layers with named dims use them all. What
-    asks for a device by number, as lingvo's layers do, gets the first device of the stage of that
-    number; numbers start again after the last stage, as in any cluster of lingvo.
+    A lingvo layer runs on one device. So a stage uses the first device of its home, or one for each
+    replica if the layout splits the batch. Layers with named dims use all devices.
+
+    A layer that asks for a device by number gets the first device of that stage. Numbers wrap
+    around after the last stage, as in any lingvo cluster.
     """
 
     @classmethod
     def Params(cls) -> Any:
-        """Adds the mesh and the layout."""
+        """Defines the mesh, the layout and the devices."""
         p = super().Params()
         p.Define("mesh", None, "The mesh; its processors are the devices of the process, in order.")
         p.Define("layout", LayoutRules(), "Which axes the batch and other dims are split over.")
@@ -42,24 +43,20 @@ class MeshCluster(cluster_factory.Cluster):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh."""
+        """Returns the mesh."""
         return self.params.mesh
 
     @property
     def layout(self) -> LayoutRules:
-        """Which axes the batch and other dims are split over."""
+        """Returns the layout rules for the batch and other dims."""
         return self.params.layout
 
     def WorkerDeviceInModelSplit(self, device_index: int) -> str:
-        """The first device of a stage.
-
-        Args:
-            device_index: the number of the stage.
-        """
+        """Returns the first device of the stage with this number."""
         return self.device(self.mesh.stage_processors(device_index % self.mesh.num_stages)[0])
 
     def device(self, processor: int) -> str:
-        """The device of a processor of the mesh."""
+        """Returns the device of a processor of the mesh."""
         if self.params.devices:
             return self.params.devices[processor]
         return str(self.available_devices.reshape([-1])[processor])
@@ -72,25 +69,28 @@ def mesh_cluster(
     layout: LayoutRules | None = None,
     lowering: str = "placement",
 ) -> Any:
-    """The lingvo cluster of one process whose model split is the mesh.
+    """Returns the lingvo cluster of one process whose model split is the mesh.
 
-    To be entered with `with`; `WorkerDeviceInModelSplit(i)` is then the first device of
-    `mesh.stage_processors(i)`. A layout `batch:data` gives each stage a replica for each place
-    along the axis `data`. Layers with named dims are split over other axes by further rules, layers
-    of lingvo are not. Devices along axes that no rule names idle, which is a warning.
+    Enter it with `with`. `WorkerDeviceInModelSplit(i)` is then the first device of
+    `mesh.stage_processors(i)`. A layout `batch:data` gives each stage one replica for each position
+    along the axis `data`. Further rules split layers with named dims over other axes; they do not
+    split lingvo layers. Devices along axes without a rule idle, which gives a warning.
 
     Args:
-        mesh: the mesh; all its devices belong to this process, or to workers that it drives
-            (`pipemesh.backend.cluster`): to all of them as many, if they have as many.
+        mesh: the mesh. Its devices belong to this process, or in equal numbers to the workers that
+            it drives (`pipemesh.backend.cluster`), if these have equal numbers.
         device_type: `CPU` or `GPU`.
         do_eval: whether layers run in evaluation mode.
-        layout: rules for the dim `batch` and for those of layers with named dims, or none.
-        lowering: of the stacks inside; `simd` lets dims of what all devices compute together be
-            split over the axis `layers`, as `vocab:layers`.
+        layout: rules for the dim `batch` and for the dims of layers with named dims, or None.
+        lowering: the lowering of the stacks inside. With `simd`, dims of layers that all devices
+            compute together may be split over the axis `layers`, as in `vocab:layers`.
+
+    Returns:
+        The cluster, a context manager.
 
     Raises:
-        DeviceError: there are fewer logical devices than the mesh has.
-        LayoutError: the layout names no axis of the mesh, or one that cannot be split so.
+        DeviceError: the mesh has more devices than there are logical devices.
+        LayoutError: the layout names no axis of the mesh, or one that it cannot split.
         MeshError: the mesh has several devices and no axis `layers`.
         PlanError: workers have fewer devices than the mesh.
 
@@ -102,7 +102,7 @@ def mesh_cluster(
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh {mesh!r} is no Mesh; write Mesh.from_text('layers:2')")
     if not flags.FLAGS.is_parsed():
-        # lingvo reads its flags, and a program that is not absl's never parses them.
+        # lingvo reads its flags, and a program without absl never parses them.
         flags.FLAGS.mark_as_parsed()
     layout = LayoutRules() if layout is None else layout
     check_layout(mesh, layout, lowering)
@@ -123,7 +123,7 @@ def mesh_cluster(
     idle = [f"{device_type}:{i}" for i in range(mesh.num_devices) if i not in used]
     if idle:
         axes = unused_axes(mesh, layout)
-        # The batch is split over one axis at most.
+        # At most one axis splits the batch.
         split = "" if layout.rules else f"split the batch with the layout 'batch:{axes[0]}', or "
         warnings.warn(
             f"mesh '{mesh}' has {mesh.num_devices} devices, but nothing is split "
@@ -150,7 +150,7 @@ def mesh_cluster(
 
 
 def _of_workers(mesh: Mesh, layout: LayoutRules, device_type: str) -> tuple[str, ...]:
-    """Returns the device of each processor if there are workers, else none."""
+    """Returns the device of each processor if there are workers, else an empty tuple."""
     devices = worker_devices(device_type)
     if not devices:
         return ()
@@ -173,17 +173,7 @@ def _of_workers(mesh: Mesh, layout: LayoutRules, device_type: str) -> tuple[str,
 
 
 def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -> None:
-    """Checks that stages can be split as a layout says, whatever dims they have.
-
-    Args:
-        mesh: the mesh.
-        layout: the rules.
-        lowering: of the stack.
-
-    Raises:
-        LayoutError: it names no axis of the mesh, or one that cannot be split so.
-        MeshError: homes differ, and the lowering has one program for all.
-    """
+    """Checks that a layout can split stages, for any dims that they have."""
     if not isinstance(layout, LayoutRules):
         raise LayoutError(
             f"layout {layout!r} is no LayoutRules; write LayoutRules.from_text('batch:data')"

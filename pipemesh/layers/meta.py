@@ -1,4 +1,4 @@
-"""What layers say of themselves in `FPropMeta`."""
+"""The results of `FPropMeta`: costs that layers state themselves."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _META = (
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """What the `FPropMeta` of a layer says.
+    """The result of the `FPropMeta` of a layer.
 
     Attributes:
-        flops: of the forward pass.
+        flops: flops of the forward pass.
         out_shapes: a `tshape.Shape`, or None, for each output.
-        parameter_bytes: of all weights, or None if it does not say.
-        activation_bytes: what the layer keeps for its backward pass, or None.
-        communication_bytes: what its processors send to each other, forward and backward, or None.
-        communication: what one of its processors sends, by axis and primitive, or None.
+        parameter_bytes: bytes of all weights, or None if not stated.
+        activation_bytes: bytes that the layer keeps for its backward pass, or None.
+        communication_bytes: bytes that its processors send, forward and backward, or None.
+        communication: traffic of one of its processors, by axis and primitive, or None.
     """
 
     flops: float
@@ -42,26 +42,24 @@ class Meta:
 
     @classmethod
     def bytes_said(cls) -> tuple[str, ...]:
-        """The names of what a layer may leave unsaid."""
+        """Returns the names of the optional byte counts."""
         fields = dataclasses.fields(cls)
         return tuple(f.name for f in fields if f.default is None and not f.kw_only)
 
 
 def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
-    """The flops of each layer by its `FPropMeta`; see `layer_metas`."""
+    """Returns the flops of each layer by its `FPropMeta`; see `layer_metas`."""
     return [meta.flops for meta in layer_metas(layers, *shapes)]
 
 
 def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
-    """What the `FPropMeta` of each layer says.
+    """Returns the `FPropMeta` of each layer, given the shapes of the first one's inputs.
 
-    Args:
-        layers: their params.
-        *shapes: of each input of the first one, a `tshape.Shape`, a `tf.TensorSpec`, a NestedMap of
-            such, or None.
+    A shape is a `tshape.Shape`, a `tf.TensorSpec`, a NestedMap of these, or None.
 
     Raises:
-        PartitionError: a shape is none, or a layer's `FPropMeta` is missing, fails or says no cost.
+        PartitionError: a shape has another type, or `FPropMeta` is missing, fails or returns no
+            cost.
     """
     for number, shape in enumerate(shapes):
         if not isinstance(shape, (tshape.Shape, tf.TensorSpec, py_utils.NestedMap, type(None))):
@@ -80,7 +78,7 @@ def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
 
 
 def described(layer: Any) -> str:
-    """A layer's name and class, for errors."""
+    """Returns a layer's name and class, for errors."""
     return f"layer {layer.name!r} ({layer.cls.__name__})"
 
 
@@ -101,7 +99,7 @@ def _meta(layer: Any, shapes: tuple[Any, ...]) -> Meta:
             "hand into a list of FeatureExtractionLayers"
         ) from error
     except Exception as error:
-        # An assertion may say nothing: then its line of code tells more.
+        # An assertion may have no message: then its line of code says more.
         what = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         way_out = (
             "do the shapes fit the inputs of the layer?"

@@ -1,4 +1,4 @@
-"""Cuts a stack of layer params into stages of equal cost."""
+"""A cut of a stack of layer params into stages of equal cost."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ def PartitionSequentialLayers(
 ) -> list[Any]:
     """Cuts sequential layers into stages whose largest cost is as small as possible.
 
-    A `SequentialLayer` is flattened first, with all in it and its repetitions. In a list every
-    layer is one that is not cut, be it a `SequentialLayer`: so it is in lingvo, and so weights have
-    lingvo's names. The layers are named `cell_000`, `cell_001`, ... in order, whatever the number
-    of stages, and so are their variables.
+    A `SequentialLayer` is flattened first, including nested layers and repetitions. In a list every
+    layer is a unit that is not cut, even a `SequentialLayer`. lingvo does the same, so weights have
+    lingvo's names. Layers and their variables are named `cell_000`, `cell_001`, ... in order, for
+    any number of stages.
 
     Args:
         params: params of a `SequentialLayer`, or a list of layers' params and plain functions.
         num_partitions: the number of stages.
-        *shapes: `tshape.Shape` of each input of the first layer; None for an input that is None.
-            With `memory_limit` or `bandwidth` they must be those of one microbatch, and inputs
-            that are not floating a `tf.TensorSpec`.
-        measured: whether costs are seconds, measured by running each layer on this machine, and not
-            flops.
-        fprop_dtype: what the stages compute in, as in the params of the `PipeliningLayer`; it
-            matters for bytes and for what is measured.
-        **options: whatever `pipemesh.partition.partition` takes: `memory_limit`, `bandwidth`,
-            `speeds`, `remat`, `num_microbatches`, `num_virtual_stages`, `same_stage`, `fixed` and
-            so on. `schedule` may be any name, `file:x.csv`, or a `Schedule`. Bytes are counted
-            (see `layer_costs`) only if one of them asks for bytes. `bandwidth` is in bytes per
-            unit of cost: per second if costs are measured, else per flop.
+        *shapes: a `tshape.Shape` for each input of the first layer, or None for an input that is
+            None. With `memory_limit` or `bandwidth` they must be the shapes of one microbatch, and
+            inputs that are not floating need a `tf.TensorSpec`.
+        measured: whether costs are seconds, measured by running each layer on this machine, instead
+            of flops.
+        fprop_dtype: the dtype that the stages compute in, as in the params of the
+            `PipeliningLayer`; it affects bytes and measured times.
+        **options: options of `pipemesh.partition.partition`: `memory_limit`, `bandwidth`, `speeds`,
+            `remat`, `num_microbatches`, `num_virtual_stages`, `same_stage`, `fixed` and so on.
+            `schedule` may be any name, `file:x.csv`, or a `Schedule`. Bytes are counted (see
+            `layer_costs`) only if an option needs them. `bandwidth` is in bytes per unit of cost:
+            per second if costs are measured, else per flop.
 
     Returns:
-        Params of one `FeatureExtractionLayer` a stage.
+        Params of one `FeatureExtractionLayer` for each stage.
 
     Raises:
-        PartitionError: `params` are not the params of layers, there are fewer layers than stages, a
-            shape is none, a layer's `FPropMeta` is missing, fails or says no cost, an option is
-            unknown or wrong, or no cut satisfies them.
-        ScheduleError: the schedule has no table for so many stages and microbatches.
+        PartitionError: `params` are not params of layers, or there are fewer layers than stages. A
+            shape has another type. A layer's `FPropMeta` is missing, fails or returns no cost. An
+            option is unknown or invalid, or no cut satisfies the options.
+        ScheduleError: the schedule does not support the number of stages and microbatches.
 
     Example:
         >>> from lingvo.core import layers, tshape
@@ -101,7 +101,7 @@ def PartitionSequentialLayers(
 
 
 def _schedule(schedule: Any, num_stages: int, options: dict[str, Any]) -> dict[str, Any]:
-    """What the partitioner takes of a schedule: its name where that is enough."""
+    """Returns the options that the partitioner needs for a schedule: its name if that is enough."""
     if schedule is None:
         return {}
     if not isinstance(schedule, Schedule):
@@ -130,7 +130,7 @@ def _schedule(schedule: Any, num_stages: int, options: dict[str, Any]) -> dict[s
 
 
 def stage_params(layers: list[Any], plan: Partition) -> list[Any]:
-    """Params of one `FeatureExtractionLayer` for each stage of a partition."""
+    """Returns params of one `FeatureExtractionLayer` for each stage of a partition."""
     return [
         FeatureExtractionLayer.Params().Set(name=f"d{number}", sub=[layers[i] for i in stage])
         for number, stage in enumerate(plan.stages)

@@ -1,4 +1,4 @@
-"""Modules of lingvo whose names are those of a room of pipemesh."""
+"""Replacement of lingvo modules by pipemesh packages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from pipemesh.errors import PipelineError
 
 
 class StandIn(types.ModuleType):
-    """A module of lingvo with the names of another one.
+    """A module with the name of a lingvo module and the names of `source`.
 
-    Names are looked up when they are used: the modules may import each other.
-
-    Args:
-        name: of lingvo's module.
-        source: name of the module that has the names.
+    Names are looked up on use, because the modules may import each other.
     """
 
     def __init__(self, name: str, source: str) -> None:
@@ -35,9 +31,8 @@ class StandIn(types.ModuleType):
 def replace_gpipe() -> None:
     """Runs lingvo's own pipelined models by pipemesh: `GPipeTransformerLm`, `layers_with_gpipe`.
 
-    From here on `lingvo.core.gpipe` has the names of `pipemesh.layers`, wherever it is imported.
-    Call it before you import a model of lingvo, for example in the first lines of your model's
-    module.
+    After this call `lingvo.core.gpipe` has the names of `pipemesh.layers` in every import. Call it
+    before you import a lingvo model, for example in the first lines of your model's module.
 
     Raises:
         PipelineError: a module with subclasses of lingvo's layers is imported already.
@@ -54,14 +49,10 @@ def replace_gpipe() -> None:
 
 
 def replace_module(name: str, source: str) -> None:
-    """Puts the names of a module of pipemesh in the place of a module of lingvo.
-
-    Args:
-        name: of lingvo's module.
-        source: name of the module of pipemesh.
+    """Replaces a lingvo module by the names of a pipemesh module.
 
     Raises:
-        PipelineError: a module with subclasses of lingvo's classes is imported already.
+        PipelineError: a module with subclasses of lingvo's classes is already imported.
     """
     package, _, last = name.rpartition(".")
     replaced = importlib.import_module(name)

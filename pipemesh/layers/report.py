@@ -1,4 +1,4 @@
-"""What a step of a stack will hold, send and idle, said before the first one runs."""
+"""Predicted memory, traffic and idle time of a step of a stack, before the first one runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from pipemesh.text import columns
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What goes along some axes in a step.
+    """Traffic along some axes in a step.
 
     Attributes:
         axes: names of the axes, joined by `+`.
         what: `activations`, `gradients`, `weights` and so on, or a primitive and its pass.
-        times: how often a device does it.
-        bytes: of all devices together.
+        times: the number of transfers of a device.
+        bytes: the bytes of all devices together.
     """
 
     axes: str
@@ -43,14 +43,14 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class WeightLayout:
-    """How a weight lies on the devices.
+    """The layout of a weight on the devices.
 
     Attributes:
         name: the path of its layer and its own name.
-        shape: with names of dims, if it has some.
-        cut: the dims that are cut, each with the number of parts; empty if none is.
-        devices: of its parts.
-        bytes: of the whole weight.
+        shape: with names of dims, if it has any.
+        cut: the dims that are cut, each with the number of slices; empty if none is.
+        devices: the device of each slice.
+        bytes: the bytes of the whole weight.
     """
 
     name: str
@@ -62,15 +62,14 @@ class WeightLayout:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSize:
-    """What a layer says of itself in `FPropMeta`, for a replica's part of a microbatch.
+    """The costs of a layer by its `FPropMeta`, for a replica's part of a microbatch.
 
     Attributes:
-        name: of its class.
-        flops: of its forward pass, of all devices that share it.
-        parameter_bytes: of its weights, all slices together; None if it does not say.
-        activation_bytes: what it keeps for its backward pass, as many devices as there are; None if
-            it does not say.
-        output_bytes: of what it hands to the next layer.
+        name: the name of its class.
+        flops: flops of its forward pass, on all devices that share it.
+        parameter_bytes: bytes of its weights, all slices together; None if not stated.
+        activation_bytes: bytes that all its devices keep for the backward pass; None if not stated.
+        output_bytes: bytes of its outputs.
     """
 
     name: str
@@ -82,19 +81,19 @@ class LayerSize:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What is known of a step before it runs.
+    """The facts known about a step before it runs.
 
     Attributes:
-        memory: of each device.
+        memory: the memory of each device.
         optimizer: bytes of the optimizer's variables, by device.
-        sent: along each axis.
-        bubble: the share of the time that devices wait for each other, if actions took as long as
-            their flops say.
-        flops: of a step's products of matrices: those of the forward pass three times, whatever is
-            computed again (Chowdhery et al., "PaLM", 2022, appendix B).
-        weights: of all weights where they lie.
-        timeline: of actions that take as long as their flops say.
-        layers: of each stage.
+        sent: the traffic along each axis.
+        bubble: the share of time that devices wait for each other, if durations are proportional to
+            flops.
+        flops: flops of a step's matmuls: three times the forward pass, without recomputation
+            (Chowdhery et al., "PaLM", 2022, appendix B).
+        weights: the layout of each weight.
+        timeline: the timeline of actions whose durations are proportional to their flops.
+        layers: the layers of each stage.
     """
 
     memory: tuple[DeviceMemory, ...]
@@ -122,7 +121,7 @@ class Report:
         return "\n".join([*lines, "", f"bubble {self.bubble:.1%}"])
 
     def layout(self) -> str:
-        """A line for each weight: its name, shape, cut, bytes and devices."""
+        """Returns a line for each weight: its name, shape, cut, bytes and devices."""
         rows = [("weight", "shape", "cut", "bytes", "devices")]
         rows += [
             (w.name, w.shape, w.cut or "-", bytes_text(w.bytes), " ".join(w.devices))
@@ -132,15 +131,18 @@ class Report:
 
 
 def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any] = ()) -> Report:
-    """What is predicted of a training step of a `PipeliningLayer`.
+    """Predicts a training step of a `PipeliningLayer`.
 
-    Nothing is traced for it: `stack.noted_run` gets the run when the step's graph is built.
+    It traces nothing: `stack.noted_run` gets the run when the step's graph is built.
 
     Args:
         stack: the layer, on the cluster that it was made on.
-        run: what `stack.noted_run` was given.
-        shapes: a `tshape.Shape` of each input, for the part of a microbatch that a replica gets.
-        optimizer: its variables.
+        run: the argument that `stack.noted_run` was called with.
+        shapes: a `tshape.Shape` of each input, for a replica's part of a microbatch.
+        optimizer: the optimizer's variables.
+
+    Returns:
+        The report.
 
     Raises:
         PartitionError: a layer has no `FPropMeta`.
@@ -154,7 +156,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     inside = _inside(metas, number, homes)
     memory = [dataclasses.replace(m, device=short_name(m.device)) for m in memory_of(run)]
     flops = [sum(meta.flops for meta in of_stage) for of_stage in metas]
-    # Of all devices of a replica, which compute at the same time.
+    # All devices of a replica compute at the same time.
     forward = [number / home.group for number, home in zip(flops, homes, strict=True)]
     again = _again(stack.params.remat, stack.schedule)
     costs = Costs(
@@ -166,7 +168,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     return Report(
         memory=tuple(memory),
         optimizer=dict(held),
-        # What is sent while actions compute is said by primitive.
+        # Traffic inside actions is listed by primitive.
         sent=(*_between(transfers_of(run, inside=False), _coordinates(stack, homes)), *inside),
         bubble=timeline.bubble_ratio,
         flops=3 * number * homes[0].num_replicas * sum(flops),
@@ -177,7 +179,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
 
 
 def _again(remat: Any, schedule: Schedule) -> list[tuple[float, float]]:
-    """How often each stage's input gradient and weight gradient compute it again, on average."""
+    """Returns how often each stage's input and weight gradient recompute it, on average."""
     number, policy = schedule.num_microbatches, remat_of(remat)
     if policy.is_custom:
         return [(0, 0)] * schedule.num_stages
@@ -193,7 +195,7 @@ def _again(remat: Any, schedule: Schedule) -> list[tuple[float, float]]:
 
 
 def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[list[Meta]]:
-    """What the layers of each stage say of themselves, split as they are there."""
+    """Returns the `FPropMeta` of the layers of each stage, under the stage's lowering."""
     found: list[list[Meta]] = []
     for cell, home, lowering in zip(
         stack.params.cell_tpl, homes, stack.stage_lowerings, strict=True
@@ -206,7 +208,7 @@ def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[lis
 
 
 def _sizes(stack: Any, metas: Sequence[Meta], stage: int) -> tuple[LayerSize, ...]:
-    """What the layers of a stage say of themselves."""
+    """Returns the sizes of the layers of a stage."""
     width = tf.as_dtype(stack.params.fprop_dtype or tf.float32).size
     return tuple(
         LayerSize(
@@ -225,7 +227,7 @@ def _num_elements(shape: Any) -> int:
 
 
 def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:
-    """Where in the mesh each device lies."""
+    """Returns the mesh coordinates of each device."""
     mesh, rules = stack.plan.mesh, stack.plan.layout
     found: dict[str, dict[str, int]] = {}
     for home, place in zip(homes, stack.schedule.stage_devices, strict=True):
@@ -236,13 +238,13 @@ def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]
 
 
 def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> list[Sent]:
-    """What goes between actions, by the axes in which source and target differ."""
+    """Sums the traffic between actions, by the axes in which source and target differ."""
     times: dict[tuple[str, str], int] = {}
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for transfer in transfers:
         source, target = at[short_name(transfer.source)], at[short_name(transfer.target)]
         differing = [axis for axis in source if source[axis] != target[axis]]
-        # Where homes differ, a slice may come to another place of the next one.
+        # Between homes of different shapes, a slice may move along other axes too.
         axes = LAYERS_AXIS if LAYERS_AXIS in differing else "+".join(differing)
         key = axes, transfer.what
         times[key] = max(times.get(key, 0), transfer.times)
@@ -253,7 +255,7 @@ def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> li
 def _inside(
     metas: Sequence[Sequence[Meta]], num_microbatches: int, homes: Sequence[Home]
 ) -> list[Sent]:
-    """What the devices of a replica send while actions compute, by primitive."""
+    """Sums the traffic inside actions, by primitive."""
     times: dict[tuple[str, str], int] = {}
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for of_stage, home in zip(metas, homes, strict=True):
@@ -271,7 +273,7 @@ def _inside(
 
 
 def _layouts(layer: Any) -> Iterator[WeightLayout]:
-    """The weights of a layer and of those in it."""
+    """Yields the layouts of the weights of a layer and its children."""
     own = dict(layer._private_vars)
     if isinstance(layer, NamedLayer):
         for name, shape in layer.named_shapes.items():

@@ -13,29 +13,29 @@ from pipemesh import randomness
 from pipemesh.layers.call_number import number_of_call, recorded_calls
 from pipemesh.randomness.scope import Replay
 
-# Keys of random numbers hold the number of the call above the bits of the step.
+# Keys of random numbers have the number of the call above the bits of the step.
 _STEP_BITS = 40
 _OVER_WRITE_COLLECTION = "pipemesh_over_write_global_step"
 
 
 def GetOverWriteGlobalStep(graph: tf.Graph | None = None) -> Any:
-    """The global step that layers of this graph see.
+    """Returns the global step that layers of a graph see.
 
-    Unlike in `lingvo.core.gpipe`, this is the step of training in a pipelined layer too, not a
-    number that also counts microbatches: results must not depend on how many there are.
+    It is the training step in a pipelined layer too. In `lingvo.core.gpipe` it also counts
+    microbatches, but results must not depend on their number.
 
     Args:
         graph: the graph; the current one by default.
 
     Returns:
-        What `SetOverWriteGlobalStep` set, else lingvo's global step, which may be None.
+        The step from `SetOverWriteGlobalStep`, else lingvo's global step, which may be None.
     """
     steps = _steps_of(graph)
     return steps[0] if steps else py_utils.GetGlobalStep()
 
 
 def SetOverWriteGlobalStep(tensor: Any, graph: tf.Graph | None = None) -> None:
-    """Sets what `GetOverWriteGlobalStep` returns for a graph.
+    """Sets the result of `GetOverWriteGlobalStep` for a graph.
 
     Args:
         tensor: the step, an integer scalar.
@@ -45,29 +45,29 @@ def SetOverWriteGlobalStep(tensor: Any, graph: tf.Graph | None = None) -> None:
 
 
 def _steps_of(graph: tf.Graph | None = None) -> list[Any]:
-    """What was set for a graph, the current one by default: one step or none."""
+    """Returns the steps that were set for a graph: one or none."""
     current: Any = graph or tf.get_default_graph()
     return current.get_collection_ref(_OVER_WRITE_COLLECTION)
 
 
 def GenerateStepSeedPair(p: Any, unused_global_step: Any = None, op_seed: Any = None) -> tf.Tensor:
-    """Seeds for a stateless random operation, keyed by step and layer.
+    """Returns seeds for a stateless random operation, keyed by step and layer.
 
-    Takes the place of `py_utils.GenerateStepSeedPair` in pipelined layers.
+    Replaces `py_utils.GenerateStepSeedPair` in pipelined layers.
 
     Args:
         p: params of the layer with `random_seed` and `is_inference`.
         unused_global_step: kept for callers of `lingvo.core.gpipe`.
-        op_seed: integer or scalar tensor to tell operations of one layer apart.
+        op_seed: an integer or scalar tensor that distinguishes operations of one layer.
 
     Returns:
-        A tensor of shape [2]; int64, on TPU int32.
+        A tensor of shape [2]: int64, on TPU int32.
     """
     del unused_global_step
     dtype = tf.int32 if py_utils.use_tpu() else tf.int64
     if p.is_inference and p.random_seed is None:
-        # A model that is random in inference must differ from call to call, so these seeds are
-        # drawn by an operation with state, which no scope of keyed random numbers replaces.
+        # A model that is random in inference must differ from call to call. So a stateful operation
+        # draws these seeds; no scope of keyed random numbers replaces it.
         return tf.raw_ops.RandomUniformInt(
             shape=[2], minval=tf.zeros([], dtype), maxval=tf.constant(dtype.max, dtype)
         )
@@ -85,21 +85,16 @@ def GenerateStepSeedPair(p: Any, unused_global_step: Any = None, op_seed: Any = 
 
 
 def current_step() -> tf.Tensor | None:
-    """The global step as an int64 scalar; None if there is none."""
+    """Returns the global step as an int64 scalar, or None if there is none."""
     step = GetOverWriteGlobalStep()
     return None if step is None else tf.cast(tf.convert_to_tensor(step), tf.int64)
 
 
 def step_of_call(layer: Any) -> tf.Tensor | None:
-    """What random numbers of this call of a layer are keyed by.
+    """Returns the key of the random numbers of this call of a layer; ask once for each call.
 
-    Args:
-        layer: that is called. To be asked once for each call.
-
-    Returns:
-        The global step and, in the bits above it, how often the layer was called before in this
-        step; None if there is no global step. Inside of randomness just the global step: there
-        all draws of a layer are counted.
+    It is the global step, with the number of earlier calls in the upper bits, or None without a
+    step. Inside randomness it is the step alone, because there all draws of a layer are counted.
     """
     step = current_step()
     if step is None or randomness.is_active():
@@ -108,17 +103,17 @@ def step_of_call(layer: Any) -> tf.Tensor | None:
 
 
 def global_step_in(step: tf.Tensor | None) -> tf.Tensor | None:
-    """The global step in what `step_of_call` returned."""
+    """Returns the global step in a result of `step_of_call`."""
     return None if step is None else step % (1 << _STEP_BITS)
 
 
 def name_in_task(layer: Any) -> str:
-    """The place of a layer in its model; the model itself has none, whatever its name."""
+    """Returns the path of a layer in its model, without the model's name."""
     return layer.path.partition(".")[2]
 
 
 def _rematerialize(original: Any) -> Any:
-    """Wraps `py_utils.RematerializeFn`: what is computed again draws the same numbers again."""
+    """Wraps `py_utils.RematerializeFn` so that recomputation draws the same numbers."""
 
     def rematerialize(fn: Any, *xs: Any) -> Any:
         replay, numbers = Replay(), []
@@ -127,7 +122,7 @@ def _rematerialize(original: Any) -> Any:
             with replay.enter(args[len(xs) :]), recorded_calls(numbers):
                 return fn(*args[: len(xs)])
 
-        # The function may capture no tensors.
+        # The function must not capture tensors.
         return original(call, *xs, *replay.tensors)
 
     rematerialize.__name__, rematerialize.__doc__ = original.__name__, original.__doc__
@@ -139,7 +134,7 @@ py_utils.RematerializeFn = _rematerialize(py_utils.RematerializeFn)
 
 @contextlib.contextmanager
 def keyed_seeds(step: tf.Tensor | None = None) -> Iterator[None]:
-    """Inside, lingvo's layers take their seeds, and `step` if given, from this module."""
+    """Makes lingvo's layers take their seeds, and `step` if given, from this module."""
     steps = _steps_of()
     saved_steps, saved_function = list(steps), py_utils.GenerateStepSeedPair
     py_utils.GenerateStepSeedPair = GenerateStepSeedPair
@@ -156,10 +151,9 @@ def keyed_seeds(step: tf.Tensor | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_batch_randomness(step: tf.Tensor | None = None) -> Iterator[None]:
-    """Random numbers inside are what a pipeline would draw; nothing changes inside of one.
+    """Makes random numbers inside equal to those of a pipeline; inside a pipeline changes nothing.
 
-    Args:
-        step: what they are keyed by, from `step_of_call`; by default the global step.
+    `step` is a result of `step_of_call`, by default the global step.
     """
     with contextlib.ExitStack() as stack:
         if not randomness.is_active():

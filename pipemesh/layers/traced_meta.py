@@ -1,4 +1,4 @@
-"""What a function costs, found in its graph."""
+"""Costs of a function, read from its graph."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from pipemesh.backend.static_shape import static_sizes
 
 
 def traced_meta(function: Callable[..., Any], specs: Sequence[tf.TensorSpec | None]) -> Any:
-    """Traces a function that has no `FPropMeta` of its own.
+    """Traces a function without `FPropMeta` and returns its `flops` and `out_shapes`.
 
-    Args:
-        function: of tensors.
-        specs: of each of its inputs; None for one that is None.
-
-    Returns:
-        A NestedMap with `flops`, two for each product of two numbers in products of matrices and
-        convolutions, and `out_shapes`, a `tshape.Shape` for each output that is not None.
+    Flops are two for each product of two numbers in matmuls and convolutions.
 
     Example:
         >>> meta = traced_meta(lambda x: x @ tf.ones([3, 5]), [tf.TensorSpec([2, 3])])
@@ -43,12 +37,12 @@ def traced_meta(function: Callable[..., Any], specs: Sequence[tf.TensorSpec | No
 
 
 def _products(graph: Any) -> int:
-    """Flops of the products and convolutions of a graph with static shapes."""
+    """Returns the flops of the matmuls and convolutions of a graph with static shapes."""
     return sum(_flops(op) for op in graph.get_operations())
 
 
 def _flops(op: tf.Operation) -> int:
-    """Two for each product of two numbers that an operation adds up."""
+    """Returns two flops for each product of two numbers that an operation sums."""
     if op.type in ("MatMul", "BatchMatMulV2"):
         name = "transpose_a" if op.type == "MatMul" else "adj_x"
         inner = static_sizes(op.inputs[0])[-2 if op.get_attr(name) else -1]
@@ -56,7 +50,7 @@ def _flops(op: tf.Operation) -> int:
     if op.type == "Einsum":
         given, result = op.get_attr("equation").decode().split("->")
         names = given.split(",")
-        # An ellipsis stands in front, if at all.
+        # An ellipsis can only come first.
         sizes = {
             letter: size
             for text, tensor in zip(names, op.inputs, strict=True)

@@ -34,16 +34,19 @@ from pipemesh.mesh import Dim, Shape
 class Attention(NamedLayer):
     """Multi-head causal self-attention; a token sees its segment up to itself.
 
-    With the rule `heads:model` each processor computes some of the heads, and the sum over heads
-    ends in one all-reduce (Shoeybi et al., "Megatron-LM", 2019). With `num_kv_heads` neighbouring
-    heads share keys and values (Ainslie et al., "GQA", 2023), whose dim is `kv_heads` then: split
-    it along with `heads`, or leave it whole if there are fewer than processors. With `length:model`
-    beside `heads:model` inputs and outputs are split along `length`: one all-gather, one
-    reduce-scatter.
+    With the rule `heads:model` each processor computes some of the heads, and one all-reduce sums
+    over the heads (Shoeybi et al., "Megatron-LM", 2019).
+
+    With `num_kv_heads` neighbouring heads share keys and values (Ainslie et al., "GQA", 2023).
+    Their dim is then `kv_heads`: split it like `heads`, or leave it whole if there are fewer than
+    processors.
+
+    With `length:model` beside `heads:model` inputs and outputs are split along `length`. Then there
+    is one all-gather and one reduce-scatter.
 
     Scores are computed in blocks (`block_attention`), so memory grows linearly with the length.
-    Inside of `cache_scope` inputs go on where rows ended: places count, segments and paddings do
-    not.
+    Inside `cache_scope` inputs continue cached rows: cache positions count, segments and paddings
+    do not.
     """
 
     @classmethod
@@ -105,7 +108,7 @@ class Attention(NamedLayer):
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
-        """`w_q`, `w_k`, `w_v`, `w_out`, their biases, and `relative_bias`."""
+        """Returns `w_q`, `w_k`, `w_v`, `w_out`, their biases, and `relative_bias`."""
         embed, head_dim = f"embed:{p.input_dim}", f"head_dim:{_head_dim(p)}"
         heads = f"heads:{p.num_heads};{head_dim}"
         keys = f"{_kv_name(p)}:{_kv_heads(p) or p.num_heads};{head_dim}"
@@ -139,10 +142,11 @@ class Attention(NamedLayer):
         Args:
             theta: weights.
             x: `batch;length;embed`.
-            segment_ids: `batch;length`, integers from 0 on: which tokens see each other. By
+            segment_ids: `batch;length`, integers from 0 on; tokens see only their own segment. By
                 default each row is one segment.
-            segment_pos: `batch;length`, integers: positions for rotations; by default places.
-            paddings: `batch;length`, 1 where there is no token, and 0 elsewhere.
+            segment_pos: `batch;length`, integers: positions for rotations, by default positions in
+                the row.
+            paddings: `batch;length`, 1 at positions without a token, and 0 elsewhere.
 
         Returns:
             `batch;length;embed`.
@@ -183,9 +187,9 @@ class Attention(NamedLayer):
         return product + self.Weight(theta, f"b_{name}") if self.params.use_bias else product
 
     def _Attend(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """Each processor's heads attend, on its device."""
+        """Attends with each processor's heads, on its device."""
         p, lowering = self.params, q.lowering
-        # What is equal along an axis that another operand is split over enters what differs.
+        # Values that are equal along an axis that splits another operand become varying there.
         axes = union_axes([q, k, v, *given.values()])
         operands = [tensor.vary(axes) for tensor in (q, k, v, *given.values())]
         buckets = Buckets(p.relative_buckets, p.relative_max_distance)
@@ -217,7 +221,7 @@ class Attention(NamedLayer):
         places: Tensor,
         table: Tensor | None,
     ) -> Tensor:
-        """The same where rows go on: of what is remembered and of what comes to it."""
+        """Attends to the cache and to the new tokens."""
         p, lowering = self.params, q.lowering
         axes = union_axes([q, k, v, places, *([] if table is None else [table])])
         q, k, v, places = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, k, v, places))
@@ -253,7 +257,7 @@ class Attention(NamedLayer):
         return Tensor(x.lowering, turned, x.shape)
 
     def _KeysAreWhole(self, q: Tensor, k: Tensor) -> bool:
-        """Whether a processor with some heads has all keys."""
+        """Returns whether a processor with some of the heads has all keys."""
         axis = q.lowering.rules.axis("heads")
         return axis is not None and k.layout.axes[2] != axis
 
@@ -267,7 +271,7 @@ class Attention(NamedLayer):
         segment_pos: Any = None,
         paddings: Any = None,
     ) -> Value:
-        """The products of weights, and those of all pairs of blocks."""
+        """Counts the matmuls of weights, and those of all pairs of blocks."""
         _check_layout(p, tally.lowering)
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
@@ -301,13 +305,13 @@ class Attention(NamedLayer):
     def _CountAttended(
         cls, p: Any, tally: Tally, q: Value, k: Value, v: Value, packed: bool
     ) -> Value:
-        """What `block_attention` keeps: its inputs, its output, and a sum for each query."""
+        """Counts what `block_attention` keeps: its inputs, its output, and a sum for each query."""
         batch, length, heads, head_dim = q.shape
         blocks = Blocks.of(length.size, p.block_size)
         tally.flops += (
             4 * batch.size * heads.size * head_dim.size * len(blocks.pairs) * blocks.size**2
         )
-        # Blocks may reach beyond the sequence.
+        # The last block may extend beyond the sequence.
         padded = Shape((batch, Dim(length.name, blocks.number * blocks.size), heads))
         attended = tally.made(q.shape, q)
         tally.keep(q, k, v, attended, tally.made(padded, q, tf.float32))
@@ -317,7 +321,7 @@ class Attention(NamedLayer):
 
 
 def _check_layout(p: Any, lowering: Lowering) -> None:
-    """Checks that each processor has the keys of its heads, and gets whole sequences."""
+    """Checks that each processor has the keys of its heads, and whole sequences."""
     rules = lowering.rules
     for dim in ("length", "head_dim"):
         axis = rules.axis(dim)
@@ -349,7 +353,7 @@ def _check_layout(p: Any, lowering: Lowering) -> None:
 
 
 def _kv_heads(p: Any) -> int | None:
-    """The number of groups of heads; None if each head is by itself."""
+    """Returns the number of groups of heads, or None if each head has its own keys."""
     return None if p.num_kv_heads == p.num_heads else p.num_kv_heads
 
 
@@ -362,14 +366,14 @@ def _head_dim(p: Any) -> int:
 
 
 def _keys_of(p: Any, keys: tf.Tensor, heads: int, at: tf.Tensor, axis: int = 2) -> tf.Tensor:
-    """Of all keys those of one processor's heads: the heads `[at * heads, (at + 1) * heads)`."""
+    """Selects the keys of one processor's heads: the heads `[at * heads, (at + 1) * heads)`."""
     shared = p.num_heads // p.num_kv_heads
     number = max(1, heads // shared)
     return tf.gather(keys, at * heads // shared + tf.range(number), axis=axis)
 
 
 def _segments(ids: tf.Tensor | None, paddings: tf.Tensor | None) -> tf.Tensor | None:
-    """Segments in which padding is one of its own."""
+    """Returns the segments, with padding as a separate one."""
     if paddings is None:
         return ids
     ids = tf.zeros(paddings.shape, tf.int32) if ids is None else ids

@@ -1,9 +1,9 @@
-"""Causal attention on one device, block by block: the matrix of all scores never exists.
+"""Causal attention on one device, block by block, without the matrix of all scores.
 
-Blocks of queries meet the blocks of keys up to their own, one pair after the other. A softmax that
-is corrected when a greater score comes ("online", Milakov and Gimelshein, 2018) keeps for each
-query its maximum, its sum, and the sum of values; the backward pass computes scores again (Dao et
-al., "FlashAttention", 2022). Memory is that of queries, keys and values, and of one pair's scores.
+Blocks of queries meet the blocks of keys up to their own, one pair after the other. An online
+softmax corrects its results when a greater score comes (Milakov and Gimelshein, 2018). It keeps for
+each query its maximum, its sum, and the sum of values. The backward pass recomputes scores (Dao et
+al., "FlashAttention", 2022). Memory holds queries, keys and values, and the scores of one pair.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pipemesh.backend.gradients import attach_gradient, unrecorded
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import GradientError
 
-# So low that its exponential is 0, and differences of such are finite.
+# Low enough for an exponential of 0, and finite in differences.
 LOW = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Distances that share a bias (Raffel et al., "T5", 2020, of the past alone).
+    """Buckets of distances that share a bias (Raffel et al., "T5", 2020, for the past only).
 
-    The first half of the buckets has a distance each; the others grow with its logarithm, up to
-    `max_distance`, from which on all share the last one.
+    Each bucket of the first half has one distance. The others grow logarithmically up to
+    `max_distance`; greater distances share the last one.
 
     Attributes:
-        number: of buckets, 2 or more.
+        number: the number of buckets, 2 or more.
         max_distance: more than half of `number`.
     """
 
@@ -39,7 +39,7 @@ class Buckets:
     max_distance: int
 
     def of(self, distance: tf.Tensor) -> tf.Tensor:
-        """The bucket of each distance, an int32 from 0 on; negative ones have the first.
+        """Returns the bucket of each distance, an int32; negative distances have the first.
 
         Example:
             >>> Buckets(4, 8).of(tf.constant([0, 1, 2, 3, 4, 7, 8, 99])).numpy().tolist()
@@ -54,12 +54,12 @@ class Buckets:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How a length is cut.
+    """The cut of a length into blocks.
 
     Attributes:
-        length: of the sequence.
-        number: of blocks.
-        size: of a block; the last one may reach beyond the sequence.
+        length: the length of the sequence.
+        number: the number of blocks.
+        size: the size of a block; the last one may extend beyond the sequence.
     """
 
     length: int
@@ -68,7 +68,7 @@ class Blocks:
 
     @classmethod
     def of(cls, length: int, most: int) -> Blocks:
-        """Equal blocks of at most so many positions.
+        """Makes equal blocks of at most `most` positions.
 
         Example:
             >>> Blocks.of(length=10, most=4)
@@ -79,11 +79,13 @@ class Blocks:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """Each block of queries with the blocks of keys that it may see, in order."""
+        """Returns each block of queries with the blocks of keys that it may see, in order."""
         return [(i, j) for i in range(self.number) for j in range(i + 1)]
 
     def padded(self, x: tf.Tensor, value: int = 0) -> Sequence[tf.Tensor] | tf.Tensor:
-        """`[batch, length, ...]` as `[number, batch, size, ...]`; one block as a list of it."""
+        """Cuts `[batch, length, ...]` to `[number, batch, size, ...]`, or to a list of one
+        block.
+        """
         if self.number == 1:
             return [x]
         after = self.number * self.size - self.length
@@ -94,7 +96,7 @@ class Blocks:
         return tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
 
     def joined(self, blocks: Sequence[tf.Tensor] | tf.Tensor) -> tf.Tensor:
-        """The way back."""
+        """Joins the result of `padded` again."""
         if self.number == 1:
             return blocks[0]
         x = tf.convert_to_tensor(blocks)
@@ -112,19 +114,18 @@ def block_attention(
     buckets: Buckets | None = None,
     block_size: int = 512,
 ) -> tf.Tensor:
-    """Averages of the values that each query sees: those of its segment up to itself.
+    """Averages the values that each query sees: those of its segment up to itself.
+
+    Only first derivatives are available.
 
     Args:
         q: `[batch, length, heads, dim]`, scaled.
         k: `[batch, length, kv_heads, dim]`; `heads / kv_heads` neighbouring heads share one.
         v: like `k`.
-        segments: `[batch, length]` int32; none is negative but that of padding.
-        table: `[buckets, heads]`, what is added to scores.
-        buckets: which of its rows.
-        block_size: how many positions a block has at most.
-
-    Returns:
-        `[batch, length, heads, dim]`. It has first derivatives alone.
+        segments: `[batch, length]` int32; only padding is negative.
+        table: `[buckets, heads]`, added to scores.
+        buckets: selects the row of the table.
+        block_size: the maximum number of positions in a block.
     """
     attend = _Attention(q, k, Blocks.of(static_sizes(q)[1], block_size), segments, buckets)
     inputs = [q, k, v] if table is None else [q, k, v, table]
@@ -149,7 +150,7 @@ def _no_second(grads: Any) -> Any:
 class _Attention:
     """The sizes of one attention, and its computation.
 
-    Blocks of queries are `[blocks, batch, kv_heads, heads a key * size, dim]`, those of keys
+    Blocks of queries are `[blocks, batch, kv_heads, heads per key * size, dim]`, blocks of keys
     `[blocks, batch, kv_heads, size, dim]`. One block is a list of one tensor.
     """
 
@@ -171,7 +172,7 @@ class _Attention:
     def forward(
         self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, table: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The output, and for each block and query the logarithm of its sum of exponentials."""
+        """Returns the output, and the logarithm of the sum of exponentials of each query."""
         queries, keys, values = (self._cut(x) for x in (q, k, v))
 
         def meet(i: Any, j: Any, before: tf.Tensor | None = None) -> Any:
@@ -186,7 +187,7 @@ class _Attention:
         def body(i: Any, j: Any, tops: _Rows, sums: _Rows, totals: _Rows) -> Any:
             before = tops[i]
             top, added, weighed = meet(i, j, before)
-            # Where all so far were unseen, these are ones; the first seen score makes them zeros.
+            # While a query has seen no key, these are ones; the first seen score makes them zeros.
             less = tf.exp(before - top)
             found = sums[i] * less + added, totals[i] * less + weighed
             return tops.put(i, top), sums.put(i, found[0]), totals.put(i, found[1])
@@ -203,8 +204,8 @@ class _Attention:
                 _Rows.of(tf.zeros([*rows, self.dim])),
             )
         output = tf.cast(self._joined(totals / sums), q.dtype)
-        # Together: what computes the output computes the logarithms, too, and nobody keeps the
-        # two things that they are made of instead.
+        # `identity_n` ties both: TensorFlow keeps the logarithms, not the two tensors that they are
+        # made of.
         return tuple(tf.identity_n([output, tops + tf.math.log(sums)]))
 
     def backward(
@@ -217,9 +218,9 @@ class _Attention:
         v: tf.Tensor,
         table: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
-        """Gradients of queries, keys, values and the table."""
+        """Returns the gradients of queries, keys, values and the table."""
         queries, keys, values, wanted = (self._cut(x) for x in (q, k, v, grad))
-        # What each query's gradients of scores have to be diminished by to sum to 0.
+        # Subtracted from each query's gradients of scores, so that they sum to 0.
         means = self._cut(
             tf.reduce_sum(
                 tf.cast(grad, tf.float32) * tf.cast(output, tf.float32), -1, keepdims=True
@@ -263,7 +264,7 @@ class _Attention:
             given = [rows.with_handle(h) for rows, h in zip(state, handles, strict=True)]
             return at + 1, *(rows.handle for rows in body(first[at], second[at], *given))
 
-        # One after the other: pairs at the same time would need memory for all their scores.
+        # One after the other: parallel pairs would need memory for all their scores.
         _, *handles = tf.while_loop(
             lambda at, *_: at < len(pairs),
             turn,
@@ -275,7 +276,7 @@ class _Attention:
     def _scores(
         self, i: Any, j: Any, queries: tf.Tensor, keys: tf.Tensor, table: tf.Tensor | None
     ) -> tf.Tensor:
-        """Scores in float32, so low that they do not count where a key is not seen."""
+        """Returns scores in float32, very low for keys that are not seen."""
         size = self.blocks.size
         scores = tf.cast(tf.matmul(queries, keys, transpose_b=True), tf.float32)
         shape = static_sizes(scores)
@@ -309,7 +310,7 @@ class _Attention:
         return tf.math.unsorted_segment_sum(rows, places, self.buckets.number)
 
     def _cut(self, x: tf.Tensor) -> Any:
-        """Blocks of `[batch, length, heads or kv_heads, dim]`."""
+        """Cuts `[batch, length, heads or kv_heads, dim]` into blocks."""
         if self.blocks.number == 1:
             return [self._heads_first(x)]
         blocks = tf.convert_to_tensor(self.blocks.padded(x))
@@ -318,7 +319,7 @@ class _Attention:
         return tf.reshape(x, [n, batch, *static_sizes(x)[1:]])
 
     def _joined(self, x: tf.Tensor) -> tf.Tensor:
-        """Blocks of queries or keys as `[batch, length, heads or kv_heads, dim]`."""
+        """Joins blocks of queries or keys to `[batch, length, heads or kv_heads, dim]`."""
         if self.blocks.number == 1:
             return self._heads_last(x)
         n, batch, *rest = static_sizes(x)
@@ -326,7 +327,7 @@ class _Attention:
         return self.blocks.joined(tf.reshape(x, [n, batch, *static_sizes(x)[1:]]))
 
     def _heads_first(self, x: tf.Tensor) -> tf.Tensor:
-        """`[batch, size, heads, dim]` as `[batch, kv_heads, heads a key * size, dim]`."""
+        """Reorders `[batch, size, heads, dim]` to `[batch, kv_heads, shared * size, dim]`."""
         batch, size, heads, dim = static_sizes(x)
         if heads == self.kv_heads:
             return tf.transpose(x, [0, 2, 1, 3])
@@ -335,7 +336,7 @@ class _Attention:
         return tf.reshape(x, [batch, self.kv_heads, self.shared * size, dim])
 
     def _heads_last(self, x: tf.Tensor) -> tf.Tensor:
-        """The way back."""
+        """Inverts `_heads_first`."""
         size = self.blocks.size
         batch, kv_heads, rows, dim = static_sizes(x)
         if rows == size:
@@ -347,7 +348,7 @@ class _Attention:
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of a float32 tensor; a new row costs a row, where a scatter would copy them all."""
+    """A list of rows of a float32 tensor; a write copies one row, where a scatter copies all."""
 
     handle: tf.Tensor
     shape: tuple[int, ...]

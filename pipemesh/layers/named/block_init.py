@@ -17,19 +17,14 @@ _METHODS = ("constant", "gaussian", "uniform")
 
 
 def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer:
-    """What makes any block of a weight's initial value.
+    """Returns an initializer that makes any block of a weight's initial value.
 
-    Numbers are keyed by the logical name of the weight and by a seed, as those of lingvo's
-    stateless initializers are: two weights differ, and a run can be repeated.
-
-    Args:
-        init: made by `py_utils.WeightInit`: `Constant`, `Gaussian` or `Uniform`. A seed of its own
-            takes the place of `random_seed`.
-        name: the weight's, with all scopes.
-        random_seed: of the layer's params.
+    Numbers are keyed by the weight's full logical name and a seed, as in lingvo's stateless
+    initializers. So two weights differ, and a run can be repeated. A seed in `init` replaces
+    `random_seed`.
 
     Raises:
-        PipelineError: it is of another method, or none.
+        PipelineError: `init` is not a `Constant`, `Gaussian` or `Uniform` of `py_utils.WeightInit`.
 
     Example:
         >>> from lingvo.core import py_utils
@@ -55,12 +50,12 @@ def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer
 
 @dataclasses.dataclass(frozen=True)
 class BlockInit:
-    """An initializer of TensorFlow that makes one block.
+    """A TensorFlow initializer that makes one block.
 
     Attributes:
         initializer: makes any block.
-        sizes: of the whole weight.
-        begin: where the block begins.
+        sizes: the sizes of the whole weight.
+        begin: the start of the block.
     """
 
     initializer: Initializer
@@ -70,7 +65,7 @@ class BlockInit:
     def __call__(
         self, shape: Any, dtype: Any = tf.float32, partition_info: Any = None
     ) -> tf.Tensor:
-        """Makes the block of some sizes."""
+        """Makes the block of a shape."""
         del partition_info
         block = static_sizes(tf.TensorSpec(shape))
         return self.initializer(self.sizes, self.begin, block, tf.as_dtype(dtype))

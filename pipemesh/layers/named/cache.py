@@ -1,4 +1,4 @@
-"""What attention remembers of the tokens before: their keys and values."""
+"""The cache of attention: keys and values of earlier tokens."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ from pipemesh.lowering import Tensor
 from pipemesh.lowering.primitives import Slices
 from pipemesh.mesh import Dim, Shape
 
-# What can be overwritten on every device.
+# The dtypes that every device can overwrite in place.
 _OVERWRITTEN = (tf.float16, tf.float32, tf.float64)
-# What `length` is called in what is remembered, which no rule splits.
+# The name of the dim `length` in the cache, which no rule splits.
 CACHE = "cache"
 
 
 class KeyValueCache:
-    """Keys and values of rows of tokens, each row a text by itself, by layer.
+    """Keys and values of rows of tokens, by layer; each row is a separate text.
 
-    Inside of `cache_scope` attention takes its inputs for a continuation: it writes their keys and
-    values to their places, and a token sees what stands in its row up to its own place. Whatever
-    was written behind that place does not count, so tokens behind a text's end do no harm as long
-    as the text is continued from its end on.
+    Inside `cache_scope` attention treats its inputs as a continuation. It writes their keys and
+    values to their positions, and a token sees its row up to its own position. Later positions do
+    not count. So tokens after a text's end do no harm if the text is continued from its end.
 
     Args:
-        length: places a row.
-        places: `batch;length` of the inputs, int32, below the length: where each of them stands.
-        kept: the `kept` of the call before; by default nothing was remembered.
-        last: `batch`, int32: the number of the input of each row that logits are wanted of, for
-            the head of a language model.
-        overwrites: whether `kept` may be changed where it lies, as nobody reads it any more: a loop
-            would copy all of it for each token.
+        length: the number of positions in a row.
+        places: `batch;length` of the inputs, int32, below `length`: the position of each input.
+        kept: the `kept` of the previous call; None for an empty cache.
+        last: `batch`, int32: the index of the input of each row for which the head of a language
+            model returns logits.
+        overwrites: whether to change `kept` in place; valid if nothing else reads it. Otherwise a
+            loop copies the whole cache for each token.
 
     Attributes:
-        length: places a row.
-        places: where each input stands.
-        last: of which inputs logits are wanted.
-        kept: keys and values by the path of their layer, `batch;heads;cache;head_dim` each, in
-            the form of the lowering: what each processor has of them.
+        length: the number of positions in a row.
+        places: the position of each input.
+        last: the index of the input of each row that needs logits.
+        kept: keys and values by the path of their layer, `batch;heads;cache;head_dim` each, as
+            slices on the processors of the lowering.
 
     Example:
         >>> import tensorflow as tf
@@ -75,11 +74,11 @@ class KeyValueCache:
         self.kept = dict(kept or {})
 
     def extend(self, path: str, keys: Tensor, values: Tensor, places: Tensor) -> list[Tensor]:
-        """Remembers keys and values as well; returns all that a layer remembers of either.
+        """Adds keys and values to the cache of a layer, and returns all of its keys and values.
 
         Args:
-            path: of the layer.
-            keys: `batch;length;heads;head_dim`, under whatever names.
+            path: the path of the layer.
+            keys: `batch;length;heads;head_dim`, under any names.
             values: like keys.
             places: `batch;length`, of the same lowering.
 
@@ -106,7 +105,7 @@ class KeyValueCache:
 
 
 def _written(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-    """`[batch, heads, cache, head_dim]` with `[batch, length, heads, head_dim]` at their places."""
+    """Writes `[batch, length, heads, dim]` to positions of `[batch, heads, cache, dim]`."""
     batch, length, heads, _ = static_sizes(new)
     each = [batch, heads, length]
     rows = tf.broadcast_to(tf.reshape(tf.range(batch), [batch, 1, 1]), each)
@@ -117,7 +116,7 @@ def _written(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
 
 
 def _written_there(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-    """As `_written`, and `kept` is changed where it lies."""
+    """Does the same as `_written`, but changes `kept` in place."""
     batch, heads, length, dim = static_sizes(kept)
     first = tf.reshape(tf.range(batch * heads) * length, [batch, heads, 1])
     at = tf.reshape(first + tf.expand_dims(tf.cast(places, tf.int32), 1), [-1])
@@ -126,20 +125,14 @@ def _written_there(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Ten
 
 
 def overwritten(rows: tf.Tensor, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Rows of which some are replaced, where they lie if the device can: nobody else has them.
-
-    Args:
-        rows: `[rows, ...]`.
-        at: `[number]` int32.
-        values: `[number, ...]`.
-    """
+    """Replaces some rows, in place if the device can; valid if nothing else reads them."""
     if rows.dtype in _OVERWRITTEN:
         return tf.raw_ops.InplaceUpdate(x=rows, i=at, v=values)
     return tf.tensor_scatter_nd_update(rows, at[:, None], values)
 
 
 def as_rows(new: tf.Tensor) -> tf.Tensor:
-    """`[batch * heads * length, head_dim]` of `[batch, length, heads, head_dim]`."""
+    """Reorders `[batch, length, heads, head_dim]` to `[batch * heads * length, head_dim]`."""
     return tf.reshape(tf.transpose(new, [0, 2, 1, 3]), [-1, static_sizes(new)[3]])
 
 
@@ -150,10 +143,10 @@ _current: contextvars.ContextVar[KeyValueCache | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def cache_scope(cache: KeyValueCache) -> Iterator[KeyValueCache]:
-    """Attention inside continues what a cache remembers, and adds to it; see `KeyValueCache`.
+    """Makes attention inside continue a cache and add to it; see `KeyValueCache`.
 
     Args:
-        cache: of the rows.
+        cache: the cache of the rows.
     """
     token = _current.set(cache)
     try:
@@ -163,5 +156,5 @@ def cache_scope(cache: KeyValueCache) -> Iterator[KeyValueCache]:
 
 
 def current_cache() -> KeyValueCache | None:
-    """That of the innermost scope; None outside of all."""
+    """Returns the cache of the innermost scope, or None outside all scopes."""
     return _current.get()

@@ -1,4 +1,4 @@
-"""Attention of a few tokens to what a cache remembers, on one device."""
+"""Attention of a few tokens to a cache, on one device."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ def cached_attention(
     table: tf.Tensor | None = None,
     buckets: Buckets | None = None,
 ) -> tf.Tensor:
-    """Averages of the values that each query sees: those up to its own place.
+    """Averages the values that each query sees: those up to its own position.
 
     Args:
         q: `[batch, length, heads, dim]`, scaled.
         k: `[batch, kv_heads, cache, dim]`; `heads / kv_heads` neighbouring heads share one.
         v: like `k`.
-        places: `[batch, length]` int32, where each query stands in the cache.
-        table: `[buckets, heads]`, what is added to scores.
-        buckets: which of its rows.
-
-    Returns:
-        `[batch, length, heads, dim]`.
+        places: `[batch, length]` int32, the position of each query in the cache.
+        table: `[buckets, heads]`, added to scores.
+        buckets: selects the row of the table.
 
     Example:
         >>> ones = tf.ones([1, 1, 1, 2])
@@ -38,7 +35,7 @@ def cached_attention(
     batch, length, heads, dim = static_sizes(q)
     kv_heads, cache = static_sizes(k)[1:3]
     shared = heads // kv_heads
-    # Heads that share keys are rows of one product.
+    # Heads that share keys are rows of one matmul.
     queries = tf.reshape(q, [batch, length, kv_heads, shared, dim])
     queries = tf.reshape(tf.transpose(queries, [0, 2, 3, 1, 4]), [batch, kv_heads, -1, dim])
     scores = tf.cast(tf.matmul(queries, k, transpose_b=True), tf.float32)

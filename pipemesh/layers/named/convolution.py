@@ -1,4 +1,4 @@
-"""A convolution of images whose rows, columns and channels may be split."""
+"""A convolution of images with split rows, columns and channels."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ _PADDINGS = ("SAME", "VALID")
 class Convolution(NamedLayer):
     """A convolution, a bias and a nonlinearity; with `residual` the input is added to the result.
 
-    Where `height` or `width` is split, each processor gets from its neighbours the rows at the
-    border that its windows need, and no others: with a window of 3 rows and stride 1, one row from
-    each side. A split of `channels`, which are summed over, ends in an all-reduce; filters may be
-    split by what they find, `features`, the name of the result's channels until they are gathered
-    or take the split of `channels`.
+    If `height` or `width` is split, each processor gets the border rows that its windows need from
+    its neighbours. With a window of 3 rows and stride 1 this is one row from each side. A split of
+    `channels` ends in an all-reduce. Filters may be split by their outputs, `features`. That is the
+    name of the result's channels until they are gathered or take the split of `channels`.
 
     Example:
         >>> import tensorflow as tf
@@ -49,7 +48,7 @@ class Convolution(NamedLayer):
 
     @classmethod
     def Params(cls) -> Any:
-        """Defines sizes, the window and its steps, and what is done with the result."""
+        """Defines sizes, the window and its strides, the nonlinearity, the bias and `residual`."""
         p = super().Params()
         p.Define("input_dim", 0, "Number of channels.")
         p.Define("output_dim", 0, "Number of channels of the result.")
@@ -88,7 +87,7 @@ class Convolution(NamedLayer):
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
-        """`w`, the filters, and `b`, which is added to what they find."""
+        """Returns `w`, the filters, and `b`, their biases."""
         height, width = p.window
         deviation = math.sqrt(2 / (height * width * p.input_dim))
         window = f"window_height:{height};window_width:{width}"
@@ -99,7 +98,7 @@ class Convolution(NamedLayer):
         return weights
 
     def dims(self) -> set[str]:
-        """The names of the dims of its weights and inputs, which rules may split."""
+        """Returns the names of the dims of its weights and inputs, which rules may split."""
         return {"batch", *_WINDOW, "channels", "features"}
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
@@ -134,7 +133,7 @@ class Convolution(NamedLayer):
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
-        """The products of all windows, and the rows that go to neighbours."""
+        """Counts the matmuls of all windows, and the rows sent to neighbours."""
         x = tally.given(x, _DIMS, py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
         steps = dict(zip(_WINDOW, p.strides, strict=True))

@@ -1,4 +1,4 @@
-"""Dropout, whose mask is the same under every plan."""
+"""Dropout with the same mask under every plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Dropout(NamedLayer):
     """Sets elements to zero, and scales the others up; in evaluation it does nothing.
 
     The mask is keyed by the global step and the layer, and every processor has its slice of one
-    mask, so it depends neither on the layout nor, in a pipeline, on stages and microbatches.
+    mask. So it does not depend on the layout, nor on the stages and microbatches of a pipeline.
     """
 
     @classmethod
@@ -41,12 +41,7 @@ class Dropout(NamedLayer):
             )
 
     def FProp(self, theta: Any, x: Tensor) -> Tensor:
-        """Drops elements.
-
-        Args:
-            theta: none.
-            x: any dims.
-        """
+        """Drops elements of `x`, which may have any dims."""
         del theta
         p = self.params
         x = self.Named(x, x.shape)
@@ -60,13 +55,13 @@ class Dropout(NamedLayer):
         if randomness.is_active():
             yield
             return
-        # By itself it is a stack of one layer.
+        # Outside a pipeline it is a stack of one layer.
         with whole_batch_randomness(step_of_call(self)), randomness.layer_scope(self.path):
             yield
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
-        """The mask. Sizes without names are those of `batch;length;embed`."""
+        """Counts the mask; sizes without names are those of `batch;length;embed`."""
         x = (
             x
             if isinstance(x, Value)

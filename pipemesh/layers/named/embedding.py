@@ -1,4 +1,4 @@
-"""Vectors of tokens, and of their positions."""
+"""Vectors of tokens and positions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ POSITIONS = ("none", "sinusoidal", "learned")
 
 
 class Embedding(NamedLayer):
-    """Looks up the vector of each token, adds that of its position, and drops some elements.
+    """Looks up the vector of each token, adds that of its position, and applies dropout.
 
     With the rule `vocab:model` each processor has some rows of the table. It looks up the tokens
-    among them, has zeros for all others, and one all-reduce adds them up.
+    among them and has zeros for all others. One all-reduce adds the results.
     """
 
     @classmethod
@@ -60,7 +60,7 @@ class Embedding(NamedLayer):
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
-        """`table`, and perhaps `positions`."""
+        """Returns `table`, and `positions` if they are learned."""
         deviation = 1 / math.sqrt(p.embedding_dim) if p.scale_sqrt_depth else 1.0
         init = py_utils.WeightInit.Gaussian(deviation)
         weights = {"table": (f"vocab:{p.vocab_size};embed:{p.embedding_dim}", init)}
@@ -74,7 +74,7 @@ class Embedding(NamedLayer):
         Args:
             theta: weights.
             ids: `batch;length`, integers below `vocab_size`; others have zeros.
-            segment_pos: `batch;length`, integers below the length; by default places.
+            segment_pos: `batch;length`, integers below the length; by default positions in the row.
 
         Returns:
             `batch;length;embed`.
@@ -117,14 +117,14 @@ class Embedding(NamedLayer):
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, ids: Any, segment_pos: Any = None) -> Value:
-        """Lookups, whose gradients read which rows they found."""
+        """Counts the lookups, whose gradients read the indices."""
         names = whole_names(tally.lowering.rules, "vocab")
         ids = count_whole(tally, ids, "batch;length", tf.int32, names)
         weights = cls.CountedWeights(p, tally)
         x = tally.gather(weights["table"], ids, "vocab", split_names(names))
         if p.positions == "learned":
             dims = "length" if segment_pos is None else "batch;length"
-            # Places by themselves are the same for all inputs.
+            # Default positions are the same for all inputs.
             places = tally.made(x.shape.select(*dims.split(";")), ids)
             places = dataclasses.replace(places, differs=segment_pos is not None)
             tally.meet(x, tally.gather(weights["positions"], places, "positions"))

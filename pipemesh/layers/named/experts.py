@@ -1,4 +1,4 @@
-"""A feed-forward layer of several experts, of which each token meets one or two."""
+"""A feed-forward layer of several experts, of which each token uses one or two."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.elementwise import broadcast
 from pipemesh.mesh import Dim, LayoutRules, Shape
 
-# Dims by which tokens are given their places.
+# The dims that routing needs whole.
 _WHOLE = (WHOLE, "router", "choice", "room", "slots")
 
 
 class Experts(NamedLayer):
     """Mixture of experts (Shazeer et al., 2017) with one (Fedus et al., 2021) or two choices.
 
-    A router chooses for each token the experts of the greatest probabilities. An expert takes
-    `capacity_factor` times its even share of the choices of each row; what finds no room passes
-    by, with zeros. With None all find room, as in Mixtral (Jiang et al., 2024): each expert
-    computes as many slots as a row has tokens. Rows are routed by themselves, so results depend
-    neither on the layout nor on microbatches.
+    A router chooses the experts of the greatest probabilities for each token. An expert takes
+    `capacity_factor` times its even share of the choices of each row. Other tokens skip it and get
+    zeros. With None all tokens fit, as in Mixtral (Jiang et al., 2024): each expert computes as
+    many slots as a row has tokens. Each row is routed independently, so results depend neither on
+    the layout nor on microbatches.
 
-    With the rule `experts:data`, where the batch is split over the same axis, tokens travel to
-    their experts and back by all-to-all (Lepikhin et al., "GShard", 2020). Over another axis each
-    processor cuts its experts' tokens out of those of its rows, and gathers what all experts say.
+    The rule `experts:data` may name the axis of the batch. Then all-to-all moves tokens to their
+    experts and back (Lepikhin et al., "GShard", 2020). Over another axis each processor selects its
+    experts' tokens from its rows, and gathers the results of all experts.
     """
 
     @classmethod
@@ -79,20 +79,20 @@ class Experts(NamedLayer):
 
     @classmethod
     def Room(cls, p: Any, length: int) -> int:
-        """How many tokens of a row an expert takes."""
+        """Returns the number of tokens of a row that an expert takes."""
         if p.capacity_factor is None:
             return length
-        # A token goes to an expert once, so more room than tokens would stay empty.
+        # A token goes to an expert at most once, so capacity beyond the tokens would stay empty.
         return min(length, math.ceil(length * p.num_choices * p.capacity_factor / p.num_experts))
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
-        """`w_router`, and for all experts `w_in`, perhaps `w_gate`, and `w_out`."""
+        """Returns `w_router`, and for all experts `w_in`, `w_gate` if gated, and `w_out`."""
         embed, hidden = f"embed:{p.input_dim}", f"expert_ff:{p.hidden_dim}"
         experts = f"experts:{p.num_experts}"
         first = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
         second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
-        # The router knows all experts on each processor, so its dim has a name of its own.
+        # Each processor routes to all experts, so the router's dim has another name.
         weights = {"w_router": (f"{embed};router:{p.num_experts}", first)}
         for name in ("w_in", "w_gate") if p.activation in GATED else ("w_in",):
             weights[name] = (f"{experts};{embed};{hidden}", first)
@@ -105,12 +105,12 @@ class Experts(NamedLayer):
         Args:
             theta: weights.
             x: `batch;length;embed`.
-            paddings: `batch;length`, 1 where there is no token, which takes no room.
+            paddings: `batch;length`, 1 at positions without a token, which take no capacity.
 
         Returns:
-            `batch;length;embed`, and for each row of the batch a loss that is 1 if all experts are
-            chosen alike, and grows up to their number: `num_experts` times the sum, over experts,
-            of the part of tokens that choose it first and its mean probability.
+            `batch;length;embed`, and a balance loss for each row of the batch. It is `num_experts`
+            times the sum, over experts, of the share of tokens that choose it first times its mean
+            probability: 1 if all experts are chosen equally, and at most their number.
         """
         p = self.params
         _check_layout(p, current_lowering())
@@ -138,11 +138,11 @@ class Experts(NamedLayer):
         return Tensor(lowering, lowering.map(local, *operands), chosen.shape)
 
     def _RoomNow(self, length: int) -> int:
-        # Else it would depend on what tokens come with others who finds room.
+        # Otherwise the capacity would depend on which tokens arrive together.
         return length if current_cache() is not None else self.Room(self.params, length)
 
     def _Answers(self, theta: Any, x: Tensor, places: Tensor) -> Tensor:
-        """What each token's experts say: `batch;length;choice;embed`."""
+        """Returns the results of each token's experts: `batch;length;choice;embed`."""
         p, lowering = self.params, x.lowering
         batch, tokens, embed = x.shape
         room = self._RoomNow(tokens.size)
@@ -169,7 +169,7 @@ class Experts(NamedLayer):
         return ops.einsum([hidden, self.Weight(theta, "w_out")], [rows, experts, room, "embed"])
 
     def _Balance(self, chances: Tensor, chosen: Tensor, paddings: Tensor | None) -> Tensor:
-        """Fedus et al., 2021, section 2.2, row by row."""
+        """Computes the loss of Fedus et al., 2021, section 2.2, row by row."""
         p, lowering = self.params, chances.lowering
         first = lowering.map(lambda local: tf.one_hot(local[..., 0], p.num_experts), chosen.slices)
         counted = Tensor(lowering, first, chances.shape)
@@ -184,7 +184,7 @@ class Experts(NamedLayer):
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any, paddings: Any = None) -> tuple[Value, Value]:
-        """The products: the router's, those of all slots, empty ones included, and the mean."""
+        """Counts the matmuls of the router, of all slots, even empty ones, and of the mean."""
         _check_layout(p, tally.lowering)
         names = {"length": WHOLE}
         x = count_whole(tally, x, "batch;length;embed", py_utils.FPropDtype(p), names)
@@ -212,7 +212,8 @@ class Experts(NamedLayer):
         found = tally.gather(table, tally.made(choices, chosen), "slots")
         gates = gates if gates.dtype == x.dtype else tally.made(choices, gates, x.dtype)
         y = tally.einsum([found, gates], f"batch;{WHOLE};embed")
-        # The parts of tokens that chose each expert first; with paddings, of which tokens, too.
+        # The shares of tokens that chose each expert first; with paddings also the mask and the
+        # counts.
         tally.keep(tally.reduce(chances, WHOLE))
         if paddings is not None:
             tally.keep(*(tally.made(dims, chances) for dims in (f"batch;{WHOLE}", "batch")))
@@ -246,8 +247,8 @@ def _check_layout(p: Any, lowering: Lowering) -> None:
 
 
 def _there(rules: LayoutRules) -> dict[str, str]:
-    """The names that the dims of tokens have where the experts are."""
+    """Returns the names of the tokens' dims at the experts."""
     axis = rules.axis("experts")
-    # One axis cannot split both, so it moves from the rows to the experts.
+    # One axis cannot split both, so its split moves from the rows to the experts.
     travels = axis is not None and axis == rules.axis("batch")
     return {"router": "experts", **({"batch": "rows"} if travels else {})}

@@ -22,12 +22,13 @@ from pipemesh.lowering.ops.elementwise import broadcast
 ACTIVATIONS: dict[str, Callable[..., tf.Tensor]] = {
     "RELU": tf.nn.relu,
     "GELU": tf.nn.gelu,
-    # By tanh, as in GPT-2; the name is lingvo's.
+    # The tanh approximation, as in GPT-2; the name is lingvo's.
     "GELU_APPROXIMATE": lambda hidden: tf.nn.gelu(hidden, approximate=True),
     "SWIGLU": lambda hidden, gate: hidden * tf.nn.silu(gate),
 }
 GATED = ("SWIGLU",)
-# How many tensors of the size of a hidden value their gradients read, and whether the result, too.
+# The number of tensors of a hidden value's size that the gradient reads, and whether it reads the
+# result too.
 READ_BY_GRADIENT = {
     "RELU": (0, True),
     "GELU": (3, False),
@@ -37,12 +38,12 @@ READ_BY_GRADIENT = {
 
 
 class FeedForward(NamedLayer):
-    """Two products with a nonlinearity between them; SwiGLU (Shazeer, 2020) multiplies by a gate.
+    """Two matmuls with a nonlinearity between them; SwiGLU (Shazeer, 2020) multiplies by a gate.
 
-    With the rule `d_ff:model` each processor has a part of the hidden values: the first product
+    With the rule `d_ff:model` each processor has a slice of the hidden values. The first matmul
     needs no communication, and the second ends in one all-reduce (Shoeybi et al., "Megatron-LM",
-    2019). With `length:model` beside it, inputs and outputs are split along `length`: one
-    all-gather, one reduce-scatter.
+    2019). With `length:model` beside it, inputs and outputs are split along `length`. Then there is
+    one all-gather and one reduce-scatter.
     """
 
     @classmethod
@@ -67,7 +68,7 @@ class FeedForward(NamedLayer):
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
-        """`w_in`, perhaps `w_gate`, `w_out`, and their biases."""
+        """Returns `w_in`, `w_gate` if gated, `w_out`, and their biases."""
         embed, hidden = f"embed:{p.input_dim}", f"d_ff:{p.hidden_dim}"
         first = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
         second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
@@ -80,12 +81,7 @@ class FeedForward(NamedLayer):
         return {**weights, **biases} if p.use_bias else weights
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
-        """Computes the layer.
-
-        Args:
-            theta: weights.
-            x: `batch;length;embed`.
-        """
+        """Computes the layer on `batch;length;embed`."""
         p = self.params
         x = self.Named(x, "batch;length;embed")
         parts = ["in", "gate"] if p.activation in GATED else ["in"]
@@ -108,7 +104,7 @@ class FeedForward(NamedLayer):
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
-        """The products, and what the nonlinearity's gradient reads."""
+        """Counts the matmuls and the tensors that the nonlinearity's gradient reads."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
         parts = ["in", "gate"] if p.activation in GATED else ["in"]
@@ -128,14 +124,7 @@ class FeedForward(NamedLayer):
 def count_activation(
     activation: str, tally: Tally, products: Sequence[Value], biases: Sequence[Value] = ()
 ) -> Value:
-    """Counts what the gradient of a nonlinearity reads, and gives its result.
-
-    Args:
-        activation: its name.
-        tally: counts.
-        products: one, or two of which one is a gate.
-        biases: what is added to them.
-    """
+    """Counts the tensors that the gradient of a nonlinearity reads, and returns its result."""
     tally.meet(*products, *biases)
     read, reads_result = READ_BY_GRADIENT[activation]
     shape = products[0].shape

@@ -30,11 +30,11 @@ from pipemesh.text import nearest_text
 
 
 class NamedLayer(base_layer.BaseLayer):
-    """A layer of lingvo that computes with named dims, under any layout and any lowering.
+    """A lingvo layer that computes with named dims, under any layout and any lowering.
 
-    A subclass says in `NamedWeights` which weights it has, and computes in `FProp` with
-    `pipemesh.lowering.ops`, on what `Weight` and `Named` return. Layout rules alone decide what is
-    split; `current_lowering()` says which rules, when the layer is made and when it is called.
+    A subclass defines its weights in `NamedWeights`. Its `FProp` applies `pipemesh.lowering.ops` to
+    the results of `Weight` and `Named`. Layout rules alone decide how dims are split.
+    `current_lowering()` supplies the rules when the layer is made and when it is called.
 
     Example:
         >>> import tensorflow as tf
@@ -58,7 +58,7 @@ class NamedLayer(base_layer.BaseLayer):
             kind = type(self).__name__
             raise PipelineError(f"a {kind} has no name; write {kind}.Params().Set(name='...', ...)")
         super().__init__(params)
-        # By name, the shape of each whole weight, and for each variable what part of one it is.
+        # The shape of each whole weight by name, and the slice that each variable holds.
         self._named_shapes: dict[str, Shape] = {}
         self._parts: dict[str, WeightPart] = {}
 
@@ -76,52 +76,48 @@ class NamedLayer(base_layer.BaseLayer):
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, tuple[Shape | str, Any]]:
-        """The layer's own weights: shape and initial value, by name.
-
-        Args:
-            p: params of the layer.
-        """
+        """Returns the shape and the initial value of each of the layer's own weights, by name."""
         del p
         return {}
 
     @classmethod
     def ParameterBytes(cls, p: Any) -> int:
-        """Bytes of the weights that the layer makes, all slices together and each once."""
+        """Returns the bytes of the weights that the layer makes, with each slice counted once."""
         made = [n for n in cls.NamedWeights(p) if n not in p.given_weights]
         sizes = [as_shape(cls.NamedWeights(p)[name][0]).size for name in made]
         return sum(sizes) * tf.as_dtype(p.dtype).size
 
     @classmethod
     def FPropMeta(cls, p: Any, *shapes: Any) -> Any:
-        """What one forward and one backward pass cost under the current lowering.
+        """Returns the cost of one forward and one backward pass under the current lowering.
 
         Args:
             p: params of the layer.
             *shapes: a `tshape.Shape` of each input of `FProp`, or None.
 
         Returns:
-            A NestedMap with these figures, for the whole layer: all processors of the lowering,
-            in a pipeline those of one replica, are added up.
+            A NestedMap with these figures, summed over all processors of the lowering. In a
+            pipeline these are the processors of one replica.
 
-            * `flops`: of the products of matrices of the forward pass, two for each product of
-              two numbers; attention's are those of all pairs of blocks, seen or not. Nothing else
-              counts: no element-wise operation, no lookup, no reduction.
+            * `flops`: those of the matmuls of the forward pass, two for each product of two
+              numbers. Attention counts all pairs of blocks, seen or not. Element-wise operations,
+              lookups and reductions do not count.
             * `out_shapes`: a `tshape.Shape` of each output.
-            * `parameter_bytes`: of the weights, all slices together and each once.
-            * `activation_bytes`: of what the forward pass leaves for the backward pass, if nothing
-              is recomputed and gradients of all inputs and weights are wanted: each tensor that
-              gradients read and that depends on the inputs, an input too, once, however many
-              gradients read it and in whatever shape. What is equal on several processors counts
-              once for each, unless nothing but the gradient of a weight reads it that they have
-              copies of: one of them has the gradient. Weights and their copies do not count.
-            * `communication`: what one processor sends, as `CommunicationCosts`, by axis and
+            * `parameter_bytes`: bytes of the weights, with each slice counted once.
+            * `activation_bytes`: bytes that the forward pass keeps for the backward pass, without
+              recomputation and with gradients of all inputs and weights. Each tensor counts once if
+              gradients read it and it depends on the inputs; so does an input. A tensor that is
+              equal on several processors counts once for each. It counts once in all if only the
+              gradient of a weight with copies on them reads it, because one of them computes that
+              gradient. Weights and their copies do not count.
+            * `communication`: traffic of one processor, as `CommunicationCosts`, by axis and
               primitive.
-            * `communication_bytes`: that processors send to each other, forward and backward, as
-              `CommunicationCosts` counts them; 0 on one processor. Whole tensors that enter or
-              leave the mesh, and copies of weights, do not count.
-            * `fetched_bytes`: of weights that are cut over the replicas of a stage, inside of a
-              `replica_cut_scope`: what one of them gets from the others for the forward pass of a
-              microbatch; for the backward pass it gets as much at most. 0 elsewhere.
+            * `communication_bytes`: bytes that processors send to each other, forward and backward,
+              as in `CommunicationCosts`; 0 on one processor. Whole tensors that enter or leave the
+              mesh, and copies of weights, do not count.
+            * `fetched_bytes`: 0 outside a `replica_cut_scope`. Inside it, the bytes of weights cut
+              over the replicas of a stage that one replica gets from the others for the forward
+              pass of a microbatch. The backward pass fetches at most as much.
 
         Raises:
             LayoutError: the rules cannot split a tensor of the layer.
@@ -141,7 +137,7 @@ class NamedLayer(base_layer.BaseLayer):
 
     @classmethod
     def Count(cls, p: Any, tally: Tally, *shapes: Any) -> Any:
-        """Adds all that the layer costs to a tally; returns a value for each output."""
+        """Adds all costs of the layer to a tally, and returns a value for each output."""
         tally.parameter_bytes += cls.ParameterBytes(p)
         if (cut := current_replica_cut()) is not None:
             shapes_of_weights = [as_shape(shape) for shape, _ in cls.NamedWeights(p).values()]
@@ -151,33 +147,26 @@ class NamedLayer(base_layer.BaseLayer):
 
     @classmethod
     def CountPart(cls, p: Any, part: Any, tally: Tally, *shapes: Any) -> Any:
-        """The same of a layer that is a part of this one.
-
-        Args:
-            p: params of this layer, from which the part has its dtypes.
-            part: params of the part.
-            tally: counts.
-            *shapes: values, or shapes, of the inputs of the part.
-        """
+        """Counts a layer that is a part of this one, with the dtypes of this layer."""
         part = base_layer.BaseLayer.CopyBaseParams(p, part.Copy())
         return part.cls.Count(part, tally, *shapes)
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, *shapes: Any) -> Any:
-        """Goes through the layer as `FProp` does, with values that are shapes alone.
+        """Repeats `FProp` with values that have only shapes, and counts in a tally.
 
-        A subclass that is to be cut by cost overrides it; `ParameterBytes` is added by `Count`.
+        A subclass overrides it so that stacks can be cut by cost. `Count` adds `ParameterBytes`.
 
         Args:
             p: params of the layer.
-            tally: counts.
-            *shapes: of each input of `FProp` its sizes, a `Value` or None.
+            tally: the counter.
+            *shapes: the sizes of each input of `FProp`, a `Value` or None.
 
         Returns:
-            A `Value`, or a tuple of one for each output.
+            A `Value`, or a tuple with one for each output.
 
         Raises:
-            NotImplementedError: the class does not say what it costs.
+            NotImplementedError: the class does not override it.
         """
         del p, tally, shapes
         raise NotImplementedError(
@@ -187,7 +176,7 @@ class NamedLayer(base_layer.BaseLayer):
 
     @classmethod
     def CountedWeights(cls, p: Any, tally: Tally) -> dict[str, Value]:
-        """The layer's own weights as values, by name."""
+        """Returns the layer's own weights as values, by name."""
         dtype = py_utils.FPropDtype(p)
         return {
             name: tally.weight(shape, dtype) for name, (shape, _) in cls.NamedWeights(p).items()
@@ -209,21 +198,21 @@ class NamedLayer(base_layer.BaseLayer):
     def CreateNamedVariable(
         self, name: str, shape: Shape | str, init: Any, dtype: Any = None
     ) -> None:
-        """Creates a weight, to be called in `_CreateLayerVariables`.
+        """Creates a weight; call it in `_CreateLayerVariables`.
 
         If the current rules split none of its dims it is one variable, called `name`. Otherwise
-        each different slice is a variable on the device of the first processor that holds it,
-        called `<name>_slice_<k>`. Initial values are slices of one tensor, whatever the layout.
+        each different slice is a variable `<name>_slice_<k>` on the device of the first processor
+        that holds it. Initial values are slices of one tensor under every layout.
 
         Args:
             name: the logical name.
-            shape: of the whole weight.
+            shape: the shape of the whole weight.
             init: see `initializer_of`.
             dtype: by default that of the layer's params.
 
         Raises:
-            LayoutError: the weight cannot be split as the rules say.
-            PipelineError: `init` is none that can be drawn slice by slice.
+            LayoutError: the rules cannot split the weight.
+            PipelineError: `init` cannot be drawn slice by slice.
         """
         shape = as_shape(shape)
         parts = weight_parts(current_lowering(), name, shape)
@@ -249,16 +238,16 @@ class NamedLayer(base_layer.BaseLayer):
         self._named_shapes[name] = shape
 
     def ShareWeight(self, name: str, layer: NamedLayer, weight: str) -> None:
-        """Makes a weight of another layer one of this layer, in the order of dims that it has.
+        """Makes a weight of another layer one of this layer, with that layer's order of dims.
 
         Args:
             name: one of `given_weights`.
-            layer: the other one, made under the same rules.
-            weight: its name there.
+            layer: the other layer, made under the same rules.
+            weight: the name of the weight in the other layer.
 
         Raises:
-            ShapeError: it has no such weight, or its dims are others.
-            LayoutError: they were made under rules that split it differently.
+            ShapeError: the other layer has no such weight, or its dims differ.
+            LayoutError: the layers were made under rules that split the weight differently.
         """
         p = self.params
         if weight not in layer._named_shapes:
@@ -290,19 +279,19 @@ class NamedLayer(base_layer.BaseLayer):
         self._named_shapes[name] = shape
 
     def Weight(self, theta: Any, name: str) -> Tensor:
-        """A weight as a tensor of the current lowering, in the dtype that the layer computes in.
+        """Returns a weight as a tensor of the current lowering, in the compute dtype of the layer.
 
-        Gradients reach each variable once, however many processors hold a copy of it.
+        Gradients reach each variable once, for any number of copies.
 
         Args:
-            theta: of this layer. A weight that is not split is a tensor, or a tuple with what each
-                processor holds, or a tensor with named dims; a slice is a tensor, or a tuple with
-                the copies for the processors that hold it.
+            theta: the weights of this layer. A weight that is not split is a tensor, a tuple with
+                one tensor for each processor, or a tensor with named dims. A slice is a tensor, or
+                a tuple with the copies for the processors that hold it.
             name: the logical name.
 
         Raises:
-            ShapeError: there is no such weight, or a tuple is of another length.
-            LayoutError: the weight was created under rules or a mesh that split it otherwise.
+            ShapeError: there is no such weight, or a tuple has another length.
+            LayoutError: the weight was created under rules or a mesh that split it differently.
         """
         if name not in self._named_shapes:
             raise ShapeError(
@@ -331,16 +320,16 @@ class NamedLayer(base_layer.BaseLayer):
         return self._Cast(Tensor(lowering, slices, shape))
 
     def Named(self, x: Any, dims: Any, dtype: tf.DType | None = None) -> Tensor:
-        """An input as a tensor of the current lowering.
+        """Returns an input as a tensor of the current lowering.
 
         Args:
             x: a tensor with named dims, or a plain one, which gets the names.
-            dims: names, in the order that the result has.
-            dtype: that it gets if it is floating; by default the one that the layer computes in.
+            dims: names, in the order of the result.
+            dtype: the dtype of a floating result; by default the one that the layer computes in.
 
         Raises:
-            ShapeError: its dims are others, or TensorFlow does not know their sizes.
-            LayoutError: it belongs to another lowering, or cannot be split as the rules say.
+            ShapeError: its dims differ, or TensorFlow does not know their sizes.
+            LayoutError: it belongs to another lowering, or the rules cannot split it.
         """
         names, lowering = dim_names(dims), current_lowering()
         if isinstance(x, Tensor):
@@ -377,7 +366,7 @@ class NamedLayer(base_layer.BaseLayer):
         )
 
     def _CheckWidths(self, shape: Shape) -> None:
-        """Checks that the dims of an input have the sizes that they have in the weights."""
+        """Checks that dims of an input and of the weights have equal sizes."""
         for name, weight in self._named_shapes.items():
             for dim in weight:
                 if dim.name in shape.names and shape[dim.name] != dim:
@@ -393,13 +382,13 @@ class NamedLayer(base_layer.BaseLayer):
 
     @property
     def named_shapes(self) -> dict[str, Shape]:
-        """The shapes of the layer's own whole weights, by logical name."""
+        """Returns the shapes of the layer's own whole weights, by logical name."""
         return dict(self._named_shapes)
 
     def weight_parts(self) -> dict[str, WeightPart]:
-        """For each of the layer's own variables what part of a weight it is, and who holds it."""
+        """Returns the slice and the holders of each of the layer's own variables."""
         return dict(self._parts)
 
     def dims(self) -> set[str]:
-        """The names of the dims of the layer's own weights and inputs, which rules may split."""
+        """Returns the dims of the layer's own weights and inputs, which rules may split."""
         return {"batch", "length"}.union(*(shape.names for shape in self._named_shapes.values()))

@@ -22,9 +22,9 @@ KINDS = ("layer", "rms")
 class Norm(NamedLayer):
     """Layer norm (Ba et al., 2016) or RMS norm (Zhang and Sennrich, 2019) over `embed`.
 
-    As in lingvo, the weight `scale` is what is added to 1, or, with `direct_scale`, the factor.
-    Moments are computed in float32. If `embed` is split, each of them is one all-reduce of a number
-    a token.
+    As in lingvo, the factor is 1 plus the weight `scale`; with `direct_scale` it is the weight
+    itself. Moments are computed in float32. If `embed` is split, each moment is one all-reduce of
+    one number per token.
     """
 
     @classmethod
@@ -54,19 +54,14 @@ class Norm(NamedLayer):
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
-        """`scale`, and `bias` of layer norm."""
+        """Returns `scale`, and `bias` for layer norm."""
         zero, embed = py_utils.WeightInit.Constant(0.0), f"embed:{p.input_dim}"
         scale = py_utils.WeightInit.Constant(1.0) if p.direct_scale else zero
         bias = {"bias": (embed, zero)} if p.kind == "layer" else {}
         return {"scale": (embed, scale), **bias}
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
-        """Normalizes.
-
-        Args:
-            theta: weights.
-            x: `batch;length;embed`.
-        """
+        """Normalizes `batch;length;embed`."""
         p = self.params
         x = self.Named(x, "batch;length;embed")
         weights = [self.Weight(theta, name) for name in self.NamedWeights(p)]
@@ -90,8 +85,8 @@ class Norm(NamedLayer):
     def _WholeVectors(self, x: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
         """Normalizes vectors that are not split.
 
-        The gradient in closed form (Ba et al., 2016, and as its mean-free case Zhang and Sennrich,
-        2019) takes a third of the operations that autodiff would need, and keeps one tensor for it.
+        The gradient has a closed form (Ba et al., 2016; without means Zhang and Sennrich, 2019). It
+        needs a third of autodiff's operations and keeps one tensor.
         """
         p = self.params
         value = tf.cast(x, tf.float32)
@@ -121,7 +116,7 @@ class Norm(NamedLayer):
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
-        """Moments, which are sent where `embed` is split."""
+        """Counts the moments, which are sent if `embed` is split."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally).values()
         if tally.lowering.rules.axis("embed") is None:
@@ -137,6 +132,6 @@ class Norm(NamedLayer):
         moment = tally.reduce(centered, "embed")
         axes = tally.meet(centered, moment, *weights)
         tally.keep(centered, moment)
-        # Their product, for the gradient of the scale.
+        # The normalized values, for the gradient of the scale.
         tally.keep(tally.made(x.shape, centered), axes=axes)
         return tally.made(x.shape, x)

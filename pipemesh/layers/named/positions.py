@@ -1,4 +1,4 @@
-"""Where a token stands, as numbers."""
+"""Positions of tokens as numbers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pipemesh.errors import PipelineError
 
 @dataclasses.dataclass(frozen=True)
 class RotaryScaling:
-    """Slower rotations, for longer sequences than a model was trained with at first.
+    """Slower rotations, for longer sequences than a model was first trained with.
 
     Without `length` all rotations are slower (Chen et al., "Position Interpolation", 2023). With
-    it, as in Llama 3.1 (Dubey et al., 2024), only those that turn fewer than `low` times within as
-    many positions; those that turn more than `high` times are as they were, and between the two it
-    goes over in a line.
+    it, as in Llama 3.1 (Dubey et al., 2024), the number of turns within `length` positions decides.
+    Below `low` turns rotations are slower, above `high` turns they are unchanged, and between them
+    the change is linear.
 
     Attributes:
-        factor: by which rotations are slower; 1 or more.
-        length: of the sequences at first, in tokens.
+        factor: the factor by which rotations are slower; 1 or more.
+        length: the length of the first sequences, in tokens.
         low: see above.
         high: see above; more than `low`.
 
     Raises:
-        PipelineError: a number is none of these.
+        PipelineError: a number is out of range.
 
     Example:
         >>> RotaryScaling(4.0).speeds(1e4, 2).tolist()
@@ -54,12 +54,7 @@ class RotaryScaling:
             )
 
     def speeds(self, base: float, number: int) -> np.ndarray:
-        """How fast each pair turns, of how fast it turns without scaling.
-
-        Args:
-            base: see `rotated`.
-            number: of pairs.
-        """
+        """Returns each pair's speed relative to no scaling; `base` as in `rotated`."""
         kept = np.zeros([number])
         if self.length is not None:
             turns = self.length * base ** (-np.arange(number) / number) / (2 * math.pi)
@@ -68,16 +63,9 @@ class RotaryScaling:
 
 
 def sinusoids(positions: tf.Tensor, dim: int) -> tf.Tensor:
-    """Sines, then cosines, of positions at wavelengths from 2 pi to 20,000 pi.
+    """Returns sines, then cosines, of positions at wavelengths from 2 pi to 20,000 pi.
 
-    Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
-
-    Args:
-        positions: integers.
-        dim: even.
-
-    Returns:
-        float32, with `dim` numbers for each position.
+    Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5. `dim` is even.
 
     Example:
         >>> sinusoids(tf.constant([0, 1]), 2).numpy().round(2).tolist()
@@ -90,7 +78,7 @@ def sinusoids(positions: tf.Tensor, dim: int) -> tf.Tensor:
 def rotated(
     x: tf.Tensor, positions: tf.Tensor, base: float, scaling: RotaryScaling | None = None
 ) -> tf.Tensor:
-    """Turns pairs of elements by angles that grow with the position.
+    """Rotates pairs of elements by angles that grow with the position.
 
     Products of two rotated vectors depend on the distance of their positions. Element `i` of the
     first half makes a pair with element `i` of the second one. Source: Su et al., "RoFormer", 2021.
@@ -99,7 +87,7 @@ def rotated(
         x: `[batch, length, heads, dim]`; `dim` is even.
         positions: `[batch, length]`, or `[length]`, integers.
         base: the longest wavelength is almost 2 pi times this.
-        scaling: of the angles.
+        scaling: scaling of the angles.
     """
     half = static_sizes(x)[-1] // 2
     angles = tf.expand_dims(_angles(positions, half, base, half), -2)

@@ -1,4 +1,4 @@
-"""How weights are cut over the replicas of a stage, each of which computes with whole ones."""
+"""Weights cut over the replicas of a stage, each of which computes with whole weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaCut:
-    """The rules for dims that are split over the axis that the batch is split over.
+    """The rules for dims that are split over the axis of the batch.
 
-    Weights that have such a dim lie in slices on the replicas (stage 3 of ZeRO); activations,
-    which have the batch's dim, are split over that axis by their rows.
+    Weights with such a dim are stored in slices on the replicas (stage 3 of ZeRO). Activations are
+    split over that axis by their batch dim.
 
     Attributes:
-        mesh: of all replicas: the axis that they lie along, then those of each replica.
-        rules: for all dims but the batch's.
-        devices: of all replicas, where weights are made; none where they are there already.
+        mesh: the mesh of all replicas: first their axis, then the axes of each replica.
+        rules: the rules for all dims but the batch's.
+        devices: the devices of all replicas while weights are made, otherwise empty.
 
     Example:
         >>> cut = ReplicaCut(Mesh.from_text("data:2"), LayoutRules.from_text("embed:data"))
@@ -34,20 +34,16 @@ class ReplicaCut:
 
     @property
     def axis(self) -> str:
-        """The axis that the replicas lie along."""
+        """Returns the axis of the replicas."""
         return self.mesh.axis_names[0]
 
     def layout(self, shape: Shape) -> TensorLayout | None:
-        """How a weight lies on the replicas; None if it is not cut over them.
-
-        Raises:
-            LayoutError: it cannot be cut as the rules say.
-        """
+        """Returns the layout of a weight on the replicas, or None if it is not cut over them."""
         layout = self.rules.tensor_layout(shape, self.mesh)
         return layout if self.axis in layout.split_axes else None
 
     def size_elsewhere(self, shape: Shape) -> int:
-        """How many elements of a weight lie on other replicas than the one that computes."""
+        """Returns the number of elements of a weight that a replica gets from others."""
         if self.layout(shape) is None:
             return 0
         return shape.size - shape.size // self.mesh.size(self.axis)
@@ -59,10 +55,10 @@ _stays: contextvars.ContextVar[bool] = contextvars.ContextVar("stays", default=F
 
 @contextlib.contextmanager
 def replica_cut_scope(cut: ReplicaCut | None) -> Iterator[None]:
-    """Named layers inside are made, called and counted with weights that are cut over replicas.
+    """Sets the cut over replicas with which named layers inside are made, called and counted.
 
     Args:
-        cut: how; None if they are not.
+        cut: the cut, or None for none.
     """
     token = _current.set(cut)
     try:
@@ -72,13 +68,13 @@ def replica_cut_scope(cut: ReplicaCut | None) -> Iterator[None]:
 
 
 def current_replica_cut() -> ReplicaCut | None:
-    """The cut of the innermost scope; None if weights are not cut over replicas."""
+    """Returns the cut of the innermost scope, or None without a cut."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def staying() -> Iterator[None]:
-    """Variables that are made inside belong to the replica whose device the scope says."""
+    """Keeps variables made inside on the device of the scope."""
     token = _stays.set(True)
     try:
         yield
@@ -87,5 +83,5 @@ def staying() -> Iterator[None]:
 
 
 def stays() -> bool:
-    """Whether a variable that is made now belongs to a replica already."""
+    """Returns whether variables made now stay on the device of the scope."""
     return _stays.get()

@@ -1,4 +1,4 @@
-"""Which token goes to which slot of which expert."""
+"""Assignment of tokens to slots of experts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pipemesh.backend.static_shape import static_sizes
 
 
 def places_of(experts: tf.Tensor, skipped: tf.Tensor | None, number: int, room: int) -> tf.Tensor:
-    """Gives each choice of each token a slot, as long as its expert has room.
+    """Gives each choice of each token a slot while its expert has capacity, or -1.
 
-    First choices come before second ones, and earlier tokens before later ones, row by row: nothing
-    depends on the other rows of a batch.
+    First choices come before second ones, and earlier tokens before later ones. Rows of a batch are
+    independent.
 
     Args:
         experts: `[batch, length, choices]` int32, the experts that each token chose.
-        skipped: `[batch, length]` booleans, tokens that go nowhere; None if there is none.
-        number: of experts.
-        room: how many tokens an expert takes of a row.
+        skipped: `[batch, length]` booleans, tokens without an expert; None if there are none.
+        number: the number of experts.
+        room: the number of tokens of a row that an expert takes.
 
     Returns:
-        `[batch, length, choices]` int32: slot `expert * room + i`, or -1 for what finds no room.
+        `[batch, length, choices]` int32: slot `expert * room + i`, or -1 beyond the capacity.
 
     Example:
         >>> places_of(tf.constant([[[0], [1], [0], [0]]]), None, number=2, room=2).numpy().tolist()
@@ -40,14 +40,7 @@ def places_of(experts: tf.Tensor, skipped: tf.Tensor | None, number: int, room: 
 
 
 def tokens_of(places: tf.Tensor, slots: int) -> tf.Tensor:
-    """The token in each slot: the inverse of `places_of`.
-
-    Args:
-        places: `[batch, length, choices]` int32, each slot of a row at most once.
-        slots: their number.
-
-    Returns:
-        `[batch, slots]` int32; -1 where nobody is.
+    """Returns the token in each slot, `[batch, slots]`, or -1 for empty slots; inverts `places_of`.
 
     Example:
         >>> tokens_of(tf.constant([[[0], [2], [1], [-1]]]), 4).numpy().tolist()
@@ -56,7 +49,7 @@ def tokens_of(places: tf.Tensor, slots: int) -> tf.Tensor:
     batch, length, choices = static_sizes(places)
     rows = tf.broadcast_to(tf.range(batch)[:, None, None], places.shape)
     tokens = tf.broadcast_to(tf.range(length)[None, :, None], places.shape)
-    # What found no room goes to a slot of its own, which is cut off.
+    # Tokens without a slot go to an extra slot, which is cut off.
     columns = tf.where(places < 0, slots, places)
     at = tf.reshape(tf.stack([rows, columns], -1), [batch * length * choices, 2])
     empty = tf.fill([batch, slots + 1], -1)

@@ -1,4 +1,4 @@
-"""Variables by the names that they have whatever they are cut into, for checkpoints."""
+"""Names of variables that do not depend on the layout, for checkpoints."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pipemesh.backend.saved_state import Slice, SlicedVariable, slice_of
 
 
 def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
-    """What a `tf.train.Checkpoint` is to track, so that it can be restored under another layout.
+    """Returns variables by logical name, for a `tf.train.Checkpoint` valid under every layout.
 
     Args:
         layer: a lingvo layer; layers with named dims among its children may have cut weights.
-        variables: of the layer, or of its optimizer, whose names begin with those of the layer's.
+        variables: variables of the layer, or of its optimizer. The names of the latter begin with
+            the names of the layer's.
 
     Returns:
-        By logical name, without `:0`, each variable that is not cut, and for each weight that is,
-        or the optimizer's state of it, all of its slices as one.
+        Variables that are not cut, by logical name without `:0`. For each cut weight, and the
+        optimizer's state of it, all slices as one.
 
     Example:
         >>> import tensorflow as tf
@@ -42,7 +43,7 @@ def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
         name = variable.name.removesuffix(":0")
         marked = slice_of(variable)
         if marked is None:
-            # The optimizer's name stands behind that of the weight.
+            # The optimizer's name follows the name of the weight.
             of, _, state = name.rpartition("/")
             marked = slices.get(f"{of}:0")
             if marked is None or variable.shape.rank != len(marked[1].whole):

@@ -1,4 +1,4 @@
-"""Which lowering the named layers of now are made for and computed with."""
+"""The scope of the lowering that named layers are made and called with."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _current: contextvars.ContextVar[Lowering | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def lowering_scope(lowering: Lowering) -> Iterator[Lowering]:
-    """Named layers inside are made and called with a lowering; scopes nest.
+    """Makes and calls named layers inside with a lowering; scopes nest.
 
     Args:
-        lowering: whose layout rules split the dims of weights and activations.
+        lowering: the lowering, whose layout rules split the dims of weights and activations.
 
     Raises:
-        LayoutError: it is none.
+        LayoutError: it is not a lowering.
 
     Example:
         >>> from pipemesh.layers.named import current_lowering, lowering_scope
@@ -48,10 +48,10 @@ def lowering_scope(lowering: Lowering) -> Iterator[Lowering]:
 
 
 def current_lowering() -> Lowering:
-    """The lowering of the innermost scope.
+    """Returns the lowering of the innermost scope.
 
-    Outside of all scopes it is that of a single processor, whose device TensorFlow chooses in a
-    graph; a `tf.device` around the layer says otherwise, as for any layer.
+    Outside all scopes it is a single processor, whose device TensorFlow chooses in a graph. A
+    `tf.device` around the layer overrides it, as for any layer.
 
     Example:
         >>> current_lowering().mesh.num_devices
@@ -62,5 +62,5 @@ def current_lowering() -> Lowering:
 
 @functools.cache
 def _alone() -> Lowering:
-    # No part of a device's name is given, so the scopes around it, or TensorFlow, decide.
+    # The device name is empty, so the scopes around it, or TensorFlow, decide.
     return PlacementLowering(Mesh.from_text("model:1"), LayoutRules(), [""])

@@ -1,4 +1,4 @@
-"""What attention remembers of several groups of rows, in slots: each processor takes one."""
+"""The cache of attention for several groups of rows, in slots; each processor uses one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pipemesh.mesh import Dim, Shape
 
 
 class SlottedCache(KeyValueCache):
-    """A `KeyValueCache` of many groups, where processors are at different ones.
+    """A `KeyValueCache` of many groups, where processors work on different ones.
 
     Args:
-        length: places a row.
+        length: the number of positions in a row.
         places: `batch;length` of the inputs, a tensor with named dims: on each processor those of
-            the group that it is at.
+            its current group.
         kept: keys and values by the path of their layer, `[slots, batch, heads, length, head_dim]`
-            on each processor; they are overwritten where they lie.
-        slot: int32 scalars, the slot that each processor takes.
-        busy: whether it is at work; else it overwrites nothing.
+            on each processor; they are overwritten in place.
+        slot: int32 scalars, the slot of each processor.
+        busy: whether each processor is active; otherwise it overwrites nothing.
 
     Attributes:
-        kept: the same behind the layers that were called.
+        kept: the cache after the layers that were called.
     """
 
     def __init__(
@@ -42,17 +42,7 @@ class SlottedCache(KeyValueCache):
         self._slot, self._busy = slot, busy
 
     def extend(self, path: str, keys: Tensor, values: Tensor, places: Tensor) -> list[Tensor]:
-        """As that of a `KeyValueCache`, in the slot of each processor.
-
-        Args:
-            path: of the layer.
-            keys: `batch;length;heads;head_dim`, under whatever names.
-            values: like keys.
-            places: `batch;length`, of the same lowering.
-
-        Returns:
-            Keys and values, `batch;heads;cache;head_dim`.
-        """
+        """Extends the slot of each processor; see `KeyValueCache.extend`."""
         lowering = current_lowering()
         batch, _, heads, head_dim = keys.shape
         shape = Shape((batch, heads, Dim(CACHE, self.length), head_dim))
@@ -74,7 +64,7 @@ class SlottedCache(KeyValueCache):
 def _written(
     kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor, slot: tf.Tensor, busy: tf.Tensor
 ) -> tf.Tensor:
-    """One of `[slots, batch, heads, length, head_dim]`, in which new ones come to their places."""
+    """Writes to positions of one slot of `[slots, batch, heads, length, head_dim]`."""
     sizes = static_sizes(kept)
     batch, heads, length, dim = sizes[1:]
     first = (slot * batch * heads + tf.range(batch * heads)) * length

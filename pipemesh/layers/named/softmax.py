@@ -28,8 +28,9 @@ from pipemesh.mesh import Dim, Shape
 class SoftmaxCrossEntropy(NamedLayer):
     """Logits of all tokens, and the cross entropy of the labels: the head of a language model.
 
-    With the rule `vocab:model` each processor has the logits of some tokens only. Their maximum,
-    the sum of their exponentials, and the logit of the label go around, a number a token each.
+    With the rule `vocab:model` each processor has the logits of some tokens only. All-reduces
+    combine their maximum, the sum of exponentials, and the label's logit: one number per token
+    each.
     """
 
     @classmethod
@@ -60,17 +61,17 @@ class SoftmaxCrossEntropy(NamedLayer):
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
-        """`w` and perhaps `b`."""
+        """Returns `w`, and `b` with `use_bias`."""
         vocab = f"vocab:{p.vocab_size}"
         init = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
         weights = {"w": (f"embed:{p.input_dim};{vocab}", init)}
         return weights | ({"b": (vocab, py_utils.WeightInit.Constant(0.0))} if p.use_bias else {})
 
     def Logits(self, theta: Any, x: Any) -> Tensor:
-        """`batch;length;vocab` in float32, for `batch;length;embed`.
+        """Returns `batch;length;vocab` in float32, for `batch;length;embed`.
 
-        With `length` and `vocab` split over one axis, each processor has all tokens, whose dim is
-        `tokens` then.
+        If one axis splits `length` and `vocab`, each processor has all tokens, and their dim is
+        `tokens`.
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")
@@ -88,12 +89,12 @@ class SoftmaxCrossEntropy(NamedLayer):
             theta: weights of the layer.
             x: `batch;length;embed`.
             labels: `batch;length`, integers below `vocab_size`.
-            weights: `batch;length`, of the labels; 1 by default.
+            weights: `batch;length`, weights of the labels; 1 by default.
 
         Returns:
             The weighted sum of cross entropies, the sum of the weights, and the cross entropy of
-            each label, `batch;length`: all float32. Inside of `cache_scope`, of which labels know
-            nothing, the logits of what follows in each row, `batch;vocab` float32.
+            each label, `batch;length`: all float32. Inside `cache_scope` labels are ignored, and
+            the result is the logits of the next token in each row, `batch;vocab` float32.
         """
         p = self.params
         if (cache := current_cache()) is not None:
@@ -108,14 +109,14 @@ class SoftmaxCrossEntropy(NamedLayer):
         xent = ops.reduce_logsumexp(logits, "vocab") - right
         if weights is None:
             weights = tf.ones(xent.shape.sizes)
-        # Not rounded to what products are computed in: they are counted, too.
+        # Stays float32, not the dtype of matmuls, because weights are also summed.
         weights = whole(self, weights, "batch;length", names, tf.float32)
         weights = ops.cast(weights, tf.float32)
         each = ops.rename(xent, split_names(names))
         return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), each
 
     def _Next(self, theta: Any, x: Any, last: Any) -> Tensor:
-        """The logits of what follows the token at `last` in each row, `batch;vocab`."""
+        """Returns the logits of the token after `last` in each row, `batch;vocab`."""
         x = self.Named(x, "batch;length;embed")
         at = self.Named(last, "batch")
         x = ops.gather(x, at, "length")
@@ -127,7 +128,7 @@ class SoftmaxCrossEntropy(NamedLayer):
     def CountCosts(
         cls, p: Any, tally: Tally, x: Any, labels: Any = None, weights: Any = None
     ) -> tuple[Value, Value, Value]:
-        """The logits, of which the gradient reads exponentials and their sums."""
+        """Counts the logits, whose gradient reads exponentials and their sums."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         own = cls.CountedWeights(p, tally)
         names = whole_names(tally.lowering.rules, "vocab")
@@ -143,7 +144,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         right = tally.gather(logits, labels, "vocab")
         if p.label_smoothing:
             tally.reduce(logits, "vocab")
-        # The greatest one, and the sum of exponentials.
+        # The maximum, and the sum of exponentials.
         tally.keep(tally.made(logits.shape, logits), tally.reduce(logits, "vocab", times=2))
         xent = tally.made(right.shape, right)
         of_labels = tally.made(right.shape, right)

@@ -1,4 +1,4 @@
-"""What layers with named dims compute, keep and send, counted from shapes alone."""
+"""Costs of layers with named dims, counted from shapes alone."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from pipemesh.mesh import Dim, Shape
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor that is not there; two are never equal.
+    """A tensor with a shape but no elements; two are never equal.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of its elements.
-        differs: whether it depends on the inputs: weights are there anyway.
+        shape: the shape of the whole tensor.
+        dtype: the dtype.
+        differs: whether it depends on the inputs; weights do not.
         has_gradient: whether a gradient flows to it.
     """
 
@@ -44,22 +44,22 @@ class Value:
 
 
 class Tally:
-    """Goes through a layer as `FProp` does, and counts; nothing is computed, no graph is built.
+    """A counter that follows a layer's `FProp`; it computes nothing and builds no graph.
 
-    Each method counts what the operation of its name does: its products of matrices, its
-    communication forward and backward, and what its gradient reads. `keep` adds what the gradient
-    of something else reads. A tensor that several gradients read counts once.
+    Each method counts the operation of its name: its matmuls, its communication forward and
+    backward, and the tensors that its gradient reads. `keep` adds tensors that the gradient of
+    another operation reads. A tensor that several gradients read counts once.
 
     Args:
-        lowering: whose mesh and rules say what is split.
+        lowering: its mesh and rules define the splits.
 
     Attributes:
         lowering: the same.
-        flops: of products of matrices, in the forward pass: two for each product of two numbers.
-        parameter_bytes: of weights, all slices together and each once.
-        fetched_bytes: of weights that are cut over replicas, what one of these gets from others.
-        activation_bytes: of what is kept for the backward pass, on all processors together.
-        costs: what one processor sends.
+        flops: flops of matmuls in the forward pass: two for each product of two numbers.
+        parameter_bytes: bytes of weights, with each slice counted once.
+        fetched_bytes: bytes of weights cut over replicas that one replica gets from others.
+        activation_bytes: bytes kept for the backward pass, on all processors together.
+        costs: the traffic of one processor.
 
     Example:
         >>> from pipemesh.layers.named import current_lowering
@@ -81,19 +81,16 @@ class Tally:
 
     @property
     def communication_bytes(self) -> int:
-        """What all processors send, both passes together."""
+        """Returns the bytes that all processors send, in both passes together."""
         return self._mesh.num_devices * self.costs.total_bytes
 
     def given(self, x: Any, dims: str, dtype: tf.DType) -> Value:
-        """An input.
+        """Returns an input as a value, given its sizes, such as a `tshape.Shape`, or a value.
 
-        Args:
-            x: sizes, such as a `tshape.Shape`, or a value with these dims.
-            dims: names of its dims.
-            dtype: that the layer computes in; integers have no gradient.
+        Integers have no gradient.
 
         Raises:
-            PartitionError: there are more or fewer sizes, or one is not known.
+            PartitionError: the number of sizes is wrong, or a size is unknown.
             LayoutError: the rules cannot split it.
         """
         names = dim_names(dims)
@@ -108,21 +105,19 @@ class Tally:
         if len(sizes) != len(names):
             raise PartitionError(f"the shape {x} was given for the dims '{dims}'; give one of each")
         shape = Shape(tuple(map(Dim, names, sizes)))
-        # Whether it can be split so.
+        # Raises if the rules cannot split it.
         self._rules.tensor_layout(shape, self._mesh)
         return Value(shape, dtype, has_gradient=dtype.is_floating)
 
     def weight(self, shape: Any, dtype: tf.DType) -> Value:
-        """A weight, whose bytes are counted by the layer that has it."""
+        """Returns a weight as a value; the layer that has it counts its bytes."""
         return Value(Shape.from_text(shape) if isinstance(shape, str) else shape, dtype, False)
 
     def made(self, dims: Shape | str, like: Value, dtype: tf.DType | None = None) -> Value:
-        """Something new that was computed from a value, in one device's part of the work.
+        """Returns a new value that is computed from another one, without communication.
 
-        Args:
-            dims: its shape, or names of dims of the value.
-            like: what it was computed from; of the same dtype if no other is given.
-            dtype: integers and booleans have no gradient.
+        `dims` is its shape, or names of dims of the other value. Integers and booleans have no
+        gradient.
         """
         shape = dims if isinstance(dims, Shape) else like.shape.select(*dim_names(dims))
         dtype = dtype or like.dtype
@@ -130,17 +125,15 @@ class Tally:
         return Value(shape, dtype, like.differs, has_gradient)
 
     def transposed(self, x: Value, names: Sequence[str]) -> Value:
-        """The value itself where the order stays."""
+        """Returns a transposed value, or the value itself if the order stays."""
         return x if x.shape.names == tuple(names) else self.made(x.shape.select(*names), x)
 
     def keep(self, *values: Value, axes: Sequence[str] | None = None) -> None:
-        """Counts what a gradient reads.
+        """Counts tensors that a gradient reads.
 
-        Args:
-            *values: what is read.
-            axes: if only the gradient of a weight reads it, those along which that is not the
-                same, so that a copy of it is no more work; by default it is another one on each
-                processor.
+        Pass `axes` if only the gradient of a weight reads them. These are the axes along which that
+        gradient differs, since copies of it are not computed. By default it differs on each
+        processor.
         """
         number = self._mesh.num_devices
         if axes is not None:
@@ -152,14 +145,9 @@ class Tally:
                 self.activation_bytes += more * num_bytes([self._slice(value)])
 
     def meet(self, *values: Value, axes: Sequence[str] = ()) -> tuple[str, ...]:
-        """Lets values meet on each processor: what is equal along axes enters what differs.
+        """Counts the communication of operands that meet on each processor, and returns their axes.
 
-        Args:
-            *values: the operands.
-            axes: along which something else differs that they meet.
-
-        Returns:
-            All axes along which the operands differ.
+        Operands that are equal along axes become varying there. `axes` are those of other operands.
         """
         all_axes = dict.fromkeys(axes)
         for value in values:
@@ -169,17 +157,17 @@ class Tally:
         return tuple(all_axes)
 
     def vary(self, x: Value, axes: Sequence[str]) -> None:
-        """Sums the gradient of what is equal along axes."""
+        """Counts the sum of the gradient of a value that is equal along axes."""
         if x.has_gradient:
             own = self._axes(x)
             self._send("all_reduce", x, [axis for axis in axes if axis not in own], backward=True)
 
     def all_reduce(self, x: Value, axes: Sequence[str]) -> None:
-        """Makes a value equal along axes."""
+        """Counts an all-reduce along axes."""
         self._send("all_reduce", x, axes, backward=False)
 
     def reduce(self, x: Value, dims: str, times: int = 1) -> Value:
-        """Reduces over dims, `times` such results at once; keeps nothing."""
+        """Counts a reduction over dims, `times` times; keeps nothing."""
         stay = self.made(x.shape.without(*dim_names(dims)), x)
         axes = [axis for axis in self._axes(x) if axis not in self._axes(stay)]
         for _ in range(times):
@@ -193,13 +181,10 @@ class Tally:
         met: bool = False,
         names: Mapping[str, str] = NO_NAMES,
     ) -> Value:
-        """A product of two operands, which the gradient of the other one reads.
+        """Counts a matmul of two operands, each read by the other's gradient.
 
-        Args:
-            operands: two.
-            dims: of the result.
-            met: whether the first operand was let in before, together with others.
-            names: new names of the result's dims by old ones.
+        `met` says that the first operand already varies. `names` maps dims of the result to new
+        names.
         """
         first, second = operands
         union = first.shape | second.shape
@@ -217,14 +202,14 @@ class Tally:
         return self._summed(result, summed, names)
 
     def _summed(self, x: Value, axes: Sequence[str], names: Mapping[str, str]) -> Value:
-        """What is summed over axes and gets other names, as `relayout.summed`."""
+        """Counts a sum over axes under new names, as `relayout.summed` does."""
         result = Value(renamed_shape(x.shape, names), x.dtype)
         old, new = (self._rules.tensor_layout(v.shape, self._mesh).axes for v in (x, result))
         sum_to_splits(*self._moving(x), axes, old, new)
         return result
 
     def _moving(self, x: Value) -> tuple[Any, Any]:
-        """What stands for a lowering and slices where only what is sent is of interest."""
+        """Returns stand-ins for a lowering and slices, which count only the traffic."""
         return _Moves(self), (self._slice(x), x.has_gradient)
 
     def products(
@@ -234,7 +219,7 @@ class Tally:
         dims: Sequence[str],
         names: Mapping[str, str] = NO_NAMES,
     ) -> list[Value]:
-        """Products of one operand, as `pipemesh.lowering.ops.einsum.products`."""
+        """Counts matmuls that share one operand, as in `pipemesh.lowering.ops.einsum.products`."""
         gathered: Sequence[str] = ()
         if names:
             shape = renamed_shape(x.shape, names)
@@ -256,7 +241,7 @@ class Tally:
     def gather(
         self, table: Value, indices: Value, dim: str, names: Mapping[str, str] = NO_NAMES
     ) -> Value:
-        """Takes rows out of a table; its gradient reads which rows, and whether they are there."""
+        """Counts a lookup in a table; its gradient reads the indices and whether they are local."""
         self._rules.tensor_layout(table.shape | indices.shape, self._mesh)
         axes = tuple(dict.fromkeys((*self._axes(table), *self._axes(indices))))
         self.vary(table, axes)
@@ -276,9 +261,9 @@ class Tally:
         padding: str,
         strides: Mapping[str, int],
     ) -> Value:
-        """A convolution with weights, as `pipemesh.lowering.ops.conv2d`.
+        """Counts a convolution with weights, as in `pipemesh.lowering.ops.conv2d`.
 
-        Its gradient reads the rows that windows slide over, those of neighbours and zeros too.
+        Its gradient reads the rows under the windows, including zeros and rows of neighbours.
         """
         shape, runs = windows_of(
             x.shape, filters.shape, window, padding, strides, self._rules, self._mesh
@@ -306,7 +291,7 @@ class Tally:
         return self.made(x.shape.replace(name, Dim(name, number)), x)
 
     def rename(self, x: Value, names: Mapping[str, str]) -> Value:
-        """Gives dims other names, so that splits may move."""
+        """Renames dims, which may move splits."""
         shape = renamed_shape(x.shape, names)
         renamed = self.made(shape, x)
         old, new = (self._rules.tensor_layout(s, self._mesh).axes for s in (x.shape, shape))
@@ -326,7 +311,7 @@ class Tally:
     def send(
         self, primitive: str, axes: Sequence[str], slice_: tf.TensorSpec, backward: bool
     ) -> None:
-        """Counts a call along those axes that have more than one processor."""
+        """Counts a call along the axes that have more than one processor."""
         wide = [axis for axis in axes if self._mesh.size(axis) > 1]
         if wide:
             self.costs.add(primitive, wide, cast(Any, slice_), backward)
@@ -334,9 +319,9 @@ class Tally:
 
 @dataclasses.dataclass
 class _Moves:
-    """Stands for a lowering whose values are the specs of slices, and whether they have gradients.
+    """A stand-in for a lowering, whose values are specs of slices and whether they have gradients.
 
-    What moves forward moves back; what is gathered is cut, and the other way round.
+    Forward moves are undone backward: a gather becomes a scatter, and the reverse.
     """
 
     tally: Tally

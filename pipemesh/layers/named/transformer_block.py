@@ -16,11 +16,11 @@ from pipemesh.layers.named.tally import Tally
 
 
 class TransformerBlock(NamedLayer):
-    """Attention, then a feed-forward layer, each of what is normalized, and added to its input.
+    """Attention, then a feed-forward layer, each with normalized inputs and a residual connection.
 
     Under the rules `heads:model;d_ff:model` each half ends in one all-reduce. With
-    `feed_forward_tpl=Experts.Params()` it is a block of a mixture of experts, and returns their
-    balance loss as well.
+    `feed_forward_tpl=Experts.Params()` it is a mixture-of-experts block, which also returns the
+    balance loss.
 
     Example:
         >>> import tensorflow as tf
@@ -56,7 +56,7 @@ class TransformerBlock(NamedLayer):
 
     @classmethod
     def ChildParams(cls, p: Any) -> dict[str, Any]:
-        """Params of the parts, by name."""
+        """Returns the params of the parts, by name."""
         dropout = Dropout.Params().Set(rate=p.dropout_rate)
         norm = p.norm_tpl.Copy().Set(input_dim=p.input_dim)
         attention = p.attention_tpl.Copy().Set(input_dim=p.input_dim, num_heads=p.num_heads)
@@ -83,9 +83,9 @@ class TransformerBlock(NamedLayer):
         Args:
             theta: weights.
             x: `batch;length;embed`.
-            segment_ids: see `Attention.FProp`, as for the others.
-            segment_pos: positions.
-            paddings: 1 where there is no token.
+            segment_ids: see `Attention.FProp`.
+            segment_pos: see `Attention.FProp`.
+            paddings: 1 at positions without a token.
 
         Returns:
             `batch;length;embed`; with experts also their balance loss, `batch`.
@@ -104,7 +104,7 @@ class TransformerBlock(NamedLayer):
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any, *tokens: Any) -> Any:
-        """The sum of the parts."""
+        """Counts the parts."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         parts = cls.ChildParams(p)
         y = cls.CountPart(p, parts["attention_norm"], tally, x)
@@ -112,7 +112,7 @@ class TransformerBlock(NamedLayer):
         y = cls.CountPart(p, parts["attention_dropout"], tally, y)
         x = tally.made(x.shape, x)
         y = cls.CountPart(p, parts["feed_forward_norm"], tally, x)
-        # Experts route no paddings.
+        # Only experts take paddings, which they do not route.
         routed = tokens[2:] if issubclass(parts["feed_forward"].cls, Experts) else ()
         found = cls.CountPart(p, parts["feed_forward"], tally, y, *routed)
         y, *balance = found if isinstance(found, tuple) else (found,)

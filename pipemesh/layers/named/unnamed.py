@@ -10,12 +10,7 @@ _PREFIX = "unnamed_"
 
 
 def unnamed(sizes: Sequence[int], batch_dim: int, batch: str = "batch") -> Shape:
-    """A shape in which the batch's dim alone has a name that a layout may know.
-
-    Args:
-        sizes: of a whole tensor.
-        batch_dim: the position of the batch's dim.
-        batch: its name.
+    """Returns a shape in which only the batch dim has a name that a layout may use.
 
     Example:
         >>> str(unnamed([8, 3], 0))
@@ -26,5 +21,5 @@ def unnamed(sizes: Sequence[int], batch_dim: int, batch: str = "batch") -> Shape
 
 
 def is_unnamed(shape: Shape) -> bool:
-    """Whether a shape is one of `unnamed`, with a dim besides the batch's."""
+    """Returns whether a shape is a result of `unnamed` with other dims than the batch's."""
     return any(name.startswith(_PREFIX) for name in shape.names)

@@ -1,4 +1,4 @@
-"""Tensors with named dims among values that are nested in lists, tuples and dicts."""
+"""Tensors with named dims inside nested values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ T = TypeVar("T")
 
 
 def map_kind(kind: type[T] | tuple[type[T], ...], function: Callable[[T], Any], value: Any) -> Any:
-    """The value, with the function's result in place of each thing of a kind.
-
-    Args:
-        kind: a class, such as that of tensors with named dims, or several.
-        function: of such a thing.
-        value: things of this and other kinds, by themselves or nested in lists, tuples and dicts.
+    """Applies a function to each value of a kind, nested in lists, tuples and dicts.
 
     Example:
         >>> map_kind(int, lambda x: -x, ([1, {"a": 2.0}], (3,)))
@@ -36,5 +31,5 @@ def map_kind(kind: type[T] | tuple[type[T], ...], function: Callable[[T], Any], 
 
 
 def exported(value: Any) -> Any:
-    """The value, with tensors with named dims joined on the first device of their lowering."""
+    """Joins tensors with named dims in a value on the first device of their lowering."""
     return map_kind(Tensor, ops.export_tensor, value)

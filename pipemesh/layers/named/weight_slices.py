@@ -1,4 +1,4 @@
-"""The slices of a weight: where they begin, who needs them, and how each gets its copy."""
+"""The slices of a weight: their starts, their holders and the copies."""
 
 from __future__ import annotations
 
@@ -19,13 +19,9 @@ from pipemesh.mesh import Shape, TensorLayout
 
 
 def slice_groups(layout: TensorLayout) -> list[tuple[int, ...]]:
-    """The processors that hold the same slice, for each different slice.
+    """Returns the processors that hold the same slice, for each different slice.
 
-    Args:
-        layout: of the whole weight.
-
-    Returns:
-        Slices in the order of their first processors, which own them.
+    Slices are in the order of their first processors, which own them.
 
     Example:
         >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
@@ -40,22 +36,22 @@ def slice_groups(layout: TensorLayout) -> list[tuple[int, ...]]:
 
 
 def slice_names(name: str, layout: TensorLayout) -> list[str]:
-    """The names of the variables of a weight, one for each different slice."""
+    """Returns the names of the variables of a weight, one for each different slice."""
     number = len(slice_groups(layout))
     return [name] if number == 1 else [f"{name}_slice_{k}" for k in range(number)]
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightPart:
-    """A variable that a weight, or a slice of it, lies in.
+    """A variable that holds a weight, or a slice of it.
 
     Attributes:
-        name: of the variable.
-        begin: where in the whole weight it begins.
-        sizes: of it.
+        name: the name of the variable.
+        begin: its start in the whole weight.
+        sizes: its sizes.
         holders: the processors that need it; the first of them owns it.
-        replica: the only one that has it, if it is cut over the replicas of a stage.
-        device: where it is to lie; none if the scope says it.
+        replica: the replica that has it, if it is cut over the replicas of a stage.
+        device: its device; empty if the scope decides.
     """
 
     name: str
@@ -67,7 +63,7 @@ class WeightPart:
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
-        """Inside, it is made where it belongs."""
+        """Enters the device scope in which the variable must be made."""
         with (
             tf.device(self.device),
             contextlib.nullcontext() if self.replica is None else staying(),
@@ -76,16 +72,7 @@ class WeightPart:
 
 
 def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart]:
-    """The variables of a weight, under the current cut over replicas.
-
-    Args:
-        lowering: of a replica.
-        name: of the weight.
-        shape: of the whole weight.
-
-    Raises:
-        LayoutError: it cannot be cut as the rules say.
-    """
+    """Returns the variables of a weight, under the current cut over replicas."""
     cut, layout = _layout(lowering, shape)
     devices = getattr(lowering, "devices", ()) if cut is None else cut.devices
     group = lowering.mesh.num_devices
@@ -97,7 +84,7 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
                 name=own,
                 begin=tuple(layout.slice_begin(first)),
                 sizes=tuple(layout.slice_shape),
-                # One device of a replica gets the slices of all, and joins them for the others.
+                # One device of a replica gets all slices, and joins them for the others.
                 holders=holders if cut is None else (first % group,),
                 replica=None if cut is None else first // group,
                 device=devices[first] if devices else "",
@@ -107,7 +94,7 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
 
 
 def _layout(lowering: Lowering, shape: Shape) -> tuple[ReplicaCut | None, TensorLayout]:
-    """How a weight lies on the replicas, if it is cut over them, or else on the devices of one."""
+    """Returns the layout of a weight over the replicas if it is cut over them, else inside one."""
     cut = current_replica_cut()
     layout = None if cut is None else cut.layout(shape)
     return (None, lowering.tensor_layout(shape)) if layout is None else (cut, layout)
@@ -116,15 +103,7 @@ def _layout(lowering: Lowering, shape: Shape) -> tuple[ReplicaCut | None, Tensor
 def from_parts(lowering: Lowering, parts: Sequence[Any], shape: Shape, name: str) -> Slices:
     """Gives each processor its copy of the slice that it holds.
 
-    Args:
-        lowering: of a replica.
-        parts: for each of `weight_parts` a tensor, or the copies for its holders.
-        shape: of the whole weight.
-        name: of the weight.
-
-    Raises:
-        LayoutError: the lowering is of another kind.
-        ShapeError: there are more or fewer copies than processors that hold the slice.
+    For each of `weight_parts`, `parts` has a tensor or the copies for its holders.
     """
     cut, layout = _layout(lowering, shape)
     own = lowering.tensor_layout(shape)
@@ -138,18 +117,14 @@ def from_parts(lowering: Lowering, parts: Sequence[Any], shape: Shape, name: str
     dim = layout.axes.index(cut.axis)
     if group == 1:
         return (tf.concat(slices[0], dim),)
-    # Slices of weights that are split over processors lie on these.
+    # Each slice of a split weight is on the first processor that holds it.
     devices = [getattr(lowering, "devices", ())[held[0]] for held in groups]
     joined = [_join(each, dim, device) for each, device in zip(slices, devices, strict=True)]
     return from_slices(lowering, joined, own, name)
 
 
 def held_by_processors(lowering: Lowering, given: Sequence[Any], name: str) -> Slices:
-    """What each processor holds, where the caller has placed all of it.
-
-    Raises:
-        ShapeError: it is not one tensor for each processor.
-    """
+    """Converts one tensor for each processor, placed by the caller, to slices."""
     if len(given) != lowering.num_slices:
         raise ShapeError(
             f"weight {name!r} was given as {len(given)} tensors, but the lowering computes for "
@@ -170,17 +145,9 @@ def from_whole(lowering: Lowering, whole: Any, layout: TensorLayout) -> Slices:
 def from_slices(
     lowering: Lowering, parts: Sequence[Any], layout: TensorLayout, name: str
 ) -> Slices:
-    """Gives each processor its copy of the slice that it holds.
+    """Gives each processor its copy of the slice that it holds, under a placement.
 
-    Args:
-        lowering: a placement.
-        parts: for each different slice a tensor, or the copies for the processors that hold it.
-        layout: of the whole weight.
-        name: of the weight.
-
-    Raises:
-        LayoutError: the lowering is of another kind.
-        ShapeError: there are more or fewer copies than processors that hold the slice.
+    For each different slice, `parts` has a tensor or the copies for its holders.
     """
     if not isinstance(lowering, PlacementLowering):
         raise LayoutError(
@@ -209,7 +176,8 @@ def from_slices(
     return tuple(held[processor] for processor in range(lowering.num_slices))
 
 
-# Each is the other's gradient: every copy has a copy of the whole gradient, so one of them is it.
+# Spreading and collecting are each other's gradients. Every copy has a copy of the whole gradient,
+# so one of them is enough.
 
 
 def _spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:

@@ -1,10 +1,10 @@
-"""Activations that are split along `length` over the axis that weights are split over.
+"""Activations that are split along `length` over the axis that splits weights.
 
-Between the products of matrices a tensor parallel model computes the same on all processors of the
-axis. With the rule `length:model` beside `heads:model;d_ff:model;vocab:model` each computes a part
-of the tokens there: in front of the products all tokens are gathered, behind them sums end in a
-reduce-scatter, and both together send what the all-reduce would (Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models", 2022, section 4.2.2).
+Between matmuls a tensor-parallel model computes the same on all processors of the axis. With the
+rule `length:model` beside `heads:model;d_ff:model;vocab:model` each computes some of the tokens
+there. An all-gather before the matmuls and a reduce-scatter after them replace the all-reduce. Both
+together send as much as it did (Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -18,31 +18,23 @@ from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.mesh import LayoutRules
 
-# What `length` is called where each processor has all of it.
+# The name of `length` where each processor has all of it.
 WHOLE = "tokens"
 
 
 def whole_names(rules: LayoutRules, *dims: str) -> dict[str, str]:
-    """New names of dims for a layer that needs all tokens on each processor.
-
-    Args:
-        rules: of the layout.
-        *dims: of weights that the layer splits.
-
-    Returns:
-        A name for `length` if it is split over the axis of one of `dims`; nothing elsewhere.
-    """
+    """Returns a new name for `length` if one of `dims` is split over its axis, else nothing."""
     axis = rules.axis("length")
     return {"length": WHOLE} if axis is not None and axis in map(rules.axis, dims) else {}
 
 
 def split_names(names: Mapping[str, str]) -> dict[str, str]:
-    """The names back."""
+    """Inverts `whole_names`."""
     return {new: old for old, new in names.items()}
 
 
 def whole_dims(dims: str, names: Mapping[str, str]) -> str:
-    """Dims as text, by their new names.
+    """Returns dims as text, with their new names.
 
     Example:
         >>> whole_dims("batch;length", {"length": "tokens"})
@@ -54,15 +46,7 @@ def whole_dims(dims: str, names: Mapping[str, str]) -> str:
 def whole(
     layer: Any, x: Any, dims: str, names: Mapping[str, str], dtype: tf.DType | None = None
 ) -> Tensor:
-    """An input with all tokens on each processor.
-
-    Args:
-        layer: whose input it is.
-        x: a plain tensor, or one with named dims.
-        dims: of the input.
-        names: of `whole_names`.
-        dtype: see `NamedLayer.Named`.
-    """
+    """Returns an input, plain or with named dims, with all tokens on each processor."""
     if isinstance(x, Tensor):
         named = layer.Named(x, dims, dtype)
         return ops.rename(named, names) if names else named
@@ -72,7 +56,7 @@ def whole(
 def count_whole(
     tally: Tally, x: Any, dims: str, dtype: tf.DType, names: Mapping[str, str]
 ) -> Value:
-    """Counts the same; see `Tally.given`."""
+    """Counts `whole`; see `Tally.given`."""
     if isinstance(x, Value):
         return tally.rename(tally.given(x, dims, dtype), names)
     return tally.given(x, whole_dims(dims, names), dtype)

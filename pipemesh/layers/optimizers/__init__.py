@@ -1,4 +1,4 @@
-"""Optimizers of lingvo that are right on weights that a layout cuts into slices.
+"""lingvo optimizers that are correct on weights that a layout cuts into slices.
 
 Example:
     >>> from lingvo.core import learner

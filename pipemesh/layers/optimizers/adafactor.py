@@ -1,4 +1,4 @@
-"""Adafactor on weights that lie in slices: statistics are those of whole weights."""
+"""Adafactor on weights in slices, with the statistics of whole weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pipemesh.layers.optimizers.pieces import Piece, Pieces
 class Adafactor(optimizer.XLAShardingAdafactor):
     """lingvo's `XLAShardingAdafactor`, with the same results on weights that a layout cuts.
 
-    Its params are the same ones. Weights that are not cut take lingvo's own way. Of those that are,
-    the statistics of rows and columns lie in pieces beside the slices, and sums of rows and columns
-    and single numbers are all that goes from device to device.
+    Its params are the same. Whole weights use lingvo's own code. For weights that are cut, row and
+    column statistics are kept in pieces beside the slices. Only row sums, column sums and scalars
+    move between devices.
 
-    It also asks for the decay rate in each step: lingvo's is the one of the step in which the
-    optimizer was made, for ever, where it is made outside of a graph.
+    It computes the decay rate in each step. lingvo's optimizer, when made outside a graph, keeps
+    the rate of the step in which it was made.
 
     Example:
         >>> from pipemesh.layers.optimizers import Adafactor
@@ -33,11 +33,7 @@ class Adafactor(optimizer.XLAShardingAdafactor):
     right_on_slices = True
 
     def GetOptimizer(self, lr: Any) -> Any:
-        """Makes TensorFlow's optimizer.
-
-        Args:
-            lr: the learning rate, or what returns it.
-        """
+        """Makes TensorFlow's optimizer; `lr` is the learning rate or a function that returns it."""
         p = self.params
         return SlicedAdafactorOptimizer(
             learning_rate=lr,
@@ -52,10 +48,10 @@ class Adafactor(optimizer.XLAShardingAdafactor):
         )
 
     def DecayRate(self) -> tf.Tensor:
-        """How much of its second moments a step keeps.
+        """Returns the share of its second moments that a step keeps.
 
         Shazeer and Stern, "Adafactor", 2018, section 7.2: 1 - t**-c with `decay_exponent_pow` c,
-        otherwise Adam's, with the correction of the bias in it.
+        otherwise Adam's rate, including the bias correction.
         """
         p, counter = self.params, py_utils.GetGlobalStep()
         assert counter is not None, "lingvo's learners need a global step"
@@ -67,23 +63,18 @@ class Adafactor(optimizer.XLAShardingAdafactor):
 
 
 class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
-    """TensorFlow's optimizer of `Adafactor`.
-
-    Args:
-        decay_rate: returns the rate; asked once for each application of gradients.
-        **options: of lingvo's.
-    """
+    """TensorFlow's optimizer of `Adafactor`; it calls `decay_rate` once for each application."""
 
     def __init__(self, decay_rate: Callable[[], tf.Tensor], **options: Any) -> None:
         super().__init__(decay_rate=decay_rate, **options)
         self._decay_of_step = decay_rate
-        # By weight, what each kind of statistic has in its pieces.
+        # The pieces of each kind of statistic, by weight.
         self._statistics: dict[str, dict[str, Pieces]] = {}
-        # Slices with their gradients, until all have come.
+        # Slices with their gradients, until all are available.
         self._gradients: dict[str, tuple[tf.Variable, tf.Tensor]] = {}
 
     def variables(self) -> list[tf.Variable]:
-        """All statistics."""
+        """Returns all statistics."""
         kinds = [kind for weight in self._statistics.values() for kind in weight.values()]
         pieces = [variable for kind in kinds for variable in kind.values]
         return sorted([*super().variables(), *pieces], key=lambda variable: variable.name)
@@ -98,12 +89,12 @@ class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
     def _make_statistics(self, name: str, weight: Pieces) -> dict[str, Pieces]:
         dims = self._factored_dims(weight.whole)
         second: dict[str, int | None] = {"vr": dims[0], "vc": dims[1]} if dims else {"v": None}
-        # In lingvo's order: TensorFlow numbers the names.
+        # In lingvo's order, because TensorFlow numbers the names.
         kinds = {"m": None, **second} if self._beta1 else second
         return {kind: self._make_statistic(name, weight, gone) for kind, gone in kinds.items()}
 
     def _make_statistic(self, name: str, weight: Pieces, removed: int | None) -> Pieces:
-        """Zeros of the sizes of slices, but for a dim, under the name that a whole one has."""
+        """Makes zeros of the sizes of slices, without one dim, under the whole weight's name."""
         like = weight if removed is None else weight.without(removed)
         parts = {}
         with tf.compat.v1.variable_scope(None, f"{name}/{self._name}") as scope:
@@ -132,7 +123,7 @@ class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
     def _resource_apply_dense(self, grad: Any, var: tf.Variable) -> Any:
         if slice_of(var) is None:
             return super()._resource_apply_dense(grad, var)
-        # The update of a slice needs the gradients of all, which come one by one.
+        # The update of a slice needs the gradients of all slices, which arrive one by one.
         self._gradients[var.name] = var, tf.cast(grad, var.dtype)
         return tf.no_op()
 
@@ -146,7 +137,7 @@ class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
         return super()._finish([*update_ops, *updates], name_scope)
 
     def _update(self, weight: Pieces, grads: Pieces, old: dict[str, Pieces]) -> list[Any]:
-        """As lingvo's `_resource_apply_dense`, of whole weights."""
+        """Computes lingvo's `_resource_apply_dense` for whole weights."""
         dtype = grads.values[0].dtype
         decay = tf.cast(self._decay_rate, dtype)
         mixing = tf.cast(1.0 - decay, dtype)
@@ -166,7 +157,7 @@ class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
                 "vr": moved("vr", squares.mean(dims[0])),
                 "vc": moved("vc", squares.mean(dims[1])),
             }
-            # Like lingvo, along the last dim, whichever was reduced.
+            # Along the last dim, whichever was reduced, as in lingvo.
             last = len(weight.whole) - 2
             long_term = new["vr"].mean(last).spread(new["vr"], last)
             rows = new["vr"].map(lambda row, mean: tf.math.rsqrt(row / mean), long_term)
@@ -197,7 +188,7 @@ class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
         return updates + weight.map(lambda v, part: v.assign_sub(part), step).values
 
     def _finite(self, before: tf.Tensor | None, *tensors: Pieces) -> tf.Tensor | None:
-        """Whether tensors are finite, and those before; None if nobody asks."""
+        """Returns whether all tensors are finite, or None without `cond_is_finite`."""
         if not self._cond_is_finite:
             return None
         known = [tensor.is_finite() for tensor in tensors]
@@ -212,17 +203,10 @@ def _assign(variables: Pieces, new: Pieces, good: tf.Tensor | None) -> list[Any]
 
 
 def weights_of(slices: Sequence[tf.Variable], user: str) -> dict[str, Pieces]:
-    """Puts slices together to weights.
-
-    Args:
-        slices: variables that are slices, in any order.
-        user: who needs them, for errors.
-
-    Returns:
-        By logical name each weight.
+    """Joins slices, in any order, to weights by logical name.
 
     Raises:
-        PipelineError: slices of a weight are missing, or there are two weights of one name.
+        PipelineError: slices of a weight are missing, or two weights have one name.
     """
     wholes: dict[str, list[int]] = {}
     found: dict[str, dict[tuple[int, ...], Piece]] = {}

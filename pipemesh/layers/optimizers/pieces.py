@@ -1,4 +1,4 @@
-"""A tensor in pieces, and its means: only sums along a dim travel between devices."""
+"""A tensor in pieces, and its means: only sums along a dim move between devices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import tensorflow as tf
 
 from pipemesh.backend.operations import sum_in_order
 
-# For each dim of the whole tensor where a piece begins.
+# The start of a piece in each dim of the whole tensor.
 Begin = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A part of a tensor.
+    """A piece of a tensor.
 
     Attributes:
-        beside: the variable on whose device it lies, the slice of a weight.
-        value: tensor or variable.
+        beside: the slice of a weight on whose device the piece is.
+        value: the tensor or variable.
     """
 
     beside: tf.Variable
@@ -27,11 +27,7 @@ class Piece(NamedTuple):
 
 
 class Pieces:
-    """A tensor that lies in pieces, on a grid.
-
-    Args:
-        whole: its sizes.
-        parts: its pieces, by where they begin.
+    """A tensor in pieces on a grid, by the starts of the pieces.
 
     Example:
         >>> halves = {(0, 2 * i): tf.Variable([[1.0 + i, 5.0 + i]]) for i in range(2)}
@@ -49,16 +45,11 @@ class Pieces:
 
     @property
     def values(self) -> list[Any]:
-        """What lies in each piece."""
+        """Returns the value of each piece."""
         return [part.value for part in self.parts.values()]
 
     def map(self, function: Callable[..., Any], *others: Pieces) -> Pieces:
-        """Computes each piece of something of the same sizes where this one has it.
-
-        Args:
-            function: takes a piece of this tensor and one of each of the others.
-            others: tensors in pieces that begin where those of this one do.
-        """
+        """Applies a function to each piece, and to those of other tensors with the same grid."""
         found = {}
         for begin, (beside, value) in self.parts.items():
             with tf.device(beside.device):
@@ -67,18 +58,14 @@ class Pieces:
         return Pieces(self.whole, found)
 
     def without(self, axis: int) -> Pieces:
-        """The first pieces along a dim: beside them lies what the others share."""
+        """Returns the first pieces along a dim, beside which shared values are kept."""
         found: dict[Begin, Piece] = {}
         for begin, part in self.parts.items():
             found.setdefault(_without(begin, axis), part)
         return Pieces(_without(self.whole, axis), found)
 
     def mean(self, axis: int) -> Pieces:
-        """Averages along a dim, which is gone then: each piece sends a sum to the first of its row.
-
-        Args:
-            axis: the number of the dim.
-        """
+        """Averages over a dim and removes it; each piece sends one sum to the first of its row."""
         sums: dict[Begin, list[tf.Tensor]] = {}
         for begin, part in self.map(lambda value: tf.reduce_sum(value, axis)).parts.items():
             sums.setdefault(_without(begin, axis), []).append(part.value)
@@ -87,23 +74,18 @@ class Pieces:
         return Pieces(first.whole, own).map(lambda parts: sum_in_order(parts) / self.whole[axis])
 
     def spread(self, like: Pieces, axis: int) -> Pieces:
-        """Gives each piece of a tensor what it shares with others along a dim, of size 1 now.
-
-        Args:
-            like: the tensor that has the dim.
-            axis: the number of the dim.
-        """
+        """Gives each piece of `like` the value that it shares along a dim, as a dim of size 1."""
         shared = {begin: self.parts[_without(begin, axis)] for begin in like.parts}
         return like.map(lambda _, part: tf.expand_dims(part, axis), Pieces(like.whole, shared))
 
     def root_mean_square(self) -> tf.Tensor:
-        """Of all elements, a scalar on the first piece's device."""
+        """Returns the root mean square of all elements, a scalar on the first piece's device."""
         squares = self.map(lambda value: tf.reduce_sum(tf.square(value))).values
         with self._beside_first():
             return tf.sqrt(sum_in_order(squares) / math.prod(self.whole))
 
     def is_finite(self) -> tf.Tensor:
-        """Whether all elements are finite, a scalar on the first piece's device."""
+        """Returns whether all elements are finite, a scalar on the first piece's device."""
         known = self.map(lambda value: tf.reduce_all(tf.math.is_finite(value))).values
         with self._beside_first():
             return tf.reduce_all(tf.stack(known))

@@ -1,7 +1,7 @@
-"""What of lingvo's learners and optimizers is right on weights that a layout cuts into slices.
+"""Checks of lingvo's learners and optimizers on weights that a layout cuts into slices.
 
-Each slice is a variable of its own to them, so what they do must be the same whether they see a
-whole weight or its slices.
+Each slice is a separate variable for them. So their results must be the same for a whole weight and
+for its slices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lingvo.core import learner, optimizer
 from pipemesh.backend.saved_state import slice_of
 from pipemesh.errors import PipelineError
 
-# They update each element of a weight by itself. Others say so, or that they know slices, by a
-# class attribute `right_on_slices`.
+# Optimizers that update each element independently. Other classes set `right_on_slices` if they are
+# elementwise or support slices.
 ELEMENTWISE = (
     optimizer.SGD,
     optimizer.Momentum,
@@ -28,13 +28,13 @@ ELEMENTWISE = (
     optimizer.Adam,
     optimizer.AdamV2,
 )
-# They hand gradients, or sums of them, to an optimizer.
+# Optimizers that pass gradients, or sums of them, to another optimizer.
 _HANDING_ON = (optimizer.Accumulator, optimizer.DynamicAccumulator)
 _CHECKS = "_pipemesh_checks_slices"
 
 
 def check_learners() -> None:
-    """Makes all of lingvo's learners check what they are given, from now on."""
+    """Makes all of lingvo's learners check their variables from now on."""
     if not hasattr(learner.Learner.Apply, _CHECKS):
         learner.Learner.Apply = _checking(learner.Learner.Apply)
 
@@ -50,16 +50,17 @@ def _checking(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_learner(p: Any, variables: Sequence[tf.Variable]) -> None:
-    """Checks that a learner does to slices what it would do to whole weights.
+    """Checks that a learner treats slices as it would treat whole weights.
 
-    Learners do so themselves when they build a step, if a layer with named dims has cut a weight.
+    Learners call this themselves when they build a step, if a layer with named dims has cut a
+    weight.
 
     Args:
         p: params of a `lingvo.core.learner.Learner`.
-        variables: that it is given.
+        variables: the variables that the learner updates.
 
     Raises:
-        PipelineError: it does not; says what to change.
+        PipelineError: the learner treats slices differently; the message says what to change.
 
     Example:
         >>> from lingvo.core import learner, optimizer
@@ -112,7 +113,7 @@ def _says_so(params: Any) -> bool:
 
 
 def _optimizers(p: Any) -> Iterator[Any]:
-    """The params of an optimizer's innermost ones, and of those that choose one by name."""
+    """Yields the params of the innermost optimizers, and of those that choose one by name."""
     if p.cls is optimizer.CompositeOptimizer:
         yield p
         for inner, _ in p.optimizer_map.values():
@@ -137,7 +138,7 @@ def _check_pattern(
     match: Callable[[str, str], Any],
     slices: Sequence[tf.Variable],
 ) -> None:
-    """Checks that a pattern finds slices by their names if, and only if, it finds the weight."""
+    """Checks that a pattern matches slices by name if, and only if, it matches the weight."""
     for variable in slices:
         marked = slice_of(variable)
         whole = f"{marked[0]}:0" if marked else variable.name

@@ -1,1 +1,1 @@
-"""`PipeliningLayer` and `SeqLayer`: stages on their devices, with microbatches and without."""
+"""`PipeliningLayer` and `SeqLayer`: stages on their devices, with and without microbatches."""

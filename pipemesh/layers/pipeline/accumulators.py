@@ -1,4 +1,4 @@
-"""What a stage counts or averages over microbatches: its carry."""
+"""The carry of a stage: values that it sums or averages over microbatches."""
 
 from __future__ import annotations
 
@@ -17,24 +17,17 @@ from pipemesh.layers.pipeline.batch_norm import (
 
 
 def first_carry(stage: Any) -> list[tf.Tensor]:
-    """The values of accumulators before a step, and the moments of no batch."""
+    """Returns the values of accumulators before a step, and the moments of an empty batch."""
     return [*stage.GetAccumulatorValues().Flatten(), *no_moments(_norms(stage))]
 
 
 @contextlib.contextmanager
 def carried(stage: Any, carry: Sequence[tf.Tensor]) -> Iterator[Callable[[], list[tf.Tensor]]]:
-    """Inside, a stage computes with a carry.
+    """Makes a stage compute with a carry; yields a function that returns the microbatch's carry.
 
-    Accumulators have afterwards what they had before, even if that was nothing: what they are given
-    inside belongs to the graph of the stage. To set them to what `GetValue` said would not do: of
-    those that have begun anew it makes a tensor, in the graph of that moment.
-
-    Args:
-        stage: the layer.
-        carry: of the microbatch before.
-
-    Yields:
-        What tells the carry of this microbatch.
+    Afterwards accumulators have their earlier state, even if it was empty, because values set
+    inside belong to the stage's graph. Restoring the result of `GetValue` would not work: for an
+    accumulator that was reset it makes a tensor in the current graph.
     """
     kept = [(accumulator, dict(vars(accumulator))) for accumulator in stage.accumulators.Flatten()]
     count = len(kept)
@@ -56,18 +49,10 @@ def carried(stage: Any, carry: Sequence[tf.Tensor]) -> Iterator[Callable[[], lis
 def finish_carries(
     stages: Sequence[Any], carries: Sequence[Sequence[tf.Tensor]], outputs: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Gives accumulators and moving averages what the step has brought them to.
+    """Sets accumulators and moving averages to their values after the step; returns the outputs.
 
-    Not for an evaluation: no step ends with it, after which accumulators would begin anew, so what
-    trains, if it is traced afterwards, would begin with tensors of what evaluates.
-
-    Args:
-        stages: the layers.
-        carries: what each has carried out of the step.
-        outputs: of the last stage.
-
-    Returns:
-        The outputs.
+    Do not call it in evaluation. No step ends there, after which accumulators are reset. So a
+    training graph traced later would start with tensors of the evaluation graph.
     """
     statistics: list[tf.Tensor] = []
     for stage, carry in zip(stages, carries, strict=True):
@@ -81,5 +66,5 @@ def finish_carries(
 
 
 def _norms(stage: Any) -> list[Any]:
-    """The layers whose moments are carried; while it evaluates a stage has none."""
+    """Returns the layers whose moments are carried; none in evaluation."""
     return [] if stage.do_eval else norms_of(stage)

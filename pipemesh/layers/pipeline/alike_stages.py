@@ -1,4 +1,4 @@
-"""A stack whose stages are alike, for `lowering="simd"`."""
+"""Checks for a stack of alike stages, for `lowering="simd"`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipemesh.recurrent.circular.alike_pipeline import alike_pipeline, check_opt
 from pipemesh.recurrent.options import Options
 from pipemesh.schedule import Schedule
 
-# What tells layers apart without changing what they compute.
+# Params that differ between layers without a change in their computation.
 _NAMES = frozenset(
     ("name", "variable_name_prefix", "act_fetch_layers", "stage_scopes", "random_names")
 )
@@ -23,12 +23,12 @@ _WAY_OUT = "make the stages alike, or use lowering='placement'"
 
 
 def pipeline_of(p: Any) -> Callable[..., Any]:
-    """What runs the stages of a pipeline with the loss outside, by the params' `lowering`."""
+    """Returns the function that runs a pipeline with the loss outside, by `lowering`."""
     return alike_pipeline if p.lowering == "simd" else pipeline
 
 
 def check_predictable(p: Any) -> None:
-    """Raises a PipelineError where memory is not predicted."""
+    """Raises a PipelineError if memory cannot be predicted."""
     if p.lowering == "simd":
         raise PipelineError(
             f"{p.name}: memory is predicted for lowering='placement' only; with 'simd' a device "
@@ -37,16 +37,12 @@ def check_predictable(p: Any) -> None:
 
 
 def check_lowering(p: Any, schedule: Schedule) -> None:
-    """Checks that the stages can be run by the lowering that params ask for.
-
-    Args:
-        p: params of a `PipeliningLayer`.
-        schedule: its table.
+    """Checks that the lowering in the params can run the stages.
 
     Raises:
-        PipelineError: there is no such lowering; or, for `simd`, two stages are not alike, or a
-            param cannot be honoured.
-        ScheduleError: for `simd`, it is not the schedule of a loop over ticks.
+        PipelineError: there is no such lowering; or, for `simd`, two stages differ, or a param is
+            not supported.
+        ScheduleError: for `simd`, the schedule is not that of a loop over ticks.
     """
     check_choice(p.name, "lowering", p.lowering, LOWERINGS)
     if p.lowering != "simd":
@@ -76,13 +72,7 @@ def check_lowering(p: Any, schedule: Schedule) -> None:
 
 
 def differences(a: Any, b: Any, what: str) -> Iterator[str]:
-    """What tells two layers apart, in words; nothing if they are alike but for names.
-
-    Args:
-        a: params of a layer.
-        b: those of the layer at the same place in another stage.
-        what: what they are.
-    """
+    """Describes the differences of two layers' params; `what` names the layers."""
 
     def told(verb: str, one: str, other: str) -> str:
         return f"{what} {a.name!r} {verb} {one} and {what} {b.name!r} {verb} {other}"
@@ -108,7 +98,7 @@ def _is_layer(value: Any) -> bool:
 def _values(
     path: str, a: Any, b: Any, skip: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The places at which two values differ, names left out, with both values."""
+    """Yields the paths at which two values differ, without names, and both values."""
     if isinstance(a, hyperparams.Params) and isinstance(b, hyperparams.Params):
         mine, theirs = dict(a.IterParams()), dict(b.IterParams())
         for key in [*mine, *(key for key in theirs if key not in mine)]:
@@ -129,7 +119,7 @@ def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     try:
-        # Arrays, whose comparison is no bool, are compared by what they print.
+        # Comparing arrays gives no bool, so their texts are compared.
         same = a == b
         return same if isinstance(same, bool) else type(a) is type(b) and repr(a) == repr(b)
     except (TypeError, ValueError):

@@ -14,15 +14,7 @@ from pipemesh.mesh import Shape
 
 
 def check_named(owner: str, layer: Any) -> None:
-    """Checks that all weights of one of a stack's alike layers have named dims.
-
-    Args:
-        owner: name of the stack.
-        layer: the layer.
-
-    Raises:
-        PipelineError: one has none.
-    """
+    """Raises a PipelineError if a weight of an alike layer has no named dims."""
     named = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
     for name in layer.vars:
         if name not in layer.children and name not in named:
@@ -36,12 +28,7 @@ def check_named(owner: str, layer: Any) -> None:
 
 
 def named_shapes(layer: Any, path: str = "") -> dict[str, Shape]:
-    """The shapes of the whole weights.
-
-    Args:
-        layer: the layer.
-        path: what paths begin with.
-    """
+    """Returns the shapes of the whole weights; `path` is the prefix of their paths."""
     own = layer.named_shapes if isinstance(layer, NamedLayer) else {}
     found = {path + name: shape for name, shape in own.items()}
     for name, child, _ in _children(layer, None):
@@ -50,13 +37,7 @@ def named_shapes(layer: Any, path: str = "") -> dict[str, Shape]:
 
 
 def named_weights(layer: Any, theta: Any, path: str = "") -> dict[str, Tensor]:
-    """The weights, under the current lowering.
-
-    Args:
-        layer: the layer.
-        theta: its weights.
-        path: what paths begin with.
-    """
+    """Returns the weights, under the current lowering; `path` is the prefix of their paths."""
     own = layer.named_shapes if isinstance(layer, NamedLayer) else {}
     found = {path + name: layer.Weight(theta, name) for name in own}
     for name, child, weights in _children(layer, theta):
@@ -65,13 +46,10 @@ def named_weights(layer: Any, theta: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str = "") -> Any:
-    """A layer's theta that is made of weights with named dims.
+    """Builds a layer's theta from weights with named dims.
 
-    Args:
-        layer: the layer.
-        weight: the weight at a path.
-        theta: where weights without named dims are; None if there are none.
-        path: what paths begin with.
+    `weight` returns the weight at a path. `theta` has the weights without named dims, and is None
+    if there are none.
     """
     if isinstance(layer, NamedLayer):
         found = py_utils.NestedMap({name: weight(path + name) for name in layer.named_shapes})
@@ -91,7 +69,7 @@ def theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str 
 
 
 def _children(layer: Any, theta: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The children of a layer, those in lists too, with names and weights."""
+    """Yields the children of a layer, including those in lists, with names and weights."""
     for name, child in layer.children.items():
         own = None if theta is None else theta[name]
         if not isinstance(child, list | tuple):

@@ -1,4 +1,4 @@
-"""Losses that layers of stages add to the `AuxLossContext` of lingvo around a pipeline."""
+"""Losses that layers of stages add to lingvo's `AuxLossContext` around a pipeline."""
 
 from __future__ import annotations
 
@@ -19,23 +19,17 @@ ACCUMULATIONS = ("mean", "sum")
 
 
 def has_context() -> bool:
-    """Whether an `AuxLossContext` is entered."""
+    """Returns whether an `AuxLossContext` is entered."""
     return py_utils.AuxLossContext.Current() is not None
 
 
 def carrying(
     forward: Callable[..., Any], number: int, p: Any, home: Home, structures: list[Any]
 ) -> Callable[..., Any]:
-    """The function of a stage that also hands on losses: those of stages before, and its own.
+    """Returns a stage's function that also passes on its own losses and those of earlier stages.
 
-    Layers find the losses of layers before them in their context, as in the plain stack.
-
-    Args:
-        forward: the function, of flat lists of tensors.
-        number: of the stage.
-        p: params of the pipeline.
-        home: of the stage.
-        structures: of what goes between stages. Each has the losses noted that go with it.
+    Layers find the losses of earlier layers in their context, as in the plain stack. Each structure
+    records the losses that go with it.
     """
     if not has_context():
         return forward
@@ -63,14 +57,7 @@ def take_out(
 ) -> list[tf.Tensor]:
     """Adds the losses of all stages to the context around the pipeline.
 
-    Args:
-        p: params of the pipeline.
-        home: of a stage.
-        structure: of the outputs.
-        outputs: of the whole batch; the losses stand last.
-
-    Returns:
-        The outputs without the losses.
+    The losses are the last outputs; the other outputs are returned.
     """
     split = len(outputs) - len(structure.aux_losses)
     outputs, losses = list(outputs[:split]), outputs[split:]
@@ -86,7 +73,7 @@ def take_out(
 
 
 class _Context(py_utils.AuxLossContext):
-    """Checks losses where layers add them."""
+    """A context that checks losses as layers add them."""
 
     def __init__(self, where: str, p: Any, num_parts: int) -> None:
         super().__init__(reentrant=True)
@@ -107,18 +94,15 @@ class _Context(py_utils.AuxLossContext):
                 "the pipeline: 'mean' if the loss is a mean over examples, 'sum' if it is a sum"
             )
         if scalar and p.loss_inside and p.aux_loss_microbatch_accumulation == "mean":
-            # A head adds it to its own loss, which is summed over the parts.
+            # A head adds it to its own loss, which is summed over the parts of the batch.
             loss = exported(loss) / self._num_parts
         super().AddLoss(loss)
 
 
 def check_none_before(p: Any) -> None:
-    """Checks that no layer before the stages has added a loss that a head would look for.
+    """Raises a PipelineError if a layer before the stages added a loss that a head would look for.
 
-    The plain head would find it in the context, the head of a stage would not.
-
-    Raises:
-        PipelineError: one has.
+    The head of the plain stack would find it in the context; the head of a stage would not.
     """
     context: Any = py_utils.AuxLossContext.Current()
     if p.loss_inside and context is not None and context.aux_losses:
@@ -130,12 +114,12 @@ def check_none_before(p: Any) -> None:
 
 
 def refused(p: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, a layer that adds a loss to the context around the pipeline raises an error."""
+    """Makes a layer inside raise an error if it adds a loss to the context around the pipeline."""
     return _Context(p.name, p, 1) if has_context() else contextlib.nullcontext()
 
 
 def _num_parts(p: Any, home: Home) -> int:
-    """The number of parts of the batch that a stage is called for."""
+    """Returns the number of parts of the batch that a stage is called for."""
     return p.num_micro_batches * home.num_replicas
 
 
@@ -144,7 +128,7 @@ def _size(shape: tf.TensorShape, batch_dim: int) -> int | None:
 
 
 def _by_example(loss: tf.Tensor, size: int | None, p: Any, where: str) -> tf.Tensor:
-    """A loss with a value for each example, along which parts of the batch are joined."""
+    """Returns a loss with a value for each example, so that parts of the batch can be joined."""
     if loss.shape.rank == 0:
         return tf.broadcast_to(loss, [*[1] * p.batch_dim, size or 1])
     if size is not None and _size(loss.shape, p.batch_dim) != size:
@@ -157,7 +141,7 @@ def _by_example(loss: tf.Tensor, size: int | None, p: Any, where: str) -> tf.Ten
 
 
 def _accumulated(p: Any, parts: tf.Tensor) -> tf.Tensor:
-    """The loss of the whole batch, given one for each part."""
+    """Returns the loss of the whole batch, given one for each part."""
     is_sum = p.loss_inside or p.aux_loss_microbatch_accumulation == "sum"
     reduce = tf.reduce_sum if is_sum else tf.reduce_mean
     wide = tf.cast(parts, tf.float32) if parts.dtype.size < 4 else parts
@@ -165,10 +149,10 @@ def _accumulated(p: Any, parts: tf.Tensor) -> tf.Tensor:
 
 
 def _without_gradient(name: str, loss: tf.Tensor, aux_loss: tf.Tensor) -> tf.Tensor:
-    """A loss that nobody may ask a gradient of.
+    """Returns a loss whose gradient is an error.
 
-    The gradient is computed by the time that the loss of the pipeline leaves it. That one is an
-    argument so that autodiff, on its way to the weights, comes by here.
+    The gradient is already computed when the loss leaves the pipeline. The pipeline's loss is an
+    argument, so autodiff reaches this function on its way to the weights.
     """
 
     def grad(_: tf.Tensor) -> Any:

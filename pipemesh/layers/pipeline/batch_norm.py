@@ -1,8 +1,8 @@
-"""Moving averages of lingvo's `BatchNormLayer`, which a stage may not assign itself.
+"""Moving averages of lingvo's `BatchNormLayer`, which a stage must not assign itself.
 
-lingvo updates them in `FProp`. In a stage that would be done once a microbatch, and again where
-activations are computed again. Here each stage merges the moments of its microbatches in its carry,
-and lingvo's own update is called once, behind the pipeline, with those of the whole batch.
+lingvo updates them in `FProp`. In a stage this would happen once a microbatch, and again in
+recomputation. Here each stage merges the moments of its microbatches in its carry. After the
+pipeline, lingvo's own update is called once, with the moments of the whole batch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lingvo.core import bn_layers, py_utils
 
 from pipemesh.errors import PipelineError
 
-# A layer's number of rows, their mean, and the sum of their squared differences from it.
+# A layer's number of rows, their mean, and the sum of squared differences from it.
 _Moments = Sequence[tf.Tensor]
 _COUNT = 3
 
 
 def norms_of(stage: Any) -> list[Any]:
-    """The layers of a stage that average batches in variables, each once."""
+    """Returns the layers of a stage that average batches in variables, each once."""
     found: dict[int, Any] = {}
 
     def visit(layer: Any) -> None:
@@ -36,20 +36,16 @@ def norms_of(stage: Any) -> list[Any]:
 
 
 def no_moments(norms: Sequence[Any]) -> list[tf.Tensor]:
-    """The moments of no rows, as a flat list."""
+    """Returns the moments of no rows, as a flat list."""
     return [tf.zeros([size]) for norm in norms for size in (1, norm.params.dim, norm.params.dim)]
 
 
 @contextlib.contextmanager
 def merged_moments(norms: Sequence[Any], before: Sequence[tf.Tensor]) -> Iterator[list[_Moments]]:
-    """Inside, `BatchNormLayer`s assign nothing.
+    """Stops `BatchNormLayer`s inside from assigning, and yields their moments.
 
-    Args:
-        norms: those of a stage.
-        before: the moments of the microbatches before, as a flat list.
-
-    Yields:
-        For each layer its moments, in the end with those of this microbatch.
+    `before` has the moments of earlier microbatches, as a flat list. In the end the yielded ones
+    include this microbatch.
     """
     moments: list[_Moments] = [before[i : i + _COUNT] for i in range(0, len(before), _COUNT)]
     numbers = {id(norm.vars.moving_mean): number for number, norm in enumerate(norms)}
@@ -82,15 +78,9 @@ def merged_moments(norms: Sequence[Any], before: Sequence[tf.Tensor]) -> Iterato
 
 
 def update_averages(norms: Sequence[Any], moments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Updates the moving averages of layers by the moments of the whole batch.
+    """Updates the moving averages of layers by the moments of the whole batch, and returns these.
 
-    Args:
-        norms: the layers.
-        moments: as a flat list.
-
-    Returns:
-        The means and variances. In a TF1 graph lingvo runs the updates of those that the loss
-        depends on.
+    In a TF1 graph lingvo runs only those updates that the loss depends on.
     """
     statistics = []
     for number, norm in enumerate(norms):
@@ -99,7 +89,7 @@ def update_averages(norms: Sequence[Any], moments: Sequence[tf.Tensor]) -> list[
             (norm.vars.moving_mean, mean),
             (norm.vars.moving_variance, squares / tf.maximum(rows, 1.0)),
         ):
-            # Without a row there is nothing to average.
+            # Without rows the average stays.
             value = tf.where(rows > 0, value, tf.cast(variable, value.dtype))
             py_utils.UpdateBatchNormVars(variable, value, norm.params.decay)
             statistics.append(value)
@@ -129,7 +119,7 @@ def _moments(
 
 
 def _merged(a: _Moments, b: _Moments) -> _Moments:
-    """The moments of the rows of both."""
+    """Returns the moments of the rows of both."""
     rows = a[0] + b[0]
     share = b[0] / tf.maximum(rows, 1.0)
     difference = b[1] - a[1]

@@ -1,4 +1,4 @@
-"""What the last layer of a pipeline returns, checked while it is traced."""
+"""Checks of the last layer's results during tracing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,10 @@ _CONTRACT = (
 def check_head(
     where: str, names: Sequence[str], outputs: Sequence[tf.Tensor], loss_inside: bool
 ) -> None:
-    """Checks what the last stage returns for one microbatch.
-
-    Args:
-        where: the stage, for errors.
-        names: of the outputs.
-        outputs: all its tensors.
-        loss_inside: whether it ends in a loss.
+    """Checks the results of the last stage for one microbatch.
 
     Raises:
-        PipelineError: it is not what the pipeline can make the whole batch's outputs of.
+        PipelineError: they cannot be combined to the whole batch's outputs.
     """
     if loss_inside:
         _check_loss(where, names, outputs)
@@ -42,7 +36,7 @@ def check_head(
 
 
 def with_total_weight(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Loss, weight and metrics of the whole batch; the weight still has one a part."""
+    """Returns loss, weight and metrics of the whole batch; the weight is summed over the parts."""
     loss, weight, *metrics = outputs
     with tf.device(weight.device):
         return [loss, tf.reduce_sum(tf.cast(weight, loss.dtype)), *metrics]
@@ -68,7 +62,7 @@ def _check_loss(where: str, names: Sequence[str], outputs: Sequence[tf.Tensor]) 
 
 
 def _is_mean(loss: tf.Tensor, weight: tf.Tensor) -> bool:
-    """Whether a loss has been divided by its weight already, as far as its graph tells."""
+    """Returns whether the graph shows that a loss was already divided by its weight."""
     if tf.get_static_value(weight) == 1:
         return False
     operation = _origin(loss).op
@@ -80,7 +74,7 @@ def _is_mean(loss: tf.Tensor, weight: tf.Tensor) -> bool:
 
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:
-    """Where a value comes from, before it was passed on or cast."""
+    """Returns the origin of a value, before identities and casts."""
     while tensor.op.type in ("Cast", "Identity", "EnsureShape"):
         tensor = tensor.op.inputs[0]
     return tensor

@@ -1,4 +1,4 @@
-"""Where the stages of a stack lie."""
+"""The homes of the stages of a stack."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from pipemesh.recurrent import Home
 
 
 def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
-    """The home of each stage of a stack.
+    """Returns the home of each stage, given its position along the axis `layers`.
 
-    Args:
-        cluster: the one that is entered, a mesh's or any of lingvo's.
-        places: for each stage the number of its place along the axis `layers`.
-        p: params of the stack.
+    If there are more positions than the axis has, they wrap around. A cluster without a mesh always
+    wraps around, as in lingvo.
 
     Raises:
-        PipelineError: the places along the axis `layers` cannot have equally many of those in
-            `places`, or the cluster has another mesh. (A multiple shares them, place by place;
-            clusters that are no mesh start again with the first device in any case, as in lingvo.)
-        PipemeshError: as `mesh_of`.
+        PipelineError: the number of positions exceeds the axis `layers` and is no multiple of it,
+            or the cluster has another mesh.
+        PipemeshError: see `mesh_of`.
     """
     name = p.name
     mesh, rules = mesh_of(cluster, p)
@@ -43,7 +40,7 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
         device = cluster.device
     else:
         device = cluster.WorkerDeviceInModelSplit
-        # lingvo's controller makes the variables and computes nothing: one device will do.
+        # lingvo's controller only makes the variables: one device is enough.
         computes = cluster.job != "controller"
         if computes and cluster.num_devices_per_split < mesh.num_devices:
             raise PipelineError(
@@ -59,13 +56,7 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
 
 
 def warn_of_places(cluster: Any, places: Sequence[int], p: Any) -> None:
-    """Warns if devices idle, or stages share a device without their schedule knowing.
-
-    Args:
-        cluster: as for `stage_homes`.
-        places: likewise.
-        p: params of the stack.
-    """
+    """Warns if devices idle, or if stages share a device against their schedule."""
     mesh, _ = mesh_of(cluster, p)
     if mesh is None:
         return
@@ -88,16 +79,11 @@ def warn_of_places(cluster: Any, places: Sequence[int], p: Any) -> None:
 
 
 def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:
-    """The device of each processor of a mesh that all of its devices compute on together.
-
-    Args:
-        cluster: the one that is entered.
-        mesh: that the stack was made for; its axis `layers` has a place for each of its homes.
-        p: params of the stack, as for `mesh_of`.
+    """Returns the device of each processor of a mesh whose devices all compute together.
 
     Raises:
         PipelineError: the cluster has another mesh, or fewer devices.
-        PipemeshError: as `mesh_of`.
+        PipemeshError: see `mesh_of`.
     """
     there, _ = mesh_of(cluster, p)
     if there is not None and there != mesh:
@@ -119,21 +105,17 @@ def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:
 
 
 def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
-    """The mesh that a stack lies on, and its rules.
+    """Returns the mesh of a stack, and its rules.
 
-    Args:
-        cluster: the one that is entered.
-        p: params of the stack: `mesh_shape` is a mesh as text whose processors are the devices of
-            the cluster's model split, in order, and None for that of the cluster; `layout` says
-            which axis the batch is split over, and None stands for that of the cluster;
-            `allow_idle`, whether axes of `mesh_shape` may be there for nothing.
+    In the params, `mesh_shape` is a mesh as text whose processors are the devices of the cluster's
+    model split, in order. None means the cluster's mesh. `layout` are the rules as text, and None
+    means those of the cluster. `allow_idle` allows unused axes in `mesh_shape`.
 
-    Returns:
-        None for the mesh if neither has one: then each place is one device.
+    The mesh is None if neither has one: then each stage is on one device.
 
     Raises:
         PipelineError: the cluster has another mesh, or there is a layout without a mesh.
-        LayoutError: the layout fits neither the mesh nor layers of lingvo.
+        LayoutError: the layout fits neither the mesh nor lingvo layers.
         MeshError: `mesh_shape` is malformed.
         PlanError: devices would idle.
     """
@@ -162,7 +144,7 @@ def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
             )
         if mesh is not None:
             check_layout(mesh, rules, _lowering(p))
-        # A cluster's own mesh has told already what idles.
+        # A cluster's own mesh has already warned of idle devices.
         if asked is not None and not p.allow_idle and not isinstance(cluster, MeshCluster):
             check_no_idle_axis(asked, rules)
     except PipemeshError as error:
@@ -171,6 +153,9 @@ def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
 
 
 def _lowering(p: Any) -> str:
-    """What lets dims be split over `layers`: of a stack without pipeline or loss nothing does."""
+    """Returns the lowering that decides whether `layers` may split dims.
+
+    Only a pipelined stack with the loss inside may do so.
+    """
     is_one_program = getattr(p, "pipelined", False) and p.loss_inside
     return p.lowering if is_one_program else "placement"

@@ -66,19 +66,18 @@ from pipemesh.schedule import Schedule
 
 
 class PipeliningLayer(SeqLayer):
-    """Runs the stages of `cell_tpl` on their devices, microbatch by microbatch.
+    """A stack that runs the stages of `cell_tpl` on their devices, microbatch by microbatch.
 
-    With `fprop_dtype` bfloat16 or float16 the stages compute in it, from weights in float32; their
-    gradients are summed over microbatches in float32. A layer with an `fprop_dtype` of its own has
-    its weights in that. Of the inputs only the first argument is cast, not labels or weights of
-    rows, nor what lies in a NestedMap. With float16 the loss is scaled inside the
-    pipeline (`pipemesh.recurrent.LossScale`, here `self.loss_scale`).
+    With `fprop_dtype` bfloat16 or float16 the stages compute in it, from weights in float32.
+    Gradients are summed over microbatches in float32. A layer with its own `fprop_dtype` has its
+    weights in that dtype. Only the first argument is cast, not labels, example weights or a
+    NestedMap. With float16 the pipeline scales the loss (`pipemesh.recurrent.LossScale`, here
+    `self.loss_scale`).
 
-    Drop-in for `lingvo.core.gpipe.PipeliningLayer`, with these differences, all for the better:
-    the outputs, gradients and weights are those of the plain stack, dropout included, whatever
-    the number of microbatches; a batch that does not divide is an error instead of a smaller
-    number of microbatches; tensors between stages keep their dtypes; and no `FPropMeta` is needed
-    to run.
+    It replaces `lingvo.core.gpipe.PipeliningLayer`, with these differences. The outputs, gradients
+    and weights are those of the plain stack for any number of microbatches, including dropout. A
+    batch that does not divide is an error; it does not reduce the number of microbatches. Tensors
+    between stages keep their dtypes. Running needs no `FPropMeta`.
 
     Example:
         >>> from lingvo.core import layers
@@ -93,21 +92,21 @@ class PipeliningLayer(SeqLayer):
 
     @classmethod
     def Params(cls) -> Any:
-        """Adds to `SeqLayer` how the batch is cut and what is kept for the backward pass."""
+        """Adds params for microbatches, the schedule and recomputation to those of `SeqLayer`."""
         p = super().Params()
         define_pipelining(p)
         return p
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        # What it raises, it shall raise before the first step.
+        # Raises errors of the plan or the schedule before the first step.
         self.plan if self.params.pipelined else self.schedule  # noqa: B018
         self._eager_runs: dict[Any, Any] = {}
-        # Set it to an ActionClock or Marks before a graph is built to see its actions run.
+        # Set it to an ActionClock or Marks before a graph is built to time its actions.
         self.clock: Stamps | None = None
-        # Set it before a graph is built to have it tell where a value ceased to be finite.
+        # Set it before a graph is built to locate values that are not finite.
         self.locates_errors = False
-        # Set it before a graph is built to be given its run; see `pipemesh.recurrent.Options`.
+        # Set it before a graph is built to receive its run; see `pipemesh.recurrent.Options`.
         self.noted_run: Callable[[Any], None] | None = None
 
     def _create_cells(self, tpls: Sequence[Any], homes: Sequence[Home], pinned: bool) -> None:
@@ -135,27 +134,27 @@ class PipeliningLayer(SeqLayer):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The dynamic scale of the loss; None if the stages do not compute in float16."""
+        """Returns the dynamic scale of the loss, or None without float16."""
         if self.params.fprop_dtype != tf.float16:
             return None
         return LossScale(self.vars.loss_scale, self.vars.good_steps, self.vars.finite)
 
     def _InternalGetTheta(self) -> Any:
-        # Weights of stages are cast by the pipeline, which sums their gradients before that.
+        # The pipeline casts the weights of stages, and sums their gradients before that.
         theta = super()._InternalGetTheta()
         if self.ema is None or not self.do_eval:
             theta.update({name: uncast_theta(self.children[name]) for name in self._cell_names})
         return theta
 
     def _places(self) -> Sequence[int]:
-        """As the schedule places the stages."""
+        """Returns the position of each stage in the schedule."""
         return self.schedule.stage_devices
 
     def Explain(self, error: tf.errors.OpError) -> PipelineError | None:
-        """An error of TensorFlow as one line with stage, layer and microbatch.
+        """Converts a TensorFlow error to one line with stage, layer and microbatch.
 
         Args:
-            error: what was raised while a step ran that contains this layer.
+            error: an error raised by a step that contains this layer.
 
         Returns:
             The error to raise `from` the given one; None if it did not arise in a stage.
@@ -165,34 +164,34 @@ class PipeliningLayer(SeqLayer):
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """The table that training runs, checked against the stages."""
+        """Returns the training schedule, checked against the stages."""
         return schedule_of(self.params)
 
     @property
     def plan(self) -> Plan:
-        """How the stack is run on the cluster that is entered: to print, to compare, to keep."""
+        """Returns the plan of the stack on the current cluster."""
         return plan_of(self.params, self.schedule, self.cluster)
 
-    # AutoGraph fails on it and says so at length.
+    # AutoGraph fails on it with long warnings.
     @tf.autograph.experimental.do_not_convert
     def FProp(self, theta: Any, *args: Any) -> Any:
         """Runs the stack.
 
         Args:
             theta: weights of this layer and its children.
-            *args: tensors, each cut along `batch_dim`, and None, by themselves or nested; one
-                NestedMap of such with `nested_map_fprop`.
+            *args: tensors, each cut along `batch_dim`, or None, plain or nested; with
+                `nested_map_fprop` one NestedMap of these.
 
         Returns:
-            What the last stage returns, nested alike, for the whole batch; with `loss_inside` the
-            summed loss, the summed weight and the metrics.
+            The results of the last stage for the whole batch, nested in the same way; with
+            `loss_inside` the summed loss, the summed weight and the metrics.
 
         Raises:
-            PipelineError: the batch does not divide into `num_micro_batches` (while evaluating it
-                goes through the stages whole then), shapes are not static, an output is not cut
-                along the batch, or with `loss_inside` the last stage does not return a summed loss
-                and a summed weight; eagerly also, a stage failed or gave what is not finite.
-            DeviceError: with `strict_devices`, a stage has an operation that would run elsewhere.
+            PipelineError: the batch does not divide into `num_micro_batches`. (In evaluation such a
+                batch runs through the stages whole.) Shapes are not static, or an output is not cut
+                along the batch. With `loss_inside` the last stage does not return a summed loss and
+                a summed weight. Eagerly also if a stage failed or a result is not finite.
+            DeviceError: with `strict_devices`, an operation of a stage would run on another device.
             ScheduleError: the schedule needs the loss inside the pipeline.
         """
         p = self.params
@@ -205,7 +204,7 @@ class PipeliningLayer(SeqLayer):
             return super().FProp(plain_theta(self, theta, self._cell_names), *cast_first(p, args))
         schedule = self.schedule
         if self.do_eval and p.loss_inside:
-            # With the loss outside, what is backward is made only if a gradient is asked for.
+            # With the loss outside, the backward pass is built only if a gradient is requested.
             schedule = schedule.only_forward()
         homes = self.StageHomes()
         step = step_of_call(self)
@@ -259,13 +258,13 @@ class PipeliningLayer(SeqLayer):
         return structures[-1].pack(take_out(p, homes[0], structures[-1], outputs))
 
     def PredictMemory(self, *args: Any) -> list[DeviceMemory]:
-        """What a step would hold on each device, before anything runs.
+        """Predicts the memory of a step on each device, before anything runs.
 
         Args:
-            *args: as for `FProp`; a `tf.TensorSpec` will do for a tensor.
+            *args: as for `FProp`; a `tf.TensorSpec` may replace a tensor.
 
         Returns:
-            One for each device, in bytes; what an action needs while it runs comes on top.
+            One entry for each device, in bytes, without the temporary memory of an action.
 
         Raises:
             PipelineError: see `FProp`.
@@ -274,14 +273,13 @@ class PipeliningLayer(SeqLayer):
         return self._predicted(predict_memory, args)
 
     def PredictTransfers(self, *args: Any) -> list[Transfer]:
-        """What a step would send from device to device, before anything runs.
+        """Predicts the transfers of a step between devices, before anything runs.
 
         Args:
             *args: as for `PredictMemory`.
 
         Returns:
-            One for each kind and pair of devices; `pipemesh.recurrent.predict_transfers` says what
-            is counted.
+            One entry for each kind and pair of devices; see `pipemesh.recurrent.predict_transfers`.
 
         Raises:
             PipelineError: see `FProp`.
@@ -290,7 +288,7 @@ class PipeliningLayer(SeqLayer):
         return self._predicted(predict_transfers, args)
 
     def _predicted(self, predict: Callable[..., list[Any]], args: Any) -> list[Any]:
-        """What is predicted of the stages with these arguments."""
+        """Traces the stages with these arguments and returns a prediction."""
         check_predictable(self.params)
         whole = self.theta
         found: list[Any] = []
@@ -321,7 +319,7 @@ class PipeliningLayer(SeqLayer):
     def _flat(
         self, theta: Any, args: tuple[Any, ...], homes: list[Home]
     ) -> tuple[StageStructure, Any, list[StageWeights], Any]:
-        """The structure of what goes in; inputs, weights and carries of each stage, as lists."""
+        """Returns the arguments' structure, and flat inputs, weights and carries of each stage."""
         p = self.params
         structure = StageStructure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)
@@ -344,7 +342,7 @@ class PipeliningLayer(SeqLayer):
         structure: StageStructure,
         structures: list[Any],
     ) -> list[Stage]:
-        """The stages as pure functions; tracing them fills `structures` with what goes between."""
+        """Returns the stages as pure functions; their tracing fills `structures`."""
         structures[:] = [structure] + [None] * len(thetas)
         cells = zip(self._cell_names, weights, homes, strict=True)
         return [
@@ -366,7 +364,7 @@ class PipeliningLayer(SeqLayer):
         ]
 
     def _uncast(self, args: tuple[Any, ...], inputs: list[tf.Tensor]) -> frozenset[int]:
-        """Numbers of the inputs that keep their dtype: all but the first argument."""
+        """Returns the numbers of inputs that keep their dtype: all but the first argument."""
         casts_first = args[0] is not None and not self.params.nested_map_fprop
         return frozenset(range(int(casts_first), len(inputs)))
 
@@ -388,14 +386,14 @@ class PipeliningLayer(SeqLayer):
 
     def _check_numerics(self, eagerly: bool) -> str | None:
         chosen = self.params.check_numerics
-        # Where Python waits for each call, the time to build graphs matters less than the answer.
+        # Eager calls wait for their results, so a precise error matters more than a short build.
         by_itself = eagerly and chosen is None and self.params.lowering == "placement"
         if chosen == "off" or not (self.locates_errors or by_itself):
             return chosen
         return "all" if self.loss_scale is None else "forward"
 
     def _stage_function(self, number: int, weights: StageWeights, structures: list[Any]) -> Any:
-        """Stage `number` as a pure function of flat lists of tensors."""
+        """Returns stage `number` as a pure function of flat lists of tensors."""
         p, name, last = self.params, self._cell_names[number], len(self._cell_names) - 1
         cell = self.children[name]
 

@@ -1,4 +1,4 @@
-"""The params of a pipelined stack beyond those of a stack."""
+"""The params that a pipelined stack adds to those of a stack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipemesh.schedule.names import listing
 
 
 def define_pipelining(p: Any) -> None:
-    """Defines how the batch is cut, what runs when, and what is kept for the backward pass."""
+    """Defines microbatches, the schedule, recomputation and checks."""
     p.Define("num_micro_batches", 1, "Number of microbatches; must divide the batch.")
     p.Define("micro_batch_size", None, "Size of a microbatch; given or derived.")
     p.Define("batch_dim", 0, "The batch dimension of all inputs and outputs.")

@@ -1,4 +1,4 @@
-"""The weights of alike layers, each on the place along the axis `layers` that has its layer."""
+"""The weights of alike layers, each at its layer's position along the axis `layers`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ def alike_weights(
     shapes: Mapping[str, Shape],
     prefix: str,
 ) -> dict[str, Tensor]:
-    """The weights of all alike layers, stacked, by path.
+    """Returns the stacked weights of all alike layers, by path.
 
-    Args:
-        lowering: of the whole mesh.
-        cells: the theta of each stage, and its layers.
-        shapes: of the stacked weights, by path.
-        prefix: what paths begin with.
+    `cells` has the theta and the layers of each stage. Paths begin with `prefix`.
     """
     mesh = lowering.mesh
     inner = LayoutRules(tuple(rule for rule in lowering.rules.rules if rule[1] != LAYERS_AXIS))
-    # For each place the weights of its layers, by path.
+    # The weights of the layers at each position, by path.
     held: list[list[dict[str, Tensor]]] = [[] for _ in range(mesh.num_stages)]
     for number, (theta, layers) in enumerate(cells):
         place = number % mesh.num_stages
@@ -48,13 +44,10 @@ def alike_weights(
 def stacked_weight(
     lowering: PlacementLowering, held: Sequence[Sequence[Slices]], shape: Shape
 ) -> Tensor:
-    """A weight of alike layers, each where its layer is.
+    """Stacks a weight of alike layers, each where its layer is.
 
-    Args:
-        lowering: of the whole mesh.
-        held: for each place along the axis `layers` the weights of its layers: what the processors
-            of the place have of them.
-        shape: of the weights of all layers, with the dims of the stack in front.
+    `held` has the weights of the layers at each position along the axis `layers`, as slices on its
+    processors. `shape` is the stacked shape, with the dims of the stack in front.
     """
     slices: dict[int, tf.Tensor] = {}
     sizes = lowering.tensor_layout(shape).slice_shape

@@ -1,4 +1,4 @@
-"""The plan that a pipeline's params ask for."""
+"""The plan of a pipeline's params."""
 
 from __future__ import annotations
 
@@ -19,19 +19,13 @@ from pipemesh.schedule import Schedule
 
 
 def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
-    """How a pipeline is run on a cluster, as a value.
+    """Returns the plan of a pipeline on a cluster.
 
-    Args:
-        p: params of a `PipeliningLayer`, checked.
-        schedule: the table that they ask for.
-        cluster: the one that is entered.
-
-    Returns:
-        The plan. Its axis `layers` is as long as the schedule has devices, which may be longer than
-        that of the cluster: then several share a place.
+    The plan's axis `layers` has one position for each device of the schedule. It may be longer than
+    the cluster's axis: then several share a position.
 
     Raises:
-        PipemeshError: the mesh or the layout cannot be had, or devices would idle.
+        PipemeshError: the mesh or the layout is not supported, or devices would idle.
     """
     mesh, layout = mesh_of(cluster, p)
     mesh = _with_places(mesh, schedule.num_devices)
@@ -44,12 +38,12 @@ def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
             layout,
             p.schedule,
             p.num_micro_batches,
-            # A stage may have no layer of its own, only hand on what it is given.
+            # A stage without layers only passes on its inputs.
             boundaries=tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None,
             remat=remat_of(p.remat),
             lowering=p.lowering,
             compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,
-            # Whoever asked for them was told.
+            # An earlier check has warned of idle axes.
             allow_idle=bool(unused_axes(mesh, layout)),
         )
     except PipemeshError as error:
@@ -57,7 +51,7 @@ def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
 
 
 def _with_places(mesh: Mesh | None, number: int) -> Mesh:
-    """The mesh with so many places along the axis `layers`, which comes first if it is new."""
+    """Returns the mesh with `number` positions along the axis `layers`, which is first if new."""
     if mesh is None:
         return Mesh(((LAYERS_AXIS, number),))
     if LAYERS_AXIS not in mesh.axis_names and number > 1:
@@ -71,5 +65,5 @@ def _with_places(mesh: Mesh | None, number: int) -> Mesh:
 
 
 def _of_places(size: int | tuple[int, ...], number: int) -> int | tuple[int, ...]:
-    """Of an axis the size at so many places, which start again after the last."""
+    """Returns the size of an axis at each position, which wraps around after the last."""
     return size if isinstance(size, int) else tuple(size[i % len(size)] for i in range(number))

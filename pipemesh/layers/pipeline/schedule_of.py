@@ -1,4 +1,4 @@
-"""The schedule that a pipeline's params ask for."""
+"""The schedule of a pipeline's params."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ from pipemesh.schedule import Schedule, ScheduleSpec
 
 
 def schedule_of(p: Any) -> Schedule:
-    """The table that training runs, checked against the stages.
-
-    Args:
-        p: params of a `PipeliningLayer`.
+    """Returns the training schedule, checked against the stages.
 
     Raises:
         PipelineError: the params contradict each other or the schedule.
@@ -102,7 +99,7 @@ def _named(p: Any) -> Schedule:
 
 
 def _check_loss_outside(p: Any, schedule: Schedule) -> None:
-    """While the loss is outside, backward passes start when all forward ones are done."""
+    """Checks that backward passes start after all forward passes, if the loss is outside."""
     try:
         check_phases(schedule)
     except ScheduleError as error:

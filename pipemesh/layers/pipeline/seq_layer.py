@@ -37,14 +37,14 @@ from pipemesh.recurrent import Home
 
 
 class SeqLayer(base_layer.BaseLayer):
-    """Runs `before_tpl`, then the stages of `cell_tpl` one after the other on their devices.
+    """A stack that runs `before_tpl`, then the stages of `cell_tpl` one by one on their devices.
 
-    The name of a stage is part of the name of a variable only where layers of two stages have the
-    same name, so weights survive another partition.
+    The name of a stage is part of the name of a variable only if layers of two stages have the same
+    name. So weights are valid under another partition.
 
-    Random numbers are keyed by the global step, by the place of this layer in its model (the name
-    of a model itself does not count), by the layer inside, and by how often `FProp` was called
-    before in the same graph, or eagerly under the same tape.
+    Random numbers are keyed by the global step and by the layer inside. This layer's path in its
+    model counts too, without the model's name. So do earlier calls of `FProp` in the same graph, or
+    eagerly under the same tape.
 
     Example:
         >>> from lingvo.core import layers
@@ -53,12 +53,12 @@ class SeqLayer(base_layer.BaseLayer):
         >>> params = SeqLayer.Params().Set(name="stack", cell_tpl=[stage])
     """
 
-    # Of the cluster that was entered last: an error may be looked into when it is left.
+    # The homes on the last cluster: errors may be explained after the cluster is left.
     homes: list[Home] | None = None
 
     @classmethod
     def Params(cls) -> Any:
-        """Defines `before_tpl` and `cell_tpl`."""
+        """Defines the layers, the mesh, the layout and tied weights."""
         p = super().Params()
         p.Define("before_tpl", [], "Params of layers that run on the whole batch, first.")
         p.Define("cell_tpl", [], "A list of FeatureExtractionLayer params: the stages.")
@@ -89,14 +89,14 @@ class SeqLayer(base_layer.BaseLayer):
 
     def __init__(self, params: Any) -> None:
         check_floating(params.name, "fprop_dtype", params.fprop_dtype)
-        # A live layer cannot always be copied, as params are next.
+        # The next line copies the params, and a live layer cannot always be copied.
         check_layers(params.name, "before_tpl", params.before_tpl)
         check_layers(params.name, "cell_tpl", params.cell_tpl)
         super().__init__(params)
         p = self.params
         check_flags(p, ["allow_idle"])
         check_distinct(p.name, before_tpl=p.before_tpl, cell_tpl=p.cell_tpl)
-        # A TF1 trainer places variables itself; else they lie with the stage that uses them.
+        # A TF1 trainer places variables itself; otherwise they are placed with their stage.
         pinned = py_utils.use_tpu() or py_utils.IsEagerMode()
         homes = self.StageHomes() if pinned else []
         tpls, random_names = with_distinct_names([*p.before_tpl, *p.cell_tpl])
@@ -119,7 +119,7 @@ class SeqLayer(base_layer.BaseLayer):
             with tf.device(homes[0].first if pinned else ""):
                 self.CreateChild(tpl.name, tpl)
         if not pinned:
-            # Where nothing is split, it may be called under another cluster than it is made under.
+            # Without splits it may be made and called under different clusters.
             homes = self.StageHomes() if first.splits else [Home(("",))] * len(p.cell_tpl)
         self._create_cells(tpls[num_before:], homes, pinned)
         cells = [self.children[name] for name in self._cell_names]
@@ -130,13 +130,13 @@ class SeqLayer(base_layer.BaseLayer):
                 makers = [*self._before_names, *self._cell_names]
                 tie_weights(p.name, p.tied_weights, [self.children[name] for name in makers])
         first.check(p.name, cells)
-        # One program for all has more cells than places, which are all alike.
+        # One program for all devices has more cells than positions, which are all alike.
         for lowering, cell in zip(itertools.cycle(self._lowerings), cells, strict=False):
             lowering.warn_of_idle(p.name, cell)
         self._weights_are_its_own = False
 
     def _create_cells(self, tpls: Sequence[Any], homes: Sequence[Home], pinned: bool) -> None:
-        """Makes the stages, each on its home; `pinned` says whether variables lie there."""
+        """Makes the stages, each on its home; `pinned` says whether variables are placed there."""
         for tpl, home, lowering in zip(tpls, homes, self._lowerings, strict=False):
             replica = home.replica(0) if pinned else ("",) * home.group
             with (
@@ -150,20 +150,20 @@ class SeqLayer(base_layer.BaseLayer):
                     raise LayoutError(f"{self.params.name}: stage {tpl.name!r}: {error}") from error
 
     def _tying(self, homes: Sequence[Home]) -> contextlib.AbstractContextManager[Any]:
-        """Inside, layers of the stack share weights."""
+        """Enters the scope in which layers of the stack share weights."""
         return self._lowerings[0].on(homes[0].replica(0))
 
     @property
     def stage_lowerings(self) -> list[StageLowering]:
-        """For each stage how layers with named dims are split inside of a replica."""
+        """Returns the lowering of each stage: the splits of named dims inside a replica."""
         return self._lowerings
 
     def _places(self) -> Sequence[int]:
-        """For each stage its place along the axis `layers`; without a stage there is one still."""
+        """Returns the position of each stage along the axis `layers`; at least one."""
         return range(max(len(self.params.cell_tpl), 1))
 
     def StageHomes(self) -> list[Home]:
-        """The devices of each stage, on the cluster that is entered."""
+        """Returns the devices of each stage on the current cluster."""
         homes = stage_homes(self.cluster, self._places(), self.params)
         if homes != self.homes:
             warn_of_places(self.cluster, self._places(), self.params)
@@ -171,7 +171,7 @@ class SeqLayer(base_layer.BaseLayer):
         return homes
 
     def StageDevices(self) -> list[str]:
-        """The first device of each stage."""
+        """Returns the first device of each stage."""
         return [home.first for home in self.StageHomes()]
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
@@ -186,12 +186,12 @@ class SeqLayer(base_layer.BaseLayer):
             *args: inputs of the first layer.
 
         Returns:
-            What the last stage returns.
+            The results of the last stage.
         """
         check_theta(self.params.name, theta)
         with whole_batch_randomness(step_of_call(self)):
             args = self._fprop_before(theta, *args)
-            # Without a stage there is a device still.
+            # There is a device even without a stage.
             homes = zip(self.StageHomes(), self._lowerings, strict=True)
             for name, (home, lowering) in zip(self._cell_names, homes, strict=False):
                 with tf.device(home.first), lowering.on(home.replica(0)):
@@ -200,20 +200,20 @@ class SeqLayer(base_layer.BaseLayer):
 
     @property
     def stage_names(self) -> list[str]:
-        """What the stages are called in `children` and `theta`."""
+        """Returns the names of the stages in `children` and `theta`."""
         return list(self._cell_names)
 
     def FPropStage(self, theta: Any, number: int, *args: Any, replica: int = 0) -> Any:
-        """Runs one stage by itself, on the devices of one of its replicas.
+        """Runs one stage alone, on the devices of one of its replicas.
 
         Args:
             theta: weights of this layer and its children.
-            number: of the stage.
-            *args: its inputs.
+            number: the number of the stage.
+            *args: inputs of the stage.
             replica: the number of the replica.
 
         Returns:
-            What the stage returns, without named dims, on the replica's first device.
+            The results of the stage, without named dims, on the replica's first device.
         """
         name, lowering = self._cell_names[number], self._lowerings[number]
         devices = self.StageHomes()[number].replica(replica)
@@ -227,7 +227,7 @@ class SeqLayer(base_layer.BaseLayer):
     def _fprop_before(self, theta: Any, *args: Any) -> Any:
         """Runs the layers before the stages inside randomness."""
         if py_utils.IsEagerMode() and not self._weights_are_its_own:
-            # A graph refuses a second variable of one name by itself.
+            # A graph itself rejects a second variable of one name.
             check_weights_are_its_own(self, _is_transparent)
             self._weights_are_its_own = True
         with layer_aliases({}, name_in_task(self)):
@@ -254,5 +254,5 @@ class SeqLayer(base_layer.BaseLayer):
 
 
 def _is_transparent(layer: Any) -> bool:
-    """Whether a layer's name is no part of the names of its children's variables."""
+    """Returns whether the names of its children's variables leave out a layer's name."""
     return isinstance(layer, (SeqLayer, FeatureExtractionLayer))

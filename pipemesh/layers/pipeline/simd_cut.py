@@ -1,4 +1,4 @@
-"""Where the alike layers of a stack begin and end, for `lowering="simd"` with the loss inside."""
+"""The range of alike layers in a stack, for `lowering="simd"` with the loss inside."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ from pipemesh.layers.pipeline.alike_stages import differences
 
 @dataclasses.dataclass(frozen=True)
 class SimdCut:
-    """What the first and the last stage have besides alike layers.
+    """The layers before and behind the alike ones.
 
     Attributes:
-        before: how many layers of the first stage stand before the alike ones.
-        behind: how many layers of the last stage stand behind them.
+        before: the number of layers of the first stage before the alike ones.
+        behind: the number of layers of the last stage behind them.
     """
 
     before: int
     behind: int
 
     def split(self, stages: Sequence[Any]) -> tuple[Any | None, list[Any], Any | None]:
-        """Params of what stands before, of the stages of alike layers, and of what stands behind.
-
-        Args:
-            stages: params of the stages; the layers have their names already.
+        """Returns params of the layers before, of the alike layers' stages, and of the layers
+        behind.
         """
         cells = [stage.Copy() for stage in stages]
         first, last = cells[0].Copy(), cells[-1].Copy()
@@ -42,14 +40,11 @@ class SimdCut:
 
 
 def simd_cut(p: Any) -> SimdCut:
-    """Finds the longest run of alike layers, and checks that each stage has as many of them.
-
-    Args:
-        p: params of a `PipeliningLayer`.
+    """Finds the longest run of alike layers, and checks that each stage has equally many of them.
 
     Raises:
-        PipelineError: the stages have other numbers of alike layers, these are none with named
-            dims, they take weights of other layers or give theirs, or activations are fetched.
+        PipelineError: stages have different numbers of alike layers, the alike layers have no named
+            dims or share weights with others, or stages fetch activations.
     """
     for cell in p.cell_tpl:
         if not is_stage(cell) or any(map(is_stage, cell.sub)):
@@ -102,14 +97,7 @@ def simd_cut(p: Any) -> SimdCut:
 
 
 def check_simd(p: Any) -> None:
-    """Checks that the layers of a stack with the loss inside can be one program.
-
-    Args:
-        p: params of a `PipeliningLayer`.
-
-    Raises:
-        PipelineError: see `simd_cut`; or a param cannot be honoured.
-    """
+    """Checks that a stack with the loss inside can be one program; see `simd_cut`."""
     simd_cut(p)
     for name, wrong, why in (
         ("fprop_dtype", p.fprop_dtype == tf.float16, "the loss is not scaled, which float16 needs"),
@@ -125,7 +113,7 @@ def check_simd(p: Any) -> None:
 
 
 def _longest_run(layers: Sequence[Any]) -> tuple[int, int]:
-    """The first and the last but one number of the longest run of alike layers."""
+    """Returns the begin and the end of the longest run of alike layers."""
     best, begin = (0, 1), 0
     for end in range(1, len(layers) + 1):
         if end == len(layers) or next(differences(layers[begin], layers[end], "layer"), None):

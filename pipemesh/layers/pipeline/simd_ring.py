@@ -1,4 +1,4 @@
-"""A stack of alike layers that continues texts as one program, group by group round a ring."""
+"""Decoding with a stack of alike layers as one program, group by group around a ring."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.recurrent.circular.ring import Beat, Ring
 from pipemesh.recurrent.circular.tick_loop import Leaves
 
-# What is remembered of a group: for each layer of a stage, by the path of attention, keys and
-# values, `[rounds, rows, heads, length, head_dim]` on each processor.
+# The cache of a group: for each layer of a stage, by the path of attention, keys and values,
+# `[rounds, rows, heads, length, head_dim]` on each processor.
 Kept = tuple[dict[str, tuple[Slices, Slices]], ...]
-# The number of arguments, and the shapes of those that travel and that go along, by number.
+# The number of arguments, and the shapes of travelling and of side arguments, by number.
 _Named = tuple[int, dict[int, Shape], dict[int, Shape]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Passed:
-    """What goes from layer to layer, for rows of one size.
+    """The tensors that go from layer to layer, for groups of one size.
 
     Attributes:
-        number: of arguments.
-        travels: shapes of those that are floating, by number.
-        along: of the others, and behind them of the places of tokens.
-        x: of what travels a `tf.TensorSpec` for each processor.
-        sides: the same of what goes along.
-        kept: the same of what a layer remembers.
+        number: the number of arguments.
+        travels: the shapes of floating arguments, by number.
+        along: the shapes of the others, then of the positions of tokens.
+        x: a `tf.TensorSpec` of the travelling arguments for each processor.
+        sides: the same for the side arguments.
+        kept: the same for the cache of a layer.
     """
 
     number: int
@@ -54,19 +54,19 @@ class _Passed:
 class SimdRing:
     """The stages of a `SimdStack`, called with some tokens of each of several groups of rows.
 
-    To be made and called while a graph is built, under the cluster of the stack.
+    Make and call it while a graph is built, under the cluster of the stack.
 
     Args:
         simd: the stack as one program.
         theta: its weights.
         devices: one for each processor of its mesh.
-        length: places a row.
-        args: what the stack is called with for `[rows, tokens]` ids and their places.
+        length: the number of positions in a row.
+        args: returns the arguments of the stack for `[rows, tokens]` ids and their positions.
 
     Attributes:
-        lowering: of the whole mesh.
-        rounds: stages a core.
-        layers: alike layers a stage.
+        lowering: the lowering of the whole mesh.
+        rounds: the number of stages per core.
+        layers: the number of alike layers per stage.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SimdRing:
         args: Callable[[tf.Tensor, tf.Tensor], Any],
     ) -> None:
         self._simd, self._length, self._args = simd, length, args
-        # Rows come token by token.
+        # Tokens come one by one, so no rule splits `length`.
         rules = tuple(rule for rule in simd.rules.rules if rule[0] != "length")
         self.lowering = PlacementLowering(simd.pipeline.mesh, LayoutRules(rules), devices)
         self._first = self.lowering.devices[0]
@@ -102,22 +102,20 @@ class SimdRing:
         sizes: tuple[int, int],
         state: Any,
     ) -> tuple[list[Kept], Any]:
-        """Sends all groups through the stages.
+        """Sends all groups through the stages, and returns the cache of each group and the state.
 
         Args:
-            turns: int32 scalar, how often.
-            tokens: for the number of a group and the state its ids and places, `[rows, tokens]`
-                int32, and which of them logits are wanted of, `[rows]` int32.
-            chosen: is given which group is behind the last core, whether that was its last stage,
-                the logits, `[rows, vocab]`, and the state; returns the state, and for each row the
-                one that it continues, or None if that is itself.
-            kept: what is remembered of each group; None for nothing.
-            groups: how many.
-            sizes: rows of a group, and tokens at a time.
+            turns: int32 scalar, the number of turns.
+            tokens: takes the number of a group and the state; returns its ids and positions,
+                `[rows, tokens]` int32, and the index of the token that needs logits, `[rows]`
+                int32.
+            chosen: takes the group behind the last core, whether it passed its last stage, the
+                logits, `[rows, vocab]`, and the state. It returns the state, and for each row the
+                row that it continues, or None if rows continue themselves.
+            kept: the cache of each group; None for empty caches.
+            groups: the number of groups.
+            sizes: the rows of a group, and the tokens at a time.
             state: nested tensors of the caller.
-
-        Returns:
-            What is remembered then of each group, and the state.
         """
         passed = self._passed(*sizes)
         each = self.lowering.raw_map
@@ -163,30 +161,24 @@ class SimdRing:
         return found, state
 
     def followed(self, kept: Kept, parents: tf.Tensor) -> Kept:
-        """What is remembered of rows that continue others.
+        """Returns the cache of rows that continue other rows of a group.
 
-        Args:
-            kept: of a group.
-            parents: `[new rows]` int32, the row that each continues. Both have equally many for
-                each processor, none of which continues a row of another one.
+        `parents` is `[new rows]` int32, the row that each continues. Each processor must have
+        equally many rows before and after, and no row may continue a row of another processor.
         """
         near = self._near(kept, parents)
         return self._map(lambda slots, i: tf.gather(slots, near[i], axis=1), kept)
 
     def merged(self, new: tf.Tensor, kept: Kept, before: Kept) -> Kept:
-        """What is remembered of a group of which some rows are new.
-
-        Args:
-            new: `[rows]`, bool.
-            kept: of the new ones.
-            before: of the others.
+        """Takes the rows that `new` (`[rows]`, bool) selects from `kept`, the others from
+        `before`.
         """
         old = iter(tf.nest.flatten(before))
         is_new = [tf.reshape(part, [1, -1, 1, 1, 1]) for part in self._rows_of(new)]
         return self._map(lambda slots, i: tf.where(is_new[i], slots, next(old)), kept)
 
     def _enter(self, ids: tf.Tensor, places: tf.Tensor) -> tuple[Leaves, Leaves, _Named]:
-        """What the first stage is given of a group: what travels, and what goes along."""
+        """Returns the inputs of the first stage for a group: travelling and side arguments."""
         with (
             tf.device(self._first),
             whole_batch_randomness(),
@@ -197,7 +189,7 @@ class SimdRing:
             args = self._simd.call_first(self._weights, args, self._theta)
             named = self._simd.named_args(self.lowering, args)
         rows, number = static_sizes(places)
-        # Attention takes them from what remembers.
+        # Attention takes the positions from the cache.
         named[len(args)] = ops.import_tensor(
             self.lowering, places, Shape.of(batch=rows, length=number)
         )
@@ -211,7 +203,7 @@ class SimdRing:
         )
 
     def _given(self, passed: _Passed, x: Leaves, sides: Sequence[Slices]) -> list[Any]:
-        """Arguments of a layer, and behind them the places of tokens."""
+        """Returns the arguments of a layer, then the positions of tokens."""
         given: list[Any] = [None] * (passed.number + 1)
         for shapes, leaves in ((passed.travels, x), (passed.along, sides)):
             for (i, shape), slices in zip(shapes.items(), leaves, strict=True):
@@ -246,7 +238,7 @@ class SimdRing:
     def _leave(
         self, passed: _Passed, y: Leaves, sides: Sequence[Slices], last: tf.Tensor
     ) -> tf.Tensor:
-        """The logits of what follows, on the first device."""
+        """Returns the logits of the next tokens, on the first device."""
         *args, places = self._given(passed, y, sides)
         with (
             tf.device(self._first),
@@ -258,7 +250,7 @@ class SimdRing:
             return exported(found)
 
     def _follow(self, kept: Kept, group: tf.Tensor, leaves: tf.Tensor, parents: tf.Tensor) -> Kept:
-        """What is remembered of all groups, when the rows of one continue others."""
+        """Returns the cache of all groups after the rows of one continue other rows."""
         near = self._near(kept, parents)
 
         def follow(slots: tf.Tensor, i: int) -> tf.Tensor:
@@ -271,7 +263,7 @@ class SimdRing:
         return self._map(follow, kept)
 
     def _near(self, kept: Kept, parents: tf.Tensor) -> Slices:
-        """Where on each processor the rows are that rows continue."""
+        """Returns the local indices of parent rows on each processor."""
         axis = self.lowering.rules.axis("batch")
         parts = self._rows_of(parents)
         if axis is None or self.lowering.mesh.size(axis) == 1:
@@ -282,12 +274,12 @@ class SimdRing:
         )
 
     def _rows_of(self, values: tf.Tensor) -> Slices:
-        """Of `[rows]` the part for the rows that each processor remembers."""
+        """Returns the slice of `[rows]` for the rows in each processor's cache."""
         (rows,) = static_sizes(values)
         return ops.import_tensor(self.lowering, values, Shape.of(batch=rows)).slices
 
     def _map(self, function: Callable[[tf.Tensor, int], tf.Tensor], kept: Kept) -> Kept:
-        """Applies a function to each slice and the number of its processor, there."""
+        """Applies a function to each slice and the number of its processor, on its device."""
         found: list[tf.Tensor] = []
         for i, part in enumerate(tf.nest.flatten(kept)):
             processor = i % self.lowering.num_slices
@@ -296,7 +288,7 @@ class SimdRing:
         return tf.nest.pack_sequence_as(kept, found)
 
     def _joined(self, kept: Sequence[Kept]) -> Kept:
-        """Of all groups, as a copy, which will be overwritten."""
+        """Joins the caches of all groups into a copy, which the loop overwrites."""
         others = iter(zip(*map(tf.nest.flatten, kept), strict=True))
 
         def join(part: tf.Tensor, _: int) -> tf.Tensor:
@@ -306,9 +298,9 @@ class SimdRing:
         return self._map(join, kept[0])
 
     def _zeros(self, specs: Any, slots: int | None = None) -> Any:
-        """Zeros on each processor, in so many slots if it is said."""
+        """Returns zeros on each processor, with a dim of `slots` if given."""
         front = [] if slots is None else [slots]
-        # Each by itself: equal constants are one, and what is overwritten in one would be in all.
+        # One op for each: TensorFlow merges equal constants, and overwriting one would change all.
         return self._map(
             lambda spec, _: tf.raw_ops.Empty(
                 shape=[*front, *spec.shape], dtype=spec.dtype, init=True
@@ -317,7 +309,7 @@ class SimdRing:
         )
 
     def _chosen(self, layer: int, rounds: Slices) -> dict[str, Tensor]:
-        """The weights of one of a stage's layers."""
+        """Returns the weights of one layer of each processor's current stage."""
         if self.rounds == 1:
             return {path: parts[layer] for path, parts in self._own.items()}
         each, found = self.lowering.raw_map, {}
@@ -328,7 +320,7 @@ class SimdRing:
         return found
 
     def _by_layer(self, weight: Tensor) -> list[Tensor]:
-        """For each layer of a stage its weights, with a dim for the rounds if there are several."""
+        """Splits weights by layer of a stage, with a dim for several rounds."""
         each, found = self.lowering.raw_map, []
         rounds, _, _, *dims = weight.shape.dims
         for j in range(self.layers):
@@ -340,7 +332,7 @@ class SimdRing:
         return found
 
     def _passed(self, rows: int, number: int) -> _Passed:
-        """What goes from layer to layer; a layer is called once to see it."""
+        """Calls a layer once to find the tensors that go from layer to layer."""
         found: list[_Passed] = []
 
         def once() -> None:

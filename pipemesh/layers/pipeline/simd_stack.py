@@ -46,22 +46,22 @@ from pipemesh.recurrent.watch.health import all_finite, raise_unless
 
 
 class SimdStack:
-    """What stands before the alike layers, those in a `SimdPipeline`, and what stands behind them.
+    """The layers before the alike ones, the alike ones in a `SimdPipeline`, and the layers behind.
 
-    All devices compute the first and the last part together, each its slices, on the whole batch.
+    All devices compute the layers before and behind together, each its slices, on the whole batch.
 
     Args:
         stack: the layer that has the cells.
-        plan: how it is run.
+        plan: its plan.
         tpls: params of its stages.
-        pinned: whether variables lie on devices of their own.
+        pinned: whether variables are placed on particular devices.
         call_before: calls the layers before all stages, with theta and inputs of the stack.
         call_cell: calls a cell, with its theta, its name and its inputs.
 
     Attributes:
-        names: of all cells, in order.
+        names: the names of all cells, in order.
         pipeline: runs the alike layers.
-        rules: of the lowering that it is called with.
+        rules: the rules of the lowering that it is called with.
     """
 
     def __init__(
@@ -94,10 +94,7 @@ class SimdStack:
         self._eager_runs: dict[Any, Callable[..., Any]] = {}
 
     def create(self, create_stages: Callable[[Sequence[Any]], None]) -> None:
-        """Makes the cells.
-
-        Args:
-            create_stages: makes those with alike layers, each on its home.
+        """Makes the cells; `create_stages` makes those with alike layers, each on its home.
 
         Raises:
             PipelineError: an alike layer has weights without named dims.
@@ -110,7 +107,7 @@ class SimdStack:
 
     @contextlib.contextmanager
     def made_on(self) -> Iterator[None]:
-        """Inside, what all devices compute together is made."""
+        """Enters the scope in which layers that all devices compute together are made."""
         mesh, stack = self.pipeline.mesh, self._stack
         devices = [""] * mesh.num_devices
         if self._pinned:
@@ -120,26 +117,26 @@ class SimdStack:
             yield
 
     def _layers(self, name: str) -> list[Any]:
-        """The layers of a cell."""
+        """Returns the layers of a cell."""
         cell = self._stack.children[name]
         return [cell.children[sub.name] for sub in cell.params.sub]
 
     @property
     def _alike(self) -> list[Any]:
-        """The alike layers."""
+        """Returns the alike layers."""
         return [layer for name in self._stages for layer in self._layers(name)]
 
     @property
     def _others(self) -> list[Any]:
-        """Those before and behind them."""
+        """Returns the layers before and behind the alike ones."""
         return [layer for tpl in self._ends for layer in self._layers(tpl.name)]
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """The shapes of all whole weights, by layer and path: `softmax.w`, `block0.norm.scale`.
+        """Returns the shapes of all whole weights, by layer and path, such as `block0.norm.scale`.
 
-        The weights of the alike layers are stacked, under the name of the first of them. Of those
-        that layers share there is the one that is made.
+        The weights of the alike layers are stacked, under the name of the first one. A shared
+        weight occurs once, under the layer that makes it.
         """
         found = {}
         for layer in self._others:
@@ -151,15 +148,7 @@ class SimdStack:
         return found | {path: self.pipeline.stacked(shape) for path, shape in own.items()}
 
     def run(self, theta: Any, args: tuple[Any, ...]) -> Any:
-        """Runs the stack on the devices of the cluster that is entered.
-
-        Args:
-            theta: of the stack.
-            args: its inputs.
-
-        Returns:
-            As `PipeliningLayer.FProp`.
-        """
+        """Runs the stack on the devices of the current cluster; see `PipeliningLayer.FProp`."""
         stack, mesh = self._stack, self.pipeline.mesh
         if stack.clock is not None and not stack.do_eval:
             raise PipelineError(
@@ -183,7 +172,7 @@ class SimdStack:
     def _placed(
         self, theta: Any, args: tuple[Any, ...], devices: Sequence[str], step: tf.Tensor | None
     ) -> Any:
-        """All devices' programs in one graph."""
+        """Builds all devices' programs in one graph."""
         p = self._stack.params
         lowering = PlacementLowering(self.pipeline.mesh, self.rules, devices)
         with tf.device(lowering.devices[0]), whole_batch_randomness(step):
@@ -204,12 +193,7 @@ class SimdStack:
             return structure.pack([loss, tf.cast(weight, loss.dtype), *metrics])
 
     def weights(self, lowering: PlacementLowering, theta: Any) -> dict[str, Tensor]:
-        """All weights of the shapes `shapes`, on the devices that compute with them.
-
-        Args:
-            lowering: of the whole mesh.
-            theta: of the stack.
-        """
+        """Returns all weights with the shapes `shapes`, on the devices that compute with them."""
         shapes, found = self.shapes, {}
         with lowering_scope(lowering):
             for tpl in self._ends:
@@ -231,43 +215,35 @@ class SimdStack:
         """Computes the stack, for a placement or as the program of a core.
 
         Args:
-            lowering: of the whole mesh, with the rules `rules`.
-            weights: of the shapes `shapes`, tensors of `lowering`.
-            args: of the first layer, for the whole batch.
-            step: that random numbers are keyed by; to be entered with `whole_batch_randomness`.
-            theta: of the stack, where layers before or behind have weights without named dims.
+            lowering: the lowering of the whole mesh, with the rules `rules`.
+            weights: weights with the shapes `shapes`, tensors of `lowering`.
+            args: arguments of the first layer, for the whole batch.
+            step: the key of random numbers; enter `whole_batch_randomness` with it.
+            theta: the theta of the stack, if layers before or behind have weights without named
+                dims.
 
         Returns:
-            What the last layer returns; tensors with named dims are those of `lowering`.
+            The results of the last layer; tensors with named dims belong to `lowering`.
 
         Raises:
-            PipelineError: what goes from layer to layer cannot go through a loop over ticks.
+            PipelineError: values between layers cannot go through a loop over ticks.
         """
         with lowering_scope(lowering):
             args = self.call_first(weights, args, theta)
             return self.call_last(weights, self._run(lowering, weights, args, step), theta)
 
     def before(self, theta: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the layers before all stages make of the stack's inputs, on the current device.
-
-        Args:
-            theta: of the stack.
-            args: its inputs.
-        """
+        """Runs the layers before all stages on the stack's inputs, on the current device."""
         return cast_first(self._stack.params, to_tuple(self._call_before(theta, *args)))
 
     def computed_theta(self, theta: Any) -> Any:
-        """Weights as the layers before and behind the alike ones compute with them.
-
-        Args:
-            theta: of the stack.
-        """
+        """Returns weights in the dtypes of the layers before and behind the alike ones."""
         return plain_theta(self._stack, theta, [tpl.name for tpl in self._ends])
 
     def call_first(
         self, weights: Mapping[str, Tensor], args: tuple[Any, ...], theta: Any = None
     ) -> tuple[Any, ...]:
-        """The layers before the alike ones; arguments as those of a call."""
+        """Calls the layers before the alike ones; arguments as in `__call__`."""
         if self._before is None:
             return args
         own = self._theta(self._before, weights, theta)
@@ -276,23 +252,16 @@ class SimdStack:
     def call_last(
         self, weights: Mapping[str, Tensor], args: tuple[Any, ...], theta: Any = None
     ) -> Any:
-        """The layers behind the alike ones; arguments as those of a call."""
+        """Calls the layers behind the alike ones; arguments as in `__call__`."""
         if self._behind is None:
             return args
         return self._call_cell(self._theta(self._behind, weights, theta), self._behind, *args)
 
     def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
-        """One of the alike layers.
-
-        Args:
-            weights: of the layer, by the paths that `own_weights` has.
-            args: tensors with named dims, and None.
-
-        Returns:
-            As many, for the next layer.
+        """Calls one of the alike layers, and returns the arguments of the next one.
 
         Raises:
-            PipelineError: the next layer cannot be given what it returns.
+            PipelineError: the next layer cannot take its results.
         """
         first = self._alike[0]
         theta = theta_of(first, weights.__getitem__, None, f"{first.params.name}.")
@@ -301,22 +270,18 @@ class SimdStack:
         return outputs
 
     def own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the alike layers, stacked."""
+        """Returns the stacked weights of the alike layers."""
         prefix = f"{self._alike[0].params.name}."
         return {path: tensor for path, tensor in weights.items() if path.startswith(prefix)}
 
     def named_args(self, lowering: Lowering, args: Sequence[Any]) -> dict[int, Tensor]:
-        """The arguments of the alike layers that there are, by number, with named dims.
-
-        Raises:
-            PipelineError: one is nested.
-        """
+        """Returns the alike layers' arguments with named dims, by number, without None."""
         return {
             i: self._as_named(lowering, i, arg) for i, arg in enumerate(args) if arg is not None
         }
 
     def _theta(self, cell: str, weights: Mapping[str, Tensor], theta: Any) -> Any:
-        """The theta of a cell before or behind."""
+        """Returns the theta of a cell before or behind the alike layers."""
         tied = self._stack.params.tied_weights
         return py_utils.NestedMap(
             {
@@ -351,7 +316,7 @@ class SimdStack:
             for numbers, tensors in ((travels, x), (along, sides)):
                 for i, tensor in zip(numbers, tensors, strict=True):
                     given[i] = tensor
-            # The loop may be traced again when gradients are asked for, outside of all scopes.
+            # The loop may be traced again for gradients, outside all scopes.
             with (
                 stack.cluster,
                 lowering_scope(lowering),
@@ -377,7 +342,7 @@ class SimdStack:
         return [p.random_names.get(sub.name, sub.name) for sub in p.sub]
 
     def _as_named(self, lowering: Lowering, number: int, arg: Any) -> Tensor:
-        """An argument of the alike layers; of a plain tensor these name the dims."""
+        """Returns an argument of the alike layers with named dims; layers name unnamed ones."""
         if isinstance(arg, Tensor):
             return arg
         p = self._stack.params
@@ -391,7 +356,7 @@ class SimdStack:
         return ops.import_tensor(lowering, tensor, unnamed(static_sizes(tensor), p.batch_dim))
 
     def _check(self, given: Sequence[Any], outputs: tuple[Any, ...]) -> None:
-        """Checks that what a layer returns may be given to the next one."""
+        """Checks that the next layer can take the results of a layer."""
         name = f"{self._stack.params.name}: layer {self._alike[0].params.name!r}"
         if len(outputs) != len(given):
             raise PipelineError(

@@ -1,4 +1,4 @@
-"""Which replica of a stage holds which of its weights."""
+"""The distribution of a stage's weights over its replicas."""
 
 from __future__ import annotations
 
@@ -19,14 +19,10 @@ from pipemesh.recurrent import Home
 def spread_weights(home: Home) -> Iterator[None]:
     """Spreads variables that are made inside, eagerly, over the replicas of a stage.
 
-    Each lies on the replica that has the fewest bytes so far, at the place among its devices that
-    it would have in the first one. There its optimizer keeps its state, the gradients of all
-    replicas are added up, and from there the others get it, once a step: stage 1 of ZeRO
-    (Rajbhandari et al., 2020), weight by weight. Slices of weights that layers with named dims cut
-    over the replicas stay where they are made.
-
-    Args:
-        home: of the stage.
+    Each goes to the replica with the fewest bytes so far, at the same position among its devices.
+    Its optimizer state and the sum of all replicas' gradients are there. The other replicas get its
+    value from there once a step: stage 1 of ZeRO (Rajbhandari et al., 2020), weight by weight.
+    Slices of weights that named layers cut over the replicas are not moved.
     """
     held: collections.Counter[int] = collections.Counter()
 
@@ -50,7 +46,7 @@ def spread_weights(home: Home) -> Iterator[None]:
 
 
 def replica_of(variable: Any, home: Home) -> int:
-    """The number of the replica that a variable lies on; 0 for what lies on none of them."""
+    """Returns the number of the replica that a variable is on; 0 if it is on none."""
     pinned = getattr(variable, "device", None)
     if not pinned or home.num_replicas == 1:
         return 0

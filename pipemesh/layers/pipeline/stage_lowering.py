@@ -1,4 +1,4 @@
-"""How the layers with named dims of a stage are split over the devices of its home."""
+"""The split of a stage's layers with named dims over the devices of its home."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pipemesh.text import nearest_text
 
 
 class StageLowering:
-    """The mesh and the rules by which the replicas of a stage of a stack are split.
+    """The mesh and the rules that split the replicas of a stage of a stack.
 
     Args:
-        mesh: of the stack; None if there is none.
+        mesh: the mesh of the stack; None if there is none.
         layout: its rules.
-        place: of the stage along the axis `layers`, which starts again after the last.
+        place: the position of the stage along the axis `layers`, which wraps around after the last.
     """
 
     def __init__(self, mesh: Mesh | None, layout: LayoutRules, place: int = 0) -> None:
@@ -44,34 +44,32 @@ class StageLowering:
 
     @property
     def replica_mesh(self) -> Mesh | None:
-        """The devices of a replica; None if nothing but the batch is split."""
+        """Returns the mesh of a replica, or None if only the batch is split."""
         return self._inner
 
     @property
     def splits(self) -> bool:
-        """Whether anything but the batch is split."""
+        """Returns whether more than the batch is split."""
         return self._inner is not None
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether weights are cut over the replicas."""
+        """Returns whether weights are cut over the replicas."""
         return self._cut is not None
 
     def whole_rows(self) -> StageLowering:
-        """The same without a rule for `length`, for rows that come token by token."""
+        """Returns the same without a rule for `length`, for decoding token by token."""
         rules = tuple(rule for rule in self._layout.rules if rule[0] != "length")
         return StageLowering(self._mesh, LayoutRules(rules), self._place)
 
     @contextlib.contextmanager
     def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:
-        """Inside, layers with named dims are made, or called, for a replica with these devices.
+        """Enters the scopes that make or call named layers for a replica with these devices.
 
-        Args:
-            devices: of the replica.
-            home: the devices of all replicas, where layers are made.
+        `home` has the devices of all replicas; pass it when layers are made.
 
         Raises:
-            PipelineError: there are more or fewer than the stack was made for.
+            PipelineError: the stack was made for another number of devices.
         """
         wanted = 1 if self._inner is None else self._inner.num_devices
         if len(devices) != wanted:
@@ -91,15 +89,11 @@ class StageLowering:
             yield
 
     def check(self, name: str, stages: Sequence[Any]) -> None:
-        """Checks that the layout is one for the layers of a stack.
-
-        Args:
-            name: of the stack.
-            stages: its stages.
+        """Checks that the layout fits the layers of a stack.
 
         Raises:
-            LayoutError: a rule is for a dim that no layer has, or one for weights alone for a dim
-                that no weight has.
+            LayoutError: a rule names a dim that no layer has, or a rule for weights only names a
+                dim that no weight has.
         """
         if self._mesh is None:
             return
@@ -118,12 +112,7 @@ class StageLowering:
                 )
 
     def warn_of_idle(self, name: str, stage: Any) -> None:
-        """Warns if there are several devices and the stage has no layer that uses them.
-
-        Args:
-            name: of the stack.
-            stage: the stage.
-        """
+        """Warns if there are several devices and no layer of the stage uses them."""
         if self._inner is None or self._inner.num_devices == 1 or _dims(stage):
             return
         warnings.warn(
@@ -135,18 +124,14 @@ class StageLowering:
 
 
 class StageWeights:
-    """The weights of a stage as the executor takes them: each tensor on one device of its home.
-
-    Args:
-        cell: the stage, a lingvo layer.
-        theta: its weights.
-        home: of the stage.
+    """The weights of a stage for the executor: each tensor on one device of its home.
 
     Attributes:
-        tensors: all of them; what several devices of a replica need is there once for each.
-        places: for each on which of the home's devices it lies.
-        copies: numbers of those that are copies of another one, whose number they have.
-        fetched: numbers of those that replicas get for each action, as they are cut over these.
+        tensors: all tensors; one for each device of a replica that needs a weight.
+        places: the index of each tensor's device in the home.
+        copies: the numbers of copies, with the number of the original.
+        fetched: the numbers of tensors that replicas fetch for each action, since they are cut over
+            them.
     """
 
     def __init__(self, cell: Any, theta: Any, home: Home) -> None:
@@ -173,12 +158,12 @@ class StageWeights:
         self.fetched = frozenset(fetched)
 
     def spread(self, values: Sequence[Any]) -> list[Any]:
-        """What is there for each weight, once for each tensor."""
+        """Repeats each weight's value for each of its tensors."""
         pairs = zip(values, self._counts, strict=True)
         return [value for value, count in pairs for _ in range(count)]
 
     def pack(self, tensors: Sequence[Any]) -> Any:
-        """Tensors as the theta of the stage; what several devices need is a tuple."""
+        """Packs tensors as the theta of the stage; several copies of a weight become a tuple."""
         rest = iter(tensors)
         packed = []
         for count in self._counts:
@@ -188,13 +173,13 @@ class StageWeights:
 
 
 def _dims(layer: Any) -> set[str]:
-    """The names of the dims that occur in a layer and its children."""
+    """Returns the names of the dims of a layer and its children."""
     found = set(layer.dims()) if isinstance(layer, NamedLayer) else set()
     return found.union(*map(_dims, _children(layer)))
 
 
 def _weight_dims(layer: Any) -> set[str]:
-    """The names of the dims of the weights of a layer and its children."""
+    """Returns the names of the dims of the weights of a layer and its children."""
     shapes = layer.named_shapes.values() if isinstance(layer, NamedLayer) else ()
     found = {name for shape in shapes for name in shape.names}
     return found.union(*map(_weight_dims, _children(layer)))
@@ -209,12 +194,12 @@ def _children(layer: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A weight of a layer.
+    """A weight of a layer and its holders.
 
     Attributes:
         holders: the devices of a replica that need it; plain layers compute on the first one.
-        variable: that it is; None for what is none.
-        replica: the one that has it, if it is cut over replicas.
+        variable: its variable, or None.
+        replica: the replica that has it, if it is cut over replicas.
     """
 
     holders: tuple[int, ...]
@@ -223,7 +208,7 @@ class _Held:
 
 
 def _held(layer: Any, theta: Any) -> Any:
-    """For each weight in a layer's theta who holds it, and what it is."""
+    """Returns the variable and the holders of each weight in a layer's theta."""
     if isinstance(layer, list | tuple):
         return [_held(part, own) for part, own in zip(layer, theta, strict=True)]
     parts = layer.weight_parts() if isinstance(layer, NamedLayer) else {}

@@ -1,4 +1,4 @@
-"""What goes from stage to stage, as flat lists of tensors and back."""
+"""Conversion of the values between stages to flat lists of tensors and back."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _WAYS_OUT = {
 
 
 class StageStructure:
-    """How the values that go from stage to stage are nested, and where None stands.
+    """The nesting of the values between stages, and the positions of None.
 
-    Of tensors with named dims the slices go, each from its device to the one in the same place, or,
-    if they were `handed_over`, pieces that make up the slices of the next stage.
+    A tensor with named dims travels as slices, each to the device at the same position. After
+    `handed_over` it travels as pieces that make up the slices of the next stage.
 
     Args:
-        values: tensors, with named dims or plain ones, and None, each by itself or nested.
+        values: tensors, with named dims or plain ones, and None, each alone or nested.
         nested_map_fprop: whether they are exactly one NestedMap.
-        layer: whose they are, for errors.
-        what: names them in errors, `args` or `outputs`.
+        layer: the owner of the values, for errors.
+        what: their name in errors, `args` or `outputs`.
 
     Attributes:
         leaf_names: a name for each tensor, as `args.0.ids`.
-        aux_losses: for each loss that goes behind these tensors whether it is a scalar.
+        aux_losses: whether each loss that follows these tensors is a scalar.
 
     Raises:
-        PipelineError: there is not exactly one NestedMap, though there should be, or something in
-            it is neither a tensor nor None.
+        PipelineError: `nested_map_fprop` is set and there is not exactly one NestedMap, or a leaf
+            is neither a tensor nor None.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StageStructure:
         self._layer = layer
         self.aux_losses: list[bool] = []
         values = _sliced(values)
-        # In the order in which they are found again, without the tensors.
+        # In the order of traversal, without the tensors.
         self._noted: list[_Slices] = []
         map_kind(_Slices, lambda s: self._noted.append(s.without_tensors()), values)
         self._nesting = Structure(values, what)
@@ -74,11 +74,11 @@ class StageStructure:
         self.flatten(values)
 
     def key(self) -> Any:
-        """Equal for equal structures."""
+        """Returns a key that is equal for equal structures."""
         return self._key
 
     def flatten(self, values: tuple[Any, ...]) -> list[tf.Tensor]:
-        """The tensors of values that have this structure."""
+        """Returns the tensors of values that have this structure."""
         leaves = self._nesting.flatten(_sliced(values))
         pairs = zip(leaves, self.leaf_names, strict=True)
         return [self._tensor(leaf, name) for leaf, name in pairs]
@@ -97,16 +97,13 @@ class StageStructure:
         return PipelineError(f"{self._layer}: {name} is {kind}; {_WHAT_MAY}: {way_out}")
 
     def pack_arguments(self, tensors: list[tf.Tensor]) -> tuple[Any, ...]:
-        """The values, as positional arguments.
-
-        Slices become tensors with named dims of the lowering that is current.
-        """
+        """Packs tensors as positional arguments; slices become tensors of the current lowering."""
         noted = iter(self._noted)
         packed = self._nesting.pack(tensors)
         return map_kind(_Slices, lambda found: _tensor_of(found, next(noted)), packed)
 
     def arrivals(self) -> list[int]:
-        """For each of the tensors on which device of the next stage's replica it is taken."""
+        """Returns the index of the device in the next stage's replica that takes each tensor."""
         found = [0] * len(self.leaf_names)
         noted = iter(self._noted)
 
@@ -121,19 +118,13 @@ class StageStructure:
         return [*found, *(0 for _ in self.aux_losses)]
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
-        """One value is returned bare, several as a tuple."""
+        """Packs tensors as one bare value, or as a tuple of several."""
         arguments = self.pack_arguments(tensors)
         return arguments[0] if len(arguments) == 1 else arguments
 
 
 class _Slices(list[Any]):
-    """The slices of a tensor with named dims, in the order of their processors.
-
-    Args:
-        tensors: the slices, or the pieces of a handover.
-        dims: names of the dims.
-        handover: brings them to the devices of the next stage; None if they are slices there.
-    """
+    """The slices of a tensor with named dims, by processor, or the pieces of a handover."""
 
     def __init__(
         self,
@@ -146,12 +137,12 @@ class _Slices(list[Any]):
         self.handover = handover
 
     def without_tensors(self) -> _Slices:
-        """What is known of all tensors in this place."""
+        """Returns the dims and the handover alone."""
         return _Slices((), self.dims, self.handover)
 
 
 def _sliced(values: Any) -> Any:
-    """The values with slices in place of tensors with named dims."""
+    """Replaces tensors with named dims by their slices."""
 
     def slices(value: Tensor | _Slices) -> _Slices:
         return value if isinstance(value, _Slices) else _slices_of(value)
@@ -164,25 +155,20 @@ def _slices_of(tensor: Tensor) -> _Slices:
 
 
 def handed_over(values: Any, mesh: Mesh | None) -> Any:
-    """What goes to the next stage, whose replicas may be another mesh than those of this one.
+    """Replaces tensors with named dims by what travels to the next stage.
 
-    Args:
-        values: tensors, with named dims or plain ones, and None, each by itself or nested.
-        mesh: of a replica of the next stage; None if it has one device.
-
-    Returns:
-        The values, where tensors with named dims have become what a `StageStructure` takes for
-        them: their slices or, on another mesh, pieces of these.
+    These are their slices, or pieces of them if the next stage's replicas are another mesh. `mesh`
+    is None if a replica of the next stage has one device.
 
     Raises:
-        LayoutError: a dim does not divide there.
+        LayoutError: a dim does not divide on the next mesh.
     """
 
     def pieces(tensor: Tensor) -> _Slices:
         if mesh in (None, tensor.layout.mesh):
             return _slices_of(tensor)
         handover = Handover(tensor.layout, TensorLayout(tensor.shape, mesh, tensor.layout.axes))
-        # Stages have a device for each slice.
+        # Stages have one device for each slice.
         assert isinstance(tensor.lowering, PlacementLowering)
         sent = handover.send(tensor.slices, tensor.lowering.devices)
         return _Slices(sent, tensor.shape.names, handover)
@@ -191,7 +177,7 @@ def handed_over(values: Any, mesh: Mesh | None) -> Any:
 
 
 def _tensor_of(tensors: Sequence[tf.Tensor], noted: _Slices) -> Tensor:
-    """A tensor of the current lowering; its sizes are those of the slices times their number."""
+    """Joins slices to a tensor of the current lowering."""
     lowering, dims = current_lowering(), noted.dims
     slices = tuple(tensors)
     if noted.handover is not None:

@@ -13,15 +13,13 @@ from pipemesh.text import nearest_text
 
 
 def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any]:
-    """Params of stages whose layers do not make the weights that they are given.
+    """Returns params of stages whose layers do not make the weights that `tied` gives them.
 
-    Args:
-        owner: name of the stack.
-        tied: `layer.weight` that is given, by name of it the one that is made.
-        params: of stages and bare layers; those that change are copied.
+    `tied` maps each `layer.weight` that is given to the one that is made. Params that change are
+    copied.
 
     Raises:
-        PipelineError: these are no such names, or there is no such layer with named dims.
+        PipelineError: a name is invalid, or there is no such layer with named dims.
     """
     if not isinstance(tied, Mapping):
         raise PipelineError(
@@ -63,15 +61,10 @@ def _names(p: Any) -> list[str]:
 def tie_weights(owner: str, tied: Mapping[str, str], layers: Sequence[Any]) -> None:
     """Gives the layers of a stack the weights that they share.
 
-    Args:
-        owner: name of the stack.
-        tied: as for `with_given_weights`.
-        layers: stages and bare layers.
-
     Raises:
         PipelineError: there is no such layer with named dims.
         ShapeError: a layer has no such weight.
-        LayoutError: the dims of two weights are not the same.
+        LayoutError: the dims of two weights differ.
     """
     known = [leaf for layer in layers for leaf in _leaves(layer)]
     for target, source in tied.items():
@@ -82,15 +75,10 @@ def tie_weights(owner: str, tied: Mapping[str, str], layers: Sequence[Any]) -> N
 def check_one_mesh(
     owner: str, tied: Mapping[str, str], stages: Sequence[tuple[Any, Mesh | None]]
 ) -> None:
-    """Checks that layers share weights only where these are cut alike.
-
-    Args:
-        owner: name of the stack.
-        tied: as for `with_given_weights`.
-        stages: each with the mesh that its replicas are.
+    """Checks that layers share weights only if these are cut in the same way.
 
     Raises:
-        LayoutError: the replicas of two stages that share a weight are meshes of different sizes.
+        LayoutError: the replicas of two stages that share a weight have different meshes.
     """
     meshes = {leaf.params.name: mesh for stage, mesh in stages for leaf in _leaves(stage)}
     for pair in tied.items():

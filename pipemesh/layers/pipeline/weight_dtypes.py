@@ -1,4 +1,4 @@
-"""The dtypes that layers compute with, and their weights before they are cast to them."""
+"""The dtypes that layers compute in, and their weights before the cast."""
 
 from __future__ import annotations
 
@@ -13,25 +13,14 @@ from pipemesh.recurrent.precision import cast_floating
 
 
 def uncast_theta(layer: Any) -> Any:
-    """A layer's weights, and those of its children, in the dtype of their variables.
-
-    Args:
-        layer: a lingvo layer.
-    """
+    """Returns the weights of a layer and its children in the dtype of their variables."""
     theta = py_utils.Transform(uncast_theta, layer.children)
     theta.update(_private(layer))
     return theta
 
 
 def compute_dtypes(layer: Any) -> Any:
-    """For each weight the dtype that its layer's `theta` has it in: each layer has its own.
-
-    Args:
-        layer: a lingvo layer.
-
-    Returns:
-        Structured as its theta.
-    """
+    """Returns the dtype of each weight in its layer's `theta`, nested as the theta."""
     dtypes = py_utils.Transform(compute_dtypes, layer.children)
     p = layer.params
 
@@ -44,15 +33,10 @@ def compute_dtypes(layer: Any) -> Any:
 
 
 def plain_theta(stack: Any, theta: Any, names: Sequence[str]) -> Any:
-    """Weights as the layers of a stack compute with them, for where no pipeline does it.
+    """Returns weights as the layers of a stack compute with them, without a pipeline.
 
-    Their gradients are dense, as those of a pipeline are: of a sparse one in which a row occurs
-    twice, lingvo's clipping would take the wrong norm.
-
-    Args:
-        stack: the layer that holds the stages.
-        theta: its weights.
-        names: of the stages.
+    Their gradients are dense, as in a pipeline. lingvo's clipping computes the wrong norm of a
+    sparse gradient in which a row occurs twice.
     """
 
     def plain(weight: Any, dtype: tf.DType) -> Any:
@@ -73,12 +57,7 @@ def _with_dense_gradient(weight: tf.Tensor) -> Any:
 
 
 def cast_first(p: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, the first of them in the dtype that the stages compute in.
-
-    Args:
-        p: params of the pipeline.
-        args: of its `FProp`.
-    """
+    """Casts the first argument to the dtype that the stages compute in."""
     if not args or args[0] is None or p.nested_map_fprop:
         return args
     return cast_floating(tf.convert_to_tensor(args[0]), p.fprop_dtype), *args[1:]
