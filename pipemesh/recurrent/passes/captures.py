@@ -21,7 +21,7 @@ _LOOKUPS = {"ResourceGather": "Gather", "ResourceGatherNd": "GatherNd"}
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A weight, or other floating tensor, that a stage uses without having it in its theta.
+    """A weight, or other numeric tensor, that a stage uses but that is not in its theta.
 
     Attributes:
         outer: its value outside, which gradients flow to.
@@ -39,7 +39,7 @@ class Captured:
 
 
 def captured_weights(graph: tf.Graph) -> list[Captured]:
-    """Returns the floating tensors and variables that a traced function has captured.
+    """Returns the numeric tensors and variables that a traced function has captured.
 
     Constants are not included: they have no gradient and need no copies. Call it while the graph
     around the function is built. The function's graph gets an operation for each captured variable.

@@ -73,7 +73,7 @@ class Cutting:
         return tf.TensorSpec(shape, spec.dtype)
 
     def for_whole_batch(self, stage: Stage) -> list[Stage]:
-        """Returns the stage with a carry of the size of the whole batch, for tracing.
+        """Returns variants of a stage with a possible carry of the whole batch, for tracing.
 
         A carry that is reset for each microbatch has the rows of one. They lie along the batch dim
         of the inputs or, if time comes first in the inputs, along another dim.

@@ -21,7 +21,7 @@ class Part:
 
     Attributes:
         device: the first device of the replica.
-        call: calls the function; with collectives each call gets its own copy of the function.
+        call: returns a call of the function; with collectives, each time of a new function.
         has_note: True if it takes and returns a note.
     """
 

@@ -180,8 +180,7 @@ class Passes:
         totals: Grads = []
         for i, device in enumerate(self._traced.stage.theta_devices):
             part = [g for g in grads[i::count] if g is not None]
-            # Gradients of equal weights on all replicas are summed on the weight's device, once per
-            # step.
+            # Gradients of all replicas are summed on the weight's device, once per step.
             with tf.device(device):
                 totals.append(sum_in_order(part) if part else None)
         return totals
@@ -230,7 +229,7 @@ class Passes:
     # The functions, made on first use.
 
     def make(self) -> None:
-        """Makes the functions of all passes now, for use in bodies of loops and branches."""
+        """Makes the functions of `forward` and `backward` now, for bodies of loops and branches."""
         _ = self._forward, self._backward_and_add
 
     @functools.cached_property
