@@ -71,7 +71,7 @@ class LossScale:
 
     @property
     def finite(self) -> tf.Tensor:
-        """Whether the latest gradients were finite, a bool scalar; read it after them."""
+        """True if the latest gradients were finite, a bool scalar; read it after them."""
         return tf.cast(tf.convert_to_tensor(self._finite), tf.bool)
 
     def checked(self, groups: list[Grads]) -> list[Grads]:

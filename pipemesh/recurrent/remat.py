@@ -32,7 +32,7 @@ class Mode:
 
     @property
     def backward(self) -> Mode:
-        """Returns the mode of the actions `B`, `I` and `W` themselves."""
+        """The mode of the actions `B`, `I` and `W` themselves."""
         return NONE if self.is_apart else self
 
 

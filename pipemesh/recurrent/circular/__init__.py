@@ -1,4 +1,4 @@
-"""Runs a stack of identical stages as one loop on all cores, with named dims or any operations.
+"""Runs a stack of alike stages as one loop on all cores, with named dims or any operations.
 
 Example:
     >>> import tensorflow as tf

@@ -1,4 +1,4 @@
-"""A pipeline of stages with identical inputs and outputs, as one loop over ticks."""
+"""A pipeline of stages that take and return tensors of the same shapes, as one loop over ticks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def alike_pipeline(
     step: tf.Tensor | None = None,
     options: Options | None = None,
 ) -> tuple[list[tf.Tensor], list[list[tf.Tensor]]]:
-    """Runs a batch, in one loop over ticks, through stages that take and return the same tensors.
+    """Runs a batch through stages with inputs and outputs of the same shapes, as one loop.
 
     It returns the same results as `pipeline`. The graph does not grow with the number of
     microbatches, and the forward pass keeps only the stages' inputs.

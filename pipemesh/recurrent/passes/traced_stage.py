@@ -235,7 +235,7 @@ class TracedStage:
         return self.cut.nodes(names, lambda node: self.place(f"{node}:0") == place)
 
     def num_nodes(self) -> int:
-        """The number of operations of a microbatch, forward and backward, without recomputation."""
+        """Counts the operations of a microbatch, forward and backward, without recomputation."""
         return len(self.cut.ancestors([*self.outputs, *self.carry_out, *self._gradient_names()]))
 
     @property
@@ -249,7 +249,7 @@ class TracedStage:
         return [name for name in names if name is not None]
 
     def forward_probes(self) -> list[Probe]:
-        """The probes of the forward pass."""
+        """Returns the probes of the forward pass."""
         computed = self.cut.ancestors([*self.outputs, *self.carry_out])
         return [
             dataclasses.replace(probe, replica=number)

@@ -131,7 +131,7 @@ class TracedCell:
         return self._step(t, *_flat(given), captures=captures)
 
     def state_read(self) -> list[str]:
-        """The names of the state's tensors that any result of the cell depends on."""
+        """Returns the names of the state's tensors that a result of the cell depends on."""
         # The time is the first argument.
         begin = 1 + len(self.specs.theta)
         used = self._step.used_arguments()

@@ -9,8 +9,8 @@ import tensorflow as tf
 class Rows:
     """Storage that a loop writes row by row, as one loop variable each.
 
-    Unlike `tf.TensorArray`, the shape of a row may be unknown until the step runs, and the result
-    is a tensor of zeros if no row was ever written.
+    Unlike in a `tf.TensorArray`, the shape of a row may be unknown until the step runs. If no row
+    was written, the result is still a tensor of zeros.
 
     Args:
         row_shape: int32 vector; -1 for a size that is unknown before the first row is written.
