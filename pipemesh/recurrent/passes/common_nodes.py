@@ -34,7 +34,7 @@ def use_first(
     names.
     """
     first: dict[Hashable, str] = {}
-    # Maps a node to its replacement, and the tensor of a node that passes it on to that tensor.
+    # The node that replaces a node, and the tensor that replaces the output of a node.
     same: dict[str, str] = {}
     handed_on: dict[str, str] = {}
     passed_on: dict[str, list[str]] = {}

@@ -71,7 +71,7 @@ class Cuts:
 
     @functools.cached_property
     def remade(self) -> list[str]:
-        """Names of the tensors that an `R` leaves: those that no recomputation would keep."""
+        """Names of the tensors that an `R` leaves: those that the mode `none` keeps."""
         return Cuts(self._traced, lambda node: False).kept
 
     @functools.cached_property

@@ -172,8 +172,8 @@ class _Home:
         if group not in self._arrived:
             sent = [values for member in group for values in self.sent[member]]
             value = merged(sent, self.body.variables.sending_devices(channel))
-            # TensorFlow puts a `Switch` on the device of its data. So each buffer would send a copy
-            # of the number to that device first.
+            # TensorFlow puts a `Switch` on the device that makes its data. So it would send a copy
+            # for each buffer, after the number of that buffer was sent there.
             self._arrived[group] = _received(value, devices)
         return self._arrived[group]
 
