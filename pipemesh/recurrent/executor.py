@@ -134,9 +134,9 @@ def pipeline_loss(
         stage after the last microbatch.
 
     Raises:
-        PipelineError: the batch does not divide, a shape is not static, the first output of the
-            last stage is not a floating scalar, another output is neither a scalar nor split along
-            the batch, or no graph is being built.
+        PipelineError: the batch does not divide, a shape is not static, or no graph is being built.
+            Or the first output of the last stage is not a floating scalar, or another output is
+            neither a scalar nor split along the batch.
         ScheduleError: the schedule does not fit the stages.
 
     Example:

@@ -31,8 +31,8 @@ class Options:
             sets a policy for each stage. An `R` of the schedule recomputes its stage in any case.
         loop: True makes the schedule one loop of the graph, which grows only with the number of
             stages. False gives each action its own operations, which makes steps slightly shorter.
-            None chooses by size: a loop if all actions together would have more than 30,000 nodes,
-            or more than 10,000 with at least 100 each, and if the loop has at most half as many.
+            None chooses a loop if all actions together would have more than 30,000 nodes, or more
+            than 10,000 with at least 100 each. Also, the loop must have at most half as many.
         compute_dtype: `float32`, `bfloat16` or `float16`. Floating weights and inputs are cast to
             it on their device before the stages use them, except weights of stages with their own
             dtypes. Gradients are summed over microbatches in the dtype of the weights (float32 for

@@ -48,7 +48,7 @@ class LayerPosition:
     """The position of a call of a layer function in the stack and in the batch.
 
     Each processor has its own layer and microbatch. The methods draw the numbers that one device
-    would draw for the whole batch in the same layer, so masks do not depend on the plan. Inside a
+    would draw for the whole batch in the same layer. So masks do not depend on the plan. Inside a
     layer function of a `SimdPipeline`, `ops.dropout`, `ops.random_uniform` and `ops.random_normal`
     do the same.
 

@@ -59,7 +59,7 @@ def microbatch_size(
 
 
 def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
-    """Returns the number of replicas of each stage, and checks that all have as many."""
+    """Returns the number of replicas of the stages, after a check that it is equal for all."""
     if not stages:
         return 1
     first = stages[0]

@@ -1,7 +1,7 @@
 """Variables that a traced function reads: each is read once, outside of the function.
 
-A loop that read a variable itself would use another value in its backward pass if the variable had
-changed in between, as the global step does. Read outside, they are tensors that the function
+A variable may change between the passes of a loop, as the global step does. If the loop read it,
+the backward pass would use another value. Read outside, variables are tensors that the function
 captures, with a gradient.
 """
 

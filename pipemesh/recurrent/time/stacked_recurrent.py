@@ -96,10 +96,10 @@ def StackedRecurrent(
         the layers' final states.
 
     Raises:
-        PipelineError: lists differ in length, a shape is not static, a cell has side effects or
-            reads variables in a branch or a loop, a cell with a cell_grad captures tensors, a cell
-            reads the state despite `unused_acc_state` or returns an invalid structure, or no graph
-            is being built.
+        PipelineError: lists differ in length, a shape is not static, or no graph is being built. Or
+            a cell has side effects, reads variables in a branch or a loop, captures tensors
+            although it has a cell_grad, reads the state despite `unused_acc_state`, or returns an
+            invalid structure.
 
     Example:
         >>> import tensorflow as tf
