@@ -1,6 +1,6 @@
 """Runs schedules: stages, microbatches and devices in, outputs and gradients out.
 
-`Recurrent` runs one cell along time, `StackedRecurrent` a stack of them on several devices.
+`Recurrent` runs one cell along time. `StackedRecurrent` runs a stack of cells on several devices.
 
 Example:
     >>> import tensorflow as tf
@@ -24,7 +24,7 @@ Example:
     (48.0, [24.0, 16.0])
 """
 
-# First: it says what is missing.
+# First, because it reports a missing TensorFlow.
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
 from pipemesh.recurrent.executor import pipeline, pipeline_loss

@@ -1,4 +1,4 @@
-"""Runs a schedule as one graph: explicit devices, order held by control dependencies."""
+"""Runs a schedule as one graph, with explicit devices and an order held by control dependencies."""
 
 from __future__ import annotations
 
@@ -26,30 +26,28 @@ def pipeline(
     options: Options | None = None,
     performer: Callable[..., Performer] | None = None,
 ) -> tuple[list[tf.Tensor], list[list[tf.Tensor]]]:
-    """Runs a batch through stages, microbatch by microbatch, as a schedule says.
+    """Runs a batch through stages, microbatch by microbatch, in the order of a schedule.
 
-    To be called while a graph is built: inside a `tf.function` or under a TF1 graph. Gradients
-    of the outputs, by `tf.GradientTape` or `tf.gradients`, run the schedule's backward actions on
-    the devices of their stages.
+    Call it inside a `tf.function` or a TF1 graph. Gradients of the outputs (`tf.GradientTape`,
+    `tf.gradients`) run the backward actions on the devices of their stages.
 
     Args:
-        stages: the stages, first to last; each takes the outputs of the one before.
-        inputs: tensors with static shapes; all are cut along `options.batch_dim`.
-        schedule: on each device all forwards come before all backwards, because the gradient of
-            the outputs is known only after all of them; see `pipeline_loss` for other schedules.
-        step: int64 scalar, the global step, that random numbers are keyed by.
-        options: how it runs.
-        performer: makes another object that performs the actions; see `circular`.
+        stages: the stages, first to last. Each takes the outputs of the previous one.
+        inputs: tensors with static shapes; all are split along `options.batch_dim`.
+        schedule: on each device all forward actions come before all backward actions, because the
+            gradient of the outputs depends on all of them. For other schedules see `pipeline_loss`.
+        step: int64 scalar, the global step. It is part of the key of random numbers.
+        options: settings of the run.
+        performer: creates a different object to perform the actions; see `circular`.
 
     Returns:
         The outputs of the last stage for the whole batch, and each stage's carry after the last
-        microbatch, through which gradients flow if the stage is recurrent.
+        microbatch. Gradients flow through the carry of a recurrent stage.
 
     Raises:
-        PipelineError: the batch does not divide, shapes are not static, an output is not cut along
-            the batch, or there is no graph.
-        ScheduleError: the schedule does not fit the stages or cannot be run with the loss outside
-            of the pipeline.
+        PipelineError: the batch does not divide, a shape is not static, an output is not split
+            along the batch, or no graph is being built.
+        ScheduleError: the schedule does not fit the stages, or needs the loss inside the pipeline.
 
     Example:
         >>> import tensorflow as tf
@@ -78,7 +76,7 @@ def pipeline(
     run.checks.forward(outputs, "an output", run.state.notes["forward"])
     outputs = run.checks.after_forward(outputs, stages[-1].device)
     run.finish_carries(run.checks.after_forward)
-    # The states of recurrent stages are results as well.
+    # The states of recurrent stages are results, too.
     states = [t for carry in run.recurrent(run.state.carries) for t in carry]
 
     def backward(grads: Grads) -> list[Grads]:
@@ -113,32 +111,32 @@ def pipeline_loss(
     step: tf.Tensor | None = None,
     options: Options | None = None,
 ) -> tuple[tf.Tensor, list[tf.Tensor], list[list[tf.Tensor]]]:
-    """Runs a batch through stages whose last one ends in a loss, forward and backward.
+    """Runs a batch forward and backward through stages that end in a loss.
 
-    With the loss inside, the backward pass of a microbatch can start before the others have gone
-    forward, so every schedule can be run. To be called while a graph is built; the gradient of
-    the loss, by `tf.GradientTape` or `tf.gradients`, costs no more than a product with the
-    gradient that arrives.
+    With the loss inside, a microbatch can start its backward pass before the others finish their
+    forward passes. So every schedule is supported. Call it inside a `tf.function` or a TF1 graph.
+    The backward actions run at once: a later `tf.GradientTape.gradient` or `tf.gradients` only
+    multiplies their results by the incoming gradient.
 
     Args:
-        stages: the stages, first to last. The last one's first output is a floating scalar: the
-            loss of the microbatch, or of a replica's part of it, *summed* over its examples. Its
-            other outputs are for looking at and have no gradient.
-        inputs: tensors with static shapes; all are cut along `options.batch_dim`.
-        schedule: any valid schedule; one without backward actions gives a loss without gradient.
-        step: int64 scalar, the global step, that random numbers are keyed by.
-        options: how it runs.
+        stages: the stages, first to last. The first output of the last stage is a floating scalar:
+            the loss of the microbatch (or of a replica's part of it), *summed* over its examples.
+            Its other outputs are for monitoring and have no gradient.
+        inputs: tensors with static shapes; all are split along `options.batch_dim`.
+        schedule: any valid schedule. Without backward actions the loss has no gradient.
+        step: int64 scalar, the global step. It is part of the key of random numbers.
+        options: settings of the run.
 
     Returns:
-        The loss summed over the batch, a scalar of at least 32 bits; the other outputs of the last
-        stage for the whole batch, where scalars become a vector with one element a microbatch
-        (with replicas, one for each replica's part of it); and each stage's carry after the last
-        microbatch.
+        The loss, the other outputs, and the carries. The loss is summed over the batch, a scalar of
+        at least 32 bits. The other outputs of the last stage are for the whole batch; a scalar
+        becomes a vector with one element per microbatch and replica. The carries are those of each
+        stage after the last microbatch.
 
     Raises:
-        PipelineError: the batch does not divide, shapes are not static, the first output of the
-            last stage is no floating scalar, another is neither a scalar nor cut along the batch,
-            or there is no graph.
+        PipelineError: the batch does not divide, a shape is not static, or no graph is being built.
+            Or the first output of the last stage is not a floating scalar, or another output is
+            neither a scalar nor split along the batch.
         ScheduleError: the schedule does not fit the stages.
 
     Example:
@@ -175,7 +173,7 @@ def pipeline_loss(
     run.perform(run.order)
     losses, *others = run.outputs()
     with tf.device(stages[-1].device):
-        # Of few bits, a sum over microbatches would lose some.
+        # In 16 bits, a sum over microbatches would lose precision.
         loss = tf.reduce_sum(tf.cast(losses, tf.float32) if losses.dtype.size < 4 else losses)
     run.checks.forward([loss], "the loss", run.state.notes["forward"])
     loss, *others = run.checks.after_forward([loss, *others], stages[-1].device)

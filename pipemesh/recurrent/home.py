@@ -15,19 +15,18 @@ from pipemesh.errors import DeviceError
 class Home:
     """The devices of a stage.
 
-    With several replicas a stage runs once for each: each has a copy of the weights and takes the
-    same number of neighbouring examples of every microbatch. A replica may have several devices,
-    which the stage divides its work among itself, with `current_devices`. What it does not divide
-    lies on the first of them, and what replicas do not have each for themselves, such as a sum that
-    stages hand on, on the first of the home.
+    Each replica has a copy of the weights and computes the same number of neighbouring examples of
+    every microbatch. A replica may have several devices; the stage divides its work among them with
+    `current_devices`. Undivided tensors lie on the first device of the replica. Tensors that all
+    replicas share, such as a sum, lie on the first device of the home.
 
     Attributes:
-        devices: names of TensorFlow devices: those of the first replica, of the second, and so on.
-        num_replicas: how many replicas there are; by default one a device.
+        devices: names of TensorFlow devices, ordered by replica.
+        num_replicas: number of replicas; by default one per device.
 
     Raises:
-        DeviceError: there is no device, what was given are no names, or the devices do not divide
-            among the replicas.
+        DeviceError: there is no device, a name is not a string, or the number of devices is not a
+            multiple of the number of replicas.
 
     Example:
         >>> home = Home(("GPU:0", "GPU:1"))
@@ -60,25 +59,25 @@ class Home:
 
     @classmethod
     def of(cls, given: Home | str | Sequence[str]) -> Home:
-        """A home as it is, or that of a device or several.
+        """Returns a home for a device or several; a `Home` is returned as it is.
 
         Raises:
-            DeviceError: these are no names of devices.
+            DeviceError: the argument is not a home or device names.
         """
         return given if isinstance(given, Home) else cls(given)  # type: ignore[arg-type]
 
     @property
     def first(self) -> str:
-        """Where everything lies that is not cut."""
+        """The device of every tensor that is not split."""
         return self.devices[0]
 
     @property
     def group(self) -> int:
-        """How many devices a replica has."""
+        """The number of devices of a replica."""
         return len(self.devices) // self.num_replicas
 
     def replica(self, number: int) -> tuple[str, ...]:
-        """The devices of a replica."""
+        """Returns the devices of a replica."""
         return self.devices[number * self.group :][: self.group]
 
     def __len__(self) -> int:
@@ -93,7 +92,7 @@ _current: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("devi
 
 @contextlib.contextmanager
 def calling_on(devices: tuple[str, ...]) -> Iterator[None]:
-    """Inside, the function of a stage is called for a replica with these devices."""
+    """Sets the devices that `current_devices` returns inside the context."""
     token = _current.set(devices)
     try:
         yield
@@ -102,9 +101,9 @@ def calling_on(devices: tuple[str, ...]) -> Iterator[None]:
 
 
 def current_devices() -> tuple[str, ...]:
-    """The devices of the replica that a stage's function is called for; none outside of one.
+    """Returns the devices of the replica that calls the stage's function; outside of a stage, none.
 
-    The first is the device of the scope that the function is called in. On the others it puts
-    operations with `tf.device` by itself; the parts that are cut out of its graph keep them there.
+    The function runs in the device scope of the first device. It places operations on the others
+    with `tf.device`; the functions that are cut from its graph keep them there.
     """
     return _current.get()

@@ -1,4 +1,4 @@
-"""Predicts what a run holds in memory on each device, before it runs."""
+"""Predicts the memory that a run needs on each device, before it runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipemesh.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class StageMemory:
-    """What a device of a stage's home keeps of the first microbatch for its backward pass.
+    """The memory that a device of a home keeps of the first microbatch for its backward pass.
 
     Attributes:
-        kept: bytes, all in all.
-        kept_inputs: for each input its bytes if it is among that, else 0.
-        kept_outputs: for each output whether it is among that.
+        kept: bytes in total.
+        kept_inputs: for each input its bytes if it is kept, else 0.
+        kept_outputs: for each output True if it is kept.
         outputs: shapes and dtypes of the outputs.
-        pending: bytes that it keeps between an `I` and its `W`; 0 if the table has none.
+        pending: bytes that are kept between an `I` and its `W`; 0 if the schedule has none.
     """
 
     kept: int
@@ -36,17 +36,16 @@ class StageMemory:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """What one device holds, in bytes.
+    """The memory of one device, in bytes.
 
     Attributes:
-        weights: of its stages, once each, in the dtype that they are computed with.
+        weights: the weights of its stages, once each, in the dtype of computation.
         gradients: the sums of their gradients.
-        kept: the most that it holds at once for backward passes: what forward passes leave, what
-            an `R` leaves instead, and between an `I` and its `W` what the `I` leaves. A tensor that
-            two actions need, such as the input of a stage that is the output of another on the same
-            device, counts for both.
-        stages: what each of its stages keeps of one microbatch. Left aside in comparisons.
-        device: its name. Left aside, too.
+        kept: the peak of the tensors kept for backward passes: results of forward passes or of an
+            `R`, and tensors that an `I` leaves for its `W`. A tensor that two actions need counts
+            twice, such as an output that is the input of another stage on the same device.
+        stages: the memory that each of its stages keeps of one microbatch. Ignored in comparisons.
+        device: its name. Ignored in comparisons.
     """
 
     weights: int
@@ -57,7 +56,7 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """All of it. What an action needs while it runs comes on top."""
+        """The sum of weights, gradients and kept tensors, without temporary tensors of actions."""
         return self.weights + self.gradients + self.kept
 
 
@@ -69,20 +68,20 @@ def predict_memory(
     step: tf.Tensor | None = None,
     options: Options | None = None,
 ) -> list[DeviceMemory]:
-    """What `pipeline` or `pipeline_loss` with these arguments would hold.
+    """Predicts the memory that `pipeline` or `pipeline_loss` would need with these arguments.
 
-    The stages are traced, and nothing is run. To be called while a graph is built.
+    It traces the stages and runs nothing. Call it inside a `tf.function` or a TF1 graph.
 
     Args:
         stages: as for `pipeline`.
         inputs: as for `pipeline`.
         schedule: as for `pipeline`.
         step: as for `pipeline`.
-        options: as for `pipeline`; remat and compute dtype matter.
+        options: as for `pipeline`; remat and compute dtype change the result.
 
     Returns:
-        One for each device: those of the schedule's first row, of its second, and so on. A device
-        that a home names several times holds what all of its replicas hold, and the weights once.
+        The memory of each device, ordered by the rows of the schedule. For a device that a home
+        names several times it includes all of its replicas, but the weights once.
 
     Raises:
         PipelineError: see `pipeline`.
@@ -105,10 +104,10 @@ def predict_memory(
 
 
 def memory_of(run: Run) -> list[DeviceMemory]:
-    """What a run holds; see `predict_memory`.
+    """Returns the memory that a run needs; see `predict_memory`.
 
     Args:
-        run: what `Options.noted_run` was given.
+        run: the argument of `Options.noted_run`.
     """
     stages, schedule = run.stages, run.schedule
     recomputed = schedule.recomputed()
@@ -142,7 +141,7 @@ def memory_of(run: Run) -> list[DeviceMemory]:
 
 def _of_stage(run: Run, stage: int, place: int) -> StageMemory:
     traced, kept = run.sizes.kept_names(stage)
-    # An input that is kept may have an identity's name.
+    # A kept input may have the name of an identity of it.
     names = {same for name in kept for same in traced.cut.same_value(name)}
     inputs, outputs = (
         [name for name in every if traced.place(name) == place]

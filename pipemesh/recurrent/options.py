@@ -1,4 +1,4 @@
-"""How a pipeline runs, apart from its schedule."""
+"""Settings of a run of a pipeline, apart from its schedule."""
 
 from __future__ import annotations
 
@@ -16,42 +16,41 @@ from pipemesh.recurrent.watch.health import OF_GRADIENTS, check_policy
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a pipeline runs, apart from its schedule; the defaults change no results.
+    """Settings of a run of a pipeline; the defaults change no results.
 
     Attributes:
-        batch_dim: the dim along which inputs are cut and outputs joined.
-        sequence_dim: the dim along which inputs are cut and outputs joined where the schedule has
-            slices; inputs without it are given whole to every slice.
-        remat: `full` keeps only each microbatch's stage inputs and computes the stage again in
-            the backward pass; `none` keeps what the backward pass needs; `except_last` computes
-            nothing again for a microbatch whose backward pass follows its forward pass at once;
-            `twice` is as `full`, but between the halves `I` and `W` of a backward pass it keeps
-            gradients only, and computes the stage once more in `W`; `Selective(predicate)` computes
-            the layers again that the predicate picks. `ByStage(policies)`, or names with commas
-            between, gives each stage its own. An `R` of the schedule computes its stage again in
-            any case.
-        loop: True makes the schedule one loop of the graph, which then grows with the number of
-            stages only. False gives each action operations of its own, with which steps are a
-            little shorter. None chooses by size: a loop if the actions would have more than 30,000
-            nodes together, or more than 10,000 if they have 100 each, and the loop at most half.
-        compute_dtype: `float32`, `bfloat16` or `float16`: floating weights and inputs are cast to
-            it, on their device, before the stages see them, but for the weights of stages that
-            have dtypes of their own. Gradients are summed over microbatches
-            in the weights' own dtype, in float32 if that is of half precision, and come back in
-            the own dtype. None casts nothing.
-        uncast_inputs: numbers of the inputs that keep their dtype all the same, such as labels.
-        loss_scale: multiplies the loss within the pipeline, which float16 needs.
+        batch_dim: the dim along which inputs are split and outputs joined.
+        sequence_dim: the dim along which inputs are split and outputs joined if the schedule has
+            sequence slices. Every slice gets an input without this dim as a whole.
+        remat: `full` keeps only the stage inputs of each microbatch and recomputes the stage in the
+            backward pass. `none` keeps everything that the backward pass needs. `except_last`
+            recomputes nothing for a microbatch whose backward pass directly follows its forward
+            pass. `twice` is `full`, but keeps only gradients between the halves `I` and `W` of a
+            backward pass and recomputes the stage again in `W`. `Selective(predicate)` recomputes
+            the layers that the predicate chooses. `ByStage(policies)`, or names joined by commas,
+            sets a policy for each stage. An `R` of the schedule recomputes its stage in any case.
+        loop: True makes the schedule one loop of the graph, which grows only with the number of
+            stages. False gives each action its own operations, which makes steps slightly shorter.
+            None chooses a loop if all actions together would have more than 30,000 nodes, or more
+            than 10,000 with at least 100 each. Also, the loop must have at most half as many.
+        compute_dtype: `float32`, `bfloat16` or `float16`. Floating weights and inputs are cast to
+            it on their device before the stages use them, except weights of stages with their own
+            dtypes. Gradients are summed over microbatches in the dtype of the weights (float32 for
+            half-precision weights) and returned in the dtype of the weights. None casts nothing.
+        uncast_inputs: indices of the inputs that keep their dtype, such as labels.
+        loss_scale: multiplies the loss within the pipeline; float16 needs it.
         check_numerics: `results` raises `tf.errors.InvalidArgumentError` if the loss (or an output,
-            while the loss is outside) or a gradient is not finite; `all` also says in which
-            layer and microbatch that began, which makes the graph several times as large.
-            `loss` and `forward` are the same without gradients, for a loss that is scaled until
-            they overflow; `off` checks nothing. By default `loss` with a `loss_scale`, else
-            `results`. Nothing that `pipeline` or `pipeline_loss` returns is there before the
-            check has passed, and no gradient.
-        clock: notes when each action runs.
-        strict_devices: whether an operation of a stage that is pinned to another device, or has no
-            kernel for the device of its stage, is an error; see also `placement`.
-        noted_run: is given the run before it is performed, for `memory_of` and `transfers_of`.
+            if the loss is outside) or a gradient is not finite. `all` also names the layer and
+            microbatch where that began, which makes the graph several times as large. `loss` and
+            `forward` are the same without gradients, for a scaled loss whose gradients may
+            overflow. `off` checks nothing. The default is `loss` with a `loss_scale`, else
+            `results`. Every result of `pipeline` or `pipeline_loss`, and every gradient, waits for
+            the check.
+        clock: records when each action runs.
+        strict_devices: raises an error if an operation of a stage is pinned to another device, or
+            has no kernel for the device of its stage; see also `placement`.
+        noted_run: is called with the run before it is performed, for `memory_of` and
+            `transfers_of`.
         rolled: the old name of `loop`, for one release; `'ticks'` means True.
     """
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: gradients of float16 neither vanish nor overflow for long."""
+"""Dynamic loss scaling, which keeps float16 gradients from vanishing or overflowing."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _GROWTH_INTERVAL = 2000
 
 
 class LossScale:
-    """What the loss is multiplied by before the backward pass, and gradients divided by after it.
+    """A factor on the loss before the backward pass, which gradients are divided by after it.
 
     The smallest positive number of float16 is 6e-8, so small gradients become 0. A large factor
-    saves them, and one that is too large makes some gradient infinite. Then the pipeline's
-    gradients become 0, and the factor is halved. After 2,000 steps without that it is doubled.
+    prevents that, but a factor that is too large makes some gradient infinite. Then the pipeline's
+    gradients become 0, and the factor is halved. After 2,000 steps without an overflow it is
+    doubled.
 
     A gradient of 0 still moves an optimizer: Adam's moments and powers, moving averages, weights
-    outside of the pipeline. To leave all of them as they are, update in `when_finite`, or give
-    lingvo's learner `pipemesh.training.all_or_none` with this scale, as `pipemesh train` does.
+    outside the pipeline. To skip the whole update, do it in `when_finite`, or give lingvo's learner
+    `pipemesh.training.all_or_none` with this scale, as `pipemesh train` does.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
     Args:
         scale: float32 scalar variable, the factor; 32,768 is a good start.
-        good_steps: scalar variable, the steps since the factor has changed.
-        finite: scalar variable, whether the latest gradients were finite; not bool is fine too.
+        good_steps: scalar variable, the number of steps since the last change of the factor.
+        finite: scalar variable, whether the latest gradients were finite; any dtype.
 
     Example:
         >>> import tensorflow as tf
@@ -47,7 +48,7 @@ class LossScale:
 
     @classmethod
     def create(cls) -> LossScale:
-        """With variables of its own, which a checkpoint should hold."""
+        """Creates a scale with new variables, which a checkpoint should include."""
 
         def variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
             return tf.Variable(value, dtype=dtype, trainable=False, name=name)
@@ -60,7 +61,7 @@ class LossScale:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Those that a checkpoint should hold."""
+        """The variables that a checkpoint should include."""
         return [self._scale, self._good_steps, self._finite]
 
     @property
@@ -70,17 +71,17 @@ class LossScale:
 
     @property
     def finite(self) -> tf.Tensor:
-        """Whether the latest gradients were finite, a bool scalar; read it after them."""
+        """True if the latest gradients were finite, a bool scalar; read it after them."""
         return tf.cast(tf.convert_to_tensor(self._finite), tf.bool)
 
     def checked(self, groups: list[Grads]) -> list[Grads]:
-        """Gradients, or zeros if any is not finite; the factor changes accordingly.
+        """Returns the gradients, or zeros if any is not finite, and adapts the factor.
 
         Args:
             groups: lists of gradients, already divided by the factor.
 
         Returns:
-            The same structure. Whoever evaluates a gradient also has the factor changed.
+            The same structure. Evaluating any of these gradients also updates the factor.
         """
         flags = []
         for grad in (grad for group in groups for grad in group if grad is not None):
@@ -93,7 +94,7 @@ class LossScale:
         grown = tf.where(grows, scale * _FACTOR, scale)
         new_scale = tf.where(finite, grown, tf.maximum(scale / _FACTOR, 1.0))
         kept_steps = tf.where(finite & tf.logical_not(grows), good_steps, tf.zeros_like(good_steps))
-        # Only after every gradient was divided by the old factor.
+        # The factor may change only after every gradient was divided by the old one.
         with tf.control_dependencies([finite, new_scale, kept_steps]):
             updates = [
                 self._scale.assign(new_scale),
@@ -108,7 +109,7 @@ class LossScale:
         """Calls `apply`, which updates weights, if the latest gradients were finite.
 
         Args:
-            apply: called while a graph is built, after the gradients were computed in it.
+            apply: called while a graph is built that already contains the gradients.
 
         Returns:
             Whether it ran, a bool scalar.
@@ -122,10 +123,10 @@ class LossScale:
 
 
 def check_compute_dtype(dtype: Any) -> tf.DType | None:
-    """The dtype that a pipeline computes in; None if that is left to the stages.
+    """Returns the dtype that a pipeline computes in; None leaves the choice to the stages.
 
     Raises:
-        PipelineError: it is none of float32, bfloat16 and float16.
+        PipelineError: it is not float32, bfloat16 or float16.
     """
     if dtype is None:
         return None
@@ -140,14 +141,14 @@ def check_compute_dtype(dtype: Any) -> tf.DType | None:
 
 
 def cast_floating(tensor: tf.Tensor, dtype: tf.DType | None) -> tf.Tensor:
-    """The tensor in another dtype if it is floating and there is one."""
+    """Casts a floating tensor to a dtype, if one is given."""
     if dtype is None or not tensor.dtype.is_floating:
         return tensor
     return tf.cast(tensor, dtype)
 
 
 def sum_dtype(dtype: tf.DType) -> tf.DType:
-    """What gradients are summed in: small ones of half precision would vanish beside large sums."""
+    """Returns the dtype for sums of gradients; half precision would lose small ones."""
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 

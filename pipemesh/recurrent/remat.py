@@ -1,4 +1,4 @@
-"""What is computed again in the backward pass, stage by stage and microbatch by microbatch."""
+"""Policies of recomputation in the backward pass, by stage and microbatch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from pipemesh.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How one backward pass comes by what its forward pass computed.
+    """The way in which one backward pass gets the results of its forward pass.
 
     Attributes:
-        name: for the eye.
-        recomputed: gives for a stage which nodes of its forward pass are computed again.
-        is_apart: whether that is an action of its own, an `R`. All is there for what follows it.
-        is_twice: whether a `W` computes them once more, instead of being handed them by its `I`.
+        name: for printing.
+        recomputed: returns for a stage a test of which nodes of its forward pass are recomputed.
+        is_apart: True if an action `R` does the recomputation and leaves all results to later
+            actions.
+        is_twice: True if a `W` recomputes these nodes again instead of getting them from its `I`.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Mode:
 
     @property
     def backward(self) -> Mode:
-        """How the actions `B`, `I` and `W` themselves come by it."""
+        """The mode of the actions `B`, `I` and `W` themselves."""
         return NONE if self.is_apart else self
 
 
@@ -41,16 +42,16 @@ NONE = Mode("none", lambda traced: lambda node: False)
 
 
 class RematPolicy(abc.ABC):
-    """Which mode each backward pass has."""
+    """A choice of a mode for each backward pass."""
 
     @abc.abstractmethod
     def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
-        """For each (stage, microbatch) of a valid schedule how its backward pass is done."""
+        """Returns the mode of each (stage, microbatch) of a valid schedule."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Planned(RematPolicy):
-    """The policy of a plan; forecasts ask the same value."""
+    """The policy of a plan, with the value that forecasts use, too."""
 
     remat: Remat
 
@@ -64,13 +65,13 @@ class _Planned(RematPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class Selective(RematPolicy):
-    """Recompute the layers that a predicate picks, keep what the others computed.
+    """Recomputes the layers that a predicate chooses and keeps the results of the others.
 
-    A run of picked layers is computed again from the input of its first one. Layers are what
-    `pipemesh.randomness.layer_scope` encloses; operations outside of any are kept.
+    Consecutive chosen layers are recomputed from the input of the first one. Layers are the scopes
+    of `pipemesh.randomness.layer_scope`. Operations outside of a layer are kept.
 
     Attributes:
-        predicate: of a layer's name; True if the layer is computed again.
+        predicate: takes the name of a layer; returns True to recompute it.
 
     Example:
         >>> remat = Selective(lambda layer: layer.startswith("attention"))
@@ -81,10 +82,10 @@ class Selective(RematPolicy):
     predicate: Callable[[str], bool]
 
     def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
-        """The same for all.
+        """Returns the same mode for all stages and microbatches.
 
         Raises:
-            PipelineError: when a stage is looked at that has no layers to pick from.
+            PipelineError: when the mode is used for a stage without layers.
         """
         return dict.fromkeys(_pairs(schedule), Mode("selective", self._recomputed))
 
@@ -101,12 +102,12 @@ class Selective(RematPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class ByStage(RematPolicy):
-    """Another policy for each stage.
+    """A separate policy for each stage.
 
-    Where the last stages hold least, as under 1F1B, they need not compute anything again.
+    Under 1F1B, for example, the last stages keep the fewest microbatches and need no recomputation.
 
     Attributes:
-        policies: names or policies, one a stage.
+        policies: names or policies, one per stage.
 
     Example:
         >>> from pipemesh.schedule import one_f_one_b
@@ -118,10 +119,11 @@ class ByStage(RematPolicy):
     policies: Sequence[str | RematPolicy]
 
     def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
-        """Of each stage those of its policy.
+        """Returns for each stage the modes of its policy.
 
         Raises:
-            PipelineError: there are not as many as the schedule has stages, or one is unknown.
+            PipelineError: the number of policies is not the number of stages, or a policy is
+                unknown.
         """
         if len(self.policies) != schedule.num_stages:
             raise PipelineError(
@@ -138,22 +140,14 @@ AnyRemat = str | Remat | RematPolicy
 
 
 def remat_of(remat: AnyRemat) -> Remat:
-    """Returns the plan's value for a policy; `custom` for one that only Python knows.
-
-    Raises:
-        PlanError: a policy is unknown.
-    """
+    """Returns the plan's value for a policy: `custom` for one that only Python code defines."""
     if isinstance(remat, RematPolicy):
         return Remat.CUSTOM
     return remat if isinstance(remat, Remat) else Remat.from_text(remat)
 
 
 def policy_of(remat: AnyRemat) -> RematPolicy:
-    """Returns the policy of a text, of a plan's value, or the given policy itself.
-
-    Raises:
-        PipelineError: it is none of them, or `custom`, which names no policy.
-    """
+    """Returns the policy for a text or a plan's value; a policy is returned as it is."""
     if isinstance(remat, RematPolicy):
         return remat
     try:
@@ -171,17 +165,10 @@ def policy_of(remat: AnyRemat) -> RematPolicy:
 
 
 def modes_of(remat: AnyRemat, schedule: Schedule) -> dict[tuple[int, int], Mode]:
-    """For each (stage, microbatch) of a valid schedule how its backward pass is done.
+    """Returns the mode of each (stage, microbatch) of a valid schedule.
 
-    An `R` of the schedule computes all of its stage again, or what a `Selective` picks, whatever
-    the others are to do.
-
-    Args:
-        remat: what is asked for.
-        schedule: the table.
-
-    Raises:
-        PipelineError: see `policy_of` and `ByStage`.
+    An `R` of the schedule recomputes its whole stage, or the layers that a `Selective` chooses,
+    whatever the policy says about other microbatches.
     """
     modes = dict(policy_of(remat).modes(schedule))
     for pair in schedule.recomputed():

@@ -1,4 +1,4 @@
-"""The slice of the sequences that a stage's function is called for."""
+"""The sequence slice that a stage's function is called for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipemesh.recurrent.stage import Stage
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Which part of its sequences a stage's function is given.
+    """The part of its sequences that a stage's function gets.
 
     Attributes:
         index: int64 scalar, from 0; a slice of `n` positions begins at position `index * n`.
-        count: how many slices the sequences have; 1 where they are whole.
+        count: number of slices; 1 for whole sequences.
     """
 
     index: tf.Tensor
@@ -30,7 +30,7 @@ class Slice:
 @dataclasses.dataclass(frozen=True)
 class _Call:
     slice: Slice
-    # Whether the carry is that of a microbatch, so that it can start anew.
+    # True if the carry belongs to one microbatch, so that it can be reset.
     is_piece: bool
 
 
@@ -39,13 +39,10 @@ _current: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("slice",
 
 @contextlib.contextmanager
 def calling_for(index: tf.Tensor, count: int, is_piece: bool = True) -> Iterator[None]:
-    """Inside, the function of a stage is called for a slice.
+    """Sets the slice that `current_slice` returns inside the context.
 
-    Args:
-        index: int64 scalar.
-        count: how many slices there are.
-        is_piece: whether it is given a microbatch, and not the whole batch, of which only shapes
-            and draws matter.
+    `is_piece` is False if the function gets the whole batch, which is traced for shapes and draws
+    only.
     """
     token = _current.set(_Call(Slice(index, count), is_piece))
     try:
@@ -55,7 +52,7 @@ def calling_for(index: tf.Tensor, count: int, is_piece: bool = True) -> Iterator
 
 
 def current_slice() -> Slice:
-    """The slice that a stage's function is called for; the whole sequences outside of one.
+    """Returns the slice that a stage's function is called for; by default the whole sequence.
 
     Example:
         >>> from pipemesh.recurrent.sequence import current_slice
@@ -67,22 +64,21 @@ def current_slice() -> Slice:
 
 
 def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
-    """What a stage keeps of whole sequences, with what the current slice adds at its positions.
+    """Writes the current slice into a tensor of whole sequences, at its positions.
 
-    So a layer of causal attention hands on keys and values: they are its carry, of whole length,
-    and its queries attend to all positions up to their own. Shapes stay static, as the executor
-    needs them, whichever slice it is.
+    A layer of causal attention can so keep keys and values of whole length as its carry. Its
+    queries attend to all positions up to their own. Shapes stay static, as the executor requires.
 
     Args:
-        past: for whole sequences, of any shape.
-        new: for the current slice; as `past`, but shorter along `dim`.
-        dim: along which sequences lie.
+        past: the tensor of whole sequences, of any shape.
+        new: the tensor of the current slice; like `past`, but shorter along `dim`.
+        dim: the dim of the positions.
 
     Returns:
         A tensor of the shape of `past`.
 
     Raises:
-        PipelineError: the lengths do not fit, or are not known before the step runs.
+        PipelineError: the lengths do not fit, or are not static.
 
     Example:
         >>> import tensorflow as tf
@@ -101,7 +97,8 @@ def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
         )
     if piece.count == 1:
         return new
-    # Along a dim of its own, which slice it is. No slicing: its gradient would have an open shape.
+    # The index of the slice becomes a dim of its own. `tf.slice` would give the gradient an unknown
+    # shape.
     parts = tf.reshape(past, [*sizes[:dim], piece.count, length, *sizes[dim + 1 :]])
     here = tf.equal(tf.range(piece.count, dtype=tf.int64), piece.index)
     here = tf.reshape(here, [-1, *[1] * (len(sizes) - dim)])
@@ -109,13 +106,10 @@ def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
 
 
 def starting_anew(stage: Stage) -> Stage:
-    """A recurrent stage whose carry starts anew with the first slice of each microbatch.
+    """Returns a recurrent stage whose carry is reset at the first slice of each microbatch.
 
-    Going backward, the gradient that comes to a microbatch from the next one is then zero, and what
-    arrives at its first slice is part of that of the initial carry, summed over microbatches.
-
-    Args:
-        stage: whose carry is the initial one.
+    In the backward pass, the gradient from the next microbatch is then zero. The gradient that
+    leaves the first slice belongs to the initial carry and is summed over microbatches.
     """
     initial = [tf.convert_to_tensor(t) for t in stage.carry]
 

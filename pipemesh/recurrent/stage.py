@@ -1,4 +1,4 @@
-"""A stage as the executor sees it: a function of flat lists of tensors, and its home."""
+"""A stage for the executor: a function of flat lists of tensors, and its home."""
 
 from __future__ import annotations
 
@@ -15,39 +15,38 @@ Tensors = Sequence[tf.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What runs as one unit.
+    """The unit of work that runs on one home.
 
     Attributes:
         name: names the stage in errors and in the graph.
-        forward: `forward(theta, carry, inputs, microbatch, step) -> (outputs, carry)`, all lists
-            of tensors but the last two, which are int64 scalars: the index of the microbatch and
-            the global step. It must be free of side effects and may be traced more than once.
-            `carry` goes from one microbatch of the stage to the next. With several replicas it is
-            called for each, as if the parts of microbatches were microbatches themselves.
-        theta: the weights; gradients flow to the floating ones, but for `copies`.
+        forward: `forward(theta, carry, inputs, microbatch, step) -> (outputs, carry)`. All are
+            lists of tensors, except the int64 scalars `microbatch` (index) and `step` (global
+            step). It must have no side effects and may be traced more than once. The executor
+            passes `carry` from each microbatch of the stage to the next. With several replicas it
+            calls the function for each, as if the parts of microbatches were microbatches.
+        theta: the weights. Gradients flow to the floating ones, except `copies`.
         carry: its value before the first microbatch.
-        home: where it runs; names of TensorFlow devices, one or several, are a home, too.
-        dtypes: for each of `theta` the dtype that the stage computes with; by default the
-            pipeline's `compute_dtype`.
-        places: for each of `theta` the number of the home's device that it lies on, and where its
-            gradients are summed up; by default all on the first one. Other replicas have a copy at
-            the same place among theirs.
-        copies: numbers of those of `theta` that are another one's copy on another device of its
-            replica, with the number of the other one. That one's gradient is the whole gradient;
-            copies have none.
-        fetched: numbers of those of `theta` that other replicas have no copy of: an action that
-            uses one gets it from where it lies, and lets go of it. They are sent once an action
-            and replica, not once a step; gradients are summed and sent as those of the others are.
-        arrivals: asked once the stage before is traced, for each of its outputs the number of the
-            device, of a replica here, that takes it. By default that of the number that it has
-            there, counted around where a replica here has fewer devices.
-        recurrent: whether gradients flow through the carry, from each microbatch back to the one
-            before and at last to `carry`. If not, the carry is a mere count of what was seen.
-            Where the schedule has slices, it goes from slice to slice instead, and starts anew
-            with each microbatch: give `carry` the rows of one.
-        takes_slices: whether its function may be given a slice of the sequences, which
-            `current_slice` names: it works position by position or, if it is recurrent, with what
-            slices before have put into the carry. Schedules with slices run no other stages.
+        home: the devices of the stage, a `Home` or names of TensorFlow devices.
+        dtypes: for each of `theta` the dtype of computation; by default the pipeline's
+            `compute_dtype`.
+        places: for each of `theta` the index of its device in the home, where its gradients are
+            summed, too; by default 0. Other replicas have a copy at the same index among their
+            devices.
+        copies: maps the index of a weight that is a copy on another device of its replica to the
+            index of the original. The original gets the whole gradient; copies get none.
+        fetched: indices of the weights without a copy on other replicas. An action fetches such a
+            weight from its device and frees it afterwards. It is sent once per action and replica
+            instead of once per step. Its gradients are summed and sent like the others.
+        arrivals: called once the previous stage is traced; returns for each of its outputs the
+            index of the device, within a replica of this stage, that takes it. By default the index
+            stays the same, modulo the number of devices of a replica here.
+        recurrent: True if gradients flow through the carry, from each microbatch back to the
+            previous one and finally to `carry`. If False, the carry only accumulates statistics. If
+            the schedule has slices, the carry goes from slice to slice and is reset for each
+            microbatch: `carry` then has the rows of one microbatch.
+        takes_slices: True if the function accepts a sequence slice (see `current_slice`). It must
+            work position by position or, if it is recurrent, with the results that earlier slices
+            put into the carry. Schedules with slices require it.
     """
 
     name: str
@@ -85,38 +84,38 @@ class Stage:
 
     @property
     def of_home(self) -> Home:
-        """The home, which may have been given as names."""
+        """The home, also if it was given as device names."""
         return Home.of(self.home)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices of its replicas, those of the first one first."""
+        """The devices of its replicas, ordered by replica."""
         return self.of_home.devices
 
     @property
     def device(self) -> str:
-        """The first of them."""
+        """The first device of the home."""
         return self.devices[0]
 
     @property
     def owners(self) -> Sequence[int]:
-        """For each of `theta` the number of the home's device that it lies on."""
+        """For each of `theta` the index of its device in the home."""
         assert self.places is not None
         return self.places
 
     @property
     def theta_places(self) -> Sequence[int]:
-        """For each of `theta` on which of a replica's devices it, or its copy, lies."""
+        """For each of `theta` the index, in each replica, of the device with it or its copy."""
         return [owner % self.of_home.group for owner in self.owners]
 
     def input_places(self, before: Sequence[int]) -> list[int]:
-        """On which of a replica's devices its inputs lie.
+        """Returns for each input the index of its device within a replica.
 
         Args:
-            before: on which of a replica's devices the stage before has them.
+            before: the same indices for the outputs of the previous stage.
 
         Raises:
-            PipelineError: `arrivals` gives others than the devices, or not one for each.
+            PipelineError: `arrivals` returns an invalid index, or not one for each output.
         """
         group = self.of_home.group
         if self.arrivals is None:
@@ -130,7 +129,7 @@ class Stage:
         return places
 
     def holders(self, number: int) -> range:
-        """The numbers of the home's devices that hold one of `theta`, or a copy, all the time."""
+        """Returns the devices of the home, by index, that always hold a weight or its copy."""
         owner, home = self.owners[number], self.of_home
         if number in self.fetched:
             return range(owner, owner + 1)
@@ -138,5 +137,5 @@ class Stage:
 
     @property
     def theta_devices(self) -> list[str]:
-        """For each of `theta` the device that it lies on."""
+        """For each of `theta` its device."""
         return [self.devices[owner] for owner in self.owners]

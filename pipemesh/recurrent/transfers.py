@@ -1,4 +1,4 @@
-"""Predicts what goes from device to device in a step, before it runs."""
+"""Predicts the traffic between devices in a step, before it runs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from pipemesh.text import columns
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """What of one kind goes from one device to another in a step.
+    """The traffic of one kind from one device to another in a step.
 
     Attributes:
-        what: `inputs`, `activations` or their `gradients` from stage to stage, `outputs`;
-            `weights` to the other replicas of a stage, and `weight gradients` back; `accumulators`
-            from replica to replica; what goes between the devices of a replica while actions
-            compute, `inside a stage`.
-        source: the device that has it.
-        target: the device that gets it.
-        times: how often a step; several tensors that are ready at once count once.
-        bytes: in all.
+        what: `inputs`, `activations` or their `gradients` from stage to stage, `outputs`; `weights`
+            to the other replicas of a stage, and `weight gradients` back; `accumulators` from
+            replica to replica; `inside a stage` for traffic between the devices of a replica while
+            actions compute.
+        source: the sending device.
+        target: the receiving device.
+        times: number of sends per step; tensors that are ready at once count once.
+        bytes: in total.
     """
 
     what: str
@@ -48,15 +48,14 @@ def predict_transfers(
     step: tf.Tensor | None = None,
     options: Options | None = None,
 ) -> list[Transfer]:
-    """What `pipeline` or `pipeline_loss` with these arguments would send between devices.
+    """Predicts the traffic between devices of `pipeline` or `pipeline_loss` with these arguments.
 
-    Weights of a stage with several replicas go out once a step, those that are `fetched` once an
-    action that uses them, and the sums of their gradients come back once, however many
-    microbatches there are. What goes to and from the callers of a
-    pipeline (the batch to the first stage's home, gradients of the batch) is not counted, nor are
-    scalars that say what was checked.
+    A stage with several replicas sends its weights once per step, and `fetched` weights once per
+    action that uses them. The sums of their gradients come back once, for any number of
+    microbatches. Traffic to and from the caller is not counted (the batch, its gradients), nor are
+    the scalars of checks.
 
-    The stages are traced, and nothing is run. To be called while a graph is built.
+    It traces the stages and runs nothing. Call it inside a `tf.function` or a TF1 graph.
 
     Args:
         stages: as for `pipeline`.
@@ -66,7 +65,7 @@ def predict_transfers(
         options: as for `pipeline`.
 
     Returns:
-        One for each kind and pair of devices between which something goes.
+        One transfer for each kind and pair of devices with traffic.
 
     Raises:
         PipelineError: see `pipeline`.
@@ -100,12 +99,12 @@ def predict_transfers(
 
 
 def transfers_of(run: Run, inside: bool = True) -> list[Transfer]:
-    """What a run sends; see `predict_transfers`.
+    """Returns the traffic of a run; see `predict_transfers`.
 
     Args:
-        run: what `Options.noted_run` was given.
-        inside: whether what goes between the devices of a replica inside of actions is counted,
-            for which all their nodes are gone through.
+        run: the argument of `Options.noted_run`.
+        inside: whether to count traffic between the devices of a replica inside actions, which
+            takes a pass over all of their nodes.
     """
     times: collections.Counter[tuple[str, str, str]] = collections.Counter()
     sums: collections.Counter[tuple[str, str, str]] = collections.Counter()
@@ -117,14 +116,14 @@ def transfers_of(run: Run, inside: bool = True) -> list[Transfer]:
 
 
 def table(transfers: Sequence[Transfer]) -> str:
-    """Transfers as a table, one line each."""
+    """Returns transfers as a table, one per line."""
     rows = [("what", "from", "to", "times", "bytes")]
     rows += [(t.what, t.source, t.target, str(t.times), f"{t.bytes:,}") for t in transfers]
     return "\n".join(columns(rows, left=(0, 1, 2)))
 
 
 def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
-    """What is handed on, with where from, where to and bytes; also where both are one device."""
+    """Yields kind, source, target and bytes of each tensor passed on, also within a device."""
     stages, schedule = run.stages, run.schedule
     last = len(stages) - 1
     for s, stage in enumerate(stages):

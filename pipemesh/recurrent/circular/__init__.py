@@ -1,4 +1,4 @@
-"""A stack of alike stages as one loop that all cores run: of named dims, or of any operations.
+"""Runs a stack of alike stages as one loop on all cores, with named dims or any operations.
 
 Example:
     >>> import tensorflow as tf

@@ -1,4 +1,4 @@
-"""A pipeline of stages between which the same tensors go, as one loop over ticks."""
+"""A pipeline of stages that take and return tensors of the same shapes, as one loop over ticks."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ def alike_pipeline(
     step: tf.Tensor | None = None,
     options: Options | None = None,
 ) -> tuple[list[tf.Tensor], list[list[tf.Tensor]]]:
-    """Runs a batch through stages that take and return the same tensors, as one loop over ticks.
+    """Runs a batch through stages with inputs and outputs of the same shapes, as one loop.
 
-    It computes what `pipeline` does. The graph does not grow with the number of microbatches, and
-    of the forward pass only the stages' inputs are kept.
+    It returns the same results as `pipeline`. The graph does not grow with the number of
+    microbatches, and the forward pass keeps only the stages' inputs.
 
     Args:
-        stages: the stages, first to last, each on one device; none has a carry.
-        inputs: tensors with static shapes; all are cut along `options.batch_dim`. What a stage
-            returns has the same shapes and dtypes as what it is given.
-        schedule: `looped_bfs`, which is `gpipe` where a device has one stage.
-        step: int64 scalar, the global step, that random numbers are keyed by.
-        options: how it runs. Remat is `full`, and there is always a loop; nothing notes when
-            actions run, or where a value ceased to be finite.
+        stages: the stages, first to last, each on one device and without a carry.
+        inputs: tensors with static shapes; all are split along `options.batch_dim`. The outputs of
+            a stage have the shapes and dtypes of its inputs.
+        schedule: `looped_bfs`; with one stage per device it is `gpipe`.
+        step: int64 scalar, the global step. It is part of the key of random numbers.
+        options: settings of the run. Remat is `full`, and `loop` is always True. A clock and
+            `check_numerics="all"` are not supported.
 
     Returns:
         The outputs of the last stage for the whole batch, and an empty carry for each stage.
 
     Raises:
-        PipelineError: see `pipeline`; or stages are not alike, or an option is none of these.
-        ScheduleError: it is another schedule.
+        PipelineError: see `pipeline`; or the stages differ in their tensors, or an option is not
+            supported.
+        ScheduleError: the schedule is not `looped_bfs`.
 
     Example:
         >>> import tensorflow as tf
@@ -92,11 +93,7 @@ def alike_pipeline(
 
 
 def check_options(options: Options) -> None:
-    """Checks that a loop over ticks can run so.
-
-    Raises:
-        PipelineError: it cannot; says what to change.
-    """
+    """Raises a PipelineError with a remedy if a loop over ticks does not support the options."""
     locating = {policy for policies in LOCATING.values() for policy in policies}
     for name, wrong, allowed in (
         (
@@ -120,11 +117,7 @@ def check_options(options: Options) -> None:
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Checks that a schedule is the one that a loop over ticks runs.
-
-    Raises:
-        ScheduleError: it is another.
-    """
+    """Raises a ScheduleError if a loop over ticks cannot run the schedule."""
     devices, stages = schedule.num_devices, schedule.num_stages
     if stages % devices == 0:
         own = looped_bfs(devices, schedule.num_microbatches, stages // devices)
@@ -138,19 +131,9 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 class Circular:
-    """Performs a schedule as one loop forward and one backward.
+    """A performer that runs a schedule as one loop forward and one backward.
 
-    Args:
-        schedule: the table.
-        machine: the stages, traced.
-        state: what stages hold.
-        stages: the stages.
-        inputs: of the pipeline, the whole batch.
-        cutting: how the batch is cut.
-        modes: of remat; all are `full`.
-
-    Attributes:
-        state: what stages hold.
+    `modes` of remat are all `full`; the parameter makes it exchangeable with other performers.
     """
 
     def __init__(
@@ -189,7 +172,7 @@ class Circular:
         self._grads: Leaves = ()
 
     def perform(self, actions: Sequence[Action]) -> None:
-        """Runs the loop that these actions are."""
+        """Runs the loop for these actions, forward or backward."""
         if actions[0].kind == "F":
             stream = tuple(self._cut(tensor) for tensor in self._inputs)
             self._outputs, self._saved = self._loop.forward(stream, [])
@@ -210,19 +193,19 @@ class Circular:
         self._seeds = list(output_grads)
 
     def outputs(self) -> Tensors:
-        """Those of the last stage for the whole batch."""
+        """Returns the last stage's outputs for the whole batch."""
         with tf.device(self._machine.stages[-1].device):
             return [self._join(leaf) for leaf in self._outputs]
 
     def input_grads(self) -> Grads:
-        """The gradients of the pipeline's inputs."""
+        """Returns the gradients of the pipeline's inputs."""
         with tf.device(self._machine.stages[0].device):
             found = dict(zip(self._ticking.floating, self._grads, strict=True))
             names = self._machine.traced[0].gradients.of_inputs
             return [None if name is None else self._join(found[i]) for i, name in enumerate(names)]
 
     def _cut(self, tensor: tf.Tensor) -> Slices:
-        """The microbatches, one behind the other, on the first core; zeros on the others."""
+        """Returns the microbatches, stacked, for the first core, and zeros for the others."""
         dim, count = self._cutting.batch_dim, self._cutting.num_microbatches
         sizes = static_sizes(tensor)
         with tf.device(self._devices[0]):
@@ -235,7 +218,7 @@ class Circular:
         return tuple(slices)
 
     def _join(self, leaf: Slices) -> tf.Tensor:
-        """What lies on the first core, as that of the whole batch."""
+        """Returns the first core's slice, as a tensor of the whole batch."""
         dim = self._cutting.batch_dim
         slots = leaf[0]
         sizes = static_sizes(slots)[1:]
@@ -245,7 +228,7 @@ class Circular:
 
 
 def _checked(stage: Stage) -> Stage:
-    """The stage, which must return tensors like those that it is given."""
+    """Returns the stage with a check that its outputs match its inputs."""
 
     def forward(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
         outputs, carry = stage.forward(theta, carry, inputs, microbatch, step)

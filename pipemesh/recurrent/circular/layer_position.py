@@ -1,4 +1,4 @@
-"""Which layer works on which part of the batch, and the random numbers that belong there."""
+"""The position of a layer's call in stack and batch, and its random numbers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pipemesh.mesh import Dim, Shape
 from pipemesh.randomness.draws import RawDraw, draw_block
 from pipemesh.randomness.scope import scopes, slicewise
 
-# Odd, so that the seeds of all layers differ, and large, so that they do not meet seeds that a
+# Odd, so that the seeds of all layers differ; large, so that they do not collide with seeds that a
 # caller counts up.
 _LAYER_STRIDE = 0x5851F42D4C957F2D
 
 
 def layer_seed(seed: tf.Tensor, layer: int | tf.Tensor) -> tf.Tensor:
-    """The seed of one layer of a stack of alike layers.
+    """Returns the seed of one layer of a stack of identical layers.
 
     Args:
-        seed: two integers, for example the step and the number of the draw within the layer; or a
+        seed: two integers, for example the step and the number of the draw within the layer; or one
             row of two for each layer.
         layer: the number of the layer, counted from 0.
 
@@ -45,19 +45,19 @@ def layer_seed(seed: tf.Tensor, layer: int | tf.Tensor) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPosition:
-    """Where a call of a layer function belongs: in the stack, and in the batch.
+    """The position of a call of a layer function in the stack and in the batch.
 
-    Each processor works on a layer and a microbatch of its own. The methods draw what one device
-    would draw for the whole batch in the same layer: no plan changes a mask. Inside of a layer
-    function of a `SimdPipeline`, `ops.dropout`, `ops.random_uniform` and `ops.random_normal` do
-    the same.
+    Each processor has its own layer and microbatch. The methods draw the numbers that one device
+    would draw for the whole batch in the same layer. So masks do not depend on the plan. Inside a
+    layer function of a `SimdPipeline`, `ops.dropout`, `ops.random_uniform` and `ops.random_normal`
+    do the same.
 
     Attributes:
         lowering: of the tensors.
         layer: the number of the layer in the stack: int32 scalars.
-        microbatch: int32 scalars.
+        microbatch: the number of the microbatch: int32 scalars.
         batch: the batch dim of the whole batch.
-        microbatch_size: the size of the batch dim inside of the layer.
+        microbatch_size: the size of the batch dim inside the layer.
     """
 
     lowering: Lowering
@@ -69,26 +69,26 @@ class LayerPosition:
     def random_uniform(
         self, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
     ) -> Tensor:
-        """Uniform numbers in [0, 1).
+        """Returns uniform numbers in [0, 1).
 
-        They are this microbatch's part of `tf.random.stateless_uniform` for the whole batch with
+        They are this microbatch's rows of `tf.random.stateless_uniform` for the whole batch, with
         the seed `layer_seed(seed, layer)` and Philox.
 
         Args:
-            shape: of the result; its batch dim, if it has one, is of the microbatch's size.
+            shape: of the result; a batch dim must have the microbatch's size.
             seed: two integers.
             dtype: floating.
 
         Raises:
             ShapeError: the batch dim has another size.
-            LayoutError: the tensor cannot be split as the rules say.
+            LayoutError: the layout rules cannot split the tensor.
         """
         return self._draw(shape, seed, dtype, tf.raw_ops.StatelessRandomUniformV2)
 
     def random_normal(
         self, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
     ) -> Tensor:
-        """Normal numbers of mean 0 and deviation 1; otherwise as `random_uniform`.
+        """Returns normal numbers of mean 0 and deviation 1; otherwise like `random_uniform`.
 
         Args:
             shape: of the result.
@@ -97,15 +97,15 @@ class LayerPosition:
 
         Raises:
             ShapeError: the batch dim has another size.
-            LayoutError: the tensor cannot be split as the rules say.
+            LayoutError: the layout rules cannot split the tensor.
         """
         return self._draw(shape, seed, dtype, tf.raw_ops.StatelessRandomNormalV2)
 
     def dropout(self, x: Tensor, *, rate: float, seed: tf.Tensor) -> Tensor:
         """Sets elements to zero with probability `rate`, and scales the others by 1 / (1 - rate).
 
-        The mask is this microbatch's part of that of `tf.nn.experimental.stateless_dropout` for
-        the whole batch with the seed `layer_seed(seed, layer)` and Philox.
+        The mask has this microbatch's rows of the mask of `tf.nn.experimental.stateless_dropout`
+        for the whole batch, with the seed `layer_seed(seed, layer)` and Philox.
 
         Args:
             x: floating numbers.
@@ -119,9 +119,10 @@ class LayerPosition:
             return random.dropout(x, rate=rate, seed=seed)
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, `ops.dropout` and the other random `ops` draw as the methods here do.
+        """Makes the random `ops`, such as `ops.dropout`, draw like the methods here.
 
-        Draws of plain TensorFlow are a LayoutError: all processors would get the same numbers.
+        Draws of plain TensorFlow raise a LayoutError, because all processors would get the same
+        numbers.
         """
         if scopes.stack and getattr(scopes.stack[-1].position, "num_microbatches", 1) > 1:
             raise PipelineError(
@@ -159,7 +160,7 @@ class LayerPosition:
         return Tensor(self.lowering, slices, shape)
 
     def _begin(self, name: str, size: int, axis: str | None) -> Slices:
-        """Where each processor's part of a dim begins; each cuts its own part of the batch."""
+        """Returns the start of each processor's part of a dim; each has its part of the batch."""
         if axis is None:
             begin = self.lowering.raw_map(lambda: tf.constant(0))
         elif name == self.batch.name:

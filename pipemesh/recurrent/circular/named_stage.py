@@ -20,22 +20,22 @@ from pipemesh.recurrent.circular.stage_weight import StageWeight
 from pipemesh.recurrent.circular.tick_loop import Leaves, Tick, keep
 from pipemesh.recurrent.precision import sum_dtype
 
-# Takes and returns activations, one tensor or a tuple of them. Behind its other arguments, the
-# activations, weights and position, come the tensors that go along, if there are any.
+# Takes and returns activations, one tensor or a tuple. Its arguments are the activations, the
+# weights, the position, and the tensors of `along`, if any.
 Activations = Tensor | tuple[Tensor, ...]
 LayerFunction = Callable[..., Activations]
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopWeight:
-    """What the loop knows of a weight.
+    """The loop's description of a weight.
 
     Attributes:
         name: its name.
         shape: of the weight of one layer.
-        stacked: whether each layer has its own; the slices then have the dims virtual stage, core
-            (of size 1) and layer within the stage in front.
-        summed_later: axes over which the gradients that the loop returns are still to be summed.
+        stacked: True if each layer has its own weight. The slices then begin with the dims virtual
+            stage, core (of size 1) and layer within the stage.
+        summed_later: axes over which the gradients that the loop returns must still be summed.
     """
 
     name: str
@@ -45,23 +45,23 @@ class LoopWeight:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Those of `summed_later` along which all copies work on the same layer."""
+        """The axes of `summed_later` along which all copies compute the same layer."""
         return tuple(axis for axis in self.summed_later if axis != LAYERS_AXIS)
 
 
 class NamedStage:
-    """What a tick of a `SimdPipeline` computes: some layers, one after the other.
+    """The computation of one tick of a `SimdPipeline`: some layers, one after the other.
 
-    At ticks without work a core computes with what happens to be there.
+    At ticks without work a core computes with whatever its buffer holds.
 
     Args:
         lowering: of all tensors.
         layer: the function of one layer.
-        layers_per_stage: how many layers a stage has.
-        shapes: of the activations of one microbatch; for a layer of one tensor just that.
+        layers_per_stage: number of layers of a stage.
+        shapes: of the activations of one microbatch; a single shape if the layer takes one tensor.
         batch: the batch dim of the whole batch.
-        weights: in the order in which their slices will be given.
-        along: shapes of what else the layer is given of a microbatch, and slices with all of them.
+        weights: in the order of the slices.
+        along: shapes of the layer's other inputs for a microbatch, and slices of all microbatches.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class NamedStage:
         self._along = tuple(along)
 
     def forward(self, now: Tick, x: Leaves, weights: Sequence[Slices]) -> Leaves:
-        """The activations behind the stage."""
+        """Returns the activations after the stage."""
         chosen = self._choose(weights, now)
         return self._stage(now, x, chosen, chosen)
 
     def zero_sums(self, weights: Sequence[Slices]) -> tuple[Slices, ...]:
-        """Sums of gradients before the first tick."""
+        """Returns the sums of gradients before the first tick."""
         return tuple(
             self._lowering.raw_map(lambda w: tf.zeros(w.shape, sum_dtype(w.dtype)), part)
             for part in weights
@@ -103,7 +103,7 @@ class NamedStage:
         grad_y: Leaves,
         sums: Sequence[Slices],
     ) -> tuple[Leaves, tuple[Slices, ...]]:
-        """Recomputes the stage; the gradient of its input, and the sums with those of weights."""
+        """Recomputes the stage; returns the gradient of its input, and the new sums."""
         grad_x, grad_weights = self._gradient(now, x, weights, grad_y)
         added = tuple(
             self._add(weight, now, sum_, grad)
@@ -112,7 +112,7 @@ class NamedStage:
         return grad_x, added
 
     def _choose(self, weights: Sequence[Slices], now: Tick) -> list[list[Slices]]:
-        """For each layer of the stage its weights."""
+        """Returns the weights of each layer of the stage."""
         each = self._lowering.raw_map
         chosen: list[list[Slices]] = []
         for j in range(self._layers_per_stage):
@@ -121,7 +121,7 @@ class NamedStage:
                 if weight.stacked:
                     row.append(each(lambda w, which, j=j: w[which, 0, j], part, now.rounds))
                 else:
-                    # A tensor of its own for each use, so that their gradients are told apart.
+                    # A separate tensor for each use, so that their gradients stay separate.
                     row.append(each(tf.identity, part))
             chosen.append(row)
         return chosen
@@ -182,14 +182,14 @@ class NamedStage:
     def _gradient(
         self, now: Tick, x: Leaves, weights: Sequence[Slices], grad_y: Leaves
     ) -> tuple[Leaves, list[list[Slices]]]:
-        """Recomputes a stage: gradients of its input, and for each weight those of its layers."""
+        """Recomputes a stage; returns gradients of its input and of each layer's weights."""
         each = self._lowering.raw_map
         whole = self._choose(weights, now)
         partial = [[each(tf.identity, part) for part in row] for row in whole]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([x, whole, partial])
             y = self._stage(now, x, whole, partial)
-        # Nested as what is differentiated by, which cannot be declared.
+        # Nested like the sources of the gradient, which types cannot express.
         grads: Any = tape.gradient(
             [part for leaf in y for part in leaf],
             [x, whole, partial],
@@ -215,7 +215,7 @@ class NamedStage:
         return self._lowering.raw_map(tf.convert_to_tensor, tuple(grads))
 
     def _join(self, part: Slices, whole: Any, partial: Any, copies: int) -> Slices:
-        """Adds what will be summed over copies to an equal share of what is whole on each."""
+        """Adds a copy's contribution to a sum and its share of a tensor that copies have whole."""
         if any(grad is None for grad in whole):
             return self._or_zeros(partial, part)
         share = self._lowering.raw_map(

@@ -1,4 +1,4 @@
-"""A loop in which groups go round and round through the cores."""
+"""A loop in which groups travel around the cores many times."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pipemesh.recurrent.circular.tick_loop import Leaves, keep
 
 
 class Beat(NamedTuple):
-    """What a core works on at a tick: int32 scalars, or `Slices` of these for all processors.
+    """The work of a core at a tick: int32 scalars, or `Slices` of these for all processors.
 
     Attributes:
-        turn: how many times all stages have been passed.
-        round: which of the core's stages it is.
+        turn: number of completed passes through all stages.
+        round: the index of the stage among those of the core.
         group: the number of the group.
-        busy: whether there is work, a bool; if not, the others are some of those that there are.
+        busy: bool, whether there is work; if not, the other attributes hold arbitrary valid
+            numbers.
     """
 
     turn: Any
@@ -29,18 +30,18 @@ class Beat(NamedTuple):
 
 
 class Ring:
-    """Sends groups through all stages, as often as somebody says while the program runs.
+    """Sends groups through all stages, for a number of turns that is known only at run time.
 
-    At each tick a core applies one of its stages to what its neighbour sent, and sends the result
-    on, as in `TickLoop`; but what the last stage returns decides what the first one is given next,
-    so all cores look at both. Groups keep their distance: each comes to a core again after as many
-    ticks as there are groups, or cores if these are more. That is the table of
-    `pipemesh.schedule.decode` with a stage of it for each round of each turn. There is no gradient.
+    At each tick a core applies one of its stages to the tensors from its neighbour and sends the
+    result on, as in `TickLoop`. But the results of the last stage determine the next inputs of the
+    first one, so all cores read both. A group returns to a core after `max(groups, cores)` ticks.
+    That is the schedule `pipemesh.schedule.decode` with one stage for each round of each turn.
+    There is no gradient.
 
     Args:
-        lowering: of all tensors; its axis `layers`, if there is one, has a core for each place.
-        groups: how many there are.
-        rounds: stages a core.
+        lowering: of all tensors; its axis `layers`, if any, has one core per index.
+        groups: number of groups.
+        rounds: number of stages per core.
 
     Example:
         >>> from pipemesh.lowering import PlacementLowering
@@ -70,17 +71,11 @@ class Ring:
             self._cores = lowering.raw_map(lambda: tf.constant(0))
 
     def num_ticks(self, turns: Any) -> Any:
-        """Ticks until the last group has left the last stage."""
+        """Returns the number of ticks until the last group leaves the last stage."""
         return (turns * self._rounds - 1) * self._period + self._groups + self._num_cores - 1
 
     def at(self, tick: Any, core: Any, turns: Any) -> Beat:
-        """What a core works on.
-
-        Args:
-            tick: int32 scalar, from 0 on.
-            core: int32 scalar, the number of the core.
-            turns: how many there are.
-        """
+        """Returns the work of a core at a tick (int32 scalars)."""
         there = tick - core
         index = tf.maximum(there, 0)
         passed, group = index // self._period, index % self._period
@@ -97,28 +92,28 @@ class Ring:
         state: Any,
         like: Leaves,
     ) -> Any:
-        """Runs all turns.
+        """Runs all turns and returns the final state.
 
         Args:
-            turns: int32 scalar, how many, at least 1.
-            enter: is given which group is next at the first core, whether it is at its first stage,
-                and the state; returns what the first stage is given, and the state. If it is not
-                there, the former counts for nothing.
-            stage: is given what each processor works on, what each is given, and the state; returns
-                what each sends on, and the state. What an idle one sends counts for nothing.
-            leave: is given which group was at the last core, whether that was the last stage, what
-                came out, equal along the axis `layers`, and the state; returns the state.
+            turns: int32 scalar, the number of turns, at least 1.
+            enter: takes the next group of the first core, whether that is at the first stage, and
+                the state; returns the inputs of the first stage, and the state. The inputs are
+                ignored if the group is not at the first stage.
+            stage: takes the work of each processor, its inputs, and the state; returns the tensors
+                that each sends on, and the state. Tensors of an idle processor are ignored.
+            leave: takes the group of the last core, whether that was the last stage, its outputs
+                (equal along the axis `layers`), and the state; returns the state.
             state: nested tensors.
-            like: tensors as they go from stage to stage.
+            like: example tensors with the shapes and dtypes that stages exchange.
 
         Returns:
-            The state in the end.
+            The final state.
         """
         each, last = self._lowering.raw_map, self._num_cores - 1
         is_first = each(lambda core: tf.equal(core, 0), self._cores)
         is_last = each(lambda core: tf.equal(core, last), self._cores)
         buffer = tuple(each(tf.zeros_like, leaf) for leaf in like)
-        # What has come round, until its group is due at the first core.
+        # Returned tensors, until their group is due at the first core.
         stream = () if self._rounds == 1 else tuple(each(self._slots, leaf) for leaf in like)
 
         def tick(number: tf.Tensor, buffer: Leaves, stream: Leaves, state: Any) -> Any:
@@ -161,8 +156,8 @@ class Ring:
             lambda number, *_: number < self.num_ticks(turns),
             tick,
             (tf.constant(0), buffer, stream, state),
-            # One tick at a time: collectives must not overtake each other, and what is overwritten
-            # in one may be read in another.
+            # One tick at a time: collectives must not overtake each other, and a tick may read a
+            # buffer that another one overwrites.
             parallel_iterations=1,
         )
         return state

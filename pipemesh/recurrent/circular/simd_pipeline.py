@@ -1,4 +1,4 @@
-"""A pipeline of alike stages, as the program that every core runs."""
+"""A pipeline of identical stages, as one program that every core runs."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ STACK_DIMS = (VIRTUAL_DIM, LAYERS_DIM, INNER_DIM)
 
 @dataclasses.dataclass(frozen=True)
 class SimdPipeline:
-    """Runs a stack of alike layers over the mesh axis `layers`.
+    """Runs a stack of identical layers over the mesh axis `layers`.
 
-    All cores run the same loop: at each tick a core applies its stage to the activations that its
-    neighbour sent, and sends the result on (GSPMD's pipelining: Xu et al., 2021). Gradients run
-    the same loop the other way; each tick's stage is computed again, so that of the forward pass
-    only the stages' inputs are kept. Results do not depend on any of the numbers below.
+    All cores run the same loop: at each tick a core applies its stage to the activations from its
+    neighbour and sends the result on (GSPMD's pipelining: Xu et al., 2021). Gradients run the same
+    loop in the other direction. Each tick recomputes its stage, so the forward pass keeps only the
+    stages' inputs. Results do not depend on any of the numbers below.
 
     The weights of all layers are stacked in three dims: `virtual_stages` (V), `layers` (S, split
     over the axis) and `layers_of_stage`. That is the plain stack of `num_layers` weights, reshaped:
-    core s holds the stages s, s + S, ..., of neighbouring layers each.
+    core s holds the stages s, s + S, ..., each of consecutive layers.
 
     Attributes:
-        mesh: its axis `layers`, if there is one, has a core for each stage.
-        num_layers: a multiple of the number of cores times that of virtual stages.
-        num_microbatches: M; the batch is a multiple of it, also on each processor.
-        num_virtual_stages: V, how many stages a core has. More of them make the bubble smaller and
-            communication more.
-        batch_dim: the name of the dim that is cut into microbatches.
+        mesh: its axis `layers`, if any, has S cores.
+        num_layers: a multiple of S * V.
+        num_microbatches: M; it divides the batch, also on each processor.
+        num_virtual_stages: V, the number of stages per core. A larger V reduces the bubble and adds
+            communication.
+        batch_dim: the name of the dim that is split into microbatches.
 
     Raises:
-        PipelineError: a number is below 1, or the layers cannot be dealt out evenly.
+        PipelineError: a number is below 1, or S * V does not divide the number of layers.
 
     Example:
         >>> from pipemesh.lowering import PlacementLowering, ops
@@ -102,16 +102,16 @@ class SimdPipeline:
 
     @property
     def schedule(self) -> Schedule:
-        """Which core runs which stage on which microbatch, in which order."""
+        """The order of stages and microbatches on each core."""
         return looped_bfs(self.mesh.num_stages, self.num_microbatches, self.num_virtual_stages)
 
     @property
     def layers_per_stage(self) -> int:
-        """How many layers a core computes in one tick."""
+        """The number of layers that a core computes in one tick."""
         return self.num_layers // (self.mesh.num_stages * self.num_virtual_stages)
 
     def stacked(self, shape: Shape | str) -> Shape:
-        """The shape of a weight of all layers.
+        """Returns the shape of a weight of all layers.
 
         Args:
             shape: of the weight of one layer.
@@ -133,28 +133,28 @@ class SimdPipeline:
         """Applies all layers.
 
         Args:
-            layer: takes the activations of a microbatch, a dict of one layer's weights and a
-                `LayerPosition`, which draws random numbers, and, one by one, what goes along;
-                returns activations of the same shapes. It treats examples one by one. Floating
-                tensors from outside are constants or come from `stop_gradient`; trainable variables
-                are not read inside.
+            layer: takes the activations of a microbatch, a dict of one layer's weights, a
+                `LayerPosition` for random numbers, and the tensors of `along`; returns activations
+                of the same shapes. It must compute each example independently. It may use outside
+                floating tensors only if they are constants or come from `stop_gradient`, and must
+                not read trainable variables.
             x: floating, the activations of the whole batch; one tensor, or a tuple.
-            weights: floating. Those of shape `stacked(...)` are a layer's own, those without the
-                stack's dims are shared by all layers.
-            along: what else all layers are given, such as the segments of tokens; not floating.
-                Each processor has its part of it, so nothing is sent.
+            weights: floating. Weights of shape `stacked(...)` belong to one layer each; weights
+                without the stack's dims are shared by all layers.
+            along: other inputs of all layers, such as the segments of tokens; not floating. Each
+                processor has its part, so nothing is sent.
 
         Returns:
-            The activations after the last layer, in the form of `x`, equal along the axis
-            `layers`. They have first derivatives only.
+            The activations after the last layer, in the form of `x`, equal along the axis `layers`.
+            They have first derivatives only.
 
         Raises:
-            GradientError: later on, where a gradient is differentiated.
-            PipelineError: the batch cannot be cut evenly, a weight is stacked otherwise, or the
-                layer function is none of this kind.
-            LayoutError: the rules do not split the stack over the axis `layers`, or split
-                something else over it.
-            ShapeError: `x`, or what goes along, has no batch dim.
+            GradientError: later, if a gradient is differentiated.
+            PipelineError: the batch does not divide, a weight is stacked differently, or the layer
+                function breaks a rule above.
+            LayoutError: the rules do not split the stack over the axis `layers`, or they split
+                another dim over it.
+            ShapeError: `x`, or a tensor of `along`, has no batch dim.
         """
         if not callable(layer):
             raise PipelineError(f"layer is {layer!r}, which is no function")
@@ -203,7 +203,7 @@ class SimdPipeline:
         return [LAYERS_AXIS] if self.mesh.num_stages > 1 else []
 
     def _check_activations(self, x: Tensor) -> Shape:
-        """The shape of a microbatch."""
+        """Checks the activations and returns the shape of a microbatch."""
         shape = self._check_input(x)
         if not x.dtype.is_floating:
             raise PipelineError(
@@ -213,7 +213,7 @@ class SimdPipeline:
         return shape
 
     def _check_input(self, x: Tensor) -> Shape:
-        """The shape of a microbatch."""
+        """Checks one input and returns its shape for a microbatch."""
         lowering = x.lowering
         if lowering.mesh != self.mesh:
             raise LayoutError(
@@ -260,13 +260,13 @@ class SimdPipeline:
                 f"with the dims '{self.stacked('')}'"
             )
         self._check_not_over_layers(f"weight {name!r}", shape, weight.lowering)
-        # Along these the copies of the weight meet different activations.
+        # Along these axes the copies of the weight meet different activations.
         axes = [axis for axis in union_axes(leaves) if axis not in weight.split_axes]
         later = [*([] if stacked else self._layers_axes), *axes]
         return LoopWeight(name, shape, stacked, tuple(later))
 
     def _cut(self, x: Tensor) -> Slices:
-        """Brings the microbatches to the front; each processor cuts its own part of the batch."""
+        """Moves microbatches to the first dim; each processor splits its own part of the batch."""
         at = x.shape.index(self.batch_dim)
         return x.lowering.map(
             lambda slice_: _split_to_front(slice_, at, self.num_microbatches), x.slices
@@ -299,13 +299,13 @@ def _no_second(_: Any) -> list[tf.Tensor]:
 def _run(
     lowering: Lowering, loop: TickLoop, streams: Sequence[Slices], weights: list[Slices]
 ) -> list[Slices]:
-    """The loop with its own gradient."""
+    """Runs the loop with a custom gradient."""
     n = lowering.num_slices
     with unrecorded():
         if not tf.executing_eagerly():
             outputs, saved = loop.forward(tuple(streams), weights)
         else:
-            # No tape watches copies: what is watched at the end came from outside.
+            # No tape watches copies: the watched tensors are the outer ones.
             copies = [lowering.raw_map(tf.identity, part) for part in (*streams, *weights)]
     if tf.executing_eagerly():
         outputs, saved = loop.forward(tuple(copies[: len(streams)]), copies[len(streams) :])
@@ -313,7 +313,7 @@ def _run(
             raise lost_in_layer("a tensor")
 
     inputs = [part for parts in (*streams, *weights) for part in parts]
-    # Who differentiates all that a graph has does not differentiate the loop.
+    # Keeps whole-graph differentiation out of the loop.
     saved = tuple(lowering.raw_map(tf.stop_gradient, leaf) for leaf in saved)
 
     def backward(grads: Any) -> list[tf.Tensor]:
@@ -330,5 +330,5 @@ def _run(
 
 
 def _by_number(flat: Sequence[tf.Tensor], number: int) -> tuple[Slices, ...]:
-    """So many each."""
+    """Groups a flat list into tuples of the given length."""
     return tuple(tuple(flat[i : i + number]) for i in range(0, len(flat), number))

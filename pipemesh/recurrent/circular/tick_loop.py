@@ -17,22 +17,22 @@ from pipemesh.schedule.simulate import lockstep
 
 # For each tensor of the activations its slices.
 Leaves = tuple[Slices, ...]
-# Of the gradients of weights: for each weight its slices, or for each stage its weights.
+# Sums of the gradients of weights: for each weight its slices, or for each stage its weights.
 Sums = tuple[Slices, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tick:
-    """What happens at one tick; `Slices` hold a value for each processor.
+    """The work of all processors at one tick, as `Slices` with a value for each.
 
     Attributes:
         stages: the number of the stage; int32 like the next two.
-        rounds: which of a core's stages that is.
+        rounds: the index of the stage among those of the core.
         microbatches: the number of the microbatch.
-        busy: whether there is work; if not, the others are 0.
-        read_slot: where the first core takes its input from.
-        write_slot: where it puts what the last core sends.
-        writes: whether the last core sends something.
+        busy: whether there is work; if not, the numbers are 0.
+        read_slot: the slot that the first core takes its input from.
+        write_slot: the slot where it puts the tensor from the last core.
+        writes: whether the last core sends a tensor.
     """
 
     stages: Slices
@@ -45,14 +45,14 @@ class Tick:
 
 
 class TickStage(Protocol):
-    """What a core computes at a tick."""
+    """The computation of a core at a tick."""
 
     def forward(self, now: Tick, x: Leaves, weights: Sequence[Slices]) -> Leaves:
-        """The activations behind the stage, of the same shapes and dtypes."""
+        """Returns the activations after the stage, of the same shapes and dtypes."""
         ...
 
     def zero_sums(self, weights: Sequence[Slices]) -> Sums:
-        """Sums of the gradients of weights before the first tick."""
+        """Returns the sums of weights' gradients before the first tick."""
         ...
 
     def backward(
@@ -63,24 +63,24 @@ class TickStage(Protocol):
         grad_y: Leaves,
         sums: Sums,
     ) -> tuple[Leaves, Sums]:
-        """The gradients of what has some in `x`, and the sums after this tick."""
+        """Returns the gradients of `x` where it has some, and the sums after this tick."""
         ...
 
 
 class TickLoop:
-    """Runs all ticks of a pipeline, as the table says.
+    """A loop over all ticks of a pipeline, in the order of a schedule.
 
-    The state of a core is what its neighbour sent (`buffer`) and a slot for each microbatch
-    (`stream`): in the beginning these hold the inputs, of which the first core takes one each
-    tick; what leaves the last core goes to the first one's slots, as input of its next stage or
-    as output. The other cores' slots are never used. Forward, each tick's input is saved;
-    backward, each core recomputes its stage, and gradients are sent the other way. `where` keeps
-    all of what is computed at ticks without work, NaN too, from results and gradients.
+    The state of a core is the tensor from its neighbour (`buffer`) and a slot for each microbatch
+    (`stream`). At first the slots hold the inputs, and the first core takes one at each tick. The
+    tensor that leaves the last core goes to a slot of the first core, as input of its next stage or
+    as output. The slots of the other cores are unused. The forward loop saves the input of each
+    tick. The backward loop recomputes each stage and sends gradients in the other direction.
+    `where` keeps results of ticks without work, even NaN, out of results and gradients.
 
     Args:
-        schedule: all forward passes, then all backward ones in the reverse order.
+        schedule: all forward passes, then all backward passes in the reverse order.
         lowering: of all tensors.
-        stage: what a core computes.
+        stage: the computation of a core.
         differentiable: for each tensor of the activations whether it has a gradient.
     """
 
@@ -97,7 +97,7 @@ class TickLoop:
         self._differentiable = tuple(differentiable)
         forward = lockstep(schedule.only_forward())
         self._num_ticks = len(forward[0])
-        # For both directions: of each core, at each tick, stage, microbatch and whether it is busy.
+        # For both directions: stage, microbatch and busy flag of each core at each tick.
         whole = lockstep(schedule)
         self._tables = [
             np.array([[_entry(a) for a in row] for row in rows], np.int32)
@@ -118,8 +118,8 @@ class TickLoop:
             weights: slices of each weight.
 
         Returns:
-            The outputs in the form of `stream`, on the first cores and zeros elsewhere; and what
-            `backward` needs.
+            The outputs, shaped like `stream`, on the first cores, zeros elsewhere; and the saved
+            tensors for `backward`.
         """
         each = self._lowering.raw_map
         stream, weights = self._pinned(stream), self._pinned(weights)
@@ -167,12 +167,12 @@ class TickLoop:
         """Runs the ticks of the backward pass.
 
         Args:
-            grads: of the outputs that have some; those of the first cores count.
+            grads: of the differentiable outputs; only those of the first cores are used.
             saved: from `forward`.
             weights: slices of each weight.
 
         Returns:
-            The gradients of `stream`, on the first cores and zeros elsewhere, and the sums of the
+            The gradients of `stream`, on the first cores, zeros elsewhere, and the sums of the
             gradients of the weights.
         """
         each = self._lowering.raw_map
@@ -207,7 +207,7 @@ class TickLoop:
             grad_y = tuple(
                 each(keep, now.busy, self._shift(leaf, -1, backward=True)) for leaf in sent
             )
-            # Backward, the ticks are the same in the reverse order.
+            # The backward pass runs the same ticks in the reverse order.
             x = tuple(each(lambda slots: slots[last - number], leaf) for leaf in saved)
             grad_x, sums = self._stage.backward(now, x, weights, grad_y, sums)
             grad_x = tuple(each(keep, now.busy, leaf) for leaf in grad_x)
@@ -231,7 +231,7 @@ class TickLoop:
         buffer = self._empty_buffer(stream)
         state = (tf.constant(0), buffer, stream, self._stage.zero_sums(weights))
         _, _, stream, sums = self._run(tick, state)
-        # The slots of microbatches that were read last hold the gradients of the inputs.
+        # The slots that were read last hold the gradients of the inputs.
         return tuple(each(keep, self._is_first, leaf) for leaf in stream), sums
 
     def _empty_buffer(self, stream: Leaves) -> Leaves:
@@ -240,11 +240,11 @@ class TickLoop:
         )
 
     def _pinned(self, leaves: Sequence[Slices]) -> Leaves:
-        """Tensors that enter a loop, as operations on their devices.
+        """Pins the tensors that enter a loop to their devices.
 
-        TensorFlow lets a value that a loop uses enter where the operation that made it says it is.
-        The calls that `attach_gradient` makes say nothing: with workers all weights would travel to
-        the client and back at each tick.
+        TensorFlow places a loop's input on the device of the operation that made it. Calls made by
+        `attach_gradient` have no device: with workers, all weights would go to the client and back
+        at each tick.
         """
         return tuple(self._lowering.raw_map(tf.identity, leaf) for leaf in leaves)
 
@@ -255,9 +255,9 @@ class TickLoop:
                 place_beside_inputs(tf.compat.v1.get_default_graph())
             return state
 
-        # In eager mode every turn is built, and counts itself.
+        # Eager mode builds every turn, and counts turns itself.
         with self._lowering.costs.repeated(1 if tf.executing_eagerly() else self._num_ticks):
-            # One turn at a time: the turns' collectives must not overtake each other.
+            # One turn at a time: the collectives of two turns must not overtake each other.
             return tf.while_loop(
                 lambda number, *_: tf.less(number, self._num_ticks),
                 placed,
@@ -266,9 +266,10 @@ class TickLoop:
             )
 
     def _at(self, direction: int, number: tf.Tensor) -> Tick:
-        """What the table says of a tick."""
+        """Looks up a tick in the schedule."""
         table = self._tables[direction]
-        # The microbatch and whether there is one: what the first core reads, the last one sends.
+        # The microbatch and whether there is one, for the read of the first core and the send of
+        # the last.
         reads, sends = (tf.constant(table[core, :, 1:]) for core in (0, -1))
         entries = self._lowering.raw_map(
             lambda core: tf.gather(tf.constant(table), core)[number], self._cores
@@ -300,5 +301,5 @@ def _put(slots: tf.Tensor, at: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
 
 
 def keep(condition: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """The value, or zeros; a product would keep NaN."""
+    """Returns the value, or zeros if the condition is false; a product would keep NaN."""
     return tf.where(condition, value, tf.zeros_like(value))

@@ -1,4 +1,4 @@
-"""Stages of any operations, traced once each, as what cores compute at a tick."""
+"""Stages of any operations, each traced once, as the computation of cores at a tick."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from pipemesh.recurrent.watch.health import empty_note
 
 
 class TracedStages:
-    """What a tick of `alike_pipeline` computes: of each core, the stage whose turn it is.
+    """The computation of one tick of `alike_pipeline`: on each core, the stage that is due.
 
-    A core chooses among the functions of its stages, so each stage keeps its own weights and its
-    own random numbers. At ticks without work it hands on what it was given: nothing is computed,
-    and no check fails.
+    A core chooses among the functions of its stages, so each stage keeps its own weights and random
+    numbers. At ticks without work it passes its input on: it computes nothing, and no check fails.
 
     Args:
         machine: the stages, traced.
-        devices: of each core; stage s is on core s modulo their number.
+        devices: of each core; stage s is on core s modulo the number of devices.
 
     Attributes:
-        floating: numbers of those tensors between stages that may have a gradient.
+        floating: indices of the tensors between stages that may have a gradient.
     """
 
     def __init__(self, machine: Machine, devices: Sequence[str]) -> None:
@@ -40,13 +39,13 @@ class TracedStages:
         self._steps: Tensors = []
         for device in devices:
             with tf.device(device):
-                # What a loop uses is brought to its device before.
+                # Tensors that a loop uses are moved to its device before.
                 self._steps.append(tf.identity(machine.step))
         specs = self._traced[0].output_specs
         self.floating = [i for i, spec in enumerate(specs) if is_differentiable(spec)]
 
     def forward(self, now: Tick, x: Leaves, weights: Sequence[Slices]) -> Leaves:
-        """What the stages return."""
+        """Returns the outputs of the stages."""
         del weights
 
         def on_core(core: int, scalars: Tensors) -> Tensors:
@@ -61,14 +60,14 @@ class TracedStages:
         return tuple(zip(*self._each_core(now, on_core), strict=True))
 
     def zero_sums(self, weights: Sequence[Slices]) -> Sums:
-        """For each stage the sums of the gradients of its weights."""
+        """Returns for each stage zero sums of the gradients of its weights."""
         del weights
         return tuple(tuple(passes.zero_gradients()) for passes in self._passes)
 
     def backward(
         self, now: Tick, x: Leaves, weights: Sequence[Slices], grad_y: Leaves, sums: Sums
     ) -> tuple[Leaves, Sums]:
-        """Recomputes the stages; gradients of what they were given, and the sums."""
+        """Recomputes the stages; returns gradients of their inputs, and the sums."""
         del weights
         new = [list(of_stage) for of_stage in sums]
 
@@ -129,7 +128,7 @@ class TracedStages:
     def _choose(
         self, core: int, now: Tick, stage: Callable[[int], Tensors], idle: Tensors
     ) -> Tensors:
-        """What the stage whose turn it is computes; `idle` at a tick without work."""
+        """Returns the result of the stage that is due, or of `idle` at a tick without work."""
         device = self._devices[core]
 
         def branch(number: int) -> Callable[[], Tensors]:

@@ -1,1 +1,1 @@
-"""A stage, traced once and cut into its passes."""
+"""The graph of a stage: traced once and cut into passes."""

@@ -1,4 +1,4 @@
-"""Whether the replicas of a stage compute each with rows of its own."""
+"""Checks that each replica of a stage computes with its own rows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ from pipemesh.recurrent.passes.replica import Replica
 def check_apart(
     graph: tf.Graph, replicas: Sequence[Replica], microbatch: tf.Tensor, what: str
 ) -> None:
-    """Checks that no replica uses what another one has computed, but for the carry.
+    """Checks that no replica uses a tensor of another one, except the carry.
 
-    Python code that keeps a tensor from one call to the next makes a replica compute with the rows
-    of another one, or with its copies of weights, whose gradients would be lost. What depends
-    neither on rows nor on weights nor on the microbatch is the same for all, and may be kept.
-
-    Args:
-        graph: their graph.
-        replicas: its parts.
-        microbatch: the placeholder of the microbatch's number.
-        what: names the stage in errors.
-
-    Raises:
-        PipelineError: one does.
+    Python code that keeps a tensor from one call to the next mixes replicas: one computes with the
+    rows or the weight copies of another, and gradients are lost. A tensor that depends on no row,
+    weight or microbatch is the same for all replicas and may be kept.
     """
     operations = graph.get_operations()
     owners = {
@@ -45,7 +36,7 @@ def check_apart(
         for operation in operations[begin:end]:
             if operation in owners:
                 continue
-            # A gradient that arrives is its own; what is captured is the same for all.
+            # An incoming gradient belongs to its replica; a captured tensor is the same for all.
             is_own = operation.type == "Placeholder" and operation not in captured
             for tensor in operation.inputs:
                 owner = owners.get(tensor.op)

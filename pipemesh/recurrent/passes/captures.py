@@ -1,4 +1,4 @@
-"""What a traced function uses besides its arguments."""
+"""Tensors and variables that a traced function uses besides its arguments."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.graph_cut import tensor_name
 
 _READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"))
-# What looks up rows of a variable, and of a tensor.
+# Operations that look up rows of a variable, and of a tensor.
 _LOOKUPS = {"ResourceGather": "Gather", "ResourceGatherNd": "GatherNd"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A weight, or other numbers, that a stage reaches otherwise than through its theta.
+    """A weight, or other numeric tensor, that a stage uses but that is not in its theta.
 
     Attributes:
         outer: its value outside, which gradients flow to.
-        name: of the tensor that stands for the value in the graph.
-        source: what the graph is differentiated by: that tensor, or the handle of a variable.
-        reads: names of other tensors of the graph that are the same.
+        name: of the placeholder of the value in the graph.
+        source: the tensor for differentiation: the placeholder, or the handle of a variable.
+        reads: names of other tensors of the graph with the same value.
         handle: name of the variable's handle in the graph; None if a tensor was captured.
     """
 
@@ -39,13 +39,10 @@ class Captured:
 
 
 def captured_weights(graph: tf.Graph) -> list[Captured]:
-    """The tensors and variables of numbers that a traced function has captured.
+    """Returns the numeric tensors and variables that a traced function has captured.
 
-    Constants are none of them: they have no gradient to lose, and need no copies. To be called
-    while the graph that surrounds the function is built.
-
-    Args:
-        graph: of the function; it gets an operation for each captured variable.
+    Constants are not included: they have no gradient and need no copies. Call it while the graph
+    around the function is built. The function's graph gets an operation for each captured variable.
     """
     found = []
     for outer, inner in list(graph.captures):
@@ -54,7 +51,7 @@ def captured_weights(graph: tf.Graph) -> list[Captured]:
             if weight is not None:
                 found.append(weight)
         elif _is_number(outer.dtype) and not is_constant(outer):
-            # A TF1 variable that is no resource is read here, once.
+            # A TF1 variable that is not a resource is read here, once.
             value = tf.identity(outer) if _is_ref(outer) else outer
             found.append(Captured(value, inner.name, inner, (), None))
     return found
@@ -71,10 +68,10 @@ def _variable(graph: tf.Graph, outer: tf.Tensor, inner: tf.Tensor) -> Captured |
     ]
     with graph.as_default(), tf.control_dependencies(None):
         value = tf.raw_ops.ReadVariableOp(resource=inner, dtype=dtype)
-    # The variable may lie elsewhere; where it is used is the stage's device.
+    # The variable may be elsewhere; the user of it is on the stage's device.
     with tf.device(None):
         read = tf.raw_ops.ReadVariableOp(resource=outer, dtype=dtype)
-    # Where there is no gradient, there is none of the handle, either.
+    # If the value has no gradient, the handle has none, either.
     source = inner if is_differentiable(value) else value
     return Captured(read, value.name, source, tuple(reads), inner.name)
 
@@ -90,21 +87,10 @@ def _is_ref(tensor: tf.Tensor) -> bool:
 def check_batch(
     graph: tf.Graph, what: str, batch_dim: int, part_size: int, num_parts: int, part: str
 ) -> None:
-    """Checks that no tensor with a row for each example of the whole batch is captured.
+    """Checks that no captured tensor has a row for each example of the whole batch.
 
-    A part of the batch would meet all of its rows: an error in the best case, in the worst one
-    every row is paired with every other.
-
-    Args:
-        graph: of the function.
-        what: names it in errors.
-        batch_dim: of the pipeline.
-        part_size: the examples of a part of the batch.
-        num_parts: the number of parts.
-        part: what to call one of them.
-
-    Raises:
-        PipelineError: there is one.
+    A part of the batch would meet all of its rows. That raises an error at best; at worst every row
+    is paired with every other.
     """
     if num_parts == 1:
         return
@@ -125,16 +111,9 @@ def check_batch(
 def check_no_handle(
     operations: Sequence[tf.Operation], captured: Sequence[Captured], what: str, device: str
 ) -> None:
-    """Checks that no branch, loop or function reads a variable, which may lie on another device.
+    """Checks that no branch, loop or function reads a variable, which may be on another device.
 
-    Args:
-        operations: that lie on a certain device.
-        captured: what the stage has captured.
-        what: names the stage in errors.
-        device: the device.
-
-    Raises:
-        PipelineError: one does.
+    `operations` are those on `device`; `what` names the stage in errors.
     """
     handles = {
         weight.handle: weight
@@ -154,21 +133,17 @@ def check_no_handle(
 
 
 def _is_read(operation: tf.Operation) -> bool:
-    """Whether `redirect` lets an operation use the value of a variable."""
+    """Returns True if `redirect` lets an operation use the value of a variable."""
     if operation.type == "ResourceGather" and operation.get_attr("batch_dims"):
         return False
     return operation.type in _READS
 
 
 def check_fresh(what: str, graph: tf.Graph) -> None:
-    """Checks that a function, which eager calls use again and again, holds no eager tensor.
+    """Checks that a function that eager calls reuse holds no eager tensor.
 
-    Args:
-        what: names it in errors.
-        graph: of the function, while it is traced: what it computes is in it.
-
-    Raises:
-        PipelineError: it does: a later call would find the value of the first one.
+    A later call would use the value of the first call. `graph` is the graph of the function while
+    it is traced: the tensors that it computes are allowed.
     """
     for tensor, _ in graph.captures:
         if tensor.dtype not in (tf.resource, tf.variant):
@@ -181,7 +156,7 @@ def check_fresh(what: str, graph: tf.Graph) -> None:
 
 
 def is_constant(tensor: tf.Tensor) -> bool:
-    """Whether a tensor was computed from constants alone, so that nothing has its gradient."""
+    """Returns True if a tensor is computed from constants alone, so that it needs no gradient."""
     return all(op.type in WITHOUT_GRADIENT for op in _leaves(tensor))
 
 
@@ -191,19 +166,19 @@ def _depends_on_weights_alone(tensor: tf.Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """Stands for the operation of a tensor that has none."""
+    """A stand-in for the operation of a tensor without one."""
 
     type: str
 
 
 def _leaves(tensor: tf.Tensor) -> Iterator[Any]:
-    """The operations without inputs that a tensor is computed from."""
+    """Returns the operations without inputs that a tensor is computed from."""
     seen: set[int] = set()
     todo = [tensor]
     while todo:
         current = todo.pop()
         if not hasattr(current, "graph"):
-            # An eager tensor: who knows what it was computed from.
+            # An eager tensor: its source is unknown.
             yield _Leaf("EagerTensor")
             continue
         op = current.op
@@ -226,18 +201,13 @@ def _leaves(tensor: tf.Tensor) -> Iterator[Any]:
 
 
 def name_of(tensor: tf.Tensor, variables: Mapping[int, str] | None = None) -> str:
-    """A name for a captured tensor; eager ones have none of their own."""
+    """Returns a name for a captured tensor; eager tensors have no name."""
     known = (variables or {}).get(id(tensor))
     return known or (tensor.name if hasattr(tensor, "graph") else "an eager tensor")
 
 
 def redirect(nodes: Sequence[tf.compat.v1.NodeDef], captured: Sequence[Captured]) -> None:
-    """Makes the nodes of a graph read each captured variable through one tensor.
-
-    Args:
-        nodes: changed in place.
-        captured: what the graph has captured.
-    """
+    """Makes the nodes of a graph read each captured variable through one tensor, in place."""
     same = {read: weight.name for weight in captured for read in weight.reads}
     tables = {weight.handle: weight for weight in captured if weight.handle is not None}
     dtypes = {weight.name: weight.outer.dtype.as_datatype_enum for weight in captured}
@@ -254,7 +224,7 @@ def redirect(nodes: Sequence[tf.compat.v1.NodeDef], captured: Sequence[Captured]
 
 
 def _as_lookup(node: tf.compat.v1.NodeDef, table: str) -> None:
-    """Looks up rows of a tensor instead of those of a variable, which may lie elsewhere."""
+    """Replaces a lookup in a variable by one in a tensor, because the variable may be elsewhere."""
     node.op = _LOOKUPS[node.op]
     node.input[0] = table
     node.attr["Tparams"].type = node.attr["dtype"].type

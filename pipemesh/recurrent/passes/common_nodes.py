@@ -1,8 +1,8 @@
-"""Nodes of a traced graph that compute the same, made one before parts of it are pasted.
+"""Merges nodes of a traced graph that compute the same, before parts of it are pasted.
 
-TensorFlow's graph optimizer does so, too, but after pasting: in each copy of each part again, at a
-cost that grows with the number of copies. Python traces a fresh constant wherever it meets a
-number, so that of a layer's nodes every second or third is one that was there before.
+TensorFlow's graph optimizer does the same, but after pasting: again in each copy of each part, at a
+cost that grows with the number of copies. Python traces a new constant for each number, so every
+second or third node of a layer is a duplicate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipemesh.backend.gradients import had_gradient, passes_on
 from pipemesh.backend.graphs import Bodies
 from pipemesh.backend.operation_kinds import LOOPS, has_effect, is_stateful
 
-# They hand on what they are given; nothing asks for a gradient any more.
+# They pass their input on, and need no gradient any more.
 _HAND_ON = frozenset(("Identity", "StopGradient", "PreventGradient"))
 
 
@@ -25,21 +25,16 @@ def use_first(
     layer_of: Mapping[str, str],
     kept: Container[str],
 ) -> None:
-    """Lets nodes use the first of all nodes that compute the same; see the module.
+    """Makes nodes use the first of all nodes that compute the same; see the module.
 
-    No node is removed: one that nothing uses any more is not pasted. Nodes of different layers,
-    constants apart, stay different, since what is computed again is chosen by layer. So do nodes on
-    different devices, and those that have state, check or tell something.
-
-    Args:
-        nodes: of one graph, each after those that it uses, without control dependencies; their
-            inputs are changed.
-        bodies: the functions that they call.
-        layer_of: the layer of each node that belongs to one.
-        kept: names of nodes that somebody asks for by name; they stay in use.
+    It removes no node: unused nodes are not pasted. Nodes stay distinct if they belong to different
+    layers (except constants), because recomputation is chosen by layer. So do nodes on different
+    devices, and nodes that have state, check or print. `nodes` are in topological order, without
+    control dependencies, and change in place. Nodes in `kept` stay because other code uses their
+    names.
     """
     first: dict[Hashable, str] = {}
-    # The node that stands for another, and the tensor that stands for one that is handed on.
+    # The node that replaces a node, and the tensor that replaces the output of a node.
     same: dict[str, str] = {}
     handed_on: dict[str, str] = {}
     passed_on: dict[str, list[str]] = {}
@@ -63,8 +58,8 @@ def use_first(
             del node.input[:]
             node.input.extend(sources)
         if passes_on(node):
-            # It is there for the gradient, lies on one device, and its tensors on several. What is
-            # asked for by its name is still there.
+            # It exists for the gradient and lies on one device, its tensors on several. A tensor
+            # that other code needs by name still exists.
             passed_on[node.name] = sources
         elif had_gradient(node):
             passed_on[node.name] = [
@@ -72,7 +67,7 @@ def use_first(
                 for i, source in enumerate(sources)
             ]
         elif node.op in LOOPS and tf.resource.as_datatype_enum in node.attr["T"].list.type:
-            # A variable that a loop reads goes through it. It cannot be kept in a buffer.
+            # The loop passes on a variable that it reads. A variable cannot be kept in a buffer.
             body, types = node.attr["body"].func.name, node.attr["T"].list.type
             passed_on[node.name] = [
                 source

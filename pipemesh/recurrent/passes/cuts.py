@@ -1,4 +1,4 @@
-"""Where the graph of a stage is cut into passes, under one choice of remat."""
+"""The cuts between the passes of a stage's graph, under one choice of remat."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Cuts:
 
     Args:
         traced: the stage.
-        recomputed: whether a node of the forward pass is computed again in the backward pass.
-        is_twice: whether a `W` computes such nodes once more.
+        recomputed: returns True for a node of the forward pass that the backward pass recomputes.
+        is_twice: True if a `W` recomputes such nodes again.
 
     Attributes:
-        grad_placeholders: the gradients that a backward pass starts from: of each floating output,
-            then of each floating carry that is handed on if the stage is recurrent.
+        grad_placeholders: the incoming gradients of a backward pass: for each floating output, then
+            for each floating carry of a recurrent stage.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Cuts:
 
     @functools.cached_property
     def per_microbatch(self) -> set[str]:
-        """Nodes whose value is another for every microbatch."""
+        """Nodes with a different value for every microbatch."""
         traced = self._traced
         return traced.cut.descendants(
             [*traced.carry, *traced.inputs, *traced.scalars, *self.grad_placeholders]
@@ -47,50 +47,48 @@ class Cuts:
 
     @functools.cached_property
     def again(self) -> set[str]:
-        """Nodes of the forward pass that are computed again."""
+        """Nodes of the forward pass that are recomputed."""
         return {node for node in self.computed & self.per_microbatch if self._recomputed(node)}
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass can start before the gradient of the outputs is there."""
+        """True if the backward pass can start before the gradient of the outputs arrives."""
         return bool(self.again)
 
     @functools.cached_property
     def kept(self) -> list[str]:
-        """Names of what the forward pass leaves for the backward pass."""
+        """Names of the tensors that the forward pass keeps for the backward pass."""
         traced = self._traced
         known = (self.computed & self.per_microbatch) - self.again
-        # Placeholders cannot be computed again; nor does a replica compute what another one did.
+        # Placeholders cannot be recomputed, and a replica does not compute a tensor of another one.
         given = [*traced.carry, *traced.handed_on, *traced.inputs]
         known |= {node_of(name) for name in given}
         known -= {node_of(name) for name in traced.scalars}
-        # A tensor in another shape is the same memory: to keep it by itself would count it twice.
+        # A reshaped tensor is the same memory: keeping it separately would count it twice.
         known -= traced.cut.reshapes(self.computed)
         wanted = [*self.theta_names, *self.upstream_names]
         return traced.cut.frontier(wanted, known)
 
     @functools.cached_property
     def remade(self) -> list[str]:
-        """Names of what an `R` leaves: what the forward pass would if nothing were recomputed."""
+        """Names of the tensors that an `R` leaves: those that the mode `none` keeps."""
         return Cuts(self._traced, lambda node: False).kept
 
     @functools.cached_property
     def theta_names(self) -> list[str]:
-        """Gradients of weights; a sparse one has two tensors."""
+        """Names of the gradients of weights; a sparse gradient has two tensors."""
         return flat_names(self._traced.gradients.of_theta)
 
     @functools.cached_property
     def upstream_names(self) -> list[str]:
-        """Gradients that other actions wait for: of the inputs and of the carry."""
+        """Names of gradients that other actions wait for: of the inputs and of the carry."""
         grads = self._traced.gradients
         return [name for name in [*grads.of_inputs, *grads.of_carry] if name is not None]
 
     def nodes(self, kind: str, is_first: bool) -> set[str]:
-        """What an action of a kind, `F`, `R`, `B`, `I` or `W`, computes of the graph.
+        """Returns the nodes that an action of a kind (`F`, `R`, `B`, `I` or `W`) computes.
 
-        Args:
-            kind: of the action.
-            is_first: whether it is the first stage, the gradient of whose inputs nobody asks for.
+        The first stage computes no gradient of its inputs.
         """
         cut, given = self._traced.cut, [*self.kept, *self.grad_placeholders]
         upstream = [] if is_first else self.upstream_names
@@ -106,16 +104,16 @@ class Cuts:
 
     @functools.cached_property
     def input_grad_nodes(self) -> set[str]:
-        """What an `I` computes of the graph."""
+        """Nodes that an `I` computes."""
         cuts = [*self.kept, *self.grad_placeholders]
         wanted = self.upstream_names or self._shared_names()
         return self._traced.cut.ancestors(wanted, cuts) & self.per_microbatch
 
     def _shared_names(self) -> list[str]:
-        """Tensors that several weights' gradients need.
+        """Returns the tensors that several weights' gradients need.
 
-        They are what an `I` computes for a stage whose inputs have no gradient. Else its `W`
-        would have to do everything, and the schedule would reckon with the wrong durations.
+        For a stage whose inputs have no gradient, its `I` computes them. Else its `W` would have to
+        do everything, and the schedule would assume wrong durations.
         """
         cut = self._traced.cut
         cuts = [*self.kept, *self.grad_placeholders]
@@ -129,9 +127,9 @@ class Cuts:
 
     @functools.cached_property
     def pending(self) -> list[str]:
-        """Names of what an `I` leaves for its `W`, beside what it was given itself."""
+        """Names of the tensors that an `I` leaves for its `W`, besides the arguments of the `I`."""
         known = self.input_grad_nodes - (self.again if self._is_twice else set())
-        # As of what is kept.
+        # As for kept tensors.
         known -= self._traced.cut.reshapes(known)
         known |= {node_of(name) for name in [*self.kept, *self.grad_placeholders]}
         return self._traced.cut.frontier(self.theta_names, known)

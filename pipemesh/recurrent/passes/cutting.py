@@ -1,4 +1,4 @@
-"""How a batch is cut into what actions work on."""
+"""The split of a batch into the pieces that actions work on."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pipemesh.schedule import Action
 
 @dataclasses.dataclass(frozen=True)
 class Cutting:
-    """How the batch is cut into microbatches, and these into slices of their sequences.
+    """The split of the batch into microbatches, and of these into sequence slices.
 
-    A piece is what an action works on: slice `q` of microbatch `m` is piece `m * num_slices + q`.
+    A piece is the input of an action: slice `q` of microbatch `m` is piece `m * num_slices + q`.
 
     Attributes:
-        num_microbatches: how many there are.
-        microbatch_size: how many examples each has.
-        batch_dim: the dim of the pipeline's inputs along which they are cut.
-        replicas: into how many parts each microbatch is cut once more, one a replica.
-        num_slices: into how many slices sequences are cut.
-        slice_size: how many positions each has; 0 for whole sequences.
-        sequence_dim: the dim of the pipeline's inputs along which slices are cut.
+        num_microbatches: number of microbatches.
+        microbatch_size: number of examples in each.
+        batch_dim: the dim of the pipeline's inputs along which microbatches are split.
+        replicas: number of parts of each microbatch, one per replica.
+        num_slices: number of sequence slices.
+        slice_size: number of positions in each; 0 for whole sequences.
+        sequence_dim: the dim of the pipeline's inputs along which slices are split.
     """
 
     num_microbatches: int
@@ -38,21 +38,21 @@ class Cutting:
 
     @property
     def num_pieces(self) -> int:
-        """How many pieces each stage works on."""
+        """The number of pieces of each stage."""
         return self.num_microbatches * self.num_slices
 
     def is_sliced(self, shape: tf.TensorShape) -> bool:
-        """Whether a tensor, of the whole batch or of a part, has the dim along which slices are."""
+        """Returns True if a tensor, of the whole batch or of a part, has the dim of sequences."""
         return self.num_slices > 1 and len(shape) > self.sequence_dim
 
     def text(self, action: Action) -> str:
-        """An action whose microbatch is the number of a piece, as it stands in the schedule."""
+        """Returns an action as the schedule prints it, given one whose microbatch is a piece."""
         if self.num_slices == 1:
             return str(action)
         return str(Action(action.stage, action.kind, *divmod(action.microbatch, self.num_slices)))
 
     def of_part(self, spec: tf.TensorSpec) -> tf.TensorSpec:
-        """What a replica gets of an input, given that of the whole batch, for one piece."""
+        """Returns the spec of a replica's part of an input, for one piece."""
         shape = spec.shape.as_list()
         shape[self.batch_dim] = self.part_size
         if self.is_sliced(spec.shape):
@@ -60,23 +60,23 @@ class Cutting:
         return tf.TensorSpec(shape, spec.dtype)
 
     def with_whole_batch(self, spec: tf.TensorSpec) -> tf.TensorSpec:
-        """Of an input of the whole batch a slice, for all its examples."""
+        """Returns the spec of one slice of an input, for all examples of the batch."""
         shape = spec.shape.as_list()
         if self.is_sliced(spec.shape):
             shape[self.sequence_dim] = self.slice_size
         return tf.TensorSpec(shape, spec.dtype)
 
     def with_whole_sequences(self, spec: tf.TensorSpec) -> tf.TensorSpec:
-        """Of an input of the whole batch a part's examples, with whole sequences."""
+        """Returns the spec of one part's examples of an input, with whole sequences."""
         shape = spec.shape.as_list()
         shape[self.batch_dim] = self.part_size
         return tf.TensorSpec(shape, spec.dtype)
 
     def for_whole_batch(self, stage: Stage) -> list[Stage]:
-        """A stage that is to be traced with the whole batch, as what it may be.
+        """Returns variants of a stage with a possible carry of the whole batch, for tracing.
 
-        A carry that starts anew with each microbatch has the rows of one. They lie along the
-        batch's dim, as in inputs, or, as in a state where time comes first in these, along another.
+        A carry that is reset for each microbatch has the rows of one. They lie along the batch dim
+        of the inputs or, if time comes first in the inputs, along another dim.
         """
         if self.num_slices == 1 or not stage.recurrent or self.num_parts == 1:
             return [stage]
@@ -94,20 +94,20 @@ class Cutting:
 
     @property
     def num_parts(self) -> int:
-        """How many parts the whole batch has: those of the first microbatch, of the second, ..."""
+        """The number of parts of the whole batch, over microbatches and replicas."""
         return self.num_microbatches * self.replicas
 
     @property
     def part_size(self) -> int:
-        """How many examples a part has."""
+        """The number of examples of a part."""
         return self.microbatch_size // self.replicas
 
     @property
     def part(self) -> str:
-        """What to call a part in errors."""
+        """The word for a part in errors."""
         return "a microbatch" if self.replicas == 1 else "a replica's part of a microbatch"
 
     @property
     def parts(self) -> str:
-        """What to call the parts in errors."""
+        """The word for parts in errors."""
         return "microbatches" if self.replicas == 1 else "the replicas' parts of microbatches"

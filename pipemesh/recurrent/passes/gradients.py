@@ -10,7 +10,7 @@ import tensorflow as tf
 from pipemesh.backend.structure import Gradient, is_differentiable
 from pipemesh.recurrent.stage import Stage
 
-# A gradient's tensor; values and row indices if it is sparse; None if there is none.
+# The tensor of a gradient; values and row indices if it is sparse; None if there is no gradient.
 GradName = str | tuple[str, str] | None
 
 
@@ -20,11 +20,11 @@ class StageGradients:
 
     Attributes:
         of_outputs: placeholder for the gradient of each floating output, by its index.
-        of_carry_out: the same for the carry that the stage hands on; empty if it has no gradient.
+        of_carry_out: the same for the carry that the stage returns; empty if it has no gradient.
         of_theta: the gradient of each theta.
         of_inputs: the gradient of each input, None if there is none.
         of_carry: the gradient of each carry that the stage takes, None if there is none.
-        of_probes: the gradient of each tensor that the probes want to know.
+        of_probes: the gradient of each probed tensor.
     """
 
     of_outputs: dict[int, str]
@@ -49,14 +49,14 @@ def differentiate(
 
     Args:
         stage: the stage.
-        theta: what stands for its weights; None for those that get no gradient.
-        carry: its placeholders of the carry.
-        inputs: its placeholders of the inputs.
-        outputs: those of its outputs that a gradient arrives at, by index.
-        carry_out: the carry that it hands on.
-        probed: other tensors whose gradient is wanted.
-        devices: for the first of theta, and for all inputs, where their gradients are to lie;
-            None if there is one device.
+        theta: placeholders of the weights; None for weights without a gradient.
+        carry: placeholders of the carry.
+        inputs: placeholders of the inputs.
+        outputs: the outputs with an incoming gradient, by index.
+        carry_out: the carry that the stage returns.
+        probed: other tensors whose gradient is needed.
+        devices: for the first of theta, and for all inputs, the devices of their gradients; None if
+            there is one device.
     """
     of_outputs = _grad_placeholders(outputs)
     of_carry_out = _grad_placeholders(dict(enumerate(carry_out))) if stage.recurrent else {}
@@ -68,7 +68,7 @@ def differentiate(
         for first, names in ((0, devices[0]), (len(theta), devices[1])):
             for i, device in enumerate(names, first):
                 grad = grads[i]
-                # Sparse ones lie where the lookup was.
+                # A sparse gradient is on the device of the lookup.
                 if isinstance(grad, tf.Tensor):
                     with tf.device(device):
                         grads[i] = tf.identity(grad)
@@ -97,7 +97,7 @@ def _grad_placeholders(tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]
 def _gradients(
     results: list[tf.Tensor], sources: list[tf.Tensor | None], result_grads: list[tf.Tensor]
 ) -> list[Gradient]:
-    # A handle stands for its variable.
+    # The handle represents its variable.
     floating = {
         i: t
         for i, t in enumerate(sources)
@@ -118,7 +118,7 @@ def _grad_name(grad: Gradient) -> GradName:
 
 
 def flat_names(names: Iterable[GradName | tuple[str, ...]]) -> list[str]:
-    """All tensors' names; a sparse gradient has two, one that does not exist none."""
+    """Returns the names of all tensors; a sparse gradient has two, a missing one none."""
     flat: list[str] = []
     for name in names:
         if name is not None:

@@ -1,4 +1,4 @@
-"""Cuts a traced graph into functions of chosen inputs and outputs."""
+"""Cuts a traced graph into functions with chosen inputs and outputs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from pipemesh.recurrent.passes.common_nodes import use_first
 
 
 class GraphCut:
-    """A traced graph, addressed by tensor names, that parts can be taken out of.
+    """A traced graph, addressed by tensor names, from which parts can be cut.
 
-    The graph computes a pure function, so only data counts: control dependencies are left out.
-    What hangs on them alone, such as assertions and prints, is pasted where it is asked for.
+    The graph computes a pure function, so only data dependencies are kept. Operations that run only
+    because of control dependencies, such as assertions and prints, are pasted on request.
 
     Args:
         graph: the graph.
-        captures: for each placeholder that stands for a tensor of another graph that tensor.
-        prepare: changes the nodes before anything else is done with them.
-        layer_of: for each node that belongs to a layer the layer.
-        asked_for: the tensors that parts may be asked for.
+        captures: maps each placeholder of a tensor of another graph to that tensor.
+        prepare: changes the nodes before anything else uses them.
+        layer_of: the layer of each node that belongs to one.
+        asked_for: all tensors that parts may return.
     """
 
     def __init__(
@@ -51,18 +51,17 @@ class GraphCut:
             data = [source for source in node.input if not source.startswith("^")]
             del node.input[:]
             node.input.extend(data)
-            # Every node has its device; groups would name nodes that are left out.
+            # Every node has its device; colocation groups would name missing nodes.
             node.attr.pop("_class", None)
-            # Where this is missing, TensorFlow notes the name that the node has now and shows it
-            # in errors, instead of the one it gets when the function is inlined, which begins
-            # with the action.
+            # Without this attribute, TensorFlow shows the current name in errors. With it, errors
+            # show the name of the inlined node, which begins with the action.
             node.experimental_debug_info.SetInParent()
         self._groups = collectives.nccl_groups(graph_def.node)
         kept = set(map(node_of, asked_for))
         use_first(graph_def.node, Bodies(graph_def), layer_of, kept)
 
     def ancestors(self, tensors: Iterable[str], cuts: Iterable[str] = ()) -> set[str]:
-        """Names of all nodes that `tensors` need when the tensors `cuts` are given."""
+        """Returns the names of all nodes that `tensors` need when the tensors `cuts` are given."""
         stop = set(cuts)
         seen: set[str] = set()
         todo = [node_of(name) for name in tensors if name not in stop]
@@ -75,17 +74,17 @@ class GraphCut:
         return seen
 
     def _sources(self, name: str) -> Iterator[str]:
-        """The tensors that a node needs; of collectives, also what they meet."""
+        """Returns the tensors that a node needs; for a collective also the inputs of its peers."""
         yield from map(tensor_name, self._nodes[name].input)
         yield from (f"{other}:0" for other in self._groups.get(name, ()))
 
     @property
     def has_collectives(self) -> bool:
-        """Whether operations meet each other, which two calls of one function would confuse."""
+        """True if the graph has collectives, which two calls of one function would confuse."""
         return bool(self._groups)
 
     def used(self, tensors: Iterable[str], given: Iterable[str]) -> set[str]:
-        """Which of the tensors `given` are needed to compute `tensors` from all of them."""
+        """Returns the tensors of `given` that are needed to compute `tensors`."""
         stop = set(given)
         found = stop & set(tensors)
         for node in self.ancestors(tensors, stop):
@@ -93,17 +92,17 @@ class GraphCut:
         return found
 
     def uses(self, nodes: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """The tensors that nodes take, each with the node."""
+        """Yields the tensors that nodes take, each with the node."""
         for name in nodes:
             for source in self._nodes[name].input:
                 yield tensor_name(source), name
 
     def reshapes(self, nodes: Iterable[str]) -> set[str]:
-        """Those of some nodes that give a tensor another shape, and no other memory."""
+        """Returns the nodes that only reshape a tensor and share its memory."""
         return {name for name in nodes if self._nodes[name].op in RESHAPES}
 
     def same_value(self, tensor: str) -> set[str]:
-        """A tensor, and those that become it unchanged."""
+        """Returns a tensor, and the tensors that are passed on to it unchanged."""
         found = {tensor}
         while (node := self._nodes[node_of(tensor)]).op == "Identity":
             tensor = tensor_name(node.input[0])
@@ -111,7 +110,7 @@ class GraphCut:
         return found
 
     def nodes(self, tensors: Iterable[str], chosen: Callable[[str], bool]) -> Iterator[Any]:
-        """The chosen nodes that `tensors` need, and those in the bodies of their functions."""
+        """Returns the chosen nodes that `tensors` need, and those in functions that they call."""
         needed = self.ancestors(tensors)
         yield from Bodies(self._graph_def).within(
             [node for node in self._graph_def.node if node.name in needed and chosen(node.name)]
@@ -122,17 +121,13 @@ class GraphCut:
         check_pure(self._graph_def, what, why)
 
     def effects(self, before: int) -> list[str]:
-        """Names of the nodes that check or tell something.
-
-        Args:
-            before: the number of nodes, from the first on, that are looked at.
-        """
+        """Returns the names of the nodes, among the first `before`, that check or print."""
         bodies = Bodies(self._graph_def)
         nodes = list(self._graph_def.node)[:before]
         return [node.name for node in nodes if has_effect(node, bodies)]
 
     def descendants(self, tensors: Iterable[str]) -> set[str]:
-        """Names of all nodes that depend on any of `tensors`."""
+        """Returns the names of all nodes that depend on any of `tensors`."""
         reached = {node_of(name) for name in tensors}
         consumers: dict[str, list[str]] = {}
         for node in self._graph_def.node:
@@ -149,12 +144,9 @@ class GraphCut:
     def frontier(
         self, tensors: Iterable[str], known: Container[str], cuts: Iterable[str] = ()
     ) -> list[str]:
-        """The tensors of `known` nodes, in order, that `tensors` need first.
+        """Returns the tensors of `known` nodes, in order, that `tensors` need first.
 
-        Args:
-            tensors: what is wanted; those of known nodes are among the result.
-            known: names of nodes.
-            cuts: tensors that are given, so that nothing before them is needed.
+        Nothing before the tensors `cuts` is needed. Tensors of known nodes are part of the result.
         """
         stop = set(cuts)
         found: dict[str, None] = {}
@@ -180,22 +172,19 @@ class GraphCut:
         checked: Container[str] = (),
         collectives_after: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
-        """Rebuilds in the current graph what computes `fetches` from `values`.
+        """Rebuilds in the current graph the nodes that compute `fetches` from `values`.
 
         Args:
-            values: for tensor names of the graph the tensors to use instead.
-            fetches: names of the tensors wanted; they may be among `values`.
-            effects: names of nodes that are to be there, too.
+            values: replacements for tensors of the graph, by name.
+            fetches: names of the tensors to return; they may be among `values`.
+            effects: names of other nodes to paste.
             checked: names of nodes that were computed before: values that they check are not
                 checked again.
-            collectives_after: a tensor that all collectives wait for. Where it is dead, in an
-                action that is not due, none of a group is performed, even one whose input is a
-                constant: the others would not come.
-
-        Returns:
-            The fetches.
+            collectives_after: a tensor that all collectives wait for. In an action that is not due
+                it is dead, so no collective of a group runs, even one with a constant input: its
+                peers would not run.
         """
-        # In a function that is built; it gets them as captures of its own.
+        # Inside a function that is being built; the function captures them.
         graph: Any = tf.compat.v1.get_default_graph()
         given = {name: graph.capture(tensor) for name, tensor in self._captures.items()}
         given.update(values)
@@ -225,16 +214,16 @@ class GraphCut:
         )
         result = dict(zip(computed, pasted, strict=True))
         for name, tensor in result.items():
-            # A shape that Python code has set is no part of a graph's definition.
+            # Shapes that Python code has set are not part of a graph's definition.
             tensor.set_shape(self._graph.get_tensor_by_name(name).shape)
         return [given[name] if name in given else result[name] for name in fetches]
 
 
 def tensor_name(source: str) -> str:
-    """The tensor name (`node:index`) of a node's input as graphs spell it."""
+    """Returns the tensor name (`node:index`) of a node's input in a GraphDef."""
     return source if ":" in source else f"{source}:0"
 
 
 def node_of(tensor: str) -> str:
-    """The name of the node that produces a tensor."""
+    """Returns the name of the node that produces a tensor."""
     return tensor.rsplit(":", 1)[0]

@@ -1,4 +1,4 @@
-"""A function that is cut out of the graph of a stage, for one of its replicas."""
+"""A function that is cut from the graph of a stage, for one of its replicas."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Part:
     """A function on the devices of its replica.
 
     Attributes:
-        device: of the replica, the first one.
-        call: gives a call of the function; of one of its own each time, if it has collectives.
-        has_note: whether it takes a note, and returns it.
+        device: the first device of the replica.
+        call: returns a call of the function; with collectives, each time of a new function.
+        has_note: True if it takes and returns a note.
     """
 
     device: str
@@ -30,7 +30,7 @@ class Part:
     has_note: bool
 
     def __call__(self, arguments: Tensors, note: Any = None) -> tuple[Tensors, Any]:
-        """The results for the arguments, and the note; without one it is what was given."""
+        """Returns the results and the note; without a note of its own it returns the given one."""
         with tf.device(self.device):
             if not self.has_note:
                 return self.call()(arguments), note
@@ -40,14 +40,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardResult:
-    """What a `B` or an `I` gives.
+    """The results of a `B` or an `I`.
 
     Attributes:
-        accumulators: the sums of weight gradients; after an `I` what was given.
+        accumulators: the sums of weight gradients; an `I` leaves them unchanged.
         input_grads: the gradient of each input, None if there is none.
         carry_grads: the gradient of each carry, None if there is none.
-        pending: after an `I`, what its `W` needs.
-        notes: of each replica, where something was not finite; see `health`.
+        pending: after an `I`, the tensors that its `W` needs.
+        notes: for each replica, where a value was not finite; see `health`.
     """
 
     accumulators: Tensors | None
@@ -64,14 +64,10 @@ def accumulated(
     devices: Sequence[str],
     pasted: Iterator[tf.Tensor],
 ) -> Tensors:
-    """The sums of weights' gradients after a microbatch.
+    """Returns the sums of weights' gradients after a microbatch.
 
-    Args:
-        totals: the sums before, None if there are none yet.
-        grads: names of the gradients; a sparse one has two.
-        specs: shapes and dtypes of the sums.
-        devices: where they lie.
-        pasted: gives the tensors of the gradients.
+    `totals` is None for the first microbatch. `grads` are names, two for a sparse gradient, and
+    `pasted` maps names to tensors.
     """
     new = []
     for total, grad, spec, device in zip(totals, grads, specs, devices, strict=True):
@@ -79,7 +75,7 @@ def accumulated(
             values = tf.cast(next(pasted), spec.dtype)
             if isinstance(grad, str):
                 # Not `+`: the graph optimizer merges chains of additions into one at their end,
-                # also across the control dependencies that order actions, and so builds cycles.
+                # even across the control dependencies that order actions, and so creates cycles.
                 new.append(values if total is None else tf.add_n([total, values]))
             else:
                 total = tf.zeros(spec.shape, spec.dtype) if total is None else total

@@ -24,24 +24,23 @@ from pipemesh.recurrent.watch.probes import Probe
 
 
 class Passes:
-    """Forward, backward, and both halves of the backward pass, under one choice of remat.
+    """The forward pass, the backward pass and its halves, under one choice of remat.
 
-    All are parts of one graph. A part computes what no part before it has computed, and the
-    tensors on the cuts between them are handed from one to the next. What is computed again in
-    the backward pass counts as not computed by the forward pass. What depends on weights alone
-    is computed by each part that needs it: it is the same for every microbatch, so handing it on
-    would cost memory for nothing.
+    All are parts of one graph. A part computes only nodes that no earlier part has computed, and
+    the tensors on the cuts are passed on. A recomputed node counts as not computed by the forward
+    pass. Each part recomputes tensors that depend on weights alone: they are the same for every
+    microbatch, so keeping them would waste memory.
 
     Args:
         traced: the stage.
-        recomputed: whether a node of the forward pass is computed again in the backward pass.
+        recomputed: returns True for a node of the forward pass that the backward pass recomputes.
         accumulator_dtypes: of the sum of each theta's gradients.
-        forward_probes: what the forward pass looks at.
-        backward_probes: what the backward pass looks at.
-        is_twice: whether the half for the weights computes such nodes once more.
+        forward_probes: the probes of the forward pass.
+        backward_probes: the probes of the backward pass.
+        is_twice: True if the half for the weights recomputes such nodes again.
 
     Attributes:
-        cuts: what is handed from one part to the next.
+        cuts: the tensors between the parts.
     """
 
     def __init__(
@@ -59,27 +58,16 @@ class Passes:
         self.cuts = Cuts(traced, recomputed, is_twice)
         self._dtypes = [*accumulator_dtypes] * len(traced.replicas)
 
-    # The passes. Each replica has functions of its own: a call is done when all that it checks or
-    # tells is done, and no replica is to wait for another one.
+    # The passes. Each replica has its own functions: a call ends when all of its checks and prints
+    # are done, and a replica must not wait for another one.
 
     def forward(
         self, theta: Tensors, carry: Tensors, inputs: Tensors, scalars: Tensors, notes: Tensors
     ) -> tuple[Tensors, Tensors, Tensors, Tensors]:
-        """Runs one microbatch.
-
-        Args:
-            theta: the weights.
-            carry: what the microbatch before handed on.
-            inputs: of the stage.
-            scalars: the microbatch's index and the global step, int64.
-            notes: of each replica, where something was not finite before; see `health`.
-
-        Returns:
-            The outputs, the carry, what the backward pass needs, and the notes.
-        """
+        """Runs one microbatch and returns outputs, carry, tensors to keep, and notes."""
         outputs: Tensors = []
         new_notes: Tensors = []
-        # What is kept and was given is not handed through a function.
+        # Kept tensors that are arguments are not passed through a function.
         known: dict[str, tf.Tensor] = {}
         parts = zip(self._traced.replicas, self._forward, notes, strict=True)
         for number, (replica, part, note) in enumerate(parts):
@@ -95,11 +83,7 @@ class Passes:
         return outputs, carry, [known[name] for name in self.cuts.kept], new_notes
 
     def recompute(self, theta: Tensors, kept: Tensors, scalars: Tensors) -> Tensors:
-        """Computes again what `forward` did not keep; arguments as those of `backward`.
-
-        Returns:
-            What `forward` leaves where nothing is computed again.
-        """
+        """Returns what `forward` would keep without recomputation; see `backward`."""
         known = dict(zip(self.cuts.kept, kept, strict=True))
         for number, part in enumerate(self._recompute):
             results, _ = part([*theta, *kept, *scalars])
@@ -120,12 +104,12 @@ class Passes:
 
         Args:
             theta: the weights.
-            kept: what `forward` left.
-            grads: the gradient of each floating output, then of each floating carry that was
-                handed on if the stage is recurrent.
+            kept: the tensors that `forward` kept.
+            grads: the gradient of each floating output, then of each floating carry that a
+                recurrent stage has returned.
             scalars: the microbatch's index and the global step, int64.
             accumulators: sums of weight gradients so far; None for the first microbatch.
-            notes: of each replica, where something was not finite before; see `health`.
+            notes: for each replica, where a value was not finite before; see `health`.
         """
         parts = self._backward if accumulators is None else self._backward_and_add
         arguments = [*theta, *kept, *grads, *scalars, *(accumulators or ())]
@@ -180,7 +164,7 @@ class Passes:
         return BackwardResult(accumulators, of_inputs, of_carry, pending, notes)
 
     def zero_gradients(self) -> Tensors:
-        """Accumulators before the first microbatch."""
+        """Returns the accumulators before the first microbatch."""
         zeros = []
         for spec, place in zip(self.accumulator_specs, self.accumulator_places, strict=True):
             with tf.device(self._traced.stage.devices[place]):
@@ -188,7 +172,7 @@ class Passes:
         return zeros
 
     def theta_gradients(self, accumulators: Tensors) -> Grads:
-        """The gradient of each theta, summed over the replicas; None if there is none."""
+        """Returns the gradient of each theta, summed over replicas; None if there is none."""
         values = iter(accumulators)
         of_theta = self._traced.gradients.of_theta
         grads = [None if name is None else next(values) for name in of_theta]
@@ -196,19 +180,19 @@ class Passes:
         totals: Grads = []
         for i, device in enumerate(self._traced.stage.theta_devices):
             part = [g for g in grads[i::count] if g is not None]
-            # What is alike for all replicas is summed where the weight lies, once a step.
+            # Gradients of all replicas are summed on the weight's device, once per step.
             with tf.device(device):
                 totals.append(sum_in_order(part) if part else None)
         return totals
 
     @functools.cached_property
     def accumulator_places(self) -> list[int]:
-        """The place of each sum of weight gradients."""
+        """The index in the home of the device of each sum of weight gradients."""
         return [self._traced.place(theta) for theta in self._differentiated]
 
     @functools.cached_property
     def accumulator_owners(self) -> list[int]:
-        """The place of the weight of each sum, where those of all replicas are added up."""
+        """The index in the home of the device where the sums of all replicas are added."""
         traced = self._traced
         owners = itertools.cycle(traced.stage.owners)
         named = zip(owners, traced.gradients.of_theta)  # noqa: B905
@@ -221,31 +205,31 @@ class Passes:
 
     @functools.cached_property
     def _differentiated(self) -> list[str]:
-        """What stands for the weights that have a gradient."""
+        """Placeholders of the weights with a gradient."""
         named = zip(self._traced.theta, self._traced.gradients.of_theta, strict=True)
         return [theta for theta, name in named if name is not None]
 
     @functools.cached_property
     def _given(self) -> set[str]:
-        """Names of what forward functions take and need not return."""
+        """Names of the arguments of forward functions, which need not be returned."""
         return {*self._traced.carry, *self._traced.handed_on, *self._traced.inputs}
 
     def _own(self, names: Sequence[str], number: int, given: Container[str]) -> list[str]:
-        """Those of the names that a replica computes, because they are not given."""
+        """Returns the names that a replica computes, because they are not given."""
         replica = self._traced.replica
         return [name for name in names if name not in given and replica(name) == number]
 
     def _upstream_names(self, number: int) -> list[str]:
-        """The gradients of a replica that other actions wait for."""
+        """Returns the gradients of a replica that other actions wait for."""
         grads, count = self._traced.gradients, len(self._traced.replicas[number].inputs)
         names = grads.of_inputs[number * count :][:count]
         names = [*names, *grads.of_carry] if number == 0 else names
         return [name for name in names if name is not None]
 
-    # The functions, made when they are first needed.
+    # The functions, made on first use.
 
     def make(self) -> None:
-        """Makes those of `forward` and `backward` now, for use in bodies of loops and branches."""
+        """Makes the functions of `forward` and `backward` now, for bodies of loops and branches."""
         _ = self._forward, self._backward_and_add
 
     @functools.cached_property
@@ -306,7 +290,7 @@ class Passes:
     def _input_grad(self) -> list[Part]:
         arguments = [*self.cuts.kept, *self.cuts.grad_placeholders]
         computed = self.cuts.input_grad_nodes
-        # Without what an `I` leaves to its `W`.
+        # Without the tensors that an `I` leaves for its `W`.
         probes = [
             dataclasses.replace(
                 probe, tensors=tuple(t for t in probe.tensors if node_of(t) in computed)
@@ -360,11 +344,12 @@ class Passes:
         effects: Sequence[str] = (),
         checked: Container[str] = (),
     ) -> Part:
-        """A function of theta, `arguments`, the scalars, the accumulators if it adds, and the note.
+        """Returns a function of theta, `arguments`, the scalars, the accumulators and the note.
 
-        It returns the gradients of the replica's weights, or its accumulators with them added,
-        `fetches`, and the note. Without probes of the replica there is no note. What it returns
-        waits for the `effects`. What was computed before, in `checked`, is not checked again.
+        It takes accumulators only if it `adds`. It returns the gradients of the replica's weights
+        (or its accumulators with them added), `fetches`, and the note. Without probes of the
+        replica there is no note. Its results wait for the `effects`. It does not check values of
+        nodes in `checked` again.
         """
         traced, device = self._traced, self._traced.replicas[number].device
         probes = [probe for probe in probes if probe.replica == number]
@@ -394,7 +379,7 @@ class Passes:
             values = dict(zip(names, tensors[: len(names)], strict=True))
             before = tensors[len(names) :][: len(totals)] if adds else [None] * len(totals)
             with tf.device(device):
-                # Results get an identity each, which waits for all that checks or tells.
+                # Each result gets an identity, which waits for all checks and prints.
                 due = values[traced.scalars[0]] if traced.cut.has_collectives else None
                 pasted = iter(
                     traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked, due)

@@ -1,4 +1,4 @@
-"""Which devices of a home the tensors of a traced stage lie on."""
+"""The devices of a home on which the tensors of a traced stage lie."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pipemesh.recurrent.passes.graph_cut import node_of
 
 
 class Places:
-    """The places of a stage's tensors in its home.
+    """The device index of each tensor of a stage in its home.
 
     Args:
         home: of the stage.
-        replica: the number of the replica that a tensor belongs to.
+        replica: returns the replica that a tensor belongs to.
         graph: the traced graph.
-        given: for what stands for arguments on which of a replica's devices these lie. For other
-            tensors the node that makes them says it; without a word it is the first one.
+        given: for placeholders of arguments the index of their device within a replica. Other
+            tensors are on the device of their node; the default is the first one.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Places:
         self._numbers: dict[tuple[str, int], int] = {}
 
     def of(self, name: str) -> int:
-        """The number of the device, among all of the home, that a tensor lies on."""
+        """Returns the index, among all devices of the home, of a tensor's device."""
         replica = self._replica(name)
         if self._home.group == 1:
             return replica
@@ -43,7 +43,7 @@ class Places:
         return replica * self._home.group + own
 
     def _number(self, device: str, replica: int) -> int:
-        """Which of a replica's devices this is; 0 for one that is none of them."""
+        """Returns the index of a device within a replica; 0 for a device outside of it."""
         if (device, replica) not in self._numbers:
             known = [is_device(device, name) for name in self._home.replica(replica)]
             self._numbers[device, replica] = known.index(True) if True in known else 0
@@ -51,7 +51,7 @@ class Places:
 
 
 def detached(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The tensors without their gradients, each on its own device: else they might leave it."""
+    """Returns the tensors without gradients, pinned so that each stays on its device."""
     found = []
     for tensor in tensors:
         with tf.device(tensor.device):
@@ -60,6 +60,6 @@ def detached(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def identity_beside(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor once more, on its own device; where it has none, on that of the scope."""
+    """Returns a copy of a tensor on its own device; without one, on the device of the scope."""
     with tf.device(tensor.device):
         return tf.identity(tensor)

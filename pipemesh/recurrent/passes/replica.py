@@ -1,4 +1,4 @@
-"""What a stage computes with the rows of one of its replicas: a part of its traced graph."""
+"""The part of a traced graph that computes the rows of one replica."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from pipemesh.recurrent.watch.probes import StageProbes
 
 @dataclasses.dataclass
 class Replica:
-    """A part of a traced graph.
+    """The part of a traced graph of one replica.
 
     Attributes:
-        device: where it lies; of several devices the first one.
+        device: the first device of the replica.
         number: among the replicas of its stage; None if it is the only one.
-        theta: what stands for the weights.
-        carry: what it takes from the microbatch, or the replica, before.
-        inputs: what stands for its rows.
-        outputs: what it returns.
-        carry_out: what it hands on.
+        theta: placeholders of the weights.
+        carry: placeholders of the carry, from the previous microbatch or replica.
+        inputs: placeholders of its rows.
+        outputs: the tensors that it returns.
+        carry_out: the carry that it returns.
         spans: the operations of its layers.
         replay: draws the random numbers of its forward pass again.
-        probes: where values that are not finite are looked for.
-        summaries: what it tells a TF1 graph; the last one of its carry.
-        operations: where in the graph its operations lie, from the first to before the last.
-        copies: for the tensors that stand for captured weights its own; none in the first one.
-        devices: if it has several, for each of theta, then of the inputs, the one that it lies on.
+        probes: the tensors to check for finite values.
+        summaries: its summaries for a TF1 graph; the last one of its carry.
+        operations: the range of its operations in the graph, end excluded.
+        copies: its own placeholders for captured weights, by the shared placeholder; empty in the
+            first replica.
+        devices: with several devices, for each of theta, then of the inputs, its device.
     """
 
     device: str
@@ -56,7 +57,7 @@ class Replica:
     devices: tuple[list[str], list[str]] | None = None
 
     def copy_captured(self, graph: tf.Graph, captured: Sequence[Captured]) -> None:
-        """Gives it placeholders of its own for what the stage has captured."""
+        """Gives the replica its own placeholders for captured weights."""
         with graph.as_default():
             for weight in captured:
                 value = graph.get_tensor_by_name(weight.name)
@@ -71,14 +72,10 @@ class Replica:
         live: Iterable[int],
         first_output: int,
     ) -> StageGradients:
-        """Adds its gradient to the graph.
+        """Adds the gradient of the replica to the graph.
 
-        Args:
-            graph: the traced graph.
-            stage: the stage.
-            captured: what the stage has captured.
-            live: those of its outputs that a gradient arrives at.
-            first_output: how many outputs the replicas before it have.
+        `live` are the outputs of a replica with an incoming gradient; `first_output` is the number
+        of outputs of earlier replicas.
         """
         begin = len(graph.get_operations())
         with (
@@ -90,7 +87,7 @@ class Replica:
             found = differentiate(
                 stage,
                 [
-                    # The gradient of a copy is that of what it is a copy of.
+                    # The gradient of a copy is that of its original.
                     *(None if i in stage.copies else t for i, t in enumerate(self.theta)),
                     *(weight.source for weight in captured),
                 ],
@@ -111,13 +108,7 @@ class Replica:
 
 @contextlib.contextmanager
 def replica_scope(stage: str, device: str, number: int | None) -> Iterator[None]:
-    """Operations made inside lie on the device, and their names say stage and replica.
-
-    Args:
-        stage: name of the stage.
-        device: of the replica.
-        number: of the replica; None if it is the only one.
-    """
+    """Places operations on a device, with stage and replica in their names."""
     with contextlib.ExitStack() as scopes:
         scopes.enter_context(tf.device(device))
         scopes.enter_context(label_scope("stage", stage))
@@ -127,7 +118,7 @@ def replica_scope(stage: str, device: str, number: int | None) -> Iterator[None]
 
 
 def joined(parts: Sequence[StageGradients]) -> StageGradients:
-    """The gradients of all replicas, one after the other; only the first one has a carry's."""
+    """Returns the gradients of all replicas in one list; only the first one has a carry's."""
     first = parts[0]
 
     def all_of(get: Callable[[StageGradients], list[Any]]) -> list[Any]:

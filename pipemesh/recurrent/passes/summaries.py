@@ -1,4 +1,4 @@
-"""Summaries of TF1 graphs that are made inside of a stage, as a carry of it."""
+"""TF1 summaries made inside a stage, passed on as part of its carry."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipemesh.backend.operation_kinds import SUMMARIES
 
 @dataclasses.dataclass(frozen=True)
 class Summaries:
-    """The summaries of one stage; each microbatch adds its own to a serialized one.
+    """The summaries of one stage; each microbatch adds its own to a serialized summary.
 
     Attributes:
-        before: what microbatches and replicas before have added; a placeholder in the first one.
-        after: with those of this microbatch.
-        collections: where the graph outside collects them.
+        before: the summary of earlier microbatches and replicas; a placeholder in the first one.
+        after: the summary with those of this microbatch.
+        collections: the collections of the outer graph that get it.
     """
 
     before: tf.Tensor
@@ -27,14 +27,11 @@ class Summaries:
 
     @classmethod
     def found(cls, begin: int, earlier: Summaries | None) -> Summaries | None:
-        """Those in the function that is being traced; None if there are none.
+        """Returns the summaries of the function that is being traced; None if there are none.
 
-        Also None where no TF1 graph surrounds the function: there nobody collects them, in a
-        plain model either.
-
-        Args:
-            begin: the number of operations that are not looked at.
-            earlier: those of the replica before.
+        It also returns None outside of a TF1 graph, where nothing collects summaries, as in a plain
+        model. The first `begin` operations are ignored; `earlier` are the summaries of the previous
+        replica.
         """
         graph: Any = tf.compat.v1.get_default_graph()
         if graph.outer_graph.building_function:
@@ -58,6 +55,6 @@ class Summaries:
         return cls(before, tf.raw_ops.MergeSummary(inputs=[before, *made]), collections)
 
     def collect(self, merged: tf.Tensor) -> None:
-        """Hands those of all microbatches to the collections of the current graph."""
+        """Adds the summaries of all microbatches to the collections of the current graph."""
         for key in self.collections:
             tf.compat.v1.add_to_collection(key, merged)

@@ -31,40 +31,38 @@ from pipemesh.recurrent.watch.probes import Probe
 
 
 class TracedStage:
-    """The graph of a stage's forward pass and its gradient, for one microbatch, or a slice of it.
+    """The graph of a stage's forward pass and its gradient, for one piece of the batch.
 
-    Where there are several replicas, all of them are in the graph. Then the weights, the inputs,
-    the outputs and the gradients are those of the first replica, of the second, and so on.
+    The graph contains all replicas. Weights, inputs, outputs and gradients are ordered by replica.
 
     Args:
         stage: the stage.
-        inputs: specs of the inputs that a replica gets of one microbatch, with static shapes.
-        cutting: how the batch is cut.
-        has_step: whether there is a global step.
-        whole_draws: gives the stage's random draws for the whole batch.
-        input_places: on which of a replica's devices each of the inputs lies; by default all on
-            the first.
+        inputs: specs of a replica's inputs for one microbatch, with static shapes.
+        cutting: the split of the batch.
+        has_step: True if there is a global step.
+        whole_draws: returns the stage's random draws for the whole batch.
+        input_places: for each input the index of its device in a replica; by default 0.
 
     Attributes:
         given: the stage as given.
         stage: the stage, with all weights that it uses as theta, and its summaries as carry.
         cut: the graph.
-        theta: names of the tensors that stand for weights.
+        theta: names of the placeholders of the weights.
         carry: names of the placeholders of the carry.
-        inputs: names of the inputs' placeholders.
+        inputs: names of the placeholders of the inputs.
         scalars: names of the placeholders of microbatch and step.
         outputs: names of the outputs.
-        carry_out: names of the carry that is handed on.
+        carry_out: names of the carry that the stage returns.
         gradients: names of the gradients.
-        effects: names of the nodes that check or tell something.
-        captured: what the stage reaches otherwise than through its theta: the last tensors of
-            theta, as gradients flow to them.
+        effects: names of the nodes that check or print.
+        captured: weights that the stage uses outside of its theta. They become the last tensors of
+            theta, so that gradients flow to them.
         output_specs: shapes and dtypes of the outputs of a replica.
-        output_places: on which of the replica's devices each of them lies.
-        layers: for each node of the forward pass that belongs to a layer the layer's name.
+        output_places: for each output the index of its device in a replica.
+        layers: the name of the layer of each node of the forward pass that belongs to one.
         theta_layers: for each weight the layers that use it.
         input_layers: for each input the layers that use it.
-        summaries: what the stage tells a TF1 graph; its last carry.
+        summaries: the stage's summaries for a TF1 graph; the last tensor of its carry.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class TracedStage:
             own = graph.get_operations()[begin:end]
             check_no_handle(own, self._captured, what, replica.device)
             replica.copy_captured(graph, self._captured)
-        # The tensors' own names, not those of what the traced function returns: that waits for
+        # The tensors' own names, not those of the traced function's results: these wait for
         # everything stateful in the function, and so also for the gradient.
         self.outputs = [t.name for replica in replicas for t in replica.outputs]
         self.carry_out = [t.name for t in replicas[-1].carry_out]
@@ -147,10 +145,9 @@ class TracedStage:
         )
 
     def differentiate(self, live: Iterable[int]) -> None:
-        """Adds the gradient to the graph; to be called once, before anything below.
+        """Adds the gradient to the graph; must be called once, before any other method.
 
-        Args:
-            live: those of a replica's outputs that a gradient arrives at.
+        `live` are the outputs of a replica with an incoming gradient.
         """
         graph, live = self._trace.graph, list(live)
         self.gradients = joined(
@@ -175,7 +172,7 @@ class TracedStage:
         self.effects = self.cut.effects(self._num_forward)
 
     def _check_apart(self) -> None:
-        """Raises if a replica uses what another one has computed."""
+        """Raises if a replica uses a tensor of another one."""
         if len(self.replicas) > 1:
             graph = self._trace.graph
             microbatch = graph.get_tensor_by_name(self.scalars[0])
@@ -189,7 +186,7 @@ class TracedStage:
         )
 
     def _find_replicas(self, graph: tf.Graph) -> dict[str, int]:
-        """For the nodes that belong to a replica, and what stands for its arguments, its number."""
+        """Returns the replica of each node and argument placeholder that belongs to one."""
         operations = graph.get_operations()
         numbers: dict[str, int] = {}
         for number, replica in enumerate(self.replicas):
@@ -201,7 +198,7 @@ class TracedStage:
         return numbers
 
     def _given_places(self) -> dict[str, int]:
-        """For what stands for arguments on which of a replica's devices it lies."""
+        """Returns for each placeholder of an argument the index of its device in a replica."""
         of_theta, of_inputs = self.stage.theta_places, self._input_places
         return {
             **dict(zip(self.theta, itertools.cycle(of_theta))),
@@ -209,7 +206,7 @@ class TracedStage:
         }
 
     def _prepare(self, nodes: Sequence[tf.compat.v1.NodeDef]) -> None:
-        """Lets nodes use the tensor that stands for what was captured, each replica its own."""
+        """Makes the nodes of each replica use its own placeholders for captured weights."""
         redirect(nodes, self._captured)
         for node in nodes:
             copies = self.replicas[self._replicas.get(node.name, 0)].copies
@@ -218,32 +215,32 @@ class TracedStage:
                     node.input[number] = copies[tensor_name(source)]
 
     def replica(self, name: str) -> int:
-        """The number of the replica that a tensor belongs to; 0 for what belongs to none."""
+        """Returns the replica that a tensor belongs to; 0 for a tensor of none."""
         return self._replicas.get(node_of(name), 0)
 
     def place(self, name: str) -> int:
-        """The number, in the stage's home, of the device that a tensor lies on."""
+        """Returns the index, in the stage's home, of a tensor's device."""
         return self._places.of(name)
 
     def spec(self, name: str) -> tf.TensorSpec:
-        """Shape and dtype of a tensor of the graph."""
+        """Returns the shape and dtype of a tensor of the graph."""
         if name not in self._specs:
             tensor = self._trace.graph.get_tensor_by_name(name)
             self._specs[name] = tf.TensorSpec(tensor.shape, tensor.dtype)
         return self._specs[name]
 
     def nodes(self, place: int) -> Iterator[Any]:
-        """All nodes of the forward and backward pass that lie on a device, by its number."""
+        """Returns all nodes of the forward and backward pass on a device, given by its index."""
         names = [*self.outputs, *self.carry_out, *self._gradient_names()]
         return self.cut.nodes(names, lambda node: self.place(f"{node}:0") == place)
 
     def num_nodes(self) -> int:
-        """How many operations a microbatch has, forward and backward, if nothing is recomputed."""
+        """Counts the operations of a microbatch, forward and backward, without recomputation."""
         return len(self.cut.ancestors([*self.outputs, *self.carry_out, *self._gradient_names()]))
 
     @property
     def handed_on(self) -> list[str]:
-        """Names of the carry as replicas take it from those before."""
+        """Names of the carry that replicas take from earlier ones."""
         return [t.name for replica in self.replicas[1:] for t in replica.carry]
 
     def _gradient_names(self) -> list[str]:
@@ -252,7 +249,7 @@ class TracedStage:
         return [name for name in names if name is not None]
 
     def forward_probes(self) -> list[Probe]:
-        """Where the forward pass is looked at."""
+        """Returns the probes of the forward pass."""
         computed = self.cut.ancestors([*self.outputs, *self.carry_out])
         return [
             dataclasses.replace(probe, replica=number)
@@ -261,7 +258,7 @@ class TracedStage:
         ]
 
     def backward_probes(self, is_first: bool) -> list[Probe]:
-        """Where the backward pass is looked at; `is_first` says whether this is the first stage."""
+        """Returns the probes of the backward pass; the first stage has different ones."""
         grads = self.gradients
         upstream = [] if is_first else [*grads.of_inputs, *grads.of_carry]
         wanted = [name for name in [*upstream, *flat_names(grads.of_theta)] if name is not None]

@@ -1,4 +1,4 @@
-"""Python's calls of a stage, whose operations become one graph."""
+"""Traces calls of a stage's Python function into one graph."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Specs = list[tf.TensorSpec]
 
 
 def specs_of(tensors: Sequence[tf.Tensor]) -> Specs:
-    """Shape and dtype of each tensor."""
+    """Returns the shape and dtype of each tensor."""
     return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What Python left behind.
+    """The result of tracing a stage.
 
     Attributes:
-        function: the traced function; functions inside of its graph live as long as it does.
+        function: the traced function; it keeps the functions inside its graph alive.
         replicas: the parts of the graph, one for each call of the stage.
         drawn: the random draws of the last call.
     """
@@ -65,16 +65,12 @@ def trace(
 
     Args:
         stage: the stage.
-        inputs: specs of what each call gets.
-        has_step: whether there is a global step.
-        num_replicas: how often the stage is called, each time for another one of its replicas; the
-            carry goes from call to call.
-        position: where in the batch a call's rows lie, given their number; None if there is
-            nothing but the whole batch.
-        num_slices: of how many slices of the sequences each call gets one.
-
-    Raises:
-        PipelineError: the calls do not return alike.
+        inputs: specs of the inputs of each call.
+        has_step: True if there is a global step.
+        num_replicas: number of calls, one per replica; the carry goes from call to call.
+        position: returns the position of a call's rows in the batch; None if the call has the whole
+            batch.
+        num_slices: number of sequence slices; each call gets one.
     """
     replicas: list[Replica] = []
     drawn: dict[str, WholeDraw] = {}
@@ -105,7 +101,7 @@ def trace(
                     tags.enter_context(calling_for(own, num_slices, where is not None))
                 outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
             drawn.update(draws)
-            # An output that is an input, or twice the same tensor, gets a name of its own.
+            # An output that is an input, or a tensor returned twice, gets its own name.
             outputs = [identity_beside(t) for t in outputs]
             carry_out = [tf.identity(t) for t in carry_out]
             summaries = Summaries.found(begin, replicas[-1].summaries if replicas else None)
@@ -135,7 +131,7 @@ def trace(
             with replica_scope(stage.name, devices[0], own), calling_on(devices):
                 arguments = thetas[number], carry, inputs[number], microbatch, known_step
                 replicas.append(call(own, *arguments))
-                # As between microbatches, no gradient flows through it.
+                # No gradient flows through it, as between microbatches.
                 carry = [tf.stop_gradient(t) for t in replicas[-1].carry_out[: len(stage.carry)]]
         _check_alike(stage.name, replicas)
         return [replica.outputs for replica in replicas], replicas[-1].carry_out
@@ -151,11 +147,7 @@ def trace(
 
 
 def _check_alike(stage: str, replicas: Sequence[Replica]) -> None:
-    """Checks that all replicas return tensors of the same shapes and dtypes.
-
-    Raises:
-        PipelineError: they do not.
-    """
+    """Checks that all replicas return tensors of the same shapes and dtypes."""
     first, *others = [specs_of([*r.outputs, *r.carry_out]) for r in replicas]
     for number, specs in enumerate(others, 1):
         if specs != first:
@@ -171,22 +163,22 @@ def _text(specs: Specs) -> str:
 
 
 def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
-    """Shapes and dtypes of what a stage returns for given inputs, without its gradient."""
+    """Returns the shapes and dtypes of a stage's outputs for given inputs, without its gradient."""
     return specs_of(trace(stage, inputs, has_step).replicas[0].outputs)
 
 
 class WholeBatch:
-    """The stages traced with the whole batch, as far as anybody asks.
+    """The stages traced with the whole batch, on demand.
 
-    Only what is drawn is of interest, and where in it the batch lies. Where there are slices, two
-    traces tell the two dims apart along which draws are cut: one has the whole batch and a slice,
-    one a part of the batch and whole sequences.
+    Only the random draws and the position of the batch dim in them are used. With slices, two
+    traces distinguish the two dims along which draws are split: one has the whole batch and a
+    slice, the other a part of the batch and whole sequences.
 
     Args:
         stages: the stages.
         inputs: specs of the whole batch's inputs.
-        has_step: whether there is a global step.
-        cutting: how the batch is cut.
+        has_step: True if there is a global step.
+        cutting: the split of the batch.
     """
 
     def __init__(
@@ -202,7 +194,7 @@ class WholeBatch:
         self._of_sequences = [cutting.with_whole_sequences(spec) for spec in inputs]
 
     def draws(self, stage: int) -> WholeDraws:
-        """All random draws of a stage."""
+        """Returns all random draws of a stage."""
         cutting = self._cutting
         while len(self._draws) <= stage:
             number = len(self._draws)
@@ -232,7 +224,7 @@ class WholeBatch:
         return dataclasses.replace(whole, of_sequences=self._drawn_for_sequences(stage))
 
     def _trace(self, stage: Stage, specs: Specs) -> Trace:
-        """Its trace with a slice of the whole batch, if there are slices."""
+        """Returns the trace of a stage with a slice of the whole batch, if there are slices."""
         errors: list[Exception] = []
         for given in self._cutting.for_whole_batch(stage):
             try:

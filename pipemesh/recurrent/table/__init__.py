@@ -1,1 +1,1 @@
-"""Performs the actions of a schedule, one after the other."""
+"""Performs the actions of a schedule, one by one or as a loop."""

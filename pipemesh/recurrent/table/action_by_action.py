@@ -1,4 +1,4 @@
-"""Performs a schedule action by action: each has operations of its own in the graph."""
+"""Performs a schedule action by action: each has its own operations in the graph."""
 
 from __future__ import annotations
 
@@ -19,19 +19,7 @@ from pipemesh.schedule import Action
 
 
 class ActionByAction:
-    """Performs actions and keeps each value under the number of its microbatch, or piece.
-
-    Args:
-        machine: performs actions.
-        state: of stages and devices.
-        stages: the stages.
-        inputs: of the pipeline, the whole batch.
-        cutting: how the batch is cut.
-        modes: of remat, for each stage and microbatch.
-
-    Attributes:
-        state: of stages and devices.
-    """
+    """A performer that stores each value under the number of its microbatch, or piece."""
 
     def __init__(
         self,
@@ -69,11 +57,11 @@ class ActionByAction:
         return self._values[Slot(Channel(kind, stage), self._microbatch)]
 
     def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
-        """Keeps a value for the current microbatch."""
+        """Stores a value for the current microbatch."""
         self._values[Slot(Channel(kind, stage), self._microbatch)] = [*value]
 
     def seed(self, output_grads: Grads) -> None:
-        """Cuts the gradients of the outputs of the whole batch."""
+        """Splits the gradients of the outputs of the whole batch."""
         self._put(GRADS, len(self._stages), output_grads, self._stages[-1].device)
 
     def seed_all(self, grads: Grads) -> None:

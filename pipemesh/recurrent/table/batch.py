@@ -1,4 +1,4 @@
-"""Cuts tensors of the whole batch into pieces, and joins pieces to the whole batch.
+"""Splits tensors of the whole batch into pieces, and joins pieces to the whole batch.
 
 A piece is a microbatch, or a slice of its sequences. The replicas of a stage divide a piece; its
 parts are in the order of the replicas.
@@ -32,10 +32,7 @@ def parts(
 ) -> list[tf.Tensor | None]:
     """Returns the parts of one piece, replica by replica.
 
-    Args:
-        tensors: for the whole batch.
-        piece: int64 scalar, the number of the piece, known only when the step runs.
-        cutting: how the batch is cut.
+    `piece` is an int64 scalar that may be known only when the step runs.
     """
     replicas, slices = cutting.replicas, cutting.num_slices
     microbatch, sequence_slice = piece, None
@@ -67,12 +64,10 @@ def _part(
 
 
 def join(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
-    """Joins the parts of all pieces to a tensor of the whole batch.
+    """Joins the parts of all pieces, ordered by piece and replica, to a tensor of the whole batch.
 
-    Args:
-        parts: of the replicas of the first piece, of the second, and so on. A tensor without the
-            sequence dim is a gradient of an input that every slice gets; slices are summed.
-        cutting: how the batch is cut.
+    A tensor without the sequence dim is a gradient of an input that every slice gets; slices are
+    summed.
     """
     if parts[0].shape.rank == 0:
         return tf.stack(parts)
@@ -89,7 +84,7 @@ def join(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
 
 
 def join_stacked(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
-    """Joins the parts of all pieces, of which each replica has one tensor with a dim for pieces."""
+    """Joins the parts of all pieces; each replica has one tensor with a dim for pieces."""
     shape, batch_dim = static_sizes(parts[0])[1:], cutting.batch_dim
     num_parts, stacked = cutting.num_parts, parts[0]
     if len(parts) > 1:

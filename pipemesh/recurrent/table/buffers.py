@@ -1,4 +1,4 @@
-"""Buffers of a loop that are lists of TensorFlow: values put and taken by an index."""
+"""Buffers of a loop as TensorFlow lists: values put and taken by an index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipemesh.recurrent.table.values import Channel, Kind
 
 
 class Key(NamedTuple):
-    """A kind of value, its stage, and the mode of remat that it depends on."""
+    """The kind of a value, its stage, and the mode of remat that it depends on."""
 
     kind: Kind[Any]
     stage: int
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 def key_of(channel: Channel, mode: Mode = FULL) -> Key:
-    """The key of a channel; only KEPT and PENDING depend on the mode."""
+    """Returns the key of a channel; only KEPT and PENDING depend on the mode."""
     return Key(*channel, mode if channel.kind.by_mode else FULL)
 
 
@@ -37,14 +37,14 @@ class Buffers:
     A put makes a new list, which shares all other elements with the old one.
 
     Args:
-        machine: knows shapes.
+        machine: provides shapes.
         stages: the stages.
-        sizes: of each buffer, the number of values that it holds at most.
+        sizes: of each buffer, its maximum number of values.
 
     Attributes:
-        handles: of each channel the lists, None in place of a tensor that does not exist; and those
-            of other names.
-        elsewhere: the devices of buffers that do not lie where their values are made.
+        handles: the lists of each channel, with None for a tensor that does not exist; and lists
+            with other names.
+        elsewhere: the devices of buffers that are not on the device that makes their values.
     """
 
     def __init__(self, machine: Machine, stages: Sequence[Stage], sizes: Mapping[Any, int]) -> None:
@@ -107,7 +107,7 @@ class Buffers:
         return values
 
     def joined(self, key: Key, cutting: Cutting) -> Grads:
-        """Joins the values of all pieces and replicas to those of the whole batch."""
+        """Returns the values of all pieces and replicas, joined to the whole batch."""
         stage = self._stages[key.stage]
         specs, handles = self._machine.specs(*key), self.handles[key]
         devices, count = self._devices(key), len(specs) // stage.of_home.num_replicas
@@ -145,7 +145,7 @@ def _get(handle: tf.Tensor, index: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
 
 
 def nothing(dtype: tf.DType) -> tf.Tensor:
-    """The smallest value of a dtype; a variant is a list, as loops inside stages make them."""
+    """Returns the smallest value of a dtype; a variant is a list, as loops in stages make."""
     if dtype == tf.variant:
         return tf.raw_ops.EmptyTensorList(
             element_shape=tf.constant(-1), max_num_elements=0, element_dtype=tf.float32

@@ -34,7 +34,7 @@ class Checks:
         policy: one of `health.CHECKS`.
         stages: the traced stages.
         probes: for `forward` and `backward` the probes of each stage.
-        cutting: how the batch is cut.
+        cutting: the split of the batch.
     """
 
     def __init__(
@@ -55,10 +55,8 @@ class Checks:
     def forward(self, results: Sequence[tf.Tensor], what: str, notes: Notes) -> None:
         """Makes tensors passed through `after_forward` wait for a check.
 
-        Args:
-            results: the loss or the outputs, on the device of the last stage.
-            what: their name in errors.
-            notes: of the stages.
+        `results` are the loss or the outputs, on the device of the last stage; `what` names them in
+        errors.
         """
         if self._policy == "off":
             return
@@ -90,12 +88,10 @@ class Checks:
     def backward(self, grads: Sequence[Grads], notes: Notes) -> None:
         """Makes tensors passed through `after_backward` wait for a check.
 
-        Args:
-            grads: for each stage the sums of its weights' gradients and, if it is recurrent, the
-                gradients of its state.
-            notes: of the stages.
+        `grads` has for each stage the sums of its weights' gradients and, if it is recurrent, the
+        gradients of its state.
         """
-        # A function that is called eagerly has its gradient in another graph, which runs after it.
+        # The gradient of an eager function has another graph, which runs after this one.
         graph = tf.compat.v1.get_default_graph()
         before = [op for op in self._forward if op.graph is graph]
         if self._policy in OF_GRADIENTS:
@@ -156,7 +152,7 @@ class Checks:
         users = [*layers, *([()] * (len(grads) - len(layers)))]
         present = [(g, u) for g, u in zip(grads, users, strict=True) if g is not None]
         stage = traced.stage
-        # The device of each, so that a flag travels and no gradient.
+        # The device of each tensor, so that a flag travels instead of a gradient.
         devices = [*stage.theta_devices, *([stage.device] * len(grads))]
         at = [device for device, grad in zip(devices, grads, strict=False) if grad is not None]
         with tf.device(stage.device):
@@ -185,7 +181,7 @@ class Checks:
                 bad = tf.reduce_any(rows, axis=1)
                 row = rows[tf.argmax(tf.cast(bad, tf.int32))]
                 own = tf.argmax(tf.cast(row, tf.int32)) // cutting.slice_size
-            # The number of the part; notes hold `piece * replicas + replica` as well.
+            # The number of the part; notes have the same form, `piece * replicas + replica`.
             where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.part_size
             if cutting.num_slices > 1:
                 replica = tf.math.floormod(where, cutting.replicas)

@@ -1,14 +1,13 @@
 """Performs a schedule as one loop over its ticks.
 
-The body of the loop has each kind of action of each home once. Tables of numbers, with a row a
-tick, say which of them is due, for which microbatch, and where its values are. So the graph grows
-with the number of stages only. TensorFlow overlaps the repetitions of a loop, each device as far as
+The body of the loop has each kind of action of each home once. Tables of numbers, with a row per
+tick, say which action is due, for which microbatch, and where its values are. So the graph grows
+only with the number of stages. TensorFlow overlaps the iterations of a loop, each device as far as
 its inputs allow, so a tick is no barrier.
 
-An action that is not due is dead, in TensorFlow's words: one side of a `Switch` has no value, and
-nothing that depends on it is computed. A value that one home sends to another exists when its
-action has made it. It lies in a buffer of its user's home until the user reads it; other actions do
-not wait for it.
+An action that is not due is dead, in TensorFlow's sense: one side of a `Switch` has no value, and
+nothing that depends on it is computed. A value for another home is sent when its action has made
+it. It stays in a buffer of the receiving home until it is read; other actions do not wait for it.
 """
 
 from __future__ import annotations
@@ -32,25 +31,12 @@ from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.values import GRADS, OUTPUTS, Channel, State
 from pipemesh.schedule import Action
 
-# A device that idles runs ahead until it needs something: about as many ticks as there are homes.
+# An idle device runs ahead until it needs a value: about as many ticks as there are homes.
 _PARALLEL_ITERATIONS = 32
 
 
 class Loop:
-    """Performs actions as one loop.
-
-    Args:
-        machine: performs actions.
-        state: of stages and devices.
-        stages: the stages.
-        inputs: of the pipeline, the whole batch.
-        cutting: how the batch is cut.
-        modes: of remat, for each stage and microbatch.
-        order: all actions of the run, in order.
-
-    Attributes:
-        state: of stages and devices.
-    """
+    """A performer that runs actions as one loop."""
 
     def __init__(
         self,
@@ -66,7 +52,7 @@ class Loop:
         self._machine = machine
         self._stages = stages
         self._cutting = cutting
-        # Functions of the microbatch for channels that no action makes.
+        # Functions of the microbatch for channels that no action writes.
         self._sources: dict[Channel, Source] = {
             Channel(OUTPUTS, -1): lambda m: parts(inputs, m, cutting)
         }
@@ -83,7 +69,7 @@ class Loop:
         ]
 
     def seed(self, output_grads: Grads) -> None:
-        """Cuts the gradients of the outputs of the whole batch."""
+        """Splits the gradients of the outputs of the whole batch."""
         self._begin_backward(lambda m: parts(output_grads, m, self._cutting))
 
     def seed_all(self, grads: Grads) -> None:
@@ -92,13 +78,13 @@ class Loop:
 
     def _begin_backward(self, source: Source) -> None:
         self._sources[Channel(GRADS, len(self._stages))] = source
-        # A second backward pass takes the same values once more.
+        # A second backward pass takes the same values again.
         if self._after_forward is None:
             self._after_forward = dict(self._buffers.handles)
         self._buffers.handles = dict(self._after_forward)
 
     def perform(self, actions: Sequence[Action]) -> None:
-        """Performs actions, as one loop."""
+        """Performs actions as one loop."""
         if not actions:
             return
         self.state.forget_tokens_of_other_graphs()
@@ -127,10 +113,10 @@ class Loop:
         self._finish(variables, variables.pack(results[1:]))
 
     def _finish(self, variables: Variables, values: Mapping[Name, Grads]) -> None:
-        """Hands the loop's results to later operations."""
+        """Passes the loop's results to later operations."""
         for name, variable in variables.named.items():
             if name.what == "token":
-                # Operations of their own: a dependency on the loop would wait for all of it.
+                # Separate operations: a dependency on the loop would wait for all of it.
                 pinned = pin_each(values[name], variable.devices)
                 self.state.tokens[name.key] = [[t.op] for t in pinned if t is not None]
             elif name.what in ("indexed", "home"):

@@ -39,9 +39,9 @@ from pipemesh.recurrent.table.loop_variables import (
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.values import Channel, Kind, State
 
-# Gives for a microbatch, or piece, an int64 scalar, the values of a channel.
+# Returns the values of a channel for a microbatch, or piece (int64 scalar).
 Source = Callable[[tf.Tensor], Grads]
-# Gives for a place of a home, and the name of a column, the number of the tick.
+# Returns the number at a tick, for a device of a home (by index) and the name of a column.
 Numbers = Callable[[int, Any], tf.Tensor]
 
 
@@ -54,7 +54,7 @@ class Body:
         programs: of each home.
         variables: of the loop.
         buffers: of the run.
-        sources: for channels that no action makes a function of the microbatch.
+        sources: functions of the microbatch for channels that no action writes.
         state: before the loop.
     """
 
@@ -79,14 +79,7 @@ class Body:
 
 
 class _Home:
-    """One home at a tick.
-
-    Args:
-        body: of the loop.
-        home: its number.
-        values: of the variables before the tick.
-        sent: values that homes send to others; those that it sends are added.
-    """
+    """One home at a tick; values that it sends to other homes are added to `sent`."""
 
     def __init__(
         self,
@@ -117,15 +110,15 @@ class _Home:
         self._nothing: dict[ChannelGroup, Grads] = {}
 
     def _code(self, place: int) -> tf.Tensor:
-        """Returns the number of the role that is due, at a place."""
+        """Returns the number of the role that is due, on a device of the home."""
         return self.numbers(place, "code")
 
     def when(self, *column: Any) -> Predicate:
-        """Returns a function that gives a flag of each place."""
+        """Returns a function that returns a flag on each device of the home."""
         return lambda place: self.flag(place, column)
 
     def branching(self, name: Name) -> Branching:
-        """Returns a variable on its way through the actions."""
+        """Returns a variable in transit through the actions."""
         if name not in self._branchings:
             self._branchings[name] = self._branching(name, self.values[name])
         return self._branchings[name]
@@ -156,7 +149,7 @@ class _Home:
         }
 
     def receive(self, after: Mapping[Name, Grads]) -> dict[Name, Grads]:
-        """Returns the buffers in which something may arrive, at the end of the tick."""
+        """Returns the buffers of arriving values, at the end of the tick."""
         received: dict[Name, Grads] = {}
         for channel, columns in self.program.arrival_buffers.items():
             for number, column in enumerate(columns):
@@ -179,8 +172,8 @@ class _Home:
         if group not in self._arrived:
             sent = [values for member in group for values in self.sent[member]]
             value = merged(sent, self.body.variables.sending_devices(channel))
-            # TensorFlow puts a switch where its data are made. So each buffer would have a copy
-            # sent, and send its number there first.
+            # TensorFlow puts a `Switch` on the device that makes its data. So it would send a copy
+            # for each buffer, after the number of that buffer was sent there.
             self._arrived[group] = _received(value, devices)
         return self._arrived[group]
 
@@ -207,13 +200,7 @@ class _Home:
 
 
 class _Act:
-    """One role of a home: reads and writes the values of its action.
-
-    Args:
-        home: that performs it.
-        role: the kind of action.
-        number: of the role.
-    """
+    """One role of a home: reads and writes the values of its action."""
 
     def __init__(self, home: _Home, role: Role, number: int) -> None:
         self._home = home
@@ -230,7 +217,7 @@ class _Act:
         return self._state
 
     def perform(self) -> None:
-        """Adds the operations of the action; the variables on their way take its results."""
+        """Adds the operations of the action and stores its results in the variables in transit."""
         home, code, machine = self._home, self._role.code, self._home.body.machine
         with machine.acting(f"{code.mode.name}/action_{code.stage}{code.kind}", code.stage):
             begins = pin_each(home.tokens.to(self._number), home.devices)
@@ -268,7 +255,7 @@ class _Act:
         return value
 
     def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
-        """Leaves a value for a later action."""
+        """Stores a value for a later action."""
         channel = Channel(kind, stage)
         key = key_of(channel, self._role.code.mode)
         if channel in self._role.sends:
@@ -315,13 +302,13 @@ class _Act:
 
 
 class HomeBuffers:
-    """The home buffers of a home, on their way through its actions.
+    """The home buffers of a home, in transit through its actions.
 
     Args:
         handles: the list of each buffer before the tick.
         devices: of the home.
         numbers: of the tick.
-        num_roles: how many roles the home has.
+        num_roles: number of roles of the home.
     """
 
     def __init__(
@@ -353,10 +340,7 @@ class HomeBuffers:
     ) -> list[Any]:
         """Takes the tensors of a value, so that the buffers no longer hold them.
 
-        Args:
-            role: the number of the role.
-            accesses: one a tensor.
-            specs: their shapes and dtypes.
+        `accesses` and `specs` have one entry per tensor.
         """
         values: list[tf.Tensor | None] = [None] * len(accesses)
         for buffer, numbered in _by_buffer(accesses).items():
@@ -366,7 +350,7 @@ class HomeBuffers:
                     values[i] = self._get(handle, access, specs[i])
                 gets = [t.op for i, _ in numbered if (t := values[i]) is not None]
                 empty = self._once(buffer, "nothing", lambda b=buffer: nothing(b.dtype))
-                # Else a list of which something is still to be read would be copied.
+                # Else a list with unread values would be copied.
                 with tf.control_dependencies(gets):
                     for _, access in numbered:
                         handle = self._set(handle, access, empty)
@@ -404,7 +388,7 @@ class HomeBuffers:
         return self._numbers(access.buffer.place, access)
 
     def _once(self, buffer: HomeBuffer, name: Any, make: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Returns a constant that all actions share; each is an operation a tick."""
+        """Returns a constant that all actions share, to save an operation per action and tick."""
         if (buffer, name) not in self._constants:
             self._constants[buffer, name] = make()
         return self._constants[buffer, name]
@@ -419,7 +403,7 @@ def _by_buffer(accesses: Sequence[Access | None]) -> dict[HomeBuffer, list[tuple
 
 
 def _received(sent: Grads, devices: Sequence[str]) -> Grads:
-    """Returns the tensors on their devices, by operations that TensorFlow leaves there."""
+    """Returns the tensors on their devices, by operations that TensorFlow does not move."""
     received: Grads = []
     for tensor, device in zip(sent, devices, strict=True):
         with tf.device(device):

@@ -1,7 +1,7 @@
-"""A schedule as numbers: what each home does at each tick, and which buffers it uses.
+"""A schedule as numbers: the action of each home at each tick, and the buffers it uses.
 
 The body of the loop has each kind of action of each home once, its `Role`. Tables of numbers, with
-a row a tick, say which role is due, for which microbatch, and where its values are.
+a row per tick, say which role is due, for which microbatch, and where its values are.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pipemesh.recurrent.table.buffers import Key, key_of
 from pipemesh.recurrent.table.values import GRADS, OUTPUTS, Channel, given, taken
 from pipemesh.schedule import Action
 
-# The number of buffers of one value in which a channel may arrive at a home. A channel with more
-# values on their way has one indexed buffer. A list of TensorFlow is read after all that has been
-# put into it, so its reader waits for later values, too.
+# Maximum number of one-value buffers for a channel that arrives at a home. A channel with more
+# values in transit has one indexed buffer. TensorFlow reads a list after everything that was put
+# into it, so its reader waits for later values, too.
 MAX_ARRIVAL_BUFFERS = 4
-# What becomes of an arrival buffer at a tick.
+# The change of an arrival buffer at a tick.
 KEEPS, TAKES, CLEARS = 0, 1, 2
 NOTHING = -1
 Column = list[int]
 
 
 class Code(NamedTuple):
-    """A kind of action; its microbatch is data."""
+    """A kind of action of a stage; its microbatch is data."""
 
     kind: str
     stage: int
@@ -42,8 +42,8 @@ class Role:
         code: the kind of action.
         takes: the values that it takes from buffers of its home.
         puts: the values that it puts into buffers of its home.
-        receives: the channels of other homes that it uses a value of.
-        sends: the channels whose values it sends to another home.
+        receives: the channels of other homes that it reads.
+        sends: the channels that it sends to another home.
     """
 
     code: Code
@@ -89,11 +89,11 @@ class Roles:
         return self._by_kind[key]
 
     def leaves(self, channel: Channel) -> bool:
-        """Returns True if the values of a channel leave the pipeline: no action takes them."""
+        """Returns True if no action takes the values of a channel: they leave the pipeline."""
         return channel in (Channel(OUTPUTS, len(self._homes) - 1), Channel(GRADS, 0))
 
     def user(self, channel: Channel) -> int:
-        """Returns the stage that takes the values that a stage hands to another."""
+        """Returns the stage that takes the values of a channel."""
         return channel.stage + (1 if channel.kind == OUTPUTS else -1)
 
     def _role(self, code: Code) -> Role:
@@ -129,9 +129,9 @@ class Roles:
 class HomeBuffer(NamedTuple):
     """The one buffer of all values of a dtype that stay on a device of a home.
 
-    Each loop variable is several operations a tick, and each one that an action may change another
-    operation. The actions of a home are performed in turn, so none waits for another because they
-    share a buffer.
+    Each loop variable costs several operations per tick, and each one that an action may change
+    costs another operation. The actions of a home run in turn, so sharing a buffer makes none of
+    them wait.
     """
 
     home: int
@@ -144,14 +144,14 @@ class Access(NamedTuple):
 
     Attributes:
         buffer: the home buffer.
-        number: of accesses that the action has to this buffer before.
+        number: number of earlier accesses of the action to this buffer.
     """
 
     buffer: HomeBuffer
     number: int
 
 
-# Of each tensor of a value its home buffer; None where there is no tensor.
+# The home buffer of each tensor of a value; None for a missing tensor.
 BuffersOf = Callable[[Key], Sequence[HomeBuffer | None]]
 Accesses = Mapping[Key, Sequence[Access | None]]
 
@@ -162,15 +162,16 @@ class HomeProgram:
 
     Attributes:
         roles: its kinds of actions.
-        accesses: of each role, the values that it takes from home buffers and puts there.
-        code: at each tick the number of a role, `NOTHING` where the home idles.
+        accesses: for each role, the values that it takes from home buffers and puts there.
+        code: for each tick the number of a role, `NOTHING` if the home is idle.
         microbatch: of the action.
-        slots: for each home buffer, where each access of the action at a tick finds its value.
-        indices: for each indexed buffer, where the action at a tick puts a value, or takes one.
-        arrival_buffers: for each channel that arrives in buffers of one value, what these do at
-            each tick.
+        slots: for each home buffer, the slot of each access of the action at a tick.
+        indices: for each indexed buffer, the index at which the action at a tick puts or takes a
+            value.
+        arrival_buffers: for each channel that arrives in buffers of one value, their change at each
+            tick.
         arrival_reads: for those channels, the number of the buffer that is read at each tick.
-        indexed_arrivals: for channels that arrive in an indexed buffer, where a value is put at
+        indexed_arrivals: for channels that arrive in an indexed buffer, the index of the put at
             each tick.
     """
 
@@ -185,21 +186,21 @@ class HomeProgram:
     indexed_arrivals: dict[Channel, Column]
 
 
-# The home buffers of a value's tensors, and by microbatch their slots.
+# The home buffers of a value's tensors, and their slots by microbatch.
 _Move = tuple[Sequence[HomeBuffer], dict[int, list[int]]]
 
 
 class Slots:
-    """The slots of home buffers that values have.
+    """The slots of values in home buffers.
 
     Args:
         order: all actions of a run, in order.
         roles: of these.
-        num_microbatches: how many there are.
+        num_microbatches: number of microbatches.
         buffers_of: the home buffer of each tensor of a value.
 
     Attributes:
-        sizes: of each buffer, how many values it holds at most at once.
+        sizes: for each buffer, the maximum number of values at once.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Slots:
         self._buffers: dict[Key, Sequence[HomeBuffer | None]] = {}
         self._free: dict[HomeBuffer, list[int]] = {}
         self._slots: dict[Key, dict[int, list[int]]] = {}
-        # Looked up once for each role, since there are many actions.
+        # Looked up once per role, because there are many actions.
         moves: dict[Role, tuple[list[_Move], list[_Move]]] = {}
         for action in order:
             role, m = roles.of(action), action.microbatch
@@ -298,14 +299,7 @@ def ticks_of(actions: Sequence[Action], roles: Roles, stage_devices: Sequence[in
 def program(
     actions: Sequence[Action], stage_devices: Sequence[int], roles: Roles, slots: Slots
 ) -> tuple[dict[int, HomeProgram], int]:
-    """Returns the program of each home, and the number of ticks.
-
-    Args:
-        actions: each after those that it needs.
-        stage_devices: for each stage the number of its home.
-        roles: of the actions.
-        slots: of values that stay on one home.
-    """
+    """Returns the program of each home, and the number of ticks."""
     ticks = ticks_of(actions, roles, stage_devices)
     count = max(ticks) + 1
     homes: dict[int, HomeProgram] = {}
@@ -331,11 +325,10 @@ class _RoleColumns:
     Attributes:
         program: of its home.
         number: of the role in the program.
-        slots: of each value that stays the slots by microbatch, and their columns.
+        slots: for each value that stays its slots by microbatch, and their columns.
         indexed: the columns of the values that it puts into indexed buffers.
-        receives: of each channel the ticks at which it was sent, and from when until when each
-            value waits.
-        sends: of each channel the ticks at which it is sent.
+        receives: for each channel the ticks of its sends, and the first and last tick of each wait.
+        sends: for each channel the ticks of its sends.
     """
 
     program: HomeProgram
@@ -402,10 +395,9 @@ def _idle(count: int) -> HomeProgram:
 def _arrive(
     home: HomeProgram, channel: Channel, spans: Sequence[tuple[int, int]], count: int
 ) -> int:
-    """Chooses buffers for values that arrive at the end of one tick and are used at another.
+    """Chooses buffers for arriving values and returns the maximum number of values at once.
 
-    Returns:
-        How many there are at most at once.
+    Each span is the tick at whose end a value arrives, and the tick that uses it.
     """
     until: list[int] = []
     chosen: list[int] = []

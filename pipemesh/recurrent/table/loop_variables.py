@@ -1,4 +1,4 @@
-"""Variables of the loop, which go from tick to tick, and switches that give them to actions."""
+"""Variables of the loop, which go from tick to tick, and switches that pass them to actions."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from pipemesh.recurrent.table.loop_program import (
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.values import OUTPUTS, Channel, State
 
-# Channels from one home to another of which a tick has at most one, sent as one.
+# Channels from one home to another that are sent as one, because each tick has at most one of them.
 ChannelGroup = tuple[Channel, ...]
-# Gives for a place of a home the boolean, or the number, that is there.
+# Returns the boolean, or the number, on a device of a home, by its index.
 Predicate = Callable[[int], tf.Tensor]
 Number = Callable[[int], tf.Tensor]
 
@@ -56,7 +56,7 @@ class Variable:
     Attributes:
         start: their values before the first tick.
         devices: of each tensor.
-        places: the numbers of these devices in their home.
+        places: the indices of these devices in their home.
         keeps_shapes: True if their shapes are always those of the start.
     """
 
@@ -75,14 +75,14 @@ class Variables:
         stages: the stages.
         homes: for each stage the number of its home.
         state: before the loop.
-        buffers: the existing ones; those that the loop needs are added.
+        buffers: the existing ones; missing ones are added.
 
     Attributes:
         devices: of each home.
         named: the variables.
-        flags: for each home a table of booleans, a row a tick, one for each of its devices.
+        flags: for each home a table of booleans, a row per tick, one for each of its devices.
         numbers: for each home a table of numbers, likewise.
-        groups: for each channel that arrives somewhere, all those that are sent with it.
+        groups: for each arriving channel, all channels that are sent with it.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class Variables:
             self._add_home(home, program)
 
     def _add_groups(self, channels: Sequence[Channel], homes: Sequence[int]) -> None:
-        """Groups a home's arrivals that come from one home and are alike.
+        """Groups a home's arrivals that come from one home and have the same specs.
 
-        A home performs an action a tick, and an action sends one value at most. Sending and waiting
-        for nothing takes as long as all of the operations of a small action.
+        A home performs one action per tick, and an action sends at most one value. Sending a
+        missing value and waiting for it takes as long as all operations of a small action.
         """
         alike: dict[Any, list[Channel]] = {}
         for channel in channels:
@@ -166,7 +166,7 @@ class Variables:
             numbers["arrives", channel] = [max(0, index) for index in column]
             places = self.arrival_places(channel)
             self._buffers.elsewhere[key_of(channel)] = [self.devices[home][p] for p in places]
-            # The loop of an earlier phase has left it empty.
+            # The loop of an earlier phase has emptied it.
             self._buffers.handles.pop(key_of(channel), None)
         for key, column in program.indices.items():
             numbers["index", key] = column
@@ -191,7 +191,7 @@ class Variables:
         return puts or arrived or bool(self.held(role.code))
 
     def takers(self, program: HomeProgram, channel: Channel) -> list[tuple[Channel, int]]:
-        """Returns the arrival buffers that may take what comes with the group of a channel."""
+        """Returns the arrival buffers that may take the value of a channel's group."""
         return [
             (c, i)
             for c in self.groups[channel]
@@ -199,7 +199,7 @@ class Variables:
         ]
 
     def _taker(self, program: HomeProgram, takers: Sequence[tuple[Channel, int]]) -> np.ndarray:
-        """Returns for each tick the number of the one that does, or how many there are."""
+        """Returns for each tick the index of the taker, or the number of takers if none."""
         chosen = np.full(len(program.code), len(takers))
         for i, (channel, number) in enumerate(takers):
             chosen[_where(program.arrival_buffers[channel][number], TAKES)] = i
@@ -218,7 +218,7 @@ class Variables:
         self.named[Name("arrival", channel, number)] = Variable(start, devices, places, False)
 
     def arrival_places(self, channel: Channel) -> list[int]:
-        """Returns the devices of the user's home, by number, where a channel arrives."""
+        """Returns the indices of the devices of the user's home where a channel arrives."""
         if channel.kind == OUTPUTS:
             return self._machine.input_places(channel.stage + 1)
         return self._machine.places(OUTPUTS, channel.stage - 1)
@@ -233,7 +233,7 @@ class Variables:
         return made
 
     def held(self, code: Code) -> list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]]:
-        """Returns the parts of its stage's state that an action changes, with their places."""
+        """Returns the parts of the state that an action changes, with their device indices."""
         state, stage = self._state, code.stage
         home = self._stages[stage].of_home
         replicas = [replica * home.group for replica in range(home.num_replicas)]
@@ -279,13 +279,7 @@ class Variables:
 
 
 class Table:
-    """Columns of numbers of which each tick has a row.
-
-    Args:
-        columns: by their names.
-        devices: each has the table.
-        dtype: of the numbers.
-    """
+    """Columns of numbers with a row per tick, as a copy on each device."""
 
     def __init__(self, columns: Mapping[Any, Any], devices: Sequence[str], dtype: Any) -> None:
         self._order = {name: i for i, name in enumerate(columns)}
@@ -293,13 +287,11 @@ class Table:
         self._devices = devices
 
     def row(self, ticks: Sequence[Any]) -> Callable[[int, Any], tf.Tensor]:
-        """Returns a function that gives the number of a device and a column at a tick.
+        """Returns a function that returns the number for a device and a column at a tick.
 
-        The table is a constant of the loop's body. One from outside would go through each tick like
-        a variable, by four operations.
-
-        Args:
-            ticks: the number of the tick, on each device.
+        The table is a constant in the loop's body. As a tensor from outside it would pass through
+        each tick like a variable, with four operations. `ticks` has the number of the tick on each
+        device.
         """
         rows = []
         for device, tick in zip(self._devices, ticks, strict=True):
@@ -307,7 +299,7 @@ class Table:
                 rows.append([])
                 continue
             with tf.device(device):
-                # Unlike `tf.gather` without a constant for the axis.
+                # Unlike `tf.gather`, it needs no constant for the axis.
                 row = tf.raw_ops.Gather(
                     params=table(self._rows), indices=tick, validate_indices=False
                 )
@@ -316,15 +308,15 @@ class Table:
 
 
 class Branching:
-    """A list of tensors on its way through actions, of which at most one is performed.
+    """A list of tensors in transit through actions, of which at most one is performed.
 
-    TensorFlow's own conditionals take all that any branch uses through each branch, and lie on one
-    device. Here each tensor is switched on its own device, for those actions that use it.
+    TensorFlow's own conditionals pass the inputs of any branch through each branch, and lie on one
+    device. Here each tensor is switched on its own device, only for those actions that use it.
 
     Args:
         tensors: the values before; None stays None.
         devices: of each.
-        places: the number of each one's device in its home.
+        places: the index of each device in its home.
     """
 
     def __init__(
@@ -355,16 +347,16 @@ class Branching:
 
 
 class Fan:
-    """A list of tensors that goes to one of some users; the step says to which.
+    """A list of tensors that goes to one of several users, chosen when the step runs.
 
-    One operation a tensor, where `Branching` has one for each user.
+    It needs one operation per tensor; `Branching` needs one for each user.
 
     Args:
         tensors: the values before; None stays None.
         devices: of each.
-        places: the number of each one's device in its home.
-        number: of the user, from 0; on each device an int32 scalar.
-        count: of users; with the number `count`, it is none of them.
+        places: the index of each device in its home.
+        number: of the user, from 0, an int32 scalar on each device; `count` means none of them.
+        count: number of users.
     """
 
     def __init__(
@@ -387,7 +379,7 @@ class Fan:
                 result[i] = side
 
     def to(self, user: int) -> Grads:
-        """Returns the values for one user, as it has changed them so far."""
+        """Returns the values for one user, with its changes so far."""
         return self._results[user]
 
     def leave(self, user: int, values: Sequence[tf.Tensor | None]) -> None:
@@ -395,17 +387,12 @@ class Fan:
         self._results[user] = [*values]
 
     def merged(self) -> Grads:
-        """Returns the values after the user to which they went, if any."""
+        """Returns the values after the chosen user, if any."""
         return _with_shapes(merged(self._results, self._devices), self._shapes)
 
 
 def merged(choices: Sequence[Sequence[tf.Tensor | None]], devices: Sequence[str]) -> Grads:
-    """Returns of several lists of tensors the one that is alive; None where none ever is.
-
-    Args:
-        choices: the lists.
-        devices: of each tensor of the result.
-    """
+    """Returns the live list among several lists of tensors; None where no list has a tensor."""
     if len(choices) == 1:
         return [*choices[0]]
     chosen: Grads = []

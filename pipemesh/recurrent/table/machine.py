@@ -46,7 +46,7 @@ class Machine:
         stages: the stages.
         stage_devices: for each stage the row of the schedule that runs it.
         inputs: the pipeline's inputs, the whole batch.
-        cutting: how the batch is cut.
+        cutting: the split of the batch.
         step: int64 scalar, or None if there is no global step.
         accumulator_dtypes: for each stage the dtypes of the sums of its weights' gradients.
         check_numerics: the policy of checks for finite values; see `health`.
@@ -119,7 +119,7 @@ class Machine:
             places = stage.input_places(places)
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
             specs, places = traced[-1].output_specs, traced[-1].output_places
-        # Where no gradient arrives there is none, not one of zeros.
+        # A tensor without an incoming gradient gets none, not zeros.
         live: Sequence[int] = range(0 if is_forward_only else len(specs))
         for found in reversed(traced):
             found.differentiate(live)
@@ -142,16 +142,7 @@ class Machine:
         return self._passes[stage, mode]
 
     def act(self, kind: str, stage: int, mode: Mode, microbatch: tf.Tensor, values: Values) -> None:
-        """Performs one action.
-
-        Args:
-            kind: `F`, `R`, `B`, `I` or `W`.
-            stage: index of the stage.
-            mode: of remat.
-            microbatch: int64 scalar, the index of the microbatch, or of its piece if there are
-                slices.
-            values: where it reads and writes.
-        """
+        """Performs one action, whose microbatch (int64 scalar) is a piece if there are slices."""
         scalars = [microbatch, self.step]
         passes = self.passes(stage, mode if kind in "FR" else mode.backward)
         if self._guards:
@@ -171,9 +162,9 @@ class Machine:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """Makes all operations of actions inside depend on the tokens of their home.
+        """Makes all operations of actions inside the context depend on the tokens of their home.
 
-        So an action whose tokens are dead computes nothing.
+        So an action with dead tokens computes nothing.
         """
         self._guards = True
         try:
@@ -194,7 +185,7 @@ class Machine:
         devices = self._stages[stage].devices
         if not self._guards:
             return pin_each(tensors, [devices[place] for place in places])
-        # A result that depends on no argument of the action would be alive without it.
+        # Without it, a result that depends on no argument of the action would stay alive.
         home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
         for place, device in enumerate(devices):
             mine = [i for i, number in enumerate(places) if number == place]
@@ -271,9 +262,9 @@ class Machine:
     ) -> tuple[Tensors, Tensors]:
         """Returns the kept values and the gradients of the results, through gates.
 
-        If a stage is computed again, there are two gates, so that it may be while the gradient is
-        still on its way. Constant gradients go through the first gate. Else TensorFlow computes
-        what follows from them before the first step, and keeps it for every microbatch.
+        A recomputed stage has two gates, so that recomputation may start before the gradient
+        arrives. Constant gradients go through the first gate. Else TensorFlow would compute the
+        nodes that depend on them before the first step, and keep these for every microbatch.
         """
         kept, grads = values.read(left, stage), self._result_grads(stage, values)
         place = self.traced[stage].place

@@ -1,4 +1,4 @@
-"""One run of a schedule: its stages made ready, its actions performed, its gradients collected."""
+"""One run of a schedule: prepares stages, performs actions and collects gradients."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from pipemesh.recurrent.watch.wrong_kernels import check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
 
 # Before the first step, TensorFlow needs 0.2 to 0.3 ms of CPU time for each node of the graph. A
-# loop's body has each kind of action once, with some hundred nodes besides, but costs each step
-# 0.03 to 0.6 ms of CPU time an action. Next to large actions that is little.
+# loop's body has each kind of action once, plus some hundred nodes. But it costs each step 0.03 to
+# 0.6 ms of CPU time per action. Compared with large actions that is little.
 LOOP_ABOVE = 30_000
 LOOP_LARGE_ACTIONS_ABOVE = 10_000
 _LARGE_ACTION = 100
@@ -49,7 +49,7 @@ _OWN_NODES_IN_LOOP = 100
 
 
 class Performer(Protocol):
-    """Performs actions, and holds the values that they hand to each other."""
+    """A performer of actions, with the values that they pass to each other."""
 
     state: State
 
@@ -78,8 +78,8 @@ class Run:
         inputs: the whole batch.
         schedule: the table.
         step: int64 scalar, or None if there is no global step.
-        options: how it runs.
-        performer: makes the object that performs the actions; by default `ActionByAction` or
+        options: settings of the run.
+        performer: creates the object that performs the actions; by default `ActionByAction` or
             `Loop`.
 
     Attributes:
@@ -117,10 +117,10 @@ class Run:
         replicas = num_replicas(stages, schedule.stage_devices)
         dims = options.batch_dim, options.sequence_dim
         cutting = cutting_of(inputs, schedule, *dims, replicas)
-        # Options choose one where none is given.
+        # Options choose a performer unless one is given.
         policy = options.check_numerics
         assert policy is not None
-        # From here on a slice of a microbatch is a microbatch of its own.
+        # From here on a slice of a microbatch counts as a microbatch.
         self.schedule = schedule.by_pieces()
         self._given = schedule
         self._loss_scale = options.loss_scale
@@ -190,11 +190,7 @@ class Run:
         self._values = Loop(*arguments, order) if is_loop else ActionByAction(*arguments)
 
     def phases(self) -> tuple[Sequence[Action], Sequence[Action]]:
-        """Returns the forward and the backward actions.
-
-        Raises:
-            ScheduleError: on some device a forward action follows a backward one.
-        """
+        """Returns the forward and the backward actions; raises if they are mixed on a device."""
         check_phases(self._given)
         forwards = [action for action in self.order if action.kind == "F"]
         return forwards, self.order[len(forwards) :]
@@ -214,7 +210,7 @@ class Run:
             carry = after(self.state.carries[number], traced.stage.device)
             if traced.summaries is not None:
                 traced.summaries.collect(carry.pop())
-            # A state that begins anew with each microbatch is none of the pipeline's.
+            # A state that is reset for each microbatch is not a result of the pipeline.
             ends = traced.stage.recurrent and not self._hands_out(traced.stage)
             self.state.carries[number] = [] if ends else carry
 
@@ -234,7 +230,7 @@ class Run:
             return pin_each(tensors, devices)
 
     def recurrent(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the values of recurrent stages, whose state is a result."""
+        """Returns the values of the recurrent stages whose state is a result."""
         return [v for v, stage in zip(values, self._stages, strict=True) if self._hands_out(stage)]
 
     def _hands_out(self, stage: Stage) -> bool:
@@ -262,7 +258,7 @@ class Run:
             one = tf.ones([], self.last_specs[0].dtype)
             if self._loss_scale is not None:
                 (one,) = self._scaled([one])
-        # The loss is inside of the pipeline, which only a table allows.
+        # The loss is inside the pipeline, which only a table allows.
         assert isinstance(self._values, ActionByAction | Loop)
         self._values.seed_all([one, *[None] * (len(self.last_specs) - 1)])
 
@@ -322,8 +318,8 @@ def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
     held = tf.stop_gradient(cast_floating(tensor, compute_dtype))
     if tf.compat.v1.executing_eagerly_outside_functions() or not is_constant(tensor):
         return held
-    # The optimizer of a TF1 session computes beforehand what becomes of a constant, and leaves
-    # nodes without some of their inputs where microbatches are joined. This is no constant to it.
+    # The optimizer of a TF1 session would fold a constant, and leave nodes without some of their
+    # inputs where microbatches are joined. The optimizer does not treat this tensor as a constant.
     return tf.compat.v1.placeholder_with_default(held, held.shape)
 
 
@@ -340,11 +336,9 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
 
 
 def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
-    """Returns for each device of a home the numbers of the weights on it.
+    """Returns for each device of a home the indices of the weights on it.
 
-    Args:
-        stage: the stage.
-        num_more: number of further weights, on the first device.
+    `num_more` further weights lie on the first device.
     """
     places = [*stage.owners, *[0] * num_more]
     return {
@@ -356,12 +350,9 @@ def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
 def loop_pays(
     order: Sequence[Action], modes: Mapping[tuple[int, int], Mode], num_nodes: int
 ) -> bool:
-    """Returns True if one loop is better than operations of their own for all actions.
+    """Returns True if one loop is better than separate operations for each action.
 
-    Args:
-        order: all actions, in order.
-        modes: of remat, for each stage and microbatch.
-        num_nodes: of the stages' operations, for all actions together.
+    `num_nodes` is the number of operations of the stages, for all actions together.
     """
     kinds = {(a.kind, a.stage, modes[a.stage, a.microbatch].name) for a in order}
     of_action = num_nodes / max(1, len(order))

@@ -18,21 +18,16 @@ from pipemesh.schedule import Action
 
 
 class Sizes:
-    """Bytes on the devices of stages, known before anything runs.
-
-    Args:
-        machine: of the run.
-        modes: of remat, by stage and microbatch.
-    """
+    """Bytes on the devices of stages, known before anything runs."""
 
     def __init__(self, machine: Machine, modes: Mapping[tuple[int, int], Mode]) -> None:
         self._machine = machine
         self._modes = modes
 
     def weights(self, stage: int, places: Sequence[int]) -> int:
-        """Returns the bytes of weights on devices of a stage's home, given by number.
+        """Returns the bytes of weights on devices of a stage's home, given by index.
 
-        Several numbers may name one device; equal weights on it count once.
+        Several indices may name one device; equal weights on it count once.
         """
         held = self._machine.stages[stage]
         chosen = [i for i in range(len(held.theta)) if not {*held.holders(i)}.isdisjoint(places)]
@@ -72,7 +67,7 @@ class Sizes:
         return sent
 
     def carries(self, stage: int) -> int:
-        """Returns the bytes that go from microbatch to microbatch, and replica to replica."""
+        """Returns the bytes that go from microbatch to microbatch, and from replica to replica."""
         return num_bytes(specs_of(self._machine.stages[stage].carry))
 
     def sums(self, stage: int, place: int) -> int:
@@ -94,10 +89,9 @@ class Sizes:
         return _of_place(specs, places, place)
 
     def handed_on(self, action: Action) -> Mapping[tuple[int, int], int]:
-        """Returns the bytes that an action sends to the next home or, backward, the previous.
+        """Returns the bytes that an action sends to the next home or, backward, the previous one.
 
-        Returns:
-            Bytes by the numbers of two devices: one of its home, one of the other.
+        The keys are two device indices: one of its home, one of the other.
         """
         machine, stage = self._machine, action.stage
         sent = collections.Counter[tuple[int, int]]()
@@ -116,8 +110,7 @@ class Sizes:
     def crossing(self, action: Action) -> dict[tuple[int, int], int]:
         """Returns the bytes sent from device to device of a home while an action computes.
 
-        Returns:
-            Bytes by the numbers of two devices, sender first.
+        The keys are the indices of sender and receiver.
         """
         traced = self._machine.traced[action.stage]
         crossing: dict[tuple[int, int], int] = {}
@@ -139,7 +132,7 @@ class Sizes:
         return passes.cuts.nodes(action.kind, stage == 0)
 
     def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
-        """Returns a stage, and the tensors that its first forward pass keeps."""
+        """Returns a traced stage, and the tensors that its first forward pass keeps."""
         passes = self._machine.passes(stage, self._modes[stage, 0])
         return self._machine.traced[stage], passes.cuts.kept
 

@@ -1,4 +1,4 @@
-"""Weights for the replicas of a stage: copied once a step, or fetched for each action."""
+"""Weights for the replicas of a stage: copied once per step, or fetched for each action."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipemesh.recurrent.stage import Stage
 
 
 def of_every_replica(stage: Stage) -> list[tf.Tensor]:
-    """Returns the weights of each replica, copied once a step from other devices.
+    """Returns the weights of each replica, copied once per step from other devices.
 
     A fetched weight stays on its owner, and is listed once for each replica.
     """
@@ -29,15 +29,11 @@ def of_every_replica(stage: Stage) -> list[tf.Tensor]:
 def with_fetched(
     stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
 ) -> list[tf.Tensor]:
-    """Returns the weights for one action, and makes owners send those that are fetched.
+    """Returns the weights for one action, and makes owners send the fetched ones.
 
     An operation of the owner waits until the device of the action is free: TensorFlow sends a
-    tensor as soon as it exists, and only once to each device.
-
-    Args:
-        stage: the stage.
-        thetas: result of `of_every_replica`.
-        tokens: for each device of the home, the operations that it must finish before.
+    tensor as soon as it exists, and only once to each device. `tokens` are, for each device of the
+    home, the operations that it must finish before.
     """
     home, fetched = stage.of_home, [*thetas]
     for replica in range(home.num_replicas if stage.fetched else 0):
@@ -57,13 +53,7 @@ def with_fetched(
 def guarded(
     stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
 ) -> list[tf.Tensor]:
-    """Returns the weights for one action, dead where the tokens of its home are.
-
-    Args:
-        stage: the stage.
-        thetas: result of `of_every_replica`.
-        tokens: for each device of the home, the operations that it must finish before.
-    """
+    """Returns the weights for one action, which are dead if the tokens of its home are."""
     home, guarded_thetas = stage.of_home, [*thetas]
     ways: dict[int, list[int]] = {}
     for number in range(len(thetas)):

@@ -25,19 +25,7 @@ def microbatch_size(
     names: Sequence[str] | None = None,
     replicas: int = 1,
 ) -> int:
-    """Returns the number of examples in a microbatch, and checks that the batch divides.
-
-    Args:
-        inputs: of the pipeline, for the whole batch.
-        num_microbatches: number of microbatches.
-        batch_dim: the dim of the batch.
-        names: of the inputs, for errors.
-        replicas: number of parts of a microbatch.
-
-    Raises:
-        PipelineError: there is no input, a shape is not static, batch sizes differ, or the batch
-            does not divide.
-    """
+    """Returns the number of examples in a microbatch, and checks that the batch divides."""
     names = names or [f"input {number}" for number in range(len(inputs))]
     if not inputs:
         raise PipelineError(
@@ -71,16 +59,7 @@ def microbatch_size(
 
 
 def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
-    """Returns the number of replicas of each stage, and checks that all have as many.
-
-    Args:
-        stages: the stages.
-        stage_devices: for each stage the row of the schedule that runs it.
-
-    Raises:
-        PipelineError: not all have as many, or replicas of as many devices as the others of their
-            row; or a recurrent stage has several.
-    """
+    """Returns the number of replicas of the stages, after a check that it is equal for all."""
     if not stages:
         return 1
     first = stages[0]
@@ -110,11 +89,7 @@ def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
 
 
 def check_sliced(stages: Sequence[Stage], schedule: Schedule) -> None:
-    """Checks that all stages take slices of sequences, if the schedule has some.
-
-    Raises:
-        PipelineError: a stage has `takes_slices` False.
-    """
+    """Checks that all stages take slices of sequences, if the schedule has some."""
     for stage in stages if schedule.num_slices > 1 else ():
         if not stage.takes_slices:
             raise PipelineError(
@@ -130,12 +105,9 @@ def check_sliced(stages: Sequence[Stage], schedule: Schedule) -> None:
 def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
     """Checks that the last stage's outputs for parts of the batch can be joined.
 
-    Each must be cut along the batch dim, and along the sequence dim if there are slices, or be a
-    scalar. The size of a part may not tell which dim that is: another dim may be as large, or the
-    output the same for any input. Then the stage is traced for the whole batch, too.
-
-    Raises:
-        PipelineError: an output is not cut along the batch or the sequences.
+    Each must be split along the batch dim, and along the sequence dim if there are slices, or be a
+    scalar. The size alone may not identify that dim: another dim may have it, or the output may not
+    depend on the input. Then the stage is traced for the whole batch, too.
     """
     if traced.stage.recurrent and cutting.num_slices == 1:
         return
@@ -145,7 +117,7 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Along:
-    """A dim that outputs are cut along, with the words for errors.
+    """A dim that outputs are split along, with the words for errors.
 
     Attributes:
         dim: the dim.
@@ -240,7 +212,7 @@ def _whole_outputs(
     try:
         return output_specs(given, specs, has_step)
     except (ValueError, TypeError, tf.errors.OpError):
-        # Tensors between stages need not be cut along the batch; then this guess is wrong.
+        # Tensors between stages need not be split along the batch; then this guess is wrong.
         return None
 
 
@@ -261,19 +233,7 @@ def cutting_of(
     sequence_dim: int,
     replicas: int,
 ) -> Cutting:
-    """Returns the cutting of the batch for a schedule.
-
-    Args:
-        inputs: of the pipeline, for the whole batch.
-        schedule: the table.
-        batch_dim: the dim along which microbatches are cut.
-        sequence_dim: the dim along which slices are cut, if there are several.
-        replicas: number of parts of a microbatch.
-
-    Raises:
-        PipelineError: see `microbatch_size`; or no input has the dim of sequences, their lengths
-            differ, or do not divide.
-    """
+    """Returns the split of the batch for a schedule, after a check that it divides."""
     count, slices = schedule.num_microbatches, schedule.num_slices
     size = microbatch_size(inputs, count, batch_dim, replicas=replicas)
     if slices == 1:
@@ -314,11 +274,7 @@ def _sequence_length(
 
 
 def check_phases(schedule: Schedule) -> None:
-    """Checks that on each device all forward actions come first, as the loss outside requires.
-
-    Raises:
-        ScheduleError: a forward action follows a backward one on its device.
-    """
+    """Checks that on each device all forward actions come first, because the loss is outside."""
     for device, row in enumerate(schedule.rows):
         seen_backward = False
         for tick, action in enumerate(row):
@@ -334,12 +290,9 @@ def check_phases(schedule: Schedule) -> None:
 def check_descending(schedule: Schedule) -> None:
     """Checks that the state of recurrent stages goes in order, and its gradient back.
 
-    With whole sequences a stage goes forward through the microbatches and backward from the last.
-    With slices it goes so through those of each microbatch, which begins with a new state. Then
+    With whole sequences a stage goes forward through the microbatches and backward from the last
+    one. With slices it does so within each microbatch, which begins with a new state. Then
     microbatches may come in any order, but all slices of one before those of another.
-
-    Raises:
-        ScheduleError: the schedule has another order.
     """
     latest: dict[tuple[int, str], int] = {}
     count, slices = schedule.num_pieces, schedule.num_slices
@@ -359,7 +312,7 @@ def check_descending(schedule: Schedule) -> None:
                     "state of a recurrent stage goes from each microbatch to the next, so "
                     "forwards must ascend and backwards descend by one, as in gpipe"
                 )
-            # The first slice in its direction: the last one of another microbatch came before it.
+            # The first slice in its direction: the previous one was the last of another microbatch.
             begins = (now if step == 1 else count - 1 - now) % slices == 0
             ended = (before + 1 if step == 1 else count - before) % slices == 0
             if not (begins and ended):

@@ -1,4 +1,4 @@
-"""Values that actions hand to each other, and the state that stages and devices hold."""
+"""Values that actions pass to each other, and the state of stages and devices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipemesh.schedule.action import EFFECTS
 
 @dataclasses.dataclass(frozen=True)
 class Kind(Generic[MaybeTensor]):
-    """A kind of value that an action leaves of each microbatch: a list of tensors.
+    """A kind of value that an action leaves for each microbatch: a list of tensors.
 
-    The list has the tensors of the first replica, then those of the second, and so on.
+    The list is ordered by replica.
 
     Attributes:
         name: names the kind.
@@ -30,13 +30,13 @@ class Kind(Generic[MaybeTensor]):
     by_mode: bool = False
 
 
-# The outputs of a stage; those of stage -1 are the pipeline's inputs.
+# The outputs of a stage; the outputs of stage -1 are the pipeline's inputs.
 OUTPUTS: Kind[tf.Tensor] = Kind("outputs")
 # Tensors that an `F` keeps for the backward pass of its stage.
 KEPT: Kind[tf.Tensor] = Kind("kept", by_mode=True)
-# Tensors that an `R` computes again for it instead.
+# Tensors that an `R` recomputes for it instead.
 REMADE: Kind[tf.Tensor] = Kind("remade")
-# The gradients of a stage's inputs. The stage behind the last one stands for the loss.
+# The gradients of a stage's inputs. The stage after the last one represents the loss.
 GRADS: Kind[tf.Tensor | None] = Kind("grads")
 # Tensors that an `I` leaves for the `W` of its stage.
 PENDING: Kind[tf.Tensor] = Kind("pending", by_mode=True)
@@ -53,12 +53,9 @@ _BY_NAME: dict[str, Kind[Any]] = {k.name: k for k in (OUTPUTS, KEPT, REMADE, GRA
 
 
 def taken(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
-    """Returns the channels that an action of a kind takes a value from.
+    """Returns the channels that an action of a kind reads.
 
-    Args:
-        kind: of the action, a key of `pipemesh.schedule.action.EFFECTS`.
-        stage: of the action.
-        is_recomputed: whether an `R` comes before its backward pass.
+    `is_recomputed` is True if an `R` comes before the backward pass.
     """
     return [
         Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)
@@ -66,7 +63,7 @@ def taken(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
 
 
 def given(kind: str, stage: int) -> list[Channel]:
-    """Returns the channels that an action of a kind gives a value to."""
+    """Returns the channels that an action of a kind writes."""
     return [Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].gives]
 
 
@@ -82,14 +79,14 @@ Tokens = list[list[list[tf.Operation]]]
 
 @dataclasses.dataclass
 class State:
-    """State that stages and devices hold between their actions.
+    """The state of stages and devices between their actions.
 
     Attributes:
-        carries: of each stage, the tensors for its next microbatch.
-        carry_grads: of each recurrent stage, the gradients of these tensors.
-        accumulators: of each stage, the sums of its weights' gradients; None before the first.
-        tokens: of each home, for each of its devices the operations that end its latest action.
-        notes: of each stage, forward and backward, for each replica where a value was not finite;
+        carries: for each stage, the tensors for its next microbatch.
+        carry_grads: for each recurrent stage, the gradients of these tensors.
+        accumulators: for each stage, the sums of its weights' gradients; None before the first.
+        tokens: for each home, for each of its devices the operations that end its latest action.
+        notes: for each stage, forward and backward, for each replica where a value was not finite;
             see `health`.
     """
 
@@ -101,12 +98,7 @@ class State:
 
     @classmethod
     def before(cls, stages: Sequence[Stage], stage_devices: Sequence[int]) -> State:
-        """The state before the first action.
-
-        Args:
-            stages: the stages.
-            stage_devices: for each stage the number of its home.
-        """
+        """Returns the state before the first action."""
         sizes = {home: len(s.devices) for home, s in zip(stage_devices, stages, strict=True)}
         return cls(
             carries=[list(stage.carry) for stage in stages],
@@ -117,7 +109,7 @@ class State:
         )
 
     def forget_tokens_of_other_graphs(self) -> None:
-        """Drops tokens of another graph: an eager function's gradient has its own, run later."""
+        """Drops tokens of other graphs: an eager function's gradient has its own, run later."""
         graph = tf.compat.v1.get_default_graph()
         self.tokens = [
             [[op for op in token if op.graph is graph] for token in home] for home in self.tokens
@@ -125,12 +117,12 @@ class State:
 
 
 def empty_notes(stages: Sequence[Stage]) -> list[Tensors]:
-    """Returns notes that say that all values are finite."""
+    """Returns notes for stages whose values are all finite."""
     return [[empty_note() for _ in range(stage.of_home.num_replicas)] for stage in stages]
 
 
 class Values(Protocol):
-    """Values as one action reads and writes them: those of its microbatch, and the state."""
+    """The values of one action: those of its microbatch, and the state."""
 
     @property
     def state(self) -> State:
@@ -142,5 +134,5 @@ class Values(Protocol):
         ...
 
     def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
-        """Leaves a value for a later action."""
+        """Stores a value for a later action."""
         ...

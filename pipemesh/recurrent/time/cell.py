@@ -1,4 +1,4 @@
-"""A recurrent cell, traced once; its gradient is that of the very same graph."""
+"""A recurrent cell that is traced once; its gradient is derived from the same graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIME = tf.TensorSpec([], tf.int32)
 
 
 class Arguments(NamedTuple):
-    """What a cell takes, part by part, as flat lists."""
+    """The arguments of a cell, as flat lists."""
 
     theta: list[tf.Tensor]
     state: list[tf.Tensor]
@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
 
 
 class ArgumentSpecs(NamedTuple):
-    """Their shapes and dtypes."""
+    """Shapes and dtypes of the arguments."""
 
     theta: list[tf.TensorSpec]
     state: list[tf.TensorSpec]
@@ -36,7 +36,7 @@ class ArgumentSpecs(NamedTuple):
 
 
 class Structures(NamedTuple):
-    """How they are nested."""
+    """Nesting of the arguments."""
 
     theta: Structure
     state: Structure
@@ -46,16 +46,16 @@ class Structures(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What the user says of a cell.
+    """The user's functions and settings of a cell.
 
     Attributes:
         name: names the cell in errors.
         forward: `(theta, state0, inputs) -> (state1, extras)`.
         gradient: `(theta, state0, inputs, extras, dstate1) -> (dtheta, dstate0, dinputs)`, or None.
         accumulator_layer: has GetAccumulatorValues and SetAccumulatorValues; or None.
-        extras_like: what extras look like, or None.
-        may_capture: whether a tensor from outside may be used.
-        device: where it is computed.
+        extras_like: an example of the extras, or None.
+        may_capture: True if it may use outside tensors.
+        device: its device.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Cell:
 
 
 class Step(NamedTuple):
-    """What a cell computes at one time step, as flat lists."""
+    """The results of a cell at one time step, as flat lists."""
 
     state: list[tf.Tensor]
     accumulators: list[tf.Tensor]
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
 
 class StepGradients(NamedTuple):
-    """Gradients of what a cell takes at one time step, as flat lists; None where there is none."""
+    """Gradients of a cell's arguments at one time step, as flat lists; None where there is none."""
 
     theta: Sequence[Gradient]
     captures: Sequence[Gradient]
@@ -89,8 +89,8 @@ class TracedCell:
 
     Args:
         cell: the functions.
-        structures: of what it takes.
-        specs: shapes and dtypes of what it takes.
+        structures: of its arguments.
+        specs: shapes and dtypes of its arguments.
 
     Attributes:
         cell: as given.
@@ -98,11 +98,11 @@ class TracedCell:
         specs: as given.
         extras: structure of the extras.
         extras_specs: their shapes and dtypes.
-        captures: the tensors from outside that it uses.
+        captures: the outside tensors that it uses.
 
     Raises:
-        PipelineError: the cell has side effects, uses what it may not, or does not return a state
-            like the one it takes.
+        PipelineError: the cell has side effects, uses a tensor that it may not use, or does not
+            return a state like its input state.
     """
 
     def __init__(self, cell: Cell, structures: Structures, specs: ArgumentSpecs) -> None:
@@ -114,7 +114,7 @@ class TracedCell:
             with tf.device(cell.device), loop_scope(tf.cast(t, tf.int64)) as outside:
                 keyed_by[:] = outside
                 step = self._call(Arguments(*groups(flat, specs)))
-                # An output that is an input gets a name of its own.
+                # An output that is an input gets its own name.
                 return Step(*([tf.identity(x) for x in part] for part in step))
 
         what = f"the cell {cell.name!r}"
@@ -127,25 +127,19 @@ class TracedCell:
         self._check_draws()
 
     def step(self, t: tf.Tensor, given: Arguments, captures: Sequence[tf.Tensor]) -> Step:
-        """Computes one time step.
-
-        Args:
-            t: int32 scalar, the time.
-            given: flat lists of tensors.
-            captures: values of `captures`.
-        """
+        """Computes time step `t` (int32 scalar), with values for `captures`."""
         return self._step(t, *_flat(given), captures=captures)
 
     def state_read(self) -> list[str]:
-        """Names of the state's tensors that anything the cell returns depends on."""
-        # The time comes first.
+        """Returns the names of the state's tensors that a result of the cell depends on."""
+        # The time is the first argument.
         begin = 1 + len(self.specs.theta)
         used = self._step.used_arguments()
         names = enumerate(self.structures.state.leaf_names, begin)
         return [name for number, name in names if number in used]
 
     def _call(self, given: Arguments) -> Step:
-        """Calls the user's function and checks what it returns."""
+        """Calls the user's function and checks its results."""
         theta, state, accumulators, inputs = (
             structure.pack(part) for structure, part in zip(self.structures, given, strict=True)
         )
@@ -202,13 +196,13 @@ class TracedCell:
     def _is_allowed(self, tensor: tf.Tensor, keyed_by: list[tf.Tensor]) -> bool:
         if any(tensor is key for key in keyed_by):
             return True
-        # Such as the global step: it has no gradient to lose.
+        # Such as the global step, which has no gradient.
         if self._step.is_variable(tensor) and not is_differentiable(tensor):
             return True
         return self.cell.may_capture(tensor)
 
     def _check_draws(self) -> None:
-        """Checks that no draw that a variable is the key of is the same at every time step."""
+        """Checks that no random draw keyed by a variable repeats at every time step."""
         count = 1 + len(_flat(self.specs))
         variables = {
             count + number: capture
@@ -228,17 +222,17 @@ class TracedCell:
 
 
 class StepGradient:
-    """The gradient of one time step, for which the cell is computed again.
+    """The gradient of one time step, which recomputes the cell.
 
     Args:
         traced: the cell.
-        with_extras: whether a gradient of the extras is given.
+        with_extras: True if the extras have a gradient.
 
     Attributes:
-        found: symbolic gradients, which tell where there is none.
+        found: symbolic gradients, None where there is none.
 
     Raises:
-        PipelineError: what the user's gradient returns does not fit, or it has side effects.
+        PipelineError: the user's gradient returns an invalid structure or has side effects.
     """
 
     def __init__(self, traced: TracedCell, with_extras: bool) -> None:
@@ -285,9 +279,9 @@ class StepGradient:
 
         Args:
             t: int32 scalar, the time.
-            given: what the cell was given.
+            given: the arguments of the cell.
             captures: values of the captured tensors.
-            extras: what the cell returned, if the user gave the gradient; else nothing.
+            extras: the cell's extras if the user provides the gradient; else empty.
             d_state: gradients of the differentiable state tensors.
             d_extras: gradients of the differentiable extras, if `with_extras`.
         """
@@ -352,7 +346,7 @@ def _flat(arguments: Iterable[Iterable[T]]) -> list[T]:
 
 
 def groups(flat: Iterable[T], like: Iterable[Sequence[object]]) -> Iterator[list[T]]:
-    """Cuts a flat list into lists of the lengths of the given ones."""
+    """Splits a flat list into lists with the lengths of the given ones."""
     values = iter(flat)
     for part in like:
         yield [next(values) for _ in part]

@@ -1,4 +1,4 @@
-"""What a cell's state gives to the layer above, traced once, and its gradient."""
+"""A function from a cell's state to the inputs of the layer above, with its gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIME = tf.TensorSpec([], tf.int32)
 
 
 class CellOutGradients(NamedTuple):
-    """Gradients of what the outputs are computed from, flat; None where there is none."""
+    """Gradients of the inputs of the function, flat; None where there is none."""
 
     state: list[tf.Tensor | None]
     captures: list[Gradient]
@@ -30,10 +30,10 @@ class CellOut:
     Args:
         name: names it in errors.
         forward: takes the state, returns nested tensors.
-        gradient: takes the gradient of these, returns that of the state; or None.
+        gradient: takes the gradient of these, returns the gradient of the state; or None.
         state: structure of the state.
         specs: shapes and dtypes of the state's tensors.
-        device: where it is computed.
+        device: its device.
 
     Attributes:
         name: as given.
@@ -41,13 +41,13 @@ class CellOut:
         state: as given.
         state_specs: as given.
         device: as given.
-        structure: of what it returns.
-        specs: shapes and dtypes of what it returns.
-        captures: the tensors from outside that it uses.
+        structure: of its results.
+        specs: shapes and dtypes of its results.
+        captures: the outside tensors that it uses.
 
     Raises:
-        PipelineError: it has side effects, reads variables, returns no tensor or one whose shape
-            is not static, or captures tensors although its gradient is given.
+        PipelineError: it has side effects, reads variables, returns no tensor or one without a
+            static shape, or captures tensors although it has a user-defined gradient.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CellOut:
                 keyed_by[:] = outside
                 outputs = forward(state.pack(flat))
                 self.structure = Structure(outputs, f"what {name} returned")
-                # An output that is an input gets a name of its own.
+                # An output that is an input gets its own name.
                 return [tf.identity(x) for x in self.structure.tensors(outputs)]
 
         self._function = TracedFunction(run, [_TIME, *specs], name)
@@ -95,11 +95,11 @@ class CellOut:
     def __call__(
         self, t: tf.Tensor, state: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Computes it for time `t` (int32 scalar)."""
+        """Computes the function for time `t` (int32 scalar)."""
         return self._function(t, *state, captures=captures)
 
     def rows(self, size: tf.Tensor) -> list[Rows]:
-        """How its results are kept over time."""
+        """Returns storage for its results over time."""
         return [
             Rows(np.array(spec.shape.as_list(), np.int32), spec.shape, spec.dtype, size)
             for spec in self.specs
@@ -113,11 +113,11 @@ class CellOutGradient:
         out: the function.
 
     Attributes:
-        found: symbolic gradients, which tell where there is none.
-        reads_state: whether it reads the state.
+        found: symbolic gradients, None where there is none.
+        reads_state: True if it reads the state.
 
     Raises:
-        PipelineError: what the user's gradient returns does not fit, or it has side effects.
+        PipelineError: the user's gradient returns an invalid structure or has side effects.
     """
 
     def __init__(self, out: CellOut) -> None:
@@ -152,13 +152,9 @@ class CellOutGradient:
         captures: Sequence[tf.Tensor],
         d_outputs: Sequence[tf.Tensor],
     ) -> CellOutGradients:
-        """Computes the gradients for time `t`.
+        """Computes the gradients for time `t` (int32 scalar).
 
-        Args:
-            t: int32 scalar, the time.
-            state: the state that the function was given.
-            captures: values of the captured tensors.
-            d_outputs: gradients of the differentiable outputs.
+        `d_outputs` are the gradients of the differentiable outputs.
         """
         return self._function(t, *state, *captures, *d_outputs)
 

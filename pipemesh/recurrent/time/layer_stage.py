@@ -26,15 +26,15 @@ from pipemesh.recurrent.time.time_loop import Captures, Span, TimeLoop, extras_s
 
 
 class LayerArguments(NamedTuple):
-    """What the user gives for one layer.
+    """The user's arguments for one layer.
 
     Attributes:
         number: of the layer.
-        device: where it is computed.
+        device: its device.
         cell_fn: its cell.
         cell_grad: the gradient of one time step, or None.
-        cell_out: what the layer above gets of its state; None for the last layer.
-        cell_out_grad: the gradient of that, or None.
+        cell_out: maps its state to the inputs of the layer above; None for the last layer.
+        cell_out_grad: the gradient of `cell_out`, or None.
         theta: nested weights.
         state0: the nested initial state.
         accumulator_layer: has GetAccumulatorValues and SetAccumulatorValues; or None.
@@ -58,15 +58,15 @@ class LayerStage:
         arguments: the layer.
         inputs: structure of its inputs.
         input_specs: shapes and dtypes of its inputs at one time step.
-        unused_state: whether its cell is said to read no state.
+        unused_state: True if the user states that its cell reads no state.
 
     Attributes:
-        structures: of what its cell takes.
-        outputs: structure of what it hands to the layer above; None for the last layer.
-        output_specs: shapes and dtypes of that at one time step.
+        structures: of the arguments of its cell.
+        outputs: structure of its outputs to the layer above; None for the last layer.
+        output_specs: shapes and dtypes of these outputs at one time step.
 
     Raises:
-        PipelineError: the cell or what belongs to it does not fit.
+        PipelineError: the cell or one of its functions is invalid.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class LayerStage:
             )
         self.outputs = out.structure if out else None
         self.output_specs = out.specs if out else []
-        # A gradient by hand may well read what the cell does not.
+        # A user-defined gradient may read more than the cell does.
         reads_state = bool(read) or (cell.gradient is not None and not unused_state)
         self._loop = TimeLoop(traced, None, False, extras_shapes(traced, None), out, reads_state)
         keep_alive(self)
@@ -139,11 +139,10 @@ class LayerStage:
                 check_static(leaf, tensor)
 
     def stage(self, bounds: Sequence[tf.Tensor], chunk: int) -> Stage:
-        """The stage whose microbatches are chunks of time.
+        """Returns the stage whose microbatches are chunks of time.
 
-        Args:
-            bounds: int32 scalars, the first time step to compute and the one after the last.
-            chunk: the number of time steps in a chunk.
+        `bounds` are int32 scalars: the first time step to compute and the one after the last.
+        `chunk` is the number of time steps in a chunk.
         """
         captures = self._loop.captures
         weights = [self._theta, captures.cell, captures.out, list(bounds)]
@@ -164,7 +163,7 @@ class LayerStage:
                 Captures(cell_captures, out_captures, []),
                 span,
             )
-            # The last layer has no other outputs than its states.
+            # The only outputs of the last layer are its states.
             outputs = results.acc_out if self._loop.out else results.acc_state
             return outputs, [*results.state, *results.accumulators]
 
@@ -178,7 +177,7 @@ class LayerStage:
         )
 
     def finish(self, carry: Sequence[tf.Tensor]) -> Any:
-        """Hands the accumulators to their layer and returns the nested final state."""
+        """Gives the accumulators to their layer and returns the nested final state."""
         state, accumulators = groups(carry, self._given()[1:])
         if self._arguments.accumulator_layer is not None:
             values = [tf.stop_gradient(x) for x in accumulators]
@@ -188,7 +187,7 @@ class LayerStage:
 
 
 def check_static(name: str, tensor: tf.Tensor) -> None:
-    """Raises a PipelineError if a shape is not known while the graph is built."""
+    """Raises a PipelineError if a tensor has no static shape."""
     if not tensor.shape.is_fully_defined():
         raise PipelineError(
             f"{name} has shape {tensor.shape}; StackedRecurrent needs static shapes, time "

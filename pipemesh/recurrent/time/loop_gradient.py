@@ -14,14 +14,14 @@ from pipemesh.recurrent.time.time_loop import Captures, ResultGradients, Span, T
 
 
 class Results(NamedTuple):
-    """What a loop computes, as flat lists.
+    """The results of a loop, as flat lists.
 
     Attributes:
-        acc_state: the states over time; nothing if `acc_out` is computed of them instead.
-        acc_out: what is computed of the states, over time.
+        acc_state: the states over time; empty if `acc_out` replaces them.
+        acc_out: the results of the loop's `out` over time.
         state: the final state.
         accumulators: their final values, without gradient.
-        acc_extras: the extras over time, if they are wanted.
+        acc_extras: the extras over time, if requested.
     """
 
     acc_state: list[tf.Tensor]
@@ -32,12 +32,12 @@ class Results(NamedTuple):
 
 
 def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -> Results:
-    """Runs the loop forward, and backward when a gradient is asked for.
+    """Runs the loop forward, and backward when a gradient is requested.
 
     Args:
         loop: the loop.
         given: flat lists of tensors; the inputs over time, in dim 0.
-        captures: values of the tensors from outside that the loop uses.
+        captures: values of the outside tensors that the loop uses.
         span: the time steps to compute.
     """
     arguments = [*given, *captures]
@@ -46,7 +46,7 @@ def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -
 
     @custom_gradient
     def run(*tensors: tf.Tensor) -> Any:
-        # Else a tape would record the loop, and keep what each time step computes.
+        # Else a tape would record the loop, and keep all intermediate tensors of each time step.
         parts = list(groups((tf.stop_gradient(x) for x in tensors), arguments))
         values, captured = Arguments(*parts[: len(given)]), Captures(*parts[len(given) :])
         with tf.device(device):
@@ -95,13 +95,13 @@ def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -
 
 
 def _without_gradient(tensor: tf.Tensor, why: str) -> tf.Tensor:
-    """The tensor; a gradient through it is a LookupError with this message."""
+    """Returns the tensor; a gradient through it raises a LookupError with this message."""
     return tf.raw_ops.PreventGradient(input=tensor, message=why)
 
 
 def _differentiable(gradients: Sequence[tf.Tensor], of: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The gradients of differentiable tensors, on the current device.
+    """Returns the gradients of differentiable tensors, on the current device.
 
-    A loop that uses what lies on another device runs on both, and they wait for each other.
+    A loop that uses tensors of another device runs on both devices, and they wait for each other.
     """
     return [tf.identity(g) for g, x in zip(gradients, of, strict=True) if is_differentiable(x)]

@@ -1,8 +1,8 @@
-"""Variables that a function reads while it is traced: read outside of it, each once.
+"""Variables that a traced function reads: each is read once, outside of the function.
 
-A loop that read them itself would find another value in its backward pass if the variable had
-changed in between, as the global step does. Read outside, they are tensors that the function
-captures, and have a gradient like those.
+A variable may change between the passes of a loop, as the global step does. If the loop read it,
+the backward pass would use another value. Read outside, variables are tensors that the function
+captures, with a gradient.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pipemesh.backend.graphs import drop_unused_captures, reads_replaced
 
 
 class OutsideReads:
-    """Reads variables for a function that is traced inside of the place where this is made."""
+    """A reader of variables in the scope where it is created, for a function traced inside."""
 
     def __init__(self) -> None:
-        # A graph, or None where code runs eagerly.
+        # A graph, or None in eager mode.
         self._place = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        # The handle is kept, so that its id stays its own.
+        # The handle is kept so that its id is not reused.
         self._values: dict[int, tuple[Any, tf.Tensor]] = {}
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
-        """Whatever reads a variable of the outside in the graph being traced gets its value.
+        """Replaces reads of outside variables, in the graph being traced, by their values.
 
-        In the graph itself: a branch or a loop inside of it has a graph of its own.
+        Only in the graph itself: a branch or a loop inside it has its own graph.
         """
         graph = tf.compat.v1.get_default_graph()
         with reads_replaced(self._value):
@@ -44,14 +44,14 @@ class OutsideReads:
         return self._values[id(handle)][1]
 
     def read(self, captured: tf.Tensor) -> tuple[Any, tf.Tensor] | None:
-        """Reads the variable that stands behind a captured value, where this was made.
+        """Reads the variable of a captured value in the scope where this object was created.
 
         Returns:
-            The variable's handle and its value; None if there is no variable behind it.
+            The variable's handle and its value; None if the captured value is not from a variable.
         """
         found = (handle for handle, value in self._values.values() if value is captured)
         handle = next(found, None)
         if handle is None or self._place is not None:
             return None if handle is None else (handle, captured)
-        # An eager tape records nothing of what happens in an `init_scope`.
+        # An eager tape does not record operations in an `init_scope`.
         return handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=captured.dtype)

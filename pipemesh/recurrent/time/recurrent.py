@@ -41,9 +41,9 @@ def Recurrent(
     *,
     return_acc_extras: bool = False,
 ) -> tuple[Nested, ...]:
-    """Applies a cell along time and keeps its state, not its activations.
+    """Applies a cell along time and keeps its states, not its activations.
 
-    Equal to this loop, outputs and gradients::
+    Outputs and gradients are equal to those of this loop::
 
         state = state0
         for t in range(length):
@@ -51,51 +51,54 @@ def Recurrent(
             acc_state[t] = state
         return acc_state, state
 
-    The cell is traced once, the graph does not grow with the length, and the backward pass
-    computes each time step again from its stored state. Gradients of theta are summed in float32
-    where theta is of half precision. Usable in TF1 graphs, in a `tf.function` and eagerly (traced
-    at each call, so that a `tf.function` around it is faster). The signature is that of
-    `lingvo.core.recurrent.Recurrent`; what differs is in the README of this package.
+    The cell is traced once, and the graph does not grow with the length. The backward pass
+    recomputes each time step from its stored state. Gradients of half-precision theta are summed in
+    float32. You can call it in TF1 graphs, in a `tf.function` and eagerly. Eager calls trace the
+    cell each time, so a `tf.function` around them is faster. The signature is that of
+    `lingvo.core.recurrent.Recurrent`; the README of this package lists the differences.
 
     All of theta, states, inputs and extras are nested structures: dicts, lists, tuples, lingvo's
-    NestedMap. None may stand in place of a tensor and stays where it is; integer and other tensors
-    have no gradient. A cell gets the containers that were given, with its own tensors.
+    NestedMap. None may replace a tensor and is kept. Tensors of integers and other
+    dtypes without derivatives have no gradient. A cell gets the same containers, with its own
+    tensors.
 
     Args:
         theta: weights.
         state0: the state before the first time step.
-        inputs: tensors whose dim 0 is time, at least one. If it is a dict with the key `padding`
-            (of shape [time, ...]; padding is what is True or not 0), time steps before the first
-            and after the last that is not padding for everybody are skipped: their states in
+        inputs: tensors whose dim 0 is time, at least one. They may be a dict with the key
+            `padding`, of shape [time, ...], where True or a nonzero number means padding. Leading
+            and trailing time steps that are padding for all examples are skipped: their states in
             `acc_state` are zeros.
         cell_fn: `(theta, state0, inputs) -> (state1, extras)` for one time step; state1 is like
             state0 in nesting, dtypes and shapes. It must have no side effects.
-        cell_grad: `(theta, state0, inputs, extras, dstate1) -> (dtheta, dstate0, dinputs)`, with a
-            fourth result None at will, the gradient of one time step; by default it is derived.
-            Extras are kept for it. Where it returns None there is no gradient.
+        cell_grad: `(theta, state0, inputs, extras, dstate1) -> (dtheta, dstate0, dinputs)`, the
+            gradient of one time step, by default derived automatically. An optional fourth
+            result must be None. Extras are kept for it. None in its results means no gradient.
         cell_type: names the cell in errors.
-        stop_fn: `(t, theta, state0) -> stop`, asked before each time step; int64 scalar `t`. Once
-            all of the bool tensor `stop` is true, that time step and all that follow are skipped.
-        extras: what extras look like; needed only if their shapes are not known before they are
-            computed and there may be no time step at all.
-        check_stateful_ops: kept for callers of lingvo; operations with state are always errors.
+        stop_fn: `(t, theta, state0) -> stop`, called before each time step; `t` is an int64 scalar.
+            Once all of the bool tensor `stop` is true, that time step and all later ones are
+            skipped.
+        extras: an example of the extras; needed only if their shapes are not static and there may
+            be no time step at all.
+        check_stateful_ops: ignored, for compatibility with lingvo: operations with state are always
+            errors.
         accumulator_layer: a layer with `GetAccumulatorValues` and `SetAccumulatorValues`. Its
             accumulators go from time step to time step, without gradient, and to the layer.
-        allow_implicit_capture: whether the cell may use tensors and variables that it was not
-            given. They get their gradients. Not with a `cell_grad`. Variables without a gradient,
-            such as the global step, it may always read.
-        allowed_tensor_captures: if there are any, only these may be used.
+        allow_implicit_capture: whether the cell may use tensors and variables that are not
+            arguments. They get gradients. Not supported with a `cell_grad`. The cell may always
+            read variables without a gradient, such as the global step.
+        allowed_tensor_captures: if given, the only outside tensors that the cell may use.
         return_acc_extras: whether to return the extras, too. With a `cell_grad` a gradient through
-            them is an error (`tf.stop_gradient` says that it is not wanted).
+            them is an error; use `tf.stop_gradient` to avoid it.
 
     Returns:
-        The states over time (dim 0), and the final state, both nested as state0; and, if wanted,
-        the extras over time.
+        The states over time (dim 0), and the final state, both nested like state0; and, if
+        requested, the extras over time.
 
     Raises:
-        PipelineError: the inputs' lengths differ, the cell has side effects, captures what it may
-            not, or returns what does not fit.
-        LookupError: a gradient is differentiated again, or extras besides a `cell_grad`.
+        PipelineError: the inputs' lengths differ, the cell has side effects, captures a tensor that
+            it may not use, or returns an invalid structure.
+        LookupError: a gradient is differentiated again, or so are extras with a `cell_grad`.
 
     Example:
         >>> import tensorflow as tf
@@ -155,7 +158,7 @@ def Recurrent(
 
 
 def _of_one_length(inputs: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:
-    """The inputs, once it is clear that their dim 0 is the same."""
+    """Returns the inputs after a check that their dim 0 is the same."""
     if not inputs:
         raise PipelineError("the inputs have no tensor in them; dim 0 of the inputs is time")
     for x, name in zip(inputs, names, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors of one row a time step, written one by one."""
+"""Tensors with one row per time step, written row by row."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import tensorflow as tf
 
 
 class Rows:
-    """What a loop writes row by row, as one variable of the loop each.
+    """Storage that a loop writes row by row, as one loop variable each.
 
-    In contrast to `tf.TensorArray` the shape of a row may become known only when the step runs,
-    and still a tensor of zeros comes out if no row was ever written.
+    Unlike in a `tf.TensorArray`, the shape of a row may be unknown until the step runs. If no row
+    was written, the result is still a tensor of zeros.
 
     Args:
-        row_shape: int32 vector; -1 for what is not known before the first row is written.
-        static_shape: what is known of it when the graph is built.
+        row_shape: int32 vector; -1 for a size that is unknown before the first row is written.
+        static_shape: the static shape of a row.
         dtype: the dtype.
         size: int32 scalar, the number of rows.
     """
@@ -33,21 +33,21 @@ class Rows:
 
     @classmethod
     def like(cls, row: tf.Tensor, size: tf.Tensor) -> Rows:
-        """Rows of the shape and dtype of a tensor."""
+        """Returns rows of the shape and dtype of a tensor."""
         return cls(tf.shape(row), row.shape, row.dtype, size)
 
     def new(self) -> tf.Tensor:
-        """Rows of zeros, as a handle."""
+        """Returns a handle of rows of zeros."""
         return tf.raw_ops.TensorListReserve(
             element_shape=self._row_shape, num_elements=self._size, element_dtype=self._dtype
         )
 
     def write(self, handle: tf.Tensor, number: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
-        """The handle of the rows after one was set."""
+        """Returns the handle of the rows with one row replaced."""
         return tf.raw_ops.TensorListSetItem(input_handle=handle, index=number, item=row)
 
     def read(self, handle: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """One row."""
+        """Returns one row."""
         row = tf.raw_ops.TensorListGetItem(
             input_handle=handle,
             index=number,
@@ -57,7 +57,7 @@ class Rows:
         return tf.ensure_shape(row, self._static_shape)
 
     def stack(self, handle: tf.Tensor) -> tf.Tensor:
-        """All rows as one tensor; those that were never set are zeros."""
+        """Returns all rows as one tensor; unwritten rows are zeros."""
         stacked = tf.raw_ops.TensorListStack(
             input_handle=handle, element_shape=self._row_shape, element_dtype=self._dtype
         )

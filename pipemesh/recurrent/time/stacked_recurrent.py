@@ -1,4 +1,4 @@
-"""A stack of recurrent nets whose layers lie on different devices and compute at the same time."""
+"""A stack of recurrent nets whose layers are on different devices and run concurrently."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def StackedRecurrent(
     num_chunks: int | None = None,
     remat: str = "none",
 ) -> tuple[Nested, list[Nested]]:
-    """Applies a stack of cells along time, each layer on its device, all at the same time.
+    """Applies a stack of cells along time; the layers run concurrently, each on its device.
 
-    Equal to this loop, outputs and gradients::
+    Outputs and gradients are equal to those of this loop::
 
         states = list(init_states)
         for t in range(length):
@@ -50,56 +50,56 @@ def StackedRecurrent(
         return cell_outs[N - 1](over_time), states
 
     The layers are the stages of a pipeline, and chunks of time are its microbatches: while a layer
-    computes a chunk, the layer below computes the next one. The state goes from chunk to chunk,
-    and its gradient back. Within a chunk a layer is a loop of the graph, as in `Recurrent`: the
-    backward pass computes each time step again from its stored state. The graph does not grow with
-    the length. Random numbers under `plan_free_randomness` are keyed by the time step.
+    computes a chunk, the layer below computes the next one. The state goes from chunk to chunk, and
+    its gradient back. Within a chunk a layer is a loop of the graph, as in `Recurrent`: the
+    backward pass recomputes each time step from its stored state. The graph does not grow with the
+    length. Random numbers under `plan_free_randomness` are keyed by the time step.
 
-    To be called while a graph is built: in a `tf.function` or a TF1 graph. The signature is that
-    of `lingvo.core.recurrent.StackedRecurrent`; what differs is in the README of this package.
+    Call it in a `tf.function` or a TF1 graph. The signature is that of
+    `lingvo.core.recurrent.StackedRecurrent`; the README of this package lists the differences.
 
-    Nested structures are as in `Recurrent`. All shapes must be static, the length in time
-    included; any length will do.
+    Nested structures are as in `Recurrent`. All shapes must be static, including the length in
+    time. Any length is supported.
 
     Args:
-        devices: names of TensorFlow devices, one a layer; layers may share one.
-        cell_fns: the cells, as for `Recurrent`; a list with one a layer, or one for all.
-        cell_grads: gradients of one time step of the cells, as for `Recurrent`, None where they
-            are derived; a list, or one for all.
-        cell_outs: what the layer above gets of a layer's state at one time step, nested tensors;
-            a list, or one for all. The last one is applied to all states over time at once, so
-            that it should do no more than rename or compute element by element.
-        cell_out_grads: gradients of these: each takes that of its outputs and returns that of the
-            state, which is added to what else the state's gradient is; None where they are derived.
-            A list, or one for all. The last one is not used, since TensorFlow knows the gradient.
+        devices: names of TensorFlow devices, one per layer; layers may share one.
+        cell_fns: the cells, as for `Recurrent`; a list with one per layer, or one for all.
+        cell_grads: gradients of one time step of the cells, as for `Recurrent`; None derives them
+            automatically. A list, or one for all.
+        cell_outs: functions from a layer's state at one time step to the inputs of the layer above,
+            nested tensors; a list, or one for all. The last one gets all states over time at once,
+            so it should only rename tensors or compute element by element.
+        cell_out_grads: gradients of `cell_outs`: each takes the gradient of its outputs and returns
+            a gradient of the state, which is added to the others; None derives it automatically. A
+            list, or one for all. The last one is ignored, because TensorFlow computes that
+            gradient.
         thetas: the weights of each layer.
         init_states: the state of each layer before the first time step.
-        inputs: of the first layer, tensors whose dim 0 is time. If it is a dict with the key
-            `padding` (of shape [time, ...]; padding is what is True or not 0), all layers skip the
-            time steps before the first and after the last that is not padding for everybody: they
-            leave states as they are, and the last layer's states over time are zeros there.
+        inputs: of the first layer, tensors whose dim 0 is time. They may be a dict with the key
+            `padding`, of shape [time, ...], where True or a nonzero number means padding. All
+            layers skip leading and trailing time steps that are padding for all examples: states
+            stay unchanged, and the last layer's states over time are zeros there.
         accumulator_layers: for each layer an object with `GetAccumulatorValues` and
             `SetAccumulatorValues`, or None. Accumulators go from time step to time step, without
             gradient, and to the object.
-        unused_acc_state: says that no cell reads the state that it is given, so that only inputs
-            are kept for the backward pass; `init_states` get no gradient then.
-        num_chunks: into how many chunks the time is cut; the results do not depend on it. More
-            chunks leave devices idle for a smaller part of the time, `(N - 1) / (num_chunks + N -
-            1)`, but cost more time to start. By default four a layer, or a chunk a time step if
-            these are fewer; and one if all layers share a device. All chunks but the last are
-            equally long, so there may be fewer.
+        unused_acc_state: promises that no cell reads its input state. Then only inputs are kept for
+            the backward pass, and `init_states` get no gradient.
+        num_chunks: number of chunks of time; the results do not depend on it. More chunks reduce
+            the idle share of the devices, `(N - 1) / (num_chunks + N - 1)`, but add overhead. The
+            default is four per layer, at most one per time step, and one if all layers share a
+            device. All chunks but the last have the same length, so there may be fewer.
         remat: `none` keeps the states of all time steps for the backward pass, as `Recurrent` does;
-            `full` keeps those between chunks alone and computes each chunk's once more.
+            `full` keeps only the states between chunks and recomputes the others.
 
     Returns:
-        What the last of `cell_outs` makes of the last layer's states over time, and the list of
+        The result of the last of `cell_outs` for the last layer's states over time, and the list of
         the layers' final states.
 
     Raises:
-        PipelineError: lists differ in length, a shape is not static, a cell has side effects or
-            reads variables in a branch or a loop, a cell with a cell_grad captures tensors, a cell
-            reads the state despite `unused_acc_state`, returns what does not fit, or there is no
-            graph.
+        PipelineError: lists differ in length, a shape is not static, or no graph is being built. Or
+            a cell has side effects, reads variables in a branch or a loop, captures tensors
+            although it has a cell_grad, reads the state despite `unused_acc_state`, or returns an
+            invalid structure.
 
     Example:
         >>> import tensorflow as tf
@@ -151,7 +151,7 @@ def StackedRecurrent(
             [layer.stage(bounds, chunk) for layer in made],
             padded,
             gpipe(len(made), count),
-            # Each chunk is a loop of its own; in a graph with all of them they would cost too much.
+            # Each chunk is its own loop; one graph with all of them would be too expensive.
             options=Options(remat=remat, loop=True),
         )
         states = [layer.finish(carry) for layer, carry in zip(made, carries, strict=True)]
@@ -170,7 +170,7 @@ def _layers(
     init_states: Sequence[Nested],
     accumulator_layers: Sequence[Any] | None,
 ) -> list[LayerArguments]:
-    """What the user gives for each layer."""
+    """Returns the user's arguments for each layer."""
     count = len(devices)
     if count == 0:
         raise PipelineError("there are no devices; a stack needs at least one layer")
@@ -204,13 +204,13 @@ def _layers(
         LayerArguments(number, *parts)
         for number, parts in enumerate(zip(devices, *columns, strict=True))
     ]
-    # What the last one gives leaves the pipeline, and is TensorFlow's own.
+    # The outputs of the last layer leave the pipeline, so TensorFlow computes their gradient.
     layers[-1] = layers[-1]._replace(cell_out=None, cell_out_grad=None)
     return layers
 
 
 def _per_layer(given: PerLayer, name: str, count: int) -> list[Any]:
-    """One for each layer."""
+    """Returns one for each layer."""
     if not isinstance(given, (list, tuple)):
         return [given] * count
     if len(given) != count:
@@ -221,7 +221,7 @@ def _per_layer(given: PerLayer, name: str, count: int) -> list[Any]:
 
 
 def _length(inputs: Sequence[tf.Tensor], names: Sequence[str]) -> int:
-    """The number of time steps."""
+    """Returns the number of time steps."""
     if not inputs:
         raise PipelineError("the inputs have no tensor in them; dim 0 of the inputs is time")
     for tensor, name in zip(inputs, names, strict=True):
@@ -236,7 +236,7 @@ def _length(inputs: Sequence[tf.Tensor], names: Sequence[str]) -> int:
 
 
 def _cut(length: int, num_chunks: int | None, devices: Sequence[str]) -> tuple[int, int]:
-    """The number of chunks, and how many time steps each of them has."""
+    """Returns the number of chunks and of time steps in each."""
     if num_chunks is None:
         num_chunks = _CHUNKS_PER_LAYER * len(devices) if len(set(devices)) > 1 else 1
         num_chunks = min(num_chunks, max(length, 1))
@@ -250,7 +250,7 @@ def _cut(length: int, num_chunks: int | None, devices: Sequence[str]) -> tuple[i
 
 
 def _pad(tensor: tf.Tensor, count: int) -> tf.Tensor:
-    """The tensor with time steps behind its last, which are skipped."""
+    """Returns the tensor with extra time steps at its end, which are skipped."""
     if count == 0:
         return tensor
     return tf.concat([tensor, tf.zeros([count, *tensor.shape[1:]], tensor.dtype)], axis=0)

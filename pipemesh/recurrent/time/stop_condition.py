@@ -1,4 +1,4 @@
-"""When to stop going on in time."""
+"""The condition that ends a recurrent net early."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from pipemesh.recurrent.time.traced_function import TracedFunction
 
 
 class StopCondition:
-    """Whether a recurrent net stops before a time step.
+    """A condition that is checked before each time step.
 
     Args:
-        stop_fn: `(t, theta, state) -> bool tensor`; stop where all of it is true.
-        structures: of what the cell takes.
-        specs: shapes and dtypes of what the cell takes.
+        stop_fn: `(t, theta, state) -> bool tensor`; stops when all elements are true.
+        structures: of the cell's arguments.
+        specs: shapes and dtypes of the cell's arguments.
 
     Attributes:
-        captures: the tensors from outside that it uses.
-
-    Raises:
-        PipelineError: it does not return bools.
+        captures: the outside tensors that it uses.
     """
 
     def __init__(
@@ -52,5 +49,5 @@ class StopCondition:
         state: Sequence[tf.Tensor],
         captures: Sequence[tf.Tensor],
     ) -> tf.Tensor:
-        """Whether to stop before time `t` (int32 scalar), as bool scalar."""
+        """Returns True (a bool scalar) to stop before time `t` (int32 scalar)."""
         return self._function(t, *theta, *state, captures=captures)

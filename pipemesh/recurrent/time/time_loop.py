@@ -17,18 +17,18 @@ from pipemesh.recurrent.time.cell_out import CellOut, CellOutGradient, CellOutGr
 from pipemesh.recurrent.time.rows import Rows
 from pipemesh.recurrent.time.stop_condition import StopCondition
 
-# Computing the cell again for the time step before does not wait for the gradient, so that many
-# time steps could be under way at once, each with all of its activations.
+# The recomputation of earlier time steps does not wait for the gradient. Without this limit many
+# time steps would run at once, each with all of its activations.
 _BACKWARD_STEPS_AT_ONCE = 2
 
 
 class Span(NamedTuple):
-    """Which time steps of the inputs are computed, in a sequence that they may be a part of.
+    """The time steps of the inputs to compute; the inputs may be a part of a sequence.
 
     Attributes:
-        first: int32 scalar, the time in the whole sequence of the inputs' first time step.
-        begin: int32 scalar, the first time step that is computed, counted in the inputs.
-        end: int32 scalar, the time step after the last one that is computed, counted likewise.
+        first: int32 scalar, the time of the inputs' first time step in the whole sequence.
+        begin: int32 scalar, the first time step to compute, as an index of the inputs.
+        end: int32 scalar, the index after the last time step to compute.
     """
 
     first: tf.Tensor
@@ -37,13 +37,7 @@ class Span(NamedTuple):
 
 
 class Captures(NamedTuple):
-    """Values of the tensors from outside that a loop uses.
-
-    Attributes:
-        cell: those of the cell.
-        out: those of what is computed of its states.
-        stop: those of the stop condition.
-    """
+    """Values of the outside tensors that a loop uses, by the function that uses them."""
 
     cell: Sequence[tf.Tensor]
     out: Sequence[tf.Tensor]
@@ -51,16 +45,16 @@ class Captures(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What the forward loop hands on.
+    """The results of the forward loop.
 
     Attributes:
         acc_state: for each state tensor its values over time.
-        acc_out: for each tensor that is computed of the state its values over time.
+        acc_out: for each result of `out` its values over time.
         state: the final state.
         accumulators: their final values.
         acc_extras: for each extra its values over time, as a handle of `Rows`.
-        acc_accumulators: the values that each time step found, as handles.
-        span: the time steps that were computed.
+        acc_accumulators: their values before each time step, as handles.
+        span: the computed time steps.
     """
 
     acc_state: list[tf.Tensor]
@@ -73,14 +67,7 @@ class Forward(NamedTuple):
 
 
 class ResultGradients(NamedTuple):
-    """Gradients of the differentiable results; empty lists where a result has none.
-
-    Attributes:
-        acc_state: of the states over time.
-        acc_out: of what was computed of the states, over time.
-        state: of the final state.
-        acc_extras: of the extras over time.
-    """
+    """Gradients of the differentiable results; empty lists where a result has none."""
 
     acc_state: list[tf.Tensor]
     acc_out: list[tf.Tensor]
@@ -89,7 +76,7 @@ class ResultGradients(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of all that the loop was given, None where there is none."""
+    """Gradients of all arguments of the loop, None where there is none."""
 
     theta: list[tf.Tensor | None]
     captures: list[tf.Tensor | None]
@@ -100,16 +87,16 @@ class Gradients(NamedTuple):
 
 @dataclasses.dataclass
 class TimeLoop:
-    """Runs a cell over time.
+    """A loop of a cell over time.
 
     Attributes:
         cell: the cell.
-        stop: whether to stop before a time step; None if never.
-        return_extras: whether the extras are wanted, too.
-        extras_shapes: int32 vectors, the shapes of the extras; -1 for what is not known.
-        out: what is computed of each time step's state; None if nothing.
-        reads_state: whether the cell reads the state that it is given. If not, the backward pass
-            does not need the states.
+        stop: the stop condition, or None.
+        return_extras: True if the extras are requested.
+        extras_shapes: int32 vectors, the shapes of the extras; -1 for unknown sizes.
+        out: a function of each time step's state, or None.
+        reads_state: True if the cell reads its input state. If not, the backward pass does not need
+            the states.
     """
 
     cell: TracedCell
@@ -121,7 +108,7 @@ class TimeLoop:
 
     @property
     def captures(self) -> Captures:
-        """The tensors from outside that it uses."""
+        """The outside tensors that it uses."""
         return Captures(
             self.cell.captures,
             self.out.captures if self.out else [],
@@ -134,7 +121,7 @@ class TimeLoop:
         Args:
             given: flat lists of tensors; the inputs over time, in dim 0.
             captures: values of `captures`.
-            span: the time steps to compute, as long as there is no stop.
+            span: the time steps to compute, until the stop condition is true.
         """
         size = sequence_length(given.inputs)
         rows = [
@@ -160,7 +147,7 @@ class TimeLoop:
             arguments = Arguments(given.theta, state, accumulators, inputs)
             step = self.cell.step(span.first + t, arguments, captures.cell)
             out = self.out(span.first + t, step.state, captures.out) if self.out else []
-            # Of the accumulators, what the cell found: what it leaves is found by the next.
+            # Accumulators are stored as the cell finds them; the next time step finds the new ones.
             kept = [step.state, accumulators, step.extras if rows[2] else [], out]
             acc = [_write(*columns, t) for columns in zip(rows, acc, kept, strict=True)]
             return t + 1, step.state, step.accumulators, acc
@@ -176,28 +163,21 @@ class TimeLoop:
         return Forward(acc_state, acc_out, state, accumulators, acc[2], acc[1], computed)
 
     def stacked_extras(self, given: Arguments, forward: Forward) -> list[tf.Tensor]:
-        """The extras over time, if they are wanted."""
+        """Returns the extras over time, if requested."""
         if not self.return_extras:
             return []
         rows = self.extras_rows(sequence_length(given.inputs))
         return [row.stack(handle) for row, handle in zip(rows, forward.acc_extras, strict=True)]
 
     def extras_rows(self, size: tf.Tensor) -> list[Rows]:
-        """How extras are kept over time."""
+        """Returns storage for the extras over time."""
         specs = zip(self.extras_shapes, self.cell.extras_specs, strict=True)
         return [Rows(shape, spec.shape, spec.dtype, size) for shape, spec in specs]
 
     def backward(
         self, given: Arguments, captures: Captures, forward: Forward, results: ResultGradients
     ) -> Gradients:
-        """Goes back over the time steps that were computed.
-
-        Args:
-            given: as for `forward`.
-            captures: as for `forward`.
-            forward: what `forward` returned.
-            results: gradients of what `forward` returned.
-        """
+        """Runs the computed time steps backward, given gradients of the results."""
         gradient = StepGradient(self.cell, with_extras=bool(results.acc_extras))
         out_gradient = CellOutGradient(self.out) if self.out else None
         keep_alive((gradient, out_gradient))
@@ -231,7 +211,7 @@ class TimeLoop:
                 d_state = [d + x[t] for d, x in zip(d_state, results.acc_state, strict=True)]
             out_grads = None
             if out_gradient:
-                # Where it is not read, the states over time need not be kept.
+                # If the cell does not read its state, the states over time need not be kept.
                 reads = out_gradient.reads_state
                 state1 = [x[t] for x in forward.acc_state] if reads else given.state
                 d_out = [x[t] for x in results.acc_out]
@@ -278,11 +258,9 @@ class TimeLoop:
 
 
 def padding_bounds(inputs: Any, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The first time step that is not padding for all examples, and the one after the last.
+    """Returns the first time step that is not padding for all examples, and the one after the last.
 
-    Args:
-        inputs: nested; if it is a dict with the key `padding`, that says what is padding.
-        size: int32 scalar, the number of time steps.
+    Only inputs that are a dict with the key `padding` have padding.
     """
     padding = inputs.get("padding") if isinstance(inputs, Mapping) else None
     if padding is None:
@@ -296,7 +274,7 @@ def padding_bounds(inputs: Any, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def extras_shapes(traced: TracedCell, like: Any) -> list[tf.Tensor | np.ndarray]:
-    """Shapes of the extras, as far as they are known before the first time step."""
+    """Returns the shapes of the extras, as far as they are known before the first time step."""
     if tf.nest.flatten(like) and like is not None:
         return [tf.shape(x) for x in traced.extras.tensors(like)]
     return [
@@ -309,7 +287,7 @@ def extras_shapes(traced: TracedCell, like: Any) -> list[tf.Tensor | np.ndarray]
 
 
 def sequence_length(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The size of dim 0 as int32 scalar; a constant if it is known while the graph is built."""
+    """Returns the size of dim 0 as int32 scalar, as a constant if it is static."""
     known = next((size for x in inputs if (size := x.shape[0]) is not None), None)
     return tf.shape(inputs[0])[0] if known is None else tf.constant(known)
 
@@ -325,7 +303,7 @@ def _read(rows: list[Rows], handles: Sequence[tf.Tensor], t: tf.Tensor) -> list[
 
 
 def _summed(grads: StepGradients, out_grads: CellOutGradients | None) -> list[Any]:
-    """The gradients that are summed over time."""
+    """Returns the gradients that are summed over time."""
     return [*grads.theta, *grads.captures, *(out_grads.captures if out_grads else ())]
 
 
@@ -339,7 +317,7 @@ def _add(total: tf.Tensor, grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
 def _spread(
     values: Sequence[tf.Tensor], places: Sequence[int], size: int
 ) -> list[tf.Tensor | None]:
-    """A list with the values at their places and None elsewhere."""
+    """Returns a list with the values at their places and None elsewhere."""
     result: list[tf.Tensor | None] = [None] * size
     for place, value in zip(places, values, strict=True):
         result[place] = value

@@ -1,4 +1,4 @@
-"""A Python function traced once, whose use of the outside is known and can be rewired."""
+"""A Python function traced once, whose outside tensors are known and replaceable."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class TracedFunction:
 
     Args:
         run: takes tensors and returns nested tensors, None, or IndexedSlices.
-        specs: shapes and dtypes of what it takes.
+        specs: shapes and dtypes of its arguments.
         what: names it in errors.
 
     Attributes:
-        captures: the tensors from outside that it uses; variables as the values they have there.
-        results: what it returned, as symbolic tensors.
+        captures: the outside tensors that it uses; for a variable, its value.
+        results: its results, as symbolic tensors.
 
     Raises:
         PipelineError: a branch or a loop in it reads variables, or it writes them, or it uses other
@@ -45,7 +45,7 @@ class TracedFunction:
         self.captures: list[tf.Tensor] = []
         for tensor in self._function.captured_inputs:
             if tensor.dtype == tf.resource:
-                # It may be written.
+                # If the function writes it, this check reports that.
                 self.check_pure(what)
                 raise PipelineError(
                     f"{what} reads the variable or resource {name_of(tensor, names)!r} in a branch "
@@ -56,12 +56,12 @@ class TracedFunction:
                 handle, value = found
                 self._variables[id(value)] = name_of(handle, names)
             elif _is_ref_variable(tensor):
-                # A TF1 variable that is no resource.
+                # A TF1 variable that is not a resource.
                 value = tf.identity(tensor)
                 self._variables[id(value)] = tensor.name
             self.captures.append(value)
         self._function.set_external_captures(self.captures)
-        # It reads none any more; whoever calls it would believe that it does.
+        # Else callers would assume that the function still reads these variables.
         graph.variables = ()
         self.results: Any = graph.structured_outputs
 
@@ -75,14 +75,14 @@ class TracedFunction:
         )
 
     def used_arguments(self) -> set[int]:
-        """The numbers of the arguments that anything it returns depends on."""
+        """Returns the indices of the arguments that any result depends on."""
         results = tf.nest.flatten(self.results, expand_composites=True)
         return self._arguments_of(x.op for x in results if x is not None)
 
     def draws(self) -> Iterator[set[int]]:
-        """Of each random draw the numbers of the arguments that it depends on.
+        """Returns for each random draw the indices of the arguments that it depends on.
 
-        Captures count as arguments, from the first number after the others on.
+        Captures count as arguments, after the others.
         """
         for operation in self._function.graph.get_operations():
             if operation.type.startswith("StatelessRandom"):
@@ -100,15 +100,15 @@ class TracedFunction:
         return {number for operation, number in arguments.items() if operation in seen}
 
     def is_variable(self, capture: tf.Tensor) -> bool:
-        """Whether one of `captures` is the value of a variable."""
+        """Returns True if one of `captures` is the value of a variable."""
         return id(capture) in self._variables
 
     def name_of(self, capture: tf.Tensor) -> str:
-        """A name for one of `captures`; eager tensors have none of their own."""
+        """Returns a name for one of `captures`; eager tensors have no name."""
         return name_of(capture, self._variables)
 
     def __call__(self, *arguments: tf.Tensor, captures: Sequence[tf.Tensor] | None = None) -> Any:
-        """Calls it, with other values for `captures` if given."""
+        """Calls the function, with other values for `captures` if given."""
         if captures is None:
             return self._function(*arguments)
         self._function.set_external_captures(list(captures))

@@ -1,1 +1,1 @@
-"""Looks at what runs: finite values, errors, the clock, devices, who waits for whom."""
+"""Monitoring of runs: finite values, errors, the clock, devices and waiting times."""

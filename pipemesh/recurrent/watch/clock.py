@@ -1,4 +1,4 @@
-"""Measures when the actions of a schedule really run."""
+"""Measures when the actions of a schedule run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = "FBIWR"
 
 
 class Stamps(Protocol):
-    """Makes operations that note the actions of a pipeline."""
+    """A maker of operations that record the actions of a pipeline."""
 
     def stamp(
         self,
@@ -31,20 +31,19 @@ class Stamps(Protocol):
         device: str,
         replica: int = 0,
     ) -> tf.Operation:
-        """An operation that notes that an action begins or ends; see `ActionClock.stamp`."""
+        """Returns an operation that records an action; see `ActionClock.stamp`."""
         ...
 
 
 class ActionClock:
-    """Notes when each action starts and ends, of the latest step that ran with it.
+    """Records when each action of the latest step started and ended.
 
-    An action starts when everything that it needs is there and its device is free; with replicas,
-    when the first of them starts, and it ends when the last one ends. Each note is a call into
-    Python, some dozens of microseconds, so a step with a clock is for looking at, not for timing as
-    a whole.
+    An action starts when its inputs are available and its device is free. With replicas, it starts
+    when the first of them starts and ends when the last one ends. Each record is a call into Python
+    of some tens of microseconds, so do not measure total step time with a clock.
 
     Args:
-        noted: is told of each action that starts, and that ends (True), at that time.
+        noted: called when an action starts (False) or ends (True).
 
     Example:
         >>> import tensorflow as tf
@@ -64,7 +63,7 @@ class ActionClock:
 
     def __init__(self, noted: Callable[[Action, bool], None] | None = None) -> None:
         self._noted = noted
-        # For each replica; of a stage that has one, it has the number 0.
+        # For each replica; a stage with one replica has the number 0.
         self._times: dict[tuple[Action, bool], dict[int, float]] = {}
         self._lock = threading.Lock()
 
@@ -77,14 +76,14 @@ class ActionClock:
         device: str,
         replica: int = 0,
     ) -> tf.Operation:
-        """An operation that notes the time when it runs.
+        """Returns an operation that records the time when it runs.
 
         Args:
             kind: `F`, `R`, `B`, `I` or `W`.
             stage: index of the stage.
             microbatch: int64 scalar.
             is_end: whether the action ends.
-            device: of the stage; the operation lies on the CPU next to it.
+            device: of the stage; the operation runs on the CPU next to it.
             replica: the number of the replica.
         """
         place = [_KINDS.index(kind), stage, is_end, replica]
@@ -93,8 +92,8 @@ class ActionClock:
             with tf.device(processor_beside(device)):
                 return tf.numpy_function(self._note, [place, number], tf.int64)
 
-        # Within a function of its own, because TensorFlow executes operations with state that it
-        # sees side by side one after the other; and without state it would leave this one out.
+        # In its own function, because TensorFlow runs stateful operations of one function one after
+        # the other. Without state it would prune this one.
         function = tf.function(note, autograph=False)
         call = Call(function.get_concrete_function(tf.TensorSpec([], tf.int64)), [0])
         return call([microbatch])[0].op
@@ -104,26 +103,26 @@ class ActionClock:
         kind, stage, is_end, replica = (int(number) for number in place)
         key = (Action(stage, _KINDS[kind], int(microbatch)), bool(is_end))
         with self._lock:
-            # Of several things that a replica waits for the last one counts.
+            # If a replica waits for several tensors, the last one counts.
             self._times.setdefault(key, {})[replica] = now
             if self._noted is not None:
                 self._noted(*key)
         return np.int64(0)
 
     def timeline(self, schedule: Schedule, unit: float = 1.0) -> Timeline:
-        """What was noted of a step that ran `schedule`.
+        """Returns the timeline of the latest step.
 
         Args:
-            schedule: what ran.
+            schedule: the schedule of that step.
             unit: of the times, in seconds.
 
         Returns:
-            When each action ran; its costs are medians over the microbatches. A `W` of a stage
-            without weights took no time when the action before it ended.
+            The start and end of each action; its costs are medians over the microbatches. A `W` of
+            a stage without weights takes no time, at the end of the action before it.
 
         Raises:
-            ScheduleError: an action was not noted, because no step has run with this clock, or one
-                with another schedule.
+            ScheduleError: an action was not recorded, because no step has run with this clock, or a
+                step with another schedule.
         """
         timed = {(action.kind, action.stage) for action, _ in self._times}
         for row in schedule.rows:
@@ -136,9 +135,8 @@ class ActionClock:
                         f"action {action} was not timed; run a step of this schedule with "
                         "Options(clock=...) first"
                     )
-        # The devices of a home drift apart, and one that is ahead waits in the end. Of the first
-        # start and the last end nothing of that would be left; of means, their mean share of
-        # waiting is.
+        # The devices of a home drift apart, and the faster ones wait at the end. The first start
+        # and the last end would hide that waiting; means keep the mean share of waiting.
         firsts: list[list[float]] = []
         lasts: list[list[float]] = []
         for row in schedule.rows:
@@ -158,14 +156,14 @@ class ActionClock:
 
     @staticmethod
     def _is_nothing(action: Action, timed: Set[tuple[str, int]]) -> bool:
-        """Whether it is a `W` of a stage that has none, as all else of it was noted."""
+        """Returns True for a `W` of a stage without one, if its other actions were recorded."""
         stage = action.stage
         return action.kind == "W" and ("W", stage) not in timed and ("I", stage) in timed
 
     def durations(self) -> dict[Action, float]:
-        """Seconds of each action that was noted; of a stage without weights no `W` is.
+        """Returns the seconds of each recorded action; a stage without weights has no `W`.
 
-        Actions for slices are those of `Schedule.by_pieces`.
+        Actions of slices are named as in `Schedule.by_pieces`.
 
         Example:
             >>> ActionClock().durations()
@@ -179,7 +177,7 @@ class ActionClock:
         }
 
     def span(self) -> tuple[float, float]:
-        """When the first action started and the last one ended, in seconds of `time.perf_counter`.
+        """Returns the first start and the last end of an action, in seconds of `time.perf_counter`.
 
         Raises:
             ScheduleError: no step has run with this clock.
@@ -190,7 +188,7 @@ class ActionClock:
         return min(times), max(times)
 
     def _mean(self, action: Action, is_end: bool) -> float:
-        """When an action started or ended, of the devices that are known to have done both."""
+        """Returns the mean start or end of an action, over the devices that recorded both."""
         starts, ends = self._times[action, False], self._times[action, True]
         times = ends if is_end else starts
         return statistics.fmean(times[number] for number in starts.keys() & ends.keys())
@@ -199,7 +197,7 @@ class ActionClock:
 def _median_costs(
     schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
 ) -> Costs:
-    """What an action of each kind took on each stage, as a median over the microbatches."""
+    """Returns the duration of each kind of action on each stage, as a median over microbatches."""
     taken: dict[tuple[str, int], list[float]] = {}
     for row, row_starts, row_ends in zip(schedule.rows, starts, ends, strict=True):
         for action, start, end in zip(row, row_starts, row_ends, strict=True):
@@ -208,7 +206,7 @@ def _median_costs(
     def of(kind: str) -> list[float] | None:
         if not any(k == kind for k, _ in taken):
             return None
-        # A stage that never does this kind of action costs nothing there.
+        # A stage without this kind of action has cost 0.
         return [statistics.median(taken.get((kind, s), [0.0])) for s in range(schedule.num_stages)]
 
     return Costs(

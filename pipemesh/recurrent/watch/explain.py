@@ -1,4 +1,4 @@
-"""Says in one line in which stage, layer, microbatch and replica a step failed."""
+"""Names the stage, layer, microbatch and replica of a failed step in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipemesh.recurrent.home import Home
 
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _ACTION = re.compile(r"(?:^|/)action_\d+([FRBIW])(\d+)(?:\.(\d+))?(?=/)")
-# What `health.raise_unless` says.
+# The message of `health.raise_unless`.
 _NOT_FINITE = re.compile(r"assertion failed: \[(stage .*? is not finite \(NaN or infinite\))\]")
 _PREAMBLE = re.compile(
     r"Graph execution error|Detected at node|<stack traces|Node: |\d+ root error|\s*$"
@@ -25,20 +25,20 @@ _CODE = re.compile(r"^\s*(\(\d+\)\s*)?[A-Z_]+:\s+")
 def explain(
     error: tf.errors.OpError, devices: Mapping[str, Home | str | Sequence[str]] | None = None
 ) -> PipelineError | None:
-    """Turns an error of TensorFlow into one line that says where in the pipeline it arose.
+    """Turns an error of TensorFlow into one line that locates it in the pipeline.
 
-    TensorFlow names the operation that failed. In its name stand the stage and the layer (as
-    given to `layer_scope`), the replica if there are several, and, in a function of TF2, the
-    microbatch and the direction as well.
-    In a TF1 session the names of inlined functions have no microbatch, and operations inside of
-    loops and branches no stage either.
+    TensorFlow names the failed operation. Its name contains the stage, the layer (as given to
+    `layer_scope`) and, if there are several, the replica. In a TF2 function it also contains the
+    microbatch and the direction. In a TF1 session the names of inlined functions lack the
+    microbatch, and operations inside loops and branches lack the stage, too.
 
     Args:
-        error: what was raised while the step ran.
-        devices: for the name of each stage its home or device; that of the replica is mentioned.
+        error: the error of the step.
+        devices: for the name of each stage its home or device; the line names the device of the
+            replica.
 
     Returns:
-        The error to raise `from` the given one; None if it did not arise in a stage.
+        The error to raise `from` the given one; None if it did not occur in a stage.
 
     Example:
         >>> node = "action_1F5/PartitionedCall/stage.first/layer.block3/GatherV2"
@@ -60,7 +60,7 @@ def explain(
 
 
 def _unescaped(text: str) -> str:
-    """What TensorFlow was given to print, of which it escapes quotes and all but ASCII."""
+    """Undoes TensorFlow's escapes of quotes and non-ASCII characters in printed text."""
     return text.encode().decode("unicode_escape").encode("latin-1").decode()
 
 
@@ -89,12 +89,12 @@ def _place(node: str, stage: str, devices: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _reason(message: str) -> str:
-    """What the first of the errors says, without traceback and names of nodes, on one line."""
+    """Returns the first error's message on one line, without traceback and names of nodes."""
     lines: list[str] = []
     for line in message.split("\n\t [[", 1)[0].splitlines():
         if line.startswith("Traceback"):
             break
-        # Indented lines are traceback of the node's making.
+        # Indented lines are the traceback of the node's creation.
         if not _PREAMBLE.match(line) and (not line.startswith("  ") or _CODE.match(line)):
             lines.append(_CODE.sub("", line).strip())
     return " ".join(lines)

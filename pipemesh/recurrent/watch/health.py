@@ -1,15 +1,14 @@
-"""Finds the stage, layer and microbatch in which a value ceased to be finite.
+"""Finds the stage, layer and microbatch where a value first became infinite or NaN.
 
-Operations that raise have state, and TensorFlow executes those one after the other, across
-devices too. So a stage raises nothing. Each action looks at what its layers give (`probes.py`) and
-notes the first place that it finds in a number, its replica's note, which goes from action to
-action. One operation outside of the stages reads the notes and raises, if the loss or a gradient
-is not finite; whatever the pipeline returns waits for it. A NaN that reaches neither is none of
-its business.
+Operations that raise have state, and TensorFlow runs these one after the other, even across
+devices. So a stage raises nothing. Each action checks the outputs of its layers (`probes.py`) and
+records the first non-finite one as a number, the note of its replica. The note goes from action to
+action. One operation outside of the stages reads the notes and raises if the loss or a gradient is
+not finite. All results of the pipeline wait for it. A NaN that reaches neither is ignored.
 
-Notes make graphs several times as large, so by default there are none (`results`): a step that
-fails has changed nothing, and can be run once more with them, as the trainer of the language model
-does. A `PipeliningLayer` that is called eagerly always has them.
+Notes make graphs several times as large, so the default (`results`) has none. A failed step has
+changed nothing and can run again with notes, as the trainer of the language model does. A
+`PipeliningLayer` that is called eagerly always has notes.
 """
 
 from __future__ import annotations
@@ -26,27 +25,23 @@ from pipemesh.errors import PipelineError
 
 Direction = Literal["forward", "backward"]
 CHECKS = ("all", "forward", "results", "loss", "off")
-# Those that look at what layers give, and so can tell where it began.
+# Policies that check the outputs of layers, and so can tell where it began.
 LOCATING: dict[Direction, tuple[str, ...]] = {"forward": ("all", "forward"), "backward": ("all",)}
-# Those that look at gradients.
+# Policies that check gradients.
 OF_GRADIENTS = ("all", "results")
 _NOTHING = -1
 MICROBATCH = "{microbatch}"
 
 
 def check_policy(policy: str) -> str:
-    """Returns the policy of checking if there is such a one.
-
-    Raises:
-        PipelineError: there is not.
-    """
+    """Returns the policy of checks, or raises a PipelineError if it is unknown."""
     if policy in CHECKS:
         return policy
     raise PipelineError(f"check_numerics is {policy!r}; allowed are {', '.join(CHECKS)}")
 
 
 def empty_note() -> tf.Tensor:
-    """The note of a replica that has found nothing."""
+    """Returns the note of a replica whose values are all finite."""
     return tf.constant(_NOTHING, tf.int64)
 
 
@@ -56,13 +51,13 @@ def write_note(
     groups: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str] | None = None,
 ) -> tf.Tensor:
-    """The note after an action; the first one that found something stays.
+    """Returns the note after an action, which keeps the first finding.
 
     Args:
         note: before the action.
         microbatch: int64 scalar, the index of the microbatch.
         groups: the tensors of each probe.
-        devices: of each probe where its tensors lie; by default here.
+        devices: of each probe the device of its tensors; by default the current one.
 
     Returns:
         `microbatch * len(groups) + index` of the first probe that is not finite, int64.
@@ -74,11 +69,9 @@ def write_note(
 def first_not_finite(
     groups: Sequence[Sequence[tf.Tensor]], devices: Sequence[str] | None = None
 ) -> tf.Tensor:
-    """The index of the first group of tensors that is not finite; -1 if all are; int64 scalar.
+    """Returns the index of the first group that is not finite, or -1, as an int64 scalar.
 
-    Args:
-        groups: at least one.
-        devices: of each group where its tensors lie; by default here.
+    `devices` names the device of each group's tensors; by default the current one.
     """
     flags = []
     for tensors, device in zip(groups, devices or [None] * len(groups), strict=True):
@@ -91,8 +84,8 @@ def first_not_finite(
 
 
 def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Whether all elements of all tensors are finite; bool scalar."""
-    # A complex number is as finite as its absolute value.
+    """Returns True (a bool scalar) if all elements of all tensors are finite."""
+    # A complex number is finite if its absolute value is.
     real = [tf.math.abs(t) if t.dtype.is_complex else t for t in tensors]
     flags = [tf.reduce_all(tf.math.is_finite(t)) for t in real]
     if not flags:
@@ -102,11 +95,11 @@ def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A note and how to read it.
+    """A note with the text for each of its values.
 
     Attributes:
         note: int64 scalar.
-        places: what each probe says; `{microbatch}` stands for the microbatch.
+        places: the text of each probe; `{microbatch}` is replaced by the microbatch.
     """
 
     note: tf.Tensor
@@ -120,14 +113,14 @@ def raise_unless(
     device: str,
     num_slices: int = 1,
 ) -> tf.Operation:
-    """An operation that raises what was found unless `is_finite`.
+    """Returns an operation that raises the first finding unless `is_finite`.
 
     Args:
         is_finite: bool scalar.
-        findings: what to say, causes before effects.
-        otherwise: what is not finite if nothing was found.
-        device: of a stage; the operation lies on the CPU next to it.
-        num_slices: into how many sequences are cut; microbatches are numbers of pieces then.
+        findings: in order of priority, causes before effects.
+        otherwise: name of the non-finite value if there is no finding.
+        device: of a stage; the operation runs on the CPU next to it.
+        num_slices: number of sequence slices; with several, microbatches are numbers of pieces.
     """
     findings = [
         *(finding for finding in findings if finding.places),

@@ -1,4 +1,4 @@
-"""How far each device has come in a step that is under way, and how long it was at work."""
+"""The progress of each device in the current step, and its working time."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from pipemesh.backend.operations import Call
 from pipemesh.recurrent.watch.waits import Stand, Wait, waits_of
 from pipemesh.schedule import Action, Schedule
 
-# Of a device: how many actions have begun, how many are done, seconds in between.
+# For a device: number of started actions, number of finished actions, seconds in between.
 _Counts = tuple[float, float, float]
 _SIZE = 3
-# What a note adds to the first two, and with which sign the time to the third.
+# The increments of a note to the first two, and the sign of the time for the third.
 _ADDED = {
     "start": (1.0, 0.0, -1.0),
     "go on": (0.0, 0.0, -1.0),
     "end": (0.0, 1.0, 1.0),
     "untimed": (0.0, 1.0, 0.0),
 }
-# Of a note's second argument: the time of the note before for one that has one.
+# For a note's second argument: the time of the previous note, if there is one.
 _DTYPES = (tf.int64, tf.float64)
 
 
 class Marks:
-    """Counts, on each device, the actions that have begun and those that are done.
+    """Counts started and finished actions on each device.
 
-    A device's actions have an order, so a number says which one it is about. The numbers lie in a
-    variable beside the device, which can be read while a step is under way, and when it hangs. They
-    are written by operations of TensorFlow alone, on the worker; nothing is sent.
+    A device runs its actions in order, so the count identifies the current one. A variable beside
+    the device holds the counts. You can read it during a step, even if the step hangs. Operations
+    on the worker write it, and nothing is sent.
 
-    It is to be given to a pipeline as a clock is (`Options.clock`), before its graph is built.
+    Pass it to a pipeline as `Options.clock` before the graph is built.
 
     Args:
-        schedule: what is run.
-        devices: of each stage, in the order of its home.
-        place_of: says of a device by which connection it is reached; those of one place are read
-            one after the other.
+        schedule: the schedule of the run.
+        devices: for each stage its devices, in the order of its home.
+        place_of: maps a device to its connection; devices with the same connection are read one
+            after the other.
 
     Example:
         >>> import tensorflow as tf
@@ -68,9 +68,9 @@ class Marks:
         place_of: Callable[[str], object] = lambda device: None,
     ) -> None:
         self.schedule = schedule
-        # Another client of the worker may have had one of the same name.
+        # Another client of the worker may have had a variable with this name.
         self._name = f"pipemesh_marks_{os.getpid()}_{time.time_ns()}"
-        # Seconds since then, so that sums of them are exact.
+        # Seconds since this time, so that sums are exact.
         self._begin = time.time()
         self._rows: dict[str, int] = {}
         self._homes: dict[int, Sequence[str]] = {}
@@ -79,7 +79,7 @@ class Marks:
             for device in home:
                 self._rows.setdefault(device, schedule.stage_devices[stage])
         self._place_of = place_of
-        # Which actions have marks: an action of which nothing arrives at a device has none there.
+        # The actions with marks: an action without inputs on a device has none there.
         self._marked: dict[str, dict[str, set[tuple[str, int]]]] = {
             device: {"started": set(), "ended": set()} for device in self._rows
         }
@@ -101,7 +101,7 @@ class Marks:
         device: str,
         replica: int = 0,
     ) -> tf.Operation:
-        """An operation that counts an action when it runs; see `ActionClock.stamp`."""
+        """Returns an operation that counts an action when it runs; see `ActionClock.stamp`."""
         del replica
         place, there = (kind, stage), self._marked[device]
         if is_end:
@@ -109,7 +109,7 @@ class Marks:
             name = "end" if place in there["started"] else "untimed"
             return self._noted(device, name, microbatch, None)[0].op
         there["started"].add(place)
-        # An action that begins with what it has, and goes on when the rest arrives, has two.
+        # An action that starts before all of its inputs arrive has two marks.
         number, earlier = self._first.get((device, *place), (None, None))
         name = "start" if number is not microbatch else "go on"
         results = self._noted(device, name, microbatch, earlier if name == "go on" else None)
@@ -130,8 +130,8 @@ class Marks:
             if device not in self._handles:
                 handle, zeros = self._handle(device), tf.zeros([_SIZE], tf.float64)
                 tf.raw_ops.AssignVariableOp(resource=handle, value=zeros)
-                # Another thread may ask at any time, and what fails on a worker fails again in what
-                # is asked of it next: nobody is to know of it before it has a value.
+                # Another thread may read at any time. A failure on a worker repeats in the next
+                # request, so no thread may see the variable before it has a value.
                 tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
                 self._handles = {**self._handles, device: handle}
         started, ended, sign = _ADDED[name]
@@ -140,17 +140,17 @@ class Marks:
         def note(number: tf.Tensor, earlier: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             with tf.device(host):
                 now = tf.timestamp() - tf.constant(self._begin, tf.float64)
-                # The seconds of an action are those of its end without those of its beginning.
+                # The seconds of an action are the time of its end minus the time of its start.
                 value = tf.constant([0.0, 0.0, sign], tf.float64) * now
                 if goes_on:
                     value += tf.constant([0.0, 0.0, 1.0], tf.float64) * earlier
                 value += tf.constant([started, ended, 0.0], tf.float64)
-                # By name: of what is handed in TensorFlow would order all users.
+                # By name: TensorFlow would order all users of a captured variable.
                 add = tf.raw_ops.AssignAddVariableOp(resource=self._handle(device), value=value)
                 with tf.control_dependencies([add]):
                     return tf.identity(number), tf.identity(now)
 
-        # A function of its own, for the reason that a clock's note has.
+        # In its own function, for the same reason as the record of a clock.
         function = tf.function(note, autograph=False)
         specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], _DTYPES[goes_on])]
         return Call(function.get_concrete_function(*specs), [0, 1])
@@ -160,14 +160,14 @@ class Marks:
         return tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[_SIZE], shared_name=name)
 
     def end_step(self) -> None:
-        """Notes that a step was finished."""
+        """Records that a step has finished."""
         self._steps += 1
 
     def end_failed_step(self, seconds: float) -> None:
-        """Notes that a step was not finished: some of its actions were never counted.
+        """Records that a step has failed, so that some of its actions were never counted.
 
         Args:
-            seconds: to wait for the numbers.
+            seconds: timeout for reading the counts.
         """
         self.look(seconds)
         with self._lock:
@@ -175,10 +175,10 @@ class Marks:
         self._steps = 0
 
     def look(self, seconds: float = 0.0) -> None:
-        """Asks all devices for their numbers.
+        """Reads the counts of all devices.
 
         Args:
-            seconds: to wait for them; who takes longer is not asked again until it has answered.
+            seconds: timeout. A device that exceeds it is not read again until it has answered.
         """
         places: dict[object, list[str]] = {}
         for device in self._handles:
@@ -203,20 +203,20 @@ class Marks:
                         resource=self._handles[device], dtype=tf.float64
                     ).numpy()
             except tf.errors.OpError:
-                # Of a worker that is lost; whoever watches it says so.
+                # The error of a lost worker; the watcher of the worker reports it.
                 return
             with self._lock:
                 self._seen[device] = (float(found[0]), float(found[1]), float(found[2]))
 
     def stands(self, seconds: float) -> list[Stand]:
-        """How far each device has come.
+        """Returns the progress of each device.
 
         Args:
-            seconds: to wait for answers.
+            seconds: timeout for reading the counts.
 
         Returns:
-            Of each device that has a part in the pipeline; of one that did not answer, what it said
-            last.
+            The progress of each device of the pipeline; for a device that did not answer, the
+            latest known.
         """
         self.look(seconds)
         found: list[Stand] = []
@@ -226,7 +226,7 @@ class Marks:
             with self._lock:
                 seen, base = self._seen.get(device, self._base[device]), self._base[device]
             ended = self._done(seen[1] - base[1], len(actions))
-            # Those that have a mark of their beginning may be fewer.
+            # Fewer actions may have a mark of their start.
             begun = self._actions(device, "started")
             number = self._done(seen[0] - base[0], len(begun))
             last = begun[number - 1] if number else None
@@ -236,31 +236,31 @@ class Marks:
         return found
 
     def waits(self, seconds: float) -> list[Wait]:
-        """What each device is about that is not done; see `waits_of`.
+        """Returns the current action of each unfinished device; see `waits_of`.
 
         Args:
-            seconds: to wait for answers.
+            seconds: timeout for reading the counts.
         """
         return waits_of(self.schedule, self.stands(seconds))
 
     def seconds_at_work(self, seconds: float) -> dict[str, float]:
-        """How long each device was at work since the marks were made, to be asked between steps.
+        """Returns each device's working time since the marks were made; call it between steps.
 
         Args:
-            seconds: to wait for answers.
+            seconds: timeout for reading the counts.
 
         Returns:
-            By device; of one that does not answer as it was last.
+            Seconds by device; for a device that does not answer, the latest known.
         """
         self.look(seconds)
         with self._lock:
             return {device: counts[2] for device, counts in self._seen.items()}
 
     def shares(self, costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """What each device has to do in a step.
+        """Returns the work of each device in a step.
 
         Args:
-            costs: by kind of action, what it takes on each stage.
+            costs: by kind of action, its cost on each stage.
         """
         return {
             device: sum(costs[a.kind][a.stage] for a in self._actions(device, "ended"))
@@ -269,7 +269,7 @@ class Marks:
         }
 
     def _done(self, counted: float, of: int) -> int:
-        """How many actions of this step were counted, of so many a step."""
+        """Returns the number of counted actions of this step, at most `of`."""
         return min(max(round(counted) - self._steps * of, 0), of)
 
     def _actions(self, device: str, what: str) -> tuple[Action, ...]:

@@ -1,4 +1,4 @@
-"""Which stage ran on which device, read from the graphs that TensorFlow executed."""
+"""The devices on which each stage ran, read from the graphs that TensorFlow executed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from pipemesh.backend.graphs import collected_graphs
 from pipemesh.errors import DeviceError
 
 _ACTION = re.compile(r"(?:^|/)action_(\d+)[FRBIW]\d*(?:_and_every_\d+)?(?:/|$)")
-# They lie on the devices that tensors go between, and at both ends.
+# They are on the devices that tensors pass between, at both ends.
 _TRANSFERS = frozenset(["_Send", "_Recv", "_HostSend", "_HostRecv"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the operations of each stage ran.
+    """The devices on which the operations of each stage ran.
 
     Attributes:
-        wanted: the devices of each stage, one a replica; those of one device may be its name.
-        found: for each stage, how many operations of its actions ran on which device.
+        wanted: the devices of each stage, one per replica; a single device may be given as a
+            string.
+        found: for each stage, the number of operations of its actions by device.
 
     Example:
         >>> placement = Placement(("CPU:0", "CPU:1"), ({"CPU:0": 70}, {"CPU:1": 68, "CPU:0": 2}))
@@ -41,12 +42,12 @@ class Placement:
 
     @classmethod
     def of(cls, metadata: Any, devices: Sequence[str | Sequence[str]]) -> Placement:
-        """The placement of a step.
+        """Returns the placement of a step.
 
         Args:
-            metadata: a `RunMetadata` with partition graphs: that of `record_placement`, or of a TF1
+            metadata: a `RunMetadata` with partition graphs: from `record_placement`, or from a TF1
                 session's `run` with `RunOptions(output_partition_graphs=True)`.
-            devices: the device of each stage, or those of its replicas, with type and number.
+            devices: the device of each stage, or the devices of its replicas, with type and number.
 
         Raises:
             DeviceError: the metadata holds no action of these stages.
@@ -67,10 +68,10 @@ class Placement:
         return cls(wanted, tuple(dict(counts) for counts in found))
 
     def check(self) -> None:
-        """Checks that every stage ran on its devices alone, and on all of them.
+        """Checks that every stage ran on all of its devices and on no other.
 
         Raises:
-            DeviceError: an operation ran elsewhere, or a replica ran nowhere.
+            DeviceError: an operation ran on another device, or a replica did not run.
         """
         for stage, (wanted, counts) in enumerate(zip(self.wanted, self.found, strict=True)):
             names = ", ".join(_names(wanted))
@@ -96,10 +97,9 @@ class Placement:
 
 @contextlib.contextmanager
 def record_placement() -> Iterator[Any]:
-    """Records the graphs of TF2 functions that run for the first time inside.
+    """Records the graphs of TF2 functions that run for the first time inside the context.
 
-    TensorFlow hands graphs out when it places them, which it does once, so that later steps leave
-    nothing to be recorded.
+    TensorFlow reports a graph when it places it, which it does once. Later steps record nothing.
 
     Yields:
         A `RunMetadata`, which is filled when the context ends.

@@ -1,4 +1,4 @@
-"""Where in a stage values that are not finite are looked for."""
+"""The tensors of a stage that are checked for finite values."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import tensorflow as tf
 
 from pipemesh.randomness.scope import LayerSpan
 
-# What tf.math.is_finite knows.
+# The dtypes that tf.math.is_finite supports.
 _CHECKED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Tensors that are looked at together.
+    """Tensors that are checked together.
 
     Attributes:
-        layers: names of the layers one of which is to blame if a tensor is not finite; none if
-            the operations belong to no layer.
+        layers: names of the layers that may have caused a non-finite value; empty if the operations
+            belong to no layer.
         tensors: names of the tensors.
-        replica: the number of the replica that they belong to.
+        replica: the number of their replica.
     """
 
     layers: tuple[str, ...]
@@ -30,12 +30,11 @@ class Probe:
 
 
 class StageProbes:
-    """The probes of one stage, made while its graph holds the forward pass alone.
+    """The probes of one stage, made while its graph has only the forward pass.
 
-    Going forward, what each layer returns is looked at; going backward, the gradient of that and
-    of the stage's inputs. The gradient of the pipeline's own inputs may be of no use to anybody,
-    so in the first stage its place is taken by the gradients at which the weights of the first
-    layer meet the data.
+    Forward probes check the outputs of each layer; backward probes check the gradients of these
+    outputs and of the stage's inputs. The gradient of the pipeline's own inputs may be unused. So
+    the first stage checks the gradients where the weights of its first layer meet data instead.
 
     Args:
         spans: the operations of the layers.
@@ -44,8 +43,8 @@ class StageProbes:
         outputs: the outputs of the stage, each an identity.
 
     Attributes:
-        names: of the tensors that are looked at going forward.
-        sources: tensors whose gradients `backward` wants to know.
+        names: of the tensors that the forward pass checks.
+        sources: tensors whose gradients `backward` needs.
         theta_layers: for each weight the layers that use it.
         input_layers: for each input the layers that use it.
     """
@@ -84,10 +83,9 @@ class StageProbes:
         self.names = [name for probe in self._forward for name in probe.tensors]
 
     def forward(self, is_computed: Callable[[str], bool]) -> list[Probe]:
-        """The probes of the forward pass, first layer first.
+        """Returns the probes of the forward pass, first layer first.
 
-        Args:
-            is_computed: whether a tensor is needed anyway.
+        `is_computed` returns True for a tensor that is computed anyway.
         """
         return _present((p.layers, filter(is_computed, p.tensors)) for p in self._forward)
 
@@ -98,13 +96,13 @@ class StageProbes:
         is_first: bool,
         is_computed: Callable[[str], bool],
     ) -> list[Probe]:
-        """The probes of the backward pass, last layer first.
+        """Returns the probes of the backward pass, last layer first.
 
         Args:
             gradients: names of the gradients of `sources`, None where there is none.
             of_inputs: names of the gradients of the inputs.
-            is_first: whether it is the first stage.
-            is_computed: whether a gradient is needed anyway.
+            is_first: True for the first stage.
+            is_computed: returns True for a gradient that is computed anyway.
         """
         names = iter(gradients)
         probes = [(users, [next(names) for _ in tensors]) for users, tensors in self._groups]
@@ -119,7 +117,7 @@ class StageProbes:
         )
 
     def _users(self, tensors: Iterable[tf.Tensor]) -> tuple[str, ...]:
-        """Names of the layers, other than their own, that use the tensors."""
+        """Returns the names of the layers, except their own, that use the tensors."""
         users = [
             self._layers[op]
             for t in tensors
@@ -130,13 +128,13 @@ class StageProbes:
 
 
 def _present(groups: Iterable[tuple[tuple[str, ...], Iterable[str]]]) -> list[Probe]:
-    """Probes of those groups that have a tensor."""
+    """Returns the probes of the groups that have a tensor."""
     probes = [Probe(layers, tuple(tensors)) for layers, tensors in groups]
     return [probe for probe in probes if probe.tensors]
 
 
 def _returned(operations: Sequence[tf.Operation]) -> list[tf.Tensor]:
-    """What others use of the results of a layer's operations; values to look at do not count."""
+    """Returns the results of a layer's operations that other operations use, except monitoring."""
     own = set(operations)
     return [
         t
@@ -150,7 +148,7 @@ def _returned(operations: Sequence[tf.Operation]) -> list[tf.Tensor]:
 def _where_weights_meet_data(
     operations: Sequence[tf.Operation], chosen: Iterable[tf.Operation], theta: set[tf.Operation]
 ) -> list[tf.Tensor]:
-    """Results of `chosen` operations on weights, or on what depends on them alone, and on data."""
+    """Returns results of `chosen` operations on both weights (or functions of them) and data."""
     of_weights, of_data = set(theta), set()
     for op in operations:
         sources = {t.op for t in op.inputs}

@@ -11,22 +11,16 @@ from pipemesh.backend.devices import agree
 from pipemesh.backend.graphs import registered_kernels
 from pipemesh.errors import DeviceError
 
-# These stand for tensors that are given; they are never executed.
+# Placeholders of arguments are never executed.
 _GIVEN = frozenset(["Placeholder", "_Arg", "_Retval"])
 
 
 def check_devices(name: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
-    """Checks a replica of a stage.
+    """Raises a DeviceError if a replica of a stage has an operation for another device.
 
-    Args:
-        name: of the stage.
-        device: of the replica.
-        nodes: all that it computes, forward and backward.
-
-    Raises:
-        DeviceError: an operation of the stage is pinned to another device by the code of the
-            stage, or TensorFlow has no kernel of it for the device's type, so that it would run on
-            the CPU; or the stage names no device.
+    The code of the stage may pin it there. Or TensorFlow has no kernel for the device's type and
+    would run it on the CPU. A stage without a device is an error, too. `nodes` are all nodes of the
+    replica, forward and backward.
     """
     wanted = tf.DeviceSpec.from_string(device)
     if wanted.device_type is None:
@@ -68,7 +62,7 @@ def _has_kernel(node: tf.compat.v1.NodeDef, device_type: str) -> bool:
 
 
 def _allows(constraint: Any, node: tf.compat.v1.NodeDef) -> bool:
-    """Whether the type of a node is one that a kernel computes with."""
+    """Returns True if a kernel supports the dtype of a node."""
     if constraint.name not in node.attr:
         return True
     value = node.attr[constraint.name]

@@ -1,4 +1,4 @@
-"""Who waits for which action of whom, of what is known of the devices of a step."""
+"""Finds which device waits for which action."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pipemesh.schedule.action import needs
 
 @dataclasses.dataclass(frozen=True)
 class Stand:
-    """How far a device has come in a step.
+    """The progress of a device in a step.
 
     Attributes:
         name: of the device.
         row: the row of the schedule that its home runs.
-        actions: those of the row that it has a part in, in order.
-        started: how many of them have begun.
-        ended: how many of them are done.
-        is_silent: whether it did not answer, so that it may be further.
+        actions: the actions of the row that it takes part in, in order.
+        started: number of started actions.
+        ended: number of finished actions.
+        is_silent: True if it did not answer, so that it may have come further.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Stand:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """What a device that is not done is about.
+    """The current action of an unfinished device.
 
     Attributes:
-        stand: how far it has come.
-        action: what it is about, or waits to begin.
-        has_begun: whether it has begun it.
-        missing: what that needs and what is not done, with the devices that are to do it.
+        stand: the progress of the device.
+        action: the current action, or the next one.
+        has_begun: True if it has started the action.
+        missing: the unfinished actions that it needs, with their devices.
     """
 
     stand: Stand
@@ -50,11 +50,7 @@ class Wait:
         return self.told()
 
     def told(self, name: Callable[[str], str] = str) -> str:
-        """It as a line.
-
-        Args:
-            name: what a device is called.
-        """
+        """Returns the wait as a line; `name` maps a device to the name to print."""
         at = f"{name(self.stand.name)}: "
         if self.stand.is_silent:
             return f"{at}does not answer, in {self.action} or later"
@@ -62,20 +58,16 @@ class Wait:
             f"{action} of {', '.join(map(name, who))}" for action, who in self.missing
         )
         if self.has_begun:
-            # What is computed again is so before the gradient arrives.
+            # Recomputation runs before the gradient arrives.
             return f"{at}in {self.action}" + (f", waits for {told}" if told else "")
         return f"{at}waits to begin {self.action}, for {told or 'what it needs to arrive'}"
 
 
 def waits_of(schedule: Schedule, stands: Sequence[Stand]) -> list[Wait]:
-    """What each device is about that is not done.
+    """Returns the current action of each unfinished device.
 
-    What somebody has done had what it needs, so of a device that does not answer as much is known
-    as others have used of it.
-
-    Args:
-        schedule: what is run.
-        stands: of all devices.
+    Inputs of a finished action must exist. So for a device that does not answer, actions whose
+    results others have used count as finished.
 
     Example:
         >>> from pipemesh.schedule import one_f_one_b
@@ -112,12 +104,12 @@ def _wait(
 
 
 def _used(schedule: Schedule, stands: Sequence[Stand], split: set[tuple[int, int]]) -> set[Action]:
-    """All that must be done, as somebody has begun what needs it."""
+    """Returns all actions that must be finished, because an action that needs them has started."""
     order = {
         row: {a: i for i, a in enumerate(actions)} for row, actions in enumerate(schedule.rows)
     }
     todo = [a for stand in stands for a in stand.actions[: stand.ended]]
-    # Who has begun a forward pass has what it needs. One backward may compute again first.
+    # A started forward pass has its inputs. A started backward pass may still recompute.
     begun = [a for stand in stands for a in stand.actions[stand.ended : stand.started]]
     todo += [a for a in begun if a.kind in "FW"]
     found: set[Action] = set()
@@ -126,7 +118,7 @@ def _used(schedule: Schedule, stands: Sequence[Stand], split: set[tuple[int, int
         for each in needs(action, schedule.num_stages, split, schedule.num_slices):
             if each in found:
                 continue
-            # Its home has done what stands before it, too.
+            # Its home has finished the earlier actions, too.
             row = order[next(r for r, places in order.items() if each in places)]
             before = [a for a, place in row.items() if place <= row[each] and a not in found]
             found.update(before)

@@ -1,4 +1,4 @@
-"""Kernels of TensorFlow that are known to compute something else on some machines."""
+"""TensorFlow kernels that are known to be wrong on some machines."""
 
 from __future__ import annotations
 
@@ -12,23 +12,15 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 
 _SIZE = 4
-# Rounding is far below, and what the kernel gets wrong far above.
+# Rounding errors are far smaller, and errors of the kernel far larger.
 _TOLERANCE = 0.05
 
 
 def check_kernels(stage: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
-    """Refuses a stage whose products this machine computes wrongly.
+    """Raises a PipelineError if this machine computes a matmul of a stage wrongly.
 
-    oneDNN's `Einsum` with an ellipsis ignores that an operand has to be transposed, in float16, on
-    CPUs with AVX512-FP16. Each equation is tried once, with a small product.
-
-    Args:
-        stage: names the stage.
-        device: of the stage.
-        nodes: of its graph.
-
-    Raises:
-        PipelineError: an equation gives a wrong product here.
+    oneDNN's `Einsum` with an ellipsis ignores a needed transposition, in float16, on CPUs with
+    AVX512-FP16. Each equation is tried once, with a small product.
     """
     if tf.DeviceSpec.from_string(device).device_type not in (None, "CPU"):
         return
@@ -48,17 +40,17 @@ def check_kernels(stage: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef]
 
 @functools.cache
 def einsum_error(equation: str) -> float:
-    """How far a small product in float16 is off on this CPU, relative to its largest element.
+    """Returns the relative error of a small product in float16 on this CPU.
 
-    Args:
-        equation: with explicit output.
+    `equation` has an explicit output. The error is relative to the largest element.
 
     Example:
         >>> einsum_error("abi,ij->abj") < 0.01
         True
     """
     names, result = equation.split("->")
-    # In front of weights the ellipsis stands for no dims, in gradients for the same on both sides.
+    # For weights the ellipsis stands for no dims; for gradients it stands for the same dims on both
+    # sides.
     operands = names.split(",")
     errors = [_error(equation, operands, result, set(range(len(operands))))]
     if "..." in result:
@@ -73,7 +65,7 @@ def _error(equation: str, names: list[str], result: str, batched: set[int]) -> f
     wanted = f"{','.join(spelt)}->{result.replace('...', spare if has_spare else '')}"
     rng = np.random.default_rng(0)
     values = [rng.normal(size=[_SIZE] * len(name)).astype(np.float16) for name in spelt]
-    # A session of its own is right wherever the caller is: in a function, a TF1 graph, or eager.
+    # A separate session works in a function, a TF1 graph, and eagerly.
     with tf.Graph().as_default(), tf.device("CPU:0"):
         operands = [tf.compat.v1.placeholder(tf.float16, value.shape) for value in values]
         product = tf.raw_ops.Einsum(inputs=operands, equation=equation)
