@@ -26,8 +26,8 @@ class BeamSearch:
 
     Attributes:
         beams: the number of prefixes to keep, at least 1.
-        length_penalty: a continuation of `n` tokens has the sum of its log probabilities divided by
-            `n ** length_penalty`; 0 takes the most likely one, more prefers longer ones.
+        length_penalty: the sum of log probabilities of `n` tokens is divided by
+            `n ** length_penalty`. 0 takes the most likely continuation, more prefers longer ones.
 
     Raises:
         DecodingError: a value is invalid.

@@ -330,8 +330,8 @@ class Figures:
             none.
         batch: rows of a batch of the model; 0 if unknown.
         about: describes the model and the machine of the measurement.
-        sums: the link between devices that share a layer. It includes the work that each of them
-            does completely. None for `transfer`.
+        sums: the link between devices that share a layer; None for `transfer`. Its times include
+            all extra work of sharing, such as work that each device does completely.
         crowding: 0 to 1; the loss between devices whose threads share a core while another core
             idles; see `pipemesh.schedule.simulate`.
         update_memory: peak bytes of an update per byte of weights, gradients included; at least 1.

@@ -9,7 +9,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.text import did_you_mean
 
-# The batch dim, which every stack's layout has: the rows of its inputs.
+# The batch dim, which every stack has: the rows of its inputs.
 BATCH = "batch"
 
 

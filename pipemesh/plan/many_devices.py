@@ -111,7 +111,7 @@ class Job:
         return sum(layer.parameter_bytes for layer in self.layers)
 
 
-# Microbatches per stage, and the minimum in all, after which each adds the same time.
+# Microbatches per home, and the minimum in all, after which each adds the same time.
 _STEADY, _AT_LEAST = 4, 64
 
 
@@ -276,7 +276,7 @@ class Forecast:
 
 
 def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> Iterator[Split]:
-    """Yields all splits whose axes and numbers of microbatches are powers of two.
+    """Yields all splits with powers of two as numbers of homes, slices and microbatches.
 
     The number of replicas is the remaining factor of the devices.
 

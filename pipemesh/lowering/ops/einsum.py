@@ -40,8 +40,8 @@ def einsum(
             dim's new name over an axis that is summed over, the sum ends in a reduce-scatter.
 
     Raises:
-        ShapeError: a name has two sizes, no operand has a dim of the result, the dtypes differ, or
-            two operands are summed over dims whose names differ by a typo.
+        ShapeError: a name has two sizes, no operand has a dim of the result, or the dtypes differ.
+            Also if two operands are summed over dims whose names differ by a typo.
         LayoutError: the rules split two dims of all operands together over one axis. Rename one of
             them beforehand, which moves the data.
 
