@@ -17,7 +17,7 @@ from pipemesh.errors import DecodingError
 
 @dataclasses.dataclass(frozen=True)
 class BeamSearch:
-    """Keeps the most likely prefixes of continuations, and returns the best continuation.
+    """A chooser that keeps the most likely prefixes, and returns the best continuation.
 
     With one beam the tokens are those of greedy decoding. A continuation that ends with a stop
     token counts if it is among the most likely `beams` when it ends. The search ends when no prefix
@@ -26,8 +26,8 @@ class BeamSearch:
 
     Attributes:
         beams: the number of prefixes to keep, at least 1.
-        length_penalty: a continuation of `n` tokens has the sum of its log probabilities divided by
-            `n ** length_penalty`; 0 takes the most likely one, more prefers longer ones.
+        length_penalty: the sum of log probabilities of `n` tokens is divided by
+            `n ** length_penalty`. 0 takes the most likely continuation, more prefers longer ones.
 
     Raises:
         DecodingError: a value is invalid.
@@ -47,12 +47,12 @@ class BeamSearch:
 
     @property
     def width(self) -> int:
-        """The number of rows of a prompt: one a beam."""
+        """Returns the number of rows of a prompt: one per beam."""
         return self.beams
 
     @property
     def result_types(self) -> tuple[tf.DType, ...]:
-        """The types of the most likely tokens, the beams that they continue, and their scores."""
+        """Returns the types of the most likely tokens, of their beams, and of their scores."""
         return tf.int32, tf.int32, tf.float32
 
     def check(self, vocab_size: int, stop: Collection[int]) -> None:
@@ -76,9 +76,7 @@ class BeamSearch:
         return self._choose(logits, state, self.beams, stop)
 
     def _looked_at(self, stop: Collection[int]) -> int:
-        """Returns the number of candidates: each beam may be followed by any stop token, which
-        keeps no beam.
-        """
+        """Returns the number of candidates; stop tokens may follow each beam, and keep none."""
         return self.beams * (1 + len(stop))
 
     def _choose(
@@ -121,7 +119,7 @@ class _Prefix(NamedTuple):
 
 
 class Beams:
-    """A prompt that is continued by several beams."""
+    """A prompt that several beams continue."""
 
     def __init__(self, search: BeamSearch, number: int, most: int, stop: Collection[int]) -> None:
         self.number = number
@@ -131,13 +129,11 @@ class Beams:
 
     @property
     def left(self) -> int:
-        """The number of tokens that may still be added."""
+        """Returns the number of tokens that may still be added."""
         return self._most - len(self._going[0].tokens)
 
     def take(self, *results: Any) -> Continuation | None:
-        """Takes tokens, their beams and scores, best first; returns the continuation if
-        complete.
-        """
+        """Takes tokens, beams and scores, best first; returns a complete continuation."""
         tokens, parents, totals = results
         beams, going = self._search.beams, []
         for place, (token, parent, total) in enumerate(zip(tokens, parents, totals, strict=True)):
@@ -160,7 +156,7 @@ class Beams:
 
     def _end(self, prefix: _Prefix) -> None:
         self._ended.append((self._score(prefix.totals[-1], len(prefix.tokens)), prefix))
-        # A stable sort, so of equal scores the earlier one stays in front.
+        # A stable sort: of equal scores the earlier one stays in front.
         self._ended.sort(key=lambda ended: -ended[0])
 
     def _is_over(self) -> bool:
@@ -168,9 +164,9 @@ class Beams:
         if len(self._ended) < beams:
             return False
         if beams == 1:
-            # Greedy: it ends with the likeliest token.
+            # Greedy decoding ends with the most likely token.
             return True
-        # Totals only fall, and the longest length divides by the most.
+        # Totals only fall, and the longest length gives the largest divisor.
         bound = self._score(self._going[0].totals[-1], self._most)
         return self._ended[beams - 1][0] >= bound
 

@@ -15,9 +15,9 @@ from pipemesh.errors import DecodingError
 class Choice(NamedTuple):
     """The next tokens of the rows of a group."""
 
-    # `ids` and `parents` are `[rows]` int32; a parent is the row that a row continues, None if each
-    # continues itself. `state` is for the next choice, `results` for `Row.take`, each with rows or
-    # prompts in front.
+    # `ids` and `parents` are `[rows]` int32. A parent is the row that a row continues; None if each
+    # row continues itself. `state` is for the next choice, `results` are for `Row.take`; the first
+    # dim of each is rows or prompts.
 
     ids: tf.Tensor
     parents: tf.Tensor | None
@@ -32,9 +32,13 @@ class Continuation:
     Attributes:
         number: the prompt's number, from 0 on.
         tokens: ids, including the stop token that ended it.
-        log_probs: the log probability of each under the model, natural logarithms.
+        log_probs: natural logarithm of the model's probability of each token.
         stopped: whether a stop token ended it; otherwise it has the requested number of tokens.
-        others: the other results of a beam search, the best first.
+        others: the other results of a beam search, best first.
+
+    Example:
+        >>> Continuation(0, tokens=(5, 7), log_probs=(-0.5, -1.5), stopped=False).tokens
+        (5, 7)
     """
 
     number: int
@@ -45,13 +49,13 @@ class Continuation:
 
 
 class Row(Protocol):
-    """A prompt that is being continued."""
+    """A prompt that a chooser continues."""
 
     number: int
 
     @property
     def left(self) -> int:
-        """The number of tokens that may still be added."""
+        """Returns the number of tokens that may still be added."""
         ...
 
     def take(self, *results: Any) -> Continuation | None:
@@ -60,16 +64,16 @@ class Row(Protocol):
 
 
 class Chooser(Protocol):
-    """A way to choose tokens."""
+    """The interface of a way to choose tokens."""
 
     @property
     def width(self) -> int:
-        """The number of rows of a prompt."""
+        """Returns the number of rows of a prompt."""
         ...
 
     @property
     def result_types(self) -> tuple[tf.DType, ...]:
-        """The types of the results that rows take."""
+        """Returns the types of the results that rows take."""
         ...
 
     def check(self, vocab_size: int, stop: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""Continues prompts: free rows take waiting prompts."""
+"""Decoding of many prompts: free rows take waiting prompts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pipemesh.decoding.group import Group
 from pipemesh.decoding.simd_generator import SimdGenerator
 from pipemesh.errors import DecodingError
 
-# Tokens a row between two checks for complete rows. With more, complete rows wait longer for new
-# prompts; with fewer, starting the loop takes a larger share of the time.
+# Tokens per row between two checks for complete rows. With more, complete rows wait longer for new
+# prompts. With fewer, starting the loop takes a larger share of the time.
 _STEPS_A_LOOK = 16
-# Prompts are padded to at least so many positions.
+# Minimum of positions that prompts are padded to.
 _SHORTEST = 8
 
 
 class Decoder:
-    """Continues prompts.
+    """A loop that continues prompts, several groups at a time.
 
     Args:
         generator: computes tokens.
-        rows: the prompts of a group.
-        groups: the number of groups at a time.
-        length: the most tokens of prompt and continuation together.
-        vocab_size: ids are below it.
+        rows: number of prompts per group.
+        groups: number of groups at a time.
+        length: maximum number of tokens of a prompt and its continuation together.
+        vocab_size: ids must be below it.
         seed: the seed of drawn tokens. A token depends on it, on the prompt's number and on its
-            position: neither on the plan nor on other prompts.
-        steps: the most tokens between two checks for complete rows; by default all tokens to come,
-            if nothing can end a row earlier.
+            position, but not on the plan or on other prompts.
+        steps: maximum number of tokens between two checks for complete rows; by default all
+            remaining tokens, if nothing can end a row earlier.
         watch: called with a prompt's number and each of its tokens as soon as it is known, if
             prompts have one row each.
 
@@ -72,11 +72,11 @@ class Decoder:
 
         Args:
             prompt: ids.
-            max_tokens: the most tokens to add.
+            max_tokens: maximum number of tokens to add.
             number: the prompt's number, for errors.
 
         Raises:
-            DecodingError: it is empty or too long, or an id is not in the vocabulary.
+            DecodingError: the prompt is empty or too long, or an id is not in the vocabulary.
         """
         if max_tokens < 1:
             raise DecodingError(f"max_tokens is {max_tokens}; ask for 1 or more")
@@ -100,14 +100,15 @@ class Decoder:
         """Continues prompts, and yields each when it is complete.
 
         Args:
-            prompts: the ids of each.
-            max_tokens: the most tokens to add to each.
+            prompts: the ids of each prompt.
+            max_tokens: maximum number of tokens to add to each.
 
         Yields:
             A `Continuation` for each prompt.
 
         Raises:
-            DecodingError: a prompt cannot be continued (earlier ones are), or logits are NaN.
+            DecodingError: a prompt cannot be continued, or logits are NaN. Earlier prompts are
+                continued first.
         """
         # Remove rows of an earlier call that was not exhausted.
         self._clear()
@@ -132,7 +133,7 @@ class Decoder:
         self._error = None
 
     def _fill(self, waiting: Iterator[Any], max_tokens: int) -> Iterator[Continuation]:
-        """Puts prompts into free rows, until there are no more of either."""
+        """Puts waiting prompts into free rows until either run out."""
         while True:
             new: dict[int, dict[int, Sequence[int]]] = collections.defaultdict(dict)
             # In turn, so that each group gets some.
@@ -150,7 +151,7 @@ class Decoder:
                 try:
                     self.check(prompt, max_tokens, number)
                 except DecodingError as error:
-                    # It is raised when the earlier prompts are complete.
+                    # The error is raised when the earlier prompts are complete.
                     self._error = error
                     break
                 chooser, stop = self._generator.chooser, self._generator.stop
@@ -161,7 +162,7 @@ class Decoder:
             numbers = sorted(new)
             begun = {group is not None for group in self._groups}
             whole = len(numbers) == len(self._slots) and len(begun) == 1
-            # All together or one by one: each other set of groups would need a graph of its own.
+            # All together or one by one: each other set of groups would need its own graph.
             for together in [numbers] if whole else [[number] for number in numbers]:
                 size = self._size(len(prompt) for n in together for prompt in new[n].values())
                 prompts = [self._prompt(self._slots[n], new[n], size) for n in together]

@@ -1,7 +1,7 @@
 """Export: a language model as a SavedModel that TensorFlow loads without this library.
 
-Layers with named dims know all sizes before they run, so each row of a request is computed
-separately, at the model's whole length; rows of a request are computed at the same time.
+Layers with named dims know all sizes before they run. So each row of a request is computed
+separately, at the model's whole length; several rows are computed at the same time.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ _ROWS_AT_ONCE = 8
 class ExportedModel(tf.Module):
     """A SavedModel with the signatures `score` and `decode`.
 
-    Both take `ids`, int32 `[batch, length]`, rows with any padding at their ends, and `lengths`,
-    int32 `[batch]`, each up to the model's, for any batch.
+    Both take `ids`, int32 `[batch, length]`, with any padding at the ends of rows, and `lengths`,
+    int32 `[batch]`. Any batch size is valid, and any length up to the model's.
 
-    * `score` returns `log_probs`, float32 `[batch, length]`: of every token given those before it,
-      natural logarithms; 0 for the first token, which has no score, and for padding.
+    * `score` returns `log_probs`, float32 `[batch, length]`: the natural logarithm of every token's
+    probability given those before it. It is 0 for the first token, which has no score, and for
+    padding.
     * `decode` also takes `max_tokens`, int32. It returns `tokens`, int32 `[batch, max_tokens]`, the
-      most likely ones, `log_probs` of them, and `counts`, int32 `[batch]`: the number of tokens,
-      including the one that ends a row; 0 behind these.
+    most likely ones, their `log_probs`, and `counts`, int32 `[batch]`. A count is the number of
+    tokens, including the one that ends a row; entries behind it are 0.
 
     Args:
-        compute: returns minus the log probabilities, `[1, length]`, of labels: see `Scorer`, called
-            with tensors of one row.
+        compute: returns negative log probabilities, `[1, length]`, of labels. It is called like
+            that of `Scorer`, with tensors of one row.
         generator: chooses tokens, with a `Sampler()`.
         length: the positions of a row.
-        vocab_size: ids are below it.
+        vocab_size: ids must be below it.
 
     Raises:
         tf.errors.InvalidArgumentError: in a call with invalid ids, lengths or `max_tokens`.
@@ -71,9 +72,9 @@ class ExportedModel(tf.Module):
         """Writes the SavedModel.
 
         Args:
-            folder: the target; an earlier SavedModel there is replaced.
+            folder: the target; an existing SavedModel there is replaced.
         """
-        # No gradients: those of this library are not in TensorFlow.
+        # Saves no gradients: TensorFlow lacks those of this library.
         options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
         tf.saved_model.save(self, os.fspath(folder), self._signatures, options)
 
@@ -146,7 +147,7 @@ class ExportedModel(tf.Module):
         return {"tokens": tokens, "log_probs": log_probs, "counts": counts}
 
     def _checked(self, ids: tf.Tensor, lengths: tf.Tensor, more: tf.Tensor | None = None) -> Any:
-        """Returns rows of the model's length, their own lengths, and the length that was given."""
+        """Returns rows of the model's length, their own lengths, and the given length."""
         size = tf.shape(ids)[1]
         # The padding may contain anything.
         ids = tf.where(tf.range(size) < lengths[:, None], ids, 0)

@@ -1,9 +1,10 @@
 """The graphs of decoding: prompts go in, tokens come out, group by group through the stages.
 
-A group of rows is a microbatch. In a step of the loop each group gets a token: it passes all
-stages, one after the other, and the token chosen after the last stage is the input of the first in
-the next step. Groups are independent, but each stage takes them in turn. So while one is at a stage
-another is at the next, also across steps of the loop: `pipemesh.schedule.decode` is the schedule.
+A group of rows is a microbatch. In a step of the loop each group gets a token: it passes all stages
+one after the other. The token chosen after the last stage is the input of the first stage in the
+next step. Groups are independent, but each stage takes them in turn. So while one group is at a
+stage, another is at the next stage, also across steps of the loop. `pipemesh.schedule.decode` is
+the schedule.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import KeyValueCache, cache_scope
 from pipemesh.layers.pipeline.weight_dtypes import plain_theta
 
-# The number of loop steps that may run at the same time.
+# Number of loop steps that may run at the same time.
 _STEPS_AT_ONCE = 4
 
 
 class Generator:
-    """Computes tokens.
+    """The graphs that compute tokens, for stages on devices of their own.
 
     Args:
         task: a lingvo task with `DecodeArgs`.
@@ -41,8 +42,8 @@ class Generator:
     Attributes:
         chooser: chooses tokens.
         stop: ids that end a continuation.
-        multiple: the number that divides the prompts of a group: 1, as each replica has its own
-            groups.
+        multiple: the number of prompts of a group must be a multiple of it. It is 1, because each
+            replica has its own groups.
     """
 
     multiple = 1
@@ -76,11 +77,12 @@ class Generator:
         Args:
             numbers: the numbers of the groups.
             prompts: for each group ids `[prompts, length]`, lengths `[prompts]` (0 for a row that
-                continues as it is), and seeds `[prompts, 2]`, all int32.
+                continues unchanged), and seeds `[prompts, 2]`, all int32.
             before: the previous groups; None for new ones.
 
         Returns:
-            For each group its new state, and the results that its rows take, prompts in front.
+            For each group its new state, and the results that its rows take; their first dim is
+            prompts.
         """
         # The graph depends only on the replica of each group.
         replicas = tuple(number % self.num_replicas for number in numbers)
@@ -96,8 +98,8 @@ class Generator:
             steps: the number of tokens.
 
         Returns:
-            The groups, and for each the results that its rows take, steps and then prompts in
-            front.
+            The groups, and for each the results that its rows take; their first dims are steps and
+            prompts.
         """
         return self._go_on(list(groups), tf.convert_to_tensor(steps))
 
@@ -109,7 +111,7 @@ class Generator:
         self, turns: Turns, theta: Any, number: int, ids: Any, places: Any, last: Any, kept: Any
     ) -> tuple[tf.Tensor, list[Any]]:
         """Passes tokens of a group through all stages; returns logits and caches."""
-        # Earlier caches are overwritten.
+        # Prefill overwrites earlier caches.
         args, after = self._task.DecodeArgs(ids, places), []
         replica = number % self.num_replicas
         for stage in range(len(self._stack.stage_names)):
@@ -124,7 +126,7 @@ class Generator:
         return args, after
 
     def _begin_groups(self, numbers: tuple[int, ...], prompts: Any, before: Any) -> Any:
-        # With gradients, although nothing differentiates here: removing their operations makes
+        # Gradients stay, although nothing differentiates here. Removing their operations makes
         # prefill of two groups 1.4 times slower; the cause is unknown.
         with self._cluster():
             theta, turns = self._theta(), Turns.free(self._devices)

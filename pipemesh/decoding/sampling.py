@@ -1,4 +1,4 @@
-"""Sampling: the most likely next token, or a drawn one."""
+"""Sampling: chooses the most likely next token, or draws one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipemesh.decoding_limits import check_sampling
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Chooses the next token by its logits.
+    """A chooser that takes the most likely next token, or draws one.
 
     Attributes:
         temperature: the divisor of logits; 0 for the most likely token (greedy).
@@ -42,12 +42,12 @@ class Sampler:
 
     @property
     def width(self) -> int:
-        """The number of rows of a prompt: one."""
+        """Returns the number of rows of a prompt, which is 1."""
         return 1
 
     @property
     def result_types(self) -> tuple[tf.DType, ...]:
-        """The types of a token and its log probability."""
+        """Returns the types of a token and its log probability."""
         return tf.int32, tf.float32
 
     def check(self, vocab_size: int, stop: Collection[int]) -> None:
@@ -114,7 +114,7 @@ class Sampled:
 
     @property
     def left(self) -> int:
-        """The number of tokens that may still be added."""
+        """Returns the number of tokens that may still be added."""
         return self._most - len(self._tokens)
 
     def take(self, *results: Any) -> Continuation | None:

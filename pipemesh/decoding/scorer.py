@@ -21,7 +21,7 @@ class ScoredText:
     Attributes:
         number: the text's number, from 0 on.
         tokens: the ids of all tokens but the first, which has no score.
-        log_probs: the log probability of each given those before it, natural logarithms.
+        log_probs: natural logarithm of each token's probability given those before it.
 
     Example:
         >>> round(ScoredText(0, (5, 7), (-0.5, -1.5)).perplexity, 3)
@@ -34,12 +34,12 @@ class ScoredText:
 
     @property
     def log_prob(self) -> float:
-        """The log probability of the whole text."""
+        """Returns the log probability of the whole text."""
         return sum(self.log_probs)
 
     @property
     def perplexity(self) -> float:
-        """The perplexity per token: 1 if all were certain."""
+        """Returns the perplexity per token: 1 if the model is certain of all tokens."""
         try:
             return math.exp(-self.log_prob / len(self.tokens))
         except OverflowError:
@@ -47,15 +47,15 @@ class ScoredText:
 
 
 class Scorer:
-    """Computes log probabilities of texts, several texts a row and several rows a batch.
+    """A computation of log probabilities of texts, with several texts per row and rows per batch.
 
     Args:
-        compute: returns minus the log probabilities `[rows, length]` of `labels`, for a batch of
+        compute: returns negative log probabilities `[rows, length]` of `labels`, for a batch of
             numpy arrays of that shape: `ids`, `labels`, `segment_ids` (from 1; 0 for padding),
             `segment_pos`, all int32, and `weights` (1, or 0 for padding), float32.
         rows: the rows of a batch.
         length: the positions of a row.
-        vocab_size: ids are below it.
+        vocab_size: ids must be below it.
 
     Example:
         >>> def certain(batch):
@@ -84,7 +84,7 @@ class Scorer:
             number: the text's number, for errors.
 
         Raises:
-            DecodingError: it is too short or too long, or an id is not in the vocabulary.
+            DecodingError: the text is too short or too long, or an id is not in the vocabulary.
         """
         length = self._shape[1]
         if len(text) < 2:

@@ -1,4 +1,4 @@
-"""The graphs of decoding where all devices run one program: a ring of stages, tick by tick."""
+"""The graphs of decoding if all devices run one program: a ring of stages, tick by tick."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from pipemesh.recurrent.circular.ring import Beat
 
 
 class SimdGenerator:
-    """Computes tokens with a stack that was made with `lowering="simd"`.
+    """The graphs that compute tokens for a stack with `lowering="simd"`.
 
-    Does the work of a `Generator` in one loop over ticks: at each tick every core applies its stage
-    to another group, and all choose the token of the group that has left the last stage.
+    It does the work of a `Generator` in one loop over ticks. At each tick every core applies its
+    stage to another group. Then all cores choose the token of the group that has left the last
+    stage.
 
     Args:
         task: a lingvo task with `DecodeArgs`.
@@ -33,7 +34,7 @@ class SimdGenerator:
     Attributes:
         chooser: chooses tokens.
         stop: ids that end a continuation.
-        multiple: the number that divides the prompts of a group.
+        multiple: the number of prompts of a group must be a multiple of it.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class SimdGenerator:
             before: the previous groups; None for new ones.
 
         Returns:
-            For each group its new state, and the results that its rows take, prompts in front.
+            For each group its new state, and the results that its rows take; their first dim is
+            prompts.
 
         Raises:
             DecodingError: the layout's split of the batch does not divide the prompts.
@@ -86,8 +88,8 @@ class SimdGenerator:
             steps: the number of tokens.
 
         Returns:
-            The groups, and for each the results that its rows take, steps and then prompts in
-            front.
+            The groups, and for each the results that its rows take; their first dims are steps and
+            prompts.
         """
         return self._go_on(list(groups), tf.convert_to_tensor(steps))
 

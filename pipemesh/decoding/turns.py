@@ -1,4 +1,4 @@
-"""The order in which stages take groups, as the schedule of `pipemesh.schedule.decode` says."""
+"""The order in which stages take groups, given by the schedule `pipemesh.schedule.decode`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pipemesh.backend.operations import pin
 
 
 class Turns:
-    """Holds groups back at a stage until the previous group has left it."""
+    """Gates that hold groups back at a stage until the previous group has left it."""
 
-    # Without it TensorFlow would start every ready operation: two groups at one stage share its
-    # device, and both leave it late. `gates` are scalars, one a device, that are computed when the
+    # Without gates TensorFlow would start every ready operation. Two groups at one stage share its
+    # device, and both would leave it late. `gates` has one scalar per device, computed when the
     # previous group has left.
 
     def __init__(self, gates: Sequence[tf.Tensor]) -> None:
@@ -35,7 +35,7 @@ class Turns:
             return tf.nest.pack_sequence_as(values, pin(tf.nest.flatten(values)))
 
     def leave(self, device: int, values: Any) -> None:
-        """Notes the results that make a device free again."""
+        """Records the results that make a device free again."""
         gate = self.gates[device]
         with tf.control_dependencies(tf.nest.flatten(values)), tf.device(gate.device):
             (self.gates[device],) = pin([gate])

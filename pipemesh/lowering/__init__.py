@@ -1,4 +1,4 @@
-"""Names become TensorFlow operations: tensors with named dims, devices and random numbers.
+"""Lowers operations on tensors with named dims to TensorFlow, on placed or SIMD devices.
 
 Example:
     >>> import tensorflow as tf

@@ -1,7 +1,7 @@
-"""What operations accept: one way to give tensors, dims, numbers and dtypes.
+"""The accepted forms of tensors, dims, numbers and dtypes.
 
-A dim may be given alike everywhere, and a wrong argument is one line that says what was given and
-what is allowed. `checked` puts the arguments of all operations through here.
+Every operation accepts dims in the same forms. An error for a wrong argument names the given value
+and the valid ones. `checked` passes the arguments of all operations through this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = "a name, 'name:size', a Dim, or a list of these"
 
 
 def described(value: Any) -> str:
-    """A value, as an error names it."""
+    """Returns a short description of a value for an error."""
     if isinstance(value, Tensor):
         return repr(value)
     if isinstance(value, Variable):
@@ -42,11 +42,7 @@ def described(value: Any) -> str:
 
 
 def as_tensor(value: Any, what: str = "it") -> Tensor:
-    """A tensor with named dims.
-
-    Raises:
-        ShapeError: it is something else.
-    """
+    """Returns the tensor with named dims, or raises a ShapeError with the way to make one."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Variable):
@@ -61,11 +57,7 @@ def as_tensor(value: Any, what: str = "it") -> Tensor:
 
 
 def as_tensors(value: Any, what: str = "it") -> list[Tensor]:
-    """A list of tensors with named dims.
-
-    Raises:
-        ShapeError: it is something else.
-    """
+    """Returns a list of tensors with named dims, or raises a ShapeError."""
     if isinstance(value, Tensor):
         raise ShapeError(f"{what} is one tensor, {value!r}; give a list, as in [x]")
     if not isinstance(value, Iterable) or isinstance(value, str | Mapping | tf.Tensor | np.ndarray):
@@ -74,11 +66,7 @@ def as_tensors(value: Any, what: str = "it") -> list[Tensor]:
 
 
 def as_dim(value: Any, what: str = "dim") -> Dim:
-    """A dim with its size: a `Dim`, or `"name:size"`, or a list of one.
-
-    Raises:
-        ShapeError: it is something else.
-    """
+    """Returns a sized dim from a `Dim`, `"name:size"` or a list of one."""
     if isinstance(value, Shape | list | tuple) and len(value) == 1:
         (value,) = value
     if isinstance(value, Dim):
@@ -95,11 +83,7 @@ def as_dim(value: Any, what: str = "dim") -> Dim:
 
 
 def as_shape(value: Any, what: str = "shape") -> Shape:
-    """A shape: a `Shape`, a text such as `"batch:4;io:3"`, a `Dim`, or a list of dims.
-
-    Raises:
-        ShapeError: it is something else.
-    """
+    """Returns a shape from a `Shape`, `Dim`, a list of dims, or a text such as `"batch:4;io:3"`."""
     if isinstance(value, Shape):
         return value
     if isinstance(value, Dim):
@@ -114,17 +98,7 @@ def as_shape(value: Any, what: str = "shape") -> Shape:
 
 
 def dim_names(value: Any, known: Sequence[Tensor] = (), what: str = "dims") -> tuple[str, ...]:
-    """Names of dims: given as a name, `"name:size"`, several of them joined by semicolons, a `Dim`,
-    a `Shape`, or a list of these.
-
-    Args:
-        value: what was given.
-        known: tensors that may have the dims; a size that was given is theirs.
-        what: the name of the argument.
-
-    Raises:
-        ShapeError: it is something else, or a dim has another size.
-    """
+    """Returns dim names from a name, `"name:size"`, a text with `;`, a `Dim`, `Shape` or list."""
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(";")] if value.strip() else []
         return tuple(_name_of_text(part, known, what) for part in parts)
@@ -154,11 +128,7 @@ def _name_of_text(text: str, known: Sequence[Tensor], what: str) -> str:
 
 
 def dim_name(value: Any, known: Sequence[Tensor] = (), what: str = "dim") -> str:
-    """The name of one dim, given as `dim_names` takes it.
-
-    Raises:
-        ShapeError: it is something else, or not one.
-    """
+    """Returns the name of one dim, given in a form that `dim_names` accepts."""
     names = dim_names(value, known, what)
     if len(names) != 1:
         raise ShapeError(f"{what} is {described(value)}; give one dim: its name, or a Dim")
@@ -166,11 +136,7 @@ def dim_name(value: Any, known: Sequence[Tensor] = (), what: str = "dim") -> str
 
 
 def as_whole(value: Any, what: str) -> int:
-    """A whole number.
-
-    Raises:
-        ShapeError: it is something else.
-    """
+    """Returns the value as an int, or raises a ShapeError if it is not whole."""
     found = whole_number(value)
     if found is None:
         raise ShapeError(f"{what} is {described(value)}; give a whole number")
@@ -178,11 +144,7 @@ def as_whole(value: Any, what: str) -> int:
 
 
 def as_dtype(value: Any, what: str = "dtype") -> tf.DType:
-    """A dtype of real numbers or booleans.
-
-    Raises:
-        ShapeError: it is something else.
-    """
+    """Returns a dtype of real numbers or booleans, or raises a ShapeError."""
     try:
         found = tf.as_dtype(value)
     except TypeError:
@@ -198,16 +160,7 @@ def as_dtype(value: Any, what: str = "dtype") -> tf.DType:
 
 
 def check_operands(name: str, operands: Sequence[Any]) -> None:
-    """Checks what is computed element by element: tensors of one dtype, and numbers of it.
-
-    Args:
-        name: of the operation.
-        operands: tensors with named dims, at least one of them, and numbers; arrays are not
-            looked at.
-
-    Raises:
-        ShapeError: they are something else.
-    """
+    """Checks for tensors of one dtype and numbers of that dtype; ignores arrays."""
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     for operand in operands:
         if operand is None or isinstance(operand, str | bytes | dict | Variable | Shape | Dim):

@@ -1,9 +1,9 @@
-"""What a function may use besides its arguments.
+"""Checks that a function gets all differentiable values through its arguments.
 
-Functions of slices, and the layer functions of loops, get gradients that are made for their
-arguments. A tensor or variable that they take from elsewhere would lose its gradient without a
-word, or get that of one processor. So the way from results back to arguments is walked over the
-graph; what it meets from outside, and could have a gradient, is an error.
+Functions of slices and layer functions of loops get gradients for their arguments alone. A tensor
+or variable from outside would silently lose its gradient, or get the gradient of one processor. So
+this module walks the graph from results back to arguments. A differentiable value from outside is
+an error.
 """
 
 from __future__ import annotations
@@ -24,21 +24,13 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 
 T = TypeVar("T")
 
-# What floating numbers, or the state that they are read from, may be handed on in.
+# The dtypes that carry floating numbers, or the state that they are read from.
 _CARRIERS = (tf.resource, tf.variant)
 
 
 @contextlib.contextmanager
 def check_no_layers_axis(lowering: Lowering) -> Iterator[None]:
-    """Checks that a layer function leaves the axis of the layers alone.
-
-    Args:
-        lowering: of the tensors inside.
-
-    Raises:
-        PipelineError: there is communication along the axis of the layers, where everybody works
-            on another microbatch.
-    """
+    """Checks that a layer function does not communicate along the axis of the layers."""
     rows = dict(lowering.costs.rows)
     yield
     for key, row in lowering.costs.rows.items():
@@ -56,20 +48,17 @@ def call_alone(
     outputs_of: Callable[[T], Sequence[tf.Tensor]],
     error: Callable[[str], Exception],
 ) -> T:
-    """Calls a function that may use floating tensors of `inputs` alone.
+    """Calls a function that may use no floating tensors except `inputs`.
 
-    Constants, what comes from `tf.stop_gradient`, and variables that are not trainable have no
-    gradient to lose, nor has what is compared or converted to integers. In eager mode there is no
-    graph to walk over: trainable variables that are read are noticed, tensors are not.
+    Allowed are constants, results of `tf.stop_gradient` and variables that are not trainable: they
+    have no gradient to lose. Comparisons and conversions to integers are allowed too. Eager mode
+    has no graph: it detects reads of trainable variables, but not of tensors.
 
     Args:
-        function: of no arguments.
-        inputs: what it may use.
-        outputs_of: the tensors of its result.
-        error: made of the name of what is used.
-
-    Raises:
-        Exception: `error`: it uses something else that would lose its gradient.
+        function: called without arguments.
+        inputs: the tensors that it may use.
+        outputs_of: returns the tensors of its result.
+        error: makes the exception to raise from the name of the value that would lose its gradient.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     first = 0 if graph is None else next_operation_number(graph)
@@ -86,16 +75,7 @@ def call_alone(
 
 
 def call_local(function: Callable[..., tf.Tensor], args: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Calls a function of slices that may use floating tensors of its arguments alone.
-
-    Args:
-        function: returns a tensor.
-        args: its arguments.
-
-    Raises:
-        GradientError: it uses something else that would lose its gradient.
-        ShapeError: it returns a complex tensor, or none.
-    """
+    """Calls a function of slices that may use no floating tensors except its arguments."""
     output = call_alone(lambda: function(*args), args, lambda output: [output], _lost_in_map)
     if not isinstance(output, tf.Tensor):
         raise ShapeError(
@@ -106,7 +86,7 @@ def call_local(function: Callable[..., tf.Tensor], args: Sequence[tf.Tensor]) ->
 
 
 def lost_in_layer(what: str) -> Exception:
-    """The error of a layer function that uses `what`."""
+    """Returns the error of a layer function that uses `what`."""
     return PipelineError(
         f"the layer function uses {what} from outside, which would get no gradient; pass it among "
         "the weights, or through tf.stop_gradient if it is a constant"
@@ -114,7 +94,7 @@ def lost_in_layer(what: str) -> Exception:
 
 
 def _lost_in_map(what: str) -> Exception:
-    """The error of a function of slices that uses `what`."""
+    """Returns the error of a function of slices that uses `what`."""
     return GradientError(
         f"a function that is mapped over slices uses {what} from outside, whose gradient would be "
         "lost, or one processor's; make it an operand (ops.import_tensor(...).slices, or "
@@ -135,7 +115,7 @@ def _from_outside(
     outputs: Sequence[tf.Tensor],
     variables: Sequence[tf.Variable],
 ) -> list[str]:
-    """What operations with numbers from `first` on made `outputs` of, besides `inputs`."""
+    """Returns values besides `inputs` that operations from number `first` on use for `outputs`."""
     allowed = {_key(tensor) for tensor in inputs}
     handles = {
         _key(_origin(variable.handle)): variable
@@ -151,7 +131,7 @@ def _from_outside(
         if key in seen:
             continue
         seen.add(key)
-        # A tensor of an outer graph enters an inner one when it is used first.
+        # A tensor of an outer graph enters an inner graph at its first use.
         given = _captured(tensor)
         if given is None and operation_number(tensor.op) >= first:
             if tensor.op.type not in WITHOUT_GRADIENT:
@@ -175,7 +155,7 @@ def _carries_gradient(tensor: tf.Tensor) -> bool:
 
 
 def _captured(tensor: tf.Tensor) -> Any:
-    """What a placeholder stands for in its graph; None if it is none that stands for a tensor."""
+    """Returns the outer tensor that a placeholder captures, or None if it captures none."""
     if not hasattr(tensor, "op") or tensor.op.type != "Placeholder":
         return None
     key = _key(tensor)
@@ -184,7 +164,7 @@ def _captured(tensor: tf.Tensor) -> Any:
 
 
 def _origin(tensor: tf.Tensor) -> Any:
-    """The tensor that a capture, of however many graphs, stands for."""
+    """Returns the outermost tensor behind a chain of captures."""
     outer = _captured(tensor)
     while outer is not None:
         tensor, outer = outer, _captured(outer)

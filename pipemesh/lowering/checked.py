@@ -1,4 +1,4 @@
-"""Operations that check all their arguments, by the annotations of their functions."""
+"""Argument checks for operations, chosen by the annotations of their parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
 from pipemesh.randomness.scope import scopes
 
-# What TensorFlow and Python raise about arguments that came through all checks.
+# Exceptions that TensorFlow and Python raise for arguments that passed all checks.
 _RAW = (
     TypeError,
     ValueError,
@@ -38,8 +38,8 @@ _RAW = (
     tf.errors.NotFoundError,
 )
 
-# The dtypes of operands, by operation: for its argument `x`, or for the argument that is named.
-# What is in no list takes all dtypes.
+# The dtypes that operations accept, for argument `x` or for the named argument. Operations in no
+# list accept all dtypes.
 _FLOATING = (
     "ceil cos erf exp floor gelu is_finite is_nan log log1p reciprocal rsqrt sigmoid silu sin "
     "softplus sqrt tanh reduce_logsumexp softmax log_softmax dropout conv1d conv2d conv3d "
@@ -99,7 +99,7 @@ def _as_seed(value: Any, what: str) -> tf.Tensor:
         found = tf.convert_to_tensor(value)
     except _RAW:
         found = tf.constant("")
-    # In the layer function of a SimdPipeline there may be a row for each layer.
+    # The layer function of a SimdPipeline may get one seed per layer.
     in_layer = bool(scopes.slicewise) and scopes.slicewise[-1].draw is not None
     fits = any(found.shape.is_compatible_with(s) for s in ([2], [None, 2])[: 1 + in_layer])
     if not found.dtype.is_integer or not fits:
@@ -160,7 +160,8 @@ def _unchanged(value: Any, known: Sequence[Tensor], what: str) -> Any:
     return value
 
 
-# By the annotation of a parameter: takes what was given, the tensors of the call, and its name.
+# Maps a parameter's annotation to its check, a function of the value, the call's tensors and the
+# parameter's name.
 COERCERS: dict[str, Callable[[Any, Sequence[Tensor], str], Any]] = {
     "Tensor": lambda value, known, what: as_tensor(value, what),
     "Sequence[Tensor]": lambda value, known, what: as_tensors(value, what),
@@ -182,13 +183,13 @@ COERCERS: dict[str, Callable[[Any, Sequence[Tensor], str], Any]] = {
     "float": lambda value, known, what: _as_number(value, what),
     "tf.DType": lambda value, known, what: as_dtype(value, what),
     "tf.Tensor": lambda value, known, what: _as_seed(value, what),
-    # What is one of a few words is checked where they are.
+    # The operation itself checks that the value is one of a few words.
     "Padding": _unchanged,
 }
 
 
 def _form(name: str, signature: inspect.Signature) -> str:
-    """How an operation is called: `ops.slice(x, dim, begin, size)`."""
+    """Returns the call form of an operation, such as `ops.slice(x, dim, begin, size)`."""
     parts = [
         p.name if p.default is p.empty and p.kind is not p.KEYWORD_ONLY else f"{p.name}=..."
         for p in signature.parameters.values()
@@ -197,11 +198,7 @@ def _form(name: str, signature: inspect.Signature) -> str:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation that takes all its arguments through the checks of this module.
-
-    Args:
-        function: the annotations of its parameters say what they take; see `COERCERS`.
-    """
+    """Wraps an operation so that `COERCERS` checks each argument by its parameter's annotation."""
     signature = inspect.signature(function)
     name = function.__name__
     coercers = {

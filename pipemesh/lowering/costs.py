@@ -1,4 +1,4 @@
-"""Where does the communication happen? Bytes and calls per axis and primitive."""
+"""The communication of a program: bytes and calls per axis and primitive."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from pipemesh.text import columns
 
 @dataclasses.dataclass
 class CommunicationCosts:
-    """Counts what the program of one device sends, at the time the program is built.
+    """Counts of the bytes and calls that one device sends, recorded while the program is built.
 
-    A call that is built once and runs in a loop counts as often as `repeated` says. Bytes are those
-    that one device sends under the usual ring algorithms to the n members of a group, for a slice
-    of b bytes:
+    A call inside a loop is built once and counts as many times as `repeated` was given. The bytes
+    are for a slice of b bytes and a group of n members, under the usual ring algorithms:
 
     ==============  ====================
     primitive       bytes
@@ -31,16 +30,15 @@ class CommunicationCosts:
     permute         b
     ==============  ====================
 
-    What an operation sends in another way is counted as it is sent: `TfCollectives` has no kernel
-    that permutes, so its permutes are all-gathers in all but name.
+    An operation that communicates in another way counts its real bytes. For example,
+    `TfCollectives` has no permute kernel, so its permutes count as all-gathers.
 
     Attributes:
         mesh: the mesh.
-        rows: calls and bytes by axes and primitive; what the backward pass sends is a row of its
-            own.
-        transfers: calls and bytes of whole tensors that enter the mesh or leave it, by
-            `"import"` or `"export"` and pass, under placement: what all other devices get from
-            the first one or give to it. They belong to no axis and are not in the table.
+        rows: calls and bytes by axes, primitive and pass.
+        transfers: calls and bytes of whole tensors that enter or leave the mesh under placement, by
+            `"import"` or `"export"` and pass. They count the bytes between the first device and all
+            others. They belong to no axis and are not in the table.
 
     Example:
         >>> costs = CommunicationCosts(Mesh.from_text("data:2;model:4"))
@@ -62,10 +60,10 @@ class CommunicationCosts:
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Counts what is built inside, the body of a loop, so many times.
+        """Counts everything built inside, such as the body of a loop, `times` times.
 
         Args:
-            times: how often the loop turns.
+            times: number of iterations of the loop.
         """
         outside = self._times
         self._times = outside * times
@@ -87,10 +85,10 @@ class CommunicationCosts:
         Args:
             primitive: `"all_reduce"`, `"all_gather"`, `"all_to_all"`, `"reduce_scatter"` or
                 `"permute"`.
-            axes: the axes along which devices talk to each other.
-            slice_: what one device puts in; of static shape, else its bytes count as 0.
-            backward: whether it belongs to the backward pass.
-            sent: bytes, where they are others than the usual ones.
+            axes: the axes along which devices communicate.
+            slice_: the input of one device; counts as 0 bytes if its shape is not static.
+            backward: whether the call belongs to the backward pass.
+            sent: bytes to count instead of the usual number.
         """
         if sent is None:
             size = (slice_.shape.num_elements() or 0) * slice_.dtype.size
@@ -101,32 +99,32 @@ class CommunicationCosts:
         self.rows[key] = (calls + self._times, total + sent * self._times)
 
     def add_transfer(self, name: str, sent: int, backward: bool) -> None:
-        """Counts a whole tensor that enters the mesh or leaves it.
+        """Counts a whole tensor that enters or leaves the mesh.
 
         Args:
             name: `"import"` or `"export"`.
-            sent: the bytes of all slices that go to another device.
-            backward: whether it belongs to the backward pass.
+            sent: the bytes of all slices that move to another device.
+            backward: whether the transfer belongs to the backward pass.
         """
         key = (name, _pass_name(backward))
         calls, total = self.transfers.get(key, (0, 0))
         self.transfers[key] = (calls + self._times, total + sent * self._times)
 
     def bytes(self, axis: str) -> int:
-        """The bytes sent along one axis, alone or together with others."""
+        """Returns the bytes sent along one axis, alone or together with other axes."""
         return sum(sent for (axes, _, _), (_, sent) in self.rows.items() if axis in axes)
 
     def calls(self, primitive: str) -> int:
-        """How often a primitive was called, both passes together."""
+        """Returns the number of calls of a primitive in both passes."""
         return sum(calls for (_, name, _), (calls, _) in self.rows.items() if name == primitive)
 
     @property
     def total_bytes(self) -> int:
-        """The bytes sent by one device."""
+        """Returns the bytes sent by one device."""
         return sum(sent for _, sent in self.rows.values())
 
     def clear(self) -> None:
-        """Starts again from nothing."""
+        """Resets all counts."""
         self.rows.clear()
         self.transfers.clear()
 
@@ -140,14 +138,7 @@ class CommunicationCosts:
 
 
 def usual_bytes(primitive: str, size: int, members: int) -> int:
-    """What one member of a group sends under the usual algorithms.
-
-    Args:
-        primitive: `"all_reduce"`, `"all_gather"`, `"all_to_all"`, `"reduce_scatter"` or
-            `"permute"`.
-        size: the bytes that it puts in.
-        members: of the group.
-    """
+    """Returns the bytes that one member of a group sends under the usual algorithms."""
     return {
         "all_reduce": 2 * size * (members - 1) // members,
         "all_gather": size * (members - 1),

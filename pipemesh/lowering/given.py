@@ -1,4 +1,4 @@
-"""What a lowering is given: a mesh, layout rules, and tensors that are to be cut."""
+"""Checks of a lowering's inputs: mesh, layout rules and whole tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipemesh.mesh import LayoutRules, TensorLayout
 
 
 def check_rules(rules: Any) -> None:
-    """Raises a LayoutError unless they are layout rules."""
+    """Raises a LayoutError unless the value is a `LayoutRules`."""
     if not isinstance(rules, LayoutRules):
         raise LayoutError(
             f"the layout rules are {rules!r}; write LayoutRules.from_text('batch:data'), or "
@@ -20,17 +20,7 @@ def check_rules(rules: Any) -> None:
 
 
 def check_real(dtype: tf.DType, what: str) -> None:
-    """Checks that elements are real numbers or booleans.
-
-    The gradient of a complex tensor would depend on the layout.
-
-    Args:
-        dtype: of the elements.
-        what: has this dtype.
-
-    Raises:
-        ShapeError: they are complex.
-    """
+    """Checks for real numbers or booleans: complex gradients would depend on the layout."""
     if dtype.is_complex:
         raise ShapeError(
             f"{what} is {dtype.name}; elements are real numbers or booleans. Use two tensors, "
@@ -39,18 +29,7 @@ def check_real(dtype: tf.DType, what: str) -> None:
 
 
 def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
-    """A tensor that is to be cut, of the sizes that its layout says.
-
-    Slices of a batch whose size is only known when the program runs would otherwise leave out the
-    rows behind the last slice.
-
-    Args:
-        tensor: a tensor or array; sizes that are not known yet are checked when they are.
-        layout: of the whole tensor.
-
-    Raises:
-        ShapeError: it has other sizes, or is complex.
-    """
+    """Converts a whole tensor and checks its dtype and sizes, at run time if they are unknown."""
     tensor = tf.convert_to_tensor(tensor)
     shape = layout.shape
     check_real(tensor.dtype, f"a tensor of shape '{shape}'")
@@ -58,6 +37,6 @@ def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
         raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
     if tensor.shape.is_fully_defined():
         return tensor
-    # TensorFlow's error shows the name.
+    # The name appears in TensorFlow's error.
     sizes = ".".join(f"{dim.name}_{dim.size}" for dim in shape)
     return tf.ensure_shape(tensor, shape.sizes, name=f"import_tensor_{sizes}")

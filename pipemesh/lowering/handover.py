@@ -1,4 +1,4 @@
-"""A tensor goes from the devices of one placement to those of another."""
+"""Transfer of a tensor from the devices of one placement to those of another."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Begin = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one device sends to one other.
+    """A block that one device sends to one other.
 
     Attributes:
-        source: the processor that sends it.
-        target: the processor that gets it.
-        begin: where it begins in the whole tensor.
-        size: its sizes.
-        in_source: where it begins in what the source holds.
-        in_target: where it begins in what the target holds.
+        source: the sending processor.
+        target: the receiving processor.
+        begin: position of the block in the whole tensor.
+        size: the block's sizes.
+        in_source: position of the block in the source's slice.
+        in_target: position of the block in the target's slice.
     """
 
     source: int
@@ -38,18 +38,18 @@ class Piece:
 
 
 class Handover:
-    """How a tensor comes from the layout that it has on some devices to that on others.
+    """The pieces that move a tensor from a layout on some devices to a layout on others.
 
-    Each part of it is sent once: from the first device that holds it to the first one that needs
-    it, which copies it to others of its side. Gradients go the same way back. So between the two
-    sides goes what the whole tensor has, whatever the layouts.
+    Each part is sent once, from its first holder to the first device that needs it. That device
+    copies it to others of its side. Gradients take the same way back. So the whole tensor crosses
+    between the two sides once, whatever the layouts.
 
     Args:
-        sender: the layout that it has.
-        receiver: the layout that it gets, of the same shape on another mesh.
+        sender: the current layout.
+        receiver: the new layout, of the same shape on another mesh.
 
     Attributes:
-        pieces: what is sent.
+        pieces: the blocks to send.
 
     Example:
         >>> from pipemesh.mesh import Mesh, Shape
@@ -83,15 +83,10 @@ class Handover:
                 )
 
     def send(self, slices: Slices, devices: Sequence[str]) -> list[tf.Tensor]:
-        """Cuts the pieces, each on the device that sends it.
-
-        Args:
-            slices: of the tensor, one for each processor of the sender.
-            devices: of these.
-        """
+        """Cuts the sender's slices into pieces, each on the device that sends it."""
 
         def back(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            """Of each slice, copies too, the gradient, which the pieces of its holder make up."""
+            """Joins the gradients of the pieces for each slice and for its copies."""
             return [
                 self._joined(grads, [p.source == holder for p in self.pieces], device)
                 for holder, device in zip(self._sources, devices, strict=True)
@@ -105,22 +100,17 @@ class Handover:
                     pieces.append(_cut(whole, piece.in_source, piece.size))
         if slices[0].dtype.is_floating:
             pieces = attach_gradient(pieces, slices, back, True)
-        # The call that the gradient is attached to has no device of its own.
+        # The gradient is attached to this call, which has no device.
         for number, piece in enumerate(self.pieces):
             with tf.device(devices[piece.source]):
                 pieces[number] = tf.identity(pieces[number])
         return pieces
 
     def receive(self, pieces: Sequence[tf.Tensor], devices: Sequence[str]) -> Slices:
-        """Joins the pieces, and copies what is equal on several devices.
-
-        Args:
-            pieces: as sent; in dims that are not split they may have any sizes.
-            devices: of the receiver's processors.
-        """
+        """Joins the pieces and copies equal slices; dims that are not split may have any size."""
 
         def back(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            """Of each piece the gradient: each holder of a copy has the whole gradient."""
+            """Cuts each piece's gradient from one holder: every holder has the whole gradient."""
             found = []
             for piece, tensor in zip(self.pieces, pieces, strict=True):
                 with tf.device(devices[piece.target]):
@@ -142,7 +132,7 @@ class Handover:
         return tuple(attach_gradient(slices, pieces, back, True))
 
     def _joined(self, tensors: Sequence[tf.Tensor], mine: Sequence[bool], device: str) -> tf.Tensor:
-        """Those of the pieces that make up a slice, as one tensor on a device."""
+        """Joins the pieces of one slice on a device."""
         chosen = [
             (piece.begin, tensor)
             for piece, tensor, own in zip(self.pieces, tensors, mine, strict=True)
@@ -153,14 +143,14 @@ class Handover:
 
 
 def _cut(tensor: tf.Tensor, begin: Sequence[int], size: Sequence[int]) -> tf.Tensor:
-    """A part of a tensor; all of it is handed on."""
+    """Returns a part of a tensor, or the tensor itself if the part is all of it."""
     if static_sizes(tensor) == list(size):
         return tf.identity(tensor)
     return tf.slice(tensor, begin, size)
 
 
 def _join(pieces: Sequence[tuple[Begin, tf.Tensor]], dim: int) -> tf.Tensor:
-    """Pieces of a grid, by where they begin, joined along a dim and all after it."""
+    """Joins a grid of pieces, keyed by their positions, along `dim` and all later dims."""
     if len(pieces) == 1:
         return pieces[0][1]
     rows: dict[int, list[tuple[Begin, tf.Tensor]]] = {}
@@ -171,7 +161,7 @@ def _join(pieces: Sequence[tuple[Begin, tf.Tensor]], dim: int) -> tf.Tensor:
 
 
 def _first_holders(layout: TensorLayout) -> list[int]:
-    """For each processor the first one that holds the same part as it."""
+    """Returns for each processor the first one that holds the same slice."""
     first: dict[Begin, int] = {}
     return [
         first.setdefault(layout.slice_begin(processor), processor)

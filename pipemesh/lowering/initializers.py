@@ -1,4 +1,4 @@
-"""Initial values that do not depend on how a variable is split."""
+"""Initial values that do not depend on the layout of a variable."""
 
 from __future__ import annotations
 
@@ -14,56 +14,37 @@ import tensorflow as tf
 from pipemesh.errors import ShapeError
 from pipemesh.randomness.draws import RawDraw, draw_block
 
-# How many random numbers are drawn at once, so that no device holds much more than its slice.
+# Number of random numbers drawn at once, so that no device holds much more than its slice.
 MOST_DRAWN = 1 << 22
 
 
 class Initializer(Protocol):
-    """Gives any block of a variable's initial value."""
+    """An interface that computes any block of a variable's initial value."""
 
     def __call__(
         self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
     ) -> tf.Tensor:
-        """Makes the block.
-
-        Args:
-            sizes: of the whole variable.
-            begin: where the block begins.
-            block: the sizes of the block.
-            dtype: of the variable.
-        """
+        """Returns the block of sizes `block` at `begin` in a variable of sizes `sizes`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """The same number everywhere.
-
-    Attributes:
-        value: the number.
-
-    Example:
-        >>> Constant(2.0)([4], [1], [2], tf.float32).numpy().tolist()
-        [2.0, 2.0]
-    """
+    """An initializer with the same number everywhere."""
 
     value: float = 0.0
 
     def __call__(
         self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
     ) -> tf.Tensor:
-        """Makes the block."""
+        """Returns the block."""
         del sizes, begin
         return tf.fill(list(block), tf.cast(self.value, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
-    """Normal numbers of mean 0.
-
-    Attributes:
-        stddev: their standard deviation.
-        seed: two integers.
+    """An initializer of normal numbers with mean 0, from a seed of two integers.
 
     Example:
         >>> draw = Normal(stddev=0.02, seed=(1, 2))
@@ -82,20 +63,14 @@ class Normal:
     def __call__(
         self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
     ) -> tf.Tensor:
-        """Makes the block."""
+        """Returns the block."""
         raw = tf.raw_ops.StatelessRandomNormalV2
         return _draw(raw, sizes, begin, block, self.seed, dtype) * tf.cast(self.stddev, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Uniform numbers.
-
-    Attributes:
-        low: the smallest one.
-        high: all are smaller.
-        seed: two integers.
-    """
+    """An initializer of uniform numbers in [low, high), from a seed of two integers."""
 
     low: float
     high: float
@@ -107,7 +82,7 @@ class Uniform:
     def __call__(
         self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
     ) -> tf.Tensor:
-        """Makes the block."""
+        """Returns the block."""
         drawn = _draw(tf.raw_ops.StatelessRandomUniformV2, sizes, begin, block, self.seed, dtype)
         return drawn * tf.cast(self.high - self.low, dtype) + tf.cast(self.low, dtype)
 
@@ -128,7 +103,7 @@ def _draw(
     seed: tuple[int, int],
     dtype: tf.DType,
 ) -> tf.Tensor:
-    """Draws a block a few rows at a time, where dims behind the first are split."""
+    """Draws a block, a few rows at a time if dims behind the first are split."""
 
     def draw(first: Sequence[int], rows: Sequence[int]) -> tf.Tensor:
         return draw_block(raw, sizes, first, rows, tf.constant(seed, tf.int64), dtype)

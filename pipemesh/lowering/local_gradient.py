@@ -1,4 +1,4 @@
-"""Gradients of functions of slices, computed on the slices' device."""
+"""Gradients of functions of slices, computed on the device of the slices."""
 
 from __future__ import annotations
 
@@ -15,32 +15,26 @@ from pipemesh.lowering.captures import call_local
 def local_gradient(
     function: Callable[..., tf.Tensor], tensors: Sequence[tf.Tensor], device: str
 ) -> tf.Tensor:
-    """Calls a function on a device, where its gradient will be computed as well.
+    """Calls a function on a device and computes its gradient there.
 
-    Autodiff forgets device scopes: all gradients would be computed on the first device. In eager
-    mode nothing is done about it.
-
-    Args:
-        function: of tensors, without side effects; may not use tensors that are no arguments.
-        tensors: its arguments.
-        device: where.
-
-    Raises:
-        GradientError: it uses a tensor or variable whose gradient would be lost.
+    TensorFlow's autodiff forgets device scopes: it would compute all gradients on the first device.
+    Eager mode keeps that behavior. The function must be pure and use no differentiable values
+    except `tensors`; otherwise it raises a GradientError.
     """
     with tf.device(device):
         if tf.executing_eagerly():
             return call_local(function, tensors)
-        # Through identities, so that an argument that occurs twice, or that was computed from
-        # another one, is an argument of its own. A second derivative is one of what is computed
-        # here from the identities, so tapes that may ask for one follow them.
+        # Identities make each argument separate, even if it occurs twice or was computed from
+        # another argument. A second derivative differentiates operations that use the identities,
+        # so tapes that may compute one watch them.
         higher = is_recorded_twice(tensors)
         with contextlib.nullcontext() if higher else unrecorded():
             args = [tf.identity(tensor) for tensor in tensors]
         floating = [i for i, arg in enumerate(args) if arg.dtype.is_floating]
         sources = [args[i] for i in floating]
-        # A tape of its own knows what is local. `tf.gradients` would look at all that follows, for
-        # each function again; other tapes do not watch the identities, and record nothing.
+        # This tape sees the local operations alone. `tf.gradients` would search all later
+        # operations for each function again. Other tapes do not watch the identities and record
+        # nothing.
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(sources)
             output = call_local(function, args)

@@ -18,7 +18,7 @@ from pipemesh.text import almost_equal
 
 
 class Lowering(Primitives):
-    """Turns operations on named dims into TensorFlow operations on slices.
+    """The base of objects that turn operations on named dims into TensorFlow operations.
 
     Attributes:
         mesh: the mesh.
@@ -42,14 +42,14 @@ class Lowering(Primitives):
         self.mesh = mesh
         self.rules = rules
         self.costs = CommunicationCosts(mesh)
-        # The names of the dims of all tensors so far, and the rules that were warned of.
+        # The dim names of all tensors so far, and the rules that already caused a warning.
         self._dims: dict[str, None] = {}
         self._warned: set[str] = set()
 
     @property
     @abc.abstractmethod
     def num_slices(self) -> int:
-        """How many processors this program computes for."""
+        """Returns the number of processors that this program computes for."""
 
     @abc.abstractmethod
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
@@ -60,7 +60,7 @@ class Lowering(Primitives):
         """Joins slices to the whole tensor, each element from one copy."""
 
     def computing_slices(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, a function of slices is called, which knows nothing of the whole tensors."""
+        """Marks a call of a function of slices, which has no access to whole tensors."""
         if self.mesh.num_devices == 1:
             return contextlib.nullcontext()
         return slicewise(
@@ -71,20 +71,20 @@ class Lowering(Primitives):
         )
 
     def tensor_layout(self, shape: Shape) -> TensorLayout:
-        """What the rules mean for a tensor.
+        """Returns the layout of a tensor under the rules.
 
         Raises:
-            LayoutError: the tensor cannot be split so.
+            LayoutError: the rules cannot split the tensor.
         """
         layout = self.rules.tensor_layout(shape, self.mesh)
         self._dims.update(dict.fromkeys(shape.names))
         return layout
 
     def check_rules(self) -> None:
-        """Checks that each rule names a dim that a tensor has had: for the end of a program.
+        """Checks at the end of a program that some tensor had each dim that a rule names.
 
         Raises:
-            LayoutError: a rule names a dim that no tensor has had; the message has the nearest one.
+            LayoutError: a rule names a dim that no tensor had; the message suggests a name.
 
         Example:
             >>> from pipemesh.lowering import PlacementLowering, ops
@@ -99,10 +99,10 @@ did you mean 'batch'? Known: 'batch'
         self.rules.check(self.mesh, self._dims)
 
     def warn_of_misspelt_rules(self) -> None:
-        """Warns, once for each, of rules that name no dim so far, but almost one without a rule.
+        """Warns once of each rule that names no known dim but resembles a dim without a rule.
 
-        It is called where results leave the program. Rules whose dims just do not occur may be
-        meant for other programs; `check_rules` finds them too.
+        Operations that return results call it. Other rules without a matching dim may be meant for
+        other programs; only `check_rules` reports them.
         """
         free = [name for name in self._dims if self.rules.axis(name) is None]
         for dim, axis in self.rules.rules:

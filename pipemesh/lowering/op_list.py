@@ -1,7 +1,6 @@
-"""The list of all operations: tests and the table in the README are made of it.
+"""The list of all operations, from which tests and the table in the README are made.
 
-Tensors look their operators up here, and so know nothing of the modules of operations, which are
-made of tensors.
+Tensors look up their operators here. This avoids an import cycle with the modules of operations.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ class Op:
     """An operation on tensors with named dims.
 
     Attributes:
-        name: of the function.
-        group: of operations that are alike, such as `"elementwise"`.
+        name: the name of the function.
+        group: the kind of operation, such as `"elementwise"`.
         function: the public function.
         communicates: the primitives that it may use, as one word each.
     """
@@ -29,7 +28,7 @@ class Op:
 
     @property
     def summary(self) -> str:
-        """The first line of its documentation."""
+        """Returns the first line of the function's docstring."""
         return (self.function.__doc__ or "").strip().splitlines()[0]
 
 
@@ -37,7 +36,7 @@ OPS: dict[str, Op] = {}
 
 
 def op_table() -> str:
-    """All operations as a Markdown table, in the order of their registration."""
+    """Returns a Markdown table of all operations in the order of registration."""
     lines = ["| operation | group | communication | |", "|---|---|---|---|"]
     for op in OPS.values():
         sent = ", ".join(op.communicates) or "none"

@@ -1,4 +1,4 @@
-"""Placement: one graph for all devices, and each slice has its device."""
+"""Placement: one graph for all devices, with one device per slice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 
 
 class PlacementLowering(Lowering):
-    """Lowers to one graph with a tensor for each device.
+    """A lowering to one graph with one tensor per device.
 
     Communication is plain TensorFlow: copies between devices, sums and concats; NCCL between the
     GPUs of one host. In graphs (`tf.function` or TF1) every operation on a slice and its gradient
@@ -65,7 +65,7 @@ class PlacementLowering(Lowering):
 
     @property
     def num_slices(self) -> int:
-        """The number of devices."""
+        """Returns the number of devices."""
         return len(self.devices)
 
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
@@ -85,7 +85,7 @@ class PlacementLowering(Lowering):
         return tuple(results)
 
     def coordinate(self, axis: str) -> Slices:
-        """Constants."""
+        """Returns constants, one for each device."""
         at = [self.mesh.coordinates(processor)[axis] for processor in range(self.num_slices)]
         results: list[tf.Tensor] = []
         for value, device in zip(at, self.devices, strict=True):
@@ -99,7 +99,7 @@ class PlacementLowering(Lowering):
         backward: Callable[[Slices], Slices],
         slices: Slices,
     ) -> Slices:
-        """Computes `forward(slices)`, with the gradient that `backward` computes."""
+        """Computes `forward(slices)` with the gradient that `backward` computes."""
         with unrecorded():
             outputs = forward(slices)
         if not slices[0].dtype.is_floating:
@@ -107,7 +107,7 @@ class PlacementLowering(Lowering):
         return tuple(attach_gradient(outputs, slices, lambda g: backward(tuple(g)), True))
 
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
-        """Cuts where the tensor lies, and sends each device its slice."""
+        """Cuts the tensor on its own device, and sends each device its slice."""
         tensor = tf.convert_to_tensor(tensor)
         with _beside(tensor):
             tensor = whole_tensor(tensor, layout)
@@ -117,7 +117,8 @@ class PlacementLowering(Lowering):
         """Joins the slices on the first device."""
         return self._export(slices, layout, "export", backward=False)
 
-    # Each is the other's gradient. `name` and `backward` say where it counts as a cost.
+    # `_import` and `_export` are each other's gradient. `name` and `backward` select the row of the
+    # costs.
 
     def _import(self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool) -> Slices:
         with unrecorded():
@@ -144,7 +145,7 @@ class PlacementLowering(Lowering):
     def _scatter(
         self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool
     ) -> list[tf.Tensor]:
-        """Gives each device its slice: cuts where the tensor is, so that no more is sent."""
+        """Cuts the tensor on its own device, so that only the slices are sent."""
         tensor = tf.convert_to_tensor(tensor)
         cuts: dict[tuple[int, ...], tf.Tensor] = {}
         slices: list[tf.Tensor] = []
@@ -185,7 +186,7 @@ class PlacementLowering(Lowering):
         return whole
 
     def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
-        """Reduces pair by pair up a tree and copies the result back, or uses NCCL."""
+        """Reduces pairwise in a tree and copies the result back, or uses NCCL."""
         results = list(x)
         for group in self.mesh.groups(axes):
             tensors, devices = [x[i] for i in group], [self.devices[i] for i in group]
@@ -198,7 +199,7 @@ class PlacementLowering(Lowering):
         return tuple(results)
 
     def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Joins the slices of its group on each device."""
+        """Joins the slices of each group on every device of it."""
         results = list(x)
         for group in self.mesh.groups([axis]):
             for i in group:
@@ -207,7 +208,7 @@ class PlacementLowering(Lowering):
         return tuple(results)
 
     def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
-        """Splits on the sending and joins on the receiving device."""
+        """Splits on the sending device and joins on the receiving one."""
         parts = self.mesh.size(axis)
         results = list(x)
         for group in self.mesh.groups([axis]):
@@ -234,7 +235,7 @@ class PlacementLowering(Lowering):
 
 
 def _beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Where operations on a tensor are done on the device that it lies on."""
+    """Returns a context that places operations on the device of a tensor."""
     if tf.is_symbolic_tensor(tensor):
         graph = tf.compat.v1.get_default_graph()
         return graph.colocate_with(tensor.op, ignore_existing=True)
@@ -248,7 +249,7 @@ def _begin_and_size(layout: TensorLayout, processor: int) -> tuple[tf.Tensor, tf
 
 
 def tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list[tf.Tensor]:
-    """Reduces in n - 1 operations, log n deep; all members get the very same number."""
+    """Reduces in n - 1 operations of depth log n; all members get bitwise equal results."""
     partial = list(tensors)
     step = 1
     while step < len(partial):
@@ -260,7 +261,7 @@ def tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list[
 
 
 def copies(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """A copy on each device, without a gradient."""
+    """Copies a tensor to each device, without a gradient."""
     results: list[tf.Tensor] = []
     for device in devices:
         with tf.device(device):

@@ -1,4 +1,4 @@
-"""Communication on slices, each primitive with the gradient that another one is."""
+"""Communication primitives on slices; the gradient of each is another primitive."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pipemesh.errors import LayoutError
 from pipemesh.lowering.costs import CommunicationCosts
 from pipemesh.mesh import Mesh
 
-# One tensor for each processor that this program computes for: all of them in placement, one in
-# SIMD.
+# One tensor per processor that this program computes for: all processors in placement, one in SIMD.
 Slices = tuple[tf.Tensor, ...]
 # Reductions; only the sum has a gradient.
 REDUCTIONS = ("sum", "max", "min")
@@ -23,20 +22,21 @@ REDUCTIONS = ("sum", "max", "min")
 class Primitives(abc.ABC):
     """Local computation, and communication with gradients.
 
-    The law of gradients: where a value is equal along an axis, every processor along the axis
-    holds a copy of it, and in the backward pass a copy of its *whole* gradient. `all_reduce` makes
-    values equal, so its gradient is the identity. `vary` is where an equal value enters
-    computation that differs along the axis, so its gradient sums over the axis (f and g of
-    Shoeybi et al., "Megatron-LM", 2019). `all_gather` and `slice_along` are each other's gradient
-    for the same reason, and `all_to_all` and `permute` are reversed. A sum of which each processor
-    needs a slice alone is a `reduce_scatter`, and the way back from there is an all-gather, of
-    which each uses the whole: `gather_varied` (Korthikanti et al., "Reducing Activation
-    Recomputation", 2022).
+    The law of gradients: where a value is equal along an axis, every processor along the axis holds
+    a copy of it. In the backward pass each holds a copy of its *whole* gradient. `all_reduce` makes
+    values equal, so its gradient is the identity. `vary` lets an equal value enter computation that
+    differs along the axis, so its gradient sums over the axis. These are f and g of Shoeybi et al.,
+    "Megatron-LM", 2019.
 
-    The law holds for gradients of gradients as well: what runs backward is made of the same
+    `all_gather` and `slice_along` are each other's gradient for the same reason. The gradients of
+    `all_to_all` and `permute` are their reversals. If each processor needs only a slice of a sum,
+    the sum is a `reduce_scatter`. Its counterpart `gather_varied` is an all-gather whose gradient
+    is a reduce-scatter (Korthikanti et al., "Reducing Activation Recomputation", 2022).
+
+    The law also holds for gradients of gradients: the backward pass consists of the same
     primitives, each with its own gradient. The methods `raw_...` have none.
 
-    An axis of size 1 is never communicated along.
+    An axis of size 1 causes no communication.
 
     Attributes:
         mesh: the mesh.
@@ -51,18 +51,18 @@ class Primitives(abc.ABC):
         """Applies a local function to the slices of each processor.
 
         Args:
-            function: takes a tensor for each operand; pure, and a function of its arguments alone.
+            function: takes one tensor per operand; must be pure and depend on its arguments alone.
                 On a mesh of several processors it may not draw random numbers (LayoutError).
-            *operands: may be none, if `function` makes a constant.
+            *operands: may be empty if `function` makes a constant.
 
         Raises:
             GradientError: `function` uses a trainable variable, or a floating tensor that is
-                neither a constant nor from `tf.stop_gradient` (in eager mode nobody sees tensors).
+                neither a constant nor from `tf.stop_gradient`. Eager mode does not detect tensors.
         """
 
     @abc.abstractmethod
     def coordinate(self, axis: str) -> Slices:
-        """The coordinate of each processor along an axis: int32 scalars."""
+        """Returns each processor's coordinate along an axis, as int32 scalars."""
 
     @abc.abstractmethod
     def with_gradient(
@@ -71,15 +71,15 @@ class Primitives(abc.ABC):
         backward: Callable[[Slices], Slices],
         slices: Slices,
     ) -> Slices:
-        """Computes `forward(slices)`, with the gradient that `backward` computes.
+        """Computes `forward(slices)` with the gradient that `backward` computes.
 
-        `forward` may call the methods `raw_...`, which have no gradient. What `backward` computes
-        is differentiated for gradients of gradients, so it calls methods that have one.
+        `forward` may call the methods `raw_...`, which have no gradient. For gradients of
+        gradients, `backward` must call methods that have one.
         """
 
     @abc.abstractmethod
     def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
-        """Is `map` without the care for gradients."""
+        """Applies `map` without the handling of gradients."""
 
     @abc.abstractmethod
     def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
@@ -87,31 +87,31 @@ class Primitives(abc.ABC):
 
     @abc.abstractmethod
     def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Joins the slices along an axis; `dim` is the position of a dim."""
+        """Joins the slices along an axis in the dim at position `dim`."""
 
     @abc.abstractmethod
     def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
-        """Cuts along `split_dim`, gives one piece to each, joins what came along `concat_dim`."""
+        """Cuts along `split_dim`, sends each processor a piece, and joins along `concat_dim`."""
 
     @abc.abstractmethod
     def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
-        """Sends slices from coordinate to coordinate; zeros where nothing arrives."""
+        """Sends slices from coordinate to coordinate; processors that receive nothing get zeros."""
 
     def raw_reduce_scatter(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Sums over an axis, and gives each processor its slice of the sum.
+        """Sums over an axis and gives each processor its slice of the sum.
 
-        The pieces travel by an all-to-all, which sends no more than a reduce-scatter has to.
+        The pieces travel by an all-to-all, which sends no more than a reduce-scatter needs.
         """
         pieces = self.raw_map(lambda tensor: tensor[tf.newaxis], x)
         pieces = self.raw_all_to_all(pieces, axis, split_dim=dim + 1, concat_dim=0)
         return self.raw_map(lambda tensor: tf.reduce_sum(tensor, 0), pieces)
 
     def group_size(self, axes: Sequence[str]) -> int:
-        """How many processors differ along `axes`."""
+        """Returns the number of processors that differ along `axes`."""
         return math.prod(self.mesh.size(axis) for axis in axes)
 
     def _wide(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes, in the order of the mesh, that have more than one coordinate."""
+        """Returns the axes with more than one coordinate, in the order of the mesh."""
         for axis in axes:
             self.mesh.check_axis(axis)
         return tuple(a for a in self.mesh.axis_names if a in axes and self.mesh.size(a) > 1)
@@ -119,7 +119,7 @@ class Primitives(abc.ABC):
     def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor, backward: bool) -> None:
         self.costs.add(primitive, axes, x, backward)
 
-    # Each primitive's gradient is another of them. `backward` says where it counts as a cost.
+    # The gradient of each primitive is another one. `backward` selects the pass in the costs.
 
     def _reduce(self, x: Slices, axes: Sequence[str], op: str, backward: bool) -> Slices:
         def forward(y: Slices) -> Slices:
@@ -237,7 +237,7 @@ class Primitives(abc.ABC):
 
         Args:
             x: slices.
-            axis: what `dim` is split over.
+            axis: the axis that splits `dim`.
             dim: its position in the tensor.
 
         Returns:
@@ -252,8 +252,8 @@ class Primitives(abc.ABC):
 
         Args:
             x: values that differ along `axis`.
-            axis: what to sum over.
-            dim: position of the dim that will be split; its size is a multiple of that of the axis.
+            axis: the axis to sum over.
+            dim: position of the dim to split; its size must be a multiple of the axis size.
 
         Returns:
             Each processor's slice of the sum. Gradient: all-gather.
@@ -266,11 +266,11 @@ class Primitives(abc.ABC):
     def gather_varied(self, x: Slices, axis: str, dim: int) -> Slices:
         """Joins the slices of a dim for computation that differs along the axis.
 
-        It is `vary` behind `all_gather`, but for the gradient, which is sent once.
+        The result equals `vary` after `all_gather`, but the gradient is sent once.
 
         Args:
             x: slices.
-            axis: what `dim` is split over.
+            axis: the axis that splits `dim`.
             dim: its position in the tensor.
 
         Returns:
@@ -285,8 +285,8 @@ class Primitives(abc.ABC):
 
         Args:
             x: a value that is equal along `axis`.
-            axis: what to split `dim` over.
-            dim: its position in the tensor; its size is a multiple of that of the axis.
+            axis: the axis to split `dim` over.
+            dim: its position in the tensor; its size must be a multiple of the axis size.
 
         Returns:
             Each processor's slice. Gradient: all-gather.
@@ -302,11 +302,11 @@ class Primitives(abc.ABC):
         Args:
             x: slices of a tensor whose `concat_dim` is split over `axis`.
             axis: the axis.
-            split_dim: position of the dim that will be split.
-            concat_dim: position of the dim that will be whole.
+            split_dim: position of the dim to split.
+            concat_dim: position of the dim to join.
 
         Returns:
-            The new slices. Gradient: the way back.
+            The new slices. Gradient: the reverse move.
         """
         if not self._wide([axis]):
             return x
@@ -319,10 +319,11 @@ class Primitives(abc.ABC):
         Args:
             x: slices.
             axis: the axis.
-            pairs: source and target coordinate; no source twice and no target twice.
+            pairs: source and target coordinates; each source and each target occurs at most once.
 
         Returns:
-            What arrives; zeros where nothing does. Gradient: the way back.
+            The received slices, or zeros on processors that receive nothing. Gradient: the reverse
+            move.
         """
         sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
         size = self.mesh.size(axis)
@@ -346,22 +347,15 @@ class Primitives(abc.ABC):
             x: slices.
             axis: the axis.
             offset: may be negative.
-            wrap: whether what leaves at one end enters at the other; otherwise zeros do.
+            wrap: whether slices that leave at one end enter at the other; otherwise zeros enter.
 
         Returns:
-            What arrives. Gradient: the way back.
+            The received slices. Gradient: the reverse move.
         """
         return self.permute(x, axis, self._shift_pairs(axis, offset, wrap))
 
     def raw_circle(self, x: Slices, axis: str, offset: int, backward: bool) -> Slices:
-        """Is `shift` with `wrap` and without a gradient.
-
-        Args:
-            x: slices.
-            axis: the axis, of a size above 1.
-            offset: may be negative.
-            backward: whether it counts as communication of the backward pass.
-        """
+        """Shifts like `shift` with `wrap`, on an axis of size above 1, without a gradient."""
         pairs = self._shift_pairs(axis, offset, wrap=True)
         self.costs.add("permute", [axis], x[0], backward)
         return self.raw_permute(x, axis, pairs)

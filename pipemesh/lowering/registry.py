@@ -1,4 +1,4 @@
-"""How operations get into the list of all operations."""
+"""Registration of operations in the list of all operations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def register(group: str, *communicates: str) -> Callable[[F], F]:
-    """Decorates the function of an operation, whose arguments are then `checked`.
+    """Returns a decorator that registers a function as an operation and makes it `checked`.
 
-    Tests fail for an operation that has no cases in `tests/lowering/cases`.
-
-    Args:
-        group: of operations that are alike.
-        *communicates: the primitives that it may use. `vary` is understood: every operation with
-            several operands uses it.
-
-    Raises:
-        ValueError: the name is taken.
+    Tests fail for an operation that has no cases in `tests/lowering/cases`. Do not list `vary` in
+    `communicates`: every operation with several operands uses it.
     """
 
     def add(function: F) -> F:

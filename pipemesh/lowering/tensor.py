@@ -1,4 +1,4 @@
-"""A tensor with named dims, split over a mesh as the layout rules say."""
+"""Tensors with named dims, split over a mesh by the layout rules."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from pipemesh.mesh import Shape, TensorLayout
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor with named dims; its layout follows from its shape.
+    """A tensor with named dims; the layout rules determine its layout from its shape.
 
-    The operators `+ - * / // % ** -x ~ & | ^ == != < <= > >=` and `abs` work element by element
-    and find dims by name. Hashes are by identity, so tensors may be keys; `is` compares objects.
+    The operators `+ - * / // % ** -x ~ & | ^ == != < <= > >=` and `abs` work element by element and
+    find dims by name. Hashes are by identity, so tensors may be keys; `is` compares objects.
 
-    `tf.nest` sees its slices, so it may be given to `tape.watch` and `tape.gradient` as a whole
-    (see `ops.gradients`). One of the slices alone, as in `tape.gradient(x.slices[0], ...)`, has the
-    gradient of one processor, which is a part of the whole under placement.
+    `tf.nest` sees the slices, so `tape.watch` and `tape.gradient` accept a tensor as a whole (see
+    `ops.gradients`). The gradient of a single slice, as in `tape.gradient(x.slices[0], ...)`, is
+    that of one processor. Under placement it is a part of the whole gradient.
 
     Attributes:
-        lowering: what lowers it.
-        slices: one tensor for each processor that the lowering computes for. Where TensorFlow does
-            not know their sizes beforehand, they are checked when the program runs.
-        shape: of the whole tensor.
+        lowering: the lowering of this tensor.
+        slices: one tensor per processor that the lowering computes for. Sizes that TensorFlow does
+            not know yet are checked when the program runs.
+        shape: the shape of the whole tensor.
 
     Raises:
         LayoutError: the rules split two dims over one axis, or a size does not divide.
@@ -44,7 +44,7 @@ class Tensor:
     slices: Slices
     shape: Shape
 
-    # NumPy arrays and tf.Tensors on the left leave operators to this class.
+    # Makes NumPy arrays and tf.Tensors on the left defer operators to this class.
     __array_priority__ = 1000
 
     def __post_init__(self) -> None:
@@ -82,18 +82,18 @@ class Tensor:
         return (self.lowering, self.shape), tuple(self.slices)
 
     def __tf_tracing_type__(self, context: Any) -> Any:
-        # Because of `__array__` a `tf.function` would take it for an array.
+        # Because of `__array__`, a `tf.function` would treat it as an array.
         return nested_type(self, context)
 
     @classmethod
     def __tf_unflatten__(cls, metadata: Any, components: tuple[Any, ...]) -> Any:
         lowering, shape = metadata
         if all(component is None for component in components) and not in_loop_check():
-            # The gradient of what nothing depends on.
+            # The gradient if no result depends on the tensor.
             return None
         found = [component for component in components if component is not None]
         if not found or not all(isinstance(part, tf.Tensor | tf.IndexedSlices) for part in found):
-            # Loops pack specs and names in the form of their variables.
+            # Loops pack specs and names in the structure of their variables.
             packed = object.__new__(cls)
             packed.__dict__.update(lowering=lowering, slices=tuple(components), shape=shape)
             return packed
@@ -107,21 +107,21 @@ class Tensor:
 
     @functools.cached_property
     def layout(self) -> TensorLayout:
-        """Which dims are split over which axes."""
+        """Returns the layout: which dims are split over which axes."""
         return self.lowering.tensor_layout(self.shape)
 
     @property
     def dtype(self) -> tf.DType:
-        """The dtype of the elements."""
+        """Returns the dtype of the elements."""
         return self.slices[0].dtype
 
     @property
     def split_axes(self) -> tuple[str, ...]:
-        """The axes that a dim is split over; along all others there are copies."""
+        """Returns the axes that split a dim; along all others, processors hold copies."""
         return self.layout.split_axes
 
     def vary(self, axes: Sequence[str]) -> Slices:
-        """The slices, made to differ along all of `axes` (see `Lowering.vary`)."""
+        """Returns the slices, made to differ along all of `axes` (see `Lowering.vary`)."""
         lacking = [axis for axis in axes if axis not in self.split_axes]
         return self.lowering.vary(self.slices, lacking)
 
@@ -136,19 +136,19 @@ class Tensor:
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        # TensorFlow asks for it when an array is on the left, and shows this error.
+        # TensorFlow calls it for an array on the left, and shows this error.
         raise TypeError(
             "a tensor with named dims is no array; use the operation of its name in ops, export it "
             "(ops.export_tensor), or import the array beside it (ops.import_tensor)"
         )
 
     def numpy(self) -> np.ndarray:
-        """The whole tensor as an array, where there is no graph.
+        """Returns the whole tensor as an array, outside of graphs.
 
-        In SIMD it is gathered, so all cores have to call it.
+        SIMD gathers it, so all cores have to call this method.
 
         Raises:
-            TypeError: a graph is built, in which there are no values yet.
+            TypeError: called while a graph is built, where tensors have no values yet.
         """
         self.lowering.warn_of_misspelt_rules()
         whole = self.lowering.export_tensor(self.slices, self.layout)
@@ -194,7 +194,7 @@ class Tensor:
             )
         return self.numpy().item()
 
-    # An operator that compares elements would take the place of this one.
+    # An operator that compares elements would replace this method.
     __hash__ = object.__hash__
 
     def __eq__(self, other: Any) -> Any:
@@ -299,7 +299,7 @@ def _op(name: str) -> Callable[..., Any]:
 
 
 def union_axes(tensors: Sequence[Tensor]) -> tuple[str, ...]:
-    """The axes that any dim of any of the tensors is split over."""
+    """Returns the axes that split any dim of any of the tensors."""
     return tuple(dict.fromkeys(axis for tensor in tensors for axis in tensor.split_axes))
 
 
@@ -311,11 +311,7 @@ def check_same_dtype(tensors: Sequence[Tensor]) -> None:
 
 
 def check_same_lowering(tensors: Sequence[Tensor]) -> Lowering:
-    """The lowering of all tensors.
-
-    Raises:
-        ShapeError: they have different ones, or there is no tensor.
-    """
+    """Returns the lowering of all tensors, or raises a ShapeError if there is not exactly one."""
     if not tensors:
         raise ShapeError("no tensor was given; an operation needs one at least")
     lowerings = {id(tensor.lowering): tensor.lowering for tensor in tensors}

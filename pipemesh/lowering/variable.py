@@ -1,4 +1,4 @@
-"""A variable with named dims: one TensorFlow variable for each slice, on its device."""
+"""Variables with named dims: one TensorFlow variable per slice, on the device of the slice."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pipemesh.mesh import Shape, TensorLayout
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variable:
-    """A variable that is split as its layout says.
+    """A variable that is split by its layout.
 
-    Processors that hold the same slice each have a copy; they stay equal, because all get the same
-    gradient (see `Lowering`).
+    Processors that hold the same slice each have a copy. The copies stay equal because all get the
+    same gradient (see `Lowering`).
 
     Attributes:
         name: the logical name, which does not depend on the layout.
-        layout: of the whole variable.
+        layout: the layout of the whole variable.
         first_processor: the processor of the first slice.
-        variables: one for each processor of this process.
+        variables: one per processor of this process.
 
     Example:
         >>> from pipemesh.lowering.initializers import Normal
@@ -76,20 +76,20 @@ class Variable:
         trainable: bool = True,
         first_processor: int = 0,
     ) -> Variable:
-        """Makes the variables of this process; each device computes its own initial value.
+        """Creates the variables of this process; each device computes its own initial value.
 
         Args:
             name: the logical name.
-            layout: of the whole variable.
-            devices: of this process, in the order of their processors' numbers.
-            initializer: gives any block of the initial value.
-            dtype: of the elements.
-            trainable: whether gradient tapes watch it.
-            first_processor: the number of the first device's processor.
+            layout: the layout of the whole variable.
+            devices: the devices of this process, in the order of their processor numbers.
+            initializer: computes any block of the initial value.
+            dtype: the dtype of the elements.
+            trainable: whether gradient tapes watch the variables.
+            first_processor: the processor number of the first device.
 
         Raises:
-            DeviceError: the mesh does not have so many processors, or a device does not exist.
-            LayoutError: there is no layout or no initializer.
+            DeviceError: the mesh has fewer processors, or a device does not exist.
+            LayoutError: the layout or the initializer is missing.
             ShapeError: the dtype is complex.
         """
         if not isinstance(layout, TensorLayout):
@@ -119,16 +119,16 @@ class Variable:
         return cls(name, layout, first_processor, tuple(variables))
 
     def tensor(self, lowering: Lowering) -> Tensor:
-        """The values now, under a placement that has all of the mesh's devices.
+        """Returns the current values under a placement that has all of the mesh's devices.
 
-        The gradient of its slices goes to `variables`. In SIMD the program of a core gets its
+        The gradient of its slices flows to `variables`. In SIMD, the program of a core gets its
         slice as an argument instead.
 
         Args:
-            lowering: with the rules that the layout was made with.
+            lowering: must have the rules that the layout was made with.
 
         Raises:
-            LayoutError: mesh or rules of `lowering` split it otherwise.
+            LayoutError: mesh or rules of `lowering` give another layout.
             DeviceError: this process does not have all slices.
         """
         if not isinstance(lowering, Lowering):
@@ -154,12 +154,12 @@ class Variable:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the whole variable."""
+        """Returns the shape of the whole variable."""
         return self.layout.shape
 
     @property
     def dtype(self) -> tf.DType:
-        """The dtype of the elements."""
+        """Returns the dtype of the elements."""
         return self.variables[0].dtype
 
     def assign(self, value: Any) -> Any:
@@ -170,11 +170,11 @@ class Variable:
                 in the order of the variable's dims.
 
         Returns:
-            The operation that assigns, in graphs; None in eager mode.
+            The assign operation in graphs; None in eager mode.
 
         Raises:
             ShapeError: the dims, their order or the dtype differ.
-            LayoutError: a tensor with named dims is split otherwise.
+            LayoutError: a tensor with named dims has another layout.
             DeviceError: the tensor has slices for other processors than this process.
 
         Example:
@@ -196,7 +196,7 @@ class Variable:
         return tf.group(*operations)
 
     def _parts_of(self, value: Any) -> Sequence[tf.Tensor]:
-        """The slices of a new value, one for each variable of this process."""
+        """Returns the slices of a new value, one per variable of this process."""
         if not isinstance(value, Tensor):
             if not isinstance(value, tf.Tensor | tf.Variable):
                 value = tf.convert_to_tensor(value, self.dtype)
@@ -233,7 +233,7 @@ class Variable:
             )
 
     def value(self) -> tf.Tensor:
-        """The whole variable, joined on the current device.
+        """Joins the whole variable on the current device.
 
         Raises:
             DeviceError: this process does not have all slices.

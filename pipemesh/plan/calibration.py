@@ -1,4 +1,4 @@
-"""Figures adjusted until forecasts agree with measured steps."""
+"""Adjustment of figures until forecasts agree with measured steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pipemesh.plan.network import Link
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import predict
 
-# How much a factor of e away from what figures were costs, against errors of steps: what was
-# measured by itself is believed, what follows from differences a little, what was guessed is not.
+# The cost of a factor of e between old and new figures, relative to errors of steps. It is high for
+# figures that were measured themselves, low for ones from differences, and almost 0 for guesses.
 _TRUST, _LITTLE, _GUESS = 0.2, 0.02, 0.001
-# Of what a layer takes for some rows so much is left, whatever it takes for none.
+# The smallest share that remains of a layer's time for some rows, whatever its fixed cost.
 _LEAST = 0.2
-# By which factors are moved to see what that does.
+# Step of the factors for finite differences.
 _STEP = 0.01
-# Most of the way from 0 to 1 is worth a factor of e, as for links.
+# Most of the way from 0 to 1 counts as a factor of e, as for links.
 _WIDE = 4
-# A step whose times differ by so much counts half.
+# Relative spread of a step's times at which the step counts half.
 _STEADY = 0.05
 
 
@@ -35,9 +35,9 @@ class Measured:
         plan: the plan of the step.
         batch: rows of the batch.
         seconds: the measured time.
-        is_work: whether `seconds` is the work of all cores, `Prediction.work`, which other programs
-            on the machine disturb less than the clock.
-        spread: the relative spread of the measured times; the larger, the less the step counts.
+        is_work: whether `seconds` is the work of all cores, `Prediction.work`. Other programs on
+            the machine disturb it less than the clock.
+        spread: relative spread of the measured times; a larger spread gives the step less weight.
     """
 
     plan: Plan
@@ -49,12 +49,12 @@ class Measured:
 
 def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
     """Returns the figures, adjusted until forecasts agree with measured steps."""
-    # Values that cannot be measured alone are free: links, and what waits for cores. Measured
-    # values may move, too, at a higher cost: the overhead of actions and steps, the update, the
-    # time, work and fixed cost of all layers by a factor each, and the number of cores. The squared
-    # logarithms of the errors are minimized, with a small weight on staying near the given figures.
-    # Values that are 0, infinite or None stay.
-    # SciPy is slow to import, and only those who measure need it.
+    # Values that cannot be measured alone are free: links, and the crowding of cores. Measured
+    # values may change too, at a higher cost. These are the overhead of actions and steps, the
+    # update, one factor each for the time, work and fixed cost of all layers, and the number of
+    # cores. The objective is the sum of squared logarithms of errors, with a small weight on
+    # staying near the given figures. Values that are 0, infinite or None stay. SciPy is slow to
+    # import, so only this function imports it.
     optimize: Any = importlib.import_module("scipy.optimize")
 
     for step in steps:
@@ -70,7 +70,7 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
             math.sqrt(_FACTORS[name][2]) * factor
             for name, factor in zip(names, factors, strict=True)
         ]
-        # Of a plan both the clock and the work may have been measured.
+        # A plan may have both a measured time and measured work.
         forecasts = {
             (plan, batch): predict(plan, there, batch, parts=False) for plan, batch in measured
         }
@@ -81,7 +81,7 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
             found.append(sure * math.log(seconds / step.seconds))
         return found
 
-    # Which of two actions is first depends on what they take, so steps have kinks.
+    # The order of two actions depends on their durations, so step times have kinks.
     try:
         best = optimize.least_squares(apart, [0.0] * len(names), diff_step=_STEP, xtol=_STEP / 10)
     except PlanError:
@@ -113,7 +113,7 @@ def _start(names: Sequence[str]) -> Callable[[Figures, float], Figures]:
         if len(curve.points) == 1:
             return curve
         (x, y), (end, then) = curve.points[:2]
-        # Of a line that falls, which is one of chance, all of its beginning.
+        # If the line falls by chance, all of its beginning is the fixed cost.
         more = (factor - 1) * min(y, max(0.0, y - (then - y) / (end - x) * x))
         return Curve(tuple((rows, max(of + more, _LEAST * of)) for rows, of in curve.points))
 
@@ -132,7 +132,7 @@ def _crowding(figures: Figures, factor: float) -> Figures:
 
 
 def _starts(name: str) -> Callable[[Figures], bool]:
-    """Returns a test for curves of a name that are known for few rows and for many."""
+    """Returns a test whether curves of a name have points for both few and many rows."""
 
     def found(figures: Figures) -> bool:
         curves = [c for layer in figures.layers for c in getattr(layer, name).values()]
@@ -167,12 +167,12 @@ def _link(
     return lambda figures: seconds(getattr(figures, name)) > 0, moved, _GUESS
 
 
-# By name whether figures have something to move, how it is moved, and how much it costs.
+# By name: whether figures have the value, a function that changes it, and the cost of a change.
 _FACTORS: dict[
     str, tuple[Callable[[Figures], bool], Callable[[Figures, float], Figures], float]
 ] = {
     "layers": (lambda figures: True, _layers, _TRUST),
-    # Notes of the clock are a part of it, and on one core what other threads do meanwhile.
+    # It includes the clock's stamps and, on one core, the work of other threads.
     "start of seconds": (_starts("seconds"), _start(("seconds",)), _LITTLE),
     "start of work": (_starts("work"), _start(("work",)), _LITTLE),
     "work": (lambda figures: any(layer.work for layer in figures.layers), _work, _TRUST),

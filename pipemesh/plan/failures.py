@@ -12,19 +12,19 @@ from pipemesh.errors import PlanError
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-    """Devices that fail at any time, independently of each other, and the cost of going on.
+    """Independent random failures of devices, and the cost of checkpoints and restarts.
 
-    A failure loses what was done since the last checkpoint, and the one that is being written. One
-    during a restart begins it anew.
+    A failure loses the work since the last checkpoint, and an unfinished checkpoint. A failure
+    during a restart begins the restart again.
 
     Attributes:
-        between: seconds from one failure to the next on average, of all devices together.
-        save: seconds for which a checkpoint holds training up.
-        restart: seconds from a failure until training goes on: until it is noticed, the graph is
-            built again, and the checkpoint is read.
+        between: mean seconds from one failure of any device to the next.
+        save: seconds that a checkpoint stops training.
+        restart: seconds from a failure until training resumes: noticing it, building the graph and
+            reading the checkpoint.
 
     Raises:
-        PlanError: a number is negative or not finite, or there is no time between failures.
+        PlanError: a number is negative or not finite, or `between` is 0.
 
     Example:
         >>> failures = Failures(between=86_400.0, save=10.0, restart=120.0)
@@ -47,7 +47,7 @@ class Failures:
 
     @property
     def young(self) -> float:
-        """Seconds of work between checkpoints, by Young's formula of the first order.
+        """Returns seconds of work between checkpoints by Young's first-order formula.
 
         J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974.
         """
@@ -55,7 +55,7 @@ class Failures:
 
     @property
     def daly(self) -> float:
-        """Seconds of work between checkpoints, by Daly's formula of higher order.
+        """Returns seconds of work between checkpoints by Daly's higher-order formula.
 
         J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
         2006, equation 37.
@@ -68,14 +68,15 @@ class Failures:
 
     @property
     def best(self) -> float:
-        """Seconds of work between checkpoints for which `goodput` is largest.
+        """Returns the seconds of work between checkpoints that maximize `goodput`.
 
-        The zero of its derivative, `exp(x + save / between) (1 - x) = 1` for the interval `x` in
-        units of `between`: Young and Daly approximate it. 0 if checkpoints cost nothing.
+        It is the zero of the derivative, `exp(x + save / between) (1 - x) = 1`, for the interval
+        `x` in units of `between`. Young and Daly approximate it. It is 0 if checkpoints cost
+        nothing.
         """
         if not self.save:
             return 0.0
-        # By halves: the left side falls from above 1 to 0 between 0 and 1.
+        # Bisection: the left side falls from above 1 to 0 between 0 and 1.
         low, high, shift = 0.0, 1.0, self.save / self.between
         for _ in range(200):
             middle = (low + high) / 2
@@ -91,16 +92,9 @@ class Failures:
     def goodput(self, interval: float) -> float:
         """Returns the share of the time that does lasting work.
 
-        Exact for failures that do not depend on each other (Daly 2006, equation 20): a piece of
-        `interval` and its checkpoint takes `between exp(restart / between)
-        (exp((interval + save) / between) - 1)` on average.
-
-        Args:
-            interval: seconds of work between checkpoints; 0 for ones that are written all the
-                time, if they cost nothing.
-
-        Raises:
-            PlanError: the interval is negative, or 0 where checkpoints cost something.
+        Exact for independent failures (Daly 2006, equation 20): a piece of `interval` and its
+        checkpoint takes `between exp(restart / between) (exp((interval + save) / between) - 1)` on
+        average. An interval of 0 is only valid if checkpoints cost nothing.
         """
         if not interval >= 0 or not (interval or not self.save):
             raise PlanError(
@@ -111,7 +105,7 @@ class Failures:
         if not interval:
             return again
         piece = (interval + self.save) / self.between
-        # Of pieces that are hopelessly long nothing is ever done.
+        # Pieces that are far too long never complete.
         return again * interval / self.between / math.expm1(piece) if piece < 700 else 0.0
 
 
@@ -120,10 +114,10 @@ class Outcome:
     """The result of a simulated run with failures.
 
     Attributes:
-        seconds: of the run.
-        failures: their number.
+        seconds: duration of the run.
+        failures: number of failures.
         lost: seconds of work and checkpoints that failures destroyed.
-        goodput: the share of the time that did lasting work.
+        goodput: share of the time that did lasting work.
     """
 
     seconds: float
@@ -135,20 +129,10 @@ class Outcome:
 def simulate_failures(
     failures: Failures, interval: float, pieces: int, num_devices: int = 1, seed: int = 0
 ) -> Outcome:
-    """Lets devices fail at random while a training goes on.
+    """Simulates a run on devices that fail at random.
 
-    Each of the devices has a clock of its own that says when it fails next, so nothing is taken
-    from the closed form.
-
-    Args:
-        failures: how often, and what it costs.
-        interval: seconds of work between checkpoints, above 0.
-        pieces: how many of them are to be done, each with its checkpoint.
-        num_devices: among which the failures are spread.
-        seed: of the random times.
-
-    Raises:
-        PlanError: a number is out of range.
+    Each device draws its own next failure, so the simulation is independent of the closed form.
+    `interval` is the seconds of work between checkpoints; each of the `pieces` ends with one.
 
     Example:
         >>> calm = Failures(between=1e9, save=1.0, restart=10.0)
@@ -161,14 +145,14 @@ def simulate_failures(
             "be above 0, the others from 1 on"
         )
     draw, mean = random.Random(seed).expovariate, failures.between * num_devices
-    # Who fails is replaced by one that begins now.
+    # A new device replaces the failed one and starts its time now.
     fails = [draw(1 / mean) for _ in range(num_devices)]
     heapq.heapify(fails)
     now = lost = 0.0
     count, done = 0, 0
 
     def passes(begin: float, seconds: float) -> tuple[bool, float]:
-        """Returns whether nothing fails in a span, and when it ends or a device fails."""
+        """Returns whether a span passes without failure, and when it ends or a device fails."""
         nonlocal count
         failure = fails[0]
         if failure >= begin + seconds:

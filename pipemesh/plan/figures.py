@@ -1,4 +1,4 @@
-"""Figures: measured times and bytes of a model's layers on a machine, kept in a file."""
+"""Figures: measured times and bytes of a model's layers on a machine, stored in a file."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from pipemesh.plan.network import Link
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.remat import Remat
 
-# Kinds of action; those with a + compute the forward pass again first.
+# Kinds of action; a + marks one that recomputes the forward pass first.
 KINDS = ("F", "B", "I", "W", "B+", "I+", "W+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A quantity that depends on the rows of a microbatch, as straight lines through points.
+    """A quantity as a piecewise linear function of the rows of a microbatch.
 
-    Beyond the last point the last line goes on, or the one from the first point to the last if that
-    is steeper, as two points alone say little; it never falls. Before the first point the first
-    line goes on, or the one through the origin if that is above it. A single point is on a line
-    through the origin.
+    Beyond the last point the steeper of two lines continues: the last segment, or the line from the
+    first point to the last, because two points alone are unreliable. It never falls. Before the
+    first point the higher of two lines continues: the first segment, or the line through the
+    origin. A single point defines a line through the origin.
 
     Attributes:
-        points: pairs of rows and the quantity, rows rising.
+        points: pairs of rows and the quantity, in ascending order of rows.
 
     Raises:
-        PlanError: there is no point, rows do not rise, or a number is negative or not finite.
+        PlanError: there is no point, rows do not ascend, or a number is negative or not finite.
 
     Example:
         >>> Curve(((1, 3.0), (2, 4.0), (4, 8.0))).at(3), Curve(((4, 8.0),)).at(1)
@@ -71,17 +71,16 @@ class Curve:
         return max(found, y * rows / x) if rows < x else found
 
     def rising(self) -> Curve:
-        """Returns the nearest curve, by least squares, that never falls.
+        """Returns the least-squares nearest curve that never falls.
 
-        Where values fall, all points from one to the other get their mean (isotonic regression:
-        Barlow, Bartholomew, Bremner, Brunk, "Statistical inference under order restrictions",
-        1972).
+        Where values fall, the points involved get their mean (isotonic regression: Barlow,
+        Bartholomew, Bremner, Brunk, "Statistical inference under order restrictions", 1972).
 
         Example:
             >>> Curve(((1, 1.0), (8, 5.0), (16, 4.0))).rising().points
             ((1.0, 1.0), (8.0, 4.5), (16.0, 4.5))
         """
-        # Neighbours that fall form a block: their mean, and how many they are.
+        # Neighbours that fall form a block: their mean and their number.
         blocks: list[tuple[float, int]] = []
         for _, value in self.points:
             mean, size = value, 1
@@ -102,30 +101,28 @@ class LayerFigures:
     """The times and bytes of one layer.
 
     Attributes:
-        name: of the layer.
-        seconds: by kind of action, one of `KINDS`, what it takes on one device. More rows never
-            take less, so these curves are made `Curve.rising`.
-        parameter_bytes: of its weights.
-        kept: bytes that it keeps of a microbatch for its backward pass, if nothing is computed
-            again.
-        outputs: bytes that it hands to the next layer.
-        summed: bytes that devices add up in its forward pass where it is split among them, and
-            as many in its backward pass.
-        sums: in how many sums they do.
-        split: divisors of it are as many devices as it can be split among; 1 if it cannot.
-        working: bytes that an action needs of it while it runs, beside what is kept.
-        whole: bytes of what is kept that each of the devices has which share it.
-        pending: bytes that it keeps between an `I` and its `W`; by default as many as are kept.
-        pending_whole: as `whole`, of what is pending.
-        work: by kind of action what all cores of the device together compute for it, in seconds;
-            none if that is not known. It is more than `seconds` where operations that need
-            nothing of each other run at once.
-        again: the share of its forward pass that is computed again where it is the last of its
-            stage; a backward pass does not need what is only handed on.
+        name: the layer's name.
+        seconds: time on one device by kind of action, one of `KINDS`. Constructing a layer makes
+            these curves `Curve.rising`: more rows never take less time.
+        parameter_bytes: bytes of its weights.
+        kept: bytes per microbatch kept for the backward pass without recomputation.
+        outputs: bytes passed to the next layer.
+        summed: bytes of the all-reduce in its forward pass if devices share the layer; its backward
+            pass has the same.
+        sums: number of all-reduces that these bytes are divided among.
+        split: it can be split among any divisor of this number of devices; 1 if it cannot be split.
+        working: bytes that an action needs while it runs, besides the kept ones.
+        whole: kept bytes that each sharing device has completely.
+        pending: bytes kept between an `I` and its `W`; by default those of `kept`.
+        pending_whole: like `whole`, for the pending bytes.
+        work: core seconds of all cores of the device by kind of action; empty if unknown. It
+            exceeds `seconds` if independent operations run at once.
+        again: share of its forward pass that is recomputed if it is the last layer of its stage: a
+            backward pass does not need values that are only passed on.
 
     Raises:
-        PlanError: there is a kind of action that is none, or no time of `F` and of `B` or both
-            `I` and `W`.
+        PlanError: a kind of action is unknown, or there is no time for `F`, or neither for `B` nor
+            for both `I` and `W`.
     """
 
     name: str
@@ -209,17 +206,17 @@ def _at(curves: Mapping[str, Curve], kind: str, rows: float, again: bool) -> flo
 def figures_of_costs(
     costs: Sequence[LayerCost], rows: float, *, split: int = 1, summed: Sequence[float] = ()
 ) -> list[LayerFigures]:
-    """Returns figures of layers whose costs are known for one size of microbatch.
+    """Returns figures of layers from costs for a single size of microbatch.
 
     Args:
-        costs: in seconds and bytes, as `layer_costs` of `pipemesh.layers` finds them.
-        rows: that they are for.
-        split: among how many devices each layer whose sums are known can be split.
-        summed: for each layer the bytes that devices add up in its forward pass where it is
-            split; none if they are not known, and 0 for a layer that cannot be split.
+        costs: in seconds and bytes, as `layer_costs` of `pipemesh.layers` computes them.
+        rows: rows of the microbatch that the costs are for.
+        split: number of devices that can share each layer with known sums.
+        summed: for each layer the bytes of its forward all-reduce if it is split; 0 for a layer
+            that cannot be split. Empty if unknown.
 
     Raises:
-        PlanError: sums are known of another number of layers, or rows are not above 0.
+        PlanError: `summed` has another number of layers, or `rows` is not above 0.
 
     Example:
         >>> [layer] = figures_of_costs([LayerCost(2.0, name="a")], rows=4)
@@ -309,10 +306,10 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
 
 
 FILE = "figures.json"
-"""What was measured of a model, in the log directory of a training."""
+"""Name of the file with a model's measured figures in the log directory of a run."""
 
 PLAIN = Plan(remat=Remat.NONE)
-"""The plan of a plain step: one device, one microbatch, nothing is computed again."""
+"""The plan of a plain step: one device, one microbatch, no recomputation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,27 +317,26 @@ class Figures:
     """A model's layers on a machine, and the other costs of a step.
 
     Attributes:
-        layers: first to last.
-        action: seconds that an action takes beside its layers.
+        layers: the layers, first to last.
+        action: overhead of an action in seconds, besides its layers.
         fixed: seconds of a step that belong to no device: reading the batch, calling the graph.
-        update: seconds for each byte of weights that an optimizer takes.
-        optimizer: bytes of its state for each byte of weights.
-        transfer: what joins two devices of the machine.
-        cores: that devices share; None if each has all that it needs.
-        loads: by kind of action the cores that one on one device keeps busy when it is alone; 1
-            where nothing is said.
-        rules: what of a layer devices can share, as rules of a layout such as `heads:model`; ""
-            if nothing.
-        batch: rows that a batch of the model has; 0 if that is not known.
-        about: what was measured, and where.
-        sums: what joins devices that share a layer, as if sums took all that they compute besides,
-            what each of them computes whole included; None if it is `transfer`.
-        crowding: from 0 to 1 how much devices lose to each other because threads share a core while
-            another one idles; see `pipemesh.schedule.simulate`.
-        update_memory: bytes that an update needs at once for each byte of weights, gradients
-            included; at least 1.
-        plain_step: seconds that a step of `PLAIN` took when all this was measured; 0 if that is not
-            known. What it takes later says how fast the machine is then; see `at_pace`.
+        update: seconds of the optimizer per byte of weights.
+        optimizer: bytes of its state per byte of weights.
+        transfer: the link between two devices of the machine.
+        cores: cores that the devices share; None if each device has enough of its own.
+        loads: by kind of action, the cores that one action keeps busy when it runs alone; 1 for
+            missing kinds.
+        rules: dims of a layer that devices can share, as layout rules such as `heads:model`; "" for
+            none.
+        batch: rows of a batch of the model; 0 if unknown.
+        about: describes the model and the machine of the measurement.
+        sums: the link between devices that share a layer; None for `transfer`. Its times include
+            all extra work of sharing, such as work that each device does completely.
+        crowding: 0 to 1; the loss between devices whose threads share a core while another core
+            idles; see `pipemesh.schedule.simulate`.
+        update_memory: peak bytes of an update per byte of weights, gradients included; at least 1.
+        plain_step: seconds of a step of `PLAIN` at the time of the measurement; 0 if unknown. Its
+            later time shows the machine's speed then; see `at_pace`.
 
     Raises:
         PlanError: there are no layers, or a number is negative or not finite.
@@ -402,16 +398,16 @@ class Figures:
         return devices == 1 or bool(self.rules and splits and not math.gcd(*splits) % devices)
 
     def at_pace(self, plain_step: float) -> Figures:
-        """Returns the figures scaled to a machine that has become faster or slower.
+        """Returns the figures scaled to the current speed of the machine.
 
-        All seconds change by one factor. The speed of machines drifts by 5% to 15% within hours:
-        other programs, other clock rates.
+        All seconds change by one factor. The speed of machines drifts by 5% to 15% within hours,
+        because of other programs and of clock rates.
 
         Args:
             plain_step: seconds that a step of `PLAIN` takes now.
 
         Raises:
-            PlanError: it is not above 0, or is not known of these figures.
+            PlanError: `plain_step` is not above 0, or these figures lack theirs.
 
         Example:
             >>> then = Figures(tuple(figures_of_costs([LayerCost(1.0)], rows=2)), plain_step=4.0)
@@ -456,11 +452,11 @@ class Figures:
         """Reads a file of figures, or of costs of layers; see `from_json`.
 
         Args:
-            path: of the file.
-            rows: of a microbatch, that a list of costs is for.
+            path: the file.
+            rows: rows of the microbatch that a list of costs is for.
 
         Raises:
-            PlanError: it cannot be read, or is malformed.
+            PlanError: the file is unreadable or malformed.
         """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
@@ -470,16 +466,16 @@ class Figures:
 
     @classmethod
     def from_json(cls, text: str, source: str, rows: float = 1.0) -> Figures:
-        """Reads what `to_json` writes, or a list of costs of layers.
+        """Reads the output of `to_json`, or a list of costs of layers.
 
         Args:
             text: JSON: an object, or a list of objects with the fields of
                 `pipemesh.partition.LayerCost`, in seconds and bytes.
-            source: what messages call the file.
-            rows: of a microbatch, that a list of costs is for.
+            source: the name of the file in errors.
+            rows: rows of the microbatch that a list of costs is for.
 
         Raises:
-            PlanError: it is malformed.
+            PlanError: the text is malformed.
         """
         try:
             found: Any = json.loads(text)
@@ -490,7 +486,7 @@ class Figures:
         if not isinstance(found, dict):
             raise PlanError(f"{source} is {found!r}; it must be a JSON object or a list of costs")
         values = cast("dict[str, Any]", found)
-        # What older files have, and `crowding` says better.
+        # Older files have it; `crowding` replaces it.
         values.pop("handover", None)
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):

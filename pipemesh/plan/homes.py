@@ -9,7 +9,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.text import did_you_mean
 
-# The dim of a layout that every stack has: the rows of its inputs.
+# The batch dim, which every stack has: the rows of its inputs.
 BATCH = "batch"
 
 

@@ -1,4 +1,4 @@
-"""A run on more devices than there are: the best split, failures and checkpoints.
+"""Forecasts of a run on many devices: the best split, failures and checkpoints.
 
 Example:
     >>> from pipemesh.partition import LayerCost
@@ -47,21 +47,29 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A training that may run on any number of devices.
+    """A run on any number of devices.
 
     Attributes:
         layers: figures of the layers, first to last.
-        network: what joins the devices.
-        batch: rows of a batch, whatever the number of devices.
+        network: the links between the devices.
+        batch: rows of a batch for any number of devices.
         memory: bytes of a device; None for no limit.
-        action: seconds that an action takes beside its layers.
-        optimizer: bytes of its state for each byte of weights.
-        update: seconds that it takes for each byte of weights.
+        action: overhead of an action in seconds, besides its layers.
+        optimizer: bytes of optimizer state per byte of weights.
+        update: seconds of the optimizer per byte of weights.
         fixed: seconds of a step that belong to no device: reading the batch, calling the graph.
-        update_memory: bytes that an update needs at once for each byte of weights; see `Figures`.
+        update_memory: peak bytes of an update per byte of weights; see `Figures`.
 
     Raises:
-        PlanError: there are no layers, or no rows, or a number is out of range.
+        PlanError: there are no layers or no rows, or a number is out of range.
+
+    Example:
+        >>> from pipemesh.partition import LayerCost
+        >>> from pipemesh.plan import Link, Network, figures_of_costs
+        >>> layers = figures_of_costs([LayerCost(1e-3, parameter_bytes=1000)] * 4, rows=1)
+        >>> link = Link(latency=1e-6, bandwidth=1e10)
+        >>> Job(tuple(layers), Network(8, link, link), batch=64).parameter_bytes
+        4000
     """
 
     layers: tuple[LayerFigures, ...]
@@ -82,12 +90,12 @@ class Job:
             )
         if self.memory is not None and not self.memory > 0:
             raise PlanError(f"memory is {self.memory}; it must be a number of bytes above 0")
-        # They are checked where they are used.
+        # `Figures` checks the other numbers.
         _ = self.figures
 
     @functools.cached_property
     def figures(self) -> Figures:
-        """Figures of the model on devices that have their own cores."""
+        """Returns the figures of the model on devices that have their own cores."""
         return Figures(
             self.layers,
             action=self.action,
@@ -99,11 +107,11 @@ class Job:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all weights, each counted once."""
+        """Returns the bytes of all weights, each counted once."""
         return sum(layer.parameter_bytes for layer in self.layers)
 
 
-# Microbatches a place, and in any case, after which each takes as long as the one before.
+# Microbatches per home, and the minimum in all, after which each adds the same time.
 _STEADY, _AT_LEAST = 4, 64
 
 
@@ -112,31 +120,37 @@ class Step(StepForecast):
     """The forecast of a step, and how devices share it.
 
     Attributes:
-        split: how devices share it; see `pipemesh.plan.predict.StepForecast` for the rest.
+        split: how devices share the step; see `pipemesh.plan.predict.StepForecast` for the rest.
+
+    Example:
+        >>> split = Split(layers=2, num_microbatches=4)
+        >>> step = Step(1.0, 0.2, (8e9, 6e9), 1.6, {}, split=split)
+        >>> step.fullest
+        8000000000.0
     """
 
     split: Split = dataclasses.field(kw_only=True)
 
     @property
     def fullest(self) -> float:
-        """Bytes of the fullest device."""
+        """Returns the bytes of the fullest device."""
         return max(self.memory)
 
 
 def forecast_step(job: Job, split: Split) -> Step:
     """Forecasts a step as `pipemesh.plan.predict` does, on a network of hosts.
 
-    Slices of a layer are neighbours, then come replicas, then stages, as
-    `pipemesh.plan.network.over_hosts` lays them. A transfer keeps no device busy; sums of devices
-    that share a layer keep all of them waiting. Gradients of replicas are added up, and weights
-    handed out again, when a device has done its last action; each replica updates its share.
+    Slices of a layer are neighbours, then come replicas, then stages, as in
+    `pipemesh.plan.network.over_hosts`. A transfer keeps no device busy. All-reduces of devices that
+    share a layer keep all of them waiting. After a device's last action its gradients are reduced,
+    each replica updates its share, and weights are gathered.
 
     Args:
-        job: what is trained, on what.
-        split: how devices share it; it fits the job, see `splits`.
+        job: the run.
+        split: how devices share it; must be valid for the job, see `splits`.
 
     Raises:
-        PipemeshError: the layers cannot be cut so, or the schedule cannot be had.
+        PipemeshError: the layers cannot be cut into these stages, or the schedule is not available.
 
     Example:
         >>> from pipemesh.partition import LayerCost
@@ -151,7 +165,7 @@ def forecast_step(job: Job, split: Split) -> Step:
     """
     figures, number = job.figures, split.num_microbatches
     rows = job.batch / split.data / number
-    # Of even numbers of rounds, so that half as many can be had, too.
+    # An even number of rounds, so that half of it is possible too.
     most = max(_STEADY, 2 * -(-_AT_LEAST // (2 * split.layers))) * split.layers
     table = built(split.schedule, split.layers, min(number, most))
     groups = (split.model,) * table.num_stages
@@ -165,7 +179,7 @@ def forecast_step(job: Job, split: Split) -> Step:
 
 
 SCHEDULES = ("1f1b", "interleaved:2", "zb_h1", "zb_v")
-# How many of the splits that look best are simulated.
+# Number of top-rated splits that are simulated.
 _TRIED = 24
 
 
@@ -175,12 +189,22 @@ class Reliability:
 
     Attributes:
         device: mean seconds between two failures of a device.
-        storage: bytes a second that a host writes to storage, and reads.
+        storage: bytes per second that a host writes to storage, and reads.
         notice: seconds until a failure is noticed and a device is replaced.
         start: seconds until the first step runs, graph construction included.
 
     Raises:
         PlanError: a number is out of range.
+
+    Example:
+        >>> from pipemesh.partition import LayerCost
+        >>> from pipemesh.plan import Link, Network, figures_of_costs
+        >>> layers = figures_of_costs([LayerCost(1e-3, parameter_bytes=1e9)] * 4, rows=1)
+        >>> link = Link(latency=1e-6, bandwidth=1e10)
+        >>> job = Job(tuple(layers), Network(8, link, link), batch=64)
+        >>> failures = Reliability(device=1e8, storage=1e9).failures(job, num_devices=16)
+        >>> failures.between, failures.save, failures.restart
+        (6250000.0, 6.0, 96.0)
     """
 
     device: float
@@ -197,11 +221,11 @@ class Reliability:
     def failures(self, job: Job, num_devices: int) -> Failures:
         """Returns the failures of a run on a number of devices.
 
-        All hosts write their slices of weights and optimizer state while training waits.
+        Training waits while all hosts write their slices of weights and optimizer state.
 
         Args:
             job: the run.
-            num_devices: its devices.
+            num_devices: number of devices of the run.
 
         Raises:
             PlanError: see `Failures`.
@@ -217,11 +241,18 @@ class Forecast:
     """The forecast of a run on a number of devices.
 
     Attributes:
-        step: of the best split found.
-        failures: of the devices; None if they never fail.
-        interval: the best number of seconds between checkpoints; whole steps.
+        step: the step of the best split found.
+        failures: the failures of the devices; None if they never fail.
+        interval: the best number of seconds between checkpoints, in whole steps.
         goodput: the share of the time that does lasting work.
         tight: the ratio of the step to one with unlimited memory.
+
+    Example:
+        >>> split = Split(layers=2, num_microbatches=4)
+        >>> step = Step(2.0, 0.2, (8e9, 6e9), 3.2, {"compute": 1.6, "bubble": 0.4}, split=split)
+        >>> found = Forecast(step, failures=None, interval=0.0, goodput=1.0, tight=1.0)
+        >>> found.binds, found.rows
+        ('bubble', 0.5)
     """
 
     step: Step
@@ -232,12 +263,12 @@ class Forecast:
 
     @property
     def rows(self) -> float:
-        """Rows a second for a batch of one row, failures included."""
+        """Returns rows per second for a batch of one row, failures included."""
         return self.goodput / self.step.seconds
 
     @property
     def binds(self) -> str:
-        """The largest cost besides computing."""
+        """Returns the name of the largest cost besides computing."""
         costs = {n: value for n, value in self.step.parts.items() if n != "compute"}
         costs["failures"] = self.step.seconds * (1 / self.goodput - 1) if self.goodput else 1e99
         costs["memory"] = self.step.seconds * (1 - 1 / self.tight)
@@ -245,12 +276,23 @@ class Forecast:
 
 
 def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> Iterator[Split]:
-    """Yields all splits whose parts are powers of two of each other.
+    """Yields all splits with powers of two as numbers of homes, slices and microbatches.
+
+    The number of replicas is the remaining factor of the devices.
 
     Args:
         job: the run.
-        num_devices: all of them are used.
+        num_devices: number of devices; every split uses all of them.
         schedules: names of the schedules to try.
+
+    Example:
+        >>> from pipemesh.partition import LayerCost
+        >>> from pipemesh.plan import Link, Network, figures_of_costs
+        >>> layers = figures_of_costs([LayerCost(1e-3)] * 2, rows=1)
+        >>> link = Link(latency=1e-6, bandwidth=1e10)
+        >>> job = Job(tuple(layers), Network(8, link, link), batch=2)
+        >>> sorted({split.mesh for split in splits(job, num_devices=2)})
+        ['layers:1;data:2', 'layers:2']
     """
     for model in _powers(job.network.host_size):
         if num_devices % model or model > max(layer.split for layer in job.layers):
@@ -278,7 +320,7 @@ def best_step(
 
     Args:
         job: the run.
-        num_devices: all of them are used.
+        num_devices: number of devices; the step uses all of them.
         schedules: names of the schedules to try.
 
     Returns:
@@ -286,6 +328,16 @@ def best_step(
 
     Raises:
         PlanError: there is no split, or none fits.
+
+    Example:
+        >>> from pipemesh.partition import LayerCost
+        >>> from pipemesh.plan import Link, Network, figures_of_costs
+        >>> layers = figures_of_costs([LayerCost(1e-3)] * 8, rows=1)
+        >>> link = Link(latency=1e-6, bandwidth=1e10)
+        >>> job = Job(tuple(layers), Network(8, link, link), batch=64)
+        >>> step, ratio = best_step(job, num_devices=4)
+        >>> step.split.num_devices, ratio
+        (4, 1.0)
     """
     rate = rough_seconds(job.figures, job.batch, job.network)
     rated = sorted(splits(job, num_devices, schedules), key=rate)
@@ -294,7 +346,7 @@ def best_step(
             f"{num_devices} devices cannot share {len(job.layers)} layers and a batch of "
             f"{job.batch} rows; use a number of devices and a batch that powers of two divide"
         )
-    # What fits may be rated far behind what does not.
+    # Splits that fit may be rated far below ones that do not.
     endless = _simulated(job, rated, None)
     fitting = endless
     if job.memory is not None and endless[0].fullest > job.memory:
@@ -317,7 +369,7 @@ def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[S
         try:
             step = forecast_step(job, split)
         except PipemeshError:
-            # A table that is for other numbers of microbatches.
+            # The schedule is a table for other numbers of microbatches.
             continue
         if memory is None or step.fullest <= memory:
             found.append(step)
@@ -346,18 +398,28 @@ def forecast(
 
     Args:
         job: the run.
-        num_devices: all of them are used.
+        num_devices: number of devices; the run uses all of them.
         reliability: the failure rate; None for no failures.
         schedules: names of the schedules to try.
 
     Raises:
         PlanError: see `best_step`.
+
+    Example:
+        >>> from pipemesh.partition import LayerCost
+        >>> from pipemesh.plan import Link, Network, figures_of_costs
+        >>> layers = figures_of_costs([LayerCost(1e-3)] * 8, rows=1)
+        >>> link = Link(latency=1e-6, bandwidth=1e10)
+        >>> job = Job(tuple(layers), Network(8, link, link), batch=64)
+        >>> found = forecast(job, num_devices=4)
+        >>> found.goodput, found.interval, found.step.split.num_devices
+        (1.0, 0.0, 4)
     """
     step, tight = best_step(job, num_devices, schedules)
     if reliability is None:
         return Forecast(step, None, 0.0, 1.0, tight)
     failures = reliability.failures(job, num_devices)
-    # A checkpoint is written between two steps.
+    # Checkpoints are written between two steps.
     steps = max(1, round(failures.best / step.seconds))
     interval = steps * step.seconds
     return Forecast(step, failures, interval, failures.goodput(interval), tight)

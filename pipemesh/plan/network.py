@@ -17,7 +17,7 @@ class Link:
 
     Attributes:
         latency: seconds from the call until the first byte arrives.
-        bandwidth: bytes a second, each way; infinite where nothing has to be copied.
+        bandwidth: bytes per second in each direction; infinite if nothing is copied.
 
     Raises:
         PlanError: the latency is negative or not finite, or the bandwidth is not above 0.
@@ -52,14 +52,14 @@ class Link:
     def all_reduce(self, members: int, size: float) -> float:
         """Returns the seconds of an all-reduce over a group.
 
-        The faster of two ways: a ring, which sends least and waits for each member in turn
-        (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-        workstations", 2009), and two trees, which wait for a logarithm of them (Sanders, Speck,
-        Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009).
+        The faster of two algorithms counts. A ring sends least, but waits for each member in turn
+        (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+        2009). Two trees wait for a logarithm of the members (Sanders, Speck, Traeff, "Two-tree
+        algorithms for full bandwidth broadcast, reduction and scan", 2009).
 
         Args:
-            members: of the group.
-            size: what each puts in, in bytes.
+            members: number of members of the group.
+            size: bytes of each member's input.
 
         Example:
             >>> Link(latency=0.0, bandwidth=1e9).all_reduce(4, 1e6)
@@ -74,23 +74,23 @@ class Link:
     def all_gather(self, members: int, size: float) -> float:
         """Returns the seconds of an all-gather by a ring.
 
-        As long as a reduce-scatter of a sum of `members * size`.
+        A reduce-scatter of a sum of `members * size` bytes takes the same time.
 
         Args:
-            members: of the group.
-            size: what each puts in, in bytes.
+            members: number of members of the group.
+            size: bytes of each member's input.
         """
         return (members - 1) * self.seconds(size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Devices in hosts.
+    """Hosts and their devices.
 
     Attributes:
-        host_size: devices a host.
+        host_size: number of devices per host.
         inside: the link between two devices of a host.
-        between: the link of one device to those of other hosts, all devices of a host at once.
+        between: the link of one device to other hosts while all devices of its host send.
 
     Raises:
         PlanError: a host has no device.
@@ -110,20 +110,20 @@ class Network:
             raise PlanError(f"a host has {self.host_size} devices; it must have at least 1")
 
     def link(self, distance: int) -> Link:
-        """Returns the link between two devices at a distance.
+        """Returns the link between two devices.
 
         Args:
-            distance: how many devices both and all between them are.
+            distance: number of devices from one to the other, including both.
         """
         return self.inside if distance <= self.host_size else self.between
 
     def joining(self, here: int, there: int, number: int) -> Link:
-        """Returns the link from some neighbours to as many others, each to its own.
+        """Returns the link from neighbouring devices to as many others, one to one.
 
         Args:
-            here: the first of them.
-            there: the first of the others.
-            number: how many there are.
+            here: the first of the sending devices.
+            there: the first of the receiving devices.
+            number: number of pairs.
         """
         host = self.host_size
         near = all((here + i) // host == (there + i) // host for i in (0, number - 1))
@@ -132,13 +132,13 @@ class Network:
     def all_reduce(self, members: int, stride: int, size: float) -> float:
         """Returns the seconds of an all-reduce over a group whose members may share hosts.
 
-        Those of a host add up their parts first, then parts go round the hosts, then each host
-        hands them out: what leaves a host is as small as if it had one member.
+        Members of a host first reduce-scatter their inputs. Then the parts are all-reduced between
+        hosts, and each host gathers the results. So a host sends as little as with a single member.
 
         Args:
-            members: of the group.
-            stride: from a member to the next one, in devices.
-            size: what each puts in, in bytes.
+            members: number of members of the group.
+            stride: number of devices from a member to the next one.
+            size: bytes of each member's input.
 
         Example:
             >>> network = Network(8, Link(0.0, 1e11), Link(0.0, 1e9))
@@ -159,8 +159,8 @@ class Places:
 
     Attributes:
         places: for each processor its host and its device there.
-        crossing: axes inside a replica whose slices lie on several hosts, so that every layer sends
-            between hosts.
+        crossing: axes inside a replica whose slices lie on several hosts, so that every layer
+            communicates between hosts.
         idle: hosts without a processor.
     """
 
@@ -171,9 +171,9 @@ class Places:
 
 def over_hosts(mesh: Mesh, layout: LayoutRules, devices: Sequence[int]) -> Places:
     """Spreads a mesh evenly over hosts, so that the most frequent exchanges stay on one."""
-    # Stage after stage, in it replica after replica, and in that slice after slice: slices of a
-    # layer are exchanged in every layer, gradients of replicas once a step, and a boundary between
-    # stages is small. So slices are neighbours, and stages are the first to lie on different hosts.
+    # The order is stages, then replicas, then slices. Slices of a layer communicate in every layer,
+    # gradients of replicas once a step, and a boundary between stages is small. So slices are
+    # neighbours, and stages are the first to lie on different hosts.
     wanted = mesh.num_devices
     if wanted > sum(devices):
         raise PlanError(
@@ -182,7 +182,7 @@ def over_hosts(mesh: Mesh, layout: LayoutRules, devices: Sequence[int]) -> Place
         )
     homes = [home_of(mesh, layout, place) for place in range(mesh.num_stages)]
     order = [processor for home in homes for processor in home]
-    # Those that idle come last.
+    # Idle devices come last.
     order += [processor for processor in range(wanted) if processor not in set(order)]
     free = [(host, i) for host, n in enumerate(_shares(wanted, devices)) for i in range(n)]
     at = dict(zip(order, free, strict=True))
@@ -196,11 +196,11 @@ def over_hosts(mesh: Mesh, layout: LayoutRules, devices: Sequence[int]) -> Place
 
 
 def _shares(wanted: int, devices: Sequence[int]) -> list[int]:
-    """Returns the number of devices used on each host, as even as they allow."""
+    """Returns the number of devices used on each host, as even as their numbers allow."""
     shares = [0] * len(devices)
     while wanted:
         open_hosts = [host for host, there in enumerate(devices) if shares[host] < there]
-        # At least one each; the first hosts have what does not divide.
+        # Each host uses at least one device; the first hosts take the remainder.
         each, more = divmod(wanted, len(open_hosts))
         for number, host in enumerate(open_hosts):
             taken = min(each + (number < more), devices[host] - shares[host])
@@ -221,7 +221,7 @@ def _crossing(
     for place, home in enumerate(homes):
         inside = inner_mesh(mesh, layout, place)
         hosts = [places[processor][0] for processor in home]
-        # Neighbours along the last axis stand side by side.
+        # Neighbours along the last axis are next to each other.
         step = 1
         for axis in reversed(axes if inside else []):
             size = inside.size(axis) if inside else 1

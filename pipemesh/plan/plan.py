@@ -21,7 +21,7 @@ from pipemesh.text import nearest_text
 
 LOWERINGS = ("placement", "simd")
 DTYPES = ("float32", "bfloat16", "float16")
-# Fields that say nothing of a model without a pipeline.
+# Fields that have no meaning for a model without a pipeline.
 OF_PIPELINES = ("num_microbatches", "schedule", "boundaries", "remat", "lowering")
 _ONE_PLACE = Mesh(((LAYERS_AXIS, 1),))
 _NO_RULES = LayoutRules()
@@ -29,31 +29,32 @@ _NO_RULES = LayoutRules()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan of a stack of layers: everything that changes speed and memory, and nothing else.
+    """The plan of a stack of layers: all settings that change its speed and memory.
 
-    Values that have a text form may be given as text: `mesh="layers:2;data:2"`.
+    Values with a text form may be given as text: `mesh="layers:2;data:2"`.
 
     Attributes:
-        mesh: the devices; its axis `layers` has a place for each home.
-        layout: which dims are split over which of the other axes; the batch is the dim `batch`.
-        schedule: by name, as `pipemesh schedule --help` lists them, `file:x.csv`, or a table.
-        num_microbatches: how many microbatches a batch is cut into.
-        boundaries: where the layers are cut: S + 1 rising layer indices; None for stages of equal
-            flops.
-        remat: what the backward pass computes again: `full`, `none`, `except_last`,
-            `twice`, one of these for each stage with commas between, or `custom`, a policy that
-            Python knows and the plan does not.
-        lowering: `placement`, each device with operations of its own, or `simd`, one program for
+        mesh: the devices; its axis `layers` has one index for each home.
+        layout: the dims that are split over the other axes; the batch is the dim `batch`.
+        schedule: a name from `pipemesh schedule --help`, `file:x.csv`, or a table.
+        num_microbatches: number of microbatches per batch.
+        boundaries: S + 1 ascending layer indices at which the layers are cut; None for stages of
+            equal flops.
+        remat: the recomputation of the backward pass: `full`, `none`, `except_last`, `twice`, one
+            of these for each stage separated by commas, or `custom`, a policy that exists in Python
+            only.
+        lowering: `placement`, where each device has its own operations, or `simd`, one program for
             all.
-        compute_dtype: what stages compute in, by name; None for the dtypes of weights and inputs.
-        allow_idle: whether axes that nothing uses, and devices that idle, are allowed.
+        compute_dtype: name of the dtype that stages compute in; None for the dtypes of weights and
+            inputs.
+        allow_idle: whether unused axes and idle devices are allowed.
 
     Raises:
-        PlanError: a value is none of those that are allowed, or two do not go together.
-        LayoutError: the layout is malformed, names an axis that the mesh does not have, or splits
-            the batch over `layers`.
+        PlanError: a value is invalid, or two values contradict each other.
+        LayoutError: the layout is malformed, names an unknown axis, or splits the batch over
+            `layers`.
         MeshError: the mesh is malformed.
-        ScheduleError: the schedule is unknown, or cannot be built for so many homes and
+        ScheduleError: the schedule is unknown, or does not support this number of homes and
             microbatches.
 
     Example:
@@ -143,15 +144,15 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     @functools.cached_property
     def table(self) -> Schedule:
-        """The schedule's table, for the homes of the mesh.
+        """Returns the schedule's table for the homes of the mesh.
 
         Raises:
-            PlanError: a table was given that is for other counts, or the schedule has slices.
-            ScheduleError: the schedule cannot be had.
+            PlanError: a given table has other counts, or the schedule slices sequences.
+            ScheduleError: the schedule is not available.
         """
         num_homes, number = self.mesh.num_stages, self.num_microbatches
         if isinstance(self.schedule, str):
-            # A file may have changed.
+            # The file may have changed.
             is_file = parse(self.schedule).name == FILE
             return (_built if is_file else built)(self.schedule, num_homes, number)
         found = self.schedule.num_devices, self.schedule.num_microbatches
@@ -165,16 +166,16 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     @property
     def num_stages(self) -> int:
-        """The number of stages, virtual ones included."""
+        """Returns the number of stages, virtual ones included."""
         return self.table.num_stages
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas over which the batch is split."""
+        """Returns the number of replicas over which the batch is split."""
         return homes.num_replicas(self.mesh, self.layout)
 
     def home(self, stage: int) -> tuple[int, ...]:
-        """The processors that own a stage, in the order of their sub-mesh.
+        """Returns the processors that own a stage, in the order of their sub-mesh.
 
         Raises:
             PlanError: there is no such stage.
@@ -184,7 +185,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         return self.mesh.stage_processors(self.table.stage_devices[stage])
 
     def check_batch(self, size: int) -> None:
-        """Checks that every replica gets equally many rows of every microbatch.
+        """Checks that every replica gets the same number of rows of every microbatch.
 
         Raises:
             PlanError: the batch does not divide.
@@ -195,21 +196,21 @@ replicas; num_microbatches may be 1, 2, 5, 10
         check_batch(rows, self.num_microbatches, self.num_replicas, axis=axis)
 
     def check_dims(self, dims: Iterable[str]) -> None:
-        """Checks that every rule of the layout is for a dim that the model has.
+        """Checks that the model has the dim of every layout rule.
 
         Args:
-            dims: all names of dims that occur.
+            dims: the names of all dims of the model.
 
         Raises:
-            LayoutError: a rule names another.
+            LayoutError: a rule names another dim.
         """
         self.layout.check(self.mesh, dims)
 
     def check_layers(self, count: int) -> None:
-        """Checks that a number of layers can be cut as the plan says.
+        """Checks that the plan can cut a number of layers.
 
         Raises:
-            PlanError: they cannot.
+            PlanError: it cannot.
         """
         if count < self.num_stages:
             raise PlanError(
@@ -234,7 +235,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         }
 
     def __str__(self) -> str:
-        """The mesh and all values that differ from their default; `from_text` parses it."""
+        """Returns the mesh and all values that differ from their default; `from_text` parses it."""
         defaults = _default().to_values()
         chosen = {
             name: text
@@ -248,13 +249,14 @@ replicas; num_microbatches may be 1, 2, 5, 10
         """Parses `name=value` pairs separated by blanks; missing values have their default.
 
         Raises:
-            PipemeshError: see the class; or a name is unknown (suggests the nearest) or repeated.
+            PipemeshError: a value is invalid (see the class), or a name is unknown or repeated. For
+                an unknown name, the error suggests the nearest one.
         """
         return cls.from_values(text_form.split(text))
 
     @classmethod
     def from_values(cls, values: Mapping[str, str]) -> Plan:
-        """Makes a plan of texts by name, such as flags.
+        """Makes a plan from texts by name, such as flags.
 
         Raises:
             PipemeshError: as `from_text`.
@@ -276,10 +278,10 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Parses what `to_json` writes.
+        """Parses the output of `to_json`.
 
         Raises:
-            PipemeshError: as `from_text`; or it is no JSON object of texts.
+            PipemeshError: as `from_text`, or the text is not a JSON object of texts.
         """
         return cls.from_values(text_form.from_json(text))
 
@@ -329,7 +331,7 @@ built = functools.lru_cache(maxsize=256)(_built)
 
 
 def of_whole_sequences(schedule: Schedule) -> Schedule:
-    """Returns a schedule after a check that it does not slice sequences."""
+    """Returns the schedule, or raises an error if it slices sequences."""
     if schedule.num_slices > 1:
         raise PlanError(
             f"the schedule cuts sequences into {schedule.num_slices} slices, but layers take whole "

@@ -29,10 +29,10 @@ class StepForecast:
     """The forecast of a step of some stages.
 
     Attributes:
-        seconds: of the whole step.
-        bubble: the share of the time that devices wait for each other while a core is free.
-        memory: bytes of each home, of one device there.
-        work: seconds of a step that all devices compute, added up, however they share cores.
+        seconds: time of the whole step.
+        bubble: share of the time that devices wait for each other while a core is free.
+        memory: bytes of one device of each home.
+        work: core seconds of all devices in a step, however they share cores.
         parts: by name the seconds that each part adds to the step, none below 0; empty unless
             requested. `compute`, the work spread evenly over all devices or cores; `actions`, the
             overhead of actions; `bubble`; `imbalance` of the stages; `sums` of devices that share
@@ -47,7 +47,7 @@ class StepForecast:
 
     @property
     def binds(self) -> str:
-        """The largest part besides computing; "" if parts were not requested."""
+        """Returns the largest part besides computing; "" if parts were not requested."""
         others = {name: value for name, value in self.parts.items() if name != "compute"}
         return max(others, key=others.__getitem__) if others else ""
 
@@ -71,7 +71,7 @@ class Prediction(StepForecast):
 
     @property
     def supposed(self) -> str:
-        """An assumption that no figures support; "" if there is none."""
+        """Returns an assumption that no figures support; "" if there is none."""
         dtype = self.plan.compute_dtype
         if bytes_of(dtype) == bytes_of(None):
             return ""
@@ -83,18 +83,18 @@ def predict(
 ) -> Prediction:
     """Forecasts a step under a plan.
 
-    The schedule is simulated with the figures of the layers. Devices that share cores slow each
-    other down (`pipemesh.schedule.simulate`).
+    Simulates the schedule with the figures of the layers. Devices that share cores slow each other
+    down (`pipemesh.schedule.simulate`).
 
     Args:
         plan: the plan. Its `compute_dtype` changes the forecast of bytes, not of seconds.
-        figures: of the model's layers on the machine.
+        figures: figures of the model's layers on the machine.
         batch: rows of a batch.
         parts: whether to split the step into parts, which takes three more simulations.
-        network: hosts that the devices lie in; None if the figures' links join them.
+        network: the hosts of the devices; None if the figures' links connect the devices.
 
     Raises:
-        PlanError: the batch or the layers do not divide so, or such a plan is not forecast.
+        PlanError: the batch or the layers do not divide, or this kind of plan has no forecast.
 
     Example:
         >>> from pipemesh.partition import LayerCost
@@ -116,9 +116,9 @@ def forecast_stages(
     fewer: Stages | None = None,
     num_microbatches: int = 0,
 ) -> StepForecast:
-    """Forecasts a step of some stages, with `fewer` that of a longer table."""
-    # In the steady state each microbatch adds as much as the one before, so two tables, `stages`
-    # and `fewer`, tell what `num_microbatches` take.
+    """Forecasts a step of some stages; extrapolates to `num_microbatches` if there is `fewer`."""
+    # In the steady state each microbatch adds the same time, so two tables, `stages` and `fewer`,
+    # give the time of `num_microbatches`.
     run = _run(stages, figures, parts)
     if fewer is not None:
         here, there = stages.table.num_microbatches, fewer.table.num_microbatches
@@ -132,8 +132,8 @@ def forecast_stages(
     bubble = min(1.0, max(0.0, run.waiting) / makespan) if makespan else 0.0
     if not parts:
         return StepForecast(seconds, bubble, run.memory, done)
-    # Some tables are shorter for stages that are not equal, and on cores that are shared some
-    # actions may go faster as others wait: nothing takes less than no time.
+    # Some tables are shorter for unequal stages, and on shared cores some actions may be faster as
+    # others wait. No part may be below 0.
     lengths = [makespan]
     for length in reversed(before):
         lengths.insert(0, min(length, lengths[0]))
@@ -154,16 +154,17 @@ def forecast_stages(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Results of simulating a table; all of them grow evenly with many microbatches.
+    """Results of simulating a table; all of them grow linearly with many microbatches.
 
     Attributes:
-        lengths: the time of all work spread evenly; makespans with equal stages, with the given
-            stages, with sums, with transfers. The last one alone if parts are not requested.
-        ends: for each home the end of its last action.
+        lengths: the time of all work spread evenly, then makespans with equal stages, with the
+            given stages, with sums, and with transfers. Only the last one if parts are not
+            requested.
+        ends: end of the last action of each home.
         memory: bytes of each home.
-        waiting: seconds that devices wait for each other, on average.
+        waiting: mean seconds that devices wait for each other.
         done: core seconds of all actions on all devices.
-        actions: the overhead of the actions of a device.
+        actions: overhead of the actions of a device.
     """
 
     lengths: tuple[float, ...]
@@ -210,7 +211,7 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
     loads = action_loads(stages, figures, work, sums=False)
     alike = even_loads(loads, work, number)
     lone = simulate(stages.run, even)
-    # With fewer cores than are wanted all of them compute at once.
+    # If cores are scarce, all of them compute at once.
     scale = _slowed(lone, stages, figures, alike)
     lengths = (
         sum(lone.busy) / len(lone.busy) * scale,
@@ -247,7 +248,7 @@ def _work(timeline: Timeline, stages: Stages, loads: _Loads) -> float:
 
 
 def _slowed(lone: Timeline, stages: Stages, figures: Figures, loads: _Loads) -> float:
-    """Returns the slowdown of all work on the shared cores, against a device each."""
+    """Returns the slowdown of all work on shared cores, relative to one device alone."""
     if figures.cores is None:
         return 1.0
     busiest = sum(lone.busy) / len(lone.busy)
@@ -260,12 +261,12 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
     if figures.cores is None:
         return timeline.bubble_ratio
     used = {each.kind for row in stages.run.rows for each in row}
-    # A device keeps at most so many cores busy.
+    # A device keeps at most this number of cores busy.
     most = max(load for kind in used for load in loads[kind])
     there = min(figures.cores, sum(stages.home_sizes) * most) * timeline.makespan
     free = 1 - _work(timeline, stages, loads) / there if there else 0.0
-    # What one device leaves of its cores, as a forward pass does beside a backward one, is no
-    # waiting.
+    # Cores that one device leaves idle itself, as a forward pass does beside a backward one, are
+    # not waiting time.
     return max(0.0, min(timeline.bubble_ratio, free))
 
 
@@ -286,7 +287,7 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
     after = sum(home * work for home, (_, work) in zip(homes, sums, strict=True)) + updates
     if figures.cores is None:
         return gradients, max(each), after
-    # All weights of all devices at once, on as many cores as there are.
+    # All devices update their weights at once, on the available cores.
     largest = max(
         layer.parameter_bytes / stages.shared(stage, layer)
         for stage, layers in enumerate(stages.layers)

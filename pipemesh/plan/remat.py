@@ -1,4 +1,4 @@
-"""Remat: the policy of which backward passes compute their forward pass again."""
+"""Remat: the policy that decides which backward passes recompute their forward pass."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pipemesh.schedule import Schedule
 from pipemesh.text import nearest_text
 
 NAMES = ("full", "none", "except_last", "twice")
-"""The policies that a text can name; `custom` stands for one that only Python knows."""
+"""The policies that have names; `custom` stands for a policy in Python."""
 CUSTOM = "custom"
 
 Mode = Literal["full", "none", "twice"]
-"""What one backward pass computes again: all once, nothing, or all once more in its `W`."""
+"""Recomputation of one backward pass: all once, nothing, or all once more in its `W`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
     """A policy of recomputation, for all stages or for each stage.
 
-    `full` computes everything again, `none` nothing, and `twice` everything, and once more in a
-    `W`. `except_last` is `none` where the backward pass follows the forward pass at once, else
-    `full`. (In torchgpipe, from which the name comes, that is the last microbatch.) `custom` stands
-    for a policy in Python; forecasts take it for `full`.
+    `full` recomputes everything, `none` nothing. `twice` recomputes everything, and once more in a
+    `W`. `except_last` is `none` where the backward pass directly follows the forward pass, else
+    `full`. (In torchgpipe, the source of the name, that is the last microbatch.) `custom` is a
+    policy in Python; forecasts treat it as `full`.
 
     Attributes:
-        policies: a name for all stages, or one for each stage.
+        policies: one name for all stages, or one for each stage.
 
     Raises:
         PlanError: a policy is unknown.
@@ -57,7 +57,7 @@ class Remat:
 
     @classmethod
     def from_text(cls, text: str) -> Remat:
-        """Parses the name of a policy, or names with commas between, one for each stage.
+        """Parses the name of a policy, or one name for each stage, separated by commas.
 
         Raises:
             PlanError: a policy is unknown.
@@ -65,29 +65,29 @@ class Remat:
         return cls(tuple(text_of(text, PlanError, "full,none").split(",")))
 
     def __str__(self) -> str:
-        """The text that `from_text` parses."""
+        """Returns the text that `from_text` parses."""
         return ",".join(self.policies)
 
     @property
     def is_full(self) -> bool:
-        """True if every backward pass computes everything again, once."""
+        """Returns whether every backward pass recomputes everything once."""
         return {*self.policies} == {"full"}
 
     @property
     def is_none(self) -> bool:
-        """True if no backward pass computes anything again."""
+        """Returns whether no backward pass recomputes anything."""
         return {*self.policies} == {"none"}
 
     @property
     def is_custom(self) -> bool:
-        """True if only Python knows the policy of some stage."""
+        """Returns whether the policy of some stage exists in Python only."""
         return CUSTOM in self.policies
 
     def check_stages(self, num_stages: int) -> None:
         """Checks that the policy is for a number of stages.
 
         Raises:
-            PlanError: it names policies for another number.
+            PlanError: it has policies for another number of stages.
         """
         number = len(self.policies)
         if number not in (1, num_stages):
@@ -97,7 +97,7 @@ class Remat:
             )
 
     def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
-        """Returns for each (stage, microbatch) what its backward pass computes again.
+        """Returns what the backward pass of each (stage, microbatch) recomputes.
 
         Args:
             schedule: a valid schedule.

@@ -1,4 +1,4 @@
-"""The best plan for some devices, the nearest one that fits, and one for fewer devices."""
+"""Search for the best plan, the nearest one that fits, and one for fewer devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCHEDULES = (
     "v_min",
     "dual_pipe_v",
 )
-# The names of the axes that plans which are found have.
+# Axis names of the plans that the search makes.
 DATA, MODEL = "data", "model"
 
 
@@ -45,10 +45,10 @@ class SearchSpace:
     """The plans that a search may return.
 
     Attributes:
-        devices: the number of devices; fewer may be used.
+        devices: number of devices; a plan may use fewer.
         batch: rows of a batch.
         memory: bytes of a device, also as text such as `80GB`; None for no limit.
-        fixed: values of the plan that stay, as in `Plan.to_values`.
+        fixed: fixed values of the plan, as in `Plan.to_values`.
         schedules: names of the schedules to try.
 
     Raises:
@@ -76,7 +76,7 @@ class SearchSpace:
 
 
 def memory_of(given: object) -> float:
-    """Returns the bytes of a device, of a number or of a text such as `80GB`."""
+    """Returns the bytes of a device from a number or a text such as `80GB`."""
     try:
         size = bytes_of(given) if isinstance(given, str) else float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
@@ -88,15 +88,15 @@ def memory_of(given: object) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How devices share a run, and the schedule that they follow.
+    """The division of a run among devices, and their schedule.
 
     Attributes:
-        layers: the size of the axis `layers`.
-        data: the number of replicas.
-        model: the number of devices that share each layer.
-        schedule: by name.
-        num_microbatches: of a batch.
-        remat: what the backward pass computes again.
+        layers: size of the axis `layers`.
+        data: number of replicas.
+        model: number of devices that share each layer.
+        schedule: name of the schedule.
+        num_microbatches: number of microbatches per batch.
+        remat: what the backward pass recomputes.
 
     Example:
         >>> split = Split(layers=4, data=2, num_microbatches=8)
@@ -113,25 +113,19 @@ class Split:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of the mesh."""
+        """Returns the number of devices of the mesh."""
         return self.layers * self.data * self.model
 
     @property
     def mesh(self) -> str:
-        """The mesh, as text."""
+        """Returns the mesh as text."""
         axes = ((LAYERS_AXIS, self.layers), (DATA, self.data), (MODEL, self.model))
         return ";".join(f"{name}:{size}" for name, size in axes if size > 1 or name == LAYERS_AXIS)
 
     def plan(self, figures: Figures, space: SearchSpace) -> Plan:
         """Returns the plan, without boundaries unless they are fixed.
 
-        Args:
-            figures: of the model; their rules say what devices can share of a layer.
-            space: the search, with the values that are fixed.
-
-        Raises:
-            PipemeshError: the plan is invalid, such as a schedule for other numbers of
-                microbatches.
+        Raises a PipemeshError if it is invalid, such as a table for another number of microbatches.
         """
         rules = [f"batch:{DATA}"] if self.data > 1 else []
         rules += [figures.rules] if self.model > 1 else []
@@ -146,13 +140,13 @@ class Split:
 
 
 def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
-    """Yields all splits of a search; malformed fixed values are errors."""
+    """Yields all splits of a search, or raises an error for malformed fixed values."""
     fixed = space.fixed
     count = len(figures.layers)
     fixed_number = fixed.get("num_microbatches", "")
     for places, replicas, group in _meshes(figures, space):
         rest = space.batch // replicas
-        # `Plan` says what is wrong with others.
+        # `Plan` reports the errors of other values.
         is_number = fixed_number.isdecimal() and int(fixed_number) > 0
         numbers = [int(fixed_number)] if is_number else divisors(rest)
         schedules = space.schedules if places > 1 else ("1f1b",)
@@ -179,7 +173,7 @@ def _stages_a_device(schedule: str) -> int:
 def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, int]]:
     """Yields the sizes of the axes for stages, replicas and slices of all meshes."""
     if "mesh" in space.fixed:
-        # Checks what goes with what, and says it.
+        # `Plan` checks the combination and reports errors.
         plan = Plan.from_values(
             {n: v for n, v in space.fixed.items() if n in ("mesh", "layout", "allow_idle")}
         )
@@ -196,7 +190,7 @@ def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, in
     for places in range(1, min(space.devices, len(figures.layers)) + 1):
         for replicas in divisors(space.batch):
             for group in groups:
-                # A layout that is given is for axes that have other names.
+                # A given layout is for axes with other names.
                 if (home := replicas * group) * places <= space.devices and (
                     home == 1 or not is_given
                 ):
@@ -211,9 +205,9 @@ def rated(figures: Figures, space: SearchSpace) -> list[Split]:
 def rough_seconds(
     figures: Figures, batch: int, network: Network | None = None
 ) -> Callable[[Split], float]:
-    """Returns a formula for about how long a step takes, with equal stages."""
-    # It adds up the work of a home (of all homes, if devices share cores), the bubble of schedules
-    # of this kind, transfers, sums, gradients and the update.
+    """Returns a formula for the approximate time of a step with equal stages."""
+    # The sum of a home's work (of all homes if devices share cores), the bubble of this kind of
+    # schedule, transfers, sums, gradients and the update.
     weights = sum(layer.parameter_bytes for layer in figures.layers)
 
     @functools.cache
@@ -244,7 +238,7 @@ def rough_seconds(
         work, longest, sums, load = layers(rows, split.model, not split.remat.is_none)
         is_zero_bubble = split.schedule.startswith(("zb", "v_"))
         virtual = _stages_a_device(split.schedule)
-        # No home takes less than the longest layer.
+        # Each home takes at least as long as the longest layer.
         home = max((work + sums) / split.layers, longest)
         home += (3 if is_zero_bubble else 2) * virtual * figures.action
         total = split.num_microbatches * home
@@ -265,16 +259,17 @@ def rough_seconds(
     return seconds
 
 
-# Limits that the partitioner is given in turn, from the loosest one to the tightest.
+# Number of memory limits that the partitioner gets in turn, from the loosest to the tightest.
 _LIMITS = 8
-# How many times what devices have they may need on average; other cuts change that little.
+# Other cuts are not tried if devices need more than this multiple of their memory on average: cuts
+# change that little.
 _HOPELESS = 1.25
 
 
 def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Prediction:
     """Returns the first forecast with other cuts that fits into memory, else the leanest."""
-    # The partitioner counts less exactly than the forecast, so it gets other limits until the
-    # forecast fits, beginning with those that leave it most choice.
+    # The partitioner counts less exactly than the forecast. So it gets tighter limits until the
+    # forecast fits, loosest first.
     if space.memory is None or fits(found, space) or found.plan.num_stages == 1:
         return found
     if sum(found.memory) > _HOPELESS * space.memory * len(found.memory):
@@ -326,7 +321,7 @@ def fits(found: Prediction, space: SearchSpace) -> bool:
 def with_better_cuts(
     best: Prediction, figures: Figures, space: SearchSpace, end: float
 ) -> Prediction:
-    """Moves one layer over a cut at a time while the step fits better or is shorter."""
+    """Moves single layers across cuts while the step fits better or becomes shorter."""
 
     def rate(each: Prediction) -> tuple[float, float]:
         limit = space.memory
@@ -359,15 +354,16 @@ def _with_cuts(
 
 
 TRIALS = 4
-"""Of how many of the best plans steps are run: their forecasts differ by less than they are off."""
+"""Number of best plans whose steps are run: their forecasts differ by less than their error."""
 
-# What of the time is left to move the cuts of the best plans.
+# Share of the time for moving the cuts of the best plans.
 _FOR_CUTS = 0.3
 # Seconds to look for the nearest plan that fits.
 _FOR_NEAREST = 20.0
-# How many of them.
+# Number of plans whose cuts are moved.
 _MOVED = 10
-# How many times as long a plan with stages of equal seconds takes at most as with its best cuts.
+# Upper bound of the ratio between a plan's time with stages of equal seconds and with its best
+# cuts.
 _SLACK = 1.5
 
 
@@ -377,11 +373,11 @@ def search(
     """Returns the shortest steps that fit into memory.
 
     A formula rates all combinations of mesh, layout, partition, schedule, microbatches and remat.
-    They are simulated in that order until the time is over (twice as much while none fits). Then
-    layers are moved over the cuts of the best plans while that helps.
+    They are simulated in that order until the time is over, or twice that time while none fits.
+    Then layers move across the cuts of the best plans while that helps.
 
     Args:
-        figures: of the model's layers on the machine.
+        figures: figures of the model's layers on the machine.
         space: devices, batch, memory, and fixed values.
         seconds: limit of the search time.
         count: the maximum number of results.
@@ -406,18 +402,18 @@ def search(
     tight: list[Prediction] = []
     refused: PipemeshError | None = None
     for candidate in rated(figures, space):
-        # To find any plan is worth as much time again.
+        # If no plan fits yet, the search may take the same time again.
         if time.monotonic() > (end - _FOR_CUTS * seconds if found else end + seconds):
             break
         plan: Plan | None = None
         try:
-            # Other cuts are hardly faster than those of equal seconds, so few need to be found.
+            # Other cuts are hardly faster than those of equal seconds, so few are computed.
             until = sorted(_SLACK * each.seconds for each in found)[count - 1 : count]
             plan = candidate.plan(figures, space)
             each = _fitting(plan, figures, space, *until)
         except PipemeshError as error:
-            # Such as of a table for other numbers of microbatches. Of a plan that can be made the
-            # reason says more.
+            # For example, a table for other numbers of microbatches. The error of a plan that can
+            # be made says more.
             refused = error if refused is None or plan is not None else refused
             continue
         (found if fits(each, space) else tight).append(each)
@@ -460,7 +456,7 @@ def _fitting(
     plan: Plan, figures: Figures, space: SearchSpace, until: float = math.inf
 ) -> Prediction:
     """Returns the forecast of a plan, cut into stages of equal seconds, or to fit."""
-    # From `until` seconds on it does not matter whether the plan fits.
+    # From `until` seconds on, a plan that does not fit is of no interest.
     if plan.boundaries is not None:
         return predict(plan, figures, space.batch, parts=False)
     plan = evenly_cut(plan, figures, space.batch)
@@ -495,7 +491,7 @@ def nearest_that_fits(plan: Plan, figures: Figures, space: SearchSpace) -> Predi
         try:
             other = candidate.plan(figures, space)
             theirs = other.to_values()
-            # Where layers are cut follows from the rest.
+            # The cuts follow from the other values.
             changes = sum(mine[n] != theirs[n] for n in mine if n not in ("boundaries", "layout"))
             if best is not None and changes > best[0]:
                 continue
@@ -531,12 +527,12 @@ def _nothing(
 
 
 def fewer(plan: Plan, devices: int, check: Callable[[Plan], object] = lambda plan: None) -> Plan:
-    """Returns the nearest plan that needs no more than a number of devices."""
-    # Axes become shorter, and none longer. A dim that divides by the old size of its axis divides
-    # by each divisor of it. Of all meshes the one with the most devices is taken, and of these the
-    # leanest: replicas of the batch go first, then stages. Boundaries go with the number of stages.
-    # `check` raises a `PipemeshError` for a plan that the model cannot run; the next one is tried
-    # then.
+    """Returns the nearest plan that needs at most a number of devices."""
+    # Axes only become shorter. A dim that is divisible by the old size of its axis is divisible by
+    # each divisor of it. The mesh with the most devices wins, and of equal ones the leanest:
+    # replicas of the batch are removed first, then stages. Boundaries go if the number of stages
+    # changes. `check` raises a `PipemeshError` for a plan that the model cannot run; then the next
+    # one is tried.
     if plan.mesh.num_devices <= devices:
         return plan
     if not plan.mesh.is_even:

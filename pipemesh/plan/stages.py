@@ -1,4 +1,4 @@
-"""The stages of a plan: what their actions take and hold, from the figures of their layers."""
+"""The stages of a plan: time and memory of their actions, from the figures of their layers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Stages:
 
     Attributes:
         layers: figures of the layers of each stage.
-        rows: of a microbatch that a replica gets.
-        replicas: how many there are.
-        groups: for each stage the devices that share a replica's part of it.
+        rows: rows of a replica's microbatch.
+        replicas: number of replicas.
+        groups: for each stage the number of devices that share a replica's part of it.
         remat: the policy.
         table: the schedule.
-        network: hosts that the devices lie in: those that share a layer side by side, then
-            replicas, then stages, as `pipemesh.plan.network` lays them. None if all devices are
-            joined by the links of the figures.
-        cast: bytes of a copy of the weights in the dtype of computation, for each byte of them; 0
-            if there is none.
+        network: the hosts of the devices. Devices that share a layer are side by side, then
+            replicas, then stages, as in `pipemesh.plan.network`. None if the links of the figures
+            connect all devices.
+        cast: bytes, per byte of weights, of their copy in the dtype of computation; 0 if there is
+            none.
     """
 
     layers: tuple[tuple[LayerFigures, ...], ...]
@@ -49,14 +49,14 @@ class Stages:
 
     @functools.cached_property
     def modes(self) -> dict[tuple[int, int], Mode]:
-        """For each (stage, microbatch) what its backward pass computes again."""
+        """Returns what the backward pass of each (stage, microbatch) recomputes."""
         return self.remat.modes(self.table)
 
     @functools.cached_property
     def run(self) -> Schedule:
-        """The schedule with an `R` before each backward pass that computes again.
+        """Returns the schedule with an `R` before each backward pass that recomputes.
 
-        It needs no gradient, so a device that waits for one does it meanwhile.
+        An `R` needs no gradient, so a device runs it while it waits for one.
         """
         known = self.table.recomputed()
 
@@ -76,32 +76,32 @@ class Stages:
 
     @functools.cached_property
     def twice(self) -> frozenset[int]:
-        """Stages whose `W` computes the forward pass once more."""
+        """Returns the stages whose `W` recomputes the forward pass once more."""
         known = self.table.recomputed()
         twice = (pair for pair, mode in self.modes.items() if mode == "twice")
         return frozenset(stage for stage, m in twice if (stage, m) not in known)
 
     def home_size(self, stage: int) -> int:
-        """The number of devices of a stage's home."""
+        """Returns the number of devices of a stage's home."""
         return self.replicas * self.groups[stage]
 
     @functools.cached_property
     def home_sizes(self) -> tuple[int, ...]:
-        """The number of devices of each home, along the axis `layers`."""
+        """Returns the number of devices of each home, along the axis `layers`."""
         sizes = {home: self.home_size(s) for s, home in enumerate(self.table.stage_devices)}
         return tuple(sizes[home] for home in range(self.table.num_devices))
 
     def shared(self, stage: int, layer: LayerFigures) -> int:
-        """The number of devices of a replica among which a layer is split."""
+        """Returns the number of devices of a replica among which a layer is split."""
         return min(self.groups[stage], layer.split)
 
     def weights(self, stage: int) -> float:
-        """Bytes of a device's slices of a stage's weights."""
+        """Returns the bytes of a device's slices of a stage's weights."""
         layers = self.layers[stage]
         return sum(layer.parameter_bytes / self.shared(stage, layer) for layer in layers)
 
     def given(self, stage: int) -> float:
-        """Bytes of a stage's inputs on a device, of a microbatch."""
+        """Returns the bytes of a microbatch's inputs of a stage on a device."""
         if not stage:
             return 0.0
         return self.layers[stage - 1][-1].outputs.at(self.rows)
@@ -136,7 +136,7 @@ def bytes_of(compute_dtype: str | None) -> int:
 
 
 def evenly_cut(plan: Plan, figures: Figures, batch: int) -> Plan:
-    """Returns the plan with boundaries of stages that take equally many seconds."""
+    """Returns the plan with boundaries of stages that take the same time."""
     stages = stages_of(dataclasses.replace(plan, boundaries=None), figures, batch)
     cuts = itertools.accumulate(map(len, stages.layers), initial=0)
     return dataclasses.replace(plan, boundaries=tuple(cuts))
@@ -177,7 +177,7 @@ def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> li
 def cut_evenly(
     costs: tuple[float, ...], stage_devices: tuple[int, ...], speeds: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
-    """Returns the boundaries for which the busiest device does least; homes may differ in speed.
+    """Returns boundaries that minimize the busiest device's work; homes may differ in speed.
 
     Example:
         >>> cut_evenly((1.0, 1.0, 1.0, 3.0), (0, 1))
@@ -240,7 +240,7 @@ def action_loads(
         layers = stages.layers[stage]
         if not took or not any(layer.work for layer in layers):
             return figures.loads.get("F" if kind == "R" else kind, 1.0)
-        # What actions take besides keeps a core busy.
+        # The overhead of actions keeps a core busy.
         more = 0.0
         for number, layer in enumerate(layers):
             done = _takes(stages, stage, number, kind, LayerFigures.computes)
@@ -261,7 +261,7 @@ def _takes(
     kind: str,
     of: Callable[[LayerFigures, str, float, bool], float],
 ) -> float:
-    """Returns the seconds or the work of a layer for an action, as `quantity` says."""
+    """Returns the seconds or the work of a layer for an action; `of` is `takes` or `computes`."""
     layers, rows = stages.layers[stage], stages.rows
     layer = layers[number]
     is_twice = kind == "W" and stage in stages.twice
@@ -275,7 +275,7 @@ def _takes(
 def even_loads(
     loads: Mapping[str, Sequence[float]], costs: Costs, number: int
 ) -> dict[str, list[float]]:
-    """Returns the loads of equal stages that compute as much as the given ones."""
+    """Returns the loads of equal stages that compute the same total as the given ones."""
     durations = costs.per_stage(number).durations()
 
     def mean(kind: str) -> float:
@@ -304,7 +304,7 @@ def summed(
     stages: Stages, figures: Figures, link: Link, members: int, stride: int, size: float
 ) -> tuple[float, float]:
     """Returns the seconds of an all-reduce over a group, and its work on each device."""
-    # Devices that share cores share memory, too: they add pairs up a tree, and copy nothing.
+    # Devices that share cores share memory: they add pairs in a tree, and copy nothing.
     if stages.network is not None:
         seconds = stages.network.all_reduce(members, stride, size)
         return seconds, seconds
@@ -316,7 +316,7 @@ def summed(
 
 
 def even_costs(costs: Costs, number: int) -> Costs:
-    """Returns the costs of equal stages without transfers, with as much work."""
+    """Returns the costs of equal stages with the same total work, without transfers."""
     each = costs.per_stage(number)
     fields: Sequence[tuple[float, ...]] = (
         each.forward,
@@ -331,16 +331,16 @@ def even_costs(costs: Costs, number: int) -> Costs:
 
 def device_memory(stages: Stages, figures: Figures, place: int) -> float:
     """Returns the maximum bytes of one device at an index along `layers`."""
-    # Weights and the optimizer's share are there all the time. Sums of gradients exist from the
-    # first `B` or `W` of a stage on, which frees kept values as it makes them. An action needs
-    # working memory while it runs, and so does the update after the last one.
+    # Weights and the optimizer's share exist all the time. Sums of gradients exist from the first
+    # `B` or `W` of a stage on, which frees kept values as it makes them. An action needs working
+    # memory while it runs. So does the update after the last action.
     own = {
         stage: _StageMemory(stages, stage)
         for stage, owner in enumerate(stages.table.stage_devices)
         if owner == place
     }
     apart = stages.table.recomputed()
-    # By stage, kind, mode and whether there are no sums: what is needed, and what is left.
+    # By stage, kind, mode and whether there are no sums yet: the needed bytes and the held bytes.
     known: dict[tuple[int, str, Mode, bool], tuple[float, float]] = {}
     summed: set[int] = set()
     held = most = 0.0
@@ -349,7 +349,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
         pair = stage, action.microbatch
         mode = stages.modes[pair]
         if pair in apart:
-            # An `R` of the table has computed all of it before the backward pass begins.
+            # An `R` of the table has recomputed all of it before the backward pass begins.
             mode = "none" if kind in "BIW" else "full"
         is_first = stage not in summed
         if (key := (stage, kind, mode, is_first)) not in known:
@@ -369,7 +369,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
 
 
 class _StageMemory:
-    """The bytes that a microbatch leaves of a stage on one device, and that its actions need."""
+    """The bytes of a stage's microbatch on one device: those held and those its actions need."""
 
     def __init__(self, stages: Stages, stage: int) -> None:
         layers, rows = stages.layers[stage], stages.rows
@@ -388,8 +388,8 @@ class _StageMemory:
             return sum(self._kept)
         if kind == "F":
             return self._given
-        # Half of what a `W` needs are gradients, and half is what layers computed forward, which a
-        # `W` that computes again does not need.
+        # Half of the values that a `W` needs are gradients. The other half are results of the
+        # forward pass, which a `W` that recomputes does not need.
         return self._given + sum(self._pending) / 2 if mode == "twice" else sum(self._pending)
 
     def leaves(self, kind: str, mode: Mode) -> float:
@@ -399,9 +399,9 @@ class _StageMemory:
 
     def needs(self, kind: str, mode: Mode, is_first: bool) -> float:
         """Returns the bytes that an action needs beside those held when it begins."""
-        # Without gradients of weights; where nothing is added to them, they are the sums.
+        # Without the gradients of weights: if there are no sums to add to, they become the sums.
         less = [max(0.0, w - s) for w, s in zip(self._working, self._sums, strict=True)]
-        # While an action computes its stage again it has all of that, too.
+        # An action that recomputes its stage also has all of the results meanwhile.
         again = max(0.0, sum(self._kept) - self._left("F", mode))
         if kind in "FR":
             return max(0.0, self.leaves(kind, mode)) + max(less)
@@ -417,8 +417,8 @@ class _StageMemory:
     @staticmethod
     def _backward(freed: Sequence[float], made: Sequence[float], working: Sequence[float]) -> float:
         """Returns the maximum while a pass goes from the last layer to the first."""
-        # Products of a layer wait while the one before it begins, so two layers are at work at a
-        # time, and neither frees anything. `freed` and `made` are bytes that each layer frees and
+        # The weight matmuls of a layer wait while the layer before it begins, so two layers work at
+        # a time, and neither frees anything. `freed` and `made` are bytes that each layer frees and
         # adds at its end.
         most = changed = 0.0
         for i in reversed(range(len(working))):

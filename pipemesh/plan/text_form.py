@@ -13,7 +13,7 @@ from pipemesh.mesh.checks import text_of
 from pipemesh.plan.remat import Remat
 from pipemesh.schedule import Schedule, from_csv, write_csv
 
-# What begins the text of a schedule that is given as a table.
+# Prefix of a schedule's text that contains a table.
 _TABLE = "table:"
 
 
@@ -63,7 +63,7 @@ def joined(texts: Mapping[str, str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    # Semicolons mean nothing here, and every mesh has some.
+    # Semicolons need no quotes, and every mesh has some.
     return (
         text if shlex.quote(text.replace(";", "")) == text.replace(";", "") else shlex.quote(text)
     )

@@ -1,4 +1,4 @@
-"""Operations on tensors with named dims: the same result under every legal layout.
+"""Operations on tensors with named dims, which give the same result under every legal layout.
 
 Example:
     >>> import tensorflow as tf
@@ -51,7 +51,7 @@ from pipemesh.text import did_you_mean
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Names the nearest operation."""
+        """Raises an AttributeError that suggests the nearest operation."""
         raise AttributeError(
             f"ops has no {name!r}; {did_you_mean(name, OPS, 0.8)}pipemesh/lowering/README.md lists "
             "all operations"

@@ -1,4 +1,4 @@
-"""Prints the table of all operations that the README has."""
+"""Prints the table of all operations in the README."""
 
 from pipemesh.lowering.op_list import op_table
 

@@ -21,9 +21,9 @@ from pipemesh.text import nearest_text
 
 # "SAME" or "VALID".
 Padding = str
-# One number for all dims, or one for each name of a dim.
+# One number for all dims, or a number for each dim name.
 Steps = int | Mapping[str, int]
-# By the number of dims: the operation, and its gradients of images and of filters.
+# Maps the number of dims to the operation and its gradients for images and filters.
 _CONV: dict[int, tuple[Any, Any, Any]] = {
     2: (tf.raw_ops.Conv2D, tf.raw_ops.Conv2DBackpropInput, tf.raw_ops.Conv2DBackpropFilter),
     3: (tf.raw_ops.Conv3D, tf.raw_ops.Conv3DBackpropInputV2, tf.raw_ops.Conv3DBackpropFilterV2),
@@ -45,14 +45,14 @@ def conv1d(
     Args:
         x: the images.
         filters: the filters.
-        window: the dim of `filters` that slides over a dim of `x`, by the latter's name.
+        window: maps the dim of `x` to the dim of `filters` that slides over it.
         padding: `"SAME"` or `"VALID"`.
         strides: steps of the window.
         dilations: steps within the window.
 
     Raises:
-        ShapeError: the dims do not fit each other.
-        LayoutError: the result cannot be split as the rules say.
+        ShapeError: the dims do not match.
+        LayoutError: the rules cannot split the result.
     """
     return _conv(1, x, filters, window, padding, strides, dilations)
 
@@ -69,29 +69,30 @@ def conv2d(
 ) -> Tensor:
     """Convolves over two dims, as `tf.nn.conv2d` does.
 
-    Dims that `x` and `filters` share, one at least, are the channels that are summed over; further
-    dims of `filters` are the channels of the result, its last dims. All other dims of `x` are
-    batches.
-    Where a dim that a window slides over is split, a processor gets the rows that its windows need
-    from its neighbours, and no others; their gradients go back and are added.
+    Dims that `x` and `filters` share are the channels to sum over; there must be at least one.
+    Further dims of `filters` are the channels of the result, its last dims. All other dims of `x`
+    are batch dims.
 
-    Strides and dilations are exact for split dims as well. The only rule is that of every tensor:
-    the result's size (as in TensorFlow: ceil(size / stride) for SAME, ceil((size - dilation *
-    (window - 1)) / stride) for VALID) is a multiple of the number of slices.
+    If a window slides over a split dim, each processor gets only the rows that its windows need
+    from its neighbours. The gradients of these rows go back and are added.
+
+    Strides and dilations are exact for split dims too. As for every tensor, the result's size must
+    be a multiple of the number of slices. Sizes are those of TensorFlow: ceil(size / stride) for
+    SAME, ceil((size - dilation * (window - 1)) / stride) for VALID.
 
     Args:
         x: the images, for example `"batch:8;rows:28;cols:28;in:3"`.
         filters: for example `"window_rows:3;window_cols:3;in:3;out:16"`.
-        window: the dims of `filters` that slide over dims of `x`, by the latter's names: for
-            example `{"rows": "window_rows", "cols": "window_cols"}`.
-        padding: `"SAME"`: as many zeros around `x` as keep its size at stride 1; or `"VALID"`:
-            only windows that lie in `x` as a whole.
+        window: maps dims of `x` to the dims of `filters` that slide over them: for example
+            `{"rows": "window_rows", "cols": "window_cols"}`.
+        padding: `"SAME"` adds the zeros around `x` that keep its size at stride 1; `"VALID"` uses
+            only windows that lie completely in `x`.
         strides: steps of the window: one number, or one for each name in `window`.
         dilations: steps within the window, in the same form.
 
     Raises:
-        ShapeError: the dims do not fit each other, or a window is greater than `x`.
-        LayoutError: the result cannot be split as the rules say; change the rule that it names.
+        ShapeError: the dims do not match, or a window is larger than `x`.
+        LayoutError: the rules cannot split the result; change the rule in the message.
     """
     return _conv(2, x, filters, window, padding, strides, dilations)
 
@@ -111,14 +112,14 @@ def conv3d(
     Args:
         x: the images.
         filters: the filters.
-        window: the dims of `filters` that slide over dims of `x`, by the latter's names.
+        window: maps dims of `x` to the dims of `filters` that slide over them.
         padding: `"SAME"` or `"VALID"`.
         strides: steps of the window.
         dilations: steps within the window.
 
     Raises:
-        ShapeError: the dims do not fit each other.
-        LayoutError: the result cannot be split as the rules say.
+        ShapeError: the dims do not match.
+        LayoutError: the rules cannot split the result.
     """
     return _conv(3, x, filters, window, padding, strides, dilations)
 
@@ -145,7 +146,7 @@ def _conv(
     batch = x.shape.without(*window, *shared.names)
     shape, starts = _result(x.shape, filters.shape, window, padding, steps, spread)
     layout = lowering.tensor_layout(shape)
-    # All dims together, as they meet in the products; those of the window are whole.
+    # All dims that meet in the matmuls; those of the window are whole.
     lowering.tensor_layout(Shape((*x.shape.dims, *out.dims)))
 
     kernel_at = [filters.shape.index(name) for name in kernel.names]
@@ -176,7 +177,7 @@ def _conv(
             [steps[name] for name in window],
             [spread[name] for name in window],
         )
-        # Of an empty batch, TensorFlow returns an image of other sizes, as empty as the right one.
+        # For an empty batch TensorFlow returns an image of wrong sizes, which is empty too.
         slid = [layout.slice_shape[shape.index(name)] for name in window]
         found = tf.reshape(found, [*batches, *slid, *outs])
         return in_order(found, [computed.index(name) for name in shape.names])
@@ -195,24 +196,7 @@ def windows_of(
     rules: LayoutRules,
     mesh: Mesh,
 ) -> tuple[Shape, dict[str, Windows]]:
-    """What a convolution gives, and which rows it needs for it.
-
-    Args:
-        x: shape of the images.
-        filters: of the filters.
-        window: as for `conv2d`.
-        padding: `"SAME"` or `"VALID"`.
-        strides: one for each name.
-        rules: that split.
-        mesh: over which.
-
-    Returns:
-        The shape of the result, and for each dim that is slid over the runs of rows.
-
-    Raises:
-        ShapeError: a window is greater than `x`.
-        LayoutError: the result cannot be split as the rules say.
-    """
+    """Returns a convolution's shape, and the rows it needs of each dim under a window."""
     shape, starts = _result(x, filters, window, padding, strides, dict.fromkeys(window, 1))
     layout = rules.tensor_layout(shape, mesh)
     runs = {
@@ -236,7 +220,7 @@ def _result(
     steps: Mapping[str, int],
     spread: Mapping[str, int],
 ) -> tuple[Shape, dict[str, int]]:
-    """The shape of the result, and for each dim the row at which the first window begins."""
+    """Returns the result's shape, and for each dim the row where the first window begins."""
     rest = filters.without(*window.values())
     shared = x.without(*window) & rest
     shape, starts = x.without(*shared.names), dict[str, int]()
@@ -248,21 +232,21 @@ def _result(
 
 
 def _runs(dim: Dim, start: int, share: int, step: int, reach: int) -> Windows:
-    """The rows of a dim that each processor's share of windows needs."""
+    """Returns the rows of a dim that the windows of each processor need."""
     return Windows(dim.size, start, share * step, max(share - 1, 0) * step + reach)
 
 
 def _convolve(
     image: tf.Tensor, weight: tf.Tensor, steps: list[int], spread: list[int]
 ) -> tf.Tensor:
-    """A plain VALID convolution, the batch first and the channels last."""
+    """Computes a plain VALID convolution with the batch first and the channels last."""
     if len(steps) == 1:
         image, weight = image[:, None], weight[None]
         return tf.squeeze(_convolve(image, weight, [1, *steps], [1, *spread]), 1)
     forward, to_image, to_weight = _CONV[len(steps)]
     how = {"padding": "VALID", "strides": [1, *steps, 1], "dilations": [1, *spread, 1]}
 
-    # TensorFlow's own gradient computes the sizes, which stops the lowering to a TPU's program.
+    # TensorFlow's own gradient computes the sizes, which cannot be compiled for a TPU.
     @custom_gradient
     def call(x: tf.Tensor, f: tf.Tensor) -> Any:
         def grad(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -278,7 +262,7 @@ def _convolve(
 
 
 def _output(dim: Dim, reach: int, step: int, padding: str) -> tuple[int, int]:
-    """The size of the result, and the row at which the first window begins."""
+    """Returns the size of the result, and the row where the first window begins."""
     if padding == "VALID":
         if reach > dim.size:
             raise ShapeError(
@@ -320,7 +304,7 @@ def _check_window(
 
 
 def _check_channels(x: Tensor, filters: Tensor, window: Mapping[str, str]) -> None:
-    """A misspelt channel would be a batch in one operand, and a new channel in the other."""
+    """Rejects misspelt channels, which would become a batch dim and a new channel."""
     rest = x.shape.without(*window)
     channels = filters.shape.without(*window.values())
     if not rest & channels:

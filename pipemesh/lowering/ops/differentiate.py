@@ -15,26 +15,26 @@ from pipemesh.lowering.variable import Variable
 
 @tf.autograph.experimental.do_not_convert
 def gradients(loss: Tensor, sources: Any, tape: tf.GradientTape | None = None) -> Any:
-    """Gradients of a loss: the same numbers under every layout and lowering, eagerly and in graphs.
+    """Returns gradients of a loss: equal under every layout and lowering, eagerly and in graphs.
 
-    Each processor has a copy of the loss, and only all of them together have the whole gradient
-    under placement: `tape.gradient(loss.slices[0], ...)` gives a part of it. `tape.gradient(loss,
-    ...)` is right as well; this function checks what it is given, and knows variables.
+    Under placement each processor has a copy of the loss, and only all copies together have the
+    whole gradient: `tape.gradient(loss.slices[0], ...)` gives a part of it. `tape.gradient(loss,
+    ...)` is right too; this function also checks its arguments and supports variables.
 
     Args:
         loss: a floating tensor; if it has dims, the sum of its elements is differentiated.
-        sources: a nest of tensors, `Variable` objects, and tensors or variables of TensorFlow,
-            such as those that were imported, or slices.
-        tape: what recorded the computation of the loss, and watched the sources. Graphs, of
-            TensorFlow 1 or in a `tf.function`, do without one.
+        sources: a nest of tensors, `Variable` objects, and TensorFlow's tensors or variables, such
+            as imported ones or slices.
+        tape: recorded the computation of the loss and watched the sources. Not needed in graphs of
+            TensorFlow 1 and in a `tf.function`.
 
     Returns:
-        In the form of `sources`, for tensors and `Variable` objects tensors of the same shape and
-        layout; for those of TensorFlow tensors of TensorFlow; None for what the loss does not
-        depend on, or the tape did not watch.
+        The structure of `sources`. Tensors and `Variable` objects get tensors of the same shape and
+        layout; TensorFlow's get TensorFlow's tensors. A source that the loss does not depend on, or
+        that the tape did not watch, gets None.
 
     Raises:
-        GradientError: there is neither tape nor graph, or something has no floating dtype.
+        GradientError: there is neither a tape nor a graph, or a dtype is not floating.
 
     Example:
         >>> import tensorflow as tf

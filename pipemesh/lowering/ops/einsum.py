@@ -1,4 +1,4 @@
-"""Sums of products over named dims."""
+"""Einsums over named dims."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from pipemesh.text import almost_equal
 def einsum(
     operands: Sequence[Tensor], dims: Sequence[str], names: Mapping[str, str] = NO_NAMES
 ) -> Tensor:
-    """Multiplies operands, dims found by name, and sums over the dims that the result lacks.
+    """Multiplies operands, matches dims by name, and sums over the dims that the result lacks.
 
     Sums over split dims end in an all-reduce.
 
     Args:
         operands: one or more tensors.
-        dims: the names of the dims of the result, in order; each is one of an operand.
-        names: new names of the result's dims by old ones, as for `rename`. Where a dim is split, by
-            its new name, over an axis that is summed over, the sum ends in a reduce-scatter.
+        dims: the names of the dims of the result, in order; each is a dim of an operand.
+        names: new names of the result's dims by old ones, as for `rename`. If the layout splits a
+            dim's new name over an axis that is summed over, the sum ends in a reduce-scatter.
 
     Raises:
-        ShapeError: a name stands for two sizes, no operand has a dim of the result, the dtypes
-            differ, or two operands are summed over dims whose names differ by a slip of the pen.
+        ShapeError: a name has two sizes, no operand has a dim of the result, or the dtypes differ.
+            Also if two operands are summed over dims whose names differ by a typo.
         LayoutError: the rules split two dims of all operands together over one axis. Rename one of
             them beforehand, which moves the data.
 
     Example:
-        `einsum([x, w], ["batch", "out"])` with x of `batch, hidden` and w of `hidden, out` is a
-        product of matrices.
+        A matmul is `einsum([x, w], ["batch", "out"])`, with x of `batch, hidden` and w of
+        `hidden, out`.
     """
     check_same_lowering(operands)
     axes = union_axes(operands)
@@ -60,21 +60,17 @@ def products(
     dims: Sequence[Sequence[str]],
     names: Mapping[str, str] = NO_NAMES,
 ) -> list[Tensor]:
-    """Products of one operand with several, each an `einsum`.
+    """Returns the einsums of one operand with each of several others.
 
-    By itself, each would sum the gradient of `x` over the axes that its other operand is split
-    over. Here the gradients are added first, so that they are sent once.
+    Separate einsums would each sum the gradient of `x` over the axes that split the other operand.
+    Here the gradients are added first and sent once.
 
     Args:
-        x: the operand of all.
+        x: the common operand.
         others: the other operand of each.
-        dims: of the result of each.
-        names: new names of the dims of `x`, as for `rename`. Where that gathers a dim over an axis
-            that all others are split over, the gradient of `x` is sent by a reduce-scatter.
-
-    Raises:
-        ShapeError: see `einsum`.
-        LayoutError: see `einsum`.
+        dims: the dims of each result.
+        names: new names of the dims of `x`, as for `rename`. If that gathers a dim over an axis
+            that splits all others, the gradient of `x` is sent by a reduce-scatter.
     """
     lowering = check_same_lowering([x, *others])
     gathered: Sequence[str] = ()
@@ -94,7 +90,7 @@ def products(
 def _gathered(
     lowering: Lowering, x: Tensor, others: Sequence[Tensor], names: Mapping[str, str]
 ) -> tuple[Tensor, Sequence[str]]:
-    """The tensor by its new names, and the axes along which it differs for having been gathered."""
+    """Renames the dims of a tensor, and returns the axes along which it now differs."""
     shape = renamed_shape(x.shape, names)
     shared = set.intersection(*(set(other.split_axes) for other in others))
     new = lowering.tensor_layout(shape).axes
@@ -108,7 +104,7 @@ def _product(
     dims: Sequence[str],
     names: Mapping[str, str] = NO_NAMES,
 ) -> Tensor:
-    """The product of operands whose slices were let into what differs along all of their axes."""
+    """Multiplies operands whose slices already vary along the axes of all of them."""
     lowering = check_same_lowering(operands)
     check_same_dtype(operands)
     union = functools.reduce(operator.or_, (operand.shape for operand in operands))
@@ -116,7 +112,7 @@ def _product(
     _check_summed(operands, union.without(*shape.names))
     if len(union) > len(string.ascii_letters):
         raise ShapeError(f"the operands have {len(union)} dims; at most 52 are possible")
-    # All dims together: what an operand holds of one must fit what the others hold of another.
+    # All dims together: the slices of a dim must match between operands.
     lowering.tensor_layout(union)
     letters = dict(zip(union.names, string.ascii_letters, strict=False))
 
@@ -132,7 +128,7 @@ def _product(
 
 
 def _check_summed(operands: Sequence[Tensor], summed: Shape) -> None:
-    """A misspelt dim would be summed over in each of two operands by itself."""
+    """Rejects misspelt dims: each operand would be summed over its own spelling."""
     alone = [
         [dim for dim in operand.shape & summed if sum(dim in o.shape for o in operands) == 1]
         for operand in operands
@@ -150,12 +146,7 @@ def _check_summed(operands: Sequence[Tensor], summed: Shape) -> None:
 
 
 def local_product(terms: Sequence[str], result: str) -> Callable[..., tf.Tensor]:
-    """A function of slices that computes an einsum.
-
-    Args:
-        terms: for each operand its dims, a letter each.
-        result: the same of the result.
-    """
+    """Returns a function of slices that computes an einsum; each letter of a term is a dim."""
     equation = f"{','.join(terms)}->{result}"
 
     def general(*slices: tf.Tensor) -> tf.Tensor:
@@ -164,7 +155,7 @@ def local_product(terms: Sequence[str], result: str) -> Callable[..., tf.Tensor]
     if len(terms) != 2:
         return general
     left, right = terms
-    # `MatMul` is several percent faster on CPUs than `Einsum`, whose kernel is another one.
+    # On CPUs `MatMul` is several percent faster than `Einsum`, which uses another kernel.
     if _is_matrix_product(left, right, result):
         return lambda a, b: _matrix_product(left, right, result, a, b, general)
     if _is_matrix_product(right, left, result):
@@ -173,7 +164,7 @@ def local_product(terms: Sequence[str], result: str) -> Callable[..., tf.Tensor]
 
 
 def _parts(left: str, right: str, result: str) -> tuple[str, str, str]:
-    """The dims that stay of the left operand, those that are summed, those of the right one."""
+    """Returns the left operand's kept dims, the summed dims, and the right operand's kept dims."""
     rows = "".join(letter for letter in left if letter in result)
     summed = "".join(letter for letter in left if letter not in result)
     cols = "".join(letter for letter in right if letter in result)
@@ -181,7 +172,7 @@ def _parts(left: str, right: str, result: str) -> tuple[str, str, str]:
 
 
 def _is_matrix_product(left: str, right: str, result: str) -> bool:
-    """Whether runs of dims can be taken as one, so that nothing has to be transposed."""
+    """Returns whether runs of dims can be merged so that no operand is transposed."""
     rows, summed, cols = _parts(left, right, result)
     return (
         bool(summed)

@@ -1,4 +1,4 @@
-"""Element by element, with broadcasting by name."""
+"""Elementwise operations with broadcasting by name."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ __all__ = [
     "where",
 ]
 
-Operand = Any  # A Tensor, or a number: of Python, of NumPy, or a tf.Tensor without dims.
+Operand = Any  # A Tensor, or a number: from Python or NumPy, or a 0-d tf.Tensor.
 
 
 def in_order(tensor: tf.Tensor, order: Sequence[int]) -> tf.Tensor:
-    """A tensor with its dims in another order; itself if it is the same."""
+    """Reorders the dims of a tensor; returns the tensor itself if the order is the same."""
     return tensor if list(order) == sorted(order) else tf.transpose(tensor, order)
 
 
 def align(tensor: tf.Tensor, names: Sequence[str], wanted: Sequence[str]) -> tf.Tensor:
-    """Brings the dims of a slice into an order, with dims of size 1 for those that it lacks.
+    """Reorders the dims of a slice, and inserts dims of size 1 for missing ones.
 
-    Those that it lacks in front are left out: broadcasting adds them, and its gradient is one sum.
+    Missing leading dims are left out: broadcasting adds them, and its gradient is one sum.
     """
     present = [name for name in wanted if name in names]
     tensor = in_order(tensor, [names.index(name) for name in present])
@@ -92,16 +92,10 @@ def align(tensor: tf.Tensor, names: Sequence[str], wanted: Sequence[str]) -> tf.
 
 
 def union_shape(shapes: Sequence[Shape]) -> Shape:
-    """The shape of a result that has the dims of all operands.
+    """Returns the shape of a result that has the dims of all operands.
 
-    It is that of the first operand that has all of them. If none has, dims come in the order in
-    which the operands, from left to right, have them.
-
-    Args:
-        shapes: of the operands, at least one.
-
-    Raises:
-        ShapeError: a name stands for two sizes.
+    It is the shape of the first operand that has all of them. If none has, dims come from left to
+    right as the operands have them. A name with two sizes raises a ShapeError.
 
     Example:
         >>> bias, x = Shape.of(io=2), Shape.of(batch=4, io=2)
@@ -113,7 +107,7 @@ def union_shape(shapes: Sequence[Shape]) -> Shape:
 
 
 def _imported(lowering: Lowering, operand: Operand, dtype: tf.DType) -> Operand:
-    """Makes a number of TensorFlow, which may have a gradient, a tensor without dims."""
+    """Converts a TensorFlow number, which may have a gradient, to a tensor without dims."""
     if not isinstance(operand, tf.Tensor | tf.Variable):
         return operand
     return import_tensor(lowering, tf.convert_to_tensor(operand, dtype), Shape())
@@ -125,15 +119,10 @@ def broadcast(
     """Applies a function of tensors that broadcasts as NumPy does.
 
     Args:
-        function: local, of as many tensors as there are operands.
-        operands: tensors, of which there is at least one, and numbers, which take the dtype of
-            the first tensor that is not boolean. Numbers that are tensors of TensorFlow, or
-            variables, get a gradient like those that were imported.
-        shape: of the result; its dims are those of all operands. By default see `union_shape`.
-
-    Raises:
-        ShapeError: a name stands for two sizes, no operand is a tensor, or one is an array.
-        LayoutError: the result cannot be split as the rules say.
+        function: a local function of one tensor per operand.
+        operands: at least one tensor, and numbers, which take the dtype of the first tensor that is
+            not boolean. TensorFlow's scalars and variables get a gradient like imported ones.
+        shape: the shape of the result, with the dims of all operands; by default see `union_shape`.
     """
     for operand in operands:
         if not isinstance(operand, Tensor) and np.ndim(operand) > 0:
@@ -243,7 +232,7 @@ subtract = _binary("subtract", tf.subtract, "a - b.")
 
 
 def _floating(operand: Operand) -> Operand:
-    """Integers as float32: TensorFlow would make them float64, which no TPU computes."""
+    """Converts integers to float32: TensorFlow would use float64, which TPUs do not support."""
     if isinstance(operand, Tensor) and operand.dtype.is_integer:
         return cast(operand, tf.float32)
     if isinstance(operand, tf.Tensor | tf.Variable) and operand.dtype.is_integer:
@@ -256,14 +245,14 @@ def divide(a: Operand, b: Operand) -> Tensor:
     """a / b; IEEE for 0: inf or NaN; float32 if both are integers.
 
     Args:
-        a: a tensor, or a number.
-        b: the same; one of them is a tensor.
+        a: a tensor or a number.
+        b: the same; at least one of them is a tensor.
 
     Returns:
         Dims in the order of the first operand that has all; see `union_shape`.
 
     Raises:
-        ShapeError: a name stands for two sizes, or the dtypes differ.
+        ShapeError: a name has two sizes, or the dtypes differ.
         LayoutError: the rules split two dims of the result over one axis.
     """
     if all(isinstance(operand, Tensor | tf.Tensor | tf.Variable) for operand in (a, b)):
@@ -275,18 +264,18 @@ def divide(a: Operand, b: Operand) -> Tensor:
 
 @register("elementwise")
 def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
-    """Elements of `a` where `condition` is true, of `b` elsewhere.
+    """Selects elements of `a` where `condition` is true, of `b` elsewhere.
 
     Args:
         condition: booleans.
-        a: a tensor, or a number.
-        b: the same; one of them is a tensor.
+        a: a tensor or a number.
+        b: the same; at least one of them is a tensor.
 
     Returns:
         Dims in the order of the first of `a`, `b` and `condition` that has all; see `union_shape`.
 
     Raises:
-        ShapeError: a name stands for two sizes.
+        ShapeError: a name has two sizes.
         LayoutError: the rules split two dims of the result over one axis.
     """
     check_operands("where", [a, b])
@@ -314,11 +303,11 @@ def broadcast_to(x: Tensor, shape: Shape) -> Tensor:
 
     Args:
         x: any tensor.
-        shape: has all dims of `x`, in any order.
+        shape: contains all dims of `x`, in any order.
 
     Raises:
         ShapeError: `shape` lacks a dim of `x`.
-        LayoutError: the result cannot be split as the rules say.
+        LayoutError: the rules cannot split the result.
     """
     if not x.shape <= shape:
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""From numbers to rows and back."""
+"""Lookups: one-hot encoding and gather."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipemesh.mesh import Dim, Shape
 
 
 def local_start(lowering: Lowering, dim: Dim) -> tuple[Slices, int]:
-    """Where each processor's part of a dim begins (int32 scalars), and how long it is."""
+    """Returns the first index (int32 scalars) and the length of each processor's part of a dim."""
     axis = lowering.rules.axis(dim.name)
     if axis is None:
         return lowering.raw_map(lambda: tf.constant(0)), dim.size
@@ -25,23 +25,23 @@ def local_start(lowering: Lowering, dim: Dim) -> tuple[Slices, int]:
 
 
 def _from_start(indices: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-    """Indices that count from `start`; narrow integers would wrap around."""
+    """Subtracts `start` from indices, in a dtype that does not wrap around."""
     wide = indices if indices.dtype in (tf.int32, tf.int64) else tf.cast(indices, tf.int64)
     return wide - tf.cast(start, wide.dtype)
 
 
 @register("lookup")
 def one_hot(indices: Tensor, dim: Dim, dtype: tf.DType = tf.float32) -> Tensor:
-    """Ones at the given places of a new dim, and zeros elsewhere.
+    """Makes a new dim with a one at each index and zeros elsewhere.
 
     Args:
-        indices: integers; outside of `[0, dim.size)` there is no one.
+        indices: integers; an index outside of `[0, dim.size)` gives zeros only.
         dim: the new, last dim.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Raises:
         ShapeError: `indices` has a dim of this name.
-        LayoutError: the result cannot be split as the rules say.
+        LayoutError: the rules cannot split the result.
     """
     shape = Shape((*indices.shape.dims, dim))
     lowering = indices.lowering
@@ -57,21 +57,21 @@ def one_hot(indices: Tensor, dim: Dim, dtype: tf.DType = tf.float32) -> Tensor:
 
 @register("lookup", "all_reduce", "reduce_scatter")
 def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = NO_NAMES) -> Tensor:
-    """Takes rows out of a table, for example of an embedding with a split vocabulary.
+    """Looks up rows of a table, for example of an embedding with a split vocabulary.
 
     Args:
-        table: has the dim `dim`.
-        indices: integers that count along `dim`; outside of it the row is zeros. Dims that
-            `table` has as well are matched by name.
-        dim: the name of the dim that is looked up.
+        table: contains the dim `dim`.
+        indices: integer positions along `dim`; a position outside of it gives a row of zeros. Dims
+            that `table` has too are matched by name.
+        dim: the name of the dim to look up in.
         names: new names of the result's dims, as for `einsum`.
 
     Returns:
         The dims of `indices`, then those of `table` without `dim`.
 
     Raises:
-        ShapeError: `table` has no such dim, or `indices` has it, or a name stands for two sizes.
-        LayoutError: all dims together, or those of the result, cannot be split as the rules say.
+        ShapeError: `table` has no such dim, `indices` has it, or a name has two sizes.
+        LayoutError: the rules cannot split all dims together, or those of the result.
     """
     lowering = check_same_lowering([table, indices])
     looked_up = table.shape[dim]
@@ -82,7 +82,7 @@ def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = 
         )
     lowering.tensor_layout(table.shape | indices.shape)
     if table.dtype == tf.bool:
-        # Devices exchange numbers.
+        # Devices exchange numbers only.
         return cast(gather(cast(table, tf.int32), indices, dim, names), tf.bool)
     shared = table.shape & indices.shape
     own = table.shape.without(dim, *shared.names)
@@ -91,7 +91,7 @@ def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = 
     axes = union_axes([table, indices])
 
     def local(rows: tf.Tensor, at: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-        # Of an order that stays, too: the gradient of a transposition is dense.
+        # Transposes even if the order stays: the gradient of a transposition is dense.
         rows = tf.transpose(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
         at = in_order(at, [indices.shape.index(n) for n in (*shared.names, *rest.names)])
         at = _from_start(at, begin)

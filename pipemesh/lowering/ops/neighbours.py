@@ -1,4 +1,4 @@
-"""Rows that go to their neighbours: shift and halo exchange."""
+"""Exchange of rows with neighbours: shift and halo exchange."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pipemesh.mesh import Dim
 
 @register("neighbours", "permute")
 def shift(x: Tensor, dim: str, offset: int, *, wrap: bool) -> Tensor:
-    """Moves all rows of a dim `offset` rows up; only rows that cross a slice's border are sent.
+    """Moves all rows of a dim by `offset` rows; sends only rows that cross a slice's border.
 
     Args:
         x: any tensor.
         dim: the name of the dim.
         offset: may be negative.
         wrap: whether rows that leave at one end enter at the other, as in `tf.roll`; otherwise
-            zeros do.
+            zeros enter.
 
     Raises:
         ShapeError: the name is unknown.
@@ -31,10 +31,10 @@ def shift(x: Tensor, dim: str, offset: int, *, wrap: bool) -> Tensor:
 
 
 def _shifted(x: Tensor, slices: Slices, dim: str, offset: int, wrap: bool) -> Slices:
-    """Shifts slices that are split as those of `x` in this dim."""
+    """Shifts slices whose `dim` is split like that of `x`."""
     at = x.shape.index(dim)
     size, rows = x.shape[dim].size, x.layout.slice_shape[at]
-    # Beyond the size all is zero, or it begins again.
+    # An offset beyond the size gives zeros, or wraps around.
     offset = offset % max(size, 1) if wrap else max(-size, min(size, offset))
     windows = Windows(size, -offset, rows, rows, wrap)
     return take_windows(x.lowering, slices, x.layout.axes[at], at, windows)
@@ -44,22 +44,22 @@ def _shifted(x: Tensor, slices: Slices, dim: str, offset: int, wrap: bool) -> Sl
 def halo_exchange(x: Tensor, blocks: str, rows: str, halo: int, *, wrap: bool = False) -> Tensor:
     """Extends each block by the nearest rows of the blocks before and behind it.
 
-    Where the blocks are split, `halo` rows go to each neighbour and nothing else does; the gradient
-    sends theirs back and adds them. Where the rows are split as well, blocks are joined beforehand.
+    If the blocks are split, each neighbour gets `halo` rows and nothing else. The gradients of
+    these rows go back and are added. If the rows are split too, blocks are joined beforehand.
 
     Args:
         x: any tensor.
         blocks: the name of the dim that counts the blocks.
         rows: the name of the dim that counts the rows in a block.
-        halo: how many rows of each neighbour; at most as many as a block has.
-        wrap: whether the first and the last block are neighbours; otherwise zeros are.
+        halo: number of rows of each neighbour; at most the rows of a block.
+        wrap: whether the first and the last block are neighbours; otherwise zeros surround them.
 
     Returns:
         `x` with `2 * halo` more rows.
 
     Raises:
-        ShapeError: a block does not have as many rows.
-        LayoutError: the result cannot be split as the rules say.
+        ShapeError: a block has fewer rows than `halo`.
+        LayoutError: the rules cannot split the result.
     """
     size = x.shape[rows].size
     if not 0 <= halo <= size or blocks == rows:

@@ -1,4 +1,4 @@
-"""The order of elements along a dim: top-k, argmax, cumulative sums."""
+"""Order of elements along a dim: top-k, argmax, cumulative sums."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipemesh.mesh import Dim
 
 @register("order", "all_gather", "slice")
 def top_k(x: Tensor, dim: str, k: Dim) -> tuple[Tensor, Tensor]:
-    """The greatest elements along a dim, in descending order, and where they are.
+    """Returns the greatest elements along a dim, in descending order, and their indices.
 
-    Of equal elements the one with the lower index comes first, as in `tf.math.top_k`. If the dim
-    is split, each processor sends its `k` greatest elements. NaN counts as -inf; the order that
-    `tf.math.top_k` gives it is undefined.
+    Of equal elements the one with the lower index comes first, as in `tf.math.top_k`. If the dim is
+    split, each processor sends its `k` greatest elements. NaN counts as -inf; `tf.math.top_k`
+    leaves its order undefined.
 
     Args:
         x: any numbers.
@@ -33,7 +33,7 @@ def top_k(x: Tensor, dim: str, k: Dim) -> tuple[Tensor, Tensor]:
 
     Raises:
         ShapeError: the dim has fewer elements.
-        LayoutError: the result cannot be split as the rules say.
+        LayoutError: the rules cannot split the result.
     """
     if k.size > x.shape[dim].size:
         raise ShapeError(f"dim {dim!r} of '{x.shape}' has no {k.size} elements; lower '{k}'")
@@ -81,13 +81,13 @@ def top_k(x: Tensor, dim: str, k: Dim) -> tuple[Tensor, Tensor]:
 
 @register("order", "all_reduce")
 def argmax(x: Tensor, dim: str) -> Tensor:
-    """Where the greatest element along a dim is: int32; the lowest index of equal elements.
+    """Returns the int32 index of the greatest element along a dim; of equal ones, the lowest.
 
     NaN and -inf count as the dtype's lowest number, as in `tf.argmax`.
 
     Args:
         x: any numbers.
-        dim: the name of the dim, which goes.
+        dim: the name of the dim to remove.
 
     Raises:
         ShapeError: the dim is unknown or has no elements.
@@ -127,7 +127,7 @@ def argmax(x: Tensor, dim: str) -> Tensor:
 
 @register("order", "permute")
 def cumsum(x: Tensor, dim: str, *, exclusive: bool = False, reverse: bool = False) -> Tensor:
-    """Sums of all elements up to each one along a dim.
+    """Computes cumulative sums along a dim.
 
     If the dim is split over n processors, the sums of slices travel in 1 + log2(n) steps (Hillis
     and Steele, "Data Parallel Algorithms", 1986).
@@ -135,7 +135,7 @@ def cumsum(x: Tensor, dim: str, *, exclusive: bool = False, reverse: bool = Fals
     Args:
         x: any numbers.
         dim: the name of the dim.
-        exclusive: whether an element is left out of its own sum.
+        exclusive: whether to leave an element out of its own sum.
         reverse: whether sums begin at the last element.
 
     Raises:

@@ -30,9 +30,10 @@ from pipemesh.randomness.scope import WholeDraw, scopes
 def _draw(
     lowering: Lowering, shape: Shape, seed: tf.Tensor, dtype: tf.DType, raw: RawDraw
 ) -> Tensor:
-    """Every processor draws its slice of the numbers that one device would draw.
+    """Draws on each processor its slice of the numbers that one device would draw.
 
-    Inside a pipeline, one device would draw the whole batch's, and a microbatch takes its own.
+    Inside a pipeline, one device would draw the numbers of the whole batch. A microbatch takes its
+    part of them.
     """
     if scopes.slicewise:
         inside = scopes.slicewise[-1]
@@ -64,7 +65,7 @@ def _draw(
         and len(slices) == lowering.mesh.num_devices
         and tf.is_symbolic_tensor(slices[0])
     ):
-        # Where the slices lie is not known in the program of a single core.
+        # The program of a single core does not know where the slices lie.
         places = [layout.slice_begin(i) for i in range(len(slices))]
         parts = tuple(zip(slices, places, strict=True))
         scopes.stack[-1].drawn[name] = WholeDraw(shape.sizes, parts)
@@ -80,18 +81,18 @@ def _draw_share(
     seed: tf.Tensor,
     dtype: tf.DType,
 ) -> tf.Tensor:
-    """Draws a block of a microbatch's tensor out of the whole batch's."""
+    """Draws a block of a microbatch's tensor as a part of the whole batch's."""
     dim = next(i for i, (a, b) in enumerate(zip(sizes, share.whole, strict=True)) if a != b)
     before = share.left // math.prod(sizes[:dim])
-    # The examples and what is folded into the batch's dim behind them.
+    # The examples, and the dims folded into the batch's dim behind them.
     mine = sizes[dim] // before
     first = tf.cast(share.position.microbatch, tf.int32) * mine
     if before == 1:
         begins, at = list(begin), begin[dim]
         begins[dim] = first if isinstance(at, int) and at == 0 else at + first
         return draw_block(raw, share.whole, begins, block, seed, dtype)
-    # Other dims are folded into the batch's and come before it: to its examples, the microbatch
-    # is no run of elements. All of them are drawn and the block is cut out.
+    # Other dims are folded into the batch's dim before the examples, so a microbatch is no
+    # contiguous run of elements. All elements are drawn and the block is cut out.
     examples = share.whole[dim] // before
 
     def unfold(of: Sequence[Any], *two: Any) -> list[Any]:
@@ -113,16 +114,16 @@ def _draw_share(
 def random_uniform(
     lowering: Lowering, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
 ) -> Tensor:
-    """Uniform numbers in [0, 1): those of `tf.random.stateless_uniform` with Philox.
+    """Draws uniform numbers in [0, 1), equal to `tf.random.stateless_uniform` with Philox.
 
     Args:
-        lowering: of the tensors that it will meet.
-        shape: of the whole tensor.
+        lowering: the lowering of the new tensor.
+        shape: the shape of the whole tensor.
         seed: two integers.
-        dtype: floating.
+        dtype: a floating dtype.
 
     Raises:
-        LayoutError: the tensor cannot be split as the rules say.
+        LayoutError: the rules cannot split the tensor.
     """
     return _draw(lowering, as_shape(shape), seed, dtype, tf.raw_ops.StatelessRandomUniformV2)
 
@@ -131,16 +132,16 @@ def random_uniform(
 def random_normal(
     lowering: Lowering, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
 ) -> Tensor:
-    """Normal numbers of mean 0 and deviation 1: `tf.random.stateless_normal` with Philox.
+    """Draws numbers of mean 0 and deviation 1, equal to `tf.random.stateless_normal` with Philox.
 
     Args:
-        lowering: of the tensors that it will meet.
-        shape: of the whole tensor.
+        lowering: the lowering of the new tensor.
+        shape: the shape of the whole tensor.
         seed: two integers.
-        dtype: floating.
+        dtype: a floating dtype.
 
     Raises:
-        LayoutError: the tensor cannot be split as the rules say.
+        LayoutError: the rules cannot split the tensor.
     """
     return _draw(lowering, as_shape(shape), seed, dtype, tf.raw_ops.StatelessRandomNormalV2)
 
@@ -149,19 +150,19 @@ def random_normal(
 def dropout(x: Tensor, *, rate: float, seed: tf.Tensor, noise_dims: Shape | None = None) -> Tensor:
     """Sets elements to zero with probability `rate`, and scales the others by 1 / (1 - rate).
 
-    The mask is that of `tf.nn.experimental.stateless_dropout` with Philox, whatever the layout. In
-    half precision it is that of float32: precision changes no mask, and a rate such as 0.1 is not
-    rounded to a 128th.
+    The mask equals that of `tf.nn.experimental.stateless_dropout` with Philox under every layout.
+    Half precision uses the mask of float32. So precision changes no mask, and a rate such as 0.1 is
+    not rounded to a 128th.
 
     Args:
         x: floating numbers.
-        rate: the probability of being dropped, in [0, 1), as in TensorFlow.
+        rate: the probability of a zero, in [0, 1), as in TensorFlow.
         seed: two integers.
-        noise_dims: dims of `x` along which elements are dropped one by one; along the others
+        noise_dims: dims of `x` along which elements are dropped independently; along the others
             they are dropped together. By default all.
 
     Raises:
-        ShapeError: `rate` is outside of [0, 1), or a noise dim is none of `x`.
+        ShapeError: `rate` is outside of [0, 1), or a noise dim is not a dim of `x`.
     """
     if not 0 <= rate < 1:
         raise ShapeError(

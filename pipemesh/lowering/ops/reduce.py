@@ -26,19 +26,19 @@ Dims = str | Sequence[str] | None
 
 
 def reduced_dims(x: Tensor, dims: Dims) -> tuple[Shape, Shape]:
-    """The dims that stay, and those that go."""
+    """Returns the remaining dims and the reduced ones."""
     names = x.shape.names if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
     gone = x.shape.select(*names)
     return x.shape.without(*names), gone
 
 
 def positions(x: Tensor, gone: Shape) -> list[int]:
-    """Where the dims that go are."""
+    """Returns the positions of the reduced dims."""
     return [x.shape.index(name) for name in gone.names]
 
 
 def axes_of(x: Tensor, gone: Shape) -> list[str]:
-    """The axes that the dims that go are split over."""
+    """Returns the axes that split the reduced dims."""
     axes = (x.layout.axes[x.shape.index(name)] for name in gone.names)
     return [axis for axis in axes if axis is not None]
 
@@ -49,7 +49,7 @@ def reduce_sum(x: Tensor, dims: Dims = None) -> Tensor:
 
     Args:
         x: any numbers.
-        dims: the names of the dims that go; None for all.
+        dims: the names of the dims to reduce; None for all.
 
     Raises:
         ShapeError: a name is unknown.
@@ -66,7 +66,7 @@ def reduce_mean(x: Tensor, dims: Dims = None) -> Tensor:
 
     Args:
         x: floating numbers.
-        dims: the names of the dims that go; None for all.
+        dims: the names of the dims to reduce; None for all.
 
     Raises:
         ShapeError: a name is unknown, or the numbers are not floating.
@@ -81,12 +81,12 @@ def reduce_mean(x: Tensor, dims: Dims = None) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Half precision as float32, in which long sums neither stop growing nor overflow."""
+    """Converts half precision to float32, in which long sums neither stall nor overflow."""
     return cast(x, tf.float32) if x.dtype.size < tf.float32.size else x
 
 
 def extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
-    """The greatest or smallest elements, without gradient."""
+    """Computes the greatest or smallest elements, without gradient."""
     stay, gone = reduced_dims(x, dims)
     at = positions(x, gone)
     reduce = tf.reduce_max if op == "max" else tf.reduce_min
@@ -117,7 +117,7 @@ def _reduce_extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
 
     slices = lowering.with_gradient(
         lambda _: lowering.raw_map(tf.identity, result.slices),
-        # What is equal along the axes goes to elements that are not.
+        # A value that is equal along the axes meets elements that are not.
         lambda grad: lowering.map(share, lowering.vary(grad, axes), found, count),
         x.slices,
     )
@@ -125,7 +125,7 @@ def _reduce_extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
 
 
 def _expand(tensor: tf.Tensor, at: Sequence[int]) -> tf.Tensor:
-    """Puts dims of size 1 where dims were reduced."""
+    """Inserts dims of size 1 where dims were reduced."""
     for position in sorted(at):
         tensor = tf.expand_dims(tensor, position)
     return tensor
@@ -133,11 +133,11 @@ def _expand(tensor: tf.Tensor, at: Sequence[int]) -> tf.Tensor:
 
 @register("reduction", "all_reduce")
 def reduce_max(x: Tensor, dims: Dims = None) -> Tensor:
-    """The greatest elements over dims; the dtype's lowest value (-inf) over nothing.
+    """Computes the greatest elements over dims; the dtype's lowest value (-inf) over nothing.
 
     Args:
         x: any numbers.
-        dims: the names of the dims that go; None for all.
+        dims: the names of the dims to reduce; None for all.
 
     Raises:
         ShapeError: a name is unknown.
@@ -147,11 +147,11 @@ def reduce_max(x: Tensor, dims: Dims = None) -> Tensor:
 
 @register("reduction", "all_reduce")
 def reduce_min(x: Tensor, dims: Dims = None) -> Tensor:
-    """The smallest elements over dims; the dtype's highest value (inf) over nothing.
+    """Computes the smallest elements over dims; the dtype's highest value (inf) over nothing.
 
     Args:
         x: any numbers.
-        dims: the names of the dims that go; None for all.
+        dims: the names of the dims to reduce; None for all.
 
     Raises:
         ShapeError: a name is unknown.
@@ -161,13 +161,13 @@ def reduce_min(x: Tensor, dims: Dims = None) -> Tensor:
 
 @register("reduction", "all_reduce")
 def reduce_logsumexp(x: Tensor, dims: Dims = None) -> Tensor:
-    """Logarithms of sums of exponentials over dims, without overflow; -inf over nothing.
+    """Computes logarithms of sums of exponentials over dims, without overflow; -inf over nothing.
 
     Half precision is computed in float32.
 
     Args:
         x: floating numbers.
-        dims: the names of the dims that go; None for all.
+        dims: the names of the dims to reduce; None for all.
 
     Raises:
         ShapeError: a name is unknown.
@@ -193,7 +193,7 @@ def _reduce_bools(x: Tensor, dims: Dims, reduce: Callable[..., tf.Tensor], op: s
     stay, gone = reduced_dims(x, dims)
     at = positions(x, gone)
     lowering = x.lowering
-    # Devices exchange numbers.
+    # Devices exchange numbers only.
     partial = lowering.map(lambda s: tf.cast(reduce(s, at), tf.int32), x.slices)
     total = lowering.all_reduce(partial, axes_of(x, gone), op)
     return Tensor(lowering, lowering.map(lambda s: tf.cast(s, tf.bool), total), stay)
@@ -201,11 +201,11 @@ def _reduce_bools(x: Tensor, dims: Dims, reduce: Callable[..., tf.Tensor], op: s
 
 @register("reduction", "all_reduce")
 def reduce_all(x: Tensor, dims: Dims = None) -> Tensor:
-    """Whether all booleans over dims are true; true over nothing.
+    """Returns whether all booleans over dims are true; true over nothing.
 
     Args:
         x: booleans.
-        dims: the names of the dims that go; None for all.
+        dims: the names of the dims to reduce; None for all.
 
     Raises:
         ShapeError: a name is unknown.
@@ -215,11 +215,11 @@ def reduce_all(x: Tensor, dims: Dims = None) -> Tensor:
 
 @register("reduction", "all_reduce")
 def reduce_any(x: Tensor, dims: Dims = None) -> Tensor:
-    """Whether any boolean over dims is true; false over nothing.
+    """Returns whether any boolean over dims is true; false over nothing.
 
     Args:
         x: booleans.
-        dims: the names of the dims that go; None for all.
+        dims: the names of the dims to reduce; None for all.
 
     Raises:
         ShapeError: a name is unknown.

@@ -1,4 +1,4 @@
-"""Other names, other orders, other shapes; the data moves where a split changes."""
+"""New names, orders and shapes of dims; data moves where a split changes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,10 @@ NO_NAMES: Mapping[str, str] = types.MappingProxyType({})
 
 
 def change_splits(lowering: Lowering, x: Slices, old: Axes, new: Axes) -> Slices:
-    """Moves data until each dim is split as asked for.
+    """Moves data from the splits `old` to the splits `new`, each the axis of every dim.
 
-    An axis whose dim changes is one all-to-all, an axis that is no longer used one all-gather, and
-    an axis that was not used a slice.
-
-    Args:
-        lowering: of the slices.
-        x: slices.
-        old: for each dim the axis that it is split over.
-        new: the same, as it shall be.
+    An axis that moves to another dim is one all-to-all. An axis that is no longer used is one
+    all-gather, and a newly used one a slice.
     """
     axes = list(old)
     for dim, axis in enumerate(old):
@@ -49,7 +43,7 @@ def change_splits(lowering: Lowering, x: Slices, old: Axes, new: Axes) -> Slices
             x = lowering.all_to_all(x, axis, split_dim=target, concat_dim=source)
             axes[source], axes[target] = None, axis
         else:
-            # Axes change places: one of them has to leave the circle; it is sliced below.
+            # The axes form a cycle: one of them leaves it here and is sliced below.
             axis, source, _ = moves[0]
             x = lowering.all_gather(x, axis, source)
             axes[source] = None
@@ -60,15 +54,7 @@ def change_splits(lowering: Lowering, x: Slices, old: Axes, new: Axes) -> Slices
 
 
 def renamed_shape(shape: Shape, names: Mapping[str, str]) -> Shape:
-    """A shape whose dims have other names.
-
-    Args:
-        shape: any.
-        names: new names by old ones; dims that are left out keep theirs.
-
-    Raises:
-        ShapeError: an old name is unknown, or a name occurs twice in the result.
-    """
+    """Returns a shape with renamed dims, or raises a ShapeError for an unknown or repeated name."""
     for name in names:
         shape.index(name)
     return Shape(tuple(Dim(names.get(dim.name, dim.name), dim.size) for dim in shape))
@@ -81,19 +67,10 @@ def summed(
     axes: Sequence[str],
     names: Mapping[str, str],
 ) -> Tensor:
-    """The sum of what processors have computed of a tensor, whose dims may get other names.
+    """Sums partial results of `shape` over axes, and renames its dims.
 
-    Args:
-        lowering: of the slices.
-        partial: slices of `shape`, each a summand.
-        shape: of the sum, before dims get other names.
-        axes: to sum over.
-        names: new names by old ones. Where a dim is split over one of `axes` by its new name, each
-            processor gets its slice of the sum, by one reduce-scatter.
-
-    Raises:
-        ShapeError: see `rename`.
-        LayoutError: see `rename`.
+    If the layout splits a dim's new name over one of `axes`, one reduce-scatter gives each
+    processor its slice.
     """
     if not names:
         return Tensor(lowering, lowering.all_reduce(partial, axes), shape)
@@ -105,14 +82,9 @@ def summed(
 def sum_to_splits(
     lowering: Lowering, partial: Slices, axes: Sequence[str], old: Axes, new: Axes
 ) -> Slices:
-    """Sums over axes, and moves data until each dim is split as asked for.
+    """Sums over axes, and moves data from the splits `old` to the splits `new`.
 
-    Args:
-        lowering: of the slices.
-        partial: the summands.
-        axes: to sum over. One that a dim shall be split over is one reduce-scatter.
-        old: for each dim the axis that it is split over.
-        new: the same, as it shall be.
+    An axis that is summed over and splits a dim in `new` is one reduce-scatter.
     """
     there, rest = list(old), []
     for axis in axes:
@@ -128,18 +100,11 @@ def sum_to_splits(
 def gather_to_meet(
     lowering: Lowering, x: Slices, old: Axes, new: Axes, met: Collection[str]
 ) -> tuple[Slices, list[str]]:
-    """Moves data until each dim is split as asked for, before it meets what differs along axes.
+    """Moves data from the splits `old` to the splits `new`, before it meets values that differ.
 
-    Args:
-        lowering: of the slices.
-        x: slices.
-        old: for each dim the axis that it is split over.
-        new: the same, as it shall be.
-        met: axes along which all that it meets differs. One of `old` that is given up is one
-            all-gather, whose gradient is a reduce-scatter.
-
-    Returns:
-        The slices, and the axes along which they may differ from now on.
+    All values that it meets differ along the axes `met`. A split over one of them that ends is an
+    all-gather whose gradient is a reduce-scatter. Returns the slices, and the axes along which they
+    may differ now.
     """
     there = list(old)
     gathered = [axis for axis in old if axis in met and axis not in new]
@@ -152,7 +117,7 @@ def gather_to_meet(
 
 @register("relayout")
 def transpose(x: Tensor, dims: Sequence[str]) -> Tensor:
-    """Brings the dims into another order.
+    """Reorders the dims.
 
     Args:
         x: any tensor.
@@ -172,15 +137,15 @@ def transpose(x: Tensor, dims: Sequence[str]) -> Tensor:
 
 @register("relayout", "all_to_all", "all_gather", "slice")
 def rename(x: Tensor, names: Mapping[str, str]) -> Tensor:
-    """Gives dims other names, and so perhaps another layout.
+    """Renames dims, which may change the layout.
 
     Args:
         x: any tensor.
-        names: new names by old ones; dims that are left out keep theirs.
+        names: new names by old ones; dims that are left out keep their names.
 
     Raises:
         ShapeError: an old name is unknown, or a name occurs twice in the result.
-        LayoutError: the result cannot be split as the rules say.
+        LayoutError: the rules cannot split the result.
     """
     shape = renamed_shape(x.shape, names)
     new = x.lowering.tensor_layout(shape).axes
@@ -188,7 +153,7 @@ def rename(x: Tensor, names: Mapping[str, str]) -> Tensor:
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
-    """Runs of old and new dims with equal products, as short as possible; sizes are above 0."""
+    """Returns shortest runs of old and new dims with equal products; sizes are above 0."""
     groups: list[tuple[range, range]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -208,15 +173,15 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]
 
 
 def _leading(dims: range, sizes: Sequence[int]) -> int | None:
-    """The first dim of a run whose size is not 1."""
+    """Returns the first dim of a run whose size is not 1."""
     return next((dim for dim in dims if sizes[dim] != 1), None)
 
 
 def _meeting_axes(lowering: Lowering, x: Tensor, shape: Shape) -> tuple[list[str | None], ...]:
-    """The axes of old and of new dims at the moment when the slices are reshaped.
+    """Returns the axes of old and new dims at the moment of the local reshape.
 
-    Within a run of dims only a split of the leading dim survives: it cuts the elements into blocks
-    that lie together. An axis that is needed before or after is kept there if it can be.
+    Within a run of dims only a split of the leading dim survives: it cuts the elements into
+    contiguous blocks. An axis that is needed before or after stays there if possible.
     """
     old_sizes, new_sizes = x.shape.sizes, shape.sizes
     old_axes, new_axes = x.layout.axes, lowering.tensor_layout(shape).axes
@@ -225,7 +190,7 @@ def _meeting_axes(lowering: Lowering, x: Tensor, shape: Shape) -> tuple[list[str
     if 0 in old_sizes:
         return before, after
     groups = _groups(old_sizes, new_sizes)
-    # First what need not move at all, then what moves on one side only.
+    # First axes that need not move at all, then those that move on one side only.
     for needs in (2, 1):
         for old_run, new_run in groups:
             lead, target = _leading(old_run, old_sizes), _leading(new_run, new_sizes)
@@ -245,18 +210,17 @@ def _meeting_axes(lowering: Lowering, x: Tensor, shape: Shape) -> tuple[list[str
 
 @register("relayout", "all_to_all", "all_gather", "slice")
 def reshape(x: Tensor, shape: Shape | str) -> Tensor:
-    """Gives the elements, in row-major order, another shape.
+    """Reshapes the elements in row-major order.
 
-    Splits of leading dims stay where they are; a split that another dim takes over is one
-    all-to-all.
+    Splits of leading dims stay in place. A split that moves to another dim is one all-to-all.
 
     Args:
         x: any tensor.
-        shape: with as many elements.
+        shape: the new shape, with the same number of elements.
 
     Raises:
         ShapeError: the number of elements differs.
-        LayoutError: the result cannot be split as the rules say.
+        LayoutError: the rules cannot split the result.
     """
     shape = as_shape(shape)
     if shape.size != x.shape.size:

@@ -1,4 +1,4 @@
-"""More or fewer rows of a dim: slice, pad, concat, split, stack, unstack."""
+"""Changes of the number of rows of a dim: slice, pad, concat, split, stack, unstack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipemesh.mesh import Dim, Shape
 
 
 def _with_rows(x: Tensor, dim: str, begin: int, size: int) -> Tensor:
-    """Rows from `begin` on, zeros where there are none; checks the layout of the result."""
+    """Returns rows from `begin` on, zeros outside of the dim, and checks the result's layout."""
     shape = x.shape.replace(dim, Dim(dim, size))
     axis = x.lowering.tensor_layout(shape).axes[x.shape.index(dim)]
     slices = local_rows(x.lowering, x.slices, axis, x.shape.index(dim), begin, size)
@@ -36,7 +36,7 @@ def slice(x: Tensor, dim: str, begin: int, size: int) -> Tensor:
 
     Raises:
         ShapeError: the dim has no such rows.
-        LayoutError: the result cannot be split as the rules say; `rename` the dim before.
+        LayoutError: the rules cannot split the result; `rename` the dim first.
     """
     if not (0 <= begin and 0 <= size and begin + size <= x.shape[dim].size):
         raise ShapeError(
@@ -55,11 +55,11 @@ def pad(x: Tensor, dim: str, before: int, after: int, value: float = 0.0) -> Ten
         dim: the name of the dim.
         before: the number of rows before.
         after: the number of rows behind.
-        value: of the new elements, in the dtype of `x`.
+        value: the value of the new elements, in the dtype of `x`.
 
     Raises:
         ShapeError: a number of rows is negative.
-        LayoutError: the result cannot be split as the rules say; `rename` the dim before.
+        LayoutError: the rules cannot split the result; `rename` the dim first.
     """
     if before < 0 or after < 0:
         raise ShapeError(f"dim {dim!r} cannot be padded by {before} and {after} rows; use `slice`")
@@ -85,7 +85,7 @@ def pad(x: Tensor, dim: str, before: int, after: int, value: float = 0.0) -> Ten
 
 @register("resize", "permute")
 def concat(tensors: Sequence[Tensor], dim: str) -> Tensor:
-    """Joins tensors along a dim that they all have, with sizes of its own in each.
+    """Joins tensors along a common dim, whose size may differ.
 
     Args:
         tensors: one or more, with the same dims in any order; only `dim` may differ in size.
@@ -96,7 +96,7 @@ def concat(tensors: Sequence[Tensor], dim: str) -> Tensor:
 
     Raises:
         ShapeError: dims or dtypes differ.
-        LayoutError: the result cannot be split as the rules say.
+        LayoutError: the rules cannot split the result.
     """
     lowering = check_same_lowering(tensors)
     _check_alike(tensors, [tensor.shape.without(dim) for tensor in tensors])
@@ -125,12 +125,12 @@ def split(x: Tensor, dim: str, sizes: int | Sequence[int]) -> tuple[Tensor, ...]
     Args:
         x: any tensor.
         dim: the name of the dim.
-        sizes: of the pieces, or the number of equal pieces.
+        sizes: the sizes of the pieces, or the number of equal pieces.
 
     Raises:
-        ShapeError: the sizes do not sum up to that of the dim.
-        LayoutError: a piece cannot be split as the rules say; `rename` the dim before, or
-            `reshape` it to two dims.
+        ShapeError: the sizes do not add up to that of the dim.
+        LayoutError: the rules cannot split a piece; `rename` the dim first, or `reshape` it to two
+            dims.
     """
     whole = x.shape[dim].size
     if isinstance(sizes, int):
@@ -155,11 +155,11 @@ def stack(tensors: Sequence[Tensor], dim: str, position: int = 0) -> Tensor:
     Args:
         tensors: one or more, with the same dims in any order.
         dim: the name of the new dim, whose size is the number of tensors.
-        position: of the new dim among those of the first tensor.
+        position: position of the new dim among those of the first tensor.
 
     Raises:
         ShapeError: dims or dtypes differ, or `dim` is one of them.
-        LayoutError: the result cannot be split as the rules say.
+        LayoutError: the rules cannot split the result.
     """
     lowering = check_same_lowering(tensors)
     _check_alike(tensors, [tensor.shape for tensor in tensors])
@@ -180,7 +180,7 @@ def stack(tensors: Sequence[Tensor], dim: str, position: int = 0) -> Tensor:
 
 @register("resize", "all_gather")
 def unstack(x: Tensor, dim: str) -> tuple[Tensor, ...]:
-    """Cuts a tensor into its rows along a dim, which are tensors without this dim.
+    """Cuts a tensor into its rows along a dim; the rows lack this dim.
 
     Args:
         x: any tensor.

@@ -10,7 +10,7 @@ from pipemesh.lowering.tensor import Tensor
 
 @register("softmax", "all_reduce")
 def softmax(x: Tensor, dims: Dims) -> Tensor:
-    """Exponentials, divided by their sum over dims.
+    """Divides exponentials by their sum over dims.
 
     Half precision is computed in float32: a sum of 65,520 ones is infinite in float16.
 
@@ -21,7 +21,7 @@ def softmax(x: Tensor, dims: Dims) -> Tensor:
     Raises:
         ShapeError: a name is unknown.
     """
-    # Softmax does not change when a constant is taken off, so the maximum needs no gradient.
+    # Softmax does not change when a constant is subtracted, so the maximum needs no gradient.
     wide = widened(x)
     raised = elementwise.exp(elementwise.subtract(wide, extreme(wide, dims, "max")))
     return elementwise.cast(elementwise.divide(raised, reduce_sum(raised, dims)), x.dtype)
@@ -29,7 +29,7 @@ def softmax(x: Tensor, dims: Dims) -> Tensor:
 
 @register("softmax", "all_reduce")
 def log_softmax(x: Tensor, dims: Dims) -> Tensor:
-    """Logarithms of the softmax over dims, without underflow.
+    """Computes logarithms of the softmax over dims, without underflow.
 
     Args:
         x: floating numbers.

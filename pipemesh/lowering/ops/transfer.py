@@ -1,4 +1,4 @@
-"""Into the mesh and out of it."""
+"""Transfer of whole tensors into the mesh and out of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def import_tensor(lowering: Lowering, tensor: Any, shape: Shape | str) -> Tensor
     """Cuts a whole tensor into slices.
 
     Args:
-        lowering: of all tensors that it will meet.
-        tensor: a tensor or array with the sizes of `shape`; those that TensorFlow does not know
-            beforehand are checked when the program runs. In SIMD every core has all of it.
+        lowering: the lowering of the new tensor.
+        tensor: a tensor or array with the sizes of `shape`. Sizes that TensorFlow does not know yet
+            are checked when the program runs. In SIMD every core has the whole tensor.
         shape: names for its dims, for example `"batch:100;io:3"`.
 
     Raises:
         ShapeError: the sizes differ.
-        LayoutError: the tensor cannot be split as the rules say.
+        LayoutError: the rules cannot split the tensor.
     """
     shape = as_shape(shape)
     return Tensor(lowering, lowering.import_tensor(tensor, lowering.tensor_layout(shape)), shape)

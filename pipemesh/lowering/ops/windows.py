@@ -1,4 +1,4 @@
-"""Parts of a split dim that do not end where slices end: only the rows that are needed move."""
+"""Runs of rows that do not end where slices end; only the needed rows move."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pipemesh.lowering.lowering import Lowering, Slices
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """For each processor along an axis a run of rows of a dim, `length` rows long.
+    """A run of `length` rows of a dim for each processor along an axis.
 
     The run of processor i begins at row `start + i * stride`. Rows outside of the dim are zeros.
     Runs may overlap and need not cover the dim.
 
     Attributes:
-        size: of the whole dim.
-        start: of the first run; may be negative.
-        stride: from run to run.
-        length: of each run.
+        size: the size of the whole dim.
+        start: the first row of the first run; may be negative.
+        stride: the distance from run to run.
+        length: the length of each run.
         wrap: whether the dim is a circle, so that no row is outside of it. Then `stride` is the
-            number of rows that a processor has.
+            number of rows of a processor.
     """
 
     size: int
@@ -40,23 +40,12 @@ class Windows:
 def take_windows(
     lowering: Lowering, x: Slices, axis: str | None, dim: int, windows: Windows
 ) -> Slices:
-    """Gives each processor its run of rows.
+    """Gives each processor its run of rows, from a dim that is split over `axis` (None for none).
 
-    Where runs follow the slices (`stride` is a slice's size, as for a halo exchange), each piece
-    that comes from a neighbour is one permute of just these rows. Where they do not (`slice`,
-    `pad`, strided convolutions), pieces of one distance travel together, as many rows of each as
-    the greatest of them has.
-
-    Args:
-        lowering: of the slices.
-        x: slices.
-        axis: what the dim is split over, or None.
-        dim: position of the dim.
-        windows: the runs.
-
-    Returns:
-        Slices with `length` rows. Gradient: each row gets the sum of those of all runs that have
-        it, so the gradient of a halo is sent back and added.
+    If `stride` is a slice's size, as for a halo exchange, one permute per neighbour sends just the
+    needed rows. Otherwise (`slice`, `pad`, strided convolutions), pieces of one distance travel
+    together, and each is as long as the longest of them. In the gradient each row gets the sum over
+    all runs that contain it, so the gradient of a halo is sent back and added.
     """
     if x[0].dtype == tf.bool:
         # A permute sends numbers only.
@@ -73,12 +62,7 @@ def take_windows(
 
 
 def rows_sent(windows: Windows, parts: int) -> list[int]:
-    """How many rows each permute of `take_windows` sends.
-
-    Args:
-        windows: the runs.
-        parts: the number of slices of the dim.
-    """
+    """Returns the number of rows that each permute of `take_windows` sends."""
     rows = windows.size // parts
     if parts == 1 or rows == 0:
         return []
@@ -88,7 +72,7 @@ def rows_sent(windows: Windows, parts: int) -> list[int]:
 
 
 def _blocks(windows: Windows, parts: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Of runs that follow the slices each block: first row, length, and who sends it to whom."""
+    """Yields first row, length and senders for each block of runs that follow the slices."""
     rows = windows.size // parts
     end = windows.start + windows.length
     for distance in range(windows.start // rows, -(-end // rows)):
@@ -107,7 +91,7 @@ def _along_slices(
 ) -> Slices:
     rows = windows.size // parts
     pieces: list[Slices] = []
-    # For each block of the run, in order: the piece that it is, or the number of its zeros.
+    # For each block of the run, in order: its piece, or its number of zeros.
     blocks: list[int | None] = []
     for begin, length, pairs in _blocks(windows, parts):
         if not pairs:
@@ -136,14 +120,14 @@ def _along_slices(
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Rows that each processor gets from another one, so many further on.
+    """Rows that each processor gets from another one at a fixed distance.
 
     Attributes:
-        distance: how many.
+        distance: the distance in processors.
         length: the number of rows.
-        sources: where they begin in the slice of each source.
-        places: where they go in the run of each target.
-        targets: those that get some.
+        sources: the first row in the slice of each source.
+        places: the first row in the run of each target.
+        targets: the processors that receive rows.
     """
 
     distance: int
@@ -154,7 +138,7 @@ class _Piece:
 
 
 def _pieces(windows: Windows, parts: int) -> Iterator[_Piece]:
-    """What runs are made of that do not follow the slices."""
+    """Yields the pieces of runs that do not follow the slices."""
     rows = windows.size // parts
     for distance in range(1 - parts, parts):
         # For each target the rows of its source, counted within the source's slice.
@@ -167,8 +151,8 @@ def _pieces(windows: Windows, parts: int) -> Iterator[_Piece]:
         if not needed:
             continue
         length = max(end - begin for begin, end in needed.values())
-        # Where the rows begin in the source, and where they go in the target. What is sent beyond
-        # the needed rows falls out of the target's run.
+        # First rows in the source and in the target. Rows sent beyond the needed ones fall outside
+        # of the target's run.
         sources, places = [0] * parts, [windows.length] * parts
         for target, (begin, _) in needed.items():
             source = target + distance
@@ -203,7 +187,7 @@ def _across_slices(
 
 
 def rows_of(tensor: tf.Tensor, dim: int, begin: int, length: int) -> tf.Tensor:
-    """The rows `[begin, begin + length)` of a dim of one slice."""
+    """Returns the rows `[begin, begin + length)` of a dim of one slice."""
     sizes = tensor.shape.as_list()
     sizes[dim] = length
     begins = [0] * len(sizes)
@@ -212,7 +196,7 @@ def rows_of(tensor: tf.Tensor, dim: int, begin: int, length: int) -> tf.Tensor:
 
 
 def _nothing(lowering: Lowering, x: Slices, dim: int, length: int) -> Slices:
-    """Zeros, whose gradient is zeros and not None: no row of `x`, and zeros behind."""
+    """Returns zeros that depend on `x`, so that their gradient is zeros and not None."""
     return lowering.map(
         lambda t: tf.concat([rows_of(t, dim, 0, 0), _zeros(t, dim, length)], dim), x
     )
@@ -225,7 +209,7 @@ def _zeros(like: tf.Tensor, dim: int, length: int) -> tf.Tensor:
 
 
 def _rows_from(tensor: tf.Tensor, dim: int, begin: tf.Tensor, length: int) -> tf.Tensor:
-    """`length` rows from `begin` on, zeros where there are none.
+    """Returns `length` rows from `begin` on, with zeros outside of the slice.
 
     `begin` lies between `-length` and the number of rows.
     """
@@ -237,7 +221,7 @@ def _rows_from(tensor: tf.Tensor, dim: int, begin: tf.Tensor, length: int) -> tf
         begins = [at + number if i == dim else 0 for i in range(len(sizes))]
         return tf.slice(tf.pad(t, paddings), tf.stack(begins), sizes)
 
-    # The gradient of a slice with a computed begin is no program of a TPU; this one is.
+    # A TPU cannot compile the gradient of a slice with a computed begin; it can compile this one.
     @custom_gradient
     def call(t: tf.Tensor, at: tf.Tensor) -> Any:
         rows = static_sizes(t)[dim]
@@ -249,18 +233,7 @@ def _rows_from(tensor: tf.Tensor, dim: int, begin: tf.Tensor, length: int) -> tf
 def local_rows(
     lowering: Lowering, x: Slices, axis: str | None, dim: int, begin: int, size: int
 ) -> Slices:
-    """The rows `[begin, begin + size)`, split over the axis in their turn.
-
-    Rows outside of the dim are zeros.
-
-    Args:
-        lowering: of the slices.
-        x: slices.
-        axis: what the dim is split over before and after, or None; its size divides `size`.
-        dim: position of the dim.
-        begin: may be negative.
-        size: of the new dim.
-    """
+    """Returns rows `[begin, begin + size)`, split over the same axis; rows outside are zeros."""
     parts = lowering.mesh.size(axis) if axis else 1
     whole = static_sizes(x[0])[dim] * parts
     share = size // parts
@@ -268,7 +241,7 @@ def local_rows(
 
 
 def sum_of(lowering: Lowering, tensors: Sequence[Slices]) -> Slices:
-    """Adds tensors element by element; booleans are joined by or."""
+    """Adds tensors element by element; joins booleans by logical or."""
     if tensors[0][0].dtype == tf.bool:
         return lowering.map(lambda *parts: tf.reduce_any(tf.stack(parts), 0), *tensors)
     return lowering.map(lambda *parts: sum_in_order(parts), *tensors)

@@ -1,1 +1,1 @@
-"""One program for all: the same operations on every core, slices and indices as data."""
+"""SIMD: every core runs the same program, with its slices and its core number as inputs."""

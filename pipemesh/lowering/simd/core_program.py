@@ -1,4 +1,4 @@
-"""What the program of a core is given and returns."""
+"""Checks of the arguments and results of a core's program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipemesh.lowering.tensor import Tensor
 
 
 def check_program(program: Any) -> None:
-    """Raises a LayoutError unless it is a function."""
+    """Raises a LayoutError unless the program is a function."""
     if not callable(program):
         raise LayoutError(
             f"program is {program!r}, which is no function; write a function of a lowering and the "
@@ -24,7 +24,7 @@ def check_program(program: Any) -> None:
 
 
 def check_args(args: Any, devices: Sequence[str]) -> None:
-    """Raises a ShapeError unless there is a list of arguments for each core of this process."""
+    """Raises a ShapeError unless there is one list of arguments per core of this process."""
     form = "give a list with a list of arguments for each core, as in [[x0], [x1]]"
     if not isinstance(args, list | tuple):
         raise ShapeError(f"the arguments of the cores are {described(args)}; {form}")
@@ -39,9 +39,9 @@ def check_args(args: Any, devices: Sequence[str]) -> None:
 
 
 def check_specs(core: int, given: Sequence[Any], specs: Sequence[tf.TypeSpec]) -> None:
-    """Raises unless the arguments of a core are those that the program was traced for.
+    """Raises a ShapeError unless a core's arguments have the traced specs.
 
-    The program was built for slices of these sizes: of others it would take a part.
+    The traced program would use only a part of larger slices.
     """
     for position, value in enumerate(given):
         if isinstance(value, Tensor):
@@ -73,17 +73,7 @@ def check_specs(core: int, given: Sequence[Any], specs: Sequence[tf.TypeSpec]) -
 def run_program(
     program: Callable[..., Any], lowering: SimdLowering, args: Sequence[Any], warns: bool = True
 ) -> Any:
-    """Calls the program of a core.
-
-    Args:
-        program: takes the lowering and the arguments.
-        lowering: of this core.
-        args: of this core.
-        warns: whether misspelt rules are warned of.
-
-    Raises:
-        ShapeError: it returns tensors with named dims, whose lowering ends with the program.
-    """
+    """Calls the program of a core and rejects results with named dims: their lowering has ended."""
     result = program(lowering, *args)
     if warns:
         lowering.warn_of_misspelt_rules()

@@ -27,11 +27,11 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import check_mesh
 
-# An error of another core than the first is seen after so long.
+# Seconds until an error of any core but the first is noticed.
 _POLL_SECONDS = 0.1
-# For the others to end by themselves, after a core has failed.
+# Time limit for the other cores to end by themselves after one has failed.
 _PATIENCE_SECONDS = 5.0
-# What collectives raise if another process is gone, and how often to look whether one is.
+# Errors of collectives when another process is gone, and the interval between checks for that.
 _OF_PARTNERS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -46,21 +46,24 @@ _LOOKS = 3
 class Cores:
     """The cores of a mesh that belong to this process, as TensorFlow devices.
 
-    A core waits in a collective for all others, so whatever would let it wait for ever is an
-    error: a core that no device stands for, before anything runs; a process that builds another
-    program, when the program is built; one that does not answer any more, some seconds later; and
-    whatever else takes longer than the time limit.
+    A core waits in a collective for all others. Therefore every cause of an endless wait is an
+    error:
+
+    * A core without a device is reported before anything runs.
+    * A process that builds another program is reported when the program is built.
+    * A process that stops answering is reported some seconds later.
+    * Anything else is reported at the time limit.
 
     Args:
-        mesh: the mesh, of all processes together.
-        devices: of this process, in the order of their cores' numbers; each once.
-        first_core: the number of the first one.
-        time_limit_s: how long a step, or waiting for the other processes when a program is built,
-            may last; None for ever.
+        mesh: the mesh of all processes together.
+        devices: the devices of this process in the order of their core numbers; each once.
+        first_core: the number of the first device's core.
+        time_limit_s: limit for a step, and for waiting for other processes while a program is
+            built; None for no limit.
 
     Raises:
-        DeviceError: the mesh does not have so many cores, there are fewer devices than cores and
-            no other process, or a device does not exist or is given twice.
+        DeviceError: the mesh has fewer cores, devices are missing and there is no other process, or
+            a device does not exist or occurs twice.
 
     Example:
         >>> import tensorflow as tf
@@ -124,16 +127,17 @@ class Cores:
     def function(
         self, program: Callable[..., Any], rules: LayoutRules, *specs: tf.TensorSpec
     ) -> CoreFunction:
-        """Traces a program, once for all cores.
+        """Traces a program once for all cores.
 
         Args:
-            program: takes a `SimdLowering` and a tensor for each spec; returns a nest of tensors.
-                If it asks for gradients, it does so inside.
+            program: takes a `SimdLowering` and one tensor per spec; returns a nest of tensors. It
+                must compute gradients inside.
             rules: the layout rules.
-            *specs: of the program's other arguments, on one core.
+            *specs: specs of the program's other arguments, on one core.
 
         Raises:
-            LayoutError: a rule names an unknown axis, or the program splits what does not divide.
+            LayoutError: a rule names an unknown axis, or the program splits a size that does not
+                divide.
             DeviceError: another process builds another program, or does not come in time.
         """
         check_program(program)
@@ -153,19 +157,20 @@ class Cores:
         A program that runs often is faster as a `function`.
 
         Args:
-            program: as for `function`; it calls the collectives of `SimdLowering` at most 4096
+            program: as for `function`; may call the collectives of `SimdLowering` at most 4096
                 times.
             rules: the layout rules.
-            args: for each core of this process its arguments.
+            args: one list of arguments per core of this process.
 
         Returns:
-            For each core of this process what the program returned.
+            The program's result for each core of this process.
 
         Raises:
-            LayoutError: a rule names an unknown axis, or the program splits what does not divide.
-            ShapeError: there are arguments for more or fewer cores.
+            LayoutError: a rule names an unknown axis, or the program splits a size that does not
+                divide.
+            ShapeError: the number of argument lists is not the number of cores.
             DeviceError: see `on_all`.
-            Exception: what the first core raised that failed; see `CoreFunction`.
+            Exception: the error of the first core that failed; see `CoreFunction`.
         """
         check_program(program)
         check_args(args, self.devices)
@@ -184,19 +189,19 @@ class Cores:
     def on_all(self, run: Callable[[int], Any]) -> list[Any]:
         """Calls a function for each core of this process, in threads, under the core's device.
 
-        A core that fails leaves the others waiting in a collective. They are given some seconds to
-        end by themselves; then TensorFlow's collectives are aborted, for the rest of the process.
-        So they are if another process is gone, or if the time limit is over.
+        A core that fails leaves the others waiting in a collective. They get some seconds to end by
+        themselves. Then this method aborts TensorFlow's collectives for the rest of the process. It
+        does the same if another process is gone or the time limit is over.
 
         Args:
-            run: takes the position of the core among those of this process.
+            run: takes the position of the core among the cores of this process.
 
         Returns:
-            What it returned, core by core.
+            The results, core by core.
 
         Raises:
-            DeviceError: another process does not answer any more, or the time limit is over.
-            Exception: what the first core raised that failed.
+            DeviceError: another process stopped answering, or the time limit is over.
+            Exception: the error of the first core that failed.
         """
         results: list[Any] = [None] * len(self.devices)
         errors: list[BaseException] = []
@@ -208,8 +213,8 @@ class Cores:
             except BaseException as error:
                 errors.append(error)
 
-        # For the first core as well: the caller's graph and tapes are its thread's, and no core
-        # may see what the others do not. As daemons, so that a caller who gives up can leave.
+        # The first core gets a thread too: the caller's graph and tapes belong to its thread, and
+        # all cores must see the same. Daemon threads let a caller that gives up leave.
         threads = [
             threading.Thread(target=run_core, args=(i,), daemon=True)
             for i in range(len(self.devices))
@@ -223,7 +228,7 @@ class Cores:
                 trouble = self._trouble(threads, time.monotonic() - begin)
                 if trouble and not errors:
                     _end(threads, trouble)
-                    # Those who needed nobody any more have ended meanwhile.
+                    # Cores that needed no other core have ended by now.
                     if errors or any(each.is_alive() for each in threads):
                         raise DeviceError(trouble) from (errors[0] if errors else None)
         if errors:
@@ -235,7 +240,7 @@ class Cores:
         return results
 
     def _trouble(self, threads: Sequence[threading.Thread], seconds: float) -> str | None:
-        """Why it is in vain to wait any longer."""
+        """Returns the reason why waiting any longer is useless, or None."""
         gone = self.partners.gone()
         if gone:
             return self._gone_text(gone)
@@ -258,7 +263,7 @@ class Cores:
         )
 
     def _lost_by(self, error: BaseException) -> str | None:
-        """The error's cause, if it is that another process is gone."""
+        """Returns the cause of the error if another process is gone, else None."""
         if self.partners.alone or not isinstance(error, _OF_PARTNERS):
             return None
         for _ in range(_LOOKS):
@@ -280,7 +285,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _end(threads: Sequence[threading.Thread], why: str) -> None:
-    """Has all threads end after a core has failed; one that computes on is left behind."""
+    """Ends all threads after a core has failed; abandons a thread that keeps computing."""
     _join(threads)
     if any(thread.is_alive() for thread in threads):
         collectives.abort(why)
@@ -294,15 +299,15 @@ def _join(threads: Sequence[threading.Thread]) -> None:
 
 
 class CoreFunction:
-    """A program that has been traced; calling it runs it on all cores of this process.
+    """A traced program that runs on all cores of this process when called.
 
-    Each core has a thread: a collective waits until all cores have called it, so a caller that
-    ran one core after the other would wait for ever. One graph that held all cores' calls would
-    grow with their number.
+    Each core has a thread: a collective waits until all cores have called it, so calling one core
+    after the other would wait for ever. A single graph with the calls of all cores would grow with
+    their number.
 
     Attributes:
         concrete: the traced function of core number, token and arguments.
-        lowering: the one that the program was traced with, for its communication costs.
+        lowering: the lowering of the trace, which has the communication costs.
     """
 
     def __init__(
@@ -335,7 +340,7 @@ class CoreFunction:
             try:
                 cores.agreement.check(steps, told, cores.on_all)
             except DeviceError:
-                # What went wrong here is the better story.
+                # The local error explains more than the collective's.
                 if failed is None:
                     raise
         if failed is not None:
@@ -345,15 +350,16 @@ class CoreFunction:
         """Runs one step on each core.
 
         Args:
-            args: for each core of this process its arguments.
+            args: one list of arguments per core of this process.
 
         Returns:
-            For each core of this process what the program returned.
+            The program's result for each core of this process.
 
         Raises:
-            ShapeError: there are arguments for more or fewer cores, or one does not fit its spec.
+            ShapeError: the number of argument lists is not the number of cores, or an argument does
+                not match its spec.
             DeviceError: see `Cores.on_all`.
-            Exception: what the first core raised that failed. After an error in a collective,
+            Exception: the error of the first core that failed. After an error in a collective,
                 TensorFlow fails all later collectives of the process.
         """
         cores = self._cores

@@ -1,4 +1,4 @@
-"""The processes whose cores meet in collectives: who answers, and do they run the same program."""
+"""The processes whose cores meet in collectives: liveness checks and comparison of programs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import tensorflow as tf
 from pipemesh.backend import collectives
 from pipemesh.errors import DeviceError
 
-# A process that did not answer so often, one time after the other, is gone.
+# A process is gone after this number of unanswered requests in a row.
 _TRIES = 3
 _ANSWER_SECONDS = 5.0
 _EVERY_SECONDS = 5.0
-# Keys of the groups of all cores, and of what they say to each other, count from here; all others
-# from 1 and from 1 << 30. No group uses a key twice.
+# First key for groups of all cores and for the messages between them. All other keys count from 1
+# and from 1 << 30. No group uses a key twice.
 _KEYS = 1 << 29
 _KEYS_OF_A_GROUP = 1 << 16
 _groups: dict[tuple[int, tuple[str, ...]], tuple[int, Iterator[int]]] = {}
 
 
 class Partners:
-    """The processes that TensorFlow's server of this process knows, this one among them.
+    """The processes that the TensorFlow server of this process knows, including this one.
 
     Attributes:
-        addresses: of all processes, in order; empty if there is no server.
-        process: the index of this one.
+        addresses: the addresses of all processes, in order; empty if there is no server.
+        process: the index of this process.
     """
 
     def __init__(self) -> None:
@@ -51,20 +51,20 @@ class Partners:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process."""
+        """Returns whether there is no other process."""
         return len(self.addresses) < 2
 
     @property
     def others(self) -> list[int]:
-        """The indices of the other processes."""
+        """Returns the indices of the other processes."""
         return [i for i in range(len(self.addresses)) if i != self.process]
 
     def describe(self, processes: Sequence[int]) -> str:
-        """Processes by index and address."""
+        """Returns the processes by index and address."""
         return ", ".join(f"process {i} ({self.addresses[i]})" for i in processes)
 
     def silent(self) -> list[int]:
-        """The other processes that do not answer now."""
+        """Returns the other processes that do not answer now."""
         others = self.others
         if not others:
             return []
@@ -76,11 +76,11 @@ class Partners:
         return collectives.answers(self._names[process], _ANSWER_SECONDS)
 
     def all_have_come(self) -> None:
-        """Notes that all were there: from now on one that does not answer is gone."""
+        """Records that all processes were present: one that stops answering is gone."""
         self._answered.update(range(len(self.addresses)))
 
     def gone(self) -> list[int]:
-        """Those that answered once and have not for some seconds; asks them now and then."""
+        """Returns processes that stopped answering some seconds ago; polls them at intervals."""
         if self.alone or time.monotonic() < self._next or not self._lock.acquire(blocking=False):
             return []
         try:
@@ -96,15 +96,7 @@ class Partners:
 
 
 class Agreement:
-    """Lets all cores of a mesh compare what they are about to do.
-
-    Args:
-        partners: the processes.
-        num_cores: of all processes.
-        devices: of this process's cores.
-        first_core: the number of the first one.
-        tokens: for each core its ordering token.
-    """
+    """A comparison between all cores of a mesh of the program that they are about to run."""
 
     def __init__(
         self,
@@ -125,15 +117,12 @@ class Agreement:
     def check(
         self, steps: Sequence[str], failed: str | None, on_all: Callable[..., list[np.ndarray]]
     ) -> None:
-        """Compares a program with that of the other processes.
+        """Raises a DeviceError unless all processes have the same program, and each its own cores.
 
         Args:
-            steps: what the program will do, one line a step.
-            failed: why there is no program, if there is none.
+            steps: the steps of the program, one line each.
+            failed: the reason if this process has no program.
             on_all: runs a function of a core's position on all cores of this process.
-
-        Raises:
-            DeviceError: a process has another program or none, or two have the same core.
         """
         text = "\n".join(steps if failed is None else [failed])
         digest = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.int32)

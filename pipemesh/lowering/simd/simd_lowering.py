@@ -1,4 +1,4 @@
-"""SIMD: the program of one core, which every core runs."""
+"""SIMD lowering: the program of one core, which every core runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ install_branch_gradients()
 
 
 class Collectives(abc.ABC):
-    """How cores talk to each other; the methods are those of `Lowering`, on one core's tensor.
+    """The interface of communication between cores: the methods of `Lowering` on one core's tensor.
 
-    None of them needs a gradient. All cores call them in the same order.
+    No method needs a gradient. All cores call the methods in the same order.
     """
 
     @abc.abstractmethod
@@ -33,30 +33,24 @@ class Collectives(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
-        """Cuts `split_dim`, gives a piece to each core along `axis`, joins in `concat_dim`."""
+        """Cuts `split_dim`, sends a piece to each core along `axis`, and joins in `concat_dim`."""
 
     @abc.abstractmethod
     def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
-        """Sends from coordinate to coordinate along `axis`; zeros where nothing arrives."""
+        """Sends from coordinate to coordinate along `axis`; other cores get zeros."""
 
     def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> int | None:
-        """What a core sends in one call, if it is not what is usual for the primitive.
-
-        Args:
-            primitive: the name of a method.
-            axes: the axes along which cores talk to each other.
-            x: what the core puts in.
-        """
+        """Returns the bytes that a core sends in one call, or None for the usual number."""
         return None
 
 
 class SimdLowering(Lowering):
-    """Lowers to the program of one core; the graph does not grow with the number of cores.
+    """A lowering to the program of one core; the graph does not grow with the number of cores.
 
     Attributes:
-        core: int32 scalar, the number of the core that runs the program: an input of the program,
-            from which it computes its coordinates.
-        collectives: how cores talk to each other.
+        core: int32 scalar, the number of the core that runs the program. It is an input of the
+            program, which computes its coordinates from it.
+        collectives: the communication between cores.
 
     Raises:
         LayoutError: a rule names an unknown axis.
@@ -71,7 +65,7 @@ class SimdLowering(Lowering):
 
     @property
     def num_slices(self) -> int:
-        """One."""
+        """Returns 1."""
         return 1
 
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
@@ -80,11 +74,11 @@ class SimdLowering(Lowering):
             return (call_local(function, [operand[0] for operand in operands]),)
 
     def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
-        """Applies a local function, without a look at what else it uses."""
+        """Applies a local function without checking for other values that it uses."""
         return (function(*(operand[0] for operand in operands)),)
 
     def coordinate(self, axis: str) -> Slices:
-        """Computed from the number of the core."""
+        """Computes the coordinate from the number of the core."""
         return (tf.math.floormod(self.core // self.mesh.stride(axis), self.mesh.size(axis)),)
 
     def with_gradient(
@@ -93,7 +87,7 @@ class SimdLowering(Lowering):
         backward: Callable[[Slices], Slices],
         slices: Slices,
     ) -> Slices:
-        """Computes `forward(slices)`, with the gradient that `backward` computes."""
+        """Computes `forward(slices)` with the gradient that `backward` computes."""
         if not slices[0].dtype.is_floating:
             return forward(slices)
 

@@ -1,4 +1,4 @@
-"""TensorFlow's collective operations: cores are CPUs or GPUs, of one process or many."""
+"""Collectives by TensorFlow's operations: cores are CPUs or GPUs of one or more processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipemesh.lowering.simd.simd_lowering import Collectives
 from pipemesh.mesh import Mesh
 
 MERGE = {"sum": "Add", "max": "Max", "min": "Min"}
-# What all kernels can send; what else can be sent travels as another dtype that loses nothing.
+# Dtypes that all kernels can send. Other dtypes are converted to one of these without loss.
 _SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 CARRIERS = {
     tf.bool: tf.int32,
@@ -28,28 +28,23 @@ CARRIERS = {
     tf.uint16: tf.int32,
     tf.uint32: tf.int64,
 }
-# Keys are never used for a second group or a second operation: TensorFlow keeps them for as long
-# as the process lives. Processes that talk to each other build the same programs in the same
-# order, so they count alike.
+# A key never serves a second group or a second operation: TensorFlow keeps keys for the life of the
+# process. Communicating processes build the same programs in the same order, so they count alike.
 _group_keys = itertools.count(1)
 _instance_keys = itertools.count(1)
-# Cores that run without a graph take theirs from above, a run at a time: each core counts alone.
+# Keys of cores that run without a graph: one range per run, and each core counts in it alone.
 _EAGER_KEYS = 1 << 12
 _eager_runs = itertools.count((1 << 30), _EAGER_KEYS)
 
 
 def eager_instance_keys() -> range:
-    """Keys for the operations of one program that runs without a graph, the same on all cores."""
+    """Returns the keys for one program that runs without a graph, the same on all cores."""
     first = next(_eager_runs)
     return range(first, first + _EAGER_KEYS)
 
 
 class GroupKeys:
-    """Keys for the groups of cores of one mesh on one set of devices.
-
-    Args:
-        mesh: the mesh.
-    """
+    """The keys of the groups of cores of one mesh on one set of devices."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -57,7 +52,7 @@ class GroupKeys:
         self._lock = threading.Lock()
 
     def key(self, axes: tuple[str, ...], core: tf.Tensor) -> tf.Tensor:
-        """The key of the group of `core`: int32 scalar, computed from the core's number."""
+        """Returns the key of the group of `core`: int32 scalar, computed from the core's number."""
         with self._lock:
             if axes not in self._first:
                 keys = [next(_group_keys) for _ in self._mesh.groups(axes)]
@@ -71,19 +66,18 @@ class GroupKeys:
 
 
 class TfCollectives(Collectives):
-    """Calls `CollectiveReduceV2`, `CollectiveGatherV2` and `CollectiveAllToAllV2`.
+    """Collectives by `CollectiveReduceV2`, `CollectiveGatherV2` and `CollectiveAllToAllV2`.
 
     Args:
         mesh: the mesh.
         core: int32 scalar, the number of the core.
-        token: resource scalar that belongs to the core's device alone: it puts the core's
-            collectives into one order. Without it they deadlock.
-        keys: of the groups, shared by all programs that run on the same devices.
-        instance_keys: of the operations; by default the next ones of this process, which is right
-            where one program is traced for all cores. Where each core calls the operations itself,
-            each needs an iterator of its own over the same keys.
-        calls: gets a line for each operation, from which can be seen whether two programs call
-            the same ones.
+        token: resource scalar of the core's device alone; it puts the core's collectives into one
+            order. Without it they deadlock.
+        keys: group keys, shared by all programs on the same devices.
+        instance_keys: operation keys; by default the next ones of this process. That is right if
+            one program is traced for all cores. If each core calls the operations itself, each
+            needs its own iterator over the same keys.
+        calls: gets one line per operation; used to compare the operations of two programs.
     """
 
     def __init__(
@@ -113,35 +107,35 @@ class TfCollectives(Collectives):
         return Meeting(size, self._keys.key(ordered, self._core), instance, self._token)
 
     def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> int:
-        """Counts the dtype that travels, and a permute as the all-gather that it is."""
+        """Counts bytes of the sent dtype, and counts a permute as an all-gather."""
         size = (x.shape.num_elements() or 0) * CARRIERS.get(x.dtype, x.dtype).size
         way = "all_gather" if primitive == "permute" else primitive
         return usual_bytes(way, size, math.prod(self._mesh.size(axis) for axis in axes))
 
     def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
-        """Is one `CollectiveReduceV2`."""
+        """Calls one `CollectiveReduceV2`."""
         if x.shape.num_elements() == 0:
             return tf.identity(x)
-        # bfloat16 is summed in float32, which is rounded once and not at every step.
+        # bfloat16 is summed in float32, to round once and not at every step.
         meeting = self._meeting(f"all_reduce ({op})", x, axes)
         result = collectives.reduce(sendable(x), meeting, MERGE[op])
         return received(result, x, x.shape)
 
     def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
-        """All slices along an axis, stacked as the first dim."""
+        """Stacks all slices along an axis as the first dim."""
         size = self._mesh.size(axis)
         result = collectives.gather(sendable(x)[None], self._meeting("all_gather", x, [axis]))
         return received(result, x, [size, *x.shape])
 
     def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
-        """Is one `CollectiveGatherV2` and a concat."""
+        """Calls one `CollectiveGatherV2` and a concat."""
         if x.shape.num_elements() == 0:
             return tf.concat([x] * self._mesh.size(axis), dim)
         gathered = self._gather(x, axis)
         return gathered_to_dim(gathered, dim)
 
     def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
-        """Is one `CollectiveAllToAllV2` between a split and a concat."""
+        """Calls one `CollectiveAllToAllV2` between a split and a concat."""
         size = self._mesh.size(axis)
         pieces = tf.stack(tf.split(x, size, split_dim))
         if x.shape.num_elements() == 0:
@@ -151,7 +145,7 @@ class TfCollectives(Collectives):
         return gathered_to_dim(received(result, x, pieces.shape), concat_dim)
 
     def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
-        """Gathers and takes one slice: there is no kernel that permutes."""
+        """Gathers all slices and takes one: there is no permute kernel."""
         if x.shape.num_elements() == 0:
             return tf.identity(x)
         size = self._mesh.size(axis)
@@ -163,15 +157,7 @@ class TfCollectives(Collectives):
 
 
 def gathered_to_dim(stacked: tf.Tensor, dim: int) -> tf.Tensor:
-    """Joins what is stacked along the first dim, in another dim.
-
-    Args:
-        stacked: of static shape `[n, ...]`.
-        dim: position of a dim behind the first, counted without the first.
-
-    Returns:
-        The concat of the n parts along `dim`.
-    """
+    """Joins the n parts stacked in the first dim along `dim`, counted without the first."""
     n, *sizes = static_sizes(stacked)
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
     sizes[dim] *= n
@@ -179,11 +165,7 @@ def gathered_to_dim(stacked: tf.Tensor, dim: int) -> tf.Tensor:
 
 
 def sendable(x: tf.Tensor) -> tf.Tensor:
-    """The same in a dtype that can be sent.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """Converts to a dtype that can be sent, or raises a TypeError if there is none."""
     if x.dtype in _SENT:
         return x
     if x.dtype not in CARRIERS:
@@ -193,5 +175,5 @@ def sendable(x: tf.Tensor) -> tf.Tensor:
 
 
 def received(result: tf.Tensor, like: tf.Tensor, shape: object) -> tf.Tensor:
-    """What came, in the dtype of what it is like, with its sizes."""
+    """Converts a received tensor to the dtype of `like`, and sets its shape."""
     return tf.cast(tf.ensure_shape(result, shape), like.dtype)

@@ -1,4 +1,4 @@
-"""TPU operations: cores are those of a TPU, numbered as the replicas of the program."""
+"""Collectives by TPU operations: core i is replica i of the program."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ _REDUCE: dict[str, Callable[..., tf.Tensor]] = {"max": tf.reduce_max, "min": tf.
 
 
 class TpuCollectives(Collectives):
-    """Calls `CrossReplicaSum`, `AllToAll` and `CollectivePermute`.
+    """Collectives by `CrossReplicaSum`, `AllToAll` and `CollectivePermute`.
 
-    Group assignments and pairs are constants of the program; none depends on the core.
-
-    Args:
-        mesh: processor i of it is replica i.
+    Processor i of the mesh is replica i. Group assignments and pairs are constants of the program
+    and do not depend on the core.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -30,9 +28,9 @@ class TpuCollectives(Collectives):
         return [list(group) for group in self._mesh.groups(axes)]
 
     def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
-        """Is one `CrossReplicaSum`; max and min, for which there is no operation, gather."""
+        """Calls one `CrossReplicaSum`; gathers for max and min, which have no operation."""
         if op == "sum":
-            # The operation knows no other integers.
+            # The operation supports no other integers.
             narrow = tf.cast(x, tf.int32) if x.dtype == tf.int64 else x
             return tf.cast(collectives.tpu_all_sum(narrow, self._groups(axes)), x.dtype)
         for axis in axes:
@@ -40,20 +38,20 @@ class TpuCollectives(Collectives):
         return x
 
     def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
-        """All slices along an axis, stacked as the first dim: everyone sends a copy to everyone."""
+        """Stacks all slices along an axis as the first dim; each core sends a copy to each."""
         copies = tf.stack([x] * self._mesh.size(axis))
         return collectives.tpu_all_to_all(copies, 0, 0, self._groups([axis]))
 
     def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
-        """Is one `AllToAll` of copies, which sends no more than an all-gather has to."""
+        """Calls one `AllToAll` of copies, which sends no more than an all-gather needs."""
         return gathered_to_dim(self._gather(x, axis), dim)
 
     def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
-        """Is one `AllToAll`."""
+        """Calls one `AllToAll`."""
         return collectives.tpu_all_to_all(x, concat_dim, split_dim, self._groups([axis]))
 
     def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
-        """Is one `CollectivePermute`."""
+        """Calls one `CollectivePermute`."""
         ends = [
             [group[source], group[target]]
             for group in self._groups([axis])
