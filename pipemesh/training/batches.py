@@ -49,7 +49,7 @@ class Batches:
 
     @functools.cached_property
     def is_restorable(self) -> bool:
-        """Returns whether the position can be saved: the dataset has no state outside the iterator."""
+        """Returns whether the position can be saved: no state lies outside the iterator."""
         try:
             iterator_state(self.iterator)
         except tf.errors.OpError:

@@ -21,10 +21,8 @@ def training_dataset(params: Any) -> tuple[tf.data.Dataset, Sequence[str]]:
     """Returns an endless dataset of an input generator, and its `bprop_variable_filters`.
 
     A `TFDatasetSource` is read as a dataset and repeated; other generators are called for each
-    batch. If there are filters, one for each source, batches have `SOURCE`.
-
-    Raises:
-        DataError: the generator cannot be made, or chooses its data by the global step.
+    batch. If there are filters, one for each source, batches have `SOURCE`. It raises DataError if
+    the generator cannot be made, or chooses its data by the global step.
     """
     filters: list[str] = []
     dataset = _dataset(params, filters)
@@ -36,10 +34,8 @@ def training_dataset(params: Any) -> tuple[tf.data.Dataset, Sequence[str]]:
 def heldout_batches(params: Any) -> Iterable[Any]:
     """Returns the batches of one epoch of an input generator.
 
-    A generator without a `TFDatasetSource` is called until it has given `num_samples` examples.
-
-    Raises:
-        DataError: the generator cannot be made, or has no end.
+    A generator without a `TFDatasetSource` is called until it has given `num_samples` examples. It
+    raises DataError if the generator cannot be made, or has no end.
     """
     dataset = _dataset(params)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -64,7 +60,7 @@ def _batch_size(params: Any) -> int:
 
 
 def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
-    """Returns the batches of an input generator, and adds the filters of its sources to `filters`."""
+    """Returns a generator's batches, and adds the filters of its sources to `filters`."""
     generator = made(params)
     source = generator.children.get("datasource", None)
     if isinstance(source, datasource.TFDatasetSource) and not _has_own_ways(generator, source):

@@ -20,7 +20,7 @@ class Score(Protocol):
 
     @property
     def judged(self) -> float:
-        """Returns the value that ranks weights, lower is better; not finite if the weights are bad."""
+        """Returns the value that ranks weights, lower is better; not finite for bad weights."""
         ...
 
     def values(self) -> Mapping[str, float]:

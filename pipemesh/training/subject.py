@@ -92,7 +92,7 @@ class Subject(abc.ABC):
         """
 
     def variable_filters(self) -> Sequence[str]:
-        """Returns the `filters` of `TrainedTask`; call it after `train_data`. Most data has none."""
+        """Returns the `filters` of `TrainedTask`, often none; call it after `train_data`."""
         return ()
 
     def sample(self, batches: int) -> Sample:

@@ -196,7 +196,7 @@ class TrainedTask:
         return losses[0], rate, outcome(metrics, per_example), gradients
 
     def _gradient_mask(self, source: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Returns for each variable 1 if the batch's source (a one-hot vector) trains it, else 0."""
+        """Returns 1 for each variable that the batch's source (a one-hot vector) trains, else 0."""
         return {
             variable.name: tf.tensordot(
                 tf.constant([float(bool(re.search(f, variable.name))) for f in self.filters]),

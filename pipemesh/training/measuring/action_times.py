@@ -81,7 +81,7 @@ class ActionTimes:
         return max(0.0, min(more))
 
     def of_layers(self, beside: float) -> list[dict[str, dict[int, float]]]:
-        """Returns each layer's seconds without the overhead `beside`, by kind of action and rows."""
+        """Returns each layer's seconds without `beside`, by kind of action and rows."""
 
         def without(times: list[float]) -> float:
             took = usual(times)
