@@ -18,8 +18,8 @@ from .corpus import Corpus
 from .sizes import Settings
 from .vocabulary import Vocabulary
 
-# The commands that resume and evaluate a checkpoint. The package is
-# `pipemesh_models.one_billion_word` in the wheel.
+# The commands that resume and evaluate a checkpoint, and the module for decoding. In the wheel the
+# package is `pipemesh_models.one_billion_word`.
 _PROGRAM = f"python -m {__package__}.train"
 _EVALUATION = f"{__package__}.evaluate"
 _DECODING = f"{__package__}.decode"

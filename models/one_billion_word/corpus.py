@@ -205,9 +205,9 @@ def corpus_from_folder(
     """Returns a corpus of text files with a sentence on each line.
 
     Patterns are globs relative to the folder, and `**` crosses folders. The default patterns are
-    those of the one-billion-word benchmark. It raises CorpusError for a missing or empty folder, a
-    pattern without matches or text, a file that is unreadable or not UTF-8, or a file that both
-    patterns match.
+    those of the one-billion-word benchmark. It raises CorpusError for a missing or empty folder,
+    and for a pattern without matches or text. A file that is unreadable, not UTF-8, or matched by
+    both patterns raises it, too.
     """
     text_folder.check(data_dir)
     train = _matching("train", data_dir, train_pattern, TRAIN_PATTERN)

@@ -185,12 +185,12 @@ class OneBillionWordTiny(sizes.Tiny, LanguageModelParams):
 
 @model_registry.RegisterSingleTaskModel
 class OneBillionWordTinyTied(sizes.TinyTied, LanguageModelParams):
-    """As OneBillionWordTiny, with one table for the embedding and the softmax."""
+    """OneBillionWordTiny with one table for the embedding and the softmax."""
 
 
 @model_registry.RegisterSingleTaskModel
 class OneBillionWordTinyExperts(sizes.TinyExperts, LanguageModelParams):
-    """As OneBillionWordTiny, with four experts in each block, of which a token meets two."""
+    """OneBillionWordTiny with four experts in each block, two for each token."""
 
 
 @model_registry.RegisterSingleTaskModel

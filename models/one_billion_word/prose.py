@@ -3,8 +3,8 @@
 The pages of `pydoc_data.topics` are wrapped at 70 columns. Their sentences stand between tables,
 grammar rules, signatures and interpreter sessions. Two filters select the prose. The first drops a
 *paragraph* (lines between blank lines) if any line looks like code, grammar or a table. The second
-keeps a *sentence* that starts with a capital or a quoted name, ends with a full stop or a colon,
-and consists mostly of ordinary words.
+keeps a *sentence* that consists mostly of ordinary words, starts with a capital or a quoted name,
+and ends with a full stop or a colon.
 """
 
 from __future__ import annotations

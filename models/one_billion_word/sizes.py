@@ -66,13 +66,13 @@ class Tiny(Settings):
 
 
 class TinyTied(Tiny):
-    """As Tiny, with one table for the embedding and the softmax."""
+    """The sizes of Tiny, with one table for the embedding and the softmax."""
 
     TIED_EMBEDDINGS = True
 
 
 class TinyExperts(Tiny):
-    """As Tiny, with four experts in each block, of which a token meets two."""
+    """The sizes of Tiny, with four experts in each block, two for each token."""
 
     NUM_EXPERTS = 4
 

@@ -1,4 +1,4 @@
-"""The unigram model: a lower bound for any language model.
+"""The unigram model, a baseline that any language model must beat.
 
 It knows the frequency of each token, and nothing of the context.
 """

@@ -45,11 +45,10 @@ _OF_STACKS = {
 class RegisteredModel(Subject):
     """A `SingleTaskModelParams` of lingvo, pipelined or not.
 
-    If the class has an attribute `PLAN` (a `pipemesh.plan.Plan`), it is set to the plan before
-    `Task()` is called, so that `Task()` can partition its layers by it. For other classes the plan
-    is applied to the stacks that `Task()` declares, and their number of stages stays. If the class
-    has an attribute `DECODED_BY`, the name of a module, checkpoints note it: that module's `KIND`
-    decodes with them.
+    A class attribute `PLAN` (a `pipemesh.plan.Plan`) is set to the plan before `Task()` is called.
+    `Task()` can then partition its layers by it. For other classes the plan is applied to the
+    stacks that `Task()` declares, and their number of stages stays. If the class has an attribute
+    `DECODED_BY`, the name of a module, checkpoints note it: that module's `KIND` decodes with them.
 
     Args:
         config: an instance of the class.
