@@ -146,7 +146,7 @@ def of_values(values: Mapping[str, Any], path: str = FILE) -> Config:
         >>> of_values({"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}})
         Traceback (most recent call last):
         models.pretrained.config.WeightsError: config.json: rope_type is 'yarn'; supported are \
-    ult, linear, llama3
+default, linear, llama3
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:

@@ -65,7 +65,7 @@ def connect(
         >>> connect(Cluster(("127.0.0.1:9",)), wait=0.0)
         Traceback (most recent call last):
         pipemesh.errors.DeviceError: worker 0 (127.0.0.1:9) is not there (connection refused), \
-    r 0 s of waiting; start it there with `pipemesh worker`, or give other addresses
+after 0 s of waiting; start it there with `pipemesh worker`, or give other addresses
     """
     from pipemesh.backend.cluster import check_way_back, connect_workers
 

@@ -92,7 +92,7 @@ def check_distinct(healths: Mapping[str, Health]) -> None:
         >>> check_distinct({"a:1": Health(("CPU:0",), 7), "b:1": Health(("CPU:0",), 7)})
         Traceback (most recent call last):
         pipemesh.errors.DeviceError: addresses 'a:1' and 'b:1' lead to one worker; give each \
-    er once
+worker once
     """
     known: dict[int, str] = {}
     for address, health in healths.items():

@@ -297,8 +297,8 @@ class Trainer:
 
         Returns:
             The timeline predicted from the median duration of each stage's actions, and the
-                measured timelines with the seconds of their steps. Timelines are in milliseconds.
-                The step of median length comes first; the prediction starts from it.
+            measured timelines with the seconds of their steps. Timelines are in milliseconds. The
+            step of median length comes first; the prediction starts from it.
         """
         stack = self.trained.pipelines[0]
         stack.clock = ActionClock()

@@ -37,8 +37,8 @@ def all_or_none(
 
     Returns:
         The same gradients, available only if the norm of all is finite. Otherwise a function that
-            is called eagerly raises an error with `NOT_FINITE`, `LOSS_NOT_FINITE` or `OVERFLOWED`,
-            and only the scales have changed.
+        is called eagerly raises an error with `NOT_FINITE`, `LOSS_NOT_FINITE` or `OVERFLOWED`, and
+        only the scales have changed.
 
     Example:
         >>> w = tf.Variable([1.0, 2.0])
