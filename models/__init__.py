@@ -1,4 +1,4 @@
-"""Example models. Importing the package loads neither TensorFlow nor lingvo, but prepares both."""
+"""Example models; importing the package prepares TensorFlow and lingvo without loading them."""
 
 from pipemesh.commands import process
 

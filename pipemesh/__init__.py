@@ -1,8 +1,8 @@
 """pipemesh trains layer stacks that are too big or too slow for one device.
 
-Importing it loads neither TensorFlow nor lingvo: the pure rooms `pipemesh.partition`,
-`pipemesh.schedule` and `pipemesh.mesh` can be used alone, and `pipemesh.layers` loads the rest.
-`decode` and `score` use what was trained in a process of its own.
+Importing it loads neither TensorFlow nor lingvo. The pure packages `pipemesh.partition`,
+`pipemesh.schedule` and `pipemesh.mesh` work without them; `pipemesh.layers` loads them.
+`decode` and `score` use a trained model in a separate process.
 
 Example:
     >>> from pipemesh.partition import partition

@@ -1,4 +1,4 @@
-"""`python -m pipemesh` is the command `pipemesh`."""
+"""The command `pipemesh` as `python -m pipemesh`."""
 
 import sys
 

@@ -14,20 +14,15 @@ from typing import Any
 
 from pipemesh.errors import DeviceError
 
-# A host's name, or an address; one of IPv6 stands in brackets, as it has colons of its own.
+# A host name or an address; an IPv6 address is in brackets, because it contains colons.
 _ADDRESS = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:\s]+)):([0-9]{1,9})", re.ASCII)
-# Packets that a machine sends to itself come through this interface.
+# The interface for packets that a machine sends to itself.
 LOOPBACK_INTERFACE = 1
 
 
 def host_and_port(address: Any) -> tuple[str, int]:
-    """Splits `host:port`.
-
-    Returns:
-        The host, without brackets, and the port.
-
-    Raises:
-        DeviceError: it is malformed.
+    """Splits `host:port`, and removes brackets from the host; raises DeviceError if it is
+    malformed.
 
     Example:
         >>> host_and_port("[::1]:02222")
@@ -43,10 +38,7 @@ def host_and_port(address: Any) -> tuple[str, int]:
 
 
 def check_addresses(addresses: Sequence[Any]) -> None:
-    """Checks that addresses are `host:port`, and that none occurs twice.
-
-    Raises:
-        DeviceError: one is malformed, or two are the same.
+    """Raises DeviceError if an address is not `host:port`, or occurs twice.
 
     Example:
         >>> check_addresses(["a:2222", "a:02222"])
@@ -66,23 +58,18 @@ def check_addresses(addresses: Sequence[Any]) -> None:
 
 
 def ips_of(addresses: Sequence[str]) -> list[str]:
-    """The IP addresses of the hosts of several `host:port`, each once; a name may have several.
+    """Returns the IP addresses of the hosts in `host:port` texts, each once.
 
-    Raises:
-        DeviceError: a host is unknown.
+    A name may have several addresses. An unknown host raises DeviceError.
     """
     found = [str(info[4][0]) for address in addresses for info in _resolved(address)]
     return list(dict.fromkeys(found))
 
 
 def own_address(peer: str) -> str:
-    """`host:port` of this process as another one reaches it, with a port that is free now.
+    """Returns `host:port` of this process as `peer` reaches it, with a port that is free now.
 
-    Args:
-        peer: `host:port` of the other one.
-
-    Raises:
-        DeviceError: there is no way to the other one.
+    It raises DeviceError if there is no route to `peer`.
 
     Example:
         >>> own_address("127.0.0.1:2222").partition(":")[0]
@@ -91,7 +78,7 @@ def own_address(peer: str) -> str:
     family, _, _, _, address = _resolved(peer)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as unsent:
         try:
-            # Of what has no connection nothing is sent: the system looks up the way.
+            # Connecting a UDP socket sends nothing: the system only looks up the route.
             unsent.connect(address)
         except OSError as error:
             raise DeviceError(f"there is no way to {peer!r} ({error.strerror})") from error
@@ -103,7 +90,7 @@ def own_address(peer: str) -> str:
 
 
 def is_loopback(ip: str) -> bool:
-    """Whether only this machine reaches an IP address.
+    """Returns whether an IP address is reachable only from this machine.
 
     Example:
         >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.5")
@@ -113,30 +100,24 @@ def is_loopback(ip: str) -> bool:
 
 
 def plain_ip(ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An IP address without its scope, and as one of IPv4 if it is one that is mapped into IPv6."""
+    """Returns an IP address without its scope, as IPv4 if it is an IPv4-mapped IPv6 address."""
     found = ipaddress.ip_address(ip.partition("%")[0])
     return getattr(found, "ipv4_mapped", None) or found
 
 
 def use_no_proxy() -> None:
-    """Lets gRPC connect directly, whatever `http_proxy` says, in this process and its children.
+    """Makes gRPC ignore `http_proxy` in this process and its children.
 
-    A proxy for the web does not know the addresses of workers. Other protocols go on using it.
+    A web proxy does not know the addresses of workers. Other protocols still use it.
     """
-    # gRPC reads this name first, and an empty text means none.
+    # gRPC reads this variable first; an empty text means no proxy.
     os.environ["grpc_proxy"] = ""
 
 
 def check_free(port: int, what: str, remedy: str) -> None:
-    """Checks that nobody has a port: gRPC would share it with whoever has it already.
+    """Raises DeviceError if another process uses a port, because gRPC would share it.
 
-    Args:
-        port: above 0.
-        what: asks for it, for the error.
-        remedy: what to do about it.
-
-    Raises:
-        DeviceError: somebody has it.
+    The port is above 0; `what` needs it, and `remedy` is advice for the error.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as free:
@@ -148,14 +129,10 @@ def check_free(port: int, what: str, remedy: str) -> None:
 
 
 def own_ip(host: str, what: str) -> str:
-    """The IP address of this machine that a host's name, or the text of an address, stands for.
+    """Returns the IP address of this machine for a host name or an address as text.
 
-    Args:
-        host: the name or text.
-        what: gives it, for the error.
-
-    Raises:
-        DeviceError: it is no address, or one of another machine.
+    `what` is the source of the text, for the error. It raises DeviceError if the text is not an
+    address, or the address of another machine.
 
     Example:
         >>> own_ip("localhost", "--listen=localhost")
@@ -179,28 +156,28 @@ def own_ip(host: str, what: str) -> str:
 
 
 def interfaces_by_address() -> dict[str, int]:
-    """The addresses of this machine, and the number of the network interface of each.
+    """Returns the addresses of this machine, with the number of each network interface.
 
-    Those of the loopback network are left out: every machine has all of them.
+    Loopback addresses are omitted, because every machine has them.
     """
     found: dict[str, int] = {}
     for address, name in _interfaces():
         if not is_loopback(address):
-            # It may be gone by now.
+            # The interface may have been removed.
             with contextlib.suppress(OSError):
                 # A second address may have a label, such as `eth0:1`.
                 found[address] = socket.if_nametoindex(name.partition(":")[0])
     return found
 
 
-# The beginning of C's `struct ifaddrs`: the next element, name, flags and address.
+# The first fields of C's `struct ifaddrs`: the next element, name, flags and address.
 _ELEMENT = struct.Struct("PPIP")
-# By family, where its bytes begin in C's structure of an address, and how many they are.
+# By family, the offset and number of address bytes in C's address structure.
 _BYTES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Each address of this machine, with the name of its interface."""
+    """Yields each address of this machine, with the name of its interface."""
     libc, first = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
     if libc.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

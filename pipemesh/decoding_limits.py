@@ -1,23 +1,17 @@
-"""Limits of decoding settings, checked by flags before TensorFlow is loaded, and by `decoding`."""
+"""Limits of decoding settings, checked by flags before TensorFlow loads, and by `decoding`."""
 
 from __future__ import annotations
 
 from pipemesh.errors import DecodingError
 
-# Logits that are divided by less might be more than float32 has.
+# Logits divided by less might overflow float32.
 _COLDEST = 1e-6
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """Checks how tokens are drawn.
+    """Raises DecodingError for a sampling setting that is out of range or without effect.
 
-    Args:
-        temperature: divisor of logits; 0 for the most likely token.
-        top_k: how many of the most likely tokens may be drawn; 0 for all.
-        top_p: probability of the tokens that may be drawn.
-
-    Raises:
-        DecodingError: a value is out of its range, or without effect.
+    A `temperature` of 0 takes the most likely token; `top_k` 0 allows all tokens.
 
     Example:
         >>> check_sampling(temperature=0.8, top_k=0, top_p=0.9)
@@ -36,14 +30,9 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 
 
 def check_beams(beams: int, length_penalty: float) -> None:
-    """Checks a beam search.
+    """Raises DecodingError for a beam search setting that is out of range.
 
-    Args:
-        beams: how many beginnings are kept.
-        length_penalty: exponent of the length that a log probability is divided by.
-
-    Raises:
-        DecodingError: a value is out of its range.
+    `length_penalty` is the exponent of the length by which a log probability is divided.
 
     Example:
         >>> check_beams(beams=4, length_penalty=1.0)

@@ -1,23 +1,23 @@
-"""Every error that pipemesh raises on purpose.
+"""All errors that pipemesh raises on purpose.
 
-Each one is also the built-in exception that a caller would expect, so code that knows
-nothing of pipemesh can still catch it.
+Each error also derives from the built-in exception that a caller would expect. So code that does
+not know pipemesh can still catch it.
 """
 
 
 class PipemeshError(Exception):
-    """Base of all errors that pipemesh raises on purpose."""
+    """The base class of all errors that pipemesh raises on purpose."""
 
-    # TensorFlow's autograph keeps the type of an exception that has this very constructor, and
-    # turns all others into errors of its own.
+    # TensorFlow's AutoGraph keeps the type of an exception only if it has this constructor. It
+    # converts all others into its own errors.
     __init__ = Exception.__init__
 
 
 def install(extra: str) -> str:
-    """Returns the command that installs what a part of pipemesh needs.
+    """Returns the command that installs the dependencies of a part of pipemesh.
 
     Nothing is released yet, and the name `pipemesh` on the Python package index belongs to another
-    project, so the command works in a checkout.
+    project. So the command works in a checkout.
 
     Args:
         extra: one of the optional dependencies in `pyproject.toml`.
@@ -33,9 +33,9 @@ class MissingPackageError(PipemeshError, ImportError):
     """A package that a part of pipemesh needs is not installed.
 
     Args:
-        part: what needs it.
+        part: the part that needs it.
         package: the missing package.
-        extra: the optional dependencies that it belongs to.
+        extra: the optional dependencies that contain it.
     """
 
     def __init__(self, part: str, package: str, extra: str) -> None:
@@ -43,7 +43,7 @@ class MissingPackageError(PipemeshError, ImportError):
 
 
 class PartitionError(PipemeshError, ValueError):
-    """The layers cannot be cut into the stages that were asked for."""
+    """The layers cannot be cut into the requested stages."""
 
 
 class ScheduleError(PipemeshError, ValueError):
@@ -55,47 +55,47 @@ class MeshError(PipemeshError, ValueError):
 
 
 class ShapeError(PipemeshError, ValueError):
-    """The dims of tensors do not fit each other or the operation."""
+    """Tensor dims do not match each other or the operation."""
 
 
 class LayoutError(PipemeshError, ValueError):
-    """A layout rule is malformed, or a tensor cannot be split as the rules say."""
+    """A layout rule is malformed, or a tensor cannot be split by the rules."""
 
 
 class PlanError(PipemeshError, ValueError):
-    """A plan names what does not exist, or its parts do not go together."""
+    """A plan names something that does not exist, or its parts are incompatible."""
 
 
 class DeviceError(PipemeshError, RuntimeError):
-    """The devices that a plan names do not exist or are set up too late."""
+    """The devices in a plan do not exist, or are set up too late."""
 
 
 class PipelineError(PipemeshError, ValueError):
-    """A pipeline was declared or called in a way it cannot honour."""
+    """A pipeline was declared or called in an unsupported way."""
 
 
 class GradientError(PipemeshError, ValueError):
-    """A gradient was asked for, or would be lost, in a way that gives none or a wrong one."""
+    """A requested gradient would be missing or wrong."""
 
 
 class NativeOpError(PipemeshError, NotImplementedError):
-    """A native lingvo op was called where lingvo's op library cannot load."""
+    """A native lingvo op was called, but lingvo's op library cannot load here."""
 
 
 class CheckpointError(PipemeshError, ValueError):
-    """A folder holds something else than what is to be restored, or cannot be written to."""
+    """A folder does not contain the expected checkpoint, or is not writable."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written.
+    """A checkpoint differs from what was written.
 
     Args:
         path: the checkpoint.
-        what: which of its files, and what is wrong with it.
+        what: the damaged file and the damage.
 
     Attributes:
         path: the checkpoint.
-        what: which of its files, and what is wrong with it.
+        what: the damaged file and the damage.
     """
 
     def __init__(self, path: str, what: str) -> None:
@@ -104,28 +104,28 @@ class DamagedError(CheckpointError):
 
 
 class SaveError(PipemeshError, OSError):
-    """A checkpoint cannot be written: the disk is full, or the folder cannot be written to."""
+    """A checkpoint cannot be written: the disk is full, or the folder is not writable."""
 
 
 class DataError(PipemeshError, OSError):
-    """The data to train on, or to judge by, cannot be read any more."""
+    """The data for training or evaluation cannot be read."""
 
 
 class TrainingError(PipemeshError, RuntimeError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class DecodingError(PipemeshError, ValueError):
-    """A prompt, or how it is to be continued, cannot be had."""
+    """Invalid prompt or decoding settings."""
 
 
 class NotFiniteError(TrainingError):
-    """The loss or a gradient of a step is not finite; nothing has changed."""
+    """The loss or a gradient of a step is not finite; no state has changed."""
 
 
 class RescaledError(NotFiniteError):
-    """Gradients of a step overflowed float16; nothing has changed but the scale of the loss."""
+    """Gradients of a step overflowed float16; only the loss scale has changed."""
 
 
 class ReportError(PipemeshError, ValueError):
-    """There is no record of a training to make a report of, or it cannot be read."""
+    """The record of a run is missing, or cannot be read."""

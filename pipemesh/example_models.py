@@ -1,7 +1,7 @@
 """The example models: the folder `models` of a checkout, `pipemesh_models` in the wheel.
 
-A wheel cannot carry a package called `models`, since many projects have a folder of that name.
-Checkpoints and commands may name either, so a name that is missing is looked for under the other.
+A wheel cannot contain a package called `models`, since many projects have a folder of that name.
+Checkpoints and commands may use either name, so a missing name is replaced by the other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ CHECKOUT, WHEEL = "models", "pipemesh_models"
 
 
 def import_model_module(name: str) -> ModuleType:
-    """Imports a module of a model, whichever of the two names the example models have here.
+    """Imports a module by name, replacing `models` by `pipemesh_models` or back if it is missing.
 
-    Args:
-        name: of the module, such as `models.digits.params`, or one of a user's own.
-
-    Raises:
-        ModuleNotFoundError: there is no such module; its `name` begins `name`, or is of a package
-            that the module imports.
+    The ModuleNotFoundError of a missing module names that module or one of its packages; otherwise
+    a module that it imports is missing.
     """
     try:
         return importlib.import_module(name)
@@ -40,14 +36,11 @@ def import_model_module(name: str) -> ModuleType:
 
 
 def example(name: str) -> str:
-    """Returns the full name of a module of the example models.
+    """Returns the full name of an example module, such as `models.digits.params` for
+    `digits.params`.
 
-    Args:
-        name: without its first part, such as `digits.params`.
-
-    Returns:
-        `models.digits.params` in a checkout, unless another package `models` hides that one, else
-        `pipemesh_models.digits.params`.
+    It begins with `pipemesh_models` in the wheel, or if another package `models` hides that of the
+    checkout.
     """
     own = pathlib.Path(__file__).parents[1] / CHECKOUT / "__init__.py"
     try:
@@ -59,7 +52,7 @@ def example(name: str) -> str:
 
 
 def same_class(one: str, other: str) -> bool:
-    """Whether two names are of one class of a model.
+    """Returns whether two names mean the same class of a model.
 
     Example:
         >>> same_class("models.digits.params.Digits", "pipemesh_models.digits.params.Digits")

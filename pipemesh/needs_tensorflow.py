@@ -1,6 +1,6 @@
-"""Raises one clear error where a room that needs TensorFlow is imported without it.
+"""A check that raises one clear error if a package needs TensorFlow and it is missing.
 
-Those rooms import this module first. The pure ones work with NumPy alone.
+Packages that need TensorFlow import this module first. The pure ones only need NumPy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text for people: column tables, and what somebody who misspelt a word may have meant."""
+"""Text for people: tables in columns, numbers, and suggestions for misspelt words."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import difflib
 import math
 from collections.abc import Container, Iterable, Sequence
 
-# How alike two names are that only a slip of the pen tells apart: `bacth` and `batch`, not `dim_in`
-# and `dim_out`.
+# Least similarity of two names that differ only by a typing error: `bacth` and `batch`, but not
+# `dim_in` and `dim_out`.
 _ALMOST_EQUAL = 0.75
 _BYTES = {
     "": 1,
@@ -21,14 +21,10 @@ _BYTES = {
 
 
 def columns(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Writes rows so that their columns stand below each other.
+    """Aligns rows in columns, one line of text for each row.
 
-    Args:
-        rows: of equal length, at least one.
-        left: the numbers of the columns that begin at one place; the others end at one place.
-
-    Returns:
-        A line of text a row.
+    Columns whose numbers are in `left` are left-aligned, others right-aligned. Rows have equal
+    length.
 
     Example:
         >>> columns([["stage", "cost"], ["0", "12.5"]])
@@ -72,12 +68,9 @@ def short(value: float | None) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word that is most like another; None if none is alike.
+    """Returns the known word that is most similar to `word`; None if none is similar.
 
-    Args:
-        word: what was given.
-        known: what is allowed.
-        cutoff: how alike they are at least, from 0 to 1; see `difflib.get_close_matches`.
+    The least similarity `cutoff` is from 0 to 1, as in `difflib.get_close_matches`.
 
     Example:
         >>> nearest("gpip", ["gpipe", "zb_v"])
@@ -88,7 +81,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def almost_equal(name: str, known: Iterable[str]) -> str | None:
-    """The one of the known names that a name was perhaps meant to be; None if none is so near.
+    """Returns the known name of which `name` is probably a misspelling; None if there is none.
 
     Example:
         >>> almost_equal("hiden", ["batch", "hidden"]), almost_equal("dim_in", ["dim_out"])
@@ -98,12 +91,7 @@ def almost_equal(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """A part of an error message, with a blank after it; empty if nothing is alike.
-
-    Args:
-        word: what was given.
-        known: what is allowed.
-        cutoff: as for `nearest`.
+    """Returns a part of an error message, with a blank after it; empty if no known word is similar.
 
     Example:
         >>> did_you_mean("gpip", ["gpipe"]), did_you_mean("x", ["gpipe"])
@@ -114,11 +102,7 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def nearest_text(name: str, known: Iterable[str]) -> str:
-    """Writes the end of an error message about an unknown name.
-
-    Args:
-        name: what was given.
-        known: what is allowed.
+    """Returns the end of an error message about an unknown name.
 
     Example:
         >>> nearest_text("modle", ["data", "model"])
@@ -134,7 +118,7 @@ def nearest_text(name: str, known: Iterable[str]) -> str:
 
 
 def several(noun: str) -> str:
-    """The plural of a noun.
+    """Returns the plural of a noun.
 
     Example:
         >>> several("worker"), several("process")
@@ -144,11 +128,7 @@ def several(noun: str) -> str:
 
 
 def is_missing(module: str, error: ModuleNotFoundError) -> bool:
-    """Whether it is a module itself that could not be imported, not one that it imports.
-
-    Args:
-        module: its full name.
-        error: what importing it raised.
+    """Returns whether `error` concerns the module itself, and not one that it imports.
 
     Example:
         >>> is_missing("models.digits", ModuleNotFoundError(name="models"))
@@ -160,13 +140,7 @@ def is_missing(module: str, error: ModuleNotFoundError) -> bool:
 
 
 def bytes_of(text: str) -> float:
-    """The number of bytes that a text says.
-
-    Args:
-        text: a number and perhaps a unit, such as `16GiB`, `80GB` or `25e9`.
-
-    Raises:
-        ValueError: it is none.
+    """Returns the number of bytes for a text such as `16GiB`, `80GB` or `25e9`; raises ValueError.
 
     Example:
         >>> bytes_of("16GiB"), bytes_of("80 GB"), bytes_of("25e9")
@@ -186,11 +160,7 @@ def bytes_of(text: str) -> float:
 
 
 def bytes_option(text: str) -> float:
-    """The number of bytes that an option says; the `type` of an argument of argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: see `bytes_of`.
-    """
+    """Converts the text of an option into bytes, as the `type` of an argparse argument."""
     try:
         return bytes_of(text)
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Classifiers of handwritten digits: layers of lingvo, a pipeline of them, and Keras."""
+"""Classifiers of handwritten digits: lingvo layers, a pipeline of them, and Keras."""

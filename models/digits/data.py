@@ -1,4 +1,4 @@
-"""Handwritten digits that come with scikit-learn."""
+"""The handwritten digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HELD_OUT = 360
 
 @dataclasses.dataclass(frozen=True)
 class Digits:
-    """Images of shape [n, height, width] in [0, 1], float32, and labels of shape [n], int32."""
+    """Images [n, height, width] in [0, 1], float32, and labels [n], int32."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -26,7 +26,7 @@ class Digits:
         return len(self.labels)
 
     def batches(self, size: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Batches without end. Each epoch has an order of its own; none loses an image."""
+        """Yields batches without end; each epoch has its own order and includes every image."""
         waiting = np.zeros([0], np.int64)
         epoch = 0
         while True:
@@ -38,10 +38,8 @@ class Digits:
             yield self.images[chosen], self.labels[chosen]
 
     def in_order(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """All images once; the last batch is filled up with copies of the first ones.
-
-        Yields:
-            images, labels, and how many of them count.
+        """Yields images, labels and their number, all once; copies of the first images pad the last
+        batch.
         """
         for begin in range(0, len(self), size):
             chosen = np.arange(begin, begin + size)
@@ -53,11 +51,7 @@ class Digits:
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """1,437 digits of 8 x 8 to train on, and 360 held out, which other people wrote.
-
-    Raises:
-        MissingPackageError: scikit-learn is not installed.
-    """
+    """Returns 1,437 digits of 8 x 8 for training, and 360 held-out ones by other writers."""
     try:
         from sklearn import datasets
     except ImportError as error:

@@ -9,29 +9,21 @@ from .data import Digits, load_digits
 
 
 def train_dataset(batch_size: int, seed: int) -> tf.data.Dataset:
-    """The digits to train on, each moved by a pixel or not at all; see `shuffled`."""
+    """Returns the training digits, each moved by at most a pixel; see `shuffled`."""
     return shuffled(load_digits()[0], batch_size, seed, shift=1)
 
 
 def heldout_dataset(batch_size: int) -> tf.data.Dataset:
-    """The held-out digits; see `in_order`."""
+    """Returns the held-out digits; see `in_order`."""
     return in_order(load_digits()[1], batch_size)
 
 
 def shuffled(digits: Digits, batch_size: int, seed: int, shift: int = 0) -> tf.data.Dataset:
-    """Batches without end. Each epoch has an order of its own; none loses an image.
+    """Returns batches without end; each epoch has its own order and includes every image.
 
-    The order of an epoch, and where its images are moved, is a function of the seed and its number,
-    so a saved iterator has the place by itself.
-
-    Args:
-        digits: images and labels.
-        batch_size: of all batches; one may be of two epochs.
-        seed: equal seeds have equal batches.
-        shift: by how many pixels images are moved at most, up or down and left or right.
-
-    Returns:
-        Of (inputs [batch, height, width, 1], labels [batch]).
+    Order and shifts of an epoch are a function of the seed and its number, so a saved iterator is
+    enough to resume. A batch may span two epochs. Images move by at most `shift` pixels in each
+    direction.
     """
     border = [[0, 0], [shift, shift], [shift, shift], [0, 0]]
     images, labels = tf.pad(digits.images[..., None], border), tf.constant(digits.labels)
@@ -54,15 +46,7 @@ def shuffled(digits: Digits, batch_size: int, seed: int, shift: int = 0) -> tf.d
 
 
 def in_order(digits: Digits, batch_size: int) -> tf.data.Dataset:
-    """All images once; the last batch is filled up with empty ones of weight 0.
-
-    Args:
-        digits: images and labels.
-        batch_size: of all batches.
-
-    Returns:
-        Of (inputs [batch, height, width, 1], labels [batch], weights [batch]).
-    """
+    """Returns all images once; empty images of weight 0 pad the last batch."""
     missing = -len(digits) % batch_size
 
     def filled(values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A Keras model as a configuration that is registered with lingvo."""
+"""A Keras model as a configuration registered with lingvo."""
 
 from typing import Any
 
@@ -26,10 +26,10 @@ def convolutional() -> keras.Model:
 
 @model_registry.RegisterSingleTaskModel
 class DigitsKeras(DigitsParams):
-    """Convolutions, batch normalization and dropout of Keras."""
+    """A Keras model with convolutions, batch normalization and dropout."""
 
     def Task(self) -> Any:
-        """The task."""
+        """Returns the params of the task."""
         p = KerasTask.Params().Set(
             name="digits",
             model=convolutional,

@@ -1,4 +1,4 @@
-"""The network, of lingvo's layers: convolutions with batch normalization, and logits."""
+"""A network of lingvo layers: convolutions with batch normalization, and logits."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class NormedConvolution(base_layer.BaseLayer):
 
     @staticmethod
     def _convolution(p: Any) -> Any:
-        """Params of the convolution."""
+        """Returns the params of the convolution."""
         return layers.Conv2DLayerNoPadding.Params().Set(
             filter_shape=(3, 3, *p.channels), filter_stride=(p.stride, p.stride)
         )
 
     def FProp(self, theta: Any, images: tf.Tensor) -> tf.Tensor:
-        """Images [batch, height, width, channels] to others."""
+        """Maps images [batch, height, width, channels] to images."""
         images = self.conv.FProp(theta.conv, images)
         return tf.nn.relu(self.norm.FProp(theta.norm, images))
 
@@ -62,13 +62,13 @@ class Logits(base_layer.BaseLayer):
 
     @staticmethod
     def _dense(p: Any) -> Any:
-        """Params of the fully connected layer."""
+        """Returns the params of the fully connected layer."""
         return layers.FCLayer.Params().Set(
             input_dim=p.input_dim, output_dim=NUM_CLASSES, activation="NONE"
         )
 
     def FProp(self, theta: Any, images: tf.Tensor) -> tf.Tensor:
-        """Images [batch, height, width, channels] to logits [batch, classes]."""
+        """Maps images [batch, height, width, channels] to logits [batch, classes]."""
         values = tf.reshape(images, [images.shape[0], self.params.input_dim])
         return self.dense.FProp(theta.dense, values)
 
@@ -79,12 +79,10 @@ class Logits(base_layer.BaseLayer):
 
 
 def network(channels: Sequence[int], norm: Any) -> list[Any]:
-    """Params of all layers, first to last.
+    """Returns the params of all layers, first to last.
 
-    Args:
-        channels: that each convolution gives. All but the first halve height and width.
-        norm: params of the normalization: `BatchNormLayerNoPadding`, which a pipeline can have, or
-            `BatchNormLayer`.
+    All convolutions but the first halve height and width. A pipeline needs
+    `BatchNormLayerNoPadding` as `norm`; other networks may use `BatchNormLayer`.
     """
     convolutions = [
         NormedConvolution.Params().Set(

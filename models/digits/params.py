@@ -18,50 +18,49 @@ from .task import Classifier, PipelinedClassifier
 
 
 class DigitsParams(base_model_params.SingleTaskModelParams):
-    """Batches, and how to learn.
-
-    Attributes may be changed on an instance before its methods are called.
+    """Data and optimizer settings; attributes may be changed on an instance before its
+    methods run.
     """
 
     BATCH_SIZE = 64
     SEED = 0
     NUM_STEPS = 300
-    # Of the first step; along a cosine it becomes a hundredth of that at the last one.
+    # The rate of the first step; it falls along a cosine to a hundredth at the last step.
     LEARNING_RATE = 0.01
 
     def Train(self) -> Any:
-        """Batches without end."""
+        """Returns the params of endless training batches."""
         batches = functools.partial(train_dataset, self.BATCH_SIZE, self.SEED)
         return DatasetInput.Params().Set(name="Train", dataset=batches, batch_size=self.BATCH_SIZE)
 
     def Dev(self) -> Any:
-        """The held-out digits, as Test: nothing is chosen by them."""
+        """Returns the held-out digits, as `Test` does: nothing is selected with them."""
         return self.Test().Set(name="Dev")
 
     def Test(self) -> Any:
-        """The held-out digits, once and in order."""
+        """Returns the params of the held-out digits, once and in order."""
         batches = functools.partial(heldout_dataset, self.BATCH_SIZE)
         return DatasetInput.Params().Set(name="Test", dataset=batches, batch_size=self.BATCH_SIZE)
 
 
 class LayersParams(DigitsParams):
-    """A network of lingvo's layers."""
+    """A network of lingvo layers."""
 
     CHANNELS = (16, 32, 64)
-    # lingvo's BatchNormLayer has the same weights, but assigns in FProp: no stage may do that.
+    # lingvo's BatchNormLayer has the same weights, but assigns in FProp, which a stage must not do.
     NORM = bn_layers.BatchNormLayerNoPadding.Params().Set(decay=0.9)
 
 
-# Functions of a configuration: its public methods would be data sets of lingvo.
+# These are functions, because lingvo takes public methods of a configuration for datasets.
 
 
 def layers_of(config: LayersParams) -> list[Any]:
-    """Params of all layers, first to last, named as a pipeline names them."""
+    """Returns the params of all layers, first to last, with the names that a pipeline uses."""
     return named_layers(network(config.CHANNELS, config.NORM))
 
 
 def trained_as(config: DigitsParams, task: Any) -> Any:
-    """A task's params with those of its training."""
+    """Returns a task's params with the training settings."""
     task.train.learner = learner.Learner.Params().Set(
         name="loss",
         optimizer=optimizer.Adam.Params(),
@@ -78,23 +77,23 @@ def trained_as(config: DigitsParams, task: Any) -> Any:
 
 @model_registry.RegisterSingleTaskModel
 class DigitsPlain(LayersParams):
-    """Layers of lingvo, one after the other."""
+    """A sequence of lingvo layers without a pipeline."""
 
     def Task(self) -> Any:
-        """The task."""
+        """Returns the params of the task."""
         p = Classifier.Params().Set(name="digits", layers=layers_of(self))
         return trained_as(self, p)
 
 
 @model_registry.RegisterSingleTaskModel
 class DigitsPipelined(LayersParams):
-    """The layers of DigitsPlain in a pipeline; its checkpoints fit both."""
+    """The layers of DigitsPlain in a pipeline; checkpoints fit both."""
 
     NUM_STAGES = 2
     NUM_MICROBATCHES = 4
 
     def Task(self) -> Any:
-        """The task."""
+        """Returns the params of the task."""
         microbatch = tshape.Shape([self.BATCH_SIZE // self.NUM_MICROBATCHES, SIDE, SIDE, 1])
         p = PipelinedClassifier.Params().Set(name="digits")
         p.stack = PipeliningLayer.Params().Set(

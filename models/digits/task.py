@@ -1,4 +1,4 @@
-"""The lingvo tasks: one that calls layers one after the other, and one with a pipeline of them."""
+"""The lingvo tasks: one with a sequence of layers, and one with a pipeline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipemesh.layers import PipeliningLayer
 
 
 class Classifier(base_model.BaseTask):
-    """Images to the classes of their labels, by layers of lingvo, one after the other.
+    """A task that maps images to classes with a sequence of lingvo layers.
 
-    Batches have `inputs`, `labels` and, if some rows only fill up the batch, `weights`.
+    Batches have `inputs`, `labels` and, if some rows are padding, `weights`.
     """
 
     @classmethod
@@ -28,14 +28,16 @@ class Classifier(base_model.BaseTask):
             self.CreateChild(layer.name, layer)
 
     def ComputePredictions(self, theta: Any, input_batch: Any) -> tf.Tensor:
-        """Logits [batch, classes]."""
+        """Returns logits [batch, classes]."""
         values = input_batch.inputs
         for layer in self.params.layers:
             values = self.children[layer.name].FProp(theta[layer.name], values)
         return values
 
     def ComputeLoss(self, theta: Any, predictions: tf.Tensor, input_batch: Any) -> Any:
-        """Metrics `loss` (cross entropy in nats) and `accuracy`: means over rows that count."""
+        """Returns the metrics `loss` (cross entropy in nats) and `accuracy`, means without
+        padding.
+        """
         del theta
         labels = input_batch.labels
         weights = input_batch.get("weights", tf.ones(labels.shape))
@@ -51,7 +53,7 @@ class Classifier(base_model.BaseTask):
 
 
 class PipelinedClassifier(Classifier):
-    """A `Classifier` whose layers are cut into the stages of `stack`."""
+    """A `Classifier` whose layers are the stages of `stack`."""
 
     @classmethod
     def Params(cls) -> Any:
@@ -64,5 +66,5 @@ class PipelinedClassifier(Classifier):
         self.CreateChild("stack", self.params.stack)
 
     def ComputePredictions(self, theta: Any, input_batch: Any) -> tf.Tensor:
-        """Logits [batch, classes]."""
+        """Returns logits [batch, classes]."""
         return self.stack.FProp(theta.stack, input_batch.inputs)

@@ -1,4 +1,4 @@
-"""One hidden layer: images to units of ReLU to ten classes."""
+"""A network with one hidden layer: images, ReLU units, ten classes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from .digits import NUM_CLASSES, SIDE
 
 
 class MnistNetwork:
-    """Takes images and labels; its dims are batch, rows, cols, hidden and classes.
-
-    Args:
-        batch_size: images a batch.
-        hidden_size: units of the hidden layer.
-        seed: of the initial weights.
-    """
+    """A network of images and labels with the dims batch, rows, cols, hidden and classes."""
 
     def __init__(self, batch_size: int, hidden_size: int, seed: int) -> None:
         batch, hidden = Dim("batch", batch_size), Dim("hidden", hidden_size)
@@ -42,7 +36,7 @@ class MnistNetwork:
         )
 
     def forward(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The mean cross entropy in nats, and the logits."""
+        """Returns the mean cross entropy in nats, and the logits."""
         (images, labels), (w1, w2) = inputs, weights
         hidden = ops.relu(ops.einsum([images, w1], ["batch", "hidden"]))
         logits = ops.einsum([hidden, w2], ["batch", "classes"])

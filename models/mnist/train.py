@@ -23,7 +23,7 @@ SIZE_FLAGS = {"batch": "batch_size", "hidden": "hidden_size"}
 
 
 def train() -> None:
-    """Trains as the flags say."""
+    """Trains with the settings of the flags."""
     from .digits import load_digits
     from .network import MnistNetwork
 

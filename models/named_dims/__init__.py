@@ -1,1 +1,3 @@
-"""What the examples on named dims share: a network as data, its trainer, and the command line."""
+"""Shared code of the examples on named dims: a network as data, its trainer, and the
+command line.
+"""

@@ -1,4 +1,4 @@
-"""The command line of the examples: flags, errors of one line, the loop of training."""
+"""The command line of the examples: flags, one-line errors, and the training loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def shared_flags(
     *, batch_size: int, hidden_size: int, learning_rate: float, eval_every: int
 ) -> tuple[Flag, ...]:
-    """Returns the flags that all examples have; the arguments are defaults."""
+    """Returns the flags of all examples; the arguments are defaults."""
     return (
         *device_flags(
             "data:2",
@@ -47,7 +47,7 @@ def shared_flags(
 
 
 def run(train: Callable[[], None], about: str | None, flags: tuple[Flag, ...]) -> NoReturn:
-    """Runs a program that trains, and ends with its exit code; `about` begins its help."""
+    """Runs a training program, and ends with its exit code; `about` starts its help."""
 
     def program() -> int:
         parse(sys.argv, Command(process.name_of_main(), about, flags))
@@ -58,14 +58,9 @@ def run(train: Callable[[], None], about: str | None, flags: tuple[Flag, ...]) -
 
 
 def make_trainer(network: Network, size_flags: Mapping[str, str]) -> Trainer:
-    """Starts the devices and builds the training step as the flags say, and prints the plan.
+    """Starts the devices, builds the training step from the flags, and prints the plan.
 
-    Args:
-        network: the network.
-        size_flags: for dims whose size is given by a flag, its name.
-
-    Raises:
-        PipemeshError: flags that cannot be honoured.
+    `size_flags` names the flag of each dim whose size a flag sets.
     """
     if not (math.isfinite(FLAGS.learning_rate) and FLAGS.learning_rate > 0):
         raise FlagError(f"--learning_rate={FLAGS.learning_rate}: it must be above 0")
@@ -110,15 +105,7 @@ def train(
 ) -> None:
     """Trains with a progress bar, and prints loss and evaluation from time to time.
 
-    Args:
-        trainer: the trainer.
-        batches: endless.
-        steps: how many.
-        evaluate: says how good the network is.
-
-    Raises:
-        PipemeshError: the loss is not finite.
-        OSError: the curve cannot be written.
+    It raises PipemeshError for a loss that is not finite, OSError if the curve cannot be written.
     """
     from tqdm import tqdm
 

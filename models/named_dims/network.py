@@ -1,4 +1,4 @@
-"""A network on named dims: what goes in, what is trained, how the loss is computed."""
+"""A network on named dims: its inputs, its weights and its loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipemesh.mesh import Shape
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """One of the tensors of a batch."""
+    """A tensor of a batch."""
 
     shape: Shape
     dtype: tf.DType
@@ -35,17 +35,17 @@ class Weight:
 
 
 class Network(Protocol):
-    """Knows nothing of meshes and layouts."""
+    """A network that does not depend on meshes and layouts."""
 
     inputs: tuple[Input, ...]
     weights: tuple[Weight, ...]
 
     def forward(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The mean loss of a batch, a scalar, and the network's output."""
+        """Returns the mean loss of a batch, a scalar, and the network's output."""
         ...
 
 
 def dim_names(network: Network) -> tuple[str, ...]:
-    """All dims that inputs and weights have."""
+    """Returns all dims of inputs and weights."""
     shapes = [part.shape for part in (*network.inputs, *network.weights)]
     return tuple(dict.fromkeys(name for shape in shapes for name in shape.names))

@@ -1,4 +1,4 @@
-"""What a trainer says of its plan before the first step."""
+"""A trainer's report about its plan before the first step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .trainer import Trainer
 
 
 def plan_report(trainer: Trainer, mesh: Mesh, rules: LayoutRules) -> str:
-    """Which part of each weight a device holds, and what a step sends."""
+    """Returns the slices that a device holds, and the communication of a step."""
     lines = [weight_table(trainer), "", "communication of a step, a device:", str(trainer.costs)]
     used = {axis for _, axis in rules.rules}
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
@@ -21,7 +21,7 @@ def plan_report(trainer: Trainer, mesh: Mesh, rules: LayoutRules) -> str:
 
 
 def weight_table(trainer: Trainer) -> str:
-    """The layout of each weight; how many parameters there are, and how many a device holds."""
+    """Returns a table of each weight's layout, its parameters, and its parameters on a device."""
     rows = [("weight", "layout", "parameters", "a device")]
     total = held = 0
     for variable in trainer.variables:

@@ -1,4 +1,4 @@
-"""Trains a network by gradient descent under any mesh, layout and lowering."""
+"""A trainer by gradient descent under any mesh, layout and lowering."""
 
 from __future__ import annotations
 
@@ -20,21 +20,10 @@ Arrays = Sequence[np.ndarray]
 
 
 class Trainer(abc.ABC):
-    """A network whose variables lie on the devices of a mesh.
+    """A network whose variables are on the devices of a mesh.
 
-    Args:
-        network: the network.
-        mesh: the mesh.
-        rules: the layout rules.
-        devices: one for each processor of the mesh.
-        learning_rate: factor of the gradients.
-
-    Attributes:
-        variables: the network's weights.
-        costs: the communication of one training step.
-
-    Raises:
-        LayoutError: a tensor of the network cannot be split as the rules say.
+    It has the attributes `variables` (weights) and `costs` (communication of a step). It raises
+    LayoutError if the rules cannot split a tensor of the network.
     """
 
     costs: CommunicationCosts
@@ -57,11 +46,11 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def train_step(self, batch: Arrays) -> float:
-        """Changes the weights; returns the loss of those before."""
+        """Updates the weights; returns the loss before the update."""
 
     @abc.abstractmethod
     def forward(self, batch: Arrays) -> tuple[float, np.ndarray]:
-        """The loss and the network's output; the weights stay."""
+        """Returns the loss and the network's output, without an update."""
 
     def _forward(
         self, lowering: Lowering, weights: Sequence[Slices], batch: Sequence[tf.Tensor]
@@ -80,7 +69,7 @@ class Trainer(abc.ABC):
     def _descend(
         self, lowering: Lowering, weights: Sequence[Slices], batch: Sequence[tf.Tensor]
     ) -> tuple[tf.Tensor, list[Slices]]:
-        """The loss and the new weights."""
+        """Returns the loss and the new weights."""
         with tf.GradientTape() as tape:
             tape.watch(weights)
             loss, _ = self._forward(lowering, weights, batch)
@@ -141,7 +130,7 @@ class PlacementTrainer(Trainer):
 
 
 class SimdTrainer(Trainer):
-    """Every device runs the same program, on its slices."""
+    """A trainer in which every device runs the same program on its slices."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""What a checkpoint's weights were made of: model, settings, text and vocabulary.
+"""The origin of a checkpoint's weights: model, settings, text and vocabulary.
 
-It is the note of a checkpoint's manifest, which is read without TensorFlow. The vocabulary is in
-it as a whole: weights are worth nothing under another one, and the text that it was learned from
-may be gone.
+It is the note in a checkpoint's manifest, which can be read without TensorFlow. It contains the
+whole vocabulary: weights are useless with another one, and its training text may be gone.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from .corpus import Corpus
 from .sizes import Settings
 from .vocabulary import Vocabulary
 
-# Who goes on with a checkpoint, and judges it.
-# `pipemesh_models.one_billion_word` in the wheel.
+# The commands that resume and evaluate a checkpoint, and the module for decoding. In the wheel the
+# package is `pipemesh_models.one_billion_word`.
 _PROGRAM = f"python -m {__package__}.train"
 _EVALUATION = f"{__package__}.evaluate"
 _DECODING = f"{__package__}.decode"
 _OF_TRAINER = ("best", "decoded_by", "evaluated_by", "judged", "program", "skip")
-# What weights depend on, and the seed, on which the order of the text depends.
+# Settings on which weights depend, and the seed, which determines the order of the text.
 _MODEL = (
     "VOCAB_SIZE",
     "MODEL_DIM",
@@ -41,7 +40,7 @@ _MODEL = (
     "SEQUENCE_LENGTH",
     "SEED",
 )
-# What may change when training goes on, and is said then.
+# Settings that may change when a run resumes; changes are reported.
 _SETTINGS = (
     "BATCH_SIZE",
     "LEARNING_RATE",
@@ -55,15 +54,15 @@ _SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a checkpoint's weights were made of.
+    """The origin of a checkpoint's weights.
 
     Attributes:
-        model: what must be the same to go on.
-        settings: what may differ.
-        plan: how it is run, as texts by name (`Plan.to_values`); it may differ.
-        data: digests of the text to train on and of the text to judge by.
+        model: settings that must be the same to resume.
+        settings: settings that may change.
+        plan: the plan as texts by name (`Plan.to_values`); it may change.
+        data: digests of the training text and of the held-out text.
         vocabulary: the serialized vocabulary.
-        flags: that were given; who goes on takes them unless others are given.
+        flags: the flags of the run, which are defaults for a resumed run.
     """
 
     model: Mapping[str, Any]
@@ -82,15 +81,7 @@ class About:
         data: Mapping[str, str],
         words: Vocabulary,
     ) -> About:
-        """What is to be trained now.
-
-        Args:
-            model: name of the configuration.
-            settings: its settings.
-            device_type: what it runs on.
-            data: as `digests`.
-            words: the vocabulary.
-        """
+        """Returns the origin of the weights of a new run."""
         return cls(
             model={"model": model, **_values(settings, _MODEL)},
             settings={"device_type": device_type, **_values(settings, _SETTINGS)},
@@ -101,13 +92,11 @@ class About:
 
     @classmethod
     def from_note(cls, note: Mapping[str, Any]) -> About:
-        """What a checkpoint's manifest notes.
-
-        Raises:
-            CheckpointError: another program has noted it.
+        """Reads the note of a checkpoint's manifest; raises CheckpointError if another program
+        wrote it.
         """
         try:
-            # The trainer notes more beside it.
+            # The trainer adds further keys to the note.
             values: dict[str, Any] = {n: v for n, v in note.items() if n not in _OF_TRAINER}
             return cls(**{**values, "vocabulary": base64.b64decode(note["vocabulary"])})
         except (KeyError, TypeError, ValueError) as error:
@@ -117,7 +106,7 @@ class About:
             ) from error
 
     def to_note(self) -> dict[str, Any]:
-        """What a checkpoint's manifest is to note."""
+        """Returns the note for a checkpoint's manifest."""
         vocabulary = base64.b64encode(self.vocabulary).decode()
         of_programs = {
             "program": _PROGRAM,
@@ -127,14 +116,9 @@ class About:
         return dataclasses.asdict(self) | {"vocabulary": vocabulary} | of_programs
 
     def keep_choice(self, now: About, settings: Settings) -> tuple[str, ...]:
-        """Goes on with what was chosen, if what it was chosen for is the same.
+        """Copies earlier choices into `settings`, if the values they depend on are unchanged.
 
-        Args:
-            now: what is to be trained now.
-            settings: its settings; what was chosen is set in them.
-
-        Returns:
-            What is still to be chosen.
+        It returns the names of the values that must still be chosen.
         """
         same = all(self.settings[n] == now.settings[n] for n in ("device_type", "batch_size"))
         free = settings.CHOSEN
@@ -148,16 +132,7 @@ class About:
         return changes({**self.plan, **self.settings}, {**now.plan, **now.settings})
 
     def check_model(self, model: str, settings: Settings, logdir: str) -> None:
-        """Checks that a model can go on from this checkpoint.
-
-        Args:
-            model: name of the configuration.
-            settings: its settings.
-            logdir: where the checkpoint lies.
-
-        Raises:
-            CheckpointError: it is another model's.
-        """
+        """Raises CheckpointError if a model cannot resume from this checkpoint."""
         mine = {"model": model, **_values(settings, _MODEL), "moving_averages": "none"}
         if settings.EMA_DECAY:
             mine["moving_averages"] = "some"
@@ -171,11 +146,7 @@ class About:
             )
 
     def check_data(self, data: Mapping[str, str], logdir: str) -> None:
-        """Checks that the text is the one of this checkpoint, wherever it lies now.
-
-        Raises:
-            CheckpointError: it is other text.
-        """
+        """Raises CheckpointError if the text differs from this checkpoint's, wherever it lies."""
         if data != self.data:
             raise CheckpointError(
                 f"--logdir={logdir!r} holds a checkpoint that was trained on other text "
@@ -185,11 +156,7 @@ class About:
 
 
 def digests(corpus: Corpus) -> dict[str, str]:
-    """Digests of all that will be read, of the text to train on and of the text to judge by.
-
-    Raises:
-        CorpusError: the text cannot be read.
-    """
+    """Returns digests of the training text and of the held-out text."""
     return {part: getattr(corpus, part).digest()[:16] for part in ("train", "heldout")}
 
 

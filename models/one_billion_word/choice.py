@@ -15,24 +15,24 @@ from pipemesh.plan.figures import Curve, LayerFigures
 
 from .sizes import Settings
 
-# Flops a second of a CPU core and of a GPU, and the overhead of an action. Only their ratio
-# matters, and only where microbatches are small.
+# Flops per second of a CPU core and of a GPU, and the overhead of an action. Only their ratio
+# matters, and only for small microbatches.
 _FLOPS = {"CPU": 3e10, "GPU": 3e13}
 _SECONDS_AN_ACTION = 3e-3
-# The share of a machine's memory that is planned with.
+# The share of a machine's memory that a plan may use.
 _SHARE = 0.5
 _FLOAT = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How training runs.
+    """A chosen plan and its forecast.
 
     Attributes:
-        plan: with the number of microbatches, and what the backward pass computes again.
-        bubble: the share of the time that devices are expected to idle.
-        memory: bytes that are expected on the fullest device.
-        available: bytes that a device has; None if that is not known.
+        plan: the plan, with its number of microbatches and its remat.
+        bubble: forecast share of time in which devices idle.
+        memory: forecast bytes on the fullest device.
+        available: bytes of a device; None if unknown.
     """
 
     plan: Plan
@@ -57,15 +57,8 @@ def choose(
 ) -> Choice:
     """Returns the fastest plan whose step fits into memory, by default figures.
 
-    Args:
-        settings: of the model; `CHOSEN` names the free values of its plan.
-        layer_flops: of the forward pass of each layer, for the whole batch.
-        boundaries: where the layers are cut.
-        device_type: `CPU` or `GPU`.
-        available: bytes of memory a device; None if that is not known.
-
-    Returns:
-        The choice; if nothing fits, the one that needs least memory.
+    `settings.CHOSEN` names the free values of the plan. Flops are of the whole batch. If nothing
+    fits, it returns the plan with the least memory.
     """
     batch, plan, free = settings.BATCH_SIZE, settings.PLAN, set(settings.CHOSEN)
     plans = [plan]
@@ -84,7 +77,9 @@ def choose(
 
 
 def _with_number(plan: Plan, number: int) -> Plan | None:
-    """Returns the plan with another number of microbatches; None if its schedule has none."""
+    """Returns the plan with another number of microbatches; None if its schedule does not support
+    it.
+    """
     try:
         return dataclasses.replace(plan, num_microbatches=number)
     except ScheduleError:
@@ -101,7 +96,7 @@ def _rated(
     """Returns the seconds of a step, and the choice."""
     cut = dataclasses.replace(plan, boundaries=boundaries)
     if plan.lowering == "simd":
-        # Its devices run the same table tick by tick; the axis of the stages splits the softmax.
+        # All devices run the same schedule tick by tick; the `layers` axis splits the softmax.
         rules = tuple(rule for rule in plan.layout.rules if rule[1] != LAYERS_AXIS)
         cut = dataclasses.replace(cut, layout=LayoutRules(rules), lowering="placement")
     forecast = predict(cut, figures, settings.BATCH_SIZE, parts=False)
@@ -114,16 +109,11 @@ def _rated(
 
 
 def default_figures(settings: Settings, layer_flops: Sequence[float], device_type: str) -> Figures:
-    """Returns figures of a machine on which nothing was measured.
+    """Returns figures of a machine without measurements.
 
-    The activations of a block are those of Korthikanti et al., "Reducing Activation Recomputation
-    in Large Transformer Models", 2022, equation 1, in 32 bits: 2 s b h (34 + 5 a s / h) bytes. The
+    The activations of a block follow Korthikanti et al., "Reducing Activation Recomputation in
+    Large Transformer Models", 2022, equation 1, in 32 bits: 2 s b h (34 + 5 a s / h) bytes. The
     softmax keeps its logits and two results of their size.
-
-    Args:
-        settings: of the model.
-        layer_flops: of the forward pass of each layer, for the whole batch.
-        device_type: `CPU` or `GPU`.
     """
     plan, length, dim = settings.PLAN, settings.SEQUENCE_LENGTH, settings.MODEL_DIM
     speed = _FLOPS[device_type]
@@ -136,7 +126,7 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
     table = settings.VOCAB_SIZE * dim
     kept = [outputs, *[block] * settings.NUM_LAYERS, 3 * _FLOAT * length * settings.VOCAB_SIZE]
     weights = [table, *[4 * dim**2 + hidden] * settings.NUM_LAYERS, table]
-    # As many devices as a replica has can share a layer.
+    # All devices of a replica can share a layer.
     split = max(len(plan.home(stage)) for stage in range(plan.num_stages)) // plan.num_replicas
 
     def line(value: float) -> Curve:
@@ -153,7 +143,7 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
             kept=line(kept_bytes),
             outputs=line(outputs),
             split=split,
-            # A gradient before it is added to its sum.
+            # The gradient, before it is accumulated.
             working=Curve(((1, _FLOAT * size), (2, _FLOAT * size))),
         )
         for number, (flops, size, kept_bytes) in enumerate(
@@ -164,11 +154,7 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
 
 
 def memory_of_cpu_device(devices: int) -> int:
-    """Bytes that each of some logical CPU devices may take of this machine's memory.
-
-    Args:
-        devices: how many share it.
-    """
+    """Returns the bytes of this machine's memory for each of `devices` logical CPU devices."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = pathlib.Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text(encoding="ascii").strip()).isdigit():

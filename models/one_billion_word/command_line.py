@@ -1,4 +1,4 @@
-"""The flags of the language model, checked without TensorFlow as far as possible."""
+"""The flags of the language model, checked as far as possible without TensorFlow."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ FLAGS_OF_TRAINING = (
         Flag("seed", int, 0, help="Seed of weights, data order and dropout."),
     ),
 )
-# The flag that changes each of the settings.
+# The flag of each setting.
 _OF_SETTINGS = {
     "batch_size": "BATCH_SIZE",
     "vocab_size": "VOCAB_SIZE",
@@ -111,10 +111,8 @@ def logdir() -> str:
 
 
 def request() -> Request:
-    """Returns what the flags ask for.
-
-    Raises:
-        PipemeshError: a value is invalid, or does not go with another.
+    """Returns the settings from the flags; raises PipemeshError for invalid or incompatible
+    values.
     """
     if FLAGS.model not in SIZES:
         near = nearest(FLAGS.model, SIZES)
@@ -170,7 +168,7 @@ def request() -> Request:
 
 
 def _plan(settings: Settings) -> Plan:
-    """Returns the model's plan, changed as the flags say."""
+    """Returns the model's plan, changed by the flags."""
     given = plan_flags.given()
     values = settings.PLAN.to_values() | given
     if values["lowering"] == "simd":
@@ -178,7 +176,7 @@ def _plan(settings: Settings) -> Plan:
     if FLAGS.plain and "mesh" not in given:
         values["mesh"] = "layers:1"
     if settings.PLAN.boundaries is not None and "boundaries" not in given:
-        # They are for the model's own number of stages.
+        # The boundaries belong to the model's default number of stages.
         free = _made(values | {"boundaries": ""}, settings)
         if free.num_stages != settings.PLAN.num_stages:
             return free
@@ -205,7 +203,7 @@ def _dims_of(values: dict[str, str]) -> list[str]:
 
 
 def _check_plan(settings: Settings) -> None:
-    """Checks that the layers and the batch can be cut as the plan says."""
+    """Checks that the plan can cut the layers and the batch."""
     plan, layers = settings.PLAN, settings.NUM_LAYERS + 2
     try:
         plan.check_layers(layers)
@@ -223,20 +221,12 @@ def _check_plan(settings: Settings) -> None:
 
 
 def fitting(settings: Settings, device_type: str) -> Plan:
-    """Returns the plan of settings, or one for fewer devices; see `host_flags.fitting`.
-
-    Args:
-        settings: of the model.
-        device_type: `CPU` or `GPU`.
-
-    Raises:
-        PipemeshError: there is none.
-    """
+    """Returns the plan of settings, or one for fewer devices; see `host_flags.fitting`."""
     return host_flags.fitting(settings.PLAN, device_type, _other_plan(settings))
 
 
 def _other_plan(settings: Settings) -> Callable[[Plan], None]:
-    """Raises a `PipemeshError` for a plan that a model cannot have."""
+    """Returns a check that raises PipemeshError for a plan that the model does not support."""
 
     def check(plan: Plan) -> None:
         other = copy.copy(settings)
@@ -249,7 +239,7 @@ def _other_plan(settings: Settings) -> Callable[[Plan], None]:
 
 
 def _set_plain(settings: Settings) -> None:
-    """Without a pipeline there is nothing to cut, to order, to recompute or to time."""
+    """Removes schedule, remat and tracing, which need a pipeline."""
     plan = settings.PLAN
     plan_flags.check_plain(plan.mesh.num_devices, plan.compute_dtype)
     settings.PIPELINED, settings.CHOSEN = False, ()

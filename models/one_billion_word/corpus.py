@@ -1,11 +1,15 @@
-"""The corpus: which text a language model learns from, and which it is judged by.
+"""The corpus: the training text and the held-out text of a language model.
 
-A sentence is one line of text, or a part of one that is very long (`text_file.lines`). Wherever it
-comes from, it is read the same way: bytes that are not UTF-8 become U+FFFD, U+2581 (which
-SentencePiece uses for the space) becomes a space, carriage returns go, a byte-order mark at the
-line's head goes, ASCII whitespace at both ends goes, and a line that is empty then is no sentence.
-`clean` does that in Python; `models.one_billion_word.input` does the same inside `tf.data`, whose
-line reader takes every carriage return out.
+A sentence is a line of text, or a part of a very long line (`text_file.lines`). Every source is
+read in the same way:
+
+* Bytes that are not UTF-8 become U+FFFD.
+* U+2581, SentencePiece's mark for the space, becomes a space.
+* Carriage returns, a byte-order mark at the start, and ASCII whitespace at both ends are removed.
+* A line that is empty then is not a sentence.
+
+`clean` does this in Python, `models.one_billion_word.input` inside `tf.data`, whose line reader
+removes every carriage return.
 """
 
 from __future__ import annotations
@@ -26,22 +30,17 @@ SPACE_MARK = "\u2581"
 BYTE_ORDER_MARK = "\ufeff"
 WHITESPACE = " \t\n\v\f"
 
-# The file layout of the one-billion-word benchmark below its unpacked folder. Each of its files may
-# be packed.
+# The file layout of the one-billion-word benchmark in its unpacked folder. Its files may be packed.
 TRAIN_PATTERN = "training-monolingual.tokenized.shuffled/news.en-?????-of-00100"
 HELDOUT_PATTERN = "heldout-monolingual.tokenized.shuffled/news.en.heldout-?????-of-00050"
 
-# One embedded sentence in so many is held out.
+# One of this number of embedded sentences is held out.
 _HELDOUT_ONE_IN = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Sentences:
-    """Text in memory.
-
-    Attributes:
-        lines: the sentences, in order.
-    """
+    """Text in memory: its sentences, in order."""
 
     lines: tuple[str, ...]
 
@@ -49,21 +48,17 @@ class Sentences:
         return (sentence for line in self.lines if (sentence := clean(line)))
 
     def sample(self, limit: int, characters: int | None = None) -> Iterator[str]:
-        """The first `limit` sentences, cut short where they exceed so many characters."""
+        """Yields the first `limit` sentences, cut off after `characters` characters."""
         return _head(iter(self), limit, characters)
 
     def digest(self) -> str:
-        """A hexadecimal digest of the text."""
+        """Returns a hexadecimal digest of the text."""
         return hashlib.sha256("\n".join(self.lines).encode("utf-8", "replace")).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
 class TextFiles:
-    """Text in files, one sentence a line.
-
-    Attributes:
-        paths: the files, in reading order.
-    """
+    """Text in files, in reading order, with a sentence on each line."""
 
     paths: tuple[str, ...]
 
@@ -72,12 +67,11 @@ class TextFiles:
         return itertools.chain.from_iterable(map(_file_sentences, readable))
 
     def sample(self, limit: int, characters: int | None = None) -> Iterator[str]:
-        """At most `limit` sentences and so many characters, from the heads of the files.
+        """Yields at most `limit` sentences and `characters` characters, from the starts of the
+        files.
 
-        All have the same share. The smallest come first, and what they lack the others give.
-
-        Raises:
-            CorpusError: as `digest`.
+        All files have the same share. The smallest come first, and larger ones fill what these
+        lack.
         """
         files = sorted(self._found, key=lambda file: file.scan.size)
         for left, file in zip(range(len(files), 0, -1), files, strict=True):
@@ -89,37 +83,27 @@ class TextFiles:
                 yield sentence
 
     def digest(self) -> str:
-        """A hexadecimal digest of what the files say, in their order; all is read for it.
+        """Returns a hexadecimal digest of the text in all files, in order; it reads all of it.
 
-        Neither names nor folders nor packing take part: a copy has the same digest on every host.
-
-        Raises:
-            CorpusError: as `text_file.scan`, or as `text_copy.readable`, whose copies are made now.
+        Names, folders and packing do not matter, so a copy has the same digest on every host.
+        Unreadable files raise CorpusError, as in `text_file.scan` and `text_copy.readable`, which
+        makes copies now.
         """
         return hashlib.sha256(
             "\n".join(file.scan.digest for file in self._found).encode()
         ).hexdigest()
 
     def sizes(self) -> list[int]:
-        """How many bytes of text each file has, unpacked.
-
-        Raises:
-            CorpusError: as `digest`.
-        """
+        """Returns the number of bytes in each file's unpacked text."""
         return [file.scan.size for file in self._found]
 
     def readable(self, number: int) -> str:
-        """The path of what TensorFlow is to read of a file, if that says what it said at first.
-
-        Args:
-            number: the file's place in `paths`.
-
-        Raises:
-            CorpusError: it says something else, or cannot be read any more.
+        """Returns the path that TensorFlow reads for file `number`; raises CorpusError if it has
+        changed.
         """
         found = self._found[number]
         if found.readable.isprintable() and not os.path.exists(found.readable):
-            # TensorFlow says so in fewer words; but it cannot spell every name.
+            # TensorFlow reports this more briefly, but cannot print every name.
             return found.readable
         if text_file.scan(found.readable).digest != found.digest:
             raise CorpusError(
@@ -135,12 +119,12 @@ class TextFiles:
 
 
 class _Found(NamedTuple):
-    """What a file was when it was read for the first time.
+    """The state of a file when it was first read.
 
     Attributes:
-        scan: what the file said.
-        readable: the path of what TensorFlow reads of it: itself, or a copy.
-        digest: that of `readable`.
+        scan: the result of reading it.
+        readable: the path that TensorFlow reads: the file itself, or a copy.
+        digest: the digest of `readable`.
     """
 
     scan: text_file.Scan
@@ -155,12 +139,12 @@ def _find(path: str) -> _Found:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text to train on and text to judge by.
+    """Training text and held-out text.
 
     Attributes:
-        name: what to call it in messages.
-        train: the text to train on.
-        heldout: the text to judge by; training never reads it.
+        name: its name in messages.
+        train: the training text.
+        heldout: the text for evaluation, which training never reads.
     """
 
     name: str
@@ -169,7 +153,7 @@ class Corpus:
 
 
 def clean(line: str) -> str:
-    """The sentence that a line of text holds, or "" when it holds none."""
+    """Returns the sentence in a line of text, or "" if there is none."""
     line = line.replace("\r", "").removeprefix(BYTE_ORDER_MARK)
     return line.replace(SPACE_MARK, " ").strip(WHITESPACE)
 
@@ -179,10 +163,9 @@ def load_corpus(
     train_pattern: str | None = None,
     heldout_pattern: str | None = None,
 ) -> Corpus:
-    """The corpus that the flags ask for: a folder's if `data_dir` is given, else the embedded.
+    """Returns the corpus of a folder, or without `data_dir` the embedded one.
 
-    Raises:
-        CorpusError: as `corpus_from_folder`, or a pattern is given without a folder.
+    It raises CorpusError as `corpus_from_folder`, or for a pattern without a folder.
     """
     if data_dir:
         return corpus_from_folder(data_dir, train_pattern, heldout_pattern)
@@ -196,11 +179,11 @@ def load_corpus(
 
 
 def embedded_corpus() -> Corpus:
-    """Real English that comes with every CPython: the pages of `pydoc_data.topics`.
+    """Returns the English text in every CPython: the pages of `pydoc_data.topics`.
 
-    About 2,200 sentences; one in twelve, chosen by a hash of its own text, is held out.
-    A sentence that occurs twice is kept once, so none is in both parts. The pages differ a little
-    between Python versions; a sentence that two versions share is in the same part of both.
+    It has about 2,200 sentences. One in twelve, chosen by a hash of its text, is held out. Repeated
+    sentences are kept once, so no sentence is in both parts. The pages differ a little between
+    Python versions; a sentence that two versions share is in the same part of both.
     """
     from pydoc_data import topics
 
@@ -219,17 +202,12 @@ def embedded_corpus() -> Corpus:
 def corpus_from_folder(
     data_dir: str, train_pattern: str | None = None, heldout_pattern: str | None = None
 ) -> Corpus:
-    """A corpus of text files, one sentence a line.
+    """Returns a corpus of text files with a sentence on each line.
 
-    Args:
-        data_dir: the folder.
-        train_pattern: a glob relative to the folder (`**` crosses folders) that matches the files
-            to train on; unless given, where the one-billion-word benchmark keeps them.
-        heldout_pattern: the same for the files to judge by.
-
-    Raises:
-        CorpusError: the folder is missing or empty, a pattern matches no file or only files
-            without text, a file cannot be read or is no UTF-8, or is matched by both patterns.
+    Patterns are globs relative to the folder, and `**` crosses folders. The default patterns are
+    those of the one-billion-word benchmark. It raises CorpusError for a missing or empty folder,
+    and for a pattern without matches or text. A file that is unreadable, not UTF-8, or matched by
+    both patterns raises it, too.
     """
     text_folder.check(data_dir)
     train = _matching("train", data_dir, train_pattern, TRAIN_PATTERN)
@@ -242,7 +220,7 @@ def corpus_from_folder(
                 f"which --train_pattern={train_pattern or TRAIN_PATTERN!r} matches too; "
                 "no held-out file may be trained on"
             )
-    # What can be printed: a name may hold anything.
+    # File names may contain unprintable characters.
     name = data_dir if data_dir.isprintable() else ascii(data_dir)
     return Corpus(name=name, train=train, heldout=heldout)
 
@@ -261,7 +239,7 @@ def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> Te
         )
     for path in files:
         text_file.check_head(path)
-    # A file without text adds nothing.
+    # Files without text are ignored.
     texts = [path for path in files if any(True for _ in _file_sentences(path))]
     if not texts:
         raise CorpusError(
@@ -272,7 +250,7 @@ def _matching(part: str, data_dir: str, pattern: str | None, default: str) -> Te
 
 
 def _identity(path: str) -> tuple[int, int]:
-    """The same for all names of a file."""
+    """Returns device and inode, which are equal for all names of a file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
 
@@ -295,6 +273,6 @@ def _file_sentences(path: str) -> Iterator[str]:
 
 
 def _is_held_out(sentence: str) -> bool:
-    # Python's own hash() differs from process to process.
+    # Python's hash() differs from process to process.
     digest = hashlib.sha256(sentence.encode()).digest()
     return int.from_bytes(digest[:8], "big") % _HELDOUT_ONE_IN == 0

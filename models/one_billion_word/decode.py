@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipemesh.commands import decode, process
 
-# Checkpoints name this module, and find the kind here.
+# Checkpoints name this module, which provides the kind.
 from .kind import KIND as KIND
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pipemesh.commands import evaluate, process
 
-# Checkpoints name this module, and find the kind here.
+# Checkpoints name this module, which provides the kind.
 from .kind import KIND
 
 

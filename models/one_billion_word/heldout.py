@@ -1,4 +1,4 @@
-"""What a model is judged by while it trains: a fixed sample of the whole held-out text."""
+"""The data for evaluation during a run: a fixed sample of the whole held-out text."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .corpus import Corpus, Sentences
 from .input import heldout_dataset
 from .vocabulary import Vocabulary
 
-# The sample depends on the text alone: not on a flag, so that runs can be compared.
+# The sample depends only on the text, not on flags, so that runs can be compared.
 _SEED = 20131211
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldoutSample:
-    """Batches in memory: a file that vanishes takes no evaluation with it.
+    """Batches in memory, which remain available if a file vanishes.
 
     Attributes:
-        batches: as `packing.pack` describes them.
-        whole: whether they are all of the held-out text.
-        sentences: how many sentences all of the text has; 0 if not known.
+        batches: batches as in `packing.pack`.
+        whole: whether they are the whole held-out text.
+        sentences: number of sentences in the whole text; 0 if unknown.
     """
 
     batches: list[dict[str, Any]]
@@ -43,17 +43,10 @@ class HeldoutSample:
 def draw(
     corpus: Corpus, vocabulary: Vocabulary, *, batch_size: int, sequence_length: int, batches: int
 ) -> HeldoutSample:
-    """Draws a sample: every sentence is as likely to be in it as any other.
+    """Draws a sample of at least 1 and at most `batches` batches, with equal odds for all
+    sentences.
 
-    The same text gives the same sample, whoever draws it. Where all of the text fits, it is taken
-    as it is, in order.
-
-    Args:
-        corpus: whose held-out text to sample.
-        vocabulary: cuts it into pieces.
-        batch_size: rows of a batch, B.
-        sequence_length: positions of a row, T.
-        batches: at most so many batches, at least 1.
+    The sample is a function of the text. If the whole text fits, it is used in order.
     """
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
     found = list(itertools.islice(heldout_dataset(corpus, vocabulary, **sizes), batches + 1))
@@ -65,14 +58,14 @@ def draw(
 
 
 def _drawn(text: Iterable[str], vocabulary: Vocabulary, positions: int) -> tuple[Sentences, int]:
-    """Sentences in random order that fill so many positions, and of how many they were drawn.
+    """Returns sentences in random order that fill `positions`, and the number they were drawn from.
 
-    No more is in memory than these need: each fills at least as many positions as the longest piece
-    goes into it, and one with its end.
+    Only these sentences are in memory. Each fills at least its bytes divided by the longest piece,
+    plus one for its end.
     """
     rng = random.Random(_SEED)
     longest = int(vocabulary.piece_bytes.max())
-    # The last in the order is the first of the heap.
+    # The last sentence in the order is first in the heap.
     heap: list[tuple[float, int, str, int]] = []
     filled = number = 0
     for sentence in text:

@@ -1,9 +1,9 @@
 """The input: batches of packed rows, read from a corpus through `tf.data`.
 
-The order of the training data is a pure function of the seed: every epoch visits the files in
-another order, reads several at a time, and shuffles the lines block by block with a key made of
-seed, epoch and block. There is no random state, so a saved iterator is a position and the lines
-in its hands, and one that is restored in another process goes on with the very next batch:
+The order of the training data is a pure function of the seed. Every epoch visits the files in
+another order, reads several at a time, and shuffles the lines in blocks. The key of a block is made
+of seed, epoch and block. There is no random state, so a saved iterator is a position and the lines
+that it holds. An iterator restored in another process continues with the next batch:
 
     iterator = iter(train_dataset(corpus, vocabulary, batch_size=8, sequence_length=128, seed=1))
     checkpoint = tf.train.Checkpoint(iterator=iterator)
@@ -37,21 +37,21 @@ from .vocabulary import Vocabulary
 
 _random = tf.random.experimental  # pyright: ignore[reportAttributeAccessIssue]
 
-# Lines that are shuffled together, and that a saved iterator holds at most.
+# Lines that are shuffled together; a saved iterator holds at most these.
 BLOCK_LINES = 4096
 # Files that are read in turn, line by line.
 _FILES_AT_ONCE = 16
-# Bytes of a file that are read in one go.
+# Bytes of a file that are read at once.
 _BUFFER = 1 << 18
 # Lines that are tokenized in one call.
 _GROUP_LINES = 64
-# Read ahead; a saved iterator holds them, and an error among them.
+# Prefetched batches; a saved iterator holds them, including an error among them.
 PREFETCHED_BATCHES = 2
 _BLANKS = rf"\A\r*{BYTE_ORDER_MARK}[{WHITESPACE}\r]*|\A[{WHITESPACE}\r]+|\r|[{WHITESPACE}\r]+\z"
 
 
 class InputError(PipemeshError, ValueError):
-    """A dataset was asked for that cannot be read."""
+    """A dataset with invalid sizes or without text."""
 
 
 def train_dataset(
@@ -65,37 +65,23 @@ def train_dataset(
     shard: int = 0,
     first_epoch: int = 0,
 ) -> tf.data.Dataset:
-    """Batches to train on, without end, in another order each epoch.
+    """Returns training batches without end, in a new order each epoch, without padding.
 
-    Args:
-        corpus: whose training text to read.
-        vocabulary: cuts it into pieces.
-        batch_size: rows of a batch, B.
-        sequence_length: positions of a row, T.
-        seed: equal seeds give equal batches.
-        num_shards: number of readers that share the batches. All of them read all of the text, so
-            that they read together what one would read whose batches had all their rows.
-        shard: which of the readers this is, from 0: its rows are the `batch_size` from
-            `shard * batch_size` on.
-        first_epoch: number of the first epoch; each has an order of its own.
-
-    Returns:
-        Batches as `packing.pack` describes them, without padding.
-
-    Raises:
-        InputError: a size below 1, a shard outside `num_shards`, or no text.
-        CorpusError: the text cannot be read.
+    Batches are as in `packing.pack`, with `batch_size` rows of `sequence_length` positions. Equal
+    seeds give equal batches. With `num_shards` readers each reads the whole text, and `shard` takes
+    its part of the rows of one large batch. It raises InputError for invalid sizes or without text,
+    CorpusError if the text cannot be read.
     """
     _check_sizes(batch_size, sequence_length)
     if not 0 <= shard < num_shards:
         raise InputError(f"shard {shard} of {num_shards} shards; shards count from 0")
     if not any(True for _ in corpus.train):
-        # It would be searched for a sentence for ever.
+        # A text without sentences would be searched forever.
         raise InputError(f"{corpus.name} has no text to train on")
 
     lines_of = _shuffled_lines(corpus.train)
 
-    # As they are: AutoGraph would take longer to read them than TensorFlow to run them.
+    # AutoGraph would take longer to convert these functions than TensorFlow to run them.
     @tf.autograph.experimental.do_not_convert
     def epoch_lines(epoch: tf.Tensor) -> tf.data.Dataset:
         key = _random.stateless_fold_in(tf.constant([seed, 0], tf.int64), epoch)
@@ -123,20 +109,10 @@ def heldout_dataset(
     batch_size: int,
     sequence_length: int,
 ) -> tf.data.Dataset:
-    """Batches of the held-out text, once and in order.
+    """Returns batches of the held-out text, once and in order, as in `packing.pack`.
 
-    Args:
-        corpus: whose held-out text to read.
-        vocabulary: cuts it into pieces.
-        batch_size: rows of a batch, B; the last batch is padded to it.
-        sequence_length: positions of a row, T.
-
-    Returns:
-        Batches as `packing.pack` describes them.
-
-    Raises:
-        InputError: a size below 1.
-        CorpusError: the text cannot be read.
+    The last batch is padded to `batch_size` rows. It raises InputError for invalid sizes,
+    CorpusError if the text cannot be read.
     """
     _check_sizes(batch_size, sequence_length)
     blocks = _lines(corpus.heldout).batch(_GROUP_LINES)
@@ -145,7 +121,7 @@ def heldout_dataset(
 
 @tf.autograph.experimental.do_not_convert
 def sentences(lines: tf.Tensor) -> tf.Tensor:
-    """What `corpus.clean` does, for lines in a string tensor [any]: string [at most as many]."""
+    """Does the same as `corpus.clean` for lines in a string tensor, and drops empty ones."""
     lines = tf.strings.unicode_transcode(
         lines, "UTF-8", "UTF-8", errors="replace", replace_control_characters=False
     )
@@ -155,7 +131,7 @@ def sentences(lines: tf.Tensor) -> tf.Tensor:
 
 
 def tokenizer(vocabulary: Vocabulary) -> Callable[[tf.Tensor], tf.RaggedTensor]:
-    """`vocabulary.encode` as a TensorFlow function: string [n] -> int32 [n, (pieces)]."""
+    """Returns `vocabulary.encode` as a TensorFlow function: string [n] -> int32 [n, (pieces)]."""
     made: Any = tensorflow_text.SentencepieceTokenizer(
         model=vocabulary.model,
         out_type=tf.int32,  # pyright: ignore[reportArgumentType]
@@ -181,12 +157,11 @@ def _rows(
 
 
 def _ahead(batches: tf.data.Dataset) -> tf.data.Dataset:
-    """Reads a little ahead.
+    """Prefetches a few batches.
 
-    One thread feeds the devices many times over; the other cores are theirs.
-
-    `deterministic` stays as it is: every step is sequential, so the order cannot depend on it,
-    and lingvo sets it and warns when it finds it set.
+    One thread is fast enough to feed the devices; the other cores are for the devices.
+    `deterministic` stays unset: every step is sequential, so it has no effect, and lingvo sets it
+    and warns if it is set.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -202,11 +177,11 @@ def _lines(text: Sentences | TextFiles) -> tf.data.Dataset:
 
 
 def _reader(text: TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
-    """Gives the lines of the file with a number.
+    """Returns a function that reads the lines of the file with a number.
 
-    A number and not a path, because a saved iterator holds it: the same files may lie elsewhere
-    when it is restored. That a file is what it was is looked up before it is opened, and again
-    after its last line unless the first reading had all of it.
+    A saved iterator holds the number instead of a path, because files may be elsewhere when it is
+    restored. A file is checked for changes before it is opened, and again after its last line,
+    unless the first read covered all of it.
     """
     is_long = np.array([size > _BUFFER for size in text.sizes()], np.int64)
 
@@ -218,7 +193,7 @@ def _reader(text: TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
 
     @tf.autograph.experimental.do_not_convert
     def files(names: Callable[[np.int64], np.ndarray], number: tf.Tensor) -> tf.data.Dataset:
-        # Not stateful: a saved iterator lacks nothing of it.
+        # Not stateful: a saved iterator needs no state of it.
         found = tf.numpy_function(names, [number], tf.string, stateful=False)
         return tf.data.TextLineDataset(tf.ensure_shape(found, [None]), buffer_size=_BUFFER)
 
@@ -234,7 +209,7 @@ def _reader(text: TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
 
 
 def _shuffled_lines(text: Sentences | TextFiles) -> Callable[[tf.Tensor], tf.data.Dataset]:
-    """Gives the lines of one epoch; files are in random order, lines within a file are not."""
+    """Returns a function that reads the lines of an epoch, with files in random order."""
     if isinstance(text, Sentences):
         return lambda _: _lines(text)
     number, read = len(text.paths), _reader(text)

@@ -1,4 +1,4 @@
-"""The language model as commands see it: flags, text, vocabulary, and what is made of them.
+"""The language model for commands: flags, text, vocabulary, trainer and subject.
 
 Importing it loads no TensorFlow.
 """
@@ -34,7 +34,7 @@ class LanguageModelKind(ModelKind):
         return command_line.logdir()
 
     def takes(self, command: str) -> Collection[str]:
-        """Returns flags of the model that matter when texts are continued or scored."""
+        """Returns the model's flags that matter for decoding or scoring."""
         sizes = ("layers", "vocab_size", "sequence_length")
         return (*sizes, "batch_size") if command == "score" else sizes
 
@@ -60,11 +60,11 @@ class LanguageModelKind(ModelKind):
         there.check_model(request.model, request.settings, request.logdir)
         settings = request.settings
         if command == "decode":
-            # What is chosen is how a batch is cut, and there is none.
+            # Choices concern how a batch is cut, and decoding has no batch.
             settings.CHOSEN = ()
             settings.PLAN = dataclasses.replace(settings.PLAN, num_microbatches=1)
         words = Vocabulary(there.vocabulary)
-        # Experts have room for all tokens, so that no text depends on what comes with it.
+        # Unlimited expert capacity keeps a text independent of others in its batch.
         settings.CAPACITY_FACTOR = None
         subject, _ = make_subject(request, Text(None, there.data, words, path, there))
         tokens = Tokens(
@@ -82,13 +82,13 @@ KIND = LanguageModelKind()
 
 @contextlib.contextmanager
 def training_of(request: Request) -> Iterator[tuple[Any, Request]]:
-    """Holds the log directory; gives the trainer for a request, and the request."""
+    """Locks the log directory; yields the trainer for a request, and the request."""
     with Folder(request.logdir):
         yield _trainer(request), request
 
 
 def _trainer(request: Request) -> Any:
-    """Reads the text and makes the trainer, and prints what is to be trained."""
+    """Reads the text, makes the trainer, and prints a description of the run."""
     remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
     remove_unfinished(request.logdir, "config.toml")
     found, manifest = newest_whole(request.logdir) or (None, None)
@@ -124,14 +124,14 @@ def _trainer(request: Request) -> Any:
 
 
 class Text(NamedTuple):
-    """The text to train on, and the checkpoint to resume from.
+    """The training text, and the checkpoint to resume from.
 
     Attributes:
         corpus: the text.
         data: its digests.
         vocabulary: its vocabulary, or that of the checkpoint.
-        found: path of the checkpoint; None to begin.
-        there: what is noted beside it.
+        found: path of the checkpoint; None for a new run.
+        there: the note of the checkpoint.
     """
 
     corpus: Any
@@ -142,13 +142,7 @@ class Text(NamedTuple):
 
 
 def read_text(request: Any, found: str | None = None, manifest: Any = None) -> Text:
-    """Finds the text and its vocabulary, without TensorFlow.
-
-    Args:
-        request: what is asked for.
-        found: path of the checkpoint to go on from; None to begin.
-        manifest: of it.
-    """
+    """Finds the text and its vocabulary, without TensorFlow."""
     settings = request.settings
     corpus = load_corpus(settings.DATA_DIR, settings.TRAIN_PATTERN, settings.HELDOUT_PATTERN)
     there = about.About.from_note(manifest.note) if manifest else None
@@ -168,14 +162,9 @@ def read_text(request: Any, found: str | None = None, manifest: Any = None) -> T
 
 
 def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
-    """Starts TensorFlow and makes what is trained.
+    """Starts TensorFlow; returns the subject, and the choice that was made or None.
 
-    Args:
-        request: what is asked for; its settings get what is chosen.
-        text: what is trained on.
-
-    Returns:
-        The subject, and the choice that was made; None if there was nothing to choose.
+    Chosen values are set in the request's settings.
     """
     settings, there = request.settings, text.there
 
@@ -186,20 +175,20 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
     with console.waiting("loading TensorFlow"):
         device_type = _device_type(request)
         _start_devices(request)
-        # Only now: TensorFlow reads the number of devices and threads when it starts.
+        # Import these now: TensorFlow reads the number of devices and threads when it starts.
         from lingvo.core import py_utils
 
         from .params import CONFIGURATIONS, boundaries_of, layer_flops_of
         from .subject import LanguageModelSubject
 
-        # Modules of the trainer are loaded here, where it is said that it takes time.
+        # Load the trainer's modules here, while the user sees that loading takes time.
         importlib.import_module("pipemesh.training.trainer")
         settings.PLAN = command_line.fitting(settings, device_type)
         config = CONFIGURATIONS[request.model]()
         vars(config).update(vars(settings))
     choice = None
     if there and settings.CHOSEN:
-        # Bit for bit only what is computed in the same way goes on.
+        # A resumed run is bit for bit equal only with the same choices.
         settings.CHOSEN = there.keep_choice(now(), settings)
         vars(config).update(vars(settings))
     if settings.CHOSEN:
@@ -212,11 +201,7 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
 
 
 def make_trainer(request: Any, text: Text) -> tuple[Any, Any]:
-    """Starts TensorFlow and makes the model, as `make_subject`.
-
-    Returns:
-        The trainer, and the choice that was made; None if there was nothing to choose.
-    """
+    """Starts TensorFlow; returns the trainer, and the choice that was made or None."""
     subject, choice = make_subject(request, text)
     from pipemesh.training.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""The input as lingvo users declare it: an input generator with Params."""
+"""The input for lingvo users: an input generator with Params."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .vocabulary import load_vocabulary
 
 
 class OneBillionWordInput(base_input_generator.BaseInputGenerator):
-    """Packed rows of a corpus, for training or for evaluation.
+    """An input generator of packed rows of a corpus, for training or evaluation.
 
-    Works in the graph that `lingvo.trainer` builds (`Initialize(sess)` starts it) and in lingvo's
-    eager mode. Batches are NestedMaps of [batch_size, sequence_length] tensors: `ids`, `labels`,
-    `segment_ids`, `segment_pos` (int32) and `weights` (float32).
+    It works in the graph that `lingvo.trainer` builds (`Initialize(sess)` starts it) and in
+    lingvo's eager mode. Batches are NestedMaps of [batch_size, sequence_length] tensors: `ids`,
+    `labels`, `segment_ids`, `segment_pos` (int32) and `weights` (float32).
 
-    The held-out text ends with `tf.errors.OutOfRangeError` and starts again after `Reset(sess)`:
-    with `eval_samples_per_summary=0` lingvo evaluates all of it.
+    The held-out text ends with `tf.errors.OutOfRangeError` and starts again after `Reset(sess)`.
+    With `eval_samples_per_summary=0` lingvo evaluates all of it.
     """
 
     @classmethod
@@ -44,21 +44,14 @@ class OneBillionWordInput(base_input_generator.BaseInputGenerator):
         return p
 
     def CreateDatasource(self):
-        """Reads by `Dataset`, which lingvo calls when it wants the first batch."""
+        """Creates a source that reads `Dataset`, which lingvo calls for the first batch."""
         self.CreateChild("datasource", PackedRowsSource.Params())
         self.datasource.SetInputGenerator(self)
 
     def Dataset(self, num_shards: int = 1, shard: int = 0) -> tf.data.Dataset:
-        """The batches, as dicts.
+        """Returns the batches, as dicts, of one of `num_shards` hosts.
 
-        Args:
-            num_shards: number of hosts that read the training text.
-            shard: which of them this is.
-
-        Raises:
-            CorpusError: the text does not exist or cannot serve.
-            VocabularyError: the text does not support `vocab_size`.
-            InputError: a size is below 1.
+        It raises CorpusError or VocabularyError for unusable text, InputError for sizes below 1.
         """
         p = self.params
         corpus = load_corpus(p.data_dir, p.train_pattern, p.heldout_pattern)
@@ -76,10 +69,12 @@ class OneBillionWordInput(base_input_generator.BaseInputGenerator):
 
 
 class PackedRowsSource(datasource.TFDatasetSource):
-    """Hands an `OneBillionWordInput`'s dataset to lingvo, one shard per infeed host."""
+    """A data source with the dataset of an `OneBillionWordInput`, one shard for each infeed
+    host.
+    """
 
     def GetDataset(self):
-        """The dataset of this host, of NestedMaps."""
+        """Returns the dataset of this host, of NestedMaps."""
         generator: Any = self._input_generator
         dataset = generator.Dataset(self.num_hosts, self.host_id)
         return dataset.map(lambda batch: py_utils.NestedMap(batch))

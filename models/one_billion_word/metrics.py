@@ -1,4 +1,4 @@
-"""Metrics: one score for every model that predicts text, whatever its vocabulary."""
+"""Metrics: a score for every model that predicts text, with any vocabulary."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .vocabulary import Vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What predicting some text cost.
+    """The score of predictions for some text.
 
     Scores of parts of a text add up to the score of the whole.
 
     Attributes:
         nats: summed negative log likelihood.
-        tokens: number of predicted tokens, the ends of sentences included.
+        tokens: number of predicted tokens, including the ends of sentences.
         words: number of predicted words plus number of sentences.
-        bytes: UTF-8 bytes of the text, a newline after each sentence included.
+        bytes: UTF-8 bytes of the text, including a newline after each sentence.
 
     Example:
         >>> score = Score(nats=20.0, tokens=10, words=5, bytes=40)
@@ -37,31 +37,31 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits that an ideal coder would spend per byte of the text."""
+        """Returns the bits that an ideal coder needs for a byte of the text."""
         return bits_per_byte(self.nats, self.bytes)
 
     @property
     def token_perplexity(self) -> float:
-        """Perplexity per token; comparable only under the same vocabulary."""
+        """Returns the perplexity per token, comparable only under the same vocabulary."""
         return perplexity(self.nats, self.tokens)
 
     @property
     def word_perplexity(self) -> float:
-        """Perplexity per word, as the one-billion-word benchmark reports it."""
+        """Returns the perplexity per word, as the one-billion-word benchmark reports it."""
         return perplexity(self.nats, self.words)
 
     @property
     def amount(self) -> int:
-        """Tokens."""
+        """Returns the number of tokens."""
         return self.tokens
 
     @property
     def judged(self) -> float:
-        """Bits per byte, whatever the vocabulary; of text without any, the nats."""
+        """Returns bits per byte, independent of the vocabulary; without text, the nats."""
         return self.bits_per_byte if self.bytes else self.nats
 
     def values(self) -> dict[str, float]:
-        """What summaries have."""
+        """Returns the values for summaries."""
         return {
             "loss": ratio(self.nats, self.tokens),
             "bits_per_byte": self.bits_per_byte,
@@ -70,7 +70,7 @@ class Score:
         }
 
     def short(self) -> str:
-        """What a line of progress has room for."""
+        """Returns short text for the progress line."""
         return f"word ppl {_short(self.word_perplexity)}"
 
     def __str__(self) -> str:
@@ -93,11 +93,8 @@ def score(
 ) -> Score:
     """Scores a batch.
 
-    Args:
-        nats: float [...], negative log likelihood of each label.
-        labels: int [...], the tokens that were to be predicted.
-        weights: [...], 1 for a token and 0 for padding, whose nats may be anything.
-        vocabulary: the pieces that the labels stand for.
+    `nats` are the negative log likelihoods of `labels`. `weights` are 1 for tokens, and 0 for
+    padding, whose nats may be anything.
     """
     real = np.asarray(weights) > 0
     tokens = np.asarray(labels)[real]
@@ -110,12 +107,12 @@ def score(
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
-    """Bits per byte of `nats` spent on `num_bytes` bytes; not a number for no bytes."""
+    """Returns the bits per byte of `nats` spent on `num_bytes` bytes; NaN for no bytes."""
     return ratio(nats / math.log(2), num_bytes)
 
 
 def perplexity(nats: float, count: float) -> float:
-    """e to the nats per item; infinite beyond the floats, not a number for no items."""
+    """Returns e to the nats per item; infinity on overflow, NaN for no items."""
     if not count:
         return math.nan
     try:

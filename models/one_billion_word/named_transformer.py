@@ -1,9 +1,9 @@
-"""The layers of the decoder-only Transformer with named dims, which a layout splits.
+"""The layers of the decoder-only Transformer with named dims, which a layout can split.
 
-They take and return what those of `transformer` do. The dims that rules may split are `heads`,
-`d_ff`, `vocab`, and `experts` where there are some. What is the same on all devices of a stage goes
-on once for each. In a model with experts the sum of their balance losses goes on as well, [batch]
-float32.
+Their inputs and outputs are those of `transformer`. Rules may split the dims `heads`, `d_ff`,
+`vocab`, and `experts` in a model with experts. A value that is equal on all devices of a stage is
+sent once per device. In a model with experts the sum of their balance losses is passed on too,
+[batch] float32.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pipemesh.lowering import Tensor, ops
 
 
 def _handing_on(meta: Any, rest: tuple[Any, ...]) -> Any:
-    """What a layer says of itself that hands on what comes after its first argument."""
+    """Returns the meta of a layer that also passes on its arguments after the first."""
     meta.out_shapes = (meta.out_shapes[0], *rest)
     return meta
 
 
 class NamedEmbedding(named.Embedding):
-    """Token embedding plus sinusoidal positions within the segment, then dropout."""
+    """A token embedding plus sinusoidal positions within the segment, then dropout."""
 
     def FProp(self, theta, ids, labels, weights, segment_ids, segment_pos):
         hidden = super().FProp(theta, ids, segment_pos)
@@ -36,9 +36,9 @@ class NamedEmbedding(named.Embedding):
 
 
 class ExpertsEmbedding(NamedEmbedding):
-    """The same, for a stack of `ExpertsBlock`s: behind the others goes a balance loss of 0.
+    """An embedding for a stack of `ExpertsBlock`s, which adds a balance loss of 0 to its outputs.
 
-    So all blocks take and return the same.
+    All blocks therefore have the same inputs and outputs.
     """
 
     def FProp(self, theta, ids, labels, weights, segment_ids, segment_pos):
@@ -59,15 +59,17 @@ class NamedBlock(named.TransformerBlock):
 
     @classmethod
     def FPropMeta(cls, p, x, *rest):
-        # Behind labels and weights.
+        # The arguments after labels and weights.
         return _handing_on(super().FPropMeta(p, x, *rest[2:]), rest)
 
 
 class ExpertsBlock(named.TransformerBlock):
-    """Causal self-attention within segments, then one or two experts a token; both residual."""
+    """Causal self-attention within segments, then one or two experts for each token; both
+    residual.
+    """
 
     def FProp(self, theta, x, labels, weights, segment_ids, segment_pos, before):
-        # Where a row has no token, none shall take the room of others.
+        # Padding must not use the capacity of experts.
         if isinstance(segment_ids, Tensor):
             paddings = ops.cast(ops.equal(segment_ids, 0), tf.float32)
         else:
@@ -78,7 +80,7 @@ class ExpertsBlock(named.TransformerBlock):
 
     @classmethod
     def FPropMeta(cls, p, x, *rest):
-        # Paddings are made of segments.
+        # Paddings have the shape of segments.
         tokens = (*rest[2:4], rest[2]) if len(rest) > 3 else ()
         return _handing_on(super().FPropMeta(p, x, *tokens), (*rest[:4], tshape.Shape([x[0]])))
 
@@ -86,7 +88,7 @@ class ExpertsBlock(named.TransformerBlock):
 class NamedSoftmax(named.SoftmaxCrossEntropy):
     """Layer norm, logits, and the cross entropy of the labels: the head of a pipeline.
 
-    The loss has `balance_weight` times the experts' balance losses added, for each token.
+    The loss includes `balance_weight` times the experts' balance losses, for each token.
     """
 
     @classmethod
@@ -121,7 +123,7 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
         x = cls.CountPart(p, cls.NormParams(p), tally, x)
         found = super().CountCosts(p, tally, x, labels, weights)
         for each in rest[2:]:
-            # Balances times numbers of tokens.
+            # Balance losses times numbers of tokens.
             each = tally.given(each, "batch", found[2].dtype)
             tally.keep(each, tally.reduce(found[2], "length"))
             tally.reduce(each, "batch")
@@ -129,7 +131,7 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
 
 
 def named_layers_of(config: Any) -> list[Any]:
-    """Params of all layers of the stack, first to last."""
+    """Returns the params of all layers of the stack, first to last."""
     block = (
         (ExpertsBlock if config.NUM_EXPERTS else NamedBlock)
         .Params()
@@ -165,7 +167,9 @@ def named_layers_of(config: Any) -> list[Any]:
 
 
 def tied_weights_of(config: Any) -> dict[str, str]:
-    """What the last layer takes from the first one, as `tied_weights` of a stack."""
+    """Returns the weights that the last layer shares with the first, as `tied_weights` of a
+    stack.
+    """
     if not config.TIED_EMBEDDINGS:
         return {}
     return {f"cell_{config.NUM_LAYERS + 1:03d}.w": "cell_000.table"}

@@ -1,9 +1,9 @@
-"""Packing: sentences laid end to end into rows of one length, so that no position is wasted.
+"""Packing: sentences joined into rows of one length, so that no position is wasted.
 
-A sentence with pieces t1..tn becomes n + 1 positions: the model reads BOS, t1, .., tn and is to
-predict t1, .., tn, EOS. All positions of all sentences form one stream, which is cut into rows
-wherever a row is full. A sentence that crosses the end of a row goes on in the next row as a
-segment of its own: nothing is dropped, and no position sees another segment.
+A sentence with pieces t1..tn becomes n + 1 positions. The model reads BOS, t1, .., tn and predicts
+t1, .., tn, EOS. All positions of all sentences form one stream, which is cut when a row is full. A
+sentence that crosses the end of a row continues in the next row as a new segment. Nothing is
+dropped, and no position sees another segment.
 
     pieces        a b | c d e | f                       rows of 5
     ids           BOS a b BOS c    d e BOS f .
@@ -28,19 +28,12 @@ def token_stream(
     bos_id: int,
     eos_id: int,
 ) -> tf.data.Dataset:
-    """Turns groups of sentences into groups of positions.
+    """Turns groups of sentences into groups of positions, pairs of int32 tensors (ids, labels).
 
-    Args:
-        sentences: string tensors [any number of sentences].
-        tokenize: gives the int32 pieces, [sentences, (pieces)], of such a tensor.
-        bos_id: id of the piece that begins a sentence; no sentence contains it.
-        eos_id: id of the piece that ends a sentence.
-
-    Returns:
-        Pairs of int32 tensors (ids, labels) [any number of positions].
+    No sentence contains the piece `bos_id`.
     """
 
-    # As they are: AutoGraph would take longer to read them than TensorFlow to run them.
+    # AutoGraph would take longer to convert these functions than TensorFlow to run them.
     @tf.autograph.experimental.do_not_convert
     def positions(group: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         pieces = tokenize(group)
@@ -55,20 +48,12 @@ def token_stream(
 def pack(
     stream: tf.data.Dataset, *, batch_size: int, sequence_length: int, bos_id: int
 ) -> tf.data.Dataset:
-    """Cuts a stream of positions into batches of rows.
+    """Cuts a stream of positions (ids, labels) into batches of rows.
 
-    Only the end of a finite stream is padded: the rest of its last row, and as many rows as its
-    last batch lacks. Padding has weight, segment id, position, id and label 0.
-
-    Args:
-        stream: pairs of int32 tensors (ids, labels) [any number of positions].
-        batch_size: rows of a batch, B.
-        sequence_length: positions of a row, T.
-        bos_id: id of the piece that begins a sentence.
-
-    Returns:
-        Dicts of tensors [B, T]: `ids`, `labels`, `segment_ids` (1, 2, .. within the row),
-        `segment_pos` (0, 1, .. within the segment), all int32, and `weights`, float32.
+    Only the end of a finite stream is padded: its last row and its last batch. Padding is 0 in
+    every tensor. Batches are dicts of tensors [batch_size, sequence_length]: `ids`, `labels`,
+    `segment_ids` (from 1 in each row), `segment_pos` (from 0 in each segment), all int32, and
+    `weights`, float32.
     """
 
     def rows(values: tf.Tensor) -> tf.Tensor:
@@ -92,20 +77,15 @@ def pack(
 
 
 def segments(begins: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Numbers the segments of each row, and the positions of each segment.
+    """Numbers the segments of each row from 1, and the positions of each segment from 0.
 
-    Args:
-        begins: bool [B, T], true where a sentence begins; the head of a row begins a segment in
-            any case.
-
-    Returns:
-        int32 [B, T] segment ids from 1 and int32 [B, T] positions from 0.
+    `begins` [B, T] is true where a sentence starts. The start of a row always starts a segment.
     """
     batch_size, length = static_sizes(begins)
     column = tf.range(length)
     begins |= tf.equal(column, 0)
     segment_ids = tf.cumsum(tf.cast(begins, tf.int32), axis=1)
-    # All rows in one line: the position of a segment's head, looked up by the segment's number.
+    # All rows as one sequence: the start of each segment, looked up by its number.
     line = tf.range(batch_size * length)
     heads = tf.boolean_mask(line, tf.reshape(begins, [-1]))
     number = tf.cumsum(tf.cast(tf.reshape(begins, [-1]), tf.int32)) - 1

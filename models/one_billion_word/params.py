@@ -72,14 +72,14 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
         return p
 
 
-# Functions of a configuration: its public methods would be data sets of lingvo.
+# These are functions, because lingvo takes public methods of a configuration for datasets.
 
 
 def optimizer_of(config: Any) -> Any:
-    """Params of the optimizer; all of them are right on weights that a layout cuts."""
+    """Returns the params of the optimizer; all optimizers support weights that a layout splits."""
     return {
         "adam": optimizer.Adam.ParamsB(),
-        # As its authors recommend, for steps relative to the size of a weight.
+        # Its authors recommend this for steps relative to the size of a weight.
         "adafactor": Adafactor.Params().Set(decay_exponent_pow=0.8, clipping_threshold=1.0),
         "sgd": optimizer.SGD.Params(),
         "momentum": optimizer.Momentum.Params(),
@@ -87,13 +87,7 @@ def optimizer_of(config: Any) -> Any:
 
 
 def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> Any:
-    """Params of the pipelined stack of a language model, as its plan has it.
-
-    Args:
-        config: has `PLAN`, `STRICT_DEVICES` and `PIPELINED`.
-        stages: params of them.
-        tied_weights: as of a `PipeliningLayer`.
-    """
+    """Returns the params of a language model's pipelined stack under its plan."""
     plan = config.PLAN
     p = PipeliningLayer.Params().Set(
         cell_tpl=stages,
@@ -108,13 +102,13 @@ def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> An
         pipelined=config.PIPELINED,
     )
     if plan.layout.rules:
-        # For lingvo's own clusters, which know devices and no axes.
+        # For lingvo's own clusters, which have devices but no axes.
         p.Set(mesh_shape=str(plan.mesh), layout=str(plan.layout))
     return p
 
 
 def layers_of(config: LanguageModelParams) -> list[Any]:
-    """Params of all layers of the stack, first to last."""
+    """Returns the params of all layers of the stack, first to last."""
     if config.LAYERS == "named":
         return named_layers_of(config)
     block = Block.Params().Set(
@@ -131,22 +125,19 @@ def layers_of(config: LanguageModelParams) -> list[Any]:
 
 
 def input_shapes_of(config: Any, num_replicas: int = 1) -> tuple[Any, ...]:
-    """Shapes of the five inputs of the stack, for one microbatch, or a replica's part of it."""
+    """Returns the shapes of the stack's five inputs, for one replica's part of a microbatch."""
     size = config.BATCH_SIZE // config.PLAN.num_microbatches // num_replicas
     return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * 5
 
 
 def stages_of(config: LanguageModelParams) -> list[Any]:
-    """Params of the stages."""
+    """Returns the params of the stages."""
     return cut(config, layers_of(config))
 
 
 def cut(config: Any, layers: list[Any]) -> list[Any]:
-    """Params of the stages that layers are cut into, as the plan says or by their flops.
-
-    Args:
-        config: has `PLAN`, `NUM_LAYERS`, `BATCH_SIZE` and `SEQUENCE_LENGTH`.
-        layers: params of the embedding, the blocks and the softmax.
+    """Returns the params of the stages, cut by the plan's boundaries or by the flops of the
+    layers.
     """
     shapes = input_shapes_of(config)
     boundaries = config.PLAN.boundaries
@@ -155,7 +146,7 @@ def cut(config: Any, layers: list[Any]) -> list[Any]:
     if boundaries is None:
         plan, speeds = config.PLAN, None
         if not plan.mesh.is_even:
-            # A home with more devices takes more of the layers.
+            # A home with more devices gets more layers.
             speeds = [len(plan.home(stage)) for stage in range(plan.num_stages)]
         return PartitionSequentialLayers(layers, plan.num_stages, *shapes, speeds=speeds)
     layers = named_layers(layers)
@@ -171,12 +162,12 @@ def layer_flops_of(config: LanguageModelParams) -> list[float]:
 
 
 def boundaries_of(config: LanguageModelParams) -> tuple[int, ...]:
-    """Returns the layer indices at which the stages begin, and the number of layers."""
+    """Returns the layer indices at which the stages start, and the number of layers."""
     return tuple(itertools.accumulate((len(cell.sub) for cell in stages_of(config)), initial=0))
 
 
 def stage_flops_of(config: LanguageModelParams) -> list[float]:
-    """The flops of the forward pass of each stage, for the whole batch."""
+    """Returns the flops of the forward pass of each stage, for the whole batch."""
     shape = tshape.Shape([config.BATCH_SIZE, config.SEQUENCE_LENGTH])
     flops = []
     shapes: tuple[Any, ...] = (shape,) * 5
@@ -194,12 +185,12 @@ class OneBillionWordTiny(sizes.Tiny, LanguageModelParams):
 
 @model_registry.RegisterSingleTaskModel
 class OneBillionWordTinyTied(sizes.TinyTied, LanguageModelParams):
-    """As OneBillionWordTiny, with one table for the embedding and the softmax."""
+    """OneBillionWordTiny with one table for the embedding and the softmax."""
 
 
 @model_registry.RegisterSingleTaskModel
 class OneBillionWordTinyExperts(sizes.TinyExperts, LanguageModelParams):
-    """As OneBillionWordTiny, with four experts in each block, of which a token meets two."""
+    """OneBillionWordTiny with four experts in each block, two for each token."""
 
 
 @model_registry.RegisterSingleTaskModel
@@ -212,7 +203,7 @@ class OneBillionWordGPipe32(sizes.GPipe32, LanguageModelParams):
     """32 layers in 4 stages of 8, trained with 32 microbatches."""
 
 
-# What lingvo registers it declares to be its own class.
+# lingvo's registration returns another type than the class.
 CONFIGURATIONS: dict[str, type[LanguageModelParams]] = {  # pyright: ignore[reportAssignmentType]
     configuration.__name__: configuration
     for configuration in (

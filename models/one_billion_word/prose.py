@@ -1,11 +1,10 @@
-"""Prose: the English sentences inside reference documentation written as plain text.
+"""English sentences inside reference documentation in plain text.
 
-`pydoc_data.topics` is documentation rendered to text, so sentences stand between tables,
-grammar rules, signatures and interpreter sessions, and they are wrapped at 70 columns. What is
-kept is decided twice. A *paragraph* (lines between blank lines) is dropped as a whole when any
-of its lines looks like code, grammar or a table. A *sentence* of what remains is kept when it
-begins with a capital or a quoted name, ends with a full stop or a colon, and consists mostly of
-ordinary words.
+The pages of `pydoc_data.topics` are wrapped at 70 columns. Their sentences stand between tables,
+grammar rules, signatures and interpreter sessions. Two filters select the prose. The first drops a
+*paragraph* (lines between blank lines) if any line looks like code, grammar or a table. The second
+keeps a *sentence* that consists mostly of ordinary words, starts with a capital or a quoted name,
+and ends with a full stop or a colon.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# A line with one of these is code, grammar, a table, a rule or a signature, never prose.
+# Marks of code, grammar, tables, rules and signatures; a line with one is never prose.
 _NOT_PROSE = re.compile(
     r"::=|^\s*(?:>>>|\.\.\.|[|+=*^~-]{3}|[|+]|\(Pdb\)|#|@\w|\$ )|[|+]\s*$"
     r"|^\s*(?:def|class|import|from|for|while|if|else|try|except|with|return|raise)\b[^.]*:?\s*$"
@@ -25,8 +24,7 @@ _FOOTNOTE_MARK = re.compile(r"\s*\[\d+\]")
 _EMPHASIS = re.compile(r"(?<![\w*\"'])(\*{1,2})(\w[^*\"]*?)\1(?![\w*\"'])")
 _WRAPPED_HYPHEN = re.compile(r"(?<=[a-z])-\n\s*(?=[a-z])")
 _SPACES = re.compile(r"\s+")
-# What may stand before a sentence or a word, and after it: quotes, straight or curved, and
-# parentheses.
+# Characters around a sentence or a word: straight or curved quotes, and parentheses.
 _OPEN = r"[(\"\u2018\u201c]*"
 _CLOSE = r"[)\"\u2019\u201d]*"
 _SENTENCE_END = re.compile(rf"[.?!]{_CLOSE}\s+(?={_OPEN}[A-Z])")
@@ -45,12 +43,9 @@ _LEAST_SHARE_OF_WORDS = 0.7
 def sentences(text: str) -> Iterator[str]:
     """Yields the English sentences of a documentation page, in order.
 
-    Lines of a paragraph are joined, a word that was wrapped at its hyphen is joined without a
-    space, runs of whitespace become one space, bullets and footnote marks go, and emphasis
-    loses its asterisks. Quotes around names of the programming language stay.
-
-    Args:
-        text: a page of plain text; paragraphs are separated by blank lines.
+    Lines of a paragraph are joined; a word wrapped at its hyphen is joined without a space. Runs of
+    whitespace become one space. Bullets, footnote marks and the asterisks of emphasis are removed.
+    Quotes around names of the programming language stay.
     """
     for paragraph in re.split(r"\n\s*\n", text):
         for item in _items(paragraph.strip("\n")):
@@ -62,7 +57,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def _items(paragraph: str) -> Iterator[str]:
-    """Cuts a paragraph before each bullet, and where a definition stands below its term."""
+    """Splits a paragraph before each bullet, and between a term and its definition."""
     item: list[str] = []
     indent = 0
     for line in paragraph.split("\n"):

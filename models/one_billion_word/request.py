@@ -1,4 +1,4 @@
-"""What a training of the language model is asked for, as plain values."""
+"""Settings of a language model's run, as plain values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .sizes import Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request(Options):
-    """What a training of the language model is asked for.
+    """Settings of a language model's run.
 
     Attributes:
         model: name of the configuration.
-        settings: its settings, with all that is asked for otherwise.
-        device_type: `CPU` or `GPU`; None for GPUs where there are enough of them.
-        other_text: whether to go on from a checkpoint with other text than it was trained on.
+        settings: its settings, changed by the flags.
+        device_type: `CPU` or `GPU`; None for GPUs if there are enough.
+        other_text: whether to resume from a checkpoint with another text.
     """
 
     model: str
@@ -28,5 +28,5 @@ class Request(Options):
 
     @property
     def plan(self) -> Plan:
-        """How it is run, as far as it is chosen."""
+        """Returns the plan, as far as it is chosen."""
         return self.settings.PLAN

@@ -1,4 +1,4 @@
-"""What `--lowering=simd` asks of a plan and a model, known without TensorFlow."""
+"""Requirements of `--lowering=simd` on a plan and a model, checked without TensorFlow."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from .sizes import Settings
 
 
 def alike_boundaries(settings: Settings) -> tuple[int, ...]:
-    """Where layers are cut so that all stages have as many blocks.
+    """Returns boundaries that give all stages the same number of blocks.
 
-    The embedding goes with the first stage and the softmax with the last one, though all devices
-    compute them.
-
-    Args:
-        settings: of the model; its number of blocks is a multiple of that of stages.
+    The embedding belongs to the first stage and the softmax to the last one, though all devices
+    compute them. The number of blocks must be a multiple of the number of stages.
 
     Example:
         >>> from .sizes import Base
@@ -30,15 +27,7 @@ def alike_boundaries(settings: Settings) -> tuple[int, ...]:
 
 
 def check_simd(settings: Settings, trace_schedule: bool) -> None:
-    """Checks that a model's blocks can be run as one program.
-
-    Args:
-        settings: of the model.
-        trace_schedule: whether actions are to be timed.
-
-    Raises:
-        FlagError: they cannot; names the flag to change.
-    """
+    """Raises FlagError, with the flag to change, if a model's blocks cannot run as one program."""
     plan = settings.PLAN
     stages, homes = plan.num_stages, plan.mesh.num_stages
     if settings.LAYERS == "lingvo":

@@ -8,9 +8,8 @@ from pipemesh.plan.homes import cut_rules
 
 
 class Settings:
-    """What a language model and its training are made of.
-
-    Attributes may be changed on an instance before it is used.
+    """The settings of a language model and its run, which may be changed on an instance
+    before use.
     """
 
     VOCAB_SIZE: int
@@ -20,16 +19,16 @@ class Settings:
     NUM_HEADS: int
     SEQUENCE_LENGTH: int
     BATCH_SIZE: int
-    # Layers with named dims, which the plan's layout may split, or those of lingvo.
+    # Layers with named dims, which the plan's layout may split, or lingvo's layers.
     LAYERS: str = "named"
-    # Layers with named dims only: the last layer takes the embedding's table for its own, and the
+    # Only for layers with named dims: the last layer shares the embedding's table, and the
     # feed-forward layers are mixtures of experts.
     TIED_EMBEDDINGS = False
     NUM_EXPERTS = 0
     EXPERT_CHOICES = 2
     CAPACITY_FACTOR: float | None = 1.25
     BALANCE_WEIGHT = 0.01
-    # How it is run; the layers that are cut are the embedding, the blocks and the softmax.
+    # The plan; it cuts the embedding, the blocks and the softmax into stages.
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=8)
     DROPOUT_PROB = 0.1
     # One of OPTIMIZERS.
@@ -37,11 +36,11 @@ class Settings:
     LEARNING_RATE = 1.0
     WARMUP_STEPS = 4000
     CLIP_GRADIENT_NORM = 0.0
-    # Of the moving averages of weights that evaluation takes in their place; 0 for none.
+    # Decay of the moving averages of weights, which evaluation uses; 0 for none.
     EMA_DECAY = 0.0
-    # Without a pipeline the stages compute the whole batch one after the other.
+    # Without a pipeline, the stages process the whole batch in sequence.
     PIPELINED: bool = True
-    # What of the plan the trainer chooses by itself, where no flag says it.
+    # Values of the plan that the trainer chooses if no flag sets them.
     CHOSEN: tuple[str, ...] = ("num_microbatches", "remat")
     STRICT_DEVICES = False
     DATA_DIR: str | None = None
@@ -67,13 +66,13 @@ class Tiny(Settings):
 
 
 class TinyTied(Tiny):
-    """As Tiny, with one table for the embedding and the softmax."""
+    """The sizes of Tiny, with one table for the embedding and the softmax."""
 
     TIED_EMBEDDINGS = True
 
 
 class TinyExperts(Tiny):
-    """As Tiny, with four experts in each block, of which a token meets two."""
+    """The sizes of Tiny, with four experts in each block, two for each token."""
 
     NUM_EXPERTS = 4
 
@@ -102,7 +101,7 @@ class GPipe32(Settings):
     NUM_HEADS = 16
     SEQUENCE_LENGTH = 1024
     BATCH_SIZE = 32
-    # The embedding goes with the first eight blocks, the softmax with the last ones.
+    # The embedding is with the first eight blocks, the softmax with the last ones.
     PLAN = Plan(
         Mesh.from_text("layers:4"),
         schedule="gpipe",
@@ -113,14 +112,14 @@ class GPipe32(Settings):
     WARMUP_STEPS = 40_000
 
 
-# What the layers of a model may be.
+# Kinds of layers of a model.
 LAYERS = ("named", "lingvo")
 
 
 def dims_of(settings: Settings, layout: LayoutRules) -> tuple[str, ...]:
-    """What a layout may split: of layers of lingvo the batch, of layers with named dims more.
+    """Returns the dims that a layout may split: for lingvo layers only the batch.
 
-    Nearly all weights have `embed`. It may have the axis of the batch, which cuts weights alone.
+    Nearly all weights have `embed`. It may share the axis of the batch, which splits only weights.
     """
     if settings.LAYERS == "lingvo":
         return ("batch",)
@@ -129,10 +128,10 @@ def dims_of(settings: Settings, layout: LayoutRules) -> tuple[str, ...]:
     return ("batch", "length", "heads", *hidden, "vocab", *cut)
 
 
-# How weights move along their gradients.
+# Optimizers.
 OPTIMIZERS = ("adam", "adafactor", "sgd", "momentum")
 
-# By the name under which lingvo knows the configuration.
+# By the name of the configuration in lingvo.
 SIZES: dict[str, type[Settings]] = {
     "OneBillionWordTiny": Tiny,
     "OneBillionWordTinyTied": TinyTied,

@@ -1,4 +1,4 @@
-"""The language model as a subject of training: its data, its score, its note."""
+"""The language model as the subject of a run: its data, its score, its note."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ from .vocabulary import Vocabulary
 
 
 class LanguageModelSubject(Subject):
-    """A configuration of the language model, on a text.
-
-    Args:
-        config: the configuration.
-        corpus: the text.
-        vocabulary: its vocabulary.
-        device_type: `CPU` or `GPU`.
-        about: what is noted beside checkpoints.
-    """
+    """A configuration of the language model, on a text; checkpoints note `about`."""
 
     unit = "tokens"
     read_ahead = PREFETCHED_BATCHES
@@ -51,11 +43,11 @@ class LanguageModelSubject(Subject):
         self._sizes = {"batch_size": config.BATCH_SIZE, "sequence_length": config.SEQUENCE_LENGTH}
 
     def task(self) -> Any:
-        """Params of the lingvo task."""
+        """Returns the params of the lingvo task."""
         return self._config.Task()
 
     def train_data(self, epoch: int) -> tf.data.Dataset:
-        """Packed rows without end."""
+        """Returns packed rows without end."""
         return train_dataset(
             self._corpus,
             self._vocabulary,
@@ -65,28 +57,28 @@ class LanguageModelSubject(Subject):
         )
 
     def heldout_data(self) -> tf.data.Dataset:
-        """Packed rows of the held-out text, the last ones padded."""
+        """Returns packed rows of the held-out text, the last ones padded."""
         return heldout_dataset(self._corpus, self._vocabulary, **self._sizes)
 
     def sample(self, batches: int) -> Any:
-        """Sentences drawn evenly from the whole held-out text."""
+        """Returns sentences drawn evenly from the whole held-out text."""
         return heldout.draw(self._corpus, self._vocabulary, batches=batches, **self._sizes)
 
     def outcome(self, metrics: Mapping[str, Any], per_example: Mapping[str, Any]) -> Any:
-        """The cross entropy of every label."""
+        """Returns the cross entropy of every label."""
         return per_example["xent"]
 
     def score(self, batch: Any, outcome: Any, loss: str) -> metrics.Score:
-        """In bits per byte, and per token and word."""
+        """Returns the score in bits per byte, and per token and word."""
         labels, weights = batch["labels"].numpy(), batch["weights"].numpy()
         return metrics.score(outcome, labels, weights, self._vocabulary)
 
     def nothing(self) -> metrics.Score:
-        """Of no text."""
+        """Returns the score of no text."""
         return metrics.Score()
 
     def input_shapes(self) -> Sequence[Any]:
-        """Of the five inputs of the stack."""
+        """Returns the shapes of the stack's five inputs."""
         return input_shapes_of(self._config, self.plan.num_replicas)
 
     @functools.cached_property
@@ -94,15 +86,17 @@ class LanguageModelSubject(Subject):
         return 3 * sum(stage_flops_of(self._config))
 
     def flops(self) -> float:
-        """By the layers' `FPropMeta`; a backward pass has twice as many as a forward one."""
+        """Returns flops by the layers' `FPropMeta`; a backward pass has twice those of a forward
+        pass.
+        """
         return self._flops
 
     def note(self) -> dict[str, Any]:
-        """Model, settings, text and vocabulary."""
+        """Returns model, settings, text and vocabulary."""
         return self.about.to_note()
 
     def epilogue(self, score: Any, batches: Iterable[Any]) -> Iterator[str]:
-        """What the unigram model makes of the same tokens."""
+        """Yields the unigram model's score of the same tokens."""
         with waiting("counting tokens for the unigram model"):
             unigram = fit_unigram(self._corpus.train, self._vocabulary).score(batches)
         yield f"smoothed unigram model, same tokens: {unigram}"

@@ -9,7 +9,9 @@ from pipemesh.layers import PipeliningLayer
 
 
 class LanguageModel(base_model.BaseTask):
-    """Mean cross entropy of the labels, as computed by the last stage of `stack`."""
+    """A task whose loss is the mean cross entropy of the labels, computed by the last stage of
+    `stack`.
+    """
 
     @classmethod
     def Params(cls):
@@ -22,16 +24,11 @@ class LanguageModel(base_model.BaseTask):
         self.CreateChild("stack", self.params.stack)
 
     def ComputePredictions(self, theta, input_batch):
-        """The loss, as the last stage sums it up.
+        """Returns the loss, summed by the last stage.
 
-        Args:
-            theta: weights.
-            input_batch: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, each [batch,
-                time].
-
-        Returns:
-            A NestedMap with the summed `loss` in nats and `num_tokens`, both float32 scalars, and
-            `xent` [batch, time] float32, without gradient.
+        The input has `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, each [batch,
+        time]. The result has the summed `loss` in nats and `num_tokens`, both float32 scalars, and
+        `xent` [batch, time] float32, without gradient.
         """
         batch = input_batch
         loss, num_tokens, xent = self.stack.FProp(
@@ -45,7 +42,9 @@ class LanguageModel(base_model.BaseTask):
         return py_utils.NestedMap(loss=loss, num_tokens=num_tokens, xent=xent)
 
     def ComputeLoss(self, theta, predictions, input_batch):
-        """Metrics `loss` (nats a token) and `num_tokens`; `xent` for every example."""
+        """Returns the metrics `loss` (nats per token) and `num_tokens`, and `xent` of every
+        example.
+        """
         del theta, input_batch
         num_tokens = predictions.num_tokens
         loss = tf.math.divide_no_nan(predictions.loss, num_tokens)
@@ -55,21 +54,20 @@ class LanguageModel(base_model.BaseTask):
         return metrics, py_utils.NestedMap(xent=predictions.xent)
 
     def DecodeArgs(self, ids, places):
-        """What `stack` is called with to learn what follows some tokens.
+        """Returns arguments of `stack` that predict what follows tokens.
 
-        Args:
-            ids: [batch, time] int32.
-            places: [batch, time] int32, where they stand in their rows.
+        `ids` and `places`, the positions in their rows, are [batch, time] int32.
         """
         nothing = tf.zeros_like(ids)
-        # One segment a row. There is no label, so nothing is weighed.
+        # Each row is one segment. There are no labels, so weights are 0.
         return ids, nothing, tf.cast(nothing, tf.float32), tf.ones_like(ids), places
 
     def Inference(self):
-        """What `lingvo.trainer --mode=write_inference_graph` exports: it scores packed rows.
+        """Returns the graph for `lingvo.trainer --mode=write_inference_graph`, which scores packed
+        rows.
 
-        Feeds are what `ComputePredictions` takes, of any number of rows; fetches what it returns,
-        so that `xent` is minus the log probability of every label.
+        Feeds and fetches are those of `ComputePredictions`, for any number of rows; `xent` is minus
+        the log probability of every label.
         """
         shape = [None, self.params.input.sequence_length if self.params.input else None]
         with tf.name_scope("inference"):
@@ -88,9 +86,9 @@ class LanguageModel(base_model.BaseTask):
             return {"default": (self._by_row(feeds), feeds)}
 
     def _by_row(self, batch):
-        """What `ComputePredictions` returns, for any number of rows.
+        """Returns the result of `ComputePredictions` for any number of rows, computed row by row.
 
-        Row by row: layers with named dims know all sizes before they run.
+        Layers with named dims must know all sizes before they run.
         """
 
         def of_row(row):
@@ -106,7 +104,7 @@ class LanguageModel(base_model.BaseTask):
         )
 
     def Decode(self, input_batch):
-        """Refuses: lingvo's decoders go through held-out data, and a prompt is none."""
+        """Refuses: lingvo's decoders read held-out data, which has no prompts."""
         raise NotImplementedError(
             "LanguageModel is no decoder job of lingvo's; `pipemesh decode --logdir=RUN "
             "--prompt=TEXT` continues texts, --job=evaler_heldout gives the loss, and "

@@ -1,14 +1,15 @@
-"""Copies of files of text that TensorFlow cannot read as they are, in the user's cache folder.
+"""Copies of text files that TensorFlow cannot read directly, in the user's cache folder.
 
-`tf.data` knows no zstd, loses what follows an empty part of a gzip file, does not notice when one
-ends too early, and holds a line in memory however long it is. So a file that is packed, has a line
-beyond `LONGEST_LINE` or a flood of empty ones is unpacked, cut or thinned once. What is read again
-and again is plain text, in which a saved place is a number of bytes.
+TensorFlow's `tf.data` does not support zstd. It loses the text after an empty part of a gzip file,
+does not notice a truncated one, and holds a whole line in memory. So a file that is packed, or has
+a line beyond `LONGEST_LINE` or very many empty ones, is copied once. The copy is plain text, in
+which a saved position is a number of bytes.
 
-A copy is named after the text that it was made from and after its own: whoever trains on that text
-finds it, wherever the text lies and however it is packed; and a flipped bit is found. It is written
-under another name and renamed. Whoever writes holds a lock, which the kernel frees when the process
-ends: of two that race one writes, and what a killed one left is told from what is being written.
+The name of a copy contains the digest of the text and its own. So every run on that text finds it,
+wherever the text lies and however it is packed, and a flipped bit is noticed. It is written under
+another name and renamed. The writer holds a lock, which the kernel frees when the process ends. So
+only one of several processes writes, and leftovers of a killed process can be told from a file
+being written.
 """
 
 from __future__ import annotations
@@ -26,24 +27,22 @@ from pipemesh.partition.text import bytes_text
 from . import text_file
 from .text_file import CorpusError, Scan
 
-# Goes into the names: raise it when `text_file.lines` cuts otherwise.
+# Part of the names: raise it if `text_file.lines` changes how it cuts.
 _RECIPE = 1
 _UNFINISHED = ".part"
 
 
 def user_cache_dir() -> str:
-    """Where learned vocabularies and copies of a user lie unless a folder is given."""
+    """Returns the default folder for learned vocabularies and copies."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(caches, "pipemesh")
 
 
 def readable(path: str) -> str:
-    """The path of what TensorFlow is to read of a file: the file itself, or a copy of it.
+    """Returns the path that TensorFlow reads for a file: the file itself, or a copy that is made if
+    missing.
 
-    The copy is made unless it is there.
-
-    Raises:
-        CorpusError: the file cannot be read, or the copy cannot be written.
+    It raises CorpusError if the file cannot be read or the copy cannot be written.
     """
     scan = text_file.scan(path)
     if scan.packed == text_file.PLAIN and scan.even:
@@ -54,7 +53,7 @@ def readable(path: str) -> str:
         os.makedirs(folder, exist_ok=True)
         _remove_leftovers(folder)
         with _locked(os.path.join(folder, f".{identity}{_UNFINISHED}")) as file:
-            # Only now: another process may have written it meanwhile.
+            # Look again under the lock: another process may have written it meanwhile.
             return _find(folder, identity) or _write(path, scan, file, folder, identity)
     except OSError as error:
         raise CorpusError(
@@ -69,7 +68,7 @@ def _find(folder: str, identity: str) -> str | None:
         path = os.path.join(folder, name)
         if name == _name(identity, text_file.scan(path).digest):
             return path
-        # Damaged.
+        # The copy is damaged.
         os.unlink(path)
     return None
 
@@ -94,12 +93,12 @@ def _name(identity: str, digest: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[IO[bytes]]:
-    """Opens an empty file for writing that nobody else writes; what is left of it is removed."""
+    """Opens an empty file for exclusive writing, and removes what remains of it at the end."""
     while True:
-        # Not emptied before it is locked: somebody may be writing to it.
+        # Lock before truncating: another process may be writing to it.
         with open(path, "ab") as file:
             _lock(file)
-            # Who had the lock before has renamed or removed it: this is another file by now.
+            # The earlier lock holder has renamed or removed the file, so this name is a new file.
             if not _is(path, file):
                 continue
             file.truncate(0)

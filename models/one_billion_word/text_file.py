@@ -1,8 +1,8 @@
-"""One file of text: how it is packed, whether it can be read, and what one reading says of it.
+"""A text file: its packing, its validity, and the result of reading it once.
 
-Text is UTF-8, plain or packed by gzip or zstd, whatever the file is called. A few bytes that are
-not UTF-8 are replaced when the text is read; a file that is altogether something else would train
-a model on noise without a word, so it is refused, and the error says how to convert it.
+Text is UTF-8, plain or packed by gzip or zstd, whatever the name of the file. A few bytes that are
+not UTF-8 are replaced. Any other kind of file would train a model on noise, so it is refused, and
+the error explains how to convert it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pipemesh.errors import PipemeshError
 
 PLAIN, GZIP, ZSTD = "", "gzip", "zstd"
 _MAGIC = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
-# Frames that hold no text, with which some programs begin a zstd file: \x50 to \x5f, and this.
+# Skippable frames, with which some programs start a zstd file: \x50 to \x5f, and this.
 _SKIPPABLE = b"\x2a\x4d\x18"
-# What other programs pack with, and how to unpack it.
+# Unsupported kinds of packing, and the program that unpacks each.
 _PACKED = {
     b"BZh": ("bzip2", "bunzip2"),
     b"\xfd7zXZ": ("xz", "unxz"),
@@ -33,7 +33,7 @@ _PACKED = {
     b"7z\xbc\xaf": ("7-Zip", "7z x"),
 }
 _TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
-# The longer ones first: the mark of UTF-32 begins like that of UTF-16.
+# Longer marks come first: the mark of UTF-32 starts like that of UTF-16.
 _MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
@@ -42,28 +42,28 @@ _MARKS = {
 }
 _HEAD = 1 << 16
 _BLOCK = 1 << 20
-# A longer line is cut into parts: it bounds what is in memory, where lines are shuffled above all.
+# Longer lines are cut into parts, which bounds memory, above all where lines are shuffled.
 LONGEST_LINE = 1 << 14
-# Of more empty lines a file is better rid before it is read again and again.
+# A file with more empty lines is copied without them, because it is read repeatedly.
 _MANY_EMPTY_LINES = 1 << 20
-# More of the head than one in so many: zero bytes, or characters that are not UTF-8. The second is
-# lax enough for the odd line of Latin-1 in a text that was collected from many places.
+# Limits for zero bytes, and for characters that are not UTF-8, in the start of a file. The second
+# allows a few lines of Latin-1 in text collected from many sources.
 _ZEROS_ONE_IN = 50
 _WRONG_ONE_IN = 10
 
 
 class CorpusError(PipemeshError, ValueError):
-    """The text that was asked for does not exist or cannot serve."""
+    """The text does not exist or is unusable."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """What one reading of a file says of its text.
+    """The result of reading a file once.
 
     Attributes:
-        digest: a hexadecimal digest of the text: the same whether it is packed or not.
-        size: how many bytes the text has, unpacked.
-        packed: how the file is packed: `PLAIN`, `GZIP` or `ZSTD`.
+        digest: a hexadecimal digest of the unpacked text.
+        size: number of bytes in the unpacked text.
+        packed: the packing: `PLAIN`, `GZIP` or `ZSTD`.
         even: whether no line is longer than `LONGEST_LINE` and few are empty.
     """
 
@@ -74,7 +74,7 @@ class Scan:
 
 
 def packing(path: str) -> str:
-    """How a file is packed, by its first bytes: `PLAIN`, `GZIP` or `ZSTD`."""
+    """Returns the packing of a file by its first bytes: `PLAIN`, `GZIP` or `ZSTD`."""
     with open(path, "rb") as file:
         head = file.read(4)
     if b"\x50" <= head[:1] <= b"\x5f" and head[1:] == _SKIPPABLE:
@@ -83,10 +83,9 @@ def packing(path: str) -> str:
 
 
 def blocks(path: str, size: int | None = None) -> Iterator[bytes]:
-    """The bytes of a file's text, unpacked, in blocks of at most so many, or of a megabyte.
+    """Yields the unpacked bytes of a file in blocks of at most `size`, by default a megabyte.
 
-    Raises:
-        CorpusError: it cannot be read, or is a damaged archive.
+    It raises CorpusError if the file cannot be read, or is a damaged archive.
     """
     packed, damages = PLAIN, ()
     try:
@@ -112,7 +111,7 @@ def blocks(path: str, size: int | None = None) -> Iterator[bytes]:
 
 
 def unreadable(path: str, error: OSError) -> CorpusError:
-    """What to say of a file or folder that the system does not hand out."""
+    """Returns the error for a file or folder that the system cannot read."""
     return CorpusError(
         f"{path!r} cannot be read ({error.strerror or error}); make it readable, or take it away "
         "from the text"
@@ -120,11 +119,8 @@ def unreadable(path: str, error: OSError) -> CorpusError:
 
 
 def check_head(path: str) -> None:
-    """Checks by its first bytes that a file is text that can be read.
-
-    Raises:
-        CorpusError: it cannot be opened, is packed by something else than gzip and zstd, or is not
-            UTF-8.
+    """Raises CorpusError if the first bytes of a file are not readable UTF-8 text, plain, gzip or
+    zstd.
     """
     head = next(blocks(path, _HEAD), b"")
     for begin, (name, program) in _PACKED.items():
@@ -142,11 +138,11 @@ def check_head(path: str) -> None:
         if head.startswith(mark):
             raise _not_utf8(path, f"is {name}", name)
     if head.count(0) * _ZEROS_ONE_IN > len(head):
-        # An ASCII character of UTF-16 is a zero byte and its code, in one order or the other.
+        # In UTF-16 an ASCII character is a zero byte and its code, in either order.
         name = "UTF-16LE" if head[1::2].count(0) > head[::2].count(0) else "UTF-16BE"
         raise _not_utf8(path, "is full of zero bytes: UTF-16, or no text at all", name)
     text = head.decode("utf-8", "ignore")
-    # Of a head that is cut, the last character may be, too.
+    # The end of the head may cut a character.
     wrong = len(head[:-4].decode("utf-8", "replace")) - len(head[:-4].decode("utf-8", "ignore"))
     if wrong * _WRONG_ONE_IN > len(text) + wrong:
         raise _not_utf8(
@@ -155,13 +151,10 @@ def check_head(path: str) -> None:
 
 
 def lines(path: str) -> Iterator[bytes]:
-    """The lines of a file without their newlines, and without those that are empty.
+    """Yields the lines of a file without newlines, and without empty lines.
 
-    A line that is longer than `LONGEST_LINE` is given in parts. They end at spaces, which go as the
-    newline does; where there is none, between two characters.
-
-    Raises:
-        CorpusError: as `blocks`.
+    A line longer than `LONGEST_LINE` is yielded in parts, cut at spaces, which are dropped like
+    newlines, or without spaces between two characters. Errors are those of `blocks`.
     """
     rest = b""
     for block in blocks(path):
@@ -170,7 +163,7 @@ def lines(path: str) -> Iterator[bytes]:
             whole = itertools.chain.from_iterable(map(_cut, whole))
         yield from filter(None, whole)
         if len(rest) > LONGEST_LINE:
-            # Each but the last is cut off for good: what follows does not say where.
+            # All parts but the last are final: their cuts do not depend on later text.
             *parts, rest = _cut(rest)
             yield from parts
     if rest:
@@ -184,7 +177,7 @@ def _cut(line: bytes) -> Iterator[bytes]:
         following = end + 1
         if end < 0:
             end = begin + LONGEST_LINE
-            # Not within a character of UTF-8, which has at most three such bytes.
+            # Do not cut inside a UTF-8 character, which has at most three continuation bytes.
             for _ in range(3):
                 end -= line[end] & 0xC0 == 0x80
             following = end
@@ -194,11 +187,10 @@ def _cut(line: bytes) -> Iterator[bytes]:
 
 
 def scan(path: str) -> Scan:
-    """Reads a file to its end, once a process unless it changes.
+    """Reads a file to its end, once in a process unless it changes.
 
-    Raises:
-        CorpusError: it cannot be read, its lines end in carriage returns alone, or it is a damaged
-            archive.
+    It raises CorpusError if the file cannot be read, is a damaged archive, or has only carriage
+    returns as line ends.
     """
     try:
         status = os.stat(path)
@@ -217,20 +209,20 @@ def _scan(path: str, _inode: int, _size: int, _changed: int) -> Scan:
         found.update(block)
         ends = block.count(b"\n")
         newlines += ends
-        # Where half of all bytes end lines.
+        # Count empty lines only in blocks where at least half of all bytes are newlines.
         empty += ends if 2 * ends > len(block) else 0
         if b"\r" in block or last == b"\r":
             returns += block.count(b"\r")
             pairs += (last + block).count(b"\r\n")
         last = block[-1:]
-        # `begin` of a line: in this block, or before it if that ended within the line.
+        # `begin` is the start of a line, in this block or before it.
         while not is_long and size + len(block) - begin > LONGEST_LINE:
             end = block.rfind(b"\n", max(begin - size, 0), begin + LONGEST_LINE + 1 - size)
             is_long, begin = end < 0, size + end + 1
         if b"\n" in block:
             begin = size + block.rindex(b"\n") + 1
         size += len(block)
-    # Carriage returns are taken out of lines: these would all become one line.
+    # Carriage returns are removed, so these lines would become a single line.
     if returns - pairs > newlines:
         raise CorpusError(
             f"{path!r} has {returns - pairs} carriage returns that end no line and {newlines} "

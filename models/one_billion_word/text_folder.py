@@ -1,4 +1,4 @@
-"""A folder of text: which files a pattern means."""
+"""A folder of text, and the files that a pattern matches."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from collections.abc import Iterator
 from .text_file import CorpusError, unreadable
 
 _EVERY_FOLDER = "**"
-# What gzip and zstd add to a name.
+# Name endings of gzip and zstd.
 PACKED = (".gz", ".zst")
 
 
 def check(folder: str) -> None:
-    """Checks that a folder has something in it.
-
-    Raises:
-        CorpusError: it is missing, no folder, empty, or cannot be listed.
-    """
+    """Raises CorpusError if a folder is missing, not a folder, empty, or cannot be listed."""
     if not os.path.isdir(folder):
         state = "is a file" if os.path.exists(folder) else "does not exist"
         raise CorpusError(f"--data_dir={folder!r} {state}; give a folder with text files")
@@ -31,18 +27,11 @@ def check(folder: str) -> None:
 
 
 def files(folder: str, *patterns: str) -> list[str]:
-    """The files that patterns match, in the order of their names.
+    """Returns the files that glob patterns match, sorted by name.
 
-    A file that has several names, by symbolic links, is given once. Links to folders are followed,
-    names that begin with a dot are not matched by `*`, and folders are left out.
-
-    Args:
-        folder: the folder.
-        *patterns: globs relative to it; `**` crosses folders.
-
-    Raises:
-        CorpusError: they match a link to nothing or what is neither file nor folder, or a file both
-            packed and unpacked, or a folder that they cross cannot be listed.
+    A file with several names, by symbolic links, is returned once. Links to folders are followed;
+    `*` does not match leading dots; folders are omitted. It raises CorpusError for a broken link, a
+    special file, a file both packed and unpacked, or a crossed folder that cannot be listed.
     """
     found: dict[str, str] = {}
     matches = {path for pattern in patterns for path in _matches(folder, pattern)}
@@ -65,10 +54,10 @@ def files(folder: str, *patterns: str) -> list[str]:
 
 
 def _matches(folder: str, pattern: str) -> Iterator[str]:
-    """What a pattern matches.
+    """Yields the matches of a pattern.
 
-    `glob` itself follows a link to a folder further up again and again when it crosses folders,
-    and leaves out what it cannot list.
+    Python's `glob` follows a link to a parent folder repeatedly when it crosses folders, and
+    silently omits folders that it cannot list.
     """
     before, crosses, after = _split(pattern)
     for match in glob.glob(before, root_dir=folder) if before else [""]:
@@ -81,7 +70,7 @@ def _matches(folder: str, pattern: str) -> Iterator[str]:
 
 
 def _split(pattern: str) -> tuple[str, bool, str]:
-    """A pattern before its first `**`, whether there is one, and what follows."""
+    """Returns a pattern before its first `**`, whether it has one, and the rest."""
     parts = pattern.split("/")
     if _EVERY_FOLDER not in parts:
         return pattern, False, ""
@@ -90,7 +79,7 @@ def _split(pattern: str) -> tuple[str, bool, str]:
 
 
 def _folders(top: str) -> Iterator[str]:
-    """A folder and all below it, each once, whatever links lead to it."""
+    """Yields a folder and all folders below it, each once despite links."""
     seen = set()
 
     def refuse(error: OSError) -> None:

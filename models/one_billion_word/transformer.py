@@ -1,6 +1,6 @@
-"""The layers of a decoder-only Transformer, each of which can be a stage of its own.
+"""The layers of a decoder-only Transformer, each of which can be a stage.
 
-All of them take and return the same five tensors, of which only the first changes:
+All have the same five inputs and outputs, of which only the first changes:
 
     hidden          [batch, time, model_dim] float; the embedding takes ids [batch, time] int32
     labels          [batch, time] int32
@@ -37,9 +37,9 @@ def _tokens(shape: Any) -> int:
 
 
 class Embedding(base_layer.BaseLayer):
-    """Token embedding plus sinusoidal positions within the segment, then dropout.
+    """A token embedding plus sinusoidal positions within the segment, then dropout.
 
-    Source of the positions: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
+    The positions are from Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
 
     @classmethod
@@ -78,14 +78,9 @@ class Embedding(base_layer.BaseLayer):
 
 
 def sinusoids(positions: tf.Tensor, dim: int) -> tf.Tensor:
-    """Sine and cosine of positions at `dim / 2` wavelengths from 2 pi to 20,000 pi.
+    """Returns sine and cosine of positions at `dim / 2` wavelengths from 2 pi to 20,000 pi.
 
-    Args:
-        positions: [..., ] int32.
-        dim: even.
-
-    Returns:
-        [..., dim] float32.
+    The result is [..., dim] float32, `dim` is even.
     """
     steps = tf.range(dim // 2, dtype=tf.float32) / max(dim // 2 - 1, 1)
     column = tf.cast(positions, tf.float32)[..., None]  # pyright: ignore[reportArgumentType]
@@ -115,9 +110,9 @@ class Block(base_layer.BaseLayer):
             atten_dropout_prob=p.dropout_prob,
             residual_dropout_prob=p.dropout_prob,
         )
-        # Without `packed_input` the layer takes a segment mask and does not apply it.
+        # Without `packed_input` the layer accepts a segment mask but ignores it.
         attention.atten_tpl.packed_input = True
-        # The default's per-dim scale is for models of another kind.
+        # The default per-dim scale is for another kind of model.
         attention.atten_tpl.enable_per_dim_scale = False
         self.CreateChild("attention", attention)
         feed_forward = layers_with_attention.TransformerFeedForwardLayer.Params().Set(
@@ -147,18 +142,13 @@ class Block(base_layer.BaseLayer):
 
 
 def causal_segment_mask(segment_ids: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """What is added to attention logits so that tokens see only their segment's past.
+    """Returns the term added to attention logits so that tokens see only their segment's past.
 
-    Args:
-        segment_ids: [batch, time] int32.
-        dtype: of the logits.
-
-    Returns:
-        [batch, 1, time, time]: 0 where the second position may be seen from the first, and a
-        number so low that its weight is exactly 0 elsewhere.
+    It is [batch, 1, time, time]: 0 for visible positions, and elsewhere so low that the weight is
+    exactly 0.
     """
     time = segment_ids.shape[1]
-    # Not `==`, which compares the objects where TensorFlow builds a TF1 graph.
+    # `==` would compare objects in a TF1 graph.
     same_segment = tf.equal(segment_ids[:, :, None], segment_ids[:, None, :])
     past = tf.range(time)[:, None] >= tf.range(time)[None, :]
     lowest = tf.constant(0.7 * dtype.min, dtype)

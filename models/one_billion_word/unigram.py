@@ -1,6 +1,6 @@
-"""The unigram model: the least that a language model has to beat.
+"""The unigram model, a baseline that any language model must beat.
 
-It knows how often each token occurs and nothing of what came before.
+It knows the frequency of each token, and nothing of the context.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from . import metrics
 from .corpus import Sentences, TextFiles
 from .vocabulary import Vocabulary
 
-# Enough to know the frequencies of a vocabulary of 32,000 pieces well.
+# Enough tokens for good frequencies of a vocabulary of 32,000 pieces.
 MAX_TOKENS = 20_000_000
-# Of sentences and characters that are cut into tokens together.
+# Limits of sentences and characters that are tokenized together.
 _GROUP_SENTENCES = 4096
 _GROUP_CHARACTERS = 1 << 18
 
@@ -29,19 +29,14 @@ class Unigram:
 
     Attributes:
         vocabulary: the tokens.
-        nats: float64 [vocabulary.size], negative log probability of each token.
+        nats: negative log probability of each token, float64 [vocabulary.size].
     """
 
     vocabulary: Vocabulary
     nats: np.ndarray
 
     def score(self, batches: Iterable[Any]) -> metrics.Score:
-        """Scores the labels of batches, padding left out.
-
-        Args:
-            batches: a finite dataset or a list, with `labels` int [B, T] and `weights` float
-                [B, T].
-        """
+        """Scores the labels of finite batches, without padding."""
         total = metrics.Score()
         for batch in batches:
             labels, weights = np.asarray(batch["labels"]), np.asarray(batch["weights"])
@@ -56,19 +51,11 @@ def fit_unigram(
     alpha: float = 0.5,
     max_tokens: int = MAX_TOKENS,
 ) -> Unigram:
-    """Counts the tokens of a text, ends of sentences included, and adds `alpha` to every count.
+    """Counts the tokens of a text, including ends of sentences, and adds `alpha` to every count.
 
-    BOS is never predicted and has no share.
-
-    Args:
-        text: the training text.
-        vocabulary: cuts it into tokens.
-        alpha: the added count, which leaves some probability to tokens that do not occur; above
-            0. Half a count is what the Krichevsky-Trofimov estimator adds.
-        max_tokens: stop after the group of sentences in which so many are reached.
-
-    Raises:
-        ValueError: `alpha` is not above 0.
+    BOS is never predicted and has no share. Adding half a count is the Krichevsky-Trofimov
+    estimator. Counting stops after the group of sentences that reaches `max_tokens`. An `alpha` not
+    above 0 raises ValueError.
     """
     if not alpha > 0:
         raise ValueError(f"alpha is {alpha}; above 0 every token has a probability")

@@ -1,11 +1,11 @@
-"""The vocabulary: SentencePiece pieces, and how many bytes and words of text each stands for.
+"""The vocabulary: SentencePiece pieces, with the bytes and words of text in each.
 
-SentencePiece writes the space as the mark U+2581 and puts one mark before every sentence. With
-byte fallback and without normalization no character is ever lost, so the pieces of a sentence
-spell the mark in front of it and then exactly its bytes. Counting the mark as one byte makes the
-front mark stand for the newline that ends the sentence in its file, which is why EOS itself
-counts no byte: the pieces of a sentence and its EOS count `len(sentence.encode()) + 1` bytes.
-Words are counted as the one-billion-word benchmark does: what spaces separate, plus one for EOS.
+SentencePiece writes the space as U+2581, and puts one such mark before every sentence. With byte
+fallback and without normalization no character is lost. So the pieces of a sentence spell the front
+mark and then exactly its bytes. The mark counts as one byte, and the front mark stands for the
+newline after the sentence. So EOS counts no byte, and a sentence counts `len(sentence.encode()) +
+1` bytes. Words are counted as in the one-billion-word benchmark: separated by spaces, plus one for
+EOS.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pipemesh.errors import PipemeshError
 
 from .corpus import SPACE_MARK, Corpus, Sentences, TextFiles
 
-# Pieces are learned from at most so many sentences and characters; more change little, and cost
+# Limits of sentences and characters from which pieces are learned. More change little, and cost
 # minutes and gigabytes.
 SAMPLE_LIMIT = 200_000
 SAMPLE_CHARACTERS = 1 << 24
-# Longer sentences take part in learning in parts of so many characters: SentencePiece skips a
-# line beyond its limit, which a text of one line does not survive.
+# Longer sentences are split into parts of this many characters. SentencePiece skips a line beyond
+# its limit, and a text of one line would leave it nothing.
 _LONGEST_PART = 1 << 12
 _BYTES_A_CHARACTER = 4
-# Goes into the name of the cached file: raise it when `train_vocabulary` learns otherwise.
+# Part of the cached file's name: raise it if `train_vocabulary` changes.
 _RECIPE = 3
 _QUIET = 2
-# SentencePiece keeps this character to itself and learns nothing from a line with it.
+# SentencePiece reserves this character, and ignores a line that contains it.
 _RESERVED = "\u2585"
 _TOO_SMALL = re.compile(r"smaller than required_chars\. -?\d+ vs (\d+)")
 _TOO_LARGE = re.compile(r"set it to a value <= (\d+)")
@@ -54,21 +54,18 @@ class VocabularyError(PipemeshError, ValueError):
 class Vocabulary:
     """The pieces of a trained SentencePiece model.
 
-    Args:
-        model: the serialized model.
-
     Attributes:
         model: the serialized model, bytes.
         digest: a hexadecimal digest of `model`.
-        size: number of pieces, with the special ones.
-        bos_id, eos_id: ids of the pieces that begin and end a sentence; `encode` gives neither.
-        piece_bytes: int32 [size], bytes of text that a piece stands for; a sentence's pieces sum
-            to `len(sentence.encode()) + 1`.
-        piece_words: int32 [size], words that a piece begins; a sentence's pieces and EOS sum to
+        size: number of pieces, including the special ones.
+        bos_id, eos_id: ids of the pieces around a sentence; `encode` returns neither.
+        piece_bytes: int32 [size], bytes of text in a piece; a sentence's pieces sum to
+            `len(sentence.encode()) + 1`.
+        piece_words: int32 [size], words that start in a piece; a sentence's pieces and EOS sum to
             `sentence.count(" ") + 2`.
 
     Raises:
-        VocabularyError: `model` is no SentencePiece model with BOS and EOS.
+        VocabularyError: `model` is not a SentencePiece model with BOS and EOS.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -85,29 +82,29 @@ class Vocabulary:
             raise VocabularyError("the SentencePiece model has no BOS or no EOS piece")
 
     def encode(self, sentence: str) -> list[int]:
-        """The ids of a sentence's pieces."""
+        """Returns the ids of a sentence's pieces."""
         return self._processor.encode(sentence, num_threads=1)
 
     def encode_all(self, sentences: Iterable[str]) -> list[list[int]]:
-        """The ids of the pieces of many sentences, on the calling thread."""
+        """Returns the ids of the pieces of many sentences, on the calling thread."""
         return self._processor.encode(list(sentences), num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some pieces; the inverse of `encode`."""
+        """Returns the text of pieces; the inverse of `encode`."""
         return self._processor.decode([int(piece) for piece in ids])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The pieces as SentencePiece spells them, for people to read."""
+        """Returns the pieces in SentencePiece's spelling, for people."""
         return [self._processor.id_to_piece(int(piece)) for piece in ids]
 
     @functools.cached_property
     def piece_bytes(self) -> np.ndarray:
-        """See the class."""
+        """Returns the bytes of text in each piece."""
         return self._table(byte=1, text=lambda text: len(text.replace(SPACE_MARK, " ").encode()))
 
     @functools.cached_property
     def piece_words(self) -> np.ndarray:
-        """See the class."""
+        """Returns the words that start in each piece."""
         words = self._table(byte=0, text=lambda text: text.count(SPACE_MARK))
         words[self.eos_id] = 1
         return words
@@ -123,15 +120,11 @@ class Vocabulary:
 
 
 def load_vocabulary(corpus: Corpus, size: int, cache_dir: str) -> Vocabulary:
-    """The vocabulary of a corpus, learned on first use and read from `cache_dir` after that.
+    """Returns the vocabulary of a corpus, learned at first use and then read from `cache_dir`.
 
     The file is `vocab-<size>-<digest of the training text>-<digest of the file>.model`. It is
-    written under another name and renamed, so that a process that is killed, or two that race,
-    leave a whole file; its own digest finds bits that flipped since.
-
-    Raises:
-        CorpusError: the text cannot be read.
-        VocabularyError: as `train_vocabulary`, or the file is damaged or cannot be written.
+    written under another name and renamed, so that a killed process or a race leaves a whole file.
+    Its own digest reveals flipped bits. Unusable text raises CorpusError or VocabularyError.
     """
     identity = hashlib.sha256(f"{_RECIPE} {corpus.train.digest()}".encode()).hexdigest()
     name = f"vocab-{size}-{identity[:12]}"
@@ -160,18 +153,15 @@ def load_vocabulary(corpus: Corpus, size: int, cache_dir: str) -> Vocabulary:
 def train_vocabulary(text: Sentences | TextFiles, size: int) -> Vocabulary:
     """Learns a unigram vocabulary from a sample of a text.
 
-    At most `SAMPLE_LIMIT` sentences and `SAMPLE_CHARACTERS` characters take part, from the head of
-    each file; a long sentence takes part in several parts. The same text and size give the same
-    pieces: one thread learns, from a fixed sample.
-
-    Raises:
-        VocabularyError: the text supports only larger or only smaller vocabularies.
+    At most `SAMPLE_LIMIT` sentences and `SAMPLE_CHARACTERS` characters are used, from the start of
+    each file. Equal text and size give equal pieces, because one thread learns from a fixed sample.
+    It raises VocabularyError if the text supports only larger or only smaller vocabularies.
     """
     sample = text.sample(SAMPLE_LIMIT, SAMPLE_CHARACTERS)
     model = io.BytesIO()
     with tempfile.NamedTemporaryFile("w", suffix=".tsv") as rules:
-        # The one rule is what SentencePiece does anyway. Without any rule the processors print
-        # a line on every load, and the one inside TensorFlow cannot be told to be quiet.
+        # This single rule has no effect. Without any rule, processors print a line on every load,
+        # and the one inside TensorFlow cannot be silenced.
         rules.write(f"{ord(SPACE_MARK):X}\t20\n")
         rules.flush()
         try:
@@ -179,7 +169,8 @@ def train_vocabulary(text: Sentences | TextFiles, size: int) -> Vocabulary:
                 sentence_iterator=itertools.chain.from_iterable(map(_parts, sample)),
                 model_writer=model,
                 model_type="unigram",
-                # SentencePiece says how many pieces are too few from 3, the special ones, on.
+                # SentencePiece reports the minimum number of pieces only from 3, the special ones,
+                # on.
                 vocab_size=max(size, 3),
                 byte_fallback=True,
                 normalization_rule_tsv=rules.name,
@@ -198,13 +189,13 @@ def train_vocabulary(text: Sentences | TextFiles, size: int) -> Vocabulary:
 
 
 def _parts(sentence: str) -> Iterator[str]:
-    """Cuts a long sentence, at spaces as far as there are any."""
+    """Cuts a long sentence, at spaces if there are any."""
     sentence = sentence.replace(_RESERVED, " ")
     begin = 0
     while len(sentence) - begin > _LONGEST_PART:
         longest = begin + _LONGEST_PART
         end = sentence.rfind(" ", begin + 1, longest)
-        # Without a space the part that follows seems to begin a word, as every sentence does.
+        # Without a space, the next part looks like the start of a word, as for every sentence.
         end, following = (end, end + 1) if end > 0 else (longest, longest)
         yield sentence[begin:end]
         begin = following
@@ -212,10 +203,10 @@ def _parts(sentence: str) -> Iterator[str]:
 
 
 def _without_rules_path(model: bytes) -> bytes:
-    """Takes the name of the temporary file out of a model, so that equal texts give equal models.
+    """Removes the name of the temporary file from a model, so that equal texts give equal models.
 
-    SentencePiece's own message classes are generated for a newer protobuf than TensorFlow has,
-    so this reads the model as a message that knows one field only; the rest is passed through.
+    SentencePiece's message classes need a newer protobuf than TensorFlow's. So this reads the model
+    as a message with one known field, and passes the rest through.
     """
     file = descriptor_pb2.FileDescriptorProto(name="rules_path.proto", package="pipemesh.rules")
     spec = file.message_type.add(name="NormalizerSpec")

@@ -1,1 +1,1 @@
-"""Language models whose weights others have trained: GPT-2 and Llama, from their files."""
+"""Pretrained language models: GPT-2 and Llama, from their files."""

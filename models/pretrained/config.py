@@ -1,4 +1,4 @@
-"""`config.json`: what a model of the package `transformers` is made of, checked."""
+"""Reads and checks `config.json`, the sizes of a model of the package `transformers`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipemesh.errors import PipemeshError
 from pipemesh.text import nearest_text
 
 FILE = "config.json"
-# Beside it may lie how texts are to be continued.
+# The optional file with decoding settings beside it.
 GENERATION = "generation_config.json"
-# Theirs by name, as layers with named dims know them.
+# Names of activations in `transformers`, and those of layers with named dims.
 _ACTIVATIONS = {
     "gelu": "GELU",
     "gelu_new": "GELU_APPROXIMATE",
@@ -27,12 +27,12 @@ _ROTARY_BASE = 1e4
 
 
 class WeightsError(PipemeshError, ValueError):
-    """Weights, or what lies beside them, cannot be had as they are."""
+    """Unusable weights, or unusable files beside them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A language model, whoever made it.
+    """The sizes and options of a language model.
 
     Attributes:
         model_type: one of `MODEL_TYPES`.
@@ -41,21 +41,21 @@ class Config:
         model_dim: size of a token's vector.
         hidden_dim: size of the feed-forward layers' hidden vectors.
         num_heads: heads of attention.
-        num_kv_heads: heads of keys and values, which divide the others.
+        num_kv_heads: heads of keys and values, a divisor of `num_heads`.
         head_dim: size of a head.
-        max_length: tokens a row, at most.
-        epsilon: of the norms.
-        activation: of the feed-forward layers, by the name that they have here.
-        rotary_base: of rotary positions; None for learned ones.
-        rotary_scaling: of their angles, what a `RotaryScaling` is made of; None for none.
-        attention_bias: whether the products of attention have biases.
-        feed_forward_bias: whether those of the feed-forward layers do.
-        tied: whether the logits are products with the embedding's table.
-        embedding_dropout: rate of dropout behind the embedding.
-        residual_dropout: rate of dropout of what is added to the residuals.
-        bos: the token that begins a text; None if there is none.
+        max_length: most tokens in a row.
+        epsilon: epsilon of the norms.
+        activation: activation of the feed-forward layers, by its name here.
+        rotary_base: base of rotary positions; None for learned positions.
+        rotary_scaling: params of a `RotaryScaling`; None for none.
+        attention_bias: whether the matmuls of attention have biases.
+        feed_forward_bias: whether the matmuls of feed-forward layers have biases.
+        tied: whether the logits use the embedding's table.
+        embedding_dropout: dropout rate after the embedding.
+        residual_dropout: dropout rate of what is added to the residuals.
+        bos: the token that starts a text; None if there is none.
         eos: tokens that end a text.
-        notes: what is otherwise here, in lines.
+        notes: lines about differences from `transformers`.
     """
 
     model_type: str
@@ -82,32 +82,19 @@ class Config:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward layers have a gate."""
+        """Returns whether the feed-forward layers have a gate."""
         return self.activation in _GATED_ACTIVATIONS.values()
 
 
 def read(path: str) -> Config:
-    """Reads a `config.json`.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        WeightsError: it cannot be read, or is of a model that is not known here, or has an option
-            that layers here have not.
+    """Reads a `config.json`; raises WeightsError if it is unreadable, or its model is not
+    supported.
     """
     return of_values(json_object(path), path)
 
 
 def of_folder(folder: str) -> Config:
-    """Reads that of a training, or of a folder that weights were taken from.
-
-    Args:
-        folder: the one that `--logdir` names.
-
-    Raises:
-        WeightsError: it has none, or see `read`.
-    """
+    """Reads the `config.json` of a log directory, or of a folder of weights."""
     path = os.path.join(folder, FILE)
     if not os.path.exists(path):
         raise WeightsError(
@@ -119,14 +106,9 @@ def of_folder(folder: str) -> Config:
 
 
 def ends_of(folder: str, config: Config) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Returns the tokens that end a text, and notes about those that the model lacks.
+    """Returns the tokens that end a text, and notes about tokens that the model lacks.
 
-    Args:
-        folder: that may have a `generation_config.json`, which comes before the model's file.
-        config: of the model.
-
-    Raises:
-        WeightsError: it cannot be read.
+    A `generation_config.json` in the folder overrides the model's file.
     """
     path = os.path.join(folder, GENERATION)
     if not os.path.exists(path):
@@ -137,14 +119,7 @@ def ends_of(folder: str, config: Config) -> tuple[frozenset[int], tuple[str, ...
 
 
 def json_object(path: str) -> dict[str, Any]:
-    """Reads an object of JSON that lies beside weights.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        WeightsError: it cannot be read, or holds something else.
-    """
+    """Reads a JSON object; raises WeightsError for an unreadable file or another value."""
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
@@ -162,14 +137,7 @@ def json_object(path: str) -> dict[str, Any]:
 
 
 def of_values(values: Mapping[str, Any], path: str = FILE) -> Config:
-    """The model that a `config.json` describes.
-
-    Args:
-        values: its content.
-        path: of the file, for errors.
-
-    Raises:
-        WeightsError: as `read`.
+    """Returns the model in the values of a `config.json`; errors name `path`.
 
     Example:
         >>> config = of_values({"model_type": "gpt2", "n_layer": 2})
@@ -191,7 +159,7 @@ default, linear, llama3
 
 
 class _Given:
-    """The values of a file, each checked when it is asked for; notes of those without effect."""
+    """The values of a file, checked when they are read, with notes about ignored ones."""
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self.values, self.path = values, path
@@ -238,7 +206,9 @@ class _Given:
             raise self._error(name, value, f"{why}: it may be {told}")
 
     def tokens(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Returns the tokens of the vocabulary, and notes the others: nothing can produce them."""
+        """Returns the tokens of the vocabulary, and adds notes about others, which nothing can
+        produce.
+        """
         value = self.values.get(name)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(each) is int and each >= 0 for each in found):
@@ -263,7 +233,7 @@ class _Given:
 
 
 def _gpt2(given: _Given) -> Config:
-    """Radford et al., 2019; what a file leaves out is that of the smallest one."""
+    """Reads a GPT-2 model (Radford et al., 2019); defaults are those of the smallest one."""
     why = "attention divides by the root of a head's size, and looks at its own text"
     given.only("scale_attn_weights", [True, None], why)
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
@@ -296,7 +266,7 @@ def _gpt2(given: _Given) -> Config:
 
 
 def _llama(given: _Given) -> Config:
-    """Touvron et al., 2023; what a file leaves out is that of the smallest one."""
+    """Reads a Llama model (Touvron et al., 2023); defaults are those of the smallest one."""
     given.only("partial_rotary_factor", [None, 1, 1.0], "whole heads are rotated")
     model_dim = given.whole("hidden_size", 4096)
     num_heads = given.whole("num_attention_heads", 32)
@@ -342,12 +312,12 @@ def _llama(given: _Given) -> Config:
     )
 
 
-# By the name that a file has for it.
+# By the name in the file.
 MODEL_TYPES = {"gpt2": _gpt2, "llama": _llama}
 
 
 def _rotations(given: _Given) -> tuple[float, Mapping[str, Any] | None]:
-    """Base and scaling of rotations, which older files have elsewhere than newer ones."""
+    """Returns base and scaling of rotations, which older files store elsewhere than newer ones."""
     base, scaling = given.values.get("rope_theta"), None
     for name in ("rope_scaling", "rope_parameters"):
         found = given.values.get(name)
@@ -373,7 +343,7 @@ def _by_a_factor(part: _Given) -> Mapping[str, Any]:
 
 
 def _by_frequency(part: _Given) -> Mapping[str, Any]:
-    """Dubey et al., 2024."""
+    """Reads the scaling of Dubey et al., 2024."""
     low, high = part.number("low_freq_factor", None), part.number("high_freq_factor", None)
     if not low < high:
         raise WeightsError(
@@ -384,7 +354,7 @@ def _by_frequency(part: _Given) -> Mapping[str, Any]:
     return {**_by_a_factor(part), "length": length, "low": low, "high": high}
 
 
-# Of rotations, by the type that a file has for it.
+# Scalings of rotations, by the type in the file.
 _SCALINGS: Mapping[str, Callable[[_Given], Mapping[str, Any] | None]] = {
     "default": lambda part: None,
     "linear": _by_a_factor,
@@ -408,13 +378,13 @@ def _rate(given: _Given, name: str, default: float) -> float:
 
 
 def _marks(given: _Given, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """Returns the token that begins a text, and those that end one."""
+    """Returns the token that starts a text, and the tokens that end one."""
     bos = given.tokens("bos_token_id", vocab_size)
     return bos[0] if bos else None, given.tokens("eos_token_id", vocab_size)
 
 
 def _notes(given: _Given, name: str, default: float) -> tuple[str, ...]:
-    """Lists what differs here: `name` is the rate of attention's dropout."""
+    """Lists the differences from `transformers`: `name` is attention's dropout rate."""
     if rate := _rate(given, name, default):
         given.notes.append(f"in training no weight of attention is dropped, where {name} is {rate}")
     return tuple(given.notes)

@@ -40,13 +40,13 @@ class PretrainedKind(RegisteredKind):
         path = model_kind.checkpoint_of(folder)
         model_kind.check_note(Manifest.read(path).note, folder)
         config = configs.of_folder(folder)
-        # An export has ids alone.
+        # An export has only ids.
         encode, decode = _spelling(FLAGS.value("ids", True), folder, config)
         # Each text once.
         encode = functools.cache(encode)
         length = config.max_length
         if texts:
-            # There is a row for each position, and some models can have many.
+            # There is a row for each position, and some models have many.
             longest = max(len(encode(text)) for text in texts)
             length = min(length, longest + FLAGS.value("max_tokens", 0))
         ends = configs.ends_of(folder, config)[0]
@@ -59,7 +59,7 @@ KIND = PretrainedKind()
 
 
 def _spelling(ids: bool, folder: str, config: Any) -> tuple[Callable[[str], Any], Any]:
-    """Returns how texts become tokens, and how tokens become texts."""
+    """Returns functions from texts to tokens, and from tokens to texts."""
     if ids:
         return _ids_of, lambda tokens: " ".join(map(str, tokens))
     words = tokenizer.load(folder, config)

@@ -1,8 +1,8 @@
-"""Which weight here is which of theirs, and how the numbers of one lie in the other.
+"""A table of weights: names and layouts here and in files of `transformers`.
 
-One table has both directions. Products lie `inputs;outputs` here, with a dim for heads; theirs have
-one dim for all heads, and but for GPT-2 they are transposed. What is several weights here may be
-one there: GPT-2 makes queries, keys and values in one product.
+One table serves both directions. Matmul weights are `inputs;outputs` here, with a dim for heads.
+Files have one dim for all heads, and except for GPT-2 they are transposed. Several weights here may
+be one tensor there: GPT-2 computes queries, keys and values in one matmul.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pipemesh.text import nearest
 
 from .config import Config, WeightsError
 
-# What the task is called, whose weights are named after it.
+# The name of the task, which prefixes the names of its weights.
 TASK = "language_model"
-# What files may have that is no weight: masks, and the wavelengths of rotations.
+# Tensors in files that are not weights: masks, and the wavelengths of rotations.
 _CONSTANTS = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")
-# Before the names of all but the logits' weights; files of a model without logits leave it out.
+# The prefix of all names but the logits'; files of a model without logits omit it.
 _PREFIXES = {"gpt2": "transformer.", "llama": "model."}
 HEAD = "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight here, and where it lies there.
+    """A weight here, and its position in a file.
 
     Attributes:
-        name: here, as a checkpoint has it.
-        shape: here.
-        theirs: the name there.
-        there: shape of the whole tensor there.
-        transposed: whether rows there are columns here.
-        part: which part of the last dim there it is.
-        parts: of how many equal ones.
+        name: its name in a checkpoint.
+        shape: its shape here.
+        theirs: the name of the tensor in the file.
+        there: the shape of that whole tensor.
+        transposed: whether the file has it transposed.
+        part: index of its part of that tensor's last dim.
+        parts: number of equal parts.
 
     Example:
         >>> weight = Weight("w_k", (2, 2, 1), "c_attn", (2, 6), part=1, parts=3)
@@ -57,23 +57,23 @@ class Weight:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Which part of the tensor there it is."""
+        """Returns the slice of the tensor in the file."""
         size = self.there[-1] // self.parts
         whole = (slice(None),) * (len(self.there) - 1)
         return *whole, slice(self.part * size, (self.part + 1) * size)
 
     def from_theirs(self, value: np.ndarray) -> np.ndarray:
-        """What it is here, of the part that it is there."""
+        """Converts a slice from the file to the layout used here."""
         return (value.T if self.transposed else value).reshape(self.shape)
 
     def to_theirs(self, value: np.ndarray) -> np.ndarray:
-        """The part that it is there, of what it is here."""
+        """Converts a weight to the layout of the file."""
         sizes = (*self.there[:-1], self.there[-1] // self.parts)
         return value.reshape(sizes[::-1]).T if self.transposed else value.reshape(sizes)
 
 
 def weights_of(config: Config) -> list[Weight]:
-    """All weights of a model, those that are parts of one of theirs one after the other."""
+    """Returns all weights of a model; parts of one tensor follow each other."""
     build = {"gpt2": _gpt2_block, "llama": _llama_block}[config.model_type]
     outside = {"gpt2": _gpt2_outside, "llama": _llama_outside}[config.model_type]
     blocks = range(config.num_layers)
@@ -82,21 +82,14 @@ def weights_of(config: Config) -> list[Weight]:
 
 
 def by_theirs(weights: Sequence[Weight]) -> Iterator[tuple[str, list[Weight]]]:
-    """The weights by the name of the tensor there."""
+    """Yields the weights by the name of the tensor in the file."""
     for theirs, parts in itertools.groupby(weights, key=lambda weight: weight.theirs):
         yield theirs, list(parts)
 
 
 def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> list[Weight]:
-    """Weights by the names that some files have, and all that is in the files accounted for.
-
-    Args:
-        names: of the tensors in the files.
-        weights: of the model.
-        config: of the model.
-
-    Raises:
-        WeightsError: the files lack a tensor, or have one that is none of the model's.
+    """Returns the weights with the names in some files; raises WeightsError if tensors are missing
+    or unknown.
     """
     prefix = _PREFIXES[config.model_type]
     if not any(name.startswith(prefix) for name in names):
@@ -111,7 +104,7 @@ def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> 
             hint = f"; the nearest that there is is {near!r}" if near else ""
             raise WeightsError(f"there is no tensor {theirs!r}, which {_told(config)} has{hint}")
     spare = {name for name in names if name.endswith(_CONSTANTS)}
-    # Equal to the embedding's table, as whoever reads it checks.
+    # This equals the embedding's table, which the reader checks.
     spare |= {HEAD} if config.tied else set()
     if beyond := sorted(set(names) - wanted - spare):
         raise WeightsError(
@@ -121,12 +114,14 @@ def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> 
 
 
 def table_of(weights: Iterable[Weight]) -> Weight:
-    """The table of the embedding, which the logits may be made with, too."""
+    """Returns the table of the embedding, which logits may share."""
     return next(weight for weight in weights if weight.name == _name("cell_000", "table"))
 
 
 def tied_of(config: Config) -> dict[str, str]:
-    """What the last layer takes from the first one, as `tied_weights` of a stack."""
+    """Returns the weights that the last layer shares with the first, as `tied_weights` of a
+    stack.
+    """
     return {f"{_last(config)}.w": "cell_000.table"} if config.tied else {}
 
 
@@ -147,13 +142,15 @@ def _same(cell: str, name: str, theirs: str, *shape: int) -> Weight:
 
 
 def _product(cell: str, name: str, theirs: str, shape: Any, inputs: int) -> Weight:
-    """A product that is transposed there, where all dims of inputs, and of outputs, are one."""
+    """Returns a matmul weight that is transposed in files, with one dim for inputs and one for
+    outputs.
+    """
     outputs = int(np.prod(shape)) // inputs
     return Weight(_name(cell, name), tuple(shape), theirs, (outputs, inputs), transposed=True)
 
 
 def _flat(cell: str, name: str, theirs: str, *shape: int) -> Weight:
-    """A vector there that has heads here."""
+    """Returns a weight with heads that is a vector in files."""
     return Weight(_name(cell, name), shape, theirs, (int(np.prod(shape)),))
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama as models that are registered with lingvo; their files say how large they are."""
+"""GPT-2 and Llama as models registered with lingvo; files define their sizes."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from .text import heldout_dataset, train_dataset
 
 
 class PretrainedParams(base_model_params.SingleTaskModelParams):
-    """A language model that was trained elsewhere, and how to go on with it.
+    """A pretrained language model, and its settings for further training.
 
-    To train it on a text derive a class that says which, and give it to
-    `pipemesh checkpoint import --model`. Attributes may be changed on an instance, too, before its
-    methods are called.
+    To train it on a text, derive a class with that text, and pass it to `pipemesh checkpoint import
+    --model`. Attributes may also be changed on an instance before its methods run.
     """
 
-    # Of the file that it is to have.
+    # The model type that its file must have.
     MODEL_TYPE = ""
-    # The folder with config.json and the tokenizer: that of the training.
+    # The folder with config.json and the tokenizer: the log directory.
     LOGDIR: str | None = None
-    # What the file says, if there is none.
+    # The sizes, if there is no file.
     CONFIG: Config | None = None
-    # The program that continues texts.
+    # The module for decoding.
     DECODED_BY = f"{__package__}.decode"
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=4)
     PIPELINED = True
     STRICT_DEVICES = False
     BATCH_SIZE = 8
-    # Tokens a row in training; at most what the model can have.
+    # Tokens in a row for training, limited by the model.
     SEQUENCE_LENGTH = 512
-    # Files of text, UTF-8.
+    # Text files, UTF-8.
     TRAIN_TEXT: str | None = None
     HELDOUT_TEXT: str | None = None
-    # One of those of `models.one_billion_word.sizes`.
+    # An optimizer of `models.one_billion_word.sizes`.
     OPTIMIZER = "adam"
     LEARNING_RATE = 1e-5
     CLIP_GRADIENT_NORM = 1.0
-    # Of what is added to the residuals, and behind the embedding; None for those of the file.
+    # Dropout rate of what is added to the residuals, and after the embedding; None for the file's
+    # rates.
     DROPOUT_PROB: float | None = None
     SEED = 0
 
     def GetAllDatasetParams(self) -> dict[str, Any]:
-        """Of the text to train on, and of the one to judge by if there is one."""
+        """Returns the params of the training text, and of the held-out text if there is one."""
         found = {"Train": self.Train()}
         if self.HELDOUT_TEXT is not None:
             found["Dev"] = found["Test"] = self._input("Dev", heldout_dataset, self.HELDOUT_TEXT)
         return found
 
     def Train(self) -> Any:
-        """Batches without end."""
+        """Returns the params of endless training batches."""
         if self.TRAIN_TEXT is None:
             return DatasetInput.Params().Set(name="Train", dataset=_no_text)
         return self._input("Train", train_dataset, self.TRAIN_TEXT, seed=self.SEED)
@@ -75,7 +75,7 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
         return DatasetInput.Params().Set(name=name, dataset=batches, batch_size=self.BATCH_SIZE)
 
     def Task(self) -> Any:
-        """The task."""
+        """Returns the params of the task."""
         p, config = LanguageModel.Params().Set(name=names.TASK), config_of(self)
         p.stack = stack_of(self, stages_of(self), names.tied_of(config))
         p.train.learner = learner.Learner.Params().Set(
@@ -90,17 +90,12 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
         return p
 
 
-# Functions of a configuration: its public methods would be data sets of lingvo.
+# These are functions, because lingvo takes public methods of a configuration for datasets.
 
 
 def config_of(params: PretrainedParams) -> Config:
-    """What the model is made of.
-
-    Args:
-        params: an instance of its class.
-
-    Raises:
-        WeightsError: nothing says it, or it is another class's.
+    """Returns the sizes of the model; raises WeightsError if they are missing or another
+    class's.
     """
     found = params.CONFIG
     if found is None:
@@ -114,19 +109,12 @@ def config_of(params: PretrainedParams) -> Config:
 
 
 def length_of(params: PretrainedParams) -> int:
-    """Tokens a row in training."""
+    """Returns the number of tokens in a row for training."""
     return min(params.SEQUENCE_LENGTH, config_of(params).max_length)
 
 
 def stages_of(params: PretrainedParams) -> list[Any]:
-    """Params of the stages.
-
-    Args:
-        params: an instance of its class.
-
-    Raises:
-        PlanError: a batch does not divide into microbatches.
-    """
+    """Returns the params of the stages; raises PlanError if the batch does not divide."""
     number, name = params.PLAN.num_microbatches, type(params).__name__
     try:
         check_batch(params.BATCH_SIZE, number)
@@ -144,11 +132,8 @@ def stages_of(params: PretrainedParams) -> list[Any]:
 
 
 def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
-    """Params of the embedding, the blocks and the head.
-
-    Args:
-        config: what the model is made of.
-        dropout: in place of the rates of the file.
+    """Returns the params of the embedding, the blocks and the head; `dropout` replaces the file's
+    rates.
     """
     is_rotary = config.rotary_base is not None
     norm = named.Norm.Params().Set(
@@ -209,19 +194,19 @@ def _no_text() -> Any:
 
 @model_registry.RegisterSingleTaskModel
 class Gpt2(PretrainedParams):
-    """Radford et al., 2019."""
+    """The model of Radford et al., 2019."""
 
     MODEL_TYPE = "gpt2"
 
 
 @model_registry.RegisterSingleTaskModel
 class Llama(PretrainedParams):
-    """Touvron et al., 2023."""
+    """The model of Touvron et al., 2023."""
 
     MODEL_TYPE = "llama"
 
 
-# By the type that a file says, the name of the class.
+# The name of the class, by the type in a file.
 MODELS = {
     "gpt2": f"{__name__}.Gpt2",
     "llama": f"{__name__}.Llama",

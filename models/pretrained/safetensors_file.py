@@ -1,4 +1,4 @@
-"""Tensors in files of safetensors: one file, or several with an index, read piece by piece."""
+"""Tensors in safetensors files: one file, or several with an index, read in slices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipemesh.errors import SaveError, install
 from .config import WeightsError, json_object
 
 try:
-    # Before the files are opened: by it NumPy knows bfloat16.
+    # Import this before files are opened: it adds bfloat16 to NumPy.
     import ml_dtypes
     from safetensors import SafetensorError, safe_open
     from safetensors.numpy import save_file
@@ -30,33 +30,28 @@ except ImportError as missing:
 
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# By the name that the files have for it, what weights may be numbers of.
+# Supported dtypes of weights, by their names in files.
 DTYPES: Mapping[str, Any] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# How files of `torch.save` begin, and how their names end.
+# The first bytes of `torch.save` files, and their name endings.
 _ZIP, _OF_PICKLES = b"PK\x03\x04", (".bin", ".pt", ".pth")
 _CONVERT = (
     "pickles may run code when they are read, so they are not; convert them with torch and "
     "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
 )
-# A model with more is written as several files.
+# Larger models are written as several files.
 _BYTES_A_FILE = 4 << 30
 
 
 def find(path: str) -> str:
-    """Returns the path of a file of tensors or of an index.
+    """Returns the path of a tensor file or index, or of the one with the usual name in a folder.
 
-    Of a folder with both it is the file, as with `transformers`.
-
-    Args:
-        path: the same, or a folder that has one under its usual name.
-
-    Raises:
-        WeightsError: there is none.
+    If a folder has both, it is the file, as in `transformers`. It raises WeightsError if there is
+    none.
     """
     if not os.path.exists(path):
         raise WeightsError(
@@ -80,18 +75,9 @@ def find(path: str) -> str:
 
 
 class TensorFiles:
-    """The tensors of a file, or of all files of an index, as a context manager.
+    """The tensors of a `.safetensors` file, or of all files of an index, as a context manager.
 
-    Nothing is read but what is asked for.
-
-    Args:
-        path: of a `.safetensors` file, or of an index, `model.safetensors.index.json`.
-
-    Attributes:
-        path: the same.
-
-    Raises:
-        WeightsError: a file is missing, or is not what it ought to be.
+    Only requested data is read. A missing or invalid file raises WeightsError.
     """
 
     def __init__(self, path: str) -> None:
@@ -121,19 +107,11 @@ class TensorFiles:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Returns the names of all tensors."""
         return sorted(self._files)
 
     def check(self, name: str, shape: Sequence[int]) -> None:
-        """Checks the shape of a tensor, and that its numbers are floating ones.
-
-        Args:
-            name: of the tensor.
-            shape: that it must have.
-
-        Raises:
-            WeightsError: it has another one, or other numbers.
-        """
+        """Raises WeightsError if a tensor has another shape, or is not floating-point."""
         found = self._files[name].get_slice(name)
         there, dtype = list(found.get_shape()), found.get_dtype()
         if there != list(shape):
@@ -148,15 +126,7 @@ class TensorFiles:
             )
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A tensor, or a part of it, in the dtype that it has there.
-
-        Args:
-            name: of the tensor.
-            index: which part; by default all.
-
-        Raises:
-            WeightsError: it cannot be read any more.
-        """
+        """Returns a tensor, or a slice of it, in its dtype in the file."""
         try:
             return self._files[name].get_slice(name)[index or slice(None)]
         except (OSError, SafetensorError) as error:
@@ -189,7 +159,7 @@ class TensorFiles:
             )
         wanted = {str(name): str(place) for name, place in places.items()}
         for place in wanted.values():
-            # Whoever wrote the index may not be who may read the files elsewhere.
+            # An index from a stranger must not open files outside of its folder.
             if os.path.isabs(place) or ".." in place.replace("\\", "/").split("/"):
                 raise WeightsError(
                     f"{path!r} names the file {place!r}, which is outside of its folder; put all "
@@ -212,18 +182,11 @@ def write(
     tensors: Iterable[tuple[str, int, Callable[[], np.ndarray]]],
     bytes_a_file: int = _BYTES_A_FILE,
 ) -> list[str]:
-    """Writes tensors into one file, or into several with an index if there is too much for one.
+    """Writes tensors into one file, or into several with an index if they are too large; returns
+    the paths.
 
-    Args:
-        folder: where; it exists.
-        tensors: names, bytes, and what gives the tensor of that name when its turn comes.
-        bytes_a_file: how many a file has at most, unless one tensor has more; they are held.
-
-    Returns:
-        The paths of the files.
-
-    Raises:
-        SaveError: one cannot be written; nothing is left of the others.
+    Tensors are names, bytes, and functions that return the value. The tensors of one file are in
+    memory at once. It raises SaveError if a file cannot be written, and then removes the others.
     """
     groups: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
     total = size = 0
@@ -255,9 +218,9 @@ def _write_file(path: str, tensors: Mapping[str, np.ndarray]) -> None:
     try:
         with open(temporary, "wb") as file:
             mode = os.fstat(file.fileno()).st_mode
-        # Those who read it by torch look for the format.
+        # Readers with torch look for the format.
         save_file(dict(tensors), temporary, metadata={"format": "pt"})
-        # The package makes files that only their owner may read.
+        # The package creates files that only their owner may read.
         os.chmod(temporary, stat.S_IMODE(mode))
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""A file of text as rows of tokens."""
+"""A text file as rows of tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,11 @@ from . import tokenizer
 
 
 def rows_of(path: str, folder: str, length: int) -> dict[str, np.ndarray]:
-    """The tokens of a file, cut into rows of which each predicts the token behind it.
+    """Returns the tokens of a file in rows of `length`, each with the next token as label.
 
-    Args:
-        path: of the text, UTF-8.
-        folder: that has the tokenizer.
-        length: tokens a row.
-
-    Returns:
-        `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, each `[rows, length]`; what is
-        missing in the last row has weight 0 and a segment of its own.
-
-    Raises:
-        DataError: there is no text, or no tokenizer.
+    It has `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, each `[rows, length]`.
+    Padding of the last row has weight 0 and a separate segment. A missing text or tokenizer raises
+    DataError.
     """
     found = tokenizer.load(folder, configs.read(os.path.join(folder, configs.FILE)))
     if found is None:
@@ -62,14 +54,9 @@ def rows_of(path: str, folder: str, length: int) -> dict[str, np.ndarray]:
 def train_dataset(
     path: str, folder: str, length: int, batch_size: int, seed: int
 ) -> tf.data.Dataset:
-    """Batches without end; each epoch has an order of its own, a function of the seed.
+    """Returns batches without end; the order of each epoch is a function of the seed.
 
-    Args:
-        path: see `rows_of`.
-        folder: see `rows_of`.
-        length: tokens a row.
-        batch_size: rows a batch; one may be of two epochs.
-        seed: of the order.
+    A batch may span two epochs.
     """
     rows = rows_of(path, folder, length)
     number = len(rows["ids"])
@@ -85,13 +72,6 @@ def train_dataset(
 
 
 def heldout_dataset(path: str, folder: str, length: int, batch_size: int) -> tf.data.Dataset:
-    """All rows once, in their order; the last batch may be smaller.
-
-    Args:
-        path: see `rows_of`.
-        folder: see `rows_of`.
-        length: tokens a row.
-        batch_size: rows a batch.
-    """
+    """Returns all rows once, in order; the last batch may be smaller."""
     rows: Any = rows_of(path, folder, length)
     return tf.data.Dataset.from_tensor_slices(rows).batch(batch_size)

@@ -1,4 +1,4 @@
-"""The tokenizer that lies beside weights: `tokenizer.json`, or a model of SentencePiece."""
+"""The tokenizer beside weights: `tokenizer.json`, or a SentencePiece model."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from pipemesh.errors import install
 from .config import Config, WeightsError, json_object
 
 JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
-# Options, and older files for two of them: tokens that were added, and special ones by name.
+# The options file, and older files for two of its options: added tokens, and special tokens by
+# name.
 OPTIONS, ADDED = "tokenizer_config.json", "added_tokens.json"
 SPECIAL = "special_tokens_map.json"
-# Special tokens in the options, in the order in which those without an id get one; then lists.
+# Special tokens in the options, in the order in which tokens without an id get one; then lists.
 _NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-# How to get a file that is read.
+# Advice for getting a supported file.
 SAVE = "save it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 _OF_TOKENS = ("content", "special", "lstrip", "rstrip", "single_word", "normalized")
-# `normalizer_spec { add_dummy_prefix: false }` of a SentencePiece model, which overrides that of
-# the model in front of it.
+# `normalizer_spec { add_dummy_prefix: false }` of a SentencePiece model. It overrides that of the
+# model before it.
 _NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """How a model spells text.
+    """The tokenizer of a model.
 
     Attributes:
-        path: of the file that says it.
-        encode: the ids of a text, with what begins one.
-        decode: the text of ids, without what begins or ends one.
+        path: the file that defines it.
+        encode: returns the ids of a text, including tokens that start one.
+        decode: returns the text of ids, without tokens that start or end one.
         notes: lines about tokens that the model lacks.
     """
 
@@ -46,15 +47,7 @@ class Tokenizer:
 
 
 def load(folder: str, config: Config) -> Tokenizer | None:
-    """The tokenizer of a folder; None if there is none.
-
-    Args:
-        folder: of weights, or of a training.
-        config: of the model.
-
-    Raises:
-        WeightsError: it is none that can be read, or the package that reads it is missing.
-    """
+    """Returns the tokenizer in a folder, or None; raises WeightsError if it cannot be read."""
     for name, of in ((JSON, _of_json), (SENTENCEPIECE, _of_sentencepiece)):
         path = os.path.join(folder, name)
         if os.path.exists(path):
@@ -64,7 +57,7 @@ def load(folder: str, config: Config) -> Tokenizer | None:
 
 
 def _within(found: Tokenizer, size: int, vocab_size: int) -> Tokenizer:
-    """Returns a tokenizer that refuses ids that the model lacks; its own are below `size`."""
+    """Returns a tokenizer that refuses ids that the model lacks; its ids are below `size`."""
 
     def encode(text: str) -> list[int]:
         ids = found.encode(text)
@@ -87,14 +80,7 @@ def _within(found: Tokenizer, size: int, vocab_size: int) -> Tokenizer:
 
 
 class _Options:
-    """Files beside a tokenizer that change the ids of texts.
-
-    Args:
-        folder: that they lie in, if there are any.
-
-    Attributes:
-        path: of the options, for errors.
-    """
+    """The files beside a tokenizer that change the ids of texts."""
 
     def __init__(self, folder: str) -> None:
         paths = [os.path.join(folder, name) for name in (OPTIONS, ADDED, SPECIAL)]
@@ -106,7 +92,7 @@ class _Options:
             self._values |= special
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns a flag; null is the default."""
+        """Returns a flag; null means the default."""
         value = self._values.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -114,7 +100,7 @@ class _Options:
         return value
 
     def tokens(self) -> Iterator[tuple[Mapping[str, Any], int | None]]:
-        """Yields arguments of an `AddedToken` and its id, or None for an id that is free."""
+        """Yields arguments of an `AddedToken` and its id, or None for the next free id."""
         values = [self._values.get(name) for name in _NAMED]
         try:
             for name in _LISTS:
@@ -143,7 +129,7 @@ class _Options:
         yield from (({**each, "special": True}, None) for each in special)
 
     def wrong(self, text: str, number: int | None, why: str) -> WeightsError:
-        """Returns the error of a token that cannot have the id that is given."""
+        """Returns the error for a token that cannot have its given id."""
         return WeightsError(f"{self.path}: the token {text!r}, id {number}, {why}; {SAVE}")
 
 
@@ -159,12 +145,12 @@ def _of_json(path: str, options: _Options, config: Config) -> tuple[Tokenizer, i
     tokenizers = _package("tokenizers", path)
     try:
         found = tokenizers.Tokenizer.from_file(path)
-    # It raises no kind of its own.
+    # The package has no specific exception class.
     except Exception as error:
         raise WeightsError(
             f"{path!r} is no tokenizer of the package tokenizers ({error})"
         ) from error
-    # The file keeps those of whatever was trained with it; `transformers` switches them off, too.
+    # The file keeps these settings of the last run; `transformers` disables them, too.
     found.no_truncation()
     found.no_padding()
     known = {token.content for token in found.get_added_tokens_decoder().values()}
@@ -184,7 +170,9 @@ def _of_json(path: str, options: _Options, config: Config) -> tuple[Tokenizer, i
 
 
 def _of_sentencepiece(path: str, options: _Options, config: Config) -> tuple[Tokenizer, int]:
-    """Control tokens are found in texts first, then each part between them is cut into pieces."""
+    """Returns a tokenizer that first finds control tokens, then cuts each part between them into
+    pieces.
+    """
     sentencepiece = _package("sentencepiece", path)
     try:
         with open(path, "rb") as file:
@@ -207,7 +195,8 @@ def _of_sentencepiece(path: str, options: _Options, config: Config) -> tuple[Tok
     begin = [] if config.bos is None or not has_bos else [config.bos]
     end = [found.eos_id()] if options.flag("add_eos_token", False) else []
     first = found if options.flag("add_prefix_space", True) else bare
-    # As `transformers` had it first; later models put a space in front of the whole text alone.
+    # Early `transformers` put a space before each part; later models put it only before the whole
+    # text.
     later = first if options.flag("legacy", True) else bare
 
     def encode(text: str) -> list[int]:
@@ -227,7 +216,7 @@ def _of_sentencepiece(path: str, options: _Options, config: Config) -> tuple[Tok
                 texts.append(shown[each])
                 parts.append([])
             elif each < size:
-                # A table may have more rows than there are pieces.
+                # The embedding may have more rows than there are pieces.
                 parts[-1].append(each)
         spelled = ((later if index else first).decode(part) for index, part in enumerate(parts))
         return "".join(text + part for text, part in zip(texts, spelled, strict=True))

@@ -1,4 +1,4 @@
-"""Weights of a model of `transformers` as a checkpoint here, and a checkpoint as such weights."""
+"""Import of `transformers` weights into a checkpoint, and export of a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .config import Config, WeightsError
 from .names import Weight
 from .safetensors_file import DTYPES, TensorFiles
 
-# What may lie beside weights, and goes with them.
+# Files beside weights that are copied with them.
 _BESIDE = (
     tokenizer.JSON,
     tokenizer.SENTENCEPIECE,
@@ -36,7 +36,7 @@ _BESIDE = (
     "chat_template.jinja",
     configs.GENERATION,
 )
-# What a file calls the dtype of its weights.
+# Keys for the dtype of weights in a file.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _OF_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -48,23 +48,13 @@ def import_weights(
     model: str | None = None,
     dtype: str = "float32",
 ) -> list[str]:
-    """Begins a training with weights of others: its first checkpoint has them.
+    """Creates a log directory whose first checkpoint has the weights of a safetensors file or
+    index.
 
-    Args:
-        source: path of a file of safetensors, of an index, or of a folder with one of them.
-        logdir: folder of the training; it is made if need be.
-        config_path: of the `config.json`; by default the one beside the weights.
-        model: `package.module.Class` that goes on, of those in `params` or derived from them; by
-            default the one that the `config.json` asks for.
-        dtype: of the weights in the checkpoint; a training casts them to its own.
-
-    Returns:
-        Lines that say what was done.
-
-    Raises:
-        WeightsError: the weights, or what lies beside them, cannot be had as they are.
-        CheckpointError: the folder has checkpoints, or is in use.
-        SaveError: something cannot be written.
+    By default the `config.json` beside the weights is used, and determines the model class. `model`
+    is a `package.module.Class` in `params` or derived from one. `dtype` is that of the checkpoint;
+    a run casts weights to its own. It returns lines for the user. Unusable weights or files raise
+    WeightsError, a used log directory CheckpointError, and a failed write SaveError.
     """
     source = safetensors_file.find(source)
     beside = os.path.dirname(source)
@@ -106,19 +96,11 @@ def import_weights(
 
 
 def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
-    """Writes the weights of a checkpoint as files that the package `transformers` reads.
+    """Writes the weights of an imported model's checkpoint as files for `transformers`; returns
+    lines.
 
-    Args:
-        path: of the checkpoint, of a training that was begun by `import_weights`.
-        to: the folder to write to; it is made if need be, and has no weights yet.
-        dtype: that they are to have.
-
-    Returns:
-        Lines that say what was done.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model.
-        SaveError: something cannot be written.
+    The folder is created if it is missing, and must have no weights yet. Another model's checkpoint
+    raises CheckpointError, a failed write SaveError.
     """
     from pipemesh.checkpoint.reader import contents
     from pipemesh.checkpoint.tensors import read_one
@@ -176,7 +158,7 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
 
 
 def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> list[Weight]:
-    """Weights by the names that files have, after all of them were found right."""
+    """Returns the weights with the names in files, after all checks."""
     try:
         found = names.as_in(files.names, weights, config)
     except WeightsError as error:
@@ -231,8 +213,8 @@ def _write(path: str, files: TensorFiles, weights: Sequence[Weight], note: Any, 
 
 
 def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
-    """What the manifest notes: the model, as a training of it would, and that there is no more."""
-    # First: on some systems lingvo cannot be loaded without it.
+    """Returns the note of the manifest: the model, as in a run, and that there are only weights."""
+    # Import this first: on some systems lingvo cannot load without it.
     import pipemesh.layers  # noqa: F401  # isort: skip
     from pipemesh.training.registered import RegisteredModel, find_model
     from pipemesh.training.saving import WEIGHTS_ONLY
@@ -241,7 +223,7 @@ def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
 
     name = model or MODELS[config.model_type]
     if "" not in sys.path and os.getcwd() not in sys.path:
-        # As `python -m` has it.
+        # As `python -m` does.
         sys.path.insert(0, os.getcwd())
     found = find_model(name)
     if not issubclass(found, PretrainedParams):
@@ -259,7 +241,7 @@ def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _cleared(folder: str) -> Iterator[None]:
-    """Removes a folder that is made in the meantime, if an error leaves it empty."""
+    """Removes a folder that the block creates, if an error leaves it empty."""
     is_new = not os.path.lexists(folder)
     try:
         yield
@@ -271,15 +253,7 @@ def _cleared(folder: str) -> Iterator[None]:
 
 
 def _check_leftover(path: str, to: str) -> None:
-    """Checks that a folder has no file of another model, which would be taken for this one's.
-
-    Args:
-        path: of a file beside the weights, if there is one.
-        to: where it is copied to.
-
-    Raises:
-        CheckpointError: another file is there.
-    """
+    """Raises CheckpointError if `to` has a different file than `path`, from another model."""
     if not os.path.lexists(to):
         return
     if not os.path.exists(path):

@@ -1,4 +1,4 @@
-"""Two layers that shall give back what they are given."""
+"""A network of two layers that learns the identity."""
 
 from __future__ import annotations
 
@@ -17,14 +17,8 @@ ACTIVATIONS = {"none": lambda x: x, "relu": ops.relu}
 
 
 class ToyNetwork:
-    """Takes vectors; its dims are batch, io and hidden.
-
-    Args:
-        batch_size: vectors a batch.
-        io_size: numbers a vector.
-        hidden_size: units of the hidden layer.
-        activation: one of ACTIVATIONS, of the hidden layer.
-        seed: of the initial weights.
+    """A network of vectors with the dims batch, io and hidden; `activation` is one of
+    ACTIVATIONS.
     """
 
     def __init__(
@@ -39,7 +33,7 @@ class ToyNetwork:
         )
 
     def forward(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The mean squared error, and what shall be the input."""
+        """Returns the mean squared error, and the reconstructed input."""
         (x,), (w1, w2) = inputs, weights
         hidden = self._activation(ops.einsum([x, w1], ["batch", "hidden"]))
         y = ops.einsum([hidden, w2], ["batch", "io"])
@@ -47,7 +41,7 @@ class ToyNetwork:
 
 
 def batches(batch_size: int, io_size: int, seed: int) -> Iterator[list[np.ndarray]]:
-    """Normal vectors without end."""
+    """Yields normally distributed vectors without end."""
     draw = np.random.default_rng(seed)
     while True:
         yield [draw.standard_normal([batch_size, io_size], np.float32)]

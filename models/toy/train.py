@@ -21,7 +21,7 @@ SIZE_FLAGS = {"batch": "batch_size", "io": "io_size", "hidden": "hidden_size"}
 
 
 def train() -> None:
-    """Trains as the flags say."""
+    """Trains with the settings of the flags."""
     from .network import ToyNetwork, batches
 
     network = ToyNetwork(

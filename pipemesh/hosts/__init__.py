@@ -1,6 +1,6 @@
-"""Several hosts: workers that offer their devices, one client that drives and watches them.
+"""Several hosts: workers that offer their devices, and one client that drives and watches them.
 
-TensorFlow's own runtime carries it. Importing this room loads no TensorFlow.
+They communicate over TensorFlow's runtime. Importing this package loads no TensorFlow.
 
 Example:
     >>> from pipemesh.hosts import Cluster

@@ -1,4 +1,4 @@
-"""This process as the client of workers: waits for them, connects, restarts when one is lost."""
+"""The client of workers, in this process: waits for them, connects, and restarts after a loss."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pipemesh.hosts import process, watch
 from pipemesh.hosts.cluster import Cluster
 from pipemesh.hosts.health import Asker, Health, check_distinct
 
-# How often in a row a program was restarted without a step in between.
+# Environment variable with the number of restarts in a row without a finished step.
 _RESTARTS = "PIPEMESH_BEGUN_AGAIN"
 _MOST_RESTARTS = 5
 _LOST = 3
-# Between two questions to workers that are missing.
+# Seconds between two requests to missing workers.
 _PAUSE = 0.3
-# Seconds after which connecting with a worker is reported; after twice as many it is given up.
+# Seconds after which a slow connection is reported; after twice as many the worker counts as lost.
 _CONNECTED = 60.0
 # Seconds to wait for standard output to be written.
 _FLUSHED = 5.0
-# Of the thread that Python began with; whichever thread restarts the program passes it on.
+# The signal of the main thread; the thread that restarts the program takes it over.
 _DEATH_SIGNAL = process.death_signal()
 
 
@@ -41,18 +41,18 @@ def connect(
     fewer: float | None = None,
     step_limit: float | None = None,
 ) -> None:
-    """Makes the workers' devices those of this process, and watches the workers from now on.
+    """Makes the workers' devices available to this process, and starts to watch the workers.
 
     Call it before TensorFlow's first operation.
 
     Args:
         cluster: the workers.
-        address: `host:port` of this process, as workers reach it. Default: its address towards the
-            first worker, with a free port.
+        address: `host:port` of this process for the workers. Default: its address towards the first
+            worker, with a free port.
         answer: seconds in which a worker must answer; it is asked twice.
         wait: seconds to wait for missing workers.
-        again: if True, this program restarts when a worker is lost and resumes from its last
-            checkpoint; otherwise it ends.
+        again: if True, this program restarts after a loss and resumes from its last checkpoint;
+            otherwise it ends.
         fewer: seconds after which the available workers are enough; None if all are needed.
         step_limit: seconds after which a step is reported as blocked, with the worker that blocks
             it; after twice as many a worker counts as lost. Default: a multiple of the last steps.
@@ -90,7 +90,7 @@ after 0 s of waiting; start it there with `pipemesh worker`, or give other addre
             with watched.during(f"connecting with {name}", _CONNECTED):
                 check_way_back(task)
     except Exception as error:
-        # TensorFlow's errors say little of a worker that is lost.
+        # The watch describes a lost worker better than TensorFlow's error.
         watched.check(error)
         raise
 
@@ -102,13 +102,11 @@ def gather(
     tell: Callable[[str], object],
     fewer: float | None = None,
 ) -> tuple[dict[int, str], list[Health]]:
-    """Waits for workers, and returns the address for each worker's number with its answer.
+    """Waits for workers, and returns each worker's address by its number, with its answer.
 
-    A spare takes the place of a worker that gives no answer for `answer` seconds. After `fewer`
-    seconds the available workers are enough. `tell` gets lines for the user.
-
-    Raises:
-        DeviceError: a worker is missing after `seconds`, or two addresses lead to one worker.
+    A spare replaces a worker that gives no answer for `answer` seconds. After `fewer` seconds the
+    available workers are enough. `tell` gets lines for the user. Raises DeviceError if a worker is
+    missing after `seconds`, or two addresses lead to one worker.
     """
     addresses = [*cluster.workers, *cluster.spares]
     asker, begun, is_told = Asker(addresses), time.monotonic(), False
@@ -159,7 +157,7 @@ def has_begun_again() -> bool:
 
 
 def note_stages(devices: Sequence[Sequence[str]]) -> None:
-    """Notes which worker has which stages, from the devices of each stage, for messages."""
+    """Stores the stages of each worker, for messages."""
     watched = watch.current()
     if watched is None:
         return
@@ -176,9 +174,9 @@ def note_stages(devices: Sequence[Sequence[str]]) -> None:
 
 
 def begin_again(reason: str) -> NoReturn:
-    """Replaces this process by the same program: TensorFlow cannot forget a lost worker.
+    """Replaces this process by the same program, because TensorFlow cannot forget a lost worker.
 
-    Whatever is under way ends here; the program resumes from its last checkpoint.
+    Current work is lost; the program resumes from its last checkpoint.
     """
     try:
         watched = watch.current()
@@ -196,7 +194,7 @@ def begin_again(reason: str) -> NoReturn:
                     flags = fcntl.fcntl(number, fcntl.F_GETFD)
                     fcntl.fcntl(number, fcntl.F_SETFD, flags | fcntl.FD_CLOEXEC)
                 except OSError:
-                    # The one of the listing.
+                    # This descriptor belonged to the listing.
                     continue
         process.set_death_signal(_DEATH_SIGNAL)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -217,15 +215,15 @@ def say(text: str) -> None:
 
 
 def _leave() -> None:
-    """Does within seconds what Python does at its end, as far as it matters afterwards."""
+    """Does the necessary part of Python's own shutdown, within seconds."""
 
     def work() -> None:
         for name, module in list(sys.modules.items()):
-            # What AutoGraph wrote is removed at the end of Python, which does not come.
+            # Python would remove AutoGraph's files at its normal end.
             if name.startswith("__autograph_generated_file"):
                 with contextlib.suppress(OSError, TypeError):
                     os.unlink(str(module.__file__))
-        # Nobody may read it, or a thread that will not return may be writing to it.
+        # The pipe may have no reader, or a blocked thread may be writing to it.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             sys.stdout.flush()
 

@@ -13,14 +13,14 @@ from pipemesh.addresses import check_addresses
 from pipemesh.errors import DeviceError
 
 TF_CONFIG, SLURM, KUBERNETES = "tf_config", "slurm", "kubernetes"
-# The default port of workers, that of TensorFlow's resolvers.
+# The default port of workers, as in TensorFlow's resolvers.
 PORT = 8888
-# The address that only this machine reaches, and those that stand for all addresses.
+# The loopback address, and the names for all addresses.
 LOOPBACK, EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 _WORKER, _SPARE = "worker", "spare"
-# The characters of a malformed text that an error shows.
+# Number of characters of a malformed text that an error shows.
 _SHOWN = 200
-# Tasks of Slurm on a node, at most.
+# The most Slurm tasks on a node.
 _MOST_TASKS = 1024
 
 
@@ -29,8 +29,8 @@ class Cluster:
     """Addresses of workers.
 
     Attributes:
-        workers: `host:port` of each, in their order.
-        spares: of workers that take the place of a lost one.
+        workers: `host:port` of each worker, in order.
+        spares: `host:port` of workers that replace lost ones.
     """
 
     workers: tuple[str, ...]
@@ -43,7 +43,7 @@ class Cluster:
 
     @classmethod
     def from_text(cls, text: str, spares: str = "") -> Cluster:
-        """Returns the workers that a command line names.
+        """Returns the workers from a command line.
 
         Args:
             text: addresses separated by commas, or their source: `tf_config`, `slurm` or
@@ -79,18 +79,18 @@ class Cluster:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Cluster | None:
-        """Returns the workers that the variable `TF_CONFIG` names.
+        """Returns the workers from the variable `TF_CONFIG`.
 
-        Its job `worker` has the workers, a job `spare` those that may take their places.
+        Its job `worker` lists the workers, its job `spare` their replacements.
 
         Args:
-            environment: by default that of this process.
+            environment: the variables. Default: those of this process.
 
         Returns:
             The cluster; None if the variable names no worker.
 
         Raises:
-            DeviceError: the variable is malformed, or it says that this process is a worker itself.
+            DeviceError: the variable is malformed, or describes this process as a worker.
 
         Example:
             >>> Cluster.from_environment({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'})
@@ -114,10 +114,10 @@ class Cluster:
             raise DeviceError(f"TF_CONFIG: {error}") from error
 
     def to_environment(self) -> str:
-        """Returns the text of `TF_CONFIG` for a client of these workers.
+        """Returns `TF_CONFIG` for a client of these workers.
 
         Returns:
-            JSON.
+            JSON text.
 
         Example:
             >>> Cluster(("a:1",)).to_environment()
@@ -130,11 +130,7 @@ class Cluster:
 
 
 def _read(text: str) -> tuple[dict[str, list[Any]], str]:
-    """Returns the addresses in `TF_CONFIG` by job, unchecked, and the type of this process.
-
-    Raises:
-        DeviceError: it is malformed.
-    """
+    """Returns the addresses in `TF_CONFIG` by job, unchecked, and the type of this process."""
     try:
         config = _mapping(json.loads(text) if text.strip() else {}, "it")
         cluster = _mapping(config.get("cluster"), "'cluster'")
@@ -166,7 +162,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _of_slurm() -> tuple[str, ...]:
-    """Returns the workers of a Slurm job, one a task, as TensorFlow's resolver numbers them.
+    """Returns the workers of a Slurm job, one for each task, in the order of TensorFlow's resolver.
 
     The resolver reads the variables of a job step; a batch script has those of the job.
     """
@@ -181,7 +177,7 @@ def _of_slurm() -> tuple[str, ...]:
     import tensorflow as tf
 
     try:
-        # Slurm gives GPUs to workers; the resolver lists no more tasks than GPUs.
+        # Slurm assigns GPUs to workers, and the resolver lists at most one task for each GPU.
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             port_base=PORT, gpus_per_node=_MOST_TASKS, gpus_per_task=1, auto_set_gpu=False
         )

@@ -1,4 +1,4 @@
-"""The state of workers: TensorFlow's own question of one server to another, and its answer."""
+"""The state of workers, from the status request of TensorFlow's servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 
 from pipemesh.errors import DeviceError
 
-# gRPC reads this when it is first used; otherwise it writes a line for each server that ends.
+# gRPC reads this at its first use. Without it gRPC writes a line for each server that ends.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 QUESTION = "/tensorflow.WorkerService/GetStatus"
@@ -30,9 +30,9 @@ class Health:
     """The answer of a worker.
 
     Attributes:
-        devices: its devices, such as `CPU:0`; none if it does not answer.
-        start: a number that differs each time the worker is started.
-        trouble: the reason why there is no answer; "" if there is one.
+        devices: its devices, such as `CPU:0`; none without an answer.
+        start: a number that differs each time the worker starts.
+        trouble: the reason for a missing answer; "" if there is one.
     """
 
     devices: tuple[str, ...] = ()
@@ -41,20 +41,20 @@ class Health:
 
 
 _FOREIGN = Health(trouble="is no worker: a server of another kind answers there")
-# In the words of gRPC and of Linux.
+# Error texts of gRPC and Linux.
 _BROKEN = ("reset by peer", "Broken pipe", "Socket closed", "Cancelling all calls")
 
 
 class Asker:
-    """Asks the workers at some addresses (`host:port`) repeatedly, on connections of its own."""
+    """A requester of the state of workers at some addresses, with its own connections."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._channels = [grpc.insecure_channel(a, options=_OPTIONS) for a in addresses]
-        # When each has answered last.
+        # The time of each worker's last answer.
         self._since = [time.monotonic()] * len(addresses)
 
     def ask(self, seconds: float) -> list[Health]:
-        """Returns the state of each worker; waits at most so many seconds for an answer."""
+        """Returns the state of each worker, after at most `seconds`."""
         calls = [
             channel.unary_unary(QUESTION).future(b"", timeout=seconds) for channel in self._channels
         ]
@@ -86,10 +86,7 @@ def ask(addresses: Sequence[str], seconds: float) -> list[Health]:
 
 
 def check_distinct(healths: Mapping[str, Health]) -> None:
-    """Checks that no two addresses lead to one worker.
-
-    Raises:
-        DeviceError: two do.
+    """Raises DeviceError if two addresses lead to one worker.
 
     Example:
         >>> check_distinct({"a:1": Health(("CPU:0",), 7), "b:1": Health(("CPU:0",), 7)})
@@ -106,14 +103,15 @@ worker once
 
 
 def _answer(call: Any, since: float) -> Health:
-    """Reads the answer to a call of a worker that has answered last at `since`."""
+    """Reads the answer of a worker whose last answer was at `since`."""
     try:
         return _read(call.result())
     except grpc.FutureCancelledError:
         return Health(trouble="is not asked any more")
     except grpc.RpcError as error:
         details = str(call.details() or error).rpartition("last error: ")[2]
-        # A stopped worker accepts no connection, either: its system answers, and then nothing.
+        # A stopped worker accepts no connection, either: its system answers once, then nothing
+        # follows.
         if call.code() == grpc.StatusCode.DEADLINE_EXCEEDED or "timed out" in details:
             waited = time.monotonic() - since
             return Health(trouble=f"has not answered for {waited:.0f} s")
@@ -131,8 +129,7 @@ def _answer(call: Any, since: float) -> Health:
 def _read(message: bytes) -> Health:
     """Reads a `GetStatusResponse`, whose first field is the devices.
 
-    Raises:
-        IndexError, KeyError, TypeError or ValueError: it is malformed.
+    Malformed bytes raise IndexError, KeyError, TypeError or ValueError.
     """
     devices: list[str] = []
     start = 0
@@ -145,7 +142,8 @@ def _read(message: bytes) -> Health:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields numbers and values of a protocol buffer's fields; no module of this one is installed.
+    """Yields numbers and values of a protocol buffer's fields; no installed module defines this
+    one.
 
     Example:
         >>> list(_fields(bytes([0x0A, 1, 65, 0x10, 5])))
@@ -168,7 +166,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Returns the integer that begins at a byte, and the number of the byte behind it."""
+    """Returns the integer that starts at a byte, and the position after it."""
     value = shift = 0
     while True:
         byte = message[at]

@@ -17,28 +17,21 @@ from pipemesh.errors import DeviceError
 from pipemesh.hosts import process
 from pipemesh.hosts.cluster import Cluster
 
-# Until a worker listens: it loads TensorFlow, beside others that do.
+# Timeout for a worker to listen: several load TensorFlow at once.
 _SECONDS_TO_START = 180
 _SECONDS_TO_END = 5
 _PAUSE = 0.1
-# A worker that ends so often in a row before it listens is not restarted. The client counts the
-# restarts of workers that listened: it knows whether steps are finished in between.
+# Limit of starts in a row that end before the worker listens. The client limits restarts of workers
+# that listened: it knows whether steps finish in between.
 _MOST_STARTS = 5
-# A shell reports the number of a signal beyond this.
+# A shell reports a signal as 128 plus its number.
 _BY_SIGNAL = 128
 
 
 def launch(words: Sequence[str], processes: int, spares: int, cpu_devices: int) -> int:
     """Starts workers and a command that drives them; returns the exit code of the command.
 
-    Args:
-        words: the command.
-        processes: number of workers.
-        spares: number of workers that replace lost ones.
-        cpu_devices: CPU devices of each worker.
-
-    Raises:
-        DeviceError: there is no command, or workers cannot be started.
+    It raises DeviceError if there is no command, or workers cannot be started.
     """
     process.hold_standard_files()
     if not words:
@@ -61,9 +54,9 @@ def launch(words: Sequence[str], processes: int, spares: int, cpu_devices: int) 
 
 @dataclasses.dataclass
 class _Worker:
-    """A worker process, which ends when its end of a pair of sockets is closed.
+    """A worker process, which ends when its end of a socket pair is closed.
 
-    The kernel ends one that was stopped, and so cannot see that, together with this process.
+    A stopped worker does not see that; the kernel kills it when this process ends.
     """
 
     number: int
@@ -75,12 +68,12 @@ class _Worker:
     has_listened: bool = False
 
     def start(self) -> None:
-        """Starts the process, at the address of before if there was one."""
+        """Starts the process, at its earlier address if it had one."""
         if self.pair is not None:
             self.pair.close()
         self.pair, theirs = socket.socketpair()
         port = self.address.rpartition(":")[2] or "0"
-        # A terminal's interrupt is for the command, which may need workers to save its work.
+        # A terminal's interrupt must not reach workers: the command may need them to save.
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pipemesh", "worker", f"--port={port}"),
@@ -130,7 +123,7 @@ class _Worker:
     def _did_listen(self) -> bool:
         assert self.pair is not None
         if not self.has_listened:
-            # What a worker has written stays there when it has ended.
+            # The socket keeps what an ended worker has written.
             ready, _, _ = select.select([self.pair], [], [], 0.0)
             self.has_listened = bool(ready and self.pair.recv(100))
         return self.has_listened
@@ -144,7 +137,7 @@ class _Worker:
         try:
             self.process.wait(_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
-            # It was stopped, or is blocked.
+            # The worker is stopped or blocked.
             self.process.kill()
             self.process.wait()
 
@@ -161,7 +154,7 @@ def _drive(words: Sequence[str], cluster: Cluster, workers: Sequence[_Worker]) -
         raise DeviceError(f"{words[0]!r} cannot be started ({error.strerror})") from error
 
     def pass_on(number: int, _frame: Any) -> None:
-        # A terminal has sent its interrupt to the command, too.
+        # The terminal has sent its interrupt to the command itself.
         if number != signal.SIGINT or not _is_in_foreground():
             command.send_signal(number)
 

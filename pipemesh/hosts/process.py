@@ -1,4 +1,4 @@
-"""Functions of a process itself: lines on standard error, and an end together with its parent."""
+"""Process utilities: lines on standard error, and an end together with the parent."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import select
 import signal
 from collections.abc import Callable
 
-# A reader that has stopped reading is not waited for any longer.
+# Timeout for a reader that has stopped reading.
 _SECONDS = 2.0
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 
 
 def say(text: str) -> None:
-    """Writes a line to standard error, without failing and within seconds.
+    """Writes a line to standard error, within seconds and without errors.
 
-    Threads that watch workers call it. A line that cannot be written (a full disk, a pipe without a
-    reader) is lost.
+    Threads that watch workers call it. A line that cannot be written is lost, such as on a full
+    disk.
     """
     left = f"{text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError, ValueError):
@@ -27,20 +27,20 @@ def say(text: str) -> None:
 
 
 def hold_standard_files() -> None:
-    """Opens standard files that were closed from the beginning.
+    """Opens standard files that were closed at the start.
 
-    No other file may get their numbers: native code, and `say`, write to the numbers.
+    No other file may get their numbers, because native code and `say` write to the numbers.
     """
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            # The lowest free number is this one.
+            # The system uses the lowest free number, which is this one.
             os.open(os.devnull, os.O_RDWR)
 
 
 def ends_with_parent() -> Callable[[], None]:
-    """Returns a `preexec_fn` that lets the kernel kill a child when this process has ended."""
+    """Returns a `preexec_fn` with which the kernel kills a child when this process ends."""
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -52,15 +52,15 @@ def ends_with_parent() -> Callable[[], None]:
 
 
 def death_signal() -> int:
-    """Returns the signal that this thread gets when its parent has ended; 0 if none."""
+    """Returns the signal that this thread gets when its parent ends; 0 if none."""
     number = ctypes.c_int(0)
     ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number))
     return number.value
 
 
 def set_death_signal(number: int) -> None:
-    """Sets the signal that this thread, or the program that replaces it, gets then; 0 for none.
+    """Sets the signal for this thread, or its successor program, when the parent ends; 0 for none.
 
-    A thread does not inherit it from the one that started it.
+    New threads do not inherit it.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,8 +1,8 @@
 """A thread that watches workers while a client drives them, and notices a lost one in seconds.
 
-TensorFlow waits without limit for a worker that is stopped, or cut off without a word. The watch
-asks each worker every half second. If all answer and a step still does not end, it reports which
-device waits for which action.
+TensorFlow waits without limit for a worker that is stopped or silently cut off. The watch asks each
+worker every half second. If all answer and a step still does not end, it reports which device waits
+for which action.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 if TYPE_CHECKING:
     from pipemesh.hosts.health import Health
 
-# Between two questions.
+# Seconds between two requests.
 _PAUSE = 0.5
-# A step may take so many times the median of the steps before, and at least so many seconds. The
-# first steps, and other work, may have to build graphs.
+# The limit of a step as a multiple of the median step, its minimum in seconds, and the limit of the
+# first steps and of other work, which may build graphs.
 _TIMES, _LEAST, _FIRST = 20.0, 60.0, 1200.0
 _FEWEST = 3
 _REMEMBERED = 50
-# TensorFlow's codes, and gRPC's, of a broken connection between workers: in the part
-# of a step that noticed it, and in the parts that were cancelled with it.
+# Codes of TensorFlow and gRPC for a broken connection between workers. The part of a step that
+# noticed it is unavailable, the other parts are cancelled.
 _CANCELLED, _UNAVAILABLE = 1, 14
 _IN_TEXT = f"grpc_status:{_UNAVAILABLE}"
-# In the same texts: the worker that was asked for a tensor, or for its part of a step.
+# The worker in these texts from which a tensor, or its part of a step, was requested.
 _ASKED = re.compile(
     r"remote target /job:(\w+)/replica:0/task:(\d+)\S* while calling /tensorflow\.(\S*?)Service/"
 )
-# Lines that say nothing of a connection.
+# Lines that do not concern a connection.
 _NO_REASON = re.compile(r"Graph execution error|Detected at node|<stack traces|\d+ root error|$")
-# The watch tries again so often, with a pause between, when it fails itself.
+# Number of retries, with pauses, after an error of the watch itself.
 _MOST_FAILURES = 20
 
 
 class Progress(Protocol):
-    """Knows how far the devices of workers have come in the current step."""
+    """The progress of the workers' devices in the current step."""
 
     def look(self) -> None:
         """Asks the workers for their progress, without waiting."""
         ...
 
     def waits(self) -> dict[int, list[str]]:
-        """Returns by worker the current action of each unfinished device, in words."""
+        """Returns the current action of each unfinished device as text, by worker."""
         ...
 
 
 class Watch:
-    """Asks workers for their state, and restarts or ends the client when one is lost.
+    """A thread that asks workers for their state, and restarts or ends the client after a loss.
 
     Args:
         places: `host:port` of each worker, by its number.
-        starts: the number that each worker reported as its start.
-        seconds: time limit for an answer; without one the worker is asked once more.
-        lost: called with a message, on whatever thread noticed the loss. It does not return.
+        starts: the start number that each worker reported.
+        seconds: timeout of an answer; without one the worker is asked once more.
+        lost: called with a message, on any thread that notices the loss. It does not return.
         limit: seconds after which a step is reported as blocked; after twice as many a worker
             counts as lost. Default: a multiple of the steps before.
         tell: called with a line for the user.
 
     Attributes:
-        doing: the current work of the client, in words.
+        doing: the current work of the client, as text.
         stages: the stages of each worker, by task, such as "stage 1".
-        progress: knows the actions of the workers; None if nothing does.
+        progress: the progress of the workers; None if unknown.
         steps: the number of finished steps.
     """
 
@@ -84,15 +84,15 @@ class Watch:
         self.stages: dict[int, str] = {}
         self.progress: Progress | None = None
         self._since = time.monotonic()
-        # Whether the current work is a step, has a limit, and was reported as blocked.
+        # Whether the current work is a step, has a time limit, and was reported as blocked.
         self._is_step, self._is_limited, self._is_told = False, False, False
-        # The limit of the current work, if it has one of its own.
+        # The time limit of the current work, if it differs from the default.
         self._most: float | None = None
         self._taken: collections.deque[float] = collections.deque(maxlen=_REMEMBERED)
         self._names = [f"worker {number} ({address})" for number, address in places.items()]
         self._starts = list(starts)
         self._seconds, self._lost, self._limit, self._tell = seconds, lost, limit, tell
-        # The module loads gRPC, which programs without workers do not need.
+        # This loads gRPC, which programs without workers do not need.
         from pipemesh.hosts.health import Asker
 
         self._asker = Asker(list(places.values()))
@@ -101,17 +101,17 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch of workers", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Starts to watch."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops; returns when no question is pending."""
+        """Stops; returns when no request is pending."""
         self._ended.set()
         self._thread.join()
         self._asker.close()
 
     def begin(self, doing: str, is_step: bool = False) -> None:
-        """Notes the work of the client from now on, in words; a step has a time limit."""
+        """Sets the current work of the client, as text; a step has a time limit."""
         self._is_told = False
         self.doing, self._since = doing, time.monotonic()
         self._is_step = self._is_limited = is_step
@@ -119,7 +119,7 @@ class Watch:
 
     @contextlib.contextmanager
     def during(self, doing: str, limit: float | None = None) -> Iterator[None]:
-        """Notes the work of the client inside a context, with a time limit in seconds.
+        """Sets the current work of the client inside a context, with a time limit in seconds.
 
         The default limit leaves time to build graphs.
         """
@@ -145,9 +145,8 @@ class Watch:
     def check(self, error: BaseException | None = None) -> None:
         """Asks all workers now, and calls `lost` if one is lost.
 
-        Args:
-            error: the reason to ask. If it reports a broken connection although all workers answer,
-                they lost each other for a moment; the current step is lost with the connection.
+        The reason to ask is `error`. If it reports a broken connection although all workers answer,
+        the current step is lost with the connection.
         """
         message = self._trouble()
         if not message and (broken := self._broken_connection(error)):
@@ -161,8 +160,8 @@ class Watch:
     def _run(self) -> None:
         """Watches until it is stopped.
 
-        If an error ended this thread, a lost worker would stay unnoticed and the client would wait
-        for it without end.
+        If an error ended this thread, a lost worker would remain unnoticed, and the client would
+        wait forever.
         """
         failures = 0
         while not self._ended.wait(_PAUSE):
@@ -180,12 +179,12 @@ class Watch:
                         self._lost(message)
 
     def _check_progress(self) -> None:
-        """Reads the progress of a long step, and reports or gives up one that is too long."""
+        """Reads the progress of a long step, and reports or abandons one that is too long."""
         lasted = time.monotonic() - self._since
         if not self._is_limited or lasted < _PAUSE:
             return
         if self.progress is not None and self._is_step:
-            # A worker that is lost in the next moment cannot be asked then.
+            # Read it now: a worker that gets lost later cannot be asked.
             self.progress.look()
         limit = self.limit
         if lasted < limit or self._ended.is_set():
@@ -202,7 +201,7 @@ class Watch:
 
     @property
     def limit(self) -> float:
-        """The seconds after which the current work is reported as blocked."""
+        """Returns the seconds after which the current work is reported as blocked."""
         if self._most is not None:
             return self._most
         if not self._is_step or len(self._taken) < _FEWEST:
@@ -213,12 +212,12 @@ class Watch:
         return self.progress.waits() if self.progress is not None and self._is_step else {}
 
     def _trouble(self) -> str | None:
-        """Returns a message about the first lost worker; None if all are there."""
+        """Returns a message about the first lost worker; None if all answer."""
         first = self._asker.ask(self._seconds)
         if all(map(self._is_well, first, self._starts)):
             return None
-        # This process may have been stopped itself, or its network for a moment. A worker that was
-        # killed refuses connections by then.
+        # This process, or its network, may have been stopped for a moment. A killed worker refuses
+        # connections by then.
         self._ended.wait(_PAUSE)
         second = self._asker.ask(self._seconds)
         for number, (health, start) in enumerate(zip(second, self._starts, strict=True)):
@@ -240,10 +239,10 @@ class Watch:
         return "\n".join([message, *_indented(waits)])
 
     def _broken_connection(self, error: BaseException | None) -> str:
-        """Describes the broken connection that an error, or its cause, reports; "" if none."""
+        """Describes the broken connection in an error or its cause; "" if there is none."""
         while error is not None:
             text, code = str(error), getattr(error, "error_code", None)
-            # Between workers the code is gRPC's, and stands in the text alone.
+            # Between workers the code is gRPC's, and only the text has it.
             if code in (_CANCELLED, _UNAVAILABLE) or _IN_TEXT in text:
                 names: dict[str, str] = {}
                 for job, task, service in _ASKED.findall(text):
@@ -274,19 +273,19 @@ def current() -> Watch | None:
 
 
 def make_current(watch: Watch | None) -> None:
-    """Makes a watch that of this process."""
+    """Sets the watch of this process."""
     global _current
     _current = watch
 
 
 def begin(doing: str, is_step: bool = False) -> None:
-    """Notes the work of this process from now on; see `Watch.begin`."""
+    """Sets the current work of this process; see `Watch.begin`."""
     if _current is not None:
         _current.begin(doing, is_step)
 
 
 def during(doing: str) -> contextlib.AbstractContextManager[None]:
-    """Notes the work of this process inside a context; see `Watch.during`."""
+    """Sets the current work of this process inside a context; see `Watch.during`."""
     return contextlib.nullcontext() if _current is None else _current.during(doing)
 
 
@@ -297,6 +296,6 @@ def end_step() -> None:
 
 
 def check_workers(error: BaseException | None = None) -> None:
-    """Checks that all workers of this process, if it has any, are there; see `Watch.check`."""
+    """Checks that all workers of this process, if any, answer; see `Watch.check`."""
     if _current is not None:
         _current.check(error)

@@ -1,4 +1,4 @@
-"""A worker: a server of TensorFlow that offers the devices of this machine to a client."""
+"""A worker: a TensorFlow server that offers the devices of this machine to a client."""
 
 from __future__ import annotations
 
@@ -22,21 +22,15 @@ from pipemesh.errors import DeviceError
 from pipemesh.hosts import process
 from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK
 
-# Time limit for the worker to answer its own question.
+# Timeout for the worker to answer its own request.
 _SECONDS_TO_START, _PAUSE = 30.0, 0.1
 
 
 def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None = None) -> int:
-    """Runs a worker until a signal, or the end of its parent, ends it; returns the exit code.
+    """Runs a worker until a signal or the end of its parent; returns the exit code.
 
-    Args:
-        port: to listen on; 0 for a free one.
-        listen: address of this machine by which others may reach it.
-        cpu_devices: number of CPU devices to offer.
-        parent_fd: a socket of a parent that ends its workers with itself.
-
-    Raises:
-        DeviceError: it cannot listen there.
+    Others reach it at `listen`; `port` 0 means a free port. A parent that ends its workers with
+    itself holds the other end of the socket `parent_fd`. It raises DeviceError if it cannot listen.
     """
     if not 0 <= port < 2**16:
         raise DeviceError(f"--port={port}: it must be 0 or more, and below 65536")
@@ -54,7 +48,7 @@ def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None =
     if parent_fd is not None:
         parent = socket.socket(fileno=parent_fd)
         parent.sendall(f"{address}\n".encode())
-    # Returns when the parent has ended; signals end the process.
+    # This returns when the parent has ended; signals end the process.
     select.select([parent] if parent else [], [], [])
     del server
     return 0
@@ -66,7 +60,7 @@ def _check_free(port: int) -> None:
 
 
 def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
-    """Starts a server, and returns it with its port; the address None lets everybody reach it."""
+    """Starts a server, and returns it with its port; with `ip` None anyone can reach it."""
     use_no_proxy()
     import tensorflow as tf
 
@@ -78,7 +72,7 @@ def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
         inter_op_parallelism_threads=max(cpu_devices, cores),
         intra_op_parallelism_threads=max(1, cores // cpu_devices),
     )
-    # Loading TensorFlow takes seconds.
+    # Check again: loading TensorFlow takes seconds, and another process may have taken the port.
     _check_free(port)
     try:
         server = tf.distribute.Server(
@@ -105,8 +99,7 @@ def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
 def _announce(address: str, ip: str | None) -> None:
     """Reports on standard error that the worker answers, who can reach it, and its devices.
 
-    Raises:
-        DeviceError: it does not answer.
+    It raises DeviceError if the worker does not answer.
     """
     from pipemesh.hosts.health import ask
 
@@ -114,7 +107,7 @@ def _announce(address: str, ip: str | None) -> None:
     limit = time.monotonic() + _SECONDS_TO_START
     (health,) = ask([own_address], _SECONDS_TO_START)
     while health.trouble and time.monotonic() < limit:
-        # On a busy machine gRPC may give up a connection at once.
+        # On a busy machine gRPC may drop a connection at once.
         time.sleep(_PAUSE)
         (health,) = ask([own_address], _SECONDS_TO_START)
     if health.trouble:
@@ -134,7 +127,7 @@ def _reached(listen: str) -> str:
 
 
 def _leave(_number: int, _frame: Any) -> NoReturn:
-    """Ends the process; a server of TensorFlow cannot be stopped otherwise."""
+    """Ends the process; a TensorFlow server cannot be stopped in any other way."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
-"""Training: a trainer for any lingvo task, and what goes from step to step and outlives a process.
+"""Training: a trainer for any lingvo task, with evaluation, checkpoints and measurements.
 
-The command lines below it answer without TensorFlow; what is named here loads it.
+Importing this package loads no TensorFlow; using one of its names does.
 
 Example:
     >>> import tensorflow as tf
@@ -60,9 +60,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # First: it says what is missing.
+    # Import this first: it raises a clear error if TensorFlow is missing.
     importlib.import_module("pipemesh.needs_tensorflow")
-    # Before lingvo, which it loads on every system.
+    # Import this before lingvo: it makes lingvo loadable on every system.
     importlib.import_module("pipemesh.layers")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 

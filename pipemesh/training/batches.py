@@ -1,4 +1,4 @@
-"""The batches of a training, and the place in the data that a checkpoint has."""
+"""The batches of a run, and the position in the data that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pipemesh.backend.saved_state import iterator_state
 from pipemesh.checkpoint.reader import reason, restore
 from pipemesh.errors import CheckpointError, DataError
 
-# What the place is called in checkpoints.
+# The name of the data position in checkpoints.
 NAME = "data/batches"
 
 
 class Batches:
-    """Batches of a dataset without end.
+    """Batches of an endless dataset.
 
-    An iterator that failed fails for ever, and is saved as failed; so is one that has read ahead
-    and failed. So once the data cannot be read, what is to be saved is an iterator from before
-    that, and how many batches were read since.
+    TensorFlow's iterator never recovers from an error, and is saved as failed. This also holds for
+    an iterator that failed while reading ahead. So after an error `iterator` is replaced by an
+    earlier copy, and `skip` counts the batches read since then.
 
     Args:
-        dataset: without end; if not all that it does is a function of its iterator's state, it
-            begins anew when training goes on.
-        read_ahead: how many batches it reads before they are asked for.
+        dataset: an endless dataset. If its state is not all in the iterator, a resumed run reads it
+            from the beginning.
+        read_ahead: number of batches to prefetch.
 
     Attributes:
-        iterator: what a checkpoint is to have under `NAME`.
-        skip: how many batches were read since the place that `iterator` has.
+        iterator: the iterator that a checkpoint saves under `NAME`.
+        skip: number of batches read since the position of `iterator`.
 
     Example:
         >>> batches = Batches(tf.data.Dataset.range(1000))
@@ -43,13 +43,13 @@ class Batches:
         self._dataset, self._read_ahead = dataset, read_ahead
         self.iterator: Any = iter(dataset)
         self.skip = 0
-        # Checkpoints that know a place in the data (None knows its beginning), the newest last, and
-        # how many batches were read since.
+        # Checkpoints that store a position in the data (None is the beginning), the newest last,
+        # with the number of batches read since.
         self._places: dict[str | None, int] = {None: 0}
 
     @functools.cached_property
     def is_restorable(self) -> bool:
-        """Whether a place in it can be saved: it has no state outside of the iterator."""
+        """Returns whether the position can be saved: no state lies outside the iterator."""
         try:
             iterator_state(self.iterator)
         except tf.errors.OpError:
@@ -57,14 +57,14 @@ class Batches:
         return True
 
     def go_to(self, checkpoint: str, skip: int = 0) -> None:
-        """Goes on where a checkpoint was.
+        """Moves to the position in a checkpoint.
 
         Args:
-            checkpoint: its path.
-            skip: how many batches later.
+            checkpoint: path of the checkpoint.
+            skip: number of batches to skip after that position.
 
         Raises:
-            CheckpointError: it has no place in this dataset.
+            CheckpointError: the checkpoint has no position in this dataset.
             DataError: the data cannot be read.
         """
         restore(checkpoint, {NAME: self.iterator})
@@ -73,18 +73,17 @@ class Batches:
             self.next()
 
     def saved(self, checkpoint: str) -> None:
-        """Notes that the place of now is, or will be, in a checkpoint."""
+        """Notes that a checkpoint has, or will have, the current position."""
         self._places = {
             known: read for known, read in self._places.items() if known is None or _exists(known)
         }
         self._places[checkpoint] = self.skip
 
     def next(self) -> Any:
-        """The next batch.
+        """Returns the next batch.
 
         Raises:
-            DataError: there is none, for the data cannot be read any more; `iterator` and `skip`
-                say from where to go on.
+            DataError: the data cannot be read; `iterator` and `skip` describe where to resume.
         """
         try:
             batch = next(self.iterator)
@@ -97,13 +96,13 @@ class Batches:
         return batch
 
     def _go_back(self) -> None:
-        """Takes an iterator of a place from which nothing was read ahead that failed."""
+        """Replaces the iterator by one restored from a position before the failure."""
         places = [(path, read) for path, read in self._places.items() if not path or _exists(path)]
         certain = [place for place in places if place[1] >= self._read_ahead]
-        # The newest of which it is certain, or else the oldest.
+        # Take the newest position that certainly precedes the failure, or else the oldest.
         for path, read in [*certain[::-1], *places[:1]]:
             iterator = iter(self._dataset)
-            # It may be gone, or damaged, by now.
+            # The checkpoint may have been deleted or damaged.
             with contextlib.suppress(CheckpointError):
                 if path:
                     restore(path, {NAME: iterator})

@@ -1,4 +1,4 @@
-"""Judges the weights of a task by batches that it is not trained on."""
+"""Evaluation of a task's weights on held-out batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ from pipemesh.training.trained_task import TrainedTask
 
 
 class Evaluation:
-    """Scores batches; dropout is off, and moving averages stand in for weights that have one.
-
-    Args:
-        subject: what the batches are of.
-        trained: its task.
-        wanted: makes what is wanted of metrics and of tensors with a row an example; by default
-            what the subject scores.
-    """
+    """A scorer of batches, without dropout and with moving averages in place of weights."""
 
     def __init__(
         self,
@@ -38,11 +31,7 @@ class Evaluation:
         self._evaluate = tf.function(lambda batch: trained.evaluate(batch, wanted), autograph=False)
 
     def outcome(self, batch: Any) -> Any:
-        """What is wanted of a batch.
-
-        Raises:
-            TrainingError: an operation of a stage failed.
-        """
+        """Returns what `wanted` selects of a batch's results."""
         with watch.during("evaluation"):
             try:
                 with self._trained.cluster(do_eval=True):
@@ -55,29 +44,13 @@ class Evaluation:
                 raise TrainingError(f"evaluation: {explained}") from error
 
     def score(self, batch: Any) -> Score:
-        """The score of a batch.
-
-        Raises:
-            TrainingError: an operation of a stage failed.
-        """
+        """Returns the score of a batch."""
         return scored(self._subject, batch, self.outcome(batch), self._trained.loss)
 
     def of(
         self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False
     ) -> Score | None:
-        """The score of batches.
-
-        Args:
-            batches: any number.
-            stopped: asked before each batch whether to give up.
-
-        Returns:
-            The score; None if it gave up.
-
-        Raises:
-            DataError: they cannot be read any more.
-            TrainingError: an operation of a stage failed.
-        """
+        """Returns the score of batches, or None if `stopped` returned True before one of them."""
         total = self._subject.nothing()
         iterator = iter(batches)
         while not stopped():
@@ -92,43 +65,34 @@ class Evaluation:
 
 
 def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
-    """Judges a checkpoint by all held-out batches of a subject, each once.
+    """Evaluates a checkpoint on all held-out batches of a subject, each once.
 
-    Under any plan; of the checkpoint only weights are read, and their moving averages.
+    The plan may differ from that of the run. Only weights and their moving averages are read.
 
     Args:
-        subject: the model, and what to judge by.
-        checkpoint: its path.
+        subject: the model and its held-out data.
+        checkpoint: path of the checkpoint.
 
     Returns:
         The step of the checkpoint, and the score.
 
     Raises:
-        CheckpointError: it is another model's, or damaged.
-        DataError: there is nothing to judge by, or it cannot be read.
+        CheckpointError: the checkpoint belongs to another model, or is damaged.
+        DataError: there is no held-out data, or it cannot be read.
     """
     trained = restored(subject, checkpoint, subject.task_with_input(is_trained=False))
-    # After the model, whose initializers make TensorFlow forget the state of tokenizers.
+    # Read the data after the model is built: its initializers reset the state of tokenizers.
     batches = subject.heldout_data()
     if batches is None:
         raise DataError(f"{subject.name} has no held-out data; define Dev() or Test() of its class")
     score = Evaluation(subject, trained).of(batches)
-    # Nothing stops it.
+    # Without `stopped` there is always a score.
     assert score is not None
     return int(trained.step.numpy()), score
 
 
 def restored(subject: Subject, checkpoint: str, task: Any = None) -> TrainedTask:
-    """A task with the weights of a checkpoint, and their moving averages, to be used.
-
-    Args:
-        subject: the model, under any plan.
-        checkpoint: its path.
-        task: params of its task; by default without an input.
-
-    Raises:
-        CheckpointError: there is none, it is another model's, or damaged.
-    """
+    """Returns a task with the weights and moving averages of a checkpoint, not for training."""
     trained = TrainedTask(
         task or subject.task(), subject.plan, subject.device_type, subject.seed, learns=False
     )
@@ -140,10 +104,10 @@ def restored(subject: Subject, checkpoint: str, task: Any = None) -> TrainedTask
 
 
 def scored(subject: Subject, batch: Any, outcome: Any, loss: str) -> Score:
-    """The score of a batch, from tensors."""
+    """Returns the score of a batch, from tensors."""
     return subject.score(batch, tf.nest.map_structure(lambda t: t.numpy(), outcome), loss)
 
 
 def vanished(error: Exception) -> DataError:
-    """An error of reading held-out data in a line."""
+    """Returns a one-line error for held-out data that cannot be read."""
     return DataError(f"the held-out data cannot be read any more ({reason(error)})")

@@ -1,4 +1,4 @@
-"""The inputs of lingvo as datasets, so that their place can be saved."""
+"""lingvo's input generators as datasets, so that a checkpoint can store their position."""
 
 from __future__ import annotations
 
@@ -13,23 +13,16 @@ from lingvo.core import datasource, py_utils
 from pipemesh.errors import DataError, PipemeshError
 from pipemesh.training.subject import SOURCE
 
-# Where a generator does something to batches, if it is its own.
+# Methods with which a generator changes batches, if it overrides them.
 _OF_GENERATORS = ("_InputBatch", "_PreprocessInputBatch", "GetPreprocessedInputBatch")
 
 
 def training_dataset(params: Any) -> tuple[tf.data.Dataset, Sequence[str]]:
-    """Batches of an input generator, without end, and lingvo's `bprop_variable_filters` of them.
+    """Returns an endless dataset of an input generator, and its `bprop_variable_filters`.
 
-    Args:
-        params: of the input generator. Where it has a `TFDatasetSource` its dataset is read, which
-            begins again after its end; others are asked for one batch after the other.
-
-    Returns:
-        The dataset, and one regular expression for each source, of names of the weights that it
-        trains; where there are some, batches have `SOURCE`.
-
-    Raises:
-        DataError: the generator cannot be made, or chooses its data by the global step.
+    A `TFDatasetSource` is read as a dataset and repeated; other generators are called for each
+    batch. If there are filters, one for each source, batches have `SOURCE`. It raises DataError if
+    the generator cannot be made, or chooses its data by the global step.
     """
     filters: list[str] = []
     dataset = _dataset(params, filters)
@@ -39,14 +32,10 @@ def training_dataset(params: Any) -> tuple[tf.data.Dataset, Sequence[str]]:
 
 
 def heldout_batches(params: Any) -> Iterable[Any]:
-    """Batches of an input generator, one epoch.
+    """Returns the batches of one epoch of an input generator.
 
-    Args:
-        params: of the input generator. Without a `TFDatasetSource` it is asked for batches until
-            it has given `num_samples` examples.
-
-    Raises:
-        DataError: the generator cannot be made, or has no end.
+    A generator without a `TFDatasetSource` is called until it has given `num_samples` examples. It
+    raises DataError if the generator cannot be made, or has no end.
     """
     dataset = _dataset(params)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -63,7 +52,7 @@ def heldout_batches(params: Any) -> Iterable[Any]:
 
 
 def _batch_size(params: Any) -> int:
-    """The rows of each batch; 0 if that is not known."""
+    """Returns the number of examples in each batch; 0 if unknown."""
     limits = set(params.bucket_batch_limit) if "bucket_batch_limit" in params else set()
     if "batch_size" not in params and len(limits) == 1:
         return limits.pop()
@@ -71,15 +60,15 @@ def _batch_size(params: Any) -> int:
 
 
 def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
-    """The batches of an input generator; `filters` gets those of its sources."""
+    """Returns a generator's batches, and adds the filters of its sources to `filters`."""
     generator = made(params)
     source = generator.children.get("datasource", None)
     if isinstance(source, datasource.TFDatasetSource) and not _has_own_ways(generator, source):
         with py_utils.GlobalStepContext(None):
-            # Hidden from functions of the dataset, as lingvo has it.
+            # As in lingvo, functions of the dataset do not see the cluster.
             dataset: Any = source.GetDataset()
         options = tf.data.Options()
-        # The order must not depend on who is faster.
+        # The order must not depend on the speed of threads.
         options.deterministic = True
         return dataset.with_options(options)
 
@@ -105,7 +94,7 @@ def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
 
 
 def _has_own_ways(generator: Any, source: Any) -> bool:
-    """Whether batches are more than what the dataset has."""
+    """Returns whether the generator changes the batches of its dataset."""
     own = [getattr(type(generator), name) for name in _OF_GENERATORS]
     return type(source).GetNext is not datasource.TFDatasetSource.GetNext or any(
         not function.__module__.startswith("lingvo.core.") for function in own
@@ -113,11 +102,7 @@ def _has_own_ways(generator: Any, source: Any) -> bool:
 
 
 def made(params: Any) -> Any:
-    """Makes an input generator.
-
-    Raises:
-        DataError: it cannot be made.
-    """
+    """Makes an input generator; raises DataError if that fails."""
     try:
         return params.Instantiate()
     except PipemeshError:

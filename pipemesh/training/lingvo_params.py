@@ -1,4 +1,4 @@
-"""Params of lingvo's tasks, learners and inputs: which are honoured, refused, or of no matter here.
+"""Params of lingvo's tasks, learners and inputs: honoured, refused or irrelevant.
 
 `python -m pipemesh.training.lingvo_params` prints the table of this room's README.
 """
@@ -25,7 +25,7 @@ from lingvo.core import (
 
 from pipemesh.errors import TrainingError
 
-# Optimizers around others.
+# Optimizers that wrap others.
 _WRAPPING = (
     optimizer.Accumulator,
     optimizer.CompositeOptimizer,
@@ -33,28 +33,28 @@ _WRAPPING = (
     optimizer.DynamicAccumulator,
 )
 
-# What lingvo's own trainers call of a task, and is not called here.
+# Methods of a task that lingvo's trainers call and this trainer does not.
 _NOT_CALLED = (
     *("BProp", "_BPropForVariables", "_BPropGenTrainOps"),
     *("FProp", "FPropDefaultTheta", "_FPropSplitInputBatch"),
 )
-# Where they do nothing that is not done here: UniTransformer tells of metrics, and what a
-# DistillationTask trains is known (`trained_variables`).
+# Classes whose overrides are harmless: UniTransformer reports metrics, and `trained_variables`
+# handles DistillationTask.
 _KNOWN = (base_model.__name__, "lingvo.core.gshard_builder", distillation_task.__name__)
-# A longer value is not shown.
+# Longer values are not shown in errors.
 _LONGEST = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What becomes of some params.
+    """The treatment of some params.
 
     Attributes:
-        names: of the params, the first word of each says whose they are.
-        told: what becomes of them, for the table.
-        refused: says of a value, and of the task's params, whether it cannot be honoured; None if
-            no value is refused.
-        advice: what to do about it.
+        names: their names; the first word of each is the owner.
+        told: the treatment, for the table.
+        refused: tells from a value and the task's params whether the value is refused; None if no
+            value is.
+        advice: a remedy.
     """
 
     names: str
@@ -69,7 +69,7 @@ def _is_given(value: Any, task: Any) -> bool:
 
 
 def _holds(params: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether params, or some within them, are of a class."""
+    """Returns whether params contain, at any depth, an instance of a class."""
     found: list[bool] = []
 
     def enter(_: str, value: Any) -> bool:
@@ -246,14 +246,9 @@ RULES = (
 
 
 def check_params(task: Any, learns: bool = True) -> None:
-    """Checks that a task asks for nothing that is not done here.
+    """Raises TrainingError if a task has params that cannot be honoured.
 
-    Args:
-        task: its params.
-        learns: whether it will be trained; if not, only what is judged matters.
-
-    Raises:
-        TrainingError: it does.
+    If `learns` is False, only params that matter for evaluation are checked.
     """
     if task.train is None:
         raise TrainingError(f"{task.name}: p.train is None; give it a learner")
@@ -279,13 +274,13 @@ def check_params(task: Any, learns: bool = True) -> None:
 
 
 def trained_variables(task: Any) -> Any:
-    """The variables of a task, nested, that its learner may update."""
+    """Returns the variables of a task, nested, that its learner may update."""
     is_distilled = isinstance(task, distillation_task.DistillationTask)
     return task.student.vars if is_distilled and not task.params.train_teacher else task.vars
 
 
 def _text(value: Any) -> str:
-    """A value, if it is short."""
+    """Returns a value as text, if it is short."""
     if inspect.isclass(kind := getattr(value, "cls", None)):
         return f"={kind.__name__}"
     text = f"={value!r}"
@@ -293,7 +288,7 @@ def _text(value: Any) -> str:
 
 
 def _learner_of(task: Any) -> Any:
-    """Params that have a task's learner: its own, or those of `p.train`."""
+    """Returns the params that define a task's learner: its own, or those of `p.train`."""
     found = task.train.learner
     if isinstance(found, list | tuple):
         return found[0] if found else None
@@ -301,7 +296,7 @@ def _learner_of(task: Any) -> Any:
 
 
 def lingvo_names() -> set[str]:
-    """All params that lingvo has of those that the table is about."""
+    """Returns the names of all lingvo params that the table covers."""
     of_layers = set(dict(base_layer.BaseLayer.Params().IterParams()))
     task = base_model.BaseTask.Params()
     of_learner = set(dict(learner.Learner.Params().IterParams())) - of_layers
@@ -327,7 +322,7 @@ def lingvo_names() -> set[str]:
 
 
 def table() -> Iterator[str]:
-    """The lines of the table."""
+    """Yields the lines of the table."""
     yield "| param | |"
     yield "|---|---|"
     for rule in RULES:

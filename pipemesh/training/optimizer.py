@@ -14,14 +14,14 @@ from pipemesh.backend.saved_state import create_slots
 
 
 def prepare_optimizer(learner: Any, variables: Sequence[tf.Variable], step: tf.Variable) -> None:
-    """Makes the optimizer's variables now.
+    """Creates the optimizer's variables now.
 
-    So a checkpoint can be restored into them, and a function that trains is traced once: TensorFlow
-    traces it again if it makes variables.
+    A checkpoint can then be restored into them. TensorFlow traces the training function only once:
+    it retraces a function that creates variables.
 
     Args:
-        learner: lingvo's.
-        variables: that it will update.
+        learner: a lingvo learner.
+        variables: the variables that it will update.
         step: the global step.
     """
     lingvo_optimizer = learner.optimizer

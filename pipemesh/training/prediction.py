@@ -1,4 +1,4 @@
-"""What a model makes of held-out examples, one by one."""
+"""Predictions of a model for held-out examples, one by one."""
 
 from __future__ import annotations
 
@@ -15,27 +15,22 @@ from pipemesh.errors import DataError, TrainingError
 from pipemesh.training.evaluation import restored, vanished
 from pipemesh.training.subject import Subject, rows_of
 
-# What a prediction is called that is one tensor.
+# The name of a prediction that is a single tensor.
 _ONE = "predictions"
 
 
 class Predictor:
-    """Predicts, without dropout, with moving averages in place of weights that have one.
+    """A predictor without dropout, with moving averages in place of weights.
 
-    Under any plan; of the checkpoint only weights are read, and their moving averages.
-
-    Args:
-        subject: the model, and its held-out data.
-        checkpoint: its path.
+    The plan may differ from that of the run; only weights and their moving averages are read.
 
     Attributes:
-        left_out: names of what the task predicts that has no row for each example, as far as it
-            has been seen.
+        left_out: names of predicted values, seen so far, that do not have one row for each example.
 
     Raises:
-        CheckpointError: it is another model's, or damaged.
+        CheckpointError: the checkpoint belongs to another model, or is damaged.
         DataError: there is no held-out data.
-        TrainingError: the task does not say what it predicts.
+        TrainingError: the task defines no predictions.
     """
 
     def __init__(self, subject: Subject, checkpoint: str) -> None:
@@ -56,13 +51,10 @@ class Predictor:
         self._predict = tf.function(self._trained.predict, autograph=False)
 
     def examples(self) -> Iterator[dict[str, np.ndarray]]:
-        """What is predicted of each held-out example, in their order.
+        """Yields the predictions for each held-out example, in order.
 
-        Rows of a batch whose `weights` are 0 fill it up, and are no examples.
-
-        Raises:
-            DataError: they cannot be read any more.
-            TrainingError: an operation of a stage failed, or nothing has a row for each example.
+        Rows with weight 0 in `weights` are padding, and are skipped. Raises DataError if the data
+        cannot be read, TrainingError if a stage failed or no value has one row for each example.
         """
         iterator = iter(self._batches or ())
         while True:
@@ -84,7 +76,7 @@ class Predictor:
             if explained is None:
                 raise
             raise TrainingError(f"prediction: {explained}") from error
-        # Names of those in a map of their own need no more.
+        # Values in a map need no prefix.
         named = {name.removeprefix(f"{_ONE}."): each for name, each in _arrays(_ONE, found)}
         kept = {name: each for name, each in named.items() if each.shape[:1] == (rows,)}
         self.left_out |= named.keys() - kept.keys()
@@ -100,7 +92,7 @@ class Predictor:
 
 
 def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Gives each tensor of a nested value under a name of its own, `outputs.a` or `outputs[0]`."""
+    """Yields each tensor of a nested value under its own name, `outputs.a` or `outputs[0]`."""
     if isinstance(value, Mapping):
         for key in sorted(value):
             yield from _arrays(f"{name}.{key}", value[key])

@@ -1,4 +1,4 @@
-"""A learning rate that grows from step to step, and the largest one of a schedule."""
+"""A learning rate that grows from step to step, and the largest rate of a schedule."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import schedule
 
-# The lowest and the highest rate of a ramp.
+# The default lowest and highest rate of a ramp.
 LOW, HIGH = 1e-7, 10.0
-# A schedule is looked at in so many places, evenly by steps and by their logarithms, and in as many
-# again around the largest value.
+# Number of samples of a schedule, evenly by step and by its logarithm, and again around the
+# maximum.
 _PLACES = 200
 
 
 class Ramp(schedule.BaseSchedule):
-    """Learning rates that grow by the same factor from step to step.
+    """A schedule of learning rates that grow by the same factor each step.
 
     Attributes:
-        first_step: the step with the lowest one.
+        first_step: the step with the lowest rate.
 
     Example:
         >>> from lingvo.core import py_utils
@@ -46,11 +46,7 @@ class Ramp(schedule.BaseSchedule):
         return p
 
     def Value(self, step: Any = None) -> tf.Tensor:
-        """The learning rate of a step, a scalar; of steps beyond the last one the highest.
-
-        Args:
-            step: a scalar tensor; by default the global step.
-        """
+        """Returns the learning rate of a step; after the last step of the ramp the highest rate."""
         p = self.params
         now: Any = self.GetStep(step)
         share = tf.cast(now - self.first_step, p.dtype) / (p.steps - 1)
@@ -59,11 +55,8 @@ class Ramp(schedule.BaseSchedule):
 
 
 def ramped(task: Any, steps: int) -> Any:
-    """A copy of a task's params that trains with a `Ramp` in place of its learning rates.
-
-    Args:
-        task: params of a lingvo task; one without a learner is returned as it is.
-        steps: that the ramp takes.
+    """Returns a copy of a task's params with a `Ramp` as learning rate; unchanged without a
+    learner.
     """
     copy = task.Copy()
     rates, _ = _rates_of(copy)
@@ -74,21 +67,16 @@ def ramped(task: Any, steps: int) -> Any:
 
 
 def has_state(task: Any) -> bool:
-    """Whether the schedule of a task's learning rates has variables."""
+    """Returns whether the task's learning rate schedule has variables."""
     rates, _ = _rates_of(task)
     return rates is not None and bool(rates.lr_schedule.Instantiate().vars.Flatten())
 
 
 def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
-    """The largest learning rate of a task's own schedule.
+    """Returns the largest learning rate of a task's own schedule between step 0 and `steps`.
 
-    Args:
-        task: params of a lingvo task.
-        steps: that it will be trained for.
-
-    Returns:
-        What its factor is called, the factor, and the largest product of that and the schedule
-        among steps from 0 to `steps`, many but not all of them; None if the schedule does not say.
+    The result is the name of the base rate, its value, and the largest product with the schedule at
+    many sampled steps. It is None if the schedule gives no value.
     """
     rates, name = _rates_of(task)
     last = max(steps - 1, 0)
@@ -107,23 +95,23 @@ def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
         around = looked_at[max(at - 1, 0)], looked_at[min(at + 1, len(looked_at) - 1)]
         closer = np.unique(np.rint(np.linspace(*around, _PLACES)))
         peak = max(value(int(step)) for step in closer)
-    # Whatever somebody's schedule raises where there is no training around it.
+    # A user's schedule may raise anything outside of a run.
     except Exception:
         return None
     return name, rates.learning_rate, rates.learning_rate * peak
 
 
 def name_of_rate(task: Any) -> str:
-    """The name of the param that says how large a task's learning rates are."""
+    """Returns the name of the param that sets a task's learning rate."""
     return _rates_of(task)[1]
 
 
 def _rates_of(task: Any) -> tuple[Any, str]:
-    """The params that have the learning rate, of the learner or the task, and what it is called."""
+    """Returns the params with the learning rate, of the learner or the task, and its name."""
     train = task.train
     learner = None if train is None else train.learner
     if isinstance(learner, list | tuple):
-        # None, or several, are refused elsewhere.
+        # Without exactly one learner, other code raises an error.
         return (learner[0] if learner else None), "p.train.learner[0].learning_rate"
     if learner is not None:
         return learner, "p.train.learner.learning_rate"

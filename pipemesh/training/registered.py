@@ -1,4 +1,4 @@
-"""A registered model of lingvo as a subject of training."""
+"""Registered lingvo models as subjects of a run."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from pipemesh.text import is_missing, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
 from pipemesh.training.subject import Subject
 
-# What a class gets the plan in, if it has it, before its `Task` is called.
+# The attribute of a class that receives the plan before its `Task` is called.
 _PLAN = "PLAN"
-# What a class says the name of the program in that continues texts with it, if there is one.
+# The attribute of a class that names the module for decoding, if there is one.
 _DECODED_BY = "DECODED_BY"
-# What weights are judged by where nobody says, the first that a model has.
+# Default datasets for evaluation; the first that a model has is used.
 _HELD_OUT = ("Dev", "Test")
-# The steps that lingvo trains where nobody says how many.
+# lingvo's default number of steps.
 _MAX_STEPS = base_model.BaseTask.Params().train.max_steps
-# What of a plan's values is which param of a `PipeliningLayer`.
+# The param of `PipeliningLayer` for each value of a plan.
 _OF_STACKS = {
     "schedule": "schedule",
     "num_microbatches": "num_micro_batches",
@@ -45,25 +45,25 @@ _OF_STACKS = {
 class RegisteredModel(Subject):
     """A `SingleTaskModelParams` of lingvo, pipelined or not.
 
-    A class with an attribute `PLAN` (a `pipemesh.plan.Plan`) gets the plan in it before its
-    `Task()` is called, so that it can cut its layers as is asked for. Of any other class the stacks
-    that `Task()` declares get what is asked for; how many stages there are remains their own
-    matter. Where a class has an attribute `DECODED_BY`, the name of a module, checkpoints note that
-    the kind of models in it (`KIND`) continues texts.
+    A class attribute `PLAN` (a `pipemesh.plan.Plan`) is set to the plan before `Task()` is called.
+    `Task()` can then partition its layers by it. For other classes the plan is applied to the
+    stacks that `Task()` declares, and their number of stages stays. If the class has an attribute
+    `DECODED_BY`, the name of a module, checkpoints note it: that module's `KIND` decodes with them.
 
     Args:
         config: an instance of the class.
-        name: that it is known by.
-        values: what the plan is to have otherwise, as in `Plan.to_values`.
+        name: name of the model.
+        values: values that replace those of the plan, as in `Plan.to_values`.
         device_type: `CPU` or `GPU`.
-        seed: of weights and of what is drawn, if the task has no `random_seed`.
+        seed: seed of weights and random ops, if the task has no `random_seed`.
         plain: whether stacks run without a pipeline.
-        strict_devices: whether an operation that leaves its stage's device is an error.
-        dataset: what to judge by; by default `Dev`, or else `Test`, or nothing, as with `none`.
+        strict_devices: whether an operation outside its stage's device is an error.
+        dataset: dataset for evaluation, or `none`. Default: `Dev` if there is one, else `Test`,
+            else none.
 
     Raises:
-        PipemeshError: the plan cannot be had for this model.
-        TrainingError: it has no such dataset.
+        PipemeshError: the model does not support the plan.
+        TrainingError: the model has no such dataset.
 
     Example:
         >>> from models.one_billion_word.params import OneBillionWordTiny
@@ -95,7 +95,7 @@ class RegisteredModel(Subject):
         self._config, values = config, dict(values or {})
         if plain:
             values.setdefault("mesh", "layers:1")
-        # Flags to be kept with checkpoints.
+        # Flags that checkpoints store.
         self.given: Mapping[str, Any] = {}
         self._heldout = _heldout_of(config, name, dataset)
         for key in ("Train", self._heldout):
@@ -105,7 +105,7 @@ class RegisteredModel(Subject):
                 )
         own = getattr(config, _PLAN, None)
         if isinstance(own, Plan):
-            # What orders a pipeline is nothing without one.
+            # Without a pipeline only the precision of the plan matters.
             kept = {"compute_dtype": own.to_values()["compute_dtype"]} if plain else own.to_values()
             self.plan = Plan.from_values({**kept, **values})
             setattr(config, _PLAN, self.plan)
@@ -117,7 +117,7 @@ class RegisteredModel(Subject):
             stack.pipelined = stack.pipelined and not plain
             stack.strict_devices = stack.strict_devices or strict_devices
         self._filters: Sequence[str] = ()
-        # lingvo's own default is no limit that somebody has set.
+        # lingvo's default is not a limit that a user has set.
         if (most := self._task.train.max_steps) != _MAX_STEPS:
             self.most_steps = most
         if self._task.random_seed is None:
@@ -130,40 +130,42 @@ class RegisteredModel(Subject):
         }
 
     def has_actions(self) -> bool:
-        """Whether it has a pipeline whose actions are operations of their own."""
+        """Returns whether it has a pipeline whose actions are separate operations."""
         stacks = stacks_of(self._task)
         return bool(stacks) and stacks[0].pipelined and self.plan.lowering == "placement"
 
     def task(self) -> Any:
-        """Params of the lingvo task."""
+        """Returns the params of the lingvo task."""
         return self._task.Copy()
 
     def task_with_input(self, is_trained: bool) -> Any:
-        """As lingvo has it: with the dataset that is trained on, or judged by."""
+        """Returns the task's params with the dataset for training or for evaluation, as lingvo
+        does.
+        """
         task, dataset = self.task(), "Train" if is_trained else self._heldout
         if dataset is None or task.input is not None:
             return task
         return task.Set(input=self._input(dataset))
 
     def train_data(self, epoch: int) -> tf.data.Dataset:
-        """The batches of `Train()`, which begins again after its end."""
+        """Returns the batches of `Train()`, repeated without end."""
         with self._cluster():
             dataset, self._filters = training_dataset(self._input("Train"))
             return dataset
 
     def variable_filters(self) -> Sequence[str]:
-        """Those of `Train()`."""
+        """Returns the filters of `Train()`."""
         return self._filters
 
     def heldout_data(self) -> Iterable[Any] | None:
-        """The batches of the dataset to judge by."""
+        """Returns the batches of the dataset for evaluation."""
         if self._heldout is None:
             return None
         with self._cluster(do_eval=True):
             return heldout_batches(self._input(self._heldout))
 
     def note(self) -> dict[str, Any]:
-        """All params, the plan, and the name of the model."""
+        """Returns all params, the plan, and the name of the model."""
         decoded_by = getattr(self._config, _DECODED_BY, None)
         return {
             "model": self.name,
@@ -182,13 +184,13 @@ class RegisteredModel(Subject):
 
 
 def find_model(name: str) -> Any:
-    """The class of a model.
+    """Returns the class of a model.
 
     Args:
         name: `package.module.Class`.
 
     Raises:
-        TrainingError: there is none, or it is no `SingleTaskModelParams`.
+        TrainingError: there is no such class, or it is not a `SingleTaskModelParams`.
     """
     module_name, _, class_name = name.rpartition(".")
     hint = f"write package.module.Class, as in {example('digits.params.DigitsPipelined')}"
@@ -222,19 +224,9 @@ def find_model(name: str) -> Any:
 
 
 def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
-    """The mesh of a model's plan, as far as it is known before its `Task` is called.
+    """Returns the mesh of a model's plan, or None if only `Task` defines it.
 
-    Devices are made before TensorFlow starts, which `Task` may do.
-
-    Args:
-        config: an instance of its class.
-        values: what the plan is to have otherwise.
-
-    Returns:
-        The mesh; None if `Task` says it.
-
-    Raises:
-        MeshError: the text of one is none.
+    Devices must exist before TensorFlow starts, and `Task` may start it.
     """
     if "mesh" in values:
         return Mesh.from_text(values["mesh"])
@@ -243,7 +235,7 @@ def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
 
 
 def stacks_of(params: Any, kind: type = PipeliningLayer) -> list[Any]:
-    """Params of the pipelined stacks in those of a layer; outer ones alone."""
+    """Returns the params of the outermost pipelined stacks within a layer's params."""
     found: list[Any] = []
 
     def enter(_: str, value: Any) -> bool:
@@ -258,7 +250,7 @@ def stacks_of(params: Any, kind: type = PipeliningLayer) -> list[Any]:
 
 
 def _lingvos(task: Any) -> str:
-    """What to do about stacks of lingvo's own, in words; nothing if a task has none."""
+    """Returns advice about stacks of lingvo's own pipeline class; "" if a task has none."""
     if not stacks_of(task, gpipe.PipeliningLayer):
         return ""
     return (
@@ -268,7 +260,7 @@ def _lingvos(task: Any) -> str:
 
 
 def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
-    """The plan of a task that declares its stages itself; its stacks get what is asked for."""
+    """Returns the plan of a task that declares its stages itself, and applies it to its stacks."""
     stacks = stacks_of(task)
     if not stacks:
         of_pipelines = [n for n in (*_OF_STACKS, "boundaries") if n in values]
@@ -314,13 +306,13 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
                 elif key == "compute_dtype":
                     value = tf.as_dtype(value)
                 stack.Set(**{param: value})
-        # The cluster has both.
+        # The cluster carries both.
         stack.Set(mesh_shape=None, layout=None)
     return plan
 
 
 def _own_values(stack: Any) -> dict[str, str]:
-    """What a stack's params say of its plan."""
+    """Returns the values of a plan that a stack's params define."""
     return {
         "schedule": of_value(stack.schedule),
         "num_microbatches": str(stack.num_micro_batches),
@@ -332,7 +324,7 @@ def _own_values(stack: Any) -> dict[str, str]:
 
 
 def _places(stack: Any, values: Mapping[str, str]) -> int:
-    """How many places a stack's stages take."""
+    """Returns the number of homes of a stack's stages."""
     if "schedule" not in values and isinstance(stack.schedule, Schedule):
         return stack.schedule.num_devices
     spec = ScheduleSpec.from_text(values.get("schedule", stack.schedule))
@@ -340,7 +332,7 @@ def _places(stack: Any, values: Mapping[str, str]) -> int:
 
 
 def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:
-    """The dataset to judge by."""
+    """Returns the name of the dataset for evaluation."""
     base = base_model_params.SingleTaskModelParams
     listed = config.GetAllDatasetParams()
     if listed is None:
@@ -367,7 +359,7 @@ def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:
 
 
 def _lines(prefix: str, params: Any) -> dict[str, str]:
-    """Params as text, by name."""
+    """Returns params as text, by name."""
     found: dict[str, str] = {}
     for line in params.ToText().splitlines():
         key, separator, value = line.partition(" : ")
@@ -375,7 +367,7 @@ def _lines(prefix: str, params: Any) -> dict[str, str]:
             found[f"{prefix}.{key}"] = value
 
     def note(key: str, value: Any) -> None:
-        # lingvo writes the name of its type alone.
+        # lingvo would write only the name of its type.
         if isinstance(value, functools.partial):
             given = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
             name = getattr(value.func, "__qualname__", type(value.func).__name__)

@@ -1,4 +1,4 @@
-"""What a training saves: its variables, and its place in the data."""
+"""Checkpoints of a run: its variables and its position in the data."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from pipemesh.checkpoint.reader import read_tensors
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
 from pipemesh.training.batches import NAME, Batches
 
-# What of a note may differ between two checkpoints that the same command goes on from.
+# Keys of a note that may differ between two checkpoints of one run.
 _OF_THE_PLACE = ("skip", "flags", "best", "judged")
-# Noted of a checkpoint that has weights alone, which other programs have trained.
+# Key in the note of a checkpoint with only weights, imported from another program.
 WEIGHTS_ONLY = "weights_only"
 
 
 class Saving:
-    """The checkpoints of a training.
+    """The checkpoints of a run.
 
     Args:
-        folder: where they lie; it exists.
-        state: by name, the variables of model, optimizer and training, as `Checkpoints` takes them.
-        keep: how many of the newest to keep.
-        keep_best: how many of the best to keep besides.
-        weights: which of the names a checkpoint that has weights alone has; of what else there is
-            nothing is restored then.
+        folder: an existing folder for them.
+        state: variables of model, optimizer and run by name, as `Checkpoints` takes them.
+        keep: number of newest checkpoints to keep.
+        keep_best: number of best checkpoints to keep in addition.
+        weights: the names in a checkpoint with only weights; no other names are restored from it.
 
     Example:
         >>> import os, tempfile
@@ -56,23 +55,23 @@ class Saving:
 
     @property
     def newest(self) -> str | None:
-        """Path of the newest complete checkpoint."""
+        """Returns the path of the newest complete checkpoint."""
         return self._checkpoints.newest
 
     def restore(self, path: str) -> str:
-        """Gives variables what a checkpoint has for them; the place in the data is `Batches.go_to`.
+        """Restores variables from a checkpoint; `Batches.go_to` restores the data position.
 
-        If it is damaged, it is set aside, and the one before serves, which is said.
+        A damaged checkpoint is set aside with a warning, and the one before it is restored.
 
         Args:
-            path: of the checkpoint.
+            path: path of the checkpoint.
 
         Returns:
-            Path of the checkpoint that served.
+            Path of the restored checkpoint.
 
         Raises:
-            CheckpointError: it has tensors that the model has not, or lacks some; it is damaged and
-                none is left, or the one before was made with other settings.
+            CheckpointError: its tensors differ from the model's. Or it is damaged, and there is no
+                other or the other had different settings.
         """
         try:
             only = Manifest.read(path).note.get(WEIGHTS_ONLY)
@@ -87,7 +86,8 @@ class Saving:
             if before is None:
                 raise
             if _settings(before[1].note) != _settings(damaged):
-                # What was made by its note is not what the one before was made with.
+                # The model was made from the note of the damaged checkpoint, which differs from
+                # that of the one before.
                 raise CheckpointError(
                     f"{error}; {before[0]} was made with other settings, so run the same command "
                     "again to go on from it"
@@ -101,25 +101,25 @@ class Saving:
         return path
 
     def follow(self, batches: Batches) -> None:
-        """Saves the place of these batches, too; again if their iterator is another one."""
-        # What is being written has the place of an iterator that has failed since.
+        """Saves the position of these batches too; call it again if their iterator changes."""
+        # The checkpoint being written has the position of an iterator that has failed since.
         self._checkpoints.abandon()
         self._batches = batches
         if batches.is_restorable:
             self._checkpoints.track(**{NAME: batches.iterator})
 
     def begin(self, step: int, note: Mapping[str, Any], score: float | None = None) -> None:
-        """Begins to save everything as it is now.
+        """Begins to save the current state.
 
-        It becomes a checkpoint when `confirm` says that the weights are good.
+        It becomes a checkpoint when `confirm` reports that the weights are good.
 
         Args:
             step: the number of finished steps.
             note: see `Checkpoints.begin`.
-            score: what the weights were judged by, less is better; None if they were not.
+            score: score of the weights, lower is better; None if they were not evaluated.
 
         Raises:
-            SaveError: the one before cannot be written; this one has begun.
+            SaveError: the checkpoint before cannot be written; this one has begun.
         """
         try:
             self._checkpoints.wait()
@@ -129,25 +129,25 @@ class Saving:
                 self._batches.saved(path)
 
     def save(self, step: int, note: Mapping[str, Any], check: Callable[[], None]) -> str:
-        """Saves everything, unless the newest checkpoint is that of this step.
+        """Saves the current state, unless the newest checkpoint has this step.
 
         Args:
             step: the number of finished steps.
             note: see `Checkpoints.begin`.
-            check: raises an error if the weights are no good.
+            check: raises an error if the weights are bad.
 
         Returns:
             Path of the checkpoint.
 
         Raises:
-            SaveError: it cannot be written.
+            SaveError: the checkpoint cannot be written.
         """
         wanted = path_of(self._folder, step)
         if self.newest != wanted:
             check()
             self.confirm()
         with contextlib.suppress(SaveError):
-            # Of an earlier one: this one is tried all the same.
+            # The error belongs to an earlier checkpoint; try this one anyway.
             self._checkpoints.wait()
         if self.newest != wanted:
             self.begin(step, note)
@@ -156,30 +156,26 @@ class Saving:
         return wanted
 
     def judge(self, path: str, score: float) -> None:
-        """Notes what the weights of a checkpoint were judged by after it was saved.
+        """Notes the score of a saved checkpoint.
 
         Args:
-            path: of the checkpoint.
-            score: less is better.
+            path: path of the checkpoint.
+            score: its score, lower is better.
         """
-        # It decides which ones are kept, and nothing else.
+        # The score only decides which checkpoints are kept.
         with contextlib.suppress(OSError, CheckpointError):
             dataclasses.replace(Manifest.read(path), score=score).write(path)
 
     def confirm(self) -> None:
-        """Says that the weights that were saved last are good."""
+        """Confirms that the last saved weights are good."""
         self._checkpoints.confirm()
 
     def poll(self) -> None:
-        """Tells whether what was begun could be written.
-
-        Raises:
-            SaveError: it could not.
-        """
+        """Raises SaveError if a checkpoint that was begun could not be written."""
         self._checkpoints.poll()
 
     def give_up(self) -> None:
-        """Lets what is not confirmed be no checkpoint, and waits for what is."""
+        """Drops unconfirmed checkpoints, and waits for confirmed ones."""
         self._checkpoints.abandon()
         with contextlib.suppress(SaveError):
             self._checkpoints.wait()

@@ -1,4 +1,4 @@
-"""What predictions cost: scores of batches that add up to that of a whole dataset."""
+"""Scores of batches, which add up to the score of a dataset."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy as np
 
 
 class Score(Protocol):
-    """What predicting a batch, or several, cost."""
+    """The score of one or more batches."""
 
     @property
     def amount(self) -> float:
-        """How much was predicted, in the units that speed is told in."""
+        """Returns the amount of predicted data, in the unit of the reported speed."""
         ...
 
     @property
     def judged(self) -> float:
-        """What weights are judged by, less is better; not finite if they are no good."""
+        """Returns the value that ranks weights, lower is better; not finite for bad weights."""
         ...
 
     def values(self) -> Mapping[str, float]:
-        """By name, what is written as summaries."""
+        """Returns the values for summaries, by name."""
         ...
 
     def short(self) -> str:
-        """What a line of progress has room for; "" if nothing."""
+        """Returns short text for the progress line, or ""."""
         ...
 
     def __add__(self, other: Any, /) -> Any:
-        """The score of both."""
+        """Returns the score of both."""
         ...
 
 
@@ -41,9 +41,9 @@ class Means:
     """Weighted means of a lingvo task's metrics.
 
     Attributes:
-        sums: by name, the sum of values times their weights, and the sum of the weights.
-        loss: which of them weights are judged by.
-        amount: examples.
+        sums: by name, the weighted sum of values, and the sum of weights.
+        loss: the metric that ranks weights.
+        amount: number of examples.
 
     Example:
         >>> one = Means.of({"loss": (2.0, 3.0), "accuracy": (0.5, 3.0)}, "loss", 3)
@@ -58,35 +58,35 @@ class Means:
 
     @classmethod
     def of(cls, metrics: Mapping[str, tuple[Any, Any]], loss: str, amount: float) -> Means:
-        """The score of a batch.
+        """Returns the score of a batch.
 
         Args:
             metrics: by name a scalar and its weight, as `FPropTower` returns them; others are left
                 out.
-            loss: which of them weights are judged by.
+            loss: the metric that ranks weights.
             amount: examples in the batch.
         """
         sums = {}
         for name, (value, weight) in metrics.items():
             if np.size(value) == 1 and np.size(weight) == 1:
                 held = float(np.reshape(weight, []))
-                # What nothing was weighed for may be anything.
+                # A value with weight 0 may be anything, even NaN.
                 total = float(np.reshape(value, [])) * held if held else 0.0
                 sums[name] = (total, held)
         return cls(sums, loss, amount)
 
     @property
     def judged(self) -> float:
-        """The mean loss; of what has no weight 0, as there is nothing to object to."""
+        """Returns the mean loss; 0 without any weight, so that such weights count as good."""
         total, weight = self.sums.get(self.loss, (math.nan, 1.0))
         return total / weight if weight else total
 
     def values(self) -> dict[str, float]:
-        """The mean of each metric; not a number if nothing was weighed for it."""
+        """Returns the mean of each metric; NaN for a total weight of 0."""
         return {name: ratio(total, weight) for name, (total, weight) in self.sums.items()}
 
     def short(self) -> str:
-        """All but the loss."""
+        """Returns all metrics but the loss as text."""
         return _told({name: v for name, v in self.values().items() if name != self.loss})
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class Means:
 
 
 def ratio(amount: float, count: float) -> float:
-    """`amount` for each of `count`; not a number for none."""
+    """Returns `amount / count`; NaN if `count` is 0."""
     return amount / count if count else math.nan
 
 

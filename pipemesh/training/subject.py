@@ -1,4 +1,4 @@
-"""What is trained: a task of lingvo, its data, and what it is judged by."""
+"""The subject of a run: a lingvo task, its data and its evaluation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import tensorflow as tf
 from pipemesh.plan import Plan
 from pipemesh.training.score import Means, Score
 
-# Of a batch whose sources do not all train the same weights: which one it is of, a one-hot vector.
+# Key of a one-hot vector with a batch's source, if sources train different weights.
 SOURCE = "source_of_batch"
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Held-out batches in memory, to judge by while training.
+    """Held-out batches in memory, for evaluation during the run.
 
     Attributes:
         batches: nested tensors or arrays.
-        what: they are, for whoever reads of them.
+        what: their description for people.
     """
 
     batches: Sequence[Any]
@@ -34,20 +34,20 @@ class Sample:
 
 
 class Subject(abc.ABC):
-    """What a `Trainer` trains.
+    """The model and data that a `Trainer` trains.
 
-    A model of lingvo needs a task and data alone; `RegisteredModel` has both from a registered
-    configuration.
+    A lingvo model only has to define a task and data. `RegisteredModel` takes both from a
+    registered configuration.
 
     Attributes:
-        name: for titles.
-        plan: how it is run.
-        device_type: what it runs on, `CPU` or `GPU`.
-        seed: of TensorFlow's random numbers.
-        unit: what `Score.amount` counts.
-        read_ahead: how many batches the training data reads before they are asked for.
-        most_steps: up to which step the model itself is to be trained; None if it does not say.
-        rate_name: what says how large the learning rate is; None for the param of the task.
+        name: name for titles.
+        plan: the plan.
+        device_type: `CPU` or `GPU`.
+        seed: seed of TensorFlow's random numbers.
+        unit: unit of `Score.amount`.
+        read_ahead: number of training batches to prefetch.
+        most_steps: the last step that the model itself sets; None for no limit.
+        rate_name: name of the setting of the learning rate; None for the task's param.
     """
 
     name: str
@@ -61,23 +61,23 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def task(self) -> Any:
-        """Params of the lingvo task."""
+        """Returns the params of the lingvo task."""
 
     def task_with_input(self, is_trained: bool) -> Any:
-        """The same with the params of its input, which some tasks look at.
+        """Returns the task's params with those of its input, which some tasks read.
 
         Args:
-            is_trained: whether that is trained on, or held out.
+            is_trained: whether the input is for training, or held out.
         """
         del is_trained
         return self.task()
 
     @abc.abstractmethod
     def train_data(self, epoch: int) -> tf.data.Dataset:
-        """Batches without end.
+        """Returns an endless dataset of batches.
 
         Args:
-            epoch: the number of the first epoch, if data differs by it.
+            epoch: number of the first epoch, if the data differs by epoch.
 
         Raises:
             PipemeshError: the data cannot be read.
@@ -85,21 +85,21 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def heldout_data(self) -> Iterable[Any] | None:
-        """Held-out batches, one epoch; None if there are none.
+        """Returns held-out batches of one epoch; None if there are none.
 
         Raises:
             PipemeshError: the data cannot be read.
         """
 
     def variable_filters(self) -> Sequence[str]:
-        """The `filters` of `TrainedTask`, once there is training data; most data has none."""
+        """Returns the `filters` of `TrainedTask`, often none; call it after `train_data`."""
         return ()
 
     def sample(self, batches: int) -> Sample:
-        """What to judge by while training: the first batches, unless a model knows better.
+        """Returns batches for evaluation during the run: by default the first held-out ones.
 
         Args:
-            batches: at most so many.
+            batches: the largest number of batches.
         """
         found = list(itertools.islice(self.heldout_data() or (), batches + 1))
         if len(found) <= batches:
@@ -108,57 +108,57 @@ class Subject(abc.ABC):
         return Sample(found[:batches], f"the first {batches} held-out batches")
 
     def outcome(self, metrics: Mapping[str, Any], per_example: Mapping[str, Any]) -> Any:
-        """What of a step's results is handed to `score`; called while the graph is built.
+        """Selects the results of a step that `score` needs; called while the graph is built.
 
         Args:
-            metrics: that `FPropTower` returned, pairs of a scalar and its weight.
-            per_example: that it returned, a row for each example.
+            metrics: the metrics from `FPropTower`, pairs of a scalar and its weight.
+            per_example: the tensors from `FPropTower` with one row for each example.
         """
         del per_example
         return dict(metrics)
 
     def score(self, batch: Any, outcome: Any, loss: str) -> Score:
-        """The score of a batch.
+        """Returns the score of a batch.
 
         Args:
-            batch: that was given.
-            outcome: what `outcome` returned, as arrays.
-            loss: the metric that is trained on.
+            batch: the batch.
+            outcome: the result of `outcome`, as arrays.
+            loss: name of the trained metric.
         """
         return Means.of(outcome, loss, rows_of(batch))
 
     def nothing(self) -> Any:
-        """The score of no batch."""
+        """Returns the score of no batch."""
         return Means()
 
     def input_shapes(self) -> Sequence[Any] | None:
-        """Shapes of the stack's inputs for a replica's part of a microbatch.
+        """Returns the shapes of the stack's inputs for one replica's part of a microbatch.
 
-        With them forecasts of memory, bytes and time are told; None if they are not known.
+        Forecasts of memory, bytes and time need them; None if unknown.
         """
         return None
 
     def flops(self) -> float | None:
-        """Of a step: products of matrices, forward and backward; None if not known."""
+        """Returns the matmul flops of a step, forward and backward; None if unknown."""
         return None
 
     def note(self) -> Mapping[str, Any]:
-        """What is noted beside checkpoints: of what the weights were made."""
+        """Returns the settings of the weights that checkpoints store."""
         return {}
 
     def epilogue(self, score: Score, batches: Iterable[Any]) -> Iterator[str]:
-        """Lines to say of the score at the end of training.
+        """Yields lines about the score at the end of a run.
 
         Args:
-            score: of the batches.
-            batches: that were held out.
+            score: score of the batches.
+            batches: the held-out batches.
         """
         del score, batches
         return iter(())
 
 
 def rows_of(batch: Any) -> int:
-    """How many examples a batch has: the length of its first tensor with a shape."""
+    """Returns the number of examples in a batch: the length of its first tensor with a shape."""
     if isinstance(batch, Mapping):
         batch = {name: value for name, value in batch.items() if name != SOURCE}
     for leaf in tf.nest.flatten(batch):

@@ -1,4 +1,4 @@
-"""A lingvo task with all variables of a training, and what a step and an evaluation compute."""
+"""A lingvo task with all variables of a run, and the graphs of a step and an evaluation."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from pipemesh.training.whole_updates import OVERFLOWED, all_or_none
 
 
 class TrainedTask:
-    """A task, its optimizer, and the moving averages of its weights if it has some.
+    """A task, its optimizer, and the moving averages of its weights if there are some.
 
     Args:
-        params: of the task.
-        plan: how it is run.
+        params: params of the task.
+        plan: the plan.
         device_type: `CPU` or `GPU`.
-        seed: of TensorFlow's random numbers.
-        learns: whether it will be trained; without it there is no optimizer.
+        seed: seed of TensorFlow's random numbers.
+        learns: whether to train it; otherwise there is no optimizer.
 
     Attributes:
         task: the lingvo task.
-        pipelines: the pipelined stacks in it, in the order in which they were made.
+        pipelines: the pipelined stacks in it, in the order of their creation.
         learner: the learner of the task.
-        loss: the metric that is trained on.
-        step: the number of finished steps.
-        skipped: the number of steps among them that were skipped.
-        filters: for each source of the data a regular expression of the names of the weights that
-            it trains, as lingvo's `bprop_variable_filters`; none if each trains all.
+        loss: name of the trained metric.
+        step: number of finished steps.
+        skipped: number of skipped steps among them.
+        filters: for each source of the data a regular expression of names of the weights that it
+            trains (lingvo's `bprop_variable_filters`); empty if each source trains all.
 
     Raises:
         TrainingError: the task cannot be trained.
@@ -60,24 +60,25 @@ class TrainedTask:
             self.step = py_utils.GetOrCreateGlobalStepVar()
             self.step.assign(0)
             self.skipped = tf.Variable(tf.zeros([], tf.int64), trainable=False)
-            # Of the task's moving averages lingvo knows by way of the model around it.
+            # lingvo creates moving averages in the model around the task.
             try:
                 self._model = base_model.SingleTaskModel.Params(params).Instantiate()
             except Exception:
                 if params.input is not None:
-                    # It is made along with the task; an error of its own names it.
+                    # The task creates its input; making it separately gives an error that names the
+                    # input.
                     made(params.input)
                 raise
             self.task: Any = self._model.GetTask()
             self.pipelines = pipelines_of(self.task)
-            # A task without a pipeline is on the first device.
+            # A task without a pipeline runs on the first device.
             homes = [home for stack in self.pipelines for home in stack.StageHomes()]
         self.devices = [home.devices for home in homes]
         note_stages(self.devices)
         (self.learner,) = self.task.learners
         self.loss: str = self.learner.params.loss_name or self.learner.params.name
         self.filters: Sequence[str] = ()
-        # What a step changes by itself, and its values before the step.
+        # Variables that the step updates outside the optimizer, and their values before the step.
         self._others: list[tf.Variable] = []
         self._before: list[tf.Variable] = []
         self._scales = [s.loss_scale for s in self.pipelines if s.loss_scale is not None]
@@ -89,12 +90,12 @@ class TrainedTask:
             self._before = [tf.Variable(v, trainable=False) for v in self._others]
 
     def cluster(self, do_eval: bool = False) -> Any:
-        """To be entered around all that the task does."""
+        """Returns the lingvo cluster; enter it around every use of the task."""
         plan = self._plan
         return mesh_cluster(plan.mesh, self._device_type, do_eval, plan.layout, plan.lowering)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint is to have, by name."""
+        """Returns the variables of a checkpoint, by name."""
         named = functools.partial(by_logical_name, self.task)
         return {
             "global_step": self.step,
@@ -105,18 +106,18 @@ class TrainedTask:
         }
 
     def weights(self) -> list[str]:
-        """The names in `state` of what a checkpoint has that has weights alone."""
+        """Returns the names in `state` that a checkpoint with only weights has."""
         return ["global_step", *by_logical_name(self.task, self.task.vars.Flatten())]
 
     def begin_averages(self) -> None:
-        """Lets moving averages be those of the weights as they are."""
+        """Sets the moving averages to the current weights."""
         ema = self.task.ema
         for variable in self.task.vars.Flatten() if ema else []:
             if (average := ema.average(variable)) is not None:
                 average.assign(variable)
 
     def learned(self) -> dict[str, list[tf.Variable]]:
-        """The weights that are learned, by logical name: the variables that each lies in."""
+        """Returns the trained weights: by logical name, the variables of each."""
         learned = [v for v in self.task.vars.Flatten() if v.trainable]
         named = by_logical_name(self.task, learned)
         return {
@@ -127,37 +128,30 @@ class TrainedTask:
         }
 
     def optimizer_variables(self) -> list[tf.Variable]:
-        """Those of the optimizer; none if nothing is learned."""
+        """Returns the optimizer's variables; none if there is no optimizer."""
         if not self._learns:
             return []
         return self.learner.optimizer._optimizer.variables()
 
     def averages(self) -> list[tf.Variable]:
-        """The moving averages of weights, which evaluation takes in their place; often none."""
+        """Returns the moving averages of weights, which replace them in evaluation; often none."""
         ema = self.task.ema
         found = [ema.average(v) for v in self.task.vars.Flatten()] if ema else []
         return [average for average in found if average is not None]
 
     def all_devices(self) -> list[str]:
-        """Those of all stages, or the one there is."""
+        """Returns the devices of all stages, or the single device."""
         found = [device for home in self.devices for device in home]
         return found or [f"/job:localhost/replica:0/task:0/device:{self._device_type}:0"]
 
     def train(
         self, batch: Any, outcome: Callable[[Any, Any], Any], tells_gradients: bool = False
     ) -> Any:
-        """Updates the weights; to be called while a graph is built.
+        """Updates the weights; call it while a graph is built.
 
-        Args:
-            batch: nested tensors.
-            outcome: what of metrics and of tensors with a row an example is wanted.
-            tells_gradients: whether gradients are wanted, too.
-
-        Returns:
-            The loss, the learning rate, what `outcome` returns, and gradients by the names that
-            `learned` has, for each variable, before they are clipped: of those weights that have
-            some. Nothing but what `take_back` gives back has changed if an operation fails, or
-            the loss or the norm of all gradients is not finite.
+        It returns the loss, the learning rate, the result of `outcome`, and gradients before
+        clipping, by the names in `learned`. If an operation fails, or loss or gradient norm are not
+        finite, only variables that `take_back` restores have changed.
         """
         gradients: dict[str, list[tf.Tensor]] = {}
 
@@ -177,7 +171,7 @@ class TrainedTask:
             with whole_batch_randomness():
                 metrics, per_example = self.task.FPropTower(self.task.theta, batch)
             loss = metrics[self.loss][0]
-            # lingvo remembers graphs by a number that the next one may get.
+            # lingvo identifies graphs by an id that a later graph may reuse.
             self.task._graphs_applied_ema.clear()
             losses, update, stats = self.learner.Apply(
                 metrics,
@@ -185,7 +179,7 @@ class TrainedTask:
                 gradient_mask=mask,
                 gradient_adjuster=adjusted,
             )
-            # As lingvo has it: averages of what was updated, then what depends on them.
+            # lingvo's order: averages of updated weights, then updates that depend on them.
             for follow in (
                 self.task.PostTrainingStepUpdate,
                 self.task.ApplyExponentialMovingAverage,
@@ -193,7 +187,7 @@ class TrainedTask:
             ):
                 with tf.control_dependencies([update]):
                     update = tf.group(update, follow())
-        # A step that fails has not been made.
+        # A failed step is not counted.
         with tf.control_dependencies([update]):
             self.step.assign_add(1)
         if any(stack.simd is not None for stack in self.pipelines):
@@ -202,7 +196,7 @@ class TrainedTask:
         return losses[0], rate, outcome(metrics, per_example), gradients
 
     def _gradient_mask(self, source: tf.Tensor) -> dict[str, tf.Tensor]:
-        """By variable 1 if the chosen source of the batch, a one-hot vector, trains it, else 0."""
+        """Returns 1 for each variable that the batch's source (a one-hot vector) trains, else 0."""
         return {
             variable.name: tf.tensordot(
                 tf.constant([float(bool(re.search(f, variable.name))) for f in self.filters]),
@@ -213,7 +207,7 @@ class TrainedTask:
         }
 
     def _gradients_of(self, var_grads: Any) -> dict[str, list[tf.Tensor]]:
-        """Gradients by logical name, as many as a weight has variables."""
+        """Returns gradients by logical name, one for each variable of a weight."""
         of = {variable.ref(): gradient for variable, gradient in var_grads.Flatten()}
         return {
             name: [tf.convert_to_tensor(of[part.ref()]) for part in parts]
@@ -222,26 +216,22 @@ class TrainedTask:
         }
 
     def evaluate(self, batch: Any, outcome: Callable[[Any, Any], Any]) -> Any:
-        """What `outcome` makes of a batch without training; see `train`."""
+        """Returns the result of `outcome` for a batch, without training."""
         with py_utils.GlobalStepContext(self.step):
             py_utils.ResetStepSeed()
             return outcome(*self.task.FPropTower(self.task.theta, _nested_map(batch)))
 
     def predict(self, batch: Any) -> Any:
-        """What the task predicts of a batch without training; nested tensors."""
+        """Returns the task's predictions for a batch as nested tensors, without training."""
         with py_utils.GlobalStepContext(self.step):
             py_utils.ResetStepSeed()
             return self.task.ComputePredictions(self.task.theta, _nested_map(batch))
 
     def take_back(self, error: tf.errors.OpError) -> str | None:
-        """Gives back what a step that failed has changed by itself, as batch norm its averages.
+        """Restores variables that a failed step updated outside the optimizer, such as batch norm
+        averages.
 
-        Args:
-            error: of the step.
-
-        Returns:
-            If gradients overflowed because the loss was scaled, that in words: the scale is halved
-            from now on. Otherwise None.
+        If scaled gradients overflowed, it halves the loss scale and returns a message, else None.
         """
         before = {v.ref(): b for v, b in zip(self._others, self._before, strict=True)}
         halved: list[str] = []
@@ -257,13 +247,13 @@ class TrainedTask:
         return f"gradients of {'; '.join(halved)}" if halved else None
 
     def explain(self, error: tf.errors.OpError) -> PipemeshError | None:
-        """An error as one line with stage, layer and microbatch; None if no stage raised it."""
+        """Returns a one-line error with stage, layer and microbatch; None if no stage failed."""
         found = (stack.Explain(error) for stack in self.pipelines)
         return next((told for told in found if told is not None), None)
 
 
 def pipelines_of(layer: Any) -> list[Any]:
-    """The pipelined stacks in a layer of lingvo, and in its children; outer ones alone."""
+    """Returns the outermost pipelined stacks in a lingvo layer and its children."""
     if isinstance(layer, PipeliningLayer):
         return [layer]
     children: Sequence[Any] = layer.children.Flatten()
@@ -271,5 +261,5 @@ def pipelines_of(layer: Any) -> list[Any]:
 
 
 def _nested_map(batch: Any) -> Any:
-    """A batch as layers of lingvo take it."""
+    """Returns a batch in the form that lingvo layers take."""
     return py_utils.NestedMap.FromNestedDict(tf.nest.map_structure(tf.identity, batch))

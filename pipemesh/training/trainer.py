@@ -1,4 +1,4 @@
-"""Trains a subject with a TF2 loop: step, evaluation, state."""
+"""The trainer: steps, evaluation and state of a subject, in TF2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pipemesh.training.trained_task import TrainedTask
 from pipemesh.training.whole_updates import LOSS_NOT_FINITE, NOT_FINITE, is_not_finite
 from pipemesh.training.workers import Work, followed
 
-# Steps whose actions are timed.
+# Number of steps with timed actions.
 _TIMED = 5
 
 
@@ -38,28 +38,29 @@ class Trainer:
     """A subject, its batches and its checkpoints.
 
     Args:
-        subject: what is trained.
-        options: what is asked for; its `logdir` exists.
-        restore: path of the checkpoint to go on from.
-        keeps_place: whether to go on from the place in the data that it notes, too, and not from
-            the data's beginning.
+        subject: the subject.
+        options: the settings of the run; its `logdir` exists.
+        restore: path of the checkpoint to resume from.
+        keeps_place: whether to resume at the checkpoint's position in the data, instead of at the
+            beginning.
 
     Attributes:
-        subject: what is trained.
+        subject: the subject.
         trained: the task and its variables.
-        sample: the held-out batches to judge by while training.
+        sample: the held-out batches for evaluation during the run.
         saving: its checkpoints.
-        restored: path of the checkpoint that it goes on from; None if there was none.
-        report: what was predicted of a step, once its graph is built; None without a pipeline.
-        workers: those that run its stages; None if this process does.
-        best: the best score while training, and how many evaluations were not better since.
-        judged: the step of the last evaluation while training; 0 if there was none.
-        keeps_place: whether it went on from a place in the data.
-        gradients: of the last step, by name, for each of the variables that a weight lies in; {}
-            unless histograms are asked for.
+        restored: path of the checkpoint that it resumed from; None if there was none.
+        report: the forecast of a step, once its graph is built; None without a pipeline.
+        workers: the workers that run its stages; None if this process does.
+        best: the best score during the run, and the number of evaluations since without
+            improvement.
+        judged: the step of the last evaluation during the run; 0 if there was none.
+        keeps_place: whether it resumed at a position in the data.
+        gradients: the last step's gradients by name, one for each variable of a weight; {} unless
+            histograms are requested.
 
     Raises:
-        CheckpointError: the checkpoint is another model's, or damaged.
+        CheckpointError: the checkpoint belongs to another model, or is damaged.
         PipemeshError: the task cannot be made on the plan's mesh, or the data cannot be read.
     """
 
@@ -85,9 +86,9 @@ class Trainer:
         self.restored = restore and self.saving.restore(restore)
         if options.find_learning_rate:
             self.trained.learner.lr_schedule.first_step = self.step
-        # After the model: its initializers set TensorFlow's seed, and every new seed makes
-        # TensorFlow forget the state of operations, that of tokenizers included.
-        # Data that is begun again has other epochs than those that are done.
+        # Read the data after the model is built. Its initializers set TensorFlow's seed, and a new
+        # seed resets the state of operations, including tokenizers. Data that restarts continues
+        # with new epochs.
         dataset = subject.train_data(self.step)
         self.trained.filters = subject.variable_filters()
         try:
@@ -100,11 +101,11 @@ class Trainer:
         self.best: tuple[float | None, int] = (None, 0)
         self.judged, self.keeps_place = 0, False
         if self.restored:
-            # Not that of a newer one that was damaged.
+            # A newer, damaged checkpoint may have another note.
             note = Manifest.read(self.restored).note
             best, since = note.get("best", (None, 0))
             self.best, self.judged = (best, since), note.get("judged", self.step)
-            # Weights that another program has trained come without what trained them.
+            # Imported weights come without optimizer state.
             only = bool(note.get(WEIGHTS_ONLY))
             if only:
                 self.trained.begin_averages()
@@ -124,7 +125,7 @@ class Trainer:
         self._evaluation = Evaluation(subject, self.trained)
         self._is_first, self._was_skipped = True, False
         self._last: Any = None
-        # Graphs are placed when they run for the first time.
+        # TensorFlow places graphs when they first run.
         self._check_placement = any(s.params.strict_devices for s in self.trained.pipelines)
 
     def _note_run(self, stack: Any, run: Any) -> None:
@@ -134,22 +135,22 @@ class Trainer:
             self.report = report(stack, run, shapes, self.trained.optimizer_variables())
 
     def stage_table(self) -> str:
-        """Which layers each stage has, and where; "" without a pipeline."""
+        """Returns a table of each stage's layers and devices; "" without a pipeline."""
         return "\n\n".join(map(stage_table, self.stage_rows()))
 
     def stage_rows(self) -> list[list[tuple[str, ...]]]:
-        """The same as rows of a table, for each pipeline."""
+        """Returns the rows of the table, for each pipeline."""
         with self.trained.cluster():
             shapes = self.subject.input_shapes()
             return [stage_rows(stack, shapes) for stack in self.trained.pipelines]
 
     def peak_flops(self) -> float:
-        """What the devices can compute a second, measured now."""
+        """Measures and returns the flops per second that the devices reach."""
         dtype = tf.as_dtype(self.subject.plan.compute_dtype or tf.float32)
         return peak_flops(self.trained.all_devices(), dtype)
 
     def work(self) -> list[Work]:
-        """What workers did since this was asked last; nothing if this process drives none."""
+        """Returns the work of workers since the last call; nothing if this process drives none."""
         if self.workers is None:
             return []
         timeline = self.report.timeline if self.report else None
@@ -158,22 +159,22 @@ class Trainer:
 
     @property
     def is_restorable(self) -> bool:
-        """Whether a place in the data can be saved."""
+        """Returns whether a position in the data can be saved."""
         return self._batches.is_restorable
 
     @property
     def step(self) -> int:
-        """The number of finished steps."""
+        """Returns the number of finished steps."""
         return int(self.trained.step.numpy())
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped so far, before this process, too."""
+        """Returns the number of skipped steps, including those of earlier processes."""
         return int(self.trained.skipped.numpy())
 
     @property
     def whole(self) -> Iterable[Any]:
-        """All held-out batches.
+        """Returns all held-out batches.
 
         Raises:
             DataError: the held-out data cannot be read any more.
@@ -185,12 +186,12 @@ class Trainer:
 
     @property
     def saved(self) -> str | None:
-        """Path of the newest checkpoint."""
+        """Returns the path of the newest checkpoint."""
         return self.saving.newest
 
     @property
     def kept(self) -> str:
-        """What of a training is left if nothing more can be saved, in words."""
+        """Describes the last complete checkpoint."""
         return f"{self.saved} is kept" if self.saved else "none was written yet"
 
     def train_step(self) -> dict[str, Any]:
@@ -201,11 +202,11 @@ class Trainer:
 
         Raises:
             DataError: there is no next batch; everything can be saved.
-            NotFiniteError: the loss or a gradient is not finite; nothing has changed but the place
-                in the data.
-            RescaledError: gradients overflowed float16; the scale of the loss has changed, too.
+            NotFiniteError: the loss or a gradient is not finite; only the position in the data
+                changed.
+            RescaledError: gradients overflowed float16; the loss scale has changed too.
             TrainingError: an operation of a stage failed.
-            DeviceError: with strict devices, a stage ran elsewhere.
+            DeviceError: with strict devices, a stage ran on another device.
         """
         batch = self._last = self._next_batch()
         step = self.step + 1
@@ -215,22 +216,23 @@ class Trainer:
                 if self._check_placement:
                     graphs = stack.enter_context(record_placement())
                 if self._is_first:
-                    # Python is idle while TensorFlow prepares a graph to run for the first time.
+                    # Python is idle while TensorFlow prepares a graph for its first run.
                     self._train.get_concrete_function(batch)
                     stack.enter_context(console.meanwhile(self._prepare_evaluation))
                     self._is_first = False
                 loss, learning_rate, outcome, self.gradients = self._train(batch)
         except tf.errors.OpError as error:
-            # Of a worker that is lost nothing can be taken back.
+            # Variables on a lost worker cannot be restored.
             watch.check_workers(error)
             if (rescaled := self.trained.take_back(error)) is not None:
                 raise RescaledError(rescaled) from error
             explained = self.trained.explain(error)
             if explained is None and LOSS_NOT_FINITE in error.message:
-                # Made outside of pipelines, which look at what is theirs.
+                # The value arose outside of pipelines, which check their own.
                 raise NotFiniteError(LOSS_NOT_FINITE) from error
             if is_not_finite(str(explained)) or is_not_finite(error.message):
-                # To locate it takes as long as the first step; of a run of them one is enough.
+                # Locating it takes as long as the first step, so only the first of several such
+                # steps is located.
                 located = None if self._was_skipped else self._locate(batch)
                 raise NotFiniteError(str(located or explained or NOT_FINITE)) from error
             if explained is None:
@@ -240,7 +242,7 @@ class Trainer:
         watch.end_step()
         if self.workers:
             self.workers.end_step()
-        # The weights that were saved last are good: the loss of this step is theirs.
+        # This step's loss was computed with the last saved weights, so they are good.
         self.saving.confirm()
         if self._check_placement:
             Placement.of(graphs, self.trained.devices).check()
@@ -264,9 +266,9 @@ class Trainer:
             raise
 
     def _locate(self, batch: Any) -> PipemeshError | None:
-        """Runs a step that failed once more, to learn where a value ceased to be finite.
+        """Runs a failed step again, to find where a value ceased to be finite.
 
-        It changes nothing, because it fails again: neither weights nor random numbers have moved.
+        It changes nothing, because it fails again: weights and random numbers are unchanged.
         """
         if not self.trained.pipelines:
             return None
@@ -285,18 +287,18 @@ class Trainer:
 
     @property
     def batch(self) -> Any:
-        """That the last step was trained on; None if there was no step yet."""
+        """Returns the last step's batch; None before the first step."""
         return self._last
 
     def trace_schedule(self) -> tuple[Timeline, list[tuple[Timeline, float]]]:
-        """Trains six more steps, with a clock, and says when actions ran in the last five.
+        """Trains six more steps with a clock, and returns when actions ran in the last five.
 
-        The first builds the graph.
+        The first of the six builds the graph.
 
         Returns:
-            The timeline that is predicted from the median duration of each stage's actions, and
-            those that were measured, each with the seconds of its whole step; timelines are in
-            milliseconds. First is the one in the middle by its length, by which it is predicted.
+            The timeline predicted from the median duration of each stage's actions, and the
+            measured timelines with the seconds of their steps. Timelines are in milliseconds. The
+            step of median length comes first; the prediction starts from it.
         """
         stack = self.trained.pipelines[0]
         stack.clock = ActionClock()
@@ -330,17 +332,17 @@ class Trainer:
     def evaluate(
         self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False
     ) -> Score | None:
-        """Scores held-out batches; dropout is off.
+        """Scores held-out batches without dropout.
 
         Args:
             batches: `sample.batches`, or `whole`.
-            stopped: asked before each batch whether to give up.
+            stopped: called before each batch; True stops the evaluation.
 
         Returns:
-            The score; None if it gave up.
+            The score; None if the evaluation was stopped.
 
         Raises:
-            DataError: the held-out data cannot be read any more.
+            DataError: the held-out data cannot be read.
             TrainingError: an operation of a stage failed.
         """
         try:
@@ -352,13 +354,13 @@ class Trainer:
         """Saves a checkpoint of everything; returns its path.
 
         Raises:
-            SaveError: it cannot be written.
-            TrainingError: with these weights the held-out loss is not finite; nothing is saved.
+            SaveError: the checkpoint cannot be written.
+            TrainingError: the held-out loss of these weights is not finite; nothing is saved.
         """
 
         def check() -> None:
-            # The loss of a step is that of the weights before it, so these are not yet known to be
-            # good.
+            # A step's loss belongs to the weights before it, so the current weights are still
+            # unchecked.
             batch = self.sample.batches[0] if self.sample.batches else self._last
             if batch is None:
                 return
@@ -369,15 +371,15 @@ class Trainer:
         return self.saving.save(self.step, self._note(), check)
 
     def begin_save(self, score: float | None = None) -> None:
-        """Begins to save everything as it is now.
+        """Begins to save the current state.
 
         It becomes a checkpoint when the next step shows that the weights are good.
 
         Args:
-            score: what they were judged by, less is better; None if they were not.
+            score: score of the weights, lower is better; None if they were not evaluated.
 
         Raises:
-            SaveError: the one before cannot be written; this one has begun.
+            SaveError: the checkpoint before cannot be written; this one has begun.
         """
         self.saving.begin(self.step, self._note(), score)
 
@@ -386,7 +388,7 @@ class Trainer:
         return {**self.subject.note(), **place}
 
     def skip(self) -> None:
-        """Counts a step that was not made as one that was, whose weights are those before."""
+        """Counts a failed step as finished, with unchanged weights."""
         self.trained.step.assign_add(1)
         self.trained.skipped.assign_add(1)
         self._was_skipped = True
@@ -394,12 +396,12 @@ class Trainer:
             self.workers.end_failed_step()
 
     def give_up(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
-        """Ends training with what was good.
+        """Ends the run with the last good state.
 
         Args:
-            what: went wrong.
-            step: in which step.
-            error: that said so.
+            what: the failure.
+            step: the failed step.
+            error: the error that caused it.
 
         Raises:
             TrainingError: always.

@@ -1,4 +1,4 @@
-"""Updates of weights: all of a step, or none."""
+"""Atomic updates of weights: all of a step, or none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lingvo.core import py_utils
 
 from pipemesh.recurrent import LossScale
 
-# What the error says that ends a step.
+# Texts of the error that ends a step.
 NOT_FINITE = "the norm of all gradients is not finite"
 LOSS_NOT_FINITE = "the loss is not finite"
 OVERFLOWED = "the scaled gradients of a pipeline are not finite"
@@ -22,22 +22,23 @@ OVERFLOWED = "the scaled gradients of a pipeline are not finite"
 def all_or_none(
     var_grads: Any, loss: tf.Tensor | None = None, scales: Sequence[LossScale] = ()
 ) -> Any:
-    """Lets no update begin before all gradients are known to be finite.
+    """Holds back all updates until all gradients are known to be finite.
 
-    lingvo checks each gradient by itself, while weights with other gradients are updated: of a step
-    that fails some are new then, some old. Its optimizers move weights along the gradients of
-    earlier steps, too, so a gradient that was replaced by zero is no way out.
+    lingvo checks each gradient separately, so a failed step leaves some weights new and some old.
+    Its optimizers also apply momentum of earlier steps, so zeros in place of a gradient do not
+    help.
 
     Args:
-        var_grads: a NestedMap of lingvo's pairs of variable and gradient; give the function to
+        var_grads: a NestedMap of lingvo's pairs of variable and gradient; pass the function to
             `Learner.Apply(..., gradient_adjuster=all_or_none)`.
-        loss: what is to be finite as well; None if somebody else looks at it.
-        scales: those of the pipelines that compute in float16, which make overflowed gradients 0.
+        loss: a loss that must be finite as well; None if other code checks it.
+        scales: the loss scales of pipelines that compute in float16; these set overflowed gradients
+            to 0.
 
     Returns:
-        The same, with gradients that are there only if the norm of all is finite. In a function
-        that is called eagerly an error says `NOT_FINITE`, `LOSS_NOT_FINITE` or `OVERFLOWED` if it
-        is not, and nothing has changed but the scales.
+        The same gradients, available only if the norm of all is finite. Otherwise a function that
+        is called eagerly raises an error with `NOT_FINITE`, `LOSS_NOT_FINITE` or `OVERFLOWED`, and
+        only the scales have changed.
 
     Example:
         >>> w = tf.Variable([1.0, 2.0])
@@ -49,14 +50,14 @@ def all_or_none(
     squared: Any = py_utils.SumSquared(gradients)
     wanted = [(tf.math.is_finite(squared), NOT_FINITE, "all_gradients")]
     if scales:
-        # They are known once all gradients are.
+        # The flags are known once all gradients are.
         with tf.control_dependencies([squared]):
             is_finite = tf.reduce_all(tf.stack([scale.finite for scale in scales]))
         wanted.insert(0, (is_finite, OVERFLOWED, "scaled_gradients"))
     if loss is not None:
         is_finite = tf.reduce_all(tf.math.is_finite(loss))
         wanted.insert(0, (is_finite, LOSS_NOT_FINITE, "loss"))
-    # Only the first that is not so says so.
+    # Only the first failed check raises its error.
     checks, is_known = [], tf.constant(False)
     for is_finite, told, name in wanted:
         checks.append(tf.debugging.Assert(is_finite | is_known, [told], name=name))
@@ -77,11 +78,11 @@ def all_or_none(
 
 
 def is_not_finite(told: str) -> bool:
-    """Whether an error speaks of values that are not finite, in whosever words."""
+    """Returns whether an error reports values that are not finite, whatever raised it."""
     return re.search(r"\bnot finite\b|\b(nan|inf)\b", told, re.IGNORECASE) is not None
 
 
 def _on(gradient: tf.Tensor) -> tf.Tensor:
-    """The gradient, where it is: the weight is updated there."""
+    """Returns the gradient on its own device, where the weight is updated."""
     with tf.device(gradient.device or None):
         return tf.identity(gradient)

@@ -1,4 +1,4 @@
-"""Workers of a training: what each is about, and which of them are slow."""
+"""Workers of a run: their current actions, and the slow ones."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pipemesh.backend.cluster import task_of
 from pipemesh.hosts import watch
 from pipemesh.recurrent import Marks
 
-# A worker that is well answers within milliseconds.
+# A healthy worker answers within milliseconds.
 _ANSWER = 1.0
-# Flops say what a stage takes to within some tens of percent; beyond this it is the worker.
+# Flops predict a stage's time within some tens of percent; above this ratio the worker is slow.
 _SLOW = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a worker did of late.
+    """The recent work of a worker.
 
     Attributes:
         name: its number, address and stages.
-        seconds: of a step, a device of it was at work.
-        times: so many times the seconds of the other workers it takes for the same flops; None if
-            flops are unknown, or there is no other.
+        seconds: busy seconds of one of its devices, per step.
+        times: its time for the same flops as a multiple of the other workers'; None if flops are
+            unknown, or there is no other.
     """
 
     name: str
@@ -34,17 +34,17 @@ class Work:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it takes so much longer that it is not the model."""
+        """Returns whether it takes so much longer that the model cannot be the reason."""
         return self.times is not None and self.times >= _SLOW
 
 
 class Workers:
-    """What workers are about, by marks in the pipelines that they run.
+    """The current actions of workers, from marks in the pipelines that they run.
 
     Args:
-        pipelines: those of a task, before their graphs are built; with one program for all
+        pipelines: the pipelines of a task, before their graphs are built. With one program for all
             devices there are no actions, and nothing is known.
-        watched: what watches the workers; it is told what they are about.
+        watched: the watch of the workers, which receives their actions.
     """
 
     def __init__(self, pipelines: Sequence[Any], watched: watch.Watch) -> None:
@@ -56,18 +56,18 @@ class Workers:
             homes = [home.devices for home in stack.StageHomes()]
             stack.clock = Marks(stack.schedule, homes, task_of)
             self._marks.append(stack.clock)
-        # What was read last, and after how many steps.
+        # The last values read, and the number of steps then.
         self._before: dict[str, float] = {}
         self._steps = self._then = 0
         watched.progress = self
 
     def look(self) -> None:
-        """Asks workers how far they are, and waits for nobody."""
+        """Asks workers for their progress without waiting."""
         for marks in self._marks:
             marks.look()
 
     def waits(self) -> dict[int, list[str]]:
-        """By the task of a worker, what its devices are about that are not done."""
+        """Returns the unfinished actions of each worker's devices, by its task."""
         found: dict[int, list[str]] = {}
         for marks in self._marks:
             for wait in marks.waits(_ANSWER):
@@ -82,22 +82,19 @@ class Workers:
         for marks in self._marks:
             marks.end_step()
         if self._steps == 1:
-            # The first step has more to do than others.
+            # The first step does more work than others.
             self.work(None)
 
     def end_failed_step(self) -> None:
-        """Notes that a step was given up."""
+        """Notes that a step was abandoned."""
         for marks in self._marks:
             marks.end_failed_step(_ANSWER)
 
     def work(self, costs: Mapping[str, Sequence[float]] | None) -> list[Work]:
-        """What workers did since this was asked last; to be asked between two steps.
+        """Returns the work of each worker with a stage since the last call; nothing without a step.
 
-        Args:
-            costs: by kind of action, what it takes on each stage by its flops; None if unknown.
-
-        Returns:
-            Of each worker that has a stage; nothing if no step was made since.
+        Call it between two steps. `costs` has, by kind of action, the flops cost on each stage;
+        None if unknown.
         """
         steps = self._steps - self._then
         if not (self._marks and steps):
@@ -127,7 +124,7 @@ class Workers:
         ]
 
     def _expected(self, costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """What of all flops is each device's."""
+        """Returns each device's share of all flops."""
         (marks,) = self._marks
         return marks.shares(costs)
 
@@ -146,8 +143,7 @@ def _times(task: int, rates: Mapping[int, float]) -> float | None:
 def followed(pipelines: Sequence[Any]) -> Workers | None:
     """Follows the workers that this process drives; None if it drives none.
 
-    Args:
-        pipelines: those of a task, before their graphs are built.
+    `pipelines` are those of a task, before their graphs are built.
     """
     watched = watch.current()
     return None if watched is None else Workers(pipelines, watched)

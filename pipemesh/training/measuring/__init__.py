@@ -1,1 +1,1 @@
-"""Figures of a model on this machine, measured in training steps of its own."""
+"""Figures of a model on this machine, measured in its own training steps."""

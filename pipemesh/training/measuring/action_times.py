@@ -1,4 +1,4 @@
-"""What actions of a model's layers take, of steps that are run several times."""
+"""Times of actions and layers, from steps that run several times."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pipemesh.training.measuring.timed_step import TimedStep
 ROUNDS = 20
 """How often each step is run."""
 
-# What a layer takes is at least this share of what its action takes.
+# Lower bound of a layer's share of its action's time.
 _LEAST = 0.1
 
 
 class ActionTimes:
-    """What actions of steps took that are run in turn.
+    """The times of actions in several steps that run in turn.
 
     Args:
-        steps: clocked, with a layer a stage.
-        rows: of a microbatch of each.
-        number: of layers.
-        whole: a clocked step with all layers in one stage.
+        steps: steps with a clock, each layer a stage.
+        rows: number of examples in a microbatch, for each step.
+        number: number of layers.
+        whole: a step with a clock and all layers in one stage.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class ActionTimes:
         self._after: list[float] = []
 
     def add(self) -> None:
-        """Runs each step once, in turn: other work makes all of them longer alike."""
+        """Runs each step once, in turn, so that other load slows all of them equally."""
         for step, size in zip(self._steps, self._rows, strict=True):
             step.run()
             self._before.append(step.before)
             self._after.append(step.after)
             times = _later(step)
-            # Where something is computed again that alone counts: there the others have less to do.
+            # With recomputation only R is counted: it takes work off the other actions.
             again = any(action.kind == "R" for action, _ in times)
             for action, took in times:
                 if again and action.kind != "R":
@@ -59,19 +59,17 @@ class ActionTimes:
 
     @property
     def before(self) -> float:
-        """Seconds of a step until its first action."""
+        """Returns the seconds of a step until its first action."""
         return statistics.median(self._before)
 
     @property
     def after(self) -> float:
-        """Seconds of a step after its last action."""
+        """Returns the seconds of a step after its last action."""
         return statistics.median(self._after)
 
     def besides(self, rows: int) -> float:
-        """What an action takes beside its layers: one for all of them takes so much less than many.
-
-        Args:
-            rows: of the step in which all layers are one stage.
+        """Returns the overhead of an action, from one action of all layers against one for each
+        layer.
         """
         if len(self._layers) == 1:
             return 0.0
@@ -83,11 +81,7 @@ class ActionTimes:
         return max(0.0, min(more))
 
     def of_layers(self, beside: float) -> list[dict[str, dict[int, float]]]:
-        """For each layer, by kind of action and rows, the seconds of the layer itself.
-
-        Args:
-            beside: what an action takes besides.
-        """
+        """Returns each layer's seconds without `beside`, by kind of action and rows."""
 
         def without(times: list[float]) -> float:
             took = usual(times)
@@ -97,7 +91,7 @@ class ActionTimes:
             {kind: {size: without(times) for size, times in of.items()} for kind, of in own.items()}
             for own in self._layers
         ]
-        # A first layer without weights has nothing to do in a backward pass.
+        # A first layer without weights has no backward pass.
         for own in found:
             for kind in "BR":
                 own.setdefault(kind, dict.fromkeys(own["F"], 0.0))
@@ -105,21 +99,14 @@ class ActionTimes:
 
 
 def _later(step: TimedStep) -> list[tuple[Action, float]]:
-    """Actions from the second microbatch on, where gradients are added to what is there."""
+    """Returns the actions from the second microbatch on, which add to existing gradients."""
     return [(action, took) for action, took in step.durations().items() if action.microbatch]
 
 
 def times_of(
     steps: Sequence[TimedStep], rows: Sequence[int], number: int, whole: TimedStep
 ) -> ActionTimes:
-    """The times of steps, each of which is run `ROUNDS` times.
-
-    Args:
-        steps: as those of `ActionTimes`; so are the others.
-        rows: of a microbatch of each.
-        number: of layers.
-        whole: a step with all layers in one stage.
-    """
+    """Returns the times of steps, each of which runs `ROUNDS` times."""
     found = ActionTimes(steps, rows, number, whole)
     for _ in range(ROUNDS):
         found.add()
@@ -132,16 +119,9 @@ def on_one_core(
     number: int,
     whole: TimedStep,
 ) -> ActionTimes | None:
-    """The times of steps on one core: what all cores compute for actions otherwise.
+    """Returns the times of steps on one core, or None if the process cannot be pinned.
 
-    Args:
-        steps: as those of `ActionTimes`; so are the others.
-        rows: of a microbatch of each.
-        number: of layers.
-        whole: a step with all layers in one stage.
-
-    Returns:
-        The times, or None where a process cannot be kept on one core.
+    On one core, time is the work that all cores would share.
     """
     with one_core() as is_one:
         if not is_one:
@@ -150,13 +130,10 @@ def on_one_core(
 
 
 def in_turn(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """What several things take that are done in turn, for some rounds.
+    """Returns the typical time of each of several things that run in turn, for some rounds.
 
-    A machine that becomes slower for a while makes all of a round longer alike; so each is a share
-    of its round first.
-
-    Args:
-        rounds: of each what each thing took.
+    A slow phase of the machine lengthens a whole round. So times are first divided by their
+    round's.
 
     Example:
         >>> in_turn([(1.0, 3.0), (2.0, 6.0), (1.0, 3.0)])
@@ -171,13 +148,9 @@ def in_turn(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """What something takes, of several times: the mean of the shorter half.
+    """Returns the typical time among several: the mean of the shorter half.
 
-    Other work on a machine makes it longer, and nothing makes it shorter; the shortest time of all
-    is luck.
-
-    Args:
-        seconds: of each time.
+    Other load only lengthens times, and the shortest time alone is luck.
 
     Example:
         >>> usual([3.0, 1.0, 9.0, 2.0, 7.0])

@@ -1,4 +1,4 @@
-"""What each layer of a model takes and holds, measured with every layer a stage of its own."""
+"""Time and memory of each layer of a model, measured with each layer a stage."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.measuring.working_memory import working_memory
 from pipemesh.training.subject import Subject
 
-# Dims whose slices devices compute on their own, and add up once.
+# Dims whose slices devices compute separately and add once.
 SPLIT = ("heads", "d_ff", "vocab", "experts")
 AXIS = "model"
-# Microbatches a step, so that not every action is the first of its kind.
+# Microbatches of a step: more than one, as first actions differ from later ones.
 _MICROBATCHES = 2
 
 Make = Callable[[Plan], Subject]
@@ -36,25 +36,24 @@ class MeasuredLayers:
     """Times and sizes of all layers of a model, on its first device.
 
     Args:
-        make: the model under a plan.
+        make: makes the model under a plan.
         batch: one of its batches.
-        rows: that microbatches have, rising.
-        say: is told what is being measured.
-        on_cpu: whether devices are processors, which share cores.
-        devices: that there are; of two it is seen what each has whole of a layer that both share.
+        rows: numbers of examples in a microbatch, in ascending order.
+        say: called with progress lines.
+        on_cpu: whether devices are CPU devices, which share cores.
+        devices: number of devices; with two, a layer split over both shows what is not split.
 
     Attributes:
-        layers: figures of each, first to last.
-        action: seconds that an action takes beside its layers.
+        layers: figures of each layer, first to last.
+        action: overhead of an action in seconds.
         fixed: seconds of a step that belong to no device.
-        update: seconds of an optimizer for each byte of weights.
-        rules: what of them devices can share, as rules of a layout.
+        update: seconds of the optimizer for each byte of weights.
+        rules: layout rules under which devices can share layers.
         optimizer: bytes of the optimizer's state for each byte of weights.
-        update_memory: bytes that an update needs at once for each byte of weights, gradients
-            included.
+        update_memory: peak bytes of an update for each byte of weights, gradients included.
 
     Raises:
-        PlanError: the model does not cut its layers as plans say, or has no pipeline.
+        PlanError: the model does not follow the partition of a plan, or has no pipeline.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class MeasuredLayers:
     ) -> None:
         number = number_of_layers(make)
         middle = rows[len(rows) // 2]
-        # Halves of a backward pass are to the whole as at one size.
+        # Assumes that the share of I and W in B does not depend on the size.
         cases = [("B", size) for size in rows] + [("IW", middle), ("RB", middle)]
         steps: list[TimedStep] = []
         for kinds, size in cases:
@@ -120,16 +119,10 @@ class MeasuredLayers:
 
 
 def _outside(alone: ActionTimes, together: ActionTimes | None, weights: int) -> tuple[float, float]:
-    """What an update takes for a byte of weights, and what a step takes besides.
-
-    Args:
-        alone: of steps on all cores.
-        together: of the same on one core, if that is known.
-        weights: bytes of them.
-    """
+    """Returns the seconds of an update for each byte of weights, and of a step besides."""
     if together is None:
         return alone.after / weights, alone.before
-    # Weights are updated on all cores; what takes as long on all of them as on one is not.
+    # All cores update weights, so time that one core does not lengthen is no update.
     cores = len(os.sched_getaffinity(0))
     shorter = max(0.0, together.after - alone.after)
     updates = min(together.after, shorter / (1 - 1 / cores)) if cores > 1 else together.after
@@ -145,7 +138,7 @@ def _step(
     layers: int | None = None,
     on: tuple[Mesh, LayoutRules] | None = None,
 ) -> TimedStep:
-    """A clocked step in one place, with a layer a stage, or all of them in one."""
+    """Returns a step with a clock on one device, with each layer a stage, or all layers in one."""
     row: list[str] = []
     for m in range(_MICROBATCHES):
         row += [f"{s}F{m}" for s in range(stages)]
@@ -163,13 +156,9 @@ def _step(
 
 
 def number_of_layers(make: Make) -> int:
-    """How many layers a model's pipeline has.
+    """Returns the number of layers in a model's pipeline.
 
-    Args:
-        make: the model under a plan.
-
-    Raises:
-        PlanError: it does not cut its layers as plans say, or has no pipeline.
+    Raises PlanError if the model has no pipeline, or does not follow the partition of a plan.
     """
     from pipemesh.training.registered import stacks_of
 
@@ -190,12 +179,7 @@ def number_of_layers(make: Make) -> int:
 
 
 def with_rows(batch: Any, rows: int) -> Any:
-    """A batch with so many rows, which are repeated if there are not enough.
-
-    Args:
-        batch: nested tensors.
-        rows: at least 1.
-    """
+    """Returns a batch with `rows` examples, repeated if there are too few."""
 
     def some(x: tf.Tensor) -> tf.Tensor:
         times = -(-rows // int(x.shape[0] or 1))
@@ -217,11 +201,11 @@ def _figures(
     working: dict[int, int],
 ) -> LayerFigures:
     curves = _with_halves(seconds, middle)
-    # What cores compute is the better measure: it is what other programs disturb least.
+    # Core time is the better measure: other programs disturb it least.
     told = work or seconds
 
     def whole(of: Callable[[StageMemory], int]) -> Curve | None:
-        # Of two devices each has what is whole, and a half of the rest.
+        # Each of two devices holds the unsplit part, and half of the rest.
         if shared is None:
             return None
         return Curve(((middle, max(0, 2 * of(shared) - of(halves))),))
@@ -237,7 +221,7 @@ def _figures(
         parameter_bytes,
         curve(lambda memory: memory.kept),
         outputs,
-        # As many sums of what goes on to the next layer as there are dims that are split.
+        # One all-reduce of the activations for each split dim.
         summed=Curve(tuple((x, y * len(dims)) for x, y in outputs.points)) if dims else None,
         sums=max(1, len(dims)),
         split=split,
@@ -251,10 +235,10 @@ def _figures(
 
 
 def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str, Curve]:
-    """Curves of all kinds of action, where halves were measured at one number of rows.
+    """Returns curves of all kinds of action, where I and W were measured at one size only.
 
-    A layer without weights has no `W`. On several cores both halves take longer than the whole,
-    which does them at once where they need nothing of each other.
+    A layer without weights has no `W`. On several cores I and W together take longer than B, which
+    overlaps their independent parts.
     """
     curves = {kind: Curve(tuple(seconds[kind].items())) for kind in ("F", "B")}
     for kind in "IW":
@@ -264,7 +248,7 @@ def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str,
 
 
 def _dims(layer: Any) -> dict[str, int]:
-    """Sizes of the dims of a layer's weights that can be split."""
+    """Returns the sizes of the dims of a layer's weights that can be split."""
     found: dict[str, int] = {}
     for each in _all(layer):
         if isinstance(each, NamedLayer):

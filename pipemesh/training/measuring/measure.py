@@ -1,4 +1,4 @@
-"""Figures of a model on this machine, from its layers and from a few whole steps."""
+"""Figures of a model on this machine, from its layers and a few whole steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.measuring.trials import in_rounds
 from pipemesh.training.subject import rows_of
 
-# Where nothing is known: what an action takes at least, and what a link of one machine does.
+# Defaults: the least overhead of an action, and the speed of a link within one machine.
 _ACTION, _LINK, _CROWDING = 2e-5, Link(5e-5, 4e9), 0.5
 _STEPS = 30
 
@@ -28,20 +28,10 @@ _STEPS = 30
 def measure(
     make: Make, batch: Any, devices: int, say: Callable[[str], None] = lambda text: None
 ) -> Figures:
-    """Measures a model.
+    """Returns the figures of a model: each layer timed as a stage, the rest fitted to whole steps.
 
-    Every layer is timed on the first device, in steps in which it is a stage of its own. A few
-    whole steps say the rest (`pipemesh.plan.calibration`): what actions and steps take besides,
-    links, and how many cores devices of this machine share.
-
-    Args:
-        make: the model under a plan.
-        batch: one of its batches.
-        devices: that there are.
-        say: is told what is being measured.
-
-    Raises:
-        PlanError: the model does not cut its layers as plans say, or has no pipeline.
+    `pipemesh.plan.calibration` fits overheads, links and how many cores the devices share.
+    Raises PlanError if the model has no pipeline, or does not follow the partition of a plan.
     """
     rows = rows_of(batch)
     sizes = sorted({1, *(max(1, rows // n) for n in (16, 8, 4, 2)), rows})
@@ -77,18 +67,13 @@ def measure(
         spread = statistics.median(every) / usual(every) - 1
         told.append(Measured(plan, rows, took, spread=spread))
         if on_cpu:
-            # Other programs on the machine make a step longer, and not what its cores do.
+            # Other programs lengthen a step, but not its core time.
             told.append(Measured(plan, rows, done, is_work=True))
     return dataclasses.replace(fitted(figures, told), plain_step=steps[plans.index(PLAIN)])
 
 
 def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
-    """Plans that tell apart what is fitted.
-
-    Args:
-        figures: of the layers.
-        devices: that there are.
-    """
+    """Yields plans whose times separate the fitted quantities."""
     rows = figures.batch
 
     def divisor(of: int, most: int) -> int:
@@ -103,7 +88,7 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
         yield Plan(Mesh.from_text("layers:2"), num_microbatches=divisor(rows, 4), remat=Remat.NONE)
     most = divisor(devices, len(figures.layers))
     if most > 1:
-        # Many actions, each of little work.
+        # Many short actions.
         mesh = Mesh.from_text(f"layers:{most}")
         yield Plan(mesh, schedule="zb_h1", num_microbatches=divisor(rows, 8), remat=Remat.FULL)
     if rows % 2 == 0:
@@ -111,7 +96,7 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
             Mesh.from_text("layers:1;data:2"), LayoutRules.from_text("batch:data"), remat=Remat.NONE
         )
     if devices > 2 and rows % devices == 0:
-        # As many sums of gradients as there can be, and few rows.
+        # The most gradient all-reduces, with few examples.
         mesh = Mesh.from_text(f"layers:1;data:{devices}")
         number = divisor(rows // devices, 8)
         yield Plan(mesh, LayoutRules.from_text("batch:data"), num_microbatches=number)
@@ -123,6 +108,6 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
         yield Plan(mesh, rules, num_microbatches=number, remat=Remat.NONE)
     most = max(n for n in range(1, devices + 1) if not devices % n and figures.can_share(n))
     if most > 2:
-        # As many slices as there can be.
+        # The most slices.
         mesh = Mesh.from_text(f"layers:1;{AXIS}:{most}")
         yield Plan(mesh, rules, num_microbatches=divisor(rows, 2), remat=Remat.FULL)

@@ -1,4 +1,4 @@
-"""Keeps a whole process on one core for a while."""
+"""Pins the whole process to one core for a while."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ _THREADS = "/proc/self/task"
 
 @contextlib.contextmanager
 def one_core() -> Iterator[bool]:
-    """All threads of this process share one core; what they compute takes as long as it is much.
+    """Pins all threads of this process to one core; yields False if the system cannot (not Linux).
 
-    Threads that start meanwhile do, too, as they have the cores of the thread that starts them;
-    they are given all cores of the process with the others in the end.
-
-    Yields:
-        Whether it is so: only Linux can do it.
+    New threads inherit the core. At the end all threads get all cores of the process back.
 
     Example:
         >>> import os, sys
@@ -40,6 +36,6 @@ def one_core() -> Iterator[bool]:
 def _place(cores: Set[int]) -> None:
     if sys.platform == "linux":
         for thread in map(int, os.listdir(_THREADS)):
-            # It may have ended since.
+            # The thread may have ended.
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(thread, cores)

@@ -12,22 +12,17 @@ from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
 
 if TYPE_CHECKING:
-    # It loads lingvo, which is not to be there before devices are made.
+    # This loads lingvo, which must not happen before devices exist.
     from pipemesh.training.measuring.layers import Make
 
 
 class RegisteredSteps:
-    """Steps of a registered model under plans; to be made before TensorFlow starts.
+    """Steps of a registered model under plans; create it before TensorFlow starts.
 
-    What is being measured is said on standard error.
-
-    Args:
-        name: `package.module.Class`.
-        num_devices: that there are; of CPUs as many logical ones are made.
-        device_type: `CPU` or `GPU`.
+    Progress goes to standard error.
 
     Raises:
-        PlanError: there are not as many devices, or the model does not cut its layers as plans say.
+        PlanError: devices are missing, or the model does not follow the partition of a plan.
         PipemeshError: there is no such model, or TensorFlow has started.
     """
 
@@ -37,34 +32,34 @@ class RegisteredSteps:
         self._batch = next(iter(self._make(Plan()).train_data(0)))
 
     def figures(self) -> Figures:
-        """What its layers take; see `measure`."""
+        """Returns the model's figures; see `measure`."""
         from pipemesh.training.measuring.measure import measure
 
         return measure(self._make, self._batch, self._devices, _say)
 
     def seconds(self, plans: Sequence[Plan]) -> list[float]:
-        """What a step takes under each of some plans, endless if it cannot be; see `seconds_of`."""
+        """Returns the seconds of a step under each plan, infinite for an impossible plan."""
         from pipemesh.training.measuring.trials import seconds_of
 
         return seconds_of(self._make, self._batch, plans, _say)
 
     @property
     def rows(self) -> int:
-        """Of a batch of the model."""
+        """Returns the number of examples in a batch of the model."""
         from pipemesh.training.subject import rows_of
 
         return rows_of(self._batch)
 
 
 def _started(name: str, num_devices: int, device_type: str) -> Make:
-    """The model under a plan, on devices that are there."""
+    """Makes the devices, and returns a function that makes the model under a plan."""
     import tensorflow as tf
     from absl import flags, logging
 
     from pipemesh.backend.devices import prepare_graphs_quickly, start_cpu_devices
 
     with contextlib.suppress(AttributeError):
-        # lingvo reads its flags.
+        # lingvo reads absl flags, which must be parsed.
         flags.FLAGS.mark_as_parsed()
     logging.use_absl_handler()
     logging.set_verbosity(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A training step of a model under a plan, to be run and timed."""
+"""A training step of a model under a plan, to run and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipemesh.training.trained_task import TrainedTask
 
 
 class TimedStep:
-    """A step with all that training does in one: forward, backward, sums, optimizer.
+    """A full training step: forward, backward, all-reduce and optimizer.
 
     Args:
         subject: the model, with its plan.
@@ -27,16 +27,16 @@ class TimedStep:
 
     Attributes:
         trained: the task and its variables.
-        memory: what each device holds, by forecast, once a step has run.
+        memory: forecast memory of each device, once a step has run.
         build: seconds until the first step was done.
-        cpu: seconds that the cores of this machine took for the latest step, added up.
-        before: seconds of the latest step until its first action, if it is clocked.
-        after: seconds from its last action on.
-        noted: is told of each action that starts, and that ends (True), if it is clocked.
+        cpu: summed seconds of all cores in the latest step.
+        before: seconds of the latest step before its first action, with a clock.
+        after: seconds of the latest step after its last action, with a clock.
+        noted: called with each action at its start, and with True at its end, with a clock.
 
     Raises:
         PlanError: the model has no pipeline, or several.
-        PipemeshError: the plan cannot be had for this model.
+        PipemeshError: the model does not support the plan.
     """
 
     def __init__(self, subject: Subject, batch: Any, clocked: bool = False) -> None:
@@ -73,11 +73,7 @@ class TimedStep:
         self.memory = memory_of(run)
 
     def run(self) -> float:
-        """Runs a step; returns its seconds, and notes what cores took in `cpu`.
-
-        Raises:
-            tf.errors.OpError: an operation failed.
-        """
+        """Runs a step; returns its seconds, and sets `cpu` to its core time."""
         begin, cpu = time.perf_counter(), time.process_time()
         with self.trained.cluster():
             try:
@@ -85,7 +81,7 @@ class TimedStep:
             except tf.errors.InvalidArgumentError as error:
                 if self.trained.take_back(error) is None:
                     raise
-                # A step that updates nothing is no measure of one that does.
+                # A step without an update is no valid measurement.
                 return self.run()
         self.cpu, end = time.process_time() - cpu, time.perf_counter()
         if self._clock:
@@ -94,5 +90,5 @@ class TimedStep:
         return end - begin
 
     def durations(self) -> dict[Action, float]:
-        """Seconds of each action of the latest step, if it is clocked."""
+        """Returns the seconds of each action of the latest step, if it has a clock."""
         return self._clock.durations() if self._clock else {}

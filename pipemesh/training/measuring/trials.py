@@ -1,4 +1,4 @@
-"""Steps under a few plans, run in turn."""
+"""Steps under several plans, run in turn."""
 
 from __future__ import annotations
 
@@ -19,14 +19,9 @@ from pipemesh.training.measuring.timed_step import TimedStep
 def in_rounds(
     steps: Sequence[TimedStep], number: int
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Runs some steps in turn: other work on the machine makes all of a round longer.
+    """Runs steps in turn, so that other load slows a whole round.
 
-    Args:
-        steps: some.
-        number: of rounds.
-
-    Returns:
-        Of each round the seconds of each step, and those that all cores took for it.
+    Returns for each round the seconds of each step, and the core seconds of each step.
     """
     seconds: list[list[float]] = []
     work: list[list[float]] = []
@@ -39,21 +34,11 @@ def in_rounds(
 def seconds_of(
     make: Make, batch: Any, plans: Sequence[Plan], say: Callable[[str], None] = lambda text: None
 ) -> list[float]:
-    """Seconds of a training step under each of some plans, to choose among them.
+    """Returns the seconds of a training step under each plan, infinite for an impossible plan.
 
-    Args:
-        make: the model under a plan.
-        batch: one of its batches.
-        plans: some; all of them are held at once.
-        say: is told what is being measured, and why a plan cannot be.
-
-    Returns:
-        One for each plan; endless for one that cannot be had for the model.
-
-    Raises:
-        PipemeshError: none of them can.
+    All plans are in memory at once. Raises PipemeshError if no plan is possible.
     """
-    # What was measured before may hold much memory.
+    # Earlier measurements may hold much memory.
     gc.collect()
     steps: dict[int, TimedStep] = {}
     failed: PipemeshError | None = None
@@ -62,7 +47,7 @@ def seconds_of(
         try:
             steps[i] = TimedStep(make(plan), batch)
         except PipemeshError as error:
-            # Without its traceback, which holds what was built.
+            # The traceback would keep the built model alive.
             failed = error.with_traceback(None)
         except tf.errors.ResourceExhaustedError:
             failed = PlanError(f"'{plan}' needs more memory than there is")

@@ -1,4 +1,4 @@
-"""What actions and the update need while they run, beside what is kept."""
+"""Temporary memory of actions and of the update, beside stored buffers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from pipemesh.backend.peak import TensorMemory
 from pipemesh.schedule import Action
 from pipemesh.training.measuring.timed_step import TimedStep
 
-# Operations that need nothing of each other run in another order in each step.
+# The order of independent operations changes from step to step.
 _ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkingMemory:
-    """What a step on one device needs for a while.
+    """Temporary memory of a step on one device.
 
     Attributes:
-        stages: for each stage the bytes that one of its actions needs while it runs, beside what
-            is held when it starts, or when it ends if that is more.
-        update: the most bytes after the last action, beside weights and the optimizer's state:
-            gradients, and what is made of them.
+        stages: for each stage the peak bytes of one of its actions, less the bytes held at its
+            start or end, whichever is more.
+        update: peak bytes after the last action, beside weights and optimizer state.
     """
 
     stages: tuple[int, ...]
@@ -28,15 +27,10 @@ class WorkingMemory:
 
 
 def working_memory(step: TimedStep) -> WorkingMemory | None:
-    """What a clocked step needs while it runs; its first microbatch is left aside.
+    """Returns the temporary memory of a step with a clock, or None if TensorFlow does not count it.
 
-    Sums of gradients are made by that one, and the others find them.
-
-    Args:
-        step: on one device, with two microbatches or more.
-
-    Returns:
-        What it needs, or None where TensorFlow does not count the device's memory.
+    The step needs one device and at least two microbatches. The first microbatch is left out, as it
+    allocates the gradient sums.
     """
     memory = TensorMemory(step.trained.all_devices()[0])
     if not memory.is_counted:
@@ -50,7 +44,7 @@ def working_memory(step: TimedStep) -> WorkingMemory | None:
         memory.forget_peak()
         if not is_end:
             held[action] = now
-        # An action in which nothing is computed has an end at most.
+        # An action without operations may have no start.
         elif action.microbatch and action in held:
             needed = peak - max(held[action], now)
             most[action.stage] = max(most[action.stage], needed)
@@ -61,7 +55,7 @@ def working_memory(step: TimedStep) -> WorkingMemory | None:
             before = memory.current
             memory.forget_peak()
             step.run()
-            # Since the last action ended.
+            # The peak since the last action ended.
             update = max(update, memory.peak - before)
     finally:
         step.noted = None

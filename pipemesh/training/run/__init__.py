@@ -1,1 +1,1 @@
-"""The loop of training, and what it tells."""
+"""The training loop and its output."""

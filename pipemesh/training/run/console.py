@@ -1,7 +1,7 @@
-"""What training says: lines and progress that nobody need be there to read.
+"""Console output of a run, which may lose its reader.
 
-A pipe whose reader left, a terminal that was closed or a full disk behind `> log` must not end a
-training. `stand_in` puts streams in place of standard output and error that go quiet instead.
+A closed pipe or terminal, or a full disk behind `> log`, must not end a run. `stand_in` replaces
+standard output and error by streams that go silent instead.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import IO, Any, TypeVar
 from pipemesh.errors import PipemeshError
 from pipemesh.hosts import process
 
-# How often progress is shown: in a log file every time is a line, on a terminal they are one.
+# Seconds between progress updates: each is a line in a log file, and overwrites the last on a
+# terminal.
 SECONDS_A_REFRESH = {False: 30.0, True: 1.0}
-# What takes less is not worth a line.
+# Shorter waits get no line.
 _PATIENCE = {False: 5.0, True: 0.5}
 _POLL = 0.05
 
@@ -27,10 +28,10 @@ T = TypeVar("T")
 
 
 class _Steady:
-    """A text stream that goes quiet when it cannot be written to.
+    """A text stream that goes silent when it cannot be written to.
 
     Attributes:
-        ends: whether it raises instead, as what is written is all that the program is for.
+        ends: whether it raises instead, because its output is all that the program is for.
     """
 
     ends = False
@@ -53,7 +54,7 @@ class _Steady:
             action()
         except (OSError, ValueError) as error:
             self._quiet = True
-            # What is still buffered, and what native code writes, goes nowhere too.
+            # Discard what is still buffered, and what native code writes.
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 for fd in {self._fd, self._stream.fileno()}:
@@ -61,7 +62,7 @@ class _Steady:
                 os.close(nowhere)
             if self.ends:
                 if isinstance(error, BrokenPipeError):
-                    # The reader, `head` for example, has seen enough.
+                    # The reader, such as `head`, has closed the pipe.
                     raise SystemExit(0) from error
                 reason = getattr(error, "strerror", None) or error
                 raise PipemeshError(f"standard output cannot be written to ({reason})") from error
@@ -74,23 +75,23 @@ class _Steady:
 
 
 def stand_in() -> None:
-    """Puts steady streams in place of `sys.stdout` and `sys.stderr`."""
+    """Replaces `sys.stdout` and `sys.stderr` by streams that do not fail."""
     process.hold_standard_files()
-    # A number of its own for stderr: `models` holds back what native code writes to the other.
+    # stderr gets its own descriptor: `models` suppresses what native code writes to the other.
     err = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     out = sys.stdout if sys.stdout is not None else open(os.devnull, "w")
     sys.stdout = _Steady(out, 1, "output")
     sys.stderr = _Steady(err, 2, "error")
 
 
-# Standard output, while it is for objects alone.
+# The real standard output while it carries only objects.
 _objects: IO[str] | None = None
 
 
 def output_matters() -> None:
-    """Lets the program end if standard output cannot be written to: it is all that is asked for.
+    """Lets the program end if standard output fails: its output is all that it is for.
 
-    Characters that its encoding lacks are written as escapes.
+    Characters that the encoding lacks are written as escapes.
     """
     if isinstance(sys.stdout, _Steady):
         sys.stdout.ends = True
@@ -100,16 +101,15 @@ def output_matters() -> None:
 
 
 def has_unicode() -> bool:
-    """Whether standard output has all characters."""
+    """Returns whether standard output can encode all characters."""
     return str(getattr(sys.stdout, "encoding", "")).lower().startswith("utf")
 
 
 @contextlib.contextmanager
 def objects_alone(wanted: bool = True) -> Iterator[None]:
-    """Keeps standard output for `say_object` until the block ends; text goes to standard error.
+    """Reserves standard output for `say_object` in the block; text goes to standard error.
 
-    Args:
-        wanted: whether to; without it, and in a block of another one, nothing changes.
+    It changes nothing if `wanted` is False or another such block is active.
     """
     global _objects
     if not wanted or _objects is not None:
@@ -123,7 +123,7 @@ def objects_alone(wanted: bool = True) -> Iterator[None]:
 
 
 def say_object(line: str) -> None:
-    """Writes a line to standard output if it is for objects, and nothing if it is not."""
+    """Writes a line to standard output if it is reserved for objects."""
     if _objects is not None:
         _objects.write(f"{line}\n")
         _objects.flush()
@@ -131,12 +131,9 @@ def say_object(line: str) -> None:
 
 @contextlib.contextmanager
 def ticking(tick: Callable[[float], None], patience: float, period: float) -> Iterator[None]:
-    """Calls `tick` with the seconds since the beginning, again and again until the block ends.
+    """Calls `tick` with the elapsed seconds, repeatedly on another thread until the block ends.
 
-    Args:
-        tick: called on another thread.
-        patience: seconds before the first call.
-        period: seconds between calls.
+    The first call comes after `patience` seconds, later ones every `period` seconds.
     """
     done = threading.Event()
     begin = time.monotonic()
@@ -156,11 +153,7 @@ def ticking(tick: Callable[[float], None], patience: float, period: float) -> It
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Says on standard error that something takes time, and how much it took by now.
-
-    Args:
-        what: what is being done, such as "learning the vocabulary".
-    """
+    """Shows on standard error that `what` is being done, and for how long."""
     terminal = sys.stderr.isatty()
     shown = False
 
@@ -176,16 +169,16 @@ def waiting(what: str) -> Iterator[None]:
             yield
     finally:
         if shown and terminal:
-            # To the line's head, and clear what stands there.
+            # Return to the start of the line and clear it.
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()
 
 
 @contextlib.contextmanager
 def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Calls `work` on another thread while the block runs, and waits for both to end.
+    """Runs `work` on another thread beside the block, and waits for both; its errors are dropped.
 
-    What `work` raises is dropped: it is for what is done again, or is only faster for it.
+    Use it only for work that is repeated later or only saves time.
     """
 
     def run() -> None:
@@ -198,7 +191,7 @@ def meanwhile(work: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _beside(run: Callable[[], None]) -> Iterator[None]:
-    """Runs something on another thread while the block runs, and waits for it at its end."""
+    """Runs a function on another thread beside the block, and joins it at the end."""
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
@@ -208,16 +201,10 @@ def _beside(run: Callable[[], None]) -> Iterator[None]:
 
 
 def aside(work: Callable[[], T]) -> T:
-    """Calls `work` on another thread, so that a signal is answered at once meanwhile.
+    """Returns the result of `work`, run on another thread so that signals are handled at once.
 
-    Python answers signals on the main thread, between two of its own instructions: native code
-    that runs there for a minute makes the program deaf.
-
-    Returns:
-        What `work` returns.
-
-    Raises:
-        BaseException: what `work` raises.
+    Python handles signals on the main thread between two bytecodes. Native code that runs there for
+    a minute blocks them. Errors of `work` are raised here.
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""What is expected of a step by what was measured of its layers, and what a record keeps of it."""
+"""The predicted step, from measurements of the layers, and its entry in a record."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _NOT_MEASURED = (
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What is known of a step of a training with one pipeline before it is measured.
+    """A prediction for a step of a run with one pipeline.
 
     Attributes:
-        prediction: by what was measured of the layers; None if nothing can be predicted.
-        why: it cannot; "" if it can.
-        values: for the record.
+        prediction: the prediction from measured layers, or None.
+        why: the reason why there is no prediction; "" if there is one.
+        values: values for the record.
     """
 
     prediction: Prediction | None
@@ -38,7 +38,7 @@ class Expected:
     values: dict[str, Any]
 
     def __str__(self) -> str:
-        """For people; "" if nothing is predicted and that was not asked for."""
+        """Returns text for people; "" if there is no prediction and the user gave no figures."""
         if (found := self.prediction) is not None:
             return (
                 f"{1e3 * found.seconds:.4g} ms a step by what was measured of its layers, bubble "
@@ -49,16 +49,7 @@ class Expected:
 
 
 def expected(trainer: Trainer, options: Options, batch: Any) -> Expected | None:
-    """What is expected of a step.
-
-    Args:
-        trainer: with what is trained.
-        options: what is asked for.
-        batch: that was trained on.
-
-    Returns:
-        None without a pipeline, or with several.
-    """
+    """Returns the prediction for a step, or None unless there is exactly one pipeline."""
     if len(trainer.trained.pipelines) != 1:
         return None
     stack: Any = trainer.trained.pipelines[0]
@@ -70,7 +61,7 @@ def expected(trainer: Trainer, options: Options, batch: Any) -> Expected | None:
         "rows": rows,
         "cuts": cuts,
         "device_memory": options.device_memory,
-        # Which all devices of a process share.
+        # All devices of a process share them.
         "cores": os.cpu_count() if is_cpu else None,
     }
     if trainer.report is not None and trainer.report.layers:

@@ -1,4 +1,4 @@
-"""Histograms of weights, of their gradients, and of what a step changes them by."""
+"""Histograms of weights, gradients and updates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ import tensorflow as tf
 
 
 class Histograms:
-    """Looks at weights before and after some steps.
-
-    Args:
-        weights: by logical name, the variables that a weight lies in.
-        every: how many steps lie between; 0 for never.
+    """Weights before and after every `every`-th step; `every` 0 means never.
 
     Example:
         >>> w = tf.Variable([1.0, 2.0])
@@ -33,22 +29,14 @@ class Histograms:
         self._before: dict[str, np.ndarray] = {}
 
     def before(self, step: int) -> None:
-        """Keeps the weights, if the step is one to look at.
-
-        Args:
-            step: the one that comes.
-        """
+        """Copies the weights, if histograms of the coming step are due."""
         is_due = self._every and step % self._every == 0
         self._before = self._values() if is_due else {}
 
     def after(
         self, gradients: Mapping[str, Sequence[tf.Tensor]] = types.MappingProxyType({})
     ) -> dict[str, np.ndarray]:
-        """What the step has made of them, by tag; {} if it was none to look at.
-
-        Args:
-            gradients: of the step, by logical name, for each variable that a weight lies in.
-        """
+        """Returns weights, updates and gradients after a step, by tag; {} if none are due."""
         if not self._before:
             return {}
         before, self._before = self._before, {}

@@ -1,7 +1,6 @@
-"""The loop of training: steps, progress, evaluation, summaries and saving.
+"""The training loop: steps, progress, evaluation, summaries and checkpoints.
 
-What is only reported may fail without ending a run. What ends a run from outside, a signal or
-data that is gone, ends it after a checkpoint was saved.
+Failures of reporting never end a run. A signal or lost data ends it after a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from pipemesh.training.score import ratio
 from pipemesh.training.trainer import Trainer
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A shell reports the number of the signal beyond this.
+# A shell reports a signal as 128 plus its number.
 _BY_SIGNAL = 128
-# Steps that speed is told of once.
+# Number of first steps whose speed is reported once.
 _MEASURED_STEPS = 5
-# Steps that may be skipped one after the other: more are no accident of the data.
+# Most steps skipped in a row: more are no accident of the data.
 _MOST_IN_A_ROW = 10
-# Workers are told of every so many steps.
+# Steps between reports on workers.
 _STEPS_OF_WORK = 100
 
 
 class Loop:
-    """Trains, and tells of it.
+    """The training loop with its output.
 
     Args:
-        trainer: what is trained.
-        options: what is asked for.
+        trainer: the trainer.
+        options: the settings of the run.
         renew: see `pipemesh.report.Record`.
     """
 
@@ -62,13 +61,14 @@ class Loop:
         self._stop: int | None = None
         self._rate: float | None = None
         self._spikes, self._in_a_row = Spikes(), 0
-        # What the devices can do in flops a second; the first steps, and their seconds.
+        # Flops of a step, peak flops per second of the devices, and the number and seconds of the
+        # first steps.
         self._flops, self._peak, self._measured_steps, self._seconds = 0.0, 0.0, 0, 0.0
         self._summaries = Summaries(options.logdir)
         self._tell = Telling(options, renew)
         self._profile = Profile(options.logdir, options.profile_steps, self._tell.warn)
         self._histograms = Histograms(trainer.trained.learned(), options.histogram_every)
-        # The step of the checkpoint that was told of last, and of the one that was begun last.
+        # The step of the last reported checkpoint, and of the last one begun.
         self._saved = self._begun = trainer.step
 
     def run(self) -> int:
@@ -84,14 +84,14 @@ class Loop:
                 raise
 
     def _run(self) -> int:
-        # Who started it with `nohup` ignores SIGHUP, and is to have it so.
+        # Under nohup, SIGHUP stays ignored.
         stops = [s for s in _STOPS if signal.getsignal(s) is not signal.SIG_IGN]
         old = {s: signal.signal(s, self._request_stop) for s in stops}
         try:
             try:
                 self._train()
             finally:
-                # Steps that do not come any more are missing in it.
+                # The profile ends early if the run does.
                 self._profile.close()
                 self._tell_profile()
             if self._stop is not None:
@@ -111,7 +111,7 @@ class Loop:
                 "same command again to go on"
             ) from error
         except Exception:
-            # What was confirmed is written, before the process ends.
+            # Write confirmed checkpoints before the process ends.
             self._trainer.saving.give_up()
             raise
         finally:
@@ -122,7 +122,7 @@ class Loop:
         self._conclude()
         steps = self._trainer.step
         reason = "stopped early" if steps < self._options.steps else "done"
-        # Pages are told of before the checkpoint, which is what a training is for.
+        # Report the page first, so that the checkpoint, the main result, is the last line.
         if not self._options.trace_schedule:
             self._end(reason, is_told=True)
         self._tell.say(f"checkpoint: {self._trainer.saved}")
@@ -147,7 +147,7 @@ class Loop:
                 self._peak = trainer.peak_flops()
         with Progress(trainer.step, steps) as progress:
             if trainer.restored:
-                # Which a signal may have cut short, or which was the last one of fewer steps.
+                # A signal may have interrupted this evaluation, or the earlier run had fewer steps.
                 score = self._evaluate()
                 if score is not None:
                     trainer.saving.judge(trainer.restored, score)
@@ -168,10 +168,10 @@ class Loop:
                     self._save(trainer.saving.poll)
 
     def _evaluate(self) -> float | None:
-        """Evaluates if it is time to; returns what the weights are judged by, if it was."""
+        """Evaluates if it is due, and returns the score of the weights."""
         trainer, options = self._trainer, self._options
         step, sample = trainer.step, trainer.sample.batches
-        # After the last step all of the held-out data is judged.
+        # After the last step, `_conclude` evaluates all held-out data.
         is_due = step % options.eval_every == 0 and step < options.steps
         if not (is_due and sample) or step == trainer.judged:
             return None
@@ -189,12 +189,12 @@ class Loop:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether training ends early."""
+        """Returns whether early stopping ends the run."""
         most = self._options.early_stop
         return 0 < most <= self._trainer.best[1]
 
     def _report(self) -> None:
-        """Says what a step holds and sends, and writes how the weights lie beside the run."""
+        """Reports memory and communication of a step, and writes the layout of the weights."""
         found = self._trainer.report
         ahead = expected(self._trainer, self._options, self._trainer.batch)
         values = ahead.values if ahead else {}
@@ -217,7 +217,7 @@ class Loop:
         self._tell.say(told)
 
     def _measured(self, seconds: float) -> None:
-        """Says what the first steps after the graph was built have shown."""
+        """Reports the measured speed of the first steps after the graph was built."""
         self._measured_steps += 1
         self._seconds += seconds
         number, is_last = self._measured_steps, self._trainer.step >= self._options.steps
@@ -239,7 +239,9 @@ class Loop:
             self._tell("measured", told, step=self._trainer.step, **values)
 
     def _mfu(self, seconds: float) -> float | None:
-        """The model's products as a share of the measured peak; None above 1, which cannot be."""
+        """Returns the model's matmul flops as a share of the measured peak; None above 1, an
+        impossible value.
+        """
         return share if (share := ratio(self._flops, seconds * self._peak)) <= 1 else None
 
     def _save(self, act: Callable[[], object]) -> None:
@@ -263,7 +265,7 @@ class Loop:
         self._trainer.begin_save(judged)
 
     def _tell_saved(self) -> None:
-        """Tells of what has become a checkpoint since."""
+        """Reports checkpoints completed since the last call."""
         if self._saved == self._begun:
             return
         folder, steps = self._options.logdir, []
@@ -282,7 +284,7 @@ class Loop:
 
     def _request_stop(self, number: int, _frame: Any) -> None:
         if self._stop is not None:
-            # The second time without ceremony.
+            # A second signal ends the run at once.
             raise KeyboardInterrupt
         self._stop = number
 
@@ -310,7 +312,7 @@ class Loop:
         }
         shown = ", ".join(filter(None, [f"loss {result['loss']:.3f}", score.short()]))
         if self._rate is None:
-            # The first step builds the graph; its time says nothing of those to come.
+            # The first step builds the graph, so its time is not typical.
             self._rate, took = 0.0, {}
         else:
             now, took = ratio(score.amount, seconds), {"seconds": seconds}
@@ -329,7 +331,7 @@ class Loop:
         self._tell_profile()
 
     def _tell_work(self) -> None:
-        """Tells how long each worker was at work, and who is slow."""
+        """Reports how long each worker computed, and which ones are slow."""
         if not (work := self._trainer.work()):
             return
         slow = "; ".join(
@@ -342,15 +344,15 @@ class Loop:
         self._tell("workers", slow or None, is_warning=True, step=self._trainer.step, workers=told)
 
     def _tell_profile(self) -> None:
-        """Tells of a profile that has been written."""
+        """Reports a finished profile."""
         if (path := self._profile.written) is not None:
             self._profile.written = None
             self._tell("profile", f"profile: {path}", step=self._trainer.step, path=path)
 
     def _skip(self, error: NotFiniteError) -> None:
-        """Goes on without a step that is not finite, or not at all."""
+        """Skips a step that is not finite, or ends the run."""
         trainer, why = self._trainer, str(error)
-        # That is how the scale of the loss is found, which ends.
+        # Overflows of float16 only search for the loss scale, and stop by themselves.
         is_rescaled = isinstance(error, RescaledError)
         if self._options.on_nonfinite == "stop" and not is_rescaled:
             trainer.give_up(why, trainer.step + 1)
@@ -368,7 +370,7 @@ class Loop:
         values = {"why": why, "skipped_steps": number}
         self._tell("skipped", text, is_warning=True, step=trainer.step, **values)
         self._summarize("train", {"skipped_steps": number})
-        # The graph is built, whatever it gave.
+        # The graph is built even if the step failed.
         self._rate = self._rate or 0.0
 
     def _summarize(self, name: str, values: Mapping[str, float]) -> None:
@@ -386,7 +388,7 @@ class Loop:
             what = str(trainer.sample) if asked else "all of the held-out data"
             with waiting("evaluating"):
                 score = trainer.evaluate(batches)
-            # Nothing stops it.
+            # Without `stopped` there is always a score.
             assert score is not None
             self._summarize("heldout", score.values())
             text = f"held out at step {trainer.step}: {score} ({what})"
@@ -398,7 +400,7 @@ class Loop:
     def _end(
         self, reason: str, *, is_done: bool = True, is_told: bool = False, step: int | None = None
     ) -> None:
-        """Tells how it ended, and writes the page of the run."""
+        """Records how the run ended, and writes its page."""
         step = self._trainer.step if step is None else step
         self._tell("end", step=step, reason=reason, is_done=is_done)
         if (path := self._tell.write_page()) and is_told:

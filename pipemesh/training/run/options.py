@@ -1,4 +1,4 @@
-"""What a training is asked for, whatever is trained, as plain values."""
+"""Settings of a run, independent of the model, as plain values."""
 
 from __future__ import annotations
 
@@ -6,40 +6,39 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# How many held-out batches are evaluated while training, unless a number is asked for.
+# Default number of held-out batches for an evaluation during the run.
 EVAL_BATCHES = 16
-# What standard output has: lines for people, or an object of JSON a line.
+# Formats of standard output: text, or one JSON object per line.
 LOG_FORMATS = ("text", "json")
-# Skips the step, or ends training.
+# Skip the step, or end the run.
 ON_NONFINITE = ("skip", "stop")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a training is asked for.
+    """Settings of a run.
 
     Attributes:
         logdir: the log directory.
         steps: the step to train up to.
         save_every: steps between checkpoints.
         eval_every: steps between evaluations.
-        eval_batches: held-out batches of every evaluation; None for `EVAL_BATCHES` while training
+        eval_batches: held-out batches of each evaluation; None for `EVAL_BATCHES` during the run
             and all at the end.
-        max_to_keep: how many of the newest checkpoints to keep.
-        keep_best: how many of the best to keep besides, by the held-out data.
-        on_nonfinite: what to do with a step whose loss or gradients are not finite, one of
+        max_to_keep: number of newest checkpoints to keep.
+        keep_best: number of checkpoints with the best held-out score to keep in addition.
+        on_nonfinite: how to treat a step whose loss or gradients are not finite, one of
             `ON_NONFINITE`.
-        early_stop: after how many evaluations while training that are no better than the best
-            before them training ends; 0 for never.
-        given: the flags that were given, by name, to be kept with checkpoints.
+        early_stop: number of evaluations without improvement after which the run ends; 0 for never.
+        given: the flags on the command line, by name, stored with checkpoints.
         trace_schedule: whether to time the actions of a step at the end.
-        find_learning_rate: the number of learning rates to try instead of training; 0 to train.
+        find_learning_rate: number of learning rates to try instead of training; 0 to train.
         log_format: one of `LOG_FORMATS`.
         profile_steps: the first and the last step to profile; None for none.
-        histogram_every: steps between histograms of weights and their updates; 0 for none.
-        figures: path of what was measured of the model's layers; None for `figures.json` in the
-            log directory, if that is there.
-        device_memory: bytes of a device; None if that is not said.
+        histogram_every: steps between histograms of weights and updates; 0 for none.
+        figures: path of measured figures of the layers; None for `figures.json` in the log
+            directory, if it exists.
+        device_memory: bytes of a device; None if unknown.
 
     Example:
         >>> Options(logdir="runs/a", steps=300).save_every

@@ -1,4 +1,4 @@
-"""A profile of some steps, by TensorFlow's own profiler. That it fails ends no training."""
+"""A profile of some steps, by TensorFlow's profiler; its failures never end a run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ import tensorflow as tf
 
 from pipemesh.checkpoint.reader import reason
 
-# Where TensorBoard looks for profiles.
+# The folder in which TensorBoard looks for profiles.
 _FOLDER = os.path.join("plugins", "profile")
 
 
 class Profile:
-    """Profiles steps, from one to another.
-
-    Args:
-        folder: the log directory.
-        steps: the first and the last one; None for no profile.
-        warn: called with a line if there is none after all.
+    """A profile of the steps from `steps[0]` to `steps[1]`; `warn` gets a line if it fails.
 
     Example:
         >>> import tempfile
@@ -49,11 +44,7 @@ class Profile:
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """To be entered around a step; the profile begins and ends outside of the block.
-
-        Args:
-            step: its number.
-        """
+        """Encloses a step; the profile starts before the block and ends after it."""
         first, last = self._steps or (0, -1)
         if not first <= step <= last:
             yield
@@ -61,7 +52,7 @@ class Profile:
         if not self._runs:
             self._begin()
         try:
-            # What tells the profiler where a step begins and ends.
+            # Marks the start and end of a step for the profiler.
             with tf.profiler.experimental.Trace("train", step_num=step, _r=1):
                 yield
         finally:
@@ -77,7 +68,7 @@ class Profile:
             self._fail(reason(error))
 
     def close(self) -> None:
-        """Writes what there is, if the profile has begun and not ended."""
+        """Writes an unfinished profile."""
         if not self._runs:
             return
         self._runs, self._steps = False, None
@@ -86,7 +77,7 @@ class Profile:
         except (OSError, tf.errors.OpError) as error:
             self._fail(reason(error))
             return
-        # TensorFlow does not say that it could not write it.
+        # TensorFlow does not report that it could not write the profile.
         if new := self._files() - self._before:
             self.written = os.path.dirname(max(new))
         else:

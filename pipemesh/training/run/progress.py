@@ -1,4 +1,4 @@
-"""How far a training is: a bar on a terminal, a line now and then in a log."""
+"""Progress of a run: a bar on a terminal, an occasional line in a log."""
 
 from __future__ import annotations
 
@@ -16,14 +16,9 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class Progress:
-    """Shows on standard error how many steps are done.
+    """A progress display on standard error.
 
-    In a log nothing is written over, so a line is there to stay: there is one every 30 seconds, and
-    one at the end.
-
-    Args:
-        done: steps that were done before.
-        total: all there are to be.
+    In a log file each update is a new line, so there is one every 30 seconds and one at the end.
 
     Example:
         >>> with Progress(done=2, total=4) as progress:
@@ -57,11 +52,7 @@ class Progress:
             self._tell()
 
     def advance(self, text: str | None = None) -> None:
-        """Counts a step.
-
-        Args:
-            text: what there is to say of it; None to leave what stands there.
-        """
+        """Counts a step and shows `text` with it; None keeps the text before."""
         self._done += 1
         self._text = self._text if text is None else text
         if self._bar is not None:
@@ -72,11 +63,7 @@ class Progress:
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Says what takes time, until the block ends.
-
-        Args:
-            what: is done, such as "building the graph".
-        """
+        """Shows `what` as the current work, such as "building the graph", until the block ends."""
         self._text = what
         if self._bar is not None:
             self._bar.set_postfix_str(what)

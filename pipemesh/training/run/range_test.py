@@ -1,8 +1,8 @@
-"""The range test of learning rates: which ones a model learns with, before it is trained.
+"""The range test of learning rates: tries rates on a model before a run.
 
-From step to step the learning rate grows by the same factor, and the loss is watched: it stays
-where it is, falls, and rises. Leslie Smith, "Cyclical learning rates for training neural networks",
-section 3.3 (https://arxiv.org/abs/1506.01186); rates that grow by a factor are S. Gugger's
+The learning rate grows by the same factor each step. The loss first stays, then falls, then rises.
+See Leslie Smith, "Cyclical learning rates for training neural networks", section 3.3
+(https://arxiv.org/abs/1506.01186). Exponential growth is from S. Gugger
 (https://sgugger.github.io/how-do-you-find-a-good-learning-rate.html).
 """
 
@@ -26,33 +26,30 @@ from pipemesh.training.run.options import Options
 from pipemesh.training.run.progress import Progress
 from pipemesh.training.trainer import Trainer
 
-# Means are those over a third of a decade.
+# Losses are averaged over a third of a decade.
 _MEANS_A_DECADE = 3
-# Steps at the beginning, whose rates are next to nothing: a part of all, so many at least.
+# The first steps, with negligible rates: a fifth of all, and at least ten.
 _PART_FIRST, _FEWEST_FIRST = 5, 10
-# It ends where the loss is above that of the beginning by so much of it, or by so many standard
-# deviations; it has fallen if it is below by so many.
+# The test ends when the loss exceeds the first losses by this share, or by this many standard
+# deviations. The loss has fallen if it is this many below.
 _RISE, _DEVIATIONS, _FALL = 0.25, 6.0, 2.0
-# What lies within this share of the fall may be noise.
+# Differences below this share of the fall may be noise.
 _NOISE = 0.1
-# Steps that are not finite, one after the other, are no accident of the data.
+# Most steps in a row that are not finite: more are no accident of the data.
 _MOST_IN_A_ROW = 3
-# Rates of the table, a decade.
+# Rows of the table for each decade.
 _ROWS_A_DECADE = 2
 _BAR = 40
-# A shell reports the number of the signal beyond this.
+# A shell reports a signal as 128 plus its number.
 _BY_SIGNAL = 128
 
 
 class Curve:
     """Losses by learning rate.
 
-    Args:
-        steps: how many rates there are to be.
-
     Attributes:
-        rates: the learning rates, growing.
-        losses: of the steps with them, each of the weights before that step.
+        rates: the learning rates, ascending.
+        losses: the loss of each step, from the weights before its update.
 
     Example:
         >>> curve = Curve(100)
@@ -71,20 +68,15 @@ class Curve:
         self.losses: list[float] = []
 
     def add(self, rate: float, loss: float) -> None:
-        """Takes the loss of a step.
-
-        Args:
-            rate: the learning rate that the weights are updated with after it.
-            loss: finite.
-        """
+        """Adds a finite loss, and the rate of the update after it."""
         self.rates.append(rate)
         self.losses.append(loss)
-        # It is asked for anew.
+        # Drop the cached means.
         self.__dict__.pop("means", None)
 
     @functools.cached_property
     def means(self) -> list[tuple[float, float]]:
-        """Each rate with the mean of the losses behind it and its neighbours."""
+        """Returns each rate with the mean of the losses after it and its neighbours."""
         after = np.array(self.losses[1:])
         around = self._around
         return [
@@ -94,18 +86,18 @@ class Curve:
 
     @property
     def begins_at(self) -> tuple[float, float]:
-        """Mean and standard deviation of the first losses."""
+        """Returns mean and standard deviation of the first losses."""
         first = self.losses[: self._num_first]
         return float(np.mean(first)), float(np.std(first))
 
     @property
     def is_readable(self) -> bool:
-        """Whether there are enough losses to say anything."""
+        """Returns whether there are enough losses for a result."""
         return len(self.losses) >= self._num_first + 2 * self._around + 1
 
     @property
     def has_risen(self) -> bool:
-        """Whether the loss is well above that of the beginning."""
+        """Returns whether the loss is well above the first losses."""
         if not self.is_readable:
             return False
         mean, deviation = self.begins_at
@@ -115,7 +107,7 @@ class Curve:
 
     @property
     def has_fallen(self) -> bool:
-        """Whether the loss was anywhere below that of the beginning by more than noise is."""
+        """Returns whether the loss fell below the first losses by more than noise."""
         if not self.is_readable:
             return False
         mean, deviation = self.begins_at
@@ -124,12 +116,12 @@ class Curve:
 
     @property
     def lowest(self) -> float:
-        """The rate with the lowest loss."""
+        """Returns the rate with the lowest loss."""
         return min(self.means, key=lambda row: row[1])[0]
 
     @property
     def fastest(self) -> float:
-        """The rate, of those up to the lowest loss, at which the loss falls the fastest."""
+        """Returns the rate at which the loss falls fastest, up to the lowest loss."""
         rates, losses = np.array(self.means).T
         end = int(np.argmin(losses))
         mean, _ = self.begins_at
@@ -141,15 +133,15 @@ class Curve:
 
     @property
     def suggested(self) -> float:
-        """The largest rate to train with: between the fastest fall and the lowest loss.
+        """Returns the largest rate to train with: the geometric mean of `fastest` and `lowest`.
 
-        In the middle by their logarithms. A training stays at its largest rate for longer than a
-        step, so it has to keep away from where the loss rises.
+        A run uses its largest rate for longer than a step, so it needs distance from where the loss
+        rises.
         """
         return math.sqrt(self.fastest * self.lowest)
 
     def table(self) -> str:
-        """The mean loss by rate, a line each, as numbers and as a bar."""
+        """Returns the mean loss by rate, one per line, as numbers and as a bar."""
         rows: list[tuple[float, float]] = []
         for rate, loss in self.means:
             if not rows or math.log10(rate / rows[-1][0]) >= 0.999 / _ROWS_A_DECADE:
@@ -163,7 +155,7 @@ class Curve:
         return "\n".join(lines)
 
     def to_csv(self) -> str:
-        """All rates, with the loss of each step, and the mean of those behind it."""
+        """Returns all rates, with the loss of each step and the mean of the losses after it."""
         means = [f"{loss:.9g}" for _, loss in self.means]
         rows = zip(self.rates, self.losses, [*means, ""], strict=True)
         lines = ["learning_rate,loss,mean_loss_after"]
@@ -172,11 +164,9 @@ class Curve:
 
 
 class RangeTest:
-    """Trains with growing learning rates, and says what is to be learned from it; saves no weights.
+    """A run with growing learning rates, which reports a good rate and saves no weights.
 
-    Args:
-        trainer: made with these options, so that its learning rate grows.
-        options: what is asked for, with `find_learning_rate`.
+    The trainer must be made with the same options, including `find_learning_rate`.
     """
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
@@ -184,12 +174,10 @@ class RangeTest:
         self._stop: int | None = None
 
     def run(self) -> int:
-        """Trains, prints what was found, and writes `learning_rates.csv`; returns the exit code.
+        """Trains, prints the result, and writes `learning_rates.csv`; returns the exit code.
 
-        A signal ends it early; what was found until then is printed.
-
-        Raises:
-            TrainingError: the loss is not finite from the beginning.
+        A signal ends it early; the result so far is printed. Raises TrainingError if the loss is
+        not finite from the start.
         """
         first = self._trainer.step
         curve = Curve(self._options.find_learning_rate)
@@ -215,12 +203,12 @@ class RangeTest:
 
     def _request_stop(self, number: int, _frame: Any) -> None:
         if self._stop is not None:
-            # The second time without ceremony.
+            # A second signal ends the program at once.
             raise KeyboardInterrupt
         self._stop = number
 
     def _try(self, curve: Curve) -> str:
-        """Trains until the loss has risen; returns what ended it, in words."""
+        """Trains until the loss has risen; returns the reason for the end as text."""
         steps, in_a_row = self._options.find_learning_rate, 0
         with Progress(0, steps) as progress:
             for number in range(steps):
@@ -251,7 +239,7 @@ class RangeTest:
                 f"step {self._trainer.step + 1}: {error}, with a learning rate of next to nothing; "
                 "the model or its data has to be mended first"
             ) from error
-        # Of the step before, whose rate moved the weights to where they are.
+        # The rate of the step before, which produced the current weights.
         return f"is not finite beyond {curve.rates[-1]:.1e}"
 
     def _step(self, is_first: bool) -> Any:
@@ -259,12 +247,12 @@ class RangeTest:
             return self._trainer.train_step()
         with waiting("building the graph"):
             result = self._trainer.train_step()
-        # As the loop of training: until then little is garbage.
+        # As in the training loop: until here there is little garbage.
         gc.enable()
         return result
 
     def _advice(self, curve: Curve, end: str) -> list[str]:
-        """What was found, and what to train with, in words."""
+        """Returns the result and the advice as lines."""
         if not curve.has_fallen:
             return [
                 f"the loss did not fall by more than it varies, and {end}; there is nothing to "

@@ -1,20 +1,20 @@
-"""Losses that stand out of those before them."""
+"""Loss spikes: losses far above the mean of those before."""
 
 from __future__ import annotations
 
 import math
 
-# Of the running mean of losses, and of their squared distances from it.
+# Decay of the running mean and variance of losses.
 _DECAY = 0.98
-# So many losses have to be known; a loss stands out by so many standard deviations, and by such a
-# share of the mean: a loss that is nearly constant makes no spikes of its noise.
+# A spike needs this many losses before it. It exceeds the mean by this many standard deviations and
+# by this share of the mean, as nearly constant losses would make spikes of noise.
 _FEWEST = 50
 _DEVIATIONS = 6.0
 _SHARE = 0.1
 
 
 class Spikes:
-    """Watches losses, one a step.
+    """A detector of loss spikes.
 
     Example:
         >>> spikes = Spikes()
@@ -28,14 +28,9 @@ class Spikes:
         self._count, self._mean, self._square = 0, 0.0, 0.0
 
     def add(self, loss: float) -> str | None:
-        """Takes the loss of a step.
+        """Adds a finite loss, and describes it if it is a spike; None otherwise.
 
-        Args:
-            loss: finite.
-
-        Returns:
-            What stands out; None if nothing does. Of a loss that stays high it is told until the
-            mean has come after it, at most for as many steps as that takes.
+        A loss that stays high is reported until the mean has caught up with it.
         """
         apart = loss - self._mean
         told = None
@@ -43,7 +38,7 @@ class Spikes:
             least = max(_DEVIATIONS * math.sqrt(self._square), _SHARE * abs(self._mean))
             if apart > least:
                 told = f"the loss is {loss:.3f}, after {self._mean:.3f} on average"
-        # As means of all there is, until there is more than the decay remembers.
+        # A plain mean until there are more losses than the decay remembers.
         self._count += 1
         new = max(1 - _DECAY, 1 / self._count)
         self._mean += new * apart

@@ -1,4 +1,4 @@
-"""The table of stages that training prints first, and records."""
+"""The table of stages that a run prints first, and records."""
 
 from __future__ import annotations
 
@@ -12,24 +12,17 @@ from pipemesh.text import columns
 
 
 def stage_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text.
-
-    Args:
-        rows: that `stage_rows` found.
-    """
+    """Returns the result of `stage_rows` as text."""
     lines = columns(rows, left=(0, 1, len(rows[0]) - 1))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[str, ...]]:
-    """Which layers, what share of the flops, how many parameters and which devices a stage has.
+    """Returns the column names, and a row for each stage: layers, share of flops, parameters,
+    devices.
 
-    Args:
-        stack: a `PipeliningLayer`, on the cluster that it was made on.
-        shapes: of its inputs, for a microbatch; None if they are not known.
-
-    Returns:
-        The names of the columns, and a row for each stage.
+    The stack must be on the cluster on which it was made. `shapes` are its inputs for a microbatch,
+    or None if unknown.
     """
     p = stack.params
     cells = list(p.cell_tpl)
@@ -71,16 +64,12 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
 
 
 def layers_of(cell: Any) -> list[Any]:
-    """Params of the layers of a stage.
-
-    Args:
-        cell: params of the stage.
-    """
+    """Returns the params of the layers in a stage's params."""
     return list(cell.sub) if "sub" in cell else [cell]
 
 
 def _summary(names: list[str]) -> str:
-    """Runs of equal names as `4 Block`."""
+    """Joins names, with repeated ones as `4 Block`."""
     runs: list[tuple[int, str]] = []
     for name in names:
         if runs and runs[-1][1] == name:

@@ -1,4 +1,4 @@
-"""Scalars and histograms for TensorBoard. That they cannot be written ends no training."""
+"""Scalars and histograms for TensorBoard; failures to write them never end a run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from tqdm import tqdm
 
 from pipemesh.checkpoint.reader import reason
 
-# After a failure.
+# Steps to wait after a failure.
 _STEPS_BETWEEN_TRIES = 100
 
 
 class Summaries:
-    """Event files below a folder.
-
-    Args:
-        folder: that they lie in; `train` is in a folder of that name in it.
+    """Event files in a folder, each curve in its subfolder.
 
     Example:
         >>> import os, tempfile
@@ -35,7 +32,7 @@ class Summaries:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._writers: dict[str, Any] = {}
-        # The step from which on it is tried again: each try leaves a file.
+        # The step of the next try after a failure: each try leaves a file.
         self._again: dict[str, int] = {}
 
     def write(
@@ -45,14 +42,7 @@ class Summaries:
         values: Mapping[str, float],
         histograms: Mapping[str, np.ndarray] = types.MappingProxyType({}),
     ) -> None:
-        """Writes what there is to see of a step.
-
-        Args:
-            name: of the curve, such as `train`.
-            step: of it.
-            values: by tag.
-            histograms: by tag, what they are of.
-        """
+        """Writes scalars and histograms of a step, by tag, to the curve `name`."""
         if step < self._again.get(name, step):
             return
         try:
@@ -61,14 +51,14 @@ class Summaries:
                 self._writers[name] = tf.summary.create_file_writer(path)
             with self._writers[name].as_default(step=step):
                 for key, value in values.items():
-                    # Perplexities exceed what a float32 holds; TensorFlow takes no such number.
+                    # Perplexities can exceed float32, and TensorFlow rejects such numbers.
                     with np.errstate(over="ignore"):
                         tf.summary.scalar(key, np.float32(value))
                 for key, value in histograms.items():
                     tf.summary.histogram(key, value)
             self._writers[name].flush()
         except (OSError, tf.errors.OpError) as error:
-            # A file that was written in part is not written to again.
+            # Do not append to a partly written file.
             self._writers.pop(name, None)
             if name not in self._again:
                 tqdm.write(

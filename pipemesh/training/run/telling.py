@@ -1,4 +1,4 @@
-"""Telling what happens in a training: as text or as objects, and into its record and its page."""
+"""Output of a run: text or objects, its record and its page."""
 
 from __future__ import annotations
 
@@ -24,16 +24,12 @@ from pipemesh.training.run.console import say_object
 from pipemesh.training.run.options import Options
 from pipemesh.training.workers import Work
 
-# A thousandth of what times are told in.
+# Digits to a thousandth of the unit of time.
 _DIGITS = 3
 
 
 class Telling:
-    """Tells what happens, once for people and once for programs.
-
-    Args:
-        options: what is asked for; its log directory gets the record.
-        renew: see `Record`.
+    """The output of a run, for people and for programs; the record goes to the log directory.
 
     Example:
         >>> import tempfile
@@ -51,29 +47,26 @@ class Telling:
     def __call__(
         self, kind: str, text: str | None = None, *, is_warning: bool = False, **values: Any
     ) -> None:
-        """Tells something.
+        """Reports an event.
 
-        Args:
-            kind: of what, see `pipemesh/report/README.md`.
-            text: for people; None if it is for programs alone.
-            is_warning: whether the text belongs on standard error.
-            **values: for programs.
+        Kinds are in `pipemesh/report/README.md`. `text` is for people, or None; `is_warning` sends
+        it to standard error. Further values are for programs.
         """
         if text is not None:
             self.warn(text) if is_warning else self.say(text)
         say_object(self._record.add(kind, **values))
 
     def say(self, text: str) -> None:
-        """Writes a line for people, above what shows progress."""
+        """Writes a line for people, above the progress display."""
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
     def warn(self, text: str) -> None:
-        """Writes a line of what went wrong."""
+        """Writes a warning."""
         tqdm.write(text, file=sys.stderr)
 
     def write_page(self) -> str | None:
-        """Writes the page of the run; returns its path, or None if that could not be."""
+        """Writes the page of the run; returns its path, or None if that failed."""
         path = os.path.join(self.folder, PAGE)
         try:
             write_whole(path, page(read(self.folder)).encode("utf-8", "replace"))
@@ -84,12 +77,7 @@ class Telling:
 
 
 def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
-    """What is known of a training before its first step.
-
-    Args:
-        trainer: a `Trainer`.
-        options: what is asked for.
-    """
+    """Returns the values known before the first step of a run."""
     subject, unused = trainer.subject, () if trainer.trained.pipelines else OF_PIPELINES
     plan = subject.plan.to_values()
     return {
@@ -114,11 +102,7 @@ def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
 
 
 def of_report(found: Report) -> dict[str, Any]:
-    """What is predicted of a step.
-
-    Args:
-        found: the prediction.
-    """
+    """Returns the predicted values of a step."""
     return {
         "devices": [
             {
@@ -141,10 +125,8 @@ def of_report(found: Report) -> dict[str, Any]:
 
 
 def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
-    """When the actions of some steps ran.
-
-    Args:
-        steps: in milliseconds, each with the seconds of the whole step; the first one is shown.
+    """Returns when the actions of some steps ran, from timelines in milliseconds; the first is
+    shown.
     """
 
     def rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -161,11 +143,7 @@ def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
 
 
 def of_work(work: Sequence[Work]) -> list[dict[str, Any]]:
-    """What workers did.
-
-    Args:
-        work: of each.
-    """
+    """Returns the work of each worker as plain values."""
     return [
         {
             "worker": each.name,
