@@ -25,11 +25,11 @@ class ExportedModel(tf.Module):
     int32 `[batch]`. Any batch size is valid, and any length up to the model's.
 
     * `score` returns `log_probs`, float32 `[batch, length]`: the natural logarithm of every token's
-    probability given those before it. It is 0 for the first token, which has no score, and for
-    padding.
+      probability given those before it. It is 0 for the first token, which has no score, and for
+      padding.
     * `decode` also takes `max_tokens`, int32. It returns `tokens`, int32 `[batch, max_tokens]`, the
-    most likely ones, their `log_probs`, and `counts`, int32 `[batch]`. A count is the number of
-    tokens, including the one that ends a row; entries behind it are 0.
+      most likely ones, their `log_probs`, and `counts`, int32 `[batch]`. A count is the number of
+      tokens, including the one that ends a row; entries behind it are 0.
 
     Args:
         compute: returns negative log probabilities, `[1, length]`, of labels. It is called like

@@ -47,7 +47,7 @@ def stacked_weight(
     """Stacks a weight of alike layers, each where its layer is.
 
     `held` has the weights of the layers at each position along the axis `layers`, as slices on its
-    processors. `shape` is the stacked shape, with the dims of the stack in front.
+    processors. The shape has the dims of the stack in front.
     """
     slices: dict[int, tf.Tensor] = {}
     sizes = lowering.tensor_layout(shape).slice_shape
