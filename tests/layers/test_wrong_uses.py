@@ -18,10 +18,16 @@ from pipemesh.layers import (
 )
 from pipemesh.schedule import gpipe
 from tests.layers.blocks import WIDTH, Block
-from tests.layers.harness import cluster, run_eagerly
+from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 SHAPE = tshape.Shape([8, 4])
+
+
+# What is refused is refused by the same code in both; TF1 repeats it.
+@pytest.fixture(params=[pytest.param(run_tf1, marks=pytest.mark.exhaustive), run_tf2])
+def run(request):
+    return request.param
 
 
 def told(value):
