@@ -1,6 +1,6 @@
 """Writes a trained language model as a SavedModel, which TensorFlow loads without this library.
 
-    pipemesh export --logdir=runs/OneBillionWordTiny --to=exported
+    pipemesh export --logdir=runs/tiny --to=exported
 
 It has the signatures `score` and `decode` (greedy); `pipemesh.decoding.ExportedModel` says what
 they take and return.

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 for a mistake in the request.
 
     Example:
-        >>> main(["schedule", "--name=forward_only", "--devices=1", "--microbatches=2"])
+        >>> main(["schedule", "--name=forward_only", "--devices=1", "--num_microbatches=2"])
         forward_only: 1 device, 1 stage, 2 microbatches
         costs a stage: F 1, B 2, I 1, W 1, transfer 0
         <BLANKLINE>

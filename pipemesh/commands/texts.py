@@ -73,7 +73,9 @@ def parse_for_texts(
         if flag.name not in takes
     }
     trained = (
-        dataclasses.replace(flag, required=True) if flag.name == "logdir" else flag
+        dataclasses.replace(flag, required=True, help="Log directory of the training.")
+        if flag.name == "logdir"
+        else flag
         for flag in kind.flags
     )
     of_kind = kind.flags if not is_help(argv) else tuple(trained)
