@@ -130,7 +130,7 @@ def main(argv: list[str]) -> int:
         if is_help(argv):
             print(_help())
             return 0
-        hint = did_you_mean(verb, VERBS) if verb else ""
+        hint = f"{did_you_mean(verb, VERBS)}known are " if verb else ""
         raise FlagError(
             f"{repr(verb) + ' is no' if verb else 'give a'} verb of `pipemesh checkpoint`: {hint}"
             f"{', '.join(VERBS)}"

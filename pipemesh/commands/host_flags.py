@@ -103,8 +103,8 @@ def device_flags(
         Flag(
             "device_type",
             choices=["CPU", "GPU"],
-            help="Type of devices; default: GPU if this machine has enough of them for the mesh "
-            "and --cluster names no workers, else CPU.",
+            help="Type of devices; default: GPU if this machine has enough of them for the mesh, "
+            "else CPU; of workers: CPU.",
         ),
         Flag(
             CONFIG,
