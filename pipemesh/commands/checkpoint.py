@@ -10,9 +10,9 @@
   pipemesh checkpoint import --from=gpt2/model.safetensors --logdir=runs/gpt2
   pipemesh checkpoint export runs/gpt2 tuned
 
-A checkpoint is given by its path without any ending; a folder stands for its newest one. Those of
-lingvo and of TensorFlow's own Saver are read as well. `import` and `export` are for the files of
-the package `transformers`: model.safetensors, config.json, and the tokenizer beside them.
+A checkpoint is given by its path without any ending; a folder stands for its newest ckpt-<step>.
+Those of lingvo and of TensorFlow's own Saver are read as well. `import` and `export` are for the
+files of the package `transformers`: model.safetensors, config.json, and the tokenizer beside them.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _OF_PLANS = ("mesh_shape", "layout", "allow_idle", *OF_PIPELINES)
 _OF_PLANS += ("strict_devices", "trace_schedule", *NAMES)
 EXPORT_FLAGS = grouped(
     FILES,
-    Flag("to", value="FOLDER", help="The folder to write to, new or empty."),
+    Flag("to", value="FOLDER", help="The folder to write to, new or empty; has to be given."),
     Flag(
         "length",
         int,
