@@ -42,8 +42,9 @@ class Choice:
 
     def __str__(self) -> str:
         known = "" if self.available is None else f" of {_gigabytes(self.available)}"
+        noun = "microbatch" if self.plan.num_microbatches == 1 else "microbatches"
         return (
-            f"{self.plan.num_microbatches} microbatches, remat {self.plan.remat}: "
+            f"{self.plan.num_microbatches} {noun}, remat {self.plan.remat}: "
             f"bubble {self.bubble:.0%}, about {_gigabytes(self.memory)}{known} GB a device"
         )
 

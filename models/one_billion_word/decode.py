@@ -1,6 +1,6 @@
 """Continues texts with the language model: `pipemesh decode`.
 
-    python -m models.one_billion_word.decode --logdir=runs/OneBillionWordTiny \\
+    python -m models.one_billion_word.decode --logdir=runs/tiny \\
         --prompt="The module" --max_tokens=24
 """
 

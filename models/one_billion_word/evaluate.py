@@ -1,6 +1,6 @@
 """Evaluates a checkpoint of the language model on all of the held-out text.
 
-    python -m models.one_billion_word.evaluate --logdir=runs/OneBillionWordTiny
+    python -m models.one_billion_word.evaluate --logdir=runs/tiny
 
 It is `pipemesh evaluate`. Flags that are not given are taken from the checkpoint; the mesh may be
 another. A training in the same folder may run meanwhile.

@@ -98,7 +98,8 @@ def _trainer(request: Request) -> Any:
     plan = config.PLAN
     if config.PIPELINED:
         size = config.BATCH_SIZE // plan.num_microbatches
-        how = f"{plan.num_microbatches} microbatches of {size}"
+        noun = "microbatch" if plan.num_microbatches == 1 else "microbatches"
+        how = f"{plan.num_microbatches} {noun} of {size}"
         if plan.num_replicas > 1:
             how = f"{how} ({size // plan.num_replicas} a replica)"
     else:

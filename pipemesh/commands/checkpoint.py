@@ -10,9 +10,9 @@
   pipemesh checkpoint import --from=gpt2/model.safetensors --logdir=runs/gpt2
   pipemesh checkpoint export runs/gpt2 tuned
 
-A checkpoint is given by its path without any ending; a folder stands for its newest one. Those of
-lingvo and of TensorFlow's own Saver are read as well. `import` and `export` are for the files of
-the package `transformers`: model.safetensors, config.json, and the tokenizer beside them.
+A checkpoint is given by its path without any ending; a folder stands for its newest ckpt-<step>.
+Those of lingvo and of TensorFlow's own Saver are read as well. `import` and `export` are for the
+files of the package `transformers`: model.safetensors, config.json, and the tokenizer beside them.
 """
 
 from __future__ import annotations
@@ -130,25 +130,27 @@ def main(argv: list[str]) -> int:
         if is_help(argv):
             print(_help())
             return 0
-        hint = did_you_mean(verb, VERBS) if verb else ""
+        hint = f"{did_you_mean(verb, VERBS)}known are " if verb else ""
         raise FlagError(
             f"{repr(verb) + ' is no' if verb else 'give a'} verb of `pipemesh checkpoint`: {hint}"
             f"{', '.join(VERBS)}"
         )
     flags = parse(argv[1:], VERBS[verb])
     # Files are read and written: no device is needed, and none announces itself.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    process.import_quietly()
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     # First: it says what is missing.
     importlib.import_module("pipemesh.needs_tensorflow")
     if verb in ("import", "export"):
         return _transfer(verb, flags)
-    from pipemesh.checkpoint import tensors
-
     wanted = _matcher(flags.match)
     path = _checkpoint(flags.path)
+    other = _checkpoint(flags.other) if verb == "diff" else ""
+    # It loads TensorFlow, which takes seconds.
+    from pipemesh.checkpoint import tensors
+
     if verb == "diff":
-        lines, differ = tensors.diff(path, _checkpoint(flags.other), wanted)
+        lines, differ = tensors.diff(path, other, wanted)
         print("\n".join(lines))
         return int(differ)
     if verb == "convert":

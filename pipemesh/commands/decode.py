@@ -1,6 +1,6 @@
 """Continues texts with a trained language model.
 
-    pipemesh decode --logdir=runs/OneBillionWordTiny --prompt="The module" --max_tokens=24
+    pipemesh decode --logdir=runs/tiny --prompt="The module" --max_tokens=24
 
 Standard output has the texts and nothing else. The plan may be another than that of the training.
 """

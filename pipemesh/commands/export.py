@@ -1,6 +1,6 @@
 """Writes a trained language model as a SavedModel, which TensorFlow loads without this library.
 
-    pipemesh export --logdir=runs/OneBillionWordTiny --to=exported
+    pipemesh export --logdir=runs/tiny --to=exported
 
 It has the signatures `score` and `decode` (greedy); `pipemesh.decoding.ExportedModel` says what
 they take and return.
@@ -24,7 +24,7 @@ _OF_PLANS = ("mesh_shape", "layout", "allow_idle", *OF_PIPELINES)
 _OF_PLANS += ("strict_devices", "trace_schedule", *NAMES)
 EXPORT_FLAGS = grouped(
     FILES,
-    Flag("to", value="FOLDER", help="The folder to write to, new or empty."),
+    Flag("to", value="FOLDER", help="The folder to write to, new or empty; has to be given."),
     Flag(
         "length",
         int,

@@ -86,7 +86,7 @@ def decode(
         RuntimeError: the command failed otherwise; has its whole standard error.
 
     Example:
-        >>> pipemesh.decode(["The module"], logdir="runs/OneBillionWordTiny")  # doctest: +SKIP
+        >>> pipemesh.decode(["The module"], logdir="runs/tiny")  # doctest: +SKIP
         [DecodedText(prompt='The module', text='The module is ...', ...)]
         >>> decode([])
         []

@@ -72,8 +72,8 @@ HOST_FLAGS = grouped(
         "step_limit",
         float,
         help="Report which worker is blocked when a step takes longer than this many seconds; "
-        "restart from the last checkpoint after twice as long. Default: 20 times the median of "
-        "the last steps, at least 60.",
+        "after twice as long a training restarts from its last checkpoint, and other commands end. "
+        "Default: 20 times the median of the last steps, at least 60.",
     ),
     Flag("process", int, hidden=True),
     Flag("listen", hidden=True),
@@ -103,8 +103,8 @@ def device_flags(
         Flag(
             "device_type",
             choices=["CPU", "GPU"],
-            help="Type of devices; default: GPU if this machine has enough of them for the mesh "
-            "and --cluster names no workers, else CPU.",
+            help="Type of devices; default: GPU if this machine has enough of them for the mesh, "
+            "else CPU; of workers: CPU.",
         ),
         Flag(
             CONFIG,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 for a mistake in the request.
 
     Example:
-        >>> main(["schedule", "--name=forward_only", "--devices=1", "--microbatches=2"])
+        >>> main(["schedule", "--name=forward_only", "--devices=1", "--num_microbatches=2"])
         forward_only: 1 device, 1 stage, 2 microbatches
         costs a stage: F 1, B 2, I 1, W 1, transfer 0
         <BLANKLINE>
@@ -60,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
-        print(_help(), file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
+        return process.exit_code(lambda: _print_help(bool(words)))
     name = words[0]
     if name == "--version":
         print(f"pipemesh {__version__}")
@@ -87,14 +85,12 @@ def _run(name: str, argv: list[str]) -> int:
     command: Callable[[list[str]], int] = module.main
     if name in PROGRAMS:
         process.run(command, argv)
-    try:
-        code = command(argv)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # The reader, `head` for example, has seen enough; nor may the interpreter write on exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return command(argv)
+
+
+def _print_help(is_requested: bool) -> int:
+    print(_help(), file=sys.stdout if is_requested else sys.stderr)
+    return 0 if is_requested else process.BAD_INPUT
 
 
 def _help() -> str:

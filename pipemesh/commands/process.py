@@ -61,9 +61,16 @@ def exit_code(program: Callable[[], int]) -> int:
         program: returns its exit code.
     """
     try:
-        return program()
+        code = program()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        # The reader, `head` for example, has seen enough; nor may the interpreter write on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (PipemeshError, OSError) as error:
         _tell_lost_workers(error)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

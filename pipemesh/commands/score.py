@@ -1,6 +1,6 @@
 """Scores texts with a trained language model.
 
-    pipemesh score --logdir=runs/OneBillionWordTiny --file=texts.txt
+    pipemesh score --logdir=runs/tiny --file=texts.txt
 
 Standard output has a line for each text: its log probability (natural logarithm), how many tokens
 it has, their perplexity, and the text, with tabs between. The first token, which has no score, is

@@ -32,6 +32,8 @@ TAKEN = (
     *("compute_dtype", "device_type"),
     *(name for name in host_flags.NAMES if name != "elastic"),
 )
+# Help of --logdir, which they need.
+_LOGDIR = "Log directory of the training; --checkpoint may stand in its place."
 # A file with this ending has a string of JSON a line, which is the text exactly.
 _EXACT = ".jsonl"
 
@@ -73,7 +75,7 @@ def parse_for_texts(
         if flag.name not in takes
     }
     trained = (
-        dataclasses.replace(flag, required=True) if flag.name == "logdir" else flag
+        dataclasses.replace(flag, required=True, help=_LOGDIR) if flag.name == "logdir" else flag
         for flag in kind.flags
     )
     of_kind = kind.flags if not is_help(argv) else tuple(trained)

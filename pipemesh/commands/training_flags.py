@@ -57,7 +57,8 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
         Flag(
             "logdir",
             value="FOLDER",
-            help="Folder of checkpoints, summaries and the like.",
+            help="Folder of checkpoints, summaries and the like; default: runs/ and the "
+            "name of the model.",
             group=FILES,
         ),
         *grouped(

@@ -171,12 +171,12 @@ def help_text() -> str:
 
     Example:
         >>> print(help_text().splitlines()[1])
-          1f1b (or one_f_one_b)                  a forward and a backward in turn
+          1f1b (or one_f_one_b)                        a forward and a backward in turn
     """
     rows = [(_spelling(name), known.summary + _default(known)) for name, known in NAMES.items()]
-    rows.append(("file:PATH", "a table that `pipemesh schedule` wrote by --csv or --text"))
+    rows.append(("file:PATH", "a table of `pipemesh schedule --csv` or `--text`"))
     rows.append((SEARCHED, "searched for costs, by `pipemesh schedule` alone"))
-    return "\n".join(f"  {spelling:38} {what}" for spelling, what in rows)
+    return "\n".join(f"  {spelling:44} {what}" for spelling, what in rows)
 
 
 def _spelling(name: str) -> str:

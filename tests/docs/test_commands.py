@@ -50,10 +50,9 @@ LANGUAGE_MODEL = "python -m models.one_billion_word.train --mesh_shape=layers:2 
 # Commands that other pages have, by what a page needs.
 BEFORE = {
     "pipemesh/decoding/README.md": [
-        f"{LANGUAGE_MODEL}runs/OneBillionWordTiny",
+        f"{LANGUAGE_MODEL}runs/tiny",
         "printf 'The module\\nA function\\n' | tee prompts.txt > texts.txt",
     ],
-    "models/one_billion_word/README.md": [f"{LANGUAGE_MODEL}runs/OneBillionWordTiny"],
     "docs/guides/language_model.md": ["printf 'The module\\n' > texts.txt"],
     "pipemesh/report/README.md": [f"{LANGUAGE_MODEL}runs/a", f"{LANGUAGE_MODEL}runs/b"],
 }
