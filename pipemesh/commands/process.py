@@ -62,8 +62,8 @@ def exit_code(program: Callable[[], int]) -> int:
     """
     try:
         code = program()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        # A closed pipe shows here, not when the interpreter exits.
+        print(end="", flush=True)
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
