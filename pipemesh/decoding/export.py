@@ -151,7 +151,8 @@ class ExportedModel(tf.Module):
         size = tf.shape(ids)[1]
         # The padding may contain anything.
         ids = tf.where(tf.range(size) < lengths[:, None], ids, 0)
-        too_long = "tokens of a row, with those to come, exceed the model's length"
+        # TensorFlow would escape an apostrophe.
+        too_long = "the tokens of a row, with those to come, exceed the length of the model"
         checks = [
             tf.debugging.assert_less_equal(lengths, self._length, too_long),
             tf.debugging.assert_positive(lengths, "a row is empty"),

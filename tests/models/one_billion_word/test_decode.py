@@ -212,11 +212,11 @@ def test_tensorflow_alone_serves_what_is_exported(tmp_path, logdir):
     for told, why in zip(
         errors,
         [
-            "exceed the model's length",
+            "exceed the length of the model",
             "max_tokens is below 1",
             "a token is not in the vocabulary",
             "a row is longer than its ids",
-            "exceed the model's length",
+            "exceed the length of the model",
         ],
         strict=True,
     ):

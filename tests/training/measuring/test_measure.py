@@ -52,7 +52,7 @@ def test_what_is_measured_serves_to_find_plans(tmp_path):
     plain = [line for line in tried if line.endswith(kinds)]
     assert code == 0 and len(plain) == 1, err
     assert len(tried) == (2 if "boundaries" in plain[0] else 3)
-    assert "a plain step takes" in out
+    assert "a reference step now takes" in out
     first, second, *others = json.loads(plans.read_text())
     assert 0 < first["trial"] <= second["trial"] and not any("trial" in each for each in others)
 

@@ -106,7 +106,7 @@ import random, signal
 from models.one_billion_word import vocabulary
 from models.one_billion_word.corpus import Sentences
 from pipemesh.commands import process
-signal.signal(signal.SIGINT, program._leave)
+signal.signal(signal.SIGINT, process._leave)
 rng = random.Random(0)
 text = Sentences(tuple("".join(rng.choices("ACDEFGHIKLMNPQRSTVWY", k=900)) for _ in range(3000)))
 print("begins", flush=True)
