@@ -61,7 +61,7 @@ def GenerateStepSeedPair(p: Any, unused_global_step: Any = None, op_seed: Any = 
         op_seed: an integer or scalar tensor that distinguishes operations of one layer.
 
     Returns:
-        A tensor of shape [2]: int64, on TPU int32.
+        A tensor of shape [2], int64, on TPU int32.
     """
     del unused_global_step
     dtype = tf.int32 if py_utils.use_tpu() else tf.int64
