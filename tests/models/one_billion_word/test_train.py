@@ -204,7 +204,7 @@ BAD_INPUT = [
     (
         ["--mesh_shape=layers:2;data:3", "--layout=batch:data"],
         "--batch_size=4: a batch of 4 does not divide among the 3 replicas",
-        "use another size",
+        "use a multiple of 6",
     ),
     (["--mesh_shape=layers:8"], "--mesh_shape='layers:8'", "at most 7 stages"),
     (["--device_type=GPU"], "--mesh_shape='layers:2' needs 2 GPUs", "--device_type=CPU"),
