@@ -88,4 +88,7 @@ def test_removed_flags_name_the_new_way(flag):
     command = warm("-m", "models.one_billion_word.train", flag, "--logdir=runs/a")
     code, _, err = finish(open_process(command))
     assert code == 2
-    assert f"error: {flag}: this flag was removed: several processes no longer run one command. Start" in err
+    assert (
+        f"error: {flag}: this flag was removed: several processes no longer run one command. Start"
+        in err
+    )
