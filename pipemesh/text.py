@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import math
 from collections.abc import Container, Iterable, Sequence
@@ -157,11 +156,3 @@ def bytes_of(text: str) -> float:
         return float(digits) * _BYTES[unit.upper()]
     except ValueError:
         raise ValueError(f"{text!r} is no number of bytes such as 16GiB, 80GB or 25e9") from None
-
-
-def bytes_option(text: str) -> float:
-    """Converts the text of an option into bytes, as the `type` of an argparse argument."""
-    try:
-        return bytes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -153,7 +153,7 @@ def decode(model: Texts, texts: Sequence[str]) -> None:
         decoder.check(prompt, FLAGS.max_tokens, number)
     found = _in_order(decoder.generate(ids, FLAGS.max_tokens))
     if streams:
-        # What is said comes from the stream.
+        # The stream prints the text.
         collections.deque(found, maxlen=0)
         return
     with console.waiting("decoding"):

@@ -127,7 +127,7 @@ def device_type(num_devices: int) -> str:
         cluster = FLAGS.value("cluster", "none")
         has_workers = cluster not in (None, "none")
         if cluster is None:
-            # What is wrong with it is said when workers are connected.
+            # Connecting to the workers reports an invalid value.
             with contextlib.suppress(DeviceError):
                 has_workers = Cluster.from_environment() is not None
         gpus = 0 if has_workers else len(tf.config.list_physical_devices("GPU"))

@@ -414,7 +414,7 @@ def named(argv: Sequence[str]) -> dict[str, Any]:
         if word.startswith("-"):
             flags[name.replace("-", "_")] = value if separator else after
     if CONFIG in flags:
-        # What is wrong with it is said when the flags are parsed.
+        # Parsing the flags reports an invalid value.
         with contextlib.suppress(ConfigError):
             flags = {**read_toml(flags[CONFIG]), **flags}
     return flags

@@ -1,4 +1,4 @@
-"""Where a model may be exported to."""
+"""Targets that a model may be exported to."""
 
 import pytest
 

@@ -131,7 +131,7 @@ def replayed(schedule):
 
 
 def slot_of(home_program, accesses, tick):
-    """Where the one tensor of a value lies."""
+    """Returns the place of the one tensor of a value."""
     (access,) = accesses
     return access.buffer, home_program.slots[access.buffer][access.number][tick]
 
