@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from pipemesh.checkpoint.reader import contents, read_tensors
 from pipemesh.errors import CheckpointError
-from pipemesh.partition.text import bytes_text
-from pipemesh.text import columns, nearest
+from pipemesh.text import bytes_text, columns, nearest
 
 # An optimizer's numbers that belong to no weight.
 _POWERS = re.compile(r"beta[12]_power")

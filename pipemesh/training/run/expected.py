@@ -9,9 +9,9 @@ import os
 from typing import Any
 
 from pipemesh.errors import PipemeshError
-from pipemesh.partition.text import bytes_text
 from pipemesh.plan import Figures, Prediction, predict
 from pipemesh.plan.figures import FILE
+from pipemesh.text import bytes_text
 from pipemesh.training.run.options import Options
 from pipemesh.training.run.stage_table import layers_of
 from pipemesh.training.subject import rows_of

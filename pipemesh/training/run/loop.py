@@ -20,8 +20,8 @@ from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, SaveError
-from pipemesh.partition.text import bytes_text
 from pipemesh.report import to_html, to_trace
+from pipemesh.text import bytes_text
 from pipemesh.training.run.console import objects_alone, waiting
 from pipemesh.training.run.expected import expected
 from pipemesh.training.run.histograms import Histograms
