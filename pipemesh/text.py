@@ -68,14 +68,7 @@ def short(value: float | None) -> str:
 
 
 def number_text(number: float) -> str:
-    """Writes a cost with four digits.
-
-    Args:
-        number: the cost.
-
-    Returns:
-        For example `"12.35"`.
-    """
+    """Returns a cost with four digits, such as `12.35`."""
     if number == int(number) and abs(number) < 1e9:
         return str(int(number))
     return f"{number:.4g}" if not 1e3 <= abs(number) < 1e6 else f"{number:.1f}"
@@ -154,15 +147,7 @@ def is_missing(module: str, error: ModuleNotFoundError) -> bool:
 
 
 def count_text(number: int, what: str) -> str:
-    """Writes a number of things.
-
-    Args:
-        number: how many.
-        what: one of them, in English with a plural in s.
-
-    Returns:
-        For example `"1 stage"` or `"2 stages"`.
-    """
+    """Returns a number of things, such as `1 stage` or `2 stages`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -187,15 +172,7 @@ def bytes_of(text: str) -> float:
 
 
 def bytes_text(number: float, up: bool = False) -> str:
-    """Writes a number of bytes.
-
-    Args:
-        number: of bytes.
-        up: round up and not to the nearest, where the number is a need.
-
-    Returns:
-        For example `"18.2 GiB"`.
-    """
+    """Returns bytes as text such as `18.2 GiB`; `up` rounds up, where the number is a need."""
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if number >= 2**power:
             scaled = number / 2**power

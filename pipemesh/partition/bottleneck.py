@@ -24,10 +24,8 @@ _NOTHING = -(2**62)
 
 
 def least_bottleneck(problem: Problem) -> tuple[int, Candidates] | None:
-    """Finds the least bottleneck, and all places that an allowed cut under it may use.
-
-    The bottleneck includes what rounding may add. The result is `None` if no cut is allowed.
-    """
+    """Finds the least bottleneck, and all places that an allowed cut under it may use."""
+    # The bottleneck includes what rounding may add.
     candidates = _all_places(problem)
     if candidates is None:
         return None
@@ -94,11 +92,9 @@ class Greedy:
         self._walls: Ints = np.asarray([0, *problem.barriers, problem.size])
 
     def forward(self, bottleneck: int) -> tuple[list[int] | None, int]:
-        """Makes each stage as long as possible, from the first to the last.
-
-        Returns the farthest place of each boundary (`None` if the last layer is out of reach) and
-        the least bottleneck above the given one for which anything changes.
-        """
+        """Returns the farthest place of each boundary, and the next bottleneck with other ones."""
+        # Each stage is as long as possible, from the first to the last. The places are `None` if
+        # the last layer is out of reach.
         problem, reached = self._problem, [0]
         following = problem.forever
         begin = 0
@@ -167,12 +163,10 @@ UNDECIDED: tuple[int, Candidates] = (-1, [])
 
 
 def singles_fit(problem: Problem) -> int | None:
-    """Returns the least bottleneck under which every single layer is allowed on every device.
-
-    The result is `None` if a layer breaks the memory limit of some stage. Longest stages are
-    optimal only from this bottleneck on. Below, a long stage can leave the next device with a layer
-    that it cannot take, while a shorter one would have left it a smaller layer.
-    """
+    """Returns the least bottleneck under which every single layer is allowed on every device."""
+    # Longest stages are optimal only from this bottleneck on. Below, a long stage can leave the
+    # next device with a layer that it cannot take, while a shorter one would have left it a smaller
+    # layer.
     memory = problem.memory
     if memory is not None:
         assert memory.limit is not None
@@ -186,12 +180,10 @@ def singles_fit(problem: Problem) -> int | None:
 
 
 def greedy_bottleneck(problem: Problem) -> tuple[int, Candidates] | None:
-    """Finds the least bottleneck of a monotone problem in which every single layer fits.
-
-    An interval of bottlenecks is halved. One that works is replaced by the bottleneck of its cut,
-    one that does not by the least bottleneck that changes its cut. The result is `UNDECIDED` if the
-    least bottleneck may lie below `singles_fit`.
-    """
+    """Finds the least bottleneck of a monotone problem in which every single layer fits."""
+    # An interval of bottlenecks is halved. One that works is replaced by the bottleneck of its cut,
+    # one that does not by the least bottleneck that changes its cut. The result is `UNDECIDED` if
+    # the least bottleneck may lie below `singles_fit`.
     greedy = Greedy(problem)
 
     def attained(cut: list[int]) -> int:

@@ -146,12 +146,7 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def is_sequence(value: object) -> bool:
-    """Returns True for lists, tuples and arrays; False for strings, mappings, sets and numbers.
-
-    Example:
-        >>> is_sequence([1, 2]), is_sequence({0: 1}), is_sequence({1, 2}), is_sequence("12")
-        (True, False, False, False)
-    """
+    """Returns True for lists, tuples and arrays; False for strings, mappings, sets and numbers."""
     if isinstance(value, (str, bytes, bytearray, Mapping, Set)):
         return False
     if isinstance(value, np.ndarray):
@@ -267,11 +262,8 @@ def _from_layer_costs(costs: list[LayerCost]) -> Stack:
 
 
 def to_integers(values: Floats) -> tuple[Ints, Fraction] | None:
-    """Writes decimals as integers times one unit; `None` if they have too many digits.
-
-    A float stands for the shortest decimal that rounds to it: 0.1 is a tenth and not
-    0.1000000000000000055.
-    """
+    """Writes decimals as integers times one unit; `None` if they have too many digits."""
+    # A float stands for the shortest decimal that rounds to it: 0.1 is a tenth.
     for decimals in range(_MOST_DECIMALS + 1):
         scale = 10.0**decimals
         with np.errstate(over="ignore"):

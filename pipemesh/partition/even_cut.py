@@ -26,10 +26,7 @@ _MARGIN = 1e-9
 
 
 def even_cut(problem: Problem, candidates: Candidates, bottleneck: int) -> list[int]:
-    """Finds the allowed cut with the least sum of squared stage times.
-
-    Every allowed cut under the bottleneck runs through the candidates, and there is at least one.
-    """
+    """Finds the allowed cut with the least sum of squared stage times, within the candidates."""
     if num_pairs(candidates) > FEW_PAIRS:
         bound = SquaresBound(problem, candidates, bottleneck)
         width, cut_and_squares = _CORRIDOR, None
@@ -118,13 +115,11 @@ def least_squares(
 def monge_squares(
     problem: Problem, candidates: Candidates, bottleneck: int, dtype: Any = None
 ) -> tuple[list[int], Any] | None:
-    """Does the same as `least_squares` for monotone problems, in row minima that move one way.
-
-    Over the places i of one boundary (columns) and j of the next (rows), the sums
-    `total[i] + time(i, j)^2` form a Monge array, because a square is convex and the time is a
-    difference of prefix sums. So the best column never moves left from one row to the next: a few
-    rows are searched whole, and the rows between them only between the columns found.
-    """
+    """Does the same as `least_squares` for monotone problems, in row minima that move one way."""
+    # Over the places i of one boundary (columns) and j of the next (rows), the sums `total[i] +
+    # time(i, j)^2` form a Monge array, because a square is convex and the time is a difference of
+    # prefix sums. So the best column never moves left from one row to the next: a few rows are
+    # searched whole, and the rows between them only between the columns found.
     dtype = dtype or squares_dtype(problem, candidates, bottleneck)
     top = infinity(dtype, problem, bottleneck)
     total: Ints = np.zeros(1, dtype=dtype)
@@ -303,11 +298,9 @@ class SquaresBound:
         return np.minimum(apart, sums.size - reached.size + index)
 
     def prune(self, candidates: Candidates, upper: float) -> Candidates:
-        """Removes places through which every cut has a sum of squares above `upper`.
-
-        In front of a boundary and behind it the tension may differ. A higher one in front bounds
-        the boundary's place from behind, a lower one from the front.
-        """
+        """Removes places through which every cut has a sum of squares above `upper`."""
+        # In front of a boundary and behind it the tension may differ. A higher one in front bounds
+        # the boundary's place from behind, a lower one from the front.
         upper *= 1 + _MARGIN
         gap = max(upper - self.least(), upper * _MARGIN)
         spread = float(np.sqrt(gap / float((self._speeds**2).sum())))

@@ -117,17 +117,11 @@ def _interleaved_peaks(device: int, devices: int, rounds: int, microbatches: int
 def at_once(
     schedule: str, num_microbatches: int | None, num_stages: int, num_virtual_stages: int = 1
 ) -> tuple[Fraction, ...]:
-    """Returns for each stage the share of microbatches that turn around at once.
-
-    Those run their backward pass right after their forward pass. Where all forward passes come
-    first, that is the last microbatch in the last stage of every device; elsewhere it is every
-    microbatch in the last stage of all. A single microbatch turns around wherever nothing else is
-    between. An unknown number of microbatches (`None`) counts as large.
-
-    Example:
-        >>> [str(share) for share in at_once("gpipe", num_microbatches=4, num_stages=2)]
-        ['1/4', '1/4']
-    """
+    """Returns for each stage the share of microbatches that turn around at once."""
+    # Their backward pass follows their forward pass. Where all forward passes come first, that is
+    # the last microbatch in the last stage of every device; elsewhere every microbatch in the last
+    # stage of all. A single microbatch turns around wherever nothing else is between. An unknown
+    # number of microbatches counts as large.
     last = (
         num_stages // num_virtual_stages
         if schedule in _FORWARD_FIRST or num_microbatches == 1
@@ -194,11 +188,9 @@ def memory_model(
     remat: str,
     exact: bool,
 ) -> MemoryModel:
-    """Builds the memory model of a stack over the boundaries at `positions`.
-
-    With `exact`, numbers that fit no `int64` become Python integers. Without, they are rounded up
-    to a grid of 2^-50 of the largest stage.
-    """
+    """Builds the memory model of a stack over the boundaries at `positions`."""
+    # With `exact`, numbers that fit no `int64` become Python integers. Without, they are rounded up
+    # to a grid of 2^-50 of the largest stage.
     layers = stack.num_layers
     factor = 1 + decimal(optimizer_bytes_per_parameter_byte)
     columns = np.concatenate(

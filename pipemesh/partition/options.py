@@ -25,11 +25,7 @@ _HOW = "from pipemesh.schedule.simulate(table).for_partition()"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The checked arguments of `partition`, which describes them.
-
-    `schedule` is `None` if numbers of a table replace it, `placement` is empty if stages go round
-    the devices, and `pinned` holds the pairs of a mapping that was given as `fixed`.
-    """
+    """The checked arguments of `partition`, which describes them."""
 
     num_stages: int
     speeds: tuple[float, ...] | None = None
@@ -103,12 +99,7 @@ class Options:
 
 
 def round_robin(num_stages: int, num_virtual_stages: int) -> tuple[int, ...]:
-    """Returns the device of each stage where stages go round the devices.
-
-    Example:
-        >>> round_robin(6, 2)
-        (0, 1, 2, 0, 1, 2)
-    """
+    """Returns the device of each stage where stages go round the devices: `0, 1, 2, 0, 1, 2`."""
     return tuple(range(num_stages // num_virtual_stages)) * num_virtual_stages
 
 

@@ -50,10 +50,7 @@ def num_pairs(candidates: Candidates) -> int:
 
 
 class ComputeTimes:
-    """Prefix sums of the compute time of the layers, one array for each kind of stage.
-
-    A kind is a device speed together with the share of forward passes that run twice.
-    """
+    """Prefix sums of compute times, one array for each kind (device speed, share run twice)."""
 
     def __init__(self, kinds: tuple[tuple[Fraction, Fraction], ...]) -> None:
         self.kinds = kinds
@@ -106,11 +103,9 @@ class ComputeTimes:
         bandwidth: Fraction | None,
         exact: bool,
     ) -> ComputeTimes:
-        """Scales all times to integers of one unit.
-
-        With `exact`, times that fit no `int64` become Python integers. Without, they are rounded to
-        a grid of 2^-59 of the total.
-        """
+        """Scales all times to integers of one unit."""
+        # With `exact`, times that fit no `int64` become Python integers. Without, they are rounded
+        # to a grid of 2^-59 of the total.
         times = cls(kinds)
         times._positions = positions
         layers = stack.num_layers
@@ -245,10 +240,8 @@ class Problem:
         return total + 1
 
     def tied(self, bottleneck: int) -> int:
-        """Returns the largest bottleneck that rounding may have made of an equal one.
-
-        Rounding moves each layer by half a unit at most, and float division changes the last bits.
-        """
+        """Returns the largest bottleneck that rounding may have made of an equal one."""
+        # Rounding moves each layer by half a unit at most; float division changes the last bits.
         if not self.times.rounded:
             return bottleneck
         return bottleneck + self.size + (bottleneck >> 45)
@@ -293,12 +286,10 @@ class Problem:
         return last
 
     def stage_times(self, stage: int, begin: Ints, end: Ints) -> Ints:
-        """Returns the time of a stage with its transfers; arrays of boundaries broadcast.
-
-        A device sends and receives the activation of one boundary and the gradient of the other,
-        both directions at once, so each boundary counts once. Two neighbouring stages on one device
-        send nothing to each other.
-        """
+        """Returns the time of a stage with its transfers; arrays of boundaries broadcast."""
+        # A device sends and receives the activation of one boundary and the gradient of the other,
+        # both directions at once, so each boundary counts once. Two neighbouring stages on one
+        # device send nothing to each other.
         prefix = self.prefix(stage)
         compute = prefix[end] - prefix[begin]
         if self.times.transfers is None:

@@ -213,11 +213,7 @@ class Partition:
 
 
 def table(plan: Partition, block: str = "█") -> str:
-    """Draws a partition as a table, one row a stage.
-
-    Of more than 64 stages, the first, the last and the most expensive ones are shown. Bars are made
-    of `block`.
-    """
+    """Draws a partition as a table of at most 64 stages, one row each, with bars."""
     worst = max(range(plan.num_stages), key=lambda stage: plan.stage_costs[stage])
     top = plan.stage_costs[worst] or 1.0
     shared = plan.num_virtual_stages > 1
@@ -262,27 +258,12 @@ def table(plan: Partition, block: str = "█") -> str:
 
 
 def bar(share: float, block: str = "█") -> str:
-    """Draws a bar.
-
-    Args:
-        share: from 0 to 1 of the full width.
-        block: what to draw it with.
-
-    Returns:
-        The bar; something above zero is at least one block.
-    """
+    """Draws a share from 0 to 1 as a bar; above 0 it is at least one block."""
     return block * max(round(share * _BAR_WIDTH), 1 if share > 0 else 0)
 
 
 def layers_text(layers: range) -> str:
-    """Writes the layers of a stage.
-
-    Args:
-        layers: the layer indices.
-
-    Returns:
-        For example `"4-7"`, or `"-"` for an empty stage.
-    """
+    """Returns the layers of a stage as text such as `4-7`, or `-` for an empty stage."""
     if not layers:
         return "-"
     return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"

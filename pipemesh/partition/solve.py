@@ -148,10 +148,7 @@ def solve(problem: Problem) -> tuple[list[int], int] | None:
 
 
 def is_feasible(problem: Problem, bottleneck: int | None = None) -> bool:
-    """Returns True if some allowed cut has no device above the bottleneck.
-
-    With virtual stages, the search raises a `PartitionError` if it grows too large to tell.
-    """
+    """Returns True if some allowed cut has no device above the bottleneck."""
     if bottleneck is not None:
         # A bound in the units of another problem may not fit an `int64` in those of this one.
         bottleneck = min(bottleneck, problem.forever)
@@ -239,18 +236,11 @@ def describe(stack: Stack, options: Options, cut: Sequence[int], method: str) ->
 
 
 def lingvo_boundaries(costs: Floats, num_stages: int) -> list[int]:
-    """Returns the cut of lingvo's `PartitionSequentialLayers`, which may leave stages empty.
-
-    Layer i goes to stage floor(S * (share of the cost of the layers 0 to i)), the last stage at
-    most. The share of layer i includes layer i, so layers move one stage too late or too early
-    and a stage can stay empty: 4 equal layers over 4 stages become 0, 1, 1 and 2 layers.
-
-    Source of the rule: lingvo 0.14.2, `lingvo/core/gpipe.py`; there the costs are forward FLOPs.
-
-    Example:
-        >>> lingvo_boundaries(np.ones(4), 4)
-        [0, 0, 1, 2, 4]
-    """
+    """Returns the cut of lingvo's `PartitionSequentialLayers`, which may leave stages empty."""
+    # lingvo 0.14.2, `lingvo/core/gpipe.py`, with forward FLOPs as costs: layer i goes to stage
+    # floor(S * (share of the cost of the layers 0 to i)), the last stage at most. The share
+    # includes layer i, so layers move one stage too late or too early and a stage can stay empty: 4
+    # equal layers over 4 stages become 0, 1, 1 and 2 layers.
     # Summed one after the other, as lingvo does: the rule depends on the last bit of each sum.
     sums = np.cumsum(costs)
     stage = np.minimum((sums / sums[-1] * num_stages).astype(np.int64), num_stages - 1)
@@ -258,12 +248,7 @@ def lingvo_boundaries(costs: Floats, num_stages: int) -> list[int]:
 
 
 def uniform_boundaries(num_layers: int, num_stages: int) -> list[int]:
-    """Returns stages of equally many layers; the first stages take the layers left over.
-
-    Example:
-        >>> uniform_boundaries(7, 3)
-        [0, 3, 5, 7]
-    """
+    """Returns stages of equally many layers; the first stages take the layers left over."""
     size, over = divmod(num_layers, num_stages)
     return [stage * size + min(stage, over) for stage in range(num_stages + 1)]
 

@@ -37,11 +37,10 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The turns of all stages, device by device: step d cuts the stages of device d.
+    """The turns of all stages, device by device: step d cuts the stages of device d."""
 
-    At least one end of each stage is known by then. Boundaries for which that would not hold are
-    placed before the first step.
-    """
+    # At least one end of each stage is known by then. Boundaries for which that would not hold are
+    # placed before the first step.
 
     starts: tuple[int, ...]  # Ascending boundaries that are placed before the first step.
     turns: tuple[tuple[Turn, ...], ...]  # For each device its stages.
@@ -53,12 +52,7 @@ class Walk:
     @classmethod
     @functools.cache
     def over(cls, stage_devices: tuple[int, ...]) -> Walk:
-        """Returns the walk for the device of each stage.
-
-        Example:
-            >>> Walk.over((0, 1, 2, 0, 1, 2)).starts, Walk.over((0, 1, 2, 2, 1, 0)).starts
-            ((3,), ())
-        """
+        """Returns the walk for the device of each stage."""
         starts: set[int] = set()
         while True:
             walk = _walk(stage_devices, sorted(starts))
@@ -379,11 +373,9 @@ def _best_of_each(states: _States, num_open: int, base: int) -> _States:
 
 
 def virtual_cut(problem: Problem) -> tuple[list[int], int] | None:
-    """Returns the best cut and its largest device sum, or `None` if no cut is allowed.
-
-    The largest sum is least; then the sum of squared device sums; then that of squared stage times.
-    A search that grows beyond `MOST_STATES` raises a `PartitionError`.
-    """
+    """Returns the best cut and its largest device sum, or `None` if no cut is allowed."""
+    # The largest sum is least; then the sum of squared device sums; then that of squared stage
+    # times. A search that grows beyond `MOST_STATES` raises a `PartitionError`.
     least = _least_bottleneck(problem)
     if least is None:
         return None
@@ -415,10 +407,7 @@ def _least_bottleneck(
 
 
 def virtual_has_cut(problem: Problem, bottleneck: int | None) -> bool:
-    """Returns True if some cut has no device sum above the bottleneck.
-
-    The search raises a `PartitionError` when it grows beyond a part of `MOST_STATES`.
-    """
+    """Returns True if some cut has no device sum above the bottleneck."""
     # Explanations of cuts and errors call this many times, so it gives up early.
     most_states = MOST_STATES // 16
     if bottleneck is None:

@@ -29,21 +29,15 @@ _STEADY = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A measured step.
-
-    Attributes:
-        plan: the plan of the step.
-        batch: rows of the batch.
-        seconds: the measured time.
-        is_work: whether `seconds` is the work of all cores, `Prediction.work`. Other programs on
-            the machine disturb it less than the clock.
-        spread: relative spread of the measured times; a larger spread gives the step less weight.
-    """
+    """A measured step."""
 
     plan: Plan
-    batch: int
+    batch: int  # rows
     seconds: float
+    # `seconds` is the work of all cores, `Prediction.work`, which other programs disturb less than
+    # the clock.
     is_work: bool = False
+    # Relative spread of the measured times; a larger one gives the step less weight.
     spread: float = 0.0
 
 

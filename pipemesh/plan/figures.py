@@ -23,26 +23,14 @@ KINDS = ("F", "B", "I", "W", "B+", "I+", "W+")
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A quantity as a piecewise linear function of the rows of a microbatch.
+    """A quantity as a piecewise linear function of the rows of a microbatch."""
 
-    Beyond the last point the steeper of two lines continues: the last segment, or the line from the
-    first point to the last, because two points alone are unreliable. It never falls. Before the
-    first point the higher of two lines continues: the first segment, or the line through the
-    origin. A single point defines a line through the origin.
+    # Beyond the last point the steeper of two lines continues: the last segment, or the line from
+    # the first point to the last, because two points alone are unreliable. It never falls. Before
+    # the first point the higher of two lines continues: the first segment, or the line through the
+    # origin. A single point defines a line through the origin.
 
-    Attributes:
-        points: pairs of rows and the quantity, in ascending order of rows.
-
-    Raises:
-        PlanError: there is no point, rows do not ascend, or a number is negative or not finite.
-
-    Example:
-        >>> Curve(((1, 3.0), (2, 4.0), (4, 8.0))).at(3), Curve(((4, 8.0),)).at(1)
-        (6.0, 2.0)
-        >>> Curve(((1, 3.0), (2, 4.0), (4, 8.0))).at(8)
-        16.0
-    """
-
+    # Pairs of rows and the quantity, in ascending order of rows.
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
@@ -71,15 +59,9 @@ class Curve:
         return max(found, y * rows / x) if rows < x else found
 
     def rising(self) -> Curve:
-        """Returns the least-squares nearest curve that never falls.
-
-        Where values fall, the points involved get their mean (isotonic regression: Barlow,
-        Bartholomew, Bremner, Brunk, "Statistical inference under order restrictions", 1972).
-
-        Example:
-            >>> Curve(((1, 1.0), (8, 5.0), (16, 4.0))).rising().points
-            ((1.0, 1.0), (8.0, 4.5), (16.0, 4.5))
-        """
+        """Returns the least-squares nearest curve that never falls."""
+        # Isotonic regression: Barlow, Bartholomew, Bremner, Brunk, "Statistical inference under
+        # order restrictions", 1972.
         # Neighbours that fall form a block: their mean and their number.
         blocks: list[tuple[float, int]] = []
         for _, value in self.points:
@@ -98,46 +80,29 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class LayerFigures:
-    """The times and bytes of one layer.
-
-    Attributes:
-        name: the layer's name.
-        seconds: time on one device by kind of action, one of `KINDS`. Constructing a layer makes
-            these curves `Curve.rising`: more rows never take less time.
-        parameter_bytes: bytes of its weights.
-        kept: bytes per microbatch kept for the backward pass without recomputation.
-        outputs: bytes passed to the next layer.
-        summed: bytes of the all-reduce in its forward pass if devices share the layer; its backward
-            pass has the same.
-        sums: number of all-reduces that these bytes are divided among.
-        split: it can be split among any divisor of this number of devices; 1 if it cannot be split.
-        working: bytes that an action needs while it runs, besides the kept ones.
-        whole: kept bytes that each sharing device has completely.
-        pending: bytes kept between an `I` and its `W`; by default those of `kept`.
-        pending_whole: like `whole`, for the pending bytes.
-        work: core seconds of all cores of the device by kind of action; empty if unknown. It
-            exceeds `seconds` if independent operations run at once.
-        again: share of its forward pass that is recomputed if it is the last layer of its stage: a
-            backward pass does not need values that are only passed on.
-
-    Raises:
-        PlanError: a kind of action is unknown, or there is no time for `F`, or neither for `B` nor
-            for both `I` and `W`.
-    """
+    """The times of one layer by kind of action (`KINDS`), and its bytes."""
 
     name: str
+    # On one device; made `Curve.rising`, since more rows never take less time.
     seconds: Mapping[str, Curve]
-    parameter_bytes: int
-    kept: Curve
-    outputs: Curve
+    parameter_bytes: int  # weights
+    kept: Curve  # Bytes of a microbatch that are kept for the backward pass without recomputation.
+    outputs: Curve  # bytes passed to the next layer
+    # Bytes of the all-reduce in its forward pass if devices share the layer, and again in its
+    # backward pass.
     summed: Curve | None = None
-    sums: int = 1
-    split: int = 1
-    working: Curve | None = None
-    whole: Curve | None = None
+    sums: int = 1  # number of all-reduces that these bytes are divided among
+    split: int = 1  # Can be split among any divisor of this number of devices.
+    working: Curve | None = None  # Bytes that an action needs while it runs, besides the kept ones.
+    whole: Curve | None = None  # Kept bytes that each sharing device has completely.
+    # Bytes kept between an `I` and its `W`; by default those of `kept`.
     pending: Curve | None = None
     pending_whole: Curve | None = None
+    # Core seconds of all cores of the device, empty if unknown. More than `seconds` if independent
+    # operations run at once.
     work: Mapping[str, Curve] = dataclasses.field(default_factory=dict[str, Curve])
+    # Share of its forward pass that is recomputed if it is the last layer of its stage: a backward
+    # pass does not need values that are only passed on.
     again: float = 1.0
 
     def __post_init__(self) -> None:

@@ -155,18 +155,13 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """The positions of a mesh's processors on hosts.
+    """The positions of a mesh's processors on hosts."""
 
-    Attributes:
-        places: for each processor its host and its device there.
-        crossing: axes inside a replica whose slices lie on several hosts, so that every layer
-            communicates between hosts.
-        idle: hosts without a processor.
-    """
-
-    places: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int, int], ...]  # For each processor its host and its device there.
+    # Axes inside a replica whose slices lie on several hosts, so that every layer communicates
+    # between hosts.
     crossing: tuple[str, ...]
-    idle: tuple[int, ...]
+    idle: tuple[int, ...]  # hosts without a processor
 
 
 def over_hosts(mesh: Mesh, layout: LayoutRules, devices: Sequence[int]) -> Places:

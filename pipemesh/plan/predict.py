@@ -26,23 +26,16 @@ _Loads = Mapping[str, Sequence[float]]
 
 @dataclasses.dataclass(frozen=True)
 class StepForecast:
-    """The forecast of a step of some stages.
-
-    Attributes:
-        seconds: time of the whole step.
-        bubble: share of the time that devices wait for each other while a core is free.
-        memory: bytes of one device of each home.
-        work: core seconds of all devices in a step, however they share cores.
-        parts: by name the seconds that each part adds to the step, none below 0; empty unless
-            requested. `compute`, the work spread evenly over all devices or cores; `actions`, the
-            overhead of actions; `bubble`; `imbalance` of the stages; `sums` of devices that share
-            layers; `transfers`; `gradients` of replicas; `optimizer`; `fixed`.
-    """
+    """The forecast of a step of some stages."""
 
     seconds: float
-    bubble: float
-    memory: tuple[float, ...]
-    work: float = 0.0
+    bubble: float  # Share of the time that devices wait for each other while a core is free.
+    memory: tuple[float, ...]  # bytes of one device of each home
+    work: float = 0.0  # core seconds of all devices, however they share cores
+    # Seconds that each part adds to the step, none below 0; empty unless requested. `compute`, the
+    # work spread evenly over all devices or cores; `actions`, their overhead; `bubble`; `imbalance`
+    # of the stages; `sums` of devices that share layers; `transfers`; `gradients` of replicas;
+    # `optimizer`; `fixed`.
     parts: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
@@ -154,25 +147,16 @@ def forecast_stages(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Results of simulating a table; all of them grow linearly with many microbatches.
+    """Results of simulating a table; all of them grow linearly with many microbatches."""
 
-    Attributes:
-        lengths: the time of all work spread evenly, then makespans with equal stages, with the
-            given stages, with sums, and with transfers. Only the last one if parts are not
-            requested.
-        ends: end of the last action of each home.
-        memory: bytes of each home.
-        waiting: mean seconds that devices wait for each other.
-        done: core seconds of all actions on all devices.
-        actions: overhead of the actions of a device.
-    """
-
+    # The time of all work spread evenly, then makespans with equal stages, with the given stages,
+    # with sums, and with transfers. Only the last one if parts are not requested.
     lengths: tuple[float, ...]
-    ends: tuple[float, ...]
-    memory: tuple[float, ...]
-    waiting: float
-    done: float
-    actions: float
+    ends: tuple[float, ...]  # end of the last action of each home
+    memory: tuple[float, ...]  # bytes of each home
+    waiting: float  # mean seconds that devices wait for each other
+    done: float  # core seconds of all actions on all devices
+    actions: float  # overhead of the actions of a device
 
     def beyond(self, before: _Run, times: float) -> _Run:
         """Extrapolates from an earlier run by a multiple of the distance to it."""

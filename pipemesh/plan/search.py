@@ -88,25 +88,11 @@ def memory_of(given: object) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The division of a run among devices, and their schedule.
+    """The division of a run among devices, and their schedule."""
 
-    Attributes:
-        layers: size of the axis `layers`.
-        data: number of replicas.
-        model: number of devices that share each layer.
-        schedule: name of the schedule.
-        num_microbatches: number of microbatches per batch.
-        remat: what the backward pass recomputes.
-
-    Example:
-        >>> split = Split(layers=4, data=2, num_microbatches=8)
-        >>> split.num_devices, split.mesh
-        (8, 'layers:4;data:2')
-    """
-
-    layers: int
-    data: int = 1
-    model: int = 1
+    layers: int  # size of the axis `layers`
+    data: int = 1  # replicas
+    model: int = 1  # devices that share each layer
     schedule: str = "1f1b"
     num_microbatches: int = 1
     remat: Remat = Remat.NONE
@@ -123,10 +109,7 @@ class Split:
         return ";".join(f"{name}:{size}" for name, size in axes if size > 1 or name == LAYERS_AXIS)
 
     def plan(self, figures: Figures, space: SearchSpace) -> Plan:
-        """Returns the plan, without boundaries unless they are fixed.
-
-        Raises a PipemeshError if it is invalid, such as a table for another number of microbatches.
-        """
+        """Returns the plan, without boundaries unless they are fixed; invalid ones are errors."""
         rules = [f"batch:{DATA}"] if self.data > 1 else []
         rules += [figures.rules] if self.model > 1 else []
         values = {

@@ -22,29 +22,19 @@ from pipemesh.schedule.action import KINDS
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The stages of a plan, and how its devices share them.
-
-    Attributes:
-        layers: figures of the layers of each stage.
-        rows: rows of a replica's microbatch.
-        replicas: number of replicas.
-        groups: for each stage the number of devices that share a replica's part of it.
-        remat: the policy.
-        table: the schedule.
-        network: the hosts of the devices. Devices that share a layer are side by side, then
-            replicas, then stages, as in `pipemesh.plan.network`. None if the links of the figures
-            connect all devices.
-        cast: bytes, per byte of weights, of their copy in the dtype of computation; 0 if there is
-            none.
-    """
+    """The stages of a plan, and how its devices share them."""
 
     layers: tuple[tuple[LayerFigures, ...], ...]
-    rows: float
+    rows: float  # of a replica's microbatch
     replicas: int
+    # For each stage the number of devices that share a replica's part of it.
     groups: tuple[int, ...]
     remat: Remat
     table: Schedule
+    # Devices that share a layer are side by side, then replicas, then stages. None if the links of
+    # the figures connect all devices.
     network: Network | None = None
+    # Bytes, per byte of weights, of their copy in the dtype of computation; 0 without one.
     cast: float = 0.0
 
     @functools.cached_property
@@ -54,10 +44,8 @@ class Stages:
 
     @functools.cached_property
     def run(self) -> Schedule:
-        """Returns the schedule with an `R` before each backward pass that recomputes.
-
-        An `R` needs no gradient, so a device runs it while it waits for one.
-        """
+        """Returns the schedule with an `R` before each backward pass that recomputes."""
+        # An `R` needs no gradient, so a device runs it while it waits for one.
         known = self.table.recomputed()
 
         def is_added(action: Action) -> bool:
@@ -177,12 +165,7 @@ def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> li
 def cut_evenly(
     costs: tuple[float, ...], stage_devices: tuple[int, ...], speeds: tuple[int, ...] = ()
 ) -> tuple[int, ...]:
-    """Returns boundaries that minimize the busiest device's work; homes may differ in speed.
-
-    Example:
-        >>> cut_evenly((1.0, 1.0, 1.0, 3.0), (0, 1))
-        (0, 3, 4)
-    """
+    """Returns boundaries that minimize the busiest device's work; homes may differ in speed."""
     number = len(stage_devices)
     if len(set(stage_devices)) == number:
         return partition(list(costs), number, speeds=speeds or None).boundaries

@@ -56,14 +56,7 @@ _PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A part of a step, predicted and measured.
-
-    Attributes:
-        name: its name.
-        predicted: seconds or a share; None if it was not predicted.
-        measured: the same; None if it was not measured.
-        about: an explanation.
-    """
+    """A part of a step in seconds, or a share: predicted and measured."""
 
     name: str
     predicted: float | None

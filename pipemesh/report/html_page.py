@@ -1,7 +1,4 @@
-"""HTML pages: skeleton, style, tables and figures.
-
-Pages load nothing, and are light or dark as the browser is.
-"""
+"""HTML pages: skeleton, style, tables and figures; they load nothing, and are light or dark."""
 
 from __future__ import annotations
 

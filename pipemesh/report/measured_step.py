@@ -103,26 +103,15 @@ def parts_of(measured: Timeline) -> list[Part]:
 
 @dataclasses.dataclass(frozen=True)
 class Waits:
-    """Mean waits that the schedule does not explain, in the unit of the timeline.
+    """Mean waits that the schedule does not explain, in the unit of the timeline."""
 
-    Attributes:
-        own: before an action, although its device was free and all inputs were available.
-        sent: from the end of an action until another device that waited for it used its result; 0
-            if no device waited.
-    """
-
-    own: float
+    own: float  # Before an action, although its device was free and all inputs were available.
+    # From the end of an action until another device that waited for it used its result.
     sent: float
 
 
 def waits_of(measured: Timeline) -> Waits:
-    """Returns the waits of a measured step that its schedule does not explain.
-
-    Example:
-        >>> from pipemesh.schedule import gpipe
-        >>> waits_of(simulate(gpipe(2, 2), Costs(1, 2, transfer=0.5)))
-        Waits(own=0.0, sent=0.5)
-    """
+    """Returns the waits of a measured step that its schedule does not explain."""
     delays, is_own = _delays(compile_table(measured.schedule), measured)
     own: list[float] = []
     sent: list[float] = []
@@ -302,11 +291,9 @@ def _sums(
 def _complete(
     wanted: dict[str, float], before: Mapping[str, float], loads: Mapping[str, float]
 ) -> None:
-    """Adds the kinds of actions that did not run, in proportion to those that ran in their place.
-
-    If a `B` keeps several cores busy, each half keeps one busy, for as much longer: it has one
-    matmul where a `B` has two.
-    """
+    """Adds the kinds of actions that did not run, in proportion to those that did."""
+    # If a `B` keeps several cores busy, each half keeps one busy, for as much longer: it has one
+    # matmul where a `B` has two.
     halves = before["I"] + before["W"]
     busy = loads.get("B", 1.0)
     if "B" not in wanted:
@@ -362,30 +349,12 @@ Loads = dict[str, float]
 def alone(
     measured: Timeline, cores: float | None, home: int, others: Sequence[Timeline] = ()
 ) -> tuple[Costs, Loads]:
-    """Returns the durations of actions that run alone, and the cores that each kind keeps busy.
-
-    While actions want more cores than there are, all of them run at the rate `cores / wanted`, as
-    in `pipemesh.schedule.simulate`. The more cores an action keeps busy, the faster it is
-    while other devices wait: a `B` has matmuls that do not depend on each other. The loads are
-    fitted: under them, actions of a kind and a stage have done most nearly the same work, however
-    many others ran.
-
-    Args:
-        measured: the timed step.
-        cores: the cores that all devices share; None if each has its own.
-        home: devices that run each action.
-        others: more steps of the same schedule, which make the fit more reliable.
-
-    Returns:
-        Costs as medians of a stage's actions, and by kind the load of each device, 1 or more.
-
-    Example:
-        >>> from pipemesh.schedule import gpipe, simulate
-        >>> step = simulate(gpipe(2, 4), Costs(1, 2), cores=2, loads={"F": 1, "B": 1.5})
-        >>> costs, loads = alone(step, 2, 1)
-        >>> costs.backward, round(loads["B"], 9)
-        ((2.0, 2.0), 1.5)
-    """
+    """Returns the durations of actions that run alone, and the cores that each kind keeps busy."""
+    # While actions want more cores than there are, all of them run at the rate `cores / wanted`, as
+    # in `pipemesh.schedule.simulate`. The more cores an action keeps busy, the faster it is while
+    # other devices wait: a `B` has matmuls that do not depend on each other. The loads are fitted:
+    # under them, actions of a kind and a stage have done most nearly the same work, however many
+    # others ran. `home` devices run each action; `others` make the fit more reliable.
     ran = dict.fromkeys(span.action.kind for span in measured.spans())
     loads = dict.fromkeys(ran, 1.0)
     if cores is None:

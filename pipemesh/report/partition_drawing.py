@@ -25,10 +25,8 @@ _MOST_LABELS = 24
 
 
 def partition_to_svg(partitions: Mapping[str, Partition], unit: str = "") -> str:
-    """Draws the stage costs of partitions by their titles, a panel each, all on one scale.
-
-    Stages of the slowest devices are orange, the dashed line is the mean.
-    """
+    """Draws the stage costs of partitions by their titles, a panel each, all on one scale."""
+    # Stages of the slowest devices are orange, the dashed line is the mean.
     top = max(max(partition.stage_costs) for partition in partitions.values()) or 1.0
     step = ticks(top, 5)[1]
     ceiling = math.ceil(top / step * (1 - 1e-9)) * step

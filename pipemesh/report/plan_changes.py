@@ -134,12 +134,9 @@ def changes(
 
 
 def best(ordered: Sequence[Change], now: float) -> Change:
-    """Returns the change to name.
-
-    A change without assumptions is preferred if it helps at least half as much as the best one. Of
-    those within 2% of the best, the one with the fewest flags is named. `now` is the time of the
-    current plan.
-    """
+    """Returns the change to name; `now` is the time of the current plan."""
+    # A change without assumptions is preferred if it helps at least half as much as the best one.
+    # Of those within 2% of the best, the one with the fewest flags is named.
     most = now - ordered[0].prediction.seconds
     measured = [e for e in ordered if not e.supposed and now - e.prediction.seconds >= most / 2 > 0]
     candidates = measured or ordered

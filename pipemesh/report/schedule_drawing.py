@@ -155,12 +155,10 @@ def to_svg(
 def fitting_scale(
     timelines: Sequence[Timeline], *, width: float = _WIDEST, widest: float = _WIDEST
 ) -> float:
-    """Returns pixels for each unit of time, one scale for all timelines.
-
-    The axis is as wide as the cells' text needs, but no wider than `width` as long as most cells
-    have room for the number of their microbatch, nor than `widest` in any case. Brief actions do
-    not count.
-    """
+    """Returns pixels for each unit of time, one scale for all timelines."""
+    # The axis is as wide as the cells' text needs, but no wider than `width` as long as most cells
+    # have room for the number of their microbatch, nor than `widest` in any case. Brief actions do
+    # not count.
     spans = [span for timeline in timelines for span in timeline.spans()]
     end = max((timeline.makespan for timeline in timelines), default=0.0)
     if not end:

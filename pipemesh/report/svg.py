@@ -156,12 +156,10 @@ def picture(
 
 
 def scale_for(cells: Iterable[tuple[float, float]], negligible: float = 0.05) -> float:
-    """Returns the least scale at which cells (room of their text, duration) have room.
-
-    The briefest cells, which take a negligible share of the time, need no room: a measured step
-    has actions of a hundredth of the others' duration, and the drawing would be a hundred times
-    as wide.
-    """
+    """Returns the least scale at which cells (room of their text, duration) have room."""
+    # The briefest cells, which take a negligible share of the time, need no room: a measured step
+    # has actions of a hundredth of the others' duration, and the drawing would be a hundred times
+    # as wide.
     wishes = sorted(((room / time, time) for room, time in cells if time > 0), reverse=True)
     most = negligible * sum(time for _, time in wishes)
     passed = 0.0
@@ -184,18 +182,7 @@ def ticks(end: float, at_most: int) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A range of values, linear or logarithmic, with round numbers on it.
-
-    Attributes:
-        low: the lowest value.
-        high: the highest, above it.
-        logarithmic: whether equal ratios take equal room.
-
-    Example:
-        >>> scale = Scale.of([1.0, 1000.0])
-        >>> scale.logarithmic, round(scale.share(31.6), 2), scale.ticks(5)
-        (True, 0.5, [1.0, 10.0, 100.0, 1000.0])
-    """
+    """A range of values, linear or logarithmic, with round numbers on it."""
 
     low: float
     high: float
@@ -261,19 +248,13 @@ def grid(left: float, right: float, marks: Iterable[tuple[float, str]]) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """An entry of a legend.
-
-    Attributes:
-        words: its text.
-        sign: draws the sign left of the text, at an x and at the middle of the row.
-        room: pixels that the sign takes, with the gap behind it.
-        is_muted: whether the text is paler.
-    """
+    """An entry of a legend."""
 
     words: str
+    # Draws the sign left of the text, at an x and at the middle of the row.
     sign: Callable[[float, float], str]
-    room: float = 17
-    is_muted: bool = False
+    room: float = 17  # pixels of the sign, with the gap behind it
+    is_muted: bool = False  # the text is paler
 
     @property
     def width(self) -> float:
@@ -314,24 +295,9 @@ def bar_chart(
     write: Callable[[float], str],
     falling: bool = False,
 ) -> str:
-    """Draws rows of bars on one scale.
-
-    Args:
-        title: the heading.
-        rows: from the top down.
-        names: of the looks, for the legend; "" for one that needs none.
-        write: writes a value as text.
-        falling: whether a row begins where the one before it ended, and not at 0.
-
-    Returns:
-        An SVG document.
-
-    Example:
-        >>> svg = bar_chart("memory", [("CPU:0", [(0, 3.0), (1, 1.0)], "4 B")],
-        ...                 ["weights", "sums"], write="{:g} B".format)
-        >>> svg.count("<rect class='cell")
-        2
-    """
+    """Draws rows of bars on one scale, from the top down."""
+    # `names` are those of the looks, for the legend; "" for one that needs none. If `falling`, a
+    # row begins where the one before it ended, and not at 0.
     begins: list[float] = []
     ends: list[float] = []
     for _, parts, _ in rows:
@@ -368,21 +334,14 @@ def bar_chart(
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A curve.
-
-    Attributes:
-        name: its name in the legend.
-        points: a value by step, in ascending order; None breaks the curve.
-        look: index of its colour in `SERIES`.
-        marks: whether its points are drawn as rings, without a line between them.
-        dash: index of its dashes; by default that of its colour.
-    """
+    """A curve."""
 
     name: str
+    # A value by step, in ascending order; None breaks the curve.
     points: Sequence[tuple[int, float | None]]
-    look: int = 0
-    marks: bool = False
-    dash: int | None = None
+    look: int = 0  # index of its colour in `SERIES`
+    marks: bool = False  # Its points are drawn as rings, without a line between them.
+    dash: int | None = None  # index of its dashes; by default that of its colour
 
     @property
     def values(self) -> list[float]:
@@ -425,28 +384,10 @@ def line_chart(
     width: int = CURVES_WIDTH,
     height: int = CURVES_HEIGHT,
 ) -> str:
-    """Draws curves over the steps from 0 on, or over doubling numbers.
-
-    Args:
-        title: the heading.
-        series: at least one.
-        until: the step where the axis ends.
-        notes: steps to be marked by a line, each with a word for it.
-        scale: of the values; by default the one that shows them best.
-        axis: the name of what the curves are drawn over.
-        is_doubling: whether the axis begins at the first step and is logarithmic, with a tick at
-            each step of the first curve.
-        width: of the picture, in pixels.
-        height: of the picture with one row of legend; further rows come on top.
-
-    Returns:
-        An SVG document.
-
-    Example:
-        >>> svg = line_chart("loss", [Series("training", [(1, 2.0), (2, 1.0)])], until=2)
-        >>> "training: 2 at step 1, 1 at step 2, lowest 1 at step 2" in svg
-        True
-    """
+    """Draws curves over the steps from 0 on, or over doubling numbers."""
+    # `notes` are steps to be marked by a line, each with a word for it. If `is_doubling`, the axis
+    # begins at the first step and is logarithmic, with a tick at each step of the first curve.
+    # `height` is with one row of legend; further rows come on top.
     scale = scale or Scale.of(value for curve in series for value in curve.values)
     left, right = _CURVES_LEFT, width - _CURVES_RIGHT
     parts, more = legend(_curve_keys(series, notes), left, right)

@@ -49,16 +49,11 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """The values that actions of one kind take and give.
-
-    Attributes:
-        takes: values that it needs, in a schedule without `R`.
-        gives: values that it makes.
-        slice_step: the distance to the slice of the same microbatch that it needs, too; 0 for none.
-    """
+    """The values that actions of one kind take and give, in a schedule without `R`."""
 
     takes: tuple[Value, ...]
     gives: tuple[Value, ...]
+    # Distance to the slice of the same microbatch that it needs, too; 0 for none.
     slice_step: int = 0
 
     def taken(self, is_recomputed: bool) -> tuple[Value, ...]:
@@ -98,12 +93,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
 
 
 def makers(name: str) -> str:
-    """Returns the kinds of action that give a value.
-
-    Example:
-        >>> makers(GRADS)
-        'BI'
-    """
+    """Returns the kinds of action that give a value: `BI` for `GRADS`."""
     return "".join(kind for kind in KINDS if Value(name) in EFFECTS[kind].gives)
 
 
@@ -197,22 +187,8 @@ def needs(
     split: Container[tuple[int, int]] = (),
     num_slices: int = 1,
 ) -> tuple[Action, ...]:
-    """Returns the actions whose results `action` consumes, at most three and without its `R`.
-
-    `split` holds the (stage, microbatch) pairs whose backward is split into `I` and `W`.
-
-    Example:
-        >>> [str(a) for a in needs(Action(0, "B", 3), num_stages=2)]
-        ['0F3', '1B3']
-        >>> [str(a) for a in needs(Action(0, "I", 3), num_stages=2, split={(1, 3)})]
-        ['0F3', '1I3']
-        >>> [str(a) for a in needs(Action(0, "W", 3), num_stages=2)]
-        ['0I3']
-        >>> [str(a) for a in needs(Action(1, "F", 3, 1), num_stages=2)]
-        ['0F3.1', '1F3.0']
-        >>> [str(a) for a in needs(Action(1, "B", 3, 0), num_stages=2, num_slices=2)]
-        ['1F3.0', '1B3.1']
-    """
+    """Returns the actions whose results `action` consumes, at most three and without its `R`."""
+    # `split` holds the (stage, microbatch) pairs whose backward is an `I` and a `W`.
 
     def maker(name: str, stage: int) -> str:
         kinds = makers(name)

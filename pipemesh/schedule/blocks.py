@@ -45,20 +45,10 @@ def repeated(
     num_microbatches: int,
     limits: Sequence[int],
 ) -> list[Schedule]:
-    """Returns the schedules that come from a block, by three ways to fill the ends.
-
-    Args:
-        placement: for each stage its device.
-        offsets: for each of the `2 S` steps the tick at which the first microbatch does it.
-        period: ticks from one microbatch to the next; steps of a device differ by it.
-        num_microbatches: at least 1.
-        limits: for each device the most (stage, microbatch) pairs it may hold; a way that would
-            hold more is left out.
-
-    Example:
-        >>> print(repeated([0, 0], [0, 1, 2, 3], 6, 2, [2])[0])
-        0: 0F0 1F0 1I0 0I0 1W0 0W0 0F1 1F1 1I1 0I1 1W1 0W1
-    """
+    """Returns the schedules that come from a block, by three ways to fill the ends."""
+    # `offsets` are the ticks at which the first microbatch does its `2 S` steps; on a device they
+    # differ by `period`. `limits` are pairs that a device may hold; a way that would hold more is
+    # left out.
     devices = (*placement, *reversed(placement))
     plain: list[dict[_Step, int]] = [{} for _ in limits]
     for (place, device), m in itertools.product(enumerate(devices), range(num_microbatches)):
@@ -247,20 +237,9 @@ class _Walk:
 def even_blocks(
     placement: Sequence[int], num_devices: int, limits: Sequence[int], most: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns the periods and offsets of even blocks that hold about as much as devices may.
-
-    Args:
-        placement: for each stage its device; each leg must meet every device once.
-        num_devices: number of devices.
-        limits: for each device the most (stage, microbatch) pairs it may hold.
-        most: number of blocks that are wanted; the ones that hold most come first, because they
-            wait least. There are none if the placement is neither a loop nor a V, or has more than
-            two stages a device.
-
-    Example:
-        >>> even_blocks((0, 1), 2, [2, 1], most=1)
-        [(3, (0, 1, 2, 4))]
-    """
+    """Returns the periods and offsets of the `most` even blocks that hold most within `limits`."""
+    # Those that hold most wait least. There are none if the placement is neither a loop nor a V, or
+    # has more than two stages a device.
     devices = (*placement, *reversed(placement))
     legs = [devices[i : i + num_devices] for i in range(0, len(devices), num_devices)]
     if len(legs) > _MOST_LEGS or any(sorted(leg) != list(range(num_devices)) for leg in legs):

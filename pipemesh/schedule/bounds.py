@@ -134,25 +134,14 @@ def lower_bound(
 
 @dataclasses.dataclass(frozen=True)
 class _Ways:
-    """The quantities of the proofs, one value a stage.
+    """The quantities of the proofs, one value a stage."""
 
-    Attributes:
-        forward: `f`.
-        grad: `g`, the least time in which a gradient passes.
-        release: `r`, the least total time of a backward.
-        end: the least duration of the action that ends a backward.
-        arrive: the earliest arrival of the first microbatch on its way up.
-        come_back: the earliest arrival of the first gradient on its way back.
-        recompute: the duration of a recomputation.
-        num_slices: number of slices of every sequence.
-    """
-
-    forward: tuple[float, ...]
-    grad: tuple[float, ...]
-    release: tuple[float, ...]
-    end: tuple[float, ...]
-    arrive: tuple[float, ...]
-    come_back: tuple[float, ...]
+    forward: tuple[float, ...]  # `f`
+    grad: tuple[float, ...]  # `g`, the least time in which a gradient passes
+    release: tuple[float, ...]  # `r`, the least total time of a backward
+    end: tuple[float, ...]  # least duration of the action that ends a backward
+    arrive: tuple[float, ...]  # earliest arrival of the first microbatch
+    come_back: tuple[float, ...]  # earliest arrival of the first gradient
     recompute: tuple[float, ...]
     num_slices: int
 
@@ -203,7 +192,7 @@ class _Ways:
 
 
 def _of_device(ways: _Ways, owned: list[int], num_pieces: int, room: int) -> list[float]:
-    """Returns the bounds 3, 4 and 5 for a device that runs the stages `own`, in ascending order."""
+    """Returns the bounds 3, 4 and 5 for a device that runs the stages `owned`, lowest first."""
     lowest, highest = owned[0], owned[-1]
     pairs = len(owned) * num_pieces
     stage_of_pair = [s for s in owned for _ in range(num_pieces)]

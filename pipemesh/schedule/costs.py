@@ -249,17 +249,9 @@ _SHORT = {name[0]: name for name in FIELDS}
 
 
 def costs_from_text(text: str) -> Costs:
-    """Parses costs; errors name the column.
-
-    Values are numbers, or several numbers with colons between, one a stage. Names may be cut to
-    their first letter, or left out if the values come in the order of `Costs`.
-
-    Example:
-        >>> costs_from_text("1,2").backward
-        2.0
-        >>> costs_from_text("f=1:1:1:2,t=0.1").forward
-        (1.0, 1.0, 1.0, 2.0)
-    """
+    """Parses costs such as `1,2` or `f=1:1:1:2,t=0.1`; errors name the column."""
+    # Several numbers with colons between are one a stage. Names may be cut to their first letter,
+    # or left out if the values come in the order of `Costs`.
     values: dict[str, float | tuple[float, ...]] = {}
     column = 1
     for index, part in enumerate(text.split(",")):

@@ -181,14 +181,7 @@ def _senders(row: Sequence[Action]) -> Iterator[tuple[int, Action]]:
 def _leg_stages(
     device: int, num_devices: int, num_stages: int
 ) -> list[tuple[str, tuple[str, int]]]:
-    """Returns for each letter of `_LEGS` that a device uses its kind and its stage.
-
-    Example:
-        >>> _leg_stages(0, 2, 2)
-        [('F', ('F', 0)), ('B', ('I', 0)), ('W', ('W', 0))]
-        >>> _leg_stages(0, 2, 4)[2:4]
-        [('B', ('I', 3)), ('b', ('I', 0))]
-    """
+    """Returns for each letter of `_LEGS` that a device uses its kind and its stage."""
     if num_stages == num_devices:
         return [(letter, (kind, device)) for letter, kind in zip("FBW", "FIW", strict=True)]
     down, up = device, 2 * num_devices - 1 - device

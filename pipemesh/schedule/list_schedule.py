@@ -31,14 +31,7 @@ def placements_of(
     num_virtual_stages: int | None,
     stage_devices: Sequence[int] | None,
 ) -> list[tuple[int, ...]]:
-    """Returns the placements that a search tries: a loop, and with two stages a device a V.
-
-    Args:
-        costs: with one value a stage they determine the number of stages.
-        num_devices: at least 1.
-        num_virtual_stages: stages a device; by default as `costs` imply, else 1.
-        stage_devices: for each stage its device, to fix the placement.
-    """
+    """Returns the placements that a search tries: a loop, and with two stages a device a V."""
     check_type("costs", costs, Costs)
     if stage_devices is not None:
         devices = check_indices("stage_devices", stage_devices)
@@ -93,33 +86,24 @@ def limits_of(
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The rule by which a free device chooses its next action.
+    """The rule by which a free device chooses its next action."""
 
-    Attributes:
-        prefer: the kind that goes first if an `F` and an `I` are ready: `I`, `F`, or `alternate`
-            for the kind that was not done last.
-        deep_first: True if a device with several stages prefers the later one for `F`.
-        patient: True if a device rather waits than starts a `W` that would still run when an `F`
-            or `I` arrives that is already on its way.
-        cap: for each device the most (stage, microbatch) pairs it may hold.
-    """
-
+    # If an `F` and an `I` are ready: `F`, `I`, or `alternate` for the kind not done last.
     prefer: str
-    deep_first: bool
+    deep_first: bool  # Prefer the later stage for `F`.
+    # Rather wait than start a `W` that would still run when an `F` or `I` arrives that is already
+    # on its way.
     patient: bool
-    cap: tuple[int, ...]
+    cap: tuple[int, ...]  # For each device the most (stage, microbatch) pairs it may hold.
 
 
 def greedy(
     costs: StageCosts, stage_devices: Sequence[int], num_microbatches: int, policy: Policy
 ) -> list[list[Action]] | None:
-    """Lets every device choose by `policy` until all is done; None if the rule got stuck.
-
-    Time moves from event to event; a device that is free looks at the actions that are ready and
-    takes the best by the rule. No device knows the future except for results that are already on
-    their way to it. A forward is admitted only if the device keeps one place free for every later
-    stage of its own, so that the oldest microbatch can always get through.
-    """
+    """Lets every device choose by `policy` until all is done; None if the rule got stuck."""
+    # No device knows the future except for results that are on their way to it. A forward is
+    # admitted only if the device keeps one place free for each later stage of its own, so that the
+    # oldest microbatch can always get through.
     return _Run(costs, stage_devices, num_microbatches, policy).rows()
 
 
@@ -409,12 +393,8 @@ _MAX_TRIALS = 2000
 
 
 def improve(schedule: Schedule, costs: Costs, limits: Sequence[int], max_trials: int) -> Schedule:
-    """Takes the first small change that makes the step shorter, and repeats.
-
-    Only actions on the critical path are touched, because no other change can shorten the step:
-    two neighbours in a row change places, a `W` moves behind the next few actions of its row, and
-    a `B` is split into `I` and `W`. The result holds no more than `limits` on any device.
-    """
+    """Takes the first small change that makes the step shorter, and repeats."""
+    # Only the critical path is touched: no change elsewhere can shorten the step.
     return _climbed(simulate(schedule, costs), limits, _changes, max_trials).schedule
 
 
@@ -424,10 +404,7 @@ def _climbed(
     changes: Callable[[Timeline], Iterator[tuple[int, tuple[Action, ...]]]],
     max_trials: int,
 ) -> Timeline:
-    """Takes the first of `changes` that shortens the step, and repeats.
-
-    At most `max_trials` of them, each a device with a changed row, are simulated.
-    """
+    """Takes the first of `changes` (device, row) that shortens the step, and repeats."""
     trials = 0
     improved = True
     while improved:
@@ -457,6 +434,7 @@ def _climbing_score(timeline: Timeline) -> tuple[float, float]:
 
 def _changes(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
     """Yields changed rows that may shorten the critical path."""
+    # A `B` is split, a `W` moves behind the next few actions, or two neighbours change places.
     for span in timeline.critical_path:
         device, tick, action = span.device, span.tick, span.action
         row = timeline.schedule.rows[device]

@@ -1,16 +1,4 @@
-"""The names of pipeline schedules: every accepted spelling, in one place.
-
-Builders, the partitioner, commands, layers and trainers read names here, so a name means the same
-everywhere.
-
-Example:
-    >>> parse("Interleaved:4")
-    ParsedName(name='interleaved_one_f_one_b', stages_a_device=4, rest='', num_slices=None)
-    >>> parse("1f1b").name
-    'one_f_one_b'
-    >>> parse("seq1f1b:8").slices()
-    8
-"""
+"""The names of pipeline schedules: every accepted spelling, for builders, flags and params."""
 
 from __future__ import annotations
 
@@ -27,23 +15,14 @@ SEARCHED = "list_schedule"
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleName:
-    """A schedule by name.
+    """A schedule by name."""
 
-    Attributes:
-        summary: a few words for help pages.
-        short: another spelling, or nothing.
-        stages_a_device: number of stages a device, or the default where the caller may choose.
-        is_open: True if the caller may choose the number of stages a device, after a colon.
-        trains: True if it has backward actions.
-        num_slices: default number of slices of every sequence, where a number may follow a colon; 1
-            for whole sequences.
-    """
-
-    summary: str
-    short: str = ""
-    stages_a_device: int = 1
-    is_open: bool = False
-    trains: bool = True
+    summary: str  # For help pages.
+    short: str = ""  # Another spelling, or nothing.
+    stages_a_device: int = 1  # Or the default where the caller may choose.
+    is_open: bool = False  # The number of stages a device may follow after a colon.
+    trains: bool = True  # It has backward actions.
+    # Default number of slices of every sequence, where a number may follow a colon.
     num_slices: int = 1
 
     @property
@@ -89,19 +68,12 @@ _CANONICAL = {
 
 @dataclasses.dataclass(frozen=True)
 class ParsedName:
-    """A parsed name.
+    """A parsed name."""
 
-    Attributes:
-        name: a key of `NAMES`, or `FILE`, or `SEARCHED`.
-        stages_a_device: the number after the colon; None if there is none.
-        rest: of a file its path.
-        num_slices: the number after the colon of a schedule with slices.
-    """
-
-    name: str
-    stages_a_device: int | None = None
-    rest: str = ""
-    num_slices: int | None = None
+    name: str  # A key of `NAMES`, or `FILE`, or `SEARCHED`.
+    stages_a_device: int | None = None  # The number after the colon, if any.
+    rest: str = ""  # The path of a file.
+    num_slices: int | None = None  # The number after the colon of a schedule with slices.
 
     def stages(self) -> int:
         """Returns the stages a device: the given number, or the schedule's default."""
@@ -113,12 +85,9 @@ class ParsedName:
 
 
 def parse(text: object, for_layers: bool = False) -> ParsedName:
-    """Parses a key of `NAMES` or its short form, `file:` and a path, or `list_schedule`.
-
-    Case does not matter, nor if words are joined by `-` or `_`. Where the number of stages a
-    device, or of slices, is open, it may follow after a colon. With `for_layers` errors offer only
-    schedules that train a stack of layers.
-    """
+    """Parses a key of `NAMES` or its short form, `file:` and a path, or `list_schedule`."""
+    # Case does not matter, nor `-` or `_`. With `for_layers` errors offer only schedules that train
+    # a stack of layers.
     if not isinstance(text, str):
         raise ScheduleError(
             f"a schedule has a text as name, not {text!r}; there are {listing(for_layers)}"

@@ -221,12 +221,9 @@ def check_installed() -> None:
 def solve(
     costs: StageCosts, start: Schedule, limits: tuple[int, ...], seconds: float, workers: int
 ) -> tuple[Rows | None, Fraction]:
-    """Solves a `Question` in a process of its own; see `Question.answer`.
-
-    OR-tools and TensorFlow bring libraries of the same names: a process that has loaded TensorFlow
-    2.21 and then solves with OR-tools 9.15 ends in a segmentation fault. So the caller loads
-    neither.
-    """
+    """Solves a `Question` in a process of its own, which has loaded OR-tools and no TensorFlow."""
+    # Both bring libraries of the same names: a process that has loaded TensorFlow 2.21 and then
+    # solves with OR-tools 9.15 ends in a segmentation fault. So the caller loads neither.
     question = {
         "costs": dataclasses.astuple(costs),
         "rows": [[str(action) for action in row] for row in start.rows],
@@ -282,35 +279,18 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """The variables of a stage and a microbatch.
-
-    Attributes:
-        forward: start of its `F`.
-        grad: start of its `I`, or of its `B`.
-        weight: start of its `W`, if it has one.
-        whole: whether it does a `B`; None where that never helps.
-        grad_end: end of its `I` or `B`.
-        end: from when on nothing of it is held.
-    """
+    """The variables of a stage and a microbatch: starts, and two ends."""
 
     forward: Any
-    grad: Any
+    grad: Any  # start of its `I`, or of its `B`
     weight: Any
-    whole: Any
-    grad_end: Any
-    end: Any
+    whole: Any  # whether it does a `B`; None where that never helps
+    grad_end: Any  # end of its `I` or `B`
+    end: Any  # nothing of it is held from here on
 
 
 class Question:
-    """The search for a shortest schedule as constraints for CP-SAT.
-
-    Args:
-        solver: the module `ortools.sat.python.cp_model`.
-        costs: in whole ticks; all but transfers are at least 1.
-        placement: for each stage its device.
-        num_microbatches: at least 1.
-        limits: for each device the most (stage, microbatch) pairs that it may hold.
-    """
+    """The search for a shortest schedule as constraints for CP-SAT; costs are in whole ticks."""
 
     def __init__(
         self,
@@ -331,13 +311,7 @@ class Question:
     def answer(
         self, start: Schedule, seconds: float, workers: int
     ) -> tuple[tuple[tuple[Action, ...], ...] | None, Fraction]:
-        """Returns the best rows, None if none were found in time, and a bound in ticks.
-
-        Args:
-            start: a schedule within the limits.
-            seconds: time limit of the search.
-            workers: number of threads.
-        """
+        """Returns the best rows, None if none were found in time, and a bound in ticks."""
         model = self._model
         ticks = Costs(*dataclasses.astuple(self._costs))
         timeline = simulate(start, ticks)

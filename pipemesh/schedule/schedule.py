@@ -244,9 +244,7 @@ def loop(num_devices: int, num_virtual_stages: int = 1) -> tuple[int, ...]:
 
 
 def vee(num_devices: int) -> tuple[int, ...]:
-    """Returns the device of each stage on a V: `0, 1, ..., D - 1, D - 1, ..., 1, 0`.
-
-    The first and the last stage share device 0, so a microbatch's loss is where its first
-    activations are, and the turn at device `D - 1` needs no transfer.
-    """
+    """Returns the device of each stage on a V: `0, 1, ..., D - 1, D - 1, ..., 1, 0`."""
+    # Device 0 has the first and the last stage, so the loss is where its first activations are, and
+    # the turn at device `D - 1` needs no transfer.
     return (*range(num_devices), *reversed(range(num_devices)))

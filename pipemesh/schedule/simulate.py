@@ -127,21 +127,11 @@ def run_table(
     factor: Callable[[], float] | None = None,
     shared: _SharedCores | None = None,
 ) -> tuple[Times, Times]:
-    """Returns the start and end of every action of a table.
-
-    Events drive the run: a device goes on until it needs a result that is not there yet, and the
-    end of that action wakes it. Where devices share cores, an action's end depends on what others
-    do meanwhile, so a device also stops at each action until `shared` knows its end.
-
-    Args:
-        schedule: the schedule.
-        table: its integer form.
-        durations: for each device the duration of each action that runs alone.
-        delays: for each device how long each action waits after everything it needs is there.
-        lags: transfer times of results to other devices, by `code // num_pieces`; None for none.
-        factor: draws a factor for the duration of each action.
-        shared: the cores that all devices share.
-    """
+    """Returns the start and end of every action of a table."""
+    # A device goes on until it needs a result that is not there yet; the end of that action wakes
+    # it. Where devices share cores, an action's end depends on what others do meanwhile, so a
+    # device also stops at each action until `shared` knows its end. `delays` are waits of each
+    # action after everything it needs is there, `lags` transfer times by `code // num_pieces`.
     num_pieces = schedule.num_pieces
     end: list[float | None] = [None] * table.num_codes
     starts: Times = [[] for _ in table.codes]
@@ -195,15 +185,7 @@ def run_table(
 
 
 class _SharedCores:
-    """Actions that run at the same time on the cores of one machine.
-
-    The sum of all loads is known at any time, and changes when an action starts or ends.
-
-    Args:
-        cores: number of cores.
-        crowding: see `simulate`.
-        loads: for each device the load of each action.
-    """
+    """Actions that run at the same time on the cores of one machine; see `simulate`."""
 
     def __init__(self, cores: float, crowding: float, loads: Times) -> None:
         self._cores = cores
@@ -282,11 +264,8 @@ def _loads_of(loads: Loads, kind: str, stages: int) -> Sequence[float]:
 
 
 def rounds(schedule: Schedule, table: Table | None = None) -> list[list[tuple[int, int]]]:
-    """Returns the (device, tick) pairs that act in each round, devices in ascending order.
-
-    An action takes part in the first round in which everything it needs was done in an earlier
-    round: rounds are units of time if every action takes one and transfers are free.
-    """
+    """Returns the (device, tick) pairs that act in each round, devices in ascending order."""
+    # Rounds are units of time if every action takes one and transfers are free.
     table = table or compile_table(schedule)
     starts, _ = run_table(schedule, table, [[1.0] * len(codes) for codes in table.codes])
     last = max((int(row[-1]) for row in starts if row), default=-1)
@@ -301,19 +280,9 @@ Ticks = tuple[tuple[Action | None, ...], ...]
 
 
 def lockstep(schedule: Schedule) -> Ticks:
-    """Puts the actions of a schedule on one clock, None where a device does nothing.
-
-    Each action is at the first tick at which its device is free and its inputs were made at an
-    earlier tick. A loop whose turns are ticks runs like that: every device computes something, and
-    all hand it on at the end.
-
-    Example:
-        >>> from pipemesh.schedule import gpipe
-        >>> for row in lockstep(gpipe(2, 2)):
-        ...     print(" ".join(str(action or "___") for action in row))
-        0F0 0F1 ___ ___ 0B1 0B0
-        ___ 1F0 1F1 1B1 1B0 ___
-    """
+    """Puts the actions of a schedule on one clock, None where a device does nothing."""
+    # A loop whose turns are ticks runs like that: every device computes something, and all hand it
+    # on at the end.
     moves = rounds(schedule)
     rows: list[list[Action | None]] = [[None] * len(moves) for _ in schedule.rows]
     for clock, acting in enumerate(moves):

@@ -123,11 +123,8 @@ def read_schedule(path: str) -> Schedule:
 
 
 def read_table(path: str) -> tuple[Schedule, Costs | None]:
-    """Reads a file that `pipemesh schedule` wrote by `--csv` or `--text`.
-
-    A file whose name ends in `.csv`, or that has no colon, is read as CSV, which has no costs
-    because the programs that read it allow no comments.
-    """
+    """Reads a file that `pipemesh schedule` wrote by `--csv` or `--text`."""
+    # CSV has no costs, because the programs that read it allow no comments.
     file = Path(check_type("path", path, str))
     try:
         text = file.read_text(encoding="utf-8")

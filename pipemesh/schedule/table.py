@@ -1,9 +1,8 @@
 """A checked schedule as integers, for the simulator.
 
-Every `(kind, stage, piece)` has a number, its *code*, so that the end of an
-action is a list access instead of a hash of an object. A piece is a microbatch or
-a slice of one. With `S` stages and `P` pieces the code of an action is `(kind_index * S + stage)
-* P + piece`.
+Every `(kind, stage, piece)` has a number, its *code*, so that the end of an action is a list access
+instead of a hash of an object. A piece is a microbatch or a slice of one. With `S` stages and `P`
+pieces the code of an action is `(kind_index * S + stage) * P + piece`.
 """
 
 from __future__ import annotations
@@ -38,33 +37,17 @@ _FROM_NEIGHBOUR = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A schedule that is complete and in which every row is in order by itself.
+    """A schedule that is complete and in which every row is in order by itself."""
 
-    Attributes:
-        codes: for each device the code of each action.
-        waits: for each device and action the code of the neighbouring stage's action that it
-            consumes, or `NOTHING`.
-        remote: for each device and action whether that neighbour is on another device.
-        num_codes: one more than the highest code.
-    """
-
-    codes: list[list[int]]
+    codes: list[list[int]]  # For each device the code of each action.
+    # The code of the neighbouring stage's action that it consumes, or `NOTHING`.
     waits: list[list[int]]
-    remote: list[list[bool]]
+    remote: list[list[bool]]  # That neighbour is on another device.
     num_codes: int
 
 
 def compile_table(schedule: Schedule) -> Table:
-    """Checks everything that can be checked without looking at two rows at once.
-
-    Complete: every forward once, and for every forward one `B` or one `I` and one `W`, unless
-    the schedule has no backward action at all; an `R` at most once, with a backward after it.
-    Ordered: on its device each action follows those that make what it takes, slices go forward from
-    the first to the last and backward from the last to the first.
-
-    Raises:
-        ScheduleError: names device, tick and action, and shows the rows around it.
-    """
+    """Checks everything that can be checked without looking at two rows at once; see `validate`."""
     if not check_type("schedule", schedule, Schedule).stage_devices:
         raise ScheduleError("the schedule has no stages; it must have at least 1")
     _check_size(schedule)
@@ -76,10 +59,8 @@ def compile_table(schedule: Schedule) -> Table:
 
 
 def _check_size(schedule: Schedule) -> None:
-    """Rejects a schedule with too few actions before anything is as large as its counts.
-
-    One typo, such as 0F999999999, must not ask for gigabytes.
-    """
+    """Rejects a schedule with too few actions before anything is as large as its counts."""
+    # One typo, such as 0F999999999, must not ask for gigabytes.
     if sum(map(len, schedule.rows)) >= schedule.num_stages * schedule.num_pieces:
         return
     done: list[set[int]] = [set() for _ in schedule.stage_devices]
@@ -297,15 +278,7 @@ _TICKS_AROUND = 3
 
 
 def excerpt(schedule: Schedule, device: int, tick: int) -> str:
-    """Draws the rows and ticks around a cell, which may be one past the end of its row.
-
-    Example:
-        >>> from pipemesh.schedule import gpipe
-        >>> print(excerpt(gpipe(2, 2), device=1, tick=2))
-          tick        0     1     2     3
-          device 0:  0F0   0F1   0B1   0B0
-          device 1:  1F0   1F1  [1B1]  1B0
-    """
+    """Draws the rows and ticks around a cell, which may be one past the end of its row."""
     devices = range(
         max(0, device - _ROWS_AROUND), min(schedule.num_devices, device + _ROWS_AROUND + 1)
     )

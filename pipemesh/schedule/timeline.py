@@ -20,15 +20,7 @@ from pipemesh.schedule.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One action with its place and its time.
-
-    Attributes:
-        device: the row.
-        tick: the position in the row.
-        action: the action.
-        start: its start, in the unit of the costs.
-        end: its end.
-    """
+    """One action with its row, its position in the row, and its time."""
 
     device: int
     tick: int
@@ -347,14 +339,7 @@ def recomputed_of_row(row: tuple[Action, ...]) -> frozenset[Action]:
 def held_changes(
     action: Action, recomputed: frozenset[Action], forward_only: bool = False
 ) -> tuple[int, int]:
-    """Returns the changes of the number of held pairs when an action starts and when it ends.
-
-    Example:
-        >>> held_changes(Action(0, "F", 0), frozenset())
-        (1, 0)
-        >>> held_changes(Action(0, "F", 0), frozenset({Action(0, "R", 0)}))
-        (1, -1)
-    """
+    """Returns the changes of the number of held pairs when an action starts and when it ends."""
     effect = EFFECTS[action.kind]
     ends = effect.releases or (
         action.kind == "F" and (forward_only or action.also("R") in recomputed)

@@ -109,15 +109,7 @@ def validate(schedule: Schedule) -> Schedule:
 
 
 def insert_transfers(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
-    """Returns the actions of each device with sends and receives, by the rule of this module.
-
-    Example:
-        >>> from pipemesh.schedule import forward_only
-        >>> for steps in insert_transfers(forward_only(2, 2)):
-        ...     print(" ".join(map(str, steps)))
-        0F0 send(0F0 to 1) 0F1 send(0F1 to 1)
-        receive(0F0 from 0) 1F0 receive(0F1 from 0) 1F1
-    """
+    """Returns the actions of each device with sends and receives, by the rule of this module."""
     table = compile_table(schedule)
     consumer = [-1] * table.num_codes
     for device, row in enumerate(table.waits):
@@ -138,16 +130,7 @@ def insert_transfers(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
 
 def check_rendezvous(steps: Sequence[Sequence[Step]]) -> None:
-    """Runs the steps of all devices with blocking sends and receives.
-
-    Example:
-        >>> one, two = Action(0, "F", 0), Action(1, "F", 0)
-        >>> check_rendezvous([[one, Send(one, 1)], [Receive(one, 0), two]])
-        >>> check_rendezvous([[one, Send(one, 1)], [two]])
-        Traceback (most recent call last):
-            ...
-        pipemesh.errors.ScheduleError: deadlock: device 0 waits at step 1 in send(0F0 to 1)
-    """
+    """Runs the steps of all devices with blocking sends and receives."""
     position = [0] * len(steps)
     runnable = list(range(len(steps)))
     while runnable:
