@@ -272,6 +272,8 @@ def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Predi
     halves = any(action.kind == "W" for row in stages.table.rows for action in row)
     is_full = not halves and "none" not in stages.modes.values()
     facts = simulate(stages.table).for_partition()
+    # Gradients, the copy in the dtype of computation, and the optimizer's state.
+    beside_weights = 1 + stages.cast + figures.optimizer / stages.replicas
     leanest, tried = found, {found.plan.boundaries}
     for number in range(_LIMITS):
         try:
@@ -279,7 +281,7 @@ def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Predi
                 costs,
                 found.plan.num_stages,
                 memory_limit=space.memory * 2 ** ((_LIMITS - 3 - number) / 4),
-                optimizer_bytes_per_parameter_byte=1 + figures.optimizer / stages.replicas,
+                optimizer_bytes_per_parameter_byte=beside_weights,
                 remat="full" if is_full else "none",
                 **facts,
             ).boundaries

@@ -155,6 +155,22 @@ def test_layers_are_cut_by_memory_where_seconds_need_too_much():
         assert fits(found, space) and found.plan.boundaries == (0, 1, 3)
 
 
+def test_cuts_count_the_copy_of_weights_in_the_compute_dtype():
+    """Cuts to fit left it out: the second stage was taken to hold 186 bytes of its 200."""
+    weights, kept = (10, 0, 40), (4, 40, 1)
+    costs = [
+        LayerCost(s, parameter_bytes=w, activation_bytes=k)
+        for s, w, k in zip((3, 1, 2), weights, kept, strict=True)
+    ]
+    layers = Figures(tuple(figures_of_costs(costs, 1)))
+    plan = Plan(
+        "layers:2", num_microbatches=4, boundaries=(0, 1, 3), remat="none", compute_dtype="bfloat16"
+    )
+    space = SearchSpace(2, 4, memory=186.0)
+    found = cut_to_fit(predict(plan, layers, 4), layers, space)
+    assert fits(found, space) and found.plan.boundaries == (0, 2, 3)
+
+
 def figures(layers=4, seconds=None, **more):
     costs = [
         LayerCost(s, backward=2 * s, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0)
