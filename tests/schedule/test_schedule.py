@@ -12,23 +12,11 @@ from pipemesh.schedule import (
     Action,
     Schedule,
     forward_only,
-    from_csv,
     gpipe,
     validate,
-    write_csv,
     zb_v,
 )
-from pipemesh.schedule.builders import BUILDERS, build
 from pipemesh.schedule.schedule import loop, vee
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("counts", [(1, 2), (2, 4), (3, 9)])
-def test_text_and_csv_parse_back(name, counts):
-    schedule = build(name, *counts)
-    assert Schedule.from_text(schedule.to_text()) == schedule
-    assert Schedule.from_text(str(schedule)) == schedule
-    assert from_csv(write_csv(schedule)) == schedule
 
 
 def test_a_schedule_is_a_value():

@@ -37,16 +37,6 @@ def test_curve_of_activations():
     assert simulate(forward_only(1, 2)).activations(0) == ((0.0, 1), (1.0, 1), (2.0, 0))
 
 
-@given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4), st.integers(1, 3))
-def test_the_curve_peaks_at_the_peak_and_ends_at_nothing(name, num_devices, factor):
-    timeline = simulate(build(name, num_devices, 2 * factor * num_devices), Costs(2, 5, 2, 3, 1))
-    for device in range(num_devices):
-        curve = timeline.activations(device)
-        assert [time for time, _ in curve] == sorted({time for time, _ in curve})
-        assert max(held for _, held in curve) == timeline.peak_activations[device]
-        assert curve[-1][1] == 0
-
-
 @given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 def test_the_critical_path_explains_the_makespan(name, num_devices, factor, transfer):
     schedule = build(name, num_devices, 2 * factor * num_devices)
