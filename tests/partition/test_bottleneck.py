@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from pipemesh.partition.bottleneck import (
     UNDECIDED,
     Greedy,
-    StageIntervals,
     alive,
     dense_bottleneck,
     greedy_bottleneck,
@@ -87,13 +86,6 @@ def test_greedy_finds_the_least_bottleneck_or_proves_nothing(problem):
         assert all(place in kept for place, kept in zip(cut, places, strict=True))
 
 
-def test_a_slow_device_behind_a_long_stage_proves_nothing():
-    # Longest stages first leave the slow third device with the layer of 5, which costs it 5.
-    problem = problem_of([0.0, 0, 0, 2, 5, 0], 4, speeds=[1, 1, 1, 3])
-    assert greedy_bottleneck(problem) is UNDECIDED
-    assert optimum(problem) * problem.times.unit == 2
-
-
 @given(problems)
 def test_dense_bottleneck_is_the_least(problem):
     places, best = places_of(problem), optimum(problem)
@@ -159,20 +151,3 @@ def test_the_least_bottleneck_and_all_its_places(problem):
     assert [as_array(column).tolist() for column in kept] == places_through(problem, bottleneck)
     assert not all(places_through(problem, bottleneck - 1))
     assert least_possible(problem) <= bottleneck
-
-
-@settings(max_examples=120)
-@given(long_problems, st.data())
-def test_intervals_match_a_look_at_every_pair(problem, data):
-    stage = data.draw(st.integers(0, problem.num_stages - 1))
-    random = np.random.default_rng(data.draw(SEEDS))
-    begin, end = (np.flatnonzero(random.random(problem.size + 1) < 0.8) for _ in range(2))
-    if not begin.size or not end.size:
-        return
-    times = problem.stage_times(stage, begin[:, None], end[None, :])
-    bottleneck = int(random.integers(times.max() + 1))
-    good = problem.allowed(stage, begin, end) & (times <= bottleneck)
-    interval = StageIntervals(problem, stage, begin, end, bottleneck)
-    assert interval.served().tolist() == good.any(axis=1).tolist()
-    if interval.nonempty.any():
-        assert interval.reached().tolist() == good.any(axis=0).tolist()

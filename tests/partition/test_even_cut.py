@@ -11,7 +11,6 @@ from pipemesh.partition import even_cut as searched
 from pipemesh.partition.even_cut import (
     SquaresBound,
     even_cut,
-    follow,
     infinity,
     least_squares,
     monge_squares,
@@ -146,9 +145,3 @@ def test_sums_of_squares_are_exact_where_that_is_affordable():
     assert 3 * (edge - 1000) ** 2 < top
     assert top + (edge - 1000) ** 2 < 2**63
     assert infinity(np.float64, problem, edge) == np.inf
-
-
-def test_choices_are_followed_from_the_end():
-    places = [range(1), np.asarray([1, 3]), range(4, 6), np.asarray([9])]
-    choices = [np.asarray([0, 0]), np.asarray([1, 0]), np.asarray([1])]
-    assert follow(places, choices) == [0, 1, 5, 9]

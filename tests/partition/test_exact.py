@@ -13,7 +13,7 @@ from pipemesh.schedule import Action, Schedule, ScheduleSpec, build, simulate, v
 from tests.partition.brute_force import best_key, key_of, number
 
 CASES = settings(
-    max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 MANY_CASES = settings(max_examples=8000, deadline=None, suppress_health_check=list(HealthCheck))
 

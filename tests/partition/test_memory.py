@@ -113,12 +113,6 @@ def test_shared_bytes_count_at_the_begin_of_a_stage_with_remat():
         partition(layers, 3, memory_limit=20, **options)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3, 4, 9])
-def test_a_stage_holds_one_to_all_microbatches(microbatches):
-    counts = in_flight("interleaved_one_f_one_b", microbatches, 12, 3)
-    assert all(1 <= count <= microbatches for count in counts)
-
-
 def test_invalid_schedules_are_refused():
     with pytest.raises(PartitionError, match="runs one stage on each device"):
         in_flight("zb_h1", 4, 4, 2)

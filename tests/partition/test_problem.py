@@ -17,10 +17,8 @@ from pipemesh.partition.problem import (
     FEW_PAIRS,
     ComputeTimes,
     allowed_positions,
-    as_array,
     build_memory,
     build_problem,
-    num_pairs,
 )
 from tests.partition.problems import (
     cuts_of,
@@ -134,18 +132,6 @@ def test_nothing_takes_forever_and_exact_times_have_no_ties(problem):
     assert problem.tied(7) == 7
 
 
-@settings(max_examples=60)
-@given(problems)
-def test_times_as_python_integers_are_the_same(problem):
-    wide = problem.times.as_objects()
-    assert (wide.unit, wide.dtype) == (problem.times.unit, object)
-    for kind in range(len(problem.times.kinds)):
-        assert wide.prefix(kind).dtype == object
-        assert wide.prefix(kind).tolist() == problem.times.prefix(kind).tolist()
-    if problem.times.transfers is not None:
-        assert wide.transfers.tolist() == problem.times.transfers.tolist()
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_long_digits_are_exact_or_on_a_grid(exact):
     values = np.random.default_rng(0).random(300) / 7
@@ -192,32 +178,6 @@ LAYERS = [
 ]
 
 
-def test_times_follow_speed_and_recomputation_of_each_stage():
-    options = Options(
-        4,
-        speeds=(1.0, 0.5, 1.0, 2.0),
-        remat="except_last",
-        schedule="gpipe",
-        num_microbatches=3,
-        bandwidth=0.7,
-        same_stage=((1, 2),),
-    )
-    problem = build_problem(as_stack(LAYERS), options)
-    assert problem.positions.tolist() == [0, 1, 3, 4, 5, 6, 7]
-    # Device 0 and 2 are alike.
-    assert problem.kind_of_stage == (0, 1, 0, 2)
-    unit = problem.times.unit
-    for stage, speed in enumerate((1, Fraction(1, 2), 1, 2)):
-        sums = problem.prefix(stage).tolist()
-        for (a, b), (i, j) in zip(
-            itertools.pairwise(sums), itertools.pairwise(problem.positions.tolist()), strict=True
-        ):
-            time = sum(Fraction(n, 10) * Fraction(5, 3) + Fraction(1, 5) + n for n in range(i, j))
-            assert (b - a) * unit == time / speed
-    crossing = [0, *(Fraction(3 * (p - 1), 10) / Fraction(7, 10) for p in (1, 3, 4, 5, 6)), 0]
-    assert [units * unit for units in problem.times.transfers.tolist()] == crossing
-
-
 def test_layers_at_which_stages_begin_become_boundaries():
     options = Options(3, same_stage=((1, 3),), fixed=(4, 6), num_virtual_stages=3)
     problem = build_problem(as_stack([1.0] * 7), options)
@@ -258,9 +218,3 @@ def test_small_problems_are_exact_and_large_ones_lie_on_a_grid(more):
     values = np.random.default_rng(0).random(num_layers) / 7
     # One stage can lie in the square of that many ways, as pairs are counted.
     assert build_problem(as_stack(values), Options(1)).times.rounded == bool(more)
-
-
-def test_pairs_of_places_are_counted():
-    assert as_array(range(2, 5)).tolist() == [2, 3, 4]
-    places = [range(1), range(3), np.asarray([4, 7]), range(8, 9)]
-    assert num_pairs(places) == 1 * 3 + 3 * 2 + 2 * 1

@@ -1,6 +1,5 @@
 """Cuts where devices own several stages, and the order in which they are cut."""
 
-import itertools
 from random import Random
 
 import pytest
@@ -86,51 +85,6 @@ def test_below_the_least_sum_there_is_none(problem):
 def homes(draw):
     drawn = draw(st.lists(st.integers(0, 4), min_size=1, max_size=9))
     return tuple(sorted(set(drawn)).index(home) for home in drawn)
-
-
-@given(homes())
-def test_each_turn_knows_one_end_and_the_boundary_beyond(homes):
-    walk = Walk.over(homes)
-    stages = len(homes)
-    known = {0, stages, *walk.starts}
-    cut = []
-    for device, turns in enumerate(walk.turns):
-        assert [turn.stage for turn in turns] == [s for s in range(stages) if homes[s] == device]
-        for turn in turns:
-            stage = turn.stage
-            assert (turn.knows_begin, turn.knows_end) == (stage in known, stage + 1 in known)
-            assert turn.knows_begin or turn.knows_end
-            # The side that is not known; where both are, nobody asks what is beyond.
-            if not turn.knows_end:
-                assert turn.beyond == min(b for b in known if b > stage + 1)
-                assert set(turn.between) == set(homes[stage + 1 : turn.beyond])
-            elif not turn.knows_begin:
-                assert turn.beyond == max(b for b in known if b < stage)
-                assert set(turn.between) == set(homes[turn.beyond : stage])
-            known |= {stage, stage + 1}
-            cut.append(stage)
-    assert sorted(cut) == list(range(stages))
-
-
-@given(homes())
-def test_boundaries_and_gaps_before_each_step(homes):
-    walk = Walk.over(homes)
-    stages = len(homes)
-    for step in range(max(homes) + 2):
-        left = [home >= step for home in homes]
-        runs = [
-            (group[0], group[-1] + 1)
-            for is_left, run in itertools.groupby(range(stages), left.__getitem__)
-            if is_left
-            for group in [list(run)]
-        ]
-        assert list(walk.gaps[step]) == runs
-        between = {b for b in range(1, stages) if left[b - 1] != left[b]}
-        waiting = {b for b in walk.starts if left[b - 1] and left[b]}
-        assert list(walk.open[step]) == sorted(between | waiting)
-        if step:
-            own = {b for b in range(1, stages) if homes[b - 1] == homes[b] == step - 1}
-            assert list(walk.closed[step]) == sorted(own - set(walk.starts))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
