@@ -126,7 +126,7 @@ def waits_of(measured: Timeline) -> Waits:
 
 
 def _delays(table: Table, measured: Timeline) -> tuple[list[list[float]], list[list[bool]]]:
-    """How long each action waited for nothing that the table knows, and if its device did so."""
+    """Returns the unexplained wait of each action, and whether its own device caused it."""
     end = [0.0] * table.num_codes
     for codes, ends in zip(table.codes, measured.ends, strict=True):
         for code, time in zip(codes, ends, strict=True):

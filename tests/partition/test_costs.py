@@ -90,7 +90,7 @@ def test_any_kind_of_number_is_a_cost():
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=5), st.integers(0, 6))
-def test_decimals_become_what_a_person_would_read(numbers, decimals):
+def test_floats_become_their_shortest_decimals(numbers, decimals):
     values = np.asarray([number / 10**decimals for number in numbers])
     integers, unit = to_integers(values)
     assert [int(i) * unit for i in integers] == [Fraction(n, 10**decimals) for n in numbers]

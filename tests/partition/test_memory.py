@@ -62,7 +62,9 @@ def layers_of(seed, digits):
     st.sampled_from([0, 0.1, 2]),
     st.booleans(),
 )
-def test_a_stage_holds_what_its_tensors_take(seed, digits, held_by_stage, remat, optimizer, exact):
+def test_stage_memory_is_the_sum_of_its_tensors(
+    seed, digits, held_by_stage, remat, optimizer, exact
+):
     layers = layers_of(seed, digits)
     model = memory_model(
         as_stack(layers),
@@ -88,7 +90,7 @@ def test_a_stage_holds_what_its_tensors_take(seed, digits, held_by_stage, remat,
             assert expected <= found <= expected + most * model.unit
 
 
-def test_shared_bytes_count_once_in_a_stage_and_twice_across_a_cut():
+def test_shared_bytes_count_once_per_stage():
     layers = [LayerCost(1, activation_bytes=5, shared_bytes=2)] * 4
     # Nothing is in front of the first layer, so the first stage shares once and the second too.
     plan = partition(layers, 2, in_flight=(3, 1))

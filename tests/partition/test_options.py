@@ -70,7 +70,7 @@ from tests.partition.problems import DEFAULTS
         (6, 2, {"fixed": [3], "same_stage": [[2, 3]]}, "keeps the layers 2 to 3 together"),
     ],
 )
-def test_a_wrong_option_says_what_is_allowed(num_layers, num_stages, options, message):
+def test_invalid_options_name_the_allowed_values(num_layers, num_stages, options, message):
     with pytest.raises(PartitionError, match=message):
         partition([1.0] * num_layers, num_stages, **options)
 
@@ -99,7 +99,7 @@ def test_all_that_is_given_is_kept_in_one_form():
     assert check_options(as_stack([1.0] * 9), 3, asked) == Options(3, fixed=(1, 8))
 
 
-def test_what_is_suggested_for_numbers_of_layers_is_allowed():
+def test_suggested_numbers_of_layers_are_allowed():
     for layers, stages, least, most in itertools.product(
         range(1, 8), range(1, 8), range(1, 5), (None, *range(1, 8))
     ):
@@ -155,7 +155,7 @@ V = {"in_flight": (4, 3, 2, 1), "stage_devices": (0, 1, 1, 0)}
         ({"schedule": "zb_v"}, r"schedule is 'zb_v', .* give in_flight and stage_devices \(from"),
     ],
 )
-def test_what_a_table_says_is_checked(options, message):
+def test_numbers_of_a_table_are_checked(options, message):
     with pytest.raises(PartitionError, match=message):
         partition(LAYERS, 4, **options)
 

@@ -33,7 +33,7 @@ SPEEDS = st.lists(st.sampled_from([1, 3, 0.5]), min_size=3, max_size=3)
 
 
 @given(st.integers(0, 2**40), SPEEDS, st.sampled_from([None, 0.3, 2]), st.booleans(), st.booleans())
-def test_stages_take_what_their_layers_and_boundaries_take(seed, speeds, bandwidth, overlap, v):
+def test_stage_times_are_sums_over_layers_and_boundaries(seed, speeds, bandwidth, overlap, v):
     layers = stack_of(Random(seed), fewest=2)
     options = {"speeds": speeds, "remat": "full"}
     homes = (0, 1, 2)
@@ -63,7 +63,7 @@ def test_stages_take_what_their_layers_and_boundaries_take(seed, speeds, bandwid
 
 @settings(max_examples=60)
 @given(problems)
-def test_windows_say_what_counting_and_pins_leave(problem):
+def test_windows_follow_from_counts_and_pins(problem):
     first, last = problem.windows()
     pins = dict(problem.pinned)
     inner = itertools.combinations(range(1, problem.size), problem.num_stages - 1)

@@ -67,7 +67,7 @@ def test_the_table_of_a_plain_partition():
     ]
 
 
-def test_the_table_says_memory_and_what_binds():
+def test_the_table_shows_memory_and_the_binding_option():
     layers = [LayerCost(1, parameter_bytes=2**30, activation_bytes=2**31)] * 6
     text = str(partition(layers, 3, memory_limit=16 * 2**30, num_microbatches=8))
     assert "14.0 GiB" in text
@@ -81,7 +81,7 @@ def test_virtual_stages_show_their_device():
     assert [line.split()[1] for line in lines[1:5]] == ["0", "1", "0", "1"]
 
 
-def test_a_thousand_stages_are_abridged_around_the_most_expensive():
+def test_long_tables_show_the_most_expensive_stages():
     costs = [1] * 500 + [7] + [1] * 499
     lines = str(partition(costs, 1000)).splitlines()
     assert len(lines) < 75

@@ -37,7 +37,7 @@ OTHERS = [
 ]
 
 
-def test_what_is_fitted_forecasts_other_plans():
+def test_fitted_figures_forecast_other_plans():
     truth = Figures(LAYERS, 0.4, 2.0, 0.05, transfer=Link(0.3, 4.0), cores=1.7)
     # Of links nothing is known, and the rest was measured.
     start = Figures(LAYERS, 0.35, 1.8, 0.06, transfer=Link(0.05, 50.0), cores=2.0)
@@ -56,7 +56,7 @@ def test_what_is_fitted_forecasts_other_plans():
     assert max(abs(error - 1) for error in errors) > 0.1
 
 
-def test_what_is_not_there_stays_so():
+def test_absent_values_stay_absent():
     found = fitted(Figures(LAYERS), [Measured(PLANS[0], 8, 100.0)])
     assert (found.action, found.fixed, found.cores) == (0, 0, None)
     assert found.transfer == Link(0.0, float("inf"))
@@ -97,13 +97,13 @@ def test_how_much_devices_lose_to_each_other_is_fitted(crowding):
     assert fitted(Figures(LAYERS, cores=2.0), steps).crowding == 0
 
 
-def test_steps_whose_times_differ_count_less():
+def test_unsteady_steps_count_less():
     steps = [Measured(PLANS[0], 8, 100.0), Measured(PLANS[0], 8, 300.0, spread=3.0)]
     found = fitted(Figures(LAYERS), steps)
     assert predict(PLANS[0], found, 8).seconds == pytest.approx(100.0, rel=0.02)
 
 
-def test_what_layers_do_however_few_the_rows_is_fitted():
+def test_fixed_cost_of_layers_is_fitted():
     """As where a clock takes some time itself, and more on one core."""
 
     def layers(seconds, work):

@@ -50,7 +50,7 @@ def test_times_never_fall_with_the_rows(points):
     assert math.isclose(sum(y for _, y in layer.seconds["F"].points), sum(values), abs_tol=1e-6)
 
 
-def test_more_rows_than_were_measured_take_longer_though_the_last_took_less():
+def test_curves_rise_beyond_a_falling_last_segment():
     measured = Curve(((1, 1.0), (8, 4.8), (16, 4.1)))
     layer = LayerFigures("a", {"F": measured, "B": measured}, 0, measured, measured)
     assert layer.takes("F", 16) == pytest.approx(4.45)
@@ -80,7 +80,7 @@ def test_fewer_rows_than_were_measured_still_take_time():
     "points",
     [(), ((1, 1), (1, 2)), ((2, 1), (1, 2)), ((0, 1),), ((1, -1),), ((1, math.inf),)],
 )
-def test_what_is_no_curve_is_an_error(points):
+def test_invalid_curves_are_errors(points):
     with pytest.raises(PlanError, match="a curve has the points"):
         Curve(points)
 
@@ -91,7 +91,7 @@ def layer(**seconds):
     return LayerFigures("a", curves, 0, line, line)
 
 
-def test_what_was_not_measured_follows():
+def test_missing_kinds_follow_from_the_others():
     split = layer(F=1.0, I=2.0, W=3.0)
     assert split.takes("B", 2) == 10.0
     # The first action of the backward pass computes again, the other finds it.
@@ -126,7 +126,7 @@ def test_sums_are_given_of_all_layers_or_none():
 
 
 @pytest.mark.parametrize("values", [[1], [{"name": "a"}], 3, [{"name": "a", "seconds": 1}]])
-def test_what_is_malformed_names_the_file(values):
+def test_malformed_layers_name_the_file(values):
     with pytest.raises(PlanError, match=r"figures\.json"):
         layers_from_values(values, "figures.json")
 
@@ -182,7 +182,7 @@ def test_a_file_of_before_can_be_read():
     assert "handover" in before and Figures.from_json(before, "before") == figures
 
 
-def test_of_a_slower_machine_every_forecast_is_longer_by_one_factor():
+def test_pace_scales_every_forecast_by_one_factor():
     figures = Figures(
         LAYERS, 1e-3, 0.1, 1e-3, 1.0, Link(0.01, 1e3), 2.0, sums=Link(0.1, 1e4), plain_step=20.0
     )
@@ -196,7 +196,7 @@ def test_of_a_slower_machine_every_forecast_is_longer_by_one_factor():
         assert after.memory == before.memory and after.bubble == pytest.approx(before.bubble)
 
 
-def test_the_pace_is_of_what_is_known():
+def test_pace_needs_a_plain_step():
     with pytest.raises(PlanError, match=r"took 0\.0 s when figures were measured and 2\.0 s now"):
         Figures(LAYERS).at_pace(2.0)
     with pytest.raises(PlanError, match="must be above 0"):
@@ -220,7 +220,7 @@ def test_a_list_of_costs_is_figures_too():
         ('{"layers": 3}', "no figures of layers"),
     ],
 )
-def test_what_is_malformed_is_an_error(text, told):
+def test_malformed_figures_are_errors(text, told):
     with pytest.raises(PlanError, match=told):
         Figures.from_json(text, "x")
 

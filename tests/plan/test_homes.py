@@ -45,9 +45,7 @@ def test_replicas_are_the_places_of_the_batchs_axis(text, layout, number):
         ("data:2", "batch:data", [[0, 1]]),
     ],
 )
-def test_of_processors_that_differ_in_other_axes_the_first_runs_a_stage(
-    text, layout, of_each_place
-):
+def test_homes_of_stages(text, layout, of_each_place):
     rules = LayoutRules.from_text(layout)
     found = [homes.home_of(mesh(text), rules, i) for i in range(len(of_each_place))]
     assert found == of_each_place
@@ -59,7 +57,7 @@ def test_axes_can_be_left_out():
     assert homes.without(whole, []) == whole
 
 
-def test_an_axis_of_several_places_over_which_nothing_is_split_is_unused():
+def test_unused_axes():
     whole = mesh("layers:2;data:3;model:4;one:1")
     assert homes.unused_axes(whole, LayoutRules()) == ["data", "model"]
     assert homes.unused_axes(whole, LayoutRules.from_text("hidden:data")) == ["model"]
@@ -76,7 +74,7 @@ def test_devices_may_not_idle():
         homes.check_no_idle_axis(mesh("layers:2;model:2,1"), LayoutRules())
 
 
-def test_the_mesh_of_a_replica_has_the_axes_that_other_dims_than_the_batch_are_split_over():
+def test_inner_mesh_has_the_axes_of_other_dims():
     whole = mesh("model:2;layers:2;data:2;idle:1")
     rules = LayoutRules.from_text("batch:data;d_ff:model;heads:model")
     assert str(homes.inner_mesh(whole, rules)) == "model:2"
@@ -84,7 +82,7 @@ def test_the_mesh_of_a_replica_has_the_axes_that_other_dims_than_the_batch_are_s
     assert homes.inner_mesh(whole, BY_DATA) is None
 
 
-def test_what_is_split_as_the_batch_is_are_weights_and_nothing_inside_of_a_replica():
+def test_dims_split_along_the_batch_axis_are_weights():
     whole = mesh("model:2;layers:2;data:2")
     rules = LayoutRules.from_text("batch:data;embed:data;d_ff:model")
     homes.check_axes(rules)
@@ -103,7 +101,7 @@ def test_no_dim_is_split_along_the_stages():
         homes.check_axes(LayoutRules.from_text("d_ff:layers"))
 
 
-def test_in_one_program_dims_of_what_all_devices_compute_may_lie_along_the_stages():
+def test_simd_may_split_dims_along_the_stages():
     rules = LayoutRules.from_text("vocab:layers;batch:data;heads:model")
     homes.check_axes(rules, "simd")
     whole = Mesh.from_text("layers:2;data:2;model:2")
@@ -113,7 +111,7 @@ def test_in_one_program_dims_of_what_all_devices_compute_may_lie_along_the_stage
         homes.check_axes(LayoutRules.from_text("batch:layers"), "simd")
 
 
-def test_homes_may_differ_in_what_is_inside_of_a_replica():
+def test_homes_may_differ_inside_a_replica():
     whole = mesh("layers:2;data:2;model:2,1")
     rules = LayoutRules.from_text("batch:data;d_ff:model")
     homes.check_uneven(whole, rules)
@@ -146,7 +144,7 @@ def test_homes_may_differ_in_what_is_inside_of_a_replica():
         ("layers:2;model:2,1", "d_ff:model", "simd", MeshError, "lowering='simd' is one program"),
     ],
 )
-def test_what_homes_that_differ_cannot_have_is_an_error(text, rules, lowering, error, message):
+def test_unsupported_uneven_homes_are_errors(text, rules, lowering, error, message):
     layout = LayoutRules.from_text(rules)
     with pytest.raises(error, match=message):
         homes.check_uneven(mesh(text), layout, lowering)

@@ -105,7 +105,7 @@ def test_the_best_of_some_is_near_the_best_of_all():
         assert best <= found.seconds <= 1.02 * best
 
 
-def test_what_does_not_fit_is_not_taken():
+def test_steps_above_memory_are_left_out():
     endless, tight = best_step(small_job(), 8)
     assert tight == 1
     limited, tight = best_step(small_job(memory=endless.fullest * 0.6), 8)
@@ -136,7 +136,7 @@ def test_more_devices_fail_more_often():
     assert forecast(small_job(), 4).goodput == 1
 
 
-def test_what_binds_is_said():
+def test_binding_cost_is_named():
     """Of devices that hardly fail slow links cost most, and of others their failures."""
     slow = Network(1, Link(1e-6, 1e11), Link(1e-5, 1e7))
     assert forecast(Job(small_job().layers, slow, 64), 8).binds in ("gradients", "transfers")
@@ -208,7 +208,7 @@ def test_a_simulation_is_the_same_again():
     assert simulate_failures(failures, 100.0, 50) != simulate_failures(failures, 100.0, 50, seed=1)
 
 
-def test_what_cannot_be_done_is_done_never():
+def test_goodput_of_extreme_failures():
     failures = Failures(1.0, 1000.0, 1000.0)
     assert failures.goodput(failures.best) == 0
     assert Failures(1e6, 0.0, 0.0).best == 0

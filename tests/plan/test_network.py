@@ -14,7 +14,7 @@ links = st.builds(Link, st.floats(0, 1e-3), st.floats(1e6, 1e12))
 
 
 @given(links, st.integers(2, 5000), st.floats(1, 1e10))
-def test_a_sum_takes_what_any_sum_takes(link, members, size):
+def test_all_reduce_is_within_its_bounds(link, members, size):
     """Each member has to send 2 (n - 1) / n of it (Patarasuk and Yuan), if nobody adds for it."""
     found = link.all_reduce(members, size)
     assert found >= 2 * (members - 1) / members * size / link.bandwidth * (1 - 1e-12)
@@ -30,9 +30,7 @@ def test_a_ring_gathers_as_it_reduces(link, members, size):
 
 
 @given(links, st.floats(1, 1e9), st.integers(1, 10), st.integers(0, 5), st.integers(1, 64))
-def test_more_members_of_a_host_never_make_a_sum_over_the_same_hosts_longer(
-    slow, size, hosts, power, host_size
-):
+def test_members_on_the_same_host_never_slow_a_sum(slow, size, hosts, power, host_size):
     fast = Link(0.0, slow.bandwidth * 1e6)
     members = hosts * 2**power
     spread = Network(1, fast, slow).all_reduce(members, 1, size)
@@ -65,7 +63,7 @@ def test_nothing_is_sent_alone():
         lambda: Network(0, Link(0.0, 1.0), Link(0.0, 1.0)),
     ],
 )
-def test_what_is_no_link_is_an_error(make):
+def test_invalid_links_are_errors(make):
     with pytest.raises(PlanError):
         make()
 

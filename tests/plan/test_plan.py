@@ -94,7 +94,7 @@ def test_texts_of_saved_plans_stay():
     assert str(plan).endswith("boundaries=0,3,7 remat=full,custom compute_dtype=bfloat16")
 
 
-def test_what_is_not_said_is_the_default_and_is_not_written():
+def test_defaults_are_not_written():
     assert Plan.from_text("") == Plan()
     assert str(Plan()) == "mesh=layers:1"
     text = "mesh=data:2;layers:2 layout=batch:data remat=none compute_dtype=bfloat16"
@@ -172,7 +172,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("make", "error", "text"), BAD, ids=[text for _, _, text in BAD])
-def test_what_cannot_be_had_is_an_error(make, error, text):
+def test_invalid_plans_are_errors(make, error, text):
     with pytest.raises(error, match=text) as raised:
         make()
     assert isinstance(raised.value, PipemeshError)
@@ -202,11 +202,11 @@ def test_a_batch_divides_among_microbatches_and_replicas():
 @pytest.mark.parametrize(
     "text", ["", "a b", "it's", '"', "a=b", "layers:2;data:2", "a\nb", "\\", "#", "$x", "ä*"]
 )
-def test_what_is_joined_can_be_split(text):
+def test_joined_texts_split_again(text):
     texts = {"a": text, "b": "c"}
     assert split_text(join_texts(texts)) == texts
 
 
-def test_only_what_must_be_is_quoted():
+def test_only_blanks_are_quoted():
     texts = {"mesh": "layers:2;data:2", "schedule": "a b", "layout": ""}
     assert join_texts(texts) == "mesh=layers:2;data:2 schedule='a b' layout=''"

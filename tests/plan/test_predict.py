@@ -1,4 +1,4 @@
-"""What is expected of a step: where it is known, and how it depends on the plan."""
+"""Forecasts of a step that can be computed by hand, and laws for all plans."""
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +28,7 @@ def test_one_f_one_b_is_its_formula():
     assert found.binds == "bubble"
 
 
-def test_recomputation_is_a_forward_pass_more_that_waits_for_no_gradient():
+def test_recomputation_is_a_forward_that_waits_for_no_gradient():
     plan = Plan("layers:4", num_microbatches=8, remat="full")
     # The last stage does eight of all; the first ones compute again before gradients come.
     assert predict(plan, figures(), 8).seconds == 3 * 1 + 8 * 4 + 3 * 2
@@ -51,7 +51,7 @@ def test_devices_that_share_cores_have_no_bubble_to_lose():
     assert predict(plan, half, 4).seconds == predict(plan, figures(), 4).seconds
 
 
-def test_what_computes_on_two_cores_alone_takes_twice_as_long_beside_another():
+def test_replicas_share_cores_that_layers_keep_busy():
     line, two = Curve(((1, 1.0),)), Curve(((1, 2.0),))
     layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": two})
     found = Figures((layer,) * 2, cores=2.0)
@@ -92,7 +92,7 @@ def test_tails_come_after_the_last_action():
     assert predict(plan, found, 4, parts=False).binds == ""
 
 
-def test_work_is_what_all_cores_do():
+def test_work_counts_all_cores():
     """However many there are; bubbles are none, and replicas each do their share."""
     plan = Plan("layers:2", num_microbatches=4, remat="none")
     for cores in (None, 1.0, 2.0):
@@ -116,7 +116,7 @@ def test_memory_of_places():
     assert predict(shared, found, 4).memory == (32 * 3 + 16,)
 
 
-def test_between_the_halves_of_a_backward_pass_other_things_are_kept():
+def test_pending_bytes_are_held_between_i_and_w():
     """ZB-H2 holds what its W need, whether the rest is computed again or not."""
     line = Curve(((1, 1.0),))
     more = {"whole": Curve(((1, 1.0),)), "pending": Curve(((1, 3.0),))}
@@ -131,7 +131,7 @@ def test_between_the_halves_of_a_backward_pass_other_things_are_kept():
     assert predict(shared, found, 2).memory == (4,)
 
 
-def test_what_actions_need_while_they_run_counts_for_two_layers_at_a_time():
+def test_working_memory_counts_for_two_layers_at_a_time():
     line = Curve(((1, 1.0),))
     layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, working=Curve(((1, 5.0),)))
     plan = Plan("layers:1", schedule="gpipe", num_microbatches=3, remat="none")

@@ -106,7 +106,7 @@ def splits(draw):
 
 @settings(max_examples=30, deadline=None)
 @given(splits(), st.randoms(use_true_random=False))
-def test_scale_says_what_predict_says(split, draw):
+def test_forecast_step_agrees_with_predict(split, draw):
     """Of any split and policy; of many microbatches it simulates fewer, and goes on from there."""
     found = stack(draw, layers=8)
     network = Network(4, Link(1e-5, 1e9), Link(1e-4, 1e8))
@@ -146,7 +146,7 @@ def every(found, space):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_search_finds_what_all_plans_have(seed):
+def test_search_finds_the_best_of_all_plans(seed):
     """A plan wherever one fits, and within 5% of the best; with more memory it is no slower."""
     draw = random.Random(seed)
     found, space = (

@@ -32,7 +32,7 @@ def test_modes_of_a_stage_are_those_of_its_policy(text):
     assert remat.is_custom == (CUSTOM in text)
 
 
-def test_except_last_keeps_what_is_used_at_once():
+def test_except_last_keeps_microbatches_that_turn_at_once():
     table = gpipe(2, 2)
     modes = Remat.from_text("except_last,none").modes(table)
     assert modes == {(0, 0): "full", (0, 1): "none", (1, 0): "none", (1, 1): "none"}

@@ -79,7 +79,7 @@ def test_nothing_is_split_that_cannot_be():
         ),
     ],
 )
-def test_what_is_asked_for_stays(fixed, of):
+def test_fixed_values_stay(fixed, of):
     space = SearchSpace(4, 16, fixed=fixed)
     found = list(candidates(shareable(), space))
     assert found and all(map(of, found))
@@ -89,7 +89,7 @@ def test_what_is_asked_for_stays(fixed, of):
             assert {name: str(values[name]) for name in fixed} == fixed
 
 
-def test_what_is_malformed_is_an_error():
+def test_malformed_spaces_are_errors():
     with pytest.raises(PipemeshError, match="names axis 'x'"):
         list(
             candidates(
@@ -156,7 +156,7 @@ def test_layers_are_cut_by_memory_where_seconds_need_too_much():
 
 
 def test_cuts_count_the_copy_of_weights_in_the_compute_dtype():
-    """Cuts to fit left it out: the second stage was taken to hold 186 bytes of its 200."""
+    """Cuts left it out, so no limit was tight enough for the partitioner to move a layer."""
     weights, kept = (10, 0, 40), (4, 40, 1)
     costs = [
         LayerCost(s, parameter_bytes=w, activation_bytes=k)
@@ -189,7 +189,7 @@ def all_of(found, space):
     return forecasts
 
 
-def test_nothing_is_better_than_what_is_found():
+def test_no_plan_is_better_than_the_found_one():
     found = figures(6, [3.0, 1.0, 1.0, 1.0, 1.0, 2.0])
     for memory in (None, 120.0):
         space = SearchSpace(4, 8, memory)
@@ -202,7 +202,7 @@ def test_nothing_is_better_than_what_is_found():
         assert len({each.plan for each in best}) == len(best) == 10
 
 
-def test_what_is_found_says_what_it_is_made_of():
+def test_found_plans_have_parts():
     [best] = search(figures(), SearchSpace(4, 8), count=1)
     assert sum(best.parts.values()) == pytest.approx(best.seconds)
     assert best == predict(best.plan, figures(), 8)
@@ -261,7 +261,7 @@ def test_a_search_in_which_nothing_fits_ends():
     assert time.monotonic() - begin < 30
 
 
-def test_one_table_is_one_plan_by_whatever_name():
+def test_equal_tables_are_one_plan():
     """With one microbatch GPipe and 1F1B are the same."""
     fixed = {"num_microbatches": "1", "mesh": "layers:2", "remat": "none"}
     found = search(figures(), SearchSpace(2, 8, fixed=fixed, schedules=("gpipe", "1f1b")))
@@ -306,7 +306,7 @@ SPLIT = "layout=batch:data;d_ff:model"
         ("mesh=layers:2;data:2 layout=batch:data", 9, "layers:2;data:2"),
     ],
 )
-def test_the_mesh_with_the_most_devices_and_the_fewest_replicas_is_taken(plan, devices, wanted):
+def test_fewer_devices_keep_the_largest_mesh(plan, devices, wanted):
     before = Plan.from_text(plan)
     found = fewer(before, devices)
     assert str(found.mesh) == wanted
@@ -320,7 +320,7 @@ def test_boundaries_go_with_the_number_of_stages():
     assert fewer(plan, 3).boundaries == (0, 3, 5)
 
 
-def test_what_the_model_cannot_have_is_passed_over():
+def test_plans_that_the_model_rejects_are_skipped():
     def check(plan):
         plan.check_batch(8)
         if plan.num_stages == 3:
@@ -329,13 +329,13 @@ def test_what_the_model_cannot_have_is_passed_over():
     assert str(fewer(Plan("layers:4", num_microbatches=4), 3, check).mesh) == "layers:2"
 
 
-def test_what_the_schedule_cannot_have_is_passed_over():
+def test_plans_that_the_schedule_rejects_are_skipped():
     # On 3 devices interleaved stages need a multiple of 3 microbatches.
     plan = Plan("layers:4", schedule="interleaved:2", num_microbatches=8)
     assert str(fewer(plan, 3).mesh) == "layers:2"
 
 
-def test_if_nothing_fits_it_is_said_why():
+def test_fewer_devices_name_the_reason():
     def check(plan):
         raise PlanError("it has no such layer")
 

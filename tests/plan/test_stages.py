@@ -154,12 +154,12 @@ def test_even_costs_are_as_much_work():
         (Plan("layers:8"), 8, "8 stages"),
     ],
 )
-def test_what_nothing_is_known_of_is_an_error(plan, batch, told):
+def test_plans_without_stages_are_errors(plan, batch, told):
     with pytest.raises(PlanError, match=told):
         stages_of(plan, figures(), batch)
 
 
-def test_loads_are_what_layers_compute_in_their_time():
+def test_loads_follow_from_work_and_time():
     """A layer whose backward pass keeps two cores busy, and one that keeps one busy."""
     line, two = Curve(((1, 1.0),)), Curve(((1, 2.0),))
     wide = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": two})
@@ -191,7 +191,7 @@ def keeping(weights, kept, **more):
     return LayerFigures("a", times, weights, Curve(((1, kept),)), Curve(((1, 1.0),)), **more)
 
 
-def test_gradients_come_as_what_is_kept_goes():
+def test_gradients_appear_as_kept_values_go():
     """One microbatch: a layer's gradient is there before what it kept is gone."""
     plan = Plan(remat="none")
     states = 3 * 10 * 3
@@ -206,7 +206,7 @@ def test_gradients_come_as_what_is_kept_goes():
     assert memory(one_by_one, *[keeping(10, 10.0)] * 3) == states + 30 + 30
 
 
-def test_what_is_made_for_sums_that_are_not_there_yet_is_those_sums():
+def test_first_gradients_become_the_sums():
     plan = Plan(remat="none")
     assert memory(plan, keeping(10, 5.0, working=Curve(((1, 12.0),))), batch=1) == 30 + 5 + 12
     later = Plan(num_microbatches=4, remat="none")
@@ -227,7 +227,7 @@ def test_an_update_may_need_more_than_all_actions():
     assert memory(plan, keeping(10, 1.0), update_memory=1.5) == 30 + 15
 
 
-def test_each_stage_keeps_what_its_own_policy_needs():
+def test_each_stage_follows_its_own_policy():
     layers = [keeping(10, 8.0)] * 2
     for remat, held in (("full,none", (10 + 8, 10 + 8)), ("none,full", (10 + 16, 10 + 8))):
         plan = Plan("layers:2", num_microbatches=4, remat=remat)
@@ -267,7 +267,7 @@ def test_narrow_values_take_fewer_bytes_and_weights_a_copy():
     assert wide == 30 + 10 + 4 * 8 and narrow == 30 + 10 + 4 * 4 + 5
 
 
-def test_what_is_computed_again_has_what_it_was_given_in_it():
+def test_recomputed_values_include_the_inputs():
     plan = Plan("layers:2", num_microbatches=4, remat="full")
     layers = [keeping(10, 8.0), keeping(10, 8.0)]
     # Two microbatches in flight have nothing that is given; one stage is computed again at a time.

@@ -139,7 +139,7 @@ def test_doubling_numbers_are_at_equal_distances():
     parsed([Series("a", [(4, 1.0)])], until=4, is_doubling=True)
 
 
-def test_curves_are_over_what_is_named():
+def test_axis_of_curves_is_named():
     svg = parsed([Series("a", [(4, 1.0), (8, 2.0)])], axis="microbatch")
     assert "1 at microbatch 4, 2 at microbatch 8" in svg.get("aria-label")
     assert "microbatch" in [words.text for words in svg.findall(f"{SVG}text")]

@@ -211,7 +211,7 @@ def test_four_slices_at_eight_devices():
 
 
 @given(devices, microbatches)
-def test_zero_bubble_tables_hold_what_they_say(d, m):
+def test_memory_of_zero_bubble_tables(d, m):
     held = {build: simulate(build(d, m)).peak_activations for build in (zb_h1, zb_h2, zb_v)}
     assert held[zb_h1] == (min(m, d),) * d
     assert held[zb_h2] == (min(m, 2 * d - 1),) * d
@@ -329,7 +329,7 @@ def test_published_figures(builder, size, makespan, held):
 
 @few
 @given(builders, up_to_12_devices, microbatches, time, time, time)
-def test_valid_in_their_memory_whatever_the_costs(builder, d, m, f, i, w):
+def test_v_half_and_v_min_are_valid_within_their_memory(builder, d, m, f, i, w):
     schedule = validate(builder(d, m))
     assert schedule.stage_devices == vee(d)
     timeline = simulate(schedule, Costs(f, None, i, w, transfer=0.5))

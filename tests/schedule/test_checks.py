@@ -1,4 +1,4 @@
-"""What may be a number of devices or microbatches."""
+"""Checks of arguments, and texts of any kind."""
 
 import re
 from decimal import Decimal

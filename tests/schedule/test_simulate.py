@@ -251,7 +251,7 @@ def ticks_of(rows):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_every_action_is_there_once_and_after_what_it_needs(name):
+def test_lockstep_has_every_action_once_after_its_inputs(name):
     schedule = BUILDERS[name].function(4, 8)
     rows = lockstep(schedule)
     assert len({len(row) for row in rows}) == 1

@@ -102,7 +102,7 @@ def test_text_and_csv_give_it_back(schedule):
 
 
 @given(schedules())
-def test_actions_come_after_what_they_need(schedule):
+def test_actions_follow_their_inputs(schedule):
     split = {(a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind == "I"}
     done = set()
     for action in execution_order(schedule):

@@ -1,4 +1,4 @@
-"""What a proof rejects, and what it says."""
+"""Invalid schedules and their errors, and transfers that meet."""
 
 import dataclasses
 import itertools
