@@ -240,8 +240,8 @@ def lingvo_boundaries(costs: Floats, num_stages: int) -> list[int]:
     # lingvo 0.14.2, `lingvo/core/gpipe.py`, with forward FLOPs as costs: layer i goes to stage
     # floor(S * (share of the cost of the layers 0 to i)), the last stage at most. The share
     # includes layer i, so layers move one stage too late or too early and a stage can stay empty: 4
-    # equal layers over 4 stages become 0, 1, 1 and 2 layers.
-    # Summed one after the other, as lingvo does: the rule depends on the last bit of each sum.
+    # equal layers over 4 stages become 0, 1, 1 and 2 layers. Summed one after
+    # the other, as lingvo does: the rule depends on the last bit of each sum.
     sums = np.cumsum(costs)
     stage = np.minimum((sums / sums[-1] * num_stages).astype(np.int64), num_stages - 1)
     return [int(np.searchsorted(stage, index)) for index in range(num_stages)] + [costs.size]

@@ -275,7 +275,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     def to_json(self) -> str:
         """Returns all values as a JSON object of texts, defaults included."""
-        return texts_to_json(self.to_values())
+        return json.dumps(self.to_values(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -419,13 +419,8 @@ def split_text(text: str) -> dict[str, str]:
     return values
 
 
-def texts_to_json(texts: Mapping[str, str]) -> str:
-    """Returns a JSON object with a line for each value."""
-    return json.dumps(texts, indent=1)
-
-
 def texts_of_json(text: str) -> dict[str, str]:
-    """Reads the text that `texts_to_json` writes."""
+    """Reads a JSON object of texts."""
     try:
         found: Any = json.loads(text)
     except ValueError as error:

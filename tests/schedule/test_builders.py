@@ -33,6 +33,7 @@ devices = st.integers(1, 10)
 microbatches = st.integers(1, 40)
 virtual = st.integers(1, 4)
 time = st.integers(1, 9)
+few = settings(max_examples=40)
 
 
 @given(st.sampled_from(sorted(BUILDERS)), devices, microbatches, virtual)
@@ -112,6 +113,7 @@ def test_files_and_searches_are_not_built_from_counts(name, message):
         build(name, 2, 4)
 
 
+@few
 @given(devices, microbatches, time, time)
 def test_gpipe(d, m, f, b):
     timeline = simulate(gpipe(d, m), Costs(f, b))
@@ -120,6 +122,7 @@ def test_gpipe(d, m, f, b):
     assert timeline.peak_activations == (m,) * d
 
 
+@few
 @given(devices, microbatches, virtual, time, time)
 def test_looped_bfs(d, m, v, f, b):
     timeline = simulate(looped_bfs(d, m, v), Costs(f, b))
@@ -129,6 +132,7 @@ def test_looped_bfs(d, m, v, f, b):
     assert timeline.peak_activations == (v * m,) * d
 
 
+@few
 @given(devices, microbatches, virtual, time)
 def test_forward_only(d, m, v, f):
     timeline = simulate(forward_only(d, m, v), Costs(forward=f))
@@ -137,6 +141,7 @@ def test_forward_only(d, m, v, f):
     assert timeline.peak_activations == (1,) * d
 
 
+@few
 @given(devices, microbatches, virtual, time)
 def test_decode(d, g, t, f):
     """A token of all groups takes as long as there are groups or stages, what there is more of."""
@@ -150,6 +155,7 @@ def test_decode(d, g, t, f):
         assert [action.microbatch for action in row] == list(range(g)) * t
 
 
+@few
 @given(devices, microbatches, time, time)
 def test_one_f_one_b(d, m, f, b):
     timeline = simulate(one_f_one_b(d, m), Costs(f, b))
@@ -158,6 +164,7 @@ def test_one_f_one_b(d, m, f, b):
     assert timeline.peak_activations == tuple(min(m, d - k) for k in range(d))
 
 
+@few
 @given(devices, st.integers(1, 5), st.integers(2, 4), time, time)
 def test_interleaved_one_f_one_b(d, groups, v, f, b):
     m = groups * d
@@ -210,6 +217,7 @@ def test_four_slices_at_eight_devices():
     assert timeline.above_bound < 0.03
 
 
+@few
 @given(devices, microbatches)
 def test_memory_of_zero_bubble_tables(d, m):
     held = {build: simulate(build(d, m)).peak_activations for build in (zb_h1, zb_h2, zb_v)}
@@ -218,6 +226,7 @@ def test_memory_of_zero_bubble_tables(d, m):
     assert held[zb_v] == tuple(min(2 * m, m + 1 + k, 2 * d) for k in range(d))
 
 
+@few
 @given(devices, st.integers(0, 30), time, time, time)
 def test_zb_h1(d, more, f, i, w):
     m = d + more
@@ -227,6 +236,7 @@ def test_zb_h1(d, more, f, i, w):
         assert timeline.bubble == ((d - 1) * (f + i - w),) * d
 
 
+@few
 @given(devices, st.integers(0, 30), time, time, time)
 def test_zb_h2(d, more, f, i, w):
     m = 2 * d - 1 + more
@@ -236,6 +246,7 @@ def test_zb_h2(d, more, f, i, w):
         assert timeline.bubble == ((d - 1) * f,) * d
 
 
+@few
 @given(devices, st.integers(0, 30), time)
 def test_zb_v(d, more, f):
     m = 2 * d - 1 + more
@@ -244,6 +255,7 @@ def test_zb_v(d, more, f):
     assert timeline.bubble == ((d - 1) * f,) * d
 
 
+@few
 @given(devices, st.integers(0, 20), time, time, time)
 def test_dual_pipe_v(d, more, f, i, w):
     m = 2 * d + more
@@ -307,7 +319,6 @@ def test_dual_pipe_v_demands_twice_the_devices():
 
 
 up_to_12_devices = st.integers(1, 12)
-few = settings(max_examples=40)
 MEMORY = {v_half: lambda d: d // 2 + 1, v_min: lambda d: (d + 4) // 3}
 builders = st.sampled_from(list(MEMORY))
 

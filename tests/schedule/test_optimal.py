@@ -52,7 +52,9 @@ def test_it_is_the_shortest_of_all(stages, num_microbatches, limits):
 
 
 @with_solver
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(5, 12))]
+)
 def test_it_is_the_shortest_of_all_for_any_costs(seed):
     """Also where a whole backward is shorter than its halves, or longer."""
     rng = random.Random(seed)
