@@ -118,17 +118,7 @@ _STEADY, _AT_LEAST = 4, 64
 
 @dataclasses.dataclass(frozen=True)
 class Step(StepForecast):
-    """The forecast of a step, and how devices share it.
-
-    Attributes:
-        split: how devices share the step; see `pipemesh.plan.predict.StepForecast` for the rest.
-
-    Example:
-        >>> split = Split(layers=2, num_microbatches=4)
-        >>> step = Step(1.0, 0.2, (8e9, 6e9), 1.6, {}, split=split)
-        >>> step.fullest
-        8000000000.0
-    """
+    """The forecast of a step, and how devices share it."""
 
     split: Split = dataclasses.field(kw_only=True)
 
@@ -139,31 +129,10 @@ class Step(StepForecast):
 
 
 def forecast_step(job: Job, split: Split) -> Step:
-    """Forecasts a step as `pipemesh.plan.predict` does, on a network of hosts.
-
-    Slices of a layer are neighbours, then come replicas, then stages, as in
-    `pipemesh.plan.network.over_hosts`. A transfer keeps no device busy. All-reduces of devices that
-    share a layer keep all of them waiting. After a device's last action its gradients are reduced,
-    each replica updates its share, and weights are gathered.
-
-    Args:
-        job: the run.
-        split: how devices share it; must be valid for the job, see `splits`.
-
-    Raises:
-        PipemeshError: the layers cannot be cut into these stages, or the schedule is not available.
-
-    Example:
-        >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.figures import figures_of_costs
-        >>> from pipemesh.plan.network import Link, Network
-        >>> layers = figures_of_costs([LayerCost(1.0)] * 4, rows=1)
-        >>> link = Link(0.0, 1e9)
-        >>> job = Job(tuple(layers), Network(8, link, link), batch=8)
-        >>> step = forecast_step(job, Split(layers=4, num_microbatches=8))
-        >>> step.seconds, step.parts["compute"], step.parts["bubble"], step.binds
-        (33.0, 24.0, 9.0, 'bubble')
-    """
+    """Forecasts a step as `pipemesh.plan.predict` does, on a network of hosts."""
+    # Slices of a layer are neighbours, then come replicas, then stages, as in
+    # `pipemesh.plan.network.over_hosts`. A transfer keeps no device busy. All-reduces of devices
+    # that share a layer keep all of them waiting.
     figures, number = job.figures, split.num_microbatches
     rows = job.batch / split.data / number
     # An even number of rounds, so that half of it is possible too.
@@ -277,24 +246,8 @@ class Forecast:
 
 
 def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> Iterator[Split]:
-    """Yields all splits with powers of two as numbers of homes, slices and microbatches.
-
-    The number of replicas is the remaining factor of the devices.
-
-    Args:
-        job: the run.
-        num_devices: number of devices; every split uses all of them.
-        schedules: names of the schedules to try.
-
-    Example:
-        >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan import Link, Network, figures_of_costs
-        >>> layers = figures_of_costs([LayerCost(1e-3)] * 2, rows=1)
-        >>> link = Link(latency=1e-6, bandwidth=1e10)
-        >>> job = Job(tuple(layers), Network(8, link, link), batch=2)
-        >>> sorted({split.mesh for split in splits(job, num_devices=2)})
-        ['layers:1;data:2', 'layers:2']
-    """
+    """Yields all splits with powers of two as numbers of homes, slices and microbatches."""
+    # The number of replicas is the remaining factor of the devices.
     for model in _powers(job.network.host_size):
         if num_devices % model or model > max(layer.split for layer in job.layers):
             continue
@@ -315,31 +268,8 @@ def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> 
 def best_step(
     job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES
 ) -> tuple[Step, float]:
-    """Returns the shortest step that fits into memory.
-
-    A formula rates all splits, and the best two dozen are simulated.
-
-    Args:
-        job: the run.
-        num_devices: number of devices; the step uses all of them.
-        schedules: names of the schedules to try.
-
-    Returns:
-        The step, and its ratio to the shortest one without a memory limit.
-
-    Raises:
-        PlanError: there is no split, or none fits.
-
-    Example:
-        >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan import Link, Network, figures_of_costs
-        >>> layers = figures_of_costs([LayerCost(1e-3)] * 8, rows=1)
-        >>> link = Link(latency=1e-6, bandwidth=1e10)
-        >>> job = Job(tuple(layers), Network(8, link, link), batch=64)
-        >>> step, ratio = best_step(job, num_devices=4)
-        >>> step.split.num_devices, ratio
-        (4, 1.0)
-    """
+    """Returns the shortest step that fits, and its ratio to the one of unlimited memory."""
+    # A formula rates all splits, and the best two dozen are simulated.
     rate = rough_seconds(job.figures, job.batch, job.network)
     rated = sorted(splits(job, num_devices, schedules), key=rate)
     if not rated:
@@ -527,34 +457,19 @@ class Failures:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a simulated run with failures.
+    """The result of a simulated run with failures."""
 
-    Attributes:
-        seconds: duration of the run.
-        failures: number of failures.
-        lost: seconds of work and checkpoints that failures destroyed.
-        goodput: share of the time that did lasting work.
-    """
-
-    seconds: float
-    failures: int
-    lost: float
-    goodput: float
+    seconds: float  # duration of the run
+    failures: int  # number of failures
+    lost: float  # seconds of work and checkpoints that failures destroyed
+    goodput: float  # share of the time that did lasting work
 
 
 def simulate_failures(
     failures: Failures, interval: float, pieces: int, num_devices: int = 1, seed: int = 0
 ) -> Outcome:
-    """Simulates a run on devices that fail at random.
-
-    Each device draws its own next failure, so the simulation is independent of the closed form.
-    `interval` is the seconds of work between checkpoints; each of the `pieces` ends with one.
-
-    Example:
-        >>> calm = Failures(between=1e9, save=1.0, restart=10.0)
-        >>> simulate_failures(calm, interval=9.0, pieces=100).goodput
-        0.9
-    """
+    """Simulates a run whose devices fail at random, independently of the closed form."""
+    # `interval` is the seconds of work between checkpoints; each of the `pieces` ends with one.
     if not interval > 0 or pieces < 1 or num_devices < 1:
         raise PlanError(
             f"interval is {interval}, pieces {pieces}, num_devices {num_devices}; the first must "
