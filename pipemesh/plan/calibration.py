@@ -59,21 +59,22 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
 
     def apart(factors: Sequence[float]) -> list[float]:
         """Returns the logarithms of all factors and of the errors of forecasts."""
-        there = _moved(figures, dict(zip(names, factors, strict=True)))
-        found = [
+        moved_figures = _moved(figures, dict(zip(names, factors, strict=True)))
+        residuals = [
             math.sqrt(_FACTORS[name][2]) * factor
             for name, factor in zip(names, factors, strict=True)
         ]
         # A plan may have both a measured time and measured work.
         forecasts = {
-            (plan, batch): predict(plan, there, batch, parts=False) for plan, batch in measured
+            (plan, batch): predict(plan, moved_figures, batch, parts=False)
+            for plan, batch in measured
         }
         for step in steps:
-            told = forecasts[step.plan, step.batch]
+            forecast = forecasts[step.plan, step.batch]
             sure = 1 / math.hypot(1, step.spread / _STEADY)
-            seconds = told.work if step.is_work else told.seconds
-            found.append(sure * math.log(seconds / step.seconds))
-        return found
+            seconds = forecast.work if step.is_work else forecast.seconds
+            residuals.append(sure * math.log(seconds / step.seconds))
+        return residuals
 
     # The order of two actions depends on their durations, so step times have kinks.
     try:

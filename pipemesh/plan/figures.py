@@ -55,8 +55,8 @@ class Curve:
         if rows > end:
             mean = (then - points[0][1]) / (end - points[0][0])
             return then + max(slope, mean, 0.0) * (rows - end)
-        found = y + slope * (rows - x)
-        return max(found, y * rows / x) if rows < x else found
+        value = y + slope * (rows - x)
+        return max(value, y * rows / x) if rows < x else value
 
     def rising(self) -> Curve:
         """Returns the least-squares nearest curve that never falls."""
@@ -107,12 +107,12 @@ class LayerFigures:
 
     def __post_init__(self) -> None:
         for curves in (self.seconds, self.work or self.seconds):
-            there = set(curves)
-            if unknown := sorted(there - set(KINDS)):
+            kinds = set(curves)
+            if unknown := sorted(kinds - set(KINDS)):
                 raise PlanError(f"layer {self.name!r} has times of {unknown}; kinds are {KINDS}")
-            if "F" not in there or not ("B" in there or {"I", "W"} <= there):
+            if "F" not in kinds or not ("B" in kinds or {"I", "W"} <= kinds):
                 raise PlanError(
-                    f"layer {self.name!r} has times of {sorted(there)}; it needs that of F, and "
+                    f"layer {self.name!r} has times of {sorted(kinds)}; it needs that of F, and "
                     "that of B or those of I and W"
                 )
         rising = {kind: curve.rising() for kind, curve in self.seconds.items()}
@@ -133,9 +133,9 @@ class LayerFigures:
         curve, whole = self.kept, self.whole
         if pending and self.pending is not None:
             curve, whole = self.pending, self.pending_whole
-        found = curve.at(rows)
-        alike = min(found, whole.at(rows)) if whole is not None else 0.0
-        return alike + (found - alike) / shared
+        held = curve.at(rows)
+        alike = min(held, whole.at(rows)) if whole is not None else 0.0
+        return alike + (held - alike) / shared
 
     def narrower(self, share: float) -> LayerFigures:
         """Returns the layer with values of a share of the bytes; seconds and weights stay."""
@@ -157,12 +157,12 @@ class LayerFigures:
 
 def _at(curves: Mapping[str, Curve], kind: str, rows: float, again: bool) -> float:
     if again and kind != "F":
-        if (own := curves.get(f"{kind}+")) is not None:
-            return own.at(rows)
+        if (curve := curves.get(f"{kind}+")) is not None:
+            return curve.at(rows)
         extra = 0.0 if kind == "W" else curves["F"].at(rows)
         return extra + _at(curves, kind, rows, False)
-    if (own := curves.get(kind)) is not None:
-        return own.at(rows)
+    if (curve := curves.get(kind)) is not None:
+        return curve.at(rows)
     if kind == "B":
         return curves["I"].at(rows) + curves["W"].at(rows)
     return curves["B"].at(rows) / 2
@@ -244,22 +244,22 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
     try:
         return [
             LayerFigures(
-                name=str(of["name"]),
-                seconds={kind: cast("Curve", curve(p)) for kind, p in of["seconds"].items()},
-                parameter_bytes=int(of["parameter_bytes"]),
-                kept=cast("Curve", curve(of["kept"])),
-                outputs=cast("Curve", curve(of["outputs"])),
-                summed=curve(of.get("summed")),
-                sums=int(of.get("sums", 1)),
-                split=int(of.get("split", 1)),
-                working=curve(of.get("working")),
-                whole=curve(of.get("whole")),
-                pending=curve(of.get("pending")),
-                pending_whole=curve(of.get("pending_whole")),
-                again=float(of.get("again", 1.0)),
-                work={kind: cast("Curve", curve(p)) for kind, p in of.get("work", {}).items()},
+                name=str(layer["name"]),
+                seconds={kind: cast("Curve", curve(p)) for kind, p in layer["seconds"].items()},
+                parameter_bytes=int(layer["parameter_bytes"]),
+                kept=cast("Curve", curve(layer["kept"])),
+                outputs=cast("Curve", curve(layer["outputs"])),
+                summed=curve(layer.get("summed")),
+                sums=int(layer.get("sums", 1)),
+                split=int(layer.get("split", 1)),
+                working=curve(layer.get("working")),
+                whole=curve(layer.get("whole")),
+                pending=curve(layer.get("pending")),
+                pending_whole=curve(layer.get("pending_whole")),
+                again=float(layer.get("again", 1.0)),
+                work={kind: cast("Curve", curve(p)) for kind, p in layer.get("work", {}).items()},
             )
-            for of in values
+            for layer in values
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, PlanError):

@@ -144,8 +144,8 @@ def forecast_step(job: Job, split: Split) -> Step:
     if number > most:
         half = built(split.schedule, split.layers, most // 2)
         fewer = dataclasses.replace(stages, table=half)
-    found = forecast_stages(stages, figures, fewer=fewer, num_microbatches=number)
-    return Step(**vars(found), split=split)
+    forecast_of_stages = forecast_stages(stages, figures, fewer=fewer, num_microbatches=number)
+    return Step(**vars(forecast_of_stages), split=split)
 
 
 SCHEDULES = ("1f1b", "interleaved:2", "zb_h1", "zb_v")
@@ -293,7 +293,7 @@ def best_step(
 
 def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[Step]:
     """Returns the first two dozen steps that are valid and fit, shortest first."""
-    found: list[Step] = []
+    steps: list[Step] = []
     for split in rated:
         if memory is not None and _least_memory(job, split) > memory:
             continue
@@ -303,10 +303,10 @@ def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[S
             # The schedule is a table for other numbers of microbatches.
             continue
         if memory is None or step.fullest <= memory:
-            found.append(step)
-        if len(found) == _TRIED:
+            steps.append(step)
+        if len(steps) == _TRIED:
             break
-    return sorted(found, key=lambda step: step.seconds)
+    return sorted(steps, key=lambda step: step.seconds)
 
 
 def _least_memory(job: Job, split: Split) -> float:

@@ -81,13 +81,13 @@ replicas; num_microbatches may be 1, 2, 5, 10
     allow_idle: bool = False
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = vars(self)
-        if isinstance(given["mesh"], str):
-            object.__setattr__(self, "mesh", Mesh.from_text(given["mesh"]))
-        if isinstance(given["layout"], str):
-            object.__setattr__(self, "layout", LayoutRules.from_text(given["layout"]))
-        if isinstance(given["remat"], str):
-            object.__setattr__(self, "remat", Remat.from_text(given["remat"]))
+        values: dict[str, Any] = vars(self)
+        if isinstance(values["mesh"], str):
+            object.__setattr__(self, "mesh", Mesh.from_text(values["mesh"]))
+        if isinstance(values["layout"], str):
+            object.__setattr__(self, "layout", LayoutRules.from_text(values["layout"]))
+        if isinstance(values["remat"], str):
+            object.__setattr__(self, "remat", Remat.from_text(values["remat"]))
         self._check_types()
         self.layout.check(self.mesh)
         self._check_axes()
@@ -98,11 +98,11 @@ replicas; num_microbatches may be 1, 2, 5, 10
         self.remat.check_stages(table.num_stages)
 
     def _check_types(self) -> None:
-        given: dict[str, Any] = vars(self)
+        values: dict[str, Any] = vars(self)
         for name, kind in (("mesh", Mesh), ("layout", LayoutRules), ("remat", Remat)):
-            if not isinstance(given[name], kind):
-                raise PlanError(f"{name} is {given[name]!r}; give a {kind.__name__} or its text")
-        if not isinstance(given["schedule"], str | Schedule):
+            if not isinstance(values[name], kind):
+                raise PlanError(f"{name} is {values[name]!r}; give a {kind.__name__} or its text")
+        if not isinstance(values["schedule"], str | Schedule):
             raise PlanError(f"schedule is {self.schedule!r}; give a name or a Schedule")
         number = whole_number(self.num_microbatches)
         if number is None or number < 1:
@@ -111,15 +111,15 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 "on"
             )
         object.__setattr__(self, "num_microbatches", number)
-        if not isinstance(given["allow_idle"], bool):
-            raise PlanError(f"allow_idle is {given['allow_idle']!r}; it must be True or False")
+        if not isinstance(values["allow_idle"], bool):
+            raise PlanError(f"allow_idle is {values['allow_idle']!r}; it must be True or False")
         for name, allowed in (
             ("lowering", LOWERINGS),
             ("compute_dtype", DTYPES),
         ):
-            if given[name] not in allowed and (name, given[name]) != ("compute_dtype", None):
-                near = nearest_text(str(given[name]), allowed)
-                raise PlanError(f"{name} is {given[name]!r}{near}")
+            if values[name] not in allowed and (name, values[name]) != ("compute_dtype", None):
+                near = nearest_text(str(values[name]), allowed)
+                raise PlanError(f"{name} is {values[name]!r}{near}")
 
     def _check_axes(self) -> None:
         homes.check_axes(self.layout, self.lowering)
@@ -157,10 +157,10 @@ replicas; num_microbatches may be 1, 2, 5, 10
             # The file may have changed.
             is_file = parse(self.schedule).name == FILE
             return (_built if is_file else built)(self.schedule, num_homes, number)
-        found = self.schedule.num_devices, self.schedule.num_microbatches
-        if found != (num_homes, number):
+        counts = self.schedule.num_devices, self.schedule.num_microbatches
+        if counts != (num_homes, number):
             raise PlanError(
-                f"the schedule has {found[0]} devices and {found[1]} microbatches, but the axis "
+                f"the schedule has {counts[0]} devices and {counts[1]} microbatches, but the axis "
                 f"'layers' of mesh '{self.mesh}' has {num_homes} places and num_microbatches is "
                 f"{number}; make them equal"
             )
@@ -422,12 +422,12 @@ def split_text(text: str) -> dict[str, str]:
 def texts_of_json(text: str) -> dict[str, str]:
     """Reads a JSON object of texts."""
     try:
-        found: Any = json.loads(text)
+        content: Any = json.loads(text)
     except ValueError as error:
         raise PlanError(f"the plan is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise PlanError(f"the plan is {found!r}; it must be a JSON object of texts")
-    values = cast("dict[str, Any]", found)
+    if not isinstance(content, dict):
+        raise PlanError(f"the plan is {content!r}; it must be a JSON object of texts")
+    values = cast("dict[str, Any]", content)
     for name, value in values.items():
         if not isinstance(value, str):
             raise PlanError(f"{name!r} of the plan is {value!r}; it must be a text")

@@ -131,7 +131,7 @@ def forecast_stages(
     for length in reversed(before):
         lengths.insert(0, min(length, lengths[0]))
     compute, even, cut, summed, _ = lengths
-    found = {
+    by_part = {
         "compute": compute - min(compute, run.actions),
         "actions": min(compute, run.actions),
         "bubble": even - compute,
@@ -142,7 +142,7 @@ def forecast_stages(
         "optimizer": update,
         "fixed": figures.fixed,
     }
-    return StepForecast(seconds, bubble, run.memory, done, found)
+    return StepForecast(seconds, bubble, run.memory, done, by_part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,11 +223,11 @@ def _work(timeline: Timeline, stages: Stages, loads: _Loads) -> float:
     """Returns the core seconds of all actions on all devices."""
     durations = timeline.costs.per_stage(timeline.schedule.num_stages).durations()
     return sum(
-        stages.home_size(each.stage)
-        * durations[each.kind][each.stage]
-        * loads[each.kind][each.stage]
+        stages.home_size(action.stage)
+        * durations[action.kind][action.stage]
+        * loads[action.kind][action.stage]
         for row in timeline.schedule.rows
-        for each in row
+        for action in row
     )
 
 
@@ -244,11 +244,11 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
     """Returns the share of the time that devices wait for each other while a core is free."""
     if figures.cores is None:
         return timeline.bubble_ratio
-    used = {each.kind for row in stages.run.rows for each in row}
+    used = {action.kind for row in stages.run.rows for action in row}
     # A device keeps at most this number of cores busy.
     most = max(load for kind in used for load in loads[kind])
-    there = min(figures.cores, sum(stages.home_sizes) * most) * timeline.makespan
-    free = 1 - _work(timeline, stages, loads) / there if there else 0.0
+    available = min(figures.cores, sum(stages.home_sizes) * most) * timeline.makespan
+    free = 1 - _work(timeline, stages, loads) / available if available else 0.0
     # Cores that one device leaves idle itself, as a forward pass does beside a backward one, are
     # not waiting time.
     return max(0.0, min(timeline.bubble_ratio, free))
@@ -256,21 +256,21 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
 
 def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]:
     """Returns each home's seconds of gradient sums, those of the update, and the work of both."""
-    own = [0.0] * stages.table.num_devices
+    weights = [0.0] * stages.table.num_devices
     for stage, place in enumerate(stages.table.stage_devices):
-        own[place] += stages.weights(stage)
+        weights[place] += stages.weights(stage)
     replicas, homes = stages.replicas, stages.home_sizes
     sums = [
         summed(stages, figures, figures.transfer, replicas, home // replicas, size)
-        for home, size in zip(homes, own, strict=True)
+        for home, size in zip(homes, weights, strict=True)
     ]
     gradients = [seconds for seconds, _ in sums]
     # Each replica updates its share.
-    each = [size / stages.replicas * figures.update for size in own]
-    updates = sum(home * seconds for home, seconds in zip(homes, each, strict=True))
+    update_seconds = [size / stages.replicas * figures.update for size in weights]
+    updates = sum(home * seconds for home, seconds in zip(homes, update_seconds, strict=True))
     after = sum(home * work for home, (_, work) in zip(homes, sums, strict=True)) + updates
     if figures.cores is None:
-        return gradients, max(each), after
+        return gradients, max(update_seconds), after
     # All devices update their weights at once, on the available cores.
     largest = max(
         layer.parameter_bytes / stages.shared(stage, layer)

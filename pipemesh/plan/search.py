@@ -67,22 +67,22 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         for name in ("devices", "batch"):
-            number = whole_number(given := getattr(self, name))
+            number = whole_number(value := getattr(self, name))
             if number is None or number < 1:
-                raise PlanError(f"{name} is {given!r}; it must be a whole number from 1 on")
+                raise PlanError(f"{name} is {value!r}; it must be a whole number from 1 on")
             object.__setattr__(self, name, number)
         if self.memory is not None:
             object.__setattr__(self, "memory", memory_of(self.memory))
 
 
-def memory_of(given: object) -> float:
+def memory_of(value: object) -> float:
     """Returns the bytes of a device from a number or a text such as `80GB`."""
     try:
-        size = bytes_of(given) if isinstance(given, str) else float(given)  # type: ignore[arg-type]
+        size = bytes_of(value) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise PlanError(f"memory is {given!r}: {error}") from error
+        raise PlanError(f"memory is {value!r}: {error}") from error
     if not (math.isfinite(size) and size > 0):
-        raise PlanError(f"memory is {given!r}; it must be a number of bytes above 0")
+        raise PlanError(f"memory is {value!r}; it must be a number of bytes above 0")
     return size
 
 
@@ -149,8 +149,8 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
 def _stages_a_device(schedule: str) -> int:
     if schedule.startswith("table:"):
         return 1
-    found = parse(schedule)
-    return 1 if found.name in (FILE, SEARCHED) else found.stages()
+    parsed = parse(schedule)
+    return 1 if parsed.name in (FILE, SEARCHED) else parsed.stages()
 
 
 def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, int]]:
@@ -168,14 +168,14 @@ def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, in
             )
         yield places, replicas, plan.mesh.num_devices // places // replicas
         return
-    is_given = bool(LayoutRules.from_text(space.fixed.get("layout", "")).rules)
+    has_layout = bool(LayoutRules.from_text(space.fixed.get("layout", "")).rules)
     groups = [n for n in range(1, space.devices + 1) if figures.can_share(n)]
     for places in range(1, min(space.devices, len(figures.layers)) + 1):
         for replicas in divisors(space.batch):
             for group in groups:
                 # A given layout is for axes with other names.
                 if (home := replicas * group) * places <= space.devices and (
-                    home == 1 or not is_given
+                    home == 1 or not has_layout
                 ):
                     yield places, replicas, group
 
@@ -202,19 +202,19 @@ def rough_seconds(
             if (shared := min(group, layer.split)) > 1 and layer.summed is not None:
                 size = layer.summed.at(rows) / layer.sums
                 link = figures.sums or figures.transfer
-                one = (
+                seconds_of_sum = (
                     network.all_reduce(shared, 1, size)
                     if network
                     else (link.all_reduce(shared, size))
                 )
-                sums += (3 if again else 2) * layer.sums * one
+                sums += (3 if again else 2) * layer.sums * seconds_of_sum
         if not any(layer.work for layer in figures.layers):
             return sum(costs), max(costs), sums, figures.loads.get("B", 1.0)
-        done = sum(
+        core_seconds = sum(
             (layer.computes("F", rows) + layer.computes("B", rows, again)) / min(group, layer.split)
             for layer in figures.layers
         )
-        return sum(costs), max(costs), sums, done / sum(costs) if done else 1.0
+        return sum(costs), max(costs), sums, core_seconds / sum(costs) if core_seconds else 1.0
 
     def seconds(split: Split) -> float:
         rows = batch / split.num_microbatches / split.data
@@ -231,13 +231,13 @@ def rough_seconds(
             length = max(length, total * split.num_devices * load / figures.cores)
         link = network.link(2 * split.data * split.model) if network else figures.transfer
         sent = 2 * (split.layers - 1) * link.seconds(figures.layers[0].outputs.at(rows))
-        own = weights / split.layers / split.model
+        stage_weights = weights / split.layers / split.model
         gradients = (
-            network.all_reduce(split.data, split.model, own)
+            network.all_reduce(split.data, split.model, stage_weights)
             if network
-            else link.all_reduce(split.data, own)
+            else link.all_reduce(split.data, stage_weights)
         )
-        return length + sent + gradients + own * figures.update / split.data
+        return length + sent + gradients + stage_weights * figures.update / split.data
 
     return seconds
 
@@ -249,15 +249,15 @@ _LIMITS = 8
 _HOPELESS = 1.25
 
 
-def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Prediction:
+def cut_to_fit(forecast: Prediction, figures: Figures, space: SearchSpace) -> Prediction:
     """Returns the first forecast with other cuts that fits into memory, else the leanest."""
     # The partitioner counts less exactly than the forecast. So it gets tighter limits until the
     # forecast fits, loosest first.
-    if space.memory is None or fits(found, space) or found.plan.num_stages == 1:
-        return found
-    if sum(found.memory) > _HOPELESS * space.memory * len(found.memory):
-        return found
-    stages = stages_of(found.plan, figures, space.batch)
+    if space.memory is None or fits(forecast, space) or forecast.plan.num_stages == 1:
+        return forecast
+    if sum(forecast.memory) > _HOPELESS * space.memory * len(forecast.memory):
+        return forecast
+    stages = stages_of(forecast.plan, figures, space.batch)
     costs = [
         LayerCost(
             forward=layer.takes("F", stages.rows) / (shared := stages.shared(stage, layer)),
@@ -274,12 +274,12 @@ def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Predi
     facts = simulate(stages.table).for_partition()
     # Gradients, the copy in the dtype of computation, and the optimizer's state.
     beside_weights = 1 + stages.cast + figures.optimizer / stages.replicas
-    leanest, tried = found, {found.plan.boundaries}
+    leanest, tried = forecast, {forecast.plan.boundaries}
     for number in range(_LIMITS):
         try:
             cuts = partition(
                 costs,
-                found.plan.num_stages,
+                forecast.plan.num_stages,
                 memory_limit=space.memory * 2 ** ((_LIMITS - 3 - number) / 4),
                 optimizer_bytes_per_parameter_byte=beside_weights,
                 remat="full" if is_full else "none",
@@ -291,16 +291,16 @@ def cut_to_fit(found: Prediction, figures: Figures, space: SearchSpace) -> Predi
         if cuts in tried:
             continue
         tried.add(cuts)
-        other = _with_cuts(found, cuts, figures, space)
-        if fits(other, space):
-            return other
-        leanest = min(leanest, other, key=lambda each: max(each.memory))
+        recut = _with_cuts(forecast, cuts, figures, space)
+        if fits(recut, space):
+            return recut
+        leanest = min(leanest, recut, key=lambda candidate: max(candidate.memory))
     return leanest
 
 
-def fits(found: Prediction, space: SearchSpace) -> bool:
+def fits(forecast: Prediction, space: SearchSpace) -> bool:
     """Returns whether a forecast fits into the memory of every device."""
-    return space.memory is None or max(found.memory) <= space.memory
+    return space.memory is None or max(forecast.memory) <= space.memory
 
 
 def with_better_cuts(
@@ -308,9 +308,9 @@ def with_better_cuts(
 ) -> Prediction:
     """Moves single layers across cuts while the step fits better or becomes shorter."""
 
-    def rate(each: Prediction) -> tuple[float, float]:
+    def rate(forecast: Prediction) -> tuple[float, float]:
         limit = space.memory
-        return sum(max(0.0, m - limit) for m in each.memory) if limit else 0.0, each.seconds
+        return sum(max(0.0, m - limit) for m in forecast.memory) if limit else 0.0, forecast.seconds
 
     moved = True
     while moved:
@@ -323,18 +323,20 @@ def with_better_cuts(
                 cut = cuts[place] + by
                 if not cuts[place - 1] < cut < cuts[place + 1]:
                     continue
-                other = _with_cuts(best, (*cuts[:place], cut, *cuts[place + 1 :]), figures, space)
-                (over, seconds), (most, until) = rate(other), rate(best)
+                moved_forecast = _with_cuts(
+                    best, (*cuts[:place], cut, *cuts[place + 1 :]), figures, space
+                )
+                (over, seconds), (most, until) = rate(moved_forecast), rate(best)
                 if over < most or (over == most and seconds < until * (1 - 1e-9)):
-                    best, moved = other, True
+                    best, moved = moved_forecast, True
                     cuts = best.plan.boundaries or ()
     return best
 
 
 def _with_cuts(
-    found: Prediction, cuts: tuple[int, ...], figures: Figures, space: SearchSpace
+    forecast: Prediction, cuts: tuple[int, ...], figures: Figures, space: SearchSpace
 ) -> Prediction:
-    plan = dataclasses.replace(found.plan, boundaries=cuts)
+    plan = dataclasses.replace(forecast.plan, boundaries=cuts)
     return predict(plan, figures, space.batch, parts=False)
 
 
@@ -383,39 +385,41 @@ def search(
         'layers:1;data:4'
     """
     end = time.monotonic() + seconds
-    found: list[Prediction] = []
+    fitting: list[Prediction] = []
     tight: list[Prediction] = []
     refused: PipemeshError | None = None
     for candidate in rated(figures, space):
         # If no plan fits yet, the search may take the same time again.
-        if time.monotonic() > (end - _FOR_CUTS * seconds if found else end + seconds):
+        if time.monotonic() > (end - _FOR_CUTS * seconds if fitting else end + seconds):
             break
         plan: Plan | None = None
         try:
             # Other cuts are hardly faster than those of equal seconds, so few are computed.
-            until = sorted(_SLACK * each.seconds for each in found)[count - 1 : count]
+            until = sorted(_SLACK * forecast.seconds for forecast in fitting)[count - 1 : count]
             plan = candidate.plan(figures, space)
-            each = _fitting(plan, figures, space, *until)
+            forecast = _fitting(plan, figures, space, *until)
         except PipemeshError as error:
             # For example, a table for other numbers of microbatches. The error of a plan that can
             # be made says more.
             refused = error if refused is None or plan is not None else refused
             continue
-        (found if fits(each, space) else tight).append(each)
-    found, tight = _different(found), _different(tight)
+        (fitting if fits(forecast, space) else tight).append(forecast)
+    fitting, tight = _different(fitting), _different(tight)
     if "boundaries" not in space.fixed:
-        for number, each in enumerate(found[:_MOVED]):
-            found[number] = with_better_cuts(each, figures, space, end)
-        last = end if found else max(end, time.monotonic() + seconds)
-        found += _made_to_fit(found, tight, figures, space, last)
-    if not found:
-        leanest = min(tight, key=lambda each: max(each.memory), default=None)
+        for number, forecast in enumerate(fitting[:_MOVED]):
+            fitting[number] = with_better_cuts(forecast, figures, space, end)
+        last = end if fitting else max(end, time.monotonic() + seconds)
+        fitting += _made_to_fit(fitting, tight, figures, space, last)
+    if not fitting:
+        leanest = min(tight, key=lambda forecast: max(forecast.memory), default=None)
         raise _nothing(figures, space, leanest, refused)
-    return [predict(each.plan, figures, space.batch) for each in _different(found)[:count]]
+    return [
+        predict(forecast.plan, figures, space.batch) for forecast in _different(fitting)[:count]
+    ]
 
 
 def _made_to_fit(
-    found: list[Prediction],
+    fitting: list[Prediction],
     tight: list[Prediction],
     figures: Figures,
     space: SearchSpace,
@@ -423,14 +427,14 @@ def _made_to_fit(
 ) -> list[Prediction]:
     """Returns plans that fit with other cuts, if they may be faster than those that fit."""
     # `tight` are forecasts that do not fit, shortest step first.
-    best = min((each.seconds for each in found), default=math.inf)
+    best = min((forecast.seconds for forecast in fitting), default=math.inf)
     made: list[Prediction] = []
-    if not found:
-        tight = sorted(tight, key=lambda each: max(each.memory))
-    for each in tight:
-        if each.seconds >= _SLACK * best or time.monotonic() > end:
+    if not fitting:
+        tight = sorted(tight, key=lambda forecast: max(forecast.memory))
+    for forecast in tight:
+        if forecast.seconds >= _SLACK * best or time.monotonic() > end:
             break
-        moved = with_better_cuts(each, figures, space, end)
+        moved = with_better_cuts(forecast, figures, space, end)
         if fits(moved, space):
             made.append(moved)
             best = min(best, moved.seconds)
@@ -445,20 +449,20 @@ def _fitting(
     if plan.boundaries is not None:
         return predict(plan, figures, space.batch, parts=False)
     plan = evenly_cut(plan, figures, space.batch)
-    each = predict(plan, figures, space.batch, parts=False)
-    return cut_to_fit(each, figures, space) if each.seconds < until else each
+    forecast = predict(plan, figures, space.batch, parts=False)
+    return cut_to_fit(forecast, figures, space) if forecast.seconds < until else forecast
 
 
-def _different(found: list[Prediction]) -> list[Prediction]:
+def _different(forecasts: list[Prediction]) -> list[Prediction]:
     """Returns forecasts, shortest first, without equal tables under other names."""
     known: set[tuple[object, ...]] = set()
     kept: list[Prediction] = []
-    for each in sorted(found, key=lambda each: each.seconds):
-        plan = each.plan
+    for forecast in sorted(forecasts, key=lambda forecast: forecast.seconds):
+        plan = forecast.plan
         key = (plan.mesh, plan.layout, plan.boundaries, plan.remat, plan.table)
         if key not in known:
             known.add(key)
-            kept.append(each)
+            kept.append(forecast)
     return kept
 
 
@@ -480,15 +484,15 @@ def nearest_that_fits(plan: Plan, figures: Figures, space: SearchSpace) -> Predi
             changes = sum(mine[n] != theirs[n] for n in mine if n not in ("boundaries", "layout"))
             if best is not None and changes > best[0]:
                 continue
-            each = _fitting(other, figures, space)
+            forecast = _fitting(other, figures, space)
         except PipemeshError as error:
             refused = refused or error
             continue
-        if not fits(each, space):
-            if leanest is None or max(each.memory) < max(leanest.memory):
-                leanest = each
-        elif best is None or (changes, each.seconds) < best:
-            best, chosen = (changes, each.seconds), each
+        if not fits(forecast, space):
+            if leanest is None or max(forecast.memory) < max(leanest.memory):
+                leanest = forecast
+        elif best is None or (changes, forecast.seconds) < best:
+            best, chosen = (changes, forecast.seconds), forecast
     if chosen is None:
         raise _nothing(figures, space, leanest, refused)
     return predict(chosen.plan, figures, space.batch)
@@ -528,12 +532,12 @@ def fewer(plan: Plan, devices: int, check: Callable[[Plan], object] = lambda pla
     why = ""
     for mesh in _smaller(plan.mesh, plan.layout, devices):
         try:
-            found = _with_mesh(plan, mesh)
-            check(found)
+            smaller = _with_mesh(plan, mesh)
+            check(smaller)
         except PipemeshError as error:
             why = why or f"; with mesh={mesh}: {error}"
             continue
-        return found
+        return smaller
     raise PlanError(
         f"mesh={plan.mesh}: it has {plan.mesh.num_devices} devices, {devices} are left, and no "
         f"smaller mesh goes with the rest of the plan{why}"
@@ -557,11 +561,11 @@ def _smaller(mesh: Mesh, layout: LayoutRules, devices: int) -> Iterator[Mesh]:
         [size for size in range(1, most + 1) if name == LAYERS_AXIS or most % size == 0]
         for name, most in zip(mesh.axis_names, mesh.shape, strict=True)
     ]
-    found: list[tuple[int, int, int, Mesh]] = []
+    meshes: list[tuple[int, int, int, Mesh]] = []
     for shape in itertools.product(*sizes):
         if (count := math.prod(shape)) > devices:
             continue
         axes = tuple(zip(mesh.axis_names, shape, strict=True))
         replicas = math.prod(size for name, size in axes if name == batch)
-        found.append((-count, replicas, -dict(axes).get(LAYERS_AXIS, 1), Mesh(axes)))
-    return (each[-1] for each in sorted(found, key=lambda each: each[:-1]))
+        meshes.append((-count, replicas, -dict(axes).get(LAYERS_AXIS, 1), Mesh(axes)))
+    return (rated[-1] for rated in sorted(meshes, key=lambda rated: rated[:-1]))

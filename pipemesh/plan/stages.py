@@ -114,7 +114,7 @@ def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None 
     share = bytes_of(plan.compute_dtype) / bytes_of(None)
     if share == 1:
         return stages
-    layers = tuple(tuple(layer.narrower(share) for layer in own) for own in stages.layers)
+    layers = tuple(tuple(layer.narrower(share) for layer in members) for members in stages.layers)
     return dataclasses.replace(stages, layers=layers, cast=share)
 
 
@@ -153,12 +153,12 @@ def cut_stages(
 
 def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> list[float]:
     """Returns the seconds of each layer for a microbatch, `again` of it computed twice."""
-    found: list[float] = []
+    seconds: list[float] = []
     for layer in figures.layers:
         plain, more = layer.takes("B", rows), layer.takes("B", rows, True)
         whole = layer.takes("F", rows) + plain + again * (more - plain)
-        found.append(whole / min(group, layer.split))
-    return found
+        seconds.append(whole / min(group, layer.split))
+    return seconds
 
 
 @functools.lru_cache(maxsize=1024)
@@ -202,14 +202,14 @@ def _transfers(stages: Stages, figures: Figures) -> list[float]:
     """Returns the seconds over the boundary above each stage, slice to slice."""
     homes, sizes = stages.table.stage_devices, stages.home_sizes
     begins = [0, *itertools.accumulate(sizes)]
-    found: list[float] = []
+    seconds: list[float] = []
     for stage, layers in enumerate(stages.layers):
         link = figures.transfer
         if (network := stages.network) is not None:
             here, above = homes[stage], homes[min(stage + 1, len(homes) - 1)]
             link = network.joining(begins[here], begins[above], min(sizes[here], sizes[above]))
-        found.append(link.seconds(layers[-1].outputs.at(stages.rows)))
-    return found
+        seconds.append(link.seconds(layers[-1].outputs.at(stages.rows)))
+    return seconds
 
 
 def action_loads(
@@ -300,13 +300,13 @@ def summed(
 
 def even_costs(costs: Costs, number: int) -> Costs:
     """Returns the costs of equal stages with the same total work, without transfers."""
-    each = costs.per_stage(number)
+    by_stage = costs.per_stage(number)
     fields: Sequence[tuple[float, ...]] = (
-        each.forward,
-        each.backward,
-        each.input_grad,
-        each.weight_grad,
-        each.recompute,
+        by_stage.forward,
+        by_stage.backward,
+        by_stage.input_grad,
+        by_stage.weight_grad,
+        by_stage.recompute,
     )
     forward, backward, input_grad, weight_grad, again = (sum(field) / number for field in fields)
     return Costs(forward, backward, input_grad, weight_grad, recompute=again)
@@ -317,7 +317,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
     # Weights and the optimizer's share exist all the time. Sums of gradients exist from the first
     # `B` or `W` of a stage on, which frees kept values as it makes them. An action needs working
     # memory while it runs. So does the update after the last action.
-    own = {
+    memory_by_stage = {
         stage: _StageMemory(stages, stage)
         for stage, owner in enumerate(stages.table.stage_devices)
         if owner == place
@@ -336,15 +336,15 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
             mode = "none" if kind in "BIW" else "full"
         is_first = stage not in summed
         if (key := (stage, kind, mode, is_first)) not in known:
-            of = own[stage]
-            known[key] = of.needs(kind, mode, is_first), of.leaves(kind, mode)
+            stage_memory = memory_by_stage[stage]
+            known[key] = stage_memory.needs(kind, mode, is_first), stage_memory.leaves(kind, mode)
         needed, left = known[key]
         most = max(most, held + needed)
         held += left
         if kind in "BW" and is_first:
             summed.add(stage)
-            held += own[stage].weights
-    weights = sum(of.weights for of in own.values())
+            held += memory_by_stage[stage].weights
+    weights = sum(stage_memory.weights for stage_memory in memory_by_stage.values())
     states = weights * (1 + stages.cast + figures.optimizer / stages.replicas)
     # Each replica updates its share.
     update = weights * (1 + (figures.update_memory - 1) / stages.replicas)
