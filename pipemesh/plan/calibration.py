@@ -110,7 +110,9 @@ def _start(names: Sequence[str]) -> Callable[[Figures, float], Figures]:
         (x, y), (end, then) = curve.points[:2]
         # If the line falls by chance, all of its beginning is the fixed cost.
         more = (factor - 1) * min(y, max(0.0, y - (then - y) / (end - x) * x))
-        return Curve(tuple((rows, max(of + more, _LEAST * of)) for rows, of in curve.points))
+        return Curve(
+            tuple((rows, max(value + more, _LEAST * value)) for rows, value in curve.points)
+        )
 
     return lambda figures, factor: _curves(figures, lambda curve: moved(curve, factor), names)
 

@@ -443,14 +443,14 @@ class Figures:
             PlanError: the text is malformed.
         """
         try:
-            found: Any = json.loads(text)
+            content: Any = json.loads(text)
         except ValueError as error:
             raise PlanError(f"{source} is no JSON: {error}") from error
-        if isinstance(found, list):
-            return cls(tuple(_of_costs(cast("list[Any]", found), source, rows)))
-        if not isinstance(found, dict):
-            raise PlanError(f"{source} is {found!r}; it must be a JSON object or a list of costs")
-        values = cast("dict[str, Any]", found)
+        if isinstance(content, list):
+            return cls(tuple(_of_costs(cast("list[Any]", content), source, rows)))
+        if not isinstance(content, dict):
+            raise PlanError(f"{source} is {content!r}; it must be a JSON object or a list of costs")
+        values = cast("dict[str, Any]", content)
         # Older files have it; `crowding` replaces it.
         values.pop("handover", None)
         known = {field.name for field in dataclasses.fields(cls)}

@@ -69,7 +69,8 @@ def replica_axis(mesh: Mesh, layout: LayoutRules) -> tuple[str, int] | None:
 def cut_rules(layout: LayoutRules) -> LayoutRules:
     """Returns the rules that split weights over the axis of the batch."""
     axis = layout.axis(BATCH)
-    return LayoutRules(tuple((dim, of) for dim, of in layout.rules if dim != BATCH and of == axis))
+    rules = ((dim, split) for dim, split in layout.rules if dim != BATCH and split == axis)
+    return LayoutRules(tuple(rules))
 
 
 def inner_axes(mesh: Mesh, layout: LayoutRules) -> list[str]:

@@ -194,11 +194,11 @@ def _shares(wanted: int, devices: Sequence[int]) -> list[int]:
     """Returns the number of devices used on each host, as even as their numbers allow."""
     shares = [0] * len(devices)
     while wanted:
-        open_hosts = [host for host, there in enumerate(devices) if shares[host] < there]
+        open_hosts = [host for host, count in enumerate(devices) if shares[host] < count]
         # Each host uses at least one device; the first hosts take the remainder.
-        each, more = divmod(wanted, len(open_hosts))
+        even, more = divmod(wanted, len(open_hosts))
         for number, host in enumerate(open_hosts):
-            taken = min(each + (number < more), devices[host] - shares[host])
+            taken = min(even + (number < more), devices[host] - shares[host])
             shares[host] += taken
             wanted -= taken
     return shares
@@ -212,7 +212,7 @@ def _crossing(
 ) -> tuple[str, ...]:
     """Returns the axes along which a replica's processors lie on several hosts."""
     axes = inner_axes(mesh, layout)
-    found: set[str] = set()
+    crossing: set[str] = set()
     for place, home in enumerate(homes):
         inside = inner_mesh(mesh, layout, place)
         hosts = [places[processor][0] for processor in home]
@@ -223,6 +223,6 @@ def _crossing(
             for at, host in enumerate(hosts):
                 first = at - at // step % size * step
                 if hosts[first] != host:
-                    found.add(axis)
+                    crossing.add(axis)
             step *= size
-    return tuple(axis for axis in axes if axis in found)
+    return tuple(axis for axis in axes if axis in crossing)

@@ -97,8 +97,8 @@ def predict(
         >>> found.seconds, found.parts["bubble"], found.binds
         (30.0, 6.0, 'bubble')
     """
-    found = forecast_stages(stages_of(plan, figures, batch, network), figures, parts=parts)
-    return Prediction(**vars(found), plan=plan)
+    forecast = forecast_stages(stages_of(plan, figures, batch, network), figures, parts=parts)
+    return Prediction(**vars(forecast), plan=plan)
 
 
 def forecast_stages(

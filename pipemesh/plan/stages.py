@@ -54,9 +54,9 @@ class Stages:
 
         rows = tuple(
             tuple(
-                each
+                part
                 for action in row
-                for each in ([action.also("R")] if is_added(action) else []) + [action]
+                for part in ([action.also("R")] if is_added(action) else []) + [action]
             )
             for row in self.table.rows
         )
@@ -242,15 +242,15 @@ def _takes(
     stage: int,
     number: int,
     kind: str,
-    of: Callable[[LayerFigures, str, float, bool], float],
+    measure: Callable[[LayerFigures, str, float, bool], float],
 ) -> float:
     """Returns the seconds or the work of a layer for an action; `of` is `takes` or `computes`."""
     layers, rows = stages.layers[stage], stages.rows
     layer = layers[number]
     is_twice = kind == "W" and stage in stages.twice
-    seconds = of(layer, kind, rows, False) if kind != "R" else 0.0
+    seconds = measure(layer, kind, rows, False) if kind != "R" else 0.0
     if kind == "R" or is_twice:
-        again = max(0.0, of(layer, "B", rows, True) - of(layer, "B", rows, False))
+        again = max(0.0, measure(layer, "B", rows, True) - measure(layer, "B", rows, False))
         seconds += again * (layer.again if number == len(layers) - 1 else 1.0)
     return seconds
 

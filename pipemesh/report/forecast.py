@@ -161,7 +161,7 @@ def _table(rows: list[Compared], unit: str, text: Callable[[float], str]) -> str
 def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
     """Compares bytes by the figures of layers, counted in the graph, and in use."""
     devices: list[Any] = run.table("forecast", "devices")
-    held = [sum(float(each[part]) for part in MEMORY) for each in devices]
+    held = [sum(float(device[part]) for part in MEMORY) for device in devices]
     peak = run.fact("measured", "peak_memory")
     places: list[float] = list(predicted["memory"]) if predicted else []
     if not (held or places):
@@ -187,7 +187,7 @@ def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
     ]
     if is_cpu:
         before = run.fact("begin", "peak_memory")
-        more = sum(float(each[part]) for each in devices for part in _OF_STEPS)
+        more = sum(float(device[part]) for device in devices for part in _OF_STEPS)
         counted = float(before) + more if before and devices else None
         rows.append(["the process", "not known", told(counted), told(peak)])
     yield "<h3>Memory</h3>"

@@ -60,8 +60,8 @@ def parts_of(measured: Timeline) -> list[Part]:
         16.0
     """
     schedule, costs = measured.schedule, measured.costs
-    found = costs.per_stage(schedule.num_stages)
-    equal = Costs(*(statistics.fmean(getattr(found, name)) for name in _COST_FIELDS))
+    stage_costs = costs.per_stage(schedule.num_stages)
+    equal = Costs(*(statistics.fmean(getattr(stage_costs, name)) for name in _COST_FIELDS))
     predicted = simulate(schedule, costs)
     table = compile_table(schedule)
     durations = [
@@ -70,7 +70,7 @@ def parts_of(measured: Timeline) -> list[Part]:
     ]
     delays, is_own = _delays(table, measured)
     late = [[max(0.0, delay) for delay in row] for row in delays]
-    own = [
+    own_delays = [
         [delay if mine else 0.0 for delay, mine in zip(row, theirs, strict=True)]
         for row, theirs in zip(late, is_own, strict=True)
     ]
@@ -80,7 +80,7 @@ def parts_of(measured: Timeline) -> list[Part]:
         simulate(schedule, equal).makespan,
         predicted.makespan,
         _replay(schedule, table, durations, nothing),
-        _replay(schedule, table, durations, own),
+        _replay(schedule, table, durations, own_delays),
         _replay(schedule, table, durations, late),
         _replay(schedule, table, durations, delays),
     ]
@@ -113,16 +113,16 @@ class Waits:
 def waits_of(measured: Timeline) -> Waits:
     """Returns the waits of a measured step that its schedule does not explain."""
     delays, is_own = _delays(compile_table(measured.schedule), measured)
-    own: list[float] = []
+    own_delays: list[float] = []
     sent: list[float] = []
     for row, theirs in zip(delays, is_own, strict=True):
         for delay, mine in zip(row, theirs, strict=True):
-            own.append(delay if mine else 0.0)
+            own_delays.append(delay if mine else 0.0)
             if not mine:
                 sent.append(delay)
     # An action begins with its first result's arrival, and may so begin before another has ended.
     late = statistics.fmean(sent) if sent else 0.0
-    return Waits(max(0.0, statistics.fmean(own)), max(0.0, late))
+    return Waits(max(0.0, statistics.fmean(own_delays)), max(0.0, late))
 
 
 def _delays(table: Table, measured: Timeline) -> tuple[list[list[float]], list[list[bool]]]:
@@ -274,7 +274,9 @@ def corrected(
 def _again(stages: Stages, measured: Timeline) -> float:
     """Returns the mean time of recomputation before an action: a forward pass of its stage."""
     forward = measured.costs.per_stage(stages.table.num_stages).durations()["F"]
-    total = sum(forward[each.stage] for row in stages.run.rows for each in row if each.kind == "R")
+    total = sum(
+        forward[action.stage] for row in stages.run.rows for action in row if action.kind == "R"
+    )
     return total / sum(map(len, measured.schedule.rows))
 
 
@@ -391,11 +393,11 @@ def _works(
     steps: Sequence[Timeline], cores: float, home: int, loads: Mapping[str, float]
 ) -> dict[tuple[str, int], list[float]]:
     """Returns the work of each action of several steps, in seconds that it takes alone."""
-    found: dict[tuple[str, int], list[float]] = {}
+    by_action: dict[tuple[str, int], list[float]] = {}
     for step in steps:
         for key, works in _works_of(step, cores, home, loads).items():
-            found.setdefault(key, []).extend(works)
-    return found
+            by_action.setdefault(key, []).extend(works)
+    return by_action
 
 
 def _works_of(

@@ -36,7 +36,7 @@ def partition_to_svg(partitions: Mapping[str, Partition], unit: str = "") -> str
         parts += _panel(title, partition, index * _PANEL, step, ceiling, unit)
         costs = ", ".join(map(number_text, partition.stage_costs))
         descriptions.append(f"{title}: {_summary(partition)}; costs of its stages: {costs}")
-    return picture(_WIDTH, _PANEL * len(partitions), "", parts, told="; ".join(descriptions))
+    return picture(_WIDTH, _PANEL * len(partitions), "", parts, description="; ".join(descriptions))
 
 
 def _summary(partition: Partition) -> str:

@@ -38,8 +38,8 @@ def schedule(run: Run) -> Iterator[str]:
     yield table(
         ["milliseconds", *shown],
         [
-            ["makespan", *(short(each.makespan) for each in shown.values())],
-            ["bubble, mean of devices", *(_bubble(each) for each in shown.values())],
+            ["makespan", *(short(timeline.makespan) for timeline in shown.values())],
+            ["bubble, mean of devices", *(_bubble(timeline) for timeline in shown.values())],
             ["largest own-span bubble", *(short(max(e.own_span_bubble)) for e in shown.values())],
             ["most activations held", *(str(max(e.peak_activations)) for e in shown.values())],
         ],
@@ -76,13 +76,13 @@ def schedule(run: Run) -> Iterator[str]:
 
 def _drawn(shown: Mapping[str, Timeline], unit: str) -> str:
     """Draws timelines below each other, on one scale."""
-    until = max(each.makespan for each in shown.values())
+    until = max(timeline.makespan for timeline in shown.values())
     scale = _PLOT / until if until else 1.0
     return "\n".join(
-        f"<figure role=img aria-label='{name}: makespan {short(each.makespan)} {unit}, bubble "
-        f"{each.bubble_ratio:.1%}' class=scroll>"
-        f"{to_svg(each, title=f'{name}, {unit}', scale=scale, until=until)}</figure>"
-        for name, each in shown.items()
+        f"<figure role=img aria-label='{name}: makespan {short(timeline.makespan)} {unit}, bubble "
+        f"{timeline.bubble_ratio:.1%}' class=scroll>"
+        f"{to_svg(timeline, title=f'{name}, {unit}', scale=scale, until=until)}</figure>"
+        for name, timeline in shown.items()
     )
 
 
@@ -104,7 +104,7 @@ def memory(run: Run) -> Iterator[str]:
             yield note(f"Peak: {bytes_text(float(peak))}; nothing was predicted.")
         return
     held: list[tuple[str, list[float]]] = [
-        (str(each["device"]), [float(each[part]) for part in MEMORY]) for each in forecast
+        (str(device["device"]), [float(device[part]) for part in MEMORY]) for device in forecast
     ]
     if len(held) > 1:
         whole = [sum(parts[number] for _, parts in held) for number in range(len(MEMORY))]
@@ -152,8 +152,13 @@ def communication(run: Run) -> str:
     """Returns a table of the bytes sent along each axis in a step; "" if nothing is known."""
     sent: list[Any] = run.table("forecast", "sent")
     rows = [
-        [str(each["axes"]), str(each["what"]), f"{each['times']:,}", bytes_text(each["bytes"])]
-        for each in sent
+        [
+            str(transfer["axes"]),
+            str(transfer["what"]),
+            f"{transfer['times']:,}",
+            bytes_text(transfer["bytes"]),
+        ]
+        for transfer in sent
     ]
     head = ["axis", "data", "transfers per device", "bytes per step, all devices"]
     return table(head, rows, left=(0, 1)) if rows else ""

@@ -105,7 +105,7 @@ def changes(
         >>> changes(plan, figures, batch=8, knows_links=False)[0].flags
         '--num_microbatches=8'
     """
-    found: list[Change] = []
+    possible: list[Change] = []
     for kind, other in _others(plan, figures, batch, knows_rows, knows_layers, knows_links):
         try:
             prediction = predict(other, figures, batch, parts=False)
@@ -127,10 +127,10 @@ def changes(
         values = {name: now for name, (_, now) in plan.changes(other).items()}
         if other.num_stages == 1 and not cuts_given:
             values.pop("boundaries", None)
-        if any(each.values == values for each in found):
+        if any(each.values == values for each in possible):
             continue
-        found.append(Change(kind, values, prediction, "; ".join(supposed)))
-    return sorted(found, key=lambda each: each.prediction.seconds)
+        possible.append(Change(kind, values, prediction, "; ".join(supposed)))
+    return sorted(possible, key=lambda each: each.prediction.seconds)
 
 
 def best(ordered: Sequence[Change], now: float) -> Change:
@@ -141,11 +141,11 @@ def best(ordered: Sequence[Change], now: float) -> Change:
     measured = [e for e in ordered if not e.supposed and now - e.prediction.seconds >= most / 2 > 0]
     candidates = measured or ordered
     until = candidates[0].prediction.seconds + LEAST * now
-    near = [each for each in candidates if each.prediction.seconds <= until]
+    near = [change for change in candidates if change.prediction.seconds <= until]
 
-    def key(each: Change) -> tuple[int, int, float]:
-        prediction = each.prediction
-        return len(each.values), round(1e3 * prediction.seconds / now), max(prediction.memory)
+    def key(change: Change) -> tuple[int, int, float]:
+        prediction = change.prediction
+        return len(change.values), round(1e3 * prediction.seconds / now), max(prediction.memory)
 
     return min(near, key=key)
 
@@ -326,7 +326,7 @@ def basis_of(run: Run) -> Basis | str:
     if measured.schedule.num_slices > 1:
         return "schedules that slice sequences have no forecast"
     try:
-        steps = [_in_seconds(each) for each in run.timed()]
+        steps = [_in_seconds(timeline) for timeline in run.timed()]
         return _basis(run, forecast, steps, int(rows), tuple(cuts))
     except PipemeshError as error:
         return str(error)

@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
         items = cast("Mapping[Any, Any]", value).items()
         return {str(name): _plain(content) for name, content in items}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in cast("list[Any]", value)]
+        return [_plain(element) for element in cast("list[Any]", value)]
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -273,7 +273,7 @@ class Run:
         forward = costs.per_stage(schedule.num_stages).durations()["F"]
         unit = sum(forward) / len(forward) or 1.0
         scaled = {
-            name: [each / unit for each in line["costs"][kind]] for kind, name in _COSTS.items()
+            name: [cost / unit for cost in line["costs"][kind]] for kind, name in _COSTS.items()
         }
         return simulate(schedule, Costs(**scaled))
 
@@ -341,9 +341,9 @@ def read(folder: str) -> Run:
         if kind == "begin":
             last.pop("end", None)
             begins.append(event)
-            for told in steps.values():
-                for beyond in [each for each in told if each > step]:
-                    del told[beyond]
+            for lines_by_step in steps.values():
+                for beyond in [later for later in lines_by_step if later > step]:
+                    del lines_by_step[beyond]
     if not (begins or any(steps.values())):
         raise ReportError(f"{path!r} has no steps yet; wait for the first one")
     curves = {kind: _curves(steps.pop(kind)) for kind in ("step", "heldout", "final")}

@@ -148,8 +148,8 @@ def _events(run: Run) -> str:
     rows: list[tuple[int, str, str]] = []
     for begin in run.begins:
         restored = begin.get("restored")
-        told = f"resumes from {restored}" if restored else "starts"
-        rows.append((begin["step"], told, _time(begin)))
+        words = f"resumes from {restored}" if restored else "starts"
+        rows.append((begin["step"], words, _time(begin)))
     left_out = 0
     for kind in ("skipped", "spike", "unsaved"):
         prefix = "skipped: " if kind == "skipped" else ""
@@ -316,8 +316,8 @@ def _results(runs: Sequence[Run]) -> Iterator[list[str]]:
         yield ["loss, training", *(_last(run.train.get("loss", [])) for run in runs)]
     timelines = [run.measured() for run in runs]
     if any(timelines):
-        told = [f"{t.makespan:.4g} ms, {t.bubble_ratio:.1%}" if t else "" for t in timelines]
-        yield ["makespan and bubble, measured", *told]
+        texts = [f"{t.makespan:.4g} ms, {t.bubble_ratio:.1%}" if t else "" for t in timelines]
+        yield ["makespan and bubble, measured", *texts]
     peaks = [run.fact("measured", "peak_memory") for run in runs]
     if any(peaks):
         yield ["peak memory", *(bytes_text(float(peak)) if peak else "" for peak in peaks)]

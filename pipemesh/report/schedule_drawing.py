@@ -418,14 +418,14 @@ def to_html(
     shown = {"": timeline} if measured is None else {"predicted": timeline, "measured": measured}
     # One scale and one end, so that what takes longer is longer.
     scale = fitting_scale(list(shown.values()), width=_SCREEN, widest=_WIDEST_ON_PAGE)
-    until = max(each.makespan for each in shown.values())
+    until = max(drawn.makespan for drawn in shown.values())
 
     def heading(words: str, name: str) -> str:
         return f"{words}, {name}" if name else words
 
     pictures = [
-        section(heading("Timeline", name), to_svg(each, scale=scale, until=until))
-        for name, each in shown.items()
+        section(heading("Timeline", name), to_svg(drawn, scale=scale, until=until))
+        for name, drawn in shown.items()
     ]
     memory = memory_to_svg(timeline, scale=scale, until=until)
     pictures.append(section(heading("Memory", "predicted" if measured else ""), memory))
@@ -437,8 +437,11 @@ def to_html(
             f'<div class="scroll{" tall" if is_long else ""}">',
             *pictures,
             "</div>",
-            *(section(heading("Devices", name), _devices(each)) for name, each in shown.items()),
-            *(section(heading("Critical path", name), _path(each)) for name, each in shown.items()),
+            *(section(heading("Devices", name), _devices(drawn)) for name, drawn in shown.items()),
+            *(
+                section(heading("Critical path", name), _path(drawn))
+                for name, drawn in shown.items()
+            ),
             '<div id="tip" role="tooltip"></div>',
         ],
         style=_STYLE,

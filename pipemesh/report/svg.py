@@ -126,15 +126,15 @@ def stroked(look: int, dash: int | None = None) -> dict[str, float | str]:
 
 
 def picture(
-    width: float, height: float, title: str, parts: Iterable[str], *, told: str = ""
+    width: float, height: float, title: str, parts: Iterable[str], *, description: str = ""
 ) -> str:
-    """Returns an SVG document; `told` describes it in words for people who do not see it."""
+    """Returns an SVG document; `description` says in words what it shows."""
     width, height = round(width), round(height)
     lines: list[str] = []
     named: dict[str, float | str] = {}
-    if told:
-        named = {"role": "img", "aria_label": f"{title}: {told}" if title else told}
-        lines.append(f"<title>{escape(title)}</title><desc>{escape(told)}</desc>")
+    if description:
+        named = {"role": "img", "aria_label": f"{title}: {description}" if title else description}
+        lines.append(f"<title>{escape(title)}</title><desc>{escape(description)}</desc>")
     lines += [
         f"<style>{DARK_STYLE}</style>",
         rect(0, 0, width, height, class_="paper", fill=PAPER),
@@ -328,8 +328,8 @@ def bar_chart(
     floor = _BARS_TOP + more + len(rows) * (_BAR + _GAP)
     marks = [(x_of(value), write(value)) for value in ticks(scale.high, 8)]
     drawn += axis_below(floor, _BARS_LEFT, right, marks)
-    told = "; ".join(f"{name}: {behind}" for name, _, behind in rows)
-    return picture(BARS_WIDTH, floor + 40, title, drawn, told=told)
+    description = "; ".join(f"{name}: {behind}" for name, _, behind in rows)
+    return picture(BARS_WIDTH, floor + 40, title, drawn, description=description)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -414,8 +414,8 @@ def line_chart(
         parts.append(line(x_of(step), top, x_of(step), floor, about, stroke_dasharray="3 3"))
     for curve in series:
         parts += _curve(curve, axis, x_of, y_of)
-    told = "; ".join(curve.told(axis) for curve in series)
-    return picture(width, height + more, title, parts, told=told)
+    description = "; ".join(curve.told(axis) for curve in series)
+    return picture(width, height + more, title, parts, description=description)
 
 
 def _curve(

@@ -56,7 +56,7 @@ def check_number(
 
 
 def check_indices(
-    name: str, values: object, length: int | None = None, of: str = "device"
+    name: str, values: object, length: int | None = None, item: str = "device"
 ) -> tuple[int, ...]:
     """Returns a sequence of whole numbers from 0 on as a tuple; `length` says how many."""
     try:
@@ -64,14 +64,15 @@ def check_indices(
             raise TypeError
         integers = tuple(operator.index(value) for value in cast("Iterable[Any]", values))
     except TypeError:
-        each = f", one a {of}" if length is not None else ""
+        per_item = f", one a {item}" if length is not None else ""
         raise ScheduleError(
-            f"{name} is {short(cast(object, values))}; it must be a sequence of whole numbers{each}"
+            f"{name} is {short(cast(object, values))}; it must be a sequence of whole numbers"
+            f"{per_item}"
         ) from None
     if length is not None and len(integers) != length:
         raise ScheduleError(
-            f"{name} has {len(integers)} values, but there are {length} {several(of)}; "
-            f"give one a {of}"
+            f"{name} has {len(integers)} values, but there are {length} {several(item)}; "
+            f"give one a {item}"
         )
     for index, value in enumerate(integers):
         if value < 0:

@@ -100,8 +100,8 @@ def _place(schedule: Schedule) -> tuple[list[int], list[list[int]]]:
                 )
             part = action.slice or 0
             if (action.slice is None) != (num_slices == 1) or part >= num_slices:
-                of = f"{num_slices} slices" if num_slices > 1 else "whole sequences"
-                raise cell_error(schedule, device, tick, f"does not fit a schedule of {of}")
+                allowed = f"{num_slices} slices" if num_slices > 1 else "whole sequences"
+                raise cell_error(schedule, device, tick, f"does not fit a schedule of {allowed}")
             home = schedule.stage_devices[stage]
             if home != device:
                 raise cell_error(
