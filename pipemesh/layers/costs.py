@@ -19,7 +19,7 @@ from pipemesh.layers.meta import Meta, described, layer_metas
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, profile_costs
-from pipemesh.recurrent.memory import StageMemory
+from pipemesh.recurrent.forecast import StageMemory
 
 
 def layer_costs(

@@ -9,7 +9,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.backend.gradients import custom_gradient
-from pipemesh.recurrent.precision import cast_floating
+from pipemesh.recurrent.options import cast_floating
 
 
 def uncast_theta(layer: Any) -> Any:

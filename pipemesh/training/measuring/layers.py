@@ -15,7 +15,7 @@ from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan, Remat
 from pipemesh.plan.figures import Curve, LayerFigures
-from pipemesh.recurrent.memory import StageMemory
+from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule
 from pipemesh.training.measuring.action_times import ActionTimes, on_one_core, times_of
 from pipemesh.training.measuring.timed_step import TimedStep

@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
 from pipemesh.recurrent import ActionClock
-from pipemesh.recurrent.memory import DeviceMemory, memory_of
+from pipemesh.recurrent.forecast import DeviceMemory, memory_of
 from pipemesh.schedule import Action
 from pipemesh.training.subject import Subject
 from pipemesh.training.trained_task import TrainedTask
