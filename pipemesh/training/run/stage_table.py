@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.backend.devices import short_name
-from pipemesh.layers.meta import layer_flops
+from pipemesh.layers.partition_layers import layer_flops
 from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.text import columns
 
