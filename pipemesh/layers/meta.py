@@ -11,7 +11,7 @@ from lingvo.core import py_utils, tshape
 
 from pipemesh.errors import PartitionError
 from pipemesh.layers.check_params import with_article
-from pipemesh.lowering.costs import CommunicationCosts
+from pipemesh.lowering.lowering import CommunicationCosts
 from pipemesh.partition.costs import number_problem
 
 _META = (

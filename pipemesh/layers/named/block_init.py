@@ -10,7 +10,7 @@ from lingvo.core import py_utils
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
-from pipemesh.lowering.initializers import Constant, Initializer, Normal, Uniform
+from pipemesh.lowering.variable import Constant, Initializer, Normal, Uniform
 from pipemesh.text import nearest_text
 
 _METHODS = ("constant", "gaussian", "uniform")

@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.lowering import Tensor
-from pipemesh.lowering.primitives import Slices
+from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import Dim, Shape
 
 # The dtypes that every device can overwrite in place.

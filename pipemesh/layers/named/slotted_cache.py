@@ -10,7 +10,7 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.layers.named.cache import CACHE, KeyValueCache, as_rows, overwritten
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.lowering import Tensor
-from pipemesh.lowering.primitives import Slices
+from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import Dim, Shape
 
 

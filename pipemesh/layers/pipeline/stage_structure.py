@@ -15,7 +15,7 @@ from pipemesh.layers.check_params import with_article
 from pipemesh.layers.named import current_lowering
 from pipemesh.layers.named.values import map_kind
 from pipemesh.lowering import PlacementLowering, Tensor
-from pipemesh.lowering.handover import Handover
+from pipemesh.lowering.placement import Handover
 from pipemesh.mesh import Mesh, Shape, TensorLayout
 
 _WHAT_MAY = "what goes in and out of a stage are dense tensors and None, nested in NestedMaps, \
