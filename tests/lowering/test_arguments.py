@@ -1,6 +1,7 @@
-"""What people write by mistake: each is one clear line that names what was given."""
+"""Wrong arguments: each is one clear line that names what was given."""
 
 import inspect
+import pathlib
 
 import numpy as np
 import pytest
@@ -9,11 +10,10 @@ import tensorflow as tf
 from pipemesh.backend.processes import connect_processes
 from pipemesh.errors import PipemeshError
 from pipemesh.lowering import Cores, PlacementLowering, ops
-from pipemesh.lowering.checked import COERCERS
-from pipemesh.lowering.initializers import Constant, Normal, Uniform
-from pipemesh.lowering.op_list import OPS
+from pipemesh.lowering.arguments import COERCERS, register
+from pipemesh.lowering.registry import OPS, op_table
 from pipemesh.lowering.tensor import Tensor
-from pipemesh.lowering.variable import Variable
+from pipemesh.lowering.variable import Constant, Normal, Uniform, Variable
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
 from pipemesh.recurrent.circular import SimdPipeline
 
@@ -481,3 +481,18 @@ def test_every_parameter_of_an_operation_is_checked():
     for op in OPS.values():
         for parameter in inspect.signature(op.function).parameters.values():
             assert str(parameter.annotation) in COERCERS, f"{op.name}: {parameter}"
+
+
+def test_the_readme_shows_the_table_of_the_registry():
+    readme = (pathlib.Path(ops.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert readme.endswith("\n" + op_table() + "\n")
+
+
+def test_a_name_is_registered_once_and_has_documentation():
+    def add():
+        """Is another one."""
+
+    with pytest.raises(ValueError, match="registered twice; give it another name"):
+        register("elementwise")(add)
+    # Not when it is registered: with `python -OO` no function has any.
+    assert all(op.function.__doc__ for op in OPS.values())

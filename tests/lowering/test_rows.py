@@ -1,4 +1,4 @@
-"""Only the rows that are needed move, and what cannot be done is said before it is tried."""
+"""Communication and errors of operations on rows."""
 
 import numpy as np
 import pytest
