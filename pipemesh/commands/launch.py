@@ -39,6 +39,6 @@ def main(argv: list[str]) -> int:
         DeviceError: there is nothing to launch, or workers cannot be started.
     """
     flags = parse(argv, COMMAND)
-    from pipemesh.hosts.launch import launch
+    from pipemesh.hosts.processes import launch
 
     return launch(flags.command or [], flags.processes, flags.spares, flags.cpu_devices)

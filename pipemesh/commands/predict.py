@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         )
     # Standard output has predictions alone.
     subject, path = requested(argv, REGISTERED, __doc__, tells=False)
-    from pipemesh.training.prediction import Predictor
+    from pipemesh.training.evaluation import Predictor
 
     console.output_matters()
     with console.waiting("making the model"):

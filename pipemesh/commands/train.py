@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipemesh.checkpoint.files import write_whole
-from pipemesh.checkpoint.lock import check_held
+from pipemesh.checkpoint.folder import check_held
 from pipemesh.commands import host_flags, process
 from pipemesh.commands.flags import FLAGS, Command, as_toml, parse
 from pipemesh.commands.model_kind import REGISTERED, ModelKind
 from pipemesh.commands.training_flags import take_up
 from pipemesh.partition.text import count_text
-from pipemesh.training.run import console
-from pipemesh.training.run.options import Options
+from pipemesh.training.run import Options, console
 
 
 def main(argv: list[str], kind: ModelKind = REGISTERED, about: str | None = __doc__) -> int:

@@ -12,7 +12,7 @@ from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.commands import host_flags, plan_flags
 from pipemesh.commands.flags import FILES, FLAGS, TRAINING, Flag, FlagError, grouped
 from pipemesh.errors import CheckpointError
-from pipemesh.training.run.options import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
+from pipemesh.training.run import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
 
 _OF_OPTIONS = (
     "steps",

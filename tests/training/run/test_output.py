@@ -1,16 +1,20 @@
-"""What a training tells: to people, to programs, into its record and its page."""
+"""Output of a run: text, record, page, histograms and profiles."""
 
 import json
 import os
 import signal
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from pipemesh.errors import TrainingError
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
+from pipemesh.training.run.output import Histograms, Profile
 from tests.commands.program import done, refused, run
+from tests.models.one_billion_word.small_training import summaries
 from tests.training import small_models
 
 STAGED = "--model=tests.training.small_models.StagedPoints"
@@ -147,3 +151,155 @@ def test_programs_are_told_of_training_alone(tmp_path):
     line = refused("train", *words, "--find_learning_rate=60")
     assert "--log_format=json is for training; leave it or --find_learning_rate out" in line
     assert "--log_format is for training; leave it out" in refused("evaluate", *words)
+
+
+KINDS = "weights", "gradients", "updates"
+
+
+def histograms(logdir):
+    """By tag and step: the buckets' sums, and the range."""
+    found = {}
+    for path in (logdir / "train").iterdir():
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "histograms":
+                    found[value.tag, event.step] = tf.make_ndarray(value.tensor)
+    return found
+
+
+def test_histograms_come_every_so_many_steps(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 5, histogram_every=2) == 0
+    found = histograms(tmp_path)
+    assert {step for _, step in found} == {2, 4}
+    names = {tag.partition("/")[2] for tag, _ in found}
+    assert "points/dense/w" in names and not any("moving" in name for name in names)
+    assert {tag for tag, _ in found} == {f"{kind}/{name}" for kind in KINDS for name in names}
+    # 4 inputs and 1 output; a step changes them by little.
+    buckets = found["weights/points/dense/w", 4]
+    assert buckets[:, 2].sum() == 4
+    updates = found["updates/points/dense/w", 4]
+    assert updates[:, 2].sum() == 4 and 0 < np.abs(updates[:, :2]).max() < 0.5
+    gradients = found["gradients/points/dense/w", 4]
+    assert gradients[:, 2].sum() == 4 and np.abs(gradients[:, :2]).max() > 0
+
+
+def test_without_the_flag_there_are_none(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 2) == 0
+    assert histograms(tmp_path) == {} and list(summaries_of(tmp_path))
+
+
+def summaries_of(logdir):
+    return (tag for tag, *_ in summaries(logdir))
+
+
+def test_a_weight_in_slices_is_one():
+    parts = [tf.Variable([[1.0, 2.0]]), tf.Variable([[3.0]])]
+    seen = Histograms({"w": parts}, every=1)
+    seen.before(7)
+    parts[1].assign_add([[1.0]])
+    found = seen.after({"w": [tf.constant([[5.0, 6.0]]), tf.constant([[7.0]])]})
+    assert found["weights/w"].tolist() == [1, 2, 4] and found["updates/w"].tolist() == [0, 0, 1]
+    assert found["gradients/w"].tolist() == [5, 6, 7]
+    # What was skipped is not looked at.
+    seen.before(8)
+    seen.before(9)
+    assert list(seen.after()) == ["weights/w", "updates/w"]
+
+
+@pytest.mark.parametrize("name", ["StagedPoints", "SplitPoints"])
+def test_weights_of_stages_are_told_by_their_logical_names(eagerly, tmp_path, capsys, name):
+    assert trained(tmp_path, 1, name, histogram_every=1) == 0
+    tags = {tag for tag, _ in histograms(tmp_path)}
+    assert tags and not any("_slice_" in tag for tag in tags)
+    of = {kind: {tag.partition("/")[2] for tag in tags if tag.startswith(kind)} for kind in KINDS}
+    assert of["gradients"] == of["weights"] == of["updates"]
+
+
+@pytest.mark.parametrize("name", ["StagedPoints", "SplitPoints"])
+def test_gradients_are_the_plain_models(eagerly, tmp_path, name):
+    def gradients(plain):
+        options = Options(logdir=str(tmp_path), steps=1, histogram_every=1)
+        model = RegisteredModel(getattr(small_models, name)(), name, plain=plain)
+        trainer = Trainer(model, options)
+        trainer.train_step()
+        return {
+            name: np.concatenate([np.ravel(part) for part in parts])
+            for name, parts in trainer.gradients.items()
+        }
+
+    found, wanted = gradients(False), gradients(True)
+    assert found.keys() == wanted.keys()
+    for weight, gradient in found.items():
+        np.testing.assert_allclose(np.sort(gradient), np.sort(wanted[weight]), atol=1e-6)
+        assert np.abs(gradient).max() > 0
+
+
+MODEL = "--model=tests.training.small_models.PlainPoints"
+
+
+def files(logdir):
+    return list(logdir.glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_a_training_writes_the_profile_of_its_steps(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 5, profile_steps=(3, 4)) == 0
+    (path,) = files(tmp_path)
+    assert f"profile: {path.parent}\n" in capsys.readouterr().out
+    (told,) = [event for event in events(tmp_path) if event["event"] == "profile"]
+    assert (told["step"], told["path"]) == (4, str(path.parent))
+    # What ran, and in which step.
+    content = path.read_bytes()
+    assert b"MatMul" in content and b"step_num" in content
+
+
+def test_steps_that_do_not_come_are_missing_in_it(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 5, stop=3, profile_steps=(2, 5)) == 143
+    kinds = [event["event"] for event in events(tmp_path)]
+    assert kinds[-1] == "end" and kinds.count("profile") == 1
+    assert len(files(tmp_path)) == 1
+
+
+def test_steps_that_are_done_are_told(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 2) == 0
+    path = tmp_path / "ckpt-2"
+    assert trained(tmp_path, 3, restore=path, profile_steps=(1, 2)) == 0
+    assert "are done; there is no profile" in capsys.readouterr().err
+    assert files(tmp_path) == []
+
+
+def test_a_profile_that_cannot_be_written_is_told_and_ends_nothing(eagerly, tmp_path, capsys):
+    (tmp_path / "plugins").write_text("a file stands in its place")
+    assert trained(tmp_path, 3, profile_steps=(2, 3)) == 0
+    assert "there is no profile (" in capsys.readouterr().err
+
+
+def test_only_one_profile_may_run(tmp_path):
+    tf.profiler.experimental.start(str(tmp_path / "other"))
+    try:
+        told = []
+        profile = Profile(str(tmp_path), (1, 2), told.append)
+        for step in (1, 2):
+            with profile.around(step):
+                pass
+    finally:
+        tf.profiler.experimental.stop()
+    assert len(told) == 1 and told[0].startswith("there is no profile (")
+    assert profile.written is None and os.listdir(tmp_path) == ["other"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("10", "give the first and the last step, such as 10:15"),
+        ("a:b", "give the first and the last step, such as 10:15"),
+        ("0:3", "the first step is at least 1"),
+        ("5:4", "the last one not before it"),
+        ("2:10", "training ends at step 9; give more --steps"),
+    ],
+)
+def test_steps_are_checked_before_the_first_one(tmp_path, value, told):
+    line = refused("train", MODEL, f"--logdir={tmp_path}", "--steps=9", f"--profile_steps={value}")
+    assert line.startswith(f"error: --profile_steps='{value}'") and told in line
+    assert not (tmp_path / "record.jsonl").exists()

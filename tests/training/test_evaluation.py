@@ -8,7 +8,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.layers import KerasTask
-from pipemesh.training.prediction import Predictor
+from pipemesh.training.evaluation import Predictor
 
 
 def test_each_of_several_outputs_has_its_own_rows():

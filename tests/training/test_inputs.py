@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from pipemesh.checkpoint import Checkpoints
 from pipemesh.errors import DataError
-from pipemesh.training.batches import NAME, Batches
+from pipemesh.training.inputs import NAME, Batches
 
 
 @pytest.fixture

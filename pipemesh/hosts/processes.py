@@ -1,7 +1,9 @@
-"""The launcher: starts workers on this machine, and a command that drives them."""
+"""Processes that end with their parent, and the launcher of workers on one machine."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import os
 import select
@@ -10,12 +12,68 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipemesh.errors import DeviceError
-from pipemesh.hosts import process
 from pipemesh.hosts.cluster import Cluster
+
+# Timeout for a reader that has stopped reading.
+_SECONDS = 2.0
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
+
+
+def say(text: str) -> None:
+    """Writes a line to standard error, within seconds and without errors.
+
+    Threads that watch workers call it. A line that cannot be written is lost, such as on a full
+    disk.
+    """
+    left = f"{text}\n".encode(errors="backslashreplace")
+    with contextlib.suppress(OSError, ValueError):
+        while left and select.select([], [2], [], _SECONDS)[1]:
+            left = left[os.write(2, left[: select.PIPE_BUF]) :]
+
+
+def hold_standard_files() -> None:
+    """Opens standard files that were closed at the start.
+
+    No other file may get their numbers, because native code and `say` write to the numbers.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The system uses the lowest free number, which is this one.
+            os.open(os.devnull, os.O_RDWR)
+
+
+def ends_with_parent() -> Callable[[], None]:
+    """Returns a `preexec_fn` with which the kernel kills a child when this process ends."""
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def death_signal() -> int:
+    """Returns the signal that this thread gets when its parent ends; 0 if none."""
+    number = ctypes.c_int(0)
+    ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number))
+    return number.value
+
+
+def set_death_signal(number: int) -> None:
+    """Sets the signal for this thread, or its successor program, when the parent ends; 0 for none.
+
+    New threads do not inherit it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
 
 # Timeout for a worker to listen: several load TensorFlow at once.
 _SECONDS_TO_START = 180
@@ -33,7 +91,7 @@ def launch(words: Sequence[str], processes: int, spares: int, cpu_devices: int) 
 
     It raises DeviceError if there is no command, or workers cannot be started.
     """
-    process.hold_standard_files()
+    hold_standard_files()
     if not words:
         raise DeviceError(
             "the command is missing; write it behind --, such as -- pipemesh train --model=..."
@@ -83,7 +141,7 @@ class _Worker:
             stdout=2,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
-            preexec_fn=process.ends_with_parent(),
+            preexec_fn=ends_with_parent(),
         )
         theirs.close()
         self.has_listened, self.starts = False, self.starts + 1
@@ -112,9 +170,7 @@ class _Worker:
         code, again = self.process.returncode, self.starts < _MOST_STARTS
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         action = "it is started again" if again else "it is not started again"
-        process.say(
-            f"pipemesh launch: worker {self.number} ({self.address}) has ended ({how}); {action}"
-        )
+        say(f"pipemesh launch: worker {self.number} ({self.address}) has ended ({how}); {action}")
         if again:
             self.start()
         else:
@@ -148,7 +204,7 @@ def _drive(words: Sequence[str], cluster: Cluster, workers: Sequence[_Worker]) -
         command = subprocess.Popen(
             list(words),
             env={**os.environ, "TF_CONFIG": cluster.to_environment()},
-            preexec_fn=process.ends_with_parent(),
+            preexec_fn=ends_with_parent(),
         )
     except OSError as error:
         raise DeviceError(f"{words[0]!r} cannot be started ({error.strerror})") from error

@@ -113,7 +113,7 @@ def test_a_command_that_has_begun_again_still_ends_with_its_launcher(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(AGAIN)
     launcher = (
-        "import subprocess, sys; from pipemesh.hosts.process import ends_with_parent; "
+        "import subprocess, sys; from pipemesh.hosts.processes import ends_with_parent; "
         f"subprocess.run([sys.executable, {str(program)!r}], preexec_fn=ends_with_parent())"
     )
     words = [sys.executable, "-c", launcher]

@@ -5,7 +5,7 @@ import pytest
 from pipemesh.hosts.watch import Watch
 from pipemesh.recurrent.watch.marks import Stand, waits_of
 from pipemesh.schedule import one_f_one_b
-from pipemesh.training.workers import Workers
+from pipemesh.training.trainer import Workers
 
 DEVICES = [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(3)]
 
@@ -42,7 +42,7 @@ def workers(monkeypatch):
     def task_of(device):
         return int(device.split("task:")[1][0])
 
-    monkeypatch.setattr("pipemesh.training.workers.task_of", task_of)
+    monkeypatch.setattr("pipemesh.training.trainer.task_of", task_of)
     places = {0: "a:1", 2: "b:1", 3: "c:1"}
     watched = Watch(places, [1, 1, 1], 1.0, pytest.fail)
     watched.stages = {0: "stage 0", 1: "stage 1", 2: "stage 2"}

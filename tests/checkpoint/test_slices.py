@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.saved_state import Slice, SlicedVariable
-from pipemesh.checkpoint.entries import Snapshot, chunks, entries_of
+from pipemesh.checkpoint.slices import Snapshot, chunks, entries_of
 from pipemesh.errors import CheckpointError
 
 

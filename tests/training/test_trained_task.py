@@ -1,4 +1,4 @@
-"""Of a step whose gradients are not finite, nothing is left."""
+"""Updates of weights: all or none, with variables that exist before the first step."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,28 @@ import tensorflow as tf
 from lingvo.core import learner, optimizer, py_utils
 
 from pipemesh.training import all_or_none, prepare_optimizer
-from pipemesh.training.whole_updates import NOT_FINITE
+from pipemesh.training.trained_task import NOT_FINITE
+
+
+def test_a_step_makes_no_variables(eagerly):
+    params = learner.Learner.Params().Set(
+        name="loss", optimizer=optimizer.Adam.ParamsB(), learning_rate=0.5
+    )
+    step, w = tf.Variable(0, dtype=tf.int64), tf.Variable([1.0, 2.0], name="w/var")
+    made = params.Instantiate()
+    prepare_optimizer(made, [w], step)
+    before = made.optimizer._optimizer.variables()
+    assert {tuple(v.shape) for v in before} == {(), (2,)}
+
+    @tf.function
+    def train():
+        with py_utils.GlobalStepContext(step):
+            gradients = py_utils.NestedMap(w=py_utils.VarGrad(w, tf.constant([1.0, -1.0])))
+            made.optimizer.Apply(made.LearningRate, gradients)
+
+    train()
+    assert {v.ref() for v in made.optimizer._optimizer.variables()} == {v.ref() for v in before}
+    assert w.numpy()[0] < 1 and w.numpy()[1] > 2
 
 
 @pytest.mark.usefixtures("eagerly")
