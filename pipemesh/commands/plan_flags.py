@@ -15,14 +15,12 @@ from typing import Any
 from pipemesh.commands.flags import FLAGS, PLAN, Flag, FlagError, check_number, grouped
 from pipemesh.commands.host_flags import HOST_FLAGS, device_flags, device_type
 from pipemesh.errors import LayoutError, MeshError, PipemeshError, PlanError, ScheduleError
-from pipemesh.partition.text import bytes_text
 from pipemesh.plan.figures import FILE, Figures
-from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan
+from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan, value_text
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
-from pipemesh.plan.text_form import of_value
 from pipemesh.schedule.names import listing
-from pipemesh.text import bytes_of
+from pipemesh.text import bytes_of, bytes_text
 from pipemesh.training.run import console
 
 # The flag that changes each value of the plan.
@@ -136,7 +134,7 @@ def given() -> dict[str, str]:
     if FLAGS.num_microbatches is not None:
         check_number("num_microbatches", FLAGS.num_microbatches)
     asked = {
-        name: of_value(FLAGS.value(flag))
+        name: value_text(FLAGS.value(flag))
         for flag, name in OF_PLAN.items()
         if FLAGS.value(flag) is not None
     }

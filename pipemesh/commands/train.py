@@ -20,7 +20,7 @@ from pipemesh.commands import host_flags, process
 from pipemesh.commands.flags import FLAGS, Command, as_toml, parse
 from pipemesh.commands.model_kind import REGISTERED, ModelKind
 from pipemesh.commands.training_flags import take_up
-from pipemesh.partition.text import count_text
+from pipemesh.text import count_text
 from pipemesh.training.run import Options, console
 
 
