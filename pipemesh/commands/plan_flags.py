@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipemesh.commands.flags import FLAGS, PLAN, Flag, FlagError, check_number, grouped
-from pipemesh.commands.host_flags import HOST_FLAGS, device_flags, device_type
+from pipemesh.commands.workers import HOST_FLAGS, device_flags, device_type
 from pipemesh.errors import LayoutError, MeshError, PipemeshError, PlanError, ScheduleError
 from pipemesh.plan.figures import FILE, Figures
 from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan, value_text

@@ -14,8 +14,8 @@ import sys
 from typing import Any
 
 from pipemesh.commands import process
-from pipemesh.commands.evaluate import requested
 from pipemesh.commands.model_kind import REGISTERED, note_of
+from pipemesh.commands.runs import requested
 from pipemesh.commands.texts import line_of
 from pipemesh.errors import CheckpointError
 from pipemesh.training.run import console

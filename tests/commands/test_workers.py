@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipemesh.commands.flags import FLAGS
-from pipemesh.commands.host_flags import HOST_FLAGS, device_flags, device_type
+from pipemesh.commands.workers import HOST_FLAGS, device_flags, device_type
 
 
 @pytest.mark.parametrize(

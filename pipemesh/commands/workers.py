@@ -1,4 +1,4 @@
-"""Flags of devices and workers, and the start of TensorFlow with them."""
+"""Flags of devices and workers; TensorFlow with these; `pipemesh launch` and `worker`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import contextlib
 import sys
 from collections.abc import Callable
 
+from pipemesh.commands import process
 from pipemesh.commands.flags import (
     CONFIG,
     FILES,
     FLAGS,
     WORKERS,
+    Command,
     Flag,
     FlagError,
     check_number,
     grouped,
+    parse,
 )
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import Cluster
+from pipemesh.hosts.cluster import LOOPBACK, PORT
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.search import fewer
@@ -280,3 +284,88 @@ def fitting(plan: Plan, device_type: str, check: Callable[[Plan], object]) -> Pl
             f"has {plan.mesh.num_devices}: this time {changes}"
         )
     return found
+
+
+_ABOUT_LAUNCH = """\
+Starts workers on this machine, and a command that drives them.
+
+    pipemesh launch --processes=4 -- pipemesh train --mesh_shape=layers:4 --model=...
+    pipemesh launch --processes=2 -- python -m models.one_billion_word.train --mesh_shape=layers:2
+
+The command finds the workers by TF_CONFIG. Its output and its exit code are passed on. Workers end
+with the command, or with the launcher, however these end; a worker that ends before is restarted.
+"""
+LAUNCH = Command(
+    "pipemesh launch",
+    _ABOUT_LAUNCH,
+    (
+        Flag("command", argument="...", help="The command and its arguments."),
+        Flag(
+            "processes",
+            int,
+            required=True,
+            value="N",
+            least=1,
+            help="Number of workers to start.",
+        ),
+        Flag("spares", int, 0, value="N", least=0, help="Number of spares that replace lost ones."),
+        Flag(
+            "cpu_devices", int, 1, value="N", least=1, help="Number of CPU devices of each worker."
+        ),
+    ),
+)
+
+
+def launch(argv: list[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        DeviceError: there is nothing to launch, or workers cannot be started.
+    """
+    flags = parse(argv, LAUNCH)
+    from pipemesh.hosts.processes import launch as launcher
+
+    return launcher.launch(flags.command or [], flags.processes, flags.spares, flags.cpu_devices)
+
+
+_ABOUT_WORKER = """\
+Offers the devices of this machine to a client, with a server of TensorFlow.
+
+    pipemesh worker --port=2222 --cpu_devices=2
+    pipemesh train --cluster=127.0.0.1:2222 --mesh_shape=layers:2 --model=...
+
+The server executes whatever a client sends, without authentication or encryption. So by default
+only this machine can reach it. --listen names an address of a private network, or of a tunnel, by
+which others can.
+"""
+WORKER = Command(
+    "pipemesh worker",
+    _ABOUT_WORKER,
+    (
+        Flag("port", int, PORT, help=f"Port to listen on; 0 for a free one (default: {PORT})."),
+        Flag(
+            "listen",
+            default=LOOPBACK,
+            value="ADDRESS",
+            help="Address of this machine by which others may reach the worker, 0.0.0.0 for all; "
+            f"there is no authentication, so use a private network (default: {LOOPBACK}).",
+        ),
+        Flag("cpu_devices", int, 1, value="N", least=1, help="Number of CPU devices to offer."),
+        # Of a parent that ends its workers with itself.
+        Flag("parent_fd", int, hidden=True),
+    ),
+)
+
+
+def worker(argv: list[str]) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        DeviceError: it cannot listen there.
+    """
+    flags = parse(argv, WORKER)
+    # It loads TensorFlow, which announces itself.
+    process.import_quietly()
+    from pipemesh.hosts.worker import run_worker
+
+    return run_worker(flags.port, flags.listen, flags.cpu_devices, flags.parent_fd)
