@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import short_name
 from pipemesh.backend.static_shape import num_bytes
-from pipemesh.layers.meta import Meta, layer_metas
 from pipemesh.layers.named import NamedLayer
+from pipemesh.layers.partition_layers import Meta, layer_metas
 from pipemesh.mesh import Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan.homes import home_of
