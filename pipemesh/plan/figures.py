@@ -19,6 +19,8 @@ from pipemesh.plan.remat import Remat
 
 # Kinds of action; a + marks one that recomputes the forward pass first.
 KINDS = ("F", "B", "I", "W", "B+", "I+", "W+")
+# Curves that a layer may lack.
+_OPTIONAL = ("summed", "working", "whole", "pending", "pending_whole")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,18 +220,11 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
         {
             "name": layer.name,
             "seconds": {kind: points(curve) for kind, curve in layer.seconds.items()},
-            "parameter_bytes": layer.parameter_bytes,
-            "kept": points(layer.kept),
-            "outputs": points(layer.outputs),
-            "summed": points(layer.summed),
-            "sums": layer.sums,
-            "split": layer.split,
-            "working": points(layer.working),
-            "whole": points(layer.whole),
-            "pending": points(layer.pending),
-            "pending_whole": points(layer.pending_whole),
-            "again": layer.again,
             "work": {kind: points(curve) for kind, curve in layer.work.items()},
+            **{
+                name: getattr(layer, name) for name in ("parameter_bytes", "sums", "split", "again")
+            },
+            **{name: points(getattr(layer, name)) for name in ("kept", "outputs", *_OPTIONAL)},
         }
         for layer in layers
     ]
@@ -249,13 +244,9 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
                 parameter_bytes=int(layer["parameter_bytes"]),
                 kept=cast("Curve", curve(layer["kept"])),
                 outputs=cast("Curve", curve(layer["outputs"])),
-                summed=curve(layer.get("summed")),
                 sums=int(layer.get("sums", 1)),
                 split=int(layer.get("split", 1)),
-                working=curve(layer.get("working")),
-                whole=curve(layer.get("whole")),
-                pending=curve(layer.get("pending")),
-                pending_whole=curve(layer.get("pending_whole")),
+                **{name: curve(layer.get(name)) for name in _OPTIONAL},
                 again=float(layer.get("again", 1.0)),
                 work={kind: cast("Curve", curve(p)) for kind, p in layer.get("work", {}).items()},
             )
