@@ -53,15 +53,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         forward, backward, input_grad, weight_grad, transfer, recompute = (
-            None if value is None else _checked(name, value)
-            for name, value in (
-                ("forward", self.forward),
-                ("backward", self.backward),
-                ("input_grad", self.input_grad),
-                ("weight_grad", self.weight_grad),
-                ("transfer", self.transfer),
-                ("recompute", self.recompute),
-            )
+            None if value is None else _checked(name, value) for name, value in vars(self).items()
         )
         forward = 1.0 if forward is None else forward
         transfer = 0.0 if transfer is None else transfer

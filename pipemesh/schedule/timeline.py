@@ -122,7 +122,7 @@ class Timeline:
         """
         peaks: list[int] = []
         for row in self.schedule.rows:
-            again = recomputed_of_row(row)
+            again = _recomputations(row)
             held = peak = 0
             for action in row:
                 if action.also("R") in again:
@@ -146,10 +146,8 @@ class Timeline:
         held, peaks = ([0] * self.schedule.num_stages for _ in range(2))
         forward_only = self.schedule.is_forward_only
         for row in self.schedule.rows:
-            again = recomputed_of_row(row)
-            for action in row:
+            for action, at_start, at_end in _held_changes(row, forward_only):
                 stage = action.stage
-                at_start, at_end = held_changes(action, again, forward_only)
                 held[stage] += at_start
                 peaks[stage] = max(peaks[stage], held[stage])
                 held[stage] += at_end
@@ -252,11 +250,9 @@ class Timeline:
             raise ScheduleError(
                 f"device is {device!r}; it must be from 0 to {self.schedule.num_devices - 1}"
             )
-        row = self.schedule.rows[device]
-        again = recomputed_of_row(row)
+        held_changes = _held_changes(self.schedule.rows[device], forward_only)
         times = zip(self.starts[device], self.ends[device], strict=True)
-        for action, (start, end) in zip(row, times, strict=True):
-            at_start, at_end = held_changes(action, again, forward_only)
+        for (_, at_start, at_end), (start, end) in zip(held_changes, times, strict=True):
             changes += [(start, at_start)] if at_start else []
             changes += [(end, at_end)] if at_end else []
         held = 0
@@ -321,27 +317,26 @@ class Timeline:
 
 def peak_of_row(row: tuple[Action, ...]) -> int:
     """Returns the most (stage, microbatch) pairs held at once in a row with backward actions."""
-    again = recomputed_of_row(row)
     held = peak = 0
-    for action in row:
-        at_start, at_end = held_changes(action, again)
+    for _, at_start, at_end in _held_changes(row):
         held += at_start
         peak = max(peak, held)
         held += at_end
     return peak
 
 
-def recomputed_of_row(row: tuple[Action, ...]) -> frozenset[Action]:
-    """Returns the recomputations of a row."""
+def _recomputations(row: tuple[Action, ...]) -> frozenset[Action]:
     return frozenset(action for action in row if action.kind == "R")
 
 
-def held_changes(
-    action: Action, recomputed: frozenset[Action], forward_only: bool = False
-) -> tuple[int, int]:
-    """Returns the changes of the number of held pairs when an action starts and when it ends."""
-    effect = EFFECTS[action.kind]
-    ends = effect.releases or (
-        action.kind == "F" and (forward_only or action.also("R") in recomputed)
-    )
-    return int(effect.begins_to_hold), -int(ends)
+def _held_changes(
+    row: tuple[Action, ...], forward_only: bool = False
+) -> Iterator[tuple[Action, int, int]]:
+    """Yields each action, and how its start and its end change the number of held pairs."""
+    again = _recomputations(row)
+    for action in row:
+        effect = EFFECTS[action.kind]
+        ends = effect.releases or (
+            action.kind == "F" and (forward_only or action.also("R") in again)
+        )
+        yield action, int(effect.begins_to_hold), -int(ends)
