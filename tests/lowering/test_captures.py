@@ -12,6 +12,7 @@ from pipemesh.lowering.differentiate import call_alone, check_no_layers_axis, lo
 from pipemesh.lowering.variable import Constant, Variable
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.recurrent.circular import SimdPipeline
+from tests.pairwise import in_turn, pairwise
 
 LOWERING = PlacementLowering(
     Mesh.from_text("layers:2;data:2"), LayoutRules(), [f"CPU:{i}" for i in range(4)]
@@ -97,10 +98,10 @@ def one_device(lowers):
     return SimdLowering(mesh, LayoutRules(), None, tf.constant(0))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", READS)
-@pytest.mark.parametrize("lowers", ["placement", "simd"])
-def test_a_variable_that_a_mapped_function_reads_would_lose_its_gradient(lowers, kind, mode):
+@pytest.mark.parametrize(
+    ("kind", "mode", "lowers"), pairwise(list(READS), MODES, ["placement", "simd"])
+)
+def test_a_variable_that_a_mapped_function_reads_would_lose_its_gradient(kind, mode, lowers):
     def run(variable):
         lowering = one_device(lowers)
         x = ops.import_tensor(lowering, tf.ones([4, 2]), "batch:4;io:2")
@@ -152,8 +153,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("kind", "mode"), in_turn(list(LAYERS), MODES))
 def test_a_variable_that_a_layer_reads_would_lose_its_gradient(kind, mode):
     def make():
         if kind != "Variable.tensor":

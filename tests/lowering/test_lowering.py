@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import DeviceError, LayoutError, MeshError
+from pipemesh.errors import LayoutError, MeshError
 from pipemesh.lowering import Cores, PlacementLowering, ops
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.simd.tf_collectives import GroupKeys, TfCollectives
@@ -134,8 +134,6 @@ def test_an_axis_of_size_one_costs_nothing():
 @pytest.mark.parametrize(
     ("error", "call", "message"),
     [
-        (DeviceError, lambda: PlacementLowering(MESH, LayoutRules(), DEVICES[:7]), "7 devices"),
-        (LayoutError, lambda: make("x:row"), "did you mean 'rows'"),
         (MeshError, lambda: make().all_reduce(different_slices(), ["col"]), "mean 'cols'"),
         (LayoutError, lambda: make().slice_along(different_slices((6,)), "cols", 0), "size 6"),
         (
