@@ -60,7 +60,7 @@ SOME = [cases[-1].name for cases in of_classes().values()]
 
 
 def in_turn(*modes):
-    """Of each class one case in one of the modes, another one for the next."""
+    """One case of each class, the modes taking turns; the rest is `exhaustive`."""
     return [
         pytest.param(
             name,
@@ -75,7 +75,7 @@ def in_turn(*modes):
 
 
 def some_cases():
-    """Of each class one."""
+    """One case of each class; the rest is `exhaustive`."""
     marks = {name: () if name in SOME else pytest.mark.exhaustive for name in CASES}
     return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 

@@ -30,7 +30,7 @@ class Server:
         self.process = None
 
     def ask(self, *case):
-        """What is not equal."""
+        """The differences of a case."""
         if self.process is None:
             self.errors = tempfile.TemporaryFile("w+")
             self.process = subprocess.Popen(

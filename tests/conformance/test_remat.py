@@ -91,7 +91,7 @@ def test_it_keeps_between_what_full_and_what_none_keeps(name, schedule):
 
 @functools.cache
 def work(name):
-    """How often a tanh of the stack's layers stands in the graph of a step."""
+    """Counts the tanh operations of the stack's layers in the graph of a step."""
 
     @tf.function(autograph=False)
     def run(variables):

@@ -1,4 +1,4 @@
-"""What functions of slices and layer functions may use besides their arguments."""
+"""Values from outside that functions of slices and layer functions may use."""
 
 import contextlib
 

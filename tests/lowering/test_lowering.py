@@ -202,7 +202,7 @@ def test_a_misspelt_rule_is_warned_of_at_the_end_of_a_cores_program():
 
 
 def table(layout):
-    """Of a training step of a network of two layers, on four devices."""
+    """The costs of a training step of a network of two layers, on four devices."""
     mesh, rules = Mesh.from_text("data:2;model:2"), LayoutRules.from_text(layout)
     lowering = PlacementLowering(mesh, rules, [f"CPU:{i}" for i in range(4)])
 

@@ -63,7 +63,7 @@ def check(lowering, loss, grads):
 
 
 def products(partition_graphs):
-    """How many products of matrices each device computes."""
+    """Counts the products of matrices on each device."""
     count = {}
     for graph in partition_graphs:
         for node in graph.node:

@@ -175,7 +175,7 @@ def cores():
 
 
 def on_cores(run):
-    """What each core makes of the whole array."""
+    """The results of all cores for the whole array."""
     return run([[tf.constant(ARRAY)]] * 2)
 
 

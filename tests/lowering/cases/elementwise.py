@@ -68,7 +68,7 @@ def _special(array: np.ndarray) -> np.ndarray:
 
 
 def _by_name(function):
-    """Of x y z and of z x."""
+    """Applies a function of tensors of x y z and of z x."""
     return lambda a, b: function(a, tf.transpose(b)[:, None, :])
 
 
