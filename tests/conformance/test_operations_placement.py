@@ -38,7 +38,7 @@ def test_every_operation_has_cases_and_every_case_an_operation():
 
 
 @pytest.mark.parametrize(("mesh_text", "name"), sampled(ALL, LARGE_MESH))
-def test_eagerly_result_and_gradients_equal_those_of_the_whole_tensors(mesh_text, name):
+def test_eagerly_results_and_gradients_equal_tensorflows(mesh_text, name):
     case = ALL[name]
     *wanted, cotangent = expected(name)
     arrays = [tf.constant(array) for array, _ in case.inputs]
@@ -48,7 +48,7 @@ def test_eagerly_result_and_gradients_equal_those_of_the_whole_tensors(mesh_text
 
 
 @pytest.mark.parametrize("name", on_large_mesh(ALL))
-def test_in_a_graph_result_and_gradients_equal_those_of_the_whole_tensors(name):
+def test_in_a_graph_results_and_gradients_equal_tensorflows(name):
     case = ALL[name]
     *wanted, cotangent = expected(name)
     layouts = case.widest_layouts(LARGE_MESH, 2)

@@ -70,17 +70,17 @@ def server():
 
 
 @pytest.mark.parametrize(("mesh_text", "name"), sampled(ALL, "a:2;b:4", shift=2, every=3))
-def test_eagerly_result_and_gradients_equal_those_of_the_whole_tensors(server, mesh_text, name):
+def test_eagerly_results_and_gradients_equal_tensorflows(server, mesh_text, name):
     assert not server.ask(mesh_text, name, False)
 
 
 @pytest.mark.parametrize("name", on_large_mesh(ALL))
-def test_in_a_graph_result_and_gradients_equal_those_of_the_whole_tensors(server, name):
+def test_in_a_graph_results_and_gradients_equal_tensorflows(server, name):
     assert not server.ask(LARGE_MESH, name, True)
 
 
 @pytest.mark.slow
-def test_a_case_that_kills_the_process_is_told_and_the_next_one_runs(server):
+def test_next_case_runs_after_one_that_kills_the_process(server):
     (found,) = server.ask("a:2", "no operation", False)
     assert found.startswith("the process hung or died: ") and "KeyError: 'no operation'" in found
     assert not server.ask("a:2", next(iter(ALL)), False)

@@ -136,7 +136,7 @@ def test_variables_and_whole_tensors_are_sources_too(rules, in_graph):
     check(tf.function(run, autograph=False)() if in_graph else run())
 
 
-def test_a_lookup_has_a_dense_gradient_and_what_is_not_used_has_none():
+def test_lookup_has_a_dense_gradient_unused_source_none():
     lowering = PlacementLowering(MESH, LayoutRules.from_text("vocab:model"), DEVICES)
     table = ops.import_tensor(lowering, tf.ones([6, 2]), "vocab:6;io:2")
     other = ops.import_tensor(lowering, tf.ones([6]), "vocab:6")
@@ -310,7 +310,7 @@ def of_case(run, case, arrays, cotangent):
     "name",
     on_large_mesh({name: case for name, case in ALL.items() if case.sources}),
 )
-def test_every_operation_has_the_second_gradients_of_plain_tensorflow(name):
+def test_second_gradients_of_every_operation(name):
     case, mesh = ALL[name], Mesh.from_text(LARGE_MESH)
     *_, cotangent = case.expected()
     arrays = [tf.constant(array) for array, _ in case.inputs]
@@ -406,7 +406,7 @@ def test_a_pipeline_has_first_derivatives_only(way):
         WAYS[way](pipelined_loss, arrays)
 
 
-def test_a_persistent_tape_may_ask_a_pipeline_in_a_function_for_its_gradient():
+def test_persistent_tape_around_a_pipeline_in_a_function():
     x, w = tf.constant(ARRAYS["x"]), tf.ones([1, 2, 1, 2])
     function = tf.function(pipelined_loss, autograph=False)
     with tf.GradientTape(persistent=True) as tape:

@@ -189,7 +189,7 @@ def test_checking_the_rules_finds_all_that_name_nothing():
     misspelt("batch:data;hidden:model").lowering.check_rules()
 
 
-def test_a_misspelt_rule_is_warned_of_at_the_end_of_a_cores_program():
+def test_misspelt_rule_is_warned_of_after_a_cores_program():
     def program(lowering, array):
         return ops.import_tensor(lowering, array, "batch:2").slices[0]
 
@@ -224,15 +224,6 @@ def table(layout):
     return str(lowering.costs)
 
 
-def test_data_parallel_training_sums_the_gradients_of_weights():
-    assert table("batch:data") == (
-        "axes   primitive   pass      calls   bytes\n"
-        "data   all_reduce  backward      2  20,480\n"
-        "data   all_reduce  forward       1       4\n"
-        "total                            3  20,484"
-    )
-
-
 def test_with_split_hidden_units_activations_are_summed_as_well():
     assert table("batch:data;hidden:model") == (
         "axes   primitive   pass      calls   bytes\n"
@@ -246,9 +237,7 @@ def test_with_split_hidden_units_activations_are_summed_as_well():
 @pytest.mark.parametrize(
     ("dtype", "bytes_of_an_element"), [(tf.float32, 4), (tf.bfloat16, 4), (tf.int8, 4)]
 )
-def test_a_permute_of_tensorflows_collectives_is_counted_as_the_all_gather_that_it_is(
-    dtype, bytes_of_an_element
-):
+def test_permutes_of_tensorflow_count_as_all_gathers(dtype, bytes_of_an_element):
     mesh = Mesh.from_text("ring:4")
     core = tf.constant(0)
     token = tf.Variable(0.0)

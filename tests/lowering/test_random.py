@@ -77,7 +77,7 @@ LAYOUTS = {
     ("name", "rules", "draw"),
     in_turn([(name, rules) for name in SHAPES for rules in LAYOUTS[name]], list(DRAWS)),
 )
-def test_a_draw_for_a_microbatch_is_its_slice_of_the_whole_batchs_draw(name, rules, draw):
+def test_microbatch_draws_its_slice_of_the_whole_batchs_draw(name, rules, draw):
     text, dim, before = SHAPES[name]
     shape = Shape.from_text(text)
     lowering = make(rules)
@@ -113,7 +113,7 @@ def test_a_draw_for_a_slice_is_that_of_whole_sequences(draw, rules):
             np.testing.assert_array_equal(got.numpy(), wanted)
 
 
-def test_draws_of_tensorflow_and_of_named_dims_are_counted_together():
+def test_draws_of_tensorflow_and_named_dims_share_one_count():
     lowering = make("batch:data")
 
     def program(batch):

@@ -33,7 +33,7 @@ def test_a_halo_exchange_sends_one_row_to_each_neighbour():
     assert sent(lowering) == {("permute", "forward"): (2, 2 * 2 * 4)}
 
 
-def test_the_gradient_of_a_halo_goes_back_to_its_row_and_is_added():
+def test_gradient_of_a_halo_is_added_to_its_row():
     lowering = make("blocks:rows")
     x = tf.zeros([4, 3])
     with tf.GradientTape() as tape:
@@ -47,7 +47,7 @@ def test_the_gradient_of_a_halo_goes_back_to_its_row_and_is_added():
     assert sent(lowering)["permute", "backward"] == (2, 2 * 4)
 
 
-def test_a_convolution_gets_the_border_rows_of_its_neighbours_only():
+def test_convolution_gets_only_the_border_rows():
     lowering = make("y:rows")
     x = given(lowering, "batch:2;y:16;io:3")
     filters = given(lowering, "window:3;io:3;out:5")
@@ -103,7 +103,7 @@ def test_top_k_sends_the_greatest_elements_of_each_slice():
         lambda x, f: ops.conv1d(x, f, {"y": "window"}, padding="SAME", strides=3),
     ],
 )
-def test_a_result_that_does_not_divide_is_an_error_that_names_the_rule(call):
+def test_result_must_divide(call):
     lowering = make("y:rows")
     x, filters = given(lowering, "y:16;io:3"), given(lowering, "window:3;io:3;out:5")
     with pytest.raises(LayoutError, match="remove or change the rule 'y:rows'"):

@@ -83,7 +83,7 @@ def test_a_tensor_is_read_as_a_whole_array_or_number():
                 read()
 
 
-def test_a_number_of_tensorflow_gets_the_gradient_of_its_copies_once():
+def test_number_gets_the_gradient_of_its_copies_once():
     array = np.arange(4.0)
     for watched in (tf.constant(3.0, tf.float64), tf.Variable(3.0, dtype=tf.float64)):
 
@@ -99,7 +99,7 @@ def test_a_number_of_tensorflow_gets_the_gradient_of_its_copies_once():
         assert tf.function(step, autograph=False)() == 14
 
 
-def test_the_convolution_of_an_empty_batch_is_empty_without_a_graph_as_well():
+def test_convolution_of_an_empty_batch_is_empty_eagerly():
     x, filters = zeros("x:0;rows:8;in:3"), zeros("w:3;in:3;out:4")
     found = ops.conv1d(x, filters, {"rows": "w"}, padding="SAME")
     assert str(found.shape) == "x:0;rows:8;out:4"

@@ -43,7 +43,7 @@ def test_the_initial_value_does_not_depend_on_the_layout(initializer, most_drawn
 
 
 @pytest.mark.parametrize("dtype", [tf.float64, tf.bfloat16])
-def test_other_dtypes_have_values_that_do_not_depend_on_the_layout_either(dtype):
+def test_initial_values_of_other_dtypes_do_not_depend_on_layout(dtype):
     whole = create("", Normal(0.5, (1, 2)), dtype).value()
     assert whole.dtype == dtype
     np.testing.assert_array_equal(create("x:a;z:b", Normal(0.5, (1, 2)), dtype).value(), whole)
