@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.processes import connect_processes
+from pipemesh.backend.cluster import connect_processes
 from pipemesh.errors import PipemeshError
 from pipemesh.lowering import Cores, PlacementLowering, ops
 from pipemesh.lowering.arguments import COERCERS, register

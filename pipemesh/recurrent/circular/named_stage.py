@@ -18,7 +18,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.recurrent.circular.layer_position import LayerPosition
 from pipemesh.recurrent.circular.stage_weight import StageWeight
 from pipemesh.recurrent.circular.tick_loop import Leaves, Tick, keep
-from pipemesh.recurrent.precision import sum_dtype
+from pipemesh.recurrent.options import sum_dtype
 
 # Takes and returns activations, one tensor or a tuple. Its arguments are the activations, the
 # weights, the position, and the tensors of `along`, if any.
