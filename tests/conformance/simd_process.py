@@ -71,6 +71,7 @@ def main():
     start_cpu_devices(NUM_DEVICES)
     # Optimizing each program again for each core would take most of the time.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    print("ready", flush=True)
     for line in sys.stdin:
         mesh_text, name, in_graph = json.loads(line)
         print(json.dumps(differences(make_cores(mesh_text), ALL[name], in_graph)), flush=True)

@@ -40,6 +40,8 @@ class Server:
                 stderr=self.errors,
                 text=True,
             )
+            # It says when TensorFlow is loaded, which takes minutes on a busy machine.
+            self.process.stdout.readline()
         self.process.stdin.write(json.dumps(case) + "\n")
         self.process.stdin.flush()
         watch = threading.Timer(SECONDS_WITHOUT_A_RESULT, self.process.kill)
