@@ -140,26 +140,26 @@ def dim_name(value: Any, known: Sequence[Tensor] = (), what: str = "dim") -> str
 
 def as_whole(value: Any, what: str) -> int:
     """Returns the value as an int, or raises a ShapeError if it is not whole."""
-    found = whole_number(value)
-    if found is None:
+    number = whole_number(value)
+    if number is None:
         raise ShapeError(f"{what} is {described(value)}; give a whole number")
-    return found
+    return number
 
 
 def as_dtype(value: Any, what: str = "dtype") -> tf.DType:
     """Returns a dtype of real numbers or booleans, or raises a ShapeError."""
     try:
-        found = tf.as_dtype(value)
+        dtype = tf.as_dtype(value)
     except TypeError:
-        found = tf.string
-    check_real(found, what)
-    numeric = found.is_floating or found.is_integer or found.is_bool
+        dtype = tf.string
+    check_real(dtype, what)
+    numeric = dtype.is_floating or dtype.is_integer or dtype.is_bool
     if value is None or not numeric:
         raise ShapeError(
             f"{what} is {described(value)}; give a dtype of numbers or booleans, for example "
             "tf.float32"
         )
-    return found
+    return dtype
 
 
 def check_operands(name: str, operands: Sequence[Any]) -> None:
@@ -169,9 +169,9 @@ def check_operands(name: str, operands: Sequence[Any]) -> None:
         if operand is None or isinstance(operand, str | bytes | dict | Variable | Shape | Dim):
             as_tensor(operand, f"ops.{name}: an operand")
     if not tensors:
-        given = ", ".join(map(described, operands))
+        texts = ", ".join(map(described, operands))
         raise ShapeError(
-            f"ops.{name} of {given}: they have no named dims; one operand at least is made by "
+            f"ops.{name} of {texts}: they have no named dims; one operand at least is made by "
             "ops.import_tensor(lowering, value, 'dim:size')"
         )
     dtype = tensors[0].dtype
@@ -268,13 +268,13 @@ def _as_number(value: Any, what: str) -> Any:
 
 def _as_seed(value: Any, what: str) -> tf.Tensor:
     try:
-        found = tf.convert_to_tensor(value)
+        seed = tf.convert_to_tensor(value)
     except _RAW:
-        found = tf.constant("")
+        seed = tf.constant("")
     # The layer function of a SimdPipeline may get one seed per layer.
     in_layer = bool(scopes.slicewise) and scopes.slicewise[-1].draw is not None
-    fits = any(found.shape.is_compatible_with(s) for s in ([2], [None, 2])[: 1 + in_layer])
-    if not found.dtype.is_integer or not fits:
+    fits = any(seed.shape.is_compatible_with(s) for s in ([2], [None, 2])[: 1 + in_layer])
+    if not seed.dtype.is_integer or not fits:
         raise ShapeError(f"{what} is {described(value)}; give two integers, as in [1, 2]")
     return value
 
@@ -295,13 +295,13 @@ def _as_array(value: Any, what: str) -> tf.Tensor:
             "ops.reshape it"
         )
     try:
-        found = tf.convert_to_tensor(value)
+        array = tf.convert_to_tensor(value)
     except _RAW:
-        found = tf.constant("")
-    if value is None or found.dtype == tf.string:
+        array = tf.constant("")
+    if value is None or array.dtype == tf.string:
         raise ShapeError(f"{what} is {described(value)}; give an array or tensor of numbers")
-    as_dtype(found.dtype, what)
-    return found
+    as_dtype(array.dtype, what)
+    return array
 
 
 def _as_mapping(value: Any, known: Sequence[Tensor], what: str) -> dict[str, str]:
@@ -395,10 +395,10 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
         except PipemeshError:
             raise
         except _RAW as error:
-            given = ", ".join(f"{k}={described(v)}" for k, v in bound.arguments.items())
+            arguments = ", ".join(f"{k}={described(v)}" for k, v in bound.arguments.items())
             lines = str(getattr(error, "message", error)).strip().splitlines()
             raise ShapeError(
-                f"ops.{name}({given}) is not possible: {lines[0] if lines else error!r}"
+                f"ops.{name}({arguments}) is not possible: {lines[0] if lines else error!r}"
             ) from error
 
     return tf.autograph.experimental.do_not_convert(call)
@@ -408,12 +408,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def register(group: str, *communicates: str) -> Callable[[F], F]:
-    """Returns a decorator that registers a function as an operation and makes it `checked`.
+    """Returns a decorator that registers a function as an operation and makes it `checked`."""
 
-    Tests fail for an operation that has no cases in `tests/lowering/cases`. Do not list `vary` in
-    `communicates`: every operation with several operands uses it.
-    """
-
+    # `communicates` does not list `vary`: every operation with several operands uses it.
     def add(function: F) -> F:
         name = function.__name__
         if name in OPS:

@@ -79,13 +79,13 @@ def gradients(loss: Tensor, sources: Any, tape: tf.GradientTape | None = None) -
                 f"{described(part)} has no gradient; sources are tensors and variables of a "
                 "floating dtype"
             )
-    found = _differentiate(loss.slices, parts, tape)
+    grads_of_parts = _differentiate(loss.slices, parts, tape)
     loss.lowering.warn_of_misspelt_rules()
     return tf.nest.pack_sequence_as(
         sources,
         [
             _named_gradient(loss, part, grads) if isinstance(part, Variable) else grads[0]
-            for part, grads in zip(flat, found, strict=True)
+            for part, grads in zip(flat, grads_of_parts, strict=True)
         ],
     )
 
@@ -94,8 +94,8 @@ def _differentiate(
     slices: Sequence[tf.Tensor], parts: list[list[Any]], tape: tf.GradientTape | None
 ) -> list[list[Any]]:
     if tape is not None:
-        found: Any = tape.gradient(list(slices), parts)
-        return found
+        grads_of_parts: Any = tape.gradient(list(slices), parts)
+        return grads_of_parts
     if tf.executing_eagerly():
         raise GradientError(
             "without a graph, gradients need the tape that recorded the computation: with "
@@ -119,12 +119,9 @@ def _named_gradient(loss: Tensor, variable: Variable, grads: Sequence[Any]) -> T
 def local_gradient(
     function: Callable[..., tf.Tensor], tensors: Sequence[tf.Tensor], device: str
 ) -> tf.Tensor:
-    """Calls a function on a device and computes its gradient there.
-
-    TensorFlow's autodiff forgets device scopes: it would compute all gradients on the first device.
-    Eager mode keeps that behavior. The function must be pure and use no differentiable values
-    except `tensors`; otherwise it raises a GradientError.
-    """
+    """Calls a function, checked by `call_local`, on a device and computes its gradient there."""
+    # TensorFlow's autodiff forgets device scopes: it would compute all gradients on the first
+    # device. Eager mode keeps that behavior.
     with tf.device(device):
         if tf.executing_eagerly():
             return call_local(function, tensors)
@@ -179,29 +176,23 @@ def call_alone(
     outputs_of: Callable[[T], Sequence[tf.Tensor]],
     error: Callable[[str], Exception],
 ) -> T:
-    """Calls a function that may use no floating tensors except `inputs`.
-
-    Allowed are constants, results of `tf.stop_gradient` and variables that are not trainable: they
-    have no gradient to lose. Comparisons and conversions to integers are allowed too. Eager mode
-    has no graph: it detects reads of trainable variables, but not of tensors.
-
-    Args:
-        function: called without arguments.
-        inputs: the tensors that it may use.
-        outputs_of: returns the tensors of its result.
-        error: makes the exception to raise from the name of the value that would lose its gradient.
+    """Calls a function; if a floating value besides `inputs` would lose its gradient, raises
+    `error` of that value's name.
     """
+    # Allowed are constants, results of `tf.stop_gradient` and variables that are not trainable:
+    # they have no gradient to lose. Comparisons and conversions to integers are allowed too. Eager
+    # mode has no graph: it detects reads of trainable variables, but not of tensors.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     first = 0 if graph is None else next_operation_number(graph)
     with variables_read() as watcher:
         result = function()
-    read = watcher.watched_variables()
+    variables = watcher.watched_variables()
     if graph is None:
-        found = [f"the variable {variable.name!r}" for variable in read]
+        lost = [f"the variable {variable.name!r}" for variable in variables]
     else:
-        found = _from_outside(graph, first, inputs, outputs_of(result), read)
-    if found:
-        raise error(found[0])
+        lost = _from_outside(graph, first, inputs, outputs_of(result), variables)
+    if lost:
+        raise error(lost[0])
     return result
 
 
@@ -225,7 +216,6 @@ def lost_in_layer(what: str) -> Exception:
 
 
 def _lost_in_map(what: str) -> Exception:
-    """Returns the error of a function of slices that uses `what`."""
     return GradientError(
         f"a function that is mapped over slices uses {what} from outside, whose gradient would be "
         "lost, or one processor's; make it an operand (ops.import_tensor(...).slices, or "
@@ -253,7 +243,7 @@ def _from_outside(
         for variable in variables
         if hasattr(variable, "handle")
     }
-    found: list[str] = []
+    lost: list[str] = []
     seen = set(allowed)
     todo = [tensor for tensor in outputs if _carries_gradient(tensor)]
     while todo:
@@ -263,17 +253,19 @@ def _from_outside(
             continue
         seen.add(key)
         # A tensor of an outer graph enters an inner graph at its first use.
-        given = _captured(tensor)
-        if given is None and operation_number(tensor.op) >= first:
+        captured = _captured(tensor)
+        if captured is None and operation_number(tensor.op) >= first:
             if tensor.op.type not in WITHOUT_GRADIENT:
                 todo += [source for source in tensor.op.inputs if _carries_gradient(source)]
         elif tensor.dtype == tf.resource:
             variable = handles.get(_key(_origin(tensor)))
             if variable is not None:
-                found.append(f"the variable {variable.name!r}")
-        elif _key(tensor if given is None else given) not in allowed and not _is_constant(tensor):
-            found.append(_named_value(tensor if given is None else given))
-    return found
+                lost.append(f"the variable {variable.name!r}")
+        elif _key(tensor if captured is None else captured) not in allowed and not _is_constant(
+            tensor
+        ):
+            lost.append(_named_value(tensor if captured is None else captured))
+    return lost
 
 
 def _named_value(tensor: tf.Tensor) -> str:

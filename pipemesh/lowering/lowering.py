@@ -165,8 +165,55 @@ Slices = tuple[tf.Tensor, ...]
 REDUCTIONS = ("sum", "max", "min")
 
 
-class Primitives(abc.ABC):
-    """Local computation, and communication with gradients.
+def check_rules(rules: Any) -> None:
+    """Raises a LayoutError unless the value is a `LayoutRules`."""
+    if not isinstance(rules, LayoutRules):
+        raise LayoutError(
+            f"the layout rules are {rules!r}; write LayoutRules.from_text('batch:data'), or "
+            "LayoutRules() for none"
+        )
+
+
+def check_real(dtype: tf.DType, what: str) -> None:
+    """Checks for real numbers or booleans: complex gradients would depend on the layout."""
+    if dtype.is_complex:
+        raise ShapeError(
+            f"{what} is {dtype.name}; elements are real numbers or booleans. Use two tensors, "
+            "tf.math.real(z) and tf.math.imag(z)"
+        )
+
+
+def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
+    """Converts a whole tensor and checks its dtype and sizes, at run time if they are unknown."""
+    tensor = tf.convert_to_tensor(tensor)
+    shape = layout.shape
+    check_real(tensor.dtype, f"a tensor of shape '{shape}'")
+    if not tensor.shape.is_compatible_with(shape.sizes):
+        raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
+    if tensor.shape.is_fully_defined():
+        return tensor
+    # The name appears in TensorFlow's error.
+    sizes = ".".join(f"{dim.name}_{dim.size}" for dim in shape)
+    return tf.ensure_shape(tensor, shape.sizes, name=f"import_tensor_{sizes}")
+
+
+def join_slices(layout: TensorLayout, slice_of: Callable[[int], tf.Tensor]) -> tf.Tensor:
+    """Joins the slices of the whole tensor, one copy of each, by their processors."""
+
+    def join(dim: int, coordinates: dict[str, int]) -> tf.Tensor:
+        if dim == len(layout.axes):
+            return slice_of(layout.mesh.processor(coordinates))
+        axis = layout.axes[dim]
+        if axis is None:
+            return join(dim + 1, coordinates)
+        parts = [join(dim + 1, {**coordinates, axis: i}) for i in range(layout.mesh.size(axis))]
+        return tf.concat(parts, dim)
+
+    return join(0, {})
+
+
+class Lowering(abc.ABC):
+    """The base of objects that turn operations on named dims into TensorFlow operations.
 
     The law of gradients: where a value is equal along an axis, every processor along the axis holds
     a copy of it. In the backward pass each holds a copy of its *whole* gradient. `all_reduce` makes
@@ -186,11 +233,93 @@ class Primitives(abc.ABC):
 
     Attributes:
         mesh: the mesh.
+        rules: the layout rules.
         costs: counts the communication while the program is built.
+
+    Raises:
+        LayoutError: a rule names an unknown axis.
     """
 
-    mesh: Mesh
-    costs: CommunicationCosts
+    def __init__(self, mesh: Mesh, rules: LayoutRules) -> None:
+        check_mesh(mesh)
+        check_rules(rules)
+        rules.check(mesh)
+        self.mesh = mesh
+        self.rules = rules
+        self.costs = CommunicationCosts(mesh)
+        # The dim names of all tensors so far, and the rules that already caused a warning.
+        self._dims: dict[str, None] = {}
+        self._warned: set[str] = set()
+
+    @property
+    @abc.abstractmethod
+    def num_slices(self) -> int:
+        """Returns the number of processors that this program computes for."""
+
+    @abc.abstractmethod
+    def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
+        """Cuts a whole tensor into slices; the gradient is whole again."""
+
+    @abc.abstractmethod
+    def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
+        """Joins slices to the whole tensor, each element from one copy."""
+
+    def computing_slices(self) -> contextlib.AbstractContextManager[None]:
+        """Marks a call of a function of slices, which has no access to whole tensors."""
+        if self.mesh.num_devices == 1:
+            return contextlib.nullcontext()
+        return slicewise(
+            f"is called inside of Lowering.map on mesh '{self.mesh}', where each processor would "
+            "draw for its own slice, so that the numbers would depend on the layout; draw with "
+            "ops.dropout, ops.random_uniform or ops.random_normal, which know the layout, and give "
+            "map the slices of what they return"
+        )
+
+    def tensor_layout(self, shape: Shape) -> TensorLayout:
+        """Returns the layout of a tensor under the rules.
+
+        Raises:
+            LayoutError: the rules cannot split the tensor.
+        """
+        layout = self.rules.tensor_layout(shape, self.mesh)
+        self._dims.update(dict.fromkeys(shape.names))
+        return layout
+
+    def check_rules(self) -> None:
+        """Checks at the end of a program that some tensor had each dim that a rule names.
+
+        Raises:
+            LayoutError: a rule names a dim that no tensor had; the message suggests a name.
+
+        Example:
+            >>> from pipemesh.lowering import PlacementLowering, ops
+            >>> mesh, rules = Mesh.from_text("data:1"), LayoutRules.from_text("bacth:data")
+            >>> lowering = PlacementLowering(mesh, rules, ["CPU:0"])
+            >>> x = ops.import_tensor(lowering, [1.0, 2.0], "batch:2")
+            >>> lowering.check_rules()
+            Traceback (most recent call last):
+            pipemesh.errors.LayoutError: rule 'bacth:data' names dim 'bacth', which no tensor has; \
+did you mean 'batch'? Known: 'batch'
+        """
+        self.rules.check(self.mesh, self._dims)
+
+    def warn_of_misspelt_rules(self) -> None:
+        """Warns once of each rule that names no known dim but resembles a dim without a rule.
+
+        Operations that return results call it. Other rules without a matching dim may be meant for
+        other programs; only `check_rules` reports them.
+        """
+        free = [name for name in self._dims if self.rules.axis(name) is None]
+        for dim, axis in self.rules.rules:
+            near = almost_equal(dim, free) or next((n for n in free if n in dim.split("_")), None)
+            if dim in self._dims or dim in self._warned or near is None:
+                continue
+            self._warned.add(dim)
+            warnings.warn(
+                f"rule '{dim}:{axis}' names dim {dim!r}, which no tensor of the program has had; "
+                f"dim {near!r}, which has no rule, is not split. Did you mean '{near}:{axis}'?",
+                stacklevel=3,
+            )
 
     @abc.abstractmethod
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
@@ -516,136 +645,4 @@ class Primitives(abc.ABC):
             raise LayoutError(
                 f"a dim of size {size} cannot be cut into {self.mesh.size(axis)} equal slices "
                 f"over axis {axis!r} of mesh '{self.mesh}'; change the rule that names this axis"
-            )
-
-
-def check_rules(rules: Any) -> None:
-    """Raises a LayoutError unless the value is a `LayoutRules`."""
-    if not isinstance(rules, LayoutRules):
-        raise LayoutError(
-            f"the layout rules are {rules!r}; write LayoutRules.from_text('batch:data'), or "
-            "LayoutRules() for none"
-        )
-
-
-def check_real(dtype: tf.DType, what: str) -> None:
-    """Checks for real numbers or booleans: complex gradients would depend on the layout."""
-    if dtype.is_complex:
-        raise ShapeError(
-            f"{what} is {dtype.name}; elements are real numbers or booleans. Use two tensors, "
-            "tf.math.real(z) and tf.math.imag(z)"
-        )
-
-
-def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
-    """Converts a whole tensor and checks its dtype and sizes, at run time if they are unknown."""
-    tensor = tf.convert_to_tensor(tensor)
-    shape = layout.shape
-    check_real(tensor.dtype, f"a tensor of shape '{shape}'")
-    if not tensor.shape.is_compatible_with(shape.sizes):
-        raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
-    if tensor.shape.is_fully_defined():
-        return tensor
-    # The name appears in TensorFlow's error.
-    sizes = ".".join(f"{dim.name}_{dim.size}" for dim in shape)
-    return tf.ensure_shape(tensor, shape.sizes, name=f"import_tensor_{sizes}")
-
-
-class Lowering(Primitives):
-    """The base of objects that turn operations on named dims into TensorFlow operations.
-
-    Attributes:
-        mesh: the mesh.
-        rules: the layout rules.
-        costs: counts the communication while the program is built.
-    """
-
-    def __init__(self, mesh: Mesh, rules: LayoutRules) -> None:
-        """Checks the rules.
-
-        Args:
-            mesh: the mesh.
-            rules: the layout rules.
-
-        Raises:
-            LayoutError: a rule names an unknown axis.
-        """
-        check_mesh(mesh)
-        check_rules(rules)
-        rules.check(mesh)
-        self.mesh = mesh
-        self.rules = rules
-        self.costs = CommunicationCosts(mesh)
-        # The dim names of all tensors so far, and the rules that already caused a warning.
-        self._dims: dict[str, None] = {}
-        self._warned: set[str] = set()
-
-    @property
-    @abc.abstractmethod
-    def num_slices(self) -> int:
-        """Returns the number of processors that this program computes for."""
-
-    @abc.abstractmethod
-    def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
-        """Cuts a whole tensor into slices; the gradient is whole again."""
-
-    @abc.abstractmethod
-    def export_tensor(self, slices: Slices, layout: TensorLayout) -> tf.Tensor:
-        """Joins slices to the whole tensor, each element from one copy."""
-
-    def computing_slices(self) -> contextlib.AbstractContextManager[None]:
-        """Marks a call of a function of slices, which has no access to whole tensors."""
-        if self.mesh.num_devices == 1:
-            return contextlib.nullcontext()
-        return slicewise(
-            f"is called inside of Lowering.map on mesh '{self.mesh}', where each processor would "
-            "draw for its own slice, so that the numbers would depend on the layout; draw with "
-            "ops.dropout, ops.random_uniform or ops.random_normal, which know the layout, and give "
-            "map the slices of what they return"
-        )
-
-    def tensor_layout(self, shape: Shape) -> TensorLayout:
-        """Returns the layout of a tensor under the rules.
-
-        Raises:
-            LayoutError: the rules cannot split the tensor.
-        """
-        layout = self.rules.tensor_layout(shape, self.mesh)
-        self._dims.update(dict.fromkeys(shape.names))
-        return layout
-
-    def check_rules(self) -> None:
-        """Checks at the end of a program that some tensor had each dim that a rule names.
-
-        Raises:
-            LayoutError: a rule names a dim that no tensor had; the message suggests a name.
-
-        Example:
-            >>> from pipemesh.lowering import PlacementLowering, ops
-            >>> mesh, rules = Mesh.from_text("data:1"), LayoutRules.from_text("bacth:data")
-            >>> lowering = PlacementLowering(mesh, rules, ["CPU:0"])
-            >>> x = ops.import_tensor(lowering, [1.0, 2.0], "batch:2")
-            >>> lowering.check_rules()
-            Traceback (most recent call last):
-            pipemesh.errors.LayoutError: rule 'bacth:data' names dim 'bacth', which no tensor has; \
-did you mean 'batch'? Known: 'batch'
-        """
-        self.rules.check(self.mesh, self._dims)
-
-    def warn_of_misspelt_rules(self) -> None:
-        """Warns once of each rule that names no known dim but resembles a dim without a rule.
-
-        Operations that return results call it. Other rules without a matching dim may be meant for
-        other programs; only `check_rules` reports them.
-        """
-        free = [name for name in self._dims if self.rules.axis(name) is None]
-        for dim, axis in self.rules.rules:
-            near = almost_equal(dim, free) or next((n for n in free if n in dim.split("_")), None)
-            if dim in self._dims or dim in self._warned or near is None:
-                continue
-            self._warned.add(dim)
-            warnings.warn(
-                f"rule '{dim}:{axis}' names dim {dim!r}, which no tensor of the program has had; "
-                f"dim {near!r}, which has no rule, is not split. Did you mean '{near}:{axis}'?",
-                stacklevel=3,
             )

@@ -18,7 +18,7 @@ from pipemesh.backend.operations import sum_in_order
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import DeviceError
 from pipemesh.lowering.differentiate import local_gradient
-from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
+from pipemesh.lowering.lowering import Lowering, Slices, join_slices, whole_tensor
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 _PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
@@ -170,18 +170,12 @@ class PlacementLowering(Lowering):
         """Joins one copy of each slice on the first device."""
         used: list[int] = []
 
-        def join(dim: int, at: dict[str, int]) -> tf.Tensor:
-            if dim == len(layout.axes):
-                used.append(self.mesh.processor(at))
-                return slices[used[-1]]
-            axis = layout.axes[dim]
-            if axis is None:
-                return join(dim + 1, at)
-            parts = [join(dim + 1, {**at, axis: i}) for i in range(self.mesh.size(axis))]
-            return tf.concat(parts, dim)
+        def slice_of(processor: int) -> tf.Tensor:
+            used.append(processor)
+            return slices[processor]
 
         with tf.device(self.devices[0]):
-            whole = tf.identity(join(0, {}))
+            whole = tf.identity(join_slices(layout, slice_of))
         away = sum(self.devices[i] != self.devices[0] for i in used)
         sent = away * math.prod(layout.slice_shape) * whole.dtype.size
         self.costs.add_transfer(name, sent, backward)
@@ -276,46 +270,23 @@ Begin = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A block that one device sends to one other.
-
-    Attributes:
-        source: the sending processor.
-        target: the receiving processor.
-        begin: position of the block in the whole tensor.
-        size: the block's sizes.
-        in_source: position of the block in the source's slice.
-        in_target: position of the block in the target's slice.
-    """
+    """A block that one processor sends to one other."""
 
     source: int
     target: int
+    # The block's position in the whole tensor, in the source's slice and in the target's.
     begin: Begin
-    size: Begin
     in_source: Begin
     in_target: Begin
+    size: Begin
 
 
 class Handover:
-    """The pieces that move a tensor from a layout on some devices to a layout on others.
+    """The pieces that move a tensor from a layout on some devices to a layout on others."""
 
-    Each part is sent once, from its first holder to the first device that needs it. That device
-    copies it to others of its side. Gradients take the same way back. So the whole tensor crosses
-    between the two sides once, whatever the layouts.
-
-    Args:
-        sender: the current layout.
-        receiver: the new layout, of the same shape on another mesh.
-
-    Attributes:
-        pieces: the blocks to send.
-
-    Example:
-        >>> from pipemesh.mesh import Mesh, Shape
-        >>> shape, axes = Shape.of(batch=4, heads=8), (None, "model")
-        >>> layouts = [TensorLayout(shape, Mesh((("model", n),)), axes) for n in (2, 4)]
-        >>> [(piece.source, piece.target, piece.size) for piece in Handover(*layouts).pieces]
-        [(0, 0, (4, 2)), (0, 1, (4, 2)), (1, 2, (4, 2)), (1, 3, (4, 2))]
-    """
+    # Each part is sent once, from its first holder to the first device that needs it. That device
+    # copies it to others of its side. Gradients take the same way back. So the whole tensor crosses
+    # between the two sides once, whatever the layouts.
 
     def __init__(self, sender: TensorLayout, receiver: TensorLayout) -> None:
         self._sources, self._targets = _first_holders(sender), _first_holders(receiver)
@@ -334,9 +305,9 @@ class Handover:
                         source,
                         to,
                         tuple(starts),
-                        _minus(ends, starts),
                         _minus(starts, sender.slice_begin(source)),
                         _minus(starts, receiver.slice_begin(to)),
+                        _minus(ends, starts),
                     )
                 )
 
@@ -369,19 +340,19 @@ class Handover:
 
         def back(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             """Cuts each piece's gradient from one holder: every holder has the whole gradient."""
-            found = []
+            grads_of_pieces = []
             for piece, tensor in zip(self.pieces, pieces, strict=True):
                 with tf.device(devices[piece.target]):
                     grad = grads[piece.target]
-                    found.append(_cut(grad, piece.in_target, static_sizes(tensor)))
-            return found
+                    grads_of_pieces.append(_cut(grad, piece.in_target, static_sizes(tensor)))
+            return grads_of_pieces
 
         with unrecorded():
             slices: list[tf.Tensor] = []
             for number, (holder, device) in enumerate(zip(self._targets, devices, strict=True)):
                 if holder == number:
-                    mine = [piece.target == holder for piece in self.pieces]
-                    slices.append(self._joined(pieces, mine, device))
+                    chosen = [piece.target == holder for piece in self.pieces]
+                    slices.append(self._joined(pieces, chosen, device))
                 else:
                     with tf.device(device):
                         slices.append(tf.identity(slices[holder]))
@@ -389,15 +360,13 @@ class Handover:
             return tuple(slices)
         return tuple(attach_gradient(slices, pieces, back, True))
 
-    def _joined(self, tensors: Sequence[tf.Tensor], mine: Sequence[bool], device: str) -> tf.Tensor:
-        """Joins the pieces of one slice on a device."""
-        chosen = [
-            (piece.begin, tensor)
-            for piece, tensor, own in zip(self.pieces, tensors, mine, strict=True)
-            if own
-        ]
+    def _joined(
+        self, tensors: Sequence[tf.Tensor], chosen: Sequence[bool], device: str
+    ) -> tf.Tensor:
+        """Joins the chosen pieces, those of one slice, on a device."""
+        pieces = itertools.compress(zip(self.pieces, tensors, strict=True), chosen)
         with tf.device(device):
-            return tf.identity(_join(chosen, 0))
+            return tf.identity(_join([(piece.begin, tensor) for piece, tensor in pieces], 0))
 
 
 def _cut(tensor: tf.Tensor, begin: Sequence[int], size: Sequence[int]) -> tf.Tensor:

@@ -12,19 +12,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An operation on tensors with named dims.
-
-    Attributes:
-        name: the name of the function.
-        group: the kind of operation, such as `"elementwise"`.
-        function: the public function.
-        communicates: the primitives that it may use, as one word each.
-    """
+    """An operation on tensors with named dims."""
 
     name: str
-    group: str
+    group: str  # such as "elementwise"
     function: Callable[..., Any]
-    communicates: tuple[str, ...]
+    communicates: tuple[str, ...]  # the primitives that it may use
 
     @property
     def summary(self) -> str:

@@ -16,6 +16,20 @@ from pipemesh.lowering.lowering import Lowering, Slices, check_real
 from pipemesh.lowering.registry import OPS
 from pipemesh.mesh import Shape, TensorLayout
 
+# Methods look up their operations when they are called: the modules of operations import this one.
+
+
+def _operator(name: str) -> Callable[[Tensor, Any], Tensor]:
+    return lambda self, other: OPS[name].function(self, other)
+
+
+def _reflected(name: str) -> Callable[[Tensor, Any], Tensor]:
+    return lambda self, other: OPS[name].function(other, self)
+
+
+def _unary(name: str) -> Callable[[Tensor], Tensor]:
+    return lambda self: OPS[name].function(self)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
@@ -90,8 +104,10 @@ class Tensor:
         if all(component is None for component in components) and not in_loop_check():
             # The gradient if no result depends on the tensor.
             return None
-        found = [component for component in components if component is not None]
-        if not found or not all(isinstance(part, tf.Tensor | tf.IndexedSlices) for part in found):
+        present = [component for component in components if component is not None]
+        if not present or not all(
+            isinstance(part, tf.Tensor | tf.IndexedSlices) for part in present
+        ):
             # Loops pack specs and names in the structure of their variables.
             packed = object.__new__(cls)
             packed.__dict__.update(lowering=lowering, slices=tuple(components), shape=shape)
@@ -100,7 +116,7 @@ class Tensor:
 
         def dense(part: Any) -> tf.Tensor:
             # Gradients of lookups are sparse.
-            return tf.zeros(sizes, found[0].dtype) if part is None else tf.convert_to_tensor(part)
+            return tf.zeros(sizes, present[0].dtype) if part is None else tf.convert_to_tensor(part)
 
         return Tensor(lowering, lowering.raw_map(dense, components), shape)
 
@@ -197,34 +213,35 @@ class Tensor:
     __hash__ = object.__hash__
 
     def __eq__(self, other: Any) -> Any:
-        return _op("equal")(self, _comparable(other))
+        return OPS["equal"].function(self, _comparable(other))
 
     def __ne__(self, other: Any) -> Any:
-        return _op("not_equal")(self, _comparable(other))
+        return OPS["not_equal"].function(self, _comparable(other))
 
-    def __add__(self, other: Any) -> Tensor:
-        return _op("add")(self, other)
-
-    def __radd__(self, other: Any) -> Tensor:
-        return _op("add")(other, self)
-
-    def __sub__(self, other: Any) -> Tensor:
-        return _op("subtract")(self, other)
-
-    def __rsub__(self, other: Any) -> Tensor:
-        return _op("subtract")(other, self)
-
-    def __mul__(self, other: Any) -> Tensor:
-        return _op("multiply")(self, other)
-
-    def __rmul__(self, other: Any) -> Tensor:
-        return _op("multiply")(other, self)
-
-    def __truediv__(self, other: Any) -> Tensor:
-        return _op("divide")(self, other)
-
-    def __rtruediv__(self, other: Any) -> Tensor:
-        return _op("divide")(other, self)
+    __add__ = _operator("add")
+    __radd__ = _reflected("add")
+    __sub__ = _operator("subtract")
+    __rsub__ = _reflected("subtract")
+    __mul__ = _operator("multiply")
+    __rmul__ = _reflected("multiply")
+    __truediv__ = _operator("divide")
+    __rtruediv__ = _reflected("divide")
+    __floordiv__ = _operator("floor_divide")
+    __rfloordiv__ = _reflected("floor_divide")
+    __mod__ = _operator("floor_mod")
+    __rmod__ = _reflected("floor_mod")
+    __pow__ = _operator("power")
+    __rpow__ = _reflected("power")
+    __and__ = _operator("logical_and")
+    __or__ = _operator("logical_or")
+    __xor__ = _operator("logical_xor")
+    __lt__ = _operator("less")
+    __le__ = _operator("less_equal")
+    __gt__ = _operator("greater")
+    __ge__ = _operator("greater_equal")
+    __abs__ = _unary("abs")
+    __neg__ = _unary("negative")
+    __invert__ = _unary("logical_not")
 
     def __matmul__(self, other: Any) -> Tensor:
         raise TypeError(
@@ -233,54 +250,6 @@ class Tensor:
         )
 
     __rmatmul__ = __matmul__
-
-    def __pow__(self, other: Any) -> Tensor:
-        return _op("power")(self, other)
-
-    def __rpow__(self, other: Any) -> Tensor:
-        return _op("power")(other, self)
-
-    def __floordiv__(self, other: Any) -> Tensor:
-        return _op("floor_divide")(self, other)
-
-    def __rfloordiv__(self, other: Any) -> Tensor:
-        return _op("floor_divide")(other, self)
-
-    def __mod__(self, other: Any) -> Tensor:
-        return _op("floor_mod")(self, other)
-
-    def __rmod__(self, other: Any) -> Tensor:
-        return _op("floor_mod")(other, self)
-
-    def __abs__(self) -> Tensor:
-        return _op("abs")(self)
-
-    def __neg__(self) -> Tensor:
-        return _op("negative")(self)
-
-    def __invert__(self) -> Tensor:
-        return _op("logical_not")(self)
-
-    def __and__(self, other: Any) -> Tensor:
-        return _op("logical_and")(self, other)
-
-    def __or__(self, other: Any) -> Tensor:
-        return _op("logical_or")(self, other)
-
-    def __xor__(self, other: Any) -> Tensor:
-        return _op("logical_xor")(self, other)
-
-    def __lt__(self, other: Any) -> Tensor:
-        return _op("less")(self, other)
-
-    def __le__(self, other: Any) -> Tensor:
-        return _op("less_equal")(self, other)
-
-    def __gt__(self, other: Any) -> Tensor:
-        return _op("greater")(self, other)
-
-    def __ge__(self, other: Any) -> Tensor:
-        return _op("greater_equal")(self, other)
 
 
 def _comparable(other: Any) -> Any:
@@ -291,10 +260,6 @@ def _comparable(other: Any) -> Any:
             f"not with {getattr(other, 'name', other)!r}; `is` compares objects"
         )
     return other
-
-
-def _op(name: str) -> Callable[..., Any]:
-    return OPS[name].function
 
 
 def union_axes(tensors: Sequence[Tensor]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_devices_exist
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
-from pipemesh.lowering.lowering import Lowering, check_real, whole_tensor
+from pipemesh.lowering.lowering import Lowering, check_real, join_slices, whole_tensor
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape, TensorLayout
 from pipemesh.randomness.draws import RawDraw, draw_block
@@ -121,9 +121,13 @@ def _draw(
         parts: list[tf.Tensor] = []
         for start in range(0, rows[dim], step):
             size = min(step, rows[dim] - start)
-            here = [*first[:dim], first[dim] + start, *first[dim + 1 :]]
-            some = [*rows[:dim], size, *rows[dim + 1 :]]
-            parts.append(pieces(dim + 1, here, some) if size == 1 else draw(here, some))
+            start_of_part = [*first[:dim], first[dim] + start, *first[dim + 1 :]]
+            size_of_part = [*rows[:dim], size, *rows[dim + 1 :]]
+            parts.append(
+                pieces(dim + 1, start_of_part, size_of_part)
+                if size == 1
+                else draw(start_of_part, size_of_part)
+            )
         return tf.concat(parts, dim)
 
     if not block or math.prod(block) == 0:
@@ -247,12 +251,12 @@ class Variable:
         """
         if not isinstance(lowering, Lowering):
             raise LayoutError(f"{lowering!r} is no lowering; give the one of the other tensors")
-        asked = lowering.tensor_layout(self.layout.shape)
-        if asked != self.layout:
+        layout = lowering.tensor_layout(self.layout.shape)
+        if layout != self.layout:
             raise LayoutError(
                 f"variable {self.name!r} lies on mesh '{self.layout.mesh}' as '{self.layout}', but "
-                f"the lowering has mesh '{asked.mesh}' and rules '{lowering.rules}', by which it "
-                f"would be '{asked}'; use the rules that it was created with, or create it anew "
+                f"the lowering has mesh '{layout.mesh}' and rules '{lowering.rules}', by which it "
+                f"would be '{layout}'; use the rules that it was created with, or create it anew "
                 "and assign the whole: variable.value()"
             )
         if len(self.variables) != lowering.num_slices:
@@ -358,13 +362,4 @@ class Variable:
                 f"variable {self.name!r} has {len(self.variables)} of {mesh.num_devices} slices in "
                 "this process, so it cannot be joined here"
             )
-
-        def join(dim: int, at: dict[str, int]) -> tf.Tensor:
-            if dim == len(self.layout.axes):
-                return self.variables[mesh.processor(at)].read_value()
-            axis = self.layout.axes[dim]
-            if axis is None:
-                return join(dim + 1, at)
-            return tf.concat([join(dim + 1, {**at, axis: i}) for i in range(mesh.size(axis))], dim)
-
-        return join(0, {})
+        return join_slices(self.layout, lambda processor: self.variables[processor].read_value())

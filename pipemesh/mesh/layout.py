@@ -55,13 +55,10 @@ class LayoutRules:
 
     @classmethod
     def from_text(cls, text: str) -> LayoutRules:
-        """Parses `dim:axis` pairs that are joined by semicolons.
+        """Returns the rules of a text: `dim:axis` pairs joined by semicolons.
 
         Args:
             text: for example `batch:data;heads:model`; empty for no rules.
-
-        Returns:
-            The rules.
 
         Raises:
             LayoutError: `text` has another form.

@@ -87,13 +87,10 @@ class Mesh:
 
     @classmethod
     def from_text(cls, text: str) -> Mesh:
-        """Parses `name:size` pairs that are joined by semicolons.
+        """Returns the mesh of a text: `name:size` pairs joined by semicolons.
 
         Args:
             text: for example `layers:4;data:2`, or with a size for each place `layers:2;model:4,1`.
-
-        Returns:
-            The mesh.
 
         Raises:
             MeshError: `text` has another form.

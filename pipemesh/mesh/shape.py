@@ -48,13 +48,10 @@ class Dim:
 
     @classmethod
     def from_text(cls, text: str) -> Dim:
-        """Parses `name:size`.
+        """Returns the dim of a text `name:size`.
 
         Args:
             text: for example `heads:8`.
-
-        Returns:
-            The dim.
 
         Raises:
             ShapeError: `text` has another form.
@@ -117,13 +114,10 @@ class Shape:
 
     @classmethod
     def from_text(cls, text: str) -> Shape:
-        """Parses `name:size` pairs that are joined by semicolons.
+        """Returns the shape of a text: `name:size` pairs joined by semicolons.
 
         Args:
             text: for example `batch:4;io:3`; empty for the shape of a scalar.
-
-        Returns:
-            The shape.
 
         Raises:
             ShapeError: `text` has another form.
@@ -138,13 +132,10 @@ class Shape:
 
     @classmethod
     def of(cls, **sizes: int) -> Shape:
-        """Makes a shape of names and sizes.
+        """Returns the shape of these names and sizes.
 
         Args:
             **sizes: the size of each dim by its name, in order.
-
-        Returns:
-            The shape.
 
         Example:
             >>> str(Shape.of(batch=4, io=2))

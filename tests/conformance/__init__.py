@@ -1,1 +1,1 @@
-"""What every registered thing must do: a new one is tested by being registered."""
+"""Rules for everything that is registered: a new one is tested by being registered."""

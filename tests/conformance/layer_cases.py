@@ -41,24 +41,16 @@ class Dropout(named.Dropout):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer with its inputs.
+    """A layer with its inputs."""
 
-    Attributes:
-        name: `<class>-<variant>`.
-        params: of the layer.
-        inputs: arrays, or None.
-        dims: those that rules may split, beside those of its first input.
-        tokens: the dims of its first input and of its output.
-    """
-
-    name: str
+    name: str  # <class>-<variant>
     params: object
-    inputs: tuple
-    dims: tuple[str, ...]
-    tokens: tuple[str, ...] = TOKENS
+    inputs: tuple  # arrays, or None
+    dims: tuple[str, ...]  # that rules may split, beside those of the first input
+    tokens: tuple[str, ...] = TOKENS  # the dims of the first input and of the output
 
     def shapes(self):
-        """As `FPropMeta` takes them."""
+        """The inputs' shapes as `FPropMeta` takes them."""
         return [None if x is None else tshape.Shape(list(x.shape)) for x in self.inputs]
 
     def specs(self):
@@ -209,17 +201,19 @@ def with_layouts():
     """pytest's params: name of a case, layout.
 
     By default, of each class every two dims are split over every two axes that ever go together,
-    and every case has each of its dims split and whole. The rest is `exhaustive`.
+    and every case has each of its dims split and whole. A block consists of layers of other
+    classes: of its dims each is split over every axis. The rest is `exhaustive`.
     """
     params = []
-    for cases in of_classes().values():
+    for name, cases in of_classes().items():
+        together = 1 if name == "TransformerBlock" else 2
         shown = {}
         for case in cases:
             for rules in case.layouts:
                 dims = (*case.tokens, *case.dims)
                 axes = [(dim, rules.axis(dim)) for dim in dims]
                 split = {(case.name, dim, axis is not None) for dim, axis in axes}
-                shown[case.name, str(rules)] = {*itertools.combinations(axes, 2), *split}
+                shown[case.name, str(rules)] = {*itertools.combinations(axes, together), *split}
         chosen = covering(shown)
         for values in shown:
             marks = () if values in chosen else pytest.mark.exhaustive

@@ -21,7 +21,7 @@ STEP, SCALE = 3, 0.3
 
 @dataclasses.dataclass
 class Result:
-    """What a case gave, and the lowering that counted."""
+    """The results of a case, and the lowering that counted."""
 
     outputs: list[np.ndarray]
     grads: dict[str, np.ndarray]
@@ -134,7 +134,7 @@ def run_tf1(case, lowering):
 
 
 def run_simd(case, rules):
-    """As the program of a core, on all cores; results of all of them, with whole gradients."""
+    """Results of all cores of the program of a core, with whole gradients."""
     lowering = placement(rules)
     with executing(eagerly=True):
         py_utils.GetOrCreateGlobalStepVar().assign(STEP)
@@ -185,7 +185,7 @@ def run_simd(case, rules):
 
 @functools.cache
 def plain(name):
-    """What the case gives on one processor."""
+    """The results on one processor."""
     return run_tf2(CASES[name], alone(), in_graph=False)
 
 

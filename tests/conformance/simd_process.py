@@ -36,7 +36,7 @@ def make_cores(mesh_text):
 def differences(cores, case, in_graph):
     """For each layout what is not equal on one of the cores."""
     mesh_text = str(cores.mesh)
-    layouts = case.thinned_layouts(mesh_text, 2) if in_graph else case.layouts(mesh_text)
+    layouts = case.widest_layouts(mesh_text, 2) if in_graph else case.layouts(mesh_text)
     *wanted, cotangent = expected(case.name)
     found = []
 
@@ -71,6 +71,7 @@ def main():
     start_cpu_devices(NUM_DEVICES)
     # Optimizing each program again for each core would take most of the time.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    print("ready", flush=True)
     for line in sys.stdin:
         mesh_text, name, in_graph = json.loads(line)
         print(json.dumps(differences(make_cores(mesh_text), ALL[name], in_graph)), flush=True)

@@ -1,4 +1,4 @@
-"""What layers say of themselves is what their graphs show."""
+"""Flops, bytes and shapes that layers declare are those of their graphs."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ PRODUCTS = ("MatMul", "BatchMatMulV2")
 
 
 def flops_of(graph):
-    """Of all products of matrices in a graph; those in a loop as often as it turns."""
+    """The flops of all products of matrices in a graph, in loops times their iterations."""
     total = 0
     for operation in graph.get_operations():
         shapes = [tensor.shape.as_list() for tensor in operation.inputs]
@@ -106,7 +106,7 @@ class Leave(NamedLayer):
 
 
 def kept(case, mesh="", rules=""):
-    """What all devices of a replica keep of a microbatch, in a pipeline's stage of this layer."""
+    """The bytes of a microbatch that a stage of this layer keeps, on all devices of a replica."""
     enter, leave = (cls.Params().Set(name=cls.__name__) for cls in (Enter, Leave))
     enter.tokens = case.tokens
     cells = [
@@ -146,7 +146,7 @@ def test_what_is_kept_in_bfloat16(name):
 
 
 def inner(case):
-    """Of what can be split within a replica the most."""
+    """The layout that splits most dims within a replica."""
     rules = [r.rules for r in case.layouts if "batch" not in dict(r.rules)]
     return LayoutRules(max(rules, key=len))
 

@@ -50,7 +50,7 @@ def expected():
 
 @pytest.mark.parametrize("loop", [False, True], ids=["actions", "loop"])
 @pytest.mark.parametrize("name", REMAT)
-def test_outputs_gradients_and_trained_weights_are_the_plain_stacks(expected, name, loop):
+def test_outputs_gradients_and_weights_are_the_plain_stacks(expected, name, loop):
     """With dropout on, which must draw the same when it is computed again."""
     loss, weight, grads, each, counts, values = run_tf2(
         lambda theta: pipelined(theta, SCHEDULE, remat=REMAT[name], loop=loop)
@@ -91,7 +91,7 @@ def test_it_keeps_between_what_full_and_what_none_keeps(name, schedule):
 
 @functools.cache
 def work(name):
-    """How often a tanh of the stack's layers stands in the graph of a step."""
+    """Counts the tanh operations of the stack's layers in the graph of a step."""
 
     @tf.function(autograph=False)
     def run(variables):

@@ -1,7 +1,7 @@
 """Trains a network split over two hosts and prints the greatest differences from the whole one.
 
 A process of its own, because connecting to other hosts changes TensorFlow's devices for good. The
-hosts are servers on this machine, in a process each.
+hosts are servers on this machine, in a process each, forked before TensorFlow starts anything.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ def free_ports(count):
 @contextlib.contextmanager
 def hosts(count):
     """Starts servers; gives the description of their cluster."""
-    spawn = multiprocessing.get_context("spawn")
+    fork = multiprocessing.get_context("fork")
     cluster = {"worker": [f"localhost:{port}" for port in free_ports(count)]}
     started = []
     try:
         for task in range(count):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(cluster, task, there), daemon=True)
+            receiver, sender = fork.Pipe()
+            process = fork.Process(target=serve, args=(cluster, task, sender), daemon=True)
             process.start()
-            started.append((process, here))
+            started.append((process, receiver))
         for _, ready in started:
             if not ready.poll(60):
                 raise TimeoutError("a host did not start")
@@ -54,7 +54,7 @@ def hosts(count):
 
 
 def differences(devices):
-    """Of the loss and both gradients; and the devices of the hidden layer's slices."""
+    """The devices of the hidden layer's slices; differences of the loss and both gradients."""
     import tensorflow as tf
 
     from pipemesh.lowering import PlacementLowering, ops

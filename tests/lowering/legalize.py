@@ -1,4 +1,4 @@
-"""What a TPU's compiler would get to see, without a TPU."""
+"""The program that a TPU's compiler would get, without a TPU."""
 
 import re
 
@@ -14,16 +14,9 @@ PIPELINE = "xla-legalize-tf{use-tf2xla-fallback=true device-type=XLA_CPU_JIT}"
 
 
 def legalize(program, mesh, rules, *specs):
-    """The program of one core in XLA's operations.
+    """MLIR text of a core's program in XLA's operations; other operations are called `tf.X` in it.
 
-    Args:
-        program: takes a `SimdLowering` and a tensor for each spec; returns a nest of tensors.
-        mesh: the mesh.
-        rules: the layout rules.
-        *specs: of the program's other arguments.
-
-    Returns:
-        MLIR text; what could not be lowered is still called `tf.X` in it.
+    `program` takes a `SimdLowering` and a tensor for each spec; it returns a nest of tensors.
     """
 
     def core_program(core, *args):

@@ -39,28 +39,18 @@ class Unfit(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An operation of a program.
-
-    Attributes:
-        text: the operation, as a failure shows it.
-        sources: the numbers of the values that it takes.
-        call: takes a lowering and these values; returns a tensor.
-        exact: whether each bit of the result is the same under every layout if those of the
-            sources are. Operations that jump, such as comparisons, take exact values only.
-    """
+    """An operation of a program."""
 
     text: str
-    sources: tuple[int, ...]
-    call: Callable[..., Tensor]
+    sources: tuple[int, ...]  # the numbers of the values that it takes
+    call: Callable[..., Tensor]  # takes a lowering and these values
+    # If each bit of the sources is the same under every layout, so is each bit of the result.
+    # Operations that jump, such as comparisons, take exact values only.
     exact: bool = True
 
 
 class Program:
-    """Steps that are legal under a mesh and layout rules.
-
-    Args:
-        seed: of all choices.
-    """
+    """Random steps that are legal under a mesh and layout rules."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -130,7 +120,7 @@ class Program:
         )
 
     def fits(self, *shapes: Shape) -> bool:
-        """Whether the rules can split all dims of these shapes together."""
+        """True if the rules can split all dims of these shapes together."""
         try:
             union = Shape()
             for shape in shapes:
@@ -141,33 +131,21 @@ class Program:
         return True
 
     def pick(self, fits: Callable[[Tensor], bool] = lambda x: True, exact: bool = False) -> int:
-        """The number of a random value, mostly a late one.
-
-        Raises:
-            Unfit: there is none.
-        """
+        """The number of a random value, mostly a late one."""
         found = [i for i, x in enumerate(self.values) if fits(x) and (self.exact[i] or not exact)]
         if not found:
             raise Unfit
         return found[max(self.draw.randrange(len(found)), self.draw.randrange(len(found)))]
 
     def pick_dim(self, x: Tensor, least: int = 0) -> Dim:
-        """A random dim of a value.
-
-        Raises:
-            Unfit: it has none.
-        """
+        """A random dim of a value."""
         dims = [dim for dim in x.shape if dim.size >= least]
         if not dims:
             raise Unfit
         return self.draw.choice(dims)
 
     def new_name(self, *shapes: Shape) -> str:
-        """A name that none of the shapes has.
-
-        Raises:
-            Unfit: there is none.
-        """
+        """A name that none of the shapes has."""
         free = [name for name in NAMES if not any(name in shape.names for shape in shapes)]
         if not free:
             raise Unfit
@@ -204,7 +182,7 @@ class Program:
         return values[len(inputs) :], [*first, *second]
 
     def whole(self, lowering: Lowering, arrays: Sequence[Any]) -> list[Any]:
-        """What `run` computes, as whole tensors of TensorFlow."""
+        """The results of `run` as whole tensors of TensorFlow."""
         inputs = [
             ops.import_tensor(lowering, array, shape)
             for array, (_, shape) in zip(arrays, self.inputs, strict=True)
@@ -578,7 +556,7 @@ def compute(program: Program) -> list[Any]:
 
 
 def differences(program: Program) -> list[str]:
-    """What differs from the same program on one device; nothing if all is well."""
+    """Describes the values that differ from those on one device."""
     arrays = [tf.constant(array) for array, _ in program.inputs]
     want = program.whole(program.one, arrays)
     got = compute(program)

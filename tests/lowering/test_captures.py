@@ -1,4 +1,4 @@
-"""What functions of slices and layer functions may use besides their arguments."""
+"""Values from outside that functions of slices and layer functions may use."""
 
 import contextlib
 
@@ -12,6 +12,7 @@ from pipemesh.lowering.differentiate import call_alone, check_no_layers_axis, lo
 from pipemesh.lowering.variable import Constant, Variable
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.recurrent.circular import SimdPipeline
+from tests.pairwise import in_turn, pairwise
 
 LOWERING = PlacementLowering(
     Mesh.from_text("layers:2;data:2"), LayoutRules(), [f"CPU:{i}" for i in range(4)]
@@ -97,10 +98,10 @@ def one_device(lowers):
     return SimdLowering(mesh, LayoutRules(), None, tf.constant(0))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", READS)
-@pytest.mark.parametrize("lowers", ["placement", "simd"])
-def test_a_variable_that_a_mapped_function_reads_would_lose_its_gradient(lowers, kind, mode):
+@pytest.mark.parametrize(
+    ("kind", "mode", "lowers"), pairwise(list(READS), MODES, ["placement", "simd"])
+)
+def test_mapped_function_must_not_read_a_variable(kind, mode, lowers):
     def run(variable):
         lowering = one_device(lowers)
         x = ops.import_tensor(lowering, tf.ones([4, 2]), "batch:4;io:2")
@@ -120,7 +121,7 @@ def test_a_variable_of_the_first_tensorflow_is_noticed_as_well():
             LOWERING.map(lambda s: s * variable, x.slices)
 
 
-def test_a_tensor_that_a_mapped_function_uses_would_lose_its_gradient():
+def test_mapped_function_must_not_use_a_tensor():
     @tf.function(autograph=False)
     def run(table, stop):
         used = tf.stop_gradient(table) if stop else table * 2.0
@@ -152,9 +153,8 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_a_variable_that_a_layer_reads_would_lose_its_gradient(kind, mode):
+@pytest.mark.parametrize(("kind", "mode"), in_turn(list(LAYERS), MODES))
+def test_layer_must_not_read_a_variable(kind, mode):
     def make():
         if kind != "Variable.tensor":
             return tf.Variable([2.0, 3.0], name="mine")
@@ -175,7 +175,7 @@ def test_a_variable_that_a_layer_reads_would_lose_its_gradient(kind, mode):
         call_with(make, run, mode)
 
 
-def test_a_tensor_that_a_layer_uses_eagerly_would_lose_its_gradient():
+def test_layer_must_not_use_a_tensor_eagerly():
     lowering = PlacementLowering(MESH, RULES, DEVICES)
     pipeline = SimdPipeline(MESH, num_layers=2, num_microbatches=2)
     x = ops.import_tensor(lowering, tf.ones([4, 2]), "batch:4;io:2")

@@ -1,4 +1,4 @@
-"""Gradients of a program on named dims are those of plain TensorFlow, however they are asked."""
+"""First and second gradients of programs on named dims are those of plain TensorFlow."""
 
 import functools
 import subprocess
@@ -10,7 +10,11 @@ import tensorflow as tf
 from pipemesh.errors import GradientError
 from pipemesh.lowering import PlacementLowering, SimdLowering, Tensor, ops
 from pipemesh.lowering.variable import Constant, Variable
-from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.mesh import LayoutRules, Mesh, Shape
+from pipemesh.recurrent.circular import SimdPipeline
+from tests.lowering.cases import ALL
+from tests.lowering.cases.case import LARGE_MESH, on_large_mesh
+from tests.pairwise import in_turn
 from tests.warm import warm
 
 MESH = Mesh.from_text("data:2;model:2")
@@ -47,9 +51,9 @@ def imported(lowering):
     }
 
 
-def check(found):
-    assert set(found) == set(ARRAYS)
-    for name, grad in found.items():
+def check(grads):
+    assert set(grads) == set(ARRAYS)
+    for name, grad in grads.items():
         np.testing.assert_allclose(grad, wanted()[name], rtol=1e-4, atol=1e-6)
 
 
@@ -73,14 +77,13 @@ def differentiated(rules, ask):
     return {name: ops.export_tensor(grad) for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("ask", [with_ops, with_the_tape])
-@pytest.mark.parametrize("rules", LAYOUTS)
+@pytest.mark.parametrize(("rules", "ask"), in_turn(LAYOUTS, [with_ops, with_the_tape]))
 def test_under_placement_they_are_tensors_like_the_sources(rules, ask):
     check(differentiated(rules, ask))
     check(tf.function(lambda: differentiated(rules, ask), autograph=False)())
 
 
-@pytest.mark.parametrize("rules", LAYOUTS)
+@pytest.mark.parametrize("rules", ["batch:data;hidden:model", "batch:model;io:data"])
 def test_graphs_need_no_tape(rules):
     def run():
         lowering = PlacementLowering(MESH, LayoutRules.from_text(rules), DEVICES)
@@ -96,7 +99,7 @@ def test_graphs_need_no_tape(rules):
 
 
 def test_one_slice_of_the_loss_has_a_part_of_the_gradient_only():
-    """What users did before there was a way to ask: it depended on the lowering."""
+    """It was the only way once, and depended on the lowering."""
     lowering = PlacementLowering(MESH, LayoutRules.from_text("batch:data"), DEVICES)
     w = ops.import_tensor(lowering, ARRAYS["w"], SHAPES["w"])
     with tf.GradientTape(persistent=True) as tape:
@@ -108,8 +111,7 @@ def test_one_slice_of_the_loss_has_a_part_of_the_gradient_only():
     np.testing.assert_allclose(ops.gradients(loss, w, tape).numpy(), wanted()["w"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("in_graph", [False, True])
-@pytest.mark.parametrize("rules", LAYOUTS)
+@pytest.mark.parametrize(("rules", "in_graph"), in_turn(LAYOUTS, [False, True]))
 def test_variables_and_whole_tensors_are_sources_too(rules, in_graph):
     rules = LayoutRules.from_text(rules)
     lowering = PlacementLowering(MESH, rules, DEVICES)
@@ -134,7 +136,7 @@ def test_variables_and_whole_tensors_are_sources_too(rules, in_graph):
     check(tf.function(run, autograph=False)() if in_graph else run())
 
 
-def test_a_lookup_has_a_dense_gradient_and_what_is_not_used_has_none():
+def test_lookup_has_a_dense_gradient_unused_source_none():
     lowering = PlacementLowering(MESH, LayoutRules.from_text("vocab:model"), DEVICES)
     table = ops.import_tensor(lowering, tf.ones([6, 2]), "vocab:6;io:2")
     other = ops.import_tensor(lowering, tf.ones([6]), "vocab:6")
@@ -168,7 +170,7 @@ def test_what_has_no_gradient_is_named(call, message):
 
 
 def test_a_core_has_one_slice_of_a_variable():
-    layout = LayoutRules().tensor_layout(imported(_placement())["w"].shape, MESH)
+    layout = LayoutRules().tensor_layout(Shape.from_text(SHAPES["w"]), MESH)
     w = Variable.create("w", layout, DEVICES, Constant(0.0))
     lowering = SimdLowering(Mesh.from_text("data:1"), LayoutRules(), None, tf.constant(0))
     with tf.GradientTape() as tape:
@@ -177,46 +179,239 @@ def test_a_core_has_one_slice_of_a_variable():
         ops.gradients(loss, w, tape)
 
 
-def _placement():
-    return PlacementLowering(MESH, LayoutRules(), DEVICES)
+# The first has copies that differ in what they add; the last moves splits.
+SECOND_LAYOUTS = ["batch:model;io:data", "batch:data;hidden:model", "batch:model;v:data"]
+
+
+def meshed_loss(lowering, x, w, b):
+    x, w, b = (
+        ops.import_tensor(lowering, array, shape)
+        for array, shape in zip((x, w, b), SHAPES.values(), strict=True)
+    )
+    hidden = ops.tanh(ops.einsum([x, w], ["batch", "hidden"]) + b)
+    hidden = hidden * ops.cumsum(ops.shift(hidden, "batch", 1, wrap=True), "batch")
+    # An exchange of splits, or a gather and a slice.
+    hidden = ops.rename(ops.rename(hidden, {"batch": "u"}), {"hidden": "v"})
+    return ops.export_tensor(ops.reduce_mean(ops.softmax(hidden, "v") * ops.reduce_max(hidden)))
+
+
+def plain_loss(x, w, b):
+    hidden = tf.tanh(x @ w + b)
+    hidden = hidden * tf.cumsum(tf.roll(hidden, 1, 0), 0)
+    return tf.reduce_mean(tf.nn.softmax(hidden) * tf.reduce_max(hidden))
+
+
+def score(grads):
+    """Depends on all gradients, and on each in another way."""
+    return tf.add_n([tf.reduce_sum(tf.sin(3.0 * grad)) for grad in grads])
+
+
+def first(loss, arrays):
+    with tf.GradientTape() as tape:
+        tape.watch(arrays)
+        value = loss(*arrays)
+    return tape.gradient(value, arrays)
+
+
+def by_tapes(loss, arrays):
+    with tf.GradientTape() as tape:
+        tape.watch(arrays)
+        value = score(first(loss, arrays))
+    return tape.gradient(value, arrays)
+
+
+def by_one_tape(loss, arrays):
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(arrays)
+        value = score(tape.gradient(loss(*arrays), arrays))
+    return tape.gradient(value, arrays)
+
+
+def by_tf_gradients(loss, arrays):
+    return tf.gradients(score(tf.gradients(loss(*arrays), arrays)), arrays)
+
+
+def in_graph(by):
+    def run(loss, arrays):
+        return tf.function(lambda *given: by(loss, list(given)), autograph=False)(*arrays)
+
+    return run
+
+
+def of_a_function(loss, arrays):
+    return by_tapes(tf.function(loss, autograph=False), arrays)
+
+
+def of_a_functions_gradient(loss, arrays):
+    grads = tf.function(lambda *given: first(loss, list(given)), autograph=False)
+    with tf.GradientTape() as tape:
+        tape.watch(arrays)
+        value = score(grads(*arrays))
+    return tape.gradient(value, arrays)
+
+
+WAYS = {
+    "tapes": by_tapes,
+    "one tape": by_one_tape,
+    "tapes in a graph": in_graph(by_tapes),
+    "one tape in a graph": in_graph(by_one_tape),
+    "tf.gradients": in_graph(by_tf_gradients),
+    "of a tf.function": of_a_function,
+    "of the gradient of a tf.function": of_a_functions_gradient,
+}
+
+
+@functools.cache
+def second_wanted():
+    return [grad.numpy() for grad in by_tapes(plain_loss, list(map(tf.constant, ARRAYS.values())))]
+
+
+def check_second(grads):
+    for got, want in zip(grads, second_wanted(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("way", "rules"), in_turn(list(WAYS), SECOND_LAYOUTS))
+def test_second_gradients_are_those_of_the_plain_program(way, rules):
+    """In graphs they were None, and without one wrong where copies had different shares."""
+    lowering = PlacementLowering(MESH, LayoutRules.from_text(rules), DEVICES)
+    arrays = [tf.constant(array) for array in ARRAYS.values()]
+    check_second(WAYS[way](functools.partial(meshed_loss, lowering), arrays))
+
+
+@pytest.mark.slow
+def test_second_gradients_in_a_tf1_graph():
+    with tf.Graph().as_default():
+        lowering = PlacementLowering(MESH, LayoutRules.from_text(SECOND_LAYOUTS[0]), DEVICES)
+        arrays = [tf.constant(array) for array in ARRAYS.values()]
+        grads = by_tf_gradients(functools.partial(meshed_loss, lowering), arrays)
+        with tf.compat.v1.Session() as session:
+            check_second(session.run(grads))
+
+
+def of_case(run, case, arrays, cotangent):
+    """Second derivatives of a score of what `run` returns; None if it has no first ones."""
+    sources = [arrays[i] for i in case.sources]
+    with tf.GradientTape() as outer:
+        outer.watch(sources)
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            value = run(*arrays)
+            loss = tf.reduce_sum(tf.sin(tf.cast(value, tf.float32)) * cotangent)
+        grads = [grad for grad in tape.gradient(loss, sources) if grad is not None]
+        if not grads:
+            return None
+        total = score([tf.cast(tf.convert_to_tensor(grad), tf.float32) for grad in grads])
+    found = outer.gradient(total, sources)
+    return [None if grad is None else tf.convert_to_tensor(grad).numpy() for grad in found]
+
+
+@pytest.mark.parametrize(
+    "name",
+    on_large_mesh({name: case for name, case in ALL.items() if case.sources}),
+)
+def test_second_gradients_of_every_operation(name):
+    case, mesh = ALL[name], Mesh.from_text(LARGE_MESH)
+    *_, cotangent = case.expected()
+    arrays = [tf.constant(array) for array, _ in case.inputs]
+    cotangent = tf.cast(cotangent, tf.float32)
+    wanted = of_case(case.reference, case, arrays, cotangent)
+    rules = case.widest_layouts(str(mesh), 1)[0]
+    lowering = PlacementLowering(mesh, rules, [f"CPU:{i}" for i in range(8)])
+
+    def run(*arrays):
+        tensors = [
+            ops.import_tensor(lowering, array, shape)
+            for array, (_, shape) in zip(arrays, case.inputs, strict=True)
+        ]
+        return ops.export_tensor(ops.transpose(case.call(lowering, *tensors), case.out))
+
+    found = of_case(run, case, arrays, cotangent)
+    if wanted is None:
+        assert found is None
+        return
+    for got, want in zip(found, wanted, strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            near = 2e-3 * max(1e-3, np.abs(want[np.isfinite(want)]).max(initial=0))
+            np.testing.assert_allclose(got, want, rtol=2e-3, atol=near)
 
 
 CORES = """
-import sys
-import numpy as np
+import itertools
 import tensorflow as tf
-from pipemesh.lowering import Cores, ops
 from pipemesh.backend.devices import start_cpu_devices
-from pipemesh.mesh import LayoutRules
 start_cpu_devices(4)
+from pipemesh.lowering import Cores
 from tests.lowering.test_differentiate import *
 cores = Cores(MESH, DEVICES)
-whole = [tf.constant(array) for array in ARRAYS.values()]
-def program(ask, lowering, *arrays):
+arrays = [tf.constant(array) for array in ARRAYS.values()]
+specs = [tf.TensorSpec.from_tensor(array) for array in arrays]
+def first_of_core(ask, lowering, *arrays):
     with tf.GradientTape() as tape:
         tape.watch(arrays)
         tensors = dict(zip(ARRAYS, map(ops.import_tensor, [lowering] * 3, arrays, SHAPES.values())))
         tape.watch(tensors)
         loss = loss_of(**tensors)
-    return ask(loss, tensors, tape)
-def exported(ask, lowering, *arrays):
-    grads = program(ask, lowering, *arrays)
-    return {name: ops.export_tensor(grad) for name, grad in grads.items()}
-for ask in (with_ops, with_the_tape, lambda loss, tensors, tape: ops.gradients(loss, tensors)):
-    for text in LAYOUTS:
-        rules = LayoutRules.from_text(text)
-        specs = [tf.TensorSpec.from_tensor(array) for array in whole]
-        run = cores.function(functools.partial(exported, ask), rules, *specs)
-        for found in run([whole] * 4):
-            check(found)
-for text in LAYOUTS:
-    args = [functools.partial(exported, with_ops), LayoutRules.from_text(text), [whole] * 4]
-    for found in cores.run_eagerly(*args):
-        check(found)
+    return {name: ops.export_tensor(grad) for name, grad in ask(loss, tensors, tape).items()}
+def second_of_core(by, lowering, *arrays):
+    return by(functools.partial(meshed_loss, lowering), list(arrays))
+def run(program, text, in_graph):
+    rules = LayoutRules.from_text(text)
+    if in_graph:
+        return cores.function(program, rules, *specs)([arrays] * 4)
+    return cores.run_eagerly(program, rules, [arrays] * 4)
+asks = (with_ops, with_the_tape, lambda loss, tensors, tape: ops.gradients(loss, tensors))
+for text, ask in zip(LAYOUTS, itertools.cycle(asks)):
+    for grads in run(functools.partial(first_of_core, ask), text, True):
+        check(grads)
+for text, ask in zip(LAYOUTS, itertools.cycle(asks[:2])):
+    for grads in run(functools.partial(first_of_core, ask), text, False):
+        check(grads)
+for text, by, in_graph in (
+    (SECOND_LAYOUTS[0], by_tapes, True),
+    (SECOND_LAYOUTS[2], by_tf_gradients, True),
+    (SECOND_LAYOUTS[2], by_tapes, False),
+):
+    for grads in run(functools.partial(second_of_core, by), text, in_graph):
+        check_second(grads)
 """
 
 
 @pytest.mark.slow
-def test_in_the_program_of_a_core_they_are_the_same():
-    done = subprocess.run(warm("-c", CORES), capture_output=True, text=True, timeout=120)
+def test_gradients_are_the_same_in_the_program_of_a_core():
+    done = subprocess.run(warm("-c", CORES), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def pipelined_loss(x, w):
+    lowering = PlacementLowering(
+        Mesh.from_text("layers:2"), LayoutRules.from_text("layers:layers"), DEVICES[:2]
+    )
+    pipeline = SimdPipeline(lowering.mesh, num_layers=2, num_microbatches=2)
+    weights = {"w": ops.import_tensor(lowering, w, pipeline.stacked("io:2"))}
+    y = pipeline(
+        lambda x, w, _: x * w["w"], ops.import_tensor(lowering, x, "batch:4;io:2"), weights
+    )
+    return ops.export_tensor(ops.reduce_mean(ops.square(y)))
+
+
+@pytest.mark.parametrize(
+    "way", ["tapes", "tapes in a graph", "tf.gradients", "of the gradient of a tf.function"]
+)
+def test_a_pipeline_has_first_derivatives_only(way):
+    """Without a graph the second ones were parts of what they should be."""
+    arrays = [tf.constant(ARRAYS["x"]), tf.ones([1, 2, 1, 2])]
+    with pytest.raises(GradientError, match="second derivatives of a SimdPipeline do not exist"):
+        WAYS[way](pipelined_loss, arrays)
+
+
+def test_persistent_tape_around_a_pipeline_in_a_function():
+    x, w = tf.constant(ARRAYS["x"]), tf.ones([1, 2, 1, 2])
+    function = tf.function(pipelined_loss, autograph=False)
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch([x, w])
+        loss = function(x, w)
+    found = [tape.gradient(loss, part).numpy() for part in (x, w)]
+    np.testing.assert_allclose(found[0], ARRAYS["x"] / 4, rtol=1e-5)
+    np.testing.assert_allclose(found[1][0, 0, 0], (ARRAYS["x"] ** 2).sum(0) / 4, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""How a product of slices is computed; under layouts it is tested with all other operations."""
+"""The local product of an einsum; `tests/conformance` runs einsums under all layouts."""
 
 import numpy as np
 import pytest

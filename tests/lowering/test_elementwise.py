@@ -33,13 +33,13 @@ def tensor(array, shape):
     ],
 )
 def test_results_have_the_order_of_the_operand_that_has_all_dims(got, want):
-    """Those of the first operand came first, so exports were the transposes of TensorFlow's."""
+    """The first operand's dims came first, so exports were the transposes of TensorFlow's."""
     result = got(tensor(X, "batch:4;io:3"), tensor(BIAS, "io:3"), tensor(MASK, "io:3"))
     assert str(result.shape) == "batch:4;io:3"
     np.testing.assert_array_equal(result.numpy(), want)
 
 
-def test_of_several_orders_that_of_the_first_operand_counts_and_in_where_that_of_values():
+def test_order_of_dims_is_that_of_the_first_operand():
     x, turned = tensor(X, "batch:4;io:3"), tensor(X.T, "io:3;batch:4")
     assert (x + turned).shape.names == ("batch", "io")
     assert (turned + x).shape.names == ("io", "batch")

@@ -9,6 +9,7 @@ from pipemesh.lowering import PlacementLowering, ops
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.scope import NeedWholeDraws, Position, WholeDraw, WholeDraws
+from tests.pairwise import in_turn
 
 STEP = tf.constant(3, tf.int64)
 SEED = tf.constant([5, 6])
@@ -72,11 +73,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize(
-    ("name", "rules"), [(name, rules) for name in SHAPES for rules in LAYOUTS[name]]
+    ("name", "rules", "draw"),
+    in_turn([(name, rules) for name in SHAPES for rules in LAYOUTS[name]], list(DRAWS)),
 )
-def test_a_draw_for_a_microbatch_is_its_slice_of_the_whole_batchs_draw(name, draw, rules):
+def test_microbatch_draws_its_slice_of_the_whole_batchs_draw(name, rules, draw):
     text, dim, before = SHAPES[name]
     shape = Shape.from_text(text)
     lowering = make(rules)
@@ -90,8 +91,10 @@ def test_a_draw_for_a_microbatch_is_its_slice_of_the_whole_batchs_draw(name, dra
         np.testing.assert_array_equal(got.numpy(), wanted)
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("rules", ["", "batch:data;time:model", "time:data;io:model"])
+@pytest.mark.parametrize(
+    ("draw", "rules"),
+    in_turn(list(DRAWS), ["", "batch:data;time:model", "time:data;io:model"]),
+)
 def test_a_draw_for_a_slice_is_that_of_whole_sequences(draw, rules):
     lowering, slices = make(rules), 2
     shape, whole = Shape.from_text("batch:2;time:4;io:2"), Shape.from_text("batch:8;time:8;io:2")
@@ -110,7 +113,7 @@ def test_a_draw_for_a_slice_is_that_of_whole_sequences(draw, rules):
             np.testing.assert_array_equal(got.numpy(), wanted)
 
 
-def test_draws_of_tensorflow_and_of_named_dims_are_counted_together():
+def test_draws_of_tensorflow_and_named_dims_share_one_count():
     lowering = make("batch:data")
 
     def program(batch):

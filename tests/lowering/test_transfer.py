@@ -24,7 +24,7 @@ UNKNOWN = [tf.TensorSpec([None, 3]), tf.TensorSpec([None, None]), tf.TensorSpec(
 @pytest.mark.parametrize("rules", ["batch:data", ""])
 @pytest.mark.parametrize("spec", UNKNOWN)
 @pytest.mark.parametrize("lowers", ["placement", "simd"])
-def test_a_batch_of_unknown_size_is_whole_or_an_error_that_names_the_dim(lowers, spec, rules):
+def test_batch_of_unknown_size_is_checked_at_run_time(lowers, spec, rules):
     @tf.function(autograph=False, input_signature=[spec])
     def total(array):
         with tf.GradientTape() as tape:
@@ -50,7 +50,7 @@ def test_a_lowering_checks_what_it_cuts(lowers):
 
 
 @pytest.mark.parametrize("lowers", ["placement", "simd"])
-def test_slices_of_unknown_size_are_checked_when_the_program_runs(lowers):
+def test_slices_of_unknown_size_are_checked_at_run_time(lowers):
     lowering = make(lowers)
     size = 4 // lowering.mesh.num_devices
 

@@ -21,9 +21,15 @@ def create(rules, initializer, dtype=tf.float32):
     return Variable.create("w", layout, DEVICES, initializer, dtype)
 
 
-@pytest.mark.parametrize("most_drawn", [1 << 22, 100, 30, 1])
 @pytest.mark.parametrize(
-    "initializer", [Normal(0.5, (1, 2)), Uniform(-1.0, 3.0, (1, 2)), Constant(4.0)]
+    ("initializer", "most_drawn"),
+    [
+        (Normal(0.5, (1, 2)), 1 << 22),
+        (Normal(0.5, (1, 2)), 30),
+        (Uniform(-1.0, 3.0, (1, 2)), 100),
+        (Uniform(-1.0, 3.0, (1, 2)), 1),
+        (Constant(4.0), 1),
+    ],
 )
 def test_the_initial_value_does_not_depend_on_the_layout(initializer, most_drawn, monkeypatch):
     whole = create("", initializer).value()
@@ -37,7 +43,7 @@ def test_the_initial_value_does_not_depend_on_the_layout(initializer, most_drawn
 
 
 @pytest.mark.parametrize("dtype", [tf.float64, tf.bfloat16])
-def test_other_dtypes_have_values_that_do_not_depend_on_the_layout_either(dtype):
+def test_initial_values_of_other_dtypes_do_not_depend_on_layout(dtype):
     whole = create("", Normal(0.5, (1, 2)), dtype).value()
     assert whole.dtype == dtype
     np.testing.assert_array_equal(create("x:a;z:b", Normal(0.5, (1, 2)), dtype).value(), whole)
@@ -67,7 +73,7 @@ def test_numbers_are_spread_as_asked_for():
 def test_training_steps_are_equal_under_every_layout():
     x, y = np.random.default_rng(0).standard_normal((2, 8, 4)).astype(np.float32)
     found = []
-    for text in ("", "batch:a", "hidden:b", "batch:a;hidden:b", "batch:b;io:a"):
+    for text in ("", "batch:a;hidden:b", "batch:b;io:a"):
         rules = LayoutRules.from_text(text)
         lowering = PlacementLowering(MESH, rules, DEVICES)
 
@@ -91,7 +97,7 @@ def test_training_steps_are_equal_under_every_layout():
                 part.assign_sub(0.1 * grad)
             return loss.slices[-1]
 
-        losses = [step().numpy() for _ in range(5)]
+        losses = [step().numpy() for _ in range(3)]
         found.append((losses, weights[0].value().numpy()))
     assert found[0][0][-1] < found[0][0][0]
     for losses, value in found[1:]:

@@ -1,4 +1,4 @@
-"""What may be a name, a pair, a size."""
+"""Checks of names, pairs and sizes."""
 
 import keyword
 import string

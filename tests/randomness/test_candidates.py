@@ -37,7 +37,7 @@ SAMPLERS = {
 @pytest.mark.parametrize("unique", [True, False])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_classes_and_counts_equal_tensorflows(name, unique):
-    """By their means over many draws, each with its standard error."""
+    """Compares means over many draws, within their standard errors."""
     install()
     classes = tf.constant([[1], [4]], tf.int64)
 

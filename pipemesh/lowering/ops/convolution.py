@@ -152,13 +152,13 @@ def _conv(
     kernel_at = [filters.shape.index(name) for name in kernel.names]
     whole = [None if i in kernel_at else axis for i, axis in enumerate(filters.layout.axes)]
     weights = change_splits(lowering, filters.slices, filters.layout.axes, whole)
-    own = [axis for axis in whole if axis is not None]
-    axes = tuple(dict.fromkeys([*x.split_axes, *own]))
-    weights = lowering.vary(weights, [axis for axis in axes if axis not in own])
+    weight_axes = [axis for axis in whole if axis is not None]
+    axes = tuple(dict.fromkeys([*x.split_axes, *weight_axes]))
+    weights = lowering.vary(weights, [axis for axis in axes if axis not in weight_axes])
     rows = x.vary(axes)
-    for name, of in window.items():
+    for name, filter_dim in window.items():
         at, share = x.shape.index(name), layout.slice_shape[shape.index(name)]
-        reach = (kernel[of].size - 1) * spread[name] + 1
+        reach = (kernel[filter_dim].size - 1) * spread[name] + 1
         runs = _runs(x.shape[name], starts[name], share, steps[name], reach)
         rows = take_windows(lowering, rows, x.layout.axes[at], at, runs)
 
@@ -171,7 +171,7 @@ def _conv(
         sizes, outs = static_sizes(image), static_sizes(weight)[rank + len(shared) :]
         batches, spatial = sizes[: len(batch)], sizes[len(batch) : len(batch) + rank]
         channels = math.prod(sizes[len(batch) + rank :])
-        found = _convolve(
+        result = _convolve(
             tf.reshape(image, [math.prod(batches), *spatial, channels]),
             tf.reshape(weight, [*kernel.sizes, channels, math.prod(outs)]),
             [steps[name] for name in window],
@@ -179,8 +179,8 @@ def _conv(
         )
         # For an empty batch TensorFlow returns an image of wrong sizes, which is empty too.
         slid = [layout.slice_shape[shape.index(name)] for name in window]
-        found = tf.reshape(found, [*batches, *slid, *outs])
-        return in_order(found, [computed.index(name) for name in shape.names])
+        result = tf.reshape(result, [*batches, *slid, *outs])
+        return in_order(result, [computed.index(name) for name in shape.names])
 
     partial = lowering.map(local, rows, weights)
     summed = [axis for axis in axes if axis not in layout.split_axes]
@@ -205,9 +205,9 @@ def windows_of(
             starts[name],
             layout.slice_shape[shape.index(name)],
             strides[name],
-            filters[of].size,
+            filters[filter_dim].size,
         )
-        for name, of in window.items()
+        for name, filter_dim in window.items()
     }
     return shape, runs
 
@@ -224,8 +224,8 @@ def _result(
     rest = filters.without(*window.values())
     shared = x.without(*window) & rest
     shape, starts = x.without(*shared.names), dict[str, int]()
-    for name, of in window.items():
-        reach = (filters[of].size - 1) * spread[name] + 1
+    for name, filter_dim in window.items():
+        reach = (filters[filter_dim].size - 1) * spread[name] + 1
         size, starts[name] = _output(x[name], reach, steps[name], padding)
         shape = shape.replace(name, Dim(name, size))
     return Shape((*shape.dims, *(rest - shared).dims)), starts
@@ -275,11 +275,11 @@ def _output(dim: Dim, reach: int, step: int, padding: str) -> tuple[int, int]:
     return size, -(zeros // 2)
 
 
-def _by_name(what: str, given: Steps, window: Mapping[str, str]) -> dict[str, int]:
-    numbers = {name: given for name in window} if isinstance(given, int) else dict(given)
+def _by_name(what: str, steps: Steps, window: Mapping[str, str]) -> dict[str, int]:
+    numbers = {name: steps for name in window} if isinstance(steps, int) else dict(steps)
     if set(numbers) != set(window) or min(numbers.values()) < 1:
         raise ShapeError(
-            f"{what} are {given}; give one number of at least 1, or one for each of "
+            f"{what} are {steps}; give one number of at least 1, or one for each of "
             f"{', '.join(window)}"
         )
     return numbers

@@ -60,18 +60,10 @@ def products(
     dims: Sequence[Sequence[str]],
     names: Mapping[str, str] = NO_NAMES,
 ) -> list[Tensor]:
-    """Returns the einsums of one operand with each of several others.
-
-    Separate einsums would each sum the gradient of `x` over the axes that split the other operand.
-    Here the gradients are added first and sent once.
-
-    Args:
-        x: the common operand.
-        others: the other operand of each.
-        dims: the dims of each result.
-        names: new names of the dims of `x`, as for `rename`. If that gathers a dim over an axis
-            that splits all others, the gradient of `x` is sent by a reduce-scatter.
-    """
+    """Returns the einsums of one operand, its dims renamed by `names`, with each of `others`."""
+    # Separate einsums would each sum the gradient of `x` over the axes that split the other
+    # operand. Here the gradients are added first and sent once. If renaming gathers a dim over an
+    # axis that splits all others, the gradient of `x` is sent by a reduce-scatter.
     lowering = check_same_lowering([x, *others])
     gathered: Sequence[str] = ()
     if names:

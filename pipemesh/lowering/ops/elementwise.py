@@ -77,10 +77,8 @@ def in_order(tensor: tf.Tensor, order: Sequence[int]) -> tf.Tensor:
 
 
 def align(tensor: tf.Tensor, names: Sequence[str], wanted: Sequence[str]) -> tf.Tensor:
-    """Reorders the dims of a slice, and inserts dims of size 1 for missing ones.
-
-    Missing leading dims are left out: broadcasting adds them, and its gradient is one sum.
-    """
+    """Reorders the dims of a slice, and inserts dims of size 1 for missing ones."""
+    # Missing leading dims are left out: broadcasting adds them, and its gradient is one sum.
     present = [name for name in wanted if name in names]
     tensor = in_order(tensor, [names.index(name) for name in present])
     wanted = wanted[wanted.index(present[0]) :] if present else []
@@ -91,15 +89,8 @@ def align(tensor: tf.Tensor, names: Sequence[str], wanted: Sequence[str]) -> tf.
 
 
 def union_shape(shapes: Sequence[Shape]) -> Shape:
-    """Returns the shape of a result that has the dims of all operands.
-
-    It is the shape of the first operand that has all of them. If none has, dims come from left to
-    right as the operands have them. A name with two sizes raises a ShapeError.
-
-    Example:
-        >>> bias, x = Shape.of(io=2), Shape.of(batch=4, io=2)
-        >>> str(union_shape([bias, x])), str(union_shape([bias, Shape.of(batch=4)]))
-        ('batch:4;io:2', 'io:2;batch:4')
+    """Returns the shape of the first operand that has all dims; if none has, the dims from left to
+    right.
     """
     union = functools.reduce(operator.or_, shapes)
     return next((shape for shape in shapes if len(shape) == len(union)), union)
@@ -115,14 +106,9 @@ def _imported(lowering: Lowering, operand: Operand, dtype: tf.DType) -> Operand:
 def broadcast(
     function: Callable[..., tf.Tensor], operands: Sequence[Operand], shape: Shape | None = None
 ) -> Tensor:
-    """Applies a function of tensors that broadcasts as NumPy does.
-
-    Args:
-        function: a local function of one tensor per operand.
-        operands: at least one tensor, and numbers, which take the dtype of the first tensor that is
-            not boolean. TensorFlow's scalars and variables get a gradient like imported ones.
-        shape: the shape of the result, with the dims of all operands; by default see `union_shape`.
-    """
+    """Applies a local function that broadcasts as NumPy does to tensors and numbers."""
+    # Numbers take the dtype of the first tensor that is not boolean. TensorFlow's scalars and
+    # variables get a gradient like imported ones.
     for operand in operands:
         if not isinstance(operand, Tensor) and np.ndim(operand) > 0:
             raise ShapeError(
@@ -143,11 +129,11 @@ def broadcast(
     axes = union_axes(tensors)
 
     def local(*slices: tf.Tensor) -> tf.Tensor:
-        given = iter(zip(slices, tensors, strict=True))
+        pairs = iter(zip(slices, tensors, strict=True))
         args: list[tf.Tensor] = []
         for operand in operands:
             if isinstance(operand, Tensor):
-                slice_, tensor = next(given)
+                slice_, tensor = next(pairs)
                 args.append(align(slice_, tensor.shape.names, shape.names))
             else:
                 args.append(tf.convert_to_tensor(operand, number_dtype))
@@ -174,9 +160,9 @@ def _binary(name: str, function: Callable[..., tf.Tensor], what: str) -> Callabl
     op.__name__ = op.__qualname__ = name
     op.__doc__ = (
         f"{what}\n\nArgs:\n    a: a tensor, or a number.\n    b: the same; one of them is a "
-        "tensor.\n\nReturns:\n    Dims in the order of the first operand that has all; see "
-        "`union_shape`.\n\nRaises:\n    ShapeError: a name stands for two sizes.\n    LayoutError: "
-        "the rules split two dims of the result over one axis.\n"
+        "tensor.\n\nReturns:\n    Dims in the order of the first operand that has all; if "
+        "none has, from left to right.\n\nRaises:\n    ShapeError: a name has two sizes.\n    "
+        "LayoutError: the rules split two dims of the result over one axis.\n"
     )
     return register("elementwise")(op)
 
@@ -248,7 +234,8 @@ def divide(a: Operand, b: Operand) -> Tensor:
         b: the same; at least one of them is a tensor.
 
     Returns:
-        Dims in the order of the first operand that has all; see `union_shape`.
+        Dims in the order of the first operand that has all; if none has,
+        from left to right.
 
     Raises:
         ShapeError: a name has two sizes, or the dtypes differ.
@@ -271,7 +258,8 @@ def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
         b: the same; at least one of them is a tensor.
 
     Returns:
-        Dims in the order of the first of `a`, `b` and `condition` that has all; see `union_shape`.
+        Dims in the order of the first of `a`, `b` and `condition` that has all; if none has, from
+        left to right.
 
     Raises:
         ShapeError: a name has two sizes.

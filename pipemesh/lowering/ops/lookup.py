@@ -101,16 +101,16 @@ def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = 
         if not size:
             return tf.zeros([*at.shape, *rows.shape[len(shared) + 1 :]], rows.dtype)
         inside = tf.where(present, at, tf.zeros_like(at))
-        found = tf.gather(rows, inside, axis=len(shared), batch_dims=len(shared))
+        chosen = tf.gather(rows, inside, axis=len(shared), batch_dims=len(shared))
         mask = tf.reshape(present, [*present.shape, *[1] * len(own)])
-        return tf.where(mask, found, tf.zeros_like(found))
+        return tf.where(mask, chosen, tf.zeros_like(chosen))
 
     partial = lowering.map(local, table.vary(axes), indices.slices, start)
     axis = lowering.rules.axis(dim)
     shape = Shape((*shared.dims, *rest.dims, *own.dims))
-    found = summed(lowering, partial, shape, [axis] if axis else [], names)
+    result = summed(lowering, partial, shape, [axis] if axis else [], names)
     order = renamed_shape(shape.select(*indices.shape.names, *own.names), names)
-    return transpose(found, order.names)
+    return transpose(result, order.names)
 
 
 @register("order", "all_gather", "slice")
@@ -205,9 +205,9 @@ def argmax(x: Tensor, dim: str) -> Tensor:
 
     def value(t: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
         last = [*(i for i in range(len(x.shape)) if i != at), at]
-        found = tf.gather(tf.transpose(t, last), place, batch_dims=len(rest))
+        values = tf.gather(tf.transpose(t, last), place, batch_dims=len(rest))
         # As for `tf.argmax`, NaN and -inf count as the lowest number.
-        return tf.where(found > found.dtype.min, found, found.dtype.min)
+        return tf.where(values > values.dtype.min, values, values.dtype.min)
 
     greatest = lowering.raw_map(value, x.slices, places)
     everywhere = lowering.all_reduce(greatest, [axis], "max")

@@ -29,10 +29,8 @@ from pipemesh.randomness.scope import WholeDraw, scopes
 def _draw(
     lowering: Lowering, shape: Shape, seed: tf.Tensor, dtype: tf.DType, raw: RawDraw
 ) -> Tensor:
-    """Draws on each processor its slice of the numbers that one device would draw.
-
-    Inside a pipeline, one device would draw the numbers of the whole batch. A microbatch takes its
-    part of them.
+    """Draws on each processor its slice of the numbers that one device would draw, in a pipeline
+    for the whole batch.
     """
     if scopes.slicewise:
         inside = scopes.slicewise[-1]

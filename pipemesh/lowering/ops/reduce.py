@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import register
 from pipemesh.lowering.ops import elementwise
-from pipemesh.lowering.ops.elementwise import cast
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
 
@@ -28,22 +28,21 @@ __all__ = [
 Dims = str | Sequence[str] | None
 
 
-def reduced_dims(x: Tensor, dims: Dims) -> tuple[Shape, Shape]:
-    """Returns the remaining dims and the reduced ones."""
+class _Reduction(NamedTuple):
+    """The dims of a tensor that a reduction keeps, and those that it removes."""
+
+    kept: Shape
+    positions: list[int]  # of the removed dims
+    axes: list[str]  # that split the removed dims
+    size: int  # of the removed dims together
+
+
+def _reduction(x: Tensor, dims: Dims) -> _Reduction:
     names = x.shape.names if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
-    gone = x.shape.select(*names)
-    return x.shape.without(*names), gone
-
-
-def positions(x: Tensor, gone: Shape) -> list[int]:
-    """Returns the positions of the reduced dims."""
-    return [x.shape.index(name) for name in gone.names]
-
-
-def axes_of(x: Tensor, gone: Shape) -> list[str]:
-    """Returns the axes that split the reduced dims."""
-    axes = (x.layout.axes[x.shape.index(name)] for name in gone.names)
-    return [axis for axis in axes if axis is not None]
+    removed = x.shape.select(*names)
+    positions = [x.shape.index(name) for name in names]
+    axes = [axis for position in positions if (axis := x.layout.axes[position]) is not None]
+    return _Reduction(x.shape.without(*names), positions, axes, removed.size)
 
 
 @register("reduction", "all_reduce")
@@ -57,10 +56,9 @@ def reduce_sum(x: Tensor, dims: Dims = None) -> Tensor:
     Raises:
         ShapeError: a name is unknown.
     """
-    stay, gone = reduced_dims(x, dims)
-    at = positions(x, gone)
+    kept, at, axes, _ = _reduction(x, dims)
     partial = x.lowering.map(lambda slice_: tf.reduce_sum(slice_, at), x.slices)
-    return Tensor(x.lowering, x.lowering.all_reduce(partial, axes_of(x, gone)), stay)
+    return Tensor(x.lowering, x.lowering.all_reduce(partial, axes), kept)
 
 
 @register("reduction", "all_reduce")
@@ -76,44 +74,41 @@ def reduce_mean(x: Tensor, dims: Dims = None) -> Tensor:
     """
     if not x.dtype.is_floating:
         raise ShapeError(f"the mean of {x.dtype.name} numbers is not one of them; cast them first")
-    _, gone = reduced_dims(x, dims)
+    size = _reduction(x, dims).size
     total = reduce_sum(x, dims)
-    size = gone.size
     slices = x.lowering.map(lambda slice_: slice_ / tf.cast(size, slice_.dtype), total.slices)
     return Tensor(x.lowering, slices, total.shape)
 
 
 def widened(x: Tensor) -> Tensor:
     """Converts half precision to float32, in which long sums neither stall nor overflow."""
-    return cast(x, tf.float32) if x.dtype.size < tf.float32.size else x
+    return elementwise.cast(x, tf.float32) if x.dtype.size < tf.float32.size else x
 
 
 def extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
     """Computes the greatest or smallest elements, without gradient."""
-    stay, gone = reduced_dims(x, dims)
-    at = positions(x, gone)
+    kept, at, axes, _ = _reduction(x, dims)
     reduce = tf.reduce_max if op == "max" else tf.reduce_min
     partial = x.lowering.map(lambda s: tf.stop_gradient(reduce(s, at)), x.slices)
-    return Tensor(x.lowering, x.lowering.all_reduce(partial, axes_of(x, gone), op), stay)
+    return Tensor(x.lowering, x.lowering.all_reduce(partial, axes, op), kept)
 
 
 def _reduce_extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
-    stay, gone = reduced_dims(x, dims)
-    axes, at = axes_of(x, gone), positions(x, gone)
+    kept, at, axes, _ = _reduction(x, dims)
     lowering = x.lowering
     if not x.dtype.is_floating:
         return extreme(x, dims, op)
     if lowering.group_size(axes) == 1:
         reduce = tf.reduce_max if op == "max" else tf.reduce_min
-        return Tensor(lowering, lowering.map(lambda s: reduce(s, at), x.slices), stay)
+        return Tensor(lowering, lowering.map(lambda s: reduce(s, at), x.slices), kept)
     result = extreme(x, dims, op)
 
     def is_extreme(slice_: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         return tf.stop_gradient(tf.cast(tf.equal(slice_, _expand(value, at)), slice_.dtype))
 
     # As in TensorFlow, equal elements share the gradient.
-    found = lowering.map(is_extreme, x.slices, result.slices)
-    count = lowering.all_reduce(lowering.map(lambda s: tf.reduce_sum(s, at), found), axes)
+    chosen = lowering.map(is_extreme, x.slices, result.slices)
+    count = lowering.all_reduce(lowering.map(lambda s: tf.reduce_sum(s, at), chosen), axes)
 
     def share(grad: tf.Tensor, here: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         return here * _expand(grad / number, at)
@@ -121,10 +116,10 @@ def _reduce_extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
     slices = lowering.with_gradient(
         lambda _: lowering.raw_map(tf.identity, result.slices),
         # A value that is equal along the axes meets elements that are not.
-        lambda grad: lowering.map(share, lowering.vary(grad, axes), found, count),
+        lambda grad: lowering.map(share, lowering.vary(grad, axes), chosen, count),
         x.slices,
     )
-    return Tensor(lowering, slices, stay)
+    return Tensor(lowering, slices, kept)
 
 
 def _expand(tensor: tf.Tensor, at: Sequence[int]) -> tf.Tensor:
@@ -175,9 +170,8 @@ def reduce_logsumexp(x: Tensor, dims: Dims = None) -> Tensor:
     Raises:
         ShapeError: a name is unknown.
     """
-    _, gone = reduced_dims(x, dims)
-    given, x = x.dtype, widened(x)
-    at, axes = positions(x, gone), axes_of(x, gone)
+    dtype, x = x.dtype, widened(x)
+    _, at, axes, _ = _reduction(x, dims)
     lowering = x.lowering
     greatest = extreme(x, dims, "max")
     top = lowering.map(
@@ -189,17 +183,16 @@ def reduce_logsumexp(x: Tensor, dims: Dims = None) -> Tensor:
     )
     total = lowering.all_reduce(partial, axes)
     slices = lowering.map(lambda s, value: tf.math.log(s) + value, total, top)
-    return cast(Tensor(lowering, slices, greatest.shape), given)
+    return elementwise.cast(Tensor(lowering, slices, greatest.shape), dtype)
 
 
 def _reduce_bools(x: Tensor, dims: Dims, reduce: Callable[..., tf.Tensor], op: str) -> Tensor:
-    stay, gone = reduced_dims(x, dims)
-    at = positions(x, gone)
+    kept, at, axes, _ = _reduction(x, dims)
     lowering = x.lowering
     # Devices exchange numbers only.
     partial = lowering.map(lambda s: tf.cast(reduce(s, at), tf.int32), x.slices)
-    total = lowering.all_reduce(partial, axes_of(x, gone), op)
-    return Tensor(lowering, lowering.map(lambda s: tf.cast(s, tf.bool), total), stay)
+    total = lowering.all_reduce(partial, axes, op)
+    return Tensor(lowering, lowering.map(lambda s: tf.cast(s, tf.bool), total), kept)
 
 
 @register("reduction", "all_reduce")

@@ -49,11 +49,9 @@ NO_NAMES: Mapping[str, str] = types.MappingProxyType({})
 
 
 def change_splits(lowering: Lowering, x: Slices, old: Axes, new: Axes) -> Slices:
-    """Moves data from the splits `old` to the splits `new`, each the axis of every dim.
-
-    An axis that moves to another dim is one all-to-all. An axis that is no longer used is one
-    all-gather, and a newly used one a slice.
-    """
+    """Moves data from the splits `old` to the splits `new`, each the axis of every dim."""
+    # An axis that moves to another dim is one all-to-all. An axis that is no longer used is one
+    # all-gather, and a newly used one a slice.
     axes = list(old)
     for dim, axis in enumerate(old):
         if axis is not None and axis not in new:
@@ -97,11 +95,7 @@ def summed(
     axes: Sequence[str],
     names: Mapping[str, str],
 ) -> Tensor:
-    """Sums partial results of `shape` over axes, and renames its dims.
-
-    If the layout splits a dim's new name over one of `axes`, one reduce-scatter gives each
-    processor its slice.
-    """
+    """Sums partial results of `shape` over axes, and renames its dims."""
     if not names:
         return Tensor(lowering, lowering.all_reduce(partial, axes), shape)
     result = renamed_shape(shape, names)
@@ -112,37 +106,33 @@ def summed(
 def sum_to_splits(
     lowering: Lowering, partial: Slices, axes: Sequence[str], old: Axes, new: Axes
 ) -> Slices:
-    """Sums over axes, and moves data from the splits `old` to the splits `new`.
-
-    An axis that is summed over and splits a dim in `new` is one reduce-scatter.
-    """
-    there, rest = list(old), []
+    """Sums over axes, and moves data from the splits `old` to the splits `new`."""
+    # An axis that is summed over and splits a dim in `new` is one reduce-scatter.
+    axes_now, rest = list(old), []
     for axis in axes:
         dim = list(new).index(axis) if axis in new else None
-        if dim is None or there[dim] is not None:
+        if dim is None or axes_now[dim] is not None:
             rest.append(axis)
         else:
             partial = lowering.reduce_scatter(partial, axis, dim)
-            there[dim] = axis
-    return change_splits(lowering, lowering.all_reduce(partial, rest), there, new)
+            axes_now[dim] = axis
+    return change_splits(lowering, lowering.all_reduce(partial, rest), axes_now, new)
 
 
 def gather_to_meet(
     lowering: Lowering, x: Slices, old: Axes, new: Axes, met: Collection[str]
 ) -> tuple[Slices, list[str]]:
-    """Moves data from the splits `old` to the splits `new`, before it meets values that differ.
-
-    All values that it meets differ along the axes `met`. A split over one of them that ends is an
-    all-gather whose gradient is a reduce-scatter. Returns the slices, and the axes along which they
-    may differ now.
+    """Moves data from the splits `old` to `new`, before it meets values that differ along the axes
+    `met`; returns the slices, and the axes along which they may differ now.
     """
-    there = list(old)
+    # A split over one of `met` that ends is an all-gather whose gradient is a reduce-scatter.
+    axes_now = list(old)
     gathered = [axis for axis in old if axis in met and axis not in new]
     for axis in gathered:
-        dim = there.index(axis)
+        dim = axes_now.index(axis)
         x = lowering.gather_varied(x, str(axis), dim)
-        there[dim] = None
-    return change_splits(lowering, x, there, new), list(map(str, gathered))
+        axes_now[dim] = None
+    return change_splits(lowering, x, axes_now, new), list(map(str, gathered))
 
 
 @register("relayout")
@@ -208,11 +198,9 @@ def _leading(dims: range, sizes: Sequence[int]) -> int | None:
 
 
 def _meeting_axes(lowering: Lowering, x: Tensor, shape: Shape) -> tuple[list[str | None], ...]:
-    """Returns the axes of old and new dims at the moment of the local reshape.
-
-    Within a run of dims only a split of the leading dim survives: it cuts the elements into
-    contiguous blocks. An axis that is needed before or after stays there if possible.
-    """
+    """Returns the axes of old and new dims at the moment of the local reshape."""
+    # Within a run of dims only a split of the leading dim survives: it cuts the elements into
+    # contiguous blocks. An axis that is needed before or after stays there if possible.
     old_sizes, new_sizes = x.shape.sizes, shape.sizes
     old_axes, new_axes = x.layout.axes, lowering.tensor_layout(shape).axes
     before: list[str | None] = [None] * len(old_sizes)
@@ -226,9 +214,9 @@ def _meeting_axes(lowering: Lowering, x: Tensor, shape: Shape) -> tuple[list[str
             lead, target = _leading(old_run, old_sizes), _leading(new_run, new_sizes)
             if lead is None or target is None or before[lead] is not None:
                 continue
-            here = [old_axes[lead], new_axes[target]]
-            for axis in here:
-                if axis is None or axis in before or here.count(axis) < needs:
+            candidates = [old_axes[lead], new_axes[target]]
+            for axis in candidates:
+                if axis is None or axis in before or candidates.count(axis) < needs:
                     continue
                 parts = lowering.mesh.size(axis)
                 used = axis in old_axes and axis in new_axes

@@ -25,37 +25,25 @@ from pipemesh.mesh import Dim, Shape
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """A run of `length` rows of a dim for each processor along an axis.
+    """A run of `length` rows of a dim for each processor i, from row `start + i * stride` on."""
 
-    The run of processor i begins at row `start + i * stride`. Rows outside of the dim are zeros.
-    Runs may overlap and need not cover the dim.
-
-    Attributes:
-        size: the size of the whole dim.
-        start: the first row of the first run; may be negative.
-        stride: the distance from run to run.
-        length: the length of each run.
-        wrap: whether the dim is a circle, so that no row is outside of it. Then `stride` is the
-            number of rows of a processor.
-    """
-
-    size: int
-    start: int
+    # Rows outside of the dim are zeros. Runs may overlap and need not cover the dim.
+    size: int  # of the whole dim
+    start: int  # may be negative
     stride: int
     length: int
+    # The dim is a circle without an outside. Then `stride` is the number of rows of a processor.
     wrap: bool = False
 
 
 def take_windows(
     lowering: Lowering, x: Slices, axis: str | None, dim: int, windows: Windows
 ) -> Slices:
-    """Gives each processor its run of rows, from a dim that is split over `axis` (None for none).
-
-    If `stride` is a slice's size, as for a halo exchange, one permute per neighbour sends just the
-    needed rows. Otherwise (`slice`, `pad`, strided convolutions), pieces of one distance travel
-    together, and each is as long as the longest of them. In the gradient each row gets the sum over
-    all runs that contain it, so the gradient of a halo is sent back and added.
-    """
+    """Gives each processor its run of rows of a dim that is split over `axis`."""
+    # If `stride` is a slice's size, as for a halo exchange, one permute per neighbour sends just
+    # the needed rows. Otherwise (`slice`, `pad`, strided convolutions), pieces of one distance
+    # travel together, and each is as long as the longest of them. In the gradient each row gets the
+    # sum over all runs that contain it, so the gradient of a halo is sent back and added.
     if x[0].dtype == tf.bool:
         # A permute sends numbers only.
         ints = lowering.map(lambda t: tf.cast(t, tf.int32), x)
@@ -129,21 +117,13 @@ def _along_slices(
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Rows that each processor gets from another one at a fixed distance.
+    """Rows that each processor gets from another one at a fixed distance."""
 
-    Attributes:
-        distance: the distance in processors.
-        length: the number of rows.
-        sources: the first row in the slice of each source.
-        places: the first row in the run of each target.
-        targets: the processors that receive rows.
-    """
-
-    distance: int
+    distance: int  # in processors
     length: int
-    sources: list[int]
-    places: list[int]
-    targets: list[int]
+    sources: list[int]  # the first row in the slice of each source
+    places: list[int]  # the first row in the run of each target
+    targets: list[int]  # the processors that receive rows
 
 
 def _pieces(windows: Windows, parts: int) -> Iterator[_Piece]:
@@ -176,23 +156,23 @@ def _across_slices(
 ) -> Slices:
     rows = windows.size // parts
     at = lowering.coordinate(axis)
-    pieces: list[Slices] = []
-    for found in _pieces(windows, parts):
+    runs: list[Slices] = []
+    for piece in _pieces(windows, parts):
 
-        def cut(t: tf.Tensor, i: tf.Tensor, of: _Piece = found) -> tf.Tensor:
-            return _rows_from(t, dim, tf.constant(of.sources)[i], of.length)
+        def cut(t: tf.Tensor, i: tf.Tensor, piece: _Piece = piece) -> tf.Tensor:
+            return _rows_from(t, dim, tf.constant(piece.sources)[i], piece.length)
 
-        def place(t: tf.Tensor, i: tf.Tensor, of: _Piece = found) -> tf.Tensor:
-            return _rows_from(t, dim, -tf.constant(of.places)[i], windows.length)
+        def place(t: tf.Tensor, i: tf.Tensor, piece: _Piece = piece) -> tf.Tensor:
+            return _rows_from(t, dim, -tf.constant(piece.places)[i], windows.length)
 
-        piece = lowering.map(cut, x, at) if found.length < rows else x
-        if found.distance:
-            pairs = [(target + found.distance, target) for target in found.targets]
-            piece = lowering.permute(piece, axis, pairs)
-        pieces.append(lowering.map(place, piece, at))
-    if not pieces:
+        slices = lowering.map(cut, x, at) if piece.length < rows else x
+        if piece.distance:
+            pairs = [(target + piece.distance, target) for target in piece.targets]
+            slices = lowering.permute(slices, axis, pairs)
+        runs.append(lowering.map(place, slices, at))
+    if not runs:
         return _nothing(lowering, x, dim, windows.length)
-    return lowering.map(lambda *arrived: sum_in_order(arrived), *pieces)
+    return lowering.map(lambda *arrived: sum_in_order(arrived), *runs)
 
 
 def rows_of(tensor: tf.Tensor, dim: int, begin: int, length: int) -> tf.Tensor:
@@ -218,10 +198,7 @@ def _zeros(like: tf.Tensor, dim: int, length: int) -> tf.Tensor:
 
 
 def _rows_from(tensor: tf.Tensor, dim: int, begin: tf.Tensor, length: int) -> tf.Tensor:
-    """Returns `length` rows from `begin` on, with zeros outside of the slice.
-
-    `begin` lies between `-length` and the number of rows.
-    """
+    """Returns rows from `begin` on, which is above `-length`, with zeros outside of the slice."""
 
     def taken(t: tf.Tensor, at: tf.Tensor, number: int) -> tf.Tensor:
         sizes = t.shape.as_list()

@@ -1,4 +1,4 @@
-"""What a case of an operation is, and the layouts that it is run under."""
+"""A case of an operation, and the layouts that it is run under."""
 
 from __future__ import annotations
 
@@ -19,39 +19,32 @@ from pipemesh.mesh import LayoutRules, Mesh, Shape
 
 # One, two, four and eight devices; one, two and three axes.
 MESHES = ("a:1", "a:2", "a:4", "a:2;b:2", "a:8", "a:2;b:4", "a:2;b:2;c:2")
-# Where cases marked `thin` run, if layouts are thinned.
-THIN_MESHES = MESHES[-1:]
-# Of these a case meets one by default, another one under each lowering.
+LARGE_MESH = MESHES[-1]
+# A case meets one of these by default, another one under each lowering.
 SMALL_MESHES = MESHES[:5]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to call an operation.
-
-    Attributes:
-        op: the name of the operation.
-        inputs: arrays with their named shapes, such as `"x:4;y:2"`.
-        call: takes the lowering and the imported inputs.
-        reference: plain TensorFlow: takes the inputs as whole tensors.
-        out: the names of the dims of the reference's result, in order.
-        together: shapes whose dims meet in one tensor or computation; by default all dims of the
-            inputs and of `out` do. More dims than those of the inputs are given here.
-        thin: where layouts are thinned, one is enough, on the mesh of three axes only:
-            other cases cover the same code under more.
-        differentiable: which inputs get a gradient; None for all floating ones.
-        rtol: relative tolerance; also the absolute one, for values around 1.
-        label: tells cases of one operation apart.
-    """
+    """One way to call an operation."""
 
     op: str
+    # Arrays with their named shapes, such as "x:4;y:2".
     inputs: tuple[tuple[np.ndarray, str], ...]
+    # Takes the lowering and the imported inputs.
     call: Callable[..., Tensor]
+    # Plain TensorFlow on the whole inputs.
     reference: Callable[..., tf.Tensor]
+    # The names of the dims of the reference's result, in order.
     out: tuple[str, ...]
+    # Shapes whose dims meet in one tensor or computation, also dims that only results have; by
+    # default all dims of the inputs meet.
     together: tuple[str, ...] = ()
+    # Other cases run the same code: eagerly on a small mesh is enough.
     thin: bool = False
+    # The inputs that get a gradient; None for all floating ones.
     differentiable: tuple[int, ...] | None = None
+    # Also the absolute tolerance, for values around 1.
     rtol: float = 2e-5
     label: str = ""
 
@@ -90,8 +83,8 @@ class Case:
                 chosen[orbit] = rules
         return sorted(chosen.values(), key=lambda r: (-len(r.rules), _hash(self.name, r)))
 
-    def thinned_layouts(self, mesh_text: str, number: int) -> list[LayoutRules]:
-        """Of the layouts that split most dims `number`, and one of a thin case."""
+    def widest_layouts(self, mesh_text: str, number: int) -> list[LayoutRules]:
+        """The layouts that split most dims; only one of a thin case."""
         return self.layouts(mesh_text)[: 1 if self.thin else number]
 
     def run(self, lowering: Lowering, arrays: Sequence[tf.Tensor], cotangent: tf.Tensor) -> Any:
@@ -110,7 +103,7 @@ class Case:
         return value, _gradients(tape, value, sources, cotangent)
 
     def expected(self, cotangent: np.ndarray | None = None) -> Any:
-        """What plain TensorFlow computes, and a cotangent."""
+        """The results of plain TensorFlow, and a cotangent."""
         arrays = [tf.constant(array) for array, _ in self.inputs]
         sources = [arrays[i] for i in self.sources]
         with tf.GradientTape() as tape:
@@ -122,8 +115,8 @@ class Case:
         return value, _gradients(tape, value, sources, cotangent), cotangent
 
     def differences(self, got: Any, expected: Any) -> list[str]:
-        """What is not equal; nothing if all is well."""
-        found = []
+        """Describes the results that differ."""
+        differing = []
         pairs = [("value", got[0], expected[0])]
         pairs += [
             (f"gradient {i}", g, e)
@@ -131,13 +124,13 @@ class Case:
         ]
         for what, a, b in pairs:
             if (a is None) != (b is None):
-                found.append(f"{what}: {a} is not {b}")
+                differing.append(f"{what}: {a} is not {b}")
                 continue
             if a is None:
                 continue
             a, b = np.asarray(a), np.asarray(b)
             if a.shape != b.shape or a.dtype != b.dtype:
-                found.append(f"{what}: {a.dtype}{a.shape} is not {b.dtype}{b.shape}")
+                differing.append(f"{what}: {a.dtype}{a.shape} is not {b.dtype}{b.shape}")
                 continue
             if a.dtype.kind in "biu":
                 equal = (a == b).all()
@@ -145,8 +138,8 @@ class Case:
                 a, b = a.astype(np.float64), b.astype(np.float64)
                 equal = np.allclose(a, b, rtol=self.rtol, atol=self.rtol, equal_nan=True)
             if not equal:
-                found.append(f"{what}: {a.ravel()[:4]}... is not {b.ravel()[:4]}...")
-        return found
+                differing.append(f"{what}: {a.ravel()[:4]}... is not {b.ravel()[:4]}...")
+        return differing
 
 
 def _gradients(tape: Any, value: Any, sources: Any, cotangent: Any) -> Any:
@@ -188,34 +181,27 @@ def booleans(shape: str, seed: int = 0, share: float = 0.5) -> np.ndarray:
     return np.random.default_rng(seed).random(sizes) < share
 
 
-def thinned(cases: Mapping[str, Case], meshes: Sequence[str]) -> list[Any]:
-    """Pairs of mesh and name of a case: thin ones on few meshes, and all on these by default."""
+def on_large_mesh(cases: Mapping[str, Case]) -> list[Any]:
+    """pytest's params: names of cases; thin ones are `exhaustive`."""
     return [
-        pytest.param(mesh, name, marks=() if mesh in THIN_MESHES else pytest.mark.exhaustive)
-        for mesh in meshes
+        pytest.param(name, marks=pytest.mark.exhaustive if case.thin else ())
         for name, case in cases.items()
-        if mesh in THIN_MESHES or not case.thin
     ]
 
 
 def sampled(cases: Mapping[str, Case], mesh: str, shift: int = 0, every: int = 1) -> list[Any]:
-    """Pairs of mesh and name of a case, all of them; those beyond the default are `exhaustive`.
+    """pytest's params: all pairs of mesh and name of a case; those beyond the default are
+    `exhaustive`.
 
-    By default every case meets one of the small meshes, together the cases meet all of these, and
-    every so many the mesh that is given.
-
-    Args:
-        cases: by name.
-        mesh: the large one.
-        shift: who gives another one meets other small meshes.
-        every: how many cases there are to one that meets the large mesh.
+    By default every case meets one of the small meshes, and each `every`th that is not thin the
+    given mesh. Another `shift` lets each case meet another small mesh.
     """
-    found = []
-    for number, name in enumerate(cases):
+    params = []
+    for number, (name, case) in enumerate(cases.items()):
         default = {SMALL_MESHES[(number + shift) % len(SMALL_MESHES)]}
-        if number % every == 0:
+        if number % every == 0 and not case.thin:
             default.add(mesh)
         for other in MESHES:
             marks = () if other in default else pytest.mark.exhaustive
-            found.append(pytest.param(other, name, marks=marks))
-    return found
+            params.append(pytest.param(other, name, marks=marks))
+    return params

@@ -10,56 +10,28 @@ from tests.lowering.cases.case import Case, booleans, integers, numbers
 X = "x:4;y:8;z:2"
 
 _POSITIVE = {"log", "log1p", "sqrt", "rsqrt", "reciprocal"}
+_SAME_NAMES = (
+    "abs ceil cos erf exp floor is_finite is_nan log log1p negative reciprocal round rsqrt sigmoid "
+    "sign sin softplus sqrt square tanh"
+)
 _UNARY = {
-    "abs": tf.abs,
-    "ceil": tf.math.ceil,
-    "cos": tf.cos,
-    "erf": tf.math.erf,
-    "exp": tf.exp,
-    "floor": tf.math.floor,
+    **{name: getattr(tf.math, name) for name in _SAME_NAMES.split()},
     "gelu": tf.nn.gelu,
-    "is_finite": tf.math.is_finite,
-    "is_nan": tf.math.is_nan,
-    "log": tf.math.log,
-    "log1p": tf.math.log1p,
-    "negative": tf.negative,
-    "reciprocal": tf.math.reciprocal,
     "relu": tf.nn.relu,
-    "round": tf.round,
-    "rsqrt": tf.math.rsqrt,
-    "sigmoid": tf.sigmoid,
-    "sign": tf.sign,
     "silu": tf.nn.silu,
-    "sin": tf.sin,
-    "softplus": tf.math.softplus,
-    "sqrt": tf.sqrt,
-    "square": tf.square,
     "stop_gradient": tf.stop_gradient,
-    "tanh": tf.tanh,
 }
+_SAME_NAMES = (
+    "add divide equal greater greater_equal less less_equal maximum minimum multiply not_equal "
+    "squared_difference subtract"
+)
 _BINARY = {
-    "add": tf.add,
-    "divide": tf.math.divide,
-    "equal": tf.equal,
+    **{name: getattr(tf.math, name) for name in _SAME_NAMES.split()},
     "floor_divide": tf.math.floordiv,
     "floor_mod": tf.math.floormod,
-    "greater": tf.greater,
-    "greater_equal": tf.greater_equal,
-    "less": tf.less,
-    "less_equal": tf.less_equal,
-    "maximum": tf.maximum,
-    "minimum": tf.minimum,
-    "multiply": tf.multiply,
-    "not_equal": tf.not_equal,
-    "power": tf.pow,
-    "squared_difference": tf.math.squared_difference,
-    "subtract": tf.subtract,
+    "power": tf.math.pow,
 }
-_LOGICAL = {
-    "logical_and": tf.logical_and,
-    "logical_or": tf.logical_or,
-    "logical_xor": tf.math.logical_xor,
-}
+_LOGICAL = {name: getattr(tf.math, name) for name in ("logical_and", "logical_or", "logical_xor")}
 
 
 def _special(array: np.ndarray) -> np.ndarray:
@@ -68,7 +40,7 @@ def _special(array: np.ndarray) -> np.ndarray:
 
 
 def _by_name(function):
-    """Of x y z and of z x."""
+    """Applies a function of tensors of x y z and of z x."""
     return lambda a, b: function(a, tf.transpose(b)[:, None, :])
 
 

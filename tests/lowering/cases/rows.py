@@ -32,7 +32,7 @@ def _swap(x):
 
 
 def _halos(x, halo, wrap):
-    """Of a tensor of blocks and rows."""
+    """Cases of a tensor of blocks and rows."""
     before, behind = tf.roll(x[:, -halo:], 1, 0), tf.roll(x[:, :halo], -1, 0)
     if not wrap:
         before = tf.pad(before[1:], [[1, 0], [0, 0], [0, 0]])

@@ -93,7 +93,6 @@ CASES = [
         lambda _, x: ops.transpose(x, ["z", "x", "y"]),
         lambda x: tf.transpose(x, [2, 0, 1]),
         ("z", "x", "y"),
-        thin=True,
     ),
     Case(
         "rename",
@@ -165,7 +164,6 @@ CASES = [
         tf.square,
         ("y", "z"),
         together=("x:8;y:4", "y:8;z:4"),
-        thin=True,
     ),
     Case(
         "random_uniform",
