@@ -128,11 +128,7 @@ class LossScale:
 
 
 def check_compute_dtype(dtype: Any) -> tf.DType | None:
-    """Returns the dtype that a pipeline computes in; None leaves the choice to the stages.
-
-    Raises:
-        PipelineError: it is not float32, bfloat16 or float16.
-    """
+    """Returns the dtype that a pipeline computes in; None leaves the choice to the stages."""
     if dtype is None:
         return None
     try:

@@ -30,13 +30,12 @@ def use_first(
     layer_of: Mapping[str, str],
     kept: Container[str],
 ) -> None:
-    """Makes nodes use the first of all nodes that compute the same; see the module.
+    """Makes nodes use the first of all nodes that compute the same, in place; see the module.
 
-    It removes no node: unused nodes are not pasted. Nodes stay distinct if they belong to different
-    layers (except constants), because recomputation is chosen by layer. So do nodes on different
-    devices, and nodes that have state, check or print. `nodes` are in topological order, without
-    control dependencies, and change in place. Nodes in `kept` stay because other code uses their
-    names.
+    Nodes are in topological order, without control dependencies. No node is removed, because unused
+    nodes are not pasted. Nodes stay distinct if they belong to different layers (except constants),
+    because recomputation is chosen by layer. So do nodes on different devices, nodes that have
+    state, check or print, and the `kept` ones, whose names other code uses.
     """
     first: dict[Hashable, str] = {}
     # The node that replaces a node, and the tensor that replaces the output of a node.
@@ -95,26 +94,19 @@ def use_first(
 
 
 class GraphCut:
-    """A traced graph, addressed by tensor names, from which parts can be cut.
+    """A traced graph of a pure function, addressed by tensor names, from which parts can be cut.
 
-    The graph computes a pure function, so only data dependencies are kept. Operations that run only
-    because of control dependencies, such as assertions and prints, are pasted on request.
-
-    Args:
-        graph: the graph.
-        captures: maps each placeholder of a tensor of another graph to that tensor.
-        prepare: changes the nodes before anything else uses them.
-        layer_of: the layer of each node that belongs to one.
-        asked_for: all tensors that parts may return.
+    Only data dependencies are kept. Operations that run only because of control dependencies, such
+    as assertions and prints, are pasted on request.
     """
 
     def __init__(
         self,
         graph: tf.Graph,
-        captures: Mapping[str, tf.Tensor],
-        prepare: Callable[[Sequence[Any]], None],
+        captures: Mapping[str, tf.Tensor],  # by placeholder, the tensor of another graph
+        prepare: Callable[[Sequence[Any]], None],  # changes the nodes before anything else
         layer_of: Mapping[str, str],
-        asked_for: Iterable[str],
+        asked_for: Iterable[str],  # all tensors that parts may return
     ) -> None:
         graph_def = graph.as_graph_def()
         prepare(graph_def.node)
@@ -219,10 +211,7 @@ class GraphCut:
     def frontier(
         self, tensors: Iterable[str], known: Container[str], cuts: Iterable[str] = ()
     ) -> list[str]:
-        """Returns the tensors of `known` nodes, in order, that `tensors` need first.
-
-        Nothing before the tensors `cuts` is needed. Tensors of known nodes are part of the result.
-        """
+        """Returns the tensors of `known` nodes, sorted, that `tensors` need first, given `cuts`."""
         stop = set(cuts)
         found: dict[str, None] = {}
         seen: set[str] = set()
@@ -243,22 +232,11 @@ class GraphCut:
         self,
         values: Mapping[str, tf.Tensor],
         fetches: Sequence[str],
-        effects: Sequence[str] = (),
-        checked: Container[str] = (),
+        effects: Sequence[str] = (),  # other nodes to paste
+        checked: Container[str] = (),  # nodes computed before: what they check is not checked again
         collectives_after: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
-        """Rebuilds in the current graph the nodes that compute `fetches` from `values`.
-
-        Args:
-            values: replacements for tensors of the graph, by name.
-            fetches: names of the tensors to return; they may be among `values`.
-            effects: names of other nodes to paste.
-            checked: names of nodes that were computed before: values that they check are not
-                checked again.
-            collectives_after: a tensor that all collectives wait for. In an action that is not due
-                it is dead, so no collective of a group runs, even one with a constant input: its
-                peers would not run.
-        """
+        """Rebuilds in the current graph the nodes that compute `fetches` from `values`."""
         # Inside a function that is being built; the function captures them.
         graph: Any = tf.compat.v1.get_default_graph()
         given = {name: graph.capture(tensor) for name, tensor in self._captures.items()}

@@ -22,23 +22,14 @@ class Cutting:
     """The split of the batch into microbatches, and of these into sequence slices.
 
     A piece is the input of an action: slice `q` of microbatch `m` is piece `m * num_slices + q`.
-
-    Attributes:
-        num_microbatches: number of microbatches.
-        microbatch_size: number of examples in each.
-        batch_dim: the dim of the pipeline's inputs along which microbatches are split.
-        replicas: number of parts of each microbatch, one per replica.
-        num_slices: number of sequence slices.
-        slice_size: number of positions in each; 0 for whole sequences.
-        sequence_dim: the dim of the pipeline's inputs along which slices are split.
     """
 
     num_microbatches: int
     microbatch_size: int
     batch_dim: int
-    replicas: int = 1
+    replicas: int = 1  # each gets a part of every microbatch
     num_slices: int = 1
-    slice_size: int = 0
+    slice_size: int = 0  # positions; 0 for whole sequences
     sequence_dim: int = 1
 
     @property
@@ -134,10 +125,7 @@ def split(tensor: tf.Tensor, cutting: Cutting) -> list[list[tf.Tensor]]:
 def parts(
     tensors: Sequence[tf.Tensor | None], piece: tf.Tensor, cutting: Cutting
 ) -> list[tf.Tensor | None]:
-    """Returns the parts of one piece, replica by replica.
-
-    `piece` is an int64 scalar that may be known only when the step runs.
-    """
+    """Returns the parts of one piece, replica by replica."""
     replicas, slices = cutting.replicas, cutting.num_slices
     microbatch, sequence_slice = piece, None
     if slices > 1:

@@ -47,17 +47,11 @@ def specs_of(tensors: Sequence[tf.Tensor]) -> Specs:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The result of tracing a stage.
+    """The result of tracing a stage."""
 
-    Attributes:
-        function: the traced function; it keeps the functions inside its graph alive.
-        replicas: the parts of the graph, one for each call of the stage.
-        drawn: the random draws of the last call.
-    """
-
-    function: Any
-    replicas: list[Replica]
-    drawn: dict[str, WholeDraw]
+    function: Any  # keeps the functions inside its graph alive
+    replicas: list[Replica]  # one for each call of the stage
+    drawn: dict[str, WholeDraw]  # the random draws of the last call
 
     @property
     def graph(self) -> tf.Graph:
@@ -67,23 +61,14 @@ class Trace:
 
 def trace(
     stage: Stage,
-    inputs: Specs,
+    inputs: Specs,  # of each call
     has_step: bool,
     num_replicas: int = 1,
+    # of a call's rows in the batch; None for all
     position: Callable[[tf.Tensor], Position] | None = None,
     num_slices: int = 1,
 ) -> Trace:
-    """Traces the forward pass of a stage.
-
-    Args:
-        stage: the stage.
-        inputs: specs of the inputs of each call.
-        has_step: True if there is a global step.
-        num_replicas: number of calls, one per replica; the carry goes from call to call.
-        position: returns the position of a call's rows in the batch; None if the call has the whole
-            batch.
-        num_slices: number of sequence slices; each call gets one.
-    """
+    """Traces the forward pass of a stage, once for each replica; all but the carry is separate."""
     replicas: list[Replica] = []
     drawn: dict[str, WholeDraw] = {}
     scalar = tf.TensorSpec([], tf.int64)
@@ -185,12 +170,6 @@ class WholeBatch:
     Only the random draws and the position of the batch dim in them are used. With slices, two
     traces distinguish the two dims along which draws are split: one has the whole batch and a
     slice, the other a part of the batch and whole sequences.
-
-    Args:
-        stages: the stages.
-        inputs: specs of the whole batch's inputs.
-        has_step: True if there is a global step.
-        cutting: the split of the batch.
     """
 
     def __init__(

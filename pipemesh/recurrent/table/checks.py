@@ -27,18 +27,11 @@ Notes = Sequence[Sequence[tf.Tensor]]
 
 
 class Checks:
-    """The checks of one run.
-
-    Args:
-        policy: one of `finite_values.CHECKS`.
-        stages: the traced stages.
-        probes: for `forward` and `backward` the probes of each stage.
-        cutting: the split of the batch.
-    """
+    """The checks of one run for finite values."""
 
     def __init__(
         self,
-        policy: str,
+        policy: str,  # one of `finite_values.CHECKS`
         stages: Sequence[TracedStage],
         probes: Mapping[Direction, Sequence[Sequence[Probe]]],
         cutting: Cutting,
@@ -52,11 +45,7 @@ class Checks:
         self._both: list[tf.Operation] = []
 
     def forward(self, results: Sequence[tf.Tensor], what: str, notes: Notes) -> None:
-        """Makes tensors passed through `after_forward` wait for a check.
-
-        `results` are the loss or the outputs, on the device of the last stage; `what` names them in
-        errors.
-        """
+        """Makes tensors that pass through `after_forward` wait for a check of the results."""
         if self._policy == "off":
             return
         last = self._traced[-1].stage
@@ -75,21 +64,14 @@ class Checks:
     def after_both(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
     ) -> list[MaybeTensor]:
-        """Returns the tensors once the checks of the forward pass and any gradients have passed.
-
-        No gradient may depend on these tensors.
-        """
+        """Returns the tensors, on which no gradient depends, once all checks have passed."""
         if self._forward and not self._both:
             with tf.control_dependencies(self._forward):
                 self._both = [tf.no_op()]
         return _after(self._both, tensors, devices)
 
     def backward(self, grads: Sequence[Grads], notes: Notes) -> None:
-        """Makes tensors passed through `after_backward` wait for a check.
-
-        `grads` has for each stage the sums of its weights' gradients and, if it is recurrent, the
-        gradients of its state.
-        """
+        """Makes tensors that pass through `after_backward` wait for a check of the gradients."""
         # The gradient of an eager function has another graph, which runs after this one.
         graph = tf.compat.v1.get_default_graph()
         before = [op for op in self._forward if op.graph is graph]
@@ -113,10 +95,7 @@ class Checks:
         return _after(self._backward, tensors, devices)
 
     def input_grads(self, grads: Grads) -> Grads:
-        """Returns the gradients of the pipeline's inputs once they are checked.
-
-        Gradients of weights wait for that, too, although they were returned before.
-        """
+        """Returns checked input gradients; weights' gradients wait for that check, too."""
         first = self._traced[0]
         if self._policy in OF_GRADIENTS and any(grad is not None for grad in grads):
             found = [

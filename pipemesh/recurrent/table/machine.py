@@ -27,17 +27,10 @@ from pipemesh.schedule.action import EFFECTS
 
 @dataclasses.dataclass(frozen=True)
 class Kind(Generic[MaybeTensor]):
-    """A kind of value that an action leaves for each microbatch: a list of tensors.
-
-    The list is ordered by replica.
-
-    Attributes:
-        name: names the kind.
-        by_mode: True if the mode of remat decides which tensors it has.
-    """
+    """A kind of value that an action leaves for each microbatch: a list of tensors, by replica."""
 
     name: str
-    by_mode: bool = False
+    by_mode: bool = False  # the mode of remat decides which tensors it has
 
 
 # The outputs of a stage; the outputs of stage -1 are the pipeline's inputs.
@@ -63,10 +56,7 @@ _BY_NAME: dict[str, Kind[Any]] = {k.name: k for k in (OUTPUTS, KEPT, REMADE, GRA
 
 
 def taken(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
-    """Returns the channels that an action of a kind reads.
-
-    `is_recomputed` is True if an `R` comes before the backward pass.
-    """
+    """Returns the channels that an action reads; `is_recomputed` if an `R` comes before it."""
     return [
         Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)
     ]
@@ -89,21 +79,13 @@ Tokens = list[list[list[tf.Operation]]]
 
 @dataclasses.dataclass
 class State:
-    """The state of stages and devices between their actions.
-
-    Attributes:
-        carries: for each stage, the tensors for its next microbatch.
-        carry_grads: for each recurrent stage, the gradients of these tensors.
-        accumulators: for each stage, the sums of its weights' gradients; None before the first.
-        tokens: for each home, for each of its devices the operations that end its latest action.
-        notes: for each stage, forward and backward, for each replica where a value was not finite;
-            see `finite_values`.
-    """
+    """The state of stages and devices between their actions; lists have an entry for each stage."""
 
     carries: list[Tensors]
-    carry_grads: list[Grads]
-    accumulators: list[Tensors | None]
-    tokens: Tokens
+    carry_grads: list[Grads]  # of recurrent stages
+    accumulators: list[Tensors | None]  # sums of weights' gradients; None before the first
+    tokens: Tokens  # for each home and device, the operations that end its latest action
+    # where a value was not finite, by replica; see `finite_values`
     notes: dict[Direction, list[Tensors]]
 
     @classmethod
@@ -162,10 +144,7 @@ def key_of(channel: Channel, mode: Mode = FULL) -> Key:
 
 
 def of_every_replica(stage: Stage) -> list[tf.Tensor]:
-    """Returns the weights of each replica, copied once per step from other devices.
-
-    A fetched weight stays on its owner, and is listed once for each replica.
-    """
+    """Returns the weights of each replica, copied once per step unless they are fetched."""
     home, thetas = stage.of_home, list[tf.Tensor]()
     for replica in range(home.num_replicas):
         for i, tensor in enumerate(stage.theta):
@@ -182,9 +161,8 @@ def with_fetched(
 ) -> list[tf.Tensor]:
     """Returns the weights for one action, and makes owners send the fetched ones.
 
-    An operation of the owner waits until the device of the action is free: TensorFlow sends a
-    tensor as soon as it exists, and only once to each device. `tokens` are, for each device of the
-    home, the operations that it must finish before.
+    An operation of the owner waits until the device of the action is free (`tokens`): TensorFlow
+    sends a tensor as soon as it exists, and only once to each device.
     """
     home, fetched = stage.of_home, [*thetas]
     for replica in range(home.num_replicas if stage.fetched else 0):
@@ -224,33 +202,16 @@ _CONSTANT = ("Const", "Fill")
 
 
 class Machine:
-    """The stages of a pipeline, ready to act.
-
-    Args:
-        stages: the stages.
-        stage_devices: for each stage the row of the schedule that runs it.
-        inputs: the pipeline's inputs, the whole batch.
-        cutting: the split of the batch.
-        step: int64 scalar, or None if there is no global step.
-        accumulator_dtypes: for each stage the dtypes of the sums of its weights' gradients.
-        check_numerics: the policy of checks for finite values; see `finite_values`.
-        clock: stamps the start and end of actions, if any.
-        is_forward_only: True if the schedule has no backward actions.
-
-    Attributes:
-        traced: the stages' graphs.
-        stages: the stages, with all weights that they use as theta.
-        stage_devices: as given.
-        step: int64 scalar; 0 if there is no global step.
-    """
+    """The stages of a pipeline, ready to act."""
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        stage_devices: Sequence[int],
+        stage_devices: Sequence[int],  # for each stage its row of the schedule
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
         step: tf.Tensor | None,
+        # of the sums of each stage's weights' gradients
         accumulator_dtypes: Sequence[Sequence[tf.DType]],
         check_numerics: str,
         clock: Stamps | None,
@@ -346,10 +307,7 @@ class Machine:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """Makes all operations of actions inside the context depend on the tokens of their home.
-
-        So an action with dead tokens computes nothing.
-        """
+        """Makes actions depend on their tokens: an action with dead tokens computes nothing."""
         self._guards = True
         try:
             yield

@@ -162,26 +162,7 @@ class Performer(Protocol):
 
 
 class Run:
-    """One run of a schedule.
-
-    Args:
-        stages: the stages.
-        inputs: the whole batch.
-        schedule: the table.
-        step: int64 scalar, or None if there is no global step.
-        options: settings of the run.
-        performer: creates the object that performs the actions; by default `ActionByAction` or
-            `Loop`.
-
-    Attributes:
-        order: all actions, in order.
-        sources: the tensors that get gradients: inputs, theta, and states of recurrent stages.
-        schedule: the table, with each slice of a microbatch as a microbatch.
-        stages: the stages.
-        last_specs: of the last stage's outputs for one microbatch.
-        machine: the stages, ready to act.
-        modes: of remat, for each stage and microbatch.
-    """
+    """One run of a schedule: prepares stages, performs actions and collects gradients."""
 
     def __init__(
         self,
@@ -190,7 +171,7 @@ class Run:
         schedule: Schedule,
         step: tf.Tensor | None,
         options: Options,
-        performer: Callable[..., Performer] | None = None,
+        performer: Callable[..., Performer] | None = None,  # by default `ActionByAction` or `Loop`
     ) -> None:
         if tf.executing_eagerly():
             raise PipelineError("a pipeline is part of a graph; call it inside a tf.function")
@@ -245,6 +226,7 @@ class Run:
         self.stages = stages
         self._stages = self.machine.stages
         captured = [traced.captured for traced in self.machine.traced]
+        # The tensors that get gradients.
         self.sources = [
             Sources(inputs, stages[0].device, lambda grads: self.checks.input_grads(grads)),
             *(
@@ -427,10 +409,7 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
 
 
 def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
-    """Returns for each device of a home the indices of the weights on it.
-
-    `num_more` further weights lie on the first device.
-    """
+    """Returns the indices of the weights on each device; `num_more` lie on the first device."""
     places = [*stage.owners, *[0] * num_more]
     return {
         place: [i for i, owner in enumerate(places) if owner == place]
@@ -441,10 +420,7 @@ def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
 def loop_pays(
     order: Sequence[Action], modes: Mapping[tuple[int, int], Mode], num_nodes: int
 ) -> bool:
-    """Returns True if one loop is better than separate operations for each action.
-
-    `num_nodes` is the number of operations of the stages, for all actions together.
-    """
+    """Returns True if one loop is better than `num_nodes` separate operations for all actions."""
     kinds = {(a.kind, a.stage, modes[a.stage, a.microbatch].name) for a in order}
     of_action = num_nodes / max(1, len(order))
     nodes = num_nodes + _OWN_NODES * len(order)

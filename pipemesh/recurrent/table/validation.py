@@ -117,29 +117,17 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Along:
-    """A dim that outputs are split along, with the words for errors.
-
-    Attributes:
-        dim: the dim.
-        name: of its option.
-        size: of a part.
-        count: number of parts.
-        of: the elements of a part, as "examples".
-        part: one part, as "a slice".
-        parts: several parts, as "slices".
-        whole: the joined parts, as "sequence".
-        each: one element, as "position".
-    """
+    """A dim that outputs are split along, with the words for errors."""
 
     dim: int
-    name: str
-    size: int
-    count: int
-    of: str
-    part: str
+    name: str  # of its option
+    size: int  # of a part
+    count: int  # of parts
+    of: str  # "examples" or "positions"
+    part: str  # such as "a slice"
     parts: str
     whole: str
-    each: str
+    each: str  # one of `of`
 
 
 def _cuts(cutting: Cutting) -> Iterator[_Along]:

@@ -28,10 +28,7 @@ class OutsideReads:
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
-        """Replaces reads of outside variables, in the graph being traced, by their values.
-
-        Only in the graph itself: a branch or a loop inside it has its own graph.
-        """
+        """Replaces reads of outside variables in the traced graph, in no branch or loop of it."""
         graph = tf.compat.v1.get_default_graph()
         with reads_replaced(self._value):
             yield
@@ -45,11 +42,7 @@ class OutsideReads:
         return self._values[id(handle)][1]
 
     def read(self, captured: tf.Tensor) -> tuple[Any, tf.Tensor] | None:
-        """Reads the variable of a captured value in the scope where this object was created.
-
-        Returns:
-            The variable's handle and its value; None if the captured value is not from a variable.
-        """
+        """Returns the handle and the value of the variable of a captured value, if it is of one."""
         found = (handle for handle, value in self._values.values() if value is captured)
         handle = next(found, None)
         if handle is None or self._place is not None:
@@ -59,23 +52,11 @@ class OutsideReads:
 
 
 class TracedFunction:
-    """A function of flat tensors, called once with symbolic ones.
-
-    Args:
-        run: takes tensors and returns nested tensors, None, or IndexedSlices.
-        specs: shapes and dtypes of its arguments.
-        what: names it in errors.
-
-    Attributes:
-        captures: the outside tensors that it uses; for a variable, its value.
-        results: its results, as symbolic tensors.
-
-    Raises:
-        PipelineError: a branch or a loop in it reads variables, or it writes them, or it uses other
-            resources.
-    """
+    """A function of flat tensors, called once with symbolic ones."""
 
     def __init__(self, run: Callable[..., Any], specs: Sequence[tf.TensorSpec], what: str) -> None:
+        # `what`: names it in errors.
+        # `run`: returns nested tensors, None, or IndexedSlices.
         reads = OutsideReads()
 
         def run_with_reads(*arguments: tf.Tensor) -> Any:
@@ -87,6 +68,7 @@ class TracedFunction:
         graph = self._function.graph
         names = {id(v.handle): v.name for v in graph.variables}
         self._variables: dict[int, str] = {}
+        # The outside tensors that it uses; for a variable, its value.
         self.captures: list[tf.Tensor] = []
         for tensor in self._function.captured_inputs:
             if tensor.dtype == tf.resource:
@@ -125,10 +107,7 @@ class TracedFunction:
         return self._arguments_of(x.op for x in results if x is not None)
 
     def draws(self) -> Iterator[set[int]]:
-        """Returns for each random draw the indices of the arguments that it depends on.
-
-        Captures count as arguments, after the others.
-        """
+        """Returns for each random draw the arguments, by index, and captures that it depends on."""
         for operation in self._function.graph.get_operations():
             if operation.type.startswith("StatelessRandom"):
                 yield self._arguments_of([operation])
@@ -200,23 +179,15 @@ class Structures(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The user's functions and settings of a cell.
-
-    Attributes:
-        name: names the cell in errors.
-        forward: `(theta, state0, inputs) -> (state1, extras)`.
-        gradient: `(theta, state0, inputs, extras, dstate1) -> (dtheta, dstate0, dinputs)`, or None.
-        accumulator_layer: has GetAccumulatorValues and SetAccumulatorValues; or None.
-        extras_like: an example of the extras, or None.
-        may_capture: True if it may use outside tensors.
-        device: its device.
-    """
+    """The user's functions and settings of a cell."""
 
     name: str
+    # `(theta, state0, inputs) -> (state1, extras)`
     forward: Callable[[Any, Any, Any], tuple[Any, Any]]
+    # `(theta, state0, inputs, extras, dstate1) -> (dtheta, dstate0, dinputs)`
     gradient: Callable[..., Sequence[Any]] | None
-    accumulator_layer: Any
-    extras_like: Any
+    accumulator_layer: Any  # has GetAccumulatorValues and SetAccumulatorValues; or None
+    extras_like: Any  # an example, or None
     may_capture: Callable[[tf.Tensor], bool]
     device: str
 
@@ -239,29 +210,11 @@ class StepGradients(NamedTuple):
 
 
 class TracedCell:
-    """A cell function that was called once, with symbolic tensors.
-
-    Args:
-        cell: the functions.
-        structures: of its arguments.
-        specs: shapes and dtypes of its arguments.
-
-    Attributes:
-        cell: as given.
-        structures: as given.
-        specs: as given.
-        extras: structure of the extras.
-        extras_specs: their shapes and dtypes.
-        captures: the outside tensors that it uses.
-
-    Raises:
-        PipelineError: the cell has side effects, uses a tensor that it may not use, or does not
-            return a state like its input state.
-    """
+    """A cell function that was called once, with symbolic tensors."""
 
     def __init__(self, cell: Cell, structures: Structures, specs: ArgumentSpecs) -> None:
         self.cell, self.structures, self.specs = cell, structures, specs
-        self.extras = Structure((), "extras")
+        self.extras = Structure((), "extras")  # Structure of the extras, known after tracing.
         keyed_by: list[tf.Tensor] = []
 
         def run(t: tf.Tensor, *flat: tf.Tensor) -> Step:
@@ -376,18 +329,7 @@ class TracedCell:
 
 
 class StepGradient:
-    """The gradient of one time step, which recomputes the cell.
-
-    Args:
-        traced: the cell.
-        with_extras: True if the extras have a gradient.
-
-    Attributes:
-        found: symbolic gradients, None where there is none.
-
-    Raises:
-        PipelineError: the user's gradient returns an invalid structure or has side effects.
-    """
+    """The gradient of one time step, which recomputes the cell."""
 
     def __init__(self, traced: TracedCell, with_extras: bool) -> None:
         self._traced = traced
@@ -418,6 +360,7 @@ class StepGradient:
         what = f"the gradient of the cell {cell.name!r}"
         self._function = TracedFunction(run, [_TIME, *(x for part in parts for x in part)], what)
         self._function.check_pure(what)
+        # Symbolic gradients, None where there is none.
         self.found: StepGradients = self._function.results
 
     def __call__(
@@ -425,20 +368,11 @@ class StepGradient:
         t: tf.Tensor,
         given: Arguments,
         captures: Sequence[tf.Tensor],
-        extras: Sequence[tf.Tensor],
-        d_state: Sequence[tf.Tensor],
-        d_extras: Sequence[tf.Tensor],
+        extras: Sequence[tf.Tensor],  # empty unless the user provides the gradient
+        d_state: Sequence[tf.Tensor],  # of the differentiable state tensors
+        d_extras: Sequence[tf.Tensor],  # of the differentiable extras, if `with_extras`
     ) -> StepGradients:
-        """Computes the gradients of one time step.
-
-        Args:
-            t: int32 scalar, the time.
-            given: the arguments of the cell.
-            captures: values of the captured tensors.
-            extras: the cell's extras if the user provides the gradient; else empty.
-            d_state: gradients of the differentiable state tensors.
-            d_extras: gradients of the differentiable extras, if `with_extras`.
-        """
+        """Computes the gradients of one time step."""
         return self._function(t, *_flat(given), *captures, *extras, *d_state, *d_extras)
 
     def _derived(
@@ -507,20 +441,11 @@ def groups(flat: Iterable[T], like: Iterable[Sequence[object]]) -> Iterator[list
 
 
 class StopCondition:
-    """A condition that is checked before each time step.
-
-    Args:
-        stop_fn: `(t, theta, state) -> bool tensor`; stops when all elements are true.
-        structures: of the cell's arguments.
-        specs: shapes and dtypes of the cell's arguments.
-
-    Attributes:
-        captures: the outside tensors that it uses.
-    """
+    """A condition that is checked before each time step; it stops when all elements are true."""
 
     def __init__(
         self,
-        stop_fn: Callable[[tf.Tensor, Any, Any], Any],
+        stop_fn: Callable[[tf.Tensor, Any, Any], Any],  # of t, theta and state
         structures: Structures,
         specs: ArgumentSpecs,
     ) -> None:

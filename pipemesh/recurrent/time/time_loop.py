@@ -27,21 +27,15 @@ from pipemesh.recurrent.time.cell import (
 
 
 class Rows:
-    """Storage that a loop writes row by row, as one loop variable each.
+    """Tensors with one row per time step, written row by row, as one loop variable each.
 
     Unlike in a `tf.TensorArray`, the shape of a row may be unknown until the step runs. If no row
     was written, the result is still a tensor of zeros.
-
-    Args:
-        row_shape: int32 vector; -1 for a size that is unknown before the first row is written.
-        static_shape: the static shape of a row.
-        dtype: the dtype.
-        size: int32 scalar, the number of rows.
     """
 
     def __init__(
         self,
-        row_shape: tf.Tensor | np.ndarray,
+        row_shape: tf.Tensor | np.ndarray,  # int32; -1 for a size unknown before the first row
         static_shape: tf.TensorShape,
         dtype: tf.DType,
         size: tf.Tensor,
@@ -96,36 +90,13 @@ class CellOutGradients(NamedTuple):
 
 
 class CellOut:
-    """A function of the state of one time step, called once, with symbolic tensors.
-
-    Args:
-        name: names it in errors.
-        forward: takes the state, returns nested tensors.
-        gradient: takes the gradient of these, returns the gradient of the state; or None.
-        state: structure of the state.
-        specs: shapes and dtypes of the state's tensors.
-        device: its device.
-
-    Attributes:
-        name: as given.
-        gradient: as given.
-        state: as given.
-        state_specs: as given.
-        device: as given.
-        structure: of its results.
-        specs: shapes and dtypes of its results.
-        captures: the outside tensors that it uses.
-
-    Raises:
-        PipelineError: it has side effects, reads variables, returns no tensor or one without a
-            static shape, or captures tensors although it has a user-defined gradient.
-    """
+    """A function from a cell's state to the inputs of the layer above, traced once."""
 
     def __init__(
         self,
         name: str,
         forward: Callable[[Any], Any],
-        gradient: Callable[[Any], Any] | None,
+        gradient: Callable[[Any], Any] | None,  # of the state, given that of the results
         state: Structure,
         specs: Sequence[tf.TensorSpec],
         device: str,
@@ -178,18 +149,7 @@ class CellOut:
 
 
 class CellOutGradient:
-    """The gradient of a `CellOut`, for one time step.
-
-    Args:
-        out: the function.
-
-    Attributes:
-        found: symbolic gradients, None where there is none.
-        reads_state: True if it reads the state.
-
-    Raises:
-        PipelineError: the user's gradient returns an invalid structure or has side effects.
-    """
+    """The gradient of a `CellOut`, for one time step."""
 
     def __init__(self, out: CellOut) -> None:
         captures = [tf.TensorSpec(x.shape, x.dtype) for x in out.captures]
@@ -213,6 +173,7 @@ class CellOutGradient:
         what = f"the gradient of {out.name}"
         self._function = TracedFunction(run, [_TIME, *out.state_specs, *captures, *d_specs], what)
         self._function.check_pure(what)
+        # Symbolic gradients, None where there is none.
         self.found: CellOutGradients = self._function.results
         self.reads_state = any(n <= num_state for n in self._function.used_arguments() if n > 0)
 
@@ -223,10 +184,7 @@ class CellOutGradient:
         captures: Sequence[tf.Tensor],
         d_outputs: Sequence[tf.Tensor],
     ) -> CellOutGradients:
-        """Computes the gradients for time `t` (int32 scalar).
-
-        `d_outputs` are the gradients of the differentiable outputs.
-        """
+        """Computes the gradients for time `t`, given those of the differentiable outputs."""
         return self._function(t, *state, *captures, *d_outputs)
 
 
@@ -257,17 +215,11 @@ _BACKWARD_STEPS_AT_ONCE = 2
 
 
 class Span(NamedTuple):
-    """The time steps of the inputs to compute; the inputs may be a part of a sequence.
+    """The time steps of the inputs to compute; the inputs may be a part of a sequence."""
 
-    Attributes:
-        first: int32 scalar, the time of the inputs' first time step in the whole sequence.
-        begin: int32 scalar, the first time step to compute, as an index of the inputs.
-        end: int32 scalar, the index after the last time step to compute.
-    """
-
-    first: tf.Tensor
-    begin: tf.Tensor
-    end: tf.Tensor
+    first: tf.Tensor  # the time of the inputs' first time step in the whole sequence
+    begin: tf.Tensor  # an index of the inputs
+    end: tf.Tensor  # after the last time step to compute
 
 
 class Captures(NamedTuple):
@@ -279,24 +231,14 @@ class Captures(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """The results of the forward loop.
-
-    Attributes:
-        acc_state: for each state tensor its values over time.
-        acc_out: for each result of `out` its values over time.
-        state: the final state.
-        accumulators: their final values.
-        acc_extras: for each extra its values over time, as a handle of `Rows`.
-        acc_accumulators: their values before each time step, as handles.
-        span: the computed time steps.
-    """
+    """The results of the forward loop; `acc_` means over time."""
 
     acc_state: list[tf.Tensor]
     acc_out: list[tf.Tensor]
     state: list[tf.Tensor]
     accumulators: list[tf.Tensor]
-    acc_extras: list[tf.Tensor]
-    acc_accumulators: list[tf.Tensor]
+    acc_extras: list[tf.Tensor]  # handles of `Rows`
+    acc_accumulators: list[tf.Tensor]  # handles; their values before each time step
     span: Span
 
 
@@ -321,24 +263,14 @@ class Gradients(NamedTuple):
 
 @dataclasses.dataclass
 class TimeLoop:
-    """A loop of a cell over time.
-
-    Attributes:
-        cell: the cell.
-        stop: the stop condition, or None.
-        return_extras: True if the extras are requested.
-        extras_shapes: int32 vectors, the shapes of the extras; -1 for unknown sizes.
-        out: a function of each time step's state, or None.
-        reads_state: True if the cell reads its input state. If not, the backward pass does not need
-            the states.
-    """
+    """A loop of a cell over time."""
 
     cell: TracedCell
     stop: StopCondition | None
     return_extras: bool
-    extras_shapes: Sequence[tf.Tensor | np.ndarray]
-    out: CellOut | None = None
-    reads_state: bool = True
+    extras_shapes: Sequence[tf.Tensor | np.ndarray]  # int32; -1 for unknown sizes
+    out: CellOut | None = None  # a function of each time step's state
+    reads_state: bool = True  # if False, the backward pass does not need the states
 
     @property
     def captures(self) -> Captures:
@@ -350,13 +282,7 @@ class TimeLoop:
         )
 
     def forward(self, given: Arguments, captures: Captures, span: Span) -> Forward:
-        """Computes time steps.
-
-        Args:
-            given: flat lists of tensors; the inputs over time, in dim 0.
-            captures: values of `captures`.
-            span: the time steps to compute, until the stop condition is true.
-        """
+        """Computes the time steps of a span until the stop condition; time is dim 0 of inputs."""
         size = sequence_length(given.inputs)
         rows = [
             [Rows.like(x, size) for x in given.state],
@@ -492,10 +418,7 @@ class TimeLoop:
 
 
 def padding_bounds(inputs: Any, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the first time step that is not padding for all examples, and the one after the last.
-
-    Only inputs that are a dict with the key `padding` have padding.
-    """
+    """Returns the first time step that is not padding for all, and the one after the last."""
     padding = inputs.get("padding") if isinstance(inputs, Mapping) else None
     if padding is None:
         return tf.constant(0), size
@@ -559,32 +482,17 @@ def _spread(
 
 
 class Results(NamedTuple):
-    """The results of a loop, as flat lists.
+    """The results of a loop, as flat lists; `acc_` means over time."""
 
-    Attributes:
-        acc_state: the states over time; empty if `acc_out` replaces them.
-        acc_out: the results of the loop's `out` over time.
-        state: the final state.
-        accumulators: their final values, without gradient.
-        acc_extras: the extras over time, if requested.
-    """
-
-    acc_state: list[tf.Tensor]
+    acc_state: list[tf.Tensor]  # empty if `acc_out` replaces them
     acc_out: list[tf.Tensor]
     state: list[tf.Tensor]
-    accumulators: list[tf.Tensor]
+    accumulators: list[tf.Tensor]  # without gradient
     acc_extras: list[tf.Tensor]
 
 
 def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -> Results:
-    """Runs the loop forward, and backward when a gradient is requested.
-
-    Args:
-        loop: the loop.
-        given: flat lists of tensors; the inputs over time, in dim 0.
-        captures: values of the outside tensors that the loop uses.
-        span: the time steps to compute.
-    """
+    """Runs the loop forward, and backward when a gradient is requested."""
     arguments = [*given, *captures]
     device = loop.cell.cell.device
     sizes: list[int] = []

@@ -19,39 +19,24 @@ from pipemesh.schedule.action import needs
 
 @dataclasses.dataclass(frozen=True)
 class Stand:
-    """The progress of a device in a step.
-
-    Attributes:
-        name: of the device.
-        row: the row of the schedule that its home runs.
-        actions: the actions of the row that it takes part in, in order.
-        started: number of started actions.
-        ended: number of finished actions.
-        is_silent: True if it did not answer, so that it may have come further.
-    """
+    """The progress of a device in a step."""
 
     name: str
-    row: int
-    actions: tuple[Action, ...]
+    row: int  # of the schedule, which its home runs
+    actions: tuple[Action, ...]  # those that it takes part in
     started: int
     ended: int
-    is_silent: bool = False
+    is_silent: bool = False  # it did not answer, so it may have come further
 
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """The current action of an unfinished device.
-
-    Attributes:
-        stand: the progress of the device.
-        action: the current action, or the next one.
-        has_begun: True if it has started the action.
-        missing: the unfinished actions that it needs, with their devices.
-    """
+    """The current action of an unfinished device."""
 
     stand: Stand
-    action: Action
+    action: Action  # the current or the next one
     has_begun: bool
+    # unfinished actions that it needs, with their devices
     missing: tuple[tuple[Action, tuple[str, ...]], ...]
 
     def __str__(self) -> str:
@@ -76,14 +61,6 @@ def waits_of(schedule: Schedule, stands: Sequence[Stand]) -> list[Wait]:
 
     Inputs of a finished action must exist. So for a device that does not answer, actions whose
     results others have used count as finished.
-
-    Example:
-        >>> from pipemesh.schedule import one_f_one_b
-        >>> schedule = one_f_one_b(2, 1)
-        >>> stands = [Stand("a", 0, schedule.rows[0], 1, 1), Stand("b", 1, schedule.rows[1], 1, 0)]
-        >>> print(*waits_of(schedule, stands), sep="\\n")
-        a: waits to begin 0B0, for 1B0 of b
-        b: in 1F0
     """
     split = {(a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind == "I"}
     known = _used(schedule, stands, split)

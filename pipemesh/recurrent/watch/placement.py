@@ -26,8 +26,7 @@ def check_devices(name: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef])
     """Raises a DeviceError if a replica of a stage has an operation for another device.
 
     The code of the stage may pin it there. Or TensorFlow has no kernel for the device's type and
-    would run it on the CPU. A stage without a device is an error, too. `nodes` are all nodes of the
-    replica, forward and backward.
+    would run it on the CPU. A stage without a device is an error, too.
     """
     wanted = tf.DeviceSpec.from_string(device)
     if wanted.device_type is None:
@@ -106,14 +105,7 @@ def check_kernels(stage: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef]
 
 @functools.cache
 def einsum_error(equation: str) -> float:
-    """Returns the relative error of a small product in float16 on this CPU.
-
-    `equation` has an explicit output. The error is relative to the largest element.
-
-    Example:
-        >>> einsum_error("abi,ij->abj") < 0.01
-        True
-    """
+    """Returns the error of a small product in float16 relative to its largest element."""
     names, result = equation.split("->")
     # For weights the ellipsis stands for no dims; for gradients it stands for the same dims on both
     # sides.
