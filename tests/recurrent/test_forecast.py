@@ -51,27 +51,6 @@ def test_bytes_are_those_of_shapes_and_dtypes():
         assert (half.weights(1, [0]), half.sums(1, 0)) == (18, 36)
 
 
-def test_weights_go_out_from_their_owners_and_their_gradients_come_back():
-    def forward(theta, carry, inputs, microbatch, step):
-        return [inputs[0] * theta[0] + theta[1][0]], []
-
-    with tf.Graph().as_default():
-        theta = [tf.ones([3]), tf.ones([5])]
-        home = Home(("CPU:0", "CPU:1"))
-        stage = Stage("s", forward, theta, [], home, places=[0, 1])
-        sizes = Sizes(run_of(gpipe(1, 2), [stage]))
-        assert {pair: n for pair, n in sizes.weights_sent(0).items() if len({*pair}) > 1} == {
-            (0, 1): 12,
-            (1, 0): 20,
-        }
-        assert {pair: n for pair, n in sizes.sums_sent(0).items() if len({*pair}) > 1} == {
-            (1, 0): 12,
-            (0, 1): 20,
-        }
-        # Each replica holds all of them while it computes.
-        assert sizes.weights(0, [0]) == sizes.weights(0, [1]) == 32
-
-
 ROWS, WIDTH, HIDDEN, FLOAT = 2, 4, 32, 4
 WEIGHTS = 2 * WIDTH * HIDDEN * FLOAT
 # Of a microbatch: a stage's input, and what tanh and the second product need.
@@ -116,23 +95,10 @@ def test_a_device_holds_what_is_kept_of_the_microbatches_in_flight(remat, bytes_
         ]
 
 
-def test_weights_and_gradients_count_once_a_stage():
-    for device in predict(interleaved_one_f_one_b(2, 4, 2)):
-        assert (device.weights, device.gradients) == (2 * WEIGHTS, 2 * WEIGHTS)
-        assert device.total == 4 * WEIGHTS + device.kept
-
-
 def test_except_last_keeps_all_of_the_microbatch_that_turns_around():
     first, last = predict(one_f_one_b(2, 8), remat="except_last")
     assert first.kept == 2 * INPUT
     assert last.kept == INPUT + INSIDE
-
-
-def test_a_split_backward_pass_holds_until_its_second_half():
-    without = predict(one_f_one_b(4, 8), remat="none")
-    split = predict(zb_h1(4, 8), remat="none")
-    assert split[3].kept > without[3].kept
-    assert split[0].kept >= without[0].kept
 
 
 def test_a_second_half_that_computes_again_is_left_gradients_alone():
@@ -335,25 +301,6 @@ def test_what_is_sent_is_what_is_predicted(name, owner):
     assert of_graph.keys() == wanted.keys()
     for pair, counts in wanted.items():
         assert collections.Counter(of_graph[pair]) == counts, pair
-
-
-def test_the_reduction_over_replicas_happens_once_a_step():
-    def sums(num_microbatches):
-        found = predicted(one_f_one_b(2, num_microbatches), HOMES)
-        return [(t.what, t.times, t.bytes) for t in found if "weight" in t.what]
-
-    assert sums(2) == sums(8) == [("weight gradients", 1, 64)] * 2 + [("weights", 1, 64)] * 2
-
-
-def test_weights_go_out_from_where_they_lie_and_gradients_come_back_there():
-    found = predicted(one_f_one_b(2, 4), HOMES, owner=1)
-    ways = {(t.what, t.source, t.target) for t in found if "weight" in t.what}
-    assert ways == {
-        ("weights", "CPU:1", "CPU:0"),
-        ("weights", "CPU:3", "CPU:2"),
-        ("weight gradients", "CPU:0", "CPU:1"),
-        ("weight gradients", "CPU:2", "CPU:3"),
-    }
 
 
 def test_what_a_device_hands_to_itself_is_not_sent():

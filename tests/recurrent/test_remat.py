@@ -16,11 +16,6 @@ from pipemesh.schedule import Schedule, forward_only, gpipe, one_f_one_b, recomp
 from tests.recurrent.passes.traced import traced_stage, two_layers
 
 
-@pytest.mark.parametrize("name", REMAT_POLICIES)
-def test_a_name_stands_for_a_policy(name):
-    assert isinstance(policy_of(name), RematPolicy)
-
-
 def test_a_policy_of_ones_own_is_taken_as_it_is():
     class FirstStage(RematPolicy):
         def modes(self, schedule):
@@ -63,14 +58,6 @@ def test_no_policy_is_an_error_that_says_what_is_allowed(remat):
         policy_of(remat)
 
 
-@pytest.mark.parametrize("remat", ["full", "none", Selective(bool)])
-def test_most_policies_treat_all_microbatches_alike(remat):
-    found = policy_of(remat).modes(one_f_one_b(2, 3))
-    assert found.keys() == {(s, m) for s in (0, 1) for m in range(3)}
-    (mode,) = set(found.values())
-    assert mode.name == (remat if isinstance(remat, str) else "selective")
-
-
 @pytest.mark.parametrize(
     ("schedule", "kept"),
     [
@@ -88,14 +75,6 @@ def test_except_last_computes_nothing_again_where_backward_follows_at_once(sched
     assert {pair for pair, mode in found.items() if mode is NONE} == kept
     pairs = {(s, m) for s in range(2) for m in range(schedule.num_microbatches)}
     assert {pair for pair, mode in found.items() if mode is FULL} == pairs - kept
-
-
-def test_full_computes_all_again_and_none_nothing():
-    with tf.Graph().as_default():
-        traced = traced_stage()
-    for node in traced.layers:
-        assert FULL.recomputed(traced)(node)
-        assert not NONE.recomputed(traced)(node)
 
 
 def selective(predicate):

@@ -116,7 +116,13 @@ MODES = {"tf1": run_tf1, "tf2": run_tf2, "eager": run_eagerly}
 
 @pytest.fixture(params=MODES)
 def run(request):
+    """A way to run, for what is recorded or read in another way in each of them."""
     return MODES[request.param]
+
+
+# What does not depend on the way to run takes turns.
+IN_TF1 = pytest.mark.parametrize("run", [run_tf1])
+IN_TF2 = pytest.mark.parametrize("run", [run_tf2])
 
 
 def assert_equal(got, want, **tolerance):
@@ -163,6 +169,7 @@ def test_an_elman_network_equals_the_plain_loop(run, length):
     assert_equals_plain(run, build_elman, chosen("w", "u", "m", length=length))
 
 
+@IN_TF1
 def test_an_lstm_equals_the_plain_loop(run):
     assert_equals_plain(run, build_lstm, chosen("gates", "bias", "c", "m"))
 
@@ -179,6 +186,7 @@ def test_a_function_that_is_called_eagerly_has_its_gradient():
     assert_equal(grads(Recurrent, False), grads(plain, False))
 
 
+@IN_TF2
 def test_unequal_types_none_and_nested_containers_keep_their_places(run):
     def cell(theta, state, inputs):
         assert theta["none"] is None and inputs[1] is None and state[0] is None
@@ -222,22 +230,6 @@ def test_gradients_of_rows_looked_up_in_a_table_are_summed_over_time(run):
     assert_equals_plain(run, lambda f, v: build(f, v), {k: WEIGHTS[k] for k in ("w", "m")})
 
 
-@pytest.mark.parametrize("subset", [["w"], ["x"], ["m", "u"]])
-def test_gradients_of_a_subset_are_those_of_all(subset):
-    variables = {name: tf.Variable(value) for name, value in chosen("w", "u", "m").items()}
-
-    @tf.function(autograph=False)
-    def grads(names):
-        with tf.GradientTape() as tape:
-            acc_state, _ = build_elman(Recurrent, variables)
-            loss = tf.reduce_sum(acc_state["m"] ** 2)
-        return tape.gradient(loss, [variables[name] for name in names])
-
-    every = dict(zip(variables, grads(list(variables)), strict=True))
-    for name, grad in zip(subset, grads(subset), strict=True):
-        np.testing.assert_allclose(grad, every[name], rtol=1e-6)
-
-
 def test_lengths_and_batches_may_be_known_only_when_the_step_runs():
     weights = {name: tf.Variable(WEIGHTS[name]) for name in ("gates", "bias")}
 
@@ -267,6 +259,7 @@ def test_lengths_and_batches_may_be_known_only_when_the_step_runs():
     assert not np.any(grads[0]) and not np.any(grads[1])
 
 
+@IN_TF1
 def test_no_time_step_at_all_leaves_the_initial_state(run):
     values = {**chosen("w", "u", "m"), "x": WEIGHTS["x"][:0]}
     (acc_state, state), grads = run(functools.partial(build_elman, Recurrent), values)
@@ -307,6 +300,7 @@ def test_the_gradient_that_the_user_gives_is_used_and_gets_the_extras(run, extra
     assert_equals_plain(run, build, chosen("w", "m"))
 
 
+@IN_TF1
 def test_extras_over_time_are_returned_with_their_gradient(run):
     def build(recurrent, v):
         given = {"w": v["w"]}, {"m": v["m"]}, {"x": v["x"]}
@@ -329,6 +323,7 @@ def test_what_the_users_gradient_leaves_out_has_none():
     assert grad_w is None and np.all(np.isfinite(grad_x)) and np.any(grad_x)
 
 
+@IN_TF2
 def test_stopping_leaves_the_rest_zero_and_without_gradient(run):
     steps = 3
 
@@ -352,6 +347,7 @@ def test_stopping_leaves_the_rest_zero_and_without_gradient(run):
     assert_equals_plain(run, build, chosen("w", "u", "m"))
 
 
+@IN_TF2
 def test_padding_at_both_ends_is_skipped(run):
     padding = np.ones([5, BATCH, 1], np.float32)
     padding[1:3, 0] = padding[2:4, 1] = 0
@@ -390,6 +386,7 @@ class Meter:
         self.values = dict(values)
 
 
+@IN_TF1
 def test_accumulators_go_from_step_to_step_and_have_no_gradient(run):
     def build(recurrent, v):
         meter = Meter()
@@ -602,6 +599,7 @@ def test_seeds_of_lingvos_layers_differ_from_step_to_step_too():
     assert len({step.tobytes() for step in drawn}) == 5
 
 
+@IN_TF2
 def test_random_numbers_keyed_by_the_state_are_the_same_when_recomputed(run):
     def cell(theta, state, inputs):
         seed = tf.stack([state["seed"], 5])
@@ -634,6 +632,7 @@ def test_gradients_of_half_precision_weights_are_summed_in_float32(dtype):
     assert grad().dtype == dtype and float(grad()) == length
 
 
+@IN_TF1
 def test_a_half_precision_network_equals_the_plain_loop(run):
     values = {k: v.astype(np.float16) for k, v in chosen("w", "u", "m").items()}
 
@@ -661,6 +660,7 @@ def test_a_network_compiled_by_xla_equals_the_plain_loop():
     assert_equal(run(Recurrent, True), run(plain, False), rtol=1e-4, atol=1e-4)
 
 
+@IN_TF2
 def test_a_recurrent_network_may_be_the_cell_of_another(run):
     def build(recurrent, v):
         def outer(theta, state, inputs):
@@ -878,25 +878,3 @@ def test_results_and_gradients_are_those_of_lingvos_recurrent(stopping):
     want = run_tf1(functools.partial(build, lingvo_recurrent.Recurrent), values)
     for mode in (run_tf1, run_tf2):
         assert_equal(mode(functools.partial(build, Recurrent), values), want)
-
-
-def test_a_lingvo_cell_computes_what_it_does_in_lingvo():
-    def build(recurrent, v):
-        params = rnn_cell.LSTMCellSimple.Params().Set(
-            name="lstm", num_input_nodes=WIDTH, num_output_nodes=WIDTH
-        )
-        cell = params.Instantiate()
-        theta = py_utils.NestedMap(wm=v["gates"], b=v["bias"])
-        results = recurrent(
-            theta,
-            py_utils.NestedMap(c=tf.identity(v["c"]), m=tf.identity(v["m"])),
-            py_utils.NestedMap(act=[tf.identity(v["x"])], padding=tf.zeros([5, BATCH, 1])),
-            cell.FProp,
-            cell_type=params.cls.__name__,
-            accumulator_layer=cell,
-        )
-        return tuple(results)
-
-    values = chosen("gates", "bias", "c", "m")
-    want = run_tf1(functools.partial(build, lingvo_recurrent.Recurrent), values)
-    assert_equal(run_tf1(functools.partial(build, Recurrent), values), want)

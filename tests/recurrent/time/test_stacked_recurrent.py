@@ -250,12 +250,6 @@ def test_outputs_final_states_and_all_gradients_equal_the_plain_loop(mode, num_d
     assert [int(state.steps) for state in states] == [10 * i + LENGTH for i in range(LAYERS)]
 
 
-def test_a_single_time_step_equals_the_plain_loop():
-    values = {**VALUES, "x": VALUES["x"][:1]}
-    build = functools.partial(build_stacked, num_chunks=None)
-    assert_equal(run_tf2(build, values), run_tf2(build_plain, values))
-
-
 def test_a_loss_of_the_outputs_alone_trains_all_layers():
     want = run_tf2(build_plain, VALUES, loss=outputs_only)
     assert_equal(run_tf2(build_stacked, VALUES, loss=outputs_only), want)
@@ -271,37 +265,6 @@ def test_a_loss_of_one_final_state_trains_the_layers_up_to_it(mode):
     got = run(build_stacked, VALUES, loss=loss)
     assert_equal(got, want)
     assert np.any(got[1]["gates0"]) and not np.any(got[1].get("gates2", 0))
-
-
-@pytest.mark.slow
-def test_functions_and_states_may_differ_from_layer_to_layer():
-    def decay(theta, state, inputs):
-        total = state.total * tf.sigmoid(theta.bias[:WIDTH]) + inputs.x
-        return py_utils.NestedMap(total=total), py_utils.NestedMap(unused=total)
-
-    def decay_out(state):
-        return py_utils.NestedMap(x=tf.tanh(state.total))
-
-    fns, outs = [lstm, decay, lstm, decay], [lstm_out, decay_out] * 2
-
-    def states_of_each(v):
-        return [
-            state if i % 2 == 0 else py_utils.NestedMap(total=state.c)
-            for i, state in enumerate(states_of(v))
-        ]
-
-    def build(v, stacked):
-        given = thetas_of(v), states_of_each(v), py_utils.NestedMap(x=v["x"])
-        if not stacked:
-            return plain(fns, outs, *given)
-        # Without cell_out_grads they are derived.
-        output, states = StackedRecurrent(
-            devices_of(4), fns, [None] * LAYERS, outs, [None] * LAYERS, *given
-        )
-        return output, list(states)
-
-    want = run_tf2(functools.partial(build, stacked=False), VALUES)
-    assert_equal(run_tf2(functools.partial(build, stacked=True), VALUES), want)
 
 
 def test_a_single_layer_returns_a_list_of_one_final_state():
@@ -366,65 +329,6 @@ def test_the_gradients_that_the_user_gives_are_used():
         build_stacked, cell_fns=cell, cell_grads=cell_grad, cell_out_grads=half_out_grad
     )
     assert_equal(run_tf2(stacked, VALUES), run_tf2(plain_build, VALUES))
-
-
-class Meter:
-    """A layer with an accumulator, as lingvo's have them."""
-
-    def __init__(self):
-        self.values = {"total": tf.zeros([])}
-
-    def GetAccumulatorValues(self):
-        return dict(self.values)
-
-    def SetAccumulatorValues(self, values):
-        self.values = dict(values)
-
-
-@pytest.mark.slow
-def test_accumulators_of_each_layer_go_from_step_to_step_and_have_no_gradient():
-    def build(v, stacked):
-        meters = [Meter() for _ in range(LAYERS)]
-
-        def cell_of(meter):
-            def cell(theta, state, inputs):
-                total = meter.GetAccumulatorValues()["total"]
-                meter.SetAccumulatorValues({"total": total + tf.reduce_sum(inputs.x)})
-                return lstm(theta, state, inputs)
-
-            return cell
-
-        cells = [cell_of(meter) for meter in meters]
-        if stacked:
-            # A layer may have none.
-            layers = [*meters[:2], None, meters[3]]
-            cells[2] = lstm
-            results = build_stacked(v, 4, cell_fns=cells, accumulator_layers=layers)
-        else:
-            cells[2] = lstm
-            results = build_plain(v, cells)
-        return results, [tf.stop_gradient(meter.values["total"]) for meter in meters]
-
-    want = run_tf2(functools.partial(build, stacked=False), VALUES)
-    assert_equal(run_tf2(functools.partial(build, stacked=True), VALUES), want)
-    assert np.any(want[0][1][3]) and not np.any(want[0][1][2])
-
-
-def test_time_steps_that_are_padding_for_everybody_are_skipped_by_all_layers():
-    padding = np.ones([LENGTH, BATCH, 1], np.float32)
-    padding[1:3, 0] = padding[2:5, 1] = 0
-
-    def build(v, stacked):
-        if stacked:
-            inputs = py_utils.NestedMap(x=v["x"], padding=tf.constant(padding))
-            return build_stacked(v, 4, inputs=inputs)
-        inputs = py_utils.NestedMap(x=v["x"][1:5])
-        given = thetas_of(v), states_of(v), inputs
-        output, states = plain([lstm] * LAYERS, [lstm_out] * LAYERS, *given)
-        return py_utils.NestedMap(x=tf.pad(output.x, [[1, 1], [0, 0], [0, 0]])), states
-
-    want = run_tf2(functools.partial(build, stacked=False), VALUES)
-    assert_equal(run_tf2(functools.partial(build, stacked=True), VALUES), want)
 
 
 def test_states_that_no_cell_reads_need_not_be_kept():
