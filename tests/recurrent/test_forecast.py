@@ -1,4 +1,4 @@
-"""What is predicted to go between devices is what TensorFlow sends."""
+"""Predicted memory and traffic, and what TensorFlow holds and sends."""
 
 import collections
 

@@ -26,8 +26,8 @@ from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.time.stacked_recurrent import LayerArguments, LayerStage
 from tests.pairwise import in_turn
 
-CHUNK, WIDTH = 5, 3
-INPUTS, STATES, STATE = (CHUNK, WIDTH), "states over time", (WIDTH,)
+CHUNK, SIZE = 5, 3
+INPUTS, STATES, STATE = (CHUNK, SIZE), "states over time", (SIZE,)
 
 
 def reads(theta, state, inputs):
@@ -50,7 +50,7 @@ def test_a_chunk_keeps_its_inputs_and_the_states_that_are_read(
     cell, unused_state, recomputes, want
 ):
     with tf.Graph().as_default():
-        given = {"x": tf.zeros([WIDTH])}
+        given = {"x": tf.zeros([SIZE])}
         arguments = LayerArguments(
             number=0,
             device="CPU:0",
@@ -59,15 +59,15 @@ def test_a_chunk_keeps_its_inputs_and_the_states_that_are_read(
             cell_out=lambda state: {"x": state["m"]},
             cell_out_grad=None,
             theta={"w": tf.ones([])},
-            state0={"m": tf.zeros([WIDTH])},
+            state0={"m": tf.zeros([SIZE])},
             accumulator_layer=None,
         )
         layer = LayerStage(
-            arguments, Structure(given, "inputs"), [tf.TensorSpec([WIDTH])], unused_state
+            arguments, Structure(given, "inputs"), [tf.TensorSpec([SIZE])], unused_state
         )
         traced = TracedStage(
             layer.stage([tf.constant(0), tf.constant(10)], CHUNK),
-            [tf.TensorSpec([CHUNK, WIDTH])],
+            [tf.TensorSpec([CHUNK, SIZE])],
             Cutting(2, CHUNK, 0),
             False,
             lambda: WholeDraws({}, lambda name, dim, folded: 1),
