@@ -8,9 +8,6 @@ import tensorflow as tf
 from lingvo.core import py_utils, rnn_cell
 from lingvo.core import recurrent as lingvo_recurrent
 
-# There is no public way to the graphs that a TF2 function runs.
-from tensorflow.python.eager import context
-
 from pipemesh.errors import PipelineError
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.randomness import plan_free_randomness
@@ -599,21 +596,6 @@ def test_seeds_of_lingvos_layers_differ_from_step_to_step_too():
     assert len({step.tobytes() for step in drawn}) == 5
 
 
-@IN_TF2
-def test_random_numbers_keyed_by_the_state_are_the_same_when_recomputed(run):
-    def cell(theta, state, inputs):
-        seed = tf.stack([state["seed"], 5])
-        noise = tf.random.stateless_normal([BATCH, WIDTH], seed)
-        m = tf.tanh(tf.matmul(state["m"], theta["w"]) * noise + inputs["x"])
-        return {"m": m, "seed": state["seed"] + 1}, ()
-
-    def build(recurrent, v):
-        state0 = {"m": v["m"], "seed": tf.constant(11)}
-        return recurrent({"w": v["w"]}, state0, {"x": v["x"]}, cell)
-
-    assert_equals_plain(run, build, chosen("w", "m"))
-
-
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
 def test_gradients_of_half_precision_weights_are_summed_in_float32(dtype):
     length = 3000 if dtype == tf.float16 else 512
@@ -630,18 +612,6 @@ def test_gradients_of_half_precision_weights_are_summed_in_float32(dtype):
 
     # Summed in its own precision it would get stuck at 2048 or 256.
     assert grad().dtype == dtype and float(grad()) == length
-
-
-@IN_TF1
-def test_a_half_precision_network_equals_the_plain_loop(run):
-    values = {k: v.astype(np.float16) for k, v in chosen("w", "u", "m").items()}
-
-    def build(recurrent, v):
-        state0 = {"m": v["m"], "count": tf.constant(0)}
-        return recurrent({"w": v["w"], "u": v["u"]}, state0, {"x": v["x"]}, elman)
-
-    want = run(functools.partial(build, plain), values)
-    assert_equal(run(functools.partial(build, Recurrent), values), want, rtol=0.02, atol=0.02)
 
 
 def test_a_network_compiled_by_xla_equals_the_plain_loop():
@@ -731,42 +701,20 @@ def test_the_graph_does_not_grow_with_the_length_and_keeps_states_only():
     assert "TensorListSetItem" in operations and "TensorListPushBack" not in operations
 
 
-@pytest.mark.parametrize("mode", ["tf1", "tf2"])
-def test_both_passes_are_computed_on_the_device_of_the_call(mode):
-    def build(v):
-        with tf.device("CPU:2"):
-            return build_elman(Recurrent, v)
-
+def test_both_passes_are_computed_on_the_device_of_the_call():
     values = chosen("w", "u", "m")
-    if mode == "tf1":
-        with tf.Graph().as_default():
-            variables = {k: tf.compat.v1.get_variable(k, initializer=v) for k, v in values.items()}
-            grads = tf.gradients(loss_of(build(variables)), list(variables.values()))
-            options = tf.compat.v1.RunOptions(output_partition_graphs=True)
-            metadata = tf.compat.v1.RunMetadata()
-            config = tf.compat.v1.ConfigProto(device_count={"CPU": 3})
-            with tf.compat.v1.Session(config=config) as session:
-                session.run(tf.compat.v1.global_variables_initializer())
-                session.run(grads, options=options, run_metadata=metadata)
-        graphs = metadata.partition_graphs
-    else:
-        variables = {k: tf.Variable(v) for k, v in values.items()}
-
-        @tf.function(autograph=False)
-        def run():
-            with tf.GradientTape() as tape:
-                loss = loss_of(build(variables))
-            return tape.gradient(loss, variables)
-
-        context.enable_run_metadata()
-        context.export_run_metadata()  # What others left.
-        try:
-            run()
-            metadata = context.export_run_metadata()
-        finally:
-            context.disable_run_metadata()
-        graphs = [g for function in metadata.function_graphs for g in function.partition_graphs]
-    nodes = [node for graph in graphs for node in graph.node]
+    with tf.Graph().as_default():
+        variables = {k: tf.compat.v1.get_variable(k, initializer=v) for k, v in values.items()}
+        with tf.device("CPU:2"):
+            results = build_elman(Recurrent, variables)
+        grads = tf.gradients(loss_of(results), list(variables.values()))
+        options = tf.compat.v1.RunOptions(output_partition_graphs=True)
+        metadata = tf.compat.v1.RunMetadata()
+        config = tf.compat.v1.ConfigProto(device_count={"CPU": 3})
+        with tf.compat.v1.Session(config=config) as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            session.run(grads, options=options, run_metadata=metadata)
+    nodes = [node for graph in metadata.partition_graphs for node in graph.node]
     matmuls = [node.device for node in nodes if "MatMul" in node.op]
     # Two of the cell, twice; and four of its gradient. An Enter elsewhere is a loop over devices.
     assert len(matmuls) == 8

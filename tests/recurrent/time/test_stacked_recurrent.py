@@ -12,14 +12,11 @@ import tensorflow as tf
 from lingvo.core import py_utils
 from lingvo.core import recurrent as lingvo_recurrent
 
-# There is no public way to the graphs that a TF2 function runs.
-from tensorflow.python.eager import context
-
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.scope import WholeDraws
-from pipemesh.recurrent import StackedRecurrent
+from pipemesh.recurrent import StackedRecurrent, record_placement
 from pipemesh.recurrent.passes.passes import Cuts
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
@@ -409,15 +406,9 @@ def test_every_layer_is_computed_on_its_device_in_both_passes():
             loss = loss_of(build_stacked(variables, 4))
         return tape.gradient(loss, variables)
 
-    context.enable_run_metadata()
-    context.export_run_metadata()  # What others left.
-    try:
+    with record_placement() as graphs:
         run()
-        metadata = context.export_run_metadata()
-    finally:
-        context.disable_run_metadata()
-    graphs = [g for function in metadata.function_graphs for g in function.partition_graphs]
-    nodes = [node for graph in graphs for node in graph.node if "MatMul" in node.op]
+    nodes = [n for graph in graphs.partition_graphs for n in graph.node if "MatMul" in n.op]
     used = [node.device.rsplit(":", 1)[1] for node in nodes]
     counts = {device: used.count(device) for device in used}
     assert sorted(counts) == ["0", "1", "2", "3"]
