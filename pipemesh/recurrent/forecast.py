@@ -231,10 +231,10 @@ def memory_of(run: Run) -> list[DeviceMemory]:
     """
     stages, schedule, sizes = run.stages, run.schedule, Sizes(run)
     recomputed = schedule.recomputed()
-    found = []
+    memories = []
     for home, row in enumerate(schedule.rows):
-        own = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
-        devices = stages[own[0]].devices
+        home_stages = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
+        devices = stages[home_stages[0]].devices
         for device in dict.fromkeys(devices):
             places = [number for number, name in enumerate(devices) if name == device]
             held = peak = 0
@@ -250,13 +250,13 @@ def memory_of(run: Run) -> list[DeviceMemory]:
                     for place in places
                 )
                 peak = max(peak, held)
-            weights = sum(sizes.weights(s, places) for s in own)
+            weights = sum(sizes.weights(s, places) for s in home_stages)
             gradients = 0
             if not schedule.is_forward_only:
-                gradients = sum(sizes.sums(s, p) for s in own for p in places)
-            each = tuple(_of_stage(run, sizes, s, places[0]) for s in own)
-            found.append(DeviceMemory(weights, gradients, peak, each, device))
-    return found
+                gradients = sum(sizes.sums(s, p) for s in home_stages for p in places)
+            stage_memories = tuple(_of_stage(run, sizes, s, places[0]) for s in home_stages)
+            memories.append(DeviceMemory(weights, gradients, peak, stage_memories, device))
+    return memories
 
 
 def _of_stage(run: Run, sizes: Sizes, stage: int, place: int) -> StageMemory:

@@ -36,17 +36,17 @@ def captured_weights(graph: tf.Graph) -> list[Captured]:
     The function's graph gets an operation for each captured variable, so call it while the graph
     around the function is built.
     """
-    found = []
+    weights = []
     for outer, inner in list(graph.captures):
         if outer.dtype == tf.resource:
             weight = _variable(graph, outer, inner)
             if weight is not None:
-                found.append(weight)
+                weights.append(weight)
         elif _is_number(outer.dtype) and not is_constant(outer):
             # A TF1 variable that is not a resource is read here, once.
             value = tf.identity(outer) if _is_ref(outer) else outer
-            found.append(Captured(value, inner.name, inner, (), None))
-    return found
+            weights.append(Captured(value, inner.name, inner, (), None))
+    return weights
 
 
 def _variable(graph: tf.Graph, outer: tf.Tensor, inner: tf.Tensor) -> Captured | None:

@@ -153,10 +153,10 @@ class GraphCut:
     def used(self, tensors: Iterable[str], given: Iterable[str]) -> set[str]:
         """Returns the tensors of `given` that are needed to compute `tensors`."""
         stop = set(given)
-        found = stop & set(tensors)
+        used = stop & set(tensors)
         for node in self.ancestors(tensors, stop):
-            found |= stop.intersection(map(tensor_name, self._nodes[node].input))
-        return found
+            used |= stop.intersection(map(tensor_name, self._nodes[node].input))
+        return used
 
     def uses(self, nodes: Iterable[str]) -> Iterator[tuple[str, str]]:
         """Yields the tensors that nodes take, each with the node."""
@@ -170,11 +170,11 @@ class GraphCut:
 
     def same_value(self, tensor: str) -> set[str]:
         """Returns a tensor, and the tensors that are passed on to it unchanged."""
-        found = {tensor}
+        names = {tensor}
         while (node := self._nodes[node_of(tensor)]).op == "Identity":
             tensor = tensor_name(node.input[0])
-            found.add(tensor)
-        return found
+            names.add(tensor)
+        return names
 
     def nodes(self, tensors: Iterable[str], chosen: Callable[[str], bool]) -> Iterator[Any]:
         """Returns the chosen nodes that `tensors` need, and those in functions that they call."""
@@ -213,7 +213,7 @@ class GraphCut:
     ) -> list[str]:
         """Returns the tensors of `known` nodes, sorted, that `tensors` need first, given `cuts`."""
         stop = set(cuts)
-        found: dict[str, None] = {}
+        first: dict[str, None] = {}
         seen: set[str] = set()
         todo = list(tensors)
         while todo:
@@ -222,11 +222,11 @@ class GraphCut:
                 continue
             node = node_of(tensor)
             if node in known:
-                found[tensor] = None
+                first[tensor] = None
             elif node not in seen:
                 seen.add(node)
                 todo.extend(self._sources(node))
-        return sorted(found)
+        return sorted(first)
 
     def paste(
         self,

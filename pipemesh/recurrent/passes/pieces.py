@@ -76,7 +76,7 @@ class Cutting:
         """
         if self.num_slices == 1 or not stage.recurrent or self.num_parts == 1:
             return [stage]
-        found: list[Stage] = []
+        variants: list[Stage] = []
         for first in (self.batch_dim, 0):
             carry: list[Any] = []
             for tensor in stage.carry:
@@ -85,8 +85,8 @@ class Cutting:
                 if dims:
                     shape[first if first in dims else dims[0]] *= self.num_parts
                 carry.append(tf.TensorSpec(shape, tensor.dtype))
-            found.append(dataclasses.replace(stage, carry=carry))
-        return found if found[0].carry != found[1].carry else found[:1]
+            variants.append(dataclasses.replace(stage, carry=carry))
+        return variants if variants[0].carry != variants[1].carry else variants[:1]
 
     @property
     def num_parts(self) -> int:

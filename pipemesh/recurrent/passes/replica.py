@@ -93,8 +93,8 @@ def _gradients(
     }
     grads: list[Gradient] = [None] * len(sources)
     if results and floating:
-        found = tf.gradients(results, list(floating.values()), result_grads)
-        for i, grad in zip(floating, found, strict=True):
+        computed = tf.gradients(results, list(floating.values()), result_grads)
+        for i, grad in zip(floating, computed, strict=True):
             grads[i] = grad
     return grads
 
@@ -202,7 +202,7 @@ class Replica:
             self.replay.enter(self.replay.tensors),
             gradient_scope(),
         ):
-            found = differentiate(
+            gradients = differentiate(
                 stage,
                 [
                     # The gradient of a copy is that of its original.
@@ -221,7 +221,7 @@ class Replica:
                 self.devices,
             )
         self.operations.append((begin, len(graph.get_operations())))
-        return found
+        return gradients
 
 
 @contextlib.contextmanager

@@ -49,10 +49,10 @@ class Places:
         replica = self._replica(name)
         if self._home.group == 1:
             return replica
-        own = self._given.get(name)
-        if own is None:
-            own = self._number(self._graph.get_operation_by_name(node_of(name)).device, replica)
-        return replica * self._home.group + own
+        place = self._given.get(name)
+        if place is None:
+            place = self._number(self._graph.get_operation_by_name(node_of(name)).device, replica)
+        return replica * self._home.group + place
 
     def _number(self, device: str, replica: int) -> int:
         """Returns the index of a device within a replica; 0 for a device outside of it."""
@@ -112,8 +112,8 @@ class TracedStage:
         replicas, first = self.replicas, self.replicas[0]
         for replica in replicas[1:]:
             begin, end = replica.operations[0]
-            own = graph.get_operations()[begin:end]
-            check_no_handle(own, self._captured, what, replica.device)
+            operations = graph.get_operations()[begin:end]
+            check_no_handle(operations, self._captured, what, replica.device)
             replica.copy_captured(graph, self._captured)
         # The tensors' own names, not those of the traced function's results: these wait for
         # everything stateful in the function, and so also for the gradient.

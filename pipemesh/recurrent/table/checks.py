@@ -51,9 +51,11 @@ class Checks:
         last = self._traced[-1].stage
         with tf.device(last.device):
             is_finite = all_finite([t for t in results if t.dtype.is_floating])
-        found = [f for s in range(len(self._traced)) for f in self._findings("forward", s, notes)]
+        findings = [
+            f for s in range(len(self._traced)) for f in self._findings("forward", s, notes)
+        ]
         otherwise = place(last, (), f"forward: {what}")
-        self._forward = [self._raise_unless(is_finite, found, otherwise, last.device)]
+        self._forward = [self._raise_unless(is_finite, findings, otherwise, last.device)]
 
     def after_forward(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
@@ -78,11 +80,11 @@ class Checks:
         if self._policy in OF_GRADIENTS:
             order = range(len(self._traced) - 1, -1, -1)
             totals = [self._total_finding(s, grads[s]) for s in order]
-            found = [f for s in order for f in self._findings("backward", s, notes)] + totals
+            findings = [f for s in order for f in self._findings("backward", s, notes)] + totals
             device = self._traced[0].stage.device
             is_finite = tf.reduce_all(tf.stack([total.note for total in totals]) < 0)
             with tf.control_dependencies(before):
-                check = self._raise_unless(is_finite, found, "a gradient", device)
+                check = self._raise_unless(is_finite, findings, "a gradient", device)
             before = [check]
             for guard in self._both:
                 if guard.graph is graph:
@@ -98,14 +100,14 @@ class Checks:
         """Returns checked input gradients; weights' gradients wait for that check, too."""
         first = self._traced[0]
         if self._policy in OF_GRADIENTS and any(grad is not None for grad in grads):
-            found = [
+            findings = [
                 self._input_finding(number, grad)
                 for number, grad in enumerate(grads)
                 if grad is not None
             ]
             with tf.device(first.stage.device):
-                is_finite = tf.reduce_all(tf.stack([f.note < 0 for f in found]))
-            check = self._raise_unless(is_finite, found, "a gradient", first.stage.device)
+                is_finite = tf.reduce_all(tf.stack([f.note < 0 for f in findings]))
+            check = self._raise_unless(is_finite, findings, "a gradient", first.stage.device)
             (guard,) = self._backward
             wait_for(guard, check)
         return self.after_backward(grads, first.stage.device)
@@ -153,18 +155,20 @@ class Checks:
         with tf.device(traced.stage.device):
             real = tf.math.abs(grad) if grad.dtype.is_complex else grad
             bad = tf.reduce_any(tf.logical_not(tf.math.is_finite(real)), axis=rest)
-            own: tf.Tensor | int = 0
+            slice_number: tf.Tensor | int = 0
             if of_slices:
                 rows = bad if cutting.batch_dim < cutting.sequence_dim else tf.transpose(bad)
                 bad = tf.reduce_any(rows, axis=1)
                 row = rows[tf.argmax(tf.cast(bad, tf.int32))]
-                own = tf.argmax(tf.cast(row, tf.int32)) // cutting.slice_size
+                slice_number = tf.argmax(tf.cast(row, tf.int32)) // cutting.slice_size
             # The number of the part; notes have the same form, `piece * replicas + replica`.
             where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.part_size
             if cutting.num_slices > 1:
                 replica = tf.math.floormod(where, cutting.replicas)
                 microbatch = where // cutting.replicas
-                where = (microbatch * cutting.num_slices + own) * cutting.replicas + replica
+                where = (
+                    microbatch * cutting.num_slices + slice_number
+                ) * cutting.replicas + replica
             note = tf.where(tf.reduce_any(bad), where, empty_note())
         text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
         layers = traced.input_layers[number]

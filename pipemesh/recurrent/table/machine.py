@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -164,37 +164,40 @@ def with_fetched(
     An operation of the owner waits until the device of the action is free (`tokens`): TensorFlow
     sends a tensor as soon as it exists, and only once to each device.
     """
-    home, fetched = stage.of_home, [*thetas]
-    for replica in range(home.num_replicas if stage.fetched else 0):
-        ways: dict[tuple[int, int], list[int]] = {}
+    ways: dict[tuple[int, int], list[int]] = {}
+    for replica in range(stage.of_home.num_replicas):
         for i in sorted(stage.fetched):
-            target = replica * home.group + stage.theta_places[i]
-            number = replica * len(stage.theta) + i
-            ways.setdefault((stage.owners[i], target), []).append(number)
-        for (owner, target), numbers in ways.items():
-            with tf.device(home.devices[owner]), tf.control_dependencies(tokens[target]):
-                sent = pin([thetas[number] for number in numbers])
-            for number, tensor in zip(numbers, sent, strict=True):
-                fetched[number] = tensor
-    return fetched
+            target = replica * stage.of_home.group + stage.theta_places[i]
+            ways.setdefault((stage.owners[i], target), []).append(replica * len(stage.theta) + i)
+    return _pinned(stage, thetas, tokens, ways)
 
 
 def guarded(
     stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
 ) -> list[tf.Tensor]:
     """Returns the weights for one action, which are dead if the tokens of its home are."""
-    home, guarded_thetas = stage.of_home, [*thetas]
-    ways: dict[int, list[int]] = {}
+    ways: dict[tuple[int, int], list[int]] = {}
     for number in range(len(thetas)):
         replica, i = divmod(number, len(stage.theta))
-        place = replica * home.group + stage.theta_places[i]
-        ways.setdefault(stage.owners[i] if i in stage.fetched else place, []).append(number)
-    for place, numbers in ways.items():
-        with tf.device(home.devices[place]), tf.control_dependencies(tokens[place]):
-            pinned = pin([thetas[number] for number in numbers])
-        for number, tensor in zip(numbers, pinned, strict=True):
-            guarded_thetas[number] = tensor
-    return guarded_thetas
+        place = replica * stage.of_home.group + stage.theta_places[i]
+        place = stage.owners[i] if i in stage.fetched else place
+        ways.setdefault((place, place), []).append(number)
+    return _pinned(stage, thetas, tokens, ways)
+
+
+def _pinned(
+    stage: Stage,
+    thetas: Sequence[tf.Tensor],
+    tokens: Sequence[Sequence[tf.Operation]],
+    ways: Mapping[tuple[int, int], Sequence[int]],  # by device, and device that it waits for
+) -> list[tf.Tensor]:
+    pinned = [*thetas]
+    for (place, busy), numbers in ways.items():
+        with tf.device(stage.devices[place]), tf.control_dependencies(tokens[busy]):
+            tensors = pin([thetas[number] for number in numbers])
+        for number, tensor in zip(numbers, tensors, strict=True):
+            pinned[number] = tensor
+    return pinned
 
 
 # Operations whose results are known before anything runs.
@@ -266,9 +269,9 @@ class Machine:
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # A tensor without an incoming gradient gets none, not zeros.
         live: Sequence[int] = range(0 if is_forward_only else len(specs))
-        for found in reversed(traced):
-            found.differentiate(live)
-            of_inputs = found.gradients.of_inputs[: len(found.replicas[0].inputs)]
+        for traced_stage in reversed(traced):
+            traced_stage.differentiate(live)
+            of_inputs = traced_stage.gradients.of_inputs[: len(traced_stage.replicas[0].inputs)]
             live = [i for i, grad in enumerate(of_inputs) if grad is not None]
         return traced
 
@@ -516,8 +519,8 @@ class Machine:
             return self._any_passes(stage).theta_gradients(state.accumulators[stage] or [])
 
     def _any_passes(self, stage: int) -> Passes:
-        found = (passes for (s, _), passes in self._passes.items() if s == stage)
-        return next(found, None) or self.passes(stage, FULL)
+        made = (passes for (s, _), passes in self._passes.items() if s == stage)
+        return next(made, None) or self.passes(stage, FULL)
 
     def specs(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Returns shapes and dtypes of the values of a kind."""

@@ -46,9 +46,9 @@ def microbatch_size(
             )
         sizes.setdefault(static_sizes(tensor)[batch_dim], name)
     if len(sizes) != 1:
-        found = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
+        text = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
         raise PipelineError(
-            f"the inputs have batch sizes {found} in dim {batch_dim} (batch_dim); they must be one"
+            f"the inputs have batch sizes {text} in dim {batch_dim} (batch_dim); they must be one"
         )
     (batch,) = sizes
     try:
@@ -167,8 +167,8 @@ def _check_along(traced: TracedStage, along: _Along, cutting: Cutting, has_step:
     for number in doubtful:
         shape = whole[number].shape
         if shape.rank is not None and shape[dim] not in (None, size * along.count):
-            found = f"has shape {specs[number].shape} and for the whole {along.whole} {shape}"
-            raise PipelineError(_not_cut(traced, along, number, found))
+            problem = f"has shape {specs[number].shape} and for the whole {along.whole} {shape}"
+            raise PipelineError(_not_cut(traced, along, number, problem))
 
 
 def _doubtful(traced: TracedStage, number: int, along: _Along) -> bool:
@@ -204,9 +204,9 @@ def _whole_outputs(
         return None
 
 
-def _not_cut(traced: TracedStage, along: _Along, number: int, found: str) -> str:
+def _not_cut(traced: TracedStage, along: _Along, number: int, problem: str) -> str:
     return (
-        f"output {number} of the last stage ({traced.stage.name!r}) {found}; {along.parts} have "
+        f"output {number} of the last stage ({traced.stage.name!r}) {problem}; {along.parts} have "
         f"{along.size} {along.of} in dim {along.dim} ({along.name}), so it is not "
         f"cut along the {along.whole}, and joined it would not be what the whole {along.whole} "
         f"gives; return it once for each {along.each}, or compute it after the pipeline, or return "
@@ -244,10 +244,10 @@ def _sequence_length(
         if tensor.shape.rank > sequence_dim:
             lengths.setdefault(static_sizes(tensor)[sequence_dim], number)
     if len(lengths) != 1:
-        found = ", ".join(f"{n} (input {number})" for n, number in sorted(lengths.items()))
+        text = ", ".join(f"{n} (input {number})" for n, number in sorted(lengths.items()))
         raise PipelineError(
-            f"{what}, but the inputs have {f'lengths {found}' if found else 'no'} "
-            f"{'in ' if found else ''}dim {sequence_dim} (sequence_dim); all that have this dim "
+            f"{what}, but the inputs have {f'lengths {text}' if text else 'no'} "
+            f"{'in ' if text else ''}dim {sequence_dim} (sequence_dim); all that have this dim "
             "must be as long, and one has to have it. Give what is no sequence fewer dims, or the "
             "dim of the sequences as sequence_dim"
         )

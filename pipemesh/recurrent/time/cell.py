@@ -43,8 +43,8 @@ class OutsideReads:
 
     def read(self, captured: tf.Tensor) -> tuple[Any, tf.Tensor] | None:
         """Returns the handle and the value of the variable of a captured value, if it is of one."""
-        found = (handle for handle, value in self._values.values() if value is captured)
-        handle = next(found, None)
+        handles = (handle for handle, value in self._values.values() if value is captured)
+        handle = next(handles, None)
         if handle is None or self._place is not None:
             return None if handle is None else (handle, captured)
         # An eager tape does not record operations in an `init_scope`.
@@ -360,8 +360,8 @@ class StepGradient:
         what = f"the gradient of the cell {cell.name!r}"
         self._function = TracedFunction(run, [_TIME, *(x for part in parts for x in part)], what)
         self._function.check_pure(what)
-        # Symbolic gradients, None where there is none.
-        self.found: StepGradients = self._function.results
+        # None where there is no gradient.
+        self.symbolic: StepGradients = self._function.results
 
     def __call__(
         self,

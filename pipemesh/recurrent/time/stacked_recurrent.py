@@ -68,10 +68,10 @@ class LayerStage:
         of_parts = [Structure(part, name) for part, name in zip(parts, names, strict=True)]
         self.structures = Structures(of_parts[0], of_parts[1], of_parts[2], inputs)
         with tf.device(arguments.device):
-            self._theta, self._state0, found = (
+            self._theta, self._state0, values = (
                 structure.tensors(part) for structure, part in zip(of_parts, parts, strict=True)
             )
-        self._accumulators0 = [tf.stop_gradient(x) for x in found]
+        self._accumulators0 = [tf.stop_gradient(x) for x in values]
         if unused_state:
             self._state0 = [tf.stop_gradient(x) for x in self._state0]
         self._check_state()

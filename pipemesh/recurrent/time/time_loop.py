@@ -173,8 +173,8 @@ class CellOutGradient:
         what = f"the gradient of {out.name}"
         self._function = TracedFunction(run, [_TIME, *out.state_specs, *captures, *d_specs], what)
         self._function.check_pure(what)
-        # Symbolic gradients, None where there is none.
-        self.found: CellOutGradients = self._function.results
+        # None where there is no gradient.
+        self.symbolic: CellOutGradients = self._function.results
         self.reads_state = any(n <= num_state for n in self._function.used_arguments() if n > 0)
 
     def __call__(
@@ -347,9 +347,9 @@ class TimeLoop:
         extras_rows = self.extras_rows(size) if self.cell.cell.gradient else []
         differentiable = [i for i, x in enumerate(given.state) if is_differentiable(x)]
         sources = [*given.theta, *captures.cell, *captures.out]
-        found = _summed(gradient.found, out_gradient.found if out_gradient else None)
-        summed = [i for i, grad in enumerate(found) if grad is not None]
-        with_row = [i for i, grad in enumerate(gradient.found.inputs) if grad is not None]
+        symbolic = _summed(gradient.symbolic, out_gradient.symbolic if out_gradient else None)
+        summed = [i for i, grad in enumerate(symbolic) if grad is not None]
+        with_row = [i for i, grad in enumerate(gradient.symbolic.inputs) if grad is not None]
         input_rows = [
             Rows(tf.shape(x)[1:], x.shape[1:], x.dtype, size)
             for x in (given.inputs[i] for i in with_row)

@@ -122,13 +122,13 @@ def _present(groups: Iterable[tuple[tuple[str, ...], Iterable[str]]]) -> list[Pr
 
 def _returned(operations: Sequence[tf.Operation]) -> list[tf.Tensor]:
     """Returns the results of a layer's operations that other operations use, except monitoring."""
-    own = set(operations)
+    inside = set(operations)
     return [
         t
         for op in operations
         for t in op.outputs
         if t.dtype in _CHECKED
-        and any(c not in own and c.type != "StopGradient" for c in t.consumers())
+        and any(c not in inside and c.type != "StopGradient" for c in t.consumers())
     ]
 
 
@@ -184,8 +184,8 @@ def write_note(
 
     A finding is `microbatch * len(groups) + index` of the first probe that is not finite, int64.
     """
-    found = first_not_finite(groups, devices)
-    return tf.where((found >= 0) & (note < 0), microbatch * len(groups) + found, note)
+    first = first_not_finite(groups, devices)
+    return tf.where((first >= 0) & (note < 0), microbatch * len(groups) + first, note)
 
 
 def first_not_finite(
@@ -244,7 +244,7 @@ def raise_unless(
         piece = note // size
         microbatch = tf.strings.as_string(piece // num_slices)
         if num_slices > 1:
-            own = tf.strings.as_string(piece % num_slices)
-            microbatch = tf.strings.join([microbatch, ", slice ", own])
+            slice_number = tf.strings.as_string(piece % num_slices)
+            microbatch = tf.strings.join([microbatch, ", slice ", slice_number])
         message = tf.strings.regex_replace(text, MICROBATCH.replace("{", r"\{"), microbatch)
         return tf.raw_ops.Assert(condition=is_finite, data=[message], summarize=1)

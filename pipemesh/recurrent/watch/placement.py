@@ -128,9 +128,9 @@ def _error(equation: str, names: list[str], result: str, batched: set[int]) -> f
         operands = [tf.compat.v1.placeholder(tf.float16, value.shape) for value in values]
         product = tf.raw_ops.Einsum(inputs=operands, equation=equation)
         with tf.compat.v1.Session() as session:
-            found = session.run(product, dict(zip(operands, values, strict=True)))
+            computed = session.run(product, dict(zip(operands, values, strict=True)))
     exact = np.einsum(wanted, *(value.astype(np.float64) for value in values))
-    return float(np.abs(found - exact).max() / np.abs(exact).max())
+    return float(np.abs(computed - exact).max() / np.abs(exact).max())
 
 
 _ACTION = re.compile(r"(?:^|/)action_(\d+)[FRBIW]\d*(?:_and_every_\d+)?(?:/|$)")
@@ -207,10 +207,10 @@ class Placement:
     def __str__(self) -> str:
         lines = []
         for stage, (wanted, counts) in enumerate(zip(self.wanted, self.found, strict=True)):
-            own = _names(wanted)
-            numbers = " + ".join(str(counts.get(device, 0)) for device in own)
-            line = f"stage {stage} on {', '.join(own)}: {numbers} operations"
-            others = [f"{n} on {d}" for d, n in sorted(counts.items()) if d not in own]
+            expected = _names(wanted)
+            numbers = " + ".join(str(counts.get(device, 0)) for device in expected)
+            line = f"stage {stage} on {', '.join(expected)}: {numbers} operations"
+            others = [f"{n} on {d}" for d, n in sorted(counts.items()) if d not in expected]
             lines.append(", and ".join([line, *others]))
         return "\n".join(lines)
 
