@@ -152,7 +152,7 @@ def scale_stages(num_stages, weights):
     return [Stage(f"s{i}", scale, [weights[i]], [], f"CPU:{i}") for i in range(num_stages)]
 
 
-def test_gradients_flow_through_a_function_that_is_called_eagerly():
+def test_gradients_flow_through_a_function_called_eagerly():
     weights = [tf.Variable(2.0), tf.Variable(3.0)]
 
     @tf.function
@@ -269,7 +269,7 @@ def test_eager_calls_are_errors_that_say_what_to_do():
         pipeline(scale_stages(1, [tf.constant(1.0)]), [tf.ones([2])], gpipe(1, 1))
 
 
-def test_inference_runs_a_schedule_without_backward_and_refuses_gradients():
+def test_a_forward_only_schedule_refuses_gradients():
     @tf.function
     def run(x, train):
         weight = tf.constant(3.0)
@@ -286,9 +286,7 @@ def test_inference_runs_a_schedule_without_backward_and_refuses_gradients():
 @pytest.mark.parametrize("use_resource", [True, False], ids=["resource", "ref"])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("homes", [["CPU:0"], ["CPU:0", "CPU:1"]], ids=["one", "two"])
-def test_constant_ids_that_are_passed_through_come_back_in_a_session(
-    use_resource, num_microbatches, homes
-):
+def test_constant_ids_passed_through_come_back_in_a_session(use_resource, num_microbatches, homes):
     ids = np.arange(16, dtype=np.int32)
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         with tf.compat.v1.variable_scope("", use_resource=use_resource):
@@ -327,8 +325,6 @@ def trained_weight(tape_is_persistent, is_inside):
 
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("is_persistent", [False, True])
-def test_a_persistent_tape_may_be_asked_twice_within_a_function_and_eagerly(
-    is_persistent, is_inside
-):
+def test_a_persistent_tape_gives_its_gradient_twice(is_persistent, is_inside):
     found = trained_weight(is_persistent, is_inside)
     assert [g.numpy().item() for g in found] == [84.0] * (1 + is_persistent)

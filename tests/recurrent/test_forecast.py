@@ -84,7 +84,7 @@ def predict(schedule, compute_dtype=None, **options):
         (Selective(lambda name: name == "narrow"), INPUT + INSIDE),
     ],
 )
-def test_a_device_holds_what_is_kept_of_the_microbatches_in_flight(remat, bytes_each):
+def test_a_device_holds_kept_tensors_of_microbatches_in_flight(remat, bytes_each):
     for schedule, in_flight in [
         (gpipe(4, 8), [8, 8, 8, 8]),
         (one_f_one_b(4, 8), [4, 3, 2, 1]),
@@ -95,13 +95,13 @@ def test_a_device_holds_what_is_kept_of_the_microbatches_in_flight(remat, bytes_
         ]
 
 
-def test_except_last_keeps_all_of_the_microbatch_that_turns_around():
+def test_except_last_keeps_all_of_the_turning_microbatch():
     first, last = predict(one_f_one_b(2, 8), remat="except_last")
     assert first.kept == 2 * INPUT
     assert last.kept == INPUT + INSIDE
 
 
-def test_a_second_half_that_computes_again_is_left_gradients_alone():
+def test_a_recomputing_second_half_is_left_only_gradients():
     once, twice = (predict(zb_h1(4, 8), remat=remat) for remat in ("full", "twice"))
     # Of so many microbatches the first half is done at most. Left to the second one are the input
     # and the gradients of both products, and by `full` also what the second product multiplies.
@@ -110,7 +110,7 @@ def test_a_second_half_that_computes_again_is_left_gradients_alone():
     ]
 
 
-def test_what_an_action_of_its_own_computes_again_is_held_from_there_to_its_backward_pass():
+def test_what_an_R_computes_is_held_until_its_backward_pass():
     schedule = recompute(one_f_one_b(4, 8), stages=[0])
     first, second, *_ = predict(schedule, remat="none")
     assert first.kept == 4 * INPUT + INSIDE
@@ -121,7 +121,7 @@ def test_inference_keeps_nothing():
     assert predict(forward_only(2, 4), remat="none") == [DeviceMemory(WEIGHTS, 0, 0)] * 2
 
 
-def test_half_the_bits_take_half_the_memory_but_not_the_gradients():
+def test_half_precision_halves_memory_except_gradients():
     full, half = predict(gpipe(1, 2)), predict(gpipe(1, 2), compute_dtype="bfloat16")
     assert half[0].weights * 2 == full[0].weights
     assert half[0].kept * 2 == full[0].kept
@@ -130,7 +130,7 @@ def test_half_the_bits_take_half_the_memory_but_not_the_gradients():
 
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_what_follows_from_the_losses_gradient_alone_is_not_kept_for_every_microbatch(remat, loop):
+def test_constants_of_the_losses_gradient_are_not_kept(remat, loop):
     # Ones of the shape of y: a constant, if the optimizer can see it, of each backward action.
     microbatches, rows, width = 32, 1024, 256
     one_mb = rows * width * FLOAT
@@ -181,7 +181,7 @@ def test_a_tensor_that_is_needed_in_several_shapes_counts_once():
     assert device.kept == INPUT + INSIDE
 
 
-def test_between_both_halves_a_tensor_in_several_shapes_counts_once():
+def test_between_halves_a_tensor_in_several_shapes_counts_once():
     """Products of more dims are products of matrices: of the same tensors in another shape."""
 
     def flat(theta, carry, inputs, microbatch, step):

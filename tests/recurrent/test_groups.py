@@ -195,7 +195,7 @@ def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
 
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_nothing_goes_between_the_devices_of_a_replica_but_what_has_to(name, remat):
+def test_no_needless_transfers_inside_a_replica(name, remat):
     schedule, part = SCHEDULES[name], BATCH // 4 * WIDTH * 4
     with tf.Graph().as_default():
         stages = stages_of(schedule, [weights(i) for i in range(2)])

@@ -53,7 +53,7 @@ def test_gradients_are_checked_unless_their_overflow_is_expected(loss_scale):
 
 
 @pytest.mark.parametrize("policy", CHECKS)
-def test_a_loss_scale_and_a_check_of_gradients_exclude_each_other(policy, loss_scale):
+def test_a_loss_scale_excludes_a_check_of_gradients(policy, loss_scale):
     assert Options(check_numerics=policy).check_numerics == policy
     if policy in ("all", "results"):
         with pytest.raises(PipelineError, match=f"check_numerics is '{policy}', but a loss_scale"):
@@ -160,7 +160,7 @@ def test_loss_scaling_saves_gradients_that_vanish_in_float16(inside):
     np.testing.assert_allclose(x, np.full(4, 1e-8), rtol=1e-2)
 
 
-def test_an_overflow_changes_no_weight_and_halves_the_scale_until_it_fits():
+def test_an_overflow_changes_no_weight_and_halves_the_scale():
     weight, scale_of_loss = tf.Variable(1.0), LossScale.create()
 
     @tf.function

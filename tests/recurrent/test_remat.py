@@ -70,7 +70,7 @@ def test_no_policy_is_an_error_that_says_what_is_allowed(remat):
     ],
     ids=["gpipe", "1f1b", "zb_h1", "forward_only"],
 )
-def test_except_last_computes_nothing_again_where_backward_follows_at_once(schedule, kept):
+def test_except_last_keeps_where_backward_follows_at_once(schedule, kept):
     found = policy_of("except_last").modes(schedule)
     assert {pair for pair, mode in found.items() if mode is NONE} == kept
     pairs = {(s, m) for s in range(2) for m in range(schedule.num_microbatches)}
@@ -116,7 +116,7 @@ def test_each_stage_may_have_a_policy_of_its_own(remat):
 
 
 @pytest.mark.parametrize("remat", ["none", "twice", Selective(bool)])
-def test_what_the_schedule_recomputes_is_done_there_whatever_the_others_do(remat):
+def test_an_R_of_the_schedule_overrides_the_policy(remat):
     schedule = recompute(one_f_one_b(2, 3), stages=[0])
     found = modes_of(remat, schedule)
     assert {pair for pair, mode in found.items() if mode.is_apart} == schedule.recomputed()

@@ -119,7 +119,7 @@ def transfers(run):
     return found
 
 
-def test_weights_go_out_once_and_their_gradients_come_back_once_a_step():
+def test_weights_and_their_gradients_are_sent_once_a_step():
     for num_microbatches in (2, 4):
         sent = transfers(trained(one_f_one_b(2, num_microbatches), check_numerics="off"))
         within = [(source.name, a, b) for source, a, b in sent if {a, b} in ({0, 1}, {2, 3})]
@@ -135,7 +135,7 @@ def test_weights_go_out_once_and_their_gradients_come_back_once_a_step():
 
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("use", ["variable", "rows", "tensor"])
-def test_integers_that_are_captured_are_read_once_and_copied_once(use, loop):
+def test_captured_integers_are_read_once_and_copied_once(use, loop):
     numbers = tf.Variable(np.arange(5, dtype=np.int64))
 
     @tf.function(autograph=False)
@@ -295,7 +295,7 @@ def test_the_clock_sees_actions_of_all_replicas():
 
 
 @pytest.mark.serial
-def test_an_action_starts_and_ends_when_its_replicas_do_on_average():
+def test_an_action_has_the_mean_times_of_its_replicas():
     def slow(replica, seconds):
         def wait(part, value):
             time.sleep(seconds * (part % 2 == replica))
@@ -326,7 +326,7 @@ def test_an_action_starts_and_ends_when_its_replicas_do_on_average():
     assert 0.05 <= second.end - second.start < 0.2
 
 
-def test_a_device_that_a_home_names_twice_holds_what_both_replicas_hold():
+def test_a_device_named_twice_holds_both_replicas():
     with tf.Graph().as_default():
         stages = [
             Stage(f"s{i}", forward, [tf.constant(W)], [], home)
@@ -361,7 +361,7 @@ def test_strict_devices_wants_each_replica_on_its_own_device():
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_a_gradient_of_the_inputs_that_is_not_finite_names_its_replica(replica):
+def test_a_nan_gradient_of_the_inputs_names_its_replica(replica):
     @tf.custom_gradient
     def bad_gradient(x):
         return tf.identity(x), lambda dy: tf.where(x == 7.0, np.nan, dy)

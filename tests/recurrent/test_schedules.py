@@ -150,7 +150,7 @@ def test_the_graph_of_a_loop_does_not_grow_with_the_schedule():
 
 
 @pytest.mark.slow
-def test_a_tick_sends_to_a_neighbour_what_one_action_sends_and_no_flags():
+def test_a_tick_sends_one_actions_values_and_no_flags():
     """Without a hold, a flag of each buffer goes to where its data are made, and a copy back."""
 
     @tf.function(autograph=False)

@@ -123,9 +123,7 @@ def mode(request):
 @pytest.mark.parametrize(
     ("mode", "name", "groups", "replicas", "remat", "loop"), CASES, indirect=["mode"]
 )
-def test_loss_gradients_and_trained_weights_equal_the_plain_model(
-    mode, name, groups, replicas, remat, loop
-):
+def test_unequal_homes_equal_the_plain_model(mode, name, groups, replicas, remat, loop):
     run, wanted = mode
     schedule = build(name, len(groups), 6 if replicas == 1 and len(groups) == 3 else 2)
     found = run(lambda theta: pipelined(theta, schedule, groups, replicas, remat=remat, loop=loop))
@@ -151,7 +149,7 @@ def predicted(predict, schedule, groups, change=list):
 
 
 @pytest.mark.parametrize(("groups", "pairs"), [((2, 1), "02 12"), ((1, 2), "01 02")])
-def test_slices_go_straight_to_where_they_are_taken_and_their_gradients_back(groups, pairs):
+def test_slices_and_their_gradients_go_straight(groups, pairs):
     (a, b), (c, d) = pairs.split()
     between = {
         (t.what, t.source[-1] + t.target[-1]): (t.times, t.bytes)
@@ -220,7 +218,7 @@ def wait(x):
     return x
 
 
-def test_a_device_that_has_nothing_to_hand_on_does_not_say_when_an_action_ended():
+def test_a_device_without_results_does_not_time_an_action():
     """The loss comes of the first device of its home; the second one cannot tell when."""
 
     def before(theta, carry, inputs, microbatch, step):
@@ -274,6 +272,6 @@ def test_arrivals_are_devices_of_a_replica(arrivals):
         predicted(predict_memory, gpipe(2, 2), (1, 2), change)
 
 
-def test_without_arrivals_a_slice_goes_to_the_device_of_its_number_counted_around():
+def test_by_default_slices_arrive_modulo_the_devices():
     stage = Stage("s", None, [], [], Home(("CPU:0", "CPU:1"), 1))
     assert stage.input_places([0, 1, 2, 3]) == [0, 1, 0, 1]

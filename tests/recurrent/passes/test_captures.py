@@ -129,9 +129,7 @@ def plain(run, use):
         ],
     ),
 )
-def test_a_captured_weight_gets_its_gradient_summed_over_microbatches_and_stages(
-    run, use, schedule, options
-):
+def test_gradients_of_captured_weights_are_summed(run, use, schedule, options):
     wanted_loss, wanted = plain(run, use)
     if use in INSIDE and "replicas" in options:
         with pytest.raises(PipelineError, match=r"'s0' has replicas and reads the variable of sh"):
@@ -144,7 +142,7 @@ def test_a_captured_weight_gets_its_gradient_summed_over_microbatches_and_stages
         np.testing.assert_allclose(grads[name], grad, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def test_a_captured_weight_is_right_with_the_loss_outside_and_in_few_bits():
+def test_a_captured_weight_with_the_loss_outside_in_bfloat16():
     weight = tf.Variable(VALUES["tied"])
 
     def forward(theta, carry, inputs, microbatch, step):
@@ -163,7 +161,7 @@ def test_a_captured_weight_is_right_with_the_loss_outside_and_in_few_bits():
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.int32])
-def test_a_captured_tensor_with_a_row_for_each_example_is_an_error(dtype):
+def test_a_captured_tensor_with_a_row_per_example_is_an_error(dtype):
     @tf.function(autograph=False)
     def step(mask):
         def forward(theta, carry, inputs, microbatch, step):
@@ -176,7 +174,7 @@ def test_a_captured_tensor_with_a_row_for_each_example_is_an_error(dtype):
         step(tf.ones([8, 1], dtype))
 
 
-def test_captured_weights_and_constants_may_be_as_long_as_the_batch():
+def test_captured_weights_may_be_as_long_as_the_batch():
     position = tf.Variable(tf.ones([4]))
 
     @tf.function(autograph=False)
@@ -203,7 +201,7 @@ def cut_off(theta, x):
 
 @pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), zb_h1(3, 4), gpipe(3, 4)])
 @pytest.mark.parametrize("loop", [False, True])
-def test_weights_below_a_stopped_gradient_have_none_wherever_the_cut_is(schedule, loop):
+def test_weights_below_a_stopped_gradient_have_none(schedule, loop):
     weights = [tf.Variable(2.0) for _ in range(3)]
 
     @tf.function(autograph=False)

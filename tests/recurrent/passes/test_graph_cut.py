@@ -187,7 +187,7 @@ def test_a_shape_that_python_has_set_stays():
         run.get_concrete_function()
 
 
-def test_captured_tensors_become_captures_of_the_function_that_is_built():
+def test_captured_tensors_are_captures_of_the_built_function():
     with tf.Graph().as_default():
         outside = tf.constant([5.0, 6.0])
 

@@ -62,7 +62,7 @@ def types(traced, names):
     return sorted(found[node_of(name)] for name in names)
 
 
-def test_layers_that_are_computed_again_start_from_what_the_others_gave():
+def test_recomputed_layers_start_from_results_of_the_others():
     with tf.Graph().as_default():
         traced = traced_stage()
     cuts = Cuts(traced, lambda node: traced.layers.get(node) == "second")
@@ -106,7 +106,7 @@ def test_the_halves_of_a_backward_pass_share_nothing():
     assert not second & cuts.input_grad_nodes
 
 
-def test_without_gradients_of_inputs_the_first_half_computes_what_weights_share():
+def test_without_input_gradients_I_computes_what_weights_share():
     def forward(theta, carry, inputs, microbatch, step):
         h = tf.tanh(tf.gather(theta[0], inputs[0]))
         return [tf.tanh(tf.matmul(tf.matmul(h, theta[1]), theta[1]))], carry

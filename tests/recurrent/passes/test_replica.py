@@ -127,7 +127,7 @@ def test_what_is_the_same_for_all_replicas_may_be_kept():
     np.testing.assert_allclose(y, ROWS @ W + 2, rtol=1e-4)
 
 
-def test_a_gradient_that_uses_a_tensor_of_another_replica_is_an_error():
+def test_a_gradient_with_another_replicas_tensor_is_an_error():
     kept = []
 
     @tf.custom_gradient

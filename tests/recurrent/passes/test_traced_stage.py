@@ -28,7 +28,7 @@ def graph():
 @pytest.mark.parametrize(
     "name, place", [("first", 2), ("second", 3), ("nowhere", 2), ("strange", 2)]
 )
-def test_a_node_says_where_it_lies_among_the_devices_of_its_replica(name, place):
+def test_a_nodes_device_is_found_among_those_of_its_replica(name, place):
     assert Places(HOME, lambda _: 1, graph(), {}).of(f"{name}:0") == place
 
 

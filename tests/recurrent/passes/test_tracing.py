@@ -42,7 +42,7 @@ def test_replicas_that_do_not_return_alike_are_an_error():
         trace(stage_of(forward), [X], False, 2)
 
 
-def test_the_whole_batch_goes_through_the_stages_before_as_far_as_anybody_asks():
+def test_the_whole_batch_is_traced_only_as_far_as_needed():
     calls = []
 
     def drops(name):

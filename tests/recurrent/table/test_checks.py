@@ -44,7 +44,7 @@ def test_gradients_are_checked_where_the_policy_says(policy):
                     run(tensor)
 
 
-def test_once_somebody_asks_for_gradients_of_inputs_all_others_wait_for_them():
+def test_all_gradients_wait_for_requested_input_gradients():
     with tf.Graph().as_default():
         checks = checks_of("results")
         checks.backward([[tf.zeros([2]), None]], [[empty_note()]])

@@ -142,7 +142,7 @@ def test_each_device_holds_its_slice(remat):
 
 
 @pytest.mark.parametrize(("name", "remat"), [("1f1b", "full"), ("zb_h1", "none")])
-def test_a_slice_goes_out_once_an_action_and_its_gradient_comes_back_once_a_step(name, remat):
+def test_a_slice_is_sent_per_action_its_gradient_per_step(name, remat):
     schedule = ScheduleSpec.from_text(name).build(2, MICROBATCHES)
     run, *_ = step(schedule, remat=remat, loop=False, check_numerics="off")
     with record_placement() as graphs:

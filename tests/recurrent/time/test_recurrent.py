@@ -184,7 +184,7 @@ def test_a_function_that_is_called_eagerly_has_its_gradient():
 
 
 @IN_TF2
-def test_unequal_types_none_and_nested_containers_keep_their_places(run):
+def test_nested_containers_and_none_keep_their_places(run):
     def cell(theta, state, inputs):
         assert theta["none"] is None and inputs[1] is None and state[0] is None
         h = state[1]["h"] * theta["list"][0] + inputs[0] + tf.cast(inputs[2], tf.float32)
@@ -214,7 +214,7 @@ def test_unequal_types_none_and_nested_containers_keep_their_places(run):
     assert_equal(run(without_none(Recurrent), values), run(without_none(plain), values))
 
 
-def test_gradients_of_rows_looked_up_in_a_table_are_summed_over_time(run):
+def test_gradients_of_table_rows_are_summed_over_time(run):
     ids = tf.constant(np.array([[0, 2, 2], [1, 2, 0], [3, 3, 1], [0, 0, 0], [2, 1, 3]]))
 
     def cell(theta, state, inputs):
@@ -227,7 +227,7 @@ def test_gradients_of_rows_looked_up_in_a_table_are_summed_over_time(run):
     assert_equals_plain(run, lambda f, v: build(f, v), {k: WEIGHTS[k] for k in ("w", "m")})
 
 
-def test_lengths_and_batches_may_be_known_only_when_the_step_runs():
+def test_lengths_and_batches_may_be_dynamic():
     weights = {name: tf.Variable(WEIGHTS[name]) for name in ("gates", "bias")}
 
     def build(recurrent, c, m, x):
@@ -278,7 +278,7 @@ def tanh_cell_grad(theta, state, inputs, extras, d_state1):
 
 
 @pytest.mark.parametrize("extras", [None, {"m1": tf.zeros([BATCH, WIDTH])}])
-def test_the_gradient_that_the_user_gives_is_used_and_gets_the_extras(run, extras):
+def test_the_users_gradient_is_used_and_gets_the_extras(run, extras):
     @tf.custom_gradient
     def tripled(x):
         return tf.identity(x), lambda d: 3.0 * d
@@ -403,7 +403,7 @@ def test_accumulators_go_from_step_to_step_and_have_no_gradient(run):
     assert_equals_plain(run, build, chosen("w", "m"))
 
 
-def test_captured_tensors_get_their_gradient_where_they_are_allowed(run):
+def test_allowed_captured_tensors_get_their_gradient(run):
     def build(recurrent, v, how="all"):
         scale, shift = 2.0 * v["u"], tf.constant(0.5)
 
@@ -482,7 +482,7 @@ def test_variables_that_are_allowed_get_their_gradient(run):
     )
 
 
-def test_a_cell_may_read_the_step_which_is_that_of_the_call_in_both_passes():
+def test_a_cell_reads_the_same_step_in_both_passes():
     step, w = tf.Variable(3, dtype=tf.int64, trainable=False), tf.Variable(2.0)
 
     def cell(theta, state, inputs):
@@ -506,7 +506,7 @@ def test_a_variable_that_a_branch_reads_is_an_error(run):
         run(build, {"w": WEIGHTS["w"]})
 
 
-def test_a_variable_that_the_cell_writes_is_an_error_that_says_so():
+def test_a_variable_that_the_cell_writes_is_an_error():
     count = tf.Variable(0.0, trainable=False)
 
     def body(m):
@@ -548,7 +548,7 @@ def test_checks_are_kept_and_fail_at_the_step_that_breaks_them():
         call(tf.constant([1.0, 3.0]))
 
 
-def test_dropout_differs_from_step_to_step_and_is_the_same_when_recomputed(run):
+def test_dropout_differs_by_step_and_is_recomputed_alike(run):
     def build(v, masks=None):
         def cell(theta, state, inputs):
             dropped = tf.nn.dropout(tf.ones([BATCH, WIDTH]), 0.5)
@@ -597,7 +597,7 @@ def test_seeds_of_lingvos_layers_differ_from_step_to_step_too():
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
-def test_gradients_of_half_precision_weights_are_summed_in_float32(dtype):
+def test_half_precision_gradients_are_summed_in_float32(dtype):
     length = 3000 if dtype == tf.float16 else 512
     w = tf.Variable(tf.ones([], dtype))
 
@@ -645,7 +645,7 @@ def test_a_recurrent_network_may_be_the_cell_of_another(run):
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_a_recurrent_network_with_dropout_may_be_a_stage_of_a_pipeline(num_microbatches):
+def test_a_recurrent_net_with_dropout_may_be_a_stage(num_microbatches):
     x = random(8, 5, WIDTH)
     w = tf.Variable(WEIGHTS["w"])
 
@@ -677,7 +677,7 @@ def test_a_recurrent_network_with_dropout_may_be_a_stage_of_a_pipeline(num_micro
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_the_graph_does_not_grow_with_the_length_and_keeps_states_only():
+def test_the_graph_does_not_grow_and_keeps_only_states():
     def graph_of(length):
         @tf.function(autograph=False)
         def run(w, u, m, x):
@@ -737,7 +737,7 @@ def test_a_gradient_of_the_gradient_is_an_error():
         second()
 
 
-def test_a_gradient_through_extras_beside_the_users_gradient_is_an_error():
+def test_extras_beside_the_users_gradient_have_no_gradient():
     w = tf.Variable(WEIGHTS["w"])
     with tf.GradientTape() as tape:
         _, state, extras = Recurrent(

@@ -236,7 +236,7 @@ def assert_equal(got, want, **tolerance):
     in_turn(list(RUNNERS), [(1, None), (2, 3), (4, None)]),
     indirect=["mode"],
 )
-def test_outputs_final_states_and_all_gradients_equal_the_plain_loop(mode, num_devices, num_chunks):
+def test_outputs_states_and_gradients_equal_the_plain_loop(mode, num_devices, num_chunks):
     run, want = mode
     assert all(np.any(grad) for grad in want[1].values())
     build = functools.partial(build_stacked, num_devices=num_devices, num_chunks=num_chunks)
@@ -366,7 +366,7 @@ def test_captured_tensors_and_variables_get_their_gradient(mode, inside):
 
 
 @pytest.mark.slow
-def test_dropout_is_the_same_on_any_number_of_devices_and_differs_in_time():
+def test_dropout_is_alike_on_any_devices_and_differs_in_time():
     def cell(theta, state, inputs):
         state1, _ = lstm(theta, state, inputs)
         state1.m = tf.nn.dropout(state1.m, 0.5)
@@ -433,7 +433,7 @@ def test_lists_of_another_length_than_the_devices_are_errors(changes, message):
 
 
 @pytest.mark.slow
-def test_results_and_gradients_are_those_of_lingvos_stacked_recurrent():
+def test_results_and_gradients_equal_lingvos_stack():
     def cell(theta, state, inputs):
         # In lingvo no state may be an integer.
         state1, extras = lstm(theta, py_utils.NestedMap(**state, steps=0), inputs)

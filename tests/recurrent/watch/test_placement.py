@@ -69,7 +69,7 @@ def on_a_gpu_alone(x):
 
 
 @pytest.mark.parametrize("change", [on_another_device, in_a_loop])
-def test_an_operation_that_is_pinned_elsewhere_is_named_before_the_first_step(change):
+def test_an_operation_pinned_elsewhere_is_named(change):
     with pytest.raises(DeviceError) as caught:
         run(change).get_concrete_function()
     message = str(caught.value)
