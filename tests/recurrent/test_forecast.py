@@ -17,7 +17,6 @@ from pipemesh.recurrent import (
     pipeline_loss,
     predict_memory,
     predict_transfers,
-    record_placement,
 )
 from pipemesh.recurrent.forecast import DeviceMemory, Sizes
 from pipemesh.recurrent.table.machine import GRADS, KEPT, OUTPUTS
@@ -32,6 +31,7 @@ from pipemesh.schedule import (
     recompute,
     zb_h1,
 )
+from tests.recurrent.sends import sends
 from tests.recurrent.table.small import MICROBATCHES, X, small_stages
 
 
@@ -248,24 +248,13 @@ def sent(schedule, homes, owner, check_numerics="off"):
             variable.assign_sub(grad)
         seen.assign(loss)
 
-    with record_placement() as graphs:
-        run()
     found = collections.defaultdict(list)
-    for graph in graphs.partition_graphs:
-        nodes = {node.name: node for node in graph.node}
-        for node in graph.node:
-            # What waits for an operation elsewhere gets a constant from there.
-            if node.op == "_Send" and "/ctrl/" not in node.input[0]:
-                # Checks say by flags and numbers what they have found.
-                if check_numerics != "off" and node.attr["T"].type != tf.float32.as_datatype_enum:
-                    continue
-                source, target = (
-                    f"CPU:{node.attr[f'{end}_device'].s.decode()[-1]}" for end in ("send", "recv")
-                )
-                made = nodes[node.input[0].split(":")[0]]
-                shape = made.attr["shape"].shape if "shape" in made.attr else None
-                size = None if shape is None else tuple(dim.size for dim in shape.dim)
-                found[source, target].append(size)
+    for made, dtype, source, target in sends(run):
+        # Checks say by flags and numbers what they have found.
+        if check_numerics == "off" or dtype == tf.float32.as_datatype_enum:
+            shape = made.attr["shape"].shape if "shape" in made.attr else None
+            size = None if shape is None else tuple(dim.size for dim in shape.dim)
+            found[f"CPU:{source}", f"CPU:{target}"].append(size)
     return found
 
 

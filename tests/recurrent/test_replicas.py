@@ -21,6 +21,7 @@ from pipemesh.recurrent import (
 )
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.schedule.builders import build
+from tests.recurrent.sends import sends
 from tests.recurrent.stack import RUNNERS, pipelined, plain
 
 
@@ -104,25 +105,10 @@ def test_each_replica_runs_on_its_own_device():
         assert abs(first - second) <= 0.2 * first, str(placement)
 
 
-def transfers(run):
-    """What goes between devices in a step: for each tensor the shape and the devices' numbers."""
-    with record_placement() as graphs:
-        run()
-    found = []
-    for graph in graphs.partition_graphs:
-        shapes = {node.name: node for node in graph.node}
-        for node in graph.node:
-            if node.op == "_Send":
-                source = shapes[node.input[0].split(":")[0]]
-                devices = [node.attr[f"{end}_device"].s.decode()[-1] for end in ("send", "recv")]
-                found.append((source, *map(int, devices)))
-    return found
-
-
 def test_weights_and_their_gradients_are_sent_once_a_step():
     for num_microbatches in (2, 4):
-        sent = transfers(trained(one_f_one_b(2, num_microbatches), check_numerics="off"))
-        within = [(source.name, a, b) for source, a, b in sent if {a, b} in ({0, 1}, {2, 3})]
+        sent = sends(trained(one_f_one_b(2, num_microbatches), check_numerics="off"))
+        within = [(source.name, a, b) for source, _, a, b in sent if {a, b} in ({0, 1}, {2, 3})]
         # A copy of the weight goes out, the sum of its gradients and the loss come back.
         weights = [name for name, a, b in within if a < b]
         back = [name for name, a, b in within if a > b]
@@ -174,7 +160,7 @@ def checked(theta, carry, inputs, microbatch, step):
 
 def test_checks_inside_of_a_stage_keep_gradients_where_they_are():
     run = trained(one_f_one_b(2, 4), forwards=(checked, squares), check_numerics="off")
-    sent = [source.name for source, a, b in transfers(run) if (a, b) == (1, 0)]
+    sent = [source.name for source, _, a, b in sends(run) if (a, b) == (1, 0)]
     # Of a microbatch nothing comes back.
     assert [name for name in sent if "AddN" in name] == []
     assert [name for name in sent if "F" in name.split("/")[0]] == []

@@ -18,10 +18,10 @@ from pipemesh.recurrent import (
     pipeline_loss,
     predict_memory,
     predict_transfers,
-    record_placement,
 )
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.schedule.builders import build
+from tests.recurrent.sends import sends
 from tests.recurrent.stack import (
     BATCH,
     IDS,
@@ -200,17 +200,11 @@ def test_nothing_else_is_sent_at_the_boundary():
         for variable, grad in zip(each, tape.gradient(loss, each), strict=True):
             variable.assign_sub(tf.convert_to_tensor(grad))
 
-    with record_placement() as graphs:
-        run()
-    counts = collections.Counter()
-    for graph in graphs.partition_graphs:
-        for node in graph.node:
-            if node.op == "_Send" and node.attr["T"].type == tf.float32.as_datatype_enum:
-                ends = (node.attr[f"{end}_device"].s.decode()[-1] for end in ("send", "recv"))
-                counts["".join(ends)] += 1
+    floats = tf.float32.as_datatype_enum
+    counts = collections.Counter((a, b) for _, dtype, a, b in sends(run) if dtype == floats)
     # Of four microbatches a slice each way on each way; the labels go along, their gradients do
     # not, since nobody asks for them.
-    assert (counts["02"], counts["12"], counts["20"], counts["21"]) == (8, 4, 4, 4)
+    assert [counts[pair] for pair in ((0, 2), (1, 2), (2, 0), (2, 1))] == [8, 4, 4, 4]
 
 
 def wait(x):

@@ -13,12 +13,12 @@ from pipemesh.recurrent import (
     pipeline_loss,
     predict_memory,
     predict_transfers,
-    record_placement,
 )
 from pipemesh.recurrent.table.machine import (
     State,
 )
 from pipemesh.schedule import ScheduleSpec
+from tests.recurrent.sends import sends
 
 
 def stages():
@@ -145,15 +145,7 @@ def test_each_device_holds_its_slice(remat):
 def test_a_slice_is_sent_per_action_its_gradient_per_step(name, remat):
     schedule = ScheduleSpec.from_text(name).build(2, MICROBATCHES)
     run, *_ = step(schedule, remat=remat, loop=False, check_numerics="off")
-    with record_placement() as graphs:
-        run()
-    slices = collections.Counter()
-    for graph in graphs.partition_graphs:
-        for node in graph.node:
-            # What waits for an operation elsewhere gets a constant from there.
-            if node.op == "_Send" and "/ctrl/" not in node.input[0]:
-                ends = (node.attr[f"{end}_device"].s.decode()[-1] for end in ("send", "recv"))
-                slices[tuple(f"CPU:{end}" for end in ends)] += 1
+    slices = collections.Counter((f"CPU:{a}", f"CPU:{b}") for *_, a, b in sends(run))
     found = predicted(predict_transfers, schedule, remat=remat)
     wanted = collections.Counter()
     for transfer in found:
