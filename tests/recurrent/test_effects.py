@@ -42,7 +42,6 @@ def run_tf1(build):
 
 MODES = pytest.mark.parametrize("run", [run_tf1, run_tf2])
 WAYS = [{}, {"loop": True}, {"remat": "none"}, {"check_numerics": "all"}]
-OPTIONS = pytest.mark.parametrize("options", WAYS, ids=["actions", "loop", "none", "all"])
 
 
 def asserted(x):
