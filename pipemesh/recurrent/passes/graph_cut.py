@@ -30,7 +30,11 @@ def use_first(
     layer_of: Mapping[str, str],
     kept: Container[str],
 ) -> None:
-    """Makes nodes use the first of all nodes that compute the same, in place; see the module.
+    """Makes nodes use the first of all nodes that compute the same, in place.
+
+    TensorFlow's optimizer does the same, but after pasting: again in each copy of each part, at a
+    cost that grows with the number of copies. Python traces a new constant for each number, so
+    every second or third node of a layer is a duplicate.
 
     Nodes are in topological order, without control dependencies. No node is removed, because unused
     nodes are not pasted. Nodes stay distinct if they belong to different layers (except constants),
@@ -254,6 +258,8 @@ class GraphCut:
                 node.attr.pop("message", None)
         used = {tensor_name(s) for node in nodes for s in node.input} & given.keys()
         input_map = {name: given[name] for name in used}
+        # In an action that is not due this tensor is dead, so no collective of a group runs, even one
+        # with a constant input: its peers would not run.
         if collectives_after is not None:
             for node in part.node:
                 if node.op in COLLECTIVES:

@@ -43,8 +43,9 @@ class Buffers:
     """
 
     def __init__(self, machine: Machine, stages: Sequence[Stage], sizes: Mapping[Any, int]) -> None:
-        # `sizes`: maximum number of values.
+        # Lists of channels, with None for a missing tensor, and lists with other names.
         self.handles: dict[Any, Grads] = {}
+        # Devices of buffers that are not beside what makes their values.
         self.elsewhere: dict[Key, list[str]] = {}
         self._machine = machine
         self._stages = stages

@@ -18,7 +18,11 @@ from pipemesh.recurrent.passes.captures import name_of
 
 
 class OutsideReads:
-    """A reader of variables in the scope where it is created, for a function traced inside."""
+    """A reader of variables in the scope where it is created, for a function traced inside.
+
+    A variable may change between the passes of a loop, as the global step does. If the loop read
+    it, the backward pass would use another value. Read once outside, it is a captured tensor.
+    """
 
     def __init__(self) -> None:
         # A graph, or None in eager mode.
