@@ -258,8 +258,8 @@ class GraphCut:
                 node.attr.pop("message", None)
         used = {tensor_name(s) for node in nodes for s in node.input} & given.keys()
         input_map = {name: given[name] for name in used}
-        # In an action that is not due this tensor is dead, so no collective of a group runs, even one
-        # with a constant input: its peers would not run.
+        # In an action that is not due this tensor is dead, so no collective of a group runs, even
+        # one with a constant input: its peers would not run.
         if collectives_after is not None:
             for node in part.node:
                 if node.op in COLLECTIVES:
