@@ -80,7 +80,7 @@ def test_a_chunk_keeps_its_inputs_and_the_states_that_are_read(
     assert large == want
 
 
-LAYERS, LENGTH, BATCH, WIDTH = 4, 6, 3, 4
+LAYERS, LENGTH, BATCH, WIDTH = 3, 5, 3, 4
 RNG = np.random.default_rng(0)
 
 
@@ -233,7 +233,7 @@ def assert_equal(got, want, **tolerance):
 
 @pytest.mark.parametrize(
     ("mode", "num_devices", "num_chunks"),
-    in_turn(list(RUNNERS), [(1, None), (2, 3), (4, None)]),
+    in_turn(list(RUNNERS), [(1, None), (2, 3), (3, None)]),
     indirect=["mode"],
 )
 def test_outputs_states_and_gradients_equal_the_plain_loop(mode, num_devices, num_chunks):
@@ -253,13 +253,12 @@ def test_a_loss_of_the_outputs_alone_trains_all_layers():
 
 
 @pytest.mark.slow
-def test_a_loss_of_one_final_state_trains_the_layers_up_to_it(mode):
+def test_a_loss_of_one_final_state_trains_the_layers_up_to_it():
     def loss(results):
         return tf.reduce_sum(tf.sin(results[1][1].c))
 
-    run, _ = mode
-    want = run(build_plain, VALUES, loss=loss)
-    got = run(build_stacked, VALUES, loss=loss)
+    want = run_tf2(build_plain, VALUES, loss=loss)
+    got = run_tf2(build_stacked, VALUES, loss=loss)
     assert_equal(got, want)
     assert np.any(got[1]["gates0"]) and not np.any(got[1].get("gates2", 0))
 
@@ -377,7 +376,7 @@ def test_dropout_is_alike_on_any_devices_and_differs_in_time():
             return build_stacked(v, count, cell_fns=cell)
 
     want = run_tf2(functools.partial(build, count=1), VALUES)
-    assert_equal(run_tf2(functools.partial(build, count=4), VALUES), want)
+    assert_equal(run_tf2(functools.partial(build, count=LAYERS), VALUES), want)
     kept = {(row != 0).tobytes() for row in np.array(want[0][0].x)}
     assert len(kept) == LENGTH
 
@@ -403,7 +402,7 @@ def test_every_layer_is_computed_on_its_device_in_both_passes():
     @tf.function(autograph=False)
     def run():
         with tf.GradientTape() as tape:
-            loss = loss_of(build_stacked(variables, 4))
+            loss = loss_of(build_stacked(variables, LAYERS))
         return tape.gradient(loss, variables)
 
     with record_placement() as graphs:
@@ -411,19 +410,19 @@ def test_every_layer_is_computed_on_its_device_in_both_passes():
     nodes = [n for graph in graphs.partition_graphs for n in graph.node if "MatMul" in n.op]
     used = [node.device.rsplit(":", 1)[1] for node in nodes]
     counts = {device: used.count(device) for device in used}
-    assert sorted(counts) == ["0", "1", "2", "3"]
+    assert sorted(counts) == ["0", "1", "2"]
     assert len(set(counts.values())) == 1, counts
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"devices": ["CPU:0"] * 3}, "3 devices.*4 thetas"),
+        ({"devices": ["CPU:0"] * 2}, "2 devices.*3 thetas"),
         ({"devices": []}, "at least one"),
-        ({"cell_fns": [lstm] * 3}, "3 cell_fns.*4"),
-        ({"cell_outs": [lstm_out] * 5}, "5 cell_outs.*4"),
-        ({"accumulator_layers": [None]}, "1 accumulator_layers.*4"),
-        ({"init_states": []}, "0 init_states.*4"),
+        ({"cell_fns": [lstm] * 2}, "2 cell_fns.*3"),
+        ({"cell_outs": [lstm_out] * 5}, "5 cell_outs.*3"),
+        ({"accumulator_layers": [None]}, "1 accumulator_layers.*3"),
+        ({"init_states": []}, "0 init_states.*3"),
         ({"inputs": py_utils.NestedMap()}, "inputs have no tensor"),
     ],
 )
@@ -449,7 +448,7 @@ def test_results_and_gradients_equal_lingvos_stack():
             v,
             stacked=stacked,
             # lingvo wants whole names.
-            devices=[f"/job:localhost/replica:0/task:0/device:{d}" for d in devices_of(4)],
+            devices=[f"/job:localhost/replica:0/task:0/device:{d}" for d in devices_of(LAYERS)],
             cell_fns=cell,
             cell_out_grads=out_grad,
             init_states=states,
