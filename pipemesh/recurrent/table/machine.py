@@ -67,13 +67,6 @@ def given(kind: str, stage: int) -> list[Channel]:
     return [Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].gives]
 
 
-class Slot(NamedTuple):
-    """A channel's value for one microbatch."""
-
-    channel: Channel
-    microbatch: int
-
-
 Tokens = list[list[list[tf.Operation]]]
 
 

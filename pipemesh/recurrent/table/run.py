@@ -23,10 +23,8 @@ from pipemesh.recurrent.table.loop import Loop
 from pipemesh.recurrent.table.machine import (
     GRADS,
     OUTPUTS,
-    Channel,
     Kind,
     Machine,
-    Slot,
     State,
     empty_notes,
 )
@@ -60,7 +58,7 @@ class ActionByAction:
         self._modes = modes
         self._stages = stages
         self._cutting = cutting
-        self._values: dict[Slot, list[Any]] = {}
+        self._values: dict[tuple[Kind[Any], int, int], list[Any]] = {}
         self._put(OUTPUTS, -1, inputs, stages[0].device)
 
     def perform(self, actions: Sequence[Action]) -> None:
@@ -78,11 +76,11 @@ class ActionByAction:
 
     def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
         """Returns a value of the current microbatch."""
-        return self._values[Slot(Channel(kind, stage), self._microbatch)]
+        return self._values[kind, stage, self._microbatch]
 
     def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
         """Stores a value for the current microbatch."""
-        self._values[Slot(Channel(kind, stage), self._microbatch)] = [*value]
+        self._values[kind, stage, self._microbatch] = [*value]
 
     def seed(self, output_grads: Grads) -> None:
         """Splits the gradients of the outputs of the whole batch."""
@@ -90,9 +88,8 @@ class ActionByAction:
 
     def seed_all(self, grads: Grads) -> None:
         """Gives the outputs of every part of the batch the same gradients."""
-        channel = Channel(GRADS, len(self._stages))
         for m in range(self._cutting.num_pieces):
-            self._values[Slot(channel, m)] = grads * self._cutting.replicas
+            self._values[GRADS, len(self._stages), m] = grads * self._cutting.replicas
 
     def outputs(self) -> Tensors:
         """Returns the last stage's outputs for the whole batch."""
@@ -106,7 +103,7 @@ class ActionByAction:
         replicas = self._cutting.replicas
         by_part = []
         for m in range(self._cutting.num_pieces):
-            values = self._values[Slot(Channel(kind, stage), m)]
+            values = self._values[kind, stage, m]
             count = len(values) // replicas
             by_part += [values[replica * count :][:count] for replica in range(replicas)]
         devices, places = self._stages[stage].devices, self._machine.places(kind, stage)
@@ -124,7 +121,7 @@ class ActionByAction:
         with tf.device(device):
             pieces = [none if t is None else split(t, self._cutting) for t in tensors]
         for m in range(self._cutting.num_pieces):
-            self._values[Slot(Channel(kind, stage), m)] = [
+            self._values[kind, stage, m] = [
                 piece[m][replica] for replica in range(self._cutting.replicas) for piece in pieces
             ]
 
