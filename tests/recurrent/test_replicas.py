@@ -50,7 +50,7 @@ def assert_equal(mode, schedule, replicas, **options):
     [
         ("tf1", "gpipe", 2, 2, 2, "full", False),
         ("tf2", "1f1b", 3, 3, 2, "none", True),
-        ("tf2", "1f1b", 2, 4, 3, "except_last", False),
+        ("tf2", "1f1b", 2, 2, 3, "except_last", False),
         ("tf1", "interleaved:2", 2, 2, 2, "full", True),
         ("tf1", "zb_h1", 2, 3, 2, "full", False),
         ("tf2", "zb_v", 2, 3, 2, "none", True),
