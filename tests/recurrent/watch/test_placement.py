@@ -224,17 +224,9 @@ def metadata(*nodes):
     return found
 
 
-CPU_0, CPU_1 = (f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(2))
-
-
 def test_other_tasks_are_told_apart():
     found = metadata(("action_0F0/x", "/job:worker/replica:0/task:1/device:GPU:0"))
     placement = Placement.of(found, ["/job:worker/task:1/device:GPU:0"])
     placement.check()
     with pytest.raises(DeviceError, match="instead of GPU:0"):
         Placement.of(found, ["GPU:0"]).check()
-
-
-def test_a_stage_that_is_not_there_is_an_error():
-    with pytest.raises(DeviceError, match="knows no operation of stage 1; record the first step"):
-        Placement.of(metadata(("action_0F0/x", CPU_0)), ["CPU:0", "CPU:1"])
