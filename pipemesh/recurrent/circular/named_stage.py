@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.lowering.captures import call_alone, check_no_layers_axis, lost_in_layer
+from pipemesh.lowering.differentiate import call_alone, check_no_layers_axis, lost_in_layer
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Dim, Shape
