@@ -21,8 +21,8 @@ from pipemesh.recurrent.table.machine import (
     PENDING,
     REMADE,
     Kind,
-    given,
-    taken,
+    channels_read,
+    channels_written,
 )
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Action, Schedule
@@ -241,8 +241,10 @@ def memory_of(run: Run) -> list[DeviceMemory]:
             for action in row:
                 stage, m = action.stage, action.microbatch
                 is_recomputed = (stage, m) in recomputed
-                changes = [(1, channel) for channel in given(action.kind, stage)]
-                changes += [(-1, channel) for channel in taken(action.kind, stage, is_recomputed)]
+                changes = [(1, channel) for channel in channels_written(action.kind, stage)]
+                changes += [
+                    (-1, channel) for channel in channels_read(action.kind, stage, is_recomputed)
+                ]
                 held += sum(
                     sign * sizes.values(channel.kind, stage, place, m)
                     for sign, channel in changes

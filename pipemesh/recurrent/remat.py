@@ -150,9 +150,9 @@ def policy_of(remat: AnyRemat) -> RematPolicy:
     if not value.is_custom:
         return _Planned(value)
     allowed = ", ".join(REMAT_POLICIES)
-    given = str(remat) if isinstance(remat, Remat) else remat
+    text = str(remat) if isinstance(remat, Remat) else remat
     raise PipelineError(
-        f"remat is {given!r}; allowed are {allowed}, one of them for each stage with commas "
+        f"remat is {text!r}; allowed are {allowed}, one of them for each stage with commas "
         "between, Selective(predicate) and ByStage(policies)"
     )
 

@@ -154,9 +154,9 @@ class GraphCut:
         """True if the graph has collectives, which two calls of one function would confuse."""
         return bool(self._groups)
 
-    def used(self, tensors: Iterable[str], given: Iterable[str]) -> set[str]:
+    def used(self, tensors: Iterable[str], arguments: Iterable[str]) -> set[str]:
         """Returns the tensors of `given` that are needed to compute `tensors`."""
-        stop = set(given)
+        stop = set(arguments)
         used = stop & set(tensors)
         for node in self.ancestors(tensors, stop):
             used |= stop.intersection(map(tensor_name, self._nodes[node].input))
@@ -243,10 +243,10 @@ class GraphCut:
         """Rebuilds in the current graph the nodes that compute `fetches` from `values`."""
         # Inside a function that is being built; the function captures them.
         graph: Any = tf.compat.v1.get_default_graph()
-        given = {name: graph.capture(tensor) for name, tensor in self._captures.items()}
-        given.update(values)
-        computed = [name for name in dict.fromkeys(fetches) if name not in given]
-        keep = self.ancestors([*computed, *(f"{name}:0" for name in effects)], cuts=given)
+        replacements = {name: graph.capture(tensor) for name, tensor in self._captures.items()}
+        replacements.update(values)
+        computed = [name for name in dict.fromkeys(fetches) if name not in replacements]
+        keep = self.ancestors([*computed, *(f"{name}:0" for name in effects)], cuts=replacements)
         part = tf.compat.v1.GraphDef(versions=self._graph_def.versions)
         part.library.CopyFrom(self._graph_def.library)
         nodes = [node for node in self._graph_def.node if node.name in keep]
@@ -256,8 +256,8 @@ class GraphCut:
             if node.op in CHECK_AND_HAND_ON and node.name in checked:
                 node.op = "Identity"
                 node.attr.pop("message", None)
-        used = {tensor_name(s) for node in nodes for s in node.input} & given.keys()
-        input_map = {name: given[name] for name in used}
+        used = {tensor_name(s) for node in nodes for s in node.input} & replacements.keys()
+        input_map = {name: replacements[name] for name in used}
         # In an action that is not due this tensor is dead, so no collective of a group runs, even
         # one with a constant input: its peers would not run.
         if collectives_after is not None:
@@ -275,7 +275,7 @@ class GraphCut:
         for name, tensor in result.items():
             # Shapes that Python code has set are not part of a graph's definition.
             tensor.set_shape(self._graph.get_tensor_by_name(name).shape)
-        return [given[name] if name in given else result[name] for name in fetches]
+        return [replacements[name] if name in replacements else result[name] for name in fetches]
 
 
 def tensor_name(source: str) -> str:

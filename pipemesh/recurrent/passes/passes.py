@@ -116,8 +116,8 @@ class Cuts:
         traced = self._traced
         known = (self.computed & self.per_microbatch) - self.again
         # Placeholders cannot be recomputed, and a replica does not compute a tensor of another one.
-        given = [*traced.carry, *traced.handed_on, *traced.inputs]
-        known |= {node_of(name) for name in given}
+        placeholders = [*traced.carry, *traced.handed_on, *traced.inputs]
+        known |= {node_of(name) for name in placeholders}
         known -= {node_of(name) for name in traced.scalars}
         # A reshaped tensor is the same memory: keeping it separately would count it twice.
         known -= traced.cut.reshapes(self.computed)
@@ -227,10 +227,10 @@ class Passes:
         known: dict[str, tf.Tensor] = {}
         parts = zip(self._traced.replicas, self._parts("F"), notes, strict=True)
         for number, (replica, part, note) in enumerate(parts):
-            mine = inputs[number * len(replica.inputs) :][: len(replica.inputs)]
-            given = [t.name for t in [*replica.carry, *replica.inputs]]
-            known.update(zip(given, [*carry, *mine], strict=True))
-            results, note = part([*theta, *carry, *mine, *scalars], note)
+            replica_inputs = inputs[number * len(replica.inputs) :][: len(replica.inputs)]
+            argument_names = [t.name for t in [*replica.carry, *replica.inputs]]
+            known.update(zip(argument_names, [*carry, *replica_inputs], strict=True))
+            results, note = part([*theta, *carry, *replica_inputs, *scalars], note)
             count = len(replica.outputs)
             outputs += results[:count]
             carry, kept = results[count:][: len(carry)], results[count + len(carry) :]
@@ -274,15 +274,15 @@ class Passes:
         self, theta: Tensors, kept: Tensors, grads: Tensors, scalars: Tensors, notes: Tensors
     ) -> BackwardResult:
         """Runs the half that other stages wait for; arguments as those of `backward`."""
-        given = self.cuts.arguments("I")
-        known = dict(zip(given, [*kept, *grads], strict=True))
+        argument_names = self.cuts.arguments("I")
+        known = dict(zip(argument_names, [*kept, *grads], strict=True))
         upstream: Tensors = []
         new_notes: Tensors = []
         for number, (part, note) in enumerate(zip(self._parts("I"), notes, strict=True)):
             results, note = part([*theta, *kept, *grads, *scalars], note)
             count = len(self._upstream_names(number))
             upstream += results[:count]
-            pending = self._own(self.cuts.pending, number, given)
+            pending = self._own(self.cuts.pending, number, argument_names)
             known.update(zip(pending, results[count:], strict=True))
             new_notes.append(note)
         pending = [known[name] for name in self.cuts.pending]
@@ -360,10 +360,10 @@ class Passes:
         """Names of the arguments of forward functions, which need not be returned."""
         return {*self._traced.carry, *self._traced.handed_on, *self._traced.inputs}
 
-    def _own(self, names: Sequence[str], number: int, given: Container[str]) -> list[str]:
+    def _own(self, names: Sequence[str], number: int, arguments: Container[str]) -> list[str]:
         """Returns the names that a replica computes, because they are not given."""
         replica = self._traced.replica
-        return [name for name in names if name not in given and replica(name) == number]
+        return [name for name in names if name not in arguments and replica(name) == number]
 
     def _upstream_names(self, number: int) -> list[str]:
         """Returns the gradients of a replica that other actions wait for."""

@@ -168,9 +168,11 @@ def join(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
         rows = []
         for m in range(cutting.num_microbatches):
             for replica in range(replicas):
-                mine = parts[m * slices * replicas + replica :: replicas][:slices]
+                pieces = parts[m * slices * replicas + replica :: replicas][:slices]
                 is_sliced = cutting.is_sliced(parts[0].shape)
-                rows.append(tf.concat(mine, cutting.sequence_dim) if is_sliced else tf.add_n(mine))
+                rows.append(
+                    tf.concat(pieces, cutting.sequence_dim) if is_sliced else tf.add_n(pieces)
+                )
         parts = rows
     return parts[0] if len(parts) == 1 else tf.concat(parts, axis=cutting.batch_dim)
 

@@ -35,13 +35,16 @@ class Places:
     """
 
     def __init__(
-        self, home: Home, replica: Callable[[str], int], graph: Any, given: Mapping[str, int]
+        self,
+        home: Home,
+        replica: Callable[[str], int],
+        graph: Any,
+        argument_places: Mapping[str, int],  # of placeholders, within a replica
     ) -> None:
-        # `given`: of placeholders of arguments, within a replica.
         self._home = home
         self._replica = replica
         self._graph = graph
-        self._given = given
+        self._given = argument_places
         self._numbers: dict[tuple[str, int], int] = {}
 
     def of(self, name: str) -> int:
@@ -198,8 +201,8 @@ class TracedStage:
         for number, replica in enumerate(self.replicas):
             for begin, end in replica.operations:
                 numbers.update((op.name, number) for op in operations[begin:end])
-            given = [*replica.theta, *replica.carry, *replica.inputs]
-            names = [*(t.name for t in given), *replica.copies.values()]
+            arguments = [*replica.theta, *replica.carry, *replica.inputs]
+            names = [*(t.name for t in arguments), *replica.copies.values()]
             numbers.update((node_of(name), number) for name in names)
         return numbers
 

@@ -217,9 +217,9 @@ class WholeBatch:
     def _trace(self, stage: Stage, specs: Specs) -> Trace:
         """Returns the trace of a stage with a slice of the whole batch, if there are slices."""
         errors: list[Exception] = []
-        for given in self._cutting.for_whole_batch(stage):
+        for variant in self._cutting.for_whole_batch(stage):
             try:
-                return trace(given, specs, self._has_step, num_slices=self._cutting.num_slices)
+                return trace(variant, specs, self._has_step, num_slices=self._cutting.num_slices)
             except PipelineError:
                 raise
             except (ValueError, TypeError) as error:

@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.table.machine import GRADS, OUTPUTS, Channel, Key, given, key_of, taken
+from pipemesh.recurrent.table.machine import (
+    GRADS,
+    OUTPUTS,
+    Channel,
+    Key,
+    channels_read,
+    channels_written,
+    key_of,
+)
 from pipemesh.schedule import Action
 
 # Maximum number of one-value buffers for a channel that arrives at a home. A channel with more
@@ -85,7 +93,7 @@ class Roles:
         needed = self._needs(code)
         made = [
             channel
-            for channel in given(code.kind, code.stage)
+            for channel in channels_written(code.kind, code.stage)
             if channel in self._taken or self.leaves(channel)
         ]
 
@@ -107,7 +115,7 @@ class Roles:
         return self._homes[channel.stage] != self._homes[self.user(channel)]
 
     def _needs(self, code: Code) -> list[Channel]:
-        channels = taken(code.kind, code.stage, code.mode.is_apart)
+        channels = channels_read(code.kind, code.stage, code.mode.is_apart)
         return [channel for channel in channels if 0 <= channel.stage < len(self._homes)]
 
 

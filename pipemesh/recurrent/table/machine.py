@@ -55,14 +55,14 @@ class Channel(NamedTuple):
 _BY_NAME: dict[str, Kind[Any]] = {k.name: k for k in (OUTPUTS, KEPT, REMADE, GRADS, PENDING)}
 
 
-def taken(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
+def channels_read(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
     """Returns the channels that an action reads; `is_recomputed` if an `R` comes before it."""
     return [
         Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)
     ]
 
 
-def given(kind: str, stage: int) -> list[Channel]:
+def channels_written(kind: str, stage: int) -> list[Channel]:
     """Returns the channels that an action of a kind writes."""
     return [Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].gives]
 
@@ -326,10 +326,10 @@ class Machine:
         # Without it, a result that depends on no argument of the action would stay alive.
         home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
         for place, device in enumerate(devices):
-            mine = [i for i, number in enumerate(places) if number == place]
+            chosen = [i for i, number in enumerate(places) if number == place]
             with tf.control_dependencies(home[place]):
-                results = pin_each([tensors[i] for i in mine], device)
-            for i, result in zip(mine, results, strict=True):
+                results = pin_each([tensors[i] for i in chosen], device)
+            for i, result in zip(chosen, results, strict=True):
                 pinned[i] = result
         return pinned
 
@@ -470,13 +470,13 @@ class Machine:
                 continue
             with tf.device(device):
                 with tf.control_dependencies(home[number]):
-                    mine = pin([tensors[i] for i in chosen])
+                    pinned = pin([tensors[i] for i in chosen])
                 if self._stamp is not None:
-                    with tf.control_dependencies([t.op for t in mine]):
+                    with tf.control_dependencies([t.op for t in pinned]):
                         start = self._stamp(is_end=False, device=device, replica=number)
                     with tf.control_dependencies([start]):
-                        mine = pin(mine)
-            for i, tensor in zip(chosen, mine, strict=True):
+                        pinned = pin(pinned)
+            for i, tensor in zip(chosen, pinned, strict=True):
                 gated[i] = tensor
         return gated
 

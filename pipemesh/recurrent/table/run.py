@@ -313,12 +313,12 @@ class Run:
             output_grads, state_grads = map(self._scaled, (output_grads, state_grads))
         self._values.seed(output_grads)
         self.state.notes["backward"] = empty_notes(self._stages)
-        given = iter(state_grads)
+        gradients = iter(state_grads)
         for number, stage in enumerate(self._stages):
             self.state.accumulators[number] = None
             # Summaries, which come last, have no gradient.
             self.state.carry_grads[number] = [
-                next(given) if self._hands_out(stage) and t.dtype != tf.string else None
+                next(gradients) if self._hands_out(stage) and t.dtype != tf.string else None
                 for t in stage.carry
             ]
 

@@ -194,11 +194,11 @@ def _whole_outputs(
         if len(shape) > dim and shape[dim] == size:
             shape[dim] = size * along.count
         specs.append(tf.TensorSpec(shape, spec.dtype))
-    given = traced.given
+    stage = traced.given
     if along.name == "batch_dim":
-        given = cutting.for_whole_batch(given)[0]
+        stage = cutting.for_whole_batch(stage)[0]
     try:
-        return output_specs(given, specs, has_step)
+        return output_specs(stage, specs, has_step)
     except (ValueError, TypeError, tf.errors.OpError):
         # Tensors between stages need not be split along the batch; then this guess is wrong.
         return None

@@ -237,9 +237,9 @@ class TracedCell:
         self._check_captures(keyed_by)
         self._check_draws()
 
-    def step(self, t: tf.Tensor, given: Arguments, captures: Sequence[tf.Tensor]) -> Step:
+    def step(self, t: tf.Tensor, arguments: Arguments, captures: Sequence[tf.Tensor]) -> Step:
         """Computes time step `t` (int32 scalar), with values for `captures`."""
-        return self._step(t, *_flat(given), captures=captures)
+        return self._step(t, *_flat(arguments), captures=captures)
 
     def state_read(self) -> list[str]:
         """Returns the names of the state's tensors that a result of the cell depends on."""
@@ -249,10 +249,10 @@ class TracedCell:
         names = enumerate(self.structures.state.leaf_names, begin)
         return [name for number, name in names if number in used]
 
-    def _call(self, given: Arguments) -> Step:
+    def _call(self, arguments: Arguments) -> Step:
         """Calls the user's function and checks its results."""
         theta, state, accumulators, inputs = (
-            structure.pack(part) for structure, part in zip(self.structures, given, strict=True)
+            structure.pack(part) for structure, part in zip(self.structures, arguments, strict=True)
         )
         layer = self.cell.accumulator_layer
         if layer is None:
@@ -348,8 +348,8 @@ class StepGradient:
         ]
 
         def run(t: tf.Tensor, *flat: tf.Tensor) -> StepGradients:
-            *given, captures, extras, d_state, d_extras = groups(flat, parts)
-            arguments = Arguments(*given)
+            *leading, captures, extras, d_state, d_extras = groups(flat, parts)
+            arguments = Arguments(*leading)
             with tf.device(cell.device), loop_scope(tf.cast(t, tf.int64)):
                 if cell.gradient:
                     grads = self._by_user(cell.gradient, arguments, extras, d_state)
@@ -370,22 +370,22 @@ class StepGradient:
     def __call__(
         self,
         t: tf.Tensor,
-        given: Arguments,
+        arguments: Arguments,
         captures: Sequence[tf.Tensor],
         extras: Sequence[tf.Tensor],  # empty unless the user provides the gradient
         d_state: Sequence[tf.Tensor],  # of the differentiable state tensors
         d_extras: Sequence[tf.Tensor],  # of the differentiable extras, if `with_extras`
     ) -> StepGradients:
         """Computes the gradients of one time step."""
-        return self._function(t, *_flat(given), *captures, *extras, *d_state, *d_extras)
+        return self._function(t, *_flat(arguments), *captures, *extras, *d_state, *d_extras)
 
     def _derived(
-        self, t: tf.Tensor, given: Arguments, captures: list[tf.Tensor], d_ys: list[tf.Tensor]
+        self, t: tf.Tensor, arguments: Arguments, captures: list[tf.Tensor], d_ys: list[tf.Tensor]
     ) -> StepGradients:
-        outputs = self._traced.step(t, given, captures)
+        outputs = self._traced.step(t, arguments, captures)
         candidates = [*outputs.state, *(outputs.extras if self._with_extras else [])]
         ys = [y for y in candidates if is_differentiable(y)]
-        sources = [given.theta, captures, given.state, given.inputs]
+        sources = [arguments.theta, captures, arguments.state, arguments.inputs]
         xs = [x for part in sources for x in part if is_differentiable(x)]
         grads = iter(tf.gradients(ys, xs, d_ys) if ys and xs else [None] * len(xs))
         return StepGradients(
@@ -395,7 +395,7 @@ class StepGradient:
     def _by_user(
         self,
         gradient: Callable[..., Sequence[Any]],
-        given: Arguments,
+        arguments: Arguments,
         extras: list[tf.Tensor],
         d_state: list[tf.Tensor],
     ) -> StepGradients:
@@ -406,12 +406,12 @@ class StepGradient:
         )
         d_values = iter(d_state)
         d_state1 = [
-            next(d_values) if is_differentiable(x) else tf.zeros_like(x) for x in given.state
+            next(d_values) if is_differentiable(x) else tf.zeros_like(x) for x in arguments.state
         ]
         returned = gradient(
-            structures.theta.pack(given.theta),
-            structures.state.pack(given.state),
-            structures.inputs.pack(given.inputs),
+            structures.theta.pack(arguments.theta),
+            structures.state.pack(arguments.state),
+            structures.inputs.pack(arguments.inputs),
             self._traced.extras.pack(extras),
             structures.state.pack(d_state1),
         )

@@ -335,9 +335,11 @@ def _layers(
     count = len(devices)
     if count == 0:
         raise PipelineError("there are no devices; a stack needs at least one layer")
-    for name, given in (("thetas", thetas), ("init_states", init_states)):
-        if not isinstance(given, (list, tuple)):
-            raise PipelineError(f"{name} is {type(given).__name__}; it must be a list of {count}")
+    for name, argument in (("thetas", thetas), ("init_states", init_states)):
+        if not isinstance(argument, (list, tuple)):
+            raise PipelineError(
+                f"{name} is {type(argument).__name__}; it must be a list of {count}"
+            )
     if len(thetas) != count:
         raise PipelineError(
             f"{count} devices, but {len(thetas)} thetas; each layer needs one of both"
@@ -350,8 +352,8 @@ def _layers(
             "of them; give each layer of the stack its own"
         )
     columns = [
-        _per_layer(given, name, count)
-        for name, given in (
+        _per_layer(argument, name, count)
+        for name, argument in (
             ("cell_fns", cell_fns),
             ("cell_grads", cell_grads),
             ("cell_outs", cell_outs),
@@ -370,15 +372,15 @@ def _layers(
     return layers
 
 
-def _per_layer(given: PerLayer, name: str, count: int) -> list[Any]:
+def _per_layer(argument: PerLayer, name: str, count: int) -> list[Any]:
     """Returns one for each layer."""
-    if not isinstance(given, (list, tuple)):
-        return [given] * count
-    if len(given) != count:
+    if not isinstance(argument, (list, tuple)):
+        return [argument] * count
+    if len(argument) != count:
         raise PipelineError(
-            f"{len(given)} {name}, but {count} devices; each layer needs one of both"
+            f"{len(argument)} {name}, but {count} devices; each layer needs one of both"
         )
-    return list(given)
+    return list(argument)
 
 
 def _length(inputs: Sequence[tf.Tensor], names: Sequence[str]) -> int:

@@ -198,9 +198,9 @@ def _derived(
 
 def _by_user(out: CellOut, d_outputs: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
     assert out.gradient is not None
-    given = iter(d_outputs)
+    gradients = iter(d_outputs)
     full = [
-        next(given) if is_differentiable(spec) else tf.zeros(spec.shape, spec.dtype)
+        next(gradients) if is_differentiable(spec) else tf.zeros(spec.shape, spec.dtype)
         for spec in out.specs
     ]
     returned = out.gradient(out.structure.pack(full))
@@ -281,12 +281,12 @@ class TimeLoop:
             self.stop.captures if self.stop else [],
         )
 
-    def forward(self, given: Arguments, captures: Captures, span: Span) -> Forward:
+    def forward(self, arguments: Arguments, captures: Captures, span: Span) -> Forward:
         """Computes the time steps of a span until the stop condition; time is dim 0 of inputs."""
-        size = sequence_length(given.inputs)
+        size = sequence_length(arguments.inputs)
         rows = [
-            [Rows.like(x, size) for x in given.state],
-            [Rows.like(x, size) for x in given.accumulators],
+            [Rows.like(x, size) for x in arguments.state],
+            [Rows.like(x, size) for x in arguments.accumulators],
             self.extras_rows(size) if self.cell.cell.gradient or self.return_extras else [],
             self.out.rows(size) if self.out else [],
         ]
@@ -294,7 +294,7 @@ class TimeLoop:
         def proceed(t: tf.Tensor, state: list[tf.Tensor], *_: object) -> tf.Tensor:
             if self.stop is None:
                 return t < span.end
-            stop = self.stop(span.first + t, given.theta, state, captures.stop)
+            stop = self.stop(span.first + t, arguments.theta, state, captures.stop)
             return tf.logical_and(t < span.end, tf.logical_not(stop))
 
         def body(
@@ -303,9 +303,9 @@ class TimeLoop:
             accumulators: list[tf.Tensor],
             acc: list[list[tf.Tensor]],
         ) -> Any:
-            inputs = [x[t] for x in given.inputs]
-            arguments = Arguments(given.theta, state, accumulators, inputs)
-            step = self.cell.step(span.first + t, arguments, captures.cell)
+            inputs = [x[t] for x in arguments.inputs]
+            step_arguments = Arguments(arguments.theta, state, accumulators, inputs)
+            step = self.cell.step(span.first + t, step_arguments, captures.cell)
             out = self.out(span.first + t, step.state, captures.out) if self.out else []
             # Accumulators are stored as the cell finds them; the next time step finds the new ones.
             kept = [step.state, accumulators, step.extras if rows[2] else [], out]
@@ -314,7 +314,7 @@ class TimeLoop:
 
         new = [[row.new() for row in part] for part in rows]
         end, state, accumulators, acc = tf.while_loop(
-            proceed, body, (span.begin, given.state, given.accumulators, new)
+            proceed, body, (span.begin, arguments.state, arguments.accumulators, new)
         )
         acc_state, acc_out = (
             [row.stack(handle) for row, handle in zip(rows[i], acc[i], strict=True)] for i in (0, 3)
@@ -322,11 +322,11 @@ class TimeLoop:
         computed = span._replace(end=end)
         return Forward(acc_state, acc_out, state, accumulators, acc[2], acc[1], computed)
 
-    def stacked_extras(self, given: Arguments, forward: Forward) -> list[tf.Tensor]:
+    def stacked_extras(self, arguments: Arguments, forward: Forward) -> list[tf.Tensor]:
         """Returns the extras over time, if requested."""
         if not self.return_extras:
             return []
-        rows = self.extras_rows(sequence_length(given.inputs))
+        rows = self.extras_rows(sequence_length(arguments.inputs))
         return [row.stack(handle) for row, handle in zip(rows, forward.acc_extras, strict=True)]
 
     def extras_rows(self, size: tf.Tensor) -> list[Rows]:
@@ -335,33 +335,33 @@ class TimeLoop:
         return [Rows(shape, spec.shape, spec.dtype, size) for shape, spec in specs]
 
     def backward(
-        self, given: Arguments, captures: Captures, forward: Forward, results: ResultGradients
+        self, arguments: Arguments, captures: Captures, forward: Forward, results: ResultGradients
     ) -> Gradients:
         """Runs the computed time steps backward, given gradients of the results."""
         gradient = StepGradient(self.cell, with_extras=bool(results.acc_extras))
         out_gradient = CellOutGradient(self.out) if self.out else None
         keep_alive((gradient, out_gradient))
-        size = sequence_length(given.inputs)
+        size = sequence_length(arguments.inputs)
         first, begin, end = forward.span
-        accumulator_rows = [Rows.like(x, size) for x in given.accumulators]
+        accumulator_rows = [Rows.like(x, size) for x in arguments.accumulators]
         extras_rows = self.extras_rows(size) if self.cell.cell.gradient else []
-        differentiable = [i for i, x in enumerate(given.state) if is_differentiable(x)]
-        sources = [*given.theta, *captures.cell, *captures.out]
+        differentiable = [i for i, x in enumerate(arguments.state) if is_differentiable(x)]
+        sources = [*arguments.theta, *captures.cell, *captures.out]
         symbolic = _summed(gradient.symbolic, out_gradient.symbolic if out_gradient else None)
         summed = [i for i, grad in enumerate(symbolic) if grad is not None]
         with_row = [i for i, grad in enumerate(gradient.symbolic.inputs) if grad is not None]
         input_rows = [
             Rows(tf.shape(x)[1:], x.shape[1:], x.dtype, size)
-            for x in (given.inputs[i] for i in with_row)
+            for x in (arguments.inputs[i] for i in with_row)
         ]
 
         def state_before(t: tf.Tensor) -> list[tf.Tensor]:
             if not self.reads_state:
-                return given.state
+                return arguments.state
             before = tf.maximum(t - 1, 0)
             return [
                 tf.ensure_shape(tf.where(t > begin, x[before], x0), x0.shape)
-                for x, x0 in zip(forward.acc_state, given.state, strict=True)
+                for x, x0 in zip(forward.acc_state, arguments.state, strict=True)
             ]
 
         def body(t: tf.Tensor, d_state: Any, totals: Any, d_inputs: Any) -> Any:
@@ -373,14 +373,15 @@ class TimeLoop:
             if out_gradient:
                 # If the cell does not read its state, the states over time need not be kept.
                 reads = out_gradient.reads_state
-                state1 = [x[t] for x in forward.acc_state] if reads else given.state
+                state1 = [x[t] for x in forward.acc_state] if reads else arguments.state
                 d_out = [x[t] for x in results.acc_out]
                 out_grads = out_gradient(first + t, state1, captures.out, d_out)
                 added = [out_grads.state[i] for i in differentiable]
                 d_state = [d if x is None else d + x for d, x in zip(d_state, added, strict=True)]
+            inputs = [x[t] for x in arguments.inputs]
             grads = gradient(
                 first + t,
-                Arguments(given.theta, state_before(t), accumulators, [x[t] for x in given.inputs]),
+                Arguments(arguments.theta, state_before(t), accumulators, inputs),
                 captures.cell,
                 extras,
                 d_state,
@@ -389,9 +390,9 @@ class TimeLoop:
             step_sums = _summed(grads, out_grads)
             totals = [_add(total, step_sums[i]) for total, i in zip(totals, summed, strict=True)]
             new_d_state = [
-                tf.zeros_like(given.state[i])
+                tf.zeros_like(arguments.state[i])
                 if grads.state[i] is None or not self.reads_state
-                else tf.ensure_shape(grads.state[i], given.state[i].shape)
+                else tf.ensure_shape(grads.state[i], arguments.state[i].shape)
                 for i in differentiable
             ]
             d_inputs = _write(input_rows, d_inputs, [grads.inputs[i] for i in with_row], t)
@@ -406,14 +407,14 @@ class TimeLoop:
         )
         stacked = [row.stack(handle) for row, handle in zip(input_rows, d_inputs, strict=True)]
         sums = [tf.cast(x, sources[i].dtype) for x, i in zip(totals, summed, strict=True)]
-        like = [given.theta, captures.cell, captures.out]
+        like = [arguments.theta, captures.cell, captures.out]
         of_theta, of_cell, of_out = groups(_spread(sums, summed, len(sources)), like)
         return Gradients(
             of_theta,
             of_cell,
             of_out,
-            _spread(d_state0, differentiable, len(given.state)),
-            _spread(stacked, with_row, len(given.inputs)),
+            _spread(d_state0, differentiable, len(arguments.state)),
+            _spread(stacked, with_row, len(arguments.inputs)),
         )
 
 
@@ -491,17 +492,18 @@ class Results(NamedTuple):
     acc_extras: list[tf.Tensor]
 
 
-def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -> Results:
+def run_loop(loop: TimeLoop, arguments: Arguments, captures: Captures, span: Span) -> Results:
     """Runs the loop forward, and backward when a gradient is requested."""
-    arguments = [*given, *captures]
+    loop_inputs = [*arguments, *captures]
     device = loop.cell.cell.device
     sizes: list[int] = []
 
     @custom_gradient
     def run(*tensors: tf.Tensor) -> Any:
         # Else a tape would record the loop, and keep all intermediate tensors of each time step.
-        parts = list(groups((tf.stop_gradient(x) for x in tensors), arguments))
-        values, captured = Arguments(*parts[: len(given)]), Captures(*parts[len(given) :])
+        parts = list(groups((tf.stop_gradient(x) for x in tensors), loop_inputs))
+        values = Arguments(*parts[: len(arguments)])
+        captured = Captures(*parts[len(arguments) :])
         with tf.device(device):
             forward = loop.forward(values, captured, span)
             over_time = loop.stacked_extras(values, forward)
@@ -527,7 +529,7 @@ def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -
                     ),
                 )
                 flat = [
-                    *(*grads.theta, *grads.state, *(None for _ in given.accumulators)),
+                    *(*grads.theta, *grads.state, *(None for _ in arguments.accumulators)),
                     *(*grads.inputs, *grads.captures, *grads.out_captures),
                     *(None for _ in captures.stop),
                 ]
@@ -537,7 +539,7 @@ def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -
 
         return [x for part in results for x in part], grad
 
-    flat = run(*(x for part in arguments for x in part))
+    flat = run(*(x for part in loop_inputs for x in part))
     results = Results(*groups(flat, [range(size) for size in sizes]))
     if loop.cell.cell.gradient:
         why = "a cell_grad takes no gradient of the extras that Recurrent returns"

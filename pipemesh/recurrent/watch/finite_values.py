@@ -56,12 +56,14 @@ class StageProbes:
         parts = [(span.layer, operations[span.begin : span.end]) for span in spans]
         self._layers = {op: layer for layer, part in parts for op in part}
         returned = [(layer, _returned(part)) for layer, part in parts]
-        given = {t.ref() for t in inputs}
+        input_refs = {t.ref() for t in inputs}
         loose = [t.op.inputs[0] for t in outputs]
         loose = [
             t
             for t in loose
-            if t.op not in self._layers and t.op.type != "StopGradient" and t.ref() not in given
+            if t.op not in self._layers
+            and t.op.type != "StopGradient"
+            and t.ref() not in input_refs
         ]
         self._forward = [
             Probe((layer,), tuple(t.name for t in tensors)) for layer, tensors in returned
