@@ -270,7 +270,7 @@ _current_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("sl
 
 @contextlib.contextmanager
 def calling_for(index: tf.Tensor, count: int, is_piece: bool = True) -> Iterator[None]:
-    """Sets the slice that `current_slice` returns; a whole batch, no piece, is for shapes only."""
+    """Sets the slice that `current_slice` returns; `is_piece` is False for the whole batch."""
     token = _current_call.set(_Call(Slice(index, count), is_piece))
     try:
         yield

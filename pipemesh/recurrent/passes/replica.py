@@ -163,7 +163,8 @@ class Replica:
 
     device: str  # the first of the replica
     number: int | None  # None if it is the only one
-    theta: list[tf.Tensor]  # placeholders, as the next two
+    # Placeholders of its arguments.
+    theta: list[tf.Tensor]
     carry: list[tf.Tensor]  # from the previous microbatch or replica
     inputs: list[tf.Tensor]
     outputs: list[tf.Tensor]

@@ -68,7 +68,7 @@ def trace(
     position: Callable[[tf.Tensor], Position] | None = None,
     num_slices: int = 1,
 ) -> Trace:
-    """Traces the forward pass of a stage, once for each replica; all but the carry is separate."""
+    """Traces the forward pass of a stage, once per replica; the carry goes from call to call."""
     replicas: list[Replica] = []
     drawn: dict[str, WholeDraw] = {}
     scalar = tf.TensorSpec([], tf.int64)
