@@ -161,9 +161,9 @@ def pipeline_loss(
     run = Run(stages, inputs, schedule, step, options := options or Options())
     spec = run.last_specs[0] if run.last_specs else None
     if spec is None or spec.shape.rank != 0 or not spec.dtype.is_floating:
-        given = "nothing" if spec is None else f"{spec.dtype.name} of shape {spec.shape}"
+        output = "nothing" if spec is None else f"{spec.dtype.name} of shape {spec.shape}"
         raise PipelineError(
-            f"the first output of the last stage is {given}; with the loss inside the pipeline it "
+            f"the first output of the last stage is {output}; with the loss inside the pipeline it "
             "is the microbatch's loss, a floating scalar"
         )
     if options.noted_run is not None:

@@ -21,8 +21,8 @@ from pipemesh.recurrent.table.machine import (
     PENDING,
     REMADE,
     Kind,
-    given,
-    taken,
+    channels_read,
+    channels_written,
 )
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Action, Schedule
@@ -37,10 +37,7 @@ class Sizes:
         self._modes = run.modes
 
     def weights(self, stage: int, places: Sequence[int]) -> int:
-        """Returns the bytes of weights on devices of a stage's home, given by index.
-
-        Several indices may name one device; equal weights on it count once.
-        """
+        """Returns the bytes of weights on devices of a home; a device has each weight once."""
         held = self._machine.stages[stage]
         chosen = [i for i in range(len(held.theta)) if not {*held.holders(i)}.isdisjoint(places)]
         return num_bytes(specs_of([held.theta[i] for i in chosen]))
@@ -88,10 +85,7 @@ class Sizes:
         return _of_place(passes.accumulator_specs, passes.accumulator_places, place)
 
     def values(self, kind: Kind[Any], stage: int, place: int, microbatch: int = 0) -> int:
-        """Returns the bytes of a kind of value on a device of a stage's home.
-
-        The `OUTPUTS` of stage -1 are the pipeline's inputs.
-        """
+        """Returns the bytes of a kind of value on a device of a stage's home."""
         machine = self._machine
         if stage < 0:
             first = machine.traced[0]
@@ -101,10 +95,7 @@ class Sizes:
         return _of_place(specs, places, place)
 
     def handed_on(self, action: Action) -> Mapping[tuple[int, int], int]:
-        """Returns the bytes that an action sends to the next home or, backward, the previous one.
-
-        The keys are two device indices: one of its home, one of the other.
-        """
+        """Returns the bytes sent to another home, by device indices of sender and receiver."""
         machine, stage = self._machine, action.stage
         sent = collections.Counter[tuple[int, int]]()
         if action.kind == "F" and stage + 1 < len(machine.stages):
@@ -120,10 +111,7 @@ class Sizes:
         return sent
 
     def crossing(self, action: Action) -> dict[tuple[int, int], int]:
-        """Returns the bytes sent from device to device of a home while an action computes.
-
-        The keys are the indices of sender and receiver.
-        """
+        """Returns the bytes sent inside a home while an action computes, by sender and receiver."""
         traced = self._machine.traced[action.stage]
         crossing: dict[tuple[int, int], int] = {}
         sent: set[tuple[str, int]] = set()
@@ -157,21 +145,13 @@ def _of_place(specs: Sequence[tf.TensorSpec | None], places: Sequence[int], plac
 
 @dataclasses.dataclass(frozen=True)
 class StageMemory:
-    """The memory that a device of a home keeps of the first microbatch for its backward pass.
-
-    Attributes:
-        kept: bytes in total.
-        kept_inputs: for each input its bytes if it is kept, else 0.
-        kept_outputs: for each output True if it is kept.
-        outputs: shapes and dtypes of the outputs.
-        pending: bytes that are kept between an `I` and its `W`; 0 if the schedule has none.
-    """
+    """The memory, in bytes, that a device keeps of the first microbatch for its backward pass."""
 
     kept: int
-    kept_inputs: tuple[int, ...]
+    kept_inputs: tuple[int, ...]  # 0 for inputs that are not kept
     kept_outputs: tuple[bool, ...]
     outputs: tuple[tf.TensorSpec, ...]
-    pending: int = 0
+    pending: int = 0  # between an `I` and its `W`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,18 +231,20 @@ def memory_of(run: Run) -> list[DeviceMemory]:
     """
     stages, schedule, sizes = run.stages, run.schedule, Sizes(run)
     recomputed = schedule.recomputed()
-    found = []
+    memories = []
     for home, row in enumerate(schedule.rows):
-        own = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
-        devices = stages[own[0]].devices
+        home_stages = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
+        devices = stages[home_stages[0]].devices
         for device in dict.fromkeys(devices):
             places = [number for number, name in enumerate(devices) if name == device]
             held = peak = 0
             for action in row:
                 stage, m = action.stage, action.microbatch
                 is_recomputed = (stage, m) in recomputed
-                changes = [(1, channel) for channel in given(action.kind, stage)]
-                changes += [(-1, channel) for channel in taken(action.kind, stage, is_recomputed)]
+                changes = [(1, channel) for channel in channels_written(action.kind, stage)]
+                changes += [
+                    (-1, channel) for channel in channels_read(action.kind, stage, is_recomputed)
+                ]
                 held += sum(
                     sign * sizes.values(channel.kind, stage, place, m)
                     for sign, channel in changes
@@ -270,13 +252,13 @@ def memory_of(run: Run) -> list[DeviceMemory]:
                     for place in places
                 )
                 peak = max(peak, held)
-            weights = sum(sizes.weights(s, places) for s in own)
+            weights = sum(sizes.weights(s, places) for s in home_stages)
             gradients = 0
             if not schedule.is_forward_only:
-                gradients = sum(sizes.sums(s, p) for s in own for p in places)
-            each = tuple(_of_stage(run, sizes, s, places[0]) for s in own)
-            found.append(DeviceMemory(weights, gradients, peak, each, device))
-    return found
+                gradients = sum(sizes.sums(s, p) for s in home_stages for p in places)
+            stage_memories = tuple(_of_stage(run, sizes, s, places[0]) for s in home_stages)
+            memories.append(DeviceMemory(weights, gradients, peak, stage_memories, device))
+    return memories
 
 
 def _of_stage(run: Run, sizes: Sizes, stage: int, place: int) -> StageMemory:

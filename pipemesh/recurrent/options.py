@@ -128,21 +128,17 @@ class LossScale:
 
 
 def check_compute_dtype(dtype: Any) -> tf.DType | None:
-    """Returns the dtype that a pipeline computes in; None leaves the choice to the stages.
-
-    Raises:
-        PipelineError: it is not float32, bfloat16 or float16.
-    """
+    """Returns the dtype that a pipeline computes in; None leaves the choice to the stages."""
     if dtype is None:
         return None
     try:
-        found = tf.as_dtype(dtype)
+        parsed = tf.as_dtype(dtype)
     except TypeError:
-        found = None
-    if found not in COMPUTE_DTYPES:
+        parsed = None
+    if parsed not in COMPUTE_DTYPES:
         allowed = ", ".join(d.name for d in COMPUTE_DTYPES)
         raise PipelineError(f"compute_dtype is {dtype!r}; allowed are {allowed} and None")
-    return found
+    return parsed
 
 
 def cast_floating(tensor: tf.Tensor, dtype: tf.DType | None) -> tf.Tensor:

@@ -15,20 +15,13 @@ from pipemesh.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """The way in which one backward pass gets the results of its forward pass.
-
-    Attributes:
-        name: for printing.
-        recomputed: returns for a stage a test of which nodes of its forward pass are recomputed.
-        is_apart: True if an action `R` does the recomputation and leaves all results to later
-            actions.
-        is_twice: True if a `W` recomputes these nodes again instead of getting them from its `I`.
-    """
+    """The way in which one backward pass gets the results of its forward pass."""
 
     name: str
+    # of a stage: a test of nodes of its forward pass
     recomputed: Callable[[TracedStage], Callable[[str], bool]]
-    is_apart: bool = False
-    is_twice: bool = False
+    is_apart: bool = False  # an `R` recomputes, and leaves all results to later actions
+    is_twice: bool = False  # a `W` recomputes, instead of getting results from its `I`
 
     @property
     def backward(self) -> Mode:
@@ -157,9 +150,9 @@ def policy_of(remat: AnyRemat) -> RematPolicy:
     if not value.is_custom:
         return _Planned(value)
     allowed = ", ".join(REMAT_POLICIES)
-    given = str(remat) if isinstance(remat, Remat) else remat
+    text = str(remat) if isinstance(remat, Remat) else remat
     raise PipelineError(
-        f"remat is {given!r}; allowed are {allowed}, one of them for each stage with commas "
+        f"remat is {text!r}; allowed are {allowed}, one of them for each stage with commas "
         "between, Selective(predicate) and ByStage(policies)"
     )
 

@@ -47,12 +47,12 @@ class Home:
     num_replicas: int = 0
 
     def __post_init__(self) -> None:
-        given: Any = self.devices
-        devices = [given] if isinstance(given, str) else given
+        argument: Any = self.devices
+        devices = [argument] if isinstance(argument, str) else argument
         known = isinstance(devices, Iterable) and tuple(devices)
         if not known or not all(isinstance(device, str) for device in known):
             raise DeviceError(
-                f"a home has the devices {given!r}; give names of one or several, for "
+                f"a home has the devices {argument!r}; give names of one or several, for "
                 "example ('GPU:0', 'GPU:1')"
             )
         object.__setattr__(self, "devices", known)
@@ -270,11 +270,7 @@ _current_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("sl
 
 @contextlib.contextmanager
 def calling_for(index: tf.Tensor, count: int, is_piece: bool = True) -> Iterator[None]:
-    """Sets the slice that `current_slice` returns inside the context.
-
-    `is_piece` is False if the function gets the whole batch, which is traced for shapes and draws
-    only.
-    """
+    """Sets the slice that `current_slice` returns; `is_piece` is False for the whole batch."""
     token = _current_call.set(_Call(Slice(index, count), is_piece))
     try:
         yield

@@ -110,7 +110,7 @@ def squares(weight, h, *others):
     return (tf.reduce_sum(dense(weight, h)[0] ** 2, axis=1),)
 
 
-def test_layers_that_give_nan_for_what_an_idle_slot_would_hold_change_nothing():
+def test_nan_in_idle_slots_changes_nothing():
     """Zeros, as a buffer has them before the first and after the last microbatch."""
 
     def normalized(weight, h):
@@ -121,7 +121,7 @@ def test_layers_that_give_nan_for_what_an_idle_slot_would_hold_change_nothing():
     model.assert_equal([0, 1, 2, 3, 4], zb_h1(4, 2))
 
 
-def test_another_cut_of_the_same_layers_leaves_loss_and_gradients_unchanged():
+def test_another_cut_changes_no_loss_and_no_gradients():
     def noisy(weight, h):
         return (tf.nn.dropout(dense(weight, h)[0], rate=0.3),)
 
@@ -167,7 +167,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(remat):
     assert len(np.unique(y.numpy() > 0, axis=0)) == 8, "every example has a mask of its own"
 
 
-def test_a_weight_tied_across_first_and_last_stage_gets_its_sum_once_and_one_entry(tmp_path):
+def test_a_tied_weight_has_one_gradient_and_one_entry(tmp_path):
     model = Model([dense, dense, squares], weights=WEIGHTS[:2])
     first, middle = model.variables
     model.theta = [first, middle, first]
@@ -199,7 +199,7 @@ def test_skip_connections_and_auxiliary_outputs_cross_stages():
     model.assert_equal([0, 1, 2, 3, 4], zb_h1(4, 4), remat="none")
 
 
-def test_a_batch_that_does_not_divide_is_an_error_that_says_what_does():
+def test_a_batch_that_does_not_divide_names_its_divisors():
     model = Model([dense, squares], weights=WEIGHTS[:2])
     with pytest.raises(PipelineError, match=r"batch of 8 does not divide into 3 .* 1, 2, 4, 8"):
         model.loss_and_grads(lambda: model.pipelined([0, 1, 2], one_f_one_b(2, 3)))

@@ -17,7 +17,6 @@ from pipemesh.recurrent import (
     pipeline_loss,
     predict_memory,
     predict_transfers,
-    record_placement,
 )
 from pipemesh.recurrent.forecast import DeviceMemory, Sizes
 from pipemesh.recurrent.table.machine import GRADS, KEPT, OUTPUTS
@@ -32,6 +31,7 @@ from pipemesh.schedule import (
     recompute,
     zb_h1,
 )
+from tests.recurrent.sends import sends
 from tests.recurrent.table.small import MICROBATCHES, X, small_stages
 
 
@@ -49,27 +49,6 @@ def test_bytes_are_those_of_shapes_and_dtypes():
         assert sizes.carries(0) == 4
         half = Sizes(run_of(gpipe(2, MICROBATCHES), compute_dtype="bfloat16"))
         assert (half.weights(1, [0]), half.sums(1, 0)) == (18, 36)
-
-
-def test_weights_go_out_from_their_owners_and_their_gradients_come_back():
-    def forward(theta, carry, inputs, microbatch, step):
-        return [inputs[0] * theta[0] + theta[1][0]], []
-
-    with tf.Graph().as_default():
-        theta = [tf.ones([3]), tf.ones([5])]
-        home = Home(("CPU:0", "CPU:1"))
-        stage = Stage("s", forward, theta, [], home, places=[0, 1])
-        sizes = Sizes(run_of(gpipe(1, 2), [stage]))
-        assert {pair: n for pair, n in sizes.weights_sent(0).items() if len({*pair}) > 1} == {
-            (0, 1): 12,
-            (1, 0): 20,
-        }
-        assert {pair: n for pair, n in sizes.sums_sent(0).items() if len({*pair}) > 1} == {
-            (1, 0): 12,
-            (0, 1): 20,
-        }
-        # Each replica holds all of them while it computes.
-        assert sizes.weights(0, [0]) == sizes.weights(0, [1]) == 32
 
 
 ROWS, WIDTH, HIDDEN, FLOAT = 2, 4, 32, 4
@@ -105,7 +84,7 @@ def predict(schedule, compute_dtype=None, **options):
         (Selective(lambda name: name == "narrow"), INPUT + INSIDE),
     ],
 )
-def test_a_device_holds_what_is_kept_of_the_microbatches_in_flight(remat, bytes_each):
+def test_a_device_holds_kept_tensors_of_microbatches_in_flight(remat, bytes_each):
     for schedule, in_flight in [
         (gpipe(4, 8), [8, 8, 8, 8]),
         (one_f_one_b(4, 8), [4, 3, 2, 1]),
@@ -116,26 +95,13 @@ def test_a_device_holds_what_is_kept_of_the_microbatches_in_flight(remat, bytes_
         ]
 
 
-def test_weights_and_gradients_count_once_a_stage():
-    for device in predict(interleaved_one_f_one_b(2, 4, 2)):
-        assert (device.weights, device.gradients) == (2 * WEIGHTS, 2 * WEIGHTS)
-        assert device.total == 4 * WEIGHTS + device.kept
-
-
-def test_except_last_keeps_all_of_the_microbatch_that_turns_around():
+def test_except_last_keeps_all_of_the_turning_microbatch():
     first, last = predict(one_f_one_b(2, 8), remat="except_last")
     assert first.kept == 2 * INPUT
     assert last.kept == INPUT + INSIDE
 
 
-def test_a_split_backward_pass_holds_until_its_second_half():
-    without = predict(one_f_one_b(4, 8), remat="none")
-    split = predict(zb_h1(4, 8), remat="none")
-    assert split[3].kept > without[3].kept
-    assert split[0].kept >= without[0].kept
-
-
-def test_a_second_half_that_computes_again_is_left_gradients_alone():
+def test_a_recomputing_second_half_is_left_only_gradients():
     once, twice = (predict(zb_h1(4, 8), remat=remat) for remat in ("full", "twice"))
     # Of so many microbatches the first half is done at most. Left to the second one are the input
     # and the gradients of both products, and by `full` also what the second product multiplies.
@@ -144,7 +110,7 @@ def test_a_second_half_that_computes_again_is_left_gradients_alone():
     ]
 
 
-def test_what_an_action_of_its_own_computes_again_is_held_from_there_to_its_backward_pass():
+def test_what_an_R_computes_is_held_until_its_backward_pass():
     schedule = recompute(one_f_one_b(4, 8), stages=[0])
     first, second, *_ = predict(schedule, remat="none")
     assert first.kept == 4 * INPUT + INSIDE
@@ -155,7 +121,7 @@ def test_inference_keeps_nothing():
     assert predict(forward_only(2, 4), remat="none") == [DeviceMemory(WEIGHTS, 0, 0)] * 2
 
 
-def test_half_the_bits_take_half_the_memory_but_not_the_gradients():
+def test_half_precision_halves_memory_except_gradients():
     full, half = predict(gpipe(1, 2)), predict(gpipe(1, 2), compute_dtype="bfloat16")
     assert half[0].weights * 2 == full[0].weights
     assert half[0].kept * 2 == full[0].kept
@@ -164,7 +130,7 @@ def test_half_the_bits_take_half_the_memory_but_not_the_gradients():
 
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_what_follows_from_the_losses_gradient_alone_is_not_kept_for_every_microbatch(remat, loop):
+def test_constants_of_the_losses_gradient_are_not_kept(remat, loop):
     # Ones of the shape of y: a constant, if the optimizer can see it, of each backward action.
     microbatches, rows, width = 32, 1024, 256
     one_mb = rows * width * FLOAT
@@ -215,7 +181,7 @@ def test_a_tensor_that_is_needed_in_several_shapes_counts_once():
     assert device.kept == INPUT + INSIDE
 
 
-def test_between_both_halves_a_tensor_in_several_shapes_counts_once():
+def test_between_halves_a_tensor_in_several_shapes_counts_once():
     """Products of more dims are products of matrices: of the same tensors in another shape."""
 
     def flat(theta, carry, inputs, microbatch, step):
@@ -282,24 +248,13 @@ def sent(schedule, homes, owner, check_numerics="off"):
             variable.assign_sub(grad)
         seen.assign(loss)
 
-    with record_placement() as graphs:
-        run()
     found = collections.defaultdict(list)
-    for graph in graphs.partition_graphs:
-        nodes = {node.name: node for node in graph.node}
-        for node in graph.node:
-            # What waits for an operation elsewhere gets a constant from there.
-            if node.op == "_Send" and "/ctrl/" not in node.input[0]:
-                # Checks say by flags and numbers what they have found.
-                if check_numerics != "off" and node.attr["T"].type != tf.float32.as_datatype_enum:
-                    continue
-                source, target = (
-                    f"CPU:{node.attr[f'{end}_device'].s.decode()[-1]}" for end in ("send", "recv")
-                )
-                made = nodes[node.input[0].split(":")[0]]
-                shape = made.attr["shape"].shape if "shape" in made.attr else None
-                size = None if shape is None else tuple(dim.size for dim in shape.dim)
-                found[source, target].append(size)
+    for made, dtype, source, target in sends(run):
+        # Checks say by flags and numbers what they have found.
+        if check_numerics == "off" or dtype == tf.float32.as_datatype_enum:
+            shape = made.attr["shape"].shape if "shape" in made.attr else None
+            size = None if shape is None else tuple(dim.size for dim in shape.dim)
+            found[f"CPU:{source}", f"CPU:{target}"].append(size)
     return found
 
 
@@ -335,25 +290,6 @@ def test_what_is_sent_is_what_is_predicted(name, owner):
     assert of_graph.keys() == wanted.keys()
     for pair, counts in wanted.items():
         assert collections.Counter(of_graph[pair]) == counts, pair
-
-
-def test_the_reduction_over_replicas_happens_once_a_step():
-    def sums(num_microbatches):
-        found = predicted(one_f_one_b(2, num_microbatches), HOMES)
-        return [(t.what, t.times, t.bytes) for t in found if "weight" in t.what]
-
-    assert sums(2) == sums(8) == [("weight gradients", 1, 64)] * 2 + [("weights", 1, 64)] * 2
-
-
-def test_weights_go_out_from_where_they_lie_and_gradients_come_back_there():
-    found = predicted(one_f_one_b(2, 4), HOMES, owner=1)
-    ways = {(t.what, t.source, t.target) for t in found if "weight" in t.what}
-    assert ways == {
-        ("weights", "CPU:1", "CPU:0"),
-        ("weights", "CPU:3", "CPU:2"),
-        ("weight gradients", "CPU:0", "CPU:1"),
-        ("weight gradients", "CPU:2", "CPU:3"),
-    }
 
 
 def test_what_a_device_hands_to_itself_is_not_sent():

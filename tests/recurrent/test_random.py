@@ -103,7 +103,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_was_traced_before_draws_what_the_plain_model_draws(name):
+def test_a_function_traced_before_draws_like_the_plain_model(name):
     function = FUNCTIONS[name]
     # Outside of all pipelines, and with the shape of a microbatch: the trace could be found again.
     function(tf.ones([BATCH, TIME, WIDTH]))
@@ -119,7 +119,7 @@ def test_a_function_that_is_traced_twice_at_first_draws_once():
     check(makes, BATCH_FIRST)
 
 
-def test_eager_calls_of_a_function_find_their_traces_again_and_see_the_step():
+def test_eager_calls_reuse_traces_and_see_the_step():
     x = tf.ones([64])
 
     def draw(step):
@@ -145,13 +145,13 @@ def test_eager_calls_of_a_function_find_their_traces_again_and_see_the_step():
         ),
     ],
 )
-def test_draws_of_a_function_that_cannot_be_traced_again_are_errors(function, message):
+def test_draws_of_an_untraceable_function_are_errors(function, message):
     traced = tf.function(function).get_concrete_function(tf.TensorSpec([None, TIME, WIDTH]))
     with pytest.raises(PipelineError, match=f"'stage0' draws random numbers by .*{message}"):
         with_gradients(lambda x, w: pipelined(traced, x, w, 4), BATCH_FIRST)
 
 
-def test_what_is_computed_again_for_a_gradient_must_not_draw_others():
+def test_recompute_grad_with_random_draws_is_an_error():
     function = tf.recompute_grad(lambda x: tf.nn.dropout(tf.tanh(x), 0.5))
     with pytest.raises(PipelineError, match=r"drawn while gradients are computed.*recompute_grad"):
         with_gradients(lambda x, w: pipelined(function, x, w, 4), BATCH_FIRST)
@@ -167,7 +167,7 @@ def drop_in_a_loop(x):
     return tf.while_loop(lambda i, _: i < 3, body, (0, x))[1]
 
 
-def test_loops_draw_what_the_plain_model_draws_in_a_graph_and_eagerly():
+def test_loops_draw_like_the_plain_model():
     want = check(drop_in_a_loop, BATCH_FIRST)
     eagerly = with_gradients(lambda x, w: plain(drop_in_a_loop, x, w), BATCH_FIRST, eagerly=True)
     assert_same(eagerly, want)
@@ -260,9 +260,7 @@ FOLDS = [
 
 
 @pytest.mark.parametrize(("function", "num_microbatches"), in_turn(FOLDS, [2, 8]))
-def test_masks_do_not_depend_on_the_cut_where_dims_are_folded_into_the_batch(
-    function, num_microbatches
-):
+def test_masks_of_dims_folded_into_the_batch(function, num_microbatches):
     check(function, BATCH_FIRST, num_microbatches)
 
 
@@ -286,7 +284,7 @@ def batch_times_time(x):
 @pytest.mark.parametrize(
     "function", [batch_times_heads, time_times_batch, all_in_one, batch_times_time]
 )
-def test_the_order_of_folded_dims_is_found_where_the_batch_is_the_second_dim(function):
+def test_masks_of_dims_folded_into_a_second_batch_dim(function):
     check(function, TIME_FIRST, 4, batch_dim=1)
 
 
@@ -312,7 +310,7 @@ def test_the_order_of_folded_dims_is_found_where_the_batch_is_the_second_dim(fun
         ),
     ],
 )
-def test_an_order_that_cannot_be_proven_is_an_error_before_the_first_step(function, reason):
+def test_an_unprovable_order_of_folded_dims_is_an_error(function, reason):
     with pytest.raises(PipelineError, match=rf"'layer0' draws .*folded into dim 0.*{reason}"):
         with_gradients(lambda x, w: pipelined(function, x, w, 4), BATCH_FIRST)
     # A single microbatch draws what the whole batch draws.

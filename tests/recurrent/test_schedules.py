@@ -1,6 +1,7 @@
 """Every schedule, remat policy and execution mode gives what the plain model gives."""
 
 import collections
+import functools
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from pipemesh.recurrent.watch.placement import record_placement
 from pipemesh.schedule import Costs, forward_only, list_schedule, one_f_one_b, recompute
 from pipemesh.schedule.builders import BUILDERS, build
 from tests.conformance.remat_cases import REMAT
-from tests.pairwise import in_turn
 from tests.recurrent.stack import RUNNERS, VALUES, pipelined, plain, unstacked
 
 NAMES = [name for name, builder in BUILDERS.items() if builder.trains]
@@ -35,62 +35,98 @@ def assert_equal(mode, schedule, **options):
     assert [int(c) for c in counts] == [schedule.num_microbatches] * schedule.num_stages
 
 
-def counts(name, num_devices):
-    """Microbatches enough for a steady state; 12 examples divide by them."""
-    if num_devices == 4:
-        return 12 if name == "dual_pipe_v" else 4
-    return 6
+# Every schedule action by action, with a policy and a number of devices each: (mode, name, policy,
+# devices, microbatches). With as many microbatches as devices or more there is a steady state.
+ACTIONS = [
+    ("tf1", "gpipe", "full", 4, 4),
+    ("tf2", "gpipe", "none", 1, 4),
+    ("tf2", "one_f_one_b", "selective", 4, 6),
+    ("tf1", "one_f_one_b", "except_last", 2, 4),
+    ("tf1", "interleaved_one_f_one_b", "except_last", 2, 4),
+    ("tf2", "looped_bfs", "twice", 3, 3),
+    ("tf1", "zb_h1", "twice", 3, 4),
+    ("tf2", "zb_h2", "none", 2, 6),
+    ("tf1", "zb_v", "none", 2, 4),
+    ("tf2", "v_half", "full", 2, 4),
+    ("tf1", "v_min", "selective", 2, 4),
+    ("tf2", "dual_pipe_v", "except_last", 2, 4),
+]
 
 
 @pytest.mark.parametrize(
-    ("mode", "name", "remat"),
-    [
-        # By default each schedule meets two policies, so two numbers of devices, one in each mode.
-        pytest.param(m, n, r, marks=() if k == (j + i) % len(REMAT) else pytest.mark.exhaustive)
-        for i, m in enumerate(RUNNERS)
-        for j, n in enumerate(NAMES)
-        for k, r in enumerate(REMAT)
-    ],
-    indirect=["mode"],
+    ("mode", "name", "remat", "devices", "microbatches"), ACTIONS, indirect=["mode"]
 )
-def test_loss_gradients_and_trained_weights_equal_the_plain_model(mode, name, remat):
-    # A Latin square: every schedule meets every number of devices, each with another policy, and
-    # the execution modes complement each other.
-    policy = list(REMAT).index(remat) + 2 * (mode[0] is RUNNERS["tf1"])
-    num_devices = 1 + (list(BUILDERS).index(name) + policy) % 4
-    schedule = build(name, num_devices, counts(name, num_devices))
-    assert_equal(mode, schedule, remat=REMAT[remat])
+def test_action_by_action_equals_the_plain_model(mode, name, remat, devices, microbatches):
+    schedule = build(name, devices, microbatches)
+    assert_equal(mode, schedule, remat=REMAT[remat], loop=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", RUNNERS, indirect=True)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("remat", REMAT)
+def test_every_policy_equals_the_plain_model(mode, name, remat):
+    devices = 1 + (list(BUILDERS).index(name) + list(REMAT).index(remat)) % 4
+    microbatches = 12 if (name, devices) == ("dual_pipe_v", 4) else 4 if devices == 4 else 6
+    assert_equal(mode, build(name, devices, microbatches), remat=REMAT[remat])
+
+
+def test_every_schedule_is_run():
+    assert {name for _, name, *_ in ACTIONS} == {name for name, _ in LOOPS} == {*NAMES}
 
 
 @pytest.mark.parametrize(
     ("mode", "remat", "loop", "name"),
-    in_turn(
-        [(m, r, f) for m in RUNNERS for r in ("none", "full") for f in (False, True)],
-        ["gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v"],
-    ),
+    [
+        ("tf1", "none", True, "gpipe"),
+        ("tf2", "full", False, "one_f_one_b"),
+        ("tf1", "full", True, "interleaved"),
+        ("tf2", "none", True, "zb_h1"),
+        ("tf1", "none", False, "zb_v"),
+    ],
     indirect=["mode"],
 )
-def test_recomputations_that_are_actions_of_their_own_give_the_same(mode, remat, loop, name):
-    schedule = recompute(build(name, 2, 12))
+def test_recomputations_of_their_own_give_the_same(mode, remat, loop, name):
+    schedule = recompute(build(name, 2, 4))
     assert schedule.recomputed()
     assert_equal(mode, schedule, remat=remat, loop=loop)
 
 
+@pytest.mark.parametrize("mode", ["tf1"], indirect=True)
 def test_another_policy_for_each_stage(mode):
-    schedule = recompute(one_f_one_b(4, 6), stages=[1, 3])
+    schedule = recompute(one_f_one_b(4, 4), stages=[1, 3])
     assert_equal(mode, schedule, remat="full,none,twice,except_last")
 
 
+# Every schedule as one loop, in the two modes by turns.
+LOOPS = [
+    ("gpipe", "twice"),
+    ("one_f_one_b", "none"),
+    ("interleaved_one_f_one_b", "except_last"),
+    ("looped_bfs", "selective"),
+    ("zb_h1", "selective"),
+    ("zb_h2", "full"),
+    ("zb_v", "twice"),
+    ("v_half", "except_last"),
+    ("v_min", "none"),
+    ("dual_pipe_v", "full"),
+]
+
+
 @pytest.mark.parametrize(
-    ("mode", "remat", "name"),
-    in_turn([(mode, remat) for mode in RUNNERS for remat in REMAT], NAMES),
+    ("mode", "name", "remat"),
+    [(("tf1", "tf2")[turn % 2], *case) for turn, case in enumerate(LOOPS)],
     indirect=["mode"],
 )
 def test_one_loop_gives_the_same(mode, name, remat):
-    assert_equal(mode, build(name, 2 + (name == "looped_bfs"), 12), remat=REMAT[remat], loop=True)
+    devices, microbatches = (3, 12) if name == "looped_bfs" else (2, 6)
+    assert_equal(mode, build(name, devices, microbatches), remat=REMAT[remat], loop=True)
 
 
-def graph_size(schedule, **options):
+@functools.cache
+def graph_size(devices, microbatches, **options):
+    schedule = one_f_one_b(devices, microbatches)
+
     @tf.function(autograph=False)
     def run(variables):
         with tf.GradientTape() as tape:
@@ -105,16 +141,16 @@ def graph_size(schedule, **options):
 @pytest.mark.slow
 def test_the_graph_of_a_loop_does_not_grow_with_the_schedule():
     """Neither with its microbatches nor with the square of the number of its stages."""
-    few, more = (graph_size(one_f_one_b(2, m), loop=True) for m in (6, 12))
+    few, more = (graph_size(2, m, loop=True) for m in (3, 6))
     assert abs(more - few) < 10
-    few, more = (graph_size(one_f_one_b(2, m), loop=False) for m in (6, 12))
+    few, more = (graph_size(2, m, loop=False) for m in (3, 12))
     assert more - few > 100
-    two, four, eight = (graph_size(one_f_one_b(s, 12), loop=True) for s in (2, 4, 8))
+    two, four, eight = (graph_size(s, 6, loop=True) for s in (2, 4, 8))
     assert eight - four <= 2.2 * (four - two)
 
 
 @pytest.mark.slow
-def test_a_tick_sends_to_a_neighbour_what_one_action_sends_and_no_flags():
+def test_a_tick_sends_one_actions_values_and_no_flags():
     """Without a hold, a flag of each buffer goes to where its data are made, and a copy back."""
 
     @tf.function(autograph=False)
@@ -142,14 +178,13 @@ def test_a_tick_sends_to_a_neighbour_what_one_action_sends_and_no_flags():
 
 @pytest.mark.slow
 def test_large_schedules_are_loops_by_default(monkeypatch):
-    assert graph_size(one_f_one_b(2, 4)) == graph_size(one_f_one_b(2, 4), loop=False)
-    schedule = one_f_one_b(2, 12)
-    assert graph_size(schedule) == graph_size(schedule, loop=False)
+    assert graph_size(2, 12) == graph_size(2, 12, loop=False)
     monkeypatch.setattr("pipemesh.recurrent.table.run.LOOP_ABOVE", 40)
     monkeypatch.setattr("pipemesh.recurrent.table.run._OWN_NODES_IN_LOOP", 0)
-    assert graph_size(schedule) == graph_size(schedule, loop=True)
+    assert graph_size(2, 6, loop=None) == graph_size(2, 6, loop=True)
 
 
+@pytest.mark.parametrize("mode", ["tf2"], indirect=True)
 def test_a_table_of_ones_own(mode):
     assert_equal(mode, list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0)), remat="none")
 

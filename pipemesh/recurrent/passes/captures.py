@@ -21,40 +21,32 @@ _LOOKUPS = {"ResourceGather": "Gather", "ResourceGatherNd": "GatherNd"}
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A weight, or other numeric tensor, that a stage uses but that is not in its theta.
+    """A weight, or other numeric tensor, that a stage uses but that is not in its theta."""
 
-    Attributes:
-        outer: its value outside, which gradients flow to.
-        name: of the placeholder of the value in the graph.
-        source: the tensor for differentiation: the placeholder, or the handle of a variable.
-        reads: names of other tensors of the graph with the same value.
-        handle: name of the variable's handle in the graph; None if a tensor was captured.
-    """
-
-    outer: tf.Tensor
-    name: str
-    source: tf.Tensor
-    reads: tuple[str, ...]
-    handle: str | None
+    outer: tf.Tensor  # the value outside, which gradients flow to
+    name: str  # of the placeholder of the value in the graph
+    source: tf.Tensor  # to differentiate: the placeholder, or the handle of a variable
+    reads: tuple[str, ...]  # other tensors of the graph with the same value
+    handle: str | None  # of the variable in the graph; None for a captured tensor
 
 
 def captured_weights(graph: tf.Graph) -> list[Captured]:
-    """Returns the numeric tensors and variables that a traced function has captured.
+    """Returns the numeric tensors and variables that a function has captured, without constants.
 
-    Constants are not included: they have no gradient and need no copies. Call it while the graph
-    around the function is built. The function's graph gets an operation for each captured variable.
+    The function's graph gets an operation for each captured variable, so call it while the graph
+    around the function is built.
     """
-    found = []
+    weights = []
     for outer, inner in list(graph.captures):
         if outer.dtype == tf.resource:
             weight = _variable(graph, outer, inner)
             if weight is not None:
-                found.append(weight)
+                weights.append(weight)
         elif _is_number(outer.dtype) and not is_constant(outer):
             # A TF1 variable that is not a resource is read here, once.
             value = tf.identity(outer) if _is_ref(outer) else outer
-            found.append(Captured(value, inner.name, inner, (), None))
-    return found
+            weights.append(Captured(value, inner.name, inner, (), None))
+    return weights
 
 
 def _variable(graph: tf.Graph, outer: tf.Tensor, inner: tf.Tensor) -> Captured | None:
@@ -87,11 +79,7 @@ def _is_ref(tensor: tf.Tensor) -> bool:
 def check_batch(
     graph: tf.Graph, what: str, batch_dim: int, part_size: int, num_parts: int, part: str
 ) -> None:
-    """Checks that no captured tensor has a row for each example of the whole batch.
-
-    A part of the batch would meet all of its rows. That raises an error at best; at worst every row
-    is paired with every other.
-    """
+    """Checks that no captured tensor has a row for each example: a part would meet all of them."""
     if num_parts == 1:
         return
     batch = part_size * num_parts
@@ -111,10 +99,7 @@ def check_batch(
 def check_no_handle(
     operations: Sequence[tf.Operation], captured: Sequence[Captured], what: str, device: str
 ) -> None:
-    """Checks that no branch, loop or function reads a variable, which may be on another device.
-
-    `operations` are those on `device`; `what` names the stage in errors.
-    """
+    """Checks that no branch, loop or function reads a variable, which may be on another device."""
     handles = {
         weight.handle: weight
         for weight in captured
@@ -140,11 +125,7 @@ def _is_read(operation: tf.Operation) -> bool:
 
 
 def check_fresh(what: str, graph: tf.Graph) -> None:
-    """Checks that a function that eager calls reuse holds no eager tensor.
-
-    A later call would use the value of the first call. `graph` is the graph of the function while
-    it is traced: the tensors that it computes are allowed.
-    """
+    """Checks that a function holds no eager tensor, whose value would be old in later calls."""
     for tensor, _ in graph.captures:
         if tensor.dtype not in (tf.resource, tf.variant):
             raise PipelineError(

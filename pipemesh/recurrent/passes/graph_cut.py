@@ -30,13 +30,16 @@ def use_first(
     layer_of: Mapping[str, str],
     kept: Container[str],
 ) -> None:
-    """Makes nodes use the first of all nodes that compute the same; see the module.
+    """Makes nodes use the first of all nodes that compute the same, in place.
 
-    It removes no node: unused nodes are not pasted. Nodes stay distinct if they belong to different
-    layers (except constants), because recomputation is chosen by layer. So do nodes on different
-    devices, and nodes that have state, check or print. `nodes` are in topological order, without
-    control dependencies, and change in place. Nodes in `kept` stay because other code uses their
-    names.
+    TensorFlow's optimizer does the same, but after pasting: again in each copy of each part, at a
+    cost that grows with the number of copies. Python traces a new constant for each number, so
+    every second or third node of a layer is a duplicate.
+
+    Nodes are in topological order, without control dependencies. No node is removed, because unused
+    nodes are not pasted. Nodes stay distinct if they belong to different layers (except constants),
+    because recomputation is chosen by layer. So do nodes on different devices, nodes that have
+    state, check or print, and the `kept` ones, whose names other code uses.
     """
     first: dict[Hashable, str] = {}
     # The node that replaces a node, and the tensor that replaces the output of a node.
@@ -95,26 +98,19 @@ def use_first(
 
 
 class GraphCut:
-    """A traced graph, addressed by tensor names, from which parts can be cut.
+    """A traced graph of a pure function, addressed by tensor names, from which parts can be cut.
 
-    The graph computes a pure function, so only data dependencies are kept. Operations that run only
-    because of control dependencies, such as assertions and prints, are pasted on request.
-
-    Args:
-        graph: the graph.
-        captures: maps each placeholder of a tensor of another graph to that tensor.
-        prepare: changes the nodes before anything else uses them.
-        layer_of: the layer of each node that belongs to one.
-        asked_for: all tensors that parts may return.
+    Only data dependencies are kept. Operations that run only because of control dependencies, such
+    as assertions and prints, are pasted on request.
     """
 
     def __init__(
         self,
         graph: tf.Graph,
-        captures: Mapping[str, tf.Tensor],
-        prepare: Callable[[Sequence[Any]], None],
+        captures: Mapping[str, tf.Tensor],  # by placeholder, the tensor of another graph
+        prepare: Callable[[Sequence[Any]], None],  # changes the nodes before anything else
         layer_of: Mapping[str, str],
-        asked_for: Iterable[str],
+        asked_for: Iterable[str],  # all tensors that parts may return
     ) -> None:
         graph_def = graph.as_graph_def()
         prepare(graph_def.node)
@@ -158,13 +154,13 @@ class GraphCut:
         """True if the graph has collectives, which two calls of one function would confuse."""
         return bool(self._groups)
 
-    def used(self, tensors: Iterable[str], given: Iterable[str]) -> set[str]:
+    def used(self, tensors: Iterable[str], arguments: Iterable[str]) -> set[str]:
         """Returns the tensors of `given` that are needed to compute `tensors`."""
-        stop = set(given)
-        found = stop & set(tensors)
+        stop = set(arguments)
+        used = stop & set(tensors)
         for node in self.ancestors(tensors, stop):
-            found |= stop.intersection(map(tensor_name, self._nodes[node].input))
-        return found
+            used |= stop.intersection(map(tensor_name, self._nodes[node].input))
+        return used
 
     def uses(self, nodes: Iterable[str]) -> Iterator[tuple[str, str]]:
         """Yields the tensors that nodes take, each with the node."""
@@ -178,11 +174,11 @@ class GraphCut:
 
     def same_value(self, tensor: str) -> set[str]:
         """Returns a tensor, and the tensors that are passed on to it unchanged."""
-        found = {tensor}
+        names = {tensor}
         while (node := self._nodes[node_of(tensor)]).op == "Identity":
             tensor = tensor_name(node.input[0])
-            found.add(tensor)
-        return found
+            names.add(tensor)
+        return names
 
     def nodes(self, tensors: Iterable[str], chosen: Callable[[str], bool]) -> Iterator[Any]:
         """Returns the chosen nodes that `tensors` need, and those in functions that they call."""
@@ -219,12 +215,9 @@ class GraphCut:
     def frontier(
         self, tensors: Iterable[str], known: Container[str], cuts: Iterable[str] = ()
     ) -> list[str]:
-        """Returns the tensors of `known` nodes, in order, that `tensors` need first.
-
-        Nothing before the tensors `cuts` is needed. Tensors of known nodes are part of the result.
-        """
+        """Returns the tensors of `known` nodes, sorted, that `tensors` need first, given `cuts`."""
         stop = set(cuts)
-        found: dict[str, None] = {}
+        first: dict[str, None] = {}
         seen: set[str] = set()
         todo = list(tensors)
         while todo:
@@ -233,38 +226,27 @@ class GraphCut:
                 continue
             node = node_of(tensor)
             if node in known:
-                found[tensor] = None
+                first[tensor] = None
             elif node not in seen:
                 seen.add(node)
                 todo.extend(self._sources(node))
-        return sorted(found)
+        return sorted(first)
 
     def paste(
         self,
         values: Mapping[str, tf.Tensor],
         fetches: Sequence[str],
-        effects: Sequence[str] = (),
-        checked: Container[str] = (),
+        effects: Sequence[str] = (),  # other nodes to paste
+        checked: Container[str] = (),  # nodes computed before: what they check is not checked again
         collectives_after: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
-        """Rebuilds in the current graph the nodes that compute `fetches` from `values`.
-
-        Args:
-            values: replacements for tensors of the graph, by name.
-            fetches: names of the tensors to return; they may be among `values`.
-            effects: names of other nodes to paste.
-            checked: names of nodes that were computed before: values that they check are not
-                checked again.
-            collectives_after: a tensor that all collectives wait for. In an action that is not due
-                it is dead, so no collective of a group runs, even one with a constant input: its
-                peers would not run.
-        """
+        """Rebuilds in the current graph the nodes that compute `fetches` from `values`."""
         # Inside a function that is being built; the function captures them.
         graph: Any = tf.compat.v1.get_default_graph()
-        given = {name: graph.capture(tensor) for name, tensor in self._captures.items()}
-        given.update(values)
-        computed = [name for name in dict.fromkeys(fetches) if name not in given]
-        keep = self.ancestors([*computed, *(f"{name}:0" for name in effects)], cuts=given)
+        replacements = {name: graph.capture(tensor) for name, tensor in self._captures.items()}
+        replacements.update(values)
+        computed = [name for name in dict.fromkeys(fetches) if name not in replacements]
+        keep = self.ancestors([*computed, *(f"{name}:0" for name in effects)], cuts=replacements)
         part = tf.compat.v1.GraphDef(versions=self._graph_def.versions)
         part.library.CopyFrom(self._graph_def.library)
         nodes = [node for node in self._graph_def.node if node.name in keep]
@@ -274,8 +256,10 @@ class GraphCut:
             if node.op in CHECK_AND_HAND_ON and node.name in checked:
                 node.op = "Identity"
                 node.attr.pop("message", None)
-        used = {tensor_name(s) for node in nodes for s in node.input} & given.keys()
-        input_map = {name: given[name] for name in used}
+        used = {tensor_name(s) for node in nodes for s in node.input} & replacements.keys()
+        input_map = {name: replacements[name] for name in used}
+        # In an action that is not due this tensor is dead, so no collective of a group runs, even
+        # one with a constant input: its peers would not run.
         if collectives_after is not None:
             for node in part.node:
                 if node.op in COLLECTIVES:
@@ -291,7 +275,7 @@ class GraphCut:
         for name, tensor in result.items():
             # Shapes that Python code has set are not part of a graph's definition.
             tensor.set_shape(self._graph.get_tensor_by_name(name).shape)
-        return [given[name] if name in given else result[name] for name in fetches]
+        return [replacements[name] if name in replacements else result[name] for name in fetches]
 
 
 def tensor_name(source: str) -> str:

@@ -24,16 +24,10 @@ from pipemesh.recurrent.watch.finite_values import Probe, write_note
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A function on the devices of its replica.
+    """A function that is cut from the graph of a stage, on the devices of one of its replicas."""
 
-    Attributes:
-        device: the first device of the replica.
-        call: returns a call of the function; with collectives, each time of a new function.
-        has_note: True if it takes and returns a note.
-    """
-
-    device: str
-    call: Callable[[], Call]
+    device: str  # the first of the replica
+    call: Callable[[], Call]  # with collectives, each time of a new function
     has_note: bool
 
     def __call__(self, arguments: Tensors, note: Any = None) -> tuple[Tensors, Any]:
@@ -47,35 +41,23 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardResult:
-    """The results of a `B` or an `I`.
+    """The results of a `B` or an `I`."""
 
-    Attributes:
-        accumulators: the sums of weight gradients; an `I` leaves them unchanged.
-        input_grads: the gradient of each input, None if there is none.
-        carry_grads: the gradient of each carry, None if there is none.
-        pending: after an `I`, the tensors that its `W` needs.
-        notes: for each replica, where a value was not finite; see `finite_values`.
-    """
-
-    accumulators: Tensors | None
+    accumulators: Tensors | None  # an `I` has none
     input_grads: Grads
     carry_grads: Grads
-    pending: Tensors
-    notes: Tensors
+    pending: Tensors  # after an `I`, for its `W`
+    notes: Tensors  # of each replica
 
 
 def accumulated(
-    totals: Sequence[tf.Tensor | None],
+    totals: Sequence[tf.Tensor | None],  # None before the first microbatch
     grads: Sequence[GradName],
     specs: Sequence[tf.TensorSpec],
     devices: Sequence[str],
-    pasted: Iterator[tf.Tensor],
+    pasted: Iterator[tf.Tensor],  # the tensors of `grads`; a sparse gradient has two
 ) -> Tensors:
-    """Returns the sums of weights' gradients after a microbatch.
-
-    `totals` is None for the first microbatch. `grads` are names, two for a sparse gradient, and
-    `pasted` maps names to tensors.
-    """
+    """Returns the sums of weights' gradients after a microbatch."""
     new = []
     for total, grad, spec, device in zip(totals, grads, specs, devices, strict=True):
         with tf.device(device):
@@ -91,25 +73,18 @@ def accumulated(
 
 
 class Cuts:
-    """Names of tensors and nodes on both sides of the cuts.
-
-    Args:
-        traced: the stage.
-        recomputed: returns True for a node of the forward pass that the backward pass recomputes.
-        is_twice: True if a `W` recomputes such nodes again.
-
-    Attributes:
-        grad_placeholders: the incoming gradients of a backward pass: for each floating output, then
-            for each floating carry of a recurrent stage.
-    """
+    """The cuts between the passes of a stage's graph, under one choice of remat."""
 
     def __init__(
         self, traced: TracedStage, recomputed: Callable[[str], bool], is_twice: bool = False
     ) -> None:
+        # `is_twice`: a `W` recomputes such nodes again.
+        # `recomputed`: of a node of the forward pass.
         self._traced = traced
         self._recomputed = recomputed
         self._is_twice = is_twice
         grads = traced.gradients
+        # For each floating output, then for each floating carry of a recurrent stage.
         self.grad_placeholders = [*grads.of_outputs.values(), *grads.of_carry_out.values()]
 
     @functools.cached_property
@@ -141,8 +116,8 @@ class Cuts:
         traced = self._traced
         known = (self.computed & self.per_microbatch) - self.again
         # Placeholders cannot be recomputed, and a replica does not compute a tensor of another one.
-        given = [*traced.carry, *traced.handed_on, *traced.inputs]
-        known |= {node_of(name) for name in given}
+        placeholders = [*traced.carry, *traced.handed_on, *traced.inputs]
+        known |= {node_of(name) for name in placeholders}
         known -= {node_of(name) for name in traced.scalars}
         # A reshaped tensor is the same memory: keeping it separately would count it twice.
         known -= traced.cut.reshapes(self.computed)
@@ -165,38 +140,38 @@ class Cuts:
         grads = self._traced.gradients
         return [name for name in [*grads.of_inputs, *grads.of_carry] if name is not None]
 
-    def nodes(self, kind: str, is_first: bool) -> set[str]:
-        """Returns the nodes that an action of a kind (`F`, `R`, `B`, `I` or `W`) computes.
+    def arguments(self, kind: str) -> list[str]:
+        """Returns the tensors that an action of the backward pass starts from, besides weights."""
+        if kind == "R":
+            return self.kept
+        return self.pending if kind == "W" else [*self.kept, *self.grad_placeholders]
 
-        The first stage computes no gradient of its inputs.
-        """
-        cut, given = self._traced.cut, [*self.kept, *self.grad_placeholders]
-        upstream = [] if is_first else self.upstream_names
+    def nodes(self, kind: str, is_first: bool) -> set[str]:
+        """Returns the nodes that an action computes; the first stage has no input gradients."""
         if kind == "F":
             return self.computed
-        if kind == "R":
-            return cut.ancestors(self.remade, self.kept)
-        if kind == "B":
-            return cut.ancestors([*self.theta_names, *upstream], given)
+        results = [*self.remade] if kind == "R" else []
+        if kind in "BW":
+            results += self.theta_names
+        if kind in "BI" and not is_first:
+            results += self.upstream_names
         if kind == "I":
-            return cut.ancestors([*upstream, *self.pending], given)
-        return cut.ancestors(self.theta_names, self.pending)
+            results += self.pending
+        return self._traced.cut.ancestors(results, self.arguments(kind))
 
     @functools.cached_property
     def input_grad_nodes(self) -> set[str]:
         """Nodes that an `I` computes."""
-        cuts = [*self.kept, *self.grad_placeholders]
         wanted = self.upstream_names or self._shared_names()
-        return self._traced.cut.ancestors(wanted, cuts) & self.per_microbatch
+        return self._traced.cut.ancestors(wanted, self.arguments("I")) & self.per_microbatch
 
     def _shared_names(self) -> list[str]:
         """Returns the tensors that several weights' gradients need.
 
-        For a stage whose inputs have no gradient, its `I` computes them. Else its `W` would have to
-        do everything, and the schedule would assume wrong durations.
+        A stage whose inputs have no gradient computes them in its `I`. Else its `W` would do
+        everything, and the schedule would assume wrong durations.
         """
-        cut = self._traced.cut
-        cuts = [*self.kept, *self.grad_placeholders]
+        cut, cuts = self._traced.cut, self.arguments("I")
         count: dict[str, int] = {}
         for name in self._traced.gradients.of_theta:
             if name is not None:
@@ -211,7 +186,7 @@ class Cuts:
         known = self.input_grad_nodes - (self.again if self._is_twice else set())
         # As for kept tensors.
         known -= self._traced.cut.reshapes(known)
-        known |= {node_of(name) for name in [*self.kept, *self.grad_placeholders]}
+        known |= {node_of(name) for name in self.arguments("I")}
         return self._traced.cut.frontier(self.theta_names, known)
 
 
@@ -219,36 +194,25 @@ class Passes:
     """The forward pass, the backward pass and its halves, under one choice of remat.
 
     All are parts of one graph. A part computes only nodes that no earlier part has computed, and
-    the tensors on the cuts are passed on. A recomputed node counts as not computed by the forward
-    pass. Each part recomputes tensors that depend on weights alone: they are the same for every
-    microbatch, so keeping them would waste memory.
-
-    Args:
-        traced: the stage.
-        recomputed: returns True for a node of the forward pass that the backward pass recomputes.
-        accumulator_dtypes: of the sum of each theta's gradients.
-        forward_probes: the probes of the forward pass.
-        backward_probes: the probes of the backward pass.
-        is_twice: True if the half for the weights recomputes such nodes again.
-
-    Attributes:
-        cuts: the tensors between the parts.
+    the tensors on the cuts are passed on. Each part recomputes tensors that depend on weights
+    alone: they are the same for every microbatch, so keeping them would waste memory.
     """
 
     def __init__(
         self,
         traced: TracedStage,
-        recomputed: Callable[[str], bool],
-        accumulator_dtypes: Sequence[tf.DType],
+        recomputed: Callable[[str], bool],  # of a node of the forward pass
+        accumulator_dtypes: Sequence[tf.DType],  # of the sum of each theta's gradients
         forward_probes: Sequence[Probe],
         backward_probes: Sequence[Probe],
-        is_twice: bool = False,
+        is_twice: bool = False,  # a `W` recomputes such nodes again
     ) -> None:
         self._traced = traced
         self._forward_probes = forward_probes
         self._backward_probes = backward_probes
         self.cuts = Cuts(traced, recomputed, is_twice)
         self._dtypes = [*accumulator_dtypes] * len(traced.replicas)
+        self._made: dict[tuple[str, bool], list[Part]] = {}
 
     # The passes. Each replica has its own functions: a call ends when all of its checks and prints
     # are done, and a replica must not wait for another one.
@@ -261,12 +225,12 @@ class Passes:
         new_notes: Tensors = []
         # Kept tensors that are arguments are not passed through a function.
         known: dict[str, tf.Tensor] = {}
-        parts = zip(self._traced.replicas, self._forward, notes, strict=True)
+        parts = zip(self._traced.replicas, self._parts("F"), notes, strict=True)
         for number, (replica, part, note) in enumerate(parts):
-            mine = inputs[number * len(replica.inputs) :][: len(replica.inputs)]
-            given = [t.name for t in [*replica.carry, *replica.inputs]]
-            known.update(zip(given, [*carry, *mine], strict=True))
-            results, note = part([*theta, *carry, *mine, *scalars], note)
+            replica_inputs = inputs[number * len(replica.inputs) :][: len(replica.inputs)]
+            argument_names = [t.name for t in [*replica.carry, *replica.inputs]]
+            known.update(zip(argument_names, [*carry, *replica_inputs], strict=True))
+            results, note = part([*theta, *carry, *replica_inputs, *scalars], note)
             count = len(replica.outputs)
             outputs += results[:count]
             carry, kept = results[count:][: len(carry)], results[count + len(carry) :]
@@ -277,7 +241,7 @@ class Passes:
     def recompute(self, theta: Tensors, kept: Tensors, scalars: Tensors) -> Tensors:
         """Returns what `forward` would keep without recomputation; see `backward`."""
         known = dict(zip(self.cuts.kept, kept, strict=True))
-        for number, part in enumerate(self._recompute):
+        for number, part in enumerate(self._parts("R")):
             results, _ = part([*theta, *kept, *scalars])
             names = self._own(self.cuts.remade, number, self.cuts.kept)
             known.update(zip(names, results, strict=True))
@@ -287,23 +251,13 @@ class Passes:
         self,
         theta: Tensors,
         kept: Tensors,
-        grads: Tensors,
-        scalars: Tensors,
-        accumulators: Tensors | None,
+        grads: Tensors,  # of floating outputs, then of the floating carry if recurrent
+        scalars: Tensors,  # microbatch and step, int64
+        accumulators: Tensors | None,  # None for the first microbatch
         notes: Tensors,
     ) -> BackwardResult:
-        """Runs the whole backward pass of one microbatch.
-
-        Args:
-            theta: the weights.
-            kept: the tensors that `forward` kept.
-            grads: the gradient of each floating output, then of each floating carry that a
-                recurrent stage has returned.
-            scalars: the microbatch's index and the global step, int64.
-            accumulators: sums of weight gradients so far; None for the first microbatch.
-            notes: for each replica, where a value was not finite before; see `finite_values`.
-        """
-        parts = self._backward if accumulators is None else self._backward_and_add
+        """Runs the whole backward pass of one microbatch."""
+        parts = self._parts("B", accumulators is not None)
         arguments = [*theta, *kept, *grads, *scalars, *(accumulators or ())]
         sums: Tensors = []
         upstream: Tensors = []
@@ -320,15 +274,15 @@ class Passes:
         self, theta: Tensors, kept: Tensors, grads: Tensors, scalars: Tensors, notes: Tensors
     ) -> BackwardResult:
         """Runs the half that other stages wait for; arguments as those of `backward`."""
-        given = [*self.cuts.kept, *self.cuts.grad_placeholders]
-        known = dict(zip(given, [*kept, *grads], strict=True))
+        argument_names = self.cuts.arguments("I")
+        known = dict(zip(argument_names, [*kept, *grads], strict=True))
         upstream: Tensors = []
         new_notes: Tensors = []
-        for number, (part, note) in enumerate(zip(self._input_grad, notes, strict=True)):
+        for number, (part, note) in enumerate(zip(self._parts("I"), notes, strict=True)):
             results, note = part([*theta, *kept, *grads, *scalars], note)
             count = len(self._upstream_names(number))
             upstream += results[:count]
-            pending = self._own(self.cuts.pending, number, given)
+            pending = self._own(self.cuts.pending, number, argument_names)
             known.update(zip(pending, results[count:], strict=True))
             new_notes.append(note)
         pending = [known[name] for name in self.cuts.pending]
@@ -338,7 +292,7 @@ class Passes:
         self, theta: Tensors, pending: Tensors, scalars: Tensors, accumulators: Tensors | None
     ) -> Tensors:
         """Runs the other half; returns the sums of weight gradients."""
-        parts = self._weight_grad if accumulators is None else self._weight_grad_and_add
+        parts = self._parts("W", accumulators is not None)
         arguments = [*theta, *pending, *scalars, *(accumulators or ())]
         return [total for part in parts for total in part(arguments)[0]]
 
@@ -406,10 +360,10 @@ class Passes:
         """Names of the arguments of forward functions, which need not be returned."""
         return {*self._traced.carry, *self._traced.handed_on, *self._traced.inputs}
 
-    def _own(self, names: Sequence[str], number: int, given: Container[str]) -> list[str]:
+    def _own(self, names: Sequence[str], number: int, arguments: Container[str]) -> list[str]:
         """Returns the names that a replica computes, because they are not given."""
         replica = self._traced.replica
-        return [name for name in names if name not in given and replica(name) == number]
+        return [name for name in names if name not in arguments and replica(name) == number]
 
     def _upstream_names(self, number: int) -> list[str]:
         """Returns the gradients of a replica that other actions wait for."""
@@ -422,98 +376,50 @@ class Passes:
 
     def make(self) -> None:
         """Makes the functions of `forward` and `backward` now, for bodies of loops and branches."""
-        _ = self._forward, self._backward_and_add
+        _ = self._parts("F"), self._parts("B", True)
 
-    @functools.cached_property
-    def _forward(self) -> list[Part]:
-        parts = []
-        for number, replica in enumerate(self._traced.replicas):
-            kept = self._own(self.cuts.kept, number, self._given)
-            part = self._part(
+    def _parts(self, kind: str, adds: bool = False) -> list[Part]:
+        """Returns the functions of a pass, one per replica; they take accumulators if it `adds`."""
+        if (kind, adds) not in self._made:
+            numbers = range(len(self._traced.replicas))
+            self._made[kind, adds] = [self._part_of(kind, number, adds) for number in numbers]
+        return self._made[kind, adds]
+
+    def _part_of(self, kind: str, number: int, adds: bool) -> Part:
+        cuts, traced = self.cuts, self._traced
+        if kind == "F":
+            replica = traced.replicas[number]
+            results = [t.name for t in [*replica.outputs, *replica.carry_out]]
+            return self._part(
                 number,
                 [t.name for t in [*replica.carry, *replica.inputs]],
-                [*(t.name for t in [*replica.outputs, *replica.carry_out]), *kept],
+                [*results, *self._own(cuts.kept, number, self._given)],
                 probes=self._forward_probes,
-                effects=[
-                    name
-                    for name in self._traced.effects
-                    if self._traced.replica(f"{name}:0") == number
-                ],
+                effects=[n for n in traced.effects if traced.replica(f"{n}:0") == number],
             )
-            parts.append(part)
-        return parts
-
-    @functools.cached_property
-    def _recompute(self) -> list[Part]:
-        return [
-            self._part(
-                number,
-                self.cuts.kept,
-                self._own(self.cuts.remade, number, self.cuts.kept),
-                checked=self.cuts.computed,
-            )
-            for number in range(len(self._traced.replicas))
-        ]
-
-    @functools.cached_property
-    def _backward(self) -> list[Part]:
-        return self._backward_parts(adds=False)
-
-    @functools.cached_property
-    def _backward_and_add(self) -> list[Part]:
-        return self._backward_parts(adds=True)
-
-    def _backward_parts(self, adds: bool) -> list[Part]:
-        arguments = [*self.cuts.kept, *self.cuts.grad_placeholders]
-        return [
-            self._part(
-                number,
-                arguments,
-                self._upstream_names(number),
-                gradients=True,
-                adds=adds,
-                probes=self._backward_probes,
-                checked=self.cuts.computed,
-            )
-            for number in range(len(self._traced.replicas))
-        ]
-
-    @functools.cached_property
-    def _input_grad(self) -> list[Part]:
-        arguments = [*self.cuts.kept, *self.cuts.grad_placeholders]
-        computed = self.cuts.input_grad_nodes
-        # Without the tensors that an `I` leaves for its `W`.
-        probes = [
-            dataclasses.replace(
-                probe, tensors=tuple(t for t in probe.tensors if node_of(t) in computed)
-            )
-            for probe in self._backward_probes
-        ]
-        return [
-            self._part(
-                number,
-                arguments,
-                [*self._upstream_names(number), *self._own(self.cuts.pending, number, arguments)],
-                probes=probes,
-                checked=self.cuts.computed,
-            )
-            for number in range(len(self._traced.replicas))
-        ]
-
-    @functools.cached_property
-    def _weight_grad(self) -> list[Part]:
-        return self._weight_grad_parts(adds=False)
-
-    @functools.cached_property
-    def _weight_grad_and_add(self) -> list[Part]:
-        return self._weight_grad_parts(adds=True)
-
-    def _weight_grad_parts(self, adds: bool) -> list[Part]:
-        options = {"gradients": True, "adds": adds, "checked": self.cuts.computed}
-        return [
-            self._part(number, self.cuts.pending, [], **options)
-            for number in range(len(self._traced.replicas))
-        ]
+        arguments, probes = cuts.arguments(kind), self._backward_probes
+        results = self._upstream_names(number) if kind in "BI" else []
+        if kind == "R":
+            results += self._own(cuts.remade, number, arguments)
+        if kind == "I":
+            results += self._own(cuts.pending, number, arguments)
+            # Without the tensors that an `I` leaves for its `W`.
+            computed = cuts.input_grad_nodes
+            probes = [
+                dataclasses.replace(
+                    probe, tensors=tuple(t for t in probe.tensors if node_of(t) in computed)
+                )
+                for probe in probes
+            ]
+        return self._part(
+            number,
+            arguments,
+            results,
+            gradients=kind in "BW",
+            adds=adds,
+            probes=probes if kind in "BI" else (),
+            checked=cuts.computed,
+        )
 
     @functools.cached_property
     def accumulator_specs(self) -> Specs:
@@ -536,12 +442,12 @@ class Passes:
         effects: Sequence[str] = (),
         checked: Container[str] = (),
     ) -> Part:
-        """Returns a function of theta, `arguments`, the scalars, the accumulators and the note.
+        """Returns a function of theta, `arguments`, scalars, accumulators if it `adds`, and the
+        note.
 
-        It takes accumulators only if it `adds`. It returns the gradients of the replica's weights
-        (or its accumulators with them added), `fetches`, and the note. Without probes of the
-        replica there is no note. Its results wait for the `effects`. It does not check values of
-        nodes in `checked` again.
+        It returns the gradients of the replica's weights (or its accumulators with them added),
+        `fetches`, and the note, which only replicas with probes have. Its results wait for the
+        `effects`. Values of nodes in `checked` are not checked again.
         """
         traced, device = self._traced, self._traced.replicas[number].device
         probes = [probe for probe in probes if probe.replica == number]

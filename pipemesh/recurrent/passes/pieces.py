@@ -22,23 +22,14 @@ class Cutting:
     """The split of the batch into microbatches, and of these into sequence slices.
 
     A piece is the input of an action: slice `q` of microbatch `m` is piece `m * num_slices + q`.
-
-    Attributes:
-        num_microbatches: number of microbatches.
-        microbatch_size: number of examples in each.
-        batch_dim: the dim of the pipeline's inputs along which microbatches are split.
-        replicas: number of parts of each microbatch, one per replica.
-        num_slices: number of sequence slices.
-        slice_size: number of positions in each; 0 for whole sequences.
-        sequence_dim: the dim of the pipeline's inputs along which slices are split.
     """
 
     num_microbatches: int
     microbatch_size: int
     batch_dim: int
-    replicas: int = 1
+    replicas: int = 1  # each gets a part of every microbatch
     num_slices: int = 1
-    slice_size: int = 0
+    slice_size: int = 0  # positions; 0 for whole sequences
     sequence_dim: int = 1
 
     @property
@@ -85,7 +76,7 @@ class Cutting:
         """
         if self.num_slices == 1 or not stage.recurrent or self.num_parts == 1:
             return [stage]
-        found: list[Stage] = []
+        variants: list[Stage] = []
         for first in (self.batch_dim, 0):
             carry: list[Any] = []
             for tensor in stage.carry:
@@ -94,8 +85,8 @@ class Cutting:
                 if dims:
                     shape[first if first in dims else dims[0]] *= self.num_parts
                 carry.append(tf.TensorSpec(shape, tensor.dtype))
-            found.append(dataclasses.replace(stage, carry=carry))
-        return found if found[0].carry != found[1].carry else found[:1]
+            variants.append(dataclasses.replace(stage, carry=carry))
+        return variants if variants[0].carry != variants[1].carry else variants[:1]
 
     @property
     def num_parts(self) -> int:
@@ -134,10 +125,7 @@ def split(tensor: tf.Tensor, cutting: Cutting) -> list[list[tf.Tensor]]:
 def parts(
     tensors: Sequence[tf.Tensor | None], piece: tf.Tensor, cutting: Cutting
 ) -> list[tf.Tensor | None]:
-    """Returns the parts of one piece, replica by replica.
-
-    `piece` is an int64 scalar that may be known only when the step runs.
-    """
+    """Returns the parts of one piece, replica by replica."""
     replicas, slices = cutting.replicas, cutting.num_slices
     microbatch, sequence_slice = piece, None
     if slices > 1:
@@ -180,9 +168,11 @@ def join(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
         rows = []
         for m in range(cutting.num_microbatches):
             for replica in range(replicas):
-                mine = parts[m * slices * replicas + replica :: replicas][:slices]
+                pieces = parts[m * slices * replicas + replica :: replicas][:slices]
                 is_sliced = cutting.is_sliced(parts[0].shape)
-                rows.append(tf.concat(mine, cutting.sequence_dim) if is_sliced else tf.add_n(mine))
+                rows.append(
+                    tf.concat(pieces, cutting.sequence_dim) if is_sliced else tf.add_n(pieces)
+                )
         parts = rows
     return parts[0] if len(parts) == 1 else tf.concat(parts, axis=cutting.batch_dim)
 

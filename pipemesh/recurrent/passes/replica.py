@@ -24,19 +24,10 @@ GradName = str | tuple[str, str] | None
 
 @dataclasses.dataclass(frozen=True)
 class StageGradients:
-    """Names of the gradients in a traced graph.
+    """Names of the gradients in a traced graph, None where there is none."""
 
-    Attributes:
-        of_outputs: placeholder for the gradient of each floating output, by its index.
-        of_carry_out: the same for the carry that the stage returns; empty if it has no gradient.
-        of_theta: the gradient of each theta.
-        of_inputs: the gradient of each input, None if there is none.
-        of_carry: the gradient of each carry that the stage takes, None if there is none.
-        of_probes: the gradient of each probed tensor.
-    """
-
-    of_outputs: dict[int, str]
-    of_carry_out: dict[int, str]
+    of_outputs: dict[int, str]  # placeholders, by index of the floating output
+    of_carry_out: dict[int, str]  # empty if the carry has no gradient
     of_theta: list[GradName]
     of_inputs: list[str | None]
     of_carry: list[str | None]
@@ -45,27 +36,16 @@ class StageGradients:
 
 def differentiate(
     stage: Stage,
-    theta: list[tf.Tensor | None],
+    theta: list[tf.Tensor | None],  # None for weights without a gradient
     carry: list[tf.Tensor],
     inputs: list[tf.Tensor],
-    outputs: dict[int, tf.Tensor],
+    outputs: dict[int, tf.Tensor],  # those with an incoming gradient, by index
     carry_out: list[tf.Tensor],
-    probed: list[tf.Tensor],
+    probed: list[tf.Tensor],  # other tensors whose gradient is needed
+    # of the gradients of the first of theta, and of all inputs; None for one device
     devices: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> StageGradients:
-    """Adds the gradient of a traced stage to its graph, which is being built.
-
-    Args:
-        stage: the stage.
-        theta: placeholders of the weights; None for weights without a gradient.
-        carry: placeholders of the carry.
-        inputs: placeholders of the inputs.
-        outputs: the outputs with an incoming gradient, by index.
-        carry_out: the carry that the stage returns.
-        probed: other tensors whose gradient is needed.
-        devices: for the first of theta, and for all inputs, the devices of their gradients; None if
-            there is one device.
-    """
+    """Adds the gradient of a traced stage to its graph, which is being built."""
     of_outputs = _grad_placeholders(outputs)
     of_carry_out = _grad_placeholders(dict(enumerate(carry_out))) if stage.recurrent else {}
     results = [outputs[i] for i in of_outputs] + [carry_out[i] for i in of_carry_out]
@@ -113,8 +93,8 @@ def _gradients(
     }
     grads: list[Gradient] = [None] * len(sources)
     if results and floating:
-        found = tf.gradients(results, list(floating.values()), result_grads)
-        for i, grad in zip(floating, found, strict=True):
+        computed = tf.gradients(results, list(floating.values()), result_grads)
+        for i, grad in zip(floating, computed, strict=True):
             grads[i] = grad
     return grads
 
@@ -136,25 +116,19 @@ def flat_names(names: Iterable[GradName | tuple[str, ...]]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Summaries:
-    """The summaries of one stage; each microbatch adds its own to a serialized summary.
+    """The TF1 summaries of one stage, passed on in its carry; each microbatch adds its own."""
 
-    Attributes:
-        before: the summary of earlier microbatches and replicas; a placeholder in the first one.
-        after: the summary with those of this microbatch.
-        collections: the collections of the outer graph that get it.
-    """
-
-    before: tf.Tensor
-    after: tf.Tensor
-    collections: Sequence[str]
+    before: tf.Tensor  # of earlier microbatches and replicas
+    after: tf.Tensor  # with those of this microbatch
+    collections: Sequence[str]  # of the outer graph, which get it
 
     @classmethod
     def found(cls, begin: int, earlier: Summaries | None) -> Summaries | None:
-        """Returns the summaries of the function that is being traced; None if there are none.
+        """Returns the summaries among the operations of the graph being traced, without the first
+        ones.
 
-        It also returns None outside of a TF1 graph, where nothing collects summaries, as in a plain
-        model. The first `begin` operations are ignored; `earlier` are the summaries of the previous
-        replica.
+        None if there are none, or outside of a TF1 graph, where nothing collects them, as in a
+        plain model.
         """
         graph: Any = tf.compat.v1.get_default_graph()
         if graph.outer_graph.building_function:
@@ -185,39 +159,24 @@ class Summaries:
 
 @dataclasses.dataclass
 class Replica:
-    """The part of a traced graph of one replica.
+    """The part of a traced graph that computes the rows of one replica."""
 
-    Attributes:
-        device: the first device of the replica.
-        number: among the replicas of its stage; None if it is the only one.
-        theta: placeholders of the weights.
-        carry: placeholders of the carry, from the previous microbatch or replica.
-        inputs: placeholders of its rows.
-        outputs: the tensors that it returns.
-        carry_out: the carry that it returns.
-        spans: the operations of its layers.
-        replay: draws the random numbers of its forward pass again.
-        probes: the tensors to check for finite values.
-        summaries: its summaries for a TF1 graph; the last one of its carry.
-        operations: the range of its operations in the graph, end excluded.
-        copies: its own placeholders for captured weights, by the shared placeholder; empty in the
-            first replica.
-        devices: with several devices, for each of theta, then of the inputs, its device.
-    """
-
-    device: str
-    number: int | None
+    device: str  # the first of the replica
+    number: int | None  # None if it is the only one
+    # Placeholders of its arguments.
     theta: list[tf.Tensor]
-    carry: list[tf.Tensor]
+    carry: list[tf.Tensor]  # from the previous microbatch or replica
     inputs: list[tf.Tensor]
     outputs: list[tf.Tensor]
     carry_out: list[tf.Tensor]
-    spans: Sequence[LayerSpan]
-    replay: Replay
+    spans: Sequence[LayerSpan]  # the operations of its layers
+    replay: Replay  # draws the random numbers of its forward pass again
     probes: StageProbes
     summaries: Summaries | None
-    operations: list[tuple[int, int]]
+    operations: list[tuple[int, int]]  # ranges in the graph, ends excluded
+    # its own placeholders for captured weights, by the shared ones; empty in the first
     copies: dict[str, str] = dataclasses.field(default_factory=dict)
+    # of theta, and of the inputs, if it has several
     devices: tuple[list[str], list[str]] | None = None
 
     def copy_captured(self, graph: tf.Graph, captured: Sequence[Captured]) -> None:
@@ -233,14 +192,10 @@ class Replica:
         graph: tf.Graph,
         stage: Stage,
         captured: Sequence[Captured],
-        live: Iterable[int],
-        first_output: int,
+        live: Iterable[int],  # the outputs of a replica with an incoming gradient
+        first_output: int,  # number of outputs of earlier replicas
     ) -> StageGradients:
-        """Adds the gradient of the replica to the graph.
-
-        `live` are the outputs of a replica with an incoming gradient; `first_output` is the number
-        of outputs of earlier replicas.
-        """
+        """Adds the gradient of the replica to the graph."""
         begin = len(graph.get_operations())
         with (
             graph.as_default(),
@@ -248,7 +203,7 @@ class Replica:
             self.replay.enter(self.replay.tensors),
             gradient_scope(),
         ):
-            found = differentiate(
+            gradients = differentiate(
                 stage,
                 [
                     # The gradient of a copy is that of its original.
@@ -267,7 +222,7 @@ class Replica:
                 self.devices,
             )
         self.operations.append((begin, len(graph.get_operations())))
-        return found
+        return gradients
 
 
 @contextlib.contextmanager

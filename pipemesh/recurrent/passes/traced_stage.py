@@ -29,23 +29,22 @@ from pipemesh.recurrent.watch.finite_values import Probe
 
 
 class Places:
-    """The device index of each tensor of a stage in its home.
+    """The device index of each tensor of a traced stage in its home.
 
-    Args:
-        home: of the stage.
-        replica: returns the replica that a tensor belongs to.
-        graph: the traced graph.
-        given: for placeholders of arguments the index of their device within a replica. Other
-            tensors are on the device of their node; the default is the first one.
+    A tensor without a known device is on the first one.
     """
 
     def __init__(
-        self, home: Home, replica: Callable[[str], int], graph: Any, given: Mapping[str, int]
+        self,
+        home: Home,
+        replica: Callable[[str], int],
+        graph: Any,
+        argument_places: Mapping[str, int],  # of placeholders, within a replica
     ) -> None:
         self._home = home
         self._replica = replica
         self._graph = graph
-        self._given = given
+        self._given = argument_places
         self._numbers: dict[tuple[str, int], int] = {}
 
     def of(self, name: str) -> int:
@@ -53,10 +52,10 @@ class Places:
         replica = self._replica(name)
         if self._home.group == 1:
             return replica
-        own = self._given.get(name)
-        if own is None:
-            own = self._number(self._graph.get_operation_by_name(node_of(name)).device, replica)
-        return replica * self._home.group + own
+        place = self._given.get(name)
+        if place is None:
+            place = self._number(self._graph.get_operation_by_name(node_of(name)).device, replica)
+        return replica * self._home.group + place
 
     def _number(self, device: str, replica: int) -> int:
         """Returns the index of a device within a replica; 0 for a device outside of it."""
@@ -69,46 +68,17 @@ class Places:
 class TracedStage:
     """The graph of a stage's forward pass and its gradient, for one piece of the batch.
 
-    The graph contains all replicas. Weights, inputs, outputs and gradients are ordered by replica.
-
-    Args:
-        stage: the stage.
-        inputs: specs of a replica's inputs for one microbatch, with static shapes.
-        cutting: the split of the batch.
-        has_step: True if there is a global step.
-        whole_draws: returns the stage's random draws for the whole batch.
-        input_places: for each input the index of its device in a replica; by default 0.
-
-    Attributes:
-        given: the stage as given.
-        stage: the stage, with all weights that it uses as theta, and its summaries as carry.
-        cut: the graph.
-        theta: names of the placeholders of the weights.
-        carry: names of the placeholders of the carry.
-        inputs: names of the placeholders of the inputs.
-        scalars: names of the placeholders of microbatch and step.
-        outputs: names of the outputs.
-        carry_out: names of the carry that the stage returns.
-        gradients: names of the gradients.
-        effects: names of the nodes that check or print.
-        captured: weights that the stage uses outside of its theta. They become the last tensors of
-            theta, so that gradients flow to them.
-        output_specs: shapes and dtypes of the outputs of a replica.
-        output_places: for each output the index of its device in a replica.
-        layers: the name of the layer of each node of the forward pass that belongs to one.
-        theta_layers: for each weight the layers that use it.
-        input_layers: for each input the layers that use it.
-        summaries: the stage's summaries for a TF1 graph; the last tensor of its carry.
+    It contains all replicas. Names of weights, inputs, outputs and gradients are in their order.
     """
 
     def __init__(
         self,
         stage: Stage,
-        inputs: Specs,
+        inputs: Specs,  # of a replica, for one microbatch
         cutting: Cutting,
         has_step: bool,
         whole_draws: Callable[[], WholeDraws],
-        input_places: Sequence[int] | None = None,
+        input_places: Sequence[int] | None = None,  # device indices in a replica; by default 0
     ) -> None:
         self.given = stage
         self._input_places = input_places or [0] * len(inputs)
@@ -134,6 +104,7 @@ class TracedStage:
                 )
         self._num_forward = len(graph.get_operations())
         end = len(graph.inputs) - len(graph.captures)
+        # Placeholders of microbatch and step.
         self.scalars = [t.name for t in graph.inputs[end - 2 : end]]
         self._check_apart()
         check_batch(
@@ -144,8 +115,8 @@ class TracedStage:
         replicas, first = self.replicas, self.replicas[0]
         for replica in replicas[1:]:
             begin, end = replica.operations[0]
-            own = graph.get_operations()[begin:end]
-            check_no_handle(own, self._captured, what, replica.device)
+            operations = graph.get_operations()[begin:end]
+            check_no_handle(operations, self._captured, what, replica.device)
             replica.copy_captured(graph, self._captured)
         # The tensors' own names, not those of the traced function's results: these wait for
         # everything stateful in the function, and so also for the gradient.
@@ -166,13 +137,18 @@ class TracedStage:
         self.output_specs = specs_of(first.outputs)
         self._replicas: dict[str, int] = {}
         known = Places(stage.of_home, self.replica, graph, {})
+        # Of each output the index of its device in a replica.
         self.output_places = [known.of(t.name) for t in first.outputs]
+        # By node of the forward pass.
         self.layers = _layers(graph, [span for replica in replicas for span in replica.spans])
+        # The layers that use each weight, and each input.
         self.theta_layers, self.input_layers = first.probes.theta_layers, first.probes.input_layers
+        # Weights outside of theta become the last tensors of theta, so that gradients flow to them.
         self.captured = [weight.outer for weight in self._captured]
         with tf.device(stage.device):
             values = [tf.stop_gradient(tensor) for tensor in self.captured]
             carry = [*stage.carry, *([] if self.summaries is None else [tf.constant("")])]
+        # With all weights that it uses as theta, and its summaries as carry.
         self.stage = dataclasses.replace(
             stage,
             theta=[*stage.theta, *values],
@@ -181,10 +157,7 @@ class TracedStage:
         )
 
     def differentiate(self, live: Iterable[int]) -> None:
-        """Adds the gradient to the graph; must be called once, before any other method.
-
-        `live` are the outputs of a replica with an incoming gradient.
-        """
+        """Adds the gradient of `live` outputs to the graph, once, before any other method."""
         graph, live = self._trace.graph, list(live)
         self.gradients = joined(
             [
@@ -228,8 +201,8 @@ class TracedStage:
         for number, replica in enumerate(self.replicas):
             for begin, end in replica.operations:
                 numbers.update((op.name, number) for op in operations[begin:end])
-            given = [*replica.theta, *replica.carry, *replica.inputs]
-            names = [*(t.name for t in given), *replica.copies.values()]
+            arguments = [*replica.theta, *replica.carry, *replica.inputs]
+            names = [*(t.name for t in arguments), *replica.copies.values()]
             numbers.update((node_of(name), number) for name in names)
         return numbers
 

@@ -24,11 +24,11 @@ from pipemesh.recurrent.watch.finite_values import StageProbes
 
 def detached(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the tensors without gradients, pinned so that each stays on its device."""
-    found = []
+    results = []
     for tensor in tensors:
         with tf.device(tensor.device):
-            found.append(tf.stop_gradient(tensor))
-    return found
+            results.append(tf.stop_gradient(tensor))
+    return results
 
 
 def identity_beside(tensor: tf.Tensor) -> tf.Tensor:
@@ -47,17 +47,11 @@ def specs_of(tensors: Sequence[tf.Tensor]) -> Specs:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The result of tracing a stage.
+    """The result of tracing a stage."""
 
-    Attributes:
-        function: the traced function; it keeps the functions inside its graph alive.
-        replicas: the parts of the graph, one for each call of the stage.
-        drawn: the random draws of the last call.
-    """
-
-    function: Any
-    replicas: list[Replica]
-    drawn: dict[str, WholeDraw]
+    function: Any  # keeps the functions inside its graph alive
+    replicas: list[Replica]  # one for each call of the stage
+    drawn: dict[str, WholeDraw]  # the random draws of the last call
 
     @property
     def graph(self) -> tf.Graph:
@@ -67,23 +61,14 @@ class Trace:
 
 def trace(
     stage: Stage,
-    inputs: Specs,
+    inputs: Specs,  # of each call
     has_step: bool,
     num_replicas: int = 1,
+    # of a call's rows in the batch; None for all
     position: Callable[[tf.Tensor], Position] | None = None,
     num_slices: int = 1,
 ) -> Trace:
-    """Traces the forward pass of a stage.
-
-    Args:
-        stage: the stage.
-        inputs: specs of the inputs of each call.
-        has_step: True if there is a global step.
-        num_replicas: number of calls, one per replica; the carry goes from call to call.
-        position: returns the position of a call's rows in the batch; None if the call has the whole
-            batch.
-        num_slices: number of sequence slices; each call gets one.
-    """
+    """Traces the forward pass of a stage, once per replica; the carry goes from call to call."""
     replicas: list[Replica] = []
     drawn: dict[str, WholeDraw] = {}
     scalar = tf.TensorSpec([], tf.int64)
@@ -97,20 +82,20 @@ def trace(
         step: tf.Tensor | None,
     ) -> Replica:
         begin = len(tf.compat.v1.get_default_graph().get_operations())
-        own: tf.Tensor | None = None
+        slice_index: tf.Tensor | None = None
         if num_slices > 1:
-            own = tf.math.floormod(microbatch, num_slices)
+            slice_index = tf.math.floormod(microbatch, num_slices)
             microbatch = tf.math.floordiv(microbatch, num_slices)
         part = microbatch if number is None else microbatch * num_replicas + number
         where = position(part) if position else None
         if where is not None:
-            where = dataclasses.replace(where, slice=own)
+            where = dataclasses.replace(where, slice=slice_index)
         with plan_free_randomness(step, where) as draws:
             with contextlib.ExitStack() as tags:
                 if where is not None and where.num_microbatches * num_slices > 1:
-                    tags.enter_context(tagged(stage.name, microbatch, number, own))
-                if own is not None:
-                    tags.enter_context(calling_for(own, num_slices, where is not None))
+                    tags.enter_context(tagged(stage.name, microbatch, number, slice_index))
+                if slice_index is not None:
+                    tags.enter_context(calling_for(slice_index, num_slices, where is not None))
                 outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
             drawn.update(draws)
             # An output that is an input, or a tensor returned twice, gets its own name.
@@ -138,11 +123,11 @@ def trace(
     def run(thetas: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
         known_step = step if has_step else None
         for number in range(num_replicas):
-            own = number if num_replicas > 1 else None
+            replica_number = number if num_replicas > 1 else None
             devices = stage.of_home.replica(number)
-            with replica_scope(stage.name, devices[0], own), calling_on(devices):
+            with replica_scope(stage.name, devices[0], replica_number), calling_on(devices):
                 arguments = thetas[number], carry, inputs[number], microbatch, known_step
-                replicas.append(call(own, *arguments))
+                replicas.append(call(replica_number, *arguments))
                 # No gradient flows through it, as between microbatches.
                 carry = [tf.stop_gradient(t) for t in replicas[-1].carry_out[: len(stage.carry)]]
         _check_alike(stage.name, replicas)
@@ -185,12 +170,6 @@ class WholeBatch:
     Only the random draws and the position of the batch dim in them are used. With slices, two
     traces distinguish the two dims along which draws are split: one has the whole batch and a
     slice, the other a part of the batch and whole sequences.
-
-    Args:
-        stages: the stages.
-        inputs: specs of the whole batch's inputs.
-        has_step: True if there is a global step.
-        cutting: the split of the batch.
     """
 
     def __init__(
@@ -217,13 +196,13 @@ class WholeBatch:
                 results = self._traces[-1].replicas[0].outputs
                 specs = specs_of(results)
                 labels = functools.partial(self._draws[-1].labels, results)
-            found = self._trace(self._stages[number], specs)
-            inputs = found.replicas[0].inputs
-            self._traces.append(found)
+            traced = self._trace(self._stages[number], specs)
+            inputs = traced.replicas[0].inputs
+            self._traces.append(traced)
             self._draws.append(
                 DrawsOfStage(
-                    found.graph,
-                    found.drawn,
+                    traced.graph,
+                    traced.drawn,
                     lambda inputs=inputs, labels=labels: dict(
                         zip([t.name for t in inputs], labels(), strict=True)
                     ),
@@ -238,9 +217,9 @@ class WholeBatch:
     def _trace(self, stage: Stage, specs: Specs) -> Trace:
         """Returns the trace of a stage with a slice of the whole batch, if there are slices."""
         errors: list[Exception] = []
-        for given in self._cutting.for_whole_batch(stage):
+        for variant in self._cutting.for_whole_batch(stage):
             try:
-                return trace(given, specs, self._has_step, num_slices=self._cutting.num_slices)
+                return trace(variant, specs, self._has_step, num_slices=self._cutting.num_slices)
             except PipelineError:
                 raise
             except (ValueError, TypeError) as error:
@@ -260,6 +239,6 @@ class WholeBatch:
             specs = self._of_sequences
             if self._sequences:
                 specs = specs_of(self._sequences[-1].replicas[0].outputs)
-            found = trace(self._stages[len(self._sequences)], specs, self._has_step)
-            self._sequences.append(found)
+            traced = trace(self._stages[len(self._sequences)], specs, self._has_step)
+            self._sequences.append(traced)
         return self._sequences[stage].drawn

@@ -27,18 +27,11 @@ Notes = Sequence[Sequence[tf.Tensor]]
 
 
 class Checks:
-    """The checks of one run.
-
-    Args:
-        policy: one of `finite_values.CHECKS`.
-        stages: the traced stages.
-        probes: for `forward` and `backward` the probes of each stage.
-        cutting: the split of the batch.
-    """
+    """The checks of one run for finite values."""
 
     def __init__(
         self,
-        policy: str,
+        policy: str,  # one of `finite_values.CHECKS`
         stages: Sequence[TracedStage],
         probes: Mapping[Direction, Sequence[Sequence[Probe]]],
         cutting: Cutting,
@@ -52,19 +45,17 @@ class Checks:
         self._both: list[tf.Operation] = []
 
     def forward(self, results: Sequence[tf.Tensor], what: str, notes: Notes) -> None:
-        """Makes tensors passed through `after_forward` wait for a check.
-
-        `results` are the loss or the outputs, on the device of the last stage; `what` names them in
-        errors.
-        """
+        """Makes tensors that pass through `after_forward` wait for a check of the results."""
         if self._policy == "off":
             return
         last = self._traced[-1].stage
         with tf.device(last.device):
             is_finite = all_finite([t for t in results if t.dtype.is_floating])
-        found = [f for s in range(len(self._traced)) for f in self._findings("forward", s, notes)]
+        findings = [
+            f for s in range(len(self._traced)) for f in self._findings("forward", s, notes)
+        ]
         otherwise = place(last, (), f"forward: {what}")
-        self._forward = [self._raise_unless(is_finite, found, otherwise, last.device)]
+        self._forward = [self._raise_unless(is_finite, findings, otherwise, last.device)]
 
     def after_forward(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
@@ -75,32 +66,25 @@ class Checks:
     def after_both(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
     ) -> list[MaybeTensor]:
-        """Returns the tensors once the checks of the forward pass and any gradients have passed.
-
-        No gradient may depend on these tensors.
-        """
+        """Returns the tensors, on which no gradient depends, once all checks have passed."""
         if self._forward and not self._both:
             with tf.control_dependencies(self._forward):
                 self._both = [tf.no_op()]
         return _after(self._both, tensors, devices)
 
     def backward(self, grads: Sequence[Grads], notes: Notes) -> None:
-        """Makes tensors passed through `after_backward` wait for a check.
-
-        `grads` has for each stage the sums of its weights' gradients and, if it is recurrent, the
-        gradients of its state.
-        """
+        """Makes tensors that pass through `after_backward` wait for a check of the gradients."""
         # The gradient of an eager function has another graph, which runs after this one.
         graph = tf.compat.v1.get_default_graph()
         before = [op for op in self._forward if op.graph is graph]
         if self._policy in OF_GRADIENTS:
             order = range(len(self._traced) - 1, -1, -1)
             totals = [self._total_finding(s, grads[s]) for s in order]
-            found = [f for s in order for f in self._findings("backward", s, notes)] + totals
+            findings = [f for s in order for f in self._findings("backward", s, notes)] + totals
             device = self._traced[0].stage.device
             is_finite = tf.reduce_all(tf.stack([total.note for total in totals]) < 0)
             with tf.control_dependencies(before):
-                check = self._raise_unless(is_finite, found, "a gradient", device)
+                check = self._raise_unless(is_finite, findings, "a gradient", device)
             before = [check]
             for guard in self._both:
                 if guard.graph is graph:
@@ -113,20 +97,17 @@ class Checks:
         return _after(self._backward, tensors, devices)
 
     def input_grads(self, grads: Grads) -> Grads:
-        """Returns the gradients of the pipeline's inputs once they are checked.
-
-        Gradients of weights wait for that, too, although they were returned before.
-        """
+        """Returns checked input gradients; weights' gradients wait for that check, too."""
         first = self._traced[0]
         if self._policy in OF_GRADIENTS and any(grad is not None for grad in grads):
-            found = [
+            findings = [
                 self._input_finding(number, grad)
                 for number, grad in enumerate(grads)
                 if grad is not None
             ]
             with tf.device(first.stage.device):
-                is_finite = tf.reduce_all(tf.stack([f.note < 0 for f in found]))
-            check = self._raise_unless(is_finite, found, "a gradient", first.stage.device)
+                is_finite = tf.reduce_all(tf.stack([f.note < 0 for f in findings]))
+            check = self._raise_unless(is_finite, findings, "a gradient", first.stage.device)
             (guard,) = self._backward
             wait_for(guard, check)
         return self.after_backward(grads, first.stage.device)
@@ -174,18 +155,20 @@ class Checks:
         with tf.device(traced.stage.device):
             real = tf.math.abs(grad) if grad.dtype.is_complex else grad
             bad = tf.reduce_any(tf.logical_not(tf.math.is_finite(real)), axis=rest)
-            own: tf.Tensor | int = 0
+            slice_number: tf.Tensor | int = 0
             if of_slices:
                 rows = bad if cutting.batch_dim < cutting.sequence_dim else tf.transpose(bad)
                 bad = tf.reduce_any(rows, axis=1)
                 row = rows[tf.argmax(tf.cast(bad, tf.int32))]
-                own = tf.argmax(tf.cast(row, tf.int32)) // cutting.slice_size
+                slice_number = tf.argmax(tf.cast(row, tf.int32)) // cutting.slice_size
             # The number of the part; notes have the same form, `piece * replicas + replica`.
             where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.part_size
             if cutting.num_slices > 1:
                 replica = tf.math.floormod(where, cutting.replicas)
                 microbatch = where // cutting.replicas
-                where = (microbatch * cutting.num_slices + own) * cutting.replicas + replica
+                where = (
+                    microbatch * cutting.num_slices + slice_number
+                ) * cutting.replicas + replica
             note = tf.where(tf.reduce_any(bad), where, empty_note())
         text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
         layers = traced.input_layers[number]

@@ -73,23 +73,15 @@ Numbers = Callable[[int, Any], tf.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The body of the loop.
-
-    Attributes:
-        machine: performs actions.
-        programs: of each home.
-        variables: of the loop.
-        buffers: of the run.
-        sources: functions of the microbatch for channels that no action writes.
-        state: before the loop.
-    """
+    """The body of the loop: at one tick each home performs the action that is due, if any."""
 
     machine: Machine
-    programs: Mapping[int, HomeProgram]
+    programs: Mapping[int, HomeProgram]  # by home
     variables: Variables
     buffers: Buffers
+    # functions of the microbatch for channels that no action writes
     sources: Mapping[Channel, Source]
-    state: State
+    state: State  # before the loop
 
     def tick(self, values: dict[Name, Grads]) -> dict[Name, Grads]:
         """Returns the values of the variables after a tick."""
@@ -328,20 +320,13 @@ class _Act:
 
 
 class HomeBuffers:
-    """The home buffers of a home, in transit through its actions.
-
-    Args:
-        handles: the list of each buffer before the tick.
-        devices: of the home.
-        numbers: of the tick.
-        num_roles: number of roles of the home.
-    """
+    """The home buffers of a home, in transit through its actions."""
 
     def __init__(
         self,
-        handles: Mapping[HomeBuffer, Grads],
+        handles: Mapping[HomeBuffer, Grads],  # before the tick
         devices: Sequence[str],
-        numbers: Numbers,
+        numbers: Numbers,  # of the tick
         num_roles: int,
     ) -> None:
         self._devices = devices
@@ -364,10 +349,7 @@ class HomeBuffers:
         accesses: Sequence[Access | None],
         specs: Sequence[tf.TensorSpec | None],
     ) -> list[Any]:
-        """Takes the tensors of a value, so that the buffers no longer hold them.
-
-        `accesses` and `specs` have one entry per tensor.
-        """
+        """Takes the tensors of a value, so that the buffers no longer hold them."""
         values: list[tf.Tensor | None] = [None] * len(accesses)
         for buffer, numbered in _by_buffer(accesses).items():
             (handle,) = self._fans[buffer].to(role)

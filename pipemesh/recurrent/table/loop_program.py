@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.table.machine import GRADS, OUTPUTS, Channel, Key, given, key_of, taken
+from pipemesh.recurrent.table.machine import (
+    GRADS,
+    OUTPUTS,
+    Channel,
+    Key,
+    channels_read,
+    channels_written,
+    key_of,
+)
 from pipemesh.schedule import Action
 
 # Maximum number of one-value buffers for a channel that arrives at a home. A channel with more
@@ -35,31 +43,17 @@ class Code(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Role:
-    """The values that a kind of action uses and makes; there is one role of each kind.
-
-    Attributes:
-        code: the kind of action.
-        takes: the values that it takes from buffers of its home.
-        puts: the values that it puts into buffers of its home.
-        receives: the channels of other homes that it reads.
-        sends: the channels that it sends to another home.
-    """
+    """The values that a kind of action uses and makes; there is one role of each kind."""
 
     code: Code
-    takes: tuple[Key, ...]
-    puts: tuple[Key, ...]
-    receives: tuple[Channel, ...]
-    sends: tuple[Channel, ...]
+    takes: tuple[Key, ...]  # from buffers of its home
+    puts: tuple[Key, ...]  # into buffers of its home
+    receives: tuple[Channel, ...]  # read from other homes
+    sends: tuple[Channel, ...]  # to another home
 
 
 class Roles:
-    """The roles of all actions of a run.
-
-    Args:
-        order: all actions, in order.
-        stage_devices: for each stage the number of its home.
-        modes: of remat, for each stage and microbatch.
-    """
+    """The roles of all actions of a run."""
 
     def __init__(
         self,
@@ -99,7 +93,7 @@ class Roles:
         needed = self._needs(code)
         made = [
             channel
-            for channel in given(code.kind, code.stage)
+            for channel in channels_written(code.kind, code.stage)
             if channel in self._taken or self.leaves(channel)
         ]
 
@@ -121,7 +115,7 @@ class Roles:
         return self._homes[channel.stage] != self._homes[self.user(channel)]
 
     def _needs(self, code: Code) -> list[Channel]:
-        channels = taken(code.kind, code.stage, code.mode.is_apart)
+        channels = channels_read(code.kind, code.stage, code.mode.is_apart)
         return [channel for channel in channels if 0 <= channel.stage < len(self._homes)]
 
 
@@ -139,15 +133,10 @@ class HomeBuffer(NamedTuple):
 
 
 class Access(NamedTuple):
-    """One value that an action takes from a home buffer, or puts there.
-
-    Attributes:
-        buffer: the home buffer.
-        number: number of earlier accesses of the action to this buffer.
-    """
+    """One value that an action takes from a home buffer, or puts there."""
 
     buffer: HomeBuffer
-    number: int
+    number: int  # of earlier accesses of the action to this buffer
 
 
 # The home buffer of each tensor of a value; None for a missing tensor.
@@ -157,32 +146,18 @@ Accesses = Mapping[Key, Sequence[Access | None]]
 
 @dataclasses.dataclass
 class HomeProgram:
-    """The actions of one home, tick by tick.
-
-    Attributes:
-        roles: its kinds of actions.
-        accesses: for each role, the values that it takes from home buffers and puts there.
-        code: for each tick the number of a role, `NOTHING` if the home is idle.
-        microbatch: of the action.
-        slots: for each home buffer, the slot of each access of the action at a tick.
-        indices: for each indexed buffer, the index at which the action at a tick puts or takes a
-            value.
-        arrival_buffers: for each channel that arrives in buffers of one value, their change at each
-            tick.
-        arrival_reads: for those channels, the number of the buffer that is read at each tick.
-        indexed_arrivals: for channels that arrive in an indexed buffer, the index of the put at
-            each tick.
-    """
+    """The actions of one home, tick by tick."""
 
     roles: list[Role]
-    accesses: list[Accesses]
-    code: Column
+    accesses: list[Accesses]  # of each role to home buffers
+    code: Column  # the number of a role, `NOTHING` if the home is idle
     microbatch: Column
-    slots: dict[HomeBuffer, list[Column]]
+    slots: dict[HomeBuffer, list[Column]]  # of each access of the action at a tick
+    # where the action at a tick puts or takes a value, by indexed buffer
     indices: dict[Key, Column]
-    arrival_buffers: dict[Channel, list[Column]]
-    arrival_reads: dict[Channel, Column]
-    indexed_arrivals: dict[Channel, Column]
+    arrival_buffers: dict[Channel, list[Column]]  # the change of each one-value buffer at a tick
+    arrival_reads: dict[Channel, Column]  # the number of the buffer that is read at a tick
+    indexed_arrivals: dict[Channel, Column]  # the index of the put at a tick
 
 
 # The home buffers of a value's tensors, and their slots by microbatch.
@@ -190,22 +165,12 @@ _Move = tuple[Sequence[HomeBuffer], dict[int, list[int]]]
 
 
 class Slots:
-    """The slots of values in home buffers.
-
-    Args:
-        order: all actions of a run, in order.
-        roles: of these.
-        num_microbatches: number of microbatches.
-        buffers_of: the home buffer of each tensor of a value.
-
-    Attributes:
-        sizes: for each buffer, the maximum number of values at once.
-    """
+    """The slots of values in home buffers."""
 
     def __init__(
         self, order: Sequence[Action], roles: Roles, num_microbatches: int, buffers_of: BuffersOf
     ) -> None:
-        self.sizes: dict[Key | HomeBuffer, int] = {}
+        self.sizes: dict[Key | HomeBuffer, int] = {}  # the maximum number of values at once
         self._roles = roles
         self._buffers_of = buffers_of
         self._buffers: dict[Key, Sequence[HomeBuffer | None]] = {}
@@ -319,23 +284,16 @@ def program(
 
 @dataclasses.dataclass(frozen=True)
 class _RoleColumns:
-    """The columns that actions of one role fill in.
-
-    Attributes:
-        program: of its home.
-        number: of the role in the program.
-        slots: for each value that stays its slots by microbatch, and their columns.
-        indexed: the columns of the values that it puts into indexed buffers.
-        receives: for each channel the ticks of its sends, and the first and last tick of each wait.
-        sends: for each channel the ticks of its sends.
-    """
+    """The columns that actions of one role fill in."""
 
     program: HomeProgram
-    number: int
+    number: int  # of the role in the program
+    # of values that stay, by microbatch, with their columns
     slots: list[tuple[Mapping[int, Sequence[int]], list[Column]]]
-    indexed: list[Column]
+    indexed: list[Column]  # of values put into indexed buffers
+    # ticks of sends, and the first and last tick of each wait
     receives: list[tuple[dict[int, int], list[tuple[int, int]]]]
-    sends: list[dict[int, int]]
+    sends: list[dict[int, int]]  # ticks of sends
 
 
 def _columns(
@@ -394,10 +352,7 @@ def _idle(count: int) -> HomeProgram:
 def _arrive(
     home: HomeProgram, channel: Channel, spans: Sequence[tuple[int, int]], count: int
 ) -> int:
-    """Chooses buffers for arriving values and returns the maximum number of values at once.
-
-    Each span is the tick at whose end a value arrives, and the tick that uses it.
-    """
+    """Chooses buffers for the spans in which values wait; returns how many are needed at most."""
     until: list[int] = []
     chosen: list[int] = []
     for begin, end in spans:

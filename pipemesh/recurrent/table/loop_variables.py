@@ -37,23 +37,15 @@ from pipemesh.recurrent.table.machine import OUTPUTS, Channel, Key, Machine, Sta
 
 
 class Buffers:
-    """The buffers of a run; each holds values of one tensor, or of one dtype.
+    """The buffers of a run: TensorFlow lists for values of one tensor, or of one dtype.
 
     A put makes a new list, which shares all other elements with the old one.
-
-    Args:
-        machine: provides shapes.
-        stages: the stages.
-        sizes: of each buffer, its maximum number of values.
-
-    Attributes:
-        handles: the lists of each channel, with None for a tensor that does not exist; and lists
-            with other names.
-        elsewhere: the devices of buffers that are not on the device that makes their values.
     """
 
     def __init__(self, machine: Machine, stages: Sequence[Stage], sizes: Mapping[Any, int]) -> None:
+        # Lists of channels, with None for a missing tensor, and lists with other names.
         self.handles: dict[Any, Grads] = {}
+        # Devices of buffers that are not beside what makes their values.
         self.elsewhere: dict[Key, list[str]] = {}
         self._machine = machine
         self._stages = stages
@@ -166,63 +158,34 @@ Number = Callable[[int], tf.Tensor]
 
 
 class Name(NamedTuple):
-    """The name of a variable.
+    """The name of a variable."""
 
-    Attributes:
-        what: `tick`, `token`, `arrival`, `indexed`, `home`, or an attribute of `State`.
-        key: the home, channel, buffer or stage.
-        number: of the arrival buffer.
-    """
-
-    what: str
-    key: Any
-    number: int = 0
+    what: str  # `tick`, `token`, `arrival`, `indexed`, `home`, or an attribute of `State`
+    key: Any  # the home, channel, buffer or stage
+    number: int = 0  # of the arrival buffer
 
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """Tensors that go from tick to tick.
+    """Tensors that go from tick to tick."""
 
-    Attributes:
-        start: their values before the first tick.
-        devices: of each tensor.
-        places: the indices of these devices in their home.
-        keeps_shapes: True if their shapes are always those of the start.
-    """
-
-    start: Grads
+    start: Grads  # before the first tick
     devices: list[str]
-    places: list[int]
-    keeps_shapes: bool = True
+    places: list[int]  # indices of these devices in their home
+    keeps_shapes: bool = True  # True if shapes are always those of the start
 
 
 class Variables:
-    """All variables of a loop.
-
-    Args:
-        programs: of each home.
-        machine: the stages, ready to act.
-        stages: the stages.
-        homes: for each stage the number of its home.
-        state: before the loop.
-        buffers: the existing ones; missing ones are added.
-
-    Attributes:
-        devices: of each home.
-        named: the variables.
-        flags: for each home a table of booleans, a row per tick, one for each of its devices.
-        numbers: for each home a table of numbers, likewise.
-        groups: for each arriving channel, all channels that are sent with it.
-    """
+    """All variables of a loop."""
 
     def __init__(
         self,
         programs: Mapping[int, HomeProgram],
         machine: Machine,
         stages: Sequence[Stage],
-        homes: Sequence[int],
+        homes: Sequence[int],  # of each stage
         state: State,
-        buffers: Buffers,
+        buffers: Buffers,  # missing ones are added
     ) -> None:
         self._machine = machine
         self._stages = stages
@@ -232,8 +195,9 @@ class Variables:
             home: list(stage.devices) for home, stage in zip(homes, stages, strict=True)
         }
         self.named: dict[Name, Variable] = {}
-        self.flags: dict[int, Table] = {}
+        self.flags: dict[int, Table] = {}  # By home, a row per tick, on each of its devices.
         self.numbers: dict[int, Table] = {}
+        # For each arriving channel, all channels that are sent with it.
         self.groups: dict[Channel, ChannelGroup] = {}
         for home, program in programs.items():
             self._add_groups([*program.arrival_buffers, *program.indexed_arrivals], homes)
@@ -420,8 +384,7 @@ class Table:
         """Returns a function that returns the number for a device and a column at a tick.
 
         The table is a constant in the loop's body. As a tensor from outside it would pass through
-        each tick like a variable, with four operations. `ticks` has the number of the tick on each
-        device.
+        each tick like a variable, with four operations.
         """
         rows = []
         for device, tick in zip(self._devices, ticks, strict=True):
@@ -442,11 +405,6 @@ class Branching:
 
     TensorFlow's own conditionals pass the inputs of any branch through each branch, and lie on one
     device. Here each tensor is switched on its own device, only for those actions that use it.
-
-    Args:
-        tensors: the values before; None stays None.
-        devices: of each.
-        places: the index of each device in its home.
     """
 
     def __init__(
@@ -480,13 +438,6 @@ class Fan:
     """A list of tensors that goes to one of several users, chosen when the step runs.
 
     It needs one operation per tensor; `Branching` needs one for each user.
-
-    Args:
-        tensors: the values before; None stays None.
-        devices: of each.
-        places: the index of each device in its home.
-        number: of the user, from 0, an int32 scalar on each device; `count` means none of them.
-        count: number of users.
     """
 
     def __init__(
@@ -494,7 +445,7 @@ class Fan:
         tensors: Sequence[tf.Tensor | None],
         devices: Sequence[str],
         places: Sequence[int],
-        number: Number,
+        number: Number,  # of the user, int32; `count` means none of them
         count: int,
     ) -> None:
         self._devices = devices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -27,17 +27,10 @@ from pipemesh.schedule.action import EFFECTS
 
 @dataclasses.dataclass(frozen=True)
 class Kind(Generic[MaybeTensor]):
-    """A kind of value that an action leaves for each microbatch: a list of tensors.
-
-    The list is ordered by replica.
-
-    Attributes:
-        name: names the kind.
-        by_mode: True if the mode of remat decides which tensors it has.
-    """
+    """A kind of value that an action leaves for each microbatch: a list of tensors, by replica."""
 
     name: str
-    by_mode: bool = False
+    by_mode: bool = False  # the mode of remat decides which tensors it has
 
 
 # The outputs of a stage; the outputs of stage -1 are the pipeline's inputs.
@@ -62,26 +55,16 @@ class Channel(NamedTuple):
 _BY_NAME: dict[str, Kind[Any]] = {k.name: k for k in (OUTPUTS, KEPT, REMADE, GRADS, PENDING)}
 
 
-def taken(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
-    """Returns the channels that an action of a kind reads.
-
-    `is_recomputed` is True if an `R` comes before the backward pass.
-    """
+def channels_read(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
+    """Returns the channels that an action reads; `is_recomputed` if an `R` comes before it."""
     return [
         Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)
     ]
 
 
-def given(kind: str, stage: int) -> list[Channel]:
+def channels_written(kind: str, stage: int) -> list[Channel]:
     """Returns the channels that an action of a kind writes."""
     return [Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].gives]
-
-
-class Slot(NamedTuple):
-    """A channel's value for one microbatch."""
-
-    channel: Channel
-    microbatch: int
 
 
 Tokens = list[list[list[tf.Operation]]]
@@ -89,21 +72,13 @@ Tokens = list[list[list[tf.Operation]]]
 
 @dataclasses.dataclass
 class State:
-    """The state of stages and devices between their actions.
-
-    Attributes:
-        carries: for each stage, the tensors for its next microbatch.
-        carry_grads: for each recurrent stage, the gradients of these tensors.
-        accumulators: for each stage, the sums of its weights' gradients; None before the first.
-        tokens: for each home, for each of its devices the operations that end its latest action.
-        notes: for each stage, forward and backward, for each replica where a value was not finite;
-            see `finite_values`.
-    """
+    """The state of stages and devices between their actions; lists have an entry for each stage."""
 
     carries: list[Tensors]
-    carry_grads: list[Grads]
-    accumulators: list[Tensors | None]
-    tokens: Tokens
+    carry_grads: list[Grads]  # of recurrent stages
+    accumulators: list[Tensors | None]  # sums of weights' gradients; None before the first
+    tokens: Tokens  # for each home and device, the operations that end its latest action
+    # where a value was not finite, by replica; see `finite_values`
     notes: dict[Direction, list[Tensors]]
 
     @classmethod
@@ -162,10 +137,7 @@ def key_of(channel: Channel, mode: Mode = FULL) -> Key:
 
 
 def of_every_replica(stage: Stage) -> list[tf.Tensor]:
-    """Returns the weights of each replica, copied once per step from other devices.
-
-    A fetched weight stays on its owner, and is listed once for each replica.
-    """
+    """Returns the weights of each replica, copied once per step unless they are fetched."""
     home, thetas = stage.of_home, list[tf.Tensor]()
     for replica in range(home.num_replicas):
         for i, tensor in enumerate(stage.theta):
@@ -182,41 +154,43 @@ def with_fetched(
 ) -> list[tf.Tensor]:
     """Returns the weights for one action, and makes owners send the fetched ones.
 
-    An operation of the owner waits until the device of the action is free: TensorFlow sends a
-    tensor as soon as it exists, and only once to each device. `tokens` are, for each device of the
-    home, the operations that it must finish before.
+    An operation of the owner waits until the device of the action is free (`tokens`): TensorFlow
+    sends a tensor as soon as it exists, and only once to each device.
     """
-    home, fetched = stage.of_home, [*thetas]
-    for replica in range(home.num_replicas if stage.fetched else 0):
-        ways: dict[tuple[int, int], list[int]] = {}
+    ways: dict[tuple[int, int], list[int]] = {}
+    for replica in range(stage.of_home.num_replicas):
         for i in sorted(stage.fetched):
-            target = replica * home.group + stage.theta_places[i]
-            number = replica * len(stage.theta) + i
-            ways.setdefault((stage.owners[i], target), []).append(number)
-        for (owner, target), numbers in ways.items():
-            with tf.device(home.devices[owner]), tf.control_dependencies(tokens[target]):
-                sent = pin([thetas[number] for number in numbers])
-            for number, tensor in zip(numbers, sent, strict=True):
-                fetched[number] = tensor
-    return fetched
+            target = replica * stage.of_home.group + stage.theta_places[i]
+            ways.setdefault((stage.owners[i], target), []).append(replica * len(stage.theta) + i)
+    return _pinned(stage, thetas, tokens, ways)
 
 
 def guarded(
     stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
 ) -> list[tf.Tensor]:
     """Returns the weights for one action, which are dead if the tokens of its home are."""
-    home, guarded_thetas = stage.of_home, [*thetas]
-    ways: dict[int, list[int]] = {}
+    ways: dict[tuple[int, int], list[int]] = {}
     for number in range(len(thetas)):
         replica, i = divmod(number, len(stage.theta))
-        place = replica * home.group + stage.theta_places[i]
-        ways.setdefault(stage.owners[i] if i in stage.fetched else place, []).append(number)
-    for place, numbers in ways.items():
-        with tf.device(home.devices[place]), tf.control_dependencies(tokens[place]):
-            pinned = pin([thetas[number] for number in numbers])
-        for number, tensor in zip(numbers, pinned, strict=True):
-            guarded_thetas[number] = tensor
-    return guarded_thetas
+        place = replica * stage.of_home.group + stage.theta_places[i]
+        place = stage.owners[i] if i in stage.fetched else place
+        ways.setdefault((place, place), []).append(number)
+    return _pinned(stage, thetas, tokens, ways)
+
+
+def _pinned(
+    stage: Stage,
+    thetas: Sequence[tf.Tensor],
+    tokens: Sequence[Sequence[tf.Operation]],
+    ways: Mapping[tuple[int, int], Sequence[int]],  # by device, and device that it waits for
+) -> list[tf.Tensor]:
+    pinned = [*thetas]
+    for (place, busy), numbers in ways.items():
+        with tf.device(stage.devices[place]), tf.control_dependencies(tokens[busy]):
+            tensors = pin([thetas[number] for number in numbers])
+        for number, tensor in zip(numbers, tensors, strict=True):
+            pinned[number] = tensor
+    return pinned
 
 
 # Operations whose results are known before anything runs.
@@ -224,33 +198,16 @@ _CONSTANT = ("Const", "Fill")
 
 
 class Machine:
-    """The stages of a pipeline, ready to act.
-
-    Args:
-        stages: the stages.
-        stage_devices: for each stage the row of the schedule that runs it.
-        inputs: the pipeline's inputs, the whole batch.
-        cutting: the split of the batch.
-        step: int64 scalar, or None if there is no global step.
-        accumulator_dtypes: for each stage the dtypes of the sums of its weights' gradients.
-        check_numerics: the policy of checks for finite values; see `finite_values`.
-        clock: stamps the start and end of actions, if any.
-        is_forward_only: True if the schedule has no backward actions.
-
-    Attributes:
-        traced: the stages' graphs.
-        stages: the stages, with all weights that they use as theta.
-        stage_devices: as given.
-        step: int64 scalar; 0 if there is no global step.
-    """
+    """The stages of a pipeline, ready to act."""
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        stage_devices: Sequence[int],
+        stage_devices: Sequence[int],  # for each stage its row of the schedule
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
         step: tf.Tensor | None,
+        # of the sums of each stage's weights' gradients
         accumulator_dtypes: Sequence[Sequence[tf.DType]],
         check_numerics: str,
         clock: Stamps | None,
@@ -305,9 +262,9 @@ class Machine:
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # A tensor without an incoming gradient gets none, not zeros.
         live: Sequence[int] = range(0 if is_forward_only else len(specs))
-        for found in reversed(traced):
-            found.differentiate(live)
-            of_inputs = found.gradients.of_inputs[: len(found.replicas[0].inputs)]
+        for traced_stage in reversed(traced):
+            traced_stage.differentiate(live)
+            of_inputs = traced_stage.gradients.of_inputs[: len(traced_stage.replicas[0].inputs)]
             live = [i for i, grad in enumerate(of_inputs) if grad is not None]
         return traced
 
@@ -346,10 +303,7 @@ class Machine:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
-        """Makes all operations of actions inside the context depend on the tokens of their home.
-
-        So an action with dead tokens computes nothing.
-        """
+        """Makes actions depend on their tokens: an action with dead tokens computes nothing."""
         self._guards = True
         try:
             yield
@@ -372,10 +326,10 @@ class Machine:
         # Without it, a result that depends on no argument of the action would stay alive.
         home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
         for place, device in enumerate(devices):
-            mine = [i for i, number in enumerate(places) if number == place]
+            chosen = [i for i, number in enumerate(places) if number == place]
             with tf.control_dependencies(home[place]):
-                results = pin_each([tensors[i] for i in mine], device)
-            for i, result in zip(mine, results, strict=True):
+                results = pin_each([tensors[i] for i in chosen], device)
+            for i, result in zip(chosen, results, strict=True):
                 pinned[i] = result
         return pinned
 
@@ -516,13 +470,13 @@ class Machine:
                 continue
             with tf.device(device):
                 with tf.control_dependencies(home[number]):
-                    mine = pin([tensors[i] for i in chosen])
+                    pinned = pin([tensors[i] for i in chosen])
                 if self._stamp is not None:
-                    with tf.control_dependencies([t.op for t in mine]):
+                    with tf.control_dependencies([t.op for t in pinned]):
                         start = self._stamp(is_end=False, device=device, replica=number)
                     with tf.control_dependencies([start]):
-                        mine = pin(mine)
-            for i, tensor in zip(chosen, mine, strict=True):
+                        pinned = pin(pinned)
+            for i, tensor in zip(chosen, pinned, strict=True):
                 gated[i] = tensor
         return gated
 
@@ -558,8 +512,8 @@ class Machine:
             return self._any_passes(stage).theta_gradients(state.accumulators[stage] or [])
 
     def _any_passes(self, stage: int) -> Passes:
-        found = (passes for (s, _), passes in self._passes.items() if s == stage)
-        return next(found, None) or self.passes(stage, FULL)
+        made = (passes for (s, _), passes in self._passes.items() if s == stage)
+        return next(made, None) or self.passes(stage, FULL)
 
     def specs(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Returns shapes and dtypes of the values of a kind."""

@@ -23,10 +23,8 @@ from pipemesh.recurrent.table.loop import Loop
 from pipemesh.recurrent.table.machine import (
     GRADS,
     OUTPUTS,
-    Channel,
     Kind,
     Machine,
-    Slot,
     State,
     empty_notes,
 )
@@ -60,7 +58,7 @@ class ActionByAction:
         self._modes = modes
         self._stages = stages
         self._cutting = cutting
-        self._values: dict[Slot, list[Any]] = {}
+        self._values: dict[tuple[Kind[Any], int, int], list[Any]] = {}
         self._put(OUTPUTS, -1, inputs, stages[0].device)
 
     def perform(self, actions: Sequence[Action]) -> None:
@@ -78,11 +76,11 @@ class ActionByAction:
 
     def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
         """Returns a value of the current microbatch."""
-        return self._values[Slot(Channel(kind, stage), self._microbatch)]
+        return self._values[kind, stage, self._microbatch]
 
     def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
         """Stores a value for the current microbatch."""
-        self._values[Slot(Channel(kind, stage), self._microbatch)] = [*value]
+        self._values[kind, stage, self._microbatch] = [*value]
 
     def seed(self, output_grads: Grads) -> None:
         """Splits the gradients of the outputs of the whole batch."""
@@ -90,9 +88,8 @@ class ActionByAction:
 
     def seed_all(self, grads: Grads) -> None:
         """Gives the outputs of every part of the batch the same gradients."""
-        channel = Channel(GRADS, len(self._stages))
         for m in range(self._cutting.num_pieces):
-            self._values[Slot(channel, m)] = grads * self._cutting.replicas
+            self._values[GRADS, len(self._stages), m] = grads * self._cutting.replicas
 
     def outputs(self) -> Tensors:
         """Returns the last stage's outputs for the whole batch."""
@@ -106,7 +103,7 @@ class ActionByAction:
         replicas = self._cutting.replicas
         by_part = []
         for m in range(self._cutting.num_pieces):
-            values = self._values[Slot(Channel(kind, stage), m)]
+            values = self._values[kind, stage, m]
             count = len(values) // replicas
             by_part += [values[replica * count :][:count] for replica in range(replicas)]
         devices, places = self._stages[stage].devices, self._machine.places(kind, stage)
@@ -124,7 +121,7 @@ class ActionByAction:
         with tf.device(device):
             pieces = [none if t is None else split(t, self._cutting) for t in tensors]
         for m in range(self._cutting.num_pieces):
-            self._values[Slot(Channel(kind, stage), m)] = [
+            self._values[kind, stage, m] = [
                 piece[m][replica] for replica in range(self._cutting.replicas) for piece in pieces
             ]
 
@@ -162,26 +159,7 @@ class Performer(Protocol):
 
 
 class Run:
-    """One run of a schedule.
-
-    Args:
-        stages: the stages.
-        inputs: the whole batch.
-        schedule: the table.
-        step: int64 scalar, or None if there is no global step.
-        options: settings of the run.
-        performer: creates the object that performs the actions; by default `ActionByAction` or
-            `Loop`.
-
-    Attributes:
-        order: all actions, in order.
-        sources: the tensors that get gradients: inputs, theta, and states of recurrent stages.
-        schedule: the table, with each slice of a microbatch as a microbatch.
-        stages: the stages.
-        last_specs: of the last stage's outputs for one microbatch.
-        machine: the stages, ready to act.
-        modes: of remat, for each stage and microbatch.
-    """
+    """One run of a schedule: prepares stages, performs actions and collects gradients."""
 
     def __init__(
         self,
@@ -190,7 +168,7 @@ class Run:
         schedule: Schedule,
         step: tf.Tensor | None,
         options: Options,
-        performer: Callable[..., Performer] | None = None,
+        performer: Callable[..., Performer] | None = None,  # by default `ActionByAction` or `Loop`
     ) -> None:
         if tf.executing_eagerly():
             raise PipelineError("a pipeline is part of a graph; call it inside a tf.function")
@@ -245,6 +223,7 @@ class Run:
         self.stages = stages
         self._stages = self.machine.stages
         captured = [traced.captured for traced in self.machine.traced]
+        # The tensors that get gradients.
         self.sources = [
             Sources(inputs, stages[0].device, lambda grads: self.checks.input_grads(grads)),
             *(
@@ -334,12 +313,12 @@ class Run:
             output_grads, state_grads = map(self._scaled, (output_grads, state_grads))
         self._values.seed(output_grads)
         self.state.notes["backward"] = empty_notes(self._stages)
-        given = iter(state_grads)
+        gradients = iter(state_grads)
         for number, stage in enumerate(self._stages):
             self.state.accumulators[number] = None
             # Summaries, which come last, have no gradient.
             self.state.carry_grads[number] = [
-                next(given) if self._hands_out(stage) and t.dtype != tf.string else None
+                next(gradients) if self._hands_out(stage) and t.dtype != tf.string else None
                 for t in stage.carry
             ]
 
@@ -427,10 +406,7 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
 
 
 def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
-    """Returns for each device of a home the indices of the weights on it.
-
-    `num_more` further weights lie on the first device.
-    """
+    """Returns the indices of the weights on each device; `num_more` lie on the first device."""
     places = [*stage.owners, *[0] * num_more]
     return {
         place: [i for i, owner in enumerate(places) if owner == place]
@@ -441,10 +417,7 @@ def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
 def loop_pays(
     order: Sequence[Action], modes: Mapping[tuple[int, int], Mode], num_nodes: int
 ) -> bool:
-    """Returns True if one loop is better than separate operations for each action.
-
-    `num_nodes` is the number of operations of the stages, for all actions together.
-    """
+    """Returns True if one loop is better than `num_nodes` separate operations for all actions."""
     kinds = {(a.kind, a.stage, modes[a.stage, a.microbatch].name) for a in order}
     of_action = num_nodes / max(1, len(order))
     nodes = num_nodes + _OWN_NODES * len(order)

@@ -46,9 +46,9 @@ def microbatch_size(
             )
         sizes.setdefault(static_sizes(tensor)[batch_dim], name)
     if len(sizes) != 1:
-        found = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
+        text = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
         raise PipelineError(
-            f"the inputs have batch sizes {found} in dim {batch_dim} (batch_dim); they must be one"
+            f"the inputs have batch sizes {text} in dim {batch_dim} (batch_dim); they must be one"
         )
     (batch,) = sizes
     try:
@@ -117,29 +117,17 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Along:
-    """A dim that outputs are split along, with the words for errors.
-
-    Attributes:
-        dim: the dim.
-        name: of its option.
-        size: of a part.
-        count: number of parts.
-        of: the elements of a part, as "examples".
-        part: one part, as "a slice".
-        parts: several parts, as "slices".
-        whole: the joined parts, as "sequence".
-        each: one element, as "position".
-    """
+    """A dim that outputs are split along, with the words for errors."""
 
     dim: int
-    name: str
-    size: int
-    count: int
-    of: str
-    part: str
+    name: str  # of its option
+    size: int  # of a part
+    count: int  # of parts
+    of: str  # "examples" or "positions"
+    part: str  # such as "a slice"
     parts: str
     whole: str
-    each: str
+    each: str  # one of `of`
 
 
 def _cuts(cutting: Cutting) -> Iterator[_Along]:
@@ -179,8 +167,8 @@ def _check_along(traced: TracedStage, along: _Along, cutting: Cutting, has_step:
     for number in doubtful:
         shape = whole[number].shape
         if shape.rank is not None and shape[dim] not in (None, size * along.count):
-            found = f"has shape {specs[number].shape} and for the whole {along.whole} {shape}"
-            raise PipelineError(_not_cut(traced, along, number, found))
+            problem = f"has shape {specs[number].shape} and for the whole {along.whole} {shape}"
+            raise PipelineError(_not_cut(traced, along, number, problem))
 
 
 def _doubtful(traced: TracedStage, number: int, along: _Along) -> bool:
@@ -206,19 +194,19 @@ def _whole_outputs(
         if len(shape) > dim and shape[dim] == size:
             shape[dim] = size * along.count
         specs.append(tf.TensorSpec(shape, spec.dtype))
-    given = traced.given
+    stage = traced.given
     if along.name == "batch_dim":
-        given = cutting.for_whole_batch(given)[0]
+        stage = cutting.for_whole_batch(stage)[0]
     try:
-        return output_specs(given, specs, has_step)
+        return output_specs(stage, specs, has_step)
     except (ValueError, TypeError, tf.errors.OpError):
         # Tensors between stages need not be split along the batch; then this guess is wrong.
         return None
 
 
-def _not_cut(traced: TracedStage, along: _Along, number: int, found: str) -> str:
+def _not_cut(traced: TracedStage, along: _Along, number: int, problem: str) -> str:
     return (
-        f"output {number} of the last stage ({traced.stage.name!r}) {found}; {along.parts} have "
+        f"output {number} of the last stage ({traced.stage.name!r}) {problem}; {along.parts} have "
         f"{along.size} {along.of} in dim {along.dim} ({along.name}), so it is not "
         f"cut along the {along.whole}, and joined it would not be what the whole {along.whole} "
         f"gives; return it once for each {along.each}, or compute it after the pipeline, or return "
@@ -256,10 +244,10 @@ def _sequence_length(
         if tensor.shape.rank > sequence_dim:
             lengths.setdefault(static_sizes(tensor)[sequence_dim], number)
     if len(lengths) != 1:
-        found = ", ".join(f"{n} (input {number})" for n, number in sorted(lengths.items()))
+        text = ", ".join(f"{n} (input {number})" for n, number in sorted(lengths.items()))
         raise PipelineError(
-            f"{what}, but the inputs have {f'lengths {found}' if found else 'no'} "
-            f"{'in ' if found else ''}dim {sequence_dim} (sequence_dim); all that have this dim "
+            f"{what}, but the inputs have {f'lengths {text}' if text else 'no'} "
+            f"{'in ' if text else ''}dim {sequence_dim} (sequence_dim); all that have this dim "
             "must be as long, and one has to have it. Give what is no sequence fewer dims, or the "
             "dim of the sequences as sequence_dim"
         )

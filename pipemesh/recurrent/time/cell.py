@@ -18,7 +18,11 @@ from pipemesh.recurrent.passes.captures import name_of
 
 
 class OutsideReads:
-    """A reader of variables in the scope where it is created, for a function traced inside."""
+    """A reader of variables in the scope where it is created, for a function traced inside.
+
+    A variable may change between the passes of a loop, as the global step does. If the loop read
+    it, the backward pass would use another value. Read once outside, it is a captured tensor.
+    """
 
     def __init__(self) -> None:
         # A graph, or None in eager mode.
@@ -28,10 +32,7 @@ class OutsideReads:
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
-        """Replaces reads of outside variables, in the graph being traced, by their values.
-
-        Only in the graph itself: a branch or a loop inside it has its own graph.
-        """
+        """Replaces reads of outside variables in the traced graph, in no branch or loop of it."""
         graph = tf.compat.v1.get_default_graph()
         with reads_replaced(self._value):
             yield
@@ -45,13 +46,9 @@ class OutsideReads:
         return self._values[id(handle)][1]
 
     def read(self, captured: tf.Tensor) -> tuple[Any, tf.Tensor] | None:
-        """Reads the variable of a captured value in the scope where this object was created.
-
-        Returns:
-            The variable's handle and its value; None if the captured value is not from a variable.
-        """
-        found = (handle for handle, value in self._values.values() if value is captured)
-        handle = next(found, None)
+        """Returns the handle and the value of the variable of a captured value, if it is of one."""
+        handles = (handle for handle, value in self._values.values() if value is captured)
+        handle = next(handles, None)
         if handle is None or self._place is not None:
             return None if handle is None else (handle, captured)
         # An eager tape does not record operations in an `init_scope`.
@@ -59,23 +56,11 @@ class OutsideReads:
 
 
 class TracedFunction:
-    """A function of flat tensors, called once with symbolic ones.
-
-    Args:
-        run: takes tensors and returns nested tensors, None, or IndexedSlices.
-        specs: shapes and dtypes of its arguments.
-        what: names it in errors.
-
-    Attributes:
-        captures: the outside tensors that it uses; for a variable, its value.
-        results: its results, as symbolic tensors.
-
-    Raises:
-        PipelineError: a branch or a loop in it reads variables, or it writes them, or it uses other
-            resources.
-    """
+    """A function of flat tensors, called once with symbolic ones."""
 
     def __init__(self, run: Callable[..., Any], specs: Sequence[tf.TensorSpec], what: str) -> None:
+        # `what`: names it in errors.
+        # `run`: returns nested tensors, None, or IndexedSlices.
         reads = OutsideReads()
 
         def run_with_reads(*arguments: tf.Tensor) -> Any:
@@ -87,6 +72,7 @@ class TracedFunction:
         graph = self._function.graph
         names = {id(v.handle): v.name for v in graph.variables}
         self._variables: dict[int, str] = {}
+        # The outside tensors that it uses; for a variable, its value.
         self.captures: list[tf.Tensor] = []
         for tensor in self._function.captured_inputs:
             if tensor.dtype == tf.resource:
@@ -125,10 +111,7 @@ class TracedFunction:
         return self._arguments_of(x.op for x in results if x is not None)
 
     def draws(self) -> Iterator[set[int]]:
-        """Returns for each random draw the indices of the arguments that it depends on.
-
-        Captures count as arguments, after the others.
-        """
+        """Returns for each random draw the arguments, by index, and captures that it depends on."""
         for operation in self._function.graph.get_operations():
             if operation.type.startswith("StatelessRandom"):
                 yield self._arguments_of([operation])
@@ -200,23 +183,15 @@ class Structures(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The user's functions and settings of a cell.
-
-    Attributes:
-        name: names the cell in errors.
-        forward: `(theta, state0, inputs) -> (state1, extras)`.
-        gradient: `(theta, state0, inputs, extras, dstate1) -> (dtheta, dstate0, dinputs)`, or None.
-        accumulator_layer: has GetAccumulatorValues and SetAccumulatorValues; or None.
-        extras_like: an example of the extras, or None.
-        may_capture: True if it may use outside tensors.
-        device: its device.
-    """
+    """The user's functions and settings of a cell."""
 
     name: str
+    # `(theta, state0, inputs) -> (state1, extras)`
     forward: Callable[[Any, Any, Any], tuple[Any, Any]]
+    # `(theta, state0, inputs, extras, dstate1) -> (dtheta, dstate0, dinputs)`
     gradient: Callable[..., Sequence[Any]] | None
-    accumulator_layer: Any
-    extras_like: Any
+    accumulator_layer: Any  # has GetAccumulatorValues and SetAccumulatorValues; or None
+    extras_like: Any  # an example, or None
     may_capture: Callable[[tf.Tensor], bool]
     device: str
 
@@ -239,29 +214,11 @@ class StepGradients(NamedTuple):
 
 
 class TracedCell:
-    """A cell function that was called once, with symbolic tensors.
-
-    Args:
-        cell: the functions.
-        structures: of its arguments.
-        specs: shapes and dtypes of its arguments.
-
-    Attributes:
-        cell: as given.
-        structures: as given.
-        specs: as given.
-        extras: structure of the extras.
-        extras_specs: their shapes and dtypes.
-        captures: the outside tensors that it uses.
-
-    Raises:
-        PipelineError: the cell has side effects, uses a tensor that it may not use, or does not
-            return a state like its input state.
-    """
+    """A cell function that was called once, with symbolic tensors."""
 
     def __init__(self, cell: Cell, structures: Structures, specs: ArgumentSpecs) -> None:
         self.cell, self.structures, self.specs = cell, structures, specs
-        self.extras = Structure((), "extras")
+        self.extras = Structure((), "extras")  # Structure of the extras, known after tracing.
         keyed_by: list[tf.Tensor] = []
 
         def run(t: tf.Tensor, *flat: tf.Tensor) -> Step:
@@ -280,9 +237,9 @@ class TracedCell:
         self._check_captures(keyed_by)
         self._check_draws()
 
-    def step(self, t: tf.Tensor, given: Arguments, captures: Sequence[tf.Tensor]) -> Step:
+    def step(self, t: tf.Tensor, arguments: Arguments, captures: Sequence[tf.Tensor]) -> Step:
         """Computes time step `t` (int32 scalar), with values for `captures`."""
-        return self._step(t, *_flat(given), captures=captures)
+        return self._step(t, *_flat(arguments), captures=captures)
 
     def state_read(self) -> list[str]:
         """Returns the names of the state's tensors that a result of the cell depends on."""
@@ -292,10 +249,10 @@ class TracedCell:
         names = enumerate(self.structures.state.leaf_names, begin)
         return [name for number, name in names if number in used]
 
-    def _call(self, given: Arguments) -> Step:
+    def _call(self, arguments: Arguments) -> Step:
         """Calls the user's function and checks its results."""
         theta, state, accumulators, inputs = (
-            structure.pack(part) for structure, part in zip(self.structures, given, strict=True)
+            structure.pack(part) for structure, part in zip(self.structures, arguments, strict=True)
         )
         layer = self.cell.accumulator_layer
         if layer is None:
@@ -376,18 +333,7 @@ class TracedCell:
 
 
 class StepGradient:
-    """The gradient of one time step, which recomputes the cell.
-
-    Args:
-        traced: the cell.
-        with_extras: True if the extras have a gradient.
-
-    Attributes:
-        found: symbolic gradients, None where there is none.
-
-    Raises:
-        PipelineError: the user's gradient returns an invalid structure or has side effects.
-    """
+    """The gradient of one time step, which recomputes the cell."""
 
     def __init__(self, traced: TracedCell, with_extras: bool) -> None:
         self._traced = traced
@@ -402,8 +348,8 @@ class StepGradient:
         ]
 
         def run(t: tf.Tensor, *flat: tf.Tensor) -> StepGradients:
-            *given, captures, extras, d_state, d_extras = groups(flat, parts)
-            arguments = Arguments(*given)
+            *leading, captures, extras, d_state, d_extras = groups(flat, parts)
+            arguments = Arguments(*leading)
             with tf.device(cell.device), loop_scope(tf.cast(t, tf.int64)):
                 if cell.gradient:
                     grads = self._by_user(cell.gradient, arguments, extras, d_state)
@@ -418,36 +364,28 @@ class StepGradient:
         what = f"the gradient of the cell {cell.name!r}"
         self._function = TracedFunction(run, [_TIME, *(x for part in parts for x in part)], what)
         self._function.check_pure(what)
-        self.found: StepGradients = self._function.results
+        # None where there is no gradient.
+        self.symbolic: StepGradients = self._function.results
 
     def __call__(
         self,
         t: tf.Tensor,
-        given: Arguments,
+        arguments: Arguments,
         captures: Sequence[tf.Tensor],
-        extras: Sequence[tf.Tensor],
-        d_state: Sequence[tf.Tensor],
-        d_extras: Sequence[tf.Tensor],
+        extras: Sequence[tf.Tensor],  # empty unless the user provides the gradient
+        d_state: Sequence[tf.Tensor],  # of the differentiable state tensors
+        d_extras: Sequence[tf.Tensor],  # of the differentiable extras, if `with_extras`
     ) -> StepGradients:
-        """Computes the gradients of one time step.
-
-        Args:
-            t: int32 scalar, the time.
-            given: the arguments of the cell.
-            captures: values of the captured tensors.
-            extras: the cell's extras if the user provides the gradient; else empty.
-            d_state: gradients of the differentiable state tensors.
-            d_extras: gradients of the differentiable extras, if `with_extras`.
-        """
-        return self._function(t, *_flat(given), *captures, *extras, *d_state, *d_extras)
+        """Computes the gradients of one time step."""
+        return self._function(t, *_flat(arguments), *captures, *extras, *d_state, *d_extras)
 
     def _derived(
-        self, t: tf.Tensor, given: Arguments, captures: list[tf.Tensor], d_ys: list[tf.Tensor]
+        self, t: tf.Tensor, arguments: Arguments, captures: list[tf.Tensor], d_ys: list[tf.Tensor]
     ) -> StepGradients:
-        outputs = self._traced.step(t, given, captures)
+        outputs = self._traced.step(t, arguments, captures)
         candidates = [*outputs.state, *(outputs.extras if self._with_extras else [])]
         ys = [y for y in candidates if is_differentiable(y)]
-        sources = [given.theta, captures, given.state, given.inputs]
+        sources = [arguments.theta, captures, arguments.state, arguments.inputs]
         xs = [x for part in sources for x in part if is_differentiable(x)]
         grads = iter(tf.gradients(ys, xs, d_ys) if ys and xs else [None] * len(xs))
         return StepGradients(
@@ -457,7 +395,7 @@ class StepGradient:
     def _by_user(
         self,
         gradient: Callable[..., Sequence[Any]],
-        given: Arguments,
+        arguments: Arguments,
         extras: list[tf.Tensor],
         d_state: list[tf.Tensor],
     ) -> StepGradients:
@@ -468,12 +406,12 @@ class StepGradient:
         )
         d_values = iter(d_state)
         d_state1 = [
-            next(d_values) if is_differentiable(x) else tf.zeros_like(x) for x in given.state
+            next(d_values) if is_differentiable(x) else tf.zeros_like(x) for x in arguments.state
         ]
         returned = gradient(
-            structures.theta.pack(given.theta),
-            structures.state.pack(given.state),
-            structures.inputs.pack(given.inputs),
+            structures.theta.pack(arguments.theta),
+            structures.state.pack(arguments.state),
+            structures.inputs.pack(arguments.inputs),
             self._traced.extras.pack(extras),
             structures.state.pack(d_state1),
         )
@@ -507,20 +445,11 @@ def groups(flat: Iterable[T], like: Iterable[Sequence[object]]) -> Iterator[list
 
 
 class StopCondition:
-    """A condition that is checked before each time step.
-
-    Args:
-        stop_fn: `(t, theta, state) -> bool tensor`; stops when all elements are true.
-        structures: of the cell's arguments.
-        specs: shapes and dtypes of the cell's arguments.
-
-    Attributes:
-        captures: the outside tensors that it uses.
-    """
+    """A condition that is checked before each time step; it stops when all elements are true."""
 
     def __init__(
         self,
-        stop_fn: Callable[[tf.Tensor, Any, Any], Any],
+        stop_fn: Callable[[tf.Tensor, Any, Any], Any],  # of t, theta and state
         structures: Structures,
         specs: ArgumentSpecs,
     ) -> None:

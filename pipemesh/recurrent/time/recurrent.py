@@ -132,8 +132,8 @@ def Recurrent(
         Structure(inputs, "inputs"),
     )
     parts = (theta, state0, accumulators0, inputs)
-    given = Arguments(*(s.tensors(part) for s, part in zip(structures, parts, strict=True)))
-    if not given.state:
+    arguments = Arguments(*(s.tensors(part) for s, part in zip(structures, parts, strict=True)))
+    if not arguments.state:
         raise PipelineError("state0 has no tensor in it, so that there is nothing to compute")
     allowed = list(allowed_tensor_captures or ())
 
@@ -143,9 +143,11 @@ def Recurrent(
         return any(tensor is x for x in allowed) if allowed else allow_implicit_capture
 
     with tf.name_scope("recurrent"):
-        given = given._replace(inputs=_of_one_length(given.inputs, structures.inputs.leaf_names))
-        step_inputs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in given.inputs]
-        of_theta, of_state, of_accumulators = map(specs_of, given[:3])
+        arguments = arguments._replace(
+            inputs=_of_one_length(arguments.inputs, structures.inputs.leaf_names)
+        )
+        step_inputs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in arguments.inputs]
+        of_theta, of_state, of_accumulators = map(specs_of, arguments[:3])
         specs = ArgumentSpecs(of_theta, of_state, of_accumulators, step_inputs)
         device = tf.zeros([]).device
         cell = Cell(name, cell_fn, cell_grad, accumulator_layer, extras, may_capture, device)
@@ -153,10 +155,12 @@ def Recurrent(
         stop = StopCondition(stop_fn, structures, specs) if stop_fn else None
         loop = TimeLoop(traced, stop, return_acc_extras, extras_shapes(traced, extras))
         keep_alive(loop)
-        packed = structures.inputs.pack(given.inputs)
-        bounds = padding_bounds(packed, sequence_length(given.inputs))
+        packed = structures.inputs.pack(arguments.inputs)
+        bounds = padding_bounds(packed, sequence_length(arguments.inputs))
         span = Span(tf.constant(0), *bounds)
-        acc_state, _, state, accumulators, acc_extras = run_loop(loop, given, loop.captures, span)
+        acc_state, _, state, accumulators, acc_extras = run_loop(
+            loop, arguments, loop.captures, span
+        )
     if accumulator_layer is not None:
         accumulator_layer.SetAccumulatorValues(structures.accumulators.pack(accumulators))
     results = structures.state.pack(acc_state), structures.state.pack(state)

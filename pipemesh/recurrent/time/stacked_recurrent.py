@@ -36,48 +36,22 @@ from pipemesh.schedule import gpipe
 
 
 class LayerArguments(NamedTuple):
-    """The user's arguments for one layer.
-
-    Attributes:
-        number: of the layer.
-        device: its device.
-        cell_fn: its cell.
-        cell_grad: the gradient of one time step, or None.
-        cell_out: maps its state to the inputs of the layer above; None for the last layer.
-        cell_out_grad: the gradient of `cell_out`, or None.
-        theta: nested weights.
-        state0: the nested initial state.
-        accumulator_layer: has GetAccumulatorValues and SetAccumulatorValues; or None.
-    """
+    """The user's arguments for one layer."""
 
     number: int
     device: str
     cell_fn: Callable[[Any, Any, Any], tuple[Any, Any]]
     cell_grad: Callable[..., Sequence[Any]] | None
+    # maps its state to the inputs of the layer above; None for the last layer
     cell_out: Callable[[Any], Any] | None
     cell_out_grad: Callable[[Any], Any] | None
     theta: Any
     state0: Any
-    accumulator_layer: Any
+    accumulator_layer: Any  # has GetAccumulatorValues and SetAccumulatorValues; or None
 
 
 class LayerStage:
-    """One layer, traced for one time step.
-
-    Args:
-        arguments: the layer.
-        inputs: structure of its inputs.
-        input_specs: shapes and dtypes of its inputs at one time step.
-        unused_state: True if the user states that its cell reads no state.
-
-    Attributes:
-        structures: of the arguments of its cell.
-        outputs: structure of its outputs to the layer above; None for the last layer.
-        output_specs: shapes and dtypes of these outputs at one time step.
-
-    Raises:
-        PipelineError: the cell or one of its functions is invalid.
-    """
+    """A recurrent layer, traced for one time step, as a stage with chunks of time."""
 
     def __init__(
         self,
@@ -94,10 +68,10 @@ class LayerStage:
         of_parts = [Structure(part, name) for part, name in zip(parts, names, strict=True)]
         self.structures = Structures(of_parts[0], of_parts[1], of_parts[2], inputs)
         with tf.device(arguments.device):
-            self._theta, self._state0, found = (
+            self._theta, self._state0, values = (
                 structure.tensors(part) for structure, part in zip(of_parts, parts, strict=True)
             )
-        self._accumulators0 = [tf.stop_gradient(x) for x in found]
+        self._accumulators0 = [tf.stop_gradient(x) for x in values]
         if unused_state:
             self._state0 = [tf.stop_gradient(x) for x in self._state0]
         self._check_state()
@@ -128,6 +102,7 @@ class LayerStage:
             out = CellOut(
                 name, arguments.cell_out, arguments.cell_out_grad, state, specs.state, cell.device
             )
+        # Structure of its outputs to the layer above; None for the last layer.
         self.outputs = out.structure if out else None
         self.output_specs = out.specs if out else []
         # A user-defined gradient may read more than the cell does.
@@ -149,11 +124,7 @@ class LayerStage:
                 check_static(leaf, tensor)
 
     def stage(self, bounds: Sequence[tf.Tensor], chunk: int) -> Stage:
-        """Returns the stage whose microbatches are chunks of time.
-
-        `bounds` are int32 scalars: the first time step to compute and the one after the last.
-        `chunk` is the number of time steps in a chunk.
-        """
+        """Returns the stage for chunks of time between `bounds`, the second one excluded."""
         captures = self._loop.captures
         weights = [self._theta, captures.cell, captures.out, list(bounds)]
 
@@ -364,9 +335,11 @@ def _layers(
     count = len(devices)
     if count == 0:
         raise PipelineError("there are no devices; a stack needs at least one layer")
-    for name, given in (("thetas", thetas), ("init_states", init_states)):
-        if not isinstance(given, (list, tuple)):
-            raise PipelineError(f"{name} is {type(given).__name__}; it must be a list of {count}")
+    for name, argument in (("thetas", thetas), ("init_states", init_states)):
+        if not isinstance(argument, (list, tuple)):
+            raise PipelineError(
+                f"{name} is {type(argument).__name__}; it must be a list of {count}"
+            )
     if len(thetas) != count:
         raise PipelineError(
             f"{count} devices, but {len(thetas)} thetas; each layer needs one of both"
@@ -379,8 +352,8 @@ def _layers(
             "of them; give each layer of the stack its own"
         )
     columns = [
-        _per_layer(given, name, count)
-        for name, given in (
+        _per_layer(argument, name, count)
+        for name, argument in (
             ("cell_fns", cell_fns),
             ("cell_grads", cell_grads),
             ("cell_outs", cell_outs),
@@ -399,15 +372,15 @@ def _layers(
     return layers
 
 
-def _per_layer(given: PerLayer, name: str, count: int) -> list[Any]:
+def _per_layer(argument: PerLayer, name: str, count: int) -> list[Any]:
     """Returns one for each layer."""
-    if not isinstance(given, (list, tuple)):
-        return [given] * count
-    if len(given) != count:
+    if not isinstance(argument, (list, tuple)):
+        return [argument] * count
+    if len(argument) != count:
         raise PipelineError(
-            f"{len(given)} {name}, but {count} devices; each layer needs one of both"
+            f"{len(argument)} {name}, but {count} devices; each layer needs one of both"
         )
-    return list(given)
+    return list(argument)
 
 
 def _length(inputs: Sequence[tf.Tensor], names: Sequence[str]) -> int:

@@ -27,21 +27,15 @@ from pipemesh.recurrent.time.cell import (
 
 
 class Rows:
-    """Storage that a loop writes row by row, as one loop variable each.
+    """Tensors with one row per time step, written row by row, as one loop variable each.
 
     Unlike in a `tf.TensorArray`, the shape of a row may be unknown until the step runs. If no row
     was written, the result is still a tensor of zeros.
-
-    Args:
-        row_shape: int32 vector; -1 for a size that is unknown before the first row is written.
-        static_shape: the static shape of a row.
-        dtype: the dtype.
-        size: int32 scalar, the number of rows.
     """
 
     def __init__(
         self,
-        row_shape: tf.Tensor | np.ndarray,
+        row_shape: tf.Tensor | np.ndarray,  # int32; -1 for a size unknown before the first row
         static_shape: tf.TensorShape,
         dtype: tf.DType,
         size: tf.Tensor,
@@ -96,36 +90,13 @@ class CellOutGradients(NamedTuple):
 
 
 class CellOut:
-    """A function of the state of one time step, called once, with symbolic tensors.
-
-    Args:
-        name: names it in errors.
-        forward: takes the state, returns nested tensors.
-        gradient: takes the gradient of these, returns the gradient of the state; or None.
-        state: structure of the state.
-        specs: shapes and dtypes of the state's tensors.
-        device: its device.
-
-    Attributes:
-        name: as given.
-        gradient: as given.
-        state: as given.
-        state_specs: as given.
-        device: as given.
-        structure: of its results.
-        specs: shapes and dtypes of its results.
-        captures: the outside tensors that it uses.
-
-    Raises:
-        PipelineError: it has side effects, reads variables, returns no tensor or one without a
-            static shape, or captures tensors although it has a user-defined gradient.
-    """
+    """A function from a cell's state to the inputs of the layer above, traced once."""
 
     def __init__(
         self,
         name: str,
         forward: Callable[[Any], Any],
-        gradient: Callable[[Any], Any] | None,
+        gradient: Callable[[Any], Any] | None,  # of the state, given that of the results
         state: Structure,
         specs: Sequence[tf.TensorSpec],
         device: str,
@@ -178,18 +149,7 @@ class CellOut:
 
 
 class CellOutGradient:
-    """The gradient of a `CellOut`, for one time step.
-
-    Args:
-        out: the function.
-
-    Attributes:
-        found: symbolic gradients, None where there is none.
-        reads_state: True if it reads the state.
-
-    Raises:
-        PipelineError: the user's gradient returns an invalid structure or has side effects.
-    """
+    """The gradient of a `CellOut`, for one time step."""
 
     def __init__(self, out: CellOut) -> None:
         captures = [tf.TensorSpec(x.shape, x.dtype) for x in out.captures]
@@ -213,7 +173,8 @@ class CellOutGradient:
         what = f"the gradient of {out.name}"
         self._function = TracedFunction(run, [_TIME, *out.state_specs, *captures, *d_specs], what)
         self._function.check_pure(what)
-        self.found: CellOutGradients = self._function.results
+        # None where there is no gradient.
+        self.symbolic: CellOutGradients = self._function.results
         self.reads_state = any(n <= num_state for n in self._function.used_arguments() if n > 0)
 
     def __call__(
@@ -223,10 +184,7 @@ class CellOutGradient:
         captures: Sequence[tf.Tensor],
         d_outputs: Sequence[tf.Tensor],
     ) -> CellOutGradients:
-        """Computes the gradients for time `t` (int32 scalar).
-
-        `d_outputs` are the gradients of the differentiable outputs.
-        """
+        """Computes the gradients for time `t`, given those of the differentiable outputs."""
         return self._function(t, *state, *captures, *d_outputs)
 
 
@@ -240,9 +198,9 @@ def _derived(
 
 def _by_user(out: CellOut, d_outputs: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
     assert out.gradient is not None
-    given = iter(d_outputs)
+    gradients = iter(d_outputs)
     full = [
-        next(given) if is_differentiable(spec) else tf.zeros(spec.shape, spec.dtype)
+        next(gradients) if is_differentiable(spec) else tf.zeros(spec.shape, spec.dtype)
         for spec in out.specs
     ]
     returned = out.gradient(out.structure.pack(full))
@@ -257,17 +215,11 @@ _BACKWARD_STEPS_AT_ONCE = 2
 
 
 class Span(NamedTuple):
-    """The time steps of the inputs to compute; the inputs may be a part of a sequence.
+    """The time steps of the inputs to compute; the inputs may be a part of a sequence."""
 
-    Attributes:
-        first: int32 scalar, the time of the inputs' first time step in the whole sequence.
-        begin: int32 scalar, the first time step to compute, as an index of the inputs.
-        end: int32 scalar, the index after the last time step to compute.
-    """
-
-    first: tf.Tensor
-    begin: tf.Tensor
-    end: tf.Tensor
+    first: tf.Tensor  # the time of the inputs' first time step in the whole sequence
+    begin: tf.Tensor  # an index of the inputs
+    end: tf.Tensor  # after the last time step to compute
 
 
 class Captures(NamedTuple):
@@ -279,24 +231,14 @@ class Captures(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """The results of the forward loop.
-
-    Attributes:
-        acc_state: for each state tensor its values over time.
-        acc_out: for each result of `out` its values over time.
-        state: the final state.
-        accumulators: their final values.
-        acc_extras: for each extra its values over time, as a handle of `Rows`.
-        acc_accumulators: their values before each time step, as handles.
-        span: the computed time steps.
-    """
+    """The results of the forward loop; `acc_` means over time."""
 
     acc_state: list[tf.Tensor]
     acc_out: list[tf.Tensor]
     state: list[tf.Tensor]
     accumulators: list[tf.Tensor]
-    acc_extras: list[tf.Tensor]
-    acc_accumulators: list[tf.Tensor]
+    acc_extras: list[tf.Tensor]  # handles of `Rows`
+    acc_accumulators: list[tf.Tensor]  # handles; their values before each time step
     span: Span
 
 
@@ -321,24 +263,14 @@ class Gradients(NamedTuple):
 
 @dataclasses.dataclass
 class TimeLoop:
-    """A loop of a cell over time.
-
-    Attributes:
-        cell: the cell.
-        stop: the stop condition, or None.
-        return_extras: True if the extras are requested.
-        extras_shapes: int32 vectors, the shapes of the extras; -1 for unknown sizes.
-        out: a function of each time step's state, or None.
-        reads_state: True if the cell reads its input state. If not, the backward pass does not need
-            the states.
-    """
+    """A loop of a cell over time."""
 
     cell: TracedCell
     stop: StopCondition | None
     return_extras: bool
-    extras_shapes: Sequence[tf.Tensor | np.ndarray]
-    out: CellOut | None = None
-    reads_state: bool = True
+    extras_shapes: Sequence[tf.Tensor | np.ndarray]  # int32; -1 for unknown sizes
+    out: CellOut | None = None  # a function of each time step's state
+    reads_state: bool = True  # if False, the backward pass does not need the states
 
     @property
     def captures(self) -> Captures:
@@ -349,18 +281,12 @@ class TimeLoop:
             self.stop.captures if self.stop else [],
         )
 
-    def forward(self, given: Arguments, captures: Captures, span: Span) -> Forward:
-        """Computes time steps.
-
-        Args:
-            given: flat lists of tensors; the inputs over time, in dim 0.
-            captures: values of `captures`.
-            span: the time steps to compute, until the stop condition is true.
-        """
-        size = sequence_length(given.inputs)
+    def forward(self, arguments: Arguments, captures: Captures, span: Span) -> Forward:
+        """Computes the time steps of a span until the stop condition; time is dim 0 of inputs."""
+        size = sequence_length(arguments.inputs)
         rows = [
-            [Rows.like(x, size) for x in given.state],
-            [Rows.like(x, size) for x in given.accumulators],
+            [Rows.like(x, size) for x in arguments.state],
+            [Rows.like(x, size) for x in arguments.accumulators],
             self.extras_rows(size) if self.cell.cell.gradient or self.return_extras else [],
             self.out.rows(size) if self.out else [],
         ]
@@ -368,7 +294,7 @@ class TimeLoop:
         def proceed(t: tf.Tensor, state: list[tf.Tensor], *_: object) -> tf.Tensor:
             if self.stop is None:
                 return t < span.end
-            stop = self.stop(span.first + t, given.theta, state, captures.stop)
+            stop = self.stop(span.first + t, arguments.theta, state, captures.stop)
             return tf.logical_and(t < span.end, tf.logical_not(stop))
 
         def body(
@@ -377,9 +303,9 @@ class TimeLoop:
             accumulators: list[tf.Tensor],
             acc: list[list[tf.Tensor]],
         ) -> Any:
-            inputs = [x[t] for x in given.inputs]
-            arguments = Arguments(given.theta, state, accumulators, inputs)
-            step = self.cell.step(span.first + t, arguments, captures.cell)
+            inputs = [x[t] for x in arguments.inputs]
+            step_arguments = Arguments(arguments.theta, state, accumulators, inputs)
+            step = self.cell.step(span.first + t, step_arguments, captures.cell)
             out = self.out(span.first + t, step.state, captures.out) if self.out else []
             # Accumulators are stored as the cell finds them; the next time step finds the new ones.
             kept = [step.state, accumulators, step.extras if rows[2] else [], out]
@@ -388,7 +314,7 @@ class TimeLoop:
 
         new = [[row.new() for row in part] for part in rows]
         end, state, accumulators, acc = tf.while_loop(
-            proceed, body, (span.begin, given.state, given.accumulators, new)
+            proceed, body, (span.begin, arguments.state, arguments.accumulators, new)
         )
         acc_state, acc_out = (
             [row.stack(handle) for row, handle in zip(rows[i], acc[i], strict=True)] for i in (0, 3)
@@ -396,11 +322,11 @@ class TimeLoop:
         computed = span._replace(end=end)
         return Forward(acc_state, acc_out, state, accumulators, acc[2], acc[1], computed)
 
-    def stacked_extras(self, given: Arguments, forward: Forward) -> list[tf.Tensor]:
+    def stacked_extras(self, arguments: Arguments, forward: Forward) -> list[tf.Tensor]:
         """Returns the extras over time, if requested."""
         if not self.return_extras:
             return []
-        rows = self.extras_rows(sequence_length(given.inputs))
+        rows = self.extras_rows(sequence_length(arguments.inputs))
         return [row.stack(handle) for row, handle in zip(rows, forward.acc_extras, strict=True)]
 
     def extras_rows(self, size: tf.Tensor) -> list[Rows]:
@@ -409,33 +335,33 @@ class TimeLoop:
         return [Rows(shape, spec.shape, spec.dtype, size) for shape, spec in specs]
 
     def backward(
-        self, given: Arguments, captures: Captures, forward: Forward, results: ResultGradients
+        self, arguments: Arguments, captures: Captures, forward: Forward, results: ResultGradients
     ) -> Gradients:
         """Runs the computed time steps backward, given gradients of the results."""
         gradient = StepGradient(self.cell, with_extras=bool(results.acc_extras))
         out_gradient = CellOutGradient(self.out) if self.out else None
         keep_alive((gradient, out_gradient))
-        size = sequence_length(given.inputs)
+        size = sequence_length(arguments.inputs)
         first, begin, end = forward.span
-        accumulator_rows = [Rows.like(x, size) for x in given.accumulators]
+        accumulator_rows = [Rows.like(x, size) for x in arguments.accumulators]
         extras_rows = self.extras_rows(size) if self.cell.cell.gradient else []
-        differentiable = [i for i, x in enumerate(given.state) if is_differentiable(x)]
-        sources = [*given.theta, *captures.cell, *captures.out]
-        found = _summed(gradient.found, out_gradient.found if out_gradient else None)
-        summed = [i for i, grad in enumerate(found) if grad is not None]
-        with_row = [i for i, grad in enumerate(gradient.found.inputs) if grad is not None]
+        differentiable = [i for i, x in enumerate(arguments.state) if is_differentiable(x)]
+        sources = [*arguments.theta, *captures.cell, *captures.out]
+        symbolic = _summed(gradient.symbolic, out_gradient.symbolic if out_gradient else None)
+        summed = [i for i, grad in enumerate(symbolic) if grad is not None]
+        with_row = [i for i, grad in enumerate(gradient.symbolic.inputs) if grad is not None]
         input_rows = [
             Rows(tf.shape(x)[1:], x.shape[1:], x.dtype, size)
-            for x in (given.inputs[i] for i in with_row)
+            for x in (arguments.inputs[i] for i in with_row)
         ]
 
         def state_before(t: tf.Tensor) -> list[tf.Tensor]:
             if not self.reads_state:
-                return given.state
+                return arguments.state
             before = tf.maximum(t - 1, 0)
             return [
                 tf.ensure_shape(tf.where(t > begin, x[before], x0), x0.shape)
-                for x, x0 in zip(forward.acc_state, given.state, strict=True)
+                for x, x0 in zip(forward.acc_state, arguments.state, strict=True)
             ]
 
         def body(t: tf.Tensor, d_state: Any, totals: Any, d_inputs: Any) -> Any:
@@ -447,14 +373,15 @@ class TimeLoop:
             if out_gradient:
                 # If the cell does not read its state, the states over time need not be kept.
                 reads = out_gradient.reads_state
-                state1 = [x[t] for x in forward.acc_state] if reads else given.state
+                state1 = [x[t] for x in forward.acc_state] if reads else arguments.state
                 d_out = [x[t] for x in results.acc_out]
                 out_grads = out_gradient(first + t, state1, captures.out, d_out)
                 added = [out_grads.state[i] for i in differentiable]
                 d_state = [d if x is None else d + x for d, x in zip(d_state, added, strict=True)]
+            inputs = [x[t] for x in arguments.inputs]
             grads = gradient(
                 first + t,
-                Arguments(given.theta, state_before(t), accumulators, [x[t] for x in given.inputs]),
+                Arguments(arguments.theta, state_before(t), accumulators, inputs),
                 captures.cell,
                 extras,
                 d_state,
@@ -463,9 +390,9 @@ class TimeLoop:
             step_sums = _summed(grads, out_grads)
             totals = [_add(total, step_sums[i]) for total, i in zip(totals, summed, strict=True)]
             new_d_state = [
-                tf.zeros_like(given.state[i])
+                tf.zeros_like(arguments.state[i])
                 if grads.state[i] is None or not self.reads_state
-                else tf.ensure_shape(grads.state[i], given.state[i].shape)
+                else tf.ensure_shape(grads.state[i], arguments.state[i].shape)
                 for i in differentiable
             ]
             d_inputs = _write(input_rows, d_inputs, [grads.inputs[i] for i in with_row], t)
@@ -480,22 +407,19 @@ class TimeLoop:
         )
         stacked = [row.stack(handle) for row, handle in zip(input_rows, d_inputs, strict=True)]
         sums = [tf.cast(x, sources[i].dtype) for x, i in zip(totals, summed, strict=True)]
-        like = [given.theta, captures.cell, captures.out]
+        like = [arguments.theta, captures.cell, captures.out]
         of_theta, of_cell, of_out = groups(_spread(sums, summed, len(sources)), like)
         return Gradients(
             of_theta,
             of_cell,
             of_out,
-            _spread(d_state0, differentiable, len(given.state)),
-            _spread(stacked, with_row, len(given.inputs)),
+            _spread(d_state0, differentiable, len(arguments.state)),
+            _spread(stacked, with_row, len(arguments.inputs)),
         )
 
 
 def padding_bounds(inputs: Any, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the first time step that is not padding for all examples, and the one after the last.
-
-    Only inputs that are a dict with the key `padding` have padding.
-    """
+    """Returns the first time step that is not padding for all, and the one after the last."""
     padding = inputs.get("padding") if isinstance(inputs, Mapping) else None
     if padding is None:
         return tf.constant(0), size
@@ -559,41 +483,27 @@ def _spread(
 
 
 class Results(NamedTuple):
-    """The results of a loop, as flat lists.
+    """The results of a loop, as flat lists; `acc_` means over time."""
 
-    Attributes:
-        acc_state: the states over time; empty if `acc_out` replaces them.
-        acc_out: the results of the loop's `out` over time.
-        state: the final state.
-        accumulators: their final values, without gradient.
-        acc_extras: the extras over time, if requested.
-    """
-
-    acc_state: list[tf.Tensor]
+    acc_state: list[tf.Tensor]  # empty if `acc_out` replaces them
     acc_out: list[tf.Tensor]
     state: list[tf.Tensor]
-    accumulators: list[tf.Tensor]
+    accumulators: list[tf.Tensor]  # without gradient
     acc_extras: list[tf.Tensor]
 
 
-def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -> Results:
-    """Runs the loop forward, and backward when a gradient is requested.
-
-    Args:
-        loop: the loop.
-        given: flat lists of tensors; the inputs over time, in dim 0.
-        captures: values of the outside tensors that the loop uses.
-        span: the time steps to compute.
-    """
-    arguments = [*given, *captures]
+def run_loop(loop: TimeLoop, arguments: Arguments, captures: Captures, span: Span) -> Results:
+    """Runs the loop forward, and backward when a gradient is requested."""
+    loop_inputs = [*arguments, *captures]
     device = loop.cell.cell.device
     sizes: list[int] = []
 
     @custom_gradient
     def run(*tensors: tf.Tensor) -> Any:
         # Else a tape would record the loop, and keep all intermediate tensors of each time step.
-        parts = list(groups((tf.stop_gradient(x) for x in tensors), arguments))
-        values, captured = Arguments(*parts[: len(given)]), Captures(*parts[len(given) :])
+        parts = list(groups((tf.stop_gradient(x) for x in tensors), loop_inputs))
+        values = Arguments(*parts[: len(arguments)])
+        captured = Captures(*parts[len(arguments) :])
         with tf.device(device):
             forward = loop.forward(values, captured, span)
             over_time = loop.stacked_extras(values, forward)
@@ -619,7 +529,7 @@ def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -
                     ),
                 )
                 flat = [
-                    *(*grads.theta, *grads.state, *(None for _ in given.accumulators)),
+                    *(*grads.theta, *grads.state, *(None for _ in arguments.accumulators)),
                     *(*grads.inputs, *grads.captures, *grads.out_captures),
                     *(None for _ in captures.stop),
                 ]
@@ -629,7 +539,7 @@ def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -
 
         return [x for part in results for x in part], grad
 
-    flat = run(*(x for part in arguments for x in part))
+    flat = run(*(x for part in loop_inputs for x in part))
     results = Results(*groups(flat, [range(size) for size in sizes]))
     if loop.cell.cell.gradient:
         why = "a cell_grad takes no gradient of the extras that Recurrent returns"

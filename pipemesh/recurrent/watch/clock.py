@@ -169,10 +169,10 @@ class ActionClock:
             >>> ActionClock().durations()
             {}
         """
-        there = {action for action, _ in self._times}
+        actions = {action for action, _ in self._times}
         return {
             action: self._mean(action, True) - self._mean(action, False)
-            for action in there
+            for action in actions
             if {(action, False), (action, True)} <= self._times.keys()
         }
 

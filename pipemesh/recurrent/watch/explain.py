@@ -68,8 +68,8 @@ def _place(node: str, stage: str, devices: Mapping[str, Any]) -> Iterator[str]:
     replica, where = labelled("replica", node), ""
     if stage in devices:
         home = Home.of(devices[stage])
-        own = home.devices if replica is None else home.replica(int(replica))
-        where = f" ({', '.join(own)})"
+        names = home.devices if replica is None else home.replica(int(replica))
+        where = f" ({', '.join(names)})"
     yield f"stage {stage!r}{where}"
     layer = labelled("layer", node)
     if layer is not None:

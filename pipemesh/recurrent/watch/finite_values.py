@@ -30,38 +30,19 @@ _CHECKED = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Tensors that are checked together.
+    """Tensors that are checked together."""
 
-    Attributes:
-        layers: names of the layers that may have caused a non-finite value; empty if the operations
-            belong to no layer.
-        tensors: names of the tensors.
-        replica: the number of their replica.
-    """
-
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # that may have caused a non-finite value; empty outside of layers
     tensors: tuple[str, ...]
     replica: int = 0
 
 
 class StageProbes:
-    """The probes of one stage, made while its graph has only the forward pass.
+    """The tensors of one stage that are checked, found while its graph has only the forward pass.
 
     Forward probes check the outputs of each layer; backward probes check the gradients of these
     outputs and of the stage's inputs. The gradient of the pipeline's own inputs may be unused. So
     the first stage checks the gradients where the weights of its first layer meet data instead.
-
-    Args:
-        spans: the operations of the layers.
-        theta: the weights.
-        inputs: the inputs of the stage.
-        outputs: the outputs of the stage, each an identity.
-
-    Attributes:
-        names: of the tensors that the forward pass checks.
-        sources: tensors whose gradients `backward` needs.
-        theta_layers: for each weight the layers that use it.
-        input_layers: for each input the layers that use it.
     """
 
     def __init__(
@@ -69,18 +50,20 @@ class StageProbes:
         spans: Sequence[LayerSpan],
         theta: Sequence[tf.Tensor],
         inputs: Sequence[tf.Tensor],
-        outputs: Sequence[tf.Tensor],
+        outputs: Sequence[tf.Tensor],  # each an identity
     ) -> None:
         operations = tf.compat.v1.get_default_graph().get_operations()
         parts = [(span.layer, operations[span.begin : span.end]) for span in spans]
         self._layers = {op: layer for layer, part in parts for op in part}
         returned = [(layer, _returned(part)) for layer, part in parts]
-        given = {t.ref() for t in inputs}
+        input_refs = {t.ref() for t in inputs}
         loose = [t.op.inputs[0] for t in outputs]
         loose = [
             t
             for t in loose
-            if t.op not in self._layers and t.op.type != "StopGradient" and t.ref() not in given
+            if t.op not in self._layers
+            and t.op.type != "StopGradient"
+            and t.ref() not in input_refs
         ]
         self._forward = [
             Probe((layer,), tuple(t.name for t in tensors)) for layer, tensors in returned
@@ -93,32 +76,23 @@ class StageProbes:
         entries = _where_weights_meet_data(operations, first, {t.op for t in theta})
         entry = (((parts[0][0],) if parts else ()), entries)
         self._groups = [(users, tensors) for users, tensors in [*inner, entry] if tensors]
+        # `backward` needs the gradients of these.
         self.sources = [t for _, tensors in self._groups for t in tensors]
         self._num_inner = sum(bool(tensors) for _, tensors in inner)
         self.names = [name for probe in self._forward for name in probe.tensors]
 
     def forward(self, is_computed: Callable[[str], bool]) -> list[Probe]:
-        """Returns the probes of the forward pass, first layer first.
-
-        `is_computed` returns True for a tensor that is computed anyway.
-        """
+        """Returns the probes of the forward pass, first layer first, if computed anyway."""
         return _present((p.layers, filter(is_computed, p.tensors)) for p in self._forward)
 
     def backward(
         self,
-        gradients: Sequence[str | None],
+        gradients: Sequence[str | None],  # of `sources`, None where there is none
         of_inputs: Sequence[str | None],
         is_first: bool,
         is_computed: Callable[[str], bool],
     ) -> list[Probe]:
-        """Returns the probes of the backward pass, last layer first.
-
-        Args:
-            gradients: names of the gradients of `sources`, None where there is none.
-            of_inputs: names of the gradients of the inputs.
-            is_first: True for the first stage.
-            is_computed: returns True for a gradient that is computed anyway.
-        """
+        """Returns the probes of the backward pass, last layer first, if computed anyway."""
         names = iter(gradients)
         probes = [(users, [next(names) for _ in tensors]) for users, tensors in self._groups]
         if not is_first:
@@ -150,13 +124,13 @@ def _present(groups: Iterable[tuple[tuple[str, ...], Iterable[str]]]) -> list[Pr
 
 def _returned(operations: Sequence[tf.Operation]) -> list[tf.Tensor]:
     """Returns the results of a layer's operations that other operations use, except monitoring."""
-    own = set(operations)
+    inside = set(operations)
     return [
         t
         for op in operations
         for t in op.outputs
         if t.dtype in _CHECKED
-        and any(c not in own and c.type != "StopGradient" for c in t.consumers())
+        and any(c not in inside and c.type != "StopGradient" for c in t.consumers())
     ]
 
 
@@ -205,31 +179,21 @@ def empty_note() -> tf.Tensor:
 def write_note(
     note: tf.Tensor,
     microbatch: tf.Tensor,
-    groups: Sequence[Sequence[tf.Tensor]],
+    groups: Sequence[Sequence[tf.Tensor]],  # the tensors of each probe
     devices: Sequence[str] | None = None,
 ) -> tf.Tensor:
     """Returns the note after an action, which keeps the first finding.
 
-    Args:
-        note: before the action.
-        microbatch: int64 scalar, the index of the microbatch.
-        groups: the tensors of each probe.
-        devices: of each probe the device of its tensors; by default the current one.
-
-    Returns:
-        `microbatch * len(groups) + index` of the first probe that is not finite, int64.
+    A finding is `microbatch * len(groups) + index` of the first probe that is not finite, int64.
     """
-    found = first_not_finite(groups, devices)
-    return tf.where((found >= 0) & (note < 0), microbatch * len(groups) + found, note)
+    first = first_not_finite(groups, devices)
+    return tf.where((first >= 0) & (note < 0), microbatch * len(groups) + first, note)
 
 
 def first_not_finite(
     groups: Sequence[Sequence[tf.Tensor]], devices: Sequence[str] | None = None
 ) -> tf.Tensor:
-    """Returns the index of the first group that is not finite, or -1, as an int64 scalar.
-
-    `devices` names the device of each group's tensors; by default the current one.
-    """
+    """Returns the index of the first group that is not finite, or -1, as an int64 scalar."""
     flags = []
     for tensors, device in zip(groups, devices or [None] * len(groups), strict=True):
         with contextlib.nullcontext() if device is None else tf.device(device):
@@ -252,33 +216,20 @@ def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A note with the text for each of its values.
+    """A note with the text for each of its values."""
 
-    Attributes:
-        note: int64 scalar.
-        places: the text of each probe; `{microbatch}` is replaced by the microbatch.
-    """
-
-    note: tf.Tensor
-    places: Sequence[str]
+    note: tf.Tensor  # int64 scalar
+    places: Sequence[str]  # `{microbatch}` is replaced by the microbatch
 
 
 def raise_unless(
     is_finite: tf.Tensor,
-    findings: Sequence[Finding],
-    otherwise: str,
-    device: str,
-    num_slices: int = 1,
+    findings: Sequence[Finding],  # causes before effects
+    otherwise: str,  # the non-finite value if there is no finding
+    device: str,  # of a stage; the operation runs on the CPU next to it
+    num_slices: int = 1,  # with several, microbatches are numbers of pieces
 ) -> tf.Operation:
-    """Returns an operation that raises the first finding unless `is_finite`.
-
-    Args:
-        is_finite: bool scalar.
-        findings: in order of priority, causes before effects.
-        otherwise: name of the non-finite value if there is no finding.
-        device: of a stage; the operation runs on the CPU next to it.
-        num_slices: number of sequence slices; with several, microbatches are numbers of pieces.
-    """
+    """Returns an operation that raises the first finding unless `is_finite`."""
     findings = [
         *(finding for finding in findings if finding.places),
         Finding(tf.zeros([], tf.int64), [otherwise]),
@@ -295,7 +246,7 @@ def raise_unless(
         piece = note // size
         microbatch = tf.strings.as_string(piece // num_slices)
         if num_slices > 1:
-            own = tf.strings.as_string(piece % num_slices)
-            microbatch = tf.strings.join([microbatch, ", slice ", own])
+            slice_number = tf.strings.as_string(piece % num_slices)
+            microbatch = tf.strings.join([microbatch, ", slice ", slice_number])
         message = tf.strings.regex_replace(text, MICROBATCH.replace("{", r"\{"), microbatch)
         return tf.raw_ops.Assert(condition=is_finite, data=[message], summarize=1)

@@ -19,39 +19,24 @@ from pipemesh.schedule.action import needs
 
 @dataclasses.dataclass(frozen=True)
 class Stand:
-    """The progress of a device in a step.
-
-    Attributes:
-        name: of the device.
-        row: the row of the schedule that its home runs.
-        actions: the actions of the row that it takes part in, in order.
-        started: number of started actions.
-        ended: number of finished actions.
-        is_silent: True if it did not answer, so that it may have come further.
-    """
+    """The progress of a device in a step."""
 
     name: str
-    row: int
-    actions: tuple[Action, ...]
+    row: int  # of the schedule, which its home runs
+    actions: tuple[Action, ...]  # those that it takes part in
     started: int
     ended: int
-    is_silent: bool = False
+    is_silent: bool = False  # it did not answer, so it may have come further
 
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """The current action of an unfinished device.
-
-    Attributes:
-        stand: the progress of the device.
-        action: the current action, or the next one.
-        has_begun: True if it has started the action.
-        missing: the unfinished actions that it needs, with their devices.
-    """
+    """The current action of an unfinished device."""
 
     stand: Stand
-    action: Action
+    action: Action  # the current or the next one
     has_begun: bool
+    # unfinished actions that it needs, with their devices
     missing: tuple[tuple[Action, tuple[str, ...]], ...]
 
     def __str__(self) -> str:
@@ -62,13 +47,13 @@ class Wait:
         at = f"{name(self.stand.name)}: "
         if self.stand.is_silent:
             return f"{at}does not answer, in {self.action} or later"
-        told = " and ".join(
+        actions = " and ".join(
             f"{action} of {', '.join(map(name, who))}" for action, who in self.missing
         )
         if self.has_begun:
             # Recomputation runs before the gradient arrives.
-            return f"{at}in {self.action}" + (f", waits for {told}" if told else "")
-        return f"{at}waits to begin {self.action}, for {told or 'what it needs to arrive'}"
+            return f"{at}in {self.action}" + (f", waits for {actions}" if actions else "")
+        return f"{at}waits to begin {self.action}, for {actions or 'what it needs to arrive'}"
 
 
 def waits_of(schedule: Schedule, stands: Sequence[Stand]) -> list[Wait]:
@@ -76,14 +61,6 @@ def waits_of(schedule: Schedule, stands: Sequence[Stand]) -> list[Wait]:
 
     Inputs of a finished action must exist. So for a device that does not answer, actions whose
     results others have used count as finished.
-
-    Example:
-        >>> from pipemesh.schedule import one_f_one_b
-        >>> schedule = one_f_one_b(2, 1)
-        >>> stands = [Stand("a", 0, schedule.rows[0], 1, 1), Stand("b", 1, schedule.rows[1], 1, 0)]
-        >>> print(*waits_of(schedule, stands), sep="\\n")
-        a: waits to begin 0B0, for 1B0 of b
-        b: in 1F0
     """
     split = {(a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind == "I"}
     known = _used(schedule, stands, split)
@@ -107,7 +84,7 @@ def _wait(
 ) -> Wait:
     action = stand.actions[stand.ended]
     needed = needs(action, schedule.num_stages, split, schedule.num_slices)
-    missing = [(each, tuple(lacking[each])) for each in needed if each in lacking]
+    missing = [(other, tuple(lacking[other])) for other in needed if other in lacking]
     return Wait(stand, action, stand.started > stand.ended, tuple(missing))
 
 
@@ -120,18 +97,18 @@ def _used(schedule: Schedule, stands: Sequence[Stand], split: set[tuple[int, int
     # A started forward pass has its inputs. A started backward pass may still recompute.
     begun = [a for stand in stands for a in stand.actions[stand.ended : stand.started]]
     todo += [a for a in begun if a.kind in "FW"]
-    found: set[Action] = set()
+    finished: set[Action] = set()
     while todo:
         action = todo.pop()
-        for each in needs(action, schedule.num_stages, split, schedule.num_slices):
-            if each in found:
+        for needed in needs(action, schedule.num_stages, split, schedule.num_slices):
+            if needed in finished:
                 continue
             # Its home has finished the earlier actions, too.
-            row = order[next(r for r, places in order.items() if each in places)]
-            before = [a for a, place in row.items() if place <= row[each] and a not in found]
-            found.update(before)
+            row = order[next(r for r, places in order.items() if needed in places)]
+            before = [a for a, place in row.items() if place <= row[needed] and a not in finished]
+            finished.update(before)
             todo += before
-    return found
+    return finished
 
 
 def _ended(stand: Stand, known: set[Action]) -> int:
@@ -227,12 +204,12 @@ class Marks:
     ) -> tf.Operation:
         """Returns an operation that counts an action when it runs; see `ActionClock.stamp`."""
         del replica
-        place, there = (kind, stage), self._marked[device]
+        place, marked = (kind, stage), self._marked[device]
         if is_end:
-            there["ended"].add(place)
-            name = "end" if place in there["started"] else "untimed"
+            marked["ended"].add(place)
+            name = "end" if place in marked["started"] else "untimed"
             return self._noted(device, name, microbatch, None)[0].op
-        there["started"].add(place)
+        marked["started"].add(place)
         # An action that starts before all of its inputs arrive has two marks.
         number, earlier = self._first.get((device, *place), (None, None))
         name = "start" if number is not microbatch else "go on"
@@ -308,8 +285,8 @@ class Marks:
         for device in self._handles:
             places.setdefault(self._place_of(device), []).append(device)
         for place, devices in places.items():
-            there = self._reading.get(place)
-            if there is None or not there.is_alive():
+            reader = self._reading.get(place)
+            if reader is None or not reader.is_alive():
                 thread = threading.Thread(
                     target=self._read, args=[devices], name="reader of marks", daemon=True
                 )
@@ -323,14 +300,14 @@ class Marks:
         for device in devices:
             try:
                 with tf.device(processor_beside(device)):
-                    found = tf.raw_ops.ReadVariableOp(
+                    counts = tf.raw_ops.ReadVariableOp(
                         resource=self._handles[device], dtype=tf.float64
                     ).numpy()
             except tf.errors.OpError:
                 # The error of a lost worker; the watcher of the worker reports it.
                 return
             with self._lock:
-                self._seen[device] = (float(found[0]), float(found[1]), float(found[2]))
+                self._seen[device] = (float(counts[0]), float(counts[1]), float(counts[2]))
 
     def stands(self, seconds: float) -> list[Stand]:
         """Returns the progress of each device.
@@ -343,7 +320,7 @@ class Marks:
             latest known.
         """
         self.look(seconds)
-        found: list[Stand] = []
+        progress: list[Stand] = []
         for device in self._handles:
             row = self._rows[device]
             actions = self._actions(device, "ended")
@@ -356,8 +333,8 @@ class Marks:
             last = begun[number - 1] if number else None
             started = actions.index(last) + 1 if last in actions else 0
             silent = self._reading[self._place_of(device)].is_alive()
-            found.append(Stand(device, row, actions, started, ended, silent))
-        return found
+            progress.append(Stand(device, row, actions, started, ended, silent))
+        return progress
 
     def waits(self, seconds: float) -> list[Wait]:
         """Returns the current action of each unfinished device; see `waits_of`.

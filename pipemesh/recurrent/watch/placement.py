@@ -26,8 +26,7 @@ def check_devices(name: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef])
     """Raises a DeviceError if a replica of a stage has an operation for another device.
 
     The code of the stage may pin it there. Or TensorFlow has no kernel for the device's type and
-    would run it on the CPU. A stage without a device is an error, too. `nodes` are all nodes of the
-    replica, forward and backward.
+    would run it on the CPU. A stage without a device is an error, too.
     """
     wanted = tf.DeviceSpec.from_string(device)
     if wanted.device_type is None:
@@ -106,14 +105,7 @@ def check_kernels(stage: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef]
 
 @functools.cache
 def einsum_error(equation: str) -> float:
-    """Returns the relative error of a small product in float16 on this CPU.
-
-    `equation` has an explicit output. The error is relative to the largest element.
-
-    Example:
-        >>> einsum_error("abi,ij->abj") < 0.01
-        True
-    """
+    """Returns the error of a small product in float16 relative to its largest element."""
     names, result = equation.split("->")
     # For weights the ellipsis stands for no dims; for gradients it stands for the same dims on both
     # sides.
@@ -136,9 +128,9 @@ def _error(equation: str, names: list[str], result: str, batched: set[int]) -> f
         operands = [tf.compat.v1.placeholder(tf.float16, value.shape) for value in values]
         product = tf.raw_ops.Einsum(inputs=operands, equation=equation)
         with tf.compat.v1.Session() as session:
-            found = session.run(product, dict(zip(operands, values, strict=True)))
+            computed = session.run(product, dict(zip(operands, values, strict=True)))
     exact = np.einsum(wanted, *(value.astype(np.float64) for value in values))
-    return float(np.abs(found - exact).max() / np.abs(exact).max())
+    return float(np.abs(computed - exact).max() / np.abs(exact).max())
 
 
 _ACTION = re.compile(r"(?:^|/)action_(\d+)[FRBIW]\d*(?:_and_every_\d+)?(?:/|$)")
@@ -215,10 +207,10 @@ class Placement:
     def __str__(self) -> str:
         lines = []
         for stage, (wanted, counts) in enumerate(zip(self.wanted, self.found, strict=True)):
-            own = _names(wanted)
-            numbers = " + ".join(str(counts.get(device, 0)) for device in own)
-            line = f"stage {stage} on {', '.join(own)}: {numbers} operations"
-            others = [f"{n} on {d}" for d, n in sorted(counts.items()) if d not in own]
+            expected = _names(wanted)
+            numbers = " + ".join(str(counts.get(device, 0)) for device in expected)
+            line = f"stage {stage} on {', '.join(expected)}: {numbers} operations"
+            others = [f"{n} on {d}" for d, n in sorted(counts.items()) if d not in expected]
             lines.append(", and ".join([line, *others]))
         return "\n".join(lines)
 

@@ -9,7 +9,6 @@ from pipemesh.recurrent.remat import FULL, NONE
 from pipemesh.recurrent.table.loop import HomeBuffers, Loop
 from pipemesh.recurrent.table.loop_program import Access, HomeBuffer
 from pipemesh.recurrent.table.run import ActionByAction
-from pipemesh.recurrent.watch.placement import record_placement
 from pipemesh.schedule import (
     execution_order,
     gpipe,
@@ -83,22 +82,6 @@ def test_values_wait_in_arrival_buffers_or_in_indexed_ones():
         np.testing.assert_allclose(grads, wanted, rtol=1e-5)
 
 
-def test_each_home_sends_to_its_neighbours_alone():
-    """But for the loop itself, which the first device steers."""
-    schedule = one_f_one_b(4, 8)
-    step = traced(schedule)
-    with record_placement() as graphs:
-        step(tf.range(8.0), [tf.constant(1.0)] * 4)
-    ways = {
-        (node.attr["send_device"].s[-5:], node.attr["recv_device"].s[-5:])
-        for graph in graphs.partition_graphs
-        for node in graph.node
-        if node.op == "_Send" and b"action_" in node.attr["tensor_name"].s
-    }
-    neighbours = {(b"CPU:%d" % i, b"CPU:%d" % j) for i in range(4) for j in (i - 1, i + 1)}
-    assert ways and ways <= neighbours
-
-
 FLOATS, WHOLE = HomeBuffer(0, 0, tf.float32), HomeBuffer(0, 1, tf.int32)
 # Three tensors, of which one is not there, on two devices.
 ACCESSES = [Access(FLOATS, 0), None, Access(WHOLE, 0), Access(FLOATS, 1)]
@@ -135,16 +118,6 @@ def put_and_taken(codes):
     return handles, taken
 
 
-def test_what_one_action_puts_another_takes_tick_by_tick():
-    with tf.Graph().as_default():
-        _, (_, _, taken) = put_and_taken([0, 2, 1])
-        assert taken[1] is None
-        assert [t.device[-5:] for t in taken if t is not None] == ["CPU:1", "CPU:2", "CPU:1"]
-        first, number, last = run([t for t in taken if t is not None])
-        np.testing.assert_array_equal(first, [1.0, 2.0])
-        assert (number, last) == (7, [3.0])
-
-
 def test_what_is_taken_is_no_longer_held():
     with tf.Graph().as_default():
         handles, _ = put_and_taken([0, 1])
@@ -158,13 +131,6 @@ def test_what_is_taken_is_no_longer_held():
             for slot in (1, 2)
         ]
         assert [t.shape for t in run(left)] == [(0,), (0,)]
-
-
-def test_what_is_not_due_is_neither_put_nor_taken():
-    with tf.Graph().as_default():
-        _, (taken,) = put_and_taken([0])
-        with pytest.raises(tf.errors.InvalidArgumentError, match="Retval"):
-            run(taken[0])
 
 
 def test_actions_share_constants():

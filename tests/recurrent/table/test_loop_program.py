@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipemesh.recurrent.remat import FULL, NONE
+from pipemesh.recurrent.remat import FULL
 from pipemesh.recurrent.table.loop_program import (
     CLEARS,
     KEEPS,
@@ -15,7 +15,7 @@ from pipemesh.recurrent.table.loop_program import (
     program,
     ticks_of,
 )
-from pipemesh.recurrent.table.machine import GRADS, KEPT, OUTPUTS, PENDING, Channel, key_of
+from pipemesh.recurrent.table.machine import KEPT, OUTPUTS, PENDING, Channel, key_of
 from pipemesh.schedule import (
     Action,
     execution_order,
@@ -32,31 +32,6 @@ def roles_of(schedule, mode=FULL):
     order = execution_order(schedule)
     modes = {(action.stage, action.microbatch): mode for action in order}
     return Roles(order, schedule.stage_devices, modes)
-
-
-def test_what_stays_on_a_home_lies_in_lists_and_the_rest_is_sent():
-    roles = roles_of(one_f_one_b(3, 3), NONE)
-    forward, backward = roles.of(Action(1, "F", 0)), roles.of(Action(1, "B", 0))
-    kept = key_of(Channel(KEPT, 1), NONE)
-    assert (forward.takes, forward.puts) == ((), (kept,))
-    assert (forward.receives, forward.sends) == ((Channel(OUTPUTS, 0),), (Channel(OUTPUTS, 1),))
-    assert (backward.takes, backward.puts) == ((kept,), ())
-    assert (backward.receives, backward.sends) == ((Channel(GRADS, 2),), (Channel(GRADS, 1),))
-
-
-def test_what_leaves_the_pipeline_lies_in_a_list():
-    roles = roles_of(one_f_one_b(2, 3))
-    assert key_of(Channel(OUTPUTS, 1), FULL) in roles.of(Action(1, "F", 0)).puts
-    assert roles.of(Action(0, "B", 0)).puts == (key_of(Channel(GRADS, 0), FULL),)
-    assert roles.leaves(Channel(GRADS, 0)) and not roles.leaves(Channel(GRADS, 1))
-
-
-def test_neighbours_on_one_home_send_nothing():
-    """At the turn of a V."""
-    roles = roles_of(zb_v(2, 4))
-    assert roles.of(Action(1, "F", 0)).sends == ()
-    assert roles.of(Action(2, "F", 0)).takes == (key_of(Channel(OUTPUTS, 1), FULL),)
-    assert key_of(Channel(PENDING, 1), FULL) in roles.of(Action(1, "I", 0)).puts
 
 
 def test_what_nobody_takes_is_not_kept():
@@ -171,18 +146,6 @@ def test_what_a_home_keeps_for_different_stages_shares_one_list():
                 held += sum(widths.get(key.kind, 1) for key in role.puts if slots.stays(key))
                 most = max(most, held)
         assert (held, most) == (0, slots.sizes[buffer])
-
-
-def test_an_action_that_takes_two_values_finds_them_at_different_places():
-    homes, _, _ = programmed(zb_v(2, 8), {KEPT: 2})
-    home_program = homes[0]
-    for number, role in enumerate(home_program.roles):
-        accesses = [a for found in home_program.accesses[number].values() for a in found]
-        assert [access.number for access in accesses] == [*range(len(accesses))]
-        for tick, code in enumerate(home_program.code):
-            if code == number and role.code.kind == "F":
-                slots = [home_program.slots[a.buffer][a.number][tick] for a in accesses]
-                assert len({*slots}) == len(slots)
 
 
 def test_a_table_has_as_many_ticks_as_its_longest_way():

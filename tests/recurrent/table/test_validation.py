@@ -71,7 +71,7 @@ def test_all_stages_have_as_many_replicas():
         num_replicas([stage_on("a", two), stage_on("b", two, True)], [0, 1])
 
 
-def test_replicas_may_have_other_numbers_of_devices_but_in_one_row_of_the_schedule():
+def test_stages_of_one_row_have_as_many_devices():
     wide = Home(("CPU:0", "CPU:1"), 1)
     both = [stage_on("a", wide), stage_on("b", "CPU:2")]
     assert num_replicas(both, [0, 1]) == 1
@@ -201,7 +201,7 @@ def test_recurrent_stages_go_up_and_down():
         check_descending(table("0F0", "0F1", "0B0", "0B1"))
 
 
-def test_recurrent_stages_take_all_slices_of_a_microbatch_in_turn():
+def test_recurrent_stages_take_slices_of_a_microbatch_in_turn():
     check_descending(seq_one_f_one_b(3, 4, 3))
     # Microbatches in any order.
     check_descending(Schedule.from_text("0F1.0 0F1.1 0F0.0 0F0.1 0B1.1 0B1.0 0B0.1 0B0.0"))

@@ -78,6 +78,6 @@ def test_states_and_all_gradients_equal_the_plain_loop(want, loop, remat):
     assert all(int(carry[2]) == NUM_MICROBATCHES for carry in got[0][1])
 
 
-def test_a_schedule_that_goes_backward_in_ascending_order_is_an_error():
+def test_backward_in_ascending_order_is_an_error():
     with pytest.raises(ScheduleError, match="backwards descend"):
         run(lambda v: piped(v, Options(), one_f_one_b(NUM_STAGES, NUM_MICROBATCHES)))

@@ -121,13 +121,13 @@ def want():
 
 
 @pytest.mark.parametrize(("num_chunks", "remat"), [(1, "none"), (3, "full"), (7, "none")])
-def test_results_depend_neither_on_the_number_of_chunks_nor_on_remat(want, num_chunks, remat):
+def test_results_do_not_depend_on_chunks_or_remat(want, num_chunks, remat):
     got = run_tf2(functools.partial(stacked, num_chunks=num_chunks, remat=remat))
     assert_equal(got, want)
 
 
 @pytest.mark.slow
-def test_the_graph_does_not_grow_with_the_length_or_the_number_of_chunks():
+def test_the_graph_does_not_grow_with_length_or_chunks():
     def size(length, num_chunks):
         @tf.function(autograph=False)
         def run(x):
@@ -194,7 +194,7 @@ def test_padding_may_fill_whole_chunks(begin, end):
     assert_equal(run_tf2(build), run_tf2(functools.partial(plain, begin=begin, end=end)))
 
 
-def test_without_any_time_step_the_final_states_are_the_initial_ones():
+def test_without_time_steps_states_stay_the_initial_ones():
     values = {**VALUES, "x": VALUES["x"][:0]}
     (output, states), grads = run_tf2(stacked, values)
     assert output["x"].shape == (0, BATCH, WIDTH)
@@ -285,7 +285,7 @@ def test_inputs_may_be_integers_and_weights_a_table():
     )
 
 
-def test_a_length_known_only_when_the_step_runs_is_an_error_that_says_what_to_do():
+def test_a_dynamic_length_is_an_error():
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, BATCH, WIDTH])])
     def run(x):
         return stacked({**VALUES, "x": x})

@@ -64,7 +64,7 @@ def timed(schedule, bare=(), **options):
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_actions_take_what_they_take_and_keep_the_order_of_their_rows(loop):
+def test_actions_are_timed_in_the_order_of_their_rows(loop):
     schedule = one_f_one_b(2, 8)
     measured = timed(schedule, loop=loop)
     for starts, ends in zip(measured.starts, measured.ends, strict=True):
@@ -83,7 +83,7 @@ def test_both_halves_of_a_split_backward_pass_are_timed():
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_a_stage_without_weights_takes_no_time_for_their_gradients(loop):
+def test_a_stage_without_weights_has_a_W_of_no_time(loop):
     schedule = zb_h1(2, 4)
     measured = timed(schedule, bare=(1,), loop=loop)
     found = {

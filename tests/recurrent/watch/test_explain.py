@@ -36,7 +36,7 @@ PLACE = "stage 'stage 2' (CPU:2), layer 'block#3'"
         ),
     ],
 )
-def test_an_exception_in_stage_k_surfaces_promptly_is_named_and_changes_nothing(mode, expected):
+def test_an_exception_surfaces_promptly_and_changes_nothing(mode, expected):
     result = subprocess.run(
         warm("-m", "tests.recurrent.failing", mode),
         capture_output=True,

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Options, Stage, explain, pipeline, pipeline_loss
-from pipemesh.recurrent.watch.finite_values import empty_note, first_not_finite, write_note
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from tests.recurrent.passes.traced import traced_stage
 from tests.recurrent.poisoned import LAYERS, MODES, nothing, poison
@@ -23,21 +21,6 @@ def probes_of(**given):
     return traced, traced.replicas[0].probes
 
 
-def test_going_forward_each_layer_is_looked_at_in_order():
-    _, probes = probes_of()
-    found = probes.forward(everything)
-    assert [probe.layers for probe in found] == [("first",), ("second",)]
-    assert probes.names == [name for probe in found for name in probe.tensors]
-    assert all("Tanh" in name for name in probes.names)
-
-
-def test_what_nobody_computes_is_not_looked_at():
-    _, probes = probes_of()
-    (last,) = probes.names[1:]
-    assert [probe.layers for probe in probes.forward(lambda name: name == last)] == [("second",)]
-    assert probes.forward(lambda name: False) == []
-
-
 def test_outputs_of_no_layer_are_looked_at_without_blame():
     def forward(theta, carry, inputs, microbatch, step):
         return [tf.matmul(inputs[0], theta[0]), inputs[0], tf.shape(inputs[0])], carry
@@ -47,37 +30,13 @@ def test_outputs_of_no_layer_are_looked_at_without_blame():
     assert probe.layers == () and len(probe.tensors) == 1 and "MatMul" in probe.tensors[0]
 
 
-def test_weights_and_inputs_know_the_layers_that_use_them():
-    _, probes = probes_of()
-    assert probes.theta_layers == [("first",), ("second",)]
-    assert probes.input_layers == [("first",)]
-
-
-def test_going_backward_the_user_of_a_value_is_to_blame_for_its_gradient():
-    _, probes = probes_of()
-    names = [f"g{i}" for i in range(len(probes.sources))]
-    found = probes.backward(names, ["input"], False, everything)
-    # Nobody in the stage uses what the last layer gives.
-    assert [probe.layers for probe in found] == [(), ("second",), ("first",)]
-    assert found[-1].tensors == ("input",)
-
-
-def test_in_the_first_stage_the_place_where_weights_meet_data_stands_for_the_inputs():
+def test_the_first_stage_is_checked_where_weights_meet_data():
     _, probes = probes_of()
     names = [f"g{i}" for i in range(len(probes.sources))]
     found = probes.backward(names, ["input"], True, everything)
     assert found[-1].layers == ("first",) and "input" not in found[-1].tensors
     assert [name for probe in found for name in probe.tensors] == names
     assert "MatMul" in probes.sources[-1].name
-
-
-def test_gradients_that_do_not_exist_or_are_not_computed_are_left_out():
-    _, probes = probes_of()
-    names = [None] * len(probes.sources)
-    assert probes.backward(names, [None], True, everything) == []
-    names = [f"g{i}" for i in range(len(probes.sources))]
-    found = probes.backward(names, ["input"], False, lambda name: name == "input")
-    assert [probe.tensors for probe in found] == [("input",)]
 
 
 ALL = Options(check_numerics="all")
@@ -93,9 +52,7 @@ def training(request):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("layer", "microbatch"), [(0, 2), (1, 0), (2, 3), (5, 1)])
-def test_stage_layer_and_microbatch_are_named_and_no_variable_changes(
-    training, layer, microbatch, direction
-):
+def test_stage_layer_and_microbatch_of_a_nan_are_named(training, layer, microbatch, direction):
     training.step(nothing())
     before = training.values()
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
@@ -152,11 +109,6 @@ def test_by_default_the_step_fails_without_saying_where_it_began(direction, mess
 def test_nothing_is_checked_where_nobody_wants_it():
     training = MODES["tf2"](schedule=gpipe(3, 4), check_numerics="off")
     assert np.isnan(training.step(poison(2, 1, "forward")))
-
-
-def test_an_unknown_choice_is_an_error():
-    with pytest.raises(PipelineError, match="check_numerics is 'some'; allowed are all, forward"):
-        Options(check_numerics="some")
 
 
 def one_stage(function, theta, num_outputs=1):
@@ -231,7 +183,7 @@ def test_the_gradient_of_the_inputs_counts_if_it_is_asked_for(asked):
     assert float(weight) == 2.0, "the weights wait for the gradient of the inputs, too"
 
 
-def test_a_metric_that_is_infinite_neither_raises_nor_spoils_gradients():
+def test_an_infinite_metric_changes_nothing():
     weight = tf.Variable(1.0)
 
     @tf.function(autograph=False)
@@ -248,22 +200,3 @@ def test_a_metric_that_is_infinite_neither_raises_nor_spoils_gradients():
     loss, metric, grad = run(tf.constant([0.0, 1.0, 2.0, 3.0]))
     assert np.isinf(metric[0])
     assert (float(loss), float(grad)) == (6.0, 6.0)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_first_group_that_is_not_finite_is_found(count):
-    good, bad = tf.constant([1.0, 2.0]), tf.constant([1.0, float("nan")])
-    for at in range(count):
-        groups = [[good, good]] * at + [[good, bad]] + [[bad]] * (count - at - 1)
-        assert int(first_not_finite(groups)) == at
-    found = first_not_finite([[good]] * count)
-    assert found.dtype == tf.int64 and int(found) == -1
-
-
-def test_a_note_stays_with_what_was_found_first():
-    good, bad = tf.constant(1.0), tf.constant(float("inf"))
-    note = write_note(empty_note(), tf.constant(4, tf.int64), [[good], [good]])
-    assert int(note) == -1
-    note = write_note(note, tf.constant(5, tf.int64), [[good], [bad]])
-    assert int(note) == 5 * 2 + 1
-    assert int(write_note(note, tf.constant(6, tf.int64), [[bad], [bad]])) == 11

@@ -48,13 +48,13 @@ def test_who_recomputes_has_begun_and_waits_for_the_gradient():
     assert found == ["a: in 0B0, waits for 1B0 of b", "b: in 1B0"]
 
 
-def test_the_gradient_of_a_split_backward_pass_comes_from_its_first_half():
+def test_a_split_backward_pass_waits_for_the_first_half():
     schedule = zb_h1(2, 2)
     at = next(i for i, action in enumerate(schedule.rows[0]) if action.kind == "I")
     assert told(schedule, at, 1)[0] == "a: waits to begin 0I0, for 1I0 of b"
 
 
-def test_who_does_not_answer_is_at_least_as_far_as_others_have_used():
+def test_a_silent_device_is_as_far_as_its_results_were_used():
     schedule = one_f_one_b(2, 4)
     # The first stage has done 0B1, so the second one has done 1B1 and what stands before it.
     done = schedule.rows[0].index(next(a for a in schedule.rows[0] if str(a) == "0B1")) + 1
@@ -69,7 +69,7 @@ def test_who_is_done_waits_for_nobody():
     assert told(schedule, 4, 4) == []
 
 
-def test_of_a_home_with_two_devices_the_one_that_is_behind_is_named():
+def test_of_a_home_with_two_devices_the_slower_is_named():
     schedule = one_f_one_b(2, 2)
     both = [
         Stand("a0", 0, schedule.rows[0], 1, 1),
@@ -184,7 +184,7 @@ def freed(door, thread):
     ("loop", "remat"),
     [(False, "none"), (True, "full"), (False, "full"), (True, "none")],
 )
-def test_a_step_that_hangs_says_who_waits_for_which_action_of_whom(loop, remat):
+def test_a_hanging_step_names_devices_and_actions(loop, remat):
     marks, door, step = marked(one_f_one_b(2, 6), loop=loop, remat=remat)
     for _ in range(2):
         step()
