@@ -14,9 +14,8 @@ from pipemesh.layers.check_params import (
     check_floating,
     check_whole,
 )
-from pipemesh.layers.pipeline.alike_stages import check_lowering
+from pipemesh.layers.pipeline.alike_stages import check_lowering, check_simd
 from pipemesh.layers.pipeline.aux_losses import ACCUMULATIONS
-from pipemesh.layers.pipeline.simd_cut import check_simd
 from pipemesh.recurrent.remat import policy_of
 from pipemesh.recurrent.table.validation import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec

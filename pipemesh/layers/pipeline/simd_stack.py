@@ -16,17 +16,17 @@ from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import lowering_scope
 from pipemesh.layers.named.unnamed import unnamed
 from pipemesh.layers.named.values import exported
-from pipemesh.layers.pipeline.all_weights import (
+from pipemesh.layers.pipeline.alike_stages import simd_cut
+from pipemesh.layers.pipeline.aux_losses import has_context
+from pipemesh.layers.pipeline.head import check_head
+from pipemesh.layers.pipeline.homes import mesh_devices
+from pipemesh.layers.pipeline.simd_weights import (
+    alike_weights,
     check_named,
     named_shapes,
     named_weights,
     theta_of,
 )
-from pipemesh.layers.pipeline.aux_losses import has_context
-from pipemesh.layers.pipeline.head import check_head
-from pipemesh.layers.pipeline.homes import mesh_devices
-from pipemesh.layers.pipeline.place_weights import alike_weights
-from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.layers.pipeline.stage_structure import StageStructure
 from pipemesh.layers.pipeline.weight_dtypes import cast_first, plain_theta
 from pipemesh.layers.step_seed import (
@@ -43,6 +43,27 @@ from pipemesh.plan import Plan
 from pipemesh.randomness.scope import alike_layers_scope, layer_aliases
 from pipemesh.recurrent.circular import SimdPipeline
 from pipemesh.recurrent.watch.health import all_finite, raise_unless
+
+
+class LayerArguments:
+    """The arguments of alike layers: floating ones travel, others go along, some are None."""
+
+    def __init__(self, count: int, named: Mapping[int, Tensor]) -> None:
+        self.count = count
+        self.travels = [i for i, arg in named.items() if arg.dtype.is_floating]
+        self.along = [i for i in named if i not in self.travels]
+        self.shapes = [named[i].shape for i in (*self.travels, *self.along)]
+
+    def split(self, named: Mapping[int, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns the tensors that travel, and those that go along."""
+        return tuple(named[i] for i in self.travels), tuple(named[i] for i in self.along)
+
+    def join(self, travels: Sequence[Tensor], along: Sequence[Tensor]) -> list[Any]:
+        """Returns all arguments in their order, from the parts of `split`."""
+        args: list[Any] = [None] * self.count
+        for i, tensor in zip((*self.travels, *self.along), (*travels, *along), strict=True):
+            args[i] = tensor
+        return args
 
 
 class SimdStack:
@@ -304,18 +325,13 @@ class SimdStack:
     ) -> tuple[Any, ...]:
         """Runs the alike layers."""
         named = self.named_args(lowering, args)
-        travels = [i for i, arg in named.items() if arg.dtype.is_floating]
-        along = [i for i in named if i not in travels]
+        arguments = LayerArguments(len(args), named)
         stack, own = self._stack, self.own_weights(weights)
         names = [name for cell in self._stages for name in self._random_names(cell)]
 
         def layer(
             x: tuple[Tensor, ...], weights: Mapping[str, Tensor], _: Any, *sides: Tensor
         ) -> tuple[Tensor, ...]:
-            given: list[Any] = [None] * len(args)
-            for numbers, tensors in ((travels, x), (along, sides)):
-                for i, tensor in zip(numbers, tensors, strict=True):
-                    given[i] = tensor
             # The loop may be traced again for gradients, outside all scopes.
             with (
                 stack.cluster,
@@ -326,14 +342,13 @@ class SimdStack:
                 layer_aliases({}, name_in_task(stack)),
                 alike_layers_scope(names),
             ):
-                outputs = self.call_alike(weights, given)
-            return tuple(outputs[i] for i in travels)
+                outputs = self.call_alike(weights, arguments.join(x, sides))
+            return tuple(outputs[i] for i in arguments.travels)
 
-        found = self.pipeline(
-            layer, tuple(named[i] for i in travels), own, [named[i] for i in along]
-        )
+        travels, along = arguments.split(named)
         results = list(args)
-        for i, tensor in zip(travels, found, strict=True):
+        outputs = self.pipeline(layer, travels, own, along)
+        for i, tensor in zip(arguments.travels, outputs, strict=True):
             results[i] = tensor
         return tuple(results)
 

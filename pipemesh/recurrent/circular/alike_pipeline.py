@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.recurrent.circular.tick_loop import Leaves, TickLoop
-from pipemesh.recurrent.circular.traced_stages import TracedStages
+from pipemesh.recurrent.circular.tick_loop import Leaves, ScheduledTicks, Sums, Tick, TickLoop
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.part import Grads, Tensors
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.remat import Mode, remat_of
+from pipemesh.recurrent.remat import FULL, Mode, remat_of
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.table.machine import Machine
 from pipemesh.recurrent.table.values import State
-from pipemesh.recurrent.watch.health import LOCATING
+from pipemesh.recurrent.watch.health import LOCATING, empty_note
 from pipemesh.schedule import Action, Schedule, looped_bfs
 
 
@@ -164,8 +164,7 @@ class Circular:
         self._ticking = TracedStages(machine, self._devices)
         mesh = Mesh(((LAYERS_AXIS, len(self._devices)),))
         lowering = PlacementLowering(mesh, LayoutRules(), self._devices)
-        has_gradient = [i in self._ticking.floating for i in range(len(inputs))]
-        self._loop = TickLoop(schedule, lowering, self._ticking, has_gradient)
+        self._loop = TickLoop(lowering, ScheduledTicks(schedule))
         self._outputs: Leaves = ()
         self._saved: Leaves = ()
         self._seeds: Grads = []
@@ -175,7 +174,7 @@ class Circular:
         """Runs the loop for these actions, forward or backward."""
         if actions[0].kind == "F":
             stream = tuple(self._cut(tensor) for tensor in self._inputs)
-            self._outputs, self._saved = self._loop.forward(stream, [])
+            self._outputs, self._saved = self._loop.forward(self._ticking, stream)
             return
         seeds = []
         for i in self._ticking.floating:
@@ -184,8 +183,7 @@ class Circular:
                 with tf.device(self._devices[0]):
                     grad = tf.zeros(self._inputs[i].shape, self._inputs[i].dtype)
             seeds.append(self._cut(grad))
-        saved = self._saved
-        self._grads, sums = self._loop.backward(tuple(seeds), saved, [])
+        self._grads, sums = self._loop.backward(self._ticking, tuple(seeds), self._saved)
         self.state.accumulators = [list(of_stage) for of_stage in sums]
 
     def seed(self, output_grads: Grads) -> None:
@@ -266,3 +264,131 @@ def _check_tells_nothing(traced: TracedStage) -> None:
             f"stage {traced.stage.name!r} writes summaries, which a loop over ticks does not hand "
             "on; turn them off (the cluster's add_summary=False), or use lowering='placement'"
         )
+
+
+class TracedStages:
+    """The computation of one tick of `alike_pipeline`: on each core, the stage that is due.
+
+    A core chooses among the functions of its stages, so each stage keeps its own weights and random
+    numbers. At ticks without work it passes its input on: it computes nothing, and no check fails.
+
+    Args:
+        machine: the stages, traced.
+        devices: of each core; stage s is on core s modulo the number of devices.
+
+    Attributes:
+        floating: indices of the tensors between stages that may have a gradient.
+    """
+
+    def __init__(self, machine: Machine, devices: Sequence[str]) -> None:
+        self._devices = devices
+        self._stages = machine.stages
+        self._traced = machine.traced
+        self._passes = [machine.passes(number, FULL) for number in range(len(machine.stages))]
+        for passes in self._passes:
+            passes.make()
+        self._steps: Tensors = []
+        for device in devices:
+            with tf.device(device):
+                # Tensors that a loop uses are moved to its device before.
+                self._steps.append(tf.identity(machine.step))
+        specs = self._traced[0].output_specs
+        self.floating = [i for i, spec in enumerate(specs) if is_differentiable(spec)]
+
+    def forward(self, now: Tick, x: Leaves) -> Leaves:
+        """Returns the outputs of the stages."""
+
+        def on_core(core: int, scalars: Tensors) -> Tensors:
+            given = [leaf[core] for leaf in x]
+
+            def stage(number: int) -> Tensors:
+                theta = list(self._stages[number].theta)
+                return self._passes[number].forward(theta, [], given, scalars, [empty_note()])[0]
+
+            return self._choose(core, now, stage, given)
+
+        return tuple(zip(*self._each_core(now, on_core), strict=True))
+
+    def zero_sums(self) -> Sums:
+        """Returns for each stage zero sums of the gradients of its weights."""
+        return tuple(tuple(passes.zero_gradients()) for passes in self._passes)
+
+    def backward(self, now: Tick, x: Leaves, grad_y: Leaves, sums: Sums) -> tuple[Leaves, Sums]:
+        """Recomputes the stages; returns gradients of their inputs, and the sums."""
+        new = [list(of_stage) for of_stage in sums]
+
+        def on_core(core: int, scalars: Tensors) -> Tensors:
+            given, grads = [leaf[core] for leaf in x], [leaf[core] for leaf in grad_y]
+            mine = range(core, len(self._stages), len(self._devices))
+
+            def stage(number: int) -> Tensors:
+                found, added = self._backward_of(number, given, grads, scalars, sums[number])
+                return [
+                    *found,
+                    *(t for other in mine for t in (added if other == number else sums[other])),
+                ]
+
+            idle = [*map(tf.zeros_like, grads), *(t for number in mine for t in sums[number])]
+            results = iter(self._choose(core, now, stage, idle))
+            grad_x = [next(results) for _ in grads]
+            for number in mine:
+                new[number] = [next(results) for _ in sums[number]]
+            return grad_x
+
+        return tuple(zip(*self._each_core(now, on_core), strict=True)), tuple(map(tuple, new))
+
+    def _backward_of(
+        self,
+        number: int,
+        given: Tensors,
+        grads: Tensors,
+        scalars: Tensors,
+        sums: Sequence[tf.Tensor],
+    ) -> tuple[Tensors, Tensors]:
+        traced, passes = self._traced[number], self._passes[number]
+        by_name = dict(zip(traced.inputs, given, strict=True))
+        by_place = dict(zip(self.floating, grads, strict=True))
+        result = passes.backward(
+            list(self._stages[number].theta),
+            [by_name[name] for name in passes.cuts.kept],
+            [by_place[i] for i in traced.gradients.of_outputs],
+            scalars,
+            list(sums),
+            [empty_note()],
+        )
+        found = [
+            tf.zeros_like(given[i]) if grad is None else grad
+            for i in self.floating
+            for grad in [result.input_grads[i]]
+        ]
+        return found, result.accumulators or []
+
+    def _each_core(self, now: Tick, on_core: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
+        results: list[Tensors] = []
+        for core, device in enumerate(self._devices):
+            with tf.device(device):
+                microbatch = tf.cast(now.microbatch[core], tf.int64)
+                results.append(on_core(core, [microbatch, self._steps[core]]))
+        return results
+
+    def _choose(
+        self, core: int, now: Tick, stage: Callable[[int], Tensors], idle: Tensors
+    ) -> Tensors:
+        """Returns the result of the stage that is due, or of `idle` at a tick without work."""
+        device = self._devices[core]
+
+        def branch(number: int) -> Callable[[], Tensors]:
+            def compute() -> Tensors:
+                with tf.device(device):
+                    return list(stage(number))
+
+            return compute
+
+        def hand_on() -> Tensors:
+            with tf.device(device):
+                return [tf.identity(t) for t in idle]
+
+        mine = range(core, len(self._stages), len(self._devices))
+        which = tf.where(now.busy[core], now.round[core] + 1, 0)
+        results = tf.switch_case(which, [hand_on, *map(branch, mine)])
+        return list(results)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipemesh.backend.devices import short_name
 from pipemesh.layers.meta import layer_flops
-from pipemesh.layers.pipeline.simd_cut import simd_cut
+from pipemesh.layers.pipeline.alike_stages import simd_cut
 from pipemesh.text import columns
 
 
