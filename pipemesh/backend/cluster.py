@@ -23,6 +23,8 @@ from pipemesh.backend.devices import CLIENT, eager_context, is_client
 from pipemesh.errors import DeviceError
 
 WORKER = "worker"
+# The task that forms the groups of collective operations; both sides have to know it.
+COLLECTIVE_LEADER = f"/job:{WORKER}/replica:0/task:0"
 OWN_HOST = f"/job:{CLIENT}/replica:0/task:0/device:CPU:0"
 # A worker frees a client's resources after so many seconds without contact.
 _KEEP_ALIVE_SECONDS = 60
@@ -65,6 +67,7 @@ def connect_workers(workers: Sequence[str], client: str | None = None) -> list[s
     use_no_proxy()
     cluster = tf.train.ClusterSpec({WORKER: list(workers), CLIENT: [client]})
     context._KEEP_ALIVE_SECS = _KEEP_ALIVE_SECONDS
+    eager.configure_collective_ops(collective_leader=COLLECTIVE_LEADER)
     eager.set_server_def(
         tensorflow_server_pb2.ServerDef(
             cluster=cluster.as_cluster_def(),

@@ -283,8 +283,12 @@ class Generator:
         after = _after(choice, lengths, kept, caches)
         if before is not None:
             new = lengths > 0
-            rows = (_rows_of(new, *pair) for pair in zip(after[:3], before[:3], strict=True))
-            after = Group(*rows, caches.merged(new, after.kept, before.kept))
+            after = Group(
+                _rows_of(new, after.tokens, before.tokens),
+                _rows_of(new, after.places, before.places),
+                _rows_of(new, after.state, before.state),
+                caches.merged(new, after.kept, before.kept),
+            )
         return after, choice.results
 
 
@@ -293,8 +297,7 @@ class SimdGenerator(Generator):
 
     It does the work of a `Generator` in one loop over ticks. At each tick every core applies its
     stage to another group. Then all cores choose the token of the group that has left the last
-    stage.
-    Its arguments are those of a `Generator`.
+    stage. Its arguments are those of a `Generator`.
     """
 
     def _prepare(self) -> None:

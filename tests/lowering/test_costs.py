@@ -4,9 +4,8 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.lowering import PlacementLowering, ops
+from pipemesh.lowering.simd.collectives import GroupKeys, TfCollectives, TpuCollectives
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
-from pipemesh.lowering.simd.tf_collectives import GroupKeys, TfCollectives
-from pipemesh.lowering.simd.tpu_collectives import TpuCollectives
 from pipemesh.mesh import LayoutRules, Mesh
 
 

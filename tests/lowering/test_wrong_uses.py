@@ -85,16 +85,11 @@ WRONG = [
     ("PlacementLowering(MESH, RULES, ['CPU:0', 'one'])", "not the name of a device"),
     ("Cores('data:2', DEVICES)", "Mesh.from_text"),
     ("Cores(MESH, 'CPU:0')", "give a list of names"),
-    ("Cores(MESH, DEVICES, first_core='0')", "whole number"),
     ("Cores(MESH, DEVICES).function(lambda low: 1, 'batch:data')", "LayoutRules.from_text"),
     ("Cores(MESH, DEVICES).function(lambda low, x: x, RULES, [4, 6])", "tf.TensorSpec"),
     ("Cores(MESH, DEVICES).function(lambda low, x: x, RULES, (4, 6))", "tf.TensorSpec"),
     ("Cores(MESH, DEVICES).function(None, RULES)", "no function"),
-    ("connect_processes('localhost:2222', 0)", "give a list"),
-    ("connect_processes(['localhost'], 0)", "host:port"),
-    ("connect_processes(['a:1', 'a:1'], 0)", "twice"),
-    ("connect_processes(['a:1', 'b:1'], '0')", "process '0'"),
-    ("connect_processes(['a:1', 'b:1'], None)", "process None"),
+    ("connect_processes(['a:1', 'b:1'], 0)", "give `Cores` the devices"),
     # Dims and shapes.
     ("Dim('batch', '4')", "whole numbers"),
     ("Dim('batch', None)", "whole numbers"),
@@ -348,7 +343,7 @@ WRONG = [
     # Programs of cores.
     ("RUN(bare)", "[[x0], [x1]]"),
     ("RUN([bare, bare])", "[[x0], [x1]]"),
-    ("RUN([[bare]])", "arguments for 1 cores were given; this process has 2"),
+    ("RUN([[bare]])", "arguments for 1 cores were given; the mesh has 2"),
     ("RUN([[x], [x]])", "give the core its slice"),
     ("CORES.run_eagerly(None, RULES, [[bare], [bare]])", "no function"),
     # Variables and pipelines.

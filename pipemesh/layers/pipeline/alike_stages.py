@@ -41,13 +41,7 @@ def check_predictable(p: Any) -> None:
 
 
 def check_lowering(p: Any, schedule: Schedule) -> None:
-    """Checks that the lowering in the params can run the stages.
-
-    Raises:
-        PipelineError: there is no such lowering; or, for `simd`, two stages differ, or a param is
-            not supported.
-        ScheduleError: for `simd`, the schedule is not that of a loop over ticks.
-    """
+    """Checks that the lowering in the params can run the stages and the schedule."""
     check_choice(p.name, "lowering", p.lowering, LOWERINGS)
     if p.lowering != "simd":
         return
@@ -137,20 +131,13 @@ def _short(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SimdCut:
-    """The layers before and behind the alike ones.
-
-    Attributes:
-        before: the number of layers of the first stage before the alike ones.
-        behind: the number of layers of the last stage behind them.
-    """
+    """The number of layers before and behind the alike ones, in the first and the last stage."""
 
     before: int
     behind: int
 
     def split(self, stages: Sequence[Any]) -> tuple[Any | None, list[Any], Any | None]:
-        """Returns params of the layers before, of the alike layers' stages, and of the layers
-        behind.
-        """
+        """Returns params of the layers before, of the alike layers' stages, and of those behind."""
         cells = [stage.Copy() for stage in stages]
         first, last = cells[0].Copy(), cells[-1].Copy()
         first.Set(name=f"{first.name}_before", sub=first.sub[: self.before])
@@ -161,12 +148,7 @@ class SimdCut:
 
 
 def simd_cut(p: Any) -> SimdCut:
-    """Finds the longest run of alike layers, and checks that each stage has equally many of them.
-
-    Raises:
-        PipelineError: stages have different numbers of alike layers, the alike layers have no named
-            dims or share weights with others, or stages fetch activations.
-    """
+    """Finds the longest run of alike layers, of which each stage has to have equally many."""
     for cell in p.cell_tpl:
         if not is_stage(cell) or any(map(is_stage, cell.sub)):
             raise PipelineError(

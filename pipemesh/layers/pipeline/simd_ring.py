@@ -82,19 +82,12 @@ class SimdRing:
     ) -> tuple[list[Kept], Any]:
         """Sends all groups through the stages, and returns the cache of each group and the state.
 
-        Args:
-            turns: int32 scalar, the number of turns.
-            tokens: takes the number of a group and the state; returns its ids and positions,
-                `[rows, tokens]` int32, and the index of the token that needs logits, `[rows]`
-                int32.
-            chosen: takes the work of the last core, whether it was the last stage, the logits,
-                `[rows, vocab]`, and the state. It returns the state, and for each row the row that
-                it continues, or None if rows continue themselves.
-            kept: the cache of each group; None for empty caches.
-            groups: the number of groups.
-            sizes: the rows of a group, and the tokens at a time.
-            state: nested tensors of the caller.
+        `sizes` are the rows of a group and the tokens at a time; `kept` is None for empty caches.
         """
+        # `tokens` takes a group and the state, and returns its ids and positions, `[rows, tokens]`
+        # int32, and the index of the token that needs logits, `[rows]` int32. `chosen` takes the
+        # work of the last core, whether it was the last stage, the logits, `[rows, vocab]`, and the
+        # state. It returns the state, and for each row the row that it continues, or None.
         passed = self._passed(*sizes)
         each = self.lowering.raw_map
         timetable = RingTicks(self.lowering.mesh.num_stages, groups, self.rounds, turns)
@@ -149,18 +142,14 @@ class SimdRing:
         return caches, state
 
     def followed(self, kept: Kept, parents: tf.Tensor) -> Kept:
-        """Returns the cache of rows that continue other rows of a group.
-
-        `parents` is `[new rows]` int32, the row that each continues. Each processor must have
-        equally many rows before and after, and no row may continue a row of another processor.
-        """
+        """Returns the cache of rows that continue the rows `parents`, `[new rows]` int32."""
+        # Each processor has equally many rows before and after, and no row continues a row of
+        # another processor.
         near = self._near(kept, parents)
         return self._map(lambda slots, i: tf.gather(slots, near[i], axis=1), kept)
 
     def merged(self, new: tf.Tensor, kept: Kept, before: Kept) -> Kept:
-        """Takes the rows that `new` (`[rows]`, bool) selects from `kept`, the others from
-        `before`.
-        """
+        """Returns the rows of `kept` where `new`, `[rows]`, is true, else those of `before`."""
         old = iter(tf.nest.flatten(before))
         is_new = [tf.reshape(part, [1, -1, 1, 1, 1]) for part in self._rows_of(new)]
         return self._map(lambda slots, i: tf.where(is_new[i], slots, next(old)), kept)

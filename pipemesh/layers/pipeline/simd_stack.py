@@ -70,19 +70,6 @@ class SimdStack:
     """The layers before the alike ones, the alike ones in a `SimdPipeline`, and the layers behind.
 
     All devices compute the layers before and behind together, each its slices, on the whole batch.
-
-    Args:
-        stack: the layer that has the cells.
-        plan: its plan.
-        tpls: params of its stages.
-        pinned: whether variables are placed on particular devices.
-        call_before: calls the layers before all stages, with theta and inputs of the stack.
-        call_cell: calls a cell, with its theta, its name and its inputs.
-
-    Attributes:
-        names: the names of all cells, in order.
-        pipeline: runs the alike layers.
-        rules: the rules of the lowering that it is called with.
     """
 
     def __init__(
@@ -115,11 +102,7 @@ class SimdStack:
         self._eager_runs: dict[Any, Callable[..., Any]] = {}
 
     def create(self, create_stages: Callable[[Sequence[Any]], None]) -> None:
-        """Makes the cells; `create_stages` makes those with alike layers, each on its home.
-
-        Raises:
-            PipelineError: an alike layer has weights without named dims.
-        """
+        """Makes the cells; `create_stages` makes those with alike layers, each on its home."""
         for tpl in self._ends:
             with self.made_on():
                 self._stack.CreateChild(tpl.name, tpl)
@@ -154,11 +137,9 @@ class SimdStack:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Returns the shapes of all whole weights, by layer and path, such as `block0.norm.scale`.
-
-        The weights of the alike layers are stacked, under the name of the first one. A shared
-        weight occurs once, under the layer that makes it.
-        """
+        """Returns the shapes of whole weights, by layer and path, such as `block0.norm.scale`."""
+        # The weights of the alike layers are stacked, under the name of the first one. A shared
+        # weight occurs once, under the layer that makes it.
         found = {}
         for layer in self._others:
             found |= named_shapes(layer, f"{layer.params.name}.")
@@ -233,21 +214,10 @@ class SimdStack:
         step: tf.Tensor | None,
         theta: Any = None,
     ) -> Any:
-        """Computes the stack, for a placement or as the program of a core.
+        """Computes the stack on the whole batch, for a placement or as the program of a core.
 
-        Args:
-            lowering: the lowering of the whole mesh, with the rules `rules`.
-            weights: weights with the shapes `shapes`, tensors of `lowering`.
-            args: arguments of the first layer, for the whole batch.
-            step: the key of random numbers; enter `whole_batch_randomness` with it.
-            theta: the theta of the stack, if layers before or behind have weights without named
-                dims.
-
-        Returns:
-            The results of the last layer; tensors with named dims belong to `lowering`.
-
-        Raises:
-            PipelineError: values between layers cannot go through a loop over ticks.
+        `step` is the key of random numbers; enter `whole_batch_randomness` with it. `theta` is
+        needed if layers before or behind have weights without named dims.
         """
         with lowering_scope(lowering):
             args = self.call_first(weights, args, theta)
@@ -279,11 +249,7 @@ class SimdStack:
         return self._call_cell(self._theta(self._behind, weights, theta), self._behind, *args)
 
     def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
-        """Calls one of the alike layers, and returns the arguments of the next one.
-
-        Raises:
-            PipelineError: the next layer cannot take its results.
-        """
+        """Calls one of the alike layers, and returns the arguments of the next one."""
         first = self._alike[0]
         theta = theta_of(first, weights.__getitem__, None, f"{first.params.name}.")
         outputs = to_tuple(first.FProp(theta, *args))

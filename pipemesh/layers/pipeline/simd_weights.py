@@ -49,11 +49,7 @@ def named_weights(layer: Any, theta: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str = "") -> Any:
-    """Builds a layer's theta from weights with named dims.
-
-    `weight` returns the weight at a path. `theta` has the weights without named dims, and is None
-    if there are none.
-    """
+    """Builds a layer's theta from the weights by path, and `theta` of those without named dims."""
     if isinstance(layer, NamedLayer):
         found = py_utils.NestedMap({name: weight(path + name) for name in layer.named_shapes})
     else:
@@ -88,9 +84,9 @@ def alike_weights(
     shapes: Mapping[str, Shape],
     prefix: str,
 ) -> dict[str, Tensor]:
-    """Returns the stacked weights of all alike layers, by path.
+    """Returns the stacked weights of all alike layers, by path with the prefix.
 
-    `cells` has the theta and the layers of each stage. Paths begin with `prefix`.
+    `cells` has the theta and the layers of each stage.
     """
     mesh = lowering.mesh
     inner = LayoutRules(tuple(rule for rule in lowering.rules.rules if rule[1] != LAYERS_AXIS))
@@ -111,10 +107,9 @@ def alike_weights(
 def stacked_weight(
     lowering: PlacementLowering, held: Sequence[Sequence[Slices]], shape: Shape
 ) -> Tensor:
-    """Stacks a weight of alike layers, each where its layer is.
+    """Stacks a weight of alike layers, each where its layer is; `shape` has the stack's dims.
 
-    `held` has the weights of the layers at each position along the axis `layers`, as slices on its
-    processors. The shape has the dims of the stack in front.
+    `held` has the slices of the layers at each position along the axis `layers`.
     """
     slices: dict[int, tf.Tensor] = {}
     sizes = lowering.tensor_layout(shape).slice_shape

@@ -131,10 +131,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 class Circular:
-    """A performer that runs a schedule as one loop forward and one backward.
-
-    `modes` of remat are all `full`; the parameter makes it exchangeable with other performers.
-    """
+    """A performer that runs a schedule as one loop forward and one backward."""
 
     def __init__(
         self,
@@ -146,6 +143,7 @@ class Circular:
         cutting: Cutting,
         modes: Mapping[tuple[int, int], Mode],
     ) -> None:
+        # All are `full`; the parameter makes performers exchangeable.
         del modes
         self.state = state
         self._machine = machine
@@ -271,13 +269,6 @@ class TracedStages:
 
     A core chooses among the functions of its stages, so each stage keeps its own weights and random
     numbers. At ticks without work it passes its input on: it computes nothing, and no check fails.
-
-    Args:
-        machine: the stages, traced.
-        devices: of each core; stage s is on core s modulo the number of devices.
-
-    Attributes:
-        floating: indices of the tensors between stages that may have a gradient.
     """
 
     def __init__(self, machine: Machine, devices: Sequence[str]) -> None:
@@ -293,6 +284,7 @@ class TracedStages:
                 # Tensors that a loop uses are moved to its device before.
                 self._steps.append(tf.identity(machine.step))
         specs = self._traced[0].output_specs
+        # Indices of the tensors between stages that may have a gradient.
         self.floating = [i for i, spec in enumerate(specs) if is_differentiable(spec)]
 
     def forward(self, now: Tick, x: Leaves) -> Leaves:

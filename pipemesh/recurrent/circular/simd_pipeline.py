@@ -583,14 +583,10 @@ class StageWeight(Tensor):
     loop that would be one all-reduce per tick. Here `vary` returns a tensor made from `partial`,
     whose gradient is one processor's contribution to the sum. Uses that do not vary, such as a norm
     of the weight, read `slices`, whose gradient is complete on each processor.
-
-    Attributes:
-        partial: the same values as `slices`.
-        summed_later: the axes.
     """
 
-    partial: Slices
-    summed_later: tuple[str, ...]
+    partial: Slices  # the same values as `slices`
+    summed_later: tuple[str, ...]  # axes
 
     def vary(self, axes: Sequence[str]) -> Slices:
         """Returns the slices, marked as different along all of `axes` (see `Lowering.vary`)."""

@@ -1,4 +1,15 @@
-"""The loop over ticks: alike stages in turn, forward and backward, or around a ring of cores."""
+"""The loop over ticks: alike stages in turn, forward and backward, or around a ring of cores.
+
+The state of a core is the tensor from its neighbour (`buffer`) and a slot for each microbatch. The
+first core takes its input from the slot of the microbatch. The tensor that leaves the last core
+goes to that slot, as input of the next stage or as output. The slots of the other cores are unused.
+`where` keeps results of ticks without work, even NaN, out of results and gradients.
+
+`forward` runs microbatches that wait in the slots, and saves the input of each tick. `backward`
+runs the same ticks in the reverse order, recomputes each stage, and sends gradients in the other
+direction. `run` is for microbatches that return: results of the last stage determine the next
+inputs of the first one. It has no gradient.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +33,14 @@ Sums = tuple[Slices, ...]
 
 
 class Tick(NamedTuple):
-    """The work of a core at a tick: int32 scalars, or `Slices` of these for all processors.
+    """The work of a core at a tick: int32 scalars, or `Slices` of these for all processors."""
 
-    Attributes:
-        number: the number of the tick, equal for all cores.
-        turn: the number of completed passes through all stages.
-        stage: the number of the stage.
-        round: the index of the stage among those of the core.
-        microbatch: the number of the microbatch; in decoding a microbatch is a group of prompts.
-        busy: bool, whether there is work; if not, the numbers are arbitrary valid ones.
-    """
-
-    number: Any
-    turn: Any
+    number: Any  # of the tick, equal for all cores
+    turn: Any  # number of completed passes through all stages
     stage: Any
-    round: Any
-    microbatch: Any
-    busy: Any
+    round: Any  # index of the stage among those of the core
+    microbatch: Any  # in decoding a group of prompts
+    busy: Any  # bool; if false, the numbers are arbitrary valid ones
 
 
 class Timetable(Protocol):
@@ -121,40 +123,7 @@ class TickStage(Protocol):
 
 
 class TickLoop:
-    """A loop over all ticks of a timetable.
-
-    The state of a core is the tensor from its neighbour (`buffer`) and a slot for each microbatch.
-    The first core takes its input from the slot of the microbatch; the tensor that leaves the last
-    core goes to that slot, as input of the next stage or as output. The slots of the other cores
-    are unused. `where` keeps results of ticks without work, even NaN, out of results and gradients.
-
-    `forward` runs microbatches that wait in the slots. It saves the input of each tick. `backward`
-    runs the same ticks in the reverse order, recomputes each stage, and sends gradients in the
-    other direction. `run` is for microbatches that return: the results of the last stage determine
-    the next inputs of the first one. It has no gradient.
-
-    Args:
-        lowering: of all tensors; its axis `layers`, if any, has one core per index.
-        timetable: the work of all cores.
-
-    Example:
-        >>> from pipemesh.lowering import PlacementLowering
-        >>> from pipemesh.mesh import LayoutRules, Mesh
-        >>> lowering = PlacementLowering(Mesh.from_text("layers:2"), LayoutRules(), ["CPU:0"] * 2)
-        >>> loop = TickLoop(lowering, RingTicks(2, 2, 1, num_turns=3))
-        >>> def enter(first, sums):
-        ...     return ((sums[first.microbatch],) * 2,), sums
-        >>> def stage(now, x, sums):
-        ...     return (tuple(part + 1 for part in x[0]),), sums
-        >>> def leave(last, y, sums):
-        ...     new = tf.where(last.busy, y[0][0], sums[last.microbatch])
-        ...     return tf.tensor_scatter_nd_update(sums, [[last.microbatch]], [new])
-        >>> buffer = ((tf.zeros([]),) * 2,)
-        >>> run = tf.function(lambda: loop.run(stage, tf.constant([0.0, 10.0]), buffer,
-        ...                                    enter=enter, leave=leave))
-        >>> run()[1].numpy().tolist()
-        [6.0, 16.0]
-    """
+    """A loop over all ticks of a timetable, on one core per index of the axis `layers`."""
 
     def __init__(self, lowering: Lowering, timetable: Timetable) -> None:
         self._lowering, self._timetable = lowering, timetable
@@ -174,31 +143,23 @@ class TickLoop:
         enter: Callable[[Tick, Any], tuple[Leaves, Any]] | None = None,
         leave: Callable[[Tick, Leaves, Any], Any] | None = None,
     ) -> tuple[Leaves, Any]:
-        """Runs all ticks; returns the slots and the state.
-
-        Args:
-            stage: takes the work of each processor, its inputs, and the state; returns the tensors
-                that each sends on, and the state. Tensors of an idle processor are ignored.
-            state: nested tensors.
-            buffer: zeros, of the shapes and dtypes that stages exchange.
-            slots: `[M, ...]` for each tensor. None are needed if `enter` makes all inputs of the
-                first core, which has one stage.
-            enter: takes the work of the first core and the state; returns the inputs of the first
-                stage, and the state. The inputs are ignored at other stages. By default they are in
-                the slots.
-            leave: takes the work of the last core, its outputs on all cores, and the state;
-                returns the state.
-        """
+        """Runs all ticks; returns the slots and the state."""
+        # `stage` takes the work and the inputs of each processor, and returns what each sends on.
+        # `enter` takes the work of the first core and returns inputs of the first stage, which are
+        # ignored at other stages; without it all inputs wait in the slots. `leave` takes the work
+        # of the last core and its outputs, on all cores. All take and return the state.
+        #
+        # `buffer` is zeros like the tensors that stages exchange; `slots` are `[M, ...]` of these,
+        # and not needed if `enter` makes all inputs of the first core, which then has one stage.
         return self._loop(self._tick(stage, enter, leave), buffer, slots, state)
 
     def forward(self, stage: TickStage, stream: Leaves) -> tuple[Leaves, Leaves]:
-        """Runs microbatches through all stages.
+        """Runs microbatches through all stages; returns outputs, and tensors for `backward`.
 
-        `stream` is `[M, ...]`, used on the first cores only. Returns the outputs, shaped like
-        `stream`, on the first cores, zeros elsewhere; and the tensors that `backward` needs.
+        `stream` is `[M, ...]`, and so are the outputs: valid on the first cores only.
         """
         each = self._lowering.raw_map
-        stream = self.pinned(stream)
+        stream = self._pinned(stream)
 
         def saving(now: Tick, x: Leaves, saved: Leaves) -> tuple[Leaves, Leaves]:
             saved = tuple(
@@ -216,14 +177,12 @@ class TickLoop:
         return self._on_first(stream), saved
 
     def backward(self, stage: TickStage, grads: Leaves, saved: Leaves) -> tuple[Leaves, Sums]:
-        """Runs the ticks of the backward pass.
+        """Returns the gradients of `stream`, and the sums of the gradients of the weights.
 
-        `grads` has the gradients of the differentiable outputs; only those of the first cores are
-        used. Returns the gradients of `stream`, on the first cores, zeros elsewhere, and the sums
-        of the gradients of the weights.
+        `grads` has the gradients of the differentiable outputs; both count on first cores only.
         """
         each, is_first = self._lowering.raw_map, self._is_first
-        grads, saved = self.pinned(grads), self.pinned(saved)
+        grads, saved = self._pinned(grads), self._pinned(saved)
         last_tick = self._timetable.num_ticks - 1
 
         def tick(count: tf.Tensor, buffer: Leaves, slots: Leaves, sums: Sums) -> Any:
@@ -270,7 +229,7 @@ class TickLoop:
         # The slots that were read last hold the gradients of the inputs.
         return self._on_first(slots), sums
 
-    def pinned(self, leaves: Sequence[Slices]) -> Leaves:
+    def _pinned(self, leaves: Sequence[Slices]) -> Leaves:
         """Pins tensors that enter a loop to their devices.
 
         TensorFlow places a loop's input on the device of the operation that made it. Calls made by
