@@ -11,9 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.lowering import CommunicationCosts, Cores, Lowering, PlacementLowering, Tensor, ops
-from pipemesh.lowering.initializers import Initializer
 from pipemesh.lowering.lowering import Slices
-from pipemesh.lowering.variable import Variable
+from pipemesh.lowering.variable import Initializer, Variable
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.text import columns
 

@@ -19,10 +19,10 @@ from pipemesh.backend.operations import pin
 from pipemesh.decoding.choice import Choice, Chooser
 from pipemesh.errors import DecodingError
 from pipemesh.layers.feature_extraction import to_tuple
+from pipemesh.layers.mesh_cluster import mesh_devices
 from pipemesh.layers.named import KeyValueCache, cache_scope
-from pipemesh.layers.pipeline.homes import mesh_devices
 from pipemesh.layers.pipeline.simd_ring import SimdRing
-from pipemesh.layers.pipeline.weight_dtypes import plain_theta
+from pipemesh.layers.pipeline.weights import plain_theta
 from pipemesh.recurrent.circular.tick_loop import Tick
 
 # Number of loop steps that may run at the same time.

@@ -16,7 +16,7 @@ from pipemesh.backend.gradients import outside_graphs
 from pipemesh.backend.static_shape import stand_for_alike
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.arguments import described
-from pipemesh.lowering.given import check_rules
+from pipemesh.lowering.lowering import check_rules
 from pipemesh.lowering.simd.collectives import GroupKeys, TfCollectives, eager_instance_keys
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.tensor import Tensor

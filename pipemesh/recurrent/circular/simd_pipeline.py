@@ -13,7 +13,7 @@ from pipemesh.backend.gradients import attach_gradient, is_recorded, unrecorded
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
-from pipemesh.lowering.captures import call_alone, check_no_layers_axis, lost_in_layer
+from pipemesh.lowering.differentiate import call_alone, check_no_layers_axis, lost_in_layer
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor, union_axes
 from pipemesh.mesh import Dim, Mesh, Shape
@@ -28,7 +28,7 @@ from pipemesh.recurrent.circular.tick_loop import (
     TickLoop,
     keep,
 )
-from pipemesh.recurrent.precision import sum_dtype
+from pipemesh.recurrent.options import sum_dtype
 from pipemesh.schedule import Schedule, looped_bfs
 
 VIRTUAL_DIM = "virtual_stages"
