@@ -118,8 +118,8 @@ def check_schedule(schedule: Schedule) -> None:
     """Raises a ScheduleError if a loop over ticks cannot run the schedule."""
     devices, stages = schedule.num_devices, schedule.num_stages
     if stages % devices == 0:
-        own = looped_bfs(devices, schedule.num_microbatches, stages // devices)
-        if schedule in (own, own.only_forward()):
+        supported = looped_bfs(devices, schedule.num_microbatches, stages // devices)
+        if schedule in (supported, supported.only_forward()):
             return
     raise ScheduleError(
         "a loop over ticks runs all forward passes of a stage, then those of the device's next "
@@ -194,9 +194,9 @@ class Circular:
     def input_grads(self) -> Grads:
         """Returns the gradients of the pipeline's inputs."""
         with tf.device(self._machine.stages[0].device):
-            found = dict(zip(self._ticking.floating, self._grads, strict=True))
+            grads = dict(zip(self._ticking.floating, self._grads, strict=True))
             names = self._machine.traced[0].gradients.of_inputs
-            return [None if name is None else self._join(found[i]) for i, name in enumerate(names)]
+            return [None if name is None else self._join(grads[i]) for i, name in enumerate(names)]
 
     def _cut(self, tensor: tf.Tensor) -> Slices:
         """Returns the microbatches, stacked, for the first core, and zeros for the others."""
@@ -232,25 +232,25 @@ def _checked(stage: Stage) -> Stage:
     return dataclasses.replace(stage, forward=forward)
 
 
-def _check_alike(name: str, given: Sequence[tf.Tensor], found: Sequence[tf.Tensor]) -> None:
-    if len(found) != len(given):
+def _check_alike(name: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> None:
+    if len(outputs) != len(inputs):
         raise PipelineError(
-            f"stage {name!r} returns {len(found)} tensors and is given {len(given)}; in a loop "
+            f"stage {name!r} returns {len(outputs)} tensors and is given {len(inputs)}; in a loop "
             "over ticks they are alike: hand on what later stages need, or use "
             "lowering='placement'"
         )
-    for number, (mine, theirs) in enumerate(zip(found, given, strict=True)):
-        if not mine.shape.is_fully_defined():
+    for number, (output, input_) in enumerate(zip(outputs, inputs, strict=True)):
+        if not output.shape.is_fully_defined():
             raise PipelineError(
-                f"output {number} of stage {name!r} has shape {mine.shape}; a loop over ticks "
-                f"needs static shapes: set it with tf.ensure_shape, to {theirs.shape}"
+                f"output {number} of stage {name!r} has shape {output.shape}; a loop over ticks "
+                f"needs static shapes: set it with tf.ensure_shape, to {input_.shape}"
             )
-        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        if output.shape != input_.shape or output.dtype != input_.dtype:
             raise PipelineError(
-                f"output {number} of stage {name!r} is {mine.dtype.name} of shape {mine.shape}, "
-                f"but it is given {theirs.dtype.name} of shape {theirs.shape}; in a loop over "
-                "ticks they are alike: put layers that change them before or behind the stack, or "
-                "use lowering='placement'"
+                f"output {number} of stage {name!r} is {output.dtype.name} of shape "
+                f"{output.shape}, but it is given {input_.dtype.name} of shape {input_.shape}; in "
+                "a loop over ticks they are alike: put layers that change them before or behind "
+                "the stack, or use lowering='placement'"
             )
 
 
@@ -289,13 +289,13 @@ class TracedStages:
         """Returns the outputs of the stages."""
 
         def on_core(core: int, scalars: Tensors) -> Tensors:
-            given = [leaf[core] for leaf in x]
+            inputs = [leaf[core] for leaf in x]
 
             def stage(number: int) -> Tensors:
                 theta = list(self._stages[number].theta)
-                return self._passes[number].forward(theta, [], given, scalars, [empty_note()])[0]
+                return self._passes[number].forward(theta, [], inputs, scalars, [empty_note()])[0]
 
-            return self._choose(core, now, stage, given)
+            return self._choose(core, now, stage, inputs)
 
         return tuple(zip(*self._each_core(now, on_core), strict=True))
 
@@ -308,20 +308,20 @@ class TracedStages:
         new = [list(of_stage) for of_stage in sums]
 
         def on_core(core: int, scalars: Tensors) -> Tensors:
-            given, grads = [leaf[core] for leaf in x], [leaf[core] for leaf in grad_y]
-            mine = range(core, len(self._stages), len(self._devices))
+            inputs, grads = [leaf[core] for leaf in x], [leaf[core] for leaf in grad_y]
+            numbers = range(core, len(self._stages), len(self._devices))
 
             def stage(number: int) -> Tensors:
-                found, added = self._backward_of(number, given, grads, scalars, sums[number])
+                grad_x, added = self._backward_of(number, inputs, grads, scalars, sums[number])
                 return [
-                    *found,
-                    *(t for other in mine for t in (added if other == number else sums[other])),
+                    *grad_x,
+                    *(t for other in numbers for t in (added if other == number else sums[other])),
                 ]
 
-            idle = [*map(tf.zeros_like, grads), *(t for number in mine for t in sums[number])]
+            idle = [*map(tf.zeros_like, grads), *(t for number in numbers for t in sums[number])]
             results = iter(self._choose(core, now, stage, idle))
             grad_x = [next(results) for _ in grads]
-            for number in mine:
+            for number in numbers:
                 new[number] = [next(results) for _ in sums[number]]
             return grad_x
 
@@ -330,13 +330,13 @@ class TracedStages:
     def _backward_of(
         self,
         number: int,
-        given: Tensors,
+        inputs: Tensors,
         grads: Tensors,
         scalars: Tensors,
         sums: Sequence[tf.Tensor],
     ) -> tuple[Tensors, Tensors]:
         traced, passes = self._traced[number], self._passes[number]
-        by_name = dict(zip(traced.inputs, given, strict=True))
+        by_name = dict(zip(traced.inputs, inputs, strict=True))
         by_place = dict(zip(self.floating, grads, strict=True))
         result = passes.backward(
             list(self._stages[number].theta),
@@ -346,12 +346,12 @@ class TracedStages:
             list(sums),
             [empty_note()],
         )
-        found = [
-            tf.zeros_like(given[i]) if grad is None else grad
+        grad_x = [
+            tf.zeros_like(inputs[i]) if grad is None else grad
             for i in self.floating
             for grad in [result.input_grads[i]]
         ]
-        return found, result.accumulators or []
+        return grad_x, result.accumulators or []
 
     def _each_core(self, now: Tick, on_core: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
         results: list[Tensors] = []
@@ -378,7 +378,7 @@ class TracedStages:
             with tf.device(device):
                 return [tf.identity(t) for t in idle]
 
-        mine = range(core, len(self._stages), len(self._devices))
+        numbers = range(core, len(self._stages), len(self._devices))
         which = tf.where(now.busy[core], now.round[core] + 1, 0)
-        results = tf.switch_case(which, [hand_on, *map(branch, mine)])
+        results = tf.switch_case(which, [hand_on, *map(branch, numbers)])
         return list(results)
