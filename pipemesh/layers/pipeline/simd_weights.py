@@ -32,29 +32,29 @@ def check_named(owner: str, layer: Any) -> None:
 
 def named_shapes(layer: Any, path: str = "") -> dict[str, Shape]:
     """Returns the shapes of the whole weights; `path` is the prefix of their paths."""
-    own = layer.named_shapes if isinstance(layer, NamedLayer) else {}
-    found = {path + name: shape for name, shape in own.items()}
+    layer_shapes = layer.named_shapes if isinstance(layer, NamedLayer) else {}
+    shapes = {path + name: shape for name, shape in layer_shapes.items()}
     for name, child, _ in _children(layer, None):
-        found |= named_shapes(child, f"{path}{name}.")
-    return found
+        shapes |= named_shapes(child, f"{path}{name}.")
+    return shapes
 
 
 def named_weights(layer: Any, theta: Any, path: str = "") -> dict[str, Tensor]:
     """Returns the weights, under the current lowering; `path` is the prefix of their paths."""
-    own = layer.named_shapes if isinstance(layer, NamedLayer) else {}
-    found = {path + name: layer.Weight(theta, name) for name in own}
-    for name, child, weights in _children(layer, theta):
-        found |= named_weights(child, weights, f"{path}{name}.")
-    return found
+    names = layer.named_shapes if isinstance(layer, NamedLayer) else {}
+    weights = {path + name: layer.Weight(theta, name) for name in names}
+    for name, child, child_theta in _children(layer, theta):
+        weights |= named_weights(child, child_theta, f"{path}{name}.")
+    return weights
 
 
 def theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str = "") -> Any:
     """Builds a layer's theta from the weights by path, and `theta` of those without named dims."""
     if isinstance(layer, NamedLayer):
-        found = py_utils.NestedMap({name: weight(path + name) for name in layer.named_shapes})
+        nested = py_utils.NestedMap({name: weight(path + name) for name in layer.named_shapes})
     else:
-        own = {} if theta is None else theta
-        found = py_utils.NestedMap({k: v for k, v in own.items() if k not in layer.children})
+        unnamed = {} if theta is None else theta
+        nested = py_utils.NestedMap({k: v for k, v in unnamed.items() if k not in layer.children})
     parts = iter(
         [
             theta_of(child, weight, weights, f"{path}{name}.")
@@ -63,19 +63,19 @@ def theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str 
     )
     for name, child in layer.children.items():
         is_list = isinstance(child, list | tuple)
-        found[name] = [next(parts) for _ in child] if is_list else next(parts)
-    return found
+        nested[name] = [next(parts) for _ in child] if is_list else next(parts)
+    return nested
 
 
 def _children(layer: Any, theta: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yields the children of a layer, including those in lists, with names and weights."""
     for name, child in layer.children.items():
-        own = None if theta is None else theta[name]
+        weights = None if theta is None else theta[name]
         if not isinstance(child, list | tuple):
-            yield name, child, own
+            yield name, child, weights
             continue
         for number, part in enumerate(child):
-            yield f"{name}[{number}]", part, None if own is None else own[number]
+            yield f"{name}[{number}]", part, None if weights is None else weights[number]
 
 
 def alike_weights(
@@ -93,15 +93,15 @@ def alike_weights(
     # The weights of the layers at each position, by path.
     held: list[list[dict[str, Tensor]]] = [[] for _ in range(mesh.num_stages)]
     for number, (theta, layers) in enumerate(cells):
-        place = number % mesh.num_stages
-        devices = [lowering.devices[i] for i in mesh.stage_processors(place)]
+        position = number % mesh.num_stages
+        devices = [lowering.devices[i] for i in mesh.stage_processors(position)]
         with lowering_scope(PlacementLowering(mesh.stage_mesh, inner, devices)):
-            held[place] += [named_weights(layer, theta[layer.params.name]) for layer in layers]
-    found: dict[str, Tensor] = {}
+            held[position] += [named_weights(layer, theta[layer.params.name]) for layer in layers]
+    stacked: dict[str, Tensor] = {}
     for path in held[0][0]:
         slices = [[layer[path].slices for layer in weights] for weights in held]
-        found[prefix + path] = stacked_weight(lowering, slices, shapes[prefix + path])
-    return found
+        stacked[prefix + path] = stacked_weight(lowering, slices, shapes[prefix + path])
+    return stacked
 
 
 def stacked_weight(
@@ -113,8 +113,8 @@ def stacked_weight(
     """
     slices: dict[int, tf.Tensor] = {}
     sizes = lowering.tensor_layout(shape).slice_shape
-    for place, layers in enumerate(held):
-        for i, processor in enumerate(lowering.mesh.stage_processors(place)):
+    for position, layers in enumerate(held):
+        for i, processor in enumerate(lowering.mesh.stage_processors(position)):
             with tf.device(lowering.devices[processor]):
                 slices[processor] = tf.reshape(tf.stack([layer[i] for layer in layers]), sizes)
     return Tensor(lowering, tuple(slices[i] for i in sorted(slices)), shape)
