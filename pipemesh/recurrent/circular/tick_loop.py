@@ -23,7 +23,7 @@ import tensorflow as tf
 from pipemesh.backend.devices import place_beside_inputs
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.schedule import Action, Schedule
+from pipemesh.schedule import Schedule
 from pipemesh.schedule.simulate import lockstep
 
 # For each tensor of the activations its slices.
@@ -51,8 +51,12 @@ class Timetable(Protocol):
         """Returns the number of ticks, an int or an int32 scalar."""
         ...
 
-    def at(self, number: Any, core: Any) -> Any:
-        """Returns the `Tick` of a core (int32 scalars)."""
+    def of_core(self, core: Any) -> Any:
+        """Returns what `at` needs of a core, an int or an int32 scalar."""
+        ...
+
+    def at(self, number: Any, of_core: Any) -> Tick:
+        """Returns the work at a tick."""
         ...
 
 
@@ -62,14 +66,23 @@ class ScheduledTicks:
     def __init__(self, schedule: Schedule) -> None:
         rows = lockstep(schedule.only_forward())
         self.num_ticks = len(rows[0])
-        self._num_cores = schedule.num_devices
-        # Stage, microbatch and busy flag of each core at each tick.
-        self._table = np.array([[_entry(action) for action in row] for row in rows], np.int32)
+        # Turn, stage, round, microbatch and busy flag of each core at each tick.
+        self._table = np.zeros([len(rows), self.num_ticks, 5], np.int32)
+        for core, row in enumerate(rows):
+            for number, action in enumerate(row):
+                if action is not None:
+                    round_ = action.stage // schedule.num_devices
+                    self._table[core, number] = 0, action.stage, round_, action.microbatch, 1
 
-    def at(self, number: Any, core: Any) -> Any:
-        """Looks up the work of a core."""
-        stage, microbatch, busy = tf.unstack(tf.gather(tf.constant(self._table), core)[number])
-        turn, round_ = tf.zeros_like(stage), stage // self._num_cores
+    def of_core(self, core: Any) -> tf.Tensor:
+        """Returns the core's part of the table."""
+        if isinstance(core, int):
+            return tf.constant(self._table[core])
+        return tf.gather(tf.constant(self._table), core)
+
+    def at(self, number: Any, of_core: tf.Tensor) -> Tick:
+        """Looks up the work."""
+        turn, stage, round_, microbatch, busy = tf.unstack(of_core[number])
         return Tick(number, turn, stage, round_, microbatch, tf.equal(busy, 1))
 
 
@@ -91,9 +104,13 @@ class RingTicks:
         last = (self.num_turns * self.num_rounds - 1) * self._period
         return last + self.num_microbatches + self.num_cores - 1
 
-    def at(self, number: Any, core: Any) -> Any:
-        """Computes the work of a core."""
-        since = number - core
+    def of_core(self, core: Any) -> Any:
+        """Returns the core's number."""
+        return core
+
+    def at(self, number: Any, of_core: Any) -> Tick:
+        """Computes the work."""
+        core, since = of_core, number - of_core
         index = tf.maximum(since, 0)
         passed, microbatch = index // self._period, index % self._period
         turn, round_ = passed // self.num_rounds, passed % self.num_rounds
@@ -133,6 +150,7 @@ class TickLoop:
         else:
             self._cores = lowering.raw_map(lambda: tf.constant(0))
         self._is_first = lowering.raw_map(lambda core: tf.equal(core, 0), self._cores)
+        self._work = lowering.raw_map(timetable.of_core, self._cores)
 
     def run(
         self,
@@ -292,13 +310,11 @@ class TickLoop:
 
     def _now(self, number: tf.Tensor) -> tuple[Tick, Tick, Tick]:
         """Returns the work of all processors, of the first core, and of the last core."""
-        table = self._timetable
-        now = self._lowering.raw_map(lambda core: table.at(number, core), self._cores)
-        return (
-            Tick(*zip(*now, strict=True)),
-            table.at(number, 0),
-            table.at(number, self._num_cores - 1),
-        )
+        at, of_core = self._timetable.at, self._timetable.of_core
+        # The function returns several tensors, which types cannot express.
+        now: Any = self._lowering.raw_map(lambda work: at(number, work), self._work)  # pyright: ignore
+        first, last = (at(number, of_core(core)) for core in (0, self._num_cores - 1))
+        return Tick(*zip(*now, strict=True)), first, last
 
     def _on_first(self, leaves: Sequence[Slices]) -> Leaves:
         return tuple(self._lowering.raw_map(keep, self._is_first, leaf) for leaf in leaves)
@@ -335,10 +351,6 @@ def _placed(tick: Callable[..., Any]) -> Callable[..., Any]:
         return state
 
     return placed
-
-
-def _entry(action: Action | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if action is None else (action.stage, action.microbatch, 1)
 
 
 def _put(

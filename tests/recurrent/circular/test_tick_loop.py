@@ -67,7 +67,7 @@ def test_ticks_of_a_ring_are_those_of_the_schedule(cores):
         table = lockstep(decode(cores, groups, rounds * turns))
         assert ticks.num_ticks == len(table[0])
         for core, row in enumerate(table):
-            now = ticks.at(tf.range(ticks.num_ticks), core)
+            now = ticks.at(tf.range(ticks.num_ticks), ticks.of_core(core))
             stages = (now.turn * rounds + now.round) * cores + core
             assert [
                 (int(stage), int(group)) if busy else None
