@@ -332,8 +332,8 @@ class SimdGenerator(Generator):
             kept, logits = ring.run(
                 1,
                 lambda group, _: (ids[group], places, ends[group]),
-                lambda last, leaves, logits, found: (
-                    found.write(tf.where(leaves, last.microbatch, number), logits),
+                lambda last, leaves, logits, written: (
+                    written.write(tf.where(leaves, last.microbatch, number), logits),
                     None,
                 ),
                 None,

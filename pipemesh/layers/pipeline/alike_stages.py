@@ -62,10 +62,11 @@ def check_lowering(p: Any, schedule: Schedule) -> None:
         return
     first = p.cell_tpl[0]
     for other in p.cell_tpl[1:]:
-        found = next(differences(first, other, "stage"), None)
-        if found is not None:
+        difference = next(differences(first, other, "stage"), None)
+        if difference is not None:
             raise PipelineError(
-                f"{p.name}: lowering='simd' runs stages that are alike, but {found}; {_WAY_OUT}"
+                f"{p.name}: lowering='simd' runs stages that are alike, but {difference}; "
+                f"{_WAY_OUT}"
             )
 
 
@@ -78,14 +79,14 @@ def differences(a: Any, b: Any, what: str) -> Iterator[str]:
     if a.cls is not b.cls:
         yield told("is", with_article(a.cls.__name__), with_article(b.cls.__name__))
         return
-    mine, theirs = list(getattr(a, "sub", ())), list(getattr(b, "sub", ()))
-    if len(mine) != len(theirs):
-        yield told("has", f"{len(mine)} layers", str(len(theirs)))
+    a_layers, b_layers = list(getattr(a, "sub", ())), list(getattr(b, "sub", ()))
+    if len(a_layers) != len(b_layers):
+        yield told("has", f"{len(a_layers)} layers", str(len(b_layers)))
         return
-    for one, other in zip(mine, theirs, strict=True):
+    for one, other in zip(a_layers, b_layers, strict=True):
         if _is_layer(one) and _is_layer(other):
             yield from differences(one, other, "layer")
-    for path, one, other in _values("", a, b, skip=("sub",) if mine else ()):
+    for path, one, other in _values("", a, b, skip=("sub",) if a_layers else ()):
         yield told(f"has {path}", _short(one), _short(other))
 
 
@@ -98,11 +99,13 @@ def _values(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yields the paths at which two values differ, without names, and both values."""
     if isinstance(a, hyperparams.Params) and isinstance(b, hyperparams.Params):
-        mine, theirs = dict(a.IterParams()), dict(b.IterParams())
-        for key in [*mine, *(key for key in theirs if key not in mine)]:
+        a_params, b_params = dict(a.IterParams()), dict(b.IterParams())
+        for key in [*a_params, *(key for key in b_params if key not in a_params)]:
             if key in _NAMES or key in skip:
                 continue
-            yield from _values(f"{path}.{key}" if path else key, mine.get(key), theirs.get(key))
+            yield from _values(
+                f"{path}.{key}" if path else key, a_params.get(key), b_params.get(key)
+            )
     elif isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
         for key in a:
             yield from _values(f"{path}[{key!r}]", a[key], b[key])
@@ -167,18 +170,19 @@ def simd_cut(p: Any) -> SimdCut:
     wanted = [number] * len(p.cell_tpl)
     wanted[0] += begin
     wanted[-1] += len(layers) - end
-    found = [len(cell.sub) for cell in p.cell_tpl]
+    numbers = [len(cell.sub) for cell in p.cell_tpl]
     if rest or not number:
         raise PipelineError(
             f"{p.name}: lowering='simd' gives each of {len(p.cell_tpl)} stages as many alike "
             f"layers, but there are {end - begin} ({layers[begin].cls.__name__}); make that a "
             "multiple of the number of stages, or use lowering='placement'"
         )
-    if found != wanted:
+    if numbers != wanted:
         raise PipelineError(
             f"{p.name}: lowering='simd' gives each stage {number} of the {end - begin} alike "
             f"layers ({layers[begin].cls.__name__}), so that stages have {_listed(wanted)} layers, "
-            f"but in cell_tpl they have {_listed(found)}; cut them so, or use lowering='placement'"
+            f"but in cell_tpl they have {_listed(numbers)}; cut them so, or use "
+            "lowering='placement'"
         )
     run = layers[begin:end]
     if not issubclass(run[0].cls, NamedLayer):

@@ -89,7 +89,7 @@ class SimdRing:
         # work of the last core, whether it was the last stage, the logits, `[rows, vocab]`, and the
         # state. It returns the state, and for each row the row that it continues, or None.
         passed = self._passed(*sizes)
-        each = self.lowering.raw_map
+        raw_map = self.lowering.raw_map
         timetable = RingTicks(self.lowering.mesh.num_stages, groups, self.rounds, turns)
 
         def enter(first: Tick, all_: Any) -> tuple[Leaves, Any]:
@@ -101,18 +101,18 @@ class SimdRing:
                 value = tf.where(enters, value, slots[group])
                 return tf.tensor_scatter_nd_update(slots, [[group]], [value])
 
-            return x, (tuple(map(functools.partial(each, put), sides, new)), kept, state)
+            return x, (tuple(map(functools.partial(raw_map, put), sides, new)), kept, state)
 
         def stage(now: Tick, x: Leaves, all_: Any) -> tuple[Leaves, Any]:
             sides, kept, state = all_
-            of_group = [each(lambda slots, g: slots[g], part, now.microbatch) for part in sides]
+            of_group = [raw_map(lambda slots, g: slots[g], part, now.microbatch) for part in sides]
             x, kept = self._stage(passed, now, x, of_group, kept)
             return x, (sides, kept, state)
 
         def leave(last: Tick, y: Leaves, all_: Any) -> Any:
             sides, kept, state = all_
             group, leaves = last.microbatch, last.busy & tf.equal(last.round, self.rounds - 1)
-            of_group = [each(lambda slots: slots[group], part) for part in sides]
+            of_group = [raw_map(lambda slots: slots[group], part) for part in sides]
             logits = self._leave(passed, y, of_group, tokens(group, state)[2])
             state, parents = chosen(last, leaves, logits, state)
             if parents is not None:
@@ -187,8 +187,8 @@ class SimdRing:
     def _stage(
         self, passed: _Passed, now: Tick, x: Leaves, sides: Sequence[Slices], kept: Kept
     ) -> tuple[Leaves, Kept]:
-        each = self.lowering.raw_map
-        slot = each(lambda g, r: g * self.rounds + r, now.microbatch, now.round)
+        raw_map = self.lowering.raw_map
+        slot = raw_map(lambda g, r: g * self.rounds + r, now.microbatch, now.round)
         after = []
         for j, of_layer in enumerate(kept):
             *args, places = self._joined_args(passed, x, sides)
@@ -220,8 +220,8 @@ class SimdRing:
             lowering_scope(self.lowering),
             cache_scope(KeyValueCache(self._length, places, last=last)),
         ):
-            found = self._simd.call_last(self._weights, tuple(args), self._theta)
-            return exported(found)
+            results = self._simd.call_last(self._weights, tuple(args), self._theta)
+            return exported(results)
 
     def _follow(self, kept: Kept, group: tf.Tensor, leaves: tf.Tensor, parents: tf.Tensor) -> Kept:
         """Returns the cache of all groups after the rows of one continue other rows."""
@@ -230,9 +230,9 @@ class SimdRing:
         def follow(slots: tf.Tensor, i: int) -> tf.Tensor:
             sizes = static_sizes(slots)
             by_group = tf.reshape(slots, [-1, self.rounds, *sizes[1:]])
-            own = by_group[group]
-            own = tf.where(leaves, tf.gather(own, near[i], axis=1), own)
-            return tf.reshape(overwritten(by_group, group[None], own[None]), sizes)
+            of_group = by_group[group]
+            of_group = tf.where(leaves, tf.gather(of_group, near[i], axis=1), of_group)
+            return tf.reshape(overwritten(by_group, group[None], of_group[None]), sizes)
 
         return self._map(follow, kept)
 
@@ -254,12 +254,12 @@ class SimdRing:
 
     def _map(self, function: Callable[[tf.Tensor, int], tf.Tensor], kept: Kept) -> Kept:
         """Applies a function to each slice and the number of its processor, on its device."""
-        found: list[tf.Tensor] = []
+        results: list[tf.Tensor] = []
         for i, part in enumerate(tf.nest.flatten(kept)):
             processor = i % self.lowering.num_slices
             with tf.device(self.lowering.devices[processor]):
-                found.append(function(part, processor))
-        return tf.nest.pack_sequence_as(kept, found)
+                results.append(function(part, processor))
+        return tf.nest.pack_sequence_as(kept, results)
 
     def _joined(self, kept: Sequence[Kept]) -> Kept:
         """Joins the caches of all groups into a copy, which the loop overwrites."""

@@ -89,8 +89,8 @@ class SimdStack:
         names = self._before, *self._stages, self._behind
         self.names = [name for name in names if name is not None]
         mesh = plan.mesh
-        own = ((LAYERS_AXIS, LAYERS_AXIS),) if LAYERS_AXIS in mesh.axis_names else ()
-        self.rules = LayoutRules((*own, *plan.layout.rules))
+        layers_rule = ((LAYERS_AXIS, LAYERS_AXIS),) if LAYERS_AXIS in mesh.axis_names else ()
+        self.rules = LayoutRules((*layers_rule, *plan.layout.rules))
         self.pipeline = SimdPipeline(
             mesh,
             sum(len(stage.sub) for stage in stages),
@@ -138,14 +138,14 @@ class SimdStack:
         """Returns the shapes of whole weights, by layer and path, such as `block0.norm.scale`."""
         # The weights of the alike layers are stacked, under the name of the first one. A shared
         # weight occurs once, under the layer that makes it.
-        found = {}
+        shapes = {}
         for layer in self._others:
-            found |= named_shapes(layer, f"{layer.params.name}.")
+            shapes |= named_shapes(layer, f"{layer.params.name}.")
         for name in self._stack.params.tied_weights:
-            del found[name]
+            del shapes[name]
         first = self._alike[0]
-        own = named_shapes(first, f"{first.params.name}.")
-        return found | {path: self.pipeline.stacked(shape) for path, shape in own.items()}
+        layer_shapes = named_shapes(first, f"{first.params.name}.")
+        return shapes | {path: self.pipeline.stacked(shape) for path, shape in layer_shapes.items()}
 
     def run(self, theta: Any, args: tuple[Any, ...]) -> Any:
         """Runs the stack on the devices of the current cluster; see `PipeliningLayer.FProp`."""
@@ -178,8 +178,8 @@ class SimdStack:
         with tf.device(lowering.devices[0]), whole_batch_randomness(step):
             args = self.before(theta, args)
             theta = self.computed_theta(theta)
-            found = self(lowering, self.weights(lowering, theta), args, step, theta)
-            outputs = to_tuple(exported(found))
+            results = self(lowering, self.weights(lowering, theta), args, step, theta)
+            outputs = to_tuple(exported(results))
             where = f"{p.name}: stage {self.names[-1]!r}"
             structure = StageStructure(outputs, False, where, "outputs")
             flat = structure.flatten(outputs)
@@ -194,15 +194,17 @@ class SimdStack:
 
     def weights(self, lowering: PlacementLowering, theta: Any) -> dict[str, Tensor]:
         """Returns all weights with the shapes `shapes`, on the devices that compute with them."""
-        shapes, found = self.shapes, {}
+        shapes, weights = self.shapes, {}
         with lowering_scope(lowering):
             for tpl in self._ends:
                 for layer in self._layers(tpl.name):
                     name = layer.params.name
-                    own = named_weights(layer, theta[tpl.name][name], f"{name}.")
-                    found |= {path: tensor for path, tensor in own.items() if path in shapes}
+                    layer_weights = named_weights(layer, theta[tpl.name][name], f"{name}.")
+                    weights |= {
+                        path: tensor for path, tensor in layer_weights.items() if path in shapes
+                    }
         cells = [(theta[cell], self._layers(cell)) for cell in self._stages]
-        return found | alike_weights(lowering, cells, shapes, f"{self._alike[0].params.name}.")
+        return weights | alike_weights(lowering, cells, shapes, f"{self._alike[0].params.name}.")
 
     def __call__(
         self,
@@ -235,8 +237,8 @@ class SimdStack:
         """Calls the layers before the alike ones; arguments as in `__call__`."""
         if self._before is None:
             return args
-        own = self._theta(self._before, weights, theta)
-        return to_tuple(self._call_cell(own, self._before, *args))
+        cell_theta = self._theta(self._before, weights, theta)
+        return to_tuple(self._call_cell(cell_theta, self._before, *args))
 
     def call_last(
         self, weights: Mapping[str, Tensor], args: tuple[Any, ...], theta: Any = None
@@ -290,7 +292,7 @@ class SimdStack:
         """Runs the alike layers."""
         named = self.named_args(lowering, args)
         arguments = LayerArguments(len(args), named)
-        stack, own = self._stack, self.own_weights(weights)
+        stack, stacked = self._stack, self.own_weights(weights)
         names = [name for cell in self._stages for name in self._random_names(cell)]
 
         def layer(
@@ -311,7 +313,7 @@ class SimdStack:
 
         travels, along = arguments.split(named)
         results = list(args)
-        outputs = self.pipeline(layer, travels, own, along)
+        outputs = self.pipeline(layer, travels, stacked, along)
         for i, tensor in zip(arguments.travels, outputs, strict=True):
             results[i] = tensor
         return tuple(results)
@@ -334,18 +336,18 @@ class SimdStack:
             ) from error
         return ops.import_tensor(lowering, tensor, unnamed(static_sizes(tensor), p.batch_dim))
 
-    def _check(self, given: Sequence[Any], outputs: tuple[Any, ...]) -> None:
+    def _check(self, args: Sequence[Any], outputs: tuple[Any, ...]) -> None:
         """Checks that the next layer can take the results of a layer."""
         name = f"{self._stack.params.name}: layer {self._alike[0].params.name!r}"
-        if len(outputs) != len(given):
+        if len(outputs) != len(args):
             raise PipelineError(
-                f"{name} takes {len(given)} arguments and returns {len(outputs)}; under "
+                f"{name} takes {len(args)} arguments and returns {len(outputs)}; under "
                 "lowering='simd' the same go from layer to layer"
             )
         for i, value in enumerate(outputs):
-            travels = given[i] is not None and given[i].dtype.is_floating
-            if not travels and value is not given[i]:
+            travels = args[i] is not None and args[i].dtype.is_floating
+            if not travels and value is not args[i]:
                 raise PipelineError(
-                    f"{name} returns {value!r} for argument {i}, {given[i]!r}; under "
+                    f"{name} returns {value!r} for argument {i}, {args[i]!r}; under "
                     "lowering='simd' layers hand on what is not floating as it is"
                 )

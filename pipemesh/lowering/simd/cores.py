@@ -297,30 +297,30 @@ def _check_args(args: Any, devices: Sequence[str]) -> None:
             f"arguments for {len(args)} cores were given; the mesh has {len(devices)}: "
             f"{', '.join(devices)}"
         )
-    for core, given in enumerate(args):
-        if not isinstance(given, list | tuple):
-            raise ShapeError(f"the arguments of core {core} are {described(given)}; {form}")
+    for core, of_core in enumerate(args):
+        if not isinstance(of_core, list | tuple):
+            raise ShapeError(f"the arguments of core {core} are {described(of_core)}; {form}")
 
 
-def _check_specs(core: int, given: Sequence[Any], specs: Sequence[tf.TypeSpec]) -> None:
+def _check_specs(core: int, of_core: Sequence[Any], specs: Sequence[tf.TypeSpec]) -> None:
     """Raises a ShapeError unless a core's arguments have the traced specs.
 
     The traced program would use only a part of larger slices.
     """
-    for position, value in enumerate(given):
+    for position, value in enumerate(of_core):
         if isinstance(value, Tensor):
             raise ShapeError(
                 f"argument {position} of core {core} is {value!r}; give the core its slice, and "
                 "name its dims in the program: Tensor(lowering, (slice,), shape)"
             )
     try:
-        tf.nest.assert_same_structure(tuple(given), specs)
+        tf.nest.assert_same_structure(tuple(of_core), specs)
     except (TypeError, ValueError) as error:
         raise ShapeError(
-            f"core {core} was given {len(given)} arguments; the program was built for "
+            f"core {core} was given {len(of_core)} arguments; the program was built for "
             f"{len(specs)}: {', '.join(map(str, specs))}"
         ) from error
-    flat = zip(tf.nest.flatten(tuple(given)), tf.nest.flatten(specs), strict=True)
+    flat = zip(tf.nest.flatten(tuple(of_core)), tf.nest.flatten(specs), strict=True)
     for position, (tensor, spec) in enumerate(flat):
         if not isinstance(spec, tf.TensorSpec):
             continue

@@ -468,7 +468,7 @@ class NamedStage:
             Tensor(lowering, lowering.raw_map(tf.gather, slots, now.microbatch), shape)
             for shape, slots in self._along
         ]
-        for j, (own, shared) in enumerate(zip(whole, partial, strict=True)):
+        for j, (of_layer, shared) in enumerate(zip(whole, partial, strict=True)):
             numbers = lowering.raw_map(
                 lambda stage, j=j: stage * self._layers_per_stage + j, now.stage
             )
@@ -476,16 +476,16 @@ class NamedStage:
             position = LayerPosition(lowering, numbers, now.microbatch, self._batch, size)
             weights = {
                 weight.name: StageWeight(lowering, a, weight.shape, b, weight.batch_axes)
-                for weight, a, b in zip(self._weights, own, shared, strict=True)
+                for weight, a, b in zip(self._weights, of_layer, shared, strict=True)
             }
             x_in = tuple(
                 Tensor(lowering, leaf, shape) for leaf, shape in zip(x, self._shapes, strict=True)
             )
-            given = [part for parts in (*x, *own, *shared) for part in parts]
+            inputs = [part for parts in (*x, *of_layer, *shared) for part in parts]
             with check_no_layers_axis(lowering), position.entered():
                 y = call_alone(
                     functools.partial(self._call_layer, x_in, weights, position, along),
-                    given,
+                    inputs,
                     lambda y: [part for leaf in y for part in leaf.slices],
                     lost_in_layer,
                 )
@@ -499,21 +499,21 @@ class NamedStage:
         position: LayerPosition,
         along: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        given = x[0] if self._is_one else x
-        y: Any = self._layer(given, weights, position, *along)
+        activations = x[0] if self._is_one else x
+        y: Any = self._layer(activations, weights, position, *along)
         leaves = (y,) if self._is_one else y
         if not isinstance(leaves, tuple) or not _are_alike(leaves, x):
             raise PipelineError(
-                f"the layer function returned {y!r} for {given!r}; all layers are alike, so its "
-                "result has the shape and dtype of its input, dims in the same order"
+                f"the layer function returned {y!r} for {activations!r}; all layers are alike, so "
+                "its result has the shape and dtype of its input, dims in the same order"
             )
         return leaves
 
     def _gradient(self, now: Tick, x: Leaves, grad_y: Leaves) -> tuple[Leaves, list[list[Slices]]]:
         """Recomputes a stage; returns gradients of its input and of each layer's weights."""
-        each = self._lowering.raw_map
+        raw_map = self._lowering.raw_map
         whole = self._layer_weights(now)
-        partial = [[each(tf.identity, part) for part in row] for row in whole]
+        partial = [[raw_map(tf.identity, part) for part in row] for row in whole]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([x, whole, partial])
             y = self._stage(now, x, whole, partial)

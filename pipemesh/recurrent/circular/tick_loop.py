@@ -176,18 +176,19 @@ class TickLoop:
 
         `stream` is `[M, ...]`, and so are the outputs: valid on the first cores only.
         """
-        each = self._lowering.raw_map
+        raw_map = self._lowering.raw_map
         stream = self._pinned(stream)
 
         def saving(now: Tick, x: Leaves, saved: Leaves) -> tuple[Leaves, Leaves]:
             saved = tuple(
-                each(_put, slots, now.number, value) for slots, value in zip(saved, x, strict=True)
+                raw_map(_put, slots, now.number, value)
+                for slots, value in zip(saved, x, strict=True)
             )
             return stage.forward(now, x), saved
 
         num_ticks = self._timetable.num_ticks
         saved = tuple(
-            each(lambda slots: tf.zeros([num_ticks, *slots.shape[1:]], slots.dtype), leaf)
+            raw_map(lambda slots: tf.zeros([num_ticks, *slots.shape[1:]], slots.dtype), leaf)
             for leaf in stream
         )
         tick = _placed(self._tick(saving))
@@ -199,7 +200,7 @@ class TickLoop:
 
         `grads` has the gradients of the differentiable outputs; both count on first cores only.
         """
-        each, is_first = self._lowering.raw_map, self._is_first
+        raw_map, is_first = self._lowering.raw_map, self._is_first
         grads, saved = self._pinned(grads), self._pinned(saved)
         last_tick = self._timetable.num_ticks - 1
 
@@ -208,7 +209,7 @@ class TickLoop:
             now, first, last = self._now(number)
             # The last core takes the gradient of what it sent to a slot of the first one.
             sent = tuple(
-                each(
+                raw_map(
                     lambda first, slots, grad: tf.where(
                         first, keep(last.busy, slots[last.microbatch]), grad
                     ),
@@ -218,18 +219,20 @@ class TickLoop:
                 for pair in zip(slots, buffer, strict=True)
             )
             slots = tuple(
-                each(lambda leaf: _put(leaf, last.microbatch, tf.zeros_like(leaf[0]), last.busy), s)
+                raw_map(
+                    lambda leaf: _put(leaf, last.microbatch, tf.zeros_like(leaf[0]), last.busy), s
+                )
                 for s in slots
             )
             grad_y = tuple(
-                each(keep, now.busy, self._shift(leaf, -1, backward=True)) for leaf in sent
+                raw_map(keep, now.busy, self._shift(leaf, -1, backward=True)) for leaf in sent
             )
-            x = tuple(each(lambda leaf: leaf[number], leaf) for leaf in saved)
+            x = tuple(raw_map(lambda leaf: leaf[number], leaf) for leaf in saved)
             grad_x, sums = stage.backward(now, x, grad_y, sums)
-            grad_x = tuple(each(keep, now.busy, leaf) for leaf in grad_x)
+            grad_x = tuple(raw_map(keep, now.busy, leaf) for leaf in grad_x)
             at = first.microbatch
             slots = tuple(
-                each(
+                raw_map(
                     lambda leaf, grad, is_first: _put(leaf, at, leaf[at] + keep(is_first, grad)),
                     *pair,
                     is_first,
@@ -237,7 +240,7 @@ class TickLoop:
                 for pair in zip(slots, grad_x, strict=True)
             )
             buffer = tuple(
-                each(lambda first, grad: keep(tf.logical_not(first), grad), is_first, leaf)
+                raw_map(lambda first, grad: keep(tf.logical_not(first), grad), is_first, leaf)
                 for leaf in grad_x
             )
             return count + 1, buffer, slots, sums
@@ -263,28 +266,29 @@ class TickLoop:
         leave: Callable[[Tick, Leaves, Any], Any] | None = None,
     ) -> Callable[..., Any]:
         """Returns the body of the loop for `run`."""
-        each = self._lowering.raw_map
+        raw_map = self._lowering.raw_map
 
         def tick(number: tf.Tensor, buffer: Leaves, slots: Leaves, state: Any) -> Any:
             now, first, last = self._now(number)
-            inputs = tuple(each(lambda leaf: leaf[first.microbatch], leaf) for leaf in slots)
+            inputs = tuple(raw_map(lambda leaf: leaf[first.microbatch], leaf) for leaf in slots)
             if enter is not None:
                 entering, state = enter(first, state)
                 inputs = (
                     entering
                     if not slots
                     else tuple(
-                        each(lambda new, old: tf.where(first.round > 0, old, new), *pair)
+                        raw_map(lambda new, old: tf.where(first.round > 0, old, new), *pair)
                         for pair in zip(entering, inputs, strict=True)
                     )
                 )
             x = tuple(
-                each(tf.where, self._is_first, *pair) for pair in zip(inputs, buffer, strict=True)
+                raw_map(tf.where, self._is_first, *pair)
+                for pair in zip(inputs, buffer, strict=True)
             )
             y, state = stage(now, x, state)
             sent = tuple(self._shift(leaf, 1, backward=False) for leaf in y)
             slots = tuple(
-                each(lambda leaf, new: _put(leaf, last.microbatch, new, last.busy), *pair)
+                raw_map(lambda leaf, new: _put(leaf, last.microbatch, new, last.busy), *pair)
                 for pair in zip(slots, sent, strict=False)
             )
             if leave is not None:
