@@ -224,7 +224,8 @@ def connect_workers(workers: Sequence[str], client: str | None = None) -> list[s
     use_no_proxy()
     cluster = tf.train.ClusterSpec({WORKER: list(workers), CLIENT: [client]})
     context._KEEP_ALIVE_SECS = _KEEP_ALIVE_SECONDS
-    eager.configure_collective_ops(collective_leader=COLLECTIVE_LEADER)
+    # Without operations to merge: TensorFlow would look through all graphs for some.
+    eager.configure_collective_ops(COLLECTIVE_LEADER, scoped_allocator_enabled_ops=())
     eager.set_server_def(
         tensorflow_server_pb2.ServerDef(
             cluster=cluster.as_cluster_def(),
