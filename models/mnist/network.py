@@ -11,7 +11,7 @@ from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.variable import Normal
 from pipemesh.mesh import Dim, Shape
 
-from ..named_dims.network import Input, Weight
+from ..named_dims.trainer import Input, Weight
 from .digits import NUM_CLASSES, SIDE
 
 

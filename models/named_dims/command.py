@@ -16,8 +16,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.training.run.console import SECONDS_A_REFRESH
 
 if TYPE_CHECKING:
-    from .network import Network
-    from .trainer import Arrays, Trainer
+    from .trainer import Arrays, Network, Trainer
 
 
 def shared_flags(
@@ -68,8 +67,7 @@ def make_trainer(network: Network, size_flags: Mapping[str, str]) -> Trainer:
     rules = _rules(mesh, network)
     kind = device_type(mesh.num_devices)
     start_devices(mesh, kind)
-    from .report import plan_report
-    from .trainer import TRAINERS
+    from .trainer import TRAINERS, plan_report
 
     devices = [f"{kind}:{i}" for i in range(mesh.num_devices)]
     try:
@@ -90,7 +88,7 @@ def _mesh() -> Mesh:
 
 
 def _rules(mesh: Mesh, network: Network) -> LayoutRules:
-    from .network import dim_names
+    from .trainer import dim_names
 
     try:
         rules = LayoutRules.from_text(FLAGS.layout)

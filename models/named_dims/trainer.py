@@ -1,22 +1,60 @@
-"""A trainer by gradient descent under any mesh, layout and lowering."""
+"""Networks on named dims, and their trainers by gradient descent under any mesh and lowering."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from pipemesh.lowering import CommunicationCosts, Cores, Lowering, PlacementLowering, Tensor, ops
 from pipemesh.lowering.lowering import Slices
-from pipemesh.lowering.variable import Variable
-from pipemesh.mesh import LayoutRules, Mesh
-
-from .network import Network
+from pipemesh.lowering.variable import Initializer, Variable
+from pipemesh.mesh import LayoutRules, Mesh, Shape
+from pipemesh.text import columns
 
 Arrays = Sequence[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """A tensor of a batch."""
+
+    shape: Shape
+    dtype: tf.DType
+
+    @property
+    def spec(self) -> tf.TensorSpec:
+        return tf.TensorSpec(self.shape.sizes, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A variable and its initial value."""
+
+    name: str
+    shape: Shape
+    initializer: Initializer
+
+
+class Network(Protocol):
+    """A network that does not depend on meshes and layouts."""
+
+    inputs: tuple[Input, ...]
+    weights: tuple[Weight, ...]
+
+    def forward(self, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the mean loss of a batch, a scalar, and the network's output."""
+        ...
+
+
+def dim_names(network: Network) -> tuple[str, ...]:
+    """Returns all dims of inputs and weights."""
+    shapes = [part.shape for part in (*network.inputs, *network.weights)]
+    return tuple(dict.fromkeys(name for shape in shapes for name in shape.names))
 
 
 class Trainer(abc.ABC):
@@ -179,3 +217,28 @@ class SimdTrainer(Trainer):
 
 
 TRAINERS: dict[str, type[Trainer]] = {"placement": PlacementTrainer, "simd": SimdTrainer}
+
+
+def plan_report(trainer: Trainer, mesh: Mesh, rules: LayoutRules) -> str:
+    """Returns the slices that a device holds, and the communication of a step."""
+    lines = [weight_table(trainer), "", "communication of a step, a device:", str(trainer.costs)]
+    used = {axis for _, axis in rules.rules}
+    for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        if size > 1 and axis not in used:
+            lines.append(
+                f"no rule splits over axis {axis!r}: the {size} devices along it compute the same"
+            )
+    return "\n".join(lines)
+
+
+def weight_table(trainer: Trainer) -> str:
+    """Returns a table of each weight's layout, its parameters, and its parameters on a device."""
+    rows = [("weight", "layout", "parameters", "a device")]
+    total = held = 0
+    for variable in trainer.variables:
+        size = variable.layout.shape.size
+        part = int(variable.variables[0].shape.num_elements())
+        rows.append((variable.name, str(variable.layout), f"{size:,}", f"{part:,}"))
+        total, held = total + size, held + part
+    rows.append(("total", "", f"{total:,}", f"{held:,}"))
+    return "\n".join(columns(rows, left=range(2)))

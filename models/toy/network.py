@@ -11,7 +11,7 @@ from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.variable import Normal
 from pipemesh.mesh import Shape
 
-from ..named_dims.network import Input, Weight
+from ..named_dims.trainer import Input, Weight
 
 ACTIVATIONS = {"none": lambda x: x, "relu": ops.relu}
 

@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
@@ -31,7 +32,6 @@ from pipemesh.addresses import (
 )
 from pipemesh.backend.devices import CLIENT, eager_context, is_client
 from pipemesh.errors import DeviceError
-from pipemesh.mesh.checks import whole_number
 
 # From asm-generic/socket.h; Python has no name for it.
 _SO_ATTACH_FILTER = 26
@@ -180,6 +180,8 @@ def _sockets_of(port: int) -> Iterator[socket.socket]:
 
 
 WORKER = "worker"
+# The task that forms the groups of collective operations; both sides have to know it.
+COLLECTIVE_LEADER = f"/job:{WORKER}/replica:0/task:0"
 OWN_HOST = f"/job:{CLIENT}/replica:0/task:0/device:CPU:0"
 # A worker frees a client's resources after so many seconds without contact.
 _KEEP_ALIVE_SECONDS = 60
@@ -222,6 +224,8 @@ def connect_workers(workers: Sequence[str], client: str | None = None) -> list[s
     use_no_proxy()
     cluster = tf.train.ClusterSpec({WORKER: list(workers), CLIENT: [client]})
     context._KEEP_ALIVE_SECS = _KEEP_ALIVE_SECONDS
+    # Without operations to merge: TensorFlow would look through all graphs for some.
+    eager.configure_collective_ops(COLLECTIVE_LEADER, scoped_allocator_enabled_ops=())
     eager.set_server_def(
         tensorflow_server_pb2.ServerDef(
             cluster=cluster.as_cluster_def(),
@@ -299,65 +303,10 @@ def host_of(device: str) -> str:
     return spec.replace(device_type="CPU", device_index=0).to_string()
 
 
-_JOB = "worker"
-
-
-def connect_processes(addresses: Sequence[str], process: int, kind: str = "CPU") -> list[str]:
-    """Starts this process's server, and lets collectives reach the other processes.
-
-    Each process calls it with the same addresses before TensorFlow starts (but after
-    `start_cpu_devices`), and builds the same programs in the same order. This call does not
-    wait: the first collective waits until all processes are connected.
-
-    Args:
-        addresses: `host:port` of each process; the first one leads the groups.
-        process: the index of this process.
-        kind: the kind of devices to use, `"CPU"` or `"GPU"`.
-
-    Returns:
-        The devices of this process, for `Cores`.
-
-    Raises:
-        DeviceError: `addresses` is empty, `process` is not an index of it, TensorFlow has
-            already started, or this process has no device of this kind.
-
-    Example:
-        >>> connect_processes(["localhost:2222"], 1)
-        Traceback (most recent call last):
-        pipemesh.errors.DeviceError: process 1 is no index of ['localhost:2222']; give 0
-    """
-    if isinstance(addresses, str) or not isinstance(addresses, Sequence):
-        raise DeviceError(
-            f"addresses are {addresses!r}; give a list of host:port, for example ['a:2222', "
-            "'b:2222']"
-        )
-    check_addresses(addresses)
-    index = whole_number(process)
-    if index is None or not 0 <= index < len(addresses):
-        raise DeviceError(
-            f"process {process!r} is no index of {list(addresses)}; give "
-            + ("0" if len(addresses) == 1 else f"0 to {len(addresses) - 1}")
-        )
-    use_no_proxy()
-    eager = eager_context()
-    try:
-        eager.configure_collective_ops(collective_leader=f"/job:{_JOB}/replica:0/task:0")
-    except (RuntimeError, ValueError) as error:
-        raise DeviceError(
-            "TensorFlow has already started, so processes cannot be connected; connect them once, "
-            "before the first operation"
-        ) from error
-    cluster = tf.train.ClusterSpec({_JOB: list(addresses)})
-    eager.enable_collective_ops(
-        tensorflow_server_pb2.ServerDef(
-            cluster=cluster.as_cluster_def(),
-            job_name=_JOB,
-            task_index=process,
-            protocol="grpc",
-            default_session_config=eager.config,
-        )
+def connect_processes(*_: object, **__: object) -> NoReturn:
+    """Raises a DeviceError: one client drives the devices of all hosts now."""
+    raise DeviceError(
+        "connect_processes was removed: several processes no longer run one program together. "
+        "Start `pipemesh worker` on each host, call connect_workers in one process, and give "
+        "`Cores` the devices that it returns"
     )
-    devices = [device.name for device in tf.config.list_logical_devices(kind)]
-    if not devices:
-        raise DeviceError(f"this process has no device of kind {kind}")
-    return devices

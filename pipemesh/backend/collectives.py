@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -58,20 +57,6 @@ def all_to_all(x: tf.Tensor, meeting: Meeting) -> tf.Tensor:
 def abort(why: str) -> None:
     """Fails all collectives of this process, waiting and future ones, with this message."""
     eager_context().abort_collective_ops(tf.errors.ABORTED, why)
-
-
-def server() -> Any:
-    """Returns the `ServerDef` by which others reach this process, None without a server."""
-    return eager_context()._collective_ops_server_def
-
-
-def answers(task: str, seconds: float) -> bool:
-    """Returns whether a process, such as `/job:worker/replica:0/task:1`, answers in time."""
-    try:
-        eager_context().check_collective_ops_peer_health(task, round(1000 * seconds))
-    except tf.errors.OpError:
-        return False
-    return True
 
 
 _NCCL_REDUCE: dict[str, Callable[[list[tf.Tensor]], list[tf.Tensor] | None]] = {

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import tensorflow as tf
 
 # TensorFlow has no public way to record or to list the active tapes; the version is pinned to 2.21.
-from tensorflow.python.eager import backprop, record
+from tensorflow.python.eager import backprop, context, record
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import cond_v2, gen_functional_ops, gradients_util
 
@@ -26,6 +26,13 @@ from pipemesh.backend.structure import is_differentiable
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     """Stops all outer tapes from recording inside."""
     return record.stop_recording()
+
+
+@contextlib.contextmanager
+def outside_graphs() -> Iterator[None]:
+    """Enters eager mode, outside of the caller's graphs and tapes."""
+    with record.stop_recording(), context.eager_mode():
+        yield
 
 
 def is_recorded(tensors: Sequence[tf.Tensor]) -> bool:

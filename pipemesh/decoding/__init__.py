@@ -18,14 +18,11 @@ from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 from pipemesh import layers as layers  # isort: skip
 
 from pipemesh.decoding.beam import BeamSearch
-from pipemesh.decoding.choice import Continuation
+from pipemesh.decoding.choice import Continuation, Sampler
 from pipemesh.decoding.decoder import Decoder
 from pipemesh.decoding.export import ExportedModel
-from pipemesh.decoding.generator import Generator, generator_of
-from pipemesh.decoding.group import Group
-from pipemesh.decoding.sampling import Sampler
+from pipemesh.decoding.generator import Generator, Group, SimdGenerator, generator_of
 from pipemesh.decoding.scorer import ScoredText, Scorer
-from pipemesh.decoding.simd_generator import SimdGenerator
 
 __all__ = [
     "BeamSearch",

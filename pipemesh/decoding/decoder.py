@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipemesh.decoding.choice import Continuation, Row, check_numbers
-from pipemesh.decoding.generator import Generator
-from pipemesh.decoding.group import Group
-from pipemesh.decoding.simd_generator import SimdGenerator
+from pipemesh.decoding.generator import Generator, Group
 from pipemesh.errors import DecodingError
 
 # Tokens per row between two checks for complete rows. With more, complete rows wait longer for new
@@ -43,7 +41,7 @@ class Decoder:
 
     def __init__(
         self,
-        generator: Generator | SimdGenerator,
+        generator: Generator,
         *,
         rows: int,
         groups: int,

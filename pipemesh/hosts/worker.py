@@ -64,7 +64,7 @@ def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
     use_no_proxy()
     import tensorflow as tf
 
-    from pipemesh.backend.cluster import keep_to
+    from pipemesh.backend.cluster import COLLECTIVE_LEADER, keep_to
 
     cores = os.cpu_count() or 1
     config = tf.compat.v1.ConfigProto(
@@ -72,6 +72,7 @@ def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
         inter_op_parallelism_threads=max(cpu_devices, cores),
         intra_op_parallelism_threads=max(1, cores // cpu_devices),
     )
+    config.experimental.collective_group_leader = COLLECTIVE_LEADER
     # Check again: loading TensorFlow takes seconds, and another process may have taken the port.
     _check_free(port)
     try:

@@ -20,7 +20,7 @@ from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledEr
 from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
 from pipemesh.layers.partition_layers import layer_flops
-from pipemesh.layers.pipeline.simd_cut import simd_cut
+from pipemesh.layers.pipeline.alike_stages import simd_cut
 from pipemesh.recurrent import ActionClock, Marks, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.text import columns

@@ -29,10 +29,6 @@ def test_collectives_take_keys_and_the_token_of_their_core(kind, call):
     assert found.inputs[4] is graph.inputs[1]
 
 
-def test_an_unconnected_process_has_no_server():
-    assert collectives.server() is None
-
-
 @pytest.mark.parametrize(
     ("devices", "dtype"),
     [

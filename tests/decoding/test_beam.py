@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.decoding import BeamSearch, Sampler
+from pipemesh.decoding import BeamSearch
 from pipemesh.errors import DecodingError
-from pipemesh.plan import Plan
 from tests.decoding.models import (
     PLAIN,
     PROMPTS,
     decoder,
     log_probs_of,
     one_program,
-    tokens,
     trained,
 )
 
@@ -85,7 +83,7 @@ def wide_search(search, table, first, most, stop):
     return found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_one_beam_is_greedy(seed):
     table, stop = chain(seed), (2,)
     (found,) = searched(BeamSearch(1), table, [1], 6, stop)
@@ -146,38 +144,14 @@ def test_beam_search_equals_the_model_without_cache(eagerly):
     search = BeamSearch(beams)
     plain = trained(PLAIN, PIPELINED=False)
     wanted = [by_hand(plain, prompt, beams, most) for prompt in prompts]
-    plans = [
-        (PLAIN, {"PIPELINED": False}),
-        (Plan("layers:2", num_microbatches=2), {}),
-        (
-            Plan(
-                "layers:2;data:2;model:2",
-                "batch:data;heads:model;d_ff:model;vocab:model",
-                num_microbatches=2,
-            ),
-            {},
-        ),
-        (one_program("layers:2"), {}),
-        (one_program("layers:1;data:2;model:2", "batch:data;heads:model"), {}),
-    ]
+    plans = [(PLAIN, {"PIPELINED": False}), (one_program("layers:2"), {})]
     for plan, settings in plans:
         task = trained(plan, **settings)
-        rows = plan.num_replicas if plan.lowering == "simd" else 1
-        made = decoder(task, 2, rows, search)
+        made = decoder(task, 2, 1, search)
         found = sorted(made.generate(prompts, most), key=lambda each: each.number)
         for each, options in zip(found, wanted, strict=True):
             assert [one.tokens for one in (each, *each.others)] == [row for row, _ in options]
             np.testing.assert_allclose(sum(each.log_probs), options[0][1], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_one_beam_of_a_model_is_greedy(eagerly):
-    task = trained(PLAIN, PIPELINED=False)
-    searched, greedy = (
-        tokens(decoder(task, 1, 3, chooser).generate(PROMPTS, 9))
-        for chooser in (BeamSearch(1), Sampler())
-    )
-    assert searched == greedy
 
 
 @pytest.mark.parametrize(

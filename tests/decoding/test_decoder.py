@@ -75,8 +75,7 @@ TOGETHER = [
     for model, mesh, layout, schedule, groups, rows in PROGRAMS
 ]
 # Of the others each has something that no other one has.
-BY_DEFAULT = [PLACED[i] for i in (1, 6, 10, 11, 12, 14, len(PLACED) - 2)]
-BY_DEFAULT += [TOGETHER[i] for i in (0, 4, 6, 8)]
+BY_DEFAULT = [PLACED[i] for i in (11, 12, 14, len(PLACED) - 2)] + [TOGETHER[i] for i in (6, 8)]
 
 
 def marked(often):
@@ -231,12 +230,6 @@ def test_few_graphs_read_many_prompts(eagerly):
     found = list(made.generate(many, TOKENS))
     assert sorted(each.number for each in found) == list(range(40))
     assert made._generator._begin.experimental_get_tracing_count() <= 5
-
-
-@pytest.mark.parametrize("temperature", [1e-40, float("nan"), -1.0])
-def test_a_temperature_that_cannot_be_had_is_one_line(temperature):
-    with pytest.raises(DecodingError, match=r"give 0 .greedy., or 1e-06 or more"):
-        Sampler(temperature=temperature)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import re
 
 import tensorflow as tf
 
+from pipemesh.lowering.simd.collectives import TpuCollectives
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
-from pipemesh.lowering.simd.tpu_collectives import TpuCollectives
 
 # Lists of tensors become tensors; this pass looks at functions from `main` on alone.
 LISTS = "tf-tensor-list-ops-decomposition"

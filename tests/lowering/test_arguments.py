@@ -75,14 +75,10 @@ WRONG = [
     ("PlacementLowering(MESH, RULES, ['CPU:0', 'one'])", "not the name of a device"),
     ("Cores('data:2', DEVICES)", "Mesh.from_text"),
     ("Cores(MESH, 'CPU:0')", "give a list of names"),
-    ("Cores(MESH, DEVICES, first_core='0')", "whole number"),
     ("Cores(MESH, DEVICES).function(lambda low: 1, 'batch:data')", "LayoutRules.from_text"),
     ("Cores(MESH, DEVICES).function(lambda low, x: x, RULES, [4, 6])", "tf.TensorSpec"),
     ("Cores(MESH, DEVICES).function(None, RULES)", "no function"),
-    ("connect_processes('localhost:2222', 0)", "give a list"),
-    ("connect_processes(['localhost'], 0)", "host:port"),
-    ("connect_processes(['a:1', 'a:1'], 0)", "twice"),
-    ("connect_processes(['a:1', 'b:1'], '0')", "process '0'"),
+    ("connect_processes(['a:1', 'b:1'], 0)", "give `Cores` the devices"),
     # Dims and shapes.
     ("Dim.from_text(None)", "None is no text"),
     ("Shape('batch:4')", "Shape.from_text"),
@@ -305,7 +301,7 @@ WRONG = [
     ("ops.gradients(x, i)", "int32 tensor of TensorFlow of sizes (2, 6) has no gradient"),
     # Programs of cores.
     ("RUN(bare)", "[[x0], [x1]]"),
-    ("RUN([[bare]])", "arguments for 1 cores were given; this process has 2"),
+    ("RUN([[bare]])", "arguments for 1 cores were given; the mesh has 2"),
     ("RUN([[x], [x]])", "give the core its slice"),
     ("CORES.run_eagerly(None, RULES, [[bare], [bare]])", "no function"),
     # Variables and pipelines.

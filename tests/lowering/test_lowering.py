@@ -6,9 +6,8 @@ import tensorflow as tf
 
 from pipemesh.errors import LayoutError, MeshError
 from pipemesh.lowering import Cores, PlacementLowering, ops
+from pipemesh.lowering.simd.collectives import GroupKeys, TfCollectives, TpuCollectives
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
-from pipemesh.lowering.simd.tf_collectives import GroupKeys, TfCollectives
-from pipemesh.lowering.simd.tpu_collectives import TpuCollectives
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
 MESH = Mesh.from_text("rows:2;cols:4")

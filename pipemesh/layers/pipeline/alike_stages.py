@@ -1,14 +1,18 @@
-"""Checks for a stack of alike stages, for `lowering="simd"`."""
+"""Requirements of `lowering="simd"`: alike stages, or a range of alike layers with named dims."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
 from lingvo.core import hyperparams
 
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers.check_params import check_choice, with_article
+from pipemesh.layers.feature_extraction import is_stage
+from pipemesh.layers.named import NamedLayer
 from pipemesh.plan.plan import LOWERINGS
 from pipemesh.recurrent import pipeline
 from pipemesh.recurrent.circular.alike_pipeline import alike_pipeline, check_options, check_schedule
@@ -37,13 +41,7 @@ def check_predictable(p: Any) -> None:
 
 
 def check_lowering(p: Any, schedule: Schedule) -> None:
-    """Checks that the lowering in the params can run the stages.
-
-    Raises:
-        PipelineError: there is no such lowering; or, for `simd`, two stages differ, or a param is
-            not supported.
-        ScheduleError: for `simd`, the schedule is not that of a loop over ticks.
-    """
+    """Checks that the lowering in the params can run the stages and the schedule."""
     check_choice(p.name, "lowering", p.lowering, LOWERINGS)
     if p.lowering != "simd":
         return
@@ -64,10 +62,11 @@ def check_lowering(p: Any, schedule: Schedule) -> None:
         return
     first = p.cell_tpl[0]
     for other in p.cell_tpl[1:]:
-        found = next(differences(first, other, "stage"), None)
-        if found is not None:
+        difference = next(differences(first, other, "stage"), None)
+        if difference is not None:
             raise PipelineError(
-                f"{p.name}: lowering='simd' runs stages that are alike, but {found}; {_WAY_OUT}"
+                f"{p.name}: lowering='simd' runs stages that are alike, but {difference}; "
+                f"{_WAY_OUT}"
             )
 
 
@@ -80,14 +79,14 @@ def differences(a: Any, b: Any, what: str) -> Iterator[str]:
     if a.cls is not b.cls:
         yield told("is", with_article(a.cls.__name__), with_article(b.cls.__name__))
         return
-    mine, theirs = list(getattr(a, "sub", ())), list(getattr(b, "sub", ()))
-    if len(mine) != len(theirs):
-        yield told("has", f"{len(mine)} layers", str(len(theirs)))
+    a_layers, b_layers = list(getattr(a, "sub", ())), list(getattr(b, "sub", ()))
+    if len(a_layers) != len(b_layers):
+        yield told("has", f"{len(a_layers)} layers", str(len(b_layers)))
         return
-    for one, other in zip(mine, theirs, strict=True):
+    for one, other in zip(a_layers, b_layers, strict=True):
         if _is_layer(one) and _is_layer(other):
             yield from differences(one, other, "layer")
-    for path, one, other in _values("", a, b, skip=("sub",) if mine else ()):
+    for path, one, other in _values("", a, b, skip=("sub",) if a_layers else ()):
         yield told(f"has {path}", _short(one), _short(other))
 
 
@@ -100,11 +99,13 @@ def _values(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yields the paths at which two values differ, without names, and both values."""
     if isinstance(a, hyperparams.Params) and isinstance(b, hyperparams.Params):
-        mine, theirs = dict(a.IterParams()), dict(b.IterParams())
-        for key in [*mine, *(key for key in theirs if key not in mine)]:
+        a_params, b_params = dict(a.IterParams()), dict(b.IterParams())
+        for key in [*a_params, *(key for key in b_params if key not in a_params)]:
             if key in _NAMES or key in skip:
                 continue
-            yield from _values(f"{path}.{key}" if path else key, mine.get(key), theirs.get(key))
+            yield from _values(
+                f"{path}.{key}" if path else key, a_params.get(key), b_params.get(key)
+            )
     elif isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
         for key in a:
             yield from _values(f"{path}[{key!r}]", a[key], b[key])
@@ -129,3 +130,105 @@ def _equal(a: Any, b: Any) -> bool:
 def _short(value: Any) -> str:
     text = getattr(value, "__name__", None) or repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"another {type(value).__name__}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SimdCut:
+    """The number of layers before and behind the alike ones, in the first and the last stage."""
+
+    before: int
+    behind: int
+
+    def split(self, stages: Sequence[Any]) -> tuple[Any | None, list[Any], Any | None]:
+        """Returns params of the layers before, of the alike layers' stages, and of those behind."""
+        cells = [stage.Copy() for stage in stages]
+        first, last = cells[0].Copy(), cells[-1].Copy()
+        first.Set(name=f"{first.name}_before", sub=first.sub[: self.before])
+        last.Set(name=f"{last.name}_behind", sub=last.sub[len(last.sub) - self.behind :])
+        cells[-1].sub = cells[-1].sub[: len(cells[-1].sub) - self.behind]
+        cells[0].sub = cells[0].sub[self.before :]
+        return first if self.before else None, cells, last if self.behind else None
+
+
+def simd_cut(p: Any) -> SimdCut:
+    """Finds the longest run of alike layers, of which each stage has to have equally many."""
+    for cell in p.cell_tpl:
+        if not is_stage(cell) or any(map(is_stage, cell.sub)):
+            raise PipelineError(
+                f"{p.name}: lowering='simd' takes layers from stages, but {cell.name!r} is a "
+                f"{cell.cls.__name__} or has stages inside; make cell_tpl of "
+                "FeatureExtractionLayers of layers, as PartitionSequentialLayers does"
+            )
+        if cell.act_fetch_layers or cell.num_act_inputs:
+            raise PipelineError(
+                f"{p.name}: stage {cell.name!r} fetches or hands on activations beside those of "
+                "its layers, which a loop over ticks does not; use lowering='placement'"
+            )
+    layers = [layer for cell in p.cell_tpl for layer in cell.sub]
+    begin, end = _longest_run(layers)
+    number, rest = divmod(end - begin, len(p.cell_tpl))
+    wanted = [number] * len(p.cell_tpl)
+    wanted[0] += begin
+    wanted[-1] += len(layers) - end
+    numbers = [len(cell.sub) for cell in p.cell_tpl]
+    if rest or not number:
+        raise PipelineError(
+            f"{p.name}: lowering='simd' gives each of {len(p.cell_tpl)} stages as many alike "
+            f"layers, but there are {end - begin} ({layers[begin].cls.__name__}); make that a "
+            "multiple of the number of stages, or use lowering='placement'"
+        )
+    if numbers != wanted:
+        raise PipelineError(
+            f"{p.name}: lowering='simd' gives each stage {number} of the {end - begin} alike "
+            f"layers ({layers[begin].cls.__name__}), so that stages have {_listed(wanted)} layers, "
+            f"but in cell_tpl they have {_listed(numbers)}; cut them so, or use "
+            "lowering='placement'"
+        )
+    run = layers[begin:end]
+    if not issubclass(run[0].cls, NamedLayer):
+        raise PipelineError(
+            f"{p.name}: the alike layers are {run[0].cls.__name__}s; with loss_inside "
+            "lowering='simd' runs layers with named dims: use some (pipemesh.layers.named), put "
+            "the head behind the stack and leave loss_inside unset, or use lowering='placement'"
+        )
+    names = {layer.name for layer in run}
+    for pair in p.tied_weights.items():
+        for weight in pair:
+            if weight.rpartition(".")[0] in names:
+                raise PipelineError(
+                    f"{p.name}: tied_weights names {weight!r}, a weight of one of the alike "
+                    "layers, which lowering='simd' stacks; tie those of other layers, or use "
+                    "lowering='placement'"
+                )
+    return SimdCut(begin, len(layers) - end)
+
+
+def check_simd(p: Any) -> None:
+    """Checks that a stack with the loss inside can be one program; see `simd_cut`."""
+    simd_cut(p)
+    for name, wrong, why in (
+        ("fprop_dtype", p.fprop_dtype == tf.float16, "the loss is not scaled, which float16 needs"),
+        ("state_dtype", p.state_dtype is not None, "activations keep their dtype"),
+        ("strict_devices", p.strict_devices, "stages are no functions that are looked into"),
+        ("check_numerics", p.check_numerics == "results", "the loss alone is looked at ('loss')"),
+    ):
+        if wrong:
+            raise PipelineError(
+                f"{p.name}: {name} is {getattr(p, name)!r}, but with loss_inside and "
+                f"lowering='simd' {why}; leave it out, or use lowering='placement'"
+            )
+
+
+def _longest_run(layers: Sequence[Any]) -> tuple[int, int]:
+    """Returns the begin and the end of the longest run of alike layers."""
+    best, begin = (0, 1), 0
+    for end in range(1, len(layers) + 1):
+        if end == len(layers) or next(differences(layers[begin], layers[end], "layer"), None):
+            if end - begin > best[1] - best[0]:
+                best = begin, end
+            begin = end
+    return best
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -16,15 +16,15 @@ from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.mesh_cluster import mesh_devices
 from pipemesh.layers.named import lowering_scope
 from pipemesh.layers.named.scope import exported, unnamed
-from pipemesh.layers.pipeline.all_weights import (
+from pipemesh.layers.pipeline.alike_stages import simd_cut
+from pipemesh.layers.pipeline.losses import check_head, has_context
+from pipemesh.layers.pipeline.simd_weights import (
+    alike_weights,
     check_named,
     named_shapes,
     named_weights,
     theta_of,
 )
-from pipemesh.layers.pipeline.losses import check_head, has_context
-from pipemesh.layers.pipeline.place_weights import alike_weights
-from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.layers.pipeline.stage import StageStructure
 from pipemesh.layers.pipeline.weights import cast_first, plain_theta
 from pipemesh.layers.step_seed import (
@@ -43,23 +43,31 @@ from pipemesh.recurrent.circular import SimdPipeline
 from pipemesh.recurrent.watch.finite_values import all_finite, raise_unless
 
 
+class LayerArguments:
+    """The arguments of alike layers: floating ones travel, others go along, some are None."""
+
+    def __init__(self, count: int, named: Mapping[int, Tensor]) -> None:
+        self.count = count
+        self.travels = [i for i, arg in named.items() if arg.dtype.is_floating]
+        self.along = [i for i in named if i not in self.travels]
+        self.shapes = [named[i].shape for i in (*self.travels, *self.along)]
+
+    def split(self, named: Mapping[int, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns the tensors that travel, and those that go along."""
+        return tuple(named[i] for i in self.travels), tuple(named[i] for i in self.along)
+
+    def join(self, travels: Sequence[Tensor], along: Sequence[Tensor]) -> list[Any]:
+        """Returns all arguments in their order, from the parts of `split`."""
+        args: list[Any] = [None] * self.count
+        for i, tensor in zip((*self.travels, *self.along), (*travels, *along), strict=True):
+            args[i] = tensor
+        return args
+
+
 class SimdStack:
     """The layers before the alike ones, the alike ones in a `SimdPipeline`, and the layers behind.
 
     All devices compute the layers before and behind together, each its slices, on the whole batch.
-
-    Args:
-        stack: the layer that has the cells.
-        plan: its plan.
-        tpls: params of its stages.
-        pinned: whether variables are placed on particular devices.
-        call_before: calls the layers before all stages, with theta and inputs of the stack.
-        call_cell: calls a cell, with its theta, its name and its inputs.
-
-    Attributes:
-        names: the names of all cells, in order.
-        pipeline: runs the alike layers.
-        rules: the rules of the lowering that it is called with.
     """
 
     def __init__(
@@ -81,8 +89,8 @@ class SimdStack:
         names = self._before, *self._stages, self._behind
         self.names = [name for name in names if name is not None]
         mesh = plan.mesh
-        own = ((LAYERS_AXIS, LAYERS_AXIS),) if LAYERS_AXIS in mesh.axis_names else ()
-        self.rules = LayoutRules((*own, *plan.layout.rules))
+        layers_rule = ((LAYERS_AXIS, LAYERS_AXIS),) if LAYERS_AXIS in mesh.axis_names else ()
+        self.rules = LayoutRules((*layers_rule, *plan.layout.rules))
         self.pipeline = SimdPipeline(
             mesh,
             sum(len(stage.sub) for stage in stages),
@@ -92,11 +100,7 @@ class SimdStack:
         self._eager_runs: dict[Any, Callable[..., Any]] = {}
 
     def create(self, create_stages: Callable[[Sequence[Any]], None]) -> None:
-        """Makes the cells; `create_stages` makes those with alike layers, each on its home.
-
-        Raises:
-            PipelineError: an alike layer has weights without named dims.
-        """
+        """Makes the cells; `create_stages` makes those with alike layers, each on its home."""
         for tpl in self._ends:
             with self.made_on():
                 self._stack.CreateChild(tpl.name, tpl)
@@ -131,19 +135,17 @@ class SimdStack:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Returns the shapes of all whole weights, by layer and path, such as `block0.norm.scale`.
-
-        The weights of the alike layers are stacked, under the name of the first one. A shared
-        weight occurs once, under the layer that makes it.
-        """
-        found = {}
+        """Returns the shapes of whole weights, by layer and path, such as `block0.norm.scale`."""
+        # The weights of the alike layers are stacked, under the name of the first one. A shared
+        # weight occurs once, under the layer that makes it.
+        shapes = {}
         for layer in self._others:
-            found |= named_shapes(layer, f"{layer.params.name}.")
+            shapes |= named_shapes(layer, f"{layer.params.name}.")
         for name in self._stack.params.tied_weights:
-            del found[name]
+            del shapes[name]
         first = self._alike[0]
-        own = named_shapes(first, f"{first.params.name}.")
-        return found | {path: self.pipeline.stacked(shape) for path, shape in own.items()}
+        layer_shapes = named_shapes(first, f"{first.params.name}.")
+        return shapes | {path: self.pipeline.stacked(shape) for path, shape in layer_shapes.items()}
 
     def run(self, theta: Any, args: tuple[Any, ...]) -> Any:
         """Runs the stack on the devices of the current cluster; see `PipeliningLayer.FProp`."""
@@ -176,8 +178,8 @@ class SimdStack:
         with tf.device(lowering.devices[0]), whole_batch_randomness(step):
             args = self.before(theta, args)
             theta = self.computed_theta(theta)
-            found = self(lowering, self.weights(lowering, theta), args, step, theta)
-            outputs = to_tuple(exported(found))
+            results = self(lowering, self.weights(lowering, theta), args, step, theta)
+            outputs = to_tuple(exported(results))
             where = f"{p.name}: stage {self.names[-1]!r}"
             structure = StageStructure(outputs, False, where, "outputs")
             flat = structure.flatten(outputs)
@@ -192,15 +194,17 @@ class SimdStack:
 
     def weights(self, lowering: PlacementLowering, theta: Any) -> dict[str, Tensor]:
         """Returns all weights with the shapes `shapes`, on the devices that compute with them."""
-        shapes, found = self.shapes, {}
+        shapes, weights = self.shapes, {}
         with lowering_scope(lowering):
             for tpl in self._ends:
                 for layer in self._layers(tpl.name):
                     name = layer.params.name
-                    own = named_weights(layer, theta[tpl.name][name], f"{name}.")
-                    found |= {path: tensor for path, tensor in own.items() if path in shapes}
+                    layer_weights = named_weights(layer, theta[tpl.name][name], f"{name}.")
+                    weights |= {
+                        path: tensor for path, tensor in layer_weights.items() if path in shapes
+                    }
         cells = [(theta[cell], self._layers(cell)) for cell in self._stages]
-        return found | alike_weights(lowering, cells, shapes, f"{self._alike[0].params.name}.")
+        return weights | alike_weights(lowering, cells, shapes, f"{self._alike[0].params.name}.")
 
     def __call__(
         self,
@@ -210,21 +214,10 @@ class SimdStack:
         step: tf.Tensor | None,
         theta: Any = None,
     ) -> Any:
-        """Computes the stack, for a placement or as the program of a core.
+        """Computes the stack on the whole batch, for a placement or as the program of a core.
 
-        Args:
-            lowering: the lowering of the whole mesh, with the rules `rules`.
-            weights: weights with the shapes `shapes`, tensors of `lowering`.
-            args: arguments of the first layer, for the whole batch.
-            step: the key of random numbers; enter `whole_batch_randomness` with it.
-            theta: the theta of the stack, if layers before or behind have weights without named
-                dims.
-
-        Returns:
-            The results of the last layer; tensors with named dims belong to `lowering`.
-
-        Raises:
-            PipelineError: values between layers cannot go through a loop over ticks.
+        `step` is the key of random numbers; enter `whole_batch_randomness` with it. `theta` is
+        needed if layers before or behind have weights without named dims.
         """
         with lowering_scope(lowering):
             args = self.call_first(weights, args, theta)
@@ -244,8 +237,8 @@ class SimdStack:
         """Calls the layers before the alike ones; arguments as in `__call__`."""
         if self._before is None:
             return args
-        own = self._theta(self._before, weights, theta)
-        return to_tuple(self._call_cell(own, self._before, *args))
+        cell_theta = self._theta(self._before, weights, theta)
+        return to_tuple(self._call_cell(cell_theta, self._before, *args))
 
     def call_last(
         self, weights: Mapping[str, Tensor], args: tuple[Any, ...], theta: Any = None
@@ -256,11 +249,7 @@ class SimdStack:
         return self._call_cell(self._theta(self._behind, weights, theta), self._behind, *args)
 
     def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
-        """Calls one of the alike layers, and returns the arguments of the next one.
-
-        Raises:
-            PipelineError: the next layer cannot take its results.
-        """
+        """Calls one of the alike layers, and returns the arguments of the next one."""
         first = self._alike[0]
         theta = theta_of(first, weights.__getitem__, None, f"{first.params.name}.")
         outputs = to_tuple(first.FProp(theta, *args))
@@ -302,18 +291,13 @@ class SimdStack:
     ) -> tuple[Any, ...]:
         """Runs the alike layers."""
         named = self.named_args(lowering, args)
-        travels = [i for i, arg in named.items() if arg.dtype.is_floating]
-        along = [i for i in named if i not in travels]
-        stack, own = self._stack, self.own_weights(weights)
+        arguments = LayerArguments(len(args), named)
+        stack, stacked = self._stack, self.own_weights(weights)
         names = [name for cell in self._stages for name in self._random_names(cell)]
 
         def layer(
             x: tuple[Tensor, ...], weights: Mapping[str, Tensor], _: Any, *sides: Tensor
         ) -> tuple[Tensor, ...]:
-            given: list[Any] = [None] * len(args)
-            for numbers, tensors in ((travels, x), (along, sides)):
-                for i, tensor in zip(numbers, tensors, strict=True):
-                    given[i] = tensor
             # The loop may be traced again for gradients, outside all scopes.
             with (
                 stack.cluster,
@@ -324,14 +308,13 @@ class SimdStack:
                 layer_aliases({}, name_in_task(stack)),
                 alike_layers_scope(names),
             ):
-                outputs = self.call_alike(weights, given)
-            return tuple(outputs[i] for i in travels)
+                outputs = self.call_alike(weights, arguments.join(x, sides))
+            return tuple(outputs[i] for i in arguments.travels)
 
-        found = self.pipeline(
-            layer, tuple(named[i] for i in travels), own, [named[i] for i in along]
-        )
+        travels, along = arguments.split(named)
         results = list(args)
-        for i, tensor in zip(travels, found, strict=True):
+        outputs = self.pipeline(layer, travels, stacked, along)
+        for i, tensor in zip(arguments.travels, outputs, strict=True):
             results[i] = tensor
         return tuple(results)
 
@@ -353,18 +336,18 @@ class SimdStack:
             ) from error
         return ops.import_tensor(lowering, tensor, unnamed(static_sizes(tensor), p.batch_dim))
 
-    def _check(self, given: Sequence[Any], outputs: tuple[Any, ...]) -> None:
+    def _check(self, args: Sequence[Any], outputs: tuple[Any, ...]) -> None:
         """Checks that the next layer can take the results of a layer."""
         name = f"{self._stack.params.name}: layer {self._alike[0].params.name!r}"
-        if len(outputs) != len(given):
+        if len(outputs) != len(args):
             raise PipelineError(
-                f"{name} takes {len(given)} arguments and returns {len(outputs)}; under "
+                f"{name} takes {len(args)} arguments and returns {len(outputs)}; under "
                 "lowering='simd' the same go from layer to layer"
             )
         for i, value in enumerate(outputs):
-            travels = given[i] is not None and given[i].dtype.is_floating
-            if not travels and value is not given[i]:
+            travels = args[i] is not None and args[i].dtype.is_floating
+            if not travels and value is not args[i]:
                 raise PipelineError(
-                    f"{name} returns {value!r} for argument {i}, {given[i]!r}; under "
+                    f"{name} returns {value!r} for argument {i}, {args[i]!r}; under "
                     "lowering='simd' layers hand on what is not floating as it is"
                 )

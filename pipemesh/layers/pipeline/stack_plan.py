@@ -17,9 +17,8 @@ from pipemesh.layers.check_params import (
 )
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.mesh_cluster import mesh_of
-from pipemesh.layers.pipeline.alike_stages import check_lowering
+from pipemesh.layers.pipeline.alike_stages import check_lowering, check_simd
 from pipemesh.layers.pipeline.losses import ACCUMULATIONS
-from pipemesh.layers.pipeline.simd_cut import check_simd
 from pipemesh.mesh import Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan

@@ -1,69 +1,48 @@
-"""Runs the program of one core on every core of this process."""
+"""Runs the program of one core on the devices of a mesh, as one graph."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend import collectives
 from pipemesh.backend.devices import check_devices_exist
+from pipemesh.backend.gradients import outside_graphs
 from pipemesh.backend.static_shape import stand_for_alike
-from pipemesh.errors import DeviceError, ShapeError
+from pipemesh.errors import DeviceError, LayoutError, ShapeError
+from pipemesh.lowering.arguments import described
 from pipemesh.lowering.lowering import check_rules
-from pipemesh.lowering.simd.core_program import (
-    check_args,
-    check_program,
-    check_specs,
-    run_program,
-)
-from pipemesh.lowering.simd.partners import Agreement, Partners
+from pipemesh.lowering.simd.collectives import GroupKeys, TfCollectives, eager_instance_keys
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
-from pipemesh.lowering.simd.tf_collectives import GroupKeys, TfCollectives, eager_instance_keys
+from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import check_mesh
 
 # Seconds until an error of any core but the first is noticed.
 _POLL_SECONDS = 0.1
 # Time limit for the other cores to end by themselves after one has failed.
 _PATIENCE_SECONDS = 5.0
-# Errors of collectives when another process is gone, and the interval between checks for that.
-_OF_PARTNERS = (
-    tf.errors.UnavailableError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.InternalError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.FailedPreconditionError,
-)
-_LOOKS = 3
 
 
 class Cores:
-    """The cores of a mesh that belong to this process, as TensorFlow devices.
+    """The devices of a mesh as cores, which run the program of one core.
 
-    A core waits in a collective for all others. Therefore every cause of an endless wait is an
-    error:
-
-    * A core without a device is reported before anything runs.
-    * A process that builds another program is reported when the program is built.
-    * A process that stops answering is reported some seconds later.
-    * Anything else is reported at the time limit.
+    The devices are those of this process, or of workers that it drives
+    (`pipemesh.backend.cluster.connect_workers`).
 
     Args:
-        mesh: the mesh of all processes together.
-        devices: the devices of this process in the order of their core numbers; each once.
-        first_core: the number of the first device's core.
-        time_limit_s: limit for a step, and for waiting for other processes while a program is
-            built; None for no limit.
+        mesh: the mesh.
+        devices: one device per core, in the order of the core numbers; each once.
+        time_limit_s: limit for `run_eagerly`; None for no limit.
 
     Raises:
-        DeviceError: the mesh has fewer cores, devices are missing and there is no other process, or
-            a device does not exist or occurs twice.
+        DeviceError: the number of devices is not that of the cores, or a device does not exist or
+            occurs twice.
 
     Example:
         >>> import tensorflow as tf
@@ -77,20 +56,14 @@ class Cores:
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        devices: Sequence[str],
-        first_core: int = 0,
-        time_limit_s: float | None = 600.0,
+        self, mesh: Mesh, devices: Sequence[str], *, time_limit_s: float | None = 600.0
     ) -> None:
         check_mesh(mesh)
         self.devices = check_devices_exist(devices)
-        if whole_number(first_core) is None:
-            raise DeviceError(f"first_core is {first_core!r}; give a whole number")
-        if not 0 <= first_core < first_core + len(devices) <= mesh.num_devices:
+        if len(devices) != mesh.num_devices:
             raise DeviceError(
-                f"{len(devices)} devices from core {first_core} on were given for mesh '{mesh}', "
-                f"which has cores 0 to {mesh.num_devices - 1}"
+                f"{len(devices)} devices were given for mesh '{mesh}', which has "
+                f"{mesh.num_devices} cores; give one device for each core"
             )
         for device in self.devices:
             if self.devices.count(device) > 1:
@@ -100,29 +73,16 @@ class Cores:
                 )
         if time_limit_s is not None and time_limit_s <= 0:
             raise DeviceError(f"time_limit_s is {time_limit_s}; it is above 0, or None for ever")
-        self.partners = Partners()
-        if self.partners.alone and len(devices) < mesh.num_devices:
-            raise DeviceError(
-                f"{len(devices)} devices were given for mesh '{mesh}', which has "
-                f"{mesh.num_devices} cores, and no other process is connected, so nobody runs the "
-                "others; give one device for each core, or call connect_processes first"
-            )
         self.mesh = mesh
-        self.first_core = first_core
         self.time_limit_s = time_limit_s
         self.keys = GroupKeys(mesh)
         self.tokens: list[tf.Variable] = []
         self.numbers: list[tf.Tensor] = []
-        for core, device in enumerate(self.devices, first_core):
+        for core, device in enumerate(self.devices):
             with tf.device(device):
                 token = tf.Variable(0.0, trainable=False)  # pyright: ignore[reportArgumentType]
                 self.tokens.append(token)
                 self.numbers.append(tf.constant(core, tf.int32))
-        self.agreement: Agreement | None = None
-        if len(devices) < mesh.num_devices:
-            self.agreement = Agreement(
-                self.partners, mesh.num_devices, self.devices, first_core, self.tokens
-            )
 
     def function(
         self, program: Callable[..., Any], rules: LayoutRules, *specs: tf.TensorSpec
@@ -138,9 +98,8 @@ class Cores:
         Raises:
             LayoutError: a rule names an unknown axis, or the program splits a size that does not
                 divide.
-            DeviceError: another process builds another program, or does not come in time.
         """
-        check_program(program)
+        _check_program(program)
         check_rules(rules)
         for spec in tf.nest.flatten(specs):
             if not isinstance(spec, tf.TypeSpec):
@@ -154,129 +113,73 @@ class Cores:
     ) -> list[Any]:
         """Runs a program once without tracing it, for tests and debuggers.
 
-        A program that runs often is faster as a `function`.
+        Each core has a thread, and all are devices of this process. A program that runs often is
+        faster as a `function`.
 
         Args:
             program: as for `function`; may call the collectives of `SimdLowering` at most 4096
                 times.
             rules: the layout rules.
-            args: one list of arguments per core of this process.
+            args: one list of arguments per core.
 
         Returns:
-            The program's result for each core of this process.
+            The program's result for each core.
 
         Raises:
             LayoutError: a rule names an unknown axis, or the program splits a size that does not
                 divide.
             ShapeError: the number of argument lists is not the number of cores.
-            DeviceError: see `on_all`.
-            Exception: the error of the first core that failed; see `CoreFunction`.
+            DeviceError: cores were not done at the time limit, for example because they call
+                different collectives.
+            Exception: the error of the first core that failed. After an error in a collective,
+                TensorFlow fails all later collectives of the process.
         """
-        check_program(program)
-        check_args(args, self.devices)
+        _check_program(program)
+        _check_args(args, self.devices)
         instance_keys = eager_instance_keys()
+        results: list[Any] = [None] * len(self.devices)
+        errors: list[BaseException] = []
 
-        def run(i: int) -> Any:
+        def run(i: int) -> None:
             core = self.numbers[i]
             collectives = TfCollectives(
                 self.mesh, core, self.tokens[i].handle, self.keys, iter(instance_keys)
             )
             lowering = SimdLowering(self.mesh, rules, collectives, core)
-            return run_program(program, lowering, args[i], warns=not i)
-
-        return self.on_all(run)
-
-    def on_all(self, run: Callable[[int], Any]) -> list[Any]:
-        """Calls a function for each core of this process, in threads, under the core's device.
-
-        A core that fails leaves the others waiting in a collective. They get some seconds to end by
-        themselves. Then this method aborts TensorFlow's collectives for the rest of the process. It
-        does the same if another process is gone or the time limit is over.
-
-        Args:
-            run: takes the position of the core among the cores of this process.
-
-        Returns:
-            The results, core by core.
-
-        Raises:
-            DeviceError: another process stopped answering, or the time limit is over.
-            Exception: the error of the first core that failed.
-        """
-        results: list[Any] = [None] * len(self.devices)
-        errors: list[BaseException] = []
-
-        def run_core(i: int) -> None:
             try:
                 with tf.device(self.devices[i]):
-                    results[i] = run(i)
+                    results[i] = _run_program(program, lowering, args[i], warns=not i)
             except BaseException as error:
                 errors.append(error)
 
         # The first core gets a thread too: the caller's graph and tapes belong to its thread, and
         # all cores must see the same. Daemon threads let a caller that gives up leave.
         threads = [
-            threading.Thread(target=run_core, args=(i,), daemon=True)
-            for i in range(len(self.devices))
+            threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(self.devices))
         ]
-        begin = time.monotonic()
+        limit = None if self.time_limit_s is None else time.monotonic() + self.time_limit_s
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive() and not errors:
-                thread.join(_POLL_SECONDS)
-                trouble = self._trouble(threads, time.monotonic() - begin)
-                if trouble and not errors:
-                    _end(threads, trouble)
-                    # Cores that needed no other core have ended by now.
-                    if errors or any(each.is_alive() for each in threads):
-                        raise DeviceError(trouble) from (errors[0] if errors else None)
+        while any(thread.is_alive() for thread in threads) and not errors:
+            for thread in threads:
+                thread.join(_POLL_SECONDS / len(threads))
+            if limit is not None and time.monotonic() > limit and not errors:
+                errors.append(self._late(threads))
         if errors:
             _end(threads, f"another core failed: {type(errors[0]).__name__}: {errors[0]}")
-            lost = self._lost_by(errors[0])
-            if lost:
-                raise DeviceError(lost) from errors[0]
             raise errors[0]
         return results
 
-    def _trouble(self, threads: Sequence[threading.Thread], seconds: float) -> str | None:
-        """Returns the reason why waiting any longer is useless, or None."""
-        gone = self.partners.gone()
-        if gone:
-            return self._gone_text(gone)
-        if self.time_limit_s is None or seconds < self.time_limit_s:
-            return None
-        waiting = [i for i, t in enumerate(threads, self.first_core) if t.is_alive()]
-        ended = [i for i, t in enumerate(threads, self.first_core) if not t.is_alive()]
-        told = f"cores {_listed(waiting)} of mesh '{self.mesh}' were not done in "
-        told += f"{self.time_limit_s:g} s"
+    def _late(self, threads: Sequence[threading.Thread]) -> DeviceError:
+        waiting = [i for i, thread in enumerate(threads) if thread.is_alive()]
+        ended = [i for i, thread in enumerate(threads) if not thread.is_alive()]
+        message = f"cores {_listed(waiting)} of mesh '{self.mesh}' were not done in "
+        message += f"{self.time_limit_s:g} s"
         if ended:
-            told += f", while cores {_listed(ended)} were"
-        silent = self.partners.silent()
-        if silent:
-            told += f": {self.partners.describe(silent)} does not answer"
-        elif not self.partners.alone:
-            told += f": {self.partners.describe(self.partners.others)} answers, but has not come"
-        return (
-            f"{told}. Do all run the same program, as often? If it only takes longer, give Cores "
-            "a higher time_limit_s"
-        )
-
-    def _lost_by(self, error: BaseException) -> str | None:
-        """Returns the cause of the error if another process is gone, else None."""
-        if self.partners.alone or not isinstance(error, _OF_PARTNERS):
-            return None
-        for _ in range(_LOOKS):
-            silent = self.partners.silent()
-            if silent:
-                return self._gone_text(silent)
-            time.sleep(1.0)
-        return None
-
-    def _gone_text(self, processes: Sequence[int]) -> str:
-        return (
-            f"{self.partners.describe(processes)} does not answer any more; it was killed, has "
-            "failed or has ended before the others. Look at its log, and start all processes again"
+            message += f", while cores {_listed(ended)} were"
+        return DeviceError(
+            f"{message}. Do all run the same program, as often? If it only takes longer, give "
+            "Cores a higher time_limit_s"
         )
 
 
@@ -299,11 +202,7 @@ def _join(threads: Sequence[threading.Thread]) -> None:
 
 
 class CoreFunction:
-    """A traced program that runs on all cores of this process when called.
-
-    Each core has a thread: a collective waits until all cores have called it, so calling one core
-    after the other would wait for ever. A single graph with the calls of all cores would grow with
-    their number.
+    """A traced program that runs on all cores when called, in one graph that calls it for each.
 
     Attributes:
         concrete: the traced function of core number, token and arguments.
@@ -320,54 +219,135 @@ class CoreFunction:
         self._cores = cores
         self._specs = specs
         self.lowering: SimdLowering
-        steps = [f"mesh '{cores.mesh}'", f"layout rules '{rules}'", *map(str, specs)]
 
         def core_program(core: tf.Tensor, token: tf.Tensor, *args: tf.Tensor) -> Any:
             stand_for_alike(token, cores.tokens[0])
-            collectives = TfCollectives(cores.mesh, core, token, cores.keys, calls=steps)
+            collectives = TfCollectives(cores.mesh, core, token, cores.keys)
             self.lowering = SimdLowering(cores.mesh, rules, collectives, core)
-            return run_program(program, self.lowering, args)
+            return _run_program(program, self.lowering, args)
 
-        failed: Exception | None = None
-        try:
-            self.concrete = tf.function(core_program, autograph=False).get_concrete_function(
-                tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.resource), *specs
-            )
-        except Exception as error:
-            failed = error
-        if cores.agreement is not None:
-            told = None if failed is None else f"{type(failed).__name__}: {failed}"[:2000]
-            try:
-                cores.agreement.check(steps, told, cores.on_all)
-            except DeviceError:
-                # The local error explains more than the collective's.
-                if failed is None:
-                    raise
-        if failed is not None:
-            raise failed
+        # TensorFlow must not inline the calls: collectives in loops of several cores in one graph
+        # wait for each other for ever.
+        function = tf.function(
+            core_program, autograph=False, experimental_attributes={"_noinline": True}
+        )
+        self.concrete = function.get_concrete_function(
+            tf.TensorSpec([], tf.int32), tf.TensorSpec([], tf.resource), *specs
+        )
+        self._run = tf.function(self._run_all, autograph=False)
 
     def __call__(self, args: Sequence[Sequence[tf.Tensor]]) -> list[Any]:
         """Runs one step on each core.
 
         Args:
-            args: one list of arguments per core of this process.
+            args: one list of arguments per core.
 
         Returns:
-            The program's result for each core of this process.
+            The program's result for each core.
 
         Raises:
             ShapeError: the number of argument lists is not the number of cores, or an argument does
                 not match its spec.
-            DeviceError: see `Cores.on_all`.
             Exception: the error of the first core that failed. After an error in a collective,
                 TensorFlow fails all later collectives of the process.
         """
+        devices = self._cores.devices
+        _check_args(args, devices)
+        # Cores see neither the caller's graph nor its tapes.
+        with outside_graphs():
+            on_devices: list[Any] = []
+            for core, (device, of_core) in enumerate(zip(devices, args, strict=True)):
+                _check_specs(core, of_core, self._specs)
+                with tf.device(device):
+                    tensors = tf.nest.map_structure(_tensor_of, tuple(of_core), self._specs)
+                on_devices.append(tensors)
+            return self._run(on_devices)
+
+    def _run_all(self, args: Sequence[Sequence[Any]]) -> list[Any]:
+        results: list[Any] = []
         cores = self._cores
-        check_args(args, cores.devices)
-        for core, given in enumerate(args, cores.first_core):
-            check_specs(core, given, self._specs)
+        for device, core, token, of_core in zip(
+            cores.devices, cores.numbers, cores.tokens, args, strict=True
+        ):
+            with tf.device(device):
+                results.append(self.concrete(core, token.handle, *of_core))
+        return results
 
-        def run(i: int) -> Any:
-            return self.concrete(cores.numbers[i], cores.tokens[i].handle, *args[i])
 
-        return cores.on_all(run)
+def _tensor_of(value: Any, spec: tf.TypeSpec) -> Any:
+    return tf.convert_to_tensor(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
+
+
+def _check_program(program: Any) -> None:
+    """Raises a LayoutError unless the program is a function."""
+    if not callable(program):
+        raise LayoutError(
+            f"program is {program!r}, which is no function; write a function of a lowering and the "
+            "arguments of a core"
+        )
+
+
+def _check_args(args: Any, devices: Sequence[str]) -> None:
+    """Raises a ShapeError unless there is one list of arguments per core."""
+    form = "give a list with a list of arguments for each core, as in [[x0], [x1]]"
+    if not isinstance(args, list | tuple):
+        raise ShapeError(f"the arguments of the cores are {described(args)}; {form}")
+    if len(args) != len(devices):
+        raise ShapeError(
+            f"arguments for {len(args)} cores were given; the mesh has {len(devices)}: "
+            f"{', '.join(devices)}"
+        )
+    for core, of_core in enumerate(args):
+        if not isinstance(of_core, list | tuple):
+            raise ShapeError(f"the arguments of core {core} are {described(of_core)}; {form}")
+
+
+def _check_specs(core: int, of_core: Sequence[Any], specs: Sequence[tf.TypeSpec]) -> None:
+    """Raises a ShapeError unless a core's arguments have the traced specs.
+
+    The traced program would use only a part of larger slices.
+    """
+    for position, value in enumerate(of_core):
+        if isinstance(value, Tensor):
+            raise ShapeError(
+                f"argument {position} of core {core} is {value!r}; give the core its slice, and "
+                "name its dims in the program: Tensor(lowering, (slice,), shape)"
+            )
+    try:
+        tf.nest.assert_same_structure(tuple(of_core), specs)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(
+            f"core {core} was given {len(of_core)} arguments; the program was built for "
+            f"{len(specs)}: {', '.join(map(str, specs))}"
+        ) from error
+    flat = zip(tf.nest.flatten(tuple(of_core)), tf.nest.flatten(specs), strict=True)
+    for position, (tensor, spec) in enumerate(flat):
+        if not isinstance(spec, tf.TensorSpec):
+            continue
+        sizes = tensor.shape if isinstance(tensor, tf.Tensor) else np.shape(tensor)
+        dtype = tensor.dtype if isinstance(tensor, tf.Tensor) else spec.dtype
+        if dtype != spec.dtype or not spec.shape.is_compatible_with(sizes):
+            raise ShapeError(
+                f"argument {position} of core {core} is {dtype.name} of sizes "
+                f"{sizes}, but the program was built for {spec.dtype.name} of sizes "
+                f"{spec.shape}; give it slices of these sizes, or build a function for others"
+            )
+
+
+def _run_program(
+    program: Callable[..., Any], lowering: SimdLowering, args: Sequence[Any], warns: bool = True
+) -> Any:
+    """Calls the program of a core and rejects results with named dims: their lowering has ended."""
+    result = program(lowering, *args)
+    if warns:
+        lowering.warn_of_misspelt_rules()
+    todo = [result]
+    for part in todo:
+        if isinstance(part, Tensor):
+            raise ShapeError(
+                f"the program of a core returns {part!r}; return the whole, ops.export_tensor(x), "
+                "or the core's slice, x.slices[0]"
+            )
+        if isinstance(part, list | tuple | Mapping):
+            todo += part.values() if isinstance(part, Mapping) else part
+    return result

@@ -18,13 +18,10 @@ Example:
 
 from pipemesh.recurrent.circular.alike_pipeline import alike_pipeline
 from pipemesh.recurrent.circular.layer_position import LayerPosition, layer_seed
-from pipemesh.recurrent.circular.ring import Beat, Ring
 from pipemesh.recurrent.circular.simd_pipeline import SimdPipeline
 
 __all__ = [
-    "Beat",
     "LayerPosition",
-    "Ring",
     "SimdPipeline",
     "alike_pipeline",
     "layer_seed",

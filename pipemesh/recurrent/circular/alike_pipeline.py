@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.recurrent.circular.tick_loop import Leaves, TickLoop
-from pipemesh.recurrent.circular.traced_stages import TracedStages
+from pipemesh.recurrent.circular.tick_loop import Leaves, ScheduledTicks, Sums, Tick, TickLoop
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.remat import Mode, remat_of
+from pipemesh.recurrent.remat import FULL, Mode, remat_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.table.machine import Machine, State
-from pipemesh.recurrent.watch.finite_values import LOCATING
+from pipemesh.recurrent.watch.finite_values import LOCATING, empty_note
 from pipemesh.schedule import Action, Schedule, looped_bfs
 
 
@@ -118,8 +118,8 @@ def check_schedule(schedule: Schedule) -> None:
     """Raises a ScheduleError if a loop over ticks cannot run the schedule."""
     devices, stages = schedule.num_devices, schedule.num_stages
     if stages % devices == 0:
-        own = looped_bfs(devices, schedule.num_microbatches, stages // devices)
-        if schedule in (own, own.only_forward()):
+        supported = looped_bfs(devices, schedule.num_microbatches, stages // devices)
+        if schedule in (supported, supported.only_forward()):
             return
     raise ScheduleError(
         "a loop over ticks runs all forward passes of a stage, then those of the device's next "
@@ -129,10 +129,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 class Circular:
-    """A performer that runs a schedule as one loop forward and one backward.
-
-    `modes` of remat are all `full`; the parameter makes it exchangeable with other performers.
-    """
+    """A performer that runs a schedule as one loop forward and one backward."""
 
     def __init__(
         self,
@@ -144,6 +141,7 @@ class Circular:
         cutting: Cutting,
         modes: Mapping[tuple[int, int], Mode],
     ) -> None:
+        # All are `full`; the parameter makes performers exchangeable.
         del modes
         self.state = state
         self._machine = machine
@@ -162,8 +160,7 @@ class Circular:
         self._ticking = TracedStages(machine, self._devices)
         mesh = Mesh(((LAYERS_AXIS, len(self._devices)),))
         lowering = PlacementLowering(mesh, LayoutRules(), self._devices)
-        has_gradient = [i in self._ticking.floating for i in range(len(inputs))]
-        self._loop = TickLoop(schedule, lowering, self._ticking, has_gradient)
+        self._loop = TickLoop(lowering, ScheduledTicks(schedule))
         self._outputs: Leaves = ()
         self._saved: Leaves = ()
         self._seeds: Grads = []
@@ -173,7 +170,7 @@ class Circular:
         """Runs the loop for these actions, forward or backward."""
         if actions[0].kind == "F":
             stream = tuple(self._cut(tensor) for tensor in self._inputs)
-            self._outputs, self._saved = self._loop.forward(stream, [])
+            self._outputs, self._saved = self._loop.forward(self._ticking, stream)
             return
         seeds = []
         for i in self._ticking.floating:
@@ -182,8 +179,7 @@ class Circular:
                 with tf.device(self._devices[0]):
                     grad = tf.zeros(self._inputs[i].shape, self._inputs[i].dtype)
             seeds.append(self._cut(grad))
-        saved = self._saved
-        self._grads, sums = self._loop.backward(tuple(seeds), saved, [])
+        self._grads, sums = self._loop.backward(self._ticking, tuple(seeds), self._saved)
         self.state.accumulators = [list(of_stage) for of_stage in sums]
 
     def seed(self, output_grads: Grads) -> None:
@@ -198,9 +194,9 @@ class Circular:
     def input_grads(self) -> Grads:
         """Returns the gradients of the pipeline's inputs."""
         with tf.device(self._machine.stages[0].device):
-            found = dict(zip(self._ticking.floating, self._grads, strict=True))
+            grads = dict(zip(self._ticking.floating, self._grads, strict=True))
             names = self._machine.traced[0].gradients.of_inputs
-            return [None if name is None else self._join(found[i]) for i, name in enumerate(names)]
+            return [None if name is None else self._join(grads[i]) for i, name in enumerate(names)]
 
     def _cut(self, tensor: tf.Tensor) -> Slices:
         """Returns the microbatches, stacked, for the first core, and zeros for the others."""
@@ -236,25 +232,25 @@ def _checked(stage: Stage) -> Stage:
     return dataclasses.replace(stage, forward=forward)
 
 
-def _check_alike(name: str, given: Sequence[tf.Tensor], found: Sequence[tf.Tensor]) -> None:
-    if len(found) != len(given):
+def _check_alike(name: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor]) -> None:
+    if len(outputs) != len(inputs):
         raise PipelineError(
-            f"stage {name!r} returns {len(found)} tensors and is given {len(given)}; in a loop "
+            f"stage {name!r} returns {len(outputs)} tensors and is given {len(inputs)}; in a loop "
             "over ticks they are alike: hand on what later stages need, or use "
             "lowering='placement'"
         )
-    for number, (mine, theirs) in enumerate(zip(found, given, strict=True)):
-        if not mine.shape.is_fully_defined():
+    for number, (output, input_) in enumerate(zip(outputs, inputs, strict=True)):
+        if not output.shape.is_fully_defined():
             raise PipelineError(
-                f"output {number} of stage {name!r} has shape {mine.shape}; a loop over ticks "
-                f"needs static shapes: set it with tf.ensure_shape, to {theirs.shape}"
+                f"output {number} of stage {name!r} has shape {output.shape}; a loop over ticks "
+                f"needs static shapes: set it with tf.ensure_shape, to {input_.shape}"
             )
-        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        if output.shape != input_.shape or output.dtype != input_.dtype:
             raise PipelineError(
-                f"output {number} of stage {name!r} is {mine.dtype.name} of shape {mine.shape}, "
-                f"but it is given {theirs.dtype.name} of shape {theirs.shape}; in a loop over "
-                "ticks they are alike: put layers that change them before or behind the stack, or "
-                "use lowering='placement'"
+                f"output {number} of stage {name!r} is {output.dtype.name} of shape "
+                f"{output.shape}, but it is given {input_.dtype.name} of shape {input_.shape}; in "
+                "a loop over ticks they are alike: put layers that change them before or behind "
+                "the stack, or use lowering='placement'"
             )
 
 
@@ -264,3 +260,125 @@ def _check_tells_nothing(traced: TracedStage) -> None:
             f"stage {traced.stage.name!r} writes summaries, which a loop over ticks does not hand "
             "on; turn them off (the cluster's add_summary=False), or use lowering='placement'"
         )
+
+
+class TracedStages:
+    """The computation of one tick of `alike_pipeline`: on each core, the stage that is due.
+
+    A core chooses among the functions of its stages, so each stage keeps its own weights and random
+    numbers. At ticks without work it passes its input on: it computes nothing, and no check fails.
+    """
+
+    def __init__(self, machine: Machine, devices: Sequence[str]) -> None:
+        self._devices = devices
+        self._stages = machine.stages
+        self._traced = machine.traced
+        self._passes = [machine.passes(number, FULL) for number in range(len(machine.stages))]
+        for passes in self._passes:
+            passes.make()
+        self._steps: Tensors = []
+        for device in devices:
+            with tf.device(device):
+                # Tensors that a loop uses are moved to its device before.
+                self._steps.append(tf.identity(machine.step))
+        specs = self._traced[0].output_specs
+        # Indices of the tensors between stages that may have a gradient.
+        self.floating = [i for i, spec in enumerate(specs) if is_differentiable(spec)]
+
+    def forward(self, now: Tick, x: Leaves) -> Leaves:
+        """Returns the outputs of the stages."""
+
+        def on_core(core: int, scalars: Tensors) -> Tensors:
+            inputs = [leaf[core] for leaf in x]
+
+            def stage(number: int) -> Tensors:
+                theta = list(self._stages[number].theta)
+                return self._passes[number].forward(theta, [], inputs, scalars, [empty_note()])[0]
+
+            return self._choose(core, now, stage, inputs)
+
+        return tuple(zip(*self._each_core(now, on_core), strict=True))
+
+    def zero_sums(self) -> Sums:
+        """Returns for each stage zero sums of the gradients of its weights."""
+        return tuple(tuple(passes.zero_gradients()) for passes in self._passes)
+
+    def backward(self, now: Tick, x: Leaves, grad_y: Leaves, sums: Sums) -> tuple[Leaves, Sums]:
+        """Recomputes the stages; returns gradients of their inputs, and the sums."""
+        new = [list(of_stage) for of_stage in sums]
+
+        def on_core(core: int, scalars: Tensors) -> Tensors:
+            inputs, grads = [leaf[core] for leaf in x], [leaf[core] for leaf in grad_y]
+            numbers = range(core, len(self._stages), len(self._devices))
+
+            def stage(number: int) -> Tensors:
+                grad_x, added = self._backward_of(number, inputs, grads, scalars, sums[number])
+                return [
+                    *grad_x,
+                    *(t for other in numbers for t in (added if other == number else sums[other])),
+                ]
+
+            idle = [*map(tf.zeros_like, grads), *(t for number in numbers for t in sums[number])]
+            results = iter(self._choose(core, now, stage, idle))
+            grad_x = [next(results) for _ in grads]
+            for number in numbers:
+                new[number] = [next(results) for _ in sums[number]]
+            return grad_x
+
+        return tuple(zip(*self._each_core(now, on_core), strict=True)), tuple(map(tuple, new))
+
+    def _backward_of(
+        self,
+        number: int,
+        inputs: Tensors,
+        grads: Tensors,
+        scalars: Tensors,
+        sums: Sequence[tf.Tensor],
+    ) -> tuple[Tensors, Tensors]:
+        traced, passes = self._traced[number], self._passes[number]
+        by_name = dict(zip(traced.inputs, inputs, strict=True))
+        by_place = dict(zip(self.floating, grads, strict=True))
+        result = passes.backward(
+            list(self._stages[number].theta),
+            [by_name[name] for name in passes.cuts.kept],
+            [by_place[i] for i in traced.gradients.of_outputs],
+            scalars,
+            list(sums),
+            [empty_note()],
+        )
+        grad_x = [
+            tf.zeros_like(inputs[i]) if grad is None else grad
+            for i in self.floating
+            for grad in [result.input_grads[i]]
+        ]
+        return grad_x, result.accumulators or []
+
+    def _each_core(self, now: Tick, on_core: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
+        results: list[Tensors] = []
+        for core, device in enumerate(self._devices):
+            with tf.device(device):
+                microbatch = tf.cast(now.microbatch[core], tf.int64)
+                results.append(on_core(core, [microbatch, self._steps[core]]))
+        return results
+
+    def _choose(
+        self, core: int, now: Tick, stage: Callable[[int], Tensors], idle: Tensors
+    ) -> Tensors:
+        """Returns the result of the stage that is due, or of `idle` at a tick without work."""
+        device = self._devices[core]
+
+        def branch(number: int) -> Callable[[], Tensors]:
+            def compute() -> Tensors:
+                with tf.device(device):
+                    return list(stage(number))
+
+            return compute
+
+        def hand_on() -> Tensors:
+            with tf.device(device):
+                return [tf.identity(t) for t in idle]
+
+        numbers = range(core, len(self._stages), len(self._devices))
+        which = tf.where(now.busy[core], now.round[core] + 1, 0)
+        results = tf.switch_case(which, [hand_on, *map(branch, numbers)])
+        return list(results)

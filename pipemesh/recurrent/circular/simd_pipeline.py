@@ -1,9 +1,10 @@
-"""A pipeline of identical stages, as one program that every core runs."""
+"""A pipeline of identical layers with named dims, as one program that every core runs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,25 +13,33 @@ from pipemesh.backend.gradients import attach_gradient, is_recorded, unrecorded
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
-from pipemesh.lowering.differentiate import lost_in_layer
+from pipemesh.lowering.differentiate import call_alone, check_no_layers_axis, lost_in_layer
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor, union_axes
 from pipemesh.mesh import Dim, Mesh, Shape
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS, check_mesh
-from pipemesh.recurrent.circular.named_stage import (
-    Activations,
-    LayerFunction,
-    LoopWeight,
-    NamedStage,
+from pipemesh.recurrent.circular.layer_position import LayerPosition
+from pipemesh.recurrent.circular.tick_loop import (
+    Leaves,
+    ScheduledTicks,
+    Sums,
+    Tick,
+    TickLoop,
+    keep,
 )
-from pipemesh.recurrent.circular.tick_loop import TickLoop
+from pipemesh.recurrent.options import sum_dtype
 from pipemesh.schedule import Schedule, looped_bfs
 
 VIRTUAL_DIM = "virtual_stages"
 LAYERS_DIM = "layers"
 INNER_DIM = "layers_of_stage"
 STACK_DIMS = (VIRTUAL_DIM, LAYERS_DIM, INNER_DIM)
+
+# Takes and returns activations, one tensor or a tuple. Its arguments are the activations, the
+# weights, the position, and the tensors of `along`, if any.
+Activations = Tensor | tuple[Tensor, ...]
+LayerFunction = Callable[..., Activations]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +182,8 @@ class SimdPipeline:
         shapes = tuple(map(self._check_activations, leaves))
         sides = [(self._check_input(tensor), self._cut(tensor)) for tensor in along]
         known = [self._describe(name, weight, leaves) for name, weight in weights.items()]
-        stage = NamedStage(
+        make_stage = functools.partial(
+            NamedStage,
             lowering,
             layer,
             self.layers_per_stage,
@@ -182,19 +192,20 @@ class SimdPipeline:
             known,
             sides,
         )
-        loop = TickLoop(self.schedule, lowering, stage, [True] * len(leaves))
+        loop = TickLoop(lowering, ScheduledTicks(self.schedule))
         streams = [lowering.vary(self._cut(leaf), self._layers_axes) for leaf in leaves]
-        parts = [
+        weight_slices = [
             lowering.vary(weight.slices, about.summed_later)
             for weight, about in zip(weights.values(), known, strict=True)
         ]
+        results = _run(lowering, loop, make_stage, streams, weight_slices)
         outputs = tuple(
             Tensor(
                 lowering,
                 self._join(lowering, lowering.all_reduce(slices, self._layers_axes), leaf),
                 leaf.shape,
             )
-            for slices, leaf in zip(_run(lowering, loop, streams, parts), leaves, strict=True)
+            for slices, leaf in zip(results, leaves, strict=True)
         )
         return outputs if isinstance(x, tuple) else outputs[0]
 
@@ -297,18 +308,23 @@ def _no_second(_: Any) -> list[tf.Tensor]:
 
 
 def _run(
-    lowering: Lowering, loop: TickLoop, streams: Sequence[Slices], weights: list[Slices]
+    lowering: Lowering,
+    loop: TickLoop,
+    make_stage: Callable[[Sequence[Slices]], NamedStage],
+    streams: Sequence[Slices],
+    weights: Sequence[Slices],
 ) -> list[Slices]:
-    """Runs the loop with a custom gradient."""
+    """Runs the loop with a custom gradient; `make_stage` takes the slices of weights."""
     n = lowering.num_slices
     with unrecorded():
         if not tf.executing_eagerly():
-            outputs, saved = loop.forward(tuple(streams), weights)
+            outputs, saved = loop.forward(make_stage(weights), tuple(streams))
         else:
             # No tape watches copies: the watched tensors are the outer ones.
             copies = [lowering.raw_map(tf.identity, part) for part in (*streams, *weights)]
     if tf.executing_eagerly():
-        outputs, saved = loop.forward(tuple(copies[: len(streams)]), copies[len(streams) :])
+        stage = make_stage(copies[len(streams) :])
+        outputs, saved = loop.forward(stage, tuple(copies[: len(streams)]))
         if is_recorded([part for leaf in outputs for part in leaf]):
             raise lost_in_layer("a tensor")
 
@@ -317,13 +333,13 @@ def _run(
     saved = tuple(lowering.raw_map(tf.stop_gradient, leaf) for leaf in saved)
 
     def backward(grads: Any) -> list[tf.Tensor]:
-        of_streams, sums = loop.backward(_by_number(grads, n), saved, weights)
+        grad_streams, sums = loop.backward(make_stage(weights), _by_number(grads, n), saved)
         grad_weights = [
             lowering.raw_map(lambda sum_, part: tf.cast(sum_, part.dtype), *pair)
             for pair in zip(sums, weights, strict=True)
         ]
-        found = [part for parts in (*of_streams, *grad_weights) for part in parts]
-        return attach_gradient(found, [*grads, *inputs], _no_second, across_devices=n > 1)
+        results = [part for parts in (*grad_streams, *grad_weights) for part in parts]
+        return attach_gradient(results, [*grads, *inputs], _no_second, across_devices=n > 1)
 
     flat = [part for leaf in outputs for part in leaf]
     return list(_by_number(attach_gradient(flat, inputs, backward, across_devices=n > 1), n))
@@ -332,3 +348,250 @@ def _run(
 def _by_number(flat: Sequence[tf.Tensor], number: int) -> tuple[Slices, ...]:
     """Groups a flat list into tuples of the given length."""
     return tuple(tuple(flat[i : i + number]) for i in range(0, len(flat), number))
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopWeight:
+    """A loop's description of a weight."""
+
+    name: str
+    shape: Shape  # of the weight of one layer
+    # Each layer has its own weight; slices begin with the dims virtual stage, core (of size 1) and
+    # layer within the stage.
+    stacked: bool
+    summed_later: tuple[str, ...]  # axes over which the loop's gradients must still be summed
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes of `summed_later` along which all copies compute the same layer."""
+        return tuple(axis for axis in self.summed_later if axis != LAYERS_AXIS)
+
+
+class StackedWeight:
+    """A core's slices `[V, 1, L, ...]` of a stacked weight, read layer by layer.
+
+    Make it before the loop. It reads rows along the first dim, which share memory with the slices,
+    so a tick copies nothing.
+    """
+
+    def __init__(self, lowering: Lowering, slices: Slices) -> None:
+        self._lowering = lowering
+        rounds, _, self._num_layers, *sizes = static_sizes(slices[0])
+        self._one_round = rounds == 1
+        self._rows = lowering.raw_map(lambda part: tf.reshape(part, [-1, *sizes]), slices)
+
+    def at(self, layer: int, rounds: Slices) -> Slices:
+        """Returns the weights of a layer of each processor's stage, by the stage's round."""
+        if self._one_round:
+            return self._lowering.raw_map(lambda rows: rows[layer], self._rows)
+        return self._lowering.raw_map(
+            lambda rows, round_: rows[round_ * self._num_layers + layer], self._rows, rounds
+        )
+
+
+class NamedStage:
+    """The computation of one tick of a `SimdPipeline`: some layers, one after the other.
+
+    At ticks without work a core computes with whatever its buffer holds. `shapes` are those of one
+    microbatch, a single one if the layer takes one tensor; `batch` is the dim of the whole batch.
+    `along` has shapes of the layer's other inputs for a microbatch, and slices of all microbatches.
+    """
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        layer: LayerFunction,
+        layers_per_stage: int,
+        shapes: Shape | tuple[Shape, ...],
+        batch: Dim,
+        weights: Sequence[LoopWeight],
+        along: Sequence[tuple[Shape, Slices]],
+        slices: Sequence[Slices],
+    ) -> None:
+        self._lowering = lowering
+        self._layer = layer
+        self._layers_per_stage = layers_per_stage
+        self._is_one = isinstance(shapes, Shape)
+        self._shapes = (shapes,) if isinstance(shapes, Shape) else shapes
+        self._batch = batch
+        self._weights = tuple(weights)
+        self._along = tuple(along)
+        self._slices = [lowering.raw_map(tf.identity, part) for part in slices]
+        self._stacked = [
+            StackedWeight(lowering, part) if weight.stacked else None
+            for weight, part in zip(weights, self._slices, strict=True)
+        ]
+
+    def forward(self, now: Tick, x: Leaves) -> Leaves:
+        """Returns the activations after the stage."""
+        weights = self._layer_weights(now)
+        return self._stage(now, x, weights, weights)
+
+    def zero_sums(self) -> Sums:
+        """Returns the sums of gradients before the first tick, at least in 32 bits."""
+        return tuple(
+            self._lowering.raw_map(lambda w: tf.zeros(w.shape, sum_dtype(w.dtype)), part)
+            for part in self._slices
+        )
+
+    def backward(self, now: Tick, x: Leaves, grad_y: Leaves, sums: Sums) -> tuple[Leaves, Sums]:
+        """Recomputes the stage; returns the gradient of its input, and the new sums."""
+        grad_x, grad_weights = self._gradient(now, x, grad_y)
+        new_sums = tuple(
+            self._add(weight, now, sum_, grad)
+            for weight, sum_, grad in zip(self._weights, sums, grad_weights, strict=True)
+        )
+        return grad_x, new_sums
+
+    def _layer_weights(self, now: Tick) -> list[list[Slices]]:
+        """Returns the weights of each layer of the stage."""
+        return [
+            [
+                # A separate tensor for each use, so that their gradients stay separate.
+                self._lowering.raw_map(tf.identity, part)
+                if stacked is None
+                else stacked.at(j, now.round)
+                for stacked, part in zip(self._stacked, self._slices, strict=True)
+            ]
+            for j in range(self._layers_per_stage)
+        ]
+
+    def _stage(
+        self,
+        now: Tick,
+        x: Leaves,
+        whole: Sequence[Sequence[Slices]],
+        partial: Sequence[Sequence[Slices]],
+    ) -> Leaves:
+        lowering = self._lowering
+        along = [
+            Tensor(lowering, lowering.raw_map(tf.gather, slots, now.microbatch), shape)
+            for shape, slots in self._along
+        ]
+        for j, (of_layer, shared) in enumerate(zip(whole, partial, strict=True)):
+            numbers = lowering.raw_map(
+                lambda stage, j=j: stage * self._layers_per_stage + j, now.stage
+            )
+            size = self._shapes[0][self._batch.name].size
+            position = LayerPosition(lowering, numbers, now.microbatch, self._batch, size)
+            weights = {
+                weight.name: StageWeight(lowering, a, weight.shape, b, weight.batch_axes)
+                for weight, a, b in zip(self._weights, of_layer, shared, strict=True)
+            }
+            x_in = tuple(
+                Tensor(lowering, leaf, shape) for leaf, shape in zip(x, self._shapes, strict=True)
+            )
+            inputs = [part for parts in (*x, *of_layer, *shared) for part in parts]
+            with check_no_layers_axis(lowering), position.entered():
+                y = call_alone(
+                    functools.partial(self._call_layer, x_in, weights, position, along),
+                    inputs,
+                    lambda y: [part for leaf in y for part in leaf.slices],
+                    lost_in_layer,
+                )
+            x = tuple(leaf.slices for leaf in y)
+        return x
+
+    def _call_layer(
+        self,
+        x: tuple[Tensor, ...],
+        weights: Mapping[str, Tensor],
+        position: LayerPosition,
+        along: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        activations = x[0] if self._is_one else x
+        y: Any = self._layer(activations, weights, position, *along)
+        leaves = (y,) if self._is_one else y
+        if not isinstance(leaves, tuple) or not _are_alike(leaves, x):
+            raise PipelineError(
+                f"the layer function returned {y!r} for {activations!r}; all layers are alike, so "
+                "its result has the shape and dtype of its input, dims in the same order"
+            )
+        return leaves
+
+    def _gradient(self, now: Tick, x: Leaves, grad_y: Leaves) -> tuple[Leaves, list[list[Slices]]]:
+        """Recomputes a stage; returns gradients of its input and of each layer's weights."""
+        raw_map = self._lowering.raw_map
+        whole = self._layer_weights(now)
+        partial = [[raw_map(tf.identity, part) for part in row] for row in whole]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([x, whole, partial])
+            y = self._stage(now, x, whole, partial)
+        # Nested like the sources of the gradient, which types cannot express.
+        grads: Any = tape.gradient(
+            [part for leaf in y for part in leaf],
+            [x, whole, partial],
+            output_gradients=[part for leaf in grad_y for part in leaf],
+        )
+        grad_x, grad_whole, grad_partial = grads
+        results: list[list[Slices]] = []
+        for i, weight in enumerate(self._weights):
+            copies = self._lowering.group_size(weight.batch_axes)
+            results.append(
+                [
+                    self._join(part[i], a[i], b[i], copies)
+                    for part, a, b in zip(whole, grad_whole, grad_partial, strict=True)
+                ]
+            )
+        of_x = tuple(self._or_zeros(*pair) for pair in zip(grad_x, x, strict=True))
+        return of_x, results
+
+    def _or_zeros(self, grads: Sequence[Any], like: Slices) -> Slices:
+        if any(grad is None for grad in grads):
+            return self._lowering.raw_map(tf.zeros_like, like)
+        # Gradients of lookups are sparse.
+        return self._lowering.raw_map(tf.convert_to_tensor, tuple(grads))
+
+    def _join(self, part: Slices, whole: Any, partial: Any, copies: int) -> Slices:
+        """Adds a copy's contribution to a sum and its share of a tensor that copies have whole."""
+        if any(grad is None for grad in whole):
+            return self._or_zeros(partial, part)
+        share = self._lowering.raw_map(
+            lambda grad: tf.convert_to_tensor(grad) / tf.cast(copies, grad.dtype), tuple(whole)
+        )
+        if any(grad is None for grad in partial):
+            return share
+        return self._lowering.raw_map(tf.add, share, self._or_zeros(partial, part))
+
+    def _add(self, weight: LoopWeight, now: Tick, sums: Slices, grads: Sequence[Slices]) -> Slices:
+        """Adds one tick's gradients of a weight."""
+
+        def add(sum_: tf.Tensor, busy: tf.Tensor, which: tf.Tensor, *parts: Any) -> tf.Tensor:
+            wide = [tf.cast(part, sum_.dtype) for part in parts]
+            if not weight.stacked:
+                return sum_ + keep(busy, tf.add_n(wide))
+            grad = keep(busy, tf.stack(wide))
+            if sum_.shape[0] == 1:
+                return sum_ + grad[None, None]
+            return tf.tensor_scatter_nd_add(sum_, [[which]], grad[None, None])
+
+        return self._lowering.raw_map(add, sums, now.busy, now.round, *grads)
+
+
+def _are_alike(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
+    return len(outputs) == len(inputs) and all(
+        isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype
+        for y, x in zip(outputs, inputs, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageWeight(Tensor):
+    """A weight that is equal along axes and sums its gradient over them once, after a loop.
+
+    Data-parallel copies of a weight sum their gradients wherever the weight meets activations. In a
+    loop that would be one all-reduce per tick. Here `vary` returns a tensor made from `partial`,
+    whose gradient is one processor's contribution to the sum. Uses that do not vary, such as a norm
+    of the weight, read `slices`, whose gradient is complete on each processor.
+    """
+
+    partial: Slices  # the same values as `slices`
+    summed_later: tuple[str, ...]  # axes
+
+    def vary(self, axes: Sequence[str]) -> Slices:
+        """Returns the slices, marked as different along all of `axes` (see `Lowering.vary`)."""
+        lacking = [axis for axis in axes if axis not in self.split_axes]
+        if self.summed_later and set(self.summed_later) <= set(lacking):
+            rest = [axis for axis in lacking if axis not in self.summed_later]
+            return self.lowering.vary(self.partial, rest)
+        return self.lowering.vary(self.slices, lacking)

@@ -1,10 +1,21 @@
-"""The loop over ticks, forward and backward."""
+"""The loop over ticks: alike stages in turn, forward and backward, or around a ring of cores.
+
+The state of a core is the tensor from its neighbour (`buffer`) and a slot for each microbatch. The
+first core takes its input from the slot of the microbatch. The tensor that leaves the last core
+goes to that slot, as input of the next stage or as output. The slots of the other cores are unused.
+`where` keeps results of ticks without work, even NaN, out of results and gradients.
+
+`forward` runs microbatches that wait in the slots, and saves the input of each tick. `backward`
+runs the same ticks in the reverse order, recomputes each stage, and sends gradients in the other
+direction. `run` is for microbatches that return: results of the last stage determine the next
+inputs of the first one. It has no gradient.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -12,7 +23,7 @@ import tensorflow as tf
 from pipemesh.backend.devices import place_beside_inputs
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.schedule import Action, Schedule
+from pipemesh.schedule import Schedule
 from pipemesh.schedule.simulate import lockstep
 
 # For each tensor of the activations its slices.
@@ -21,226 +32,226 @@ Leaves = tuple[Slices, ...]
 Sums = tuple[Slices, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tick:
-    """The work of all processors at one tick, as `Slices` with a value for each.
+class Tick(NamedTuple):
+    """The work of a core at a tick: int32 scalars, or `Slices` of these for all processors."""
 
-    Attributes:
-        stages: the number of the stage; int32 like the next two.
-        rounds: the index of the stage among those of the core.
-        microbatches: the number of the microbatch.
-        busy: whether there is work; if not, the numbers are 0.
-        read_slot: the slot that the first core takes its input from.
-        write_slot: the slot where it puts the tensor from the last core.
-        writes: whether the last core sends a tensor.
+    number: Any  # of the tick, equal for all cores
+    turn: Any  # number of completed passes through all stages
+    stage: Any
+    round: Any  # index of the stage among those of the core
+    microbatch: Any  # in decoding a group of prompts
+    busy: Any  # bool; if false, the numbers are arbitrary valid ones
+
+
+class Timetable(Protocol):
+    """The work of all cores at all ticks."""
+
+    @property
+    def num_ticks(self) -> Any:
+        """Returns the number of ticks, an int or an int32 scalar."""
+        ...
+
+    def of_core(self, core: Any) -> Any:
+        """Returns what `at` needs of a core, an int or an int32 scalar."""
+        ...
+
+    def at(self, number: Any, of_core: Any) -> Tick:
+        """Returns the work at a tick."""
+        ...
+
+
+class ScheduledTicks:
+    """The forward passes of a schedule, looked up in its table; `turn` is always 0."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        rows = lockstep(schedule.only_forward())
+        self.num_ticks = len(rows[0])
+        # Turn, stage, round, microbatch and busy flag of each core at each tick.
+        self._table = np.zeros([len(rows), self.num_ticks, 5], np.int32)
+        for core, row in enumerate(rows):
+            for number, action in enumerate(row):
+                if action is not None:
+                    round_ = action.stage // schedule.num_devices
+                    self._table[core, number] = 0, action.stage, round_, action.microbatch, 1
+
+    def of_core(self, core: Any) -> tf.Tensor:
+        """Returns the core's part of the table."""
+        if isinstance(core, int):
+            return tf.constant(self._table[core])
+        return tf.gather(tf.constant(self._table), core)
+
+    def at(self, number: Any, of_core: tf.Tensor) -> Tick:
+        """Looks up the work."""
+        turn, stage, round_, microbatch, busy = tf.unstack(of_core[number])
+        return Tick(number, turn, stage, round_, microbatch, tf.equal(busy, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class RingTicks:
+    """The schedule `pipemesh.schedule.decode`, computed: microbatches go round and round.
+
+    A microbatch returns to a core after `max(num_microbatches, num_cores)` ticks.
     """
 
-    stages: Slices
-    rounds: Slices
-    microbatches: Slices
-    busy: Slices
-    read_slot: tf.Tensor
-    write_slot: tf.Tensor
-    writes: tf.Tensor
+    num_cores: int
+    num_microbatches: int
+    num_rounds: int  # stages per core
+    num_turns: Any  # an int, or an int32 scalar that is known only at run time; at least 1
+
+    @property
+    def num_ticks(self) -> Any:
+        """Returns the number of ticks until the last microbatch leaves the last stage."""
+        last = (self.num_turns * self.num_rounds - 1) * self._period
+        return last + self.num_microbatches + self.num_cores - 1
+
+    def of_core(self, core: Any) -> Any:
+        """Returns the core's number."""
+        return core
+
+    def at(self, number: Any, of_core: Any) -> Tick:
+        """Computes the work."""
+        core, since = of_core, number - of_core
+        index = tf.maximum(since, 0)
+        passed, microbatch = index // self._period, index % self._period
+        turn, round_ = passed // self.num_rounds, passed % self.num_rounds
+        busy = (since >= 0) & (microbatch < self.num_microbatches) & (turn < self.num_turns)
+        microbatch = tf.minimum(microbatch, self.num_microbatches - 1)
+        return Tick(number, turn, round_ * self.num_cores + core, round_, microbatch, busy)
+
+    @property
+    def _period(self) -> int:
+        return max(self.num_microbatches, self.num_cores)
 
 
 class TickStage(Protocol):
-    """The computation of a core at a tick."""
+    """The computation of a core at a tick, with a gradient."""
 
-    def forward(self, now: Tick, x: Leaves, weights: Sequence[Slices]) -> Leaves:
+    def forward(self, now: Tick, x: Leaves) -> Leaves:
         """Returns the activations after the stage, of the same shapes and dtypes."""
         ...
 
-    def zero_sums(self, weights: Sequence[Slices]) -> Sums:
+    def zero_sums(self) -> Sums:
         """Returns the sums of weights' gradients before the first tick."""
         ...
 
-    def backward(
-        self,
-        now: Tick,
-        x: Leaves,
-        weights: Sequence[Slices],
-        grad_y: Leaves,
-        sums: Sums,
-    ) -> tuple[Leaves, Sums]:
+    def backward(self, now: Tick, x: Leaves, grad_y: Leaves, sums: Sums) -> tuple[Leaves, Sums]:
         """Returns the gradients of `x` where it has some, and the sums after this tick."""
         ...
 
 
 class TickLoop:
-    """A loop over all ticks of a pipeline, in the order of a schedule.
+    """A loop over all ticks of a timetable, on one core per index of the axis `layers`."""
 
-    The state of a core is the tensor from its neighbour (`buffer`) and a slot for each microbatch
-    (`stream`). At first the slots hold the inputs, and the first core takes one at each tick. The
-    tensor that leaves the last core goes to a slot of the first core, as input of its next stage or
-    as output. The slots of the other cores are unused. The forward loop saves the input of each
-    tick. The backward loop recomputes each stage and sends gradients in the other direction.
-    `where` keeps results of ticks without work, even NaN, out of results and gradients.
-
-    Args:
-        schedule: all forward passes, then all backward passes in the reverse order.
-        lowering: of all tensors.
-        stage: the computation of a core.
-        differentiable: for each tensor of the activations whether it has a gradient.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        lowering: Lowering,
-        stage: TickStage,
-        differentiable: Sequence[bool] = (True,),
-    ) -> None:
-        self._num_cores = schedule.num_devices
-        self._lowering = lowering
-        self._stage = stage
-        self._differentiable = tuple(differentiable)
-        forward = lockstep(schedule.only_forward())
-        self._num_ticks = len(forward[0])
-        # For both directions: stage, microbatch and busy flag of each core at each tick.
-        whole = lockstep(schedule)
-        self._tables = [
-            np.array([[_entry(a) for a in row] for row in rows], np.int32)
-            for rows in (forward, [row[self._num_ticks :] for row in whole])
-        ]
+    def __init__(self, lowering: Lowering, timetable: Timetable) -> None:
+        self._lowering, self._timetable = lowering, timetable
+        self._num_cores = lowering.mesh.num_stages
         if self._num_cores > 1:
-            cores = lowering.coordinate(LAYERS_AXIS)
+            self._cores = lowering.coordinate(LAYERS_AXIS)
         else:
-            cores = lowering.raw_map(lambda: tf.constant(0))
-        self._cores = cores
-        self._is_first = lowering.raw_map(lambda core: tf.equal(core, 0), cores)
+            self._cores = lowering.raw_map(lambda: tf.constant(0))
+        self._is_first = lowering.raw_map(lambda core: tf.equal(core, 0), self._cores)
+        self._work = lowering.raw_map(timetable.of_core, self._cores)
 
-    def forward(self, stream: Leaves, weights: Sequence[Slices]) -> tuple[Leaves, Leaves]:
-        """Runs the stages.
+    def run(
+        self,
+        stage: Callable[[Tick, Leaves, Any], tuple[Leaves, Any]],
+        state: Any,
+        buffer: Leaves,
+        slots: Leaves = (),
+        enter: Callable[[Tick, Any], tuple[Leaves, Any]] | None = None,
+        leave: Callable[[Tick, Leaves, Any], Any] | None = None,
+    ) -> tuple[Leaves, Any]:
+        """Runs all ticks; returns the slots and the state."""
+        # `stage` takes the work and the inputs of each processor, and returns what each sends on.
+        # `enter` takes the work of the first core and returns inputs of the first stage, which are
+        # ignored at other stages; without it all inputs wait in the slots. `leave` takes the work
+        # of the last core and its outputs, on all cores. All take and return the state.
+        #
+        # `buffer` is zeros like the tensors that stages exchange; `slots` are `[M, ...]` of these,
+        # and not needed if `enter` makes all inputs of the first core, which then has one stage.
+        return self._loop(self._tick(stage, enter, leave), buffer, slots, state)
 
-        Args:
-            stream: `[M, ...]`, the microbatches; used on the first cores only.
-            weights: slices of each weight.
+    def forward(self, stage: TickStage, stream: Leaves) -> tuple[Leaves, Leaves]:
+        """Runs microbatches through all stages; returns outputs, and tensors for `backward`.
 
-        Returns:
-            The outputs, shaped like `stream`, on the first cores, zeros elsewhere; and the saved
-            tensors for `backward`.
+        `stream` is `[M, ...]`, and so are the outputs: valid on the first cores only.
         """
-        each = self._lowering.raw_map
-        stream, weights = self._pinned(stream), self._pinned(weights)
+        raw_map = self._lowering.raw_map
+        stream = self._pinned(stream)
 
-        def tick(number: tf.Tensor, buffer: Leaves, stream: Leaves, saved: Leaves) -> Any:
-            now = self._at(0, number)
-            x = tuple(
-                each(
-                    lambda first, slots, sent: tf.where(first, slots[now.read_slot], sent),
-                    self._is_first,
-                    *pair,
-                )
-                for pair in zip(stream, buffer, strict=True)
-            )
+        def saving(now: Tick, x: Leaves, saved: Leaves) -> tuple[Leaves, Leaves]:
             saved = tuple(
-                each(lambda slots, value: _put(slots, number, value), *pair)
-                for pair in zip(saved, x, strict=True)
+                raw_map(_put, slots, now.number, value)
+                for slots, value in zip(saved, x, strict=True)
             )
-            y = self._stage.forward(now, x, weights)
-            sent = tuple(self._shift(leaf, 1, backward=False) for leaf in y)
-            stream = tuple(
-                each(
-                    lambda slots, value: _put(
-                        slots,
-                        now.write_slot,
-                        tf.where(now.writes, value, slots[now.write_slot]),
-                    ),
-                    *pair,
-                )
-                for pair in zip(stream, sent, strict=True)
-            )
-            return number + 1, sent, stream, saved
+            return stage.forward(now, x), saved
 
-        buffer = self._empty_buffer(stream)
+        num_ticks = self._timetable.num_ticks
         saved = tuple(
-            each(lambda slots: tf.zeros([self._num_ticks, *slots.shape[1:]], slots.dtype), leaf)
+            raw_map(lambda slots: tf.zeros([num_ticks, *slots.shape[1:]], slots.dtype), leaf)
             for leaf in stream
         )
-        _, _, stream, saved = self._run(tick, (tf.constant(0), buffer, stream, saved))
-        return tuple(each(keep, self._is_first, leaf) for leaf in stream), saved
+        tick = _placed(self._tick(saving))
+        stream, saved = self._loop(tick, self._empty_buffer(stream), stream, saved)
+        return self._on_first(stream), saved
 
-    def backward(
-        self, grads: Leaves, saved: Leaves, weights: Sequence[Slices]
-    ) -> tuple[Leaves, Sums]:
-        """Runs the ticks of the backward pass.
+    def backward(self, stage: TickStage, grads: Leaves, saved: Leaves) -> tuple[Leaves, Sums]:
+        """Returns the gradients of `stream`, and the sums of the gradients of the weights.
 
-        Args:
-            grads: of the differentiable outputs; only those of the first cores are used.
-            saved: from `forward`.
-            weights: slices of each weight.
-
-        Returns:
-            The gradients of `stream`, on the first cores, zeros elsewhere, and the sums of the
-            gradients of the weights.
+        `grads` has the gradients of the differentiable outputs; both count on first cores only.
         """
-        each = self._lowering.raw_map
-        grads, saved, weights = map(self._pinned, (grads, saved, weights))
-        last = self._num_ticks - 1
+        raw_map, is_first = self._lowering.raw_map, self._is_first
+        grads, saved = self._pinned(grads), self._pinned(saved)
+        last_tick = self._timetable.num_ticks - 1
 
-        def tick(
-            number: tf.Tensor, buffer: Leaves, stream: Leaves, sums: Sums
-        ) -> tuple[tf.Tensor, Leaves, Leaves, Sums]:
-            now = self._at(1, number)
+        def tick(count: tf.Tensor, buffer: Leaves, slots: Leaves, sums: Sums) -> Any:
+            number = last_tick - count
+            now, first, last = self._now(number)
+            # The last core takes the gradient of what it sent to a slot of the first one.
             sent = tuple(
-                each(
+                raw_map(
                     lambda first, slots, grad: tf.where(
-                        first, keep(now.writes, slots[now.write_slot]), grad
+                        first, keep(last.busy, slots[last.microbatch]), grad
                     ),
-                    self._is_first,
+                    is_first,
                     *pair,
                 )
-                for pair in zip(stream, buffer, strict=True)
+                for pair in zip(slots, buffer, strict=True)
             )
-            stream = tuple(
-                each(
-                    lambda slots: _put(
-                        slots,
-                        now.write_slot,
-                        keep(tf.logical_not(now.writes), slots[now.write_slot]),
-                    ),
-                    leaf,
+            slots = tuple(
+                raw_map(
+                    lambda leaf: _put(leaf, last.microbatch, tf.zeros_like(leaf[0]), last.busy), s
                 )
-                for leaf in stream
+                for s in slots
             )
             grad_y = tuple(
-                each(keep, now.busy, self._shift(leaf, -1, backward=True)) for leaf in sent
+                raw_map(keep, now.busy, self._shift(leaf, -1, backward=True)) for leaf in sent
             )
-            # The backward pass runs the same ticks in the reverse order.
-            x = tuple(each(lambda slots: slots[last - number], leaf) for leaf in saved)
-            grad_x, sums = self._stage.backward(now, x, weights, grad_y, sums)
-            grad_x = tuple(each(keep, now.busy, leaf) for leaf in grad_x)
-            stream = tuple(
-                each(
-                    lambda slots, grad, first: _put(
-                        slots, now.read_slot, slots[now.read_slot] + keep(first, grad)
-                    ),
+            x = tuple(raw_map(lambda leaf: leaf[number], leaf) for leaf in saved)
+            grad_x, sums = stage.backward(now, x, grad_y, sums)
+            grad_x = tuple(raw_map(keep, now.busy, leaf) for leaf in grad_x)
+            at = first.microbatch
+            slots = tuple(
+                raw_map(
+                    lambda leaf, grad, is_first: _put(leaf, at, leaf[at] + keep(is_first, grad)),
                     *pair,
-                    self._is_first,
+                    is_first,
                 )
-                for pair in zip(stream, grad_x, strict=True)
+                for pair in zip(slots, grad_x, strict=True)
             )
             buffer = tuple(
-                each(lambda first, grad: keep(tf.logical_not(first), grad), self._is_first, leaf)
+                raw_map(lambda first, grad: keep(tf.logical_not(first), grad), is_first, leaf)
                 for leaf in grad_x
             )
-            return number + 1, buffer, stream, sums
+            return count + 1, buffer, slots, sums
 
-        stream = tuple(each(keep, self._is_first, leaf) for leaf in grads)
-        buffer = self._empty_buffer(stream)
-        state = (tf.constant(0), buffer, stream, self._stage.zero_sums(weights))
-        _, _, stream, sums = self._run(tick, state)
+        slots = self._on_first(grads)
+        slots, sums = self._loop(_placed(tick), self._empty_buffer(slots), slots, stage.zero_sums())
         # The slots that were read last hold the gradients of the inputs.
-        return tuple(each(keep, self._is_first, leaf) for leaf in stream), sums
-
-    def _empty_buffer(self, stream: Leaves) -> Leaves:
-        return tuple(
-            self._lowering.raw_map(lambda slots: tf.zeros_like(slots[0]), leaf) for leaf in stream
-        )
+        return self._on_first(slots), sums
 
     def _pinned(self, leaves: Sequence[Slices]) -> Leaves:
-        """Pins the tensors that enter a loop to their devices.
+        """Pins tensors that enter a loop to their devices.
 
         TensorFlow places a loop's input on the device of the operation that made it. Calls made by
         `attach_gradient` have no device: with workers, all weights would go to the client and back
@@ -248,41 +259,73 @@ class TickLoop:
         """
         return tuple(self._lowering.raw_map(tf.identity, leaf) for leaf in leaves)
 
-    def _run(self, tick: Callable[..., Any], state: tuple[Any, ...]) -> Any:
-        def placed(*state: Any) -> Any:
-            state = tick(*state)
-            if not tf.executing_eagerly():
-                place_beside_inputs(tf.compat.v1.get_default_graph())
-            return state
+    def _tick(
+        self,
+        stage: Callable[[Tick, Leaves, Any], tuple[Leaves, Any]],
+        enter: Callable[[Tick, Any], tuple[Leaves, Any]] | None = None,
+        leave: Callable[[Tick, Leaves, Any], Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Returns the body of the loop for `run`."""
+        raw_map = self._lowering.raw_map
 
+        def tick(number: tf.Tensor, buffer: Leaves, slots: Leaves, state: Any) -> Any:
+            now, first, last = self._now(number)
+            inputs = tuple(raw_map(lambda leaf: leaf[first.microbatch], leaf) for leaf in slots)
+            if enter is not None:
+                entering, state = enter(first, state)
+                inputs = (
+                    entering
+                    if not slots
+                    else tuple(
+                        raw_map(lambda new, old: tf.where(first.round > 0, old, new), *pair)
+                        for pair in zip(entering, inputs, strict=True)
+                    )
+                )
+            x = tuple(
+                raw_map(tf.where, self._is_first, *pair)
+                for pair in zip(inputs, buffer, strict=True)
+            )
+            y, state = stage(now, x, state)
+            sent = tuple(self._shift(leaf, 1, backward=False) for leaf in y)
+            slots = tuple(
+                raw_map(lambda leaf, new: _put(leaf, last.microbatch, new, last.busy), *pair)
+                for pair in zip(slots, sent, strict=False)
+            )
+            if leave is not None:
+                state = leave(last, self._from_last(y), state)
+            return number + 1, sent, slots, state
+
+        return tick
+
+    def _loop(self, tick: Callable[..., Any], *state: Any) -> Any:
+        num_ticks = self._timetable.num_ticks
         # Eager mode builds every turn, and counts turns itself.
-        with self._lowering.costs.repeated(1 if tf.executing_eagerly() else self._num_ticks):
-            # One turn at a time: the collectives of two turns must not overtake each other.
-            return tf.while_loop(
-                lambda number, *_: tf.less(number, self._num_ticks),
-                placed,
-                state,
+        is_counted = isinstance(num_ticks, int) and not tf.executing_eagerly()
+        with self._lowering.costs.repeated(num_ticks if is_counted else 1):
+            _, _, slots, state = tf.while_loop(
+                lambda number, *_: tf.less(number, num_ticks),
+                tick,
+                (tf.constant(0), *state),
+                # One turn at a time: the collectives of two turns must not overtake each other, and
+                # a tick may read a buffer that another one overwrites.
                 parallel_iterations=1,
             )
+        return slots, state
 
-    def _at(self, direction: int, number: tf.Tensor) -> Tick:
-        """Looks up a tick in the schedule."""
-        table = self._tables[direction]
-        # The microbatch and whether there is one, for the read of the first core and the send of
-        # the last.
-        reads, sends = (tf.constant(table[core, :, 1:]) for core in (0, -1))
-        entries = self._lowering.raw_map(
-            lambda core: tf.gather(tf.constant(table), core)[number], self._cores
-        )
-        stages = self._lowering.raw_map(lambda entry: entry[0], entries)
-        return Tick(
-            stages=stages,
-            rounds=self._lowering.raw_map(lambda stage: stage // self._num_cores, stages),
-            microbatches=self._lowering.raw_map(lambda entry: entry[1], entries),
-            busy=self._lowering.raw_map(lambda entry: tf.equal(entry[2], 1), entries),
-            read_slot=reads[number, 0],
-            write_slot=sends[number, 0],
-            writes=tf.equal(sends[number, 1], 1),
+    def _now(self, number: tf.Tensor) -> tuple[Tick, Tick, Tick]:
+        """Returns the work of all processors, of the first core, and of the last core."""
+        at, of_core = self._timetable.at, self._timetable.of_core
+        # The function returns several tensors, which types cannot express.
+        now: Any = self._lowering.raw_map(lambda work: at(number, work), self._work)  # pyright: ignore
+        first, last = (at(number, of_core(core)) for core in (0, self._num_cores - 1))
+        return Tick(*zip(*now, strict=True)), first, last
+
+    def _on_first(self, leaves: Sequence[Slices]) -> Leaves:
+        return tuple(self._lowering.raw_map(keep, self._is_first, leaf) for leaf in leaves)
+
+    def _empty_buffer(self, stream: Leaves) -> Leaves:
+        return tuple(
+            self._lowering.raw_map(lambda slots: tf.zeros_like(slots[0]), leaf) for leaf in stream
         )
 
     def _shift(self, x: Slices, offset: int, backward: bool) -> Slices:
@@ -290,13 +333,36 @@ class TickLoop:
             return x
         return self._lowering.raw_circle(x, LAYERS_AXIS, offset, backward=backward)
 
+    def _from_last(self, y: Leaves) -> Leaves:
+        """Returns the last core's tensors, on all cores."""
+        if self._num_cores == 1:
+            return y
+        last = self._num_cores - 1
+        is_last = self._lowering.raw_map(lambda core: tf.equal(core, last), self._cores)
+        return tuple(
+            self._lowering.raw_all_reduce(
+                self._lowering.raw_map(keep, is_last, leaf), [LAYERS_AXIS], "sum"
+            )
+            for leaf in y
+        )
 
-def _entry(action: Action | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if action is None else (action.stage, action.microbatch, 1)
+
+def _placed(tick: Callable[..., Any]) -> Callable[..., Any]:
+    def placed(*state: Any) -> Any:
+        state = tick(*state)
+        if not tf.executing_eagerly():
+            place_beside_inputs(tf.compat.v1.get_default_graph())
+        return state
+
+    return placed
 
 
-def _put(slots: tf.Tensor, at: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Replaces one slot."""
+def _put(
+    slots: tf.Tensor, at: tf.Tensor, value: tf.Tensor, condition: tf.Tensor | None = None
+) -> tf.Tensor:
+    """Replaces one slot, if the condition is true."""
+    if condition is not None:
+        value = tf.where(condition, value, slots[at])
     return tf.tensor_scatter_nd_update(slots, [[at]], value[None])
 
 

@@ -7,10 +7,12 @@ from lingvo.core import layers, py_utils
 
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
+from pipemesh.layers.pipeline.alike_stages import SimdCut, simd_cut
 from pipemesh.recurrent import ActionClock, Selective
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
 from tests.layers.pipeline.test_pipelining import cut, plain
+from tests.layers.pipeline.test_simd_stack import layers_of, stack
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -58,45 +60,44 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "schedule", "num_devices", "num_micro_batches"),
-    [(1, "gpipe", 1, 4), (2, "gpipe", 2, 8), (4, "gpipe", 4, 2), (4, "looped_bfs:2", 2, 4)],
+    ("run", "num_stages", "schedule", "num_devices", "num_micro_batches"),
+    [
+        (run_tf2, 1, "gpipe", 1, 4),
+        (run_tf2, 4, "gpipe", 4, 2),
+        (run_tf1, 4, "looped_bfs:2", 2, 4),
+        (run_eagerly, 2, "gpipe", 2, 8),
+    ],
 )
 def test_everything_equals_the_plain_model_with_dropout_on(
     run, expected, num_stages, schedule, num_devices, num_micro_batches
 ):
     params = simd(cut(uncounted(4), num_stages), num_micro_batches, schedule=schedule)
     result = run(params, [X], steps=2, num_devices=num_devices)
-    result.assert_close(expected(run), **CLOSE)
+    result.assert_close(expected(run_tf1 if run is run_tf1 else run_tf2), **CLOSE)
     assert set(result.weights) == {f"block{i}/w/var:0" for i in range(4)}
 
 
-def test_eager_calls_run_it_too(expected):
+def test_eval_has_no_dropout():
     params = simd(cut(uncounted(4), 2), 4)
-    result = run_eagerly(params, [X], steps=2, num_devices=2)
-    result.assert_close(expected(run_tf2), **CLOSE)
+    result = run_tf2(params, [X], num_devices=2, do_eval=True)
+    result.assert_close(run_tf2(plain(uncounted(4)), [X], do_eval=True))
 
 
-def test_eval_has_no_dropout(run):
-    params = simd(cut(uncounted(4), 2), 4)
-    result = run(params, [X], num_devices=2, do_eval=True)
-    result.assert_close(run(plain(uncounted(4)), [X], do_eval=True))
-
-
-def test_what_has_no_gradient_and_what_is_none_goes_along(run):
+def test_what_has_no_gradient_and_what_is_none_goes_along():
     ids = np.arange(8, dtype=np.int32)
     mask = np.ones([8, 3], bool)
     inputs = [X, None, ids, mask]
-    result = run(simd(cut(uncounted(2), 2), 4), inputs, steps=1, num_devices=2)
+    result = run_tf1(simd(cut(uncounted(2), 2), 4), inputs, steps=1, num_devices=2)
     np.testing.assert_array_equal(result.outputs[1], ids)
-    result.assert_close(run(plain(uncounted(2)), inputs, steps=1), **CLOSE)
+    result.assert_close(run_tf1(plain(uncounted(2)), inputs, steps=1), **CLOSE)
 
 
-def test_batch_dim_1_and_layers_before(run):
+def test_batch_dim_1_and_layers_before():
     x = np.ascontiguousarray(X.swapaxes(0, 1))
     before = Uncounted.Params().Set(name="before")
-    expected = run(plain([before.Copy(), *uncounted(2)]), [x], steps=1)
+    expected = run_tf2(plain([before.Copy(), *uncounted(2)]), [x], steps=1)
     params = simd(cut(uncounted(2), 2), 4, batch_dim=1, before_tpl=[before])
-    run(params, [x], steps=1, num_devices=2).assert_close(expected, **CLOSE)
+    run_tf2(params, [x], steps=1, num_devices=2).assert_close(expected, **CLOSE)
 
 
 @pytest.mark.slow
@@ -135,12 +136,12 @@ class Strict(Uncounted):
             return super().FProp(theta, tf.debugging.check_numerics(x / tf.norm(x), "strict"))
 
 
-def test_at_ticks_without_work_no_check_fails(run):
+def test_at_ticks_without_work_no_check_fails():
     sub = [Strict.Params().Set(name=f"block{i}", rate=0.0) for i in range(3)]
     x = X + 2.0
     # A norm of a microbatch is not one of the batch, so the plain stack is another model.
-    wanted = run(simd(cut(sub, 3), 4, schedule="gpipe").Set(lowering="placement"), [x], steps=1)
-    result = run(simd(cut(sub, 3), 4), [x], steps=1, num_devices=3)
+    wanted = run_tf1(simd(cut(sub, 3), 4, schedule="gpipe").Set(lowering="placement"), [x], steps=1)
+    result = run_tf1(simd(cut(sub, 3), 4), [x], steps=1, num_devices=3)
     result.assert_close(wanted, **CLOSE)
 
 
@@ -249,3 +250,71 @@ def test_a_clock_and_a_forecast_of_memory_are_errors():
         layer.clock = ActionClock()
         with pytest.raises(PipelineError, match="clock is"):
             layer.FPropDefaultTheta(tf.constant(X))
+
+
+# The alike layers of a stack with the loss inside.
+
+
+def test_the_longest_run_of_alike_layers_is_found():
+    assert simd_cut(stack([0, 3, 6])) == SimdCut(1, 1)
+    bare = layers_of()[1:-1]
+    assert simd_cut(stack([0, 2, 4], layers=bare)) == SimdCut(0, 0)
+    # Two of one kind before four of another.
+    other = [layer.Copy().Set(name=f"other{i}") for i, layer in enumerate(bare[:2])]
+    for layer in other:
+        layer.random_seed = 7
+    assert simd_cut(stack([0, 4, 6], layers=[*other, *bare])) == SimdCut(2, 0)
+
+
+def test_params_are_split_at_the_run():
+    params = stack([0, 3, 6])
+    before, stages, behind = simd_cut(params).split(params.cell_tpl)
+    assert [[layer.name for layer in cell.sub] for cell in (before, *stages, behind)] == [
+        ["named_embedding"],
+        ["named_block0", "named_block1"],
+        ["named_block2", "named_block3"],
+        ["named_head"],
+    ]
+    assert [cell.name for cell in (before, behind)] == ["s0_before", "s1_behind"]
+    assert [len(cell.sub) for cell in params.cell_tpl] == [3, 3]
+
+
+def nested():
+    params = stack([0, 3, 6])
+    inner = params.cell_tpl[1].sub[0]
+    params.cell_tpl[1].sub[0] = FeatureExtractionLayer.Params().Set(name="inner", sub=[inner])
+    return params
+
+
+def fetching():
+    params = stack([0, 3, 6])
+    params.cell_tpl[0].Set(act_fetch_layers=["named_block0"], num_act_outputs=1)
+    return params
+
+
+FC = [layers.FCLayer.Params().Set(name=f"fc{i}", input_dim=4, output_dim=4) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (stack([0, 2, 6]), "so that stages have 3, 3 layers, but in cell_tpl they have 2, 4"),
+        (stack([0, 2, 4, 6]), "3 stages as many alike layers, but there are 4 .Masked."),
+        (nested(), "'s1' is a FeatureExtractionLayer or has stages inside"),
+        (fetching(), "'s0' fetches or hands on activations"),
+        (stack([0, 2, 4], layers=FC), "the alike layers are FCLayers"),
+        (stack([0, 3, 6], tied={"named_block1.norm": "named_block0.norm"}), "which .* stacks"),
+        (stack([0, 3, 6], schedule="1f1b"), "lowering is 'simd'.* use schedule='gpipe'"),
+        (stack([0, 3, 6], remat="none"), "remat is 'none'"),
+        (stack([0, 3, 6], loop=False), "loop is False"),
+        (stack([0, 3, 6], fprop_dtype=tf.float16), "the loss is not scaled"),
+        (stack([0, 3, 6], state_dtype=tf.bfloat16), "activations keep their dtype"),
+        (stack([0, 3, 6], strict_devices=True), "strict_devices is True"),
+        (stack([0, 3, 6], check_numerics="all"), "check_numerics is 'all'"),
+        (stack([0, 3, 6], check_numerics="results"), "the loss alone is looked at"),
+    ],
+)
+def test_unsupported_stacks_with_the_loss_inside_are_errors(params, words):
+    with pytest.raises(PipemeshError, match=words) as found:
+        params.Instantiate()
+    assert isinstance(found.value, PipelineError) or "schedule" in words

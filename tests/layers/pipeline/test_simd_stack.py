@@ -96,38 +96,30 @@ def expected():
     return get
 
 
+SPLIT = "layers:2;data:2;model:2 vocab:model;d_ff:model"
+LONG = pytest.mark.exhaustive
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("run", "mesh", "bounds", "options"),
+    ("run", "mesh", "bounds", "tied", "options"),
     [
-        (run_tf2, "layers:2", [0, 3, 6], {"num_micro_batches": 4}),
-        (run_tf1, "layers:2", [0, 3, 6], {}),
-        (run_eagerly, "layers:2;model:2 vocab:model", [0, 3, 6], {}),
-        (run_tf2, "data:2;layers:2;model:2 vocab:model;d_ff:model", [0, 3, 6], {}),
-        pytest.param(
-            *(run_tf1, "layers:2;model:2;data:2 vocab:model;d_ff:model", [0, 3, 6], {}),
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            *(run_tf2, "layers:4;data:2", [0, 2, 3, 4, 6], {}), marks=pytest.mark.exhaustive
-        ),
-        (run_tf2, "layers:2", [0, 2, 3, 4, 6], {"schedule": "looped_bfs:2"}),
-        (run_tf2, "layers:1", [0, 6], {"num_micro_batches": 1}),
+        (run_tf1, "layers:2", [0, 3, 6], False, {}),
+        (run_eagerly, "layers:2;model:2 vocab:model", [0, 3, 6], False, {}),
+        (run_tf2, SPLIT, [0, 3, 6], True, {}),
+        (run_tf2, "layers:2", [0, 2, 3, 4, 6], False, {"schedule": "looped_bfs:2"}),
+        pytest.param(run_tf1, SPLIT, [0, 3, 6], False, {}, marks=LONG),
+        pytest.param(run_tf1, SPLIT, [0, 3, 6], True, {}, marks=LONG),
+        pytest.param(run_tf2, "layers:4;data:2", [0, 2, 3, 4, 6], False, {}, marks=LONG),
+        pytest.param(run_tf2, "layers:1", [0, 6], False, {"num_micro_batches": 1}, marks=LONG),
     ],
 )
-def test_everything_equals_the_plain_stack_with_dropout_on(expected, run, mesh, bounds, options):
-    params = stack(bounds, **options)
+def test_everything_equals_the_plain_stack_with_dropout_on(
+    expected, run, mesh, bounds, tied, options
+):
+    params = stack(bounds, tied=TIED if tied else {}, **options)
     found = run(params, INPUTS, steps=3, loss=first, num_devices=mesh)
-    found.assert_close(expected(run_tf1 if run is run_tf1 else run_tf2), **CLOSE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [pytest.param(run_tf1, marks=pytest.mark.exhaustive), run_tf2])
-def test_what_stands_before_and_behind_may_share_a_weight(expected, run):
-    mesh = "layers:2;data:2;model:2 vocab:model;d_ff:model"
-    params = stack([0, 3, 6], tied=TIED)
-    found = run(params, INPUTS, steps=3, loss=first, num_devices=mesh)
-    found.assert_close(expected(run, tied=True), **CLOSE)
+    found.assert_close(expected(run_tf1 if run is run_tf1 else run_tf2, tied), **CLOSE)
 
 
 def test_evaluation_has_no_dropout_and_no_gradient():
@@ -253,7 +245,7 @@ def test_a_clock_and_a_forecast_of_memory_are_errors():
             layer.FPropDefaultTheta(*inputs)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_graph_does_not_grow_with_the_microbatches():
     def size(number):
         with cluster(2), tf.Graph().as_default() as graph:

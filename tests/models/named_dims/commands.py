@@ -15,7 +15,7 @@ import sklearn.datasets as _datasets  # noqa: F401
 import tqdm as _tqdm  # noqa: F401
 
 import models.mnist.digits as _digits  # noqa: F401
-import models.named_dims.report as _report  # noqa: F401
+import models.named_dims.trainer as _trainer  # noqa: F401
 import models.toy.network as _network  # noqa: F401
 
 

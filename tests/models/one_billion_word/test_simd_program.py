@@ -97,7 +97,7 @@ def test_the_program_does_not_grow_with_the_number_of_microbatches():
 def trained(program, steps):
     """The loss of each step on all cores, by the program that each of them runs."""
     mesh = program.stack.plan.mesh
-    cores = Cores(mesh, [f"CPU:{i}" for i in range(mesh.num_devices)], time_limit_s=200)
+    cores = Cores(mesh, [f"CPU:{i}" for i in range(mesh.num_devices)])
     function = cores.function(program, program.rules, *program.specs())
     args = [program.args(core) for core in range(mesh.num_devices)]
     found = []

@@ -61,7 +61,7 @@ def run(execute, weights, sizes, outside=False):
     return both() if outside else tf.function(both, autograph=False)()
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 4, 1), (2, 2, 3), (4, 2, 2), (3, 1, 2)])
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 3), (3, 1, 2)])
 def test_it_computes_what_the_table_does(sizes):
     weights = weights_of(sizes[0] * sizes[2])
     wanted, got = (run(execute, weights, sizes) for execute in (pipeline, alike_pipeline))
@@ -72,9 +72,9 @@ def test_it_computes_what_the_table_does(sizes):
 
 @pytest.mark.slow
 def test_the_gradient_of_a_function_that_is_called_eagerly():
-    weights = weights_of(4)
-    wanted = run(pipeline, weights, (2, 4, 2))
-    for mine, theirs in zip(run(alike_pipeline, weights, (2, 4, 2), True), wanted, strict=True):
+    weights = weights_of(2)
+    wanted = run(pipeline, weights, (2, 2, 1))
+    for mine, theirs in zip(run(alike_pipeline, weights, (2, 2, 1), True), wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -137,3 +137,23 @@ def test_other_schedules_and_options_are_errors():
     for name, value in (("remat", "none"), ("loop", False), ("check_numerics", "forward")):
         with pytest.raises(PipelineError, match=f"{name} is "):
             traced(stages, gpipe(2, 2), **{name: value})
+
+
+def test_a_stage_is_computed_on_its_device_and_only_when_it_has_work():
+    """Zeros, with which the loop begins, would fail the check."""
+
+    def checked(theta, carry, inputs, microbatch, step):
+        checks = [tf.debugging.assert_greater(tf.norm(inputs[0]), 0.0)]
+        with tf.control_dependencies(checks):
+            return [inputs[0] / tf.norm(inputs[0]) * theta[0]], []
+
+    @tf.function(autograph=False)
+    def both(x):
+        stages = [Stage(f"s{i}", checked, [tf.ones([])], [], f"CPU:{i}") for i in range(2)]
+        y = alike_pipeline(stages, [x], gpipe(2, 2))[0][0]
+        return y, tf.gradients(y, x)[0]
+
+    assert all(np.isfinite(value).all() for value in both(X))
+    library = both.get_concrete_function(X).graph.as_graph_def().library
+    choices = [node for one in library.function for node in one.node_def if "Case" in node.op]
+    assert sorted(node.device[-1] for node in choices) == ["0", "0", "1", "1"]

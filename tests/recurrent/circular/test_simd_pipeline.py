@@ -16,11 +16,12 @@ from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.scope import Position, WholeDraws
 from pipemesh.recurrent.circular import SimdPipeline
 from pipemesh.recurrent.circular.layer_position import layer_seed
-from tests.pairwise import pairwise
+from pipemesh.recurrent.circular.simd_pipeline import StageWeight
 from tests.recurrent.circular.pipelined import DEEP_MLP, MLP, TRANSFORMER
 from tests.recurrent.circular.pipelined.train import train_placement
 
-SWEEP = pairwise(["data:1", "layers:2", "layers:4"], [1, 4, 8], [1, 2])
+# Mesh, microbatches, virtual stages: one core; M >= S with one and with two stages a core; M < S.
+TRAINED = [("data:1", 4, 2), ("layers:4", 8, 1), ("layers:2", 4, 2), ("layers:4", 1, 2)]
 
 
 def check_training(model, mesh_text, microbatches, virtual):
@@ -29,13 +30,13 @@ def check_training(model, mesh_text, microbatches, virtual):
         assert not model.differences(pipeline, i, history)
 
 
-@pytest.mark.parametrize(("mesh_text", "microbatches", "virtual"), SWEEP)
+@pytest.mark.parametrize(("mesh_text", "microbatches", "virtual"), TRAINED)
 def test_training_equals_the_plain_model(mesh_text, microbatches, virtual):
     model = DEEP_MLP if (mesh_text, virtual) == ("layers:4", 2) else MLP
     check_training(model, mesh_text, microbatches, virtual)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_a_transformer_equals_the_plain_one():
     check_training(TRANSFORMER, "layers:2", 2, 1)
 
@@ -352,7 +353,7 @@ def test_a_pipeline_in_a_stage_of_another_pipeline_may_not_draw():
 
 @pytest.mark.parametrize(
     ("mesh_text", "rules", "microbatches"),
-    [("layers:2", "", 4), ("layers:4;data:2", "batch:data", 2), ("data:1", "", 1)],
+    [("layers:2;data:2", "batch:data", 4), ("data:1", "", 1)],
 )
 @pytest.mark.slow
 def test_several_activations_travel_and_others_go_along(mesh_text, rules, microbatches):
@@ -409,3 +410,152 @@ def test_a_layer_returns_as_many_activations_as_it_takes():
         pipeline(add, imported(lowering, "batch:4;io:2", 1), {})
     with pytest.raises(PipelineError, match="empty tuple"):
         pipeline(add, (), {})
+
+
+# Gradients of weights.
+
+
+LOWERING = PlacementLowering(
+    Mesh.from_text("layers:2"), LayoutRules.from_text("layers:layers"), ["CPU:0", "CPU:1"]
+)
+
+
+def gradients(layer, x, weights, cotangent):
+    """Of weights; those with two elements are a number for each of two layers."""
+    pipeline = SimdPipeline(LOWERING.mesh, num_layers=2, num_microbatches=len(x))
+
+    @tf.function(autograph=False)
+    def step(x, weights):
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            tensors = {}
+            for name, value in weights.items():
+                own = value.shape.num_elements() == 2
+                shape = pipeline.stacked("") if own else ""
+                value = tf.reshape(value, [1, 2, 1]) if own else value
+                tensors[name] = ops.import_tensor(LOWERING, value, shape)
+            y = pipeline(layer, ops.import_tensor(LOWERING, x, f"batch:{x.shape[0]}"), tensors)
+            y = ops.export_tensor(y)
+        return tape.gradient(y, weights, cotangent, tf.UnconnectedGradients.ZERO)
+
+    return tf.nest.map_structure(lambda t: t.numpy().tolist(), step(x, weights))
+
+
+def test_many_small_gradients_of_bfloat16_are_not_lost():
+    ones = tf.ones([8], tf.bfloat16)
+    cotangent = tf.constant([1, 1, 1, 1, 1, 1, 1, 256], tf.bfloat16)
+    weights = {"w": tf.zeros([2], tf.bfloat16)}
+    got = gradients(lambda x, w, _: x + w["w"], ones, weights, cotangent)
+    # 263, rounded once; in bfloat16 256 + 1 is 256.
+    assert got == {"w": [264, 264]}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("shared", [2.0, [2.0, 2.0]])
+def test_a_shared_weight_gets_the_gradients_of_all_layers(shared, eager, monkeypatch):
+    if eager:
+        monkeypatch.setattr(tf, "function", lambda **_: lambda function: function)
+    x = tf.constant([1.0, 3.0])
+    weights = {"w": tf.constant(shared)}
+    got = gradients(lambda x, w, _: x * w["w"], x, weights, tf.ones([2]))
+    each = 2.0 * 4.0
+    assert got == {"w": 2 * each if shared == 2.0 else [each, each]}
+
+
+def test_a_weight_that_is_not_used_has_no_gradient():
+    weights = {"w": tf.constant([1.0, 2.0]), "unused": tf.constant([1.0, 1.0])}
+    got = gradients(lambda x, w, _: x * w["w"], tf.ones([2]), weights, tf.ones([2]))
+    assert got == {"w": [4.0, 2.0], "unused": [0.0, 0.0]}
+
+
+def test_a_weight_is_told_apart_where_it_meets_examples_and_where_not():
+    mesh = Mesh.from_text("layers:2;data:2")
+    rules = LayoutRules.from_text("layers:layers;batch:data")
+    lowering = PlacementLowering(mesh, rules, [f"CPU:{i}" for i in range(4)])
+    pipeline = SimdPipeline(mesh, num_layers=2, num_microbatches=2)
+
+    def layer(x, w, position):
+        # A normed weight: its norm is equal along `data`, where the examples differ.
+        return x * w["w"] / ops.sqrt(ops.reduce_sum(ops.square(w["w"]), "io"))
+
+    def run(x, w):
+        y = pipeline(
+            layer,
+            ops.import_tensor(lowering, x, "batch:8;io:3"),
+            {"w": ops.import_tensor(lowering, w, pipeline.stacked("io:3"))},
+        )
+        return ops.export_tensor(y)
+
+    draw = np.random.default_rng(0)
+    x, cotangent = draw.standard_normal((2, 8, 3)).astype(np.float32)
+    w = tf.constant(draw.standard_normal((1, 2, 1, 3)).astype(np.float32))
+
+    @tf.function(autograph=False)
+    def got():
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            y = run(tf.constant(x), w)
+        return tape.gradient(y, w, cotangent)
+
+    with tf.GradientTape() as tape:
+        tape.watch(w)
+        y = x
+        for i in range(2):
+            part = w[0, i, 0]
+            y = y * part / tf.norm(part)
+    np.testing.assert_allclose(got(), tape.gradient(y, w, cotangent), rtol=1e-4, atol=1e-5)
+
+
+def make_lowering(text):
+    mesh = Mesh.from_text(text)
+    rules = LayoutRules.from_text(";".join(f"{a}:{a}" for a in mesh.axis_names))
+    return PlacementLowering(mesh, rules, [f"CPU:{i}" for i in range(mesh.num_devices)])
+
+
+def make_weight(lowering, later):
+    shape = Shape.of(io=2)
+    values = tf.constant([1.0, 2.0])
+    slices, partial = (ops.import_tensor(lowering, values, shape).slices for _ in range(2))
+    return StageWeight(lowering, slices, shape, partial, later)
+
+
+def gradients_of_slices(lowering, weight, function):
+    with tf.GradientTape() as tape:
+        tape.watch([weight.slices, weight.partial])
+        y = ops.reduce_sum(function(weight))
+    return tape.gradient(y.slices, [weight.slices, weight.partial])
+
+
+def test_each_copy_gets_what_its_own_examples_add():
+    lowering = make_lowering("data:2")
+    x = ops.import_tensor(lowering, np.arange(8.0, dtype=np.float32).reshape(4, 2), "data:4;io:2")
+    weight = make_weight(lowering, ("data",))
+    whole, partial = gradients_of_slices(lowering, weight, lambda w: x * w)
+    assert whole == (None, None)
+    np.testing.assert_array_equal(partial, [[2, 4], [10, 12]])
+    assert lowering.costs.calls("all_reduce") == 1  # The loss.
+
+
+def test_a_use_that_does_not_vary_has_the_whole_gradient():
+    lowering = make_lowering("data:2")
+    weight = make_weight(lowering, ("data",))
+    whole, partial = gradients_of_slices(lowering, weight, ops.square)
+    np.testing.assert_array_equal(whole, [[2, 4], [2, 4]])
+    assert partial == (None, None)
+
+
+def test_other_axes_are_summed_at_once():
+    lowering = make_lowering("data:2;model:2")
+    x = ops.import_tensor(lowering, tf.ones([2, 2, 2]), "data:2;model:2;io:2")
+    weight = make_weight(lowering, ("data",))
+    _, partial = gradients_of_slices(lowering, weight, lambda w: x * w)
+    np.testing.assert_array_equal(partial, [[2, 2]] * 4)
+
+
+def test_what_meets_only_one_of_two_later_axes_is_summed_at_once():
+    lowering = make_lowering("data:2;model:2")
+    x = ops.import_tensor(lowering, tf.ones([2, 2]), "data:2;io:2")
+    weight = make_weight(lowering, ("data", "model"))
+    whole, partial = gradients_of_slices(lowering, weight, lambda w: x * w)
+    np.testing.assert_array_equal(whole, [[2, 2]] * 4)
+    assert partial == (None,) * 4

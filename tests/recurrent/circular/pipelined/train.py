@@ -70,9 +70,9 @@ def simd_args(model, pipeline, core):
 
 
 def train_simd(model, pipeline, cores):
-    """The same for each core of this process."""
+    """The same for each core."""
     args = []
-    for i, device in enumerate(cores.devices, cores.first_core):
+    for i, device in enumerate(cores.devices):
         with tf.device(device):
             args.append(simd_args(model, pipeline, i))
     specs = [tf.TensorSpec.from_tensor(arg) for arg in args[0]]

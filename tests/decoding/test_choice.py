@@ -52,7 +52,8 @@ def test_a_seed_draws_the_same_wherever_its_row_is():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, "temperature is -1.0; give 0"),
+        ({"temperature": -1.0}, r"temperature is -1.0; give 0 .greedy., or 1e-06 or more"),
+        ({"temperature": 1e-40}, "or 1e-06 or more"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": 1.0, "top_k": -1}, "top_k is -1"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; give a probability"),

@@ -1,11 +1,11 @@
-"""Collectives by TensorFlow's operations: cores are CPUs or GPUs of one or more processes."""
+"""Collectives of cores: TensorFlow's operations on CPUs and GPUs, and those of TPUs."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -29,7 +29,7 @@ CARRIERS = {
     tf.uint32: tf.int64,
 }
 # A key never serves a second group or a second operation: TensorFlow keeps keys for the life of the
-# process. Communicating processes build the same programs in the same order, so they count alike.
+# process.
 _group_keys = itertools.count(1)
 _instance_keys = itertools.count(1)
 # Keys of cores that run without a graph: one range per run, and each core counts in it alone.
@@ -66,19 +66,12 @@ class GroupKeys:
 
 
 class TfCollectives(Collectives):
-    """Collectives by `CollectiveReduceV2`, `CollectiveGatherV2` and `CollectiveAllToAllV2`.
+    """Collectives by `CollectiveReduceV2`, `CollectiveGatherV2` and `CollectiveAllToAllV2`."""
 
-    Args:
-        mesh: the mesh.
-        core: int32 scalar, the number of the core.
-        token: resource scalar of the core's device alone; it puts the core's collectives into one
-            order. Without it they deadlock.
-        keys: group keys, shared by all programs on the same devices.
-        instance_keys: operation keys; by default the next ones of this process. That is right if
-            one program is traced for all cores. If each core calls the operations itself, each
-            needs its own iterator over the same keys.
-        calls: gets one line per operation; used to compare the operations of two programs.
-    """
+    # `core` is the number of the core, and `token` a resource scalar of its device alone, which
+    # puts the core's collectives into one order; without it they deadlock. All programs on the same
+    # devices share `keys`. A program that is traced for all cores takes the next `instance_keys` of
+    # the process; cores that call operations eagerly need iterators over the same keys.
 
     def __init__(
         self,
@@ -87,24 +80,18 @@ class TfCollectives(Collectives):
         token: tf.Tensor,
         keys: GroupKeys,
         instance_keys: Iterator[int] = _instance_keys,
-        calls: list[str] | None = None,
     ) -> None:
         self._mesh = mesh
         self._core = core
         self._token = token
         self._keys = keys
         self._instance_keys = instance_keys
-        self._calls = calls
 
-    def _meeting(self, name: str, x: tf.Tensor, axes: Sequence[str]) -> Meeting:
+    def _meeting(self, axes: Sequence[str]) -> Meeting:
         size = math.prod(self._mesh.size(axis) for axis in axes)
         ordered = tuple(axis for axis in self._mesh.axis_names if axis in axes)
-        instance = next(self._instance_keys)
-        if self._calls is not None:
-            self._calls.append(
-                f"collective {instance}, {name} over {'+'.join(ordered)} of {x.dtype.name}{x.shape}"
-            )
-        return Meeting(size, self._keys.key(ordered, self._core), instance, self._token)
+        group = self._keys.key(ordered, self._core)
+        return Meeting(size, group, next(self._instance_keys), self._token)
 
     def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> int:
         """Counts bytes of the sent dtype, and counts a permute as an all-gather."""
@@ -117,14 +104,14 @@ class TfCollectives(Collectives):
         if x.shape.num_elements() == 0:
             return tf.identity(x)
         # bfloat16 is summed in float32, to round once and not at every step.
-        meeting = self._meeting(f"all_reduce ({op})", x, axes)
+        meeting = self._meeting(axes)
         result = collectives.reduce(sendable(x), meeting, MERGE[op])
         return received(result, x, x.shape)
 
     def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
         """Stacks all slices along an axis as the first dim."""
         size = self._mesh.size(axis)
-        result = collectives.gather(sendable(x)[None], self._meeting("all_gather", x, [axis]))
+        result = collectives.gather(sendable(x)[None], self._meeting([axis]))
         return received(result, x, [size, *x.shape])
 
     def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
@@ -140,7 +127,7 @@ class TfCollectives(Collectives):
         pieces = tf.stack(tf.split(x, size, split_dim))
         if x.shape.num_elements() == 0:
             return gathered_to_dim(pieces, concat_dim)
-        meeting = self._meeting("all_to_all", x, [axis])
+        meeting = self._meeting([axis])
         result = collectives.all_to_all(sendable(pieces), meeting)
         return gathered_to_dim(received(result, x, pieces.shape), concat_dim)
 
@@ -177,3 +164,52 @@ def sendable(x: tf.Tensor) -> tf.Tensor:
 def received(result: tf.Tensor, like: tf.Tensor, shape: object) -> tf.Tensor:
     """Converts a received tensor to the dtype of `like`, and sets its shape."""
     return tf.cast(tf.ensure_shape(result, shape), like.dtype)
+
+
+_REDUCE: dict[str, Callable[..., tf.Tensor]] = {"max": tf.reduce_max, "min": tf.reduce_min}
+
+
+class TpuCollectives(Collectives):
+    """Collectives by `CrossReplicaSum`, `AllToAll` and `CollectivePermute`.
+
+    Processor i of the mesh is replica i. Group assignments and pairs are constants of the program
+    and do not depend on the core.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def _groups(self, axes: Sequence[str]) -> list[list[int]]:
+        return [list(group) for group in self._mesh.groups(axes)]
+
+    def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
+        """Calls one `CrossReplicaSum`; gathers for max and min, which have no operation."""
+        if op == "sum":
+            # The operation supports no other integers.
+            narrow = tf.cast(x, tf.int32) if x.dtype == tf.int64 else x
+            return tf.cast(collectives.tpu_all_sum(narrow, self._groups(axes)), x.dtype)
+        for axis in axes:
+            x = _REDUCE[op](self._gather(x, axis), axis=0)
+        return x
+
+    def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
+        """Stacks all slices along an axis as the first dim; each core sends a copy to each."""
+        copies = tf.stack([x] * self._mesh.size(axis))
+        return collectives.tpu_all_to_all(copies, 0, 0, self._groups([axis]))
+
+    def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
+        """Calls one `AllToAll` of copies, which sends no more than an all-gather needs."""
+        return gathered_to_dim(self._gather(x, axis), dim)
+
+    def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
+        """Calls one `AllToAll`."""
+        return collectives.tpu_all_to_all(x, concat_dim, split_dim, self._groups([axis]))
+
+    def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
+        """Calls one `CollectivePermute`."""
+        ends = [
+            [group[source], group[target]]
+            for group in self._groups([axis])
+            for source, target in pairs
+        ]
+        return collectives.tpu_permute(x, ends)
