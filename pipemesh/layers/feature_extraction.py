@@ -50,8 +50,7 @@ def scopes_of(places: list[Place]) -> list[tuple[str, ...]]:
     """Returns the scopes that each layer's variables need before the layer's name.
 
     The name of the stage is left out where the layer's name is unique, so weights are valid under
-    another partition. Otherwise it is included, as in lingvo. Layers nested in a stage keep their
-    names.
+    another partition. Layers nested in a stage keep their names.
     """
     lengths = [max(len(place.stages) - 1, 0) for place in places]
     while True:
@@ -88,8 +87,7 @@ def random_names_of(places: list[Place]) -> list[str]:
 def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool]) -> None:
     """Raises a PipelineError if a layer beside a stack shares a variable with it by name.
 
-    Eagerly, equal names mean the same variable. The names of the stack and of its stages are not
-    part of the names of variables.
+    Eagerly, equal names mean the same variable, and names of stacks and stages are left out.
     """
     parent, child = stack.parent, stack
     while parent is not None and is_transparent(parent):
@@ -144,10 +142,7 @@ def to_tuple(value: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def noted(stage: str, layer: str, args: tuple[Any, ...]) -> Iterator[None]:
-    """Adds to an error of a layer the name of the layer and its inputs.
-
-    Python prints the note under the error from version 3.11 on.
-    """
+    """Adds a layer's name and inputs to its error; Python prints this note from 3.11 on."""
     try:
         yield
     except Exception as error:
@@ -319,11 +314,7 @@ def is_stage(params: Any) -> bool:
 
 
 def with_distinct_names(params: list[Any]) -> tuple[list[Any], list[str]]:
-    """Gives all layers of a stack different names for their variables and their random numbers.
-
-    Returns copies of the params of stages and bare layers, and a name for the random numbers of
-    each. Only bare layers need the second.
-    """
+    """Copies params with distinct names; also names the random numbers of bare layers."""
     places = places_of(params, is_stage)
     names = iter(zip(scopes_of(places), random_names_of(places), strict=True))
 

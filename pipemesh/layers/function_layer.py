@@ -16,15 +16,7 @@ from pipemesh.layers.check_params import check_no_live_layer, is_live_layer
 
 
 def traced_meta(function: Callable[..., Any], specs: Sequence[tf.TensorSpec | None]) -> Any:
-    """Traces a function without `FPropMeta` and returns its `flops` and `out_shapes`.
-
-    Flops are two for each product of two numbers in matmuls and convolutions.
-
-    Example:
-        >>> meta = traced_meta(lambda x: x @ tf.ones([3, 5]), [tf.TensorSpec([2, 3])])
-        >>> meta.flops, meta.out_shapes[0].ToTensorShape().as_list()
-        (60, [2, 5])
-    """
+    """Traces a function; flops are two for each product in matmuls and convolutions."""
     given = [spec for spec in specs if spec is not None]
 
     def call(*tensors: tf.Tensor) -> Any:
@@ -69,11 +61,7 @@ def _flops(op: tf.Operation) -> int:
 
 
 class FunctionParams(hyperparams.InstantiableParams):
-    """The params of a `FunctionLayer`; their copies share the function.
-
-    lingvo copies params everywhere, and a copy of the function would have new variables that are
-    not trained.
-    """
+    """The params of a `FunctionLayer`; copies share the function, and so its variables."""
 
     def Copy(self) -> FunctionParams:
         """Copies all params but the function."""

@@ -24,17 +24,11 @@ _SEED_STATE = "seed_generator_state"
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """The results of a call of a Keras layer.
+    """The results of a call of a Keras layer."""
 
-    Attributes:
-        outputs: the returned value; a list as a tuple.
-        changed: the new values of assigned variables, by name.
-        penalties: scalars to add to the loss, from regularizers and `add_loss`.
-    """
-
-    outputs: Any
-    changed: dict[str, tf.Tensor]
-    penalties: list[tf.Tensor]
+    outputs: Any  # a list as a tuple
+    changed: dict[str, tf.Tensor]  # new values of assigned variables
+    penalties: list[tf.Tensor]  # scalars from regularizers and `add_loss`
 
 
 class KerasLayer(base_layer.BaseLayer):

@@ -39,12 +39,7 @@ _LAYER = re.compile(r"(?<![^/])(?:d\d+/)?(cell_(\d{3,}))(?=/)")
 
 
 def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
-    """Returns lingvo's name of each tensor, with the names of stages.
-
-    Example:
-        >>> with_stages(["lm/cell_003/w/var/Adam", "global_step"], stages=(0, 3, 7))
-        {'lm/cell_003/w/var/Adam': 'lm/d1/cell_003/w/var/Adam', 'global_step': 'global_step'}
-    """
+    """Returns lingvo's name of each tensor, with the names of stages (`lm/d1/cell_003/w/var`)."""
     stages = [stages] if isinstance(stages, int) else list(stages)
     stage_of = _stages_of_cells(stages)
     if stage_of is None:
@@ -65,12 +60,7 @@ def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
 
 
 def without_stages(names: Iterable[str], stages: Iterable[Any] | None = None) -> dict[str, str]:
-    """Returns the name of each tensor of lingvo's own pipeline without the names of stages.
-
-    Example:
-        >>> without_stages(["lm/d1/cell_003/w/var"])
-        {'lm/d1/cell_003/w/var': 'lm/cell_003/w/var'}
-    """
+    """Returns the name of each tensor of lingvo's own pipeline without the names of stages."""
     if stages is not None:
         pairs = dict(_scopes(list(stages)))
         return _renamed(names, *_one_of(pairs), f"in a stage ({_few(pairs)})", count=1)
@@ -78,15 +68,7 @@ def without_stages(names: Iterable[str], stages: Iterable[Any] | None = None) ->
 
 
 def boundaries_in(names: Iterable[str]) -> list[int]:
-    """Reads the boundaries of lingvo's stages from the names of all tensors of its checkpoint.
-
-    Raises:
-        PipelineError: none is in a stage of `PartitionSequentialLayers`.
-
-    Example:
-        >>> boundaries_in(["lm/d1/cell_000/w/var", "lm/d1/cell_001/w/var", "lm/d2/cell_002/w/var"])
-        [0, 0, 2, 3]
-    """
+    """Reads the boundaries of lingvo's stages from the names of all tensors of its checkpoint."""
     found = filter(None, map(_LAYER_IN_STAGE.search, names))
     stage_of = dict(sorted((int(match[2]), int(match[1])) for match in found))
     if not stage_of:
@@ -216,11 +198,7 @@ def replace_gpipe() -> None:
 
 
 def replace_module(name: str, source: str) -> None:
-    """Replaces a lingvo module by the names of a pipemesh module.
-
-    Raises:
-        PipelineError: a module with subclasses of lingvo's classes is already imported.
-    """
+    """Replaces a lingvo module by the names of a pipemesh module."""
     package, _, last = name.rpartition(".")
     replaced = importlib.import_module(name)
     if isinstance(replaced, StandIn):

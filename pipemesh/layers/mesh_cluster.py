@@ -31,9 +31,6 @@ from pipemesh.recurrent import Home
 class MeshCluster(cluster_factory.Cluster):
     """A cluster of one process whose devices, or whose workers' devices, form a mesh.
 
-    A lingvo layer runs on one device. So a stage uses the first device of its home, or one for each
-    replica if the layout splits the batch. Layers with named dims use all devices.
-
     A layer that asks for a device by number gets the first device of that stage. Numbers wrap
     around after the last stage, as in any lingvo cluster.
     """
@@ -196,13 +193,7 @@ def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -
 def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
     """Returns the home of each stage, given its position along the axis `layers`.
 
-    If there are more positions than the axis has, they wrap around. A cluster without a mesh always
-    wraps around, as in lingvo.
-
-    Raises:
-        PipelineError: the number of positions exceeds the axis `layers` and is no multiple of it,
-            or the cluster has another mesh.
-        PipemeshError: see `mesh_of`.
+    Positions wrap around after the end of the axis, and without a mesh always, as in lingvo.
     """
     name = p.name
     mesh, rules = mesh_of(cluster, p)
@@ -259,12 +250,7 @@ def warn_of_places(cluster: Any, places: Sequence[int], p: Any) -> None:
 
 
 def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:
-    """Returns the device of each processor of a mesh whose devices all compute together.
-
-    Raises:
-        PipelineError: the cluster has another mesh, or fewer devices.
-        PipemeshError: see `mesh_of`.
-    """
+    """Returns the device of each processor of a mesh whose devices all compute together."""
     there, _ = mesh_of(cluster, p)
     if there is not None and there != mesh:
         raise PipelineError(
@@ -285,19 +271,9 @@ def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:
 
 
 def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
-    """Returns the mesh of a stack, and its rules.
-
-    In the params, `mesh_shape` is a mesh as text whose processors are the devices of the cluster's
-    model split, in order. None means the cluster's mesh. `layout` are the rules as text, and None
-    means those of the cluster. `allow_idle` allows unused axes in `mesh_shape`.
+    """Returns the mesh and the rules of a stack: those of its params, else those of the cluster.
 
     The mesh is None if neither has one: then each stage is on one device.
-
-    Raises:
-        PipelineError: the cluster has another mesh, or there is a layout without a mesh.
-        LayoutError: the layout fits neither the mesh nor lingvo layers.
-        MeshError: `mesh_shape` is malformed.
-        PlanError: devices would idle.
     """
     mesh, rules = None, LayoutRules()
     mesh_shape, layout = p.mesh_shape, p.layout
@@ -333,9 +309,6 @@ def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
 
 
 def _lowering(p: Any) -> str:
-    """Returns the lowering that decides whether `layers` may split dims.
-
-    Only a pipelined stack with the loss inside may do so.
-    """
+    """Returns the lowering: only a pipelined stack with its loss inside may be one program."""
     is_one_program = getattr(p, "pipelined", False) and p.loss_inside
     return p.lowering if is_one_program else "placement"

@@ -169,30 +169,14 @@ Begin = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A piece of a tensor.
+    """A piece of a tensor."""
 
-    Attributes:
-        beside: the slice of a weight on whose device the piece is.
-        value: the tensor or variable.
-    """
-
-    beside: tf.Variable
+    beside: tf.Variable  # the slice of a weight on whose device the piece is
     value: Any
 
 
 class Pieces:
-    """A tensor in pieces on a grid, by the starts of the pieces.
-
-    Example:
-        >>> halves = {(0, 2 * i): tf.Variable([[1.0 + i, 5.0 + i]]) for i in range(2)}
-        >>> weight = Pieces([1, 4], {begin: Piece(v, v) for begin, v in halves.items()})
-        >>> rows = weight.mean(1)
-        >>> [(begin, part.value.numpy().tolist()) for begin, part in rows.parts.items()]
-        [((0,), [3.5])]
-        >>> spread = rows.spread(weight, 1).parts
-        >>> [part.value.numpy().tolist() for part in spread.values()]
-        [[[3.5]], [[3.5]]]
-    """
+    """A tensor in pieces on a grid, by the starts of the pieces."""
 
     def __init__(self, whole: list[int], parts: Mapping[Begin, Piece]) -> None:
         self.whole, self.parts = whole, dict(parts)
@@ -440,11 +424,7 @@ def _assign(variables: Pieces, new: Pieces, good: tf.Tensor | None) -> list[Any]
 
 
 def weights_of(slices: Sequence[tf.Variable], user: str) -> dict[str, Pieces]:
-    """Joins slices, in any order, to weights by logical name.
-
-    Raises:
-        PipelineError: slices of a weight are missing, or two weights have one name.
-    """
+    """Joins slices, in any order, to weights by logical name."""
     wholes: dict[str, list[int]] = {}
     found: dict[str, dict[tuple[int, ...], Piece]] = {}
     elements: dict[str, int] = {}

@@ -31,10 +31,7 @@ from pipemesh.text import did_you_mean
 
 
 def named_layers(params: Any) -> list[Any]:
-    """Copies the params of all layers of a sequence and names them by position.
-
-    In a list, plain functions are layers too.
-    """
+    """Copies the params of all layers, or functions, of a sequence and names them by position."""
     if isinstance(params, (list, tuple)):
         params = [as_layer(p) for p in params]
         for number, p in enumerate(params):
@@ -77,22 +74,13 @@ _META = (
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """The result of the `FPropMeta` of a layer.
+    """The result of the `FPropMeta` of a layer."""
 
-    Attributes:
-        flops: flops of the forward pass.
-        out_shapes: a `tshape.Shape`, or None, for each output.
-        parameter_bytes: bytes of all weights, or None if not stated.
-        activation_bytes: bytes that the layer keeps for its backward pass, or None.
-        communication_bytes: bytes that its processors send, forward and backward, or None.
-        communication: traffic of one of its processors, by axis and primitive, or None.
-    """
-
-    flops: float
-    out_shapes: tuple[Any, ...]
+    flops: float  # of the forward pass
+    out_shapes: tuple[Any, ...]  # a `tshape.Shape` or None for each output
     parameter_bytes: float | None = None
-    activation_bytes: float | None = None
-    communication_bytes: float | None = None
+    activation_bytes: float | None = None  # kept for the backward pass
+    communication_bytes: float | None = None  # sent by its processors, forward and backward
     communication: CommunicationCosts | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
@@ -108,14 +96,7 @@ def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
 
 
 def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
-    """Returns the `FPropMeta` of each layer, given the shapes of the first one's inputs.
-
-    A shape is a `tshape.Shape`, a `tf.TensorSpec`, a NestedMap of these, or None.
-
-    Raises:
-        PartitionError: a shape has another type, or `FPropMeta` is missing, fails or returns no
-            cost.
-    """
+    """Returns the `FPropMeta` of each layer, given the shapes of the first inputs."""
     for number, shape in enumerate(shapes):
         if not isinstance(shape, (tshape.Shape, tf.TensorSpec, py_utils.NestedMap, type(None))):
             raise PartitionError(

@@ -26,56 +26,33 @@ from pipemesh.text import columns
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Traffic along some axes in a step.
+    """Traffic along some axes in a step."""
 
-    Attributes:
-        axes: names of the axes, joined by `+`.
-        what: `activations`, `gradients`, `weights` and so on, or a primitive and its pass.
-        times: the number of transfers of a device.
-        bytes: the bytes of all devices together.
-    """
-
-    axes: str
-    what: str
-    times: int
-    bytes: int
+    axes: str  # names, joined by `+`
+    what: str  # `activations`, `gradients`, `weights` and so on, or a primitive and its pass
+    times: int  # the number of transfers of a device
+    bytes: int  # of all devices together
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightLayout:
-    """The layout of a weight on the devices.
+    """The layout of a weight on the devices."""
 
-    Attributes:
-        name: the path of its layer and its own name.
-        shape: with names of dims, if it has any.
-        cut: the dims that are cut, each with the number of slices; empty if none is.
-        devices: the device of each slice.
-        bytes: the bytes of the whole weight.
-    """
-
-    name: str
-    shape: str
-    cut: str
-    devices: tuple[str, ...]
-    bytes: int
+    name: str  # with the path of its layer
+    shape: str  # with names of dims, if it has any
+    cut: str  # the dims that are cut, each with the number of slices
+    devices: tuple[str, ...]  # of each slice
+    bytes: int  # of the whole weight
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSize:
-    """The costs of a layer by its `FPropMeta`, for a replica's part of a microbatch.
+    """The costs of a layer by its `FPropMeta`, for a replica's part of a microbatch."""
 
-    Attributes:
-        name: the name of its class.
-        flops: flops of its forward pass, on all devices that share it.
-        parameter_bytes: bytes of its weights, all slices together; None if not stated.
-        activation_bytes: bytes that all its devices keep for the backward pass; None if not stated.
-        output_bytes: bytes of its outputs.
-    """
-
-    name: str
-    flops: float
-    parameter_bytes: float | None
-    activation_bytes: float | None
+    name: str  # of its class
+    flops: float  # of its forward pass, on all devices that share it
+    parameter_bytes: float | None  # all slices together
+    activation_bytes: float | None  # kept on all its devices for the backward pass
     output_bytes: float
 
 

@@ -81,10 +81,6 @@ def sinusoids(positions: tf.Tensor, dim: int) -> tf.Tensor:
     """Returns sines, then cosines, of positions at wavelengths from 2 pi to 20,000 pi.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5. `dim` is even.
-
-    Example:
-        >>> sinusoids(tf.constant([0, 1]), 2).numpy().round(2).tolist()
-        [[0.0, 1.0], [0.8399999737739563, 0.5400000214576721]]
     """
     angles = _angles(positions, dim // 2, 1e4, max(dim // 2 - 1, 1))
     return tf.concat([tf.sin(angles), tf.cos(angles)], -1)
@@ -93,16 +89,11 @@ def sinusoids(positions: tf.Tensor, dim: int) -> tf.Tensor:
 def rotated(
     x: tf.Tensor, positions: tf.Tensor, base: float, scaling: RotaryScaling | None = None
 ) -> tf.Tensor:
-    """Rotates pairs of elements by angles that grow with the position.
+    """Rotates pairs of elements of `[batch, length, heads, dim]` by angles that grow with position.
 
     Products of two rotated vectors depend on the distance of their positions. Element `i` of the
-    first half makes a pair with element `i` of the second one. Source: Su et al., "RoFormer", 2021.
-
-    Args:
-        x: `[batch, length, heads, dim]`; `dim` is even.
-        positions: `[batch, length]`, or `[length]`, integers.
-        base: the longest wavelength is almost 2 pi times this.
-        scaling: scaling of the angles.
+    first half makes a pair with element `i` of the second one; the longest wavelength is almost
+    2 pi times `base`. Source: Su et al., "RoFormer", 2021.
     """
     half = static_sizes(x)[-1] // 2
     angles = tf.expand_dims(_angles(positions, half, base, half), -2)

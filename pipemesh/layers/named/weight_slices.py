@@ -97,16 +97,7 @@ def stays() -> bool:
 
 
 def slice_groups(layout: TensorLayout) -> list[tuple[int, ...]]:
-    """Returns the processors that hold the same slice, for each different slice.
-
-    Slices are in the order of their first processors, which own them.
-
-    Example:
-        >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
-        >>> mesh, rules = Mesh.from_text("data:2;model:2"), LayoutRules.from_text("d_ff:model")
-        >>> slice_groups(rules.tensor_layout(Shape.of(d_ff=4), mesh))
-        [(0, 2), (1, 3)]
-    """
+    """Returns the processors that hold each different slice, which the first of them owns."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for processor in range(layout.mesh.num_devices):
         groups.setdefault(layout.slice_begin(processor), []).append(processor)
@@ -121,23 +112,16 @@ def slice_names(name: str, layout: TensorLayout) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class WeightPart:
-    """A variable that holds a weight, or a slice of it.
-
-    Attributes:
-        name: the name of the variable.
-        begin: its start in the whole weight.
-        sizes: its sizes.
-        holders: the processors that need it; the first of them owns it.
-        replica: the replica that has it, if it is cut over the replicas of a stage.
-        device: its device; empty if the scope decides.
-    """
+    """A variable that holds a weight, or a slice of it."""
 
     name: str
     begin: tuple[int, ...]
     sizes: tuple[int, ...]
+    # The processors that need it; the first of them owns it.
     holders: tuple[int, ...]
+    # The replica that has it, if it is cut over the replicas of a stage.
     replica: int | None
-    device: str
+    device: str  # empty if the scope decides
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
@@ -179,10 +163,7 @@ def _layout(lowering: Lowering, shape: Shape) -> tuple[ReplicaCut | None, Tensor
 
 
 def from_parts(lowering: Lowering, parts: Sequence[Any], shape: Shape, name: str) -> Slices:
-    """Gives each processor its copy of the slice that it holds.
-
-    For each of `weight_parts`, `parts` has a tensor or the copies for its holders.
-    """
+    """Gives each processor its slice; `parts` has a tensor, or copies, for each weight part."""
     cut, layout = _layout(lowering, shape)
     own = lowering.tensor_layout(shape)
     if cut is None:
@@ -223,10 +204,7 @@ def from_whole(lowering: Lowering, whole: Any, layout: TensorLayout) -> Slices:
 def from_slices(
     lowering: Lowering, parts: Sequence[Any], layout: TensorLayout, name: str
 ) -> Slices:
-    """Gives each processor its copy of the slice that it holds, under a placement.
-
-    For each different slice, `parts` has a tensor or the copies for its holders.
-    """
+    """Gives each processor its slice; `parts` has a tensor, or copies, for each slice."""
     if not isinstance(lowering, PlacementLowering):
         raise LayoutError(
             f"weight {name!r} lies in {len(parts)} variables on the devices of mesh "

@@ -55,10 +55,7 @@ def carrying(
 def take_out(
     p: Any, home: Home, structure: StageStructure, outputs: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Adds the losses of all stages to the context around the pipeline.
-
-    The losses are the last outputs; the other outputs are returned.
-    """
+    """Adds the losses, the last outputs, to the context around the pipeline; returns the others."""
     split = len(outputs) - len(structure.aux_losses)
     outputs, losses = list(outputs[:split]), outputs[split:]
     around: Any = py_utils.AuxLossContext.Current()
@@ -180,11 +177,7 @@ _CONTRACT = (
 def check_head(
     where: str, names: Sequence[str], outputs: Sequence[tf.Tensor], loss_inside: bool
 ) -> None:
-    """Checks the results of the last stage for one microbatch.
-
-    Raises:
-        PipelineError: they cannot be combined to the whole batch's outputs.
-    """
+    """Checks the results of the last stage for one microbatch."""
     if loss_inside:
         _check_loss(where, names, outputs)
         return

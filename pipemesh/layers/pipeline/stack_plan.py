@@ -113,12 +113,7 @@ def define_pipelining(p: Any) -> None:
 
 
 def schedule_of(p: Any) -> Schedule:
-    """Returns the training schedule, checked against the stages.
-
-    Raises:
-        PipelineError: the params contradict each other or the schedule.
-        ScheduleError: the schedule is unknown or malformed.
-    """
+    """Returns the training schedule, checked against the stages."""
     if not p.cell_tpl:
         raise PipelineError(f"{p.name}: cell_tpl is empty; a pipeline needs at least one stage")
     check_whole(p.name, "num_micro_batches", p.num_micro_batches, 1)
@@ -203,14 +198,7 @@ def _check_loss_outside(p: Any, schedule: Schedule) -> None:
 
 
 def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
-    """Returns the plan of a pipeline on a cluster.
-
-    The plan's axis `layers` has one position for each device of the schedule. It may be longer than
-    the cluster's axis: then several share a position.
-
-    Raises:
-        PipemeshError: the mesh or the layout is not supported, or devices would idle.
-    """
+    """Returns the plan of a pipeline on a cluster."""
     mesh, layout = mesh_of(cluster, p)
     mesh = _with_places(mesh, schedule.num_devices)
     sizes = [

@@ -42,20 +42,6 @@ class StageStructure:
 
     A tensor with named dims travels as slices, each to the device at the same position. After
     `handed_over` it travels as pieces that make up the slices of the next stage.
-
-    Args:
-        values: tensors, with named dims or plain ones, and None, each alone or nested.
-        nested_map_fprop: whether they are exactly one NestedMap.
-        layer: the owner of the values, for errors.
-        what: their name in errors, `args` or `outputs`.
-
-    Attributes:
-        leaf_names: a name for each tensor, as `args.0.ids`.
-        aux_losses: whether each loss that follows these tensors is a scalar.
-
-    Raises:
-        PipelineError: `nested_map_fprop` is set and there is not exactly one NestedMap, or a leaf
-            is neither a tensor nor None.
     """
 
     def __init__(
@@ -163,13 +149,9 @@ def _slices_of(tensor: Tensor) -> _Slices:
 
 
 def handed_over(values: Any, mesh: Mesh | None) -> Any:
-    """Replaces tensors with named dims by what travels to the next stage.
+    """Replaces tensors with named dims by their slices, or by pieces for the next stage's mesh.
 
-    These are their slices, or pieces of them if the next stage's replicas are another mesh. `mesh`
-    is None if a replica of the next stage has one device.
-
-    Raises:
-        LayoutError: a dim does not divide on the next mesh.
+    `mesh` is None if a replica of the next stage has one device.
     """
 
     def pieces(tensor: Tensor) -> _Slices:
@@ -212,13 +194,7 @@ def _key(value: Any) -> Any:
 
 
 class StageLowering:
-    """The mesh and the rules that split the replicas of a stage of a stack.
-
-    Args:
-        mesh: the mesh of the stack; None if there is none.
-        layout: its rules.
-        place: the position of the stage along the axis `layers`, which wraps around after the last.
-    """
+    """The mesh and the rules that split the replicas of a stage of a stack."""
 
     def __init__(self, mesh: Mesh | None, layout: LayoutRules, place: int = 0) -> None:
         self._layout, self._place = layout, place
@@ -253,13 +229,7 @@ class StageLowering:
 
     @contextlib.contextmanager
     def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:
-        """Enters the scopes that make or call named layers for a replica with these devices.
-
-        `home` has the devices of all replicas; pass it when layers are made.
-
-        Raises:
-            PipelineError: the stack was made for another number of devices.
-        """
+        """Enters the scopes that call named layers for a replica, or with `home` make them."""
         wanted = 1 if self._inner is None else self._inner.num_devices
         if len(devices) != wanted:
             raise PipelineError(
@@ -278,12 +248,7 @@ class StageLowering:
             yield
 
     def check(self, name: str, stages: Sequence[Any]) -> None:
-        """Checks that the layout fits the layers of a stack.
-
-        Raises:
-            LayoutError: a rule names a dim that no layer has, or a rule for weights only names a
-                dim that no weight has.
-        """
+        """Checks that the layout fits the layers of a stack."""
         if self._mesh is None:
             return
         dims = set().union(*map(_dims, stages))
@@ -313,21 +278,17 @@ class StageLowering:
 
 
 class StageWeights:
-    """The weights of a stage for the executor: each tensor on one device of its home.
-
-    Attributes:
-        tensors: all tensors; one for each device of a replica that needs a weight.
-        places: the index of each tensor's device in the home.
-        copies: the numbers of copies, with the number of the original.
-        fetched: the numbers of tensors that replicas fetch for each action, since they are cut over
-            them.
-    """
+    """The weights of a stage for the executor: each tensor on one device of its home."""
 
     def __init__(self, cell: Any, theta: Any, home: Home) -> None:
         self._theta = theta
+        # One tensor for each device of a replica that needs a weight.
         self.tensors: list[Any] = []
+        # The index of each tensor's device in the home.
         self.places: list[int] = []
+        # The numbers of copies, with the number of the original.
         self.copies: dict[int, int] = {}
+        # The numbers of tensors that replicas fetch for each action, since they are cut over them.
         fetched: set[int] = set()
         self._counts: list[int] = []
         for weight, found in zip(theta.Flatten(), _held(cell, theta).Flatten(), strict=True):
@@ -383,16 +344,12 @@ def _children(layer: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A weight of a layer and its holders.
+    """A weight of a layer and its holders."""
 
-    Attributes:
-        holders: the devices of a replica that need it; plain layers compute on the first one.
-        variable: its variable, or None.
-        replica: the replica that has it, if it is cut over replicas.
-    """
-
+    # The devices of a replica that need it; plain layers compute on the first one.
     holders: tuple[int, ...]
     variable: Any
+    # The replica that has it, if it is cut over replicas.
     replica: int | None = None
 
 

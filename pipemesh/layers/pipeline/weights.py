@@ -73,14 +73,7 @@ def _private(layer: Any) -> Any:
 
 
 def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any]:
-    """Returns params of stages whose layers do not make the weights that `tied` gives them.
-
-    `tied` maps each `layer.weight` that is given to the one that is made. Params that change are
-    copied.
-
-    Raises:
-        PipelineError: a name is invalid, or there is no such layer with named dims.
-    """
+    """Copies params of stages whose layers do not make the weights that `tied` gives them."""
     if not isinstance(tied, Mapping):
         raise PipelineError(
             f"{owner}: tied_weights is {tied!r}; it is a dict such as "
@@ -119,13 +112,7 @@ def _names(p: Any) -> list[str]:
 
 
 def tie_weights(owner: str, tied: Mapping[str, str], layers: Sequence[Any]) -> None:
-    """Gives the layers of a stack the weights that they share.
-
-    Raises:
-        PipelineError: there is no such layer with named dims.
-        ShapeError: a layer has no such weight.
-        LayoutError: the dims of two weights differ.
-    """
+    """Gives the layers of a stack the weights that they share."""
     known = [leaf for layer in layers for leaf in _leaves(layer)]
     for target, source in tied.items():
         (to, name), (of, weight) = _parse(owner, target), _parse(owner, source)
@@ -135,11 +122,7 @@ def tie_weights(owner: str, tied: Mapping[str, str], layers: Sequence[Any]) -> N
 def check_one_mesh(
     owner: str, tied: Mapping[str, str], stages: Sequence[tuple[Any, Mesh | None]]
 ) -> None:
-    """Checks that layers share weights only if these are cut in the same way.
-
-    Raises:
-        LayoutError: the replicas of two stages that share a weight have different meshes.
-    """
+    """Checks that layers share weights only if these are cut in the same way."""
     meshes = {leaf.params.name: mesh for stage, mesh in stages for leaf in _leaves(stage)}
     for pair in tied.items():
         names = [_parse(owner, text)[0] for text in pair]
