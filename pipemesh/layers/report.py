@@ -17,9 +17,9 @@ from pipemesh.layers.partition_layers import Meta, layer_metas
 from pipemesh.mesh import Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition.text import bytes_text
+from pipemesh.plan import Remat
 from pipemesh.plan.homes import home_of
 from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
-from pipemesh.recurrent.remat import remat_of
 from pipemesh.schedule import Costs, Schedule, Timeline, simulate
 from pipemesh.text import columns
 
@@ -135,7 +135,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     flops = [sum(meta.flops for meta in of_stage) for of_stage in metas]
     # All devices of a replica compute at the same time.
     forward = [number / home.group for number, home in zip(flops, homes, strict=True)]
-    again = _again(stack.params.remat, stack.schedule)
+    again = _again(stack.plan.remat, stack.schedule)
     costs = Costs(
         forward,
         input_grad=[(1 + times[0]) * f for times, f in zip(again, forward, strict=True)],
@@ -155,12 +155,12 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     )
 
 
-def _again(remat: Any, schedule: Schedule) -> list[tuple[float, float]]:
+def _again(remat: Remat, schedule: Schedule) -> list[tuple[float, float]]:
     """Returns how often each stage's input and weight gradient recompute it, on average."""
-    number, policy = schedule.num_microbatches, remat_of(remat)
-    if policy.is_custom:
+    number = schedule.num_microbatches
+    if remat.is_custom:
         return [(0, 0)] * schedule.num_stages
-    modes, apart = policy.modes(schedule), schedule.recomputed()
+    modes, apart = remat.modes(schedule), schedule.recomputed()
     again = [
         [modes[stage, m] if (stage, m) not in apart else "none" for m in range(number)]
         for stage in range(schedule.num_stages)

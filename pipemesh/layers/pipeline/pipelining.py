@@ -27,7 +27,7 @@ from pipemesh.layers.pipeline.losses import (
 )
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
-from pipemesh.layers.pipeline.stack_plan import define_pipelining, plan_of, schedule_of
+from pipemesh.layers.pipeline.stack_plan import checked_plan, define_pipelining, plan_of, set_plan
 from pipemesh.layers.pipeline.stage import StageStructure, StageWeights, handed_over
 from pipemesh.layers.pipeline.weights import (
     cast_first,
@@ -95,10 +95,31 @@ class PipeliningLayer(SeqLayer):
         define_pipelining(p)
         return p
 
+    @classmethod
+    def ForPlan(cls, plan: Plan, **params: Any) -> Any:
+        """Returns params of a stack that runs by a plan.
+
+        The devices come from the cluster, whose mesh is the plan's. If the plan has layout rules,
+        the params have its mesh too, for lingvo's own clusters, which have devices but no axes.
+
+        Args:
+            plan: the plan.
+            **params: values of further params.
+
+        Example:
+            >>> from pipemesh.plan import Plan
+            >>> params = PipeliningLayer.ForPlan(Plan("layers:2", num_microbatches=4), name="stack")
+            >>> params.num_micro_batches, params.schedule
+            (4, '1f1b')
+        """
+        p = cls.Params()
+        set_plan(p, plan)
+        if plan.layout.rules:
+            p.Set(mesh_shape=str(plan.mesh), layout=str(plan.layout))
+        return p.Set(**params)
+
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        # Raises errors of the plan or the schedule before the first step.
-        self.plan if self.params.pipelined else self.schedule  # noqa: B018
         self._eager_runs: dict[Any, Any] = {}
         # Set it to an ActionClock or Marks before a graph is built to time its actions.
         self.clock: Stamps | None = None
@@ -160,15 +181,20 @@ class PipeliningLayer(SeqLayer):
         names = [tpl.name for tpl in self.params.cell_tpl]
         return explain(error, dict(zip(names, self.homes or self.StageHomes(), strict=True)))
 
-    @functools.cached_property
+    @property
     def schedule(self) -> Schedule:
         """Returns the training schedule, checked against the stages."""
-        return schedule_of(self.params)
+        return self._checked_plan.table
+
+    @functools.cached_property
+    def _checked_plan(self) -> Plan:
+        """Returns the plan on the cluster that the layer was made on."""
+        return checked_plan(self.params, self.cluster)
 
     @property
     def plan(self) -> Plan:
         """Returns the plan of the stack on the current cluster."""
-        return plan_of(self.params, self.schedule, self.cluster)
+        return plan_of(self.params, self.cluster)
 
     # AutoGraph fails on it with long warnings.
     @tf.autograph.experimental.do_not_convert
@@ -367,10 +393,11 @@ class PipeliningLayer(SeqLayer):
         return frozenset(range(int(casts_first), len(inputs)))
 
     def _options(self, eagerly: bool, uncast: frozenset[int]) -> Options:
-        p = self.params
+        p, remat = self.params, self._checked_plan.remat
         return Options(
             batch_dim=p.batch_dim,
-            remat=p.remat,
+            # A plan has no more than the name of a policy that is Python code.
+            remat=p.remat if remat.is_custom else remat,
             loop=p.loop,
             rolled=p.rolled,
             compute_dtype=p.fprop_dtype,
