@@ -16,7 +16,7 @@ from pipemesh.layers import (
     PartitionSequentialLayers,
     PipeliningLayer,
 )
-from tests.layers.harness import cluster, run_tf1, run_tf2
+from tests.layers.harness import cluster
 
 X = np.random.default_rng(0).normal(size=[8, 4]).astype(np.float32)
 
@@ -42,7 +42,6 @@ def plain():
     return FeatureExtractionLayer.Params().Set(name="plain", sub=stage.sub)
 
 
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
 def test_a_list_with_functions_is_cut_and_equals_the_plain_stack(run):
     stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=stages(3), num_micro_batches=4)
     run(stack, [X], num_devices=3).assert_close(run(plain(), [X]))

@@ -18,6 +18,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.blocks import WIDTH, blocks
 from tests.layers.harness import run_tf1, run_tf2
 from tests.layers.pipeline.test_pipelining import cut, pipelined, plain
+from tests.pairwise import in_turn
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 
@@ -36,13 +37,16 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "num_stages", "num_micro_batches", "kwargs"),
-    [
-        ("layers:2;data:2", 2, 2, {}),
-        ("data:4;layers:2", 2, 1, {"remat": "none"}),
-        ("layers:1;data:2", 1, 4, {"loop": True}),
-        ("layers:2;data:2", 4, 4, {"schedule": "looped_bfs:2"}),
-    ],
+    ("run", "mesh", "num_stages", "num_micro_batches", "kwargs"),
+    in_turn(
+        [run_tf1, run_tf2],
+        [
+            ("layers:2;data:2", 2, 2, {}),
+            ("data:4;layers:2", 2, 1, {"remat": "none"}),
+            ("layers:1;data:2", 1, 4, {"loop": True}),
+            ("layers:2;data:2", 4, 4, {"schedule": "looped_bfs:2"}),
+        ],
+    ),
 )
 def test_everything_equals_the_plain_model_with_dropout_on(
     run, expected, mesh, num_stages, num_micro_batches, kwargs
