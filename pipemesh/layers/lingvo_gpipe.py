@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import lingvo.compat as tf
 from lingvo.core import gpipe, py_utils
 
-from pipemesh.checkpoint.conversion import convert
+from pipemesh.checkpoint.conversion import convert, names_of
 from pipemesh.checkpoint.files import is_pattern
-from pipemesh.checkpoint.tensors import names_of
 from pipemesh.errors import CheckpointError, PipelineError
 from pipemesh.layers.feature_extraction import (
     FeatureExtractionLayer,

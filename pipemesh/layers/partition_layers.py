@@ -19,12 +19,12 @@ from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.function_layer import as_layer
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
-from pipemesh.lowering.costs import CommunicationCosts
+from pipemesh.lowering.lowering import CommunicationCosts
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, Partition, partition, profile_costs
 from pipemesh.partition.costs import number_problem
 from pipemesh.partition.memory import SCHEDULES
-from pipemesh.recurrent.memory import StageMemory
+from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule, ScheduleSpec, simulate
 from pipemesh.schedule.names import parse
 from pipemesh.text import did_you_mean

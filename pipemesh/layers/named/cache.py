@@ -13,7 +13,7 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.layers.named.block_attention import LOW, Buckets
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.lowering import Tensor
-from pipemesh.lowering.primitives import Slices
+from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import Dim, Shape
 
 # The dtypes that every device can overwrite in place.

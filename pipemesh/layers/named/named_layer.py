@@ -26,7 +26,7 @@ from pipemesh.layers.named.weight_slices import (
 from pipemesh.layers.optimizers import check_learners
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.arguments import as_shape, dim_names
-from pipemesh.lowering.initializers import Constant, Initializer, Normal, Uniform
+from pipemesh.lowering.variable import Constant, Initializer, Normal, Uniform
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.text import nearest_text
 

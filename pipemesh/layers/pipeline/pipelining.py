@@ -55,8 +55,8 @@ from pipemesh.recurrent import (
     predict_memory,
     predict_transfers,
 )
+from pipemesh.recurrent.options import INITIAL_SCALE
 from pipemesh.recurrent.passes.captures import check_fresh
-from pipemesh.recurrent.precision import INITIAL_SCALE
 from pipemesh.recurrent.table.run import with_loss
 from pipemesh.recurrent.table.validation import microbatch_size
 from pipemesh.recurrent.watch.clock import Stamps

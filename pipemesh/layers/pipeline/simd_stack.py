@@ -40,7 +40,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
 from pipemesh.randomness.scope import alike_layers_scope, layer_aliases
 from pipemesh.recurrent.circular import SimdPipeline
-from pipemesh.recurrent.watch.health import all_finite, raise_unless
+from pipemesh.recurrent.watch.finite_values import all_finite, raise_unless
 
 
 class SimdStack:

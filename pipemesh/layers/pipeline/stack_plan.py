@@ -25,7 +25,7 @@ from pipemesh.mesh import Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
 from pipemesh.plan.homes import unused_axes
-from pipemesh.plan.text_form import of_value
+from pipemesh.plan.plan import value_text
 from pipemesh.recurrent.remat import policy_of, remat_of
 from pipemesh.recurrent.table.validation import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec
@@ -139,12 +139,12 @@ def values_of(p: Any) -> dict[str, str]:
     """Returns the values of a plan that the params of a stack define, without the mesh."""
     dtype = p.fprop_dtype
     return {
-        "schedule": of_value(p.schedule),
+        "schedule": value_text(p.schedule),
         "num_microbatches": str(p.num_micro_batches),
         "remat": str(remat_of(p.remat)),
         "lowering": p.lowering,
         "layout": str(p.layout or ""),
-        "allow_idle": of_value(bool(p.allow_idle)),
+        "allow_idle": value_text(bool(p.allow_idle)),
         **({} if dtype is None else {"compute_dtype": tf.as_dtype(dtype).name}),
     }
 

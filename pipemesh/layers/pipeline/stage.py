@@ -20,7 +20,7 @@ from pipemesh.layers.named.scope import map_kind
 from pipemesh.layers.named.weight_slices import ReplicaCut, replica_cut_scope
 from pipemesh.layers.pipeline.spread_weights import replica_of
 from pipemesh.lowering import PlacementLowering, Tensor
-from pipemesh.lowering.handover import Handover
+from pipemesh.lowering.placement import Handover
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
 from pipemesh.plan.homes import BATCH, cut_rules, inner_mesh, inner_rules, replica_axis
 from pipemesh.recurrent import Home

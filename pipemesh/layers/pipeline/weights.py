@@ -13,7 +13,7 @@ from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer, is_stage
 from pipemesh.layers.named import NamedLayer
 from pipemesh.mesh import Mesh
-from pipemesh.recurrent.precision import cast_floating
+from pipemesh.recurrent.options import cast_floating
 from pipemesh.text import nearest_text
 
 

@@ -196,6 +196,7 @@ def sub(head):
         Plain.Params().Set(name="fc_b"),
         Residual.Params().Set(name="named_c"),
         Residual.Params().Set(name="named_d"),
+        Residual.Params().Set(name="named_e"),
     ]
     return [*params, Head.Params().Set(name="head")] if head else params
 
@@ -206,7 +207,7 @@ def plain(head=False):
 
 def stack(num_stages, num_micro_batches, head=False, cls=PipeliningLayer, **kwargs):
     params = sub(head)
-    bounds = {1: [0, 5], 2: [0, 2, 5], 4: [0, 1, 2, 3, 5]}[num_stages]
+    bounds = {1: [0, 6], 2: [0, 2, 6], 4: [0, 1, 3, 4, 6]}[num_stages]
     cells = [
         FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=params[a:b])
         for i, (a, b) in enumerate(itertools.pairwise(bounds))
