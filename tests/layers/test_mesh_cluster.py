@@ -164,6 +164,8 @@ def test_what_params_ask_for_is_what_they_get():
         ({"mesh_shape": "layers"}, MeshError, ""),
         ({"layout": "batch:data"}, PipelineError, "but there is no mesh; set mesh_shape"),
         ({"mesh_shape": "layers:2", "layout": "batch:data"}, LayoutError, ""),
+        ({"mesh_shape": "layers:2;data:2", "layout": "batch:dta"}, LayoutError, "mean 'data'"),
+        ({"mesh_shape": "layers:2", "layout": "batch:layers"}, LayoutError, "along which the stag"),
         ({"mesh_shape": "layers:2;data:2"}, PlanError, "nothing is split over the axis 'data'"),
     ],
 )

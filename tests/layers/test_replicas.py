@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, cluster_factory, py_utils
 
-from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
+from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers import (
     FeatureExtractionLayer,
     FunctionLayer,
@@ -129,44 +129,11 @@ def test_params_give_a_mesh_to_a_cluster_of_lingvo():
         assert [len(home) for home in stage_homes(cluster, [0, 1, 2], stack())] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "layout", "error", "text"),
-    [
-        ("layers:2;data", None, MeshError, "stack: .*layers:2"),
-        ("layers:2;data:2", "batch:dta", LayoutError, "stack: .*did you mean 'data'"),
-        ("layers:2", "batch:layers", LayoutError, "along which the stages lie"),
-        (None, "batch:data", PipelineError, "there is no mesh; set mesh_shape"),
-        ("layers:2;data:4", "batch:data", PipelineError, "8 processors, but .* has 6 devices"),
-        ("layers:2;model:2", None, PlanError, "stack: nothing is split over the axis 'model'"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_is_an_error(mesh_shape, layout, error, text):
-    with split_cluster(6) as cluster, pytest.raises(error, match=text):
-        stage_homes(cluster, [0, 1], stack(mesh_shape, layout))
-
-
 def test_a_rule_for_a_dim_that_no_layer_has_is_an_error(eagerly):
     text = r"stack: .*names dim 'heads'.*[Kk]nown: 'batch'"
     params = stack("layers:2;data:2", "heads:data", cell_tpl=cut(blocks(2), 2))
     with split_cluster(6), pytest.raises(LayoutError, match=text):
         params.Instantiate()
-
-
-def test_devices_of_params_may_idle_if_that_is_allowed():
-    with split_cluster(4) as cluster:
-        homes = stage_homes(cluster, [0, 1], stack("layers:2;model:2", allow_idle=True))
-        assert [home.first[-1] for home in homes] == ["0", "2"]
-
-
-def test_params_and_the_cluster_must_agree():
-    layout = LayoutRules.from_text("batch:data")
-    with mesh_cluster(Mesh.from_text("layers:2;data:2"), layout=layout) as cluster:
-        with pytest.raises(PipelineError, match="mesh_shape is 'layers:4', but the cluster"):
-            stage_homes(cluster, [0, 1], stack("layers:4"))
-        with pytest.raises(PipelineError, match="layout is '', but the cluster"):
-            stage_homes(cluster, [0, 1], stack(None, ""))
-        again = stage_homes(cluster, [0, 1], stack("layers:2;data:2", "batch:data"))
-        assert again == stage_homes(cluster, [0, 1], stack())
 
 
 def test_a_batch_that_does_not_divide_among_replicas_is_an_error():
