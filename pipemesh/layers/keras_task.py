@@ -13,7 +13,7 @@ from lingvo.core import base_model, py_utils
 from pipemesh import randomness
 from pipemesh.errors import PipelineError
 from pipemesh.layers.dataset_input import as_batch
-from pipemesh.layers.keras_layer import KerasLayer
+from pipemesh.layers.foreign_layers import KerasLayer
 from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
 
 _ACCURACY = ("accuracy", "acc")

@@ -16,7 +16,7 @@ from pipemesh.backend.static_shape import num_bytes, static_sizes
 from pipemesh.errors import PartitionError, PipelineError
 from pipemesh.layers.check_params import check_layer, with_article
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
-from pipemesh.layers.function_layer import as_layer
+from pipemesh.layers.foreign_layers import as_layer
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.lowering.lowering import CommunicationCosts
