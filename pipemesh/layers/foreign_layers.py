@@ -23,13 +23,13 @@ from pipemesh.layers.step_seed import GenerateStepSeedPair
 
 def traced_meta(function: Callable[..., Any], specs: Sequence[tf.TensorSpec | None]) -> Any:
     """Traces a function; flops are two for each product in matmuls and convolutions."""
-    given = [spec for spec in specs if spec is not None]
+    tensor_specs = [spec for spec in specs if spec is not None]
 
     def call(*tensors: tf.Tensor) -> Any:
         rest = iter(tensors)
         return function(*(None if spec is None else next(rest) for spec in specs))
 
-    graph: Any = tf.function(call, autograph=False).get_concrete_function(*given).graph
+    graph: Any = tf.function(call, autograph=False).get_concrete_function(*tensor_specs).graph
     outputs = [t for t in tf.nest.flatten(graph.structured_outputs) if t is not None]
     return py_utils.NestedMap(
         flops=_products(graph),
@@ -49,8 +49,8 @@ def _flops(op: tf.Operation) -> int:
         inner = static_sizes(op.inputs[0])[-2 if op.get_attr(name) else -1]
         return 2 * inner * math.prod(static_sizes(op.outputs[0]))
     if op.type == "Einsum":
-        given, result = op.get_attr("equation").decode().split("->")
-        names = given.split(",")
+        operands, result = op.get_attr("equation").decode().split("->")
+        names = operands.split(",")
         # An ellipsis can only come first.
         sizes = {
             letter: size
@@ -314,11 +314,13 @@ class KerasLayer(base_layer.BaseLayer):
         return tf.group(*updates)
 
     def _check_dtype(self) -> None:
-        wanted, own = py_utils.FPropDtype(self.params), tf.as_dtype(self._layer.compute_dtype)
-        if wanted != own:
+        requested = py_utils.FPropDtype(self.params)
+        supported = tf.as_dtype(self._layer.compute_dtype)
+        if requested != supported:
             raise PipelineError(
-                f"{self.params.name}: the layer computes in {own.name}, but fprop_dtype is "
-                f"{wanted.name}; make it with dtype='mixed_{wanted.name}', or set its fprop_dtype"
+                f"{self.params.name}: the layer computes in {supported.name}, but fprop_dtype is "
+                f"{requested.name}; make it with dtype='mixed_{requested.name}', or set its "
+                "fprop_dtype"
             )
 
     @classmethod

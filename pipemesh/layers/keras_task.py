@@ -305,8 +305,8 @@ class WholeBatchLayer(KerasLayer):
         """Returns the outputs of the layer and the sum of the losses that it adds."""
         if not self.do_eval:
             # Averages are updated from their own values, not from values rounded to `fprop_dtype`.
-            own = {name: self.vars[name].value() for name in self._untrained()}
-            theta = py_utils.NestedMap({**theta, **own})
+            untrained = {name: self.vars[name].value() for name in self._untrained()}
+            theta = py_utils.NestedMap({**theta, **untrained})
         with (
             whole_batch_randomness(step_of_call(self)),
             randomness.layer_scope(self.params.name),

@@ -121,10 +121,10 @@ def mesh_cluster(
             f"'layers:{mesh.num_devices}'"
         )
     devices = _of_workers(mesh, layout, device_type)
-    found = len(tf.config.list_logical_devices(device_type))
-    if not devices and found < mesh.num_devices:
+    available = len(tf.config.list_logical_devices(device_type))
+    if not devices and available < mesh.num_devices:
         raise DeviceError(
-            f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {found} exist. "
+            f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {available} exist. "
             f"{MORE_DEVICES}"
         )
     idle = [f"{device_type}:{i}" for i in range(mesh.num_devices) if i not in used]
@@ -161,22 +161,22 @@ def _of_workers(mesh: Mesh, layout: LayoutRules, device_type: str) -> tuple[str,
     devices = worker_devices(device_type)
     if not devices:
         return ()
-    found = over_hosts(mesh, layout, list(map(len, devices)))
-    for axis in found.crossing:
+    placement = over_hosts(mesh, layout, list(map(len, devices)))
+    for axis in placement.crossing:
         warnings.warn(
             f"slices along the axis {axis!r} of mesh '{mesh}' lie on several workers, and what "
             "they exchange in every layer goes from host to host; give fewer workers more "
             f"devices, or more of the mesh to the axis 'layers' and less to {axis!r}",
             stacklevel=3,
         )
-    if found.idle:
-        names = ", ".join(map(str, found.idle))
+    if placement.idle:
+        names = ", ".join(map(str, placement.idle))
         warnings.warn(
             f"mesh '{mesh}' has fewer devices than there are workers: worker {names} will idle; "
             "use a larger mesh, or fewer workers",
             stacklevel=3,
         )
-    return tuple(devices[host][device] for host, device in found.places)
+    return tuple(devices[host][device] for host, device in placement.places)
 
 
 def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -> None:
@@ -199,12 +199,12 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
     mesh, rules = mesh_of(cluster, p)
     if mesh is None:
         return [Home((cluster.WorkerDeviceInModelSplit(place),)) for place in places]
-    needed, there = len(set(places)), mesh.num_stages
-    if needed > there and needed % there:
+    needed, available = len(set(places)), mesh.num_stages
+    if needed > available and needed % available:
         raise PipelineError(
             f"{name}: {len(places)} stages need {needed} places along the axis 'layers', but "
-            f"mesh '{mesh}' has {there}, and {needed} is no multiple of it, so some "
-            f"devices would do more than others; cut the layers into {there} stages or a "
+            f"mesh '{mesh}' has {available}, and {needed} is no multiple of it, so some "
+            f"devices would do more than others; cut the layers into {available} stages or a "
             f"multiple, or use 'layers:{needed}'"
         )
     if isinstance(cluster, MeshCluster):
@@ -221,7 +221,7 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
             )
     replicas = num_replicas(mesh, rules)
     return [
-        Home(tuple(device(p) for p in home_of(mesh, rules, place % there)), replicas)
+        Home(tuple(device(p) for p in home_of(mesh, rules, place % available)), replicas)
         for place in places
     ]
 
@@ -231,33 +231,33 @@ def warn_of_places(cluster: Any, places: Sequence[int], p: Any) -> None:
     mesh, _ = mesh_of(cluster, p)
     if mesh is None:
         return
-    needed, there = len(set(places)), mesh.num_stages
-    if there > needed:
+    needed, available = len(set(places)), mesh.num_stages
+    if available > needed:
         warnings.warn(
-            f"{p.name}: mesh '{mesh}' has {there} places along the axis 'layers', but "
+            f"{p.name}: mesh '{mesh}' has {available} places along the axis 'layers', but "
             f"its {len(places)} stages lie on {needed}: the other devices idle; cut the layers "
-            f"into {there} stages or use 'layers:{needed}'",
+            f"into {available} stages or use 'layers:{needed}'",
             stacklevel=5,
         )
-    if needed > there > 1 and getattr(p, "pipelined", False):
+    if needed > available > 1 and getattr(p, "pipelined", False):
         warnings.warn(
-            f"{p.name}: mesh '{mesh}' has {there} places along the axis 'layers', but the schedule "
-            f"has {needed} devices: each place takes {needed // there} in turn; use a schedule "
-            f"with several stages a device, such as 'looped_bfs:{needed // there}', or "
-            f"'layers:{needed}'",
+            f"{p.name}: mesh '{mesh}' has {available} places along the axis 'layers', but the "
+            f"schedule has {needed} devices: each place takes {needed // available} in turn; use a "
+            f"schedule with several stages a device, such as 'looped_bfs:{needed // available}', "
+            f"or 'layers:{needed}'",
             stacklevel=5,
         )
 
 
 def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:
     """Returns the device of each processor of a mesh whose devices all compute together."""
-    there, _ = mesh_of(cluster, p)
-    if there is not None and there != mesh:
+    cluster_mesh, _ = mesh_of(cluster, p)
+    if cluster_mesh is not None and cluster_mesh != mesh:
         raise PipelineError(
             f"{p.name}: its stages are to lie on mesh '{mesh}', each on devices of its own, but "
-            f"'{there}' is there; make the axis 'layers' as long as the schedule has devices "
-            "(looped_bfs:2 has two stages a device), and call the stack under the mesh that it was "
-            "made under"
+            f"'{cluster_mesh}' is there; make the axis 'layers' as long as the schedule has "
+            "devices (looped_bfs:2 has two stages a device), and call the stack under the mesh "
+            "that it was made under"
         )
     if isinstance(cluster, MeshCluster):
         return [cluster.device(processor) for processor in range(mesh.num_devices)]
@@ -280,19 +280,19 @@ def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
     if isinstance(cluster, MeshCluster):
         mesh, rules = cluster.mesh, cluster.layout
     try:
-        asked = None if mesh_shape is None else Mesh.from_text(mesh_shape)
-        asked_rules = None if layout is None else LayoutRules.from_text(layout)
-        if mesh is not None and asked not in (None, mesh):
+        requested = None if mesh_shape is None else Mesh.from_text(mesh_shape)
+        requested_rules = None if layout is None else LayoutRules.from_text(layout)
+        if mesh is not None and requested not in (None, mesh):
             raise PipelineError(
-                f"mesh_shape is '{asked}', but the cluster that is entered has the mesh '{mesh}'; "
+                f"mesh_shape is '{requested}', but the cluster that is entered has the mesh "
+                f"'{mesh}'; give one of them"
+            )
+        if mesh is not None and requested_rules not in (None, rules):
+            raise PipelineError(
+                f"layout is '{requested_rules}', but the cluster that is entered has '{rules}'; "
                 "give one of them"
             )
-        if mesh is not None and asked_rules not in (None, rules):
-            raise PipelineError(
-                f"layout is '{asked_rules}', but the cluster that is entered has '{rules}'; give "
-                "one of them"
-            )
-        mesh, rules = asked or mesh, asked_rules or rules
+        mesh, rules = requested or mesh, requested_rules or rules
         if mesh is None and rules.rules:
             raise PipelineError(
                 f"layout is '{rules}', but there is no mesh; set mesh_shape, for example to "
@@ -301,8 +301,8 @@ def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
         if mesh is not None:
             check_layout(mesh, rules, _lowering(p))
         # A cluster's own mesh has already warned of idle devices.
-        if asked is not None and not p.allow_idle and not isinstance(cluster, MeshCluster):
-            check_no_idle_axis(asked, rules)
+        if requested is not None and not p.allow_idle and not isinstance(cluster, MeshCluster):
+            check_no_idle_axis(requested, rules)
     except PipemeshError as error:
         raise type(error)(f"{p.name}: {error}") from error
     return mesh, rules

@@ -85,10 +85,10 @@ class Report:
         rows: list[tuple[str, ...]] = [
             ("device", "weights", "optimizer", "gradients", "activations", "in all")
         ]
-        for found in self.memory:
-            state = self.optimizer.get(found.device, 0)
-            parts = (found.weights, state, found.gradients, found.kept)
-            rows.append((found.device, *map(bytes_text, (*parts, sum(parts)))))
+        for device in self.memory:
+            state = self.optimizer.get(device.device, 0)
+            parts = (device.weights, state, device.gradients, device.kept)
+            rows.append((device.device, *map(bytes_text, (*parts, sum(parts)))))
         lines = columns(rows)
         if self.sent:
             sent = [("axis", "what", "times", "bytes")]
@@ -172,15 +172,15 @@ def _again(remat: Remat, schedule: Schedule) -> list[tuple[float, float]]:
 
 def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[list[Meta]]:
     """Returns the `FPropMeta` of the layers of each stage, under the stage's lowering."""
-    found: list[list[Meta]] = []
+    metas: list[list[Meta]] = []
     for cell, home, lowering in zip(
         stack.params.cell_tpl, homes, stack.stage_lowerings, strict=True
     ):
         children = stack.children[cell.name].children
         with lowering.on(home.replica(0)):
-            found.append(layer_metas([children[sub.name].params for sub in cell.sub], *shapes))
-        shapes = found[-1][-1].out_shapes if found[-1] else shapes
-    return found
+            metas.append(layer_metas([children[sub.name].params for sub in cell.sub], *shapes))
+        shapes = metas[-1][-1].out_shapes if metas[-1] else shapes
+    return metas
 
 
 def _sizes(stack: Any, metas: Sequence[Meta], stage: int) -> tuple[LayerSize, ...]:
@@ -205,12 +205,12 @@ def _num_elements(shape: Any) -> int:
 def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:
     """Returns the mesh coordinates of each device."""
     mesh, rules = stack.plan.mesh, stack.plan.layout
-    found: dict[str, dict[str, int]] = {}
+    coordinates: dict[str, dict[str, int]] = {}
     for home, place in zip(homes, stack.schedule.stage_devices, strict=True):
         processors = home_of(mesh, rules, place % mesh.num_stages)
         for device, processor in zip(home.devices, processors, strict=True):
-            found.setdefault(short_name(device), mesh.coordinates(processor))
-    return found
+            coordinates.setdefault(short_name(device), mesh.coordinates(processor))
+    return coordinates
 
 
 def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> list[Sent]:
@@ -250,17 +250,21 @@ def _inside(
 
 def _layouts(layer: Any) -> Iterator[WeightLayout]:
     """Yields the layouts of the weights of a layer and its children."""
-    own = dict(layer._private_vars)
+    variables = dict(layer._private_vars)
     if isinstance(layer, NamedLayer):
         for name, shape in layer.named_shapes.items():
-            parts = [own.pop(n) for n in layer.weight_parts() if _is_part(n, name) and n in own]
+            parts = [
+                variables.pop(n)
+                for n in layer.weight_parts()
+                if _is_part(n, name) and n in variables
+            ]
             if parts:
                 yield _layout(f"{layer.path}.{name}", parts, shape)
-    for name, variable in own.items():
+    for name, variable in variables.items():
         yield _layout(f"{layer.path}.{name}", [variable], None)
     for child in layer.children.values():
-        for each in child if isinstance(child, list | tuple) else [child]:
-            yield from _layouts(each)
+        for part in child if isinstance(child, list | tuple) else [child]:
+            yield from _layouts(part)
 
 
 def _is_part(variable: str, name: str) -> bool:

@@ -233,8 +233,8 @@ class _Attention:
         first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
 
         def turn(at: tf.Tensor, *handles: tf.Tensor) -> Any:
-            given = [rows.with_handle(h) for rows, h in zip(state, handles, strict=True)]
-            return at + 1, *(rows.handle for rows in body(first[at], second[at], *given))
+            buffers = [rows.with_handle(h) for rows, h in zip(state, handles, strict=True)]
+            return at + 1, *(rows.handle for rows in body(first[at], second[at], *buffers))
 
         # One after the other: parallel pairs would need memory for all their scores.
         _, *handles = tf.while_loop(
@@ -255,8 +255,9 @@ class _Attention:
         distance = self._distance(i, j)
         seen = distance >= 0
         if self.segments is not None:
-            mine, theirs = tf.expand_dims(self.segments[i], 2), tf.expand_dims(self.segments[j], 1)
-            seen = tf.expand_dims(seen & tf.equal(mine, theirs), 1)
+            query_segments = tf.expand_dims(self.segments[i], 2)
+            key_segments = tf.expand_dims(self.segments[j], 1)
+            seen = tf.expand_dims(seen & tf.equal(query_segments, key_segments), 1)
         if self.shared > 1:
             scores = tf.reshape(scores, [self.batch, self.kv_heads, self.shared, size, size])
             seen = seen if self.segments is None else tf.expand_dims(seen, 1)

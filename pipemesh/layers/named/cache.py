@@ -245,5 +245,5 @@ def cached_attention(
     seen = tf.reshape(distance >= 0, [batch, 1, 1, length, cache])
     weights = tf.nn.softmax(tf.where(seen, scores, LOW))
     weights = tf.reshape(tf.cast(weights, v.dtype), [batch, kv_heads, shared * length, cache])
-    found = tf.reshape(tf.matmul(weights, v), [batch, kv_heads, shared, length, dim])
-    return tf.reshape(tf.transpose(found, [0, 3, 1, 2, 4]), [batch, length, heads, dim])
+    values = tf.reshape(tf.matmul(weights, v), [batch, kv_heads, shared, length, dim])
+    return tf.reshape(tf.transpose(values, [0, 3, 1, 2, 4]), [batch, length, heads, dim])

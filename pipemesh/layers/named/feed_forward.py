@@ -275,8 +275,8 @@ class Experts(NamedLayer):
         gates, chosen = ops.top_k(chances, "router", Dim("choice", p.num_choices))
         if p.num_choices > 1:
             gates = gates / ops.reduce_sum(gates, "choice")
-        found = self._Answers(theta, x, self._Places(chosen, paddings))
-        y = ops.einsum([found, ops.cast(gates, x.dtype)], ["batch", WHOLE, "embed"])
+        answers = self._Answers(theta, x, self._Places(chosen, paddings))
+        y = ops.einsum([answers, ops.cast(gates, x.dtype)], ["batch", WHOLE, "embed"])
         return ops.rename(y, split_names(names)), self._Balance(chances, chosen, paddings)
 
     def _Places(self, chosen: Tensor, paddings: Tensor | None) -> Tensor:

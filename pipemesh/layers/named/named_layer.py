@@ -41,9 +41,9 @@ def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer
     """
     method = getattr(init, "method", None)
     if method not in _METHODS:
-        given = repr(init) if method is None else repr(method)
+        described = repr(init) if method is None else repr(method)
         raise PipelineError(
-            f"weight {name!r}: init is {given}{nearest_text(str(method), _METHODS)}; a named "
+            f"weight {name!r}: init is {described}{nearest_text(str(method), _METHODS)}; a named "
             "weight is drawn slice by slice, so write py_utils.WeightInit.Gaussian(stddev), "
             "Uniform(limit) or Constant(value)"
         )
@@ -467,8 +467,8 @@ class NamedLayer(base_layer.BaseLayer):
                     )
 
     def _Cast(self, x: Tensor, dtype: tf.DType | None = None) -> Tensor:
-        wanted: tf.DType = dtype or py_utils.FPropDtype(self.params)
-        return ops.cast(x, wanted) if x.dtype.is_floating and x.dtype != wanted else x
+        target: tf.DType = dtype or py_utils.FPropDtype(self.params)
+        return ops.cast(x, target) if x.dtype.is_floating and x.dtype != target else x
 
     @property
     def named_shapes(self) -> dict[str, Shape]:

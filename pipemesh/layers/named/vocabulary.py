@@ -205,8 +205,8 @@ class Embedding(NamedLayer):
             whole = sinusoids(places, p.embedding_dim)
             return tf.gather(whole, start + tf.range(size), axis=-1)
 
-        found = Tensor(lowering, lowering.map(local, places.slices, start), shape)
-        return ops.cast(found, py_utils.FPropDtype(p))
+        vectors = Tensor(lowering, lowering.map(local, places.slices, start), shape)
+        return ops.cast(vectors, py_utils.FPropDtype(p))
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, ids: Any, segment_pos: Any = None) -> Value:

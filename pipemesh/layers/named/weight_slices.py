@@ -138,12 +138,12 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
     cut, layout = _layout(lowering, shape)
     devices = getattr(lowering, "devices", ()) if cut is None else cut.devices
     group = lowering.mesh.num_devices
-    found = []
-    for own, holders in zip(slice_names(name, layout), slice_groups(layout), strict=True):
+    parts = []
+    for slice_name, holders in zip(slice_names(name, layout), slice_groups(layout), strict=True):
         first = holders[0]
-        found.append(
+        parts.append(
             WeightPart(
-                name=own,
+                name=slice_name,
                 begin=tuple(layout.slice_begin(first)),
                 sizes=tuple(layout.slice_shape),
                 # One device of a replica gets all slices, and joins them for the others.
@@ -152,7 +152,7 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
                 device=devices[first] if devices else "",
             )
         )
-    return found
+    return parts
 
 
 def _layout(lowering: Lowering, shape: Shape) -> tuple[ReplicaCut | None, TensorLayout]:
@@ -182,15 +182,15 @@ def from_parts(lowering: Lowering, parts: Sequence[Any], shape: Shape, name: str
     return from_slices(lowering, joined, own, name)
 
 
-def held_by_processors(lowering: Lowering, given: Sequence[Any], name: str) -> Slices:
+def held_by_processors(lowering: Lowering, values: Sequence[Any], name: str) -> Slices:
     """Converts one tensor for each processor, placed by the caller, to slices."""
-    if len(given) != lowering.num_slices:
+    if len(values) != lowering.num_slices:
         raise ShapeError(
-            f"weight {name!r} was given as {len(given)} tensors, but the lowering computes for "
+            f"weight {name!r} was given as {len(values)} tensors, but the lowering computes for "
             f"{lowering.num_slices} processors of mesh '{lowering.mesh}'; give one for each, in "
             "the order of their numbers, or a single whole tensor"
         )
-    return tuple(map(tf.convert_to_tensor, given))
+    return tuple(map(tf.convert_to_tensor, values))
 
 
 def from_whole(lowering: Lowering, whole: Any, layout: TensorLayout) -> Slices:
@@ -297,18 +297,20 @@ def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
         (4, ['ff/w_in/var', 'ff/w_out/var'])
     """
     slices = {v.name: slice_of(v) for v in layer.vars.Flatten()}
-    found: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
     parts: dict[str, list[tuple[tf.Variable, Slice]]] = {}
     for variable in variables:
         name = variable.name.removesuffix(":0")
         marked = slice_of(variable)
         if marked is None:
             # The optimizer's name follows the name of the weight.
-            of, _, state = name.rpartition("/")
-            marked = slices.get(f"{of}:0")
+            weight_name, _, state = name.rpartition("/")
+            marked = slices.get(f"{weight_name}:0")
             if marked is None or variable.shape.rank != len(marked[1].whole):
-                found[name] = variable
+                whole[name] = variable
                 continue
             marked = f"{marked[0]}/{state}", marked[1]
         parts.setdefault(marked[0], []).append((variable, marked[1]))
-    return found | {name: SlicedVariable(own) for name, own in parts.items()}
+    return whole | {
+        name: SlicedVariable(slices_of_weight) for name, slices_of_weight in parts.items()
+    }

@@ -198,17 +198,17 @@ def with_total_weight(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _check_loss(where: str, names: Sequence[str], outputs: Sequence[tf.Tensor]) -> None:
-    given = ", ".join(
+    described = ", ".join(
         f"{name}: {output.dtype.name} of shape {output.shape}"
         for name, output in zip(names, outputs, strict=True)
     )
     if list(names[:2]) != ["outputs.0", "outputs.1"]:
-        raise PipelineError(f"{where} returns {given}, and no weight after it; {_CONTRACT}")
+        raise PipelineError(f"{where} returns {described}, and no weight after it; {_CONTRACT}")
     loss, weight = outputs[:2]
     if loss.shape.rank != 0 or not loss.dtype.is_floating:
-        raise PipelineError(f"{where} returns {given}; outputs.0 is no loss: {_CONTRACT}")
+        raise PipelineError(f"{where} returns {described}; outputs.0 is no loss: {_CONTRACT}")
     if weight.shape.rank != 0 or not (weight.dtype.is_floating or weight.dtype.is_integer):
-        raise PipelineError(f"{where} returns {given}; outputs.1 is no weight: {_CONTRACT}")
+        raise PipelineError(f"{where} returns {described}; outputs.1 is no weight: {_CONTRACT}")
     if _is_mean(loss, weight):
         raise PipelineError(
             f"{where}: the loss (outputs.0) is a mean, {_origin(loss).op.type}, but the weight "

@@ -264,7 +264,10 @@ class PipeliningLayer(SeqLayer):
                 run = tf.function(traced, autograph=False)
                 self._eager_runs[key] = (run, structures)
             run, structures = self._eager_runs[key]
-            thetas = [[tf.convert_to_tensor(t) for t in own.tensors] for own in weights]
+            thetas = [
+                [tf.convert_to_tensor(t) for t in stage_weights.tensors]
+                for stage_weights in weights
+            ]
             try:
                 outputs, carries = run(thetas, inputs, carries, step)
             except tf.errors.OpError as error:
@@ -274,7 +277,7 @@ class PipeliningLayer(SeqLayer):
                 raise explained from error
         else:
             structures = []
-            thetas = [own.tensors for own in weights]
+            thetas = [stage_weights.tensors for stage_weights in weights]
             outputs, carries = build(thetas, inputs, carries, step, structures)
         if not self.do_eval:
             cells = [self.children[name] for name in self._cell_names]
@@ -315,7 +318,7 @@ class PipeliningLayer(SeqLayer):
         """Traces the stages with these arguments and returns a prediction."""
         check_predictable(self.params)
         whole = self.theta
-        found: list[Any] = []
+        predictions: list[Any] = []
 
         def trace(flat: Any, args: Any) -> None:
             theta = whole.Pack(flat)
@@ -324,21 +327,21 @@ class PipeliningLayer(SeqLayer):
                 with whole_batch_randomness():
                     args = to_tuple(self._fprop_before(theta, *args))
             structure, inputs, weights, carries = self._flat(theta, args, homes)
-            thetas = [own.tensors for own in weights]
+            thetas = [stage_weights.tensors for stage_weights in weights]
             stages = self._stages(weights, homes, thetas, carries, structure, [])
             if self.params.loss_inside:
                 stages[-1] = with_loss(stages[-1])
             step = tf.constant(0, tf.int64)
             options = self._options(False, self._uncast(args, inputs))
             schedule = self.schedule.only_forward() if self.do_eval else self.schedule
-            found[:] = predict(stages, inputs, schedule, step=step, options=options)
+            predictions[:] = predict(stages, inputs, schedule, step=step, options=options)
 
         def spec(value: Any) -> tf.TensorSpec | None:
             return None if value is None else tf.TensorSpec(value.shape, value.dtype)
 
         specs = tf.nest.map_structure(spec, (whole.Flatten(), args))
         tf.function(trace, autograph=False).get_concrete_function(*specs)
-        return found
+        return predictions
 
     def _flat(
         self, theta: Any, args: tuple[Any, ...], homes: list[Home]
@@ -373,18 +376,22 @@ class PipeliningLayer(SeqLayer):
             Stage(
                 name=name,
                 forward=carrying(
-                    self._stage_function(i, own, structures), i, self.params, home, structures
+                    self._stage_function(i, stage_weights, structures),
+                    i,
+                    self.params,
+                    home,
+                    structures,
                 ),
                 theta=thetas[i],
                 carry=carries[i],
                 home=home,
-                dtypes=own.spread(compute_dtypes(self.children[name]).Flatten()),
-                places=own.places,
-                copies=own.copies,
-                fetched=own.fetched,
+                dtypes=stage_weights.spread(compute_dtypes(self.children[name]).Flatten()),
+                places=stage_weights.places,
+                copies=stage_weights.copies,
+                fetched=stage_weights.fetched,
                 arrivals=lambda i=i: structures[i].arrivals(),
             )
-            for i, (name, own, home) in enumerate(cells)
+            for i, (name, stage_weights, home) in enumerate(cells)
         ]
 
     def _uncast(self, args: tuple[Any, ...], inputs: list[tf.Tensor]) -> frozenset[int]:

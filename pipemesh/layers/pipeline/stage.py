@@ -50,10 +50,10 @@ class StageStructure:
         if nested_map_fprop and not (
             len(values) == 1 and isinstance(values[0], py_utils.NestedMap)
         ):
-            given = ", ".join(_kind(value) for value in values) or "nothing"
+            described = ", ".join(_kind(value) for value in values) or "nothing"
             raise PipelineError(
                 f"{layer}: nested_map_fprop means exactly one NestedMap in and out, but {what} are "
-                f"{given}; wrap them in one NestedMap, or leave nested_map_fprop unset, which "
+                f"{described}; wrap them in one NestedMap, or leave nested_map_fprop unset, which "
                 "takes any nesting"
             )
         self._layer = layer
@@ -94,11 +94,11 @@ class StageStructure:
         """Packs tensors as positional arguments; slices become tensors of the current lowering."""
         noted = iter(self._noted)
         packed = self._nesting.pack(tensors)
-        return map_kind(_Slices, lambda found: _tensor_of(found, next(noted)), packed)
+        return map_kind(_Slices, lambda slices: _tensor_of(slices, next(noted)), packed)
 
     def arrivals(self) -> list[int]:
         """Returns the index of the device in the next stage's replica that takes each tensor."""
-        found = [0] * len(self.leaf_names)
+        targets = [0] * len(self.leaf_names)
         noted = iter(self._noted)
 
         def note(numbers: Sequence[int]) -> None:
@@ -106,10 +106,10 @@ class StageStructure:
             if handover is not None:
                 places = [piece.target for piece in handover.pieces]
             for number, place in zip(numbers, places, strict=True):
-                found[number] = place
+                targets[number] = place
 
-        map_kind(_Slices, note, self._nesting.pack([*range(len(found))]))
-        return [*found, *(0 for _ in self.aux_losses)]
+        map_kind(_Slices, note, self._nesting.pack([*range(len(targets))]))
+        return [*targets, *(0 for _ in self.aux_losses)]
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
         """Packs tensors as one bare value, or as a tuple of several."""
@@ -230,10 +230,10 @@ class StageLowering:
     @contextlib.contextmanager
     def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:
         """Enters the scopes that call named layers for a replica, or with `home` make them."""
-        wanted = 1 if self._inner is None else self._inner.num_devices
-        if len(devices) != wanted:
+        needed = 1 if self._inner is None else self._inner.num_devices
+        if len(devices) != needed:
             raise PipelineError(
-                f"a stage that was made for replicas of {wanted} devices "
+                f"a stage that was made for replicas of {needed} devices "
                 f"(mesh '{self._mesh or 'none'}', layout '{self._layout}') is called on replicas "
                 f"of {len(devices)}; make it under the mesh and the layout that it is called under"
             )
@@ -291,15 +291,15 @@ class StageWeights:
         # The numbers of tensors that replicas fetch for each action, since they are cut over them.
         fetched: set[int] = set()
         self._counts: list[int] = []
-        for weight, found in zip(theta.Flatten(), _held(cell, theta).Flatten(), strict=True):
-            self._counts.append(len(found.holders))
-            replica = found.replica
+        for weight, held in zip(theta.Flatten(), _held(cell, theta).Flatten(), strict=True):
+            self._counts.append(len(held.holders))
+            replica = held.replica
             if replica is None:
-                replica = replica_of(found.variable, home)
+                replica = replica_of(held.variable, home)
             else:
                 fetched.add(len(self.tensors))
             first = replica * home.group
-            for number, holder in enumerate(found.holders):
+            for number, holder in enumerate(held.holders):
                 if number:
                     self.copies[len(self.tensors)] = len(self.tensors) - number
                 with tf.device(home.devices[first + holder]):
@@ -317,29 +317,29 @@ class StageWeights:
         rest = iter(tensors)
         packed = []
         for count in self._counts:
-            own = tuple(next(rest) for _ in range(count))
-            packed.append(own if count > 1 else own[0])
+            copies = tuple(next(rest) for _ in range(count))
+            packed.append(copies if count > 1 else copies[0])
         return self._theta.Pack(packed)
 
 
 def _dims(layer: Any) -> set[str]:
     """Returns the names of the dims of a layer and its children."""
-    found = set(layer.dims()) if isinstance(layer, NamedLayer) else set()
-    return found.union(*map(_dims, _children(layer)))
+    names = set(layer.dims()) if isinstance(layer, NamedLayer) else set()
+    return names.union(*map(_dims, _children(layer)))
 
 
 def _weight_dims(layer: Any) -> set[str]:
     """Returns the names of the dims of the weights of a layer and its children."""
     shapes = layer.named_shapes.values() if isinstance(layer, NamedLayer) else ()
-    found = {name for shape in shapes for name in shape.names}
-    return found.union(*map(_weight_dims, _children(layer)))
+    names = {name for shape in shapes for name in shape.names}
+    return names.union(*map(_weight_dims, _children(layer)))
 
 
 def _children(layer: Any) -> list[Any]:
-    found: list[Any] = []
+    children: list[Any] = []
     for child in layer.children.values():
-        found += child if isinstance(child, list | tuple) else [child]
-    return found
+        children += child if isinstance(child, list | tuple) else [child]
+    return children
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,16 +356,16 @@ class _Held:
 def _held(layer: Any, theta: Any) -> Any:
     """Returns the variable and the holders of each weight in a layer's theta."""
     if isinstance(layer, list | tuple):
-        return [_held(part, own) for part, own in zip(layer, theta, strict=True)]
+        return [_held(part, weights) for part, weights in zip(layer, theta, strict=True)]
     parts = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
     variables = layer.vars
-    found = {}
+    held = {}
     for name, value in theta.items():
         if name in layer.children:
-            found[name] = _held(layer.children[name], value)
+            held[name] = _held(layer.children[name], value)
         elif name in parts:
             part = parts[name]
-            found[name] = _Held(part.holders, variables.get(name), part.replica)
+            held[name] = _Held(part.holders, variables.get(name), part.replica)
         else:
-            found[name] = _Held((0,), variables.get(name))
-    return py_utils.NestedMap(found)
+            held[name] = _Held((0,), variables.get(name))
+    return py_utils.NestedMap(held)

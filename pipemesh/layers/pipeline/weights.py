@@ -30,8 +30,8 @@ def compute_dtypes(layer: Any) -> Any:
     p = layer.params
 
     def of(weight: Any) -> tf.DType:
-        own = tf.as_dtype(weight.dtype).base_dtype
-        return own if p.fprop_dtype is None or own != p.dtype else tf.as_dtype(p.fprop_dtype)
+        dtype = tf.as_dtype(weight.dtype).base_dtype
+        return dtype if p.fprop_dtype is None or dtype != p.dtype else tf.as_dtype(p.fprop_dtype)
 
     dtypes.update(py_utils.Transform(of, _private(layer)))
     return dtypes
@@ -81,29 +81,29 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
         )
     if not tied:
         return list(params)
-    given: dict[str, list[str]] = {}
+    tied_by_layer: dict[str, list[str]] = {}
     for target, source in tied.items():
         layer, weight = _parse(owner, target)
-        given.setdefault(layer, []).append(weight)
+        tied_by_layer.setdefault(layer, []).append(weight)
         if source in tied:
             raise PipelineError(
                 f"{owner}: tied_weights gives {target!r} the weight {source!r}, which is given "
                 f"itself; name the one that is made: {tied[source]!r}"
             )
         _parse(owner, source)
-    changed = [_changed(p, given) for p in params]
+    changed = [_changed(p, tied_by_layer) for p in params]
     names = [name for p in params for name in _names(p)]
-    for layer in given:
+    for layer in tied_by_layer:
         _check_known(owner, layer, names)
     return changed
 
 
-def _changed(p: Any, given: Mapping[str, list[str]]) -> Any:
+def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
     if is_stage(p):
         p = p.Copy()
-        p.sub = [_changed(sub, given) for sub in p.sub]
-    elif p.name in given and issubclass(p.cls, NamedLayer):
-        p = p.Copy().Set(given_weights=tuple(given[p.name]))
+        p.sub = [_changed(sub, tied_by_layer) for sub in p.sub]
+    elif p.name in tied_by_layer and issubclass(p.cls, NamedLayer):
+        p = p.Copy().Set(given_weights=tuple(tied_by_layer[p.name]))
     return p
 
 
