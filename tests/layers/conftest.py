@@ -22,8 +22,11 @@ IN_BOTH_MODES = {
 
 
 def pytest_generate_tests(metafunc):
-    marks = metafunc.definition.iter_markers("parametrize")
-    if "run" not in metafunc.fixturenames or any("run" in mark.args[0] for mark in marks):
+    named = set()
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        names = mark.args[0]
+        named |= set(names.replace(" ", "").split(",") if isinstance(names, str) else names)
+    if "run" not in metafunc.fixturenames or "run" in named:
         return
     in_both = metafunc.function.__name__ in IN_BOTH_MODES
     tf1 = pytest.param(run_tf1, marks=() if in_both else pytest.mark.exhaustive)

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, cluster_factory, py_utils
 
-from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.errors import PipelineError
 from pipemesh.layers import (
     FeatureExtractionLayer,
     FunctionLayer,
@@ -127,13 +127,6 @@ def test_params_give_a_mesh_to_a_cluster_of_lingvo():
         ]
         # Without a mesh each stage has a device.
         assert [len(home) for home in stage_homes(cluster, [0, 1, 2], stack())] == [1, 1, 1]
-
-
-def test_a_rule_for_a_dim_that_no_layer_has_is_an_error(eagerly):
-    text = r"stack: .*names dim 'heads'.*[Kk]nown: 'batch'"
-    params = stack("layers:2;data:2", "heads:data", cell_tpl=cut(blocks(2), 2))
-    with split_cluster(6), pytest.raises(LayoutError, match=text):
-        params.Instantiate()
 
 
 def test_a_batch_that_does_not_divide_among_replicas_is_an_error():

@@ -98,22 +98,6 @@ def test_dropout_differs_from_step_to_step(run):
     assert all(np.abs(np.asarray(m)).max() > 0 for m in moves)
 
 
-def test_layers_of_one_name_in_different_stages_have_masks_of_their_own():
-    def dropout_stage(name):
-        dropout = layers.DropoutLayer.Params().Set(name="dropout", keep_prob=0.5)
-        return FeatureExtractionLayer.Params().Set(name=name, sub=[dropout])
-
-    ones = np.ones([8, 3, 64], np.float32)
-    params = pipelined([dropout_stage("a"), dropout_stage("b")], 2)
-    with tf.Graph().as_default():
-        step = py_utils.GetOrCreateGlobalStepVar()
-        y = params.Instantiate().FPropDefaultTheta(tf.constant(ones))
-        with tf.compat.v1.Session() as session:
-            session.run(step.initializer)
-            kept = np.mean(session.run(y) > 0)
-    assert 0.2 < kept < 0.3, "two independent masks keep a quarter"
-
-
 def test_batch_dim_1(run):
     x = np.ascontiguousarray(X.swapaxes(0, 1))
     expected = run(plain(blocks(4, time_major=True)), [x], steps=3)

@@ -327,19 +327,6 @@ def test_a_stage_whose_devices_idle_is_a_warning(eagerly):
             params.Instantiate()
 
 
-@pytest.mark.parametrize(
-    ("layout", "text"),
-    [
-        ("d_ff:layers", r"'d_ff' over the axis 'layers', along which the stages lie"),
-        ("batch:layers", "splits the batch over the axis 'layers'"),
-    ],
-)
-def test_dims_are_split_over_axes_of_their_own(layout, text):
-    mesh = Mesh.from_text("layers:2;data:2")
-    with pytest.raises(LayoutError, match=text):
-        mesh_cluster(mesh, layout=LayoutRules.from_text(layout))
-
-
 def test_a_stack_is_called_under_the_mesh_that_it_was_made_under(eagerly):
     layer = stack(2, 2).Instantiate()
     layout = LayoutRules.from_text("d_ff:model")
