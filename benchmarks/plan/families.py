@@ -80,11 +80,9 @@ class Dense(base_model_params.SingleTaskModelParams):
         cuts = plan.boundaries or tuple(
             round(i * len(layers) / plan.num_stages) for i in range(plan.num_stages + 1)
         )
-        stack = PipeliningLayer.Params().Set(
+        stack = PipeliningLayer.ForPlan(
+            plan,
             cell_tpl=stage_params(layers, Partition(cuts, (1.0,) * plan.num_stages)),
-            num_micro_batches=plan.num_microbatches,
-            schedule=plan.schedule,
-            remat=plan.remat,
             loss_inside=True,
         )
         p = DenseTask.Params().Set(name="dense", stack=stack)

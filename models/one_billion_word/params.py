@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import tensorflow as tf
 from lingvo import model_registry
 from lingvo.core import base_model_params, learner, optimizer, schedule, tshape
 
@@ -88,23 +87,14 @@ def optimizer_of(config: Any) -> Any:
 
 def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> Any:
     """Returns the params of a language model's pipelined stack under its plan."""
-    plan = config.PLAN
-    p = PipeliningLayer.Params().Set(
+    return PipeliningLayer.ForPlan(
+        config.PLAN,
         cell_tpl=stages,
         tied_weights=tied_weights,
-        num_micro_batches=plan.num_microbatches,
-        schedule=plan.schedule,
         loss_inside=True,
-        remat=str(plan.remat),
-        lowering=plan.lowering,
-        fprop_dtype=plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
         strict_devices=config.STRICT_DEVICES,
         pipelined=config.PIPELINED,
     )
-    if plan.layout.rules:
-        # For lingvo's own clusters, which have devices but no axes.
-        p.Set(mesh_shape=str(plan.mesh), layout=str(plan.layout))
-    return p
 
 
 def layers_of(config: LanguageModelParams) -> list[Any]:

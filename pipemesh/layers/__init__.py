@@ -19,8 +19,7 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 from pipemesh.layers.dataset_input import DatasetInput
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
-from pipemesh.layers.function_layer import FunctionLayer
-from pipemesh.layers.keras_layer import KerasLayer
+from pipemesh.layers.foreign_layers import FunctionLayer, KerasLayer
 from pipemesh.layers.keras_task import KerasTask
 from pipemesh.layers.lingvo_gpipe import (
     export_to_lingvo,

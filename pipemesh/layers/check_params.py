@@ -76,10 +76,7 @@ def is_live_layer(value: Any) -> bool:
 
 
 def check_no_live_layer(where: str, value: Any) -> None:
-    """Checks that a value is not an instance of a layer.
-
-    Params are copied, and the copy of a layer would have new weights that are not trained.
-    """
+    """Checks that a value is no layer: its copy in params would have new, untrained weights."""
     if not is_live_layer(value):
         return
     kind = type(value).__name__
@@ -141,10 +138,7 @@ def check_choice(owner: str, field: str, value: Any, choices: Collection[str]) -
 
 
 def check_flags(p: Any, fields: Sequence[str], or_none: Sequence[str] = ()) -> None:
-    """Checks that fields are True or False; the fields of `or_none` may also be None.
-
-    Another value, such as 'no', would count as True.
-    """
+    """Checks that fields are True or False, or None if in `or_none`; 'no' would count as True."""
     for field in [*fields, *or_none]:
         value = getattr(p, field)
         if isinstance(value, (bool, np.bool_)) or (value is None and field in or_none):
@@ -167,10 +161,7 @@ def check_micro_batch_size(p: Any, inputs: Sequence[tf.Tensor]) -> None:
 
 
 def is_rest(p: Any, args: Any, homes: Sequence[Any]) -> bool:
-    """Returns whether the size of the batch does not divide into microbatches.
-
-    Other errors in the batch give False; they are reported elsewhere.
-    """
+    """Returns whether the batch does not divide into microbatches; False for other errors in it."""
     shapes = [tf.TensorShape(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(args)]
     ranked = [shape.as_list() for shape in shapes if shape.rank is not None]
     sizes = {sizes[p.batch_dim] for sizes in ranked if len(sizes) > p.batch_dim}
@@ -223,10 +214,5 @@ def _short(value: Any) -> str:
 
 
 def with_article(noun: str) -> str:
-    """Returns a noun with its indefinite article.
-
-    Example:
-        >>> with_article("tensor"), with_article("IndexedSlices")
-        ('a tensor', 'an IndexedSlices')
-    """
+    """Returns a noun with its indefinite article."""
     return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"

@@ -15,12 +15,7 @@ _TUPLE = ("inputs", "labels", "weights")
 
 
 def as_batch(element: Any) -> Any:
-    """Converts a batch to a NestedMap; a tuple gets the names `inputs`, `labels` and `weights`.
-
-    Example:
-        >>> sorted(as_batch((tf.zeros([2, 3]), tf.zeros([2]))))
-        ['inputs', 'labels']
-    """
+    """Converts a batch to a NestedMap; a tuple gets the names `inputs`, `labels` and `weights`."""
     if isinstance(element, tuple) and len(element) in (2, 3):
         element = dict(zip(_TUPLE, element, strict=False))
     if not isinstance(element, Mapping):

@@ -31,11 +31,11 @@ class Place(NamedTuple):
 
 def places_of(params: Iterable[Any], is_stage: Callable[[Any], bool]) -> list[Place]:
     """Returns the positions of all layers of stages, in order, including nested ones."""
-    found: list[Place] = []
+    places: list[Place] = []
 
-    def visit(p: Any, name: str, stages: tuple[str, ...], given: bool) -> None:
+    def visit(p: Any, name: str, stages: tuple[str, ...], scope_is_given: bool) -> None:
         if not is_stage(p):
-            found.append(Place(stages, name, given))
+            places.append(Place(stages, name, scope_is_given))
             return
         for sub in p.sub:
             sub_name = p.variable_name_prefix + sub.name
@@ -43,15 +43,14 @@ def places_of(params: Iterable[Any], is_stage: Callable[[Any], bool]) -> list[Pl
 
     for p in params:
         visit(p, p.name, (), False)
-    return found
+    return places
 
 
 def scopes_of(places: list[Place]) -> list[tuple[str, ...]]:
     """Returns the scopes that each layer's variables need before the layer's name.
 
     The name of the stage is left out where the layer's name is unique, so weights are valid under
-    another partition. Otherwise it is included, as in lingvo. Layers nested in a stage keep their
-    names.
+    another partition. Layers nested in a stage keep their names.
     """
     lengths = [max(len(place.stages) - 1, 0) for place in places]
     while True:
@@ -88,22 +87,21 @@ def random_names_of(places: list[Place]) -> list[str]:
 def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool]) -> None:
     """Raises a PipelineError if a layer beside a stack shares a variable with it by name.
 
-    Eagerly, equal names mean the same variable. The names of the stack and of its stages are not
-    part of the names of variables.
+    Eagerly, equal names mean the same variable, and names of stacks and stages are left out.
     """
     parent, child = stack.parent, stack
     while parent is not None and is_transparent(parent):
         parent, child = parent.parent, parent
     if parent is None:
         return
-    mine = {id(v): (layer, v) for layer in _layers(child, skip_given=True) for v in _own(layer)}
+    in_stack = {id(v): (layer, v) for layer in _layers(child, skip_given=True) for v in _own(layer)}
     inside = {id(layer) for layer in _layers(child)}
     for other in _layers(parent):
         if id(other) in inside:
             continue
         for variable in _own(other):
-            if id(variable) in mine:
-                layer, _ = mine[id(variable)]
+            if id(variable) in in_stack:
+                layer, _ = in_stack[id(variable)]
                 raise PipelineError(
                     f"{stack.params.name}: its layer {layer.params.name!r} and {other.path!r} "
                     f"would train one weight, {variable.name!r}, because the names of a pipeline "
@@ -115,12 +113,12 @@ def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool])
 
 def _layers(root: Any, skip_given: bool = False) -> list[Any]:
     """Returns a layer and all below it, optionally without those whose scope a stage sets."""
-    found: dict[int, Any] = {}
+    unique: dict[int, Any] = {}
 
     def visit(layer: Any) -> None:
-        if id(layer) in found:
+        if id(layer) in unique:
             return
-        found[id(layer)] = layer
+        unique[id(layer)] = layer
         given = layer.params.child_variable_scope_override if skip_given else {}
         for name, children in layer.children.items():
             if name not in given:
@@ -128,7 +126,7 @@ def _layers(root: Any, skip_given: bool = False) -> list[Any]:
                     visit(child)
 
     visit(root)
-    return list(found.values())
+    return list(unique.values())
 
 
 def _own(layer: Any) -> list[Any]:
@@ -144,10 +142,7 @@ def to_tuple(value: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def noted(stage: str, layer: str, args: tuple[Any, ...]) -> Iterator[None]:
-    """Adds to an error of a layer the name of the layer and its inputs.
-
-    Python prints the note under the error from version 3.11 on.
-    """
+    """Adds a layer's name and inputs to its error; Python prints this note from 3.11 on."""
     try:
         yield
     except Exception as error:
@@ -160,8 +155,8 @@ def noted(stage: str, layer: str, args: tuple[Any, ...]) -> Iterator[None]:
             ) from error
         add_note = getattr(error, "add_note", None)
         if not isinstance(error, PipemeshError) and add_note is not None:
-            given = ", ".join(map(_described, args)) or "nothing"
-            add_note(f"in layer {layer!r} of {stage!r}, which was given {given}")
+            inputs = ", ".join(map(_described, args)) or "nothing"
+            add_note(f"in layer {layer!r} of {stage!r}, which was given {inputs}")
         raise
 
 
@@ -264,15 +259,15 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         ):
             for name in self._names:
                 child = self.children[name]
-                given = to_tuple(outputs)
+                values = to_tuple(outputs)
                 if isinstance(child, FeatureExtractionLayer):
-                    outputs = child.FProp(theta[name], *given)
+                    outputs = child.FProp(theta[name], *values)
                     continue
                 if not isinstance(child, NamedLayer):
                     # A plain layer computes on one device.
-                    given = exported(given)
-                with randomness.layer_scope(name), noted(p.name, name, given):
-                    outputs = child.FProp(theta[name], *given)
+                    values = exported(values)
+                with randomness.layer_scope(name), noted(p.name, name, values):
+                    outputs = child.FProp(theta[name], *values)
         for name in p.act_fetch_layers:
             fetched += to_tuple(self._activation(name))[:1]
         return to_tuple(outputs) + fetched if fetched else outputs
@@ -319,11 +314,7 @@ def is_stage(params: Any) -> bool:
 
 
 def with_distinct_names(params: list[Any]) -> tuple[list[Any], list[str]]:
-    """Gives all layers of a stack different names for their variables and their random numbers.
-
-    Returns copies of the params of stages and bare layers, and a name for the random numbers of
-    each. Only bare layers need the second.
-    """
+    """Copies params with distinct names; also names the random numbers of bare layers."""
     places = places_of(params, is_stage)
     names = iter(zip(scopes_of(places), random_names_of(places), strict=True))
 

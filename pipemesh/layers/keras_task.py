@@ -13,7 +13,7 @@ from lingvo.core import base_model, py_utils
 from pipemesh import randomness
 from pipemesh.errors import PipelineError
 from pipemesh.layers.dataset_input import as_batch
-from pipemesh.layers.keras_layer import KerasLayer
+from pipemesh.layers.foreign_layers import KerasLayer
 from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
 
 _ACCURACY = ("accuracy", "acc")
@@ -34,8 +34,7 @@ class WeightedMean:
     """The weighted mean of a Keras function over the examples.
 
     Labels and outputs are cast and brought to the same rank as in Keras losses. Values that a Keras
-    mask leaves out do not count. The function returns a value for each example, or for each of its
-    steps.
+    mask leaves out do not count.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -44,14 +43,7 @@ class WeightedMean:
     def __call__(
         self, labels: Any, outputs: Any, weights: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the mean, 0 if all weights are 0, and the sum of weights, both float32 scalars.
-
-        Weights are given for each example or each value; None counts each value as 1.
-
-        Raises:
-            PipelineError: the function returns a scalar, the weights do not fit the values, or a
-                function of Keras, which takes one output, gets several.
-        """
+        """Returns the mean (0 if all weights are 0) and the sum of weights; None means ones."""
         if isinstance(outputs, (Mapping, list, tuple)) and _is_of_keras(self._function):
             # Keras would stack them and treat outputs as examples.
             raise PipelineError(
@@ -90,10 +82,7 @@ class WeightedMean:
 
 
 def loss_mean(owner: str, loss: Any) -> WeightedMean:
-    """Returns the mean of a loss, given as in `KerasTask`.
-
-    The reduction of a `keras.losses.Loss` is ignored.
-    """
+    """Returns the mean of a loss, given as in `KerasTask`, without the reduction of Keras."""
     if isinstance(loss, (Mapping, list, tuple)) and loss:
         raise PipelineError(
             f"{owner}: loss is a {type(loss).__name__}, {loss!r}; give one function of all labels "
@@ -126,11 +115,7 @@ def metric_means(owner: str, metrics: Iterable[Any]) -> dict[str, WeightedMean]:
 
 
 def metric_mean(owner: str, metric: Any) -> tuple[str, WeightedMean]:
-    """Returns the name and the mean of a metric.
-
-    The metric is "accuracy", the name of a function in `keras.metrics`, or a function of labels and
-    outputs. A metric that is not a mean over examples, such as an area under a curve, is an error.
-    """
+    """Returns the name and the mean of a metric; one that is no mean over examples is an error."""
     name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
     function: Any = metric
     if isinstance(metric, str):
@@ -320,8 +305,8 @@ class WholeBatchLayer(KerasLayer):
         """Returns the outputs of the layer and the sum of the losses that it adds."""
         if not self.do_eval:
             # Averages are updated from their own values, not from values rounded to `fprop_dtype`.
-            own = {name: self.vars[name].value() for name in self._untrained()}
-            theta = py_utils.NestedMap({**theta, **own})
+            untrained = {name: self.vars[name].value() for name in self._untrained()}
+            theta = py_utils.NestedMap({**theta, **untrained})
         with (
             whole_batch_randomness(step_of_call(self)),
             randomness.layer_scope(self.params.name),

@@ -38,12 +38,7 @@ _LAYER = re.compile(r"(?<![^/])(?:d\d+/)?(cell_(\d{3,}))(?=/)")
 
 
 def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
-    """Returns lingvo's name of each tensor, with the names of stages.
-
-    Example:
-        >>> with_stages(["lm/cell_003/w/var/Adam", "global_step"], stages=(0, 3, 7))
-        {'lm/cell_003/w/var/Adam': 'lm/d1/cell_003/w/var/Adam', 'global_step': 'global_step'}
-    """
+    """Returns lingvo's name of each tensor, with the names of stages (`lm/d1/cell_003/w/var`)."""
     stages = [stages] if isinstance(stages, int) else list(stages)
     stage_of = _stages_of_cells(stages)
     if stage_of is None:
@@ -51,25 +46,20 @@ def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
         # Replaces the first match only: a layer may contain another such name.
         return _renamed(names, *_one_of(pairs), f"in a layer ({_few(pairs)})", count=1)
 
-    def in_stage(found: re.Match[str]) -> str:
-        layer = int(found[2])
+    def in_stage(match: re.Match[str]) -> str:
+        layer = int(match[2])
         if layer >= len(stage_of):
             raise PipelineError(
-                f"{found.string!r} is of layer {layer}, but the stages have {len(stage_of)} "
+                f"{match.string!r} is of layer {layer}, but the stages have {len(stage_of)} "
                 "layers; give the boundaries, or the params, of all stages of the model"
             )
-        return f"{stage_of[layer]}/{found[1]}"
+        return f"{stage_of[layer]}/{match[1]}"
 
     return _renamed(names, _LAYER, in_stage, "in a layer (such as cell_000/...)", count=1)
 
 
 def without_stages(names: Iterable[str], stages: Iterable[Any] | None = None) -> dict[str, str]:
-    """Returns the name of each tensor of lingvo's own pipeline without the names of stages.
-
-    Example:
-        >>> without_stages(["lm/d1/cell_003/w/var"])
-        {'lm/d1/cell_003/w/var': 'lm/cell_003/w/var'}
-    """
+    """Returns the name of each tensor of lingvo's own pipeline without the names of stages."""
     if stages is not None:
         pairs = dict(_scopes(list(stages)))
         return _renamed(names, *_one_of(pairs), f"in a stage ({_few(pairs)})", count=1)
@@ -77,17 +67,9 @@ def without_stages(names: Iterable[str], stages: Iterable[Any] | None = None) ->
 
 
 def boundaries_in(names: Iterable[str]) -> list[int]:
-    """Reads the boundaries of lingvo's stages from the names of all tensors of its checkpoint.
-
-    Raises:
-        PipelineError: none is in a stage of `PartitionSequentialLayers`.
-
-    Example:
-        >>> boundaries_in(["lm/d1/cell_000/w/var", "lm/d1/cell_001/w/var", "lm/d2/cell_002/w/var"])
-        [0, 0, 2, 3]
-    """
-    found = filter(None, map(_LAYER_IN_STAGE.search, names))
-    stage_of = dict(sorted((int(match[2]), int(match[1])) for match in found))
+    """Reads the boundaries of lingvo's stages from the names of all tensors of its checkpoint."""
+    matches = filter(None, map(_LAYER_IN_STAGE.search, names))
+    stage_of = dict(sorted((int(match[2]), int(match[1])) for match in matches))
     if not stage_of:
         raise PipelineError(
             "no variable lies in a stage (such as d0/cell_000/...), as lingvo.core.gpipe has "
@@ -215,11 +197,7 @@ def replace_gpipe() -> None:
 
 
 def replace_module(name: str, source: str) -> None:
-    """Replaces a lingvo module by the names of a pipemesh module.
-
-    Raises:
-        PipelineError: a module with subclasses of lingvo's classes is already imported.
-    """
+    """Replaces a lingvo module by the names of a pipemesh module."""
     package, _, last = name.rpartition(".")
     replaced = importlib.import_module(name)
     if isinstance(replaced, StandIn):
@@ -411,13 +389,13 @@ def lingvo_names(layer: Any, checkpoint: str | None = None) -> dict[str, Any]:
         ...     list(lingvo_names(stack))
         ['d0/cell_000/w/var', 'd1/cell_001/w/var']
     """
-    found: dict[int, tuple[_Scope, Any]] = {}
-    _visit(layer, None, (), found)
+    variables: dict[int, tuple[_Scope, Any]] = {}
+    _visit(layer, None, (), variables)
     if checkpoint is None:
-        return {scope.theirs: variable for scope, variable in found.values()}
+        return {scope.theirs: variable for scope, variable in variables.values()}
     shapes = dict(tf.train.list_variables(checkpoint))
     names = {}
-    for scope, variable in found.values():
+    for scope, variable in variables.values():
         fitting = [
             name
             for name in shapes
@@ -437,7 +415,7 @@ def lingvo_names(layer: Any, checkpoint: str | None = None) -> dict[str, Any]:
     return names
 
 
-def _visit(layer: Any, scope: _Scope | None, above: tuple[_Scope, ...], found: Any) -> None:
+def _visit(layer: Any, scope: _Scope | None, above: tuple[_Scope, ...], variables: Any) -> None:
     """Adds the scopes of all variables at and below a layer."""
     if scope is None:
         name = layer._self_variable_scope.name
@@ -454,7 +432,7 @@ def _visit(layer: Any, scope: _Scope | None, above: tuple[_Scope, ...], found: A
         return _Scope(name, name, re.escape(name))
 
     for variable in py_utils.Flatten(layer._private_vars):
-        found.setdefault(id(variable), (translate(variable.name.removesuffix(":0")), variable))
+        variables.setdefault(id(variable), (translate(variable.name.removesuffix(":0")), variable))
     in_stage = isinstance(layer, FeatureExtractionLayer)
     given = layer.params.child_variable_scope_override
     for name, children in layer.children.items():
@@ -466,7 +444,7 @@ def _visit(layer: Any, scope: _Scope | None, above: tuple[_Scope, ...], found: A
                 child_scope = _Scope(ours, scope.theirs + last, scope.pattern + re.escape(last))
             if isinstance(child, FeatureExtractionLayer):
                 child_scope = child_scope._replace(pattern=_any_stage(child_scope))
-            _visit(child, child_scope, above, found)
+            _visit(child, child_scope, above, variables)
 
 
 def _any_stage(scope: _Scope) -> str:

@@ -33,14 +33,7 @@ GLIBC = "2.38"
 
 
 def load_native_ops(load_library: Callable[[str], types.ModuleType] | None = None) -> bool:
-    """Makes `import lingvo.core.ops` work, and returns whether the native ops are the real ones.
-
-    Called once when this module is imported. `load_library` replaces `tf.load_op_library`.
-
-    Raises:
-        ImportError: lingvo is not installed.
-        PipemeshError: Python removes docstrings, without which lingvo cannot be imported.
-    """
+    """Makes `import lingvo.core.ops` work, and returns whether the native ops are the real ones."""
     if sys.flags.optimize > 1:
         raise PipemeshError(
             "PYTHONOPTIMIZE=2 and python -OO remove docstrings, without which lingvo's tokenizers "
@@ -90,10 +83,7 @@ class StandInOps(types.ModuleType):
 
 
 def assert_shape_match(x: tf.Tensor, y: tf.Tensor, msg: str = "", name: str | None = None) -> Any:
-    """Returns an op that fails unless shape vectors `x` and `y` are equal; -1 matches any size.
-
-    Eagerly the result is None.
-    """
+    """Returns an op that fails unless shapes are equal (-1 matches any size); None eagerly."""
     x, y = tf.convert_to_tensor(x, tf.int32), tf.convert_to_tensor(y, tf.int32)
     known = static_vector(x), static_vector(y)
     if all(value is not None for value in known) and _match(*known):
@@ -120,10 +110,7 @@ def _match(a: Any, b: Any) -> bool:
 
 
 def assert_same_dim0(xs: list[tf.Tensor], msg: str = "", name: str | None = None) -> Any:
-    """Returns an op that fails unless all tensors have the same size in their first dim.
-
-    Eagerly the result is None.
-    """
+    """Returns an op that fails unless the first dims of all tensors are equal; None eagerly."""
     with tf.name_scope(name or "assert_same_dim0"):
         sizes = tf.stack([tf.shape(x)[0] for x in xs]) if xs else tf.zeros([0], tf.int32)
         return tf.raw_ops.Assert(

@@ -25,14 +25,7 @@ from lingvo.core import cluster_factory
 
 
 def num_cpu_devices(arguments: list[str]) -> int:
-    """Returns the number of CPU devices that the worker needs, given the trainer's arguments.
-
-    Example:
-        >>> num_cpu_devices(["--run_locally=cpu", "--worker_split_size=2", "--mode=sync"])
-        2
-        >>> num_cpu_devices(["--run_locally=gpu", "--worker_split_size=2"])
-        1
-    """
+    """Returns the number of CPU devices that the worker needs, given the trainer's arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, kind, default in (("run_locally", str, ""), ("worker_split_size", int, 1)):
         parser.add_argument(f"--{name}", f"-{name}", type=kind, default=default)

@@ -31,9 +31,6 @@ from pipemesh.recurrent import Home
 class MeshCluster(cluster_factory.Cluster):
     """A cluster of one process whose devices, or whose workers' devices, form a mesh.
 
-    A lingvo layer runs on one device. So a stage uses the first device of its home, or one for each
-    replica if the layout splits the batch. Layers with named dims use all devices.
-
     A layer that asks for a device by number gets the first device of that stage. Numbers wrap
     around after the last stage, as in any lingvo cluster.
     """
@@ -124,10 +121,10 @@ def mesh_cluster(
             f"'layers:{mesh.num_devices}'"
         )
     devices = _of_workers(mesh, layout, device_type)
-    found = len(tf.config.list_logical_devices(device_type))
-    if not devices and found < mesh.num_devices:
+    available = len(tf.config.list_logical_devices(device_type))
+    if not devices and available < mesh.num_devices:
         raise DeviceError(
-            f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {found} exist. "
+            f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {available} exist. "
             f"{MORE_DEVICES}"
         )
     idle = [f"{device_type}:{i}" for i in range(mesh.num_devices) if i not in used]
@@ -164,22 +161,22 @@ def _of_workers(mesh: Mesh, layout: LayoutRules, device_type: str) -> tuple[str,
     devices = worker_devices(device_type)
     if not devices:
         return ()
-    found = over_hosts(mesh, layout, list(map(len, devices)))
-    for axis in found.crossing:
+    placement = over_hosts(mesh, layout, list(map(len, devices)))
+    for axis in placement.crossing:
         warnings.warn(
             f"slices along the axis {axis!r} of mesh '{mesh}' lie on several workers, and what "
             "they exchange in every layer goes from host to host; give fewer workers more "
             f"devices, or more of the mesh to the axis 'layers' and less to {axis!r}",
             stacklevel=3,
         )
-    if found.idle:
-        names = ", ".join(map(str, found.idle))
+    if placement.idle:
+        names = ", ".join(map(str, placement.idle))
         warnings.warn(
             f"mesh '{mesh}' has fewer devices than there are workers: worker {names} will idle; "
             "use a larger mesh, or fewer workers",
             stacklevel=3,
         )
-    return tuple(devices[host][device] for host, device in found.places)
+    return tuple(devices[host][device] for host, device in placement.places)
 
 
 def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -> None:
@@ -196,24 +193,18 @@ def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -
 def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
     """Returns the home of each stage, given its position along the axis `layers`.
 
-    If there are more positions than the axis has, they wrap around. A cluster without a mesh always
-    wraps around, as in lingvo.
-
-    Raises:
-        PipelineError: the number of positions exceeds the axis `layers` and is no multiple of it,
-            or the cluster has another mesh.
-        PipemeshError: see `mesh_of`.
+    Positions wrap around after the end of the axis, and without a mesh always, as in lingvo.
     """
     name = p.name
     mesh, rules = mesh_of(cluster, p)
     if mesh is None:
         return [Home((cluster.WorkerDeviceInModelSplit(place),)) for place in places]
-    needed, there = len(set(places)), mesh.num_stages
-    if needed > there and needed % there:
+    needed, available = len(set(places)), mesh.num_stages
+    if needed > available and needed % available:
         raise PipelineError(
             f"{name}: {len(places)} stages need {needed} places along the axis 'layers', but "
-            f"mesh '{mesh}' has {there}, and {needed} is no multiple of it, so some "
-            f"devices would do more than others; cut the layers into {there} stages or a "
+            f"mesh '{mesh}' has {available}, and {needed} is no multiple of it, so some "
+            f"devices would do more than others; cut the layers into {available} stages or a "
             f"multiple, or use 'layers:{needed}'"
         )
     if isinstance(cluster, MeshCluster):
@@ -230,7 +221,7 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
             )
     replicas = num_replicas(mesh, rules)
     return [
-        Home(tuple(device(p) for p in home_of(mesh, rules, place % there)), replicas)
+        Home(tuple(device(p) for p in home_of(mesh, rules, place % available)), replicas)
         for place in places
     ]
 
@@ -240,38 +231,33 @@ def warn_of_places(cluster: Any, places: Sequence[int], p: Any) -> None:
     mesh, _ = mesh_of(cluster, p)
     if mesh is None:
         return
-    needed, there = len(set(places)), mesh.num_stages
-    if there > needed:
+    needed, available = len(set(places)), mesh.num_stages
+    if available > needed:
         warnings.warn(
-            f"{p.name}: mesh '{mesh}' has {there} places along the axis 'layers', but "
+            f"{p.name}: mesh '{mesh}' has {available} places along the axis 'layers', but "
             f"its {len(places)} stages lie on {needed}: the other devices idle; cut the layers "
-            f"into {there} stages or use 'layers:{needed}'",
+            f"into {available} stages or use 'layers:{needed}'",
             stacklevel=5,
         )
-    if needed > there > 1 and getattr(p, "pipelined", False):
+    if needed > available > 1 and getattr(p, "pipelined", False):
         warnings.warn(
-            f"{p.name}: mesh '{mesh}' has {there} places along the axis 'layers', but the schedule "
-            f"has {needed} devices: each place takes {needed // there} in turn; use a schedule "
-            f"with several stages a device, such as 'looped_bfs:{needed // there}', or "
-            f"'layers:{needed}'",
+            f"{p.name}: mesh '{mesh}' has {available} places along the axis 'layers', but the "
+            f"schedule has {needed} devices: each place takes {needed // available} in turn; use a "
+            f"schedule with several stages a device, such as 'looped_bfs:{needed // available}', "
+            f"or 'layers:{needed}'",
             stacklevel=5,
         )
 
 
 def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:
-    """Returns the device of each processor of a mesh whose devices all compute together.
-
-    Raises:
-        PipelineError: the cluster has another mesh, or fewer devices.
-        PipemeshError: see `mesh_of`.
-    """
-    there, _ = mesh_of(cluster, p)
-    if there is not None and there != mesh:
+    """Returns the device of each processor of a mesh whose devices all compute together."""
+    cluster_mesh, _ = mesh_of(cluster, p)
+    if cluster_mesh is not None and cluster_mesh != mesh:
         raise PipelineError(
             f"{p.name}: its stages are to lie on mesh '{mesh}', each on devices of its own, but "
-            f"'{there}' is there; make the axis 'layers' as long as the schedule has devices "
-            "(looped_bfs:2 has two stages a device), and call the stack under the mesh that it was "
-            "made under"
+            f"'{cluster_mesh}' is there; make the axis 'layers' as long as the schedule has "
+            "devices (looped_bfs:2 has two stages a device), and call the stack under the mesh "
+            "that it was made under"
         )
     if isinstance(cluster, MeshCluster):
         return [cluster.device(processor) for processor in range(mesh.num_devices)]
@@ -285,38 +271,28 @@ def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:
 
 
 def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
-    """Returns the mesh of a stack, and its rules.
-
-    In the params, `mesh_shape` is a mesh as text whose processors are the devices of the cluster's
-    model split, in order. None means the cluster's mesh. `layout` are the rules as text, and None
-    means those of the cluster. `allow_idle` allows unused axes in `mesh_shape`.
+    """Returns the mesh and the rules of a stack: those of its params, else those of the cluster.
 
     The mesh is None if neither has one: then each stage is on one device.
-
-    Raises:
-        PipelineError: the cluster has another mesh, or there is a layout without a mesh.
-        LayoutError: the layout fits neither the mesh nor lingvo layers.
-        MeshError: `mesh_shape` is malformed.
-        PlanError: devices would idle.
     """
     mesh, rules = None, LayoutRules()
     mesh_shape, layout = p.mesh_shape, p.layout
     if isinstance(cluster, MeshCluster):
         mesh, rules = cluster.mesh, cluster.layout
     try:
-        asked = None if mesh_shape is None else Mesh.from_text(mesh_shape)
-        asked_rules = None if layout is None else LayoutRules.from_text(layout)
-        if mesh is not None and asked not in (None, mesh):
+        requested = None if mesh_shape is None else Mesh.from_text(mesh_shape)
+        requested_rules = None if layout is None else LayoutRules.from_text(layout)
+        if mesh is not None and requested not in (None, mesh):
             raise PipelineError(
-                f"mesh_shape is '{asked}', but the cluster that is entered has the mesh '{mesh}'; "
+                f"mesh_shape is '{requested}', but the cluster that is entered has the mesh "
+                f"'{mesh}'; give one of them"
+            )
+        if mesh is not None and requested_rules not in (None, rules):
+            raise PipelineError(
+                f"layout is '{requested_rules}', but the cluster that is entered has '{rules}'; "
                 "give one of them"
             )
-        if mesh is not None and asked_rules not in (None, rules):
-            raise PipelineError(
-                f"layout is '{asked_rules}', but the cluster that is entered has '{rules}'; give "
-                "one of them"
-            )
-        mesh, rules = asked or mesh, asked_rules or rules
+        mesh, rules = requested or mesh, requested_rules or rules
         if mesh is None and rules.rules:
             raise PipelineError(
                 f"layout is '{rules}', but there is no mesh; set mesh_shape, for example to "
@@ -325,17 +301,14 @@ def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
         if mesh is not None:
             check_layout(mesh, rules, _lowering(p))
         # A cluster's own mesh has already warned of idle devices.
-        if asked is not None and not p.allow_idle and not isinstance(cluster, MeshCluster):
-            check_no_idle_axis(asked, rules)
+        if requested is not None and not p.allow_idle and not isinstance(cluster, MeshCluster):
+            check_no_idle_axis(requested, rules)
     except PipemeshError as error:
         raise type(error)(f"{p.name}: {error}") from error
     return mesh, rules
 
 
 def _lowering(p: Any) -> str:
-    """Returns the lowering that decides whether `layers` may split dims.
-
-    Only a pipelined stack with the loss inside may do so.
-    """
+    """Returns the lowering: only a pipelined stack with its loss inside may be one program."""
     is_one_program = getattr(p, "pipelined", False) and p.loss_inside
     return p.lowering if is_one_program else "placement"

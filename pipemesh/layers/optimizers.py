@@ -169,30 +169,14 @@ Begin = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A piece of a tensor.
+    """A piece of a tensor."""
 
-    Attributes:
-        beside: the slice of a weight on whose device the piece is.
-        value: the tensor or variable.
-    """
-
-    beside: tf.Variable
+    beside: tf.Variable  # the slice of a weight on whose device the piece is
     value: Any
 
 
 class Pieces:
-    """A tensor in pieces on a grid, by the starts of the pieces.
-
-    Example:
-        >>> halves = {(0, 2 * i): tf.Variable([[1.0 + i, 5.0 + i]]) for i in range(2)}
-        >>> weight = Pieces([1, 4], {begin: Piece(v, v) for begin, v in halves.items()})
-        >>> rows = weight.mean(1)
-        >>> [(begin, part.value.numpy().tolist()) for begin, part in rows.parts.items()]
-        [((0,), [3.5])]
-        >>> spread = rows.spread(weight, 1).parts
-        >>> [part.value.numpy().tolist() for part in spread.values()]
-        [[[3.5]], [[3.5]]]
-    """
+    """A tensor in pieces on a grid, by the starts of the pieces."""
 
     def __init__(self, whole: list[int], parts: Mapping[Begin, Piece]) -> None:
         self.whole, self.parts = whole, dict(parts)
@@ -204,19 +188,19 @@ class Pieces:
 
     def map(self, function: Callable[..., Any], *others: Pieces) -> Pieces:
         """Applies a function to each piece, and to those of other tensors with the same grid."""
-        found = {}
+        mapped = {}
         for begin, (beside, value) in self.parts.items():
             with tf.device(beside.device):
-                given = [other.parts[begin].value for other in others]
-                found[begin] = Piece(beside, function(value, *given))
-        return Pieces(self.whole, found)
+                values = [other.parts[begin].value for other in others]
+                mapped[begin] = Piece(beside, function(value, *values))
+        return Pieces(self.whole, mapped)
 
     def without(self, axis: int) -> Pieces:
         """Returns the first pieces along a dim, beside which shared values are kept."""
-        found: dict[Begin, Piece] = {}
+        kept: dict[Begin, Piece] = {}
         for begin, part in self.parts.items():
-            found.setdefault(_without(begin, axis), part)
-        return Pieces(_without(self.whole, axis), found)
+            kept.setdefault(_without(begin, axis), part)
+        return Pieces(_without(self.whole, axis), kept)
 
     def mean(self, axis: int) -> Pieces:
         """Averages over a dim and removes it; each piece sends one sum to the first of its row."""
@@ -224,8 +208,8 @@ class Pieces:
         for begin, part in self.map(lambda value: tf.reduce_sum(value, axis)).parts.items():
             sums.setdefault(_without(begin, axis), []).append(part.value)
         first = self.without(axis)
-        own = {begin: Piece(first.parts[begin].beside, sums[begin]) for begin in sums}
-        return Pieces(first.whole, own).map(lambda parts: sum_in_order(parts) / self.whole[axis])
+        means = {begin: Piece(first.parts[begin].beside, sums[begin]) for begin in sums}
+        return Pieces(first.whole, means).map(lambda parts: sum_in_order(parts) / self.whole[axis])
 
     def spread(self, like: Pieces, axis: int) -> Pieces:
         """Gives each piece of `like` the value that it shares along a dim, as a dim of size 1."""
@@ -440,26 +424,22 @@ def _assign(variables: Pieces, new: Pieces, good: tf.Tensor | None) -> list[Any]
 
 
 def weights_of(slices: Sequence[tf.Variable], user: str) -> dict[str, Pieces]:
-    """Joins slices, in any order, to weights by logical name.
-
-    Raises:
-        PipelineError: slices of a weight are missing, or two weights have one name.
-    """
+    """Joins slices, in any order, to weights by logical name."""
     wholes: dict[str, list[int]] = {}
-    found: dict[str, dict[tuple[int, ...], Piece]] = {}
+    pieces_by_name: dict[str, dict[tuple[int, ...], Piece]] = {}
     elements: dict[str, int] = {}
     for variable in slices:
         marked = slice_of(variable)
         assert marked is not None
         name, part = marked
         wholes[name] = list(part.whole)
-        own = found.setdefault(name, {})
-        if part.begin in own:
+        pieces = pieces_by_name.setdefault(name, {})
+        if part.begin in pieces:
             raise PipelineError(
-                f"{user}: {variable.name!r} and {own[part.begin].beside.name!r} are the same slice "
-                f"of weight {name!r}; give layers names of their own"
+                f"{user}: {variable.name!r} and {pieces[part.begin].beside.name!r} are the same "
+                f"slice of weight {name!r}; give layers names of their own"
             )
-        own[part.begin] = Piece(variable, variable)
+        pieces[part.begin] = Piece(variable, variable)
         elements[name] = elements.get(name, 0) + math.prod(static_sizes(variable))
     for name, number in elements.items():
         if number != math.prod(wholes[name]):
@@ -468,5 +448,6 @@ def weights_of(slices: Sequence[tf.Variable], user: str) -> dict[str, Pieces]:
                 f"with gradients have {number}; update all slices of a weight or none"
             )
     return {
-        name: Pieces(wholes[name], dict(sorted(parts.items()))) for name, parts in found.items()
+        name: Pieces(wholes[name], dict(sorted(parts.items())))
+        for name, parts in pieces_by_name.items()
     }

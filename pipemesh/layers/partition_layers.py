@@ -16,7 +16,7 @@ from pipemesh.backend.static_shape import num_bytes, static_sizes
 from pipemesh.errors import PartitionError, PipelineError
 from pipemesh.layers.check_params import check_layer, with_article
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
-from pipemesh.layers.function_layer import as_layer
+from pipemesh.layers.foreign_layers import as_layer
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.lowering.lowering import CommunicationCosts
@@ -31,10 +31,7 @@ from pipemesh.text import did_you_mean
 
 
 def named_layers(params: Any) -> list[Any]:
-    """Copies the params of all layers of a sequence and names them by position.
-
-    In a list, plain functions are layers too.
-    """
+    """Copies the params of all layers, or functions, of a sequence and names them by position."""
     if isinstance(params, (list, tuple)):
         params = [as_layer(p) for p in params]
         for number, p in enumerate(params):
@@ -77,22 +74,13 @@ _META = (
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """The result of the `FPropMeta` of a layer.
+    """The result of the `FPropMeta` of a layer."""
 
-    Attributes:
-        flops: flops of the forward pass.
-        out_shapes: a `tshape.Shape`, or None, for each output.
-        parameter_bytes: bytes of all weights, or None if not stated.
-        activation_bytes: bytes that the layer keeps for its backward pass, or None.
-        communication_bytes: bytes that its processors send, forward and backward, or None.
-        communication: traffic of one of its processors, by axis and primitive, or None.
-    """
-
-    flops: float
-    out_shapes: tuple[Any, ...]
+    flops: float  # of the forward pass
+    out_shapes: tuple[Any, ...]  # a `tshape.Shape` or None for each output
     parameter_bytes: float | None = None
-    activation_bytes: float | None = None
-    communication_bytes: float | None = None
+    activation_bytes: float | None = None  # kept for the backward pass
+    communication_bytes: float | None = None  # sent by its processors, forward and backward
     communication: CommunicationCosts | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
@@ -108,14 +96,7 @@ def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
 
 
 def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
-    """Returns the `FPropMeta` of each layer, given the shapes of the first one's inputs.
-
-    A shape is a `tshape.Shape`, a `tf.TensorSpec`, a NestedMap of these, or None.
-
-    Raises:
-        PartitionError: a shape has another type, or `FPropMeta` is missing, fails or returns no
-            cost.
-    """
+    """Returns the `FPropMeta` of each layer, given the shapes of the first inputs."""
     for number, shape in enumerate(shapes):
         if not isinstance(shape, (tshape.Shape, tf.TensorSpec, py_utils.NestedMap, type(None))):
             raise PartitionError(
@@ -124,12 +105,12 @@ def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
                 "lingvo.core.tshape.Shape([...]), one for each input of the first layer, or None "
                 "for an input that is None"
             )
-    found = []
-    given: tuple[Any, ...] = tuple(map(_as_shape, shapes))
+    metas = []
+    input_shapes: tuple[Any, ...] = tuple(map(_as_shape, shapes))
     for layer in layers:
-        found.append(_meta(layer, given))
-        given = found[-1].out_shapes
-    return found
+        metas.append(_meta(layer, input_shapes))
+        input_shapes = metas[-1].out_shapes
+    return metas
 
 
 def described(layer: Any) -> str:
@@ -231,37 +212,37 @@ def layer_costs(
             )
             for layer, meta in zip(layers, metas, strict=True)
         ]
-    given: tuple[Any, ...] = tuple(_spec(shape, fprop_dtype) for shape in shapes)
+    specs: tuple[Any, ...] = tuple(_spec(shape, fprop_dtype) for shape in shapes)
     seen: dict[Any, _Traced] = {}
     costs: list[LayerCost] = []
     before: StageMemory | None = None
     for layer, meta in zip(layers, metas, strict=True):
         is_head = layer is layers[-1] and _returns_scalar(meta)
         alike = layer.Copy().Set(name="layer").ToText()
-        key = (alike, str(tf.nest.map_structure(str, given)), is_head)
+        key = (alike, str(tf.nest.map_structure(str, specs)), is_head)
         if key not in seen:
-            with _named(layer, given, "traced"):
-                seen[key] = _trace(layer, given, is_head, fprop_dtype)
+            with _named(layer, specs, "traced"):
+                seen[key] = _trace(layer, specs, is_head, fprop_dtype)
                 if measured:
-                    seen[key].seconds = _measure(layer, given, fprop_dtype)
-        found = seen[key]
-        held = found.memory
+                    seen[key].seconds = _measure(layer, specs, fprop_dtype)
+        traced = seen[key]
+        held = traced.memory
         # Tensors that both this layer and the previous one keep.
         outputs = before.kept_outputs if before else ()
         shared = sum(b for b, too in zip(held.kept_inputs, outputs, strict=False) if too)
         kept, own = meta.activation_bytes, meta.parameter_bytes
         costs.append(
             LayerCost(
-                forward=meta.flops if found.seconds is None else found.seconds[0],
-                backward=None if found.seconds is None else found.seconds[1],
-                parameter_bytes=found.parameter_bytes if own is None else own,
+                forward=meta.flops if traced.seconds is None else traced.seconds[0],
+                backward=None if traced.seconds is None else traced.seconds[1],
+                parameter_bytes=traced.parameter_bytes if own is None else own,
                 activation_bytes=held.kept if kept is None else kept,
                 boundary_bytes=num_bytes(held.outputs),
                 shared_bytes=shared if kept is None else 0,
                 name=layer.name,
             )
         )
-        given = _packed(layer, meta.out_shapes, held.outputs)
+        specs = _packed(layer, meta.out_shapes, held.outputs)
         before = None if kept is not None else held
     return costs
 
@@ -319,12 +300,12 @@ def _packed(layer: Any, shapes: tuple[Any, ...], outputs: tuple[tf.TensorSpec, .
 
 
 @contextlib.contextmanager
-def _named(layer: Any, given: Any, what: str) -> Iterator[None]:
+def _named(layer: Any, inputs: Any, what: str) -> Iterator[None]:
     """Adds the layer and its inputs to an error."""
     try:
         yield
     except Exception as error:
-        specs = [leaf for leaf in tf.nest.flatten(given) if leaf is not None]
+        specs = [leaf for leaf in tf.nest.flatten(inputs) if leaf is not None]
         texts = ", ".join(f"{spec.dtype.name} {spec.shape.as_list()}" for spec in specs)
         raise PartitionError(
             f"{described(layer)} was {what} to count its bytes, given {texts or 'nothing'}, which "
@@ -349,7 +330,7 @@ def _alone(eagerly: bool) -> Iterator[None]:
         py_utils.SetEagerMode(was_eager, test_mode=True)
 
 
-def _trace(layer: Any, given: Any, is_head: bool, fprop_dtype: Any) -> _Traced:
+def _trace(layer: Any, specs: Any, is_head: bool, fprop_dtype: Any) -> _Traced:
     with tf.Graph().as_default(), _alone(eagerly=False):
         py_utils.GetOrCreateGlobalStepVar()
         params = PipeliningLayer.Params().Set(
@@ -361,13 +342,13 @@ def _trace(layer: Any, given: Any, is_head: bool, fprop_dtype: Any) -> _Traced:
             fprop_dtype=fprop_dtype,
         )
         pipeline = params.Instantiate()
-        [device] = pipeline.PredictMemory(*given)
+        [device] = pipeline.PredictMemory(*specs)
         [memory] = device.stages
         weights = pipeline.stage.vars.Flatten()
         return _Traced(memory, num_bytes(weights))
 
 
-def _measure(layer: Any, given: Any, fprop_dtype: Any) -> tuple[float, float]:
+def _measure(layer: Any, specs: Any, fprop_dtype: Any) -> tuple[float, float]:
     if not tf.executing_eagerly():
         raise PartitionError(
             "measured=True runs layers eagerly; call it outside of any graph, where TensorFlow "
@@ -378,7 +359,7 @@ def _measure(layer: Any, given: Any, fprop_dtype: Any) -> tuple[float, float]:
         params = _stage(layer)
         if fprop_dtype is not None:
             params.Set(fprop_dtype=fprop_dtype)
-        [cost] = profile_costs([params.Instantiate()], tuple(map(_example, given)))
+        [cost] = profile_costs([params.Instantiate()], tuple(map(_example, specs)))
     return cost.forward, cost.backward_or_default
 
 

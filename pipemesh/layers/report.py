@@ -16,65 +16,42 @@ from pipemesh.layers.named import NamedLayer
 from pipemesh.layers.partition_layers import Meta, layer_metas
 from pipemesh.mesh import Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.plan import Remat
 from pipemesh.plan.homes import home_of
 from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
-from pipemesh.recurrent.remat import remat_of
 from pipemesh.schedule import Costs, Schedule, Timeline, simulate
 from pipemesh.text import bytes_text, columns
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Traffic along some axes in a step.
+    """Traffic along some axes in a step."""
 
-    Attributes:
-        axes: names of the axes, joined by `+`.
-        what: `activations`, `gradients`, `weights` and so on, or a primitive and its pass.
-        times: the number of transfers of a device.
-        bytes: the bytes of all devices together.
-    """
-
-    axes: str
-    what: str
-    times: int
-    bytes: int
+    axes: str  # names, joined by `+`
+    what: str  # `activations`, `gradients`, `weights` and so on, or a primitive and its pass
+    times: int  # the number of transfers of a device
+    bytes: int  # of all devices together
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightLayout:
-    """The layout of a weight on the devices.
+    """The layout of a weight on the devices."""
 
-    Attributes:
-        name: the path of its layer and its own name.
-        shape: with names of dims, if it has any.
-        cut: the dims that are cut, each with the number of slices; empty if none is.
-        devices: the device of each slice.
-        bytes: the bytes of the whole weight.
-    """
-
-    name: str
-    shape: str
-    cut: str
-    devices: tuple[str, ...]
-    bytes: int
+    name: str  # with the path of its layer
+    shape: str  # with names of dims, if it has any
+    cut: str  # the dims that are cut, each with the number of slices
+    devices: tuple[str, ...]  # of each slice
+    bytes: int  # of the whole weight
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSize:
-    """The costs of a layer by its `FPropMeta`, for a replica's part of a microbatch.
+    """The costs of a layer by its `FPropMeta`, for a replica's part of a microbatch."""
 
-    Attributes:
-        name: the name of its class.
-        flops: flops of its forward pass, on all devices that share it.
-        parameter_bytes: bytes of its weights, all slices together; None if not stated.
-        activation_bytes: bytes that all its devices keep for the backward pass; None if not stated.
-        output_bytes: bytes of its outputs.
-    """
-
-    name: str
-    flops: float
-    parameter_bytes: float | None
-    activation_bytes: float | None
+    name: str  # of its class
+    flops: float  # of its forward pass, on all devices that share it
+    parameter_bytes: float | None  # all slices together
+    activation_bytes: float | None  # kept on all its devices for the backward pass
     output_bytes: float
 
 
@@ -108,10 +85,10 @@ class Report:
         rows: list[tuple[str, ...]] = [
             ("device", "weights", "optimizer", "gradients", "activations", "in all")
         ]
-        for found in self.memory:
-            state = self.optimizer.get(found.device, 0)
-            parts = (found.weights, state, found.gradients, found.kept)
-            rows.append((found.device, *map(bytes_text, (*parts, sum(parts)))))
+        for device in self.memory:
+            state = self.optimizer.get(device.device, 0)
+            parts = (device.weights, state, device.gradients, device.kept)
+            rows.append((device.device, *map(bytes_text, (*parts, sum(parts)))))
         lines = columns(rows)
         if self.sent:
             sent = [("axis", "what", "times", "bytes")]
@@ -157,7 +134,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     flops = [sum(meta.flops for meta in of_stage) for of_stage in metas]
     # All devices of a replica compute at the same time.
     forward = [number / home.group for number, home in zip(flops, homes, strict=True)]
-    again = _again(stack.params.remat, stack.schedule)
+    again = _again(stack.plan.remat, stack.schedule)
     costs = Costs(
         forward,
         input_grad=[(1 + times[0]) * f for times, f in zip(again, forward, strict=True)],
@@ -177,12 +154,12 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
     )
 
 
-def _again(remat: Any, schedule: Schedule) -> list[tuple[float, float]]:
+def _again(remat: Remat, schedule: Schedule) -> list[tuple[float, float]]:
     """Returns how often each stage's input and weight gradient recompute it, on average."""
-    number, policy = schedule.num_microbatches, remat_of(remat)
-    if policy.is_custom:
+    number = schedule.num_microbatches
+    if remat.is_custom:
         return [(0, 0)] * schedule.num_stages
-    modes, apart = policy.modes(schedule), schedule.recomputed()
+    modes, apart = remat.modes(schedule), schedule.recomputed()
     again = [
         [modes[stage, m] if (stage, m) not in apart else "none" for m in range(number)]
         for stage in range(schedule.num_stages)
@@ -195,15 +172,15 @@ def _again(remat: Any, schedule: Schedule) -> list[tuple[float, float]]:
 
 def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[list[Meta]]:
     """Returns the `FPropMeta` of the layers of each stage, under the stage's lowering."""
-    found: list[list[Meta]] = []
+    metas: list[list[Meta]] = []
     for cell, home, lowering in zip(
         stack.params.cell_tpl, homes, stack.stage_lowerings, strict=True
     ):
         children = stack.children[cell.name].children
         with lowering.on(home.replica(0)):
-            found.append(layer_metas([children[sub.name].params for sub in cell.sub], *shapes))
-        shapes = found[-1][-1].out_shapes if found[-1] else shapes
-    return found
+            metas.append(layer_metas([children[sub.name].params for sub in cell.sub], *shapes))
+        shapes = metas[-1][-1].out_shapes if metas[-1] else shapes
+    return metas
 
 
 def _sizes(stack: Any, metas: Sequence[Meta], stage: int) -> tuple[LayerSize, ...]:
@@ -228,12 +205,12 @@ def _num_elements(shape: Any) -> int:
 def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:
     """Returns the mesh coordinates of each device."""
     mesh, rules = stack.plan.mesh, stack.plan.layout
-    found: dict[str, dict[str, int]] = {}
+    coordinates: dict[str, dict[str, int]] = {}
     for home, place in zip(homes, stack.schedule.stage_devices, strict=True):
         processors = home_of(mesh, rules, place % mesh.num_stages)
         for device, processor in zip(home.devices, processors, strict=True):
-            found.setdefault(short_name(device), mesh.coordinates(processor))
-    return found
+            coordinates.setdefault(short_name(device), mesh.coordinates(processor))
+    return coordinates
 
 
 def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> list[Sent]:
@@ -273,17 +250,21 @@ def _inside(
 
 def _layouts(layer: Any) -> Iterator[WeightLayout]:
     """Yields the layouts of the weights of a layer and its children."""
-    own = dict(layer._private_vars)
+    variables = dict(layer._private_vars)
     if isinstance(layer, NamedLayer):
         for name, shape in layer.named_shapes.items():
-            parts = [own.pop(n) for n in layer.weight_parts() if _is_part(n, name) and n in own]
+            parts = [
+                variables.pop(n)
+                for n in layer.weight_parts()
+                if _is_part(n, name) and n in variables
+            ]
             if parts:
                 yield _layout(f"{layer.path}.{name}", parts, shape)
-    for name, variable in own.items():
+    for name, variable in variables.items():
         yield _layout(f"{layer.path}.{name}", [variable], None)
     for child in layer.children.values():
-        for each in child if isinstance(child, list | tuple) else [child]:
-            yield from _layouts(each)
+        for part in child if isinstance(child, list | tuple) else [child]:
+            yield from _layouts(part)
 
 
 def _is_part(variable: str, name: str) -> bool:

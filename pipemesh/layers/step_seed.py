@@ -51,9 +51,6 @@ def number_of_call(layer: Any, step: tf.Tensor) -> int:
     """Returns the number of earlier calls of a layer in a step.
 
     A step is one graph. Eagerly, it is one tape, or without a tape the calls under one global step.
-
-    Raises:
-        PipelineError: `tf.recompute_grad` calls the layer again.
     """
     numbers = _recording.numbers
     if numbers is not None and _recording.at < len(numbers):

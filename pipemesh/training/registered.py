@@ -15,11 +15,9 @@ from lingvo.core import base_model, base_model_params, gpipe
 from pipemesh.errors import PlanError, TrainingError
 from pipemesh.example_models import example, import_model_module
 from pipemesh.layers import PipeliningLayer, mesh_cluster
+from pipemesh.layers.pipeline.stack_plan import PARAMS, num_places, set_plan, values_of
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
-from pipemesh.plan.plan import value_text
-from pipemesh.recurrent.remat import remat_of
-from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.text import is_missing, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
 from pipemesh.training.subject import Subject
@@ -32,14 +30,6 @@ _DECODED_BY = "DECODED_BY"
 _HELD_OUT = ("Dev", "Test")
 # lingvo's default number of steps.
 _MAX_STEPS = base_model.BaseTask.Params().train.max_steps
-# The param of `PipeliningLayer` for each value of a plan.
-_OF_STACKS = {
-    "schedule": "schedule",
-    "num_microbatches": "num_micro_batches",
-    "remat": "remat",
-    "lowering": "lowering",
-    "compute_dtype": "fprop_dtype",
-}
 
 
 class RegisteredModel(Subject):
@@ -263,7 +253,7 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
     """Returns the plan of a task that declares its stages itself, and applies it to its stacks."""
     stacks = stacks_of(task)
     if not stacks:
-        of_pipelines = [n for n in (*_OF_STACKS, "boundaries") if n in values]
+        of_pipelines = [n for n in (*PARAMS, "boundaries") if n in values]
         if of_pipelines:
             raise PlanError(
                 f"{of_pipelines[0]}={values[of_pipelines[0]]}: {name} has "
@@ -290,45 +280,20 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
                 "layouts of their own, but there is one cluster; leave mesh_shape and layout of "
                 "its stacks out"
             )
-    own = {} if plain else _own_values(first)
-    if first.fprop_dtype is not None:
-        own["compute_dtype"] = tf.as_dtype(first.fprop_dtype).name
+    own = values_of(first)
+    if plain:
+        # Without a pipeline only the precision of the plan matters.
+        own = {name: text for name, text in own.items() if name == "compute_dtype"}
     own |= values
     if "mesh" not in own:
-        own["mesh"] = str(first.mesh_shape or f"layers:{_places(first, values)}")
+        schedule: Any = values.get("schedule", first.schedule)
+        own["mesh"] = str(first.mesh_shape or f"layers:{num_places(first, schedule)}")
     plan = Plan.from_values(own)
     for stack in stacks:
-        for key, param in _OF_STACKS.items():
-            if key in values:
-                value: Any = values[key]
-                if key == "num_microbatches":
-                    value = int(value)
-                elif key == "compute_dtype":
-                    value = tf.as_dtype(value)
-                stack.Set(**{param: value})
+        set_plan(stack, plan, values)
         # The cluster carries both.
         stack.Set(mesh_shape=None, layout=None)
     return plan
-
-
-def _own_values(stack: Any) -> dict[str, str]:
-    """Returns the values of a plan that a stack's params define."""
-    return {
-        "schedule": value_text(stack.schedule),
-        "num_microbatches": str(stack.num_micro_batches),
-        "remat": str(remat_of(stack.remat)),
-        "lowering": stack.lowering,
-        "layout": str(stack.layout or ""),
-        "allow_idle": value_text(bool(stack.allow_idle)),
-    }
-
-
-def _places(stack: Any, values: Mapping[str, str]) -> int:
-    """Returns the number of homes of a stack's stages."""
-    if "schedule" not in values and isinstance(stack.schedule, Schedule):
-        return stack.schedule.num_devices
-    spec = ScheduleSpec.from_text(values.get("schedule", stack.schedule))
-    return max(1, len(stack.cell_tpl) // spec.stages_a_device)
 
 
 def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:

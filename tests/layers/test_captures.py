@@ -9,6 +9,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from tests.layers.blocks import WIDTH
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
+from tests.pairwise import in_turn
 
 X = np.random.default_rng(0).normal(size=[8, WIDTH]).astype(np.float32)
 
@@ -51,8 +52,9 @@ def stack(cls, way, **kwargs):
     return cls.Params().Set(name="stack", cell_tpl=cells, **kwargs)
 
 
-@pytest.mark.parametrize("run", [run_tf1, run_tf2, run_eagerly])
-@pytest.mark.parametrize("way", ["self.theta", "self.vars", "tied"])
+@pytest.mark.parametrize(
+    ("run", "way"), in_turn([run_tf1, run_tf2, run_eagerly], ["self.theta", "self.vars", "tied"])
+)
 def test_a_weight_trains_however_a_layer_reaches_it(run, way):
     wanted = run_tf2(stack(SeqLayer, way), [X], steps=2)
     got = run(stack(PipeliningLayer, way, num_micro_batches=4), [X], steps=2, num_devices=2)
@@ -100,7 +102,6 @@ def test_a_layer_that_assigns_is_refused_with_the_way_out(run):
         run(params, [X], num_devices=2)
 
 
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
 def test_batch_normalization_with_accumulators_has_the_statistics_of_the_whole_batch(run):
     """It normalizes by microbatch, as in GPipe, and averages over the whole batch."""
 

@@ -127,29 +127,22 @@ def test_a_table_from_a_file(run, expected, tmp_path):
     assert_equal(run(params, [X, X], steps=3, num_devices=2, loss=mean), expected(run), 4)
 
 
-@pytest.mark.parametrize(("num_stages", "num_devices"), [(2, 1), (2, 2), (4, 2)])
-def test_evaluation_runs_through_the_same_devices_without_dropout(run, num_stages, num_devices):
+def test_evaluation_runs_through_the_same_devices_without_dropout(run):
     plain = FeatureExtractionLayer.Params().Set(name="plain", sub=sub())
     expected = run(plain, [X, X], do_eval=True, loss=mean)
-    schedule = "zb_v" if num_stages > num_devices else "1f1b"
-    params = pipelined(num_stages, 4, schedule=schedule)
-    # Inference has no backward actions, so no gradient is asked for.
-    result = run(params, [X, X], num_devices=num_devices, do_eval=True, loss=None)
-    for a, b in zip(result.outputs[:3], expected.outputs[:3], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for num_stages, num_devices, schedule in ((2, 1, "1f1b"), (2, 2, "1f1b"), (4, 2, "zb_v")):
+        params = pipelined(num_stages, 4, schedule=schedule)
+        # Inference has no backward actions, so no gradient is asked for.
+        result = run(params, [X, X], num_devices=num_devices, do_eval=True, loss=None)
+        for a, b in zip(result.outputs[:3], expected.outputs[:3], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
         ({"schedule": "1f2b"}, ScheduleError, "unknown schedule '1f2b'; did you mean '1f1b'"),
-        ({"schedule": "zb_v:3"}, ScheduleError, "zb_v always has 2 stages a device"),
-        ({"schedule": "interleaved:x"}, ScheduleError, "'x' is not a number of stages a device"),
-        ({"schedule": "interleaved:3"}, PipelineError, "cell_tpl has 4 stages, .* into 3 stages"),
         ({"schedule": "file:missing.csv"}, ScheduleError, "cannot read missing.csv: No such file"),
-        ({"schedule": one_f_one_b(4, 8)}, PipelineError, "4 stages and 8 microbatches, but there"),
-        ({"nested_map_fprop": True}, PipelineError, "leave nested_map_fprop unset"),
-        ({"loss_inside": False, "schedule": "1f1b"}, ScheduleError, "loss inside the pipeline"),
         ({"loss_inside": False}, PipelineError, "returns a scalar"),
     ],
     ids=str,
@@ -157,15 +150,3 @@ def test_evaluation_runs_through_the_same_devices_without_dropout(run, num_stage
 def test_plans_that_do_not_fit_are_errors_before_the_first_step(run, kwargs, error, message):
     with pytest.raises(error, match=message):
         run(pipelined(4, 4).Set(**kwargs), [X, X], num_devices=4, loss=mean)
-
-
-class _NoWeight(Block):
-    def FProp(self, theta, x, labels):
-        return tf.reduce_sum(super().FProp(theta, x)), labels
-
-
-def test_a_head_without_a_weight_is_an_error(run):
-    params = pipelined(1, 2)
-    params.cell_tpl[0].sub[-1] = _NoWeight.Params().Set(name="head")
-    with pytest.raises(PipelineError, match=r"outputs\.1 is no weight: .* the summed weight"):
-        run(params, [X, X], loss=mean)

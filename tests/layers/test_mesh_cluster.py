@@ -8,7 +8,7 @@ import tensorflow as tf
 from lingvo.core import cluster_factory, layers
 
 from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, mesh_cluster
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, mesh_cluster
 from pipemesh.layers.mesh_cluster import mesh_of, stage_homes, warn_of_places
 from pipemesh.mesh import LayoutRules, Mesh
 
@@ -78,24 +78,11 @@ def test_what_is_no_mesh_is_an_error():
         mesh_cluster("layers:2")
 
 
-@pytest.mark.parametrize("cls", [SeqLayer, PipeliningLayer])
-def test_stages_that_the_places_cannot_share_evenly_are_an_error(eagerly, cls):
-    with mesh_cluster(Mesh.from_text("layers:2")):
-        with pytest.raises(PipelineError, match=r"3 stages need 3 places.*'layers:2' has 2, and"):
-            stack(cls, 3).Instantiate()
-
-
 def test_a_schedule_with_two_stages_a_device_needs_half_the_places(eagerly):
     with mesh_cluster(Mesh.from_text("layers:2")):
         params = stack(PipeliningLayer, 4, num_micro_batches=2, schedule="zb_v", loss_inside=True)
         layer = params.Instantiate()
         assert [device[-1] for device in layer.StageDevices()] == ["0", "1", "1", "0"]
-
-
-def test_fewer_stages_than_places_are_a_warning(eagerly):
-    with mesh_cluster(Mesh.from_text("layers:4")):
-        with pytest.warns(UserWarning, match="has 4 places .* its 2 stages lie on 2"):
-            stack(PipeliningLayer, 2).Instantiate()
 
 
 @pytest.mark.filterwarnings("ignore:.*each place takes 2 in turn")
@@ -177,6 +164,8 @@ def test_what_params_ask_for_is_what_they_get():
         ({"mesh_shape": "layers"}, MeshError, ""),
         ({"layout": "batch:data"}, PipelineError, "but there is no mesh; set mesh_shape"),
         ({"mesh_shape": "layers:2", "layout": "batch:data"}, LayoutError, ""),
+        ({"mesh_shape": "layers:2;data:2", "layout": "batch:dta"}, LayoutError, "mean 'data'"),
+        ({"mesh_shape": "layers:2", "layout": "batch:layers"}, LayoutError, "along which the stag"),
         ({"mesh_shape": "layers:2;data:2"}, PlanError, "nothing is split over the axis 'data'"),
     ],
 )

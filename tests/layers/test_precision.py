@@ -8,6 +8,7 @@ from lingvo.core import py_utils
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import run_tf1, run_tf2
+from tests.pairwise import in_turn
 
 RNG = np.random.default_rng(1)
 X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
@@ -42,8 +43,7 @@ def mean(outputs):
     return outputs[0] / outputs[1]
 
 
-@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16], ids=lambda d: d.name)
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
+@pytest.mark.parametrize(("run", "dtype"), in_turn([run_tf2, run_tf1], [tf.bfloat16, tf.float16]))
 def test_gradients_and_weights_are_float32_and_close_to_those_of_float32(run, dtype):
     wanted = run(pipelined(None), [X, X], steps=3, num_devices=2, loss=mean)
     got = run(pipelined(dtype), [X, X], steps=3, num_devices=2, loss=mean)
@@ -59,13 +59,12 @@ def test_gradients_and_weights_are_float32_and_close_to_those_of_float32(run, dt
     )
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_evaluation_computes_in_it_too(num_devices):
-    result = run_tf2(
-        pipelined(tf.bfloat16), [X, X], num_devices=num_devices, do_eval=True, loss=None
-    )
+def test_evaluation_computes_in_it_too():
     wanted = run_tf2(pipelined(None), [X, X], do_eval=True, loss=None)
-    assert float(result.outputs[0]) == pytest.approx(float(wanted.outputs[0]), rel=3e-2)
+    for devices in (1, 2):
+        params = pipelined(tf.bfloat16)
+        result = run_tf2(params, [X, X], num_devices=devices, do_eval=True, loss=None)
+        assert float(result.outputs[0]) == pytest.approx(float(wanted.outputs[0]), rel=3e-2)
 
 
 class Noting(Block):
@@ -79,8 +78,7 @@ class Noting(Block):
 SEEN: list[tuple[str, tf.DType, tf.DType]] = []
 
 
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
-@pytest.mark.parametrize("do_eval", [False, True])
+@pytest.mark.parametrize(("run", "do_eval"), in_turn([run_tf1, run_tf2], [False, True]))
 def test_a_layer_with_a_dtype_of_its_own_computes_with_weights_in_it(run, do_eval):
     sub = [Noting.Params().Set(name=f"layer{i}", rate=0.0) for i in range(3)]
     sub[1].fprop_dtype = tf.float32
@@ -121,7 +119,6 @@ class Noisy(Block):
         return theta
 
 
-@pytest.mark.parametrize("run", [run_tf1, run_tf2])
 def test_variational_noise_is_there_in_few_bits_too(run):
     noise, none = (run(noisy(dtype), [X], loss=None).outputs[0] for dtype in (None, tf.bfloat16))
     np.testing.assert_allclose(none, noise, atol=0.05 * np.abs(noise).max())

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, cluster_factory, py_utils
 
-from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
+from pipemesh.errors import PipelineError
 from pipemesh.layers import (
     FeatureExtractionLayer,
     FunctionLayer,
@@ -18,6 +18,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.blocks import WIDTH, blocks
 from tests.layers.harness import run_tf1, run_tf2
 from tests.layers.pipeline.test_pipelining import cut, pipelined, plain
+from tests.pairwise import in_turn
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 
@@ -36,13 +37,16 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "num_stages", "num_micro_batches", "kwargs"),
-    [
-        ("layers:2;data:2", 2, 2, {}),
-        ("data:4;layers:2", 2, 1, {"remat": "none"}),
-        ("layers:1;data:2", 1, 4, {"loop": True}),
-        ("layers:2;data:2", 4, 4, {"schedule": "looped_bfs:2"}),
-    ],
+    ("run", "mesh", "num_stages", "num_micro_batches", "kwargs"),
+    in_turn(
+        [run_tf1, run_tf2],
+        [
+            ("layers:2;data:2", 2, 2, {}),
+            ("data:4;layers:2", 2, 1, {"remat": "none"}),
+            ("layers:1;data:2", 1, 4, {"loop": True}),
+            ("layers:2;data:2", 4, 4, {"schedule": "looped_bfs:2"}),
+        ],
+    ),
 )
 def test_everything_equals_the_plain_model_with_dropout_on(
     run, expected, mesh, num_stages, num_micro_batches, kwargs
@@ -123,46 +127,6 @@ def test_params_give_a_mesh_to_a_cluster_of_lingvo():
         ]
         # Without a mesh each stage has a device.
         assert [len(home) for home in stage_homes(cluster, [0, 1, 2], stack())] == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "layout", "error", "text"),
-    [
-        ("layers:2;data", None, MeshError, "stack: .*layers:2"),
-        ("layers:2;data:2", "batch:dta", LayoutError, "stack: .*did you mean 'data'"),
-        ("layers:2", "batch:layers", LayoutError, "along which the stages lie"),
-        (None, "batch:data", PipelineError, "there is no mesh; set mesh_shape"),
-        ("layers:2;data:4", "batch:data", PipelineError, "8 processors, but .* has 6 devices"),
-        ("layers:2;model:2", None, PlanError, "stack: nothing is split over the axis 'model'"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_is_an_error(mesh_shape, layout, error, text):
-    with split_cluster(6) as cluster, pytest.raises(error, match=text):
-        stage_homes(cluster, [0, 1], stack(mesh_shape, layout))
-
-
-def test_a_rule_for_a_dim_that_no_layer_has_is_an_error(eagerly):
-    text = r"stack: .*names dim 'heads'.*[Kk]nown: 'batch'"
-    params = stack("layers:2;data:2", "heads:data", cell_tpl=cut(blocks(2), 2))
-    with split_cluster(6), pytest.raises(LayoutError, match=text):
-        params.Instantiate()
-
-
-def test_devices_of_params_may_idle_if_that_is_allowed():
-    with split_cluster(4) as cluster:
-        homes = stage_homes(cluster, [0, 1], stack("layers:2;model:2", allow_idle=True))
-        assert [home.first[-1] for home in homes] == ["0", "2"]
-
-
-def test_params_and_the_cluster_must_agree():
-    layout = LayoutRules.from_text("batch:data")
-    with mesh_cluster(Mesh.from_text("layers:2;data:2"), layout=layout) as cluster:
-        with pytest.raises(PipelineError, match="mesh_shape is 'layers:4', but the cluster"):
-            stage_homes(cluster, [0, 1], stack("layers:4"))
-        with pytest.raises(PipelineError, match="layout is '', but the cluster"):
-            stage_homes(cluster, [0, 1], stack(None, ""))
-        again = stage_homes(cluster, [0, 1], stack("layers:2;data:2", "batch:data"))
-        assert again == stage_homes(cluster, [0, 1], stack())
 
 
 def test_a_batch_that_does_not_divide_among_replicas_is_an_error():

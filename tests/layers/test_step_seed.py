@@ -8,7 +8,6 @@ import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
 from pipemesh import randomness
-from pipemesh.errors import PipelineError
 from pipemesh.layers import step_seed
 from pipemesh.layers.step_seed import number_of_call, recorded_calls
 
@@ -88,23 +87,6 @@ def test_records_nest_and_end_with_an_error(layer):
             raise ValueError("mine")
         assert number_of_call(layer, STEP) == 7
     assert number_of_call(layer, STEP) == 0
-
-
-def test_recompute_grad_may_not_call_a_layer_again(layer):
-    def run(x):
-        number_of_call(layer, STEP)
-        return 2 * x
-
-    x = tf.constant(1.0)
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = tf.recompute_grad(run)(x)
-    with (
-        tf.GradientTape(),
-        pytest.raises(PipelineError, match=r"calls 'layer' again .*RematerializeFn"),
-    ):
-        number_of_call(layer, STEP)
-        tape.gradient(y, x)
 
 
 def params(random_seed=None, is_inference=False):

@@ -18,16 +18,10 @@ from pipemesh.layers import (
 )
 from pipemesh.schedule import gpipe
 from tests.layers.blocks import WIDTH, Block
-from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
+from tests.layers.harness import cluster, run_eagerly
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 SHAPE = tshape.Shape([8, 4])
-
-
-# What is refused is refused by the same code in both; TF1 repeats it.
-@pytest.fixture(params=[pytest.param(run_tf1, marks=pytest.mark.exhaustive), run_tf2])
-def run(request):
-    return request.param
 
 
 def told(value):
@@ -46,6 +40,21 @@ class Call(base_layer.BaseLayer):
 
     def FProp(self, theta, *args):
         return self.params.function(*args)
+
+
+class Scale(base_layer.BaseLayer):
+    """Multiplies by a weight, with little to trace."""
+
+    def _CreateLayerVariables(self):
+        super()._CreateLayerVariables()
+        self.CreateVariable("w", py_utils.WeightParams([4], py_utils.WeightInit.Constant(2.0)))
+
+    def FProp(self, theta, x, *rest):
+        return (x * theta.w, *rest) if rest else x * theta.w
+
+
+def scale(name):
+    return Scale.Params().Set(name=name)
 
 
 def call(function, name="call"):
@@ -67,7 +76,7 @@ def stage(name, *sub, **kwargs):
 def stages(last=None):
     """Two stages; the second one may end in a function."""
     heads = [call(last, "head")] if last else []
-    return [stage("s0", block("block0")), stage("s1", block("block1"), *heads)]
+    return [stage("s0", scale("scale0")), stage("s1", scale("scale1"), *heads)]
 
 
 def pipelined(cells, **kwargs):
@@ -90,16 +99,7 @@ def instantiate(params):
     ("cells", "message"),
     [
         (lambda: stages()[0], r"cell_tpl is the Params of one layer; .*: \[params\]"),
-        (lambda: [stages(), stages()], r"cell_tpl\[0\] is a list, .* FeatureExtractionLayer\."),
-        (lambda: None, "cell_tpl is None; it must be a list of layers' Params"),
         (lambda: [Block, Block], r"cell_tpl\[0\] is .*Block.*; write Block\.Params\(\)"),
-        (lambda: [1, 2], r"cell_tpl\[0\] is 1, not the Params of a layer"),
-        (lambda: [stage(""), stage("")], r"cell_tpl\[0\], a FeatureExtractionLayer, has no name"),
-        (lambda: [stage("a b")], r"cell_tpl\[0\] is named 'a b'; a name has letters, digits"),
-        (
-            lambda: [stage("keys")],
-            r"cell_tpl\[0\] is named 'keys'; a name .* none of NestedMap's own attributes",
-        ),
         (lambda: [stage("s"), stage("s")], r"cell_tpl\[0\] and \[1\] are both named 's'"),
     ],
 )
@@ -118,11 +118,10 @@ def test_a_pipeline_without_stages_is_an_error():
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        (dense(), r"before_tpl is the Params of one layer"),
         ([dense("")], r"before_tpl\[0\], a FCLayer, has no name"),
         ([dense("s0")], "before_tpl and cell_tpl both have a layer named 's0'"),
     ],
-    ids=["params", "no name", "same name"],
+    ids=["no name", "same name"],
 )
 def test_what_is_no_list_of_layers_before_the_stages_is_an_error(before, message):
     with pytest.raises(PipelineError, match=f"^stack: {message}"):
@@ -133,23 +132,15 @@ def test_what_is_no_list_of_layers_before_the_stages_is_an_error(before, message
     ("kwargs", "message"),
     [
         ({"num_micro_batches": "4"}, "num_micro_batches is '4'; it must be a whole number, 1 or"),
-        ({"num_micro_batches": None}, "num_micro_batches is None; it must be a whole number"),
-        ({"num_micro_batches": 4.0}, "num_micro_batches is 4.0; it must be a whole number"),
-        ({"num_micro_batches": True}, "num_micro_batches is True; it must be a whole number"),
         ({"num_micro_batches": 0}, "num_micro_batches is 0; it must be at least 1"),
         ({"micro_batch_size": "2"}, "micro_batch_size is '2'; it must be a whole number"),
-        ({"micro_batch_size": 2.0}, "micro_batch_size is 2.0; it must be a whole number"),
         ({"batch_dim": -1}, "batch_dim is -1; it must be at least 0, .* 1 if time does"),
-        ({"batch_dim": "0"}, "batch_dim is '0'; it must be a whole number, 0 or more"),
-        ({"batch_dim": None}, "batch_dim is None; it must be a whole number, 0 or more"),
-        ({"batch_dim": True}, "batch_dim is True; it must be a whole number, 0 or more"),
         ({"loop": "yes"}, "loop is 'yes'; it must be True, False or None"),
         ({"strict_devices": "no"}, "strict_devices is 'no'; it must be True or False"),
         ({"loss_inside": "no"}, "loss_inside is 'no'; it must be True or False"),
         ({"nested_map_fprop": "no"}, "nested_map_fprop is 'no'; it must be True or False"),
         ({"state_dtype": "flaot32"}, "state_dtype is 'flaot32'; it must be a floating dtype"),
         ({"fprop_dtype": "bf16"}, "fprop_dtype is 'bf16'; it must be a floating dtype"),
-        ({"state_dtype": tf.int32}, r"state_dtype is tf\.int32; it must be a floating dtype"),
     ],
     ids=told,
 )
@@ -173,10 +164,7 @@ def test_a_schedule_that_needs_the_loss_inside_says_which_params_to_set():
 @pytest.mark.parametrize(
     ("sub", "kwargs", "message"),
     [
-        (dense(), {}, "sub is the Params of one layer"),
-        (None, {}, "sub is None; it must be a list of layers' Params"),
         ([[dense()]], {}, r"sub\[0\] is a list, not the Params of a layer"),
-        ([dense(""), dense("")], {}, r"sub\[0\], a FCLayer, has no name"),
         ([dense(), dense()], {}, r"sub\[0\] and \[1\] are both named 'dense'"),
         ([dense()], {"act_fetch_layers": "dense"}, r"act_fetch_layers is 'dense'; .*\['dense'\]"),
         (
@@ -221,15 +209,13 @@ def test_inputs_that_cannot_be_cut_are_errors_that_name_them(run, inputs, messag
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: tf.reduce_mean(x)[None],
         lambda x: tf.reduce_mean(x, axis=0, keepdims=True),
         lambda x: tf.reduce_mean(x, axis=0),
-        lambda x: (x, tf.ones([4, 4])),
         lambda x: (x, tf.ones([2])),
         lambda x: np.ones([2, 3], np.float32),
         lambda x: tf.concat(tf.split(x, 2, axis=-1), axis=0),
     ],
-    ids=["mean", "kept", "rows", "second", "constant", "numpy", "heads"],
+    ids=["kept", "rows", "constant", "numpy", "heads"],
 )
 def test_an_output_that_is_not_cut_along_the_batch_is_an_error_and_not_joined(run, function):
     with pytest.raises(
@@ -261,7 +247,7 @@ def test_an_output_that_has_the_size_of_a_microbatch_by_chance_is_an_error(
         run(params, [X], num_devices=2)
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+@pytest.mark.parametrize("num_microbatches", [2, 8])
 def test_an_output_that_is_the_same_for_each_example_is_joined(run, num_microbatches):
     params = pipelined(
         stages(lambda x: (x, tf.ones([x.shape[0]]))), num_micro_batches=num_microbatches
@@ -273,19 +259,12 @@ def test_an_output_that_is_the_same_for_each_example_is_joined(run, num_microbat
     ("function", "message"),
     [
         (lambda x: None, "'s1' returns no tensor"),
-        (lambda x: (), "'s1' returns no tensor"),
         (lambda x: "text", r"outputs\.0 is a str; .* give a tensor"),
-        (
-            lambda x: tf.sparse.from_dense(x),
-            r"outputs\.0 is a SparseTensor; .*tf\.sparse\.to_dense",
-        ),
         (lambda x: tf.RaggedTensor.from_tensor(x), r"outputs\.0 is a RaggedTensor; .*to_tensor"),
-        (lambda x: tf.IndexedSlices(x, tf.range(2)), r"outputs\.0 is an IndexedSlices"),
         (lambda x: (x, [object()]), r"outputs\.1\.0 is an object"),
-        (lambda x: tf.reduce_mean(x), r"a scalar \(outputs\.0\).* set loss_inside=True"),
         (lambda x: 1.0, r"a scalar \(outputs\.0\).* set loss_inside=True"),
     ],
-    ids=["none", "empty", "str", "sparse", "ragged", "slices", "object", "scalar", "number"],
+    ids=["none", "str", "ragged", "object", "number"],
 )
 def test_outputs_that_are_no_tensors_are_errors_that_name_them(run, function, message):
     with pytest.raises(PipelineError, match=f"^stack: stage .*{message}"):
@@ -295,27 +274,15 @@ def test_outputs_that_are_no_tensors_are_errors_that_name_them(run, function, me
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        (lambda x: tf.reduce_sum(x), "and no weight after it"),
         (lambda x: (tf.reduce_sum(x), None), "and no weight after it"),
-        (lambda x: (None, tf.reduce_sum(x)), "and no weight after it"),
         (lambda x: {"loss": tf.reduce_sum(x)}, r"outputs\.0\.loss: .* and no weight after it"),
-        (lambda x: (tf.reduce_sum(x, [1, 2]), 2.0), r"outputs\.0 is no loss"),
-        (lambda x: (tf.size(x), tf.size(x)), r"int32 .*outputs\.0 is no loss"),
-        (lambda x: (tf.reduce_sum(x), tf.ones([2])), r"outputs\.1 is no weight"),
         (lambda x: (tf.reduce_sum(x), tf.constant("a")), r"string .*outputs\.1 is no weight"),
         (lambda x: (tf.reduce_mean(x), float(x.shape[0])), "is a mean, Mean"),
-        (lambda x: _ratio(x, tf.divide), "is a mean, RealDiv"),
-        (lambda x: _ratio(x, tf.math.divide_no_nan), "is a mean, DivNoNan"),
     ],
 )
 def test_a_head_that_returns_no_summed_loss_and_weight_is_told_what_to_return(run, head, message):
     with pytest.raises(PipelineError, match=f"'s1'.*{message}.*summed weight.*return tf"):
         run(pipelined(stages(head), loss_inside=True), [X], num_devices=2, loss=first)
-
-
-def _ratio(x, divide):
-    weight = tf.reduce_sum(tf.abs(x))
-    return divide(tf.reduce_sum(x), weight), weight
 
 
 @pytest.mark.parametrize("weight", [1.0, 1])
@@ -332,14 +299,6 @@ def test_a_metric_that_is_not_cut_along_the_batch_is_an_error(run, metric):
         PipelineError, match=r"output 2 of the last stage .* not cut along the batch"
     ):
         run(pipelined(head, loss_inside=True), [X], num_devices=2, loss=first)
-
-
-def nested(x, y=None):
-    """Gives and takes a list, a tuple, a dict and None, each kept as what it is."""
-    if isinstance(x, dict):
-        assert list(x) == ["a", "b"] and isinstance(x["b"], list) and y == (None,)
-        x = x["a"] + 0.1 * (x["b"][0] - x["b"][1])
-    return {"a": x, "b": [2 * x, x + 1]}, (None,)
 
 
 class Nested(Block):
@@ -436,8 +395,6 @@ def meta(**fields):
         (meta(flops=-1, out_shapes=(SHAPE,)), 2, [SHAPE], r"costs\[0\] is -1"),
         ([dense()] * 2, 2, [], "FPropMeta, given no shapes, failed with TypeError"),
         ([dense()] * 2, 2, [[8, 4]], r"the shape of input 0 is \[8, 4\], a list; write .*tshape"),
-        ([dense()] * 2, 2, [tf.TensorShape([8, 4])], "the shape of input 0 is .*; write .*tshape"),
-        ([dense()] * 2, 2, [8], "the shape of input 0 is 8, an int; write .*tshape"),
         ([dense()] * 2, 2, [], "given no shapes, .*; give a tshape.Shape for each input of the fi"),
         (
             [dense()] * 2,
@@ -449,8 +406,6 @@ def meta(**fields):
         ([dense()] * 2, 2, [None], "given None, failed with .* do the shapes fit"),
         ([dense()], 2, [SHAPE], "num_stages is 2, but 1 layers"),
         ([dense()] * 2, "2", [SHAPE], "num_stages is '2', but must be a whole number"),
-        ([dense()] * 2, 2.0, [SHAPE], r"num_stages is 2\.0, but must be a whole number"),
-        ([dense()] * 2, True, [SHAPE], "num_stages is True, but must be a whole number"),
         ([], 2, [SHAPE], "costs is empty"),
         (None, 2, [SHAPE], r"what is to be cut is None, not the Params of a layer"),
         ([Block], 1, [SHAPE], r"what is to be cut is .*; write Block\.Params\(\)"),

@@ -265,13 +265,8 @@ class PlannedPoints(PlainPoints):
 
     def Task(self):
         plan = self.PLAN
-        stack = PipeliningLayer.Params().Set(
-            cell_tpl=stack_of(plan.num_stages),
-            num_micro_batches=plan.num_microbatches,
-            schedule=plan.schedule,
-            remat=plan.remat,
-            loss_inside=True,
-        )
+        cells = stack_of(plan.num_stages)
+        stack = PipeliningLayer.ForPlan(plan, cell_tpl=cells, loss_inside=True)
         return trained(Pipelined.Params().Set(name="points", stack=stack))
 
 

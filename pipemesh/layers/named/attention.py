@@ -13,7 +13,6 @@ from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_flags, check_whole
 from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
 from pipemesh.layers.named.cache import KeyValueCache, cached_attention, current_cache
-from pipemesh.layers.named.embedding import RotaryScaling, rotated
 from pipemesh.layers.named.named_layer import (
     NamedLayer,
     count_whole,
@@ -24,6 +23,7 @@ from pipemesh.layers.named.named_layer import (
 )
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
+from pipemesh.layers.named.vocabulary import RotaryScaling, rotated
 from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.tensor import union_axes
@@ -158,8 +158,8 @@ class Attention(NamedLayer):
         renamed = whole_names(x.lowering.rules, "heads")
         rows = ["batch", renamed.get("length", "length")]
         dims = [[*rows, name, "head_dim"] for name in ("heads", kv_name, kv_name)]
-        found = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims, renamed)
-        q, k, v = (self._Biased(theta, *each) for each in zip(names, found, strict=True))
+        projected = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims, renamed)
+        q, k, v = (self._Biased(theta, *each) for each in zip(names, projected, strict=True))
         optional = {
             "segments": segment_ids,
             "positions": segment_pos if p.use_rotary else None,
@@ -340,12 +340,12 @@ def _check_layout(p: Any, lowering: Lowering) -> None:
             + (f"is split over {heads_axis!r}" if heads_axis else "has no rule")
             + f"; heads have to lie with their keys: write 'heads:{kv_axis};kv_heads:{kv_axis}'"
         )
-    here = p.num_heads // lowering.mesh.size(str(heads_axis))
+    heads = p.num_heads // lowering.mesh.size(str(heads_axis))
     shared = p.num_heads // p.num_kv_heads
-    if here and here % shared and shared % here:
+    if heads and heads % shared and shared % heads:
         raise LayoutError(
             f"{p.name}: axis {heads_axis!r} of mesh '{lowering.mesh}' leaves a processor "
-            f"{here} heads, of which {shared} share a key, so groups are cut unevenly; change "
+            f"{heads} heads, of which {shared} share a key, so groups are cut unevenly; change "
             f"num_kv_heads {p.num_kv_heads} or the size of the axis so that one of both "
             "numbers divides the other"
         )

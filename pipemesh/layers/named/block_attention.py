@@ -29,22 +29,13 @@ class Buckets:
 
     Each bucket of the first half has one distance. The others grow logarithmically up to
     `max_distance`; greater distances share the last one.
-
-    Attributes:
-        number: the number of buckets, 2 or more.
-        max_distance: more than half of `number`.
     """
 
-    number: int
-    max_distance: int
+    number: int  # 2 or more
+    max_distance: int  # more than half of `number`
 
     def of(self, distance: tf.Tensor) -> tf.Tensor:
-        """Returns the bucket of each distance, an int32; negative distances have the first.
-
-        Example:
-            >>> Buckets(4, 8).of(tf.constant([0, 1, 2, 3, 4, 7, 8, 99])).numpy().tolist()
-            [0, 1, 2, 2, 3, 3, 3, 3]
-        """
+        """Returns the bucket of each distance, an int32; negative distances have the first."""
         exact = self.number // 2
         ratio = tf.cast(tf.maximum(distance, exact), tf.float32) / exact
         steps = tf.math.log(ratio) / math.log(self.max_distance / exact) * (self.number - exact)
@@ -54,26 +45,15 @@ class Buckets:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The cut of a length into blocks.
-
-    Attributes:
-        length: the length of the sequence.
-        number: the number of blocks.
-        size: the size of a block; the last one may extend beyond the sequence.
-    """
+    """The cut of a length into blocks."""
 
     length: int
     number: int
-    size: int
+    size: int  # the last block may extend beyond the sequence
 
     @classmethod
     def of(cls, length: int, most: int) -> Blocks:
-        """Makes equal blocks of at most `most` positions.
-
-        Example:
-            >>> Blocks.of(length=10, most=4)
-            Blocks(length=10, number=3, size=4)
-        """
+        """Makes equal blocks of at most `most` positions."""
         number = max(1, -(-length // most))
         return cls(length, number, -(-length // number))
 
@@ -83,9 +63,7 @@ class Blocks:
         return [(i, j) for i in range(self.number) for j in range(i + 1)]
 
     def padded(self, x: tf.Tensor, value: int = 0) -> Sequence[tf.Tensor] | tf.Tensor:
-        """Cuts `[batch, length, ...]` to `[number, batch, size, ...]`, or to a list of one
-        block.
-        """
+        """Cuts `[batch, length, ...]` to `[number, batch, size, ...]` or a list of one block."""
         if self.number == 1:
             return [x]
         after = self.number * self.size - self.length
@@ -116,16 +94,10 @@ def block_attention(
 ) -> tf.Tensor:
     """Averages the values that each query sees: those of its segment up to itself.
 
-    Only first derivatives are available.
-
-    Args:
-        q: `[batch, length, heads, dim]`, scaled.
-        k: `[batch, length, kv_heads, dim]`; `heads / kv_heads` neighbouring heads share one.
-        v: like `k`.
-        segments: `[batch, length]` int32; only padding is negative.
-        table: `[buckets, heads]`, added to scores.
-        buckets: selects the row of the table.
-        block_size: the maximum number of positions in a block.
+    Queries are scaled and `[batch, length, heads, dim]`, keys and values `[batch, length, kv_heads,
+    dim]`: `heads / kv_heads` neighbouring heads share one. Segments are `[batch, length]` int32;
+    only padding is negative. The table `[buckets, heads]` is added to scores. Only first
+    derivatives are available.
     """
     attend = _Attention(q, k, Blocks.of(static_sizes(q)[1], block_size), segments, buckets)
     inputs = [q, k, v] if table is None else [q, k, v, table]
@@ -261,8 +233,8 @@ class _Attention:
         first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
 
         def turn(at: tf.Tensor, *handles: tf.Tensor) -> Any:
-            given = [rows.with_handle(h) for rows, h in zip(state, handles, strict=True)]
-            return at + 1, *(rows.handle for rows in body(first[at], second[at], *given))
+            buffers = [rows.with_handle(h) for rows, h in zip(state, handles, strict=True)]
+            return at + 1, *(rows.handle for rows in body(first[at], second[at], *buffers))
 
         # One after the other: parallel pairs would need memory for all their scores.
         _, *handles = tf.while_loop(
@@ -283,8 +255,9 @@ class _Attention:
         distance = self._distance(i, j)
         seen = distance >= 0
         if self.segments is not None:
-            mine, theirs = tf.expand_dims(self.segments[i], 2), tf.expand_dims(self.segments[j], 1)
-            seen = tf.expand_dims(seen & tf.equal(mine, theirs), 1)
+            query_segments = tf.expand_dims(self.segments[i], 2)
+            key_segments = tf.expand_dims(self.segments[j], 1)
+            seen = tf.expand_dims(seen & tf.equal(query_segments, key_segments), 1)
         if self.shared > 1:
             scores = tf.reshape(scores, [self.batch, self.kv_heads, self.shared, size, size])
             seen = seen if self.segments is None else tf.expand_dims(seen, 1)

@@ -164,17 +164,9 @@ def current_cache() -> KeyValueCache | None:
 class SlottedCache(KeyValueCache):
     """A `KeyValueCache` of many groups, where processors work on different ones.
 
-    Args:
-        length: the number of positions in a row.
-        places: `batch;length` of the inputs, a tensor with named dims: on each processor those of
-            its current group.
-        kept: keys and values by the path of their layer, `[slots, batch, heads, length, head_dim]`
-            on each processor; they are overwritten in place.
-        slot: int32 scalars, the slot of each processor.
-        busy: whether each processor is active; otherwise it overwrites nothing.
-
-    Attributes:
-        kept: the cache after the layers that were called.
+    `places` and `slot` are those of each processor's current group. A processor that is not `busy`
+    overwrites nothing. `kept` is `[slots, batch, heads, length, head_dim]` on each processor and is
+    overwritten in place.
     """
 
     def __init__(
@@ -232,19 +224,9 @@ def cached_attention(
 ) -> tf.Tensor:
     """Averages the values that each query sees: those up to its own position.
 
-    Args:
-        q: `[batch, length, heads, dim]`, scaled.
-        k: `[batch, kv_heads, cache, dim]`; `heads / kv_heads` neighbouring heads share one.
-        v: like `k`.
-        places: `[batch, length]` int32, the position of each query in the cache.
-        table: `[buckets, heads]`, added to scores.
-        buckets: selects the row of the table.
-
-    Example:
-        >>> ones = tf.ones([1, 1, 1, 2])
-        >>> v = tf.constant([[[[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]]]])
-        >>> cached_attention(ones, tf.ones([1, 1, 3, 2]), v, tf.constant([[1]])).numpy().tolist()
-        [[[[2.0, 3.0]]]]
+    Queries are scaled and `[batch, length, heads, dim]`, keys and values `[batch, kv_heads, cache,
+    dim]`: `heads / kv_heads` neighbouring heads share one. `places`, `[batch, length]` int32, are
+    the positions of queries in the cache. The table `[buckets, heads]` is added to scores.
     """
     batch, length, heads, dim = static_sizes(q)
     kv_heads, cache = static_sizes(k)[1:3]
@@ -263,5 +245,5 @@ def cached_attention(
     seen = tf.reshape(distance >= 0, [batch, 1, 1, length, cache])
     weights = tf.nn.softmax(tf.where(seen, scores, LOW))
     weights = tf.reshape(tf.cast(weights, v.dtype), [batch, kv_heads, shared * length, cache])
-    found = tf.reshape(tf.matmul(weights, v), [batch, kv_heads, shared, length, dim])
-    return tf.reshape(tf.transpose(found, [0, 3, 1, 2, 4]), [batch, length, heads, dim])
+    values = tf.reshape(tf.matmul(weights, v), [batch, kv_heads, shared, length, dim])
+    return tf.reshape(tf.transpose(values, [0, 3, 1, 2, 4]), [batch, length, heads, dim])

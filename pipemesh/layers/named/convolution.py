@@ -69,12 +69,12 @@ class Convolution(NamedLayer):
         check_choice(p.name, "padding", p.padding, _PADDINGS)
         check_choice(p.name, "activation", p.activation, _ACTIVATIONS)
         for name in ("window", "strides"):
-            given = getattr(p, name)
-            if not isinstance(given, tuple | list) or len(given) != 2:
+            numbers = getattr(p, name)
+            if not isinstance(numbers, tuple | list) or len(numbers) != 2:
                 raise PipelineError(
-                    f"{p.name}: {name} is {given!r}; give two numbers, as in (3, 3)"
+                    f"{p.name}: {name} is {numbers!r}; give two numbers, as in (3, 3)"
                 )
-            for number in given:
+            for number in numbers:
                 check_whole(p.name, name, number, 1)
         kept = p.padding == "SAME" and tuple(p.strides) == (1, 1) and p.input_dim == p.output_dim
         if p.residual and not kept:

@@ -148,23 +148,11 @@ def count_activation(
 
 
 def places_of(experts: tf.Tensor, skipped: tf.Tensor | None, number: int, room: int) -> tf.Tensor:
-    """Gives each choice of each token a slot while its expert has capacity, or -1.
+    """Gives each choice of each token a slot `expert * room + i` while its expert has one, else -1.
 
-    First choices come before second ones, and earlier tokens before later ones. Rows of a batch are
-    independent.
-
-    Args:
-        experts: `[batch, length, choices]` int32, the experts that each token chose.
-        skipped: `[batch, length]` booleans, tokens without an expert; None if there are none.
-        number: the number of experts.
-        room: the number of tokens of a row that an expert takes.
-
-    Returns:
-        `[batch, length, choices]` int32: slot `expert * room + i`, or -1 beyond the capacity.
-
-    Example:
-        >>> places_of(tf.constant([[[0], [1], [0], [0]]]), None, number=2, room=2).numpy().tolist()
-        [[[0], [2], [1], [-1]]]
+    `experts` is `[batch, length, choices]` int32, `skipped` `[batch, length]` tokens without an
+    expert. First choices come before second ones, and earlier tokens before later ones. Rows of a
+    batch are independent.
     """
     batch, length, choices = static_sizes(experts)
     # All first choices, then all second ones.
@@ -180,12 +168,7 @@ def places_of(experts: tf.Tensor, skipped: tf.Tensor | None, number: int, room: 
 
 
 def tokens_of(places: tf.Tensor, slots: int) -> tf.Tensor:
-    """Returns the token in each slot, `[batch, slots]`, or -1 for empty slots; inverts `places_of`.
-
-    Example:
-        >>> tokens_of(tf.constant([[[0], [2], [1], [-1]]]), 4).numpy().tolist()
-        [[0, 2, 1, -1]]
-    """
+    """Returns the token in each slot, `[batch, slots]`, -1 for empty slots; inverts `places_of`."""
     batch, length, choices = static_sizes(places)
     rows = tf.broadcast_to(tf.range(batch)[:, None, None], places.shape)
     tokens = tf.broadcast_to(tf.range(length)[None, :, None], places.shape)
@@ -292,8 +275,8 @@ class Experts(NamedLayer):
         gates, chosen = ops.top_k(chances, "router", Dim("choice", p.num_choices))
         if p.num_choices > 1:
             gates = gates / ops.reduce_sum(gates, "choice")
-        found = self._Answers(theta, x, self._Places(chosen, paddings))
-        y = ops.einsum([found, ops.cast(gates, x.dtype)], ["batch", WHOLE, "embed"])
+        answers = self._Answers(theta, x, self._Places(chosen, paddings))
+        y = ops.einsum([answers, ops.cast(gates, x.dtype)], ["batch", WHOLE, "embed"])
         return ops.rename(y, split_names(names)), self._Balance(chances, chosen, paddings)
 
     def _Places(self, chosen: Tensor, paddings: Tensor | None) -> Tensor:

@@ -37,22 +37,13 @@ def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer
     """Returns an initializer that makes any block of a weight's initial value.
 
     Numbers are keyed by the weight's full logical name and a seed, as in lingvo's stateless
-    initializers. So two weights differ, and a run can be repeated. A seed in `init` replaces
-    `random_seed`.
-
-    Raises:
-        PipelineError: `init` is not a `Constant`, `Gaussian` or `Uniform` of `py_utils.WeightInit`.
-
-    Example:
-        >>> from lingvo.core import py_utils
-        >>> initializer_of(py_utils.WeightInit.Gaussian(0.1), "model/w", None).stddev
-        0.1
+    initializers. A seed in `init` replaces `random_seed`.
     """
     method = getattr(init, "method", None)
     if method not in _METHODS:
-        given = repr(init) if method is None else repr(method)
+        described = repr(init) if method is None else repr(method)
         raise PipelineError(
-            f"weight {name!r}: init is {given}{nearest_text(str(method), _METHODS)}; a named "
+            f"weight {name!r}: init is {described}{nearest_text(str(method), _METHODS)}; a named "
             "weight is drawn slice by slice, so write py_utils.WeightInit.Gaussian(stddev), "
             "Uniform(limit) or Constant(value)"
         )
@@ -67,16 +58,10 @@ def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer
 
 @dataclasses.dataclass(frozen=True)
 class BlockInit:
-    """A TensorFlow initializer that makes one block.
-
-    Attributes:
-        initializer: makes any block.
-        sizes: the sizes of the whole weight.
-        begin: the start of the block.
-    """
+    """A TensorFlow initializer that makes one block."""
 
     initializer: Initializer
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of the whole weight
     begin: tuple[int, ...]
 
     def __call__(
@@ -111,12 +96,7 @@ def split_names(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def whole_dims(dims: str, names: Mapping[str, str]) -> str:
-    """Returns dims as text, with their new names.
-
-    Example:
-        >>> whole_dims("batch;length", {"length": "tokens"})
-        'batch;tokens'
-    """
+    """Returns dims as text, with their new names."""
     return ";".join(names.get(name, name) for name in dims.split(";"))
 
 
@@ -487,8 +467,8 @@ class NamedLayer(base_layer.BaseLayer):
                     )
 
     def _Cast(self, x: Tensor, dtype: tf.DType | None = None) -> Tensor:
-        wanted: tf.DType = dtype or py_utils.FPropDtype(self.params)
-        return ops.cast(x, wanted) if x.dtype.is_floating and x.dtype != wanted else x
+        target: tf.DType = dtype or py_utils.FPropDtype(self.params)
+        return ops.cast(x, target) if x.dtype.is_floating and x.dtype != target else x
 
     @property
     def named_shapes(self) -> dict[str, Shape]:

@@ -112,8 +112,8 @@ class Norm(NamedLayer):
                 dx -= tf.reduce_mean(wanted, -1, keepdims=True)
             sums = [tf.reduce_sum(grad * normalized, [0, 1])]
             sums += [tf.reduce_sum(grad, [0, 1])] if bias else []
-            found = [dx * inverse, *sums]
-            return [tf.cast(g, t.dtype) for g, t in zip(found, (x, *weights), strict=True)]
+            gradients = [dx * inverse, *sums]
+            return [tf.cast(g, t.dtype) for g, t in zip(gradients, (x, *weights), strict=True)]
 
         output = tf.cast(result + bias[0] if bias else result, x.dtype)
         return attach_gradient([output], [x, *weights], backward, across_devices=False)[0]

@@ -71,12 +71,7 @@ T = TypeVar("T")
 
 
 def map_kind(kind: type[T] | tuple[type[T], ...], function: Callable[[T], Any], value: Any) -> Any:
-    """Applies a function to each value of a kind, nested in lists, tuples and dicts.
-
-    Example:
-        >>> map_kind(int, lambda x: -x, ([1, {"a": 2.0}], (3,)))
-        ([-1, {'a': 2.0}], (-3,))
-    """
+    """Applies a function to each value of a kind, nested in lists, tuples and dicts."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):
@@ -99,12 +94,7 @@ _PREFIX = "unnamed_"
 
 
 def unnamed(sizes: Sequence[int], batch_dim: int, batch: str = "batch") -> Shape:
-    """Returns a shape in which only the batch dim has a name that a layout may use.
-
-    Example:
-        >>> str(unnamed([8, 3], 0))
-        'batch:8;unnamed_1:3'
-    """
+    """Returns a shape in which only the batch dim has a name that a layout may use."""
     names = [batch if i == batch_dim else f"{_PREFIX}{i}" for i in range(len(sizes))]
     return Shape.of(**dict(zip(names, sizes, strict=True)))
 

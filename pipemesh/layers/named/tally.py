@@ -27,18 +27,11 @@ from pipemesh.mesh import Dim, Shape
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor with a shape but no elements; two are never equal.
-
-    Attributes:
-        shape: the shape of the whole tensor.
-        dtype: the dtype.
-        differs: whether it depends on the inputs; weights do not.
-        has_gradient: whether a gradient flows to it.
-    """
+    """A tensor with a shape but no elements; two are never equal."""
 
     shape: Shape
     dtype: tf.DType
-    differs: bool = True
+    differs: bool = True  # depends on the inputs, as weights do not
     has_gradient: bool = True
 
 

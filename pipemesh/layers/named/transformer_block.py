@@ -112,8 +112,8 @@ class TransformerBlock(NamedLayer):
         y = cls.CountPart(p, parts["feed_forward_norm"], tally, x)
         # Only experts take paddings, which they do not route.
         routed = tokens[2:] if issubclass(parts["feed_forward"].cls, Experts) else ()
-        found = cls.CountPart(p, parts["feed_forward"], tally, y, *routed)
-        y, *balance = found if isinstance(found, tuple) else (found,)
+        outputs = cls.CountPart(p, parts["feed_forward"], tally, y, *routed)
+        y, *balance = outputs if isinstance(outputs, tuple) else (outputs,)
         cls.CountPart(p, parts["feed_forward_dropout"], tally, y)
         y = tally.made(x.shape, x)
         return (y, *balance) if balance else y

@@ -97,16 +97,7 @@ def stays() -> bool:
 
 
 def slice_groups(layout: TensorLayout) -> list[tuple[int, ...]]:
-    """Returns the processors that hold the same slice, for each different slice.
-
-    Slices are in the order of their first processors, which own them.
-
-    Example:
-        >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
-        >>> mesh, rules = Mesh.from_text("data:2;model:2"), LayoutRules.from_text("d_ff:model")
-        >>> slice_groups(rules.tensor_layout(Shape.of(d_ff=4), mesh))
-        [(0, 2), (1, 3)]
-    """
+    """Returns the processors that hold each different slice, which the first of them owns."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for processor in range(layout.mesh.num_devices):
         groups.setdefault(layout.slice_begin(processor), []).append(processor)
@@ -121,23 +112,16 @@ def slice_names(name: str, layout: TensorLayout) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class WeightPart:
-    """A variable that holds a weight, or a slice of it.
-
-    Attributes:
-        name: the name of the variable.
-        begin: its start in the whole weight.
-        sizes: its sizes.
-        holders: the processors that need it; the first of them owns it.
-        replica: the replica that has it, if it is cut over the replicas of a stage.
-        device: its device; empty if the scope decides.
-    """
+    """A variable that holds a weight, or a slice of it."""
 
     name: str
     begin: tuple[int, ...]
     sizes: tuple[int, ...]
+    # The processors that need it; the first of them owns it.
     holders: tuple[int, ...]
+    # The replica that has it, if it is cut over the replicas of a stage.
     replica: int | None
-    device: str
+    device: str  # empty if the scope decides
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
@@ -154,12 +138,12 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
     cut, layout = _layout(lowering, shape)
     devices = getattr(lowering, "devices", ()) if cut is None else cut.devices
     group = lowering.mesh.num_devices
-    found = []
-    for own, holders in zip(slice_names(name, layout), slice_groups(layout), strict=True):
+    parts = []
+    for slice_name, holders in zip(slice_names(name, layout), slice_groups(layout), strict=True):
         first = holders[0]
-        found.append(
+        parts.append(
             WeightPart(
-                name=own,
+                name=slice_name,
                 begin=tuple(layout.slice_begin(first)),
                 sizes=tuple(layout.slice_shape),
                 # One device of a replica gets all slices, and joins them for the others.
@@ -168,7 +152,7 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
                 device=devices[first] if devices else "",
             )
         )
-    return found
+    return parts
 
 
 def _layout(lowering: Lowering, shape: Shape) -> tuple[ReplicaCut | None, TensorLayout]:
@@ -179,10 +163,7 @@ def _layout(lowering: Lowering, shape: Shape) -> tuple[ReplicaCut | None, Tensor
 
 
 def from_parts(lowering: Lowering, parts: Sequence[Any], shape: Shape, name: str) -> Slices:
-    """Gives each processor its copy of the slice that it holds.
-
-    For each of `weight_parts`, `parts` has a tensor or the copies for its holders.
-    """
+    """Gives each processor its slice; `parts` has a tensor, or copies, for each weight part."""
     cut, layout = _layout(lowering, shape)
     own = lowering.tensor_layout(shape)
     if cut is None:
@@ -201,15 +182,15 @@ def from_parts(lowering: Lowering, parts: Sequence[Any], shape: Shape, name: str
     return from_slices(lowering, joined, own, name)
 
 
-def held_by_processors(lowering: Lowering, given: Sequence[Any], name: str) -> Slices:
+def held_by_processors(lowering: Lowering, values: Sequence[Any], name: str) -> Slices:
     """Converts one tensor for each processor, placed by the caller, to slices."""
-    if len(given) != lowering.num_slices:
+    if len(values) != lowering.num_slices:
         raise ShapeError(
-            f"weight {name!r} was given as {len(given)} tensors, but the lowering computes for "
+            f"weight {name!r} was given as {len(values)} tensors, but the lowering computes for "
             f"{lowering.num_slices} processors of mesh '{lowering.mesh}'; give one for each, in "
             "the order of their numbers, or a single whole tensor"
         )
-    return tuple(map(tf.convert_to_tensor, given))
+    return tuple(map(tf.convert_to_tensor, values))
 
 
 def from_whole(lowering: Lowering, whole: Any, layout: TensorLayout) -> Slices:
@@ -223,10 +204,7 @@ def from_whole(lowering: Lowering, whole: Any, layout: TensorLayout) -> Slices:
 def from_slices(
     lowering: Lowering, parts: Sequence[Any], layout: TensorLayout, name: str
 ) -> Slices:
-    """Gives each processor its copy of the slice that it holds, under a placement.
-
-    For each different slice, `parts` has a tensor or the copies for its holders.
-    """
+    """Gives each processor its slice; `parts` has a tensor, or copies, for each slice."""
     if not isinstance(lowering, PlacementLowering):
         raise LayoutError(
             f"weight {name!r} lies in {len(parts)} variables on the devices of mesh "
@@ -319,18 +297,20 @@ def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
         (4, ['ff/w_in/var', 'ff/w_out/var'])
     """
     slices = {v.name: slice_of(v) for v in layer.vars.Flatten()}
-    found: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
     parts: dict[str, list[tuple[tf.Variable, Slice]]] = {}
     for variable in variables:
         name = variable.name.removesuffix(":0")
         marked = slice_of(variable)
         if marked is None:
             # The optimizer's name follows the name of the weight.
-            of, _, state = name.rpartition("/")
-            marked = slices.get(f"{of}:0")
+            weight_name, _, state = name.rpartition("/")
+            marked = slices.get(f"{weight_name}:0")
             if marked is None or variable.shape.rank != len(marked[1].whole):
-                found[name] = variable
+                whole[name] = variable
                 continue
             marked = f"{marked[0]}/{state}", marked[1]
         parts.setdefault(marked[0], []).append((variable, marked[1]))
-    return found | {name: SlicedVariable(own) for name, own in parts.items()}
+    return whole | {
+        name: SlicedVariable(slices_of_weight) for name, slices_of_weight in parts.items()
+    }

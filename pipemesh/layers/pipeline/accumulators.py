@@ -24,16 +24,16 @@ _COUNT = 3
 
 def norms_of(stage: Any) -> list[Any]:
     """Returns the layers of a stage that average batches in variables, each once."""
-    found: dict[int, Any] = {}
+    norms: dict[int, Any] = {}
 
     def visit(layer: Any) -> None:
         if isinstance(layer, bn_layers.BatchNormLayer):
-            found[id(layer)] = layer
+            norms[id(layer)] = layer
         for child in layer.children.Flatten():
             visit(child)
 
     visit(stage)
-    return list(found.values())
+    return list(norms.values())
 
 
 def no_moments(norms: Sequence[Any]) -> list[tf.Tensor]:

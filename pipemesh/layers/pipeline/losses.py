@@ -55,10 +55,7 @@ def carrying(
 def take_out(
     p: Any, home: Home, structure: StageStructure, outputs: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Adds the losses of all stages to the context around the pipeline.
-
-    The losses are the last outputs; the other outputs are returned.
-    """
+    """Adds the losses, the last outputs, to the context around the pipeline; returns the others."""
     split = len(outputs) - len(structure.aux_losses)
     outputs, losses = list(outputs[:split]), outputs[split:]
     around: Any = py_utils.AuxLossContext.Current()
@@ -180,11 +177,7 @@ _CONTRACT = (
 def check_head(
     where: str, names: Sequence[str], outputs: Sequence[tf.Tensor], loss_inside: bool
 ) -> None:
-    """Checks the results of the last stage for one microbatch.
-
-    Raises:
-        PipelineError: they cannot be combined to the whole batch's outputs.
-    """
+    """Checks the results of the last stage for one microbatch."""
     if loss_inside:
         _check_loss(where, names, outputs)
         return
@@ -205,17 +198,17 @@ def with_total_weight(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _check_loss(where: str, names: Sequence[str], outputs: Sequence[tf.Tensor]) -> None:
-    given = ", ".join(
+    described = ", ".join(
         f"{name}: {output.dtype.name} of shape {output.shape}"
         for name, output in zip(names, outputs, strict=True)
     )
     if list(names[:2]) != ["outputs.0", "outputs.1"]:
-        raise PipelineError(f"{where} returns {given}, and no weight after it; {_CONTRACT}")
+        raise PipelineError(f"{where} returns {described}, and no weight after it; {_CONTRACT}")
     loss, weight = outputs[:2]
     if loss.shape.rank != 0 or not loss.dtype.is_floating:
-        raise PipelineError(f"{where} returns {given}; outputs.0 is no loss: {_CONTRACT}")
+        raise PipelineError(f"{where} returns {described}; outputs.0 is no loss: {_CONTRACT}")
     if weight.shape.rank != 0 or not (weight.dtype.is_floating or weight.dtype.is_integer):
-        raise PipelineError(f"{where} returns {given}; outputs.1 is no weight: {_CONTRACT}")
+        raise PipelineError(f"{where} returns {described}; outputs.1 is no weight: {_CONTRACT}")
     if _is_mean(loss, weight):
         raise PipelineError(
             f"{where}: the loss (outputs.0) is a mean, {_origin(loss).op.type}, but the weight "

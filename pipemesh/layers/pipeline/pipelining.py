@@ -27,7 +27,7 @@ from pipemesh.layers.pipeline.losses import (
 )
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
-from pipemesh.layers.pipeline.stack_plan import define_pipelining, plan_of, schedule_of
+from pipemesh.layers.pipeline.stack_plan import checked_plan, define_pipelining, plan_of, set_plan
 from pipemesh.layers.pipeline.stage import StageStructure, StageWeights, handed_over
 from pipemesh.layers.pipeline.weights import (
     cast_first,
@@ -95,10 +95,31 @@ class PipeliningLayer(SeqLayer):
         define_pipelining(p)
         return p
 
+    @classmethod
+    def ForPlan(cls, plan: Plan, **params: Any) -> Any:
+        """Returns params of a stack that runs by a plan.
+
+        The devices come from the cluster, whose mesh is the plan's. If the plan has layout rules,
+        the params have its mesh too, for lingvo's own clusters, which have devices but no axes.
+
+        Args:
+            plan: the plan.
+            **params: values of further params.
+
+        Example:
+            >>> from pipemesh.plan import Plan
+            >>> params = PipeliningLayer.ForPlan(Plan("layers:2", num_microbatches=4), name="stack")
+            >>> params.num_micro_batches, params.schedule
+            (4, '1f1b')
+        """
+        p = cls.Params()
+        set_plan(p, plan)
+        if plan.layout.rules:
+            p.Set(mesh_shape=str(plan.mesh), layout=str(plan.layout))
+        return p.Set(**params)
+
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        # Raises errors of the plan or the schedule before the first step.
-        self.plan if self.params.pipelined else self.schedule  # noqa: B018
         self._eager_runs: dict[Any, Any] = {}
         # Set it to an ActionClock or Marks before a graph is built to time its actions.
         self.clock: Stamps | None = None
@@ -160,15 +181,20 @@ class PipeliningLayer(SeqLayer):
         names = [tpl.name for tpl in self.params.cell_tpl]
         return explain(error, dict(zip(names, self.homes or self.StageHomes(), strict=True)))
 
-    @functools.cached_property
+    @property
     def schedule(self) -> Schedule:
         """Returns the training schedule, checked against the stages."""
-        return schedule_of(self.params)
+        return self._checked_plan.table
+
+    @functools.cached_property
+    def _checked_plan(self) -> Plan:
+        """Returns the plan on the cluster that the layer was made on."""
+        return checked_plan(self.params, self.cluster)
 
     @property
     def plan(self) -> Plan:
         """Returns the plan of the stack on the current cluster."""
-        return plan_of(self.params, self.schedule, self.cluster)
+        return plan_of(self.params, self.cluster)
 
     # AutoGraph fails on it with long warnings.
     @tf.autograph.experimental.do_not_convert
@@ -238,7 +264,10 @@ class PipeliningLayer(SeqLayer):
                 run = tf.function(traced, autograph=False)
                 self._eager_runs[key] = (run, structures)
             run, structures = self._eager_runs[key]
-            thetas = [[tf.convert_to_tensor(t) for t in own.tensors] for own in weights]
+            thetas = [
+                [tf.convert_to_tensor(t) for t in stage_weights.tensors]
+                for stage_weights in weights
+            ]
             try:
                 outputs, carries = run(thetas, inputs, carries, step)
             except tf.errors.OpError as error:
@@ -248,7 +277,7 @@ class PipeliningLayer(SeqLayer):
                 raise explained from error
         else:
             structures = []
-            thetas = [own.tensors for own in weights]
+            thetas = [stage_weights.tensors for stage_weights in weights]
             outputs, carries = build(thetas, inputs, carries, step, structures)
         if not self.do_eval:
             cells = [self.children[name] for name in self._cell_names]
@@ -289,7 +318,7 @@ class PipeliningLayer(SeqLayer):
         """Traces the stages with these arguments and returns a prediction."""
         check_predictable(self.params)
         whole = self.theta
-        found: list[Any] = []
+        predictions: list[Any] = []
 
         def trace(flat: Any, args: Any) -> None:
             theta = whole.Pack(flat)
@@ -298,21 +327,21 @@ class PipeliningLayer(SeqLayer):
                 with whole_batch_randomness():
                     args = to_tuple(self._fprop_before(theta, *args))
             structure, inputs, weights, carries = self._flat(theta, args, homes)
-            thetas = [own.tensors for own in weights]
+            thetas = [stage_weights.tensors for stage_weights in weights]
             stages = self._stages(weights, homes, thetas, carries, structure, [])
             if self.params.loss_inside:
                 stages[-1] = with_loss(stages[-1])
             step = tf.constant(0, tf.int64)
             options = self._options(False, self._uncast(args, inputs))
             schedule = self.schedule.only_forward() if self.do_eval else self.schedule
-            found[:] = predict(stages, inputs, schedule, step=step, options=options)
+            predictions[:] = predict(stages, inputs, schedule, step=step, options=options)
 
         def spec(value: Any) -> tf.TensorSpec | None:
             return None if value is None else tf.TensorSpec(value.shape, value.dtype)
 
         specs = tf.nest.map_structure(spec, (whole.Flatten(), args))
         tf.function(trace, autograph=False).get_concrete_function(*specs)
-        return found
+        return predictions
 
     def _flat(
         self, theta: Any, args: tuple[Any, ...], homes: list[Home]
@@ -347,18 +376,22 @@ class PipeliningLayer(SeqLayer):
             Stage(
                 name=name,
                 forward=carrying(
-                    self._stage_function(i, own, structures), i, self.params, home, structures
+                    self._stage_function(i, stage_weights, structures),
+                    i,
+                    self.params,
+                    home,
+                    structures,
                 ),
                 theta=thetas[i],
                 carry=carries[i],
                 home=home,
-                dtypes=own.spread(compute_dtypes(self.children[name]).Flatten()),
-                places=own.places,
-                copies=own.copies,
-                fetched=own.fetched,
+                dtypes=stage_weights.spread(compute_dtypes(self.children[name]).Flatten()),
+                places=stage_weights.places,
+                copies=stage_weights.copies,
+                fetched=stage_weights.fetched,
                 arrivals=lambda i=i: structures[i].arrivals(),
             )
-            for i, (name, own, home) in enumerate(cells)
+            for i, (name, stage_weights, home) in enumerate(cells)
         ]
 
     def _uncast(self, args: tuple[Any, ...], inputs: list[tf.Tensor]) -> frozenset[int]:
@@ -367,10 +400,11 @@ class PipeliningLayer(SeqLayer):
         return frozenset(range(int(casts_first), len(inputs)))
 
     def _options(self, eagerly: bool, uncast: frozenset[int]) -> Options:
-        p = self.params
+        p, remat = self.params, self._checked_plan.remat
         return Options(
             batch_dim=p.batch_dim,
-            remat=p.remat,
+            # A plan has no more than the name of a policy that is Python code.
+            remat=p.remat if remat.is_custom else remat,
             loop=p.loop,
             rolled=p.rolled,
             compute_dtype=p.fprop_dtype,

@@ -232,12 +232,12 @@ class SeqLayer(base_layer.BaseLayer):
             self._weights_are_its_own = True
         with layer_aliases({}, name_in_task(self)):
             for name in self._before_names:
-                given = to_tuple(args)
+                inputs = to_tuple(args)
                 with (
                     randomness.layer_scope(self._random_names[name]),
-                    noted(self.params.name, name, given),
+                    noted(self.params.name, name, inputs),
                 ):
-                    args = exported(self.children[name].FProp(theta[name], *given))
+                    args = exported(self.children[name].FProp(theta[name], *inputs))
         return args
 
     def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:

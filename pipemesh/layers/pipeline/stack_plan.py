@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
@@ -23,10 +24,20 @@ from pipemesh.mesh import Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
 from pipemesh.plan.homes import unused_axes
+from pipemesh.plan.plan import value_text
 from pipemesh.recurrent.remat import policy_of, remat_of
 from pipemesh.recurrent.table.validation import check_phases
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.schedule.names import listing
+
+# The param of a stack for each value of a plan.
+PARAMS = {
+    "schedule": "schedule",
+    "num_microbatches": "num_micro_batches",
+    "remat": "remat",
+    "lowering": "lowering",
+    "compute_dtype": "fprop_dtype",
+}
 
 
 def define_pipelining(p: Any) -> None:
@@ -111,13 +122,91 @@ def define_pipelining(p: Any) -> None:
     )
 
 
-def schedule_of(p: Any) -> Schedule:
-    """Returns the training schedule, checked against the stages.
+def set_plan(p: Any, plan: Plan, names: Collection[str] = PARAMS) -> None:
+    """Sets the params of a stack to the values of a plan, of all names in `PARAMS` or of some."""
+    values = {
+        "schedule": plan.schedule,
+        "num_microbatches": plan.num_microbatches,
+        "remat": str(plan.remat),
+        "lowering": plan.lowering,
+        "compute_dtype": plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
+    }
+    p.Set(**{PARAMS[name]: value for name, value in values.items() if name in names})
 
-    Raises:
-        PipelineError: the params contradict each other or the schedule.
-        ScheduleError: the schedule is unknown or malformed.
+
+def values_of(p: Any) -> dict[str, str]:
+    """Returns the values of a plan that the params of a stack define, without the mesh."""
+    dtype = p.fprop_dtype
+    return {
+        "schedule": value_text(p.schedule),
+        "num_microbatches": str(p.num_micro_batches),
+        "remat": str(remat_of(p.remat)),
+        "lowering": p.lowering,
+        "layout": str(p.layout or ""),
+        "allow_idle": value_text(bool(p.allow_idle)),
+        **({} if dtype is None else {"compute_dtype": tf.as_dtype(dtype).name}),
+    }
+
+
+def num_places(p: Any, schedule: str | Schedule) -> int:
+    """Returns the number of positions along the axis `layers` that a schedule needs for a stack."""
+    if isinstance(schedule, Schedule):
+        return schedule.num_devices
+    number, stages_a_device = len(p.cell_tpl), ScheduleSpec.from_text(schedule).stages_a_device
+    places, rest = divmod(number, stages_a_device)
+    if rest:
+        raise PipelineError(
+            f"schedule {schedule!r} has {stages_a_device} stages a device, but cell_tpl has "
+            f"{number} stages, which is no multiple; cut the layers into "
+            f"{number - rest or stages_a_device} stages"
+        )
+    return places
+
+
+def plan_of(p: Any, cluster: Any) -> Plan:
+    """Returns the plan of a stack's params on a cluster.
+
+    The plan's axis `layers` has one position for each device of the schedule. It may be longer than
+    the cluster's axis: then several share a position.
     """
+    mesh, layout = mesh_of(cluster, p)
+    sizes = [
+        len(cell.sub) if issubclass(cell.cls, FeatureExtractionLayer) else 1 for cell in p.cell_tpl
+    ]
+    try:
+        _check_counts(p)
+        mesh = _with_places(mesh, num_places(p, p.schedule))
+        return Plan(
+            mesh,
+            layout,
+            p.schedule,
+            p.num_micro_batches,
+            # A stage without layers only passes on its inputs.
+            boundaries=tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None,
+            remat=remat_of(p.remat),
+            lowering=p.lowering,
+            compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,
+            # An earlier check has warned of idle axes.
+            allow_idle=bool(unused_axes(mesh, layout)),
+        )
+    except PipemeshError as error:
+        raise type(error)(f"{p.name}: {error}") from error
+
+
+def checked_plan(p: Any, cluster: Any) -> Plan:
+    """Returns the plan of a stack's params, after all checks of the params and the stages."""
+    _check_params(p)
+    plan = plan_of(p, cluster)
+    check_lowering(p, plan.table)
+    if p.lowering == "simd" and p.loss_inside:
+        check_simd(p)
+    if not p.loss_inside:
+        _check_loss_outside(p, plan.table)
+    return plan
+
+
+def _check_params(p: Any) -> None:
+    """Checks the params of a stack that no plan has."""
     if not p.cell_tpl:
         raise PipelineError(f"{p.name}: cell_tpl is empty; a pipeline needs at least one stage")
     check_whole(p.name, "num_micro_batches", p.num_micro_batches, 1)
@@ -147,44 +236,19 @@ def schedule_of(p: Any) -> Schedule:
             f"{p.name}: without a pipeline the loss is not scaled, which float16 needs; set "
             "pipelined=True or another fprop_dtype"
         )
-    schedule = p.schedule if isinstance(p.schedule, Schedule) else _named(p)
-    num_stages = len(p.cell_tpl)
-    found = (schedule.num_stages, schedule.num_microbatches)
-    if found != (num_stages, p.num_micro_batches):
-        raise PipelineError(
-            f"{p.name}: the schedule has {found[0]} stages and {found[1]} microbatches, but "
-            f"there are {num_stages} in cell_tpl and num_micro_batches is "
-            f"{p.num_micro_batches}; make them equal"
-        )
-    if schedule.num_slices > 1:
-        raise PipelineError(
-            f"{p.name}: the schedule cuts sequences into {schedule.num_slices} slices, but layers "
-            "take whole sequences: attention would see the positions of a slice alone. Give a "
-            "schedule without slices, such as schedule='1f1b'; stages of your own functions can "
-            "have them (pipemesh.recurrent.Stage, takes_slices)"
-        )
-    check_lowering(p, schedule)
-    if p.lowering == "simd" and p.loss_inside:
-        check_simd(p)
-    if not p.loss_inside:
-        _check_loss_outside(p, schedule)
-    return schedule
 
 
-def _named(p: Any) -> Schedule:
-    try:
-        spec = ScheduleSpec.from_text(p.schedule)
-        num_stages = len(p.cell_tpl)
-        num_devices, rest = divmod(num_stages, spec.stages_a_device)
-        if rest:
-            raise PipelineError(
-                f"schedule {p.schedule!r} has {spec.stages_a_device} stages a device, but "
-                f"cell_tpl has {num_stages} stages, which is no multiple; cut the layers into "
-                f"{num_stages - rest or spec.stages_a_device} stages"
-            )
-        return spec.build(num_devices, p.num_micro_batches)
-    except PipemeshError as error:
-        raise type(error)(f"{p.name}: {error}") from error
+def _check_counts(p: Any) -> None:
+    """Checks that a table in the params has their numbers of stages and microbatches."""
+    if not isinstance(p.schedule, Schedule):
+        return
+    num_stages, number = p.schedule.num_stages, p.schedule.num_microbatches
+    if (num_stages, number) != (len(p.cell_tpl), p.num_micro_batches):
+        raise PipelineError(
+            f"the schedule has {num_stages} stages and {number} microbatches, but there are "
+            f"{len(p.cell_tpl)} in cell_tpl and num_micro_batches is {p.num_micro_batches}; make "
+            "them equal"
+        )
 
 
 def _check_loss_outside(p: Any, schedule: Schedule) -> None:
@@ -199,38 +263,6 @@ def _check_loss_outside(p: Any, schedule: Schedule) -> None:
             "return the summed loss and the summed weight, or, with the loss outside, use "
             "schedule='gpipe' or 'looped_bfs'"
         ) from error
-
-
-def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
-    """Returns the plan of a pipeline on a cluster.
-
-    The plan's axis `layers` has one position for each device of the schedule. It may be longer than
-    the cluster's axis: then several share a position.
-
-    Raises:
-        PipemeshError: the mesh or the layout is not supported, or devices would idle.
-    """
-    mesh, layout = mesh_of(cluster, p)
-    mesh = _with_places(mesh, schedule.num_devices)
-    sizes = [
-        len(cell.sub) if issubclass(cell.cls, FeatureExtractionLayer) else 1 for cell in p.cell_tpl
-    ]
-    try:
-        return Plan(
-            mesh,
-            layout,
-            p.schedule,
-            p.num_micro_batches,
-            # A stage without layers only passes on its inputs.
-            boundaries=tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None,
-            remat=remat_of(p.remat),
-            lowering=p.lowering,
-            compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,
-            # An earlier check has warned of idle axes.
-            allow_idle=bool(unused_axes(mesh, layout)),
-        )
-    except PipemeshError as error:
-        raise type(error)(f"{p.name}: {error}") from error
 
 
 def _with_places(mesh: Mesh | None, number: int) -> Mesh:

@@ -42,20 +42,6 @@ class StageStructure:
 
     A tensor with named dims travels as slices, each to the device at the same position. After
     `handed_over` it travels as pieces that make up the slices of the next stage.
-
-    Args:
-        values: tensors, with named dims or plain ones, and None, each alone or nested.
-        nested_map_fprop: whether they are exactly one NestedMap.
-        layer: the owner of the values, for errors.
-        what: their name in errors, `args` or `outputs`.
-
-    Attributes:
-        leaf_names: a name for each tensor, as `args.0.ids`.
-        aux_losses: whether each loss that follows these tensors is a scalar.
-
-    Raises:
-        PipelineError: `nested_map_fprop` is set and there is not exactly one NestedMap, or a leaf
-            is neither a tensor nor None.
     """
 
     def __init__(
@@ -64,10 +50,10 @@ class StageStructure:
         if nested_map_fprop and not (
             len(values) == 1 and isinstance(values[0], py_utils.NestedMap)
         ):
-            given = ", ".join(_kind(value) for value in values) or "nothing"
+            described = ", ".join(_kind(value) for value in values) or "nothing"
             raise PipelineError(
                 f"{layer}: nested_map_fprop means exactly one NestedMap in and out, but {what} are "
-                f"{given}; wrap them in one NestedMap, or leave nested_map_fprop unset, which "
+                f"{described}; wrap them in one NestedMap, or leave nested_map_fprop unset, which "
                 "takes any nesting"
             )
         self._layer = layer
@@ -108,11 +94,11 @@ class StageStructure:
         """Packs tensors as positional arguments; slices become tensors of the current lowering."""
         noted = iter(self._noted)
         packed = self._nesting.pack(tensors)
-        return map_kind(_Slices, lambda found: _tensor_of(found, next(noted)), packed)
+        return map_kind(_Slices, lambda slices: _tensor_of(slices, next(noted)), packed)
 
     def arrivals(self) -> list[int]:
         """Returns the index of the device in the next stage's replica that takes each tensor."""
-        found = [0] * len(self.leaf_names)
+        targets = [0] * len(self.leaf_names)
         noted = iter(self._noted)
 
         def note(numbers: Sequence[int]) -> None:
@@ -120,10 +106,10 @@ class StageStructure:
             if handover is not None:
                 places = [piece.target for piece in handover.pieces]
             for number, place in zip(numbers, places, strict=True):
-                found[number] = place
+                targets[number] = place
 
-        map_kind(_Slices, note, self._nesting.pack([*range(len(found))]))
-        return [*found, *(0 for _ in self.aux_losses)]
+        map_kind(_Slices, note, self._nesting.pack([*range(len(targets))]))
+        return [*targets, *(0 for _ in self.aux_losses)]
 
     def pack(self, tensors: list[tf.Tensor]) -> Any:
         """Packs tensors as one bare value, or as a tuple of several."""
@@ -163,13 +149,9 @@ def _slices_of(tensor: Tensor) -> _Slices:
 
 
 def handed_over(values: Any, mesh: Mesh | None) -> Any:
-    """Replaces tensors with named dims by what travels to the next stage.
+    """Replaces tensors with named dims by their slices, or by pieces for the next stage's mesh.
 
-    These are their slices, or pieces of them if the next stage's replicas are another mesh. `mesh`
-    is None if a replica of the next stage has one device.
-
-    Raises:
-        LayoutError: a dim does not divide on the next mesh.
+    `mesh` is None if a replica of the next stage has one device.
     """
 
     def pieces(tensor: Tensor) -> _Slices:
@@ -212,13 +194,7 @@ def _key(value: Any) -> Any:
 
 
 class StageLowering:
-    """The mesh and the rules that split the replicas of a stage of a stack.
-
-    Args:
-        mesh: the mesh of the stack; None if there is none.
-        layout: its rules.
-        place: the position of the stage along the axis `layers`, which wraps around after the last.
-    """
+    """The mesh and the rules that split the replicas of a stage of a stack."""
 
     def __init__(self, mesh: Mesh | None, layout: LayoutRules, place: int = 0) -> None:
         self._layout, self._place = layout, place
@@ -253,17 +229,11 @@ class StageLowering:
 
     @contextlib.contextmanager
     def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:
-        """Enters the scopes that make or call named layers for a replica with these devices.
-
-        `home` has the devices of all replicas; pass it when layers are made.
-
-        Raises:
-            PipelineError: the stack was made for another number of devices.
-        """
-        wanted = 1 if self._inner is None else self._inner.num_devices
-        if len(devices) != wanted:
+        """Enters the scopes that call named layers for a replica, or with `home` make them."""
+        needed = 1 if self._inner is None else self._inner.num_devices
+        if len(devices) != needed:
             raise PipelineError(
-                f"a stage that was made for replicas of {wanted} devices "
+                f"a stage that was made for replicas of {needed} devices "
                 f"(mesh '{self._mesh or 'none'}', layout '{self._layout}') is called on replicas "
                 f"of {len(devices)}; make it under the mesh and the layout that it is called under"
             )
@@ -278,12 +248,7 @@ class StageLowering:
             yield
 
     def check(self, name: str, stages: Sequence[Any]) -> None:
-        """Checks that the layout fits the layers of a stack.
-
-        Raises:
-            LayoutError: a rule names a dim that no layer has, or a rule for weights only names a
-                dim that no weight has.
-        """
+        """Checks that the layout fits the layers of a stack."""
         if self._mesh is None:
             return
         dims = set().union(*map(_dims, stages))
@@ -313,32 +278,28 @@ class StageLowering:
 
 
 class StageWeights:
-    """The weights of a stage for the executor: each tensor on one device of its home.
-
-    Attributes:
-        tensors: all tensors; one for each device of a replica that needs a weight.
-        places: the index of each tensor's device in the home.
-        copies: the numbers of copies, with the number of the original.
-        fetched: the numbers of tensors that replicas fetch for each action, since they are cut over
-            them.
-    """
+    """The weights of a stage for the executor: each tensor on one device of its home."""
 
     def __init__(self, cell: Any, theta: Any, home: Home) -> None:
         self._theta = theta
+        # One tensor for each device of a replica that needs a weight.
         self.tensors: list[Any] = []
+        # The index of each tensor's device in the home.
         self.places: list[int] = []
+        # The numbers of copies, with the number of the original.
         self.copies: dict[int, int] = {}
+        # The numbers of tensors that replicas fetch for each action, since they are cut over them.
         fetched: set[int] = set()
         self._counts: list[int] = []
-        for weight, found in zip(theta.Flatten(), _held(cell, theta).Flatten(), strict=True):
-            self._counts.append(len(found.holders))
-            replica = found.replica
+        for weight, held in zip(theta.Flatten(), _held(cell, theta).Flatten(), strict=True):
+            self._counts.append(len(held.holders))
+            replica = held.replica
             if replica is None:
-                replica = replica_of(found.variable, home)
+                replica = replica_of(held.variable, home)
             else:
                 fetched.add(len(self.tensors))
             first = replica * home.group
-            for number, holder in enumerate(found.holders):
+            for number, holder in enumerate(held.holders):
                 if number:
                     self.copies[len(self.tensors)] = len(self.tensors) - number
                 with tf.device(home.devices[first + holder]):
@@ -356,59 +317,55 @@ class StageWeights:
         rest = iter(tensors)
         packed = []
         for count in self._counts:
-            own = tuple(next(rest) for _ in range(count))
-            packed.append(own if count > 1 else own[0])
+            copies = tuple(next(rest) for _ in range(count))
+            packed.append(copies if count > 1 else copies[0])
         return self._theta.Pack(packed)
 
 
 def _dims(layer: Any) -> set[str]:
     """Returns the names of the dims of a layer and its children."""
-    found = set(layer.dims()) if isinstance(layer, NamedLayer) else set()
-    return found.union(*map(_dims, _children(layer)))
+    names = set(layer.dims()) if isinstance(layer, NamedLayer) else set()
+    return names.union(*map(_dims, _children(layer)))
 
 
 def _weight_dims(layer: Any) -> set[str]:
     """Returns the names of the dims of the weights of a layer and its children."""
     shapes = layer.named_shapes.values() if isinstance(layer, NamedLayer) else ()
-    found = {name for shape in shapes for name in shape.names}
-    return found.union(*map(_weight_dims, _children(layer)))
+    names = {name for shape in shapes for name in shape.names}
+    return names.union(*map(_weight_dims, _children(layer)))
 
 
 def _children(layer: Any) -> list[Any]:
-    found: list[Any] = []
+    children: list[Any] = []
     for child in layer.children.values():
-        found += child if isinstance(child, list | tuple) else [child]
-    return found
+        children += child if isinstance(child, list | tuple) else [child]
+    return children
 
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A weight of a layer and its holders.
+    """A weight of a layer and its holders."""
 
-    Attributes:
-        holders: the devices of a replica that need it; plain layers compute on the first one.
-        variable: its variable, or None.
-        replica: the replica that has it, if it is cut over replicas.
-    """
-
+    # The devices of a replica that need it; plain layers compute on the first one.
     holders: tuple[int, ...]
     variable: Any
+    # The replica that has it, if it is cut over replicas.
     replica: int | None = None
 
 
 def _held(layer: Any, theta: Any) -> Any:
     """Returns the variable and the holders of each weight in a layer's theta."""
     if isinstance(layer, list | tuple):
-        return [_held(part, own) for part, own in zip(layer, theta, strict=True)]
+        return [_held(part, weights) for part, weights in zip(layer, theta, strict=True)]
     parts = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
     variables = layer.vars
-    found = {}
+    held = {}
     for name, value in theta.items():
         if name in layer.children:
-            found[name] = _held(layer.children[name], value)
+            held[name] = _held(layer.children[name], value)
         elif name in parts:
             part = parts[name]
-            found[name] = _Held(part.holders, variables.get(name), part.replica)
+            held[name] = _Held(part.holders, variables.get(name), part.replica)
         else:
-            found[name] = _Held((0,), variables.get(name))
-    return py_utils.NestedMap(found)
+            held[name] = _Held((0,), variables.get(name))
+    return py_utils.NestedMap(held)

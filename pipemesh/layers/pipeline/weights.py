@@ -30,8 +30,8 @@ def compute_dtypes(layer: Any) -> Any:
     p = layer.params
 
     def of(weight: Any) -> tf.DType:
-        own = tf.as_dtype(weight.dtype).base_dtype
-        return own if p.fprop_dtype is None or own != p.dtype else tf.as_dtype(p.fprop_dtype)
+        dtype = tf.as_dtype(weight.dtype).base_dtype
+        return dtype if p.fprop_dtype is None or dtype != p.dtype else tf.as_dtype(p.fprop_dtype)
 
     dtypes.update(py_utils.Transform(of, _private(layer)))
     return dtypes
@@ -73,14 +73,7 @@ def _private(layer: Any) -> Any:
 
 
 def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any]:
-    """Returns params of stages whose layers do not make the weights that `tied` gives them.
-
-    `tied` maps each `layer.weight` that is given to the one that is made. Params that change are
-    copied.
-
-    Raises:
-        PipelineError: a name is invalid, or there is no such layer with named dims.
-    """
+    """Copies params of stages whose layers do not make the weights that `tied` gives them."""
     if not isinstance(tied, Mapping):
         raise PipelineError(
             f"{owner}: tied_weights is {tied!r}; it is a dict such as "
@@ -88,29 +81,29 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
         )
     if not tied:
         return list(params)
-    given: dict[str, list[str]] = {}
+    tied_by_layer: dict[str, list[str]] = {}
     for target, source in tied.items():
         layer, weight = _parse(owner, target)
-        given.setdefault(layer, []).append(weight)
+        tied_by_layer.setdefault(layer, []).append(weight)
         if source in tied:
             raise PipelineError(
                 f"{owner}: tied_weights gives {target!r} the weight {source!r}, which is given "
                 f"itself; name the one that is made: {tied[source]!r}"
             )
         _parse(owner, source)
-    changed = [_changed(p, given) for p in params]
+    changed = [_changed(p, tied_by_layer) for p in params]
     names = [name for p in params for name in _names(p)]
-    for layer in given:
+    for layer in tied_by_layer:
         _check_known(owner, layer, names)
     return changed
 
 
-def _changed(p: Any, given: Mapping[str, list[str]]) -> Any:
+def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
     if is_stage(p):
         p = p.Copy()
-        p.sub = [_changed(sub, given) for sub in p.sub]
-    elif p.name in given and issubclass(p.cls, NamedLayer):
-        p = p.Copy().Set(given_weights=tuple(given[p.name]))
+        p.sub = [_changed(sub, tied_by_layer) for sub in p.sub]
+    elif p.name in tied_by_layer and issubclass(p.cls, NamedLayer):
+        p = p.Copy().Set(given_weights=tuple(tied_by_layer[p.name]))
     return p
 
 
@@ -119,13 +112,7 @@ def _names(p: Any) -> list[str]:
 
 
 def tie_weights(owner: str, tied: Mapping[str, str], layers: Sequence[Any]) -> None:
-    """Gives the layers of a stack the weights that they share.
-
-    Raises:
-        PipelineError: there is no such layer with named dims.
-        ShapeError: a layer has no such weight.
-        LayoutError: the dims of two weights differ.
-    """
+    """Gives the layers of a stack the weights that they share."""
     known = [leaf for layer in layers for leaf in _leaves(layer)]
     for target, source in tied.items():
         (to, name), (of, weight) = _parse(owner, target), _parse(owner, source)
@@ -135,11 +122,7 @@ def tie_weights(owner: str, tied: Mapping[str, str], layers: Sequence[Any]) -> N
 def check_one_mesh(
     owner: str, tied: Mapping[str, str], stages: Sequence[tuple[Any, Mesh | None]]
 ) -> None:
-    """Checks that layers share weights only if these are cut in the same way.
-
-    Raises:
-        LayoutError: the replicas of two stages that share a weight have different meshes.
-    """
+    """Checks that layers share weights only if these are cut in the same way."""
     meshes = {leaf.params.name: mesh for stage, mesh in stages for leaf in _leaves(stage)}
     for pair in tied.items():
         names = [_parse(owner, text)[0] for text in pair]

@@ -98,24 +98,6 @@ def test_dropout_differs_from_step_to_step(run):
     assert all(np.abs(np.asarray(m)).max() > 0 for m in moves)
 
 
-def test_layers_of_one_name_in_different_stages_have_masks_of_their_own(run):
-    def dropout_stage(name):
-        dropout = layers.DropoutLayer.Params().Set(name="dropout", keep_prob=0.5)
-        return FeatureExtractionLayer.Params().Set(name=name, sub=[dropout])
-
-    block = plain(blocks(1, rate=0.0))
-    ones = np.ones([8, 3, 64], np.float32)
-    params = pipelined([dropout_stage("a"), dropout_stage("b")], 2)
-    with tf.Graph().as_default():
-        step = py_utils.GetOrCreateGlobalStepVar()
-        y = params.Instantiate().FPropDefaultTheta(tf.constant(ones))
-        with tf.compat.v1.Session() as session:
-            session.run(step.initializer)
-            kept = np.mean(session.run(y) > 0)
-    assert 0.2 < kept < 0.3, "two independent masks keep a quarter"
-    del block, run
-
-
 def test_batch_dim_1(run):
     x = np.ascontiguousarray(X.swapaxes(0, 1))
     expected = run(plain(blocks(4, time_major=True)), [x], steps=3)
@@ -140,9 +122,9 @@ def test_one_output_is_bare_and_several_are_a_tuple():
     with tf.Graph().as_default():
         py_utils.GetOrCreateGlobalStepVar()
         stack = pipelined(cut(blocks(2), 2), 2).Instantiate()
-        two = stack.FPropDefaultTheta(tf.constant(X), tf.zeros([8]))
-        assert isinstance(two, tuple)
-        assert [t.shape.as_list() for t in two] == [[8, 3, WIDTH], [8]]
+        several = stack.FPropDefaultTheta(tf.constant(X), None, tf.zeros([8]))
+        assert isinstance(several, tuple) and several[1] is None
+        assert [t.shape.as_list() for t in several[::2]] == [[8, 3, WIDTH], [8]]
 
 
 def test_none_keeps_its_place_and_integers_their_type(run):
@@ -154,14 +136,6 @@ def test_none_keeps_its_place_and_integers_their_type(run):
     result.assert_close(run(plain(blocks(2)), [X, None, ids], steps=1), rtol=1e-4, atol=1e-5)
 
 
-def test_none_stands_where_it_stood():
-    with tf.Graph().as_default():
-        py_utils.GetOrCreateGlobalStepVar()
-        stack = pipelined(cut(blocks(2), 2), 2).Instantiate()
-        outputs = stack.FPropDefaultTheta(tf.constant(X), None, tf.zeros([8]))
-        assert [t is None for t in outputs] == [False, True, False]
-
-
 class MapBlock(Block):
     """Takes and returns a NestedMap; turns the field `extra` on in the first layer only."""
 
@@ -171,18 +145,11 @@ class MapBlock(Block):
 
 
 def test_nested_map_in_and_out(run):
-    def stack(kind, **kwargs):
-        sub = [MapBlock.Params().Set(name=f"block{i}") for i in range(4)]
-        return kind(sub, **kwargs)
-
+    sub = [MapBlock.Params().Set(name=f"block{i}") for i in range(4)]
     argument = py_utils.NestedMap(x=X, ids=np.arange(8), nothing=None, extra=None)
-    params = pipelined(
-        cut([MapBlock.Params().Set(name=f"block{i}") for i in range(4)], 2),
-        4,
-        nested_map_fprop=True,
-    )
+    params = pipelined(cut(sub, 2), 4, nested_map_fprop=True)
     result = run(params, [argument], steps=3, num_devices=2)
-    expected = run(stack(plain), [argument], steps=3)
+    expected = run(plain(sub), [argument], steps=3)
     result.assert_close(expected, rtol=1e-4, atol=1e-5)
     assert len(result.outputs) == 3
 
@@ -226,15 +193,6 @@ def test_eval_on_one_device_takes_any_batch(run):
 
 
 @pytest.mark.slow
-def test_variable_names_do_not_depend_on_the_partition(run):
-    names = [
-        set(run(pipelined(cut(blocks(4), n), 2), [X], num_devices=n).weights) for n in (1, 2, 4)
-    ]
-    assert names[0] == names[1] == names[2]
-    assert names[0] == {f"block{i}/w/var:0" for i in range(4)}
-
-
-@pytest.mark.slow
 def test_automatic_stages_have_the_same_names_and_gradients(run):
     shape = tshape.Shape(list(X.shape))
     results = [
@@ -274,15 +232,11 @@ def test_a_loss_of_one_number_an_example_can_be_the_output(run):
     [
         ({"num_micro_batches": 3}, X, "a batch of 8 does not divide into 3 microbatches"),
         ({"num_micro_batches": 16}, X, "a batch of 8 does not divide into 16"),
-        ({"num_micro_batches": 0}, X, "num_micro_batches is 0"),
         (
             {"num_micro_batches": 2, "micro_batch_size": 3},
             X,
             r"micro_batch_size 3 \* num_micro_batches 2 is not the batch size 8",
         ),
-        ({"num_micro_batches": 2, "nested_map_fprop": True}, X, "exactly one NestedMap"),
-        ({"num_micro_batches": 2, "remat": "half"}, X, "remat is 'half'"),
-        ({"num_micro_batches": 2, "cell_tpl": []}, X, "cell_tpl is empty"),
     ],
 )
 def test_bad_params_are_errors_before_the_first_step(run, kwargs, x, message):
@@ -351,8 +305,7 @@ class _Calls(base_layer.Accumulator):
         return tf.constant(0.0)
 
 
-@pytest.mark.parametrize("automatic", [False, True])
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize(("num_stages", "automatic"), [(1, True), (2, False), (4, True)])
 def test_the_toy_cnn_has_the_gradient_norm_of_lingvos_own_test(num_stages, automatic):
     convs = [_ToyConv.Params().Set(name=f"layer{i}") for i in range(16)]
     if automatic:

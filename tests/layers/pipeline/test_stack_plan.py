@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import tensorflow as tf
-from lingvo.core import layers, tshape
+from lingvo.core import cluster_factory, layers, tshape
 
 from pipemesh.errors import PipelineError, PlanError, ScheduleError
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer, mesh_cluster
-from pipemesh.layers.pipeline.stack_plan import schedule_of
+from pipemesh.layers.pipeline.stack_plan import checked_plan, set_plan, values_of
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
 from pipemesh.recurrent import Selective
@@ -22,16 +22,42 @@ def params(num_stages=2, **kwargs):
     )
 
 
+def table_of(*args, **kwargs):
+    return checked_plan(params(*args, **kwargs), cluster_factory.Current()).table
+
+
 def test_a_name_becomes_a_table_for_all_stages():
-    assert schedule_of(params()) == gpipe(2, 4)
-    assert schedule_of(params(schedule="1f1b", loss_inside=True)) == one_f_one_b(2, 4)
-    found = schedule_of(params(4, schedule="interleaved:2", loss_inside=True))
+    assert table_of() == gpipe(2, 4)
+    assert table_of(schedule="1f1b", loss_inside=True) == one_f_one_b(2, 4)
+    found = table_of(4, schedule="interleaved:2", loss_inside=True)
     assert found == interleaved_one_f_one_b(2, 4, 2)
 
 
 def test_a_table_is_taken_as_it_is():
     table = gpipe(2, 4)
-    assert schedule_of(params(schedule=table)) is table
+    assert table_of(schedule=table) is table
+
+
+def test_a_plan_is_set_whole():
+    plan = Plan(
+        "layers:2;data:2",
+        "batch:data",
+        "zb_h1",
+        num_microbatches=4,
+        remat="none,full",
+        compute_dtype="bfloat16",
+    )
+    p = PipeliningLayer.ForPlan(plan, name="stack", cell_tpl=params().cell_tpl, loss_inside=True)
+    found = checked_plan(p, cluster_factory.Current())
+    assert dataclasses.replace(found, boundaries=None) == plan
+    assert values_of(p) == {n: t for n, t in plan.to_values().items() if n in values_of(p)}
+    assert (p.mesh_shape, p.layout) == ("layers:2;data:2", "batch:data")
+
+
+def test_some_values_of_a_plan_are_set():
+    p = params(remat="none")
+    set_plan(p, Plan("layers:2", schedule="zb_h1", num_microbatches=8), {"num_microbatches": "8"})
+    assert (p.num_micro_batches, p.schedule, p.remat) == (8, "gpipe", "none")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +68,7 @@ def test_a_table_is_taken_as_it_is():
         (
             2,
             {"schedule": "seq1f1b:2", "loss_inside": True},
-            PipelineError,
+            PlanError,
             "the schedule cuts sequences into 2 slices, but layers take whole sequences",
         ),
         (2, {"micro_batch_size": 0}, PipelineError, "micro_batch_size is 0"),
@@ -88,7 +114,7 @@ def test_a_table_is_taken_as_it_is():
 )
 def test_params_that_contradict_are_errors(num_stages, kwargs, error, message):
     with pytest.raises(error, match=f"^stack: {message}"):
-        schedule_of(params(num_stages, **kwargs))
+        table_of(num_stages, **kwargs)
 
 
 def stack(num_stages, num_layers=6, **values):

@@ -79,7 +79,7 @@ def expected():
         pytest.param(
             *("layers:2;data:2 d_ff:data", 2, {"remat": "none"}), marks=pytest.mark.exhaustive
         ),
-        pytest.param("layers:1;data:4 embed:data", 1, {"loop": True}, marks=pytest.mark.slow),
+        pytest.param("layers:1;data:4 embed:data", 1, {"loop": True}, marks=pytest.mark.exhaustive),
         ("data:2;layers:2 embed:data", 4, {"schedule": "looped_bfs:2"}),
         ("layers:2;data:2;model:2 embed:data;d_ff:model", 2, {}),
         ("model:2;layers:1;data:2 embed:data;d_ff:model", 1, {"remat": "none", "loop": True}),
@@ -92,7 +92,12 @@ def test_everything_equals_the_plain_model_with_dropout_on(expected, mesh, num_s
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param("1f1b", marks=pytest.mark.exhaustive), "zb_h1", "zb_v"]
+    "schedule",
+    [
+        pytest.param("1f1b", marks=pytest.mark.exhaustive),
+        pytest.param("zb_h1", marks=pytest.mark.exhaustive),
+        "zb_v",
+    ],
 )
 @pytest.mark.slow
 def test_every_schedule_trains_with_the_loss_inside(expected, schedule):

@@ -1,13 +1,19 @@
-"""Embeddings of tokens and positions."""
+"""Embeddings, positions and cross entropy equal plain TensorFlow under every layout."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from pipemesh.errors import LayoutError, PipelineError
-from pipemesh.layers.named import Attention, Embedding, RotaryScaling, lowering_scope
-from pipemesh.layers.named.embedding import rotated
-from tests.layers.named.harness import MESHES, make_lowering, reference, run, value_of
+from pipemesh.layers.named import (
+    Attention,
+    Embedding,
+    RotaryScaling,
+    SoftmaxCrossEntropy,
+    lowering_scope,
+)
+from pipemesh.layers.named.vocabulary import rotated
+from tests.layers.named.harness import MESHES, RULES, make_lowering, reference, run, value_of
 
 BASE, PAIRS = 1e4, 8
 
@@ -76,7 +82,7 @@ def test_attention_heeds_it_under_a_layout():
 
 IDS = np.array([[3, 0, 7, 7, 1], [5, 5, 2, 6, 4]], np.int32)
 PLACES = np.array([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]], np.int32)
-PARAMS = Embedding.Params().Set(name="embedding", vocab_size=8, embedding_dim=4)
+EMBEDDING = Embedding.Params().Set(name="embedding", vocab_size=8, embedding_dim=4)
 
 
 def waves(places):
@@ -93,7 +99,7 @@ def waves(places):
     [*((mesh, "learned") for mesh in MESHES), ("model:2", "sinusoidal"), ("model:2", "none")],
 )
 def test_results_and_gradients_are_those_of_plain_lookups(mesh, positions):
-    params = PARAMS.Copy().Set(positions=positions, max_length=6, scale_sqrt_depth=True)
+    params = EMBEDDING.Copy().Set(positions=positions, max_length=6, scale_sqrt_depth=True)
 
     def plain(w):
         x = tf.gather(w["table"], IDS) * 2.0
@@ -107,7 +113,7 @@ def test_results_and_gradients_are_those_of_plain_lookups(mesh, positions):
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 def test_embed_may_be_split_instead_and_positions_are_places_by_default(positions):
-    params = PARAMS.Copy().Set(positions=positions, max_length=5)
+    params = EMBEDDING.Copy().Set(positions=positions, max_length=5)
     places = np.arange(5)
 
     def plain(w):
@@ -119,7 +125,7 @@ def test_embed_may_be_split_instead_and_positions_are_places_by_default(position
 
 
 def test_each_processor_has_its_rows_and_one_all_reduce():
-    found = run(PARAMS, [IDS], "model:4")
+    found = run(EMBEDDING, [IDS], "model:4")
     assert found.lowering.costs.rows[("model",), "all_reduce", "forward"][0] == 1
     assert value_of("table", [8, 4]).shape == found.grads["table"].shape
 
@@ -134,14 +140,14 @@ def test_each_processor_has_its_rows_and_one_all_reduce():
 )
 def test_params_that_do_not_fit_are_errors(changes, message):
     with pytest.raises(PipelineError, match=message):
-        PARAMS.Copy().Set(**changes).Instantiate()
+        EMBEDDING.Copy().Set(**changes).Instantiate()
 
 
 def test_sequences_longer_than_what_is_learned_are_an_error():
     with pytest.raises(
         PipelineError, match="sequences of 5 tokens were given, but max_length is 4"
     ):
-        run(PARAMS.Copy().Set(positions="learned", max_length=4), [IDS])
+        run(EMBEDDING.Copy().Set(positions="learned", max_length=4), [IDS])
 
 
 def test_a_vocabulary_that_does_not_divide_is_an_error():
@@ -149,4 +155,74 @@ def test_a_vocabulary_that_does_not_divide_is_an_error():
         lowering_scope(make_lowering("model:4")),
         pytest.raises(LayoutError, match=r"'vocab' of .* size 10, which .* cut into 4"),
     ):
-        PARAMS.Copy().Set(vocab_size=10).Instantiate()
+        EMBEDDING.Copy().Set(vocab_size=10).Instantiate()
+
+
+X = value_of("x", [2, 3, 5])
+LABELS = np.array([[0, 7, 3], [4, 4, 6]], np.int32)
+WEIGHTS = np.array([[1, 0.5, 0], [1, 1, 2]], np.float32)
+SOFTMAX = SoftmaxCrossEntropy.Params().Set(name="softmax", input_dim=5, vocab_size=8)
+
+
+def plain(smoothing=0.0, weights=WEIGHTS, x=X):
+    def loss(w):
+        logits = tf.einsum("btd,dv->btv", x, w["w"]) + w["b"]
+        probabilities = tf.one_hot(LABELS, 8) * (1 - smoothing) + smoothing / 8
+        xent = tf.nn.softmax_cross_entropy_with_logits(probabilities, logits)
+        return tf.reduce_sum(xent * weights), tf.constant(weights.sum()), xent
+
+    return reference(loss, {"w": [5, 8], "b": [8]})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "smoothing"),
+    [*((mesh, 0.2) for mesh in MESHES), ("data:2;model:2", 0.0)],
+)
+def test_loss_and_gradients_are_those_of_plain_tensorflow(mesh, smoothing):
+    params = SOFTMAX.Copy().Set(label_smoothing=smoothing)
+    run(params, [X, LABELS, WEIGHTS], mesh).assert_close(*plain(smoothing))
+
+
+def test_weights_are_one_by_default():
+    run(SOFTMAX, [X, LABELS], "data:2").assert_close(*plain(weights=np.ones([2, 3], np.float32)))
+
+
+@pytest.mark.parametrize("mesh", ["model:1", "data:2;model:2"])
+def test_weights_are_not_rounded_to_what_products_are_computed_in(mesh):
+    """In bfloat16 a third and 257 were other numbers, and the loss was divided by their sum."""
+    weights = np.array([[1 / 3, 257, 0], [1, 1, 2]], np.float32)
+    params = SOFTMAX.Copy().Set(fprop_dtype=tf.bfloat16)
+    found = run(params, [X, LABELS, weights], mesh)
+    np.testing.assert_allclose(found.outputs[1], weights.sum(), rtol=1e-7)
+    of_integers = run(params, [X, LABELS, np.array([[1, 300, 0], [1, 1, 2]])], mesh)
+    assert of_integers.outputs[1] == 305
+
+
+def test_large_logits_do_not_overflow():
+    run(SOFTMAX, [X * 1000, LABELS, WEIGHTS], "model:2").assert_close(*plain(x=X * 1000), rtol=1e-3)
+
+
+def test_no_device_has_all_logits():
+    params = SOFTMAX.Copy().Set(vocab_size=1024)
+    lowering = make_lowering("model:4")
+    sizes = []
+
+    def call(layer, theta, *args):
+        outputs = layer.FProp(theta, *args)
+        for operation in tf.compat.v1.get_default_graph().get_operations():
+            sizes.extend(output.shape.num_elements() or 0 for output in operation.outputs)
+        return outputs
+
+    run(params, [X, LABELS], "model:4", call=call, calls=lowering)
+    assert max(sizes) == 2 * 3 * 1024 / 4
+
+
+@pytest.mark.parametrize("smoothing", [1.0, -0.1, None])
+def test_a_smoothing_that_is_no_part_is_an_error(smoothing):
+    with pytest.raises(PipelineError, match=r"label_smoothing is .* below 1"):
+        SOFTMAX.Copy().Set(label_smoothing=smoothing).Instantiate()
+
+
+def test_rules_for_other_layers_do_not_matter():
+    with lowering_scope(make_lowering("data:2;model:2", RULES + ";columns:model")):
+        assert SOFTMAX.Copy().Instantiate().weight_parts()["w_slice_1"].holders == (1, 3)
