@@ -122,18 +122,7 @@ _ONE = "predictions"
 
 
 class Predictor:
-    """A predictor without dropout, with moving averages in place of weights.
-
-    The plan may differ from that of the run; only weights and their moving averages are read.
-
-    Attributes:
-        left_out: names of predicted values, seen so far, that do not have one row for each example.
-
-    Raises:
-        CheckpointError: the checkpoint belongs to another model, or is damaged.
-        DataError: there is no held-out data.
-        TrainingError: the task defines no predictions.
-    """
+    """A predictor without dropout, with moving averages in place of weights, under any plan."""
 
     def __init__(self, subject: Subject, checkpoint: str) -> None:
         kind = subject.task().cls
@@ -153,10 +142,8 @@ class Predictor:
         self._predict = tf.function(self._trained.predict, autograph=False)
 
     def examples(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the predictions for each held-out example, in order.
-
-        Rows with weight 0 in `weights` are padding, and are skipped. Raises DataError if the data
-        cannot be read, TrainingError if a stage failed or no value has one row for each example.
+        """Yields the predictions for each held-out example in order, without padding (rows of
+        weight 0).
         """
         iterator = iter(self._batches or ())
         while True:

@@ -48,19 +48,15 @@ _LONGEST = 60
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The treatment of some params.
+    """The treatment of some params."""
 
-    Attributes:
-        names: their names; the first word of each is the owner.
-        told: the treatment, for the table.
-        refused: tells from a value and the task's params whether the value is refused; None if no
-            value is.
-        advice: a remedy.
-    """
-
+    # The first word of each is the owner.
     names: str
+    # For the table.
     told: str
+    # Takes a value and the task's params; None if no value is refused.
     refused: Callable[[Any, Any], bool] | None = None
+    # A remedy.
     advice: str = ""
 
 
@@ -247,9 +243,8 @@ RULES = (
 
 
 def check_params(task: Any, learns: bool = True) -> None:
-    """Raises TrainingError if a task has params that cannot be honoured.
-
-    If `learns` is False, only params that matter for evaluation are checked.
+    """Raises TrainingError if a task has params that cannot be honoured, or that matter for
+    evaluation if not `learns`.
     """
     if task.train is None:
         raise TrainingError(f"{task.name}: p.train is None; give it a learner")
@@ -341,20 +336,7 @@ _PLACES = 200
 
 
 class Ramp(schedule.BaseSchedule):
-    """A schedule of learning rates that grow by the same factor each step.
-
-    Attributes:
-        first_step: the step with the lowest rate.
-
-    Example:
-        >>> from lingvo.core import py_utils
-        >>> py_utils.SetEagerMode(True, test_mode=True)
-        >>> ramp = Ramp.Params().Set(steps=3, low=0.01, high=1.0).Instantiate()
-        >>> ramp.first_step = 10
-        >>> [round(float(ramp.Value(tf.constant(step))), 4) for step in (10, 11, 12)]
-        [0.01, 0.1, 1.0]
-        >>> py_utils.SetEagerMode(False, test_mode=True)
-    """
+    """A schedule of learning rates that grow by the same factor each step, from `first_step` on."""
 
     first_step = 0
 
@@ -395,10 +377,8 @@ def has_state(task: Any) -> bool:
 
 
 def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
-    """Returns the largest learning rate of a task's own schedule between step 0 and `steps`.
-
-    The result is the name of the base rate, its value, and the largest product with the schedule at
-    many sampled steps. It is None if the schedule gives no value.
+    """Returns the name and value of a task's base rate, and its largest product with the schedule
+    up to `steps`, by sampling; None if the schedule gives no value.
     """
     rates, name = _rates_of(task)
     last = max(steps - 1, 0)

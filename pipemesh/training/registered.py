@@ -224,9 +224,8 @@ def find_model(name: str) -> Any:
 
 
 def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
-    """Returns the mesh of a model's plan, or None if only `Task` defines it.
-
-    Devices must exist before TensorFlow starts, and `Task` may start it.
+    """Returns the mesh of a model's plan before `Task`, which may start TensorFlow, is called; None
+    if only `Task` defines it.
     """
     if "mesh" in values:
         return Mesh.from_text(values["mesh"])

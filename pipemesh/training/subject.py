@@ -122,12 +122,7 @@ SOURCE = "source_of_batch"
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Held-out batches in memory, for evaluation during the run.
-
-    Attributes:
-        batches: nested tensors or arrays.
-        what: their description for people.
-    """
+    """Held-out batches in memory for evaluation during the run, and their description."""
 
     batches: Sequence[Any]
     what: str

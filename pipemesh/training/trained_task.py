@@ -122,27 +122,8 @@ def _on(gradient: tf.Tensor) -> tf.Tensor:
 
 
 class TrainedTask:
-    """A task, its optimizer, and the moving averages of its weights if there are some.
-
-    Args:
-        params: params of the task.
-        plan: the plan.
-        device_type: `CPU` or `GPU`.
-        seed: seed of TensorFlow's random numbers.
-        learns: whether to train it; otherwise there is no optimizer.
-
-    Attributes:
-        task: the lingvo task.
-        pipelines: the pipelined stacks in it, in the order of their creation.
-        learner: the learner of the task.
-        loss: name of the trained metric.
-        step: number of finished steps.
-        skipped: number of skipped steps among them.
-        filters: for each source of the data a regular expression of names of the weights that it
-            trains (lingvo's `bprop_variable_filters`); empty if each source trains all.
-
-    Raises:
-        TrainingError: the task cannot be trained.
+    """A task, its optimizer unless not `learns`, and the moving averages of its weights if there
+    are some.
     """
 
     def __init__(
@@ -172,6 +153,8 @@ class TrainedTask:
         note_stages(self.devices)
         (self.learner,) = self.task.learners
         self.loss: str = self.learner.params.loss_name or self.learner.params.name
+        # For each source of the data a regular expression of names of the weights that it trains
+        # (`bprop_variable_filters`).
         self.filters: Sequence[str] = ()
         # Variables that the step updates outside the optimizer, and their values before the step.
         self._others: list[tf.Variable] = []
@@ -242,12 +225,10 @@ class TrainedTask:
     def train(
         self, batch: Any, outcome: Callable[[Any, Any], Any], tells_gradients: bool = False
     ) -> Any:
-        """Updates the weights; call it while a graph is built.
-
-        It returns the loss, the learning rate, the result of `outcome`, and gradients before
-        clipping, by the names in `learned`. If an operation fails, or loss or gradient norm are not
-        finite, only variables that `take_back` restores have changed.
+        """Updates the weights while a graph is built; returns the loss, the learning rate, the
+        result of `outcome`, and gradients before clipping by the names in `learned`.
         """
+        # A step that fails, or is not finite, changes only variables that `take_back` restores.
         gradients: dict[str, list[tf.Tensor]] = {}
 
         def adjusted(found: Any) -> Any:
@@ -324,9 +305,7 @@ class TrainedTask:
 
     def take_back(self, error: tf.errors.OpError) -> str | None:
         """Restores variables that a failed step updated outside the optimizer, such as batch norm
-        averages.
-
-        If scaled gradients overflowed, it halves the loss scale and returns a message, else None.
+        averages; returns a message if scaled gradients overflowed and the loss scale is halved.
         """
         before = {v.ref(): b for v, b in zip(self._others, self._before, strict=True)}
         halved: list[str] = []

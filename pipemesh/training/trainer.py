@@ -40,11 +40,8 @@ def stage_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[str, ...]]:
-    """Returns the column names, and a row for each stage: layers, share of flops, parameters,
-    devices.
-
-    The stack must be on the cluster on which it was made. `shapes` are its inputs for a microbatch,
-    or None if unknown.
+    """Returns the column names, and a row for each stage: layers, share of flops if `shapes`
+    (inputs of a microbatch) are known, parameters, devices.
     """
     p = stack.params
     cells = list(p.cell_tpl)
@@ -109,17 +106,14 @@ _SLOW = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The recent work of a worker.
+    """The recent work of a worker."""
 
-    Attributes:
-        name: its number, address and stages.
-        seconds: busy seconds of one of its devices, per step.
-        times: its time for the same flops as a multiple of the other workers'; None if flops are
-            unknown, or there is no other.
-    """
-
+    # Number, address and stages.
     name: str
+    # Busy seconds of one of its devices, per step.
     seconds: float
+    # Time for the same flops as a multiple of the other workers'; None if flops are unknown, or
+    # there is no other.
     times: float | None
 
     @property
@@ -129,12 +123,8 @@ class Work:
 
 
 class Workers:
-    """The current actions of workers, from marks in the pipelines that they run.
-
-    Args:
-        pipelines: the pipelines of a task, before their graphs are built. With one program for all
-            devices there are no actions, and nothing is known.
-        watched: the watch of the workers, which receives their actions.
+    """The current actions of workers, from marks in pipelines whose graphs are not built yet; the
+    watch receives them.
     """
 
     def __init__(self, pipelines: Sequence[Any], watched: watch.Watch) -> None:
@@ -181,10 +171,8 @@ class Workers:
             marks.end_failed_step(_ANSWER)
 
     def work(self, costs: Mapping[str, Sequence[float]] | None) -> list[Work]:
-        """Returns the work of each worker with a stage since the last call; nothing without a step.
-
-        Call it between two steps. `costs` has, by kind of action, the flops cost on each stage;
-        None if unknown.
+        """Returns the work of each worker with a stage since the last call, between two steps;
+        `costs` has flops by kind of action and stage.
         """
         steps = self._steps - self._then
         if not (self._marks and steps):
@@ -231,9 +219,8 @@ def _times(task: int, rates: Mapping[int, float]) -> float | None:
 
 
 def followed(pipelines: Sequence[Any]) -> Workers | None:
-    """Follows the workers that this process drives; None if it drives none.
-
-    `pipelines` are those of a task, before their graphs are built.
+    """Follows the workers that this process drives, in pipelines whose graphs are not built yet;
+    None if it drives none.
     """
     watched = watch.current()
     return None if watched is None else Workers(pipelines, watched)
@@ -475,9 +462,8 @@ class Trainer:
             raise
 
     def _locate(self, batch: Any) -> PipemeshError | None:
-        """Runs a failed step again, to find where a value ceased to be finite.
-
-        It changes nothing, because it fails again: weights and random numbers are unchanged.
+        """Runs a failed step again, which changes nothing, to find where a value ceased to be
+        finite.
         """
         if not self.trained.pipelines:
             return None

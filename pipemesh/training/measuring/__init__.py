@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 
 class RegisteredSteps:
-    """Steps of a registered model under plans; create it before TensorFlow starts.
-
-    Progress goes to standard error.
-
-    Raises:
-        PlanError: devices are missing, or the model does not follow the partition of a plan.
-        PipemeshError: there is no such model, or TensorFlow has started.
-    """
+    """Steps of a registered model under plans; create it before TensorFlow starts."""
 
     def __init__(self, name: str, num_devices: int, device_type: str = "CPU") -> None:
         self._make = _started(name, num_devices, device_type)

@@ -46,27 +46,8 @@ Make = Callable[[Plan], Subject]
 
 
 class MeasuredLayers:
-    """Times and sizes of all layers of a model, on its first device.
-
-    Args:
-        make: makes the model under a plan.
-        batch: one of its batches.
-        rows: numbers of examples in a microbatch, in ascending order.
-        say: called with progress lines.
-        on_cpu: whether devices are CPU devices, which share cores.
-        devices: number of devices; with two, a layer split over both shows what is not split.
-
-    Attributes:
-        layers: figures of each layer, first to last.
-        action: overhead of an action in seconds.
-        fixed: seconds of a step that belong to no device.
-        update: seconds of the optimizer for each byte of weights.
-        rules: layout rules under which devices can share layers.
-        optimizer: bytes of the optimizer's state for each byte of weights.
-        update_memory: peak bytes of an update for each byte of weights, gradients included.
-
-    Raises:
-        PlanError: the model does not follow the partition of a plan, or has no pipeline.
+    """Times and sizes of all layers of a model with `rows` examples in a microbatch, on its first
+    device; with two devices also of what a split layer does not split.
     """
 
     def __init__(
@@ -90,6 +71,7 @@ class MeasuredLayers:
         whole = _step(make, batch, 1, "B", rows[0], number)
         sizes = [size for _, size in cases]
         alone = times_of(steps, sizes, number, whole)
+        # The overhead of an action in seconds.
         self.action = alone.besides(rows[0])
         seconds = alone.of_layers(self.action)
         work: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
@@ -101,6 +83,7 @@ class MeasuredLayers:
         needed = {size: working_memory(each) for size, each in zip(rows, steps, strict=False)}
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
         dims = [_dims(cell) for cell in cells]
+        # Layout rules under which devices can share layers.
         self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
         shared: Sequence[StageMemory] = ()
         slices = math.gcd(*(size for of in dims for size in of.values()))
@@ -110,6 +93,8 @@ class MeasuredLayers:
             shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
         variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
         weights = num_bytes(variables)
+        # Bytes of state, seconds and peak bytes of an update, for each byte of weights; `fixed` is
+        # in seconds, and belongs to no device.
         self.optimizer = num_bytes(step.trained.optimizer_variables()) / weights
         self.update, self.fixed = _outside(alone, together, weights)
         updates = [found.update for found in needed.values() if found is not None]
@@ -169,9 +154,8 @@ def _step(
 
 
 def number_of_layers(make: Make) -> int:
-    """Returns the number of layers in a model's pipeline.
-
-    Raises PlanError if the model has no pipeline, or does not follow the partition of a plan.
+    """Returns the number of layers in a model's pipeline, which must follow the partition of a
+    plan.
     """
     from pipemesh.training.registered import stacks_of
 
@@ -248,11 +232,9 @@ def _figures(
 
 
 def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str, Curve]:
-    """Returns curves of all kinds of action, where I and W were measured at one size only.
-
-    A layer without weights has no `W`. On several cores I and W together take longer than B, which
-    overlaps their independent parts.
-    """
+    """Returns curves of all kinds of action, where I and W were measured at one size only."""
+    # A layer without weights has no W. On several cores I and W together take longer than B, which
+    # overlaps their independent parts.
     curves = {kind: Curve(tuple(seconds[kind].items())) for kind in ("F", "B")}
     for kind in "IW":
         whole, half = seconds["B"][middle], seconds.get(kind, {}).get(middle, 0.0)
@@ -280,9 +262,8 @@ def _all(layer: Any) -> Iterator[Any]:
 def in_rounds(
     steps: Sequence[TimedStep], number: int
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Runs steps in turn, so that other load slows a whole round.
-
-    Returns for each round the seconds of each step, and the core seconds of each step.
+    """Runs steps in turn, so that other load slows a whole round; returns by round the seconds and
+    the core seconds of each.
     """
     seconds: list[list[float]] = []
     work: list[list[float]] = []
@@ -295,11 +276,8 @@ def in_rounds(
 def seconds_of(
     make: Make, batch: Any, plans: Sequence[Plan], say: Callable[[str], None] = lambda text: None
 ) -> list[float]:
-    """Returns the seconds of a training step under each plan, infinite for an impossible plan.
-
-    All plans are in memory at once. Raises PipemeshError if no plan is possible.
-    """
-    # Earlier measurements may hold much memory.
+    """Returns the seconds of a training step under each plan, infinite for an impossible plan."""
+    # Earlier measurements may hold much memory, and all plans are in memory at once.
     gc.collect()
     steps: dict[int, TimedStep] = {}
     failed: PipemeshError | None = None
@@ -330,11 +308,7 @@ _STEPS = 30
 def measure(
     make: Make, batch: Any, devices: int, say: Callable[[str], None] = lambda text: None
 ) -> Figures:
-    """Returns the figures of a model: each layer timed as a stage, the rest fitted to whole steps.
-
-    `pipemesh.plan.calibration` fits overheads, links and how many cores the devices share.
-    Raises PlanError if the model has no pipeline, or does not follow the partition of a plan.
-    """
+    """Returns the figures of a model: each layer timed as a stage, the rest fitted to steps."""
     rows = rows_of(batch)
     sizes = sorted({1, *(max(1, rows // n) for n in (16, 8, 4, 2)), rows})
     on_cpu = make(Plan()).device_type == "CPU"

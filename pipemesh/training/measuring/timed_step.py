@@ -24,25 +24,8 @@ from pipemesh.training.trained_task import TrainedTask
 
 
 class TimedStep:
-    """A full training step: forward, backward, all-reduce and optimizer.
-
-    Args:
-        subject: the model, with its plan.
-        batch: nested tensors.
-        clocked: whether to note when each action runs, which takes some time itself.
-
-    Attributes:
-        trained: the task and its variables.
-        memory: forecast memory of each device, once a step has run.
-        build: seconds until the first step was done.
-        cpu: summed seconds of all cores in the latest step.
-        before: seconds of the latest step before its first action, with a clock.
-        after: seconds of the latest step after its last action, with a clock.
-        noted: called with each action at its start, and with True at its end, with a clock.
-
-    Raises:
-        PlanError: the model has no pipeline, or several.
-        PipemeshError: the model does not support the plan.
+    """A full training step: forward, backward, all-reduce and optimizer; `clocked` notes when each
+    action runs, which takes time itself.
     """
 
     def __init__(self, subject: Subject, batch: Any, clocked: bool = False) -> None:
@@ -57,6 +40,7 @@ class TimedStep:
                 "model that has one"
             )
         self.stack: Any = self.trained.pipelines[0]
+        # Forecast for each device, once a step has run.
         self.memory: list[DeviceMemory] = []
         self.stack.noted_run = self._note
         self.noted: Callable[[Action, bool], None] | None = None
@@ -66,6 +50,7 @@ class TimedStep:
             return self.trained.train(batch, lambda metrics, per_example: ())[0]
 
         self._step = tf.function(step, autograph=False)
+        # Of the latest step: core seconds, and seconds outside its first and last action.
         self.cpu = self.before = self.after = 0.0
         self.run()
         self.build = time.perf_counter() - begin
@@ -105,15 +90,8 @@ _THREADS = "/proc/self/task"
 
 @contextlib.contextmanager
 def one_core() -> Iterator[bool]:
-    """Pins all threads of this process to one core; yields False if the system cannot (not Linux).
-
-    New threads inherit the core. At the end all threads get all cores of the process back.
-
-    Example:
-        >>> import os, sys
-        >>> with one_core() as is_one:
-        ...     len(os.sched_getaffinity(0)) == 1 if is_one else sys.platform != "linux"
-        True
+    """Pins all threads of this process, and new ones, to one core; yields False if the system
+    cannot (not Linux).
     """
     if sys.platform != "linux" or not os.path.isdir(_THREADS):
         yield False
@@ -142,13 +120,8 @@ _LEAST = 0.1
 
 
 class ActionTimes:
-    """The times of actions in several steps that run in turn.
-
-    Args:
-        steps: steps with a clock, each layer a stage.
-        rows: number of examples in a microbatch, for each step.
-        number: number of layers.
-        whole: a step with a clock and all layers in one stage.
+    """The times of actions in several clocked steps that run in turn, each layer a stage, against a
+    step with all layers in one stage (`whole`).
     """
 
     def __init__(
@@ -193,9 +166,7 @@ class ActionTimes:
         return statistics.median(self._after)
 
     def besides(self, rows: int) -> float:
-        """Returns the overhead of an action, from one action of all layers against one for each
-        layer.
-        """
+        """Returns the overhead of an action: one of all layers against one for each layer."""
         if len(self._layers) == 1:
             return 0.0
         every = self.of_layers(0.0)
@@ -244,9 +215,8 @@ def on_one_core(
     number: int,
     whole: TimedStep,
 ) -> ActionTimes | None:
-    """Returns the times of steps on one core, or None if the process cannot be pinned.
-
-    On one core, time is the work that all cores would share.
+    """Returns the times of steps on one core, where time is the work that all cores would share;
+    None if the process cannot be pinned.
     """
     with one_core() as is_one:
         if not is_one:
@@ -255,15 +225,8 @@ def on_one_core(
 
 
 def in_turn(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the typical time of each of several things that run in turn, for some rounds.
-
-    A slow phase of the machine lengthens a whole round. So times are first divided by their
-    round's.
-
-    Example:
-        >>> in_turn([(1.0, 3.0), (2.0, 6.0), (1.0, 3.0)])
-        [1.0, 3.0]
-    """
+    """Returns the typical time of each of several things that run in turn, for some rounds."""
+    # A slow phase of the machine lengthens a whole round: divide times by their round's.
     totals = [sum(times) for times in rounds]
     whole = statistics.median(totals)
     return [
@@ -273,13 +236,8 @@ def in_turn(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """Returns the typical time among several: the mean of the shorter half.
-
-    Other load only lengthens times, and the shortest time alone is luck.
-
-    Example:
-        >>> usual([3.0, 1.0, 9.0, 2.0, 7.0])
-        2.0
+    """Returns the typical time: the mean of the shorter half, as other load only lengthens times
+    and the shortest alone is luck.
     """
     return statistics.fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
@@ -290,23 +248,18 @@ _ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class WorkingMemory:
-    """Temporary memory of a step on one device.
+    """Temporary memory of a step on one device, in bytes."""
 
-    Attributes:
-        stages: for each stage the peak bytes of one of its actions, less the bytes held at its
-            start or end, whichever is more.
-        update: peak bytes after the last action, beside weights and optimizer state.
-    """
-
+    # The peak of an action of each stage, less the bytes held at its start or end, whichever is
+    # more.
     stages: tuple[int, ...]
+    # After the last action, beside weights and optimizer state.
     update: int
 
 
 def working_memory(step: TimedStep) -> WorkingMemory | None:
-    """Returns the temporary memory of a step with a clock, or None if TensorFlow does not count it.
-
-    The step needs one device and at least two microbatches. The first microbatch is left out, as it
-    allocates the gradient sums.
+    """Returns the temporary memory of a clocked step on one device, or None if TensorFlow does not
+    count it.
     """
     memory = TensorMemory(step.trained.all_devices()[0])
     if not memory.is_counted:
@@ -320,7 +273,8 @@ def working_memory(step: TimedStep) -> WorkingMemory | None:
         memory.forget_peak()
         if not is_end:
             held[action] = now
-        # An action without operations may have no start.
+        # An action without operations may have no start; the first microbatch allocates the sums
+        # of gradients.
         elif action.microbatch and action in held:
             needed = peak - max(held[action], now)
             most[action.stage] = max(most[action.stage], needed)

@@ -26,11 +26,7 @@ T = TypeVar("T")
 
 
 class _Steady:
-    """A text stream that goes silent when it cannot be written to.
-
-    Attributes:
-        ends: whether it raises instead, because its output is all that the program is for.
-    """
+    """A text stream that goes silent, or raises if `ends`, when it cannot be written to."""
 
     ends = False
 
@@ -87,9 +83,8 @@ _objects: IO[str] | None = None
 
 
 def output_matters() -> None:
-    """Lets the program end if standard output fails: its output is all that it is for.
-
-    Characters that the encoding lacks are written as escapes.
+    """Lets the program end if standard output fails, and escapes characters that its encoding
+    lacks.
     """
     if isinstance(sys.stdout, _Steady):
         sys.stdout.ends = True
@@ -105,9 +100,8 @@ def has_unicode() -> bool:
 
 @contextlib.contextmanager
 def objects_alone(wanted: bool = True) -> Iterator[None]:
-    """Reserves standard output for `say_object` in the block; text goes to standard error.
-
-    It changes nothing if `wanted` is False or another such block is active.
+    """Reserves standard output for `say_object` in the block, if `wanted`; text goes to standard
+    error.
     """
     global _objects
     if not wanted or _objects is not None:
@@ -129,9 +123,8 @@ def say_object(line: str) -> None:
 
 @contextlib.contextmanager
 def ticking(tick: Callable[[float], None], patience: float, period: float) -> Iterator[None]:
-    """Calls `tick` with the elapsed seconds, repeatedly on another thread until the block ends.
-
-    The first call comes after `patience` seconds, later ones every `period` seconds.
+    """Calls `tick` with the elapsed seconds on another thread until the block ends: after
+    `patience` seconds, then every `period` seconds.
     """
     done = threading.Event()
     begin = time.monotonic()
@@ -174,9 +167,8 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Runs `work` on another thread beside the block, and waits for both; its errors are dropped.
-
-    Use it only for work that is repeated later or only saves time.
+    """Runs `work`, which only saves time, on another thread beside the block; its errors are
+    dropped.
     """
 
     def run() -> None:
@@ -199,11 +191,9 @@ def _beside(run: Callable[[], None]) -> Iterator[None]:
 
 
 def aside(work: Callable[[], T]) -> T:
-    """Returns the result of `work`, run on another thread so that signals are handled at once.
-
-    Python handles signals on the main thread between two bytecodes. Native code that runs there for
-    a minute blocks them. Errors of `work` are raised here.
-    """
+    """Returns the result of `work`, run on another thread so that signals are handled at once."""
+    # Python handles signals on the main thread between two bytecodes: native code that runs there
+    # for a minute blocks them.
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -226,14 +216,8 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class Progress:
-    """A progress display on standard error.
-
-    In a log file each update is a new line, so there is one every 30 seconds and one at the end.
-
-    Example:
-        >>> with Progress(done=2, total=4) as progress:
-        ...     progress.advance("loss 2.5")
-        ...     progress.advance("loss 2.4")
+    """A progress display on standard error; in a log file, a line every 30 seconds and one at the
+    end.
     """
 
     def __init__(self, done: int, total: int) -> None:

@@ -52,23 +52,14 @@ _SHARE = 0.1
 
 
 class Spikes:
-    """A detector of loss spikes.
-
-    Example:
-        >>> spikes = Spikes()
-        >>> [spikes.add(2.0 + 0.01 * (step % 3)) for step in range(60)] == [None] * 60
-        True
-        >>> spikes.add(3.5)
-        'the loss is 3.500, after 2.010 on average'
-    """
+    """A detector of loss spikes."""
 
     def __init__(self) -> None:
         self._count, self._mean, self._square = 0, 0.0, 0.0
 
     def add(self, loss: float) -> str | None:
-        """Adds a finite loss, and describes it if it is a spike; None otherwise.
-
-        A loss that stays high is reported until the mean has caught up with it.
+        """Adds a finite loss, and describes it if it is a spike, until the mean has caught up with
+        it.
         """
         apart = loss - self._mean
         told = None
@@ -92,16 +83,13 @@ _NOT_MEASURED = (
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """A prediction for a step of a run with one pipeline.
+    """A prediction for a step of a run with one pipeline."""
 
-    Attributes:
-        prediction: the prediction from measured layers, or None.
-        why: the reason why there is no prediction; "" if there is one.
-        values: values for the record.
-    """
-
+    # From measured layers.
     prediction: Prediction | None
+    # The reason for no prediction, or "".
     why: str
+    # For the record.
     values: dict[str, Any]
 
     def __str__(self) -> str:

@@ -34,16 +34,7 @@ _DIGITS = 3
 
 
 class Telling:
-    """The output of a run, for people and for programs; the record goes to the log directory.
-
-    Example:
-        >>> import tempfile
-        >>> told = Telling(Options(logdir=tempfile.mkdtemp(), steps=3))
-        >>> told("final", "held out: loss 2.5", step=3, loss=2.5)
-        held out: loss 2.5
-        >>> os.listdir(told.folder)
-        ['record.jsonl']
-    """
+    """The output of a run, for people and for programs; the record goes to the log directory."""
 
     def __init__(self, options: Options, renew: Callable[[], object] = lambda: None) -> None:
         self.folder = options.logdir
@@ -52,10 +43,8 @@ class Telling:
     def __call__(
         self, kind: str, text: str | None = None, *, is_warning: bool = False, **values: Any
     ) -> None:
-        """Reports an event.
-
-        Kinds are in `pipemesh/report/README.md`. `text` is for people, or None; `is_warning` sends
-        it to standard error. Further values are for programs.
+        """Reports an event of a kind from `pipemesh/report/README.md`: `text` for people, `values`
+        for programs.
         """
         if text is not None:
             self.warn(text) if is_warning else self.say(text)
@@ -170,15 +159,7 @@ _STEPS_BETWEEN_TRIES = 100
 
 
 class Summaries:
-    """Event files in a folder, each curve in its subfolder.
-
-    Example:
-        >>> import os, tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> Summaries(folder).write("train", 7, {"loss": 2.5})
-        >>> os.listdir(folder)
-        ['train']
-    """
+    """Event files in a folder, each curve in its subfolder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -221,18 +202,7 @@ class Summaries:
 
 
 class Histograms:
-    """Weights before and after every `every`-th step; `every` 0 means never.
-
-    Example:
-        >>> w = tf.Variable([1.0, 2.0])
-        >>> histograms = Histograms({"w": [w]}, every=2)
-        >>> for step in (1, 2):
-        ...     histograms.before(step)
-        ...     _ = w.assign_add([0.5, 0.0])
-        ...     print({name: v.tolist() for name, v in histograms.after().items()})
-        {}
-        {'weights/w': [2.0, 2.0], 'updates/w': [0.5, 0.0]}
-    """
+    """Weights before and after every `every`-th step; `every` 0 means never."""
 
     def __init__(self, weights: Mapping[str, Sequence[tf.Variable]], every: int) -> None:
         self._weights, self._every = weights, every
@@ -269,20 +239,7 @@ _FOLDER = os.path.join("plugins", "profile")
 
 
 class Profile:
-    """A profile of the steps from `steps[0]` to `steps[1]`; `warn` gets a line if it fails.
-
-    Example:
-        >>> import tempfile
-        >>> profile = Profile(tempfile.mkdtemp(), (2, 3))
-        >>> for step in range(1, 5):
-        ...     with profile.around(step):
-        ...         _ = tf.linalg.matmul(tf.ones([2, 2]), tf.ones([2, 2]))
-        ...     print(step, profile.written is not None)
-        1 False
-        2 False
-        3 True
-        4 True
-    """
+    """A profile of the steps from `steps[0]` to `steps[1]`; `warn` gets a line if it fails."""
 
     def __init__(
         self,

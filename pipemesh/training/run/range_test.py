@@ -44,20 +44,7 @@ _BY_SIGNAL = 128
 
 
 class Curve:
-    """Losses by learning rate.
-
-    Attributes:
-        rates: the learning rates, ascending.
-        losses: the loss of each step, from the weights before its update.
-
-    Example:
-        >>> curve = Curve(100)
-        >>> for number in range(100):
-        ...     rate = 1e-7 * 10 ** (8 * number / 99)
-        ...     curve.add(rate, 2 - rate / (rate + 0.01) + (rate / 0.5) ** 2)
-        >>> f"{curve.fastest:.3f} {curve.lowest:.2f} {curve.suggested:.3f} {curve.has_risen}"
-        '0.008 0.08 0.026 True'
-    """
+    """Losses by ascending learning rate, each from the weights before its update."""
 
     def __init__(self, steps: int) -> None:
         decades = math.log10(HIGH / LOW)
@@ -132,11 +119,8 @@ class Curve:
 
     @property
     def suggested(self) -> float:
-        """Returns the largest rate to train with: the geometric mean of `fastest` and `lowest`.
-
-        A run uses its largest rate for longer than a step, so it needs distance from where the loss
-        rises.
-        """
+        """Returns the largest rate to train with: the geometric mean of `fastest` and `lowest`."""
+        # A run uses it for longer than a step, so it needs distance from where the loss rises.
         return math.sqrt(self.fastest * self.lowest)
 
     def table(self) -> str:
@@ -163,9 +147,8 @@ class Curve:
 
 
 class RangeTest:
-    """A run with growing learning rates, which reports a good rate and saves no weights.
-
-    The trainer must be made with the same options, including `find_learning_rate`.
+    """A run with growing learning rates, which reports a good rate and saves no weights; its
+    trainer has the same options.
     """
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
@@ -173,10 +156,8 @@ class RangeTest:
         self._stop: int | None = None
 
     def run(self) -> int:
-        """Trains, prints the result, and writes `learning_rates.csv`; returns the exit code.
-
-        A signal ends it early; the result so far is printed. Raises TrainingError if the loss is
-        not finite from the start.
+        """Trains until the end or a signal, prints the result, and writes `learning_rates.csv`;
+        returns the exit code.
         """
         first = self._trainer.step
         curve = Curve(self._options.find_learning_rate)
