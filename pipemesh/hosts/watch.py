@@ -66,8 +66,8 @@ class Watch:
         limit: float | None = None,
         tell: Callable[[str], object] = print,
     ) -> None:
-        # A worker that gives no answer in `seconds` is asked once more. `limit` is that of a step in
-        # seconds, by default a multiple of the steps before.
+        # A worker that gives no answer in `seconds` is asked once more; `limit` is that of a step,
+        # by default a multiple of the steps before.
         self.doing, self.steps = "making the model", 0
         self.stages: dict[int, str] = {}
         self.progress: Progress | None = None

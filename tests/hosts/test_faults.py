@@ -1,6 +1,7 @@
 """What becomes of a training when a worker is lost, hangs, or is slow."""
 
 import contextlib
+import functools
 import os
 import random
 import re
@@ -193,47 +194,39 @@ def disturb_often(run, seed, strike):
     assert run.checkpoint() >= kept
 
 
+def kill(run, chance, number):
+    os.kill(chance.choice(run.workers()), signal.SIGKILL)
+    run.until_told("it is started again", number)
+
+
+def stop(run, chance, number):
+    worker = chance.choice(run.workers())
+    os.kill(worker, signal.SIGSTOP)
+    time.sleep(chance.uniform(6.5, 10.0))
+    os.kill(worker, signal.SIGCONT)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
-def test_workers_that_are_killed_at_random_instants_change_nothing(long_undisturbed, tmp_path):
+@pytest.mark.parametrize(("seed", "fault"), [(1, kill), (2, stop)])
+def test_faults_at_random_instants_change_nothing(long_undisturbed, tmp_path, seed, fault):
     with training(tmp_path / "run", steps=LONG, save_every=4) as run:
-
-        def strike(chance, number):
-            os.kill(chance.choice(run.workers()), signal.SIGKILL)
-            run.until_told("it is started again", number)
-
-        disturb_often(run, 1, strike)
+        disturb_often(run, seed, functools.partial(fault, run))
         run.until_done(400)
     assert_same(weights(tmp_path / "run", LONG), long_undisturbed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
-def test_workers_that_are_stopped_at_random_instants_change_nothing(long_undisturbed, tmp_path):
-    with training(tmp_path / "run", steps=LONG, save_every=4) as run:
-
-        def strike(chance, number):
-            worker = chance.choice(run.workers())
-            os.kill(worker, signal.SIGSTOP)
-            time.sleep(chance.uniform(6.5, 10.0))
-            os.kill(worker, signal.SIGCONT)
-
-        disturb_often(run, 2, strike)
-        run.until_done(400)
-    assert_same(weights(tmp_path / "run", LONG), long_undisturbed)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1500)
-def test_connections_that_are_cut_at_random_instants_change_nothing(long_undisturbed, tmp_path):
+def test_cut_connections_at_random_instants_change_nothing(long_undisturbed, tmp_path):
     with on_two_hosts(tmp_path / "run", steps=LONG, save_every=4) as (there, run):
 
-        def strike(chance, number):
+        def cut(chance, number):
             host = chance.choice([1, 2])
             there.cut(host)
             time.sleep(chance.uniform(6.5, 10.0))
             there.mend(host)
 
-        disturb_often(run, 3, strike)
+        disturb_often(run, 3, cut)
         run.until_done(400)
     assert_same(weights(tmp_path / "run", LONG), long_undisturbed)

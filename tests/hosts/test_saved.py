@@ -56,12 +56,12 @@ def test_each_host_writes_and_reads_what_lies_on_it(workers, tmp_path):
     assert first < BYTES / 100 and second < BYTES / 500
     assert found["restored"] < BYTES / 100
     assert [data_files(tmp_path, step) for step in (1, 2, 3)] == [3, 3, 1]
-    # The newest is that of the client; then that of workers; elsewhere, and in one process.
-    for hosts in (workers, workers[:1], []):
+    # The newest is that of the client; then that of workers, which `save` has restored on them.
+    for hosts in (workers, []):
         assert run(hosts, tmp_path, "restore")[0]["values"] == found["values"]
     for file in tmp_path.glob("ckpt-3.*"):
         file.unlink()
-    for hosts in (workers, workers[:1], workers[::-1], []):
+    for hosts in (workers[:1], workers[::-1], []):
         assert run(hosts, tmp_path, "restore") == ({"values": found["values"]}, "")
 
 

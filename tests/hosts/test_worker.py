@@ -34,7 +34,7 @@ def test_what_cannot_be_offered_is_an_error_at_once(words, told, capsys, monkeyp
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_says_what_it_offers_and_ends_when_it_is_told_to(number):
+def test_a_worker_answers_unless_stopped_and_ends_by_a_signal(number):
     worker = start("--cpu_devices=3")
     try:
         address = address_of(worker)
@@ -42,27 +42,16 @@ def test_a_worker_says_what_it_offers_and_ends_when_it_is_told_to(number):
         (health,) = ask([address], 10)
         assert health.devices == ("CPU:0", "CPU:1", "CPU:2")
         assert health.start
-        worker.send_signal(number)
-        out, _ = worker.communicate(timeout=20)
-        assert (worker.returncode, out) == (0, "")
-        assert "refused" in ask([address], 5)[0].trouble
-    finally:
-        worker.kill()
-        worker.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_worker_that_is_stopped_does_not_answer_in_time():
-    worker = start()
-    try:
-        address = address_of(worker)
         worker.send_signal(signal.SIGSTOP)
         # Until one of its threads has taken the signal, the others go on and answer.
         os.waitpid(worker.pid, os.WUNTRACED)
         assert ask([address], 1.0)[0].trouble.startswith("has not answered for ")
         worker.send_signal(signal.SIGCONT)
-        assert ask([address], 10)[0].devices == ("CPU:0",)
+        assert ask([address], 10) == [health]
+        worker.send_signal(number)
+        out, _ = worker.communicate(timeout=20)
+        assert (worker.returncode, out) == (0, "")
+        assert "refused" in ask([address], 5)[0].trouble
     finally:
         worker.kill()
         worker.communicate()
