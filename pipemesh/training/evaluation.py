@@ -28,11 +28,11 @@ class Evaluation:
         self,
         subject: Subject,
         trained: TrainedTask,
-        wanted: Callable[[Any, Any], Any] | None = None,
+        select: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self._subject, self._trained = subject, trained
-        wanted = wanted or subject.outcome
-        self._evaluate = tf.function(lambda batch: trained.evaluate(batch, wanted), autograph=False)
+        select = select or subject.outcome
+        self._evaluate = tf.function(lambda batch: trained.evaluate(batch, select), autograph=False)
 
     def outcome(self, batch: Any) -> Any:
         """Returns what `wanted` selects of a batch's results."""
@@ -159,15 +159,15 @@ class Predictor:
         rows = rows_of(batch)
         try:
             with self._trained.cluster(do_eval=True):
-                found = self._predict(batch)
+                predictions = self._predict(batch)
         except tf.errors.OpError as error:
             explained = self._trained.explain(error)
             if explained is None:
                 raise
             raise TrainingError(f"prediction: {explained}") from error
         # Values in a map need no prefix.
-        named = {name.removeprefix(f"{_ONE}."): each for name, each in _arrays(_ONE, found)}
-        kept = {name: each for name, each in named.items() if each.shape[:1] == (rows,)}
+        named = {name.removeprefix(f"{_ONE}."): value for name, value in _arrays(_ONE, predictions)}
+        kept = {name: value for name, value in named.items() if value.shape[:1] == (rows,)}
         self.left_out |= named.keys() - kept.keys()
         if not kept:
             raise TrainingError(
@@ -177,7 +177,7 @@ class Predictor:
         weights = np.asarray(batch["weights"]) if "weights" in batch else np.ones([rows])
         for row in range(rows):
             if weights.shape != (rows,) or weights[row]:
-                yield {name: each[row] for name, each in kept.items()}
+                yield {name: value[row] for name, value in kept.items()}
 
 
 def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -186,7 +186,7 @@ def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
         for key in sorted(value):
             yield from _arrays(f"{name}.{key}", value[key])
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _arrays(f"{name}[{number}]", each)
+        for number, item in enumerate(value):
+            yield from _arrays(f"{name}[{number}]", item)
     else:
         yield name, np.asarray(value)

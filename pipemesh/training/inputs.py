@@ -95,9 +95,9 @@ def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
 
 def _has_own_ways(generator: Any, source: Any) -> bool:
     """Returns whether the generator changes the batches of its dataset."""
-    own = [getattr(type(generator), name) for name in _OF_GENERATORS]
+    methods = [getattr(type(generator), name) for name in _OF_GENERATORS]
     return type(source).GetNext is not datasource.TFDatasetSource.GetNext or any(
-        not function.__module__.startswith("lingvo.core.") for function in own
+        not function.__module__.startswith("lingvo.core.") for function in methods
     )
 
 
@@ -193,8 +193,8 @@ class Batches:
             batch = next(self.iterator)
         except (tf.errors.OpError, StopIteration) as error:
             self._go_back()
-            told = "it has ended" if isinstance(error, StopIteration) else reason(error)
-            raise DataError(f"the data to train on cannot be read any more ({told})") from error
+            why = "it has ended" if isinstance(error, StopIteration) else reason(error)
+            raise DataError(f"the data to train on cannot be read any more ({why})") from error
         for path in self._places:
             self._places[path] += 1
         return batch

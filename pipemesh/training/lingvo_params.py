@@ -67,15 +67,15 @@ def _is_given(value: Any, task: Any) -> bool:
 
 def _holds(params: Any, kinds: tuple[type, ...]) -> bool:
     """Returns whether params contain, at any depth, an instance of a class."""
-    found: list[bool] = []
+    matches: list[bool] = []
 
     def enter(_: str, value: Any) -> bool:
         kind = getattr(value, "cls", None)
-        found.append(inspect.isclass(kind) and issubclass(kind, kinds))
+        matches.append(inspect.isclass(kind) and issubclass(kind, kinds))
         return True
 
     params.Visit(lambda *_: None, enter_fn=enter)
-    return any(found)
+    return any(matches)
 
 
 RULES = (
@@ -249,10 +249,11 @@ def check_params(task: Any, learns: bool = True) -> None:
     if task.train is None:
         raise TrainingError(f"{task.name}: p.train is None; give it a learner")
     for name in _NOT_CALLED:
-        if (found := getattr(task.cls, name)).__module__ not in _KNOWN:
+        if (method := getattr(task.cls, name)).__module__ not in _KNOWN:
             raise TrainingError(
-                f"{task.name}: its {found.__qualname__} is not called here, but FPropTower and the "
-                "learner are; override ComputePredictions, ComputeLoss or AdjustGradients instead"
+                f"{task.name}: its {method.__qualname__} is not called here, but FPropTower and "
+                "the learner are; override ComputePredictions, ComputeLoss or AdjustGradients "
+                "instead"
             )
     owners = {"task": task, "train": task.train, "learner": _learner_of(task)}
     for rule in RULES:
@@ -265,8 +266,8 @@ def check_params(task: Any, learns: bool = True) -> None:
             if (learns or is_judged) and rule.refused(holder.Get(name), task):
                 whose = "of its learner " if owner == "learner" else ""
                 shown = name if owner == "learner" else f"p.{path.removeprefix('task.')}"
-                given = _text(holder.Get(name))
-                raise TrainingError(f"{task.name}: {whose}{shown}{given}: {rule.advice}")
+                value_text = _text(holder.Get(name))
+                raise TrainingError(f"{task.name}: {whose}{shown}{value_text}: {rule.advice}")
 
 
 def trained_variables(task: Any) -> Any:
@@ -285,10 +286,10 @@ def _text(value: Any) -> str:
 
 def _learner_of(task: Any) -> Any:
     """Returns the params that define a task's learner: its own, or those of `p.train`."""
-    found = task.train.learner
-    if isinstance(found, list | tuple):
-        return found[0] if found else None
-    return found or task.train
+    learner_params = task.train.learner
+    if isinstance(learner_params, list | tuple):
+        return learner_params[0] if learner_params else None
+    return learner_params or task.train
 
 
 def lingvo_names() -> set[str]:
@@ -297,9 +298,9 @@ def lingvo_names() -> set[str]:
     task = base_model.BaseTask.Params()
     of_learner = set(dict(learner.Learner.Params().IterParams())) - of_layers
     sources = [
-        each.Params()
-        for each in vars(datasource).values()
-        if inspect.isclass(each) and issubclass(each, datasource.DataSource)
+        kind.Params()
+        for kind in vars(datasource).values()
+        if inspect.isclass(kind) and issubclass(kind, datasource.DataSource)
     ]
     inputs = [base_input_generator.BaseSequenceInputGenerator.Params()]
     inputs.append(base_input_generator.BaseInputGeneratorFromFiles.Params())
@@ -384,11 +385,11 @@ def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
     last = max(steps - 1, 0)
 
     def value(step: int) -> float:
-        return float(own.Value(tf.constant(step, tf.int64)))
+        return float(own_schedule.Value(tf.constant(step, tf.int64)))
 
     try:
-        own = rates.lr_schedule.Instantiate()
-        if own.vars.Flatten():
+        own_schedule = rates.lr_schedule.Instantiate()
+        if own_schedule.vars.Flatten():
             return None
         evenly = np.linspace(0, last, _PLACES)
         looked_at = np.unique(np.rint([*evenly, *np.geomspace(1, last + 1, _PLACES) - 1]))

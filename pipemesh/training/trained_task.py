@@ -81,19 +81,19 @@ def all_or_none(
     """
     gradients = [gradient for _, gradient in var_grads.Flatten()]
     squared: Any = py_utils.SumSquared(gradients)
-    wanted = [(tf.math.is_finite(squared), NOT_FINITE, "all_gradients")]
+    conditions = [(tf.math.is_finite(squared), NOT_FINITE, "all_gradients")]
     if scales:
         # The flags are known once all gradients are.
         with tf.control_dependencies([squared]):
             is_finite = tf.reduce_all(tf.stack([scale.finite for scale in scales]))
-        wanted.insert(0, (is_finite, OVERFLOWED, "scaled_gradients"))
+        conditions.insert(0, (is_finite, OVERFLOWED, "scaled_gradients"))
     if loss is not None:
         is_finite = tf.reduce_all(tf.math.is_finite(loss))
-        wanted.insert(0, (is_finite, LOSS_NOT_FINITE, "loss"))
+        conditions.insert(0, (is_finite, LOSS_NOT_FINITE, "loss"))
     # Only the first failed check raises its error.
     checks, is_known = [], tf.constant(False)
-    for is_finite, told, name in wanted:
-        checks.append(tf.debugging.Assert(is_finite | is_known, [told], name=name))
+    for is_finite, text, name in conditions:
+        checks.append(tf.debugging.Assert(is_finite | is_known, [text], name=name))
         is_known |= ~is_finite
 
     def behind_check(pair: Any) -> Any:
@@ -110,9 +110,9 @@ def all_or_none(
     return var_grads.Transform(behind_check)
 
 
-def is_not_finite(told: str) -> bool:
+def is_not_finite(text: str) -> bool:
     """Returns whether an error reports values that are not finite, whatever raised it."""
-    return re.search(r"\bnot finite\b|\b(nan|inf)\b", told, re.IGNORECASE) is not None
+    return re.search(r"\bnot finite\b|\b(nan|inf)\b", text, re.IGNORECASE) is not None
 
 
 def _on(gradient: tf.Tensor) -> tf.Tensor:
@@ -200,9 +200,9 @@ class TrainedTask:
         named = by_logical_name(self.task, learned)
         return {
             name.removesuffix("/var"): [
-                part for part, _ in getattr(found, "parts", [(found, None)])
+                part for part, _ in getattr(variable, "parts", [(variable, None)])
             ]
-            for name, found in named.items()
+            for name, variable in named.items()
         }
 
     def optimizer_variables(self) -> list[tf.Variable]:
@@ -214,13 +214,13 @@ class TrainedTask:
     def averages(self) -> list[tf.Variable]:
         """Returns the moving averages of weights, which replace them in evaluation; often none."""
         ema = self.task.ema
-        found = [ema.average(v) for v in self.task.vars.Flatten()] if ema else []
-        return [average for average in found if average is not None]
+        averages = [ema.average(v) for v in self.task.vars.Flatten()] if ema else []
+        return [average for average in averages if average is not None]
 
     def all_devices(self) -> list[str]:
         """Returns the devices of all stages, or the single device."""
-        found = [device for home in self.devices for device in home]
-        return found or [f"/job:localhost/replica:0/task:0/device:{self._device_type}:0"]
+        devices = [device for home in self.devices for device in home]
+        return devices or [f"/job:localhost/replica:0/task:0/device:{self._device_type}:0"]
 
     def train(
         self, batch: Any, outcome: Callable[[Any, Any], Any], tells_gradients: bool = False
@@ -231,11 +231,11 @@ class TrainedTask:
         # A step that fails, or is not finite, changes only variables that `take_back` restores.
         gradients: dict[str, list[tf.Tensor]] = {}
 
-        def adjusted(found: Any) -> Any:
-            found = all_or_none(self.task.AdjustGradients(found), loss, self._scales)
+        def adjusted(var_grads: Any) -> Any:
+            var_grads = all_or_none(self.task.AdjustGradients(var_grads), loss, self._scales)
             if tells_gradients:
-                gradients.update(self._gradients_of(found))
-            return found
+                gradients.update(self._gradients_of(var_grads))
+            return var_grads
 
         with tf.control_dependencies(
             [copy.assign(v) for copy, v in zip(self._before, self._others, strict=True)]
@@ -284,11 +284,11 @@ class TrainedTask:
 
     def _gradients_of(self, var_grads: Any) -> dict[str, list[tf.Tensor]]:
         """Returns gradients by logical name, one for each variable of a weight."""
-        of = {variable.ref(): gradient for variable, gradient in var_grads.Flatten()}
+        gradients = {variable.ref(): gradient for variable, gradient in var_grads.Flatten()}
         return {
-            name: [tf.convert_to_tensor(of[part.ref()]) for part in parts]
+            name: [tf.convert_to_tensor(gradients[part.ref()]) for part in parts]
             for name, parts in self.learned().items()
-            if all(part.ref() in of for part in parts)
+            if all(part.ref() in gradients for part in parts)
         }
 
     def evaluate(self, batch: Any, outcome: Callable[[Any, Any], Any]) -> Any:
@@ -322,8 +322,8 @@ class TrainedTask:
 
     def explain(self, error: tf.errors.OpError) -> PipemeshError | None:
         """Returns a one-line error with stage, layer and microbatch; None if no stage failed."""
-        found = (stack.Explain(error) for stack in self.pipelines)
-        return next((told for told in found if told is not None), None)
+        errors = (stack.Explain(error) for stack in self.pipelines)
+        return next((explained for explained in errors if explained is not None), None)
 
 
 def pipelines_of(layer: Any) -> list[Any]:

@@ -148,13 +148,13 @@ class Workers:
 
     def waits(self) -> dict[int, list[str]]:
         """Returns the unfinished actions of each worker's devices, by its task."""
-        found: dict[int, list[str]] = {}
+        by_task: dict[int, list[str]] = {}
         for marks in self._marks:
             for wait in marks.waits(_ANSWER):
                 task = task_of(wait.stand.name)
                 if task is not None:
-                    found.setdefault(task, []).append(wait.told(self._name))
-        return found
+                    by_task.setdefault(task, []).append(wait.told(self._name))
+        return by_task
 
     def end_step(self) -> None:
         """Notes that a step was finished."""
@@ -188,17 +188,17 @@ class Workers:
                 by_task.setdefault(task, []).append(device)
         expected = self._expected(costs) if costs and len(self._marks) == 1 else {}
         rates = {
-            task: sum(taken[d] for d in own) / flops
-            for task, own in by_task.items()
-            if (flops := sum(expected.get(d, 0.0) for d in own)) > 0
+            task: sum(taken[d] for d in devices) / flops
+            for task, devices in by_task.items()
+            if (flops := sum(expected.get(d, 0.0) for d in devices)) > 0
         }
         return [
             Work(
                 self._watched.name(task),
-                sum(taken[device] for device in own) / len(own) / steps,
+                sum(taken[device] for device in devices) / len(devices) / steps,
                 _times(task, rates),
             )
-            for task, own in sorted(by_task.items())
+            for task, devices in sorted(by_task.items())
         ]
 
     def _expected(self, costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -501,17 +501,17 @@ class Trainer:
         plain, self._train = self._train, timed
         try:
             self._whole_step()
-            found: list[tuple[Timeline, float]] = []
+            timelines: list[tuple[Timeline, float]] = []
             for _ in range(_TIMED):
                 seconds = self._whole_step()
-                found.append((stack.clock.timeline(stack.schedule, unit=1e-3), seconds))
+                timelines.append((stack.clock.timeline(stack.schedule, unit=1e-3), seconds))
         finally:
             self._train = plain
-        found.sort(key=lambda each: each[0].makespan)
-        found.insert(0, found.pop(_TIMED // 2))
-        measured = found[0][0]
+        timelines.sort(key=lambda pair: pair[0].makespan)
+        timelines.insert(0, timelines.pop(_TIMED // 2))
+        measured = timelines[0][0]
         stack.clock = None
-        return simulate(stack.schedule, measured.costs), found
+        return simulate(stack.schedule, measured.costs), timelines
 
     def _whole_step(self) -> float:
         """Trains a step whose gradients do not overflow; returns its seconds."""

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
@@ -89,7 +88,7 @@ def test_whoever_is_killed_while_workers_write_leaves_a_whole_checkpoint(workers
     for instant in random.Random(1).choices(range(50, 800), k=4):
         words = [",".join(workers), str(tmp_path), "endless"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hosts.saved", *words],
+            warm("-m", "tests.hosts.saved", *words),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,

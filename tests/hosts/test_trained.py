@@ -47,7 +47,7 @@ def trained(addresses, plans, steps=STEPS):
         warm("-m", "tests.hosts.trained", *words),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -75,20 +75,21 @@ def assert_same(addresses, plans):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_workers_train_what_one_process_does(workers):
-    assert_same(workers[:2], [*PLANS[2:4], *PROGRAMS[:3]])
+    assert_same(workers[:2], [*PLANS[2:4], *PROGRAMS[2:4]])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_workers_train_what_one_process_does(workers):
-    assert_same(workers, [PLANS[1], PLANS[5]])
+    assert_same(workers, [PLANS[1]])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize(
-    "plans", [PLANS[:2], PLANS[2:4], PLANS[4:6], PLANS[6:], PROGRAMS[3:6], PROGRAMS[6:]]
+    "plans",
+    [PLANS[:2], PLANS[2:4], PLANS[4:6], PLANS[6:], PROGRAMS[:3], PROGRAMS[3:6], PROGRAMS[6:]],
 )
 def test_any_workers_train_what_one_process_does(workers, number, plans):
     assert_same(workers[:number], plans)

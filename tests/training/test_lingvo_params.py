@@ -91,6 +91,30 @@ def test_what_is_not_done_is_refused_by_the_name_of_its_param():
         assert any(n.partition(".")[2] in told for n in rule.names.split()), (name, told)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda p: p.train.Set(init_from_checkpoint_rules={"/some/ckpt": ([], [])}),
+            "p.train.init_from_checkpoint_rules=.*: it is for lingvo's trainer",
+        ),
+        (
+            lambda p: p.train.learner.Set(optimizer=optimizer.Accumulator.Params()),
+            "of its learner optimizer=Accumulator: it keeps its state",
+        ),
+        (
+            lambda p: p.train.learner.Set(scale_gradients=False),
+            "scale_gradients=False: .* leave it True",
+        ),
+    ],
+)
+def test_refused_params_say_what_they_are_for(change, told):
+    task = small_models.PlainPoints().Task()
+    change(task)
+    with pytest.raises(TrainingError, match=told):
+        check_params(task)
+
+
 class Points(datasource.DataSource):
     """The same batch again and again."""
 

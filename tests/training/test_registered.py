@@ -5,7 +5,6 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import optimizer
 
 from pipemesh.errors import DataError, NotFiniteError, PlanError, TrainingError
 from pipemesh.layers import DatasetInput
@@ -159,36 +158,6 @@ def test_several_learners_are_an_error(eagerly, tmp_path):
     options = Options(logdir=str(tmp_path), steps=1)
     with pytest.raises(TrainingError, match=r"p\.train\.learner: several, or none, could fail"):
         Trainer(RegisteredModel(Several(), "Several"), options)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (
-            lambda p: p.train.Set(init_from_checkpoint_rules={"/some/ckpt": ([], [])}),
-            "p.train.init_from_checkpoint_rules=.*: it is for lingvo's trainer",
-        ),
-        (
-            lambda p: p.train.learner.Set(optimizer=optimizer.Accumulator.Params()),
-            "of its learner optimizer=Accumulator: it keeps its state",
-        ),
-        (
-            lambda p: p.train.learner.Set(scale_gradients=False),
-            "scale_gradients=False: .* leave it True",
-        ),
-    ],
-)
-def test_what_only_lingvos_trainer_does_is_an_error_and_not_left_out(
-    eagerly, tmp_path, change, told
-):
-    class Asking(small_models.PlainPoints):
-        def Task(self):
-            p = super().Task()
-            change(p)
-            return p
-
-    with pytest.raises(TrainingError, match=told):
-        Trainer(RegisteredModel(Asking(), "Asking"), Options(logdir=str(tmp_path), steps=1))
 
 
 def test_a_loss_that_is_not_finite_is_no_step_though_its_gradients_are(eagerly, tmp_path):

@@ -79,14 +79,16 @@ class MeasuredLayers:
         if together is not None:
             work = together.of_layers(together.besides(rows[0]))
         step, halves = steps[0], steps[cases.index(("IW", middle))].memory[0].stages
-        held = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
-        needed = {size: working_memory(each) for size, each in zip(rows, steps, strict=False)}
+        held = [(size, timed.memory[0].stages) for size, timed in zip(rows, steps, strict=False)]
+        needed = {size: working_memory(timed) for size, timed in zip(rows, steps, strict=False)}
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
         dims = [_dims(cell) for cell in cells]
         # Layout rules under which devices can share layers.
-        self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
+        self.rules = ";".join(
+            f"{dim}:{AXIS}" for dim in SPLIT if any(dim in layer_dims for layer_dims in dims)
+        )
         shared: Sequence[StageMemory] = ()
-        slices = math.gcd(*(size for of in dims for size in of.values()))
+        slices = math.gcd(*(size for layer_dims in dims for size in layer_dims.values()))
         if self.rules and devices > 1 and slices % 2 == 0:
             say(f"{number} layers on two devices, {middle} rows")
             on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
@@ -97,7 +99,7 @@ class MeasuredLayers:
         # in seconds, and belongs to no device.
         self.optimizer = num_bytes(step.trained.optimizer_variables()) / weights
         self.update, self.fixed = _outside(alone, together, weights)
-        updates = [found.update for found in needed.values() if found is not None]
+        updates = [memory.update for memory in needed.values() if memory is not None]
         self.update_memory = max([1.0, *(most / weights for most in updates)])
         self.layers = [
             _figures(
@@ -110,7 +112,11 @@ class MeasuredLayers:
                 dims[layer],
                 halves[layer],
                 shared[layer] if shared else None,
-                {size: found.stages[layer] for size, found in needed.items() if found is not None},
+                {
+                    size: memory.stages[layer]
+                    for size, memory in needed.items()
+                    if memory is not None
+                },
             )
             for layer in range(number)
         ]
@@ -199,16 +205,16 @@ def _figures(
 ) -> LayerFigures:
     curves = _with_halves(seconds, middle)
     # Core time is the better measure: other programs disturb it least.
-    told = work or seconds
+    kinds = work or seconds
 
-    def whole(of: Callable[[StageMemory], int]) -> Curve | None:
+    def whole(part: Callable[[StageMemory], int]) -> Curve | None:
         # Each of two devices holds the unsplit part, and half of the rest.
         if shared is None:
             return None
-        return Curve(((middle, max(0, 2 * of(shared) - of(halves))),))
+        return Curve(((middle, max(0, 2 * part(shared) - part(halves))),))
 
-    def curve(of: Callable[[StageMemory], float]) -> Curve:
-        return Curve(tuple((size, of(memory)) for size, memory in sizes))
+    def curve(part: Callable[[StageMemory], float]) -> Curve:
+        return Curve(tuple((size, part(memory)) for size, memory in sizes))
 
     split = math.gcd(*dims.values()) if dims else 1
     outputs = curve(lambda memory: num_bytes(memory.outputs))
@@ -227,7 +233,7 @@ def _figures(
         pending=Curve(((middle, halves.pending),)),
         pending_whole=whole(lambda memory: memory.pending),
         work=_with_halves(work, middle) if work else {},
-        again=min(1.0, told["R"][middle] / told["F"][middle]),
+        again=min(1.0, kinds["R"][middle] / kinds["F"][middle]),
     )
 
 
@@ -244,19 +250,19 @@ def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str,
 
 def _dims(layer: Any) -> dict[str, int]:
     """Returns the sizes of the dims of a layer's weights that can be split."""
-    found: dict[str, int] = {}
-    for each in _all(layer):
-        if isinstance(each, NamedLayer):
-            for shape in each.named_shapes.values():
-                found |= {dim.name: dim.size for dim in shape.dims if dim.name in SPLIT}
-    return found
+    sizes: dict[str, int] = {}
+    for part in _all(layer):
+        if isinstance(part, NamedLayer):
+            for shape in part.named_shapes.values():
+                sizes |= {dim.name: dim.size for dim in shape.dims if dim.name in SPLIT}
+    return sizes
 
 
 def _all(layer: Any) -> Iterator[Any]:
     yield layer
     for child in layer.children.values():
-        for each in child if isinstance(child, list | tuple) else [child]:
-            yield from _all(each)
+        for part in child if isinstance(child, list | tuple) else [child]:
+            yield from _all(part)
 
 
 def in_rounds(
@@ -295,9 +301,9 @@ def seconds_of(
         say(f"nothing of it, since it cannot be had: {failed}")
     if failed is not None and not steps:
         raise failed
-    found = in_turn(in_rounds(list(steps.values()), ROUNDS)[0])
-    took = dict(zip(steps, found, strict=True))
-    return [took.get(i, math.inf) for i in range(len(plans))]
+    typical = in_turn(in_rounds(list(steps.values()), ROUNDS)[0])
+    seconds = dict(zip(steps, typical, strict=True))
+    return [seconds.get(i, math.inf) for i in range(len(plans))]
 
 
 # Defaults: the least overhead of an action, and the speed of a link within one machine.
@@ -336,24 +342,24 @@ def measure(
         whole.append(TimedStep(make(plan), batch))
     seconds, work = in_rounds(whole, _STEPS)
     steps = in_turn(seconds)
-    told: list[Measured] = []
-    for plan, took, done, every in zip(
+    measurements: list[Measured] = []
+    for plan, duration, done, every in zip(
         plans, steps, in_turn(work), zip(*seconds, strict=True), strict=True
     ):
         spread = statistics.median(every) / usual(every) - 1
-        told.append(Measured(plan, rows, took, spread=spread))
+        measurements.append(Measured(plan, rows, duration, spread=spread))
         if on_cpu:
             # Other programs lengthen a step, but not its core time.
-            told.append(Measured(plan, rows, done, is_work=True))
-    return dataclasses.replace(fitted(figures, told), plain_step=steps[plans.index(PLAIN)])
+            measurements.append(Measured(plan, rows, done, is_work=True))
+    return dataclasses.replace(fitted(figures, measurements), plain_step=steps[plans.index(PLAIN)])
 
 
 def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
     """Yields plans whose times separate the fitted quantities."""
     rows = figures.batch
 
-    def divisor(of: int, most: int) -> int:
-        return max(n for n in range(1, most + 1) if of % n == 0)
+    def divisor(number: int, most: int) -> int:
+        return max(n for n in range(1, most + 1) if number % n == 0)
 
     yield PLAIN
     yield Plan(num_microbatches=divisor(rows, 8), remat=Remat.NONE)

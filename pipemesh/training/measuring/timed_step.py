@@ -146,14 +146,14 @@ class ActionTimes:
             times = _later(step)
             # With recomputation only R is counted: it takes work off the other actions.
             again = any(action.kind == "R" for action, _ in times)
-            for action, took in times:
+            for action, seconds in times:
                 if again and action.kind != "R":
                     continue
-                own = self._layers[action.stage].setdefault(action.kind, {})
-                own.setdefault(size, []).append(took)
+                by_rows = self._layers[action.stage].setdefault(action.kind, {})
+                by_rows.setdefault(size, []).append(seconds)
         self._whole.run()
-        for action, took in _later(self._whole):
-            self._together.setdefault(action.kind, []).append(took)
+        for action, seconds in _later(self._whole):
+            self._together.setdefault(action.kind, []).append(seconds)
 
     @property
     def before(self) -> float:
@@ -169,9 +169,10 @@ class ActionTimes:
         """Returns the overhead of an action: one of all layers against one for each layer."""
         if len(self._layers) == 1:
             return 0.0
-        every = self.of_layers(0.0)
+        layers = self.of_layers(0.0)
         more = [
-            (sum(own[kind][rows] for own in every) - usual(self._together[kind])) / (len(every) - 1)
+            (sum(times[kind][rows] for times in layers) - usual(self._together[kind]))
+            / (len(layers) - 1)
             for kind in "FB"
         ]
         return max(0.0, min(more))
@@ -180,33 +181,36 @@ class ActionTimes:
         """Returns each layer's seconds without `beside`, by kind of action and rows."""
 
         def without(times: list[float]) -> float:
-            took = usual(times)
-            return max(took - beside, _LEAST * took)
+            seconds = usual(times)
+            return max(seconds - beside, _LEAST * seconds)
 
-        found = [
-            {kind: {size: without(times) for size, times in of.items()} for kind, of in own.items()}
-            for own in self._layers
+        layers = [
+            {
+                kind: {size: without(times) for size, times in by_rows.items()}
+                for kind, by_rows in kinds.items()
+            }
+            for kinds in self._layers
         ]
         # A first layer without weights has no backward pass.
-        for own in found:
+        for kinds in layers:
             for kind in "BR":
-                own.setdefault(kind, dict.fromkeys(own["F"], 0.0))
-        return found
+                kinds.setdefault(kind, dict.fromkeys(kinds["F"], 0.0))
+        return layers
 
 
 def _later(step: TimedStep) -> list[tuple[Action, float]]:
     """Returns the actions from the second microbatch on, which add to existing gradients."""
-    return [(action, took) for action, took in step.durations().items() if action.microbatch]
+    return [(action, seconds) for action, seconds in step.durations().items() if action.microbatch]
 
 
 def times_of(
     steps: Sequence[TimedStep], rows: Sequence[int], number: int, whole: TimedStep
 ) -> ActionTimes:
     """Returns the times of steps, each of which runs `ROUNDS` times."""
-    found = ActionTimes(steps, rows, number, whole)
+    times = ActionTimes(steps, rows, number, whole)
     for _ in range(ROUNDS):
-        found.add()
-    return found
+        times.add()
+    return times
 
 
 def on_one_core(
@@ -230,7 +234,8 @@ def in_turn(rounds: Sequence[Sequence[float]]) -> list[float]:
     totals = [sum(times) for times in rounds]
     whole = statistics.median(totals)
     return [
-        whole * statistics.median(took / total for took, total in zip(times, totals, strict=True))
+        whole
+        * statistics.median(seconds / total for seconds, total in zip(times, totals, strict=True))
         for times in zip(*rounds, strict=True)
     ]
 

@@ -273,8 +273,8 @@ class Progress:
     def _tell(self) -> None:
         now = self._told = time.monotonic()
         seconds = now - self._begin
-        told = f"step {self._done:,} of {self._total:,}, {tqdm.format_interval(seconds)} so far"
+        text = f"step {self._done:,} of {self._total:,}, {tqdm.format_interval(seconds)} so far"
         if self._first < self._done < self._total:
             left = seconds / (self._done - self._first) * (self._total - self._done)
-            told = f"{told}, {tqdm.format_interval(left)} to go"
-        print(f"{told}, {self._text}" if self._text else told, file=sys.stderr, flush=True)
+            text = f"{text}, {tqdm.format_interval(left)} to go"
+        print(f"{text}, {self._text}" if self._text else text, file=sys.stderr, flush=True)

@@ -95,26 +95,26 @@ def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
     }
 
 
-def of_report(found: Report) -> dict[str, Any]:
+def of_report(forecast: Report) -> dict[str, Any]:
     """Returns the predicted values of a step."""
     return {
         "devices": [
             {
-                "device": each.device,
-                "weights": each.weights,
-                "optimizer": found.optimizer.get(each.device, 0),
-                "gradients": each.gradients,
-                "activations": each.kept,
+                "device": row.device,
+                "weights": row.weights,
+                "optimizer": forecast.optimizer.get(row.device, 0),
+                "gradients": row.gradients,
+                "activations": row.kept,
             }
-            for each in found.memory
+            for row in forecast.memory
         ],
         "sent": [
-            {"axes": each.axes, "what": each.what, "times": each.times, "bytes": each.bytes}
-            for each in found.sent
+            {"axes": row.axes, "what": row.what, "times": row.times, "bytes": row.bytes}
+            for row in forecast.sent
         ],
-        "bubble": found.bubble,
-        "flops": found.flops,
-        **_of_schedule(found.timeline),
+        "bubble": forecast.bubble,
+        "flops": forecast.flops,
+        **_of_schedule(forecast.timeline),
     }
 
 
@@ -132,7 +132,7 @@ def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
         "seconds": seconds,
         "starts": rounded(measured.starts),
         "ends": rounded(measured.ends),
-        "others": [[rounded(each.starts), rounded(each.ends)] for each, _ in others],
+        "others": [[rounded(timeline.starts), rounded(timeline.ends)] for timeline, _ in others],
     }
 
 
@@ -140,12 +140,12 @@ def of_work(work: Sequence[Work]) -> list[dict[str, Any]]:
     """Returns the work of each worker as plain values."""
     return [
         {
-            "worker": each.name,
-            "seconds": round(each.seconds, 2 * _DIGITS),
-            "times": None if each.times is None else round(each.times, _DIGITS),
-            "is_slow": each.is_slow,
+            "worker": worker.name,
+            "seconds": round(worker.seconds, 2 * _DIGITS),
+            "times": None if worker.times is None else round(worker.times, _DIGITS),
+            "is_slow": worker.is_slow,
         }
-        for each in work
+        for worker in work
     ]
 
 
@@ -220,11 +220,13 @@ class Histograms:
         if not self._before:
             return {}
         before, self._before = self._before, {}
-        found: dict[str, np.ndarray] = {}
+        histograms: dict[str, np.ndarray] = {}
         for name, value in self._values().items():
-            found[f"weights/{name}"] = value
-            found[f"updates/{name}"] = value - before[name]
-        return found | {f"gradients/{name}": _joined(of) for name, of in gradients.items()}
+            histograms[f"weights/{name}"] = value
+            histograms[f"updates/{name}"] = value - before[name]
+        return histograms | {
+            f"gradients/{name}": _joined(parts) for name, parts in gradients.items()
+        }
 
     def _values(self) -> dict[str, np.ndarray]:
         return {name: _joined(parts) for name, parts in self._weights.items()}

@@ -205,8 +205,8 @@ class RangeTest:
                     continue
                 in_a_row = 0
                 curve.add(result["learning_rate"], result["loss"])
-                told = f"rate {curve.rates[-1]:.1e}, loss {curve.losses[-1]:.3f}"
-                progress.advance(told)
+                text = f"rate {curve.rates[-1]:.1e}, loss {curve.losses[-1]:.3f}"
+                progress.advance(text)
                 if curve.has_risen:
                     return f"is well above that of the beginning at {curve.rates[-1]:.1e}"
                 if self._stop is not None:
@@ -238,19 +238,19 @@ class RangeTest:
                 f"the loss did not fall by more than it varies, and {end}; there is nothing to "
                 "suggest"
             ]
-        wanted, subject = curve.suggested, self._trainer.subject
+        suggested, subject = curve.suggested, self._trainer.subject
         lines = [
             f"the loss falls the fastest at {curve.fastest:.1e}, is the lowest at "
             f"{curve.lowest:.1e}, and {end}",
-            f"suggested: learning rates up to {wanted:.1e}",
+            f"suggested: learning rates up to {suggested:.1e}",
         ]
-        found = peak_rate(subject.task(), self._options.steps)
-        if found is not None and found[2] > 0:
-            name, factor, peak = found
+        own = peak_rate(subject.task(), self._options.steps)
+        if own is not None and own[2] > 0:
+            name, factor, peak = own
             name = subject.rate_name or name
             lines.append(
                 f"with {name}={factor:.3g} the model's own go up to {peak:.1e} within "
-                f"{self._options.steps} steps; {name}={factor * wanted / peak:.2g} makes that "
-                f"{wanted:.1e}"
+                f"{self._options.steps} steps; {name}={factor * suggested / peak:.2g} makes that "
+                f"{suggested:.1e}"
             )
         return lines

@@ -184,15 +184,6 @@ def test_histograms_come_every_so_many_steps(eagerly, tmp_path, capsys):
     assert gradients[:, 2].sum() == 4 and np.abs(gradients[:, :2]).max() > 0
 
 
-def test_without_the_flag_there_are_none(eagerly, tmp_path, capsys):
-    assert trained(tmp_path, 2) == 0
-    assert histograms(tmp_path) == {} and list(summaries_of(tmp_path))
-
-
-def summaries_of(logdir):
-    return (tag for tag, *_ in summaries(logdir))
-
-
 def test_a_weight_in_slices_is_one():
     parts = [tf.Variable([[1.0, 2.0]]), tf.Variable([[3.0]])]
     seen = Histograms({"w": parts}, every=1)
@@ -207,7 +198,9 @@ def test_a_weight_in_slices_is_one():
     assert list(seen.after()) == ["weights/w", "updates/w"]
 
 
-@pytest.mark.parametrize("name", ["StagedPoints", "SplitPoints"])
+@pytest.mark.parametrize(
+    "name", ["SplitPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
+)
 def test_weights_of_stages_are_told_by_their_logical_names(eagerly, tmp_path, capsys, name):
     assert trained(tmp_path, 1, name, histogram_every=1) == 0
     tags = {tag for tag, _ in histograms(tmp_path)}
@@ -216,7 +209,9 @@ def test_weights_of_stages_are_told_by_their_logical_names(eagerly, tmp_path, ca
     assert of["gradients"] == of["weights"] == of["updates"]
 
 
-@pytest.mark.parametrize("name", ["StagedPoints", "SplitPoints"])
+@pytest.mark.parametrize(
+    "name", ["SplitPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
+)
 def test_gradients_are_the_plain_models(eagerly, tmp_path, name):
     def gradients(plain):
         options = Options(logdir=str(tmp_path), steps=1, histogram_every=1)
@@ -260,8 +255,10 @@ def test_steps_that_do_not_come_are_missing_in_it(eagerly, tmp_path, capsys):
     assert len(files(tmp_path)) == 1
 
 
-def test_steps_that_are_done_are_told(eagerly, tmp_path, capsys):
+def test_profiled_steps_may_be_done_already(eagerly, tmp_path, capsys):
     assert trained(tmp_path, 2) == 0
+    # By default there are summaries, and no histograms.
+    assert histograms(tmp_path) == {} and list(summaries(tmp_path))
     path = tmp_path / "ckpt-2"
     assert trained(tmp_path, 3, restore=path, profile_steps=(1, 2)) == 0
     assert "are done; there is no profile" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_a_step_moves_the_weights_by_its_rate(eagerly, tmp_path, name):
     np.testing.assert_allclose(rows_of(tmp_path)["loss"], losses, rtol=1e-4)
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_it_begins_where_a_training_is(eagerly, tmp_path, damaged):
     """If the newest checkpoint is damaged, at the one before."""
     subject = RegisteredModel(small_models.PlainPoints(), "points")
