@@ -219,7 +219,7 @@ def test_a_removed_folder_is_not_created_again(tmp_path):
     assert os.listdir(tmp_path) == ["away"]
 
 
-def test_in_an_unreadable_folder_the_last_known_is_the_newest(tmp_path, monkeypatch):
+def test_an_unreadable_folder_keeps_the_known_newest(tmp_path, monkeypatch):
     """To say what is kept ended a training that could not be saved."""
     saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)})
     saver.save(1, {})

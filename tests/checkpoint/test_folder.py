@@ -43,7 +43,7 @@ def test_only_leftovers_are_removed(tmp_path):
     assert newest(str(tmp_path)) == str(tmp_path / "ckpt-3")
 
 
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path, capsys):
+def test_a_damaged_checkpoint_is_set_aside(tmp_path, capsys):
     paths = [make(tmp_path, step) for step in (3, 20, 100)]
     os.truncate(f"{paths[2]}.{DATA}", 1)
     os.unlink(f"{paths[1]}.{DATA}")

@@ -45,7 +45,7 @@ def data_files(folder, step):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_each_host_writes_and_reads_what_lies_on_it(workers, tmp_path):
+def test_each_host_writes_and_reads_its_slices(workers, tmp_path):
     """Next to nothing of it goes through the client, and it is what the client would write."""
     found, said = run(workers, tmp_path, "save")
     assert not said
@@ -75,7 +75,7 @@ def test_training_on_workers_goes_on_while_they_write(workers, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_worker_that_cannot_write_costs_a_checkpoint_and_no_step(workers, tmp_path):
+def test_a_failed_write_of_a_worker_costs_no_step(workers, tmp_path):
     found, _ = run(workers, tmp_path, "failing")
     assert re.search(r"ckpt-2 cannot be written \(worker 1: .*/proc/", found["error"])
     assert found["newest"].endswith("ckpt-3")
@@ -83,7 +83,7 @@ def test_a_worker_that_cannot_write_costs_a_checkpoint_and_no_step(workers, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_whoever_is_killed_while_workers_write_leaves_a_whole_checkpoint(workers, tmp_path):
+def test_a_killed_client_leaves_a_whole_checkpoint(workers, tmp_path):
     before = 0
     for instant in random.Random(1).choices(range(50, 800), k=4):
         words = [",".join(workers), str(tmp_path), "endless"]
@@ -131,7 +131,7 @@ def may_mount():
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not may_mount(), reason="this user may not give a process files of its own")
-def test_what_a_worker_without_the_folder_has_the_client_writes_and_reads(workers, tmp_path):
+def test_the_client_writes_for_workers_without_the_folder(workers, tmp_path):
     with apart(tmp_path) as other:
         hosts = [workers[0], other]
         found, said = run(hosts, tmp_path, "save")

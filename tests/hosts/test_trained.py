@@ -74,13 +74,13 @@ def assert_same(addresses, plans):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_workers_train_what_one_process_does(workers):
+def test_two_workers_equal_one_process(workers):
     assert_same(workers[:2], [*PLANS[2:4], *PROGRAMS[2:4]])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_four_workers_train_what_one_process_does(workers):
+def test_four_workers_equal_one_process(workers):
     assert_same(workers, [PLANS[1]])
 
 
@@ -91,7 +91,7 @@ def test_four_workers_train_what_one_process_does(workers):
     "plans",
     [PLANS[:2], PLANS[2:4], PLANS[4:6], PLANS[6:], PROGRAMS[:3], PROGRAMS[3:6], PROGRAMS[6:]],
 )
-def test_any_workers_train_what_one_process_does(workers, number, plans):
+def test_any_workers_equal_one_process(workers, number, plans):
     assert_same(workers[:number], plans)
 
 

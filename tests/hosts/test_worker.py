@@ -22,7 +22,7 @@ from tests.hosts.workers import address_of, start
         (["--port={taken}"], "--port={taken}: Address already in use; give another"),
     ],
 )
-def test_what_cannot_be_offered_is_an_error_at_once(words, told, capsys, monkeypatch):
+def test_invalid_workers_are_errors_at_once(words, told, capsys, monkeypatch):
     # TensorFlow takes seconds to load.
     monkeypatch.setattr(worker, "_serve", None)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -57,7 +57,7 @@ def test_a_worker_answers_unless_stopped_and_ends_by_a_signal(number):
         worker.communicate()
 
 
-def test_a_busy_machine_may_take_its_time_to_let_a_worker_ask_itself(monkeypatch, capfd):
+def test_a_worker_on_a_busy_machine_asks_itself_again(monkeypatch, capfd):
     """gRPC gives up a connection that takes 0.1 s; the worker took that for no answer in 30."""
     answers = [Health(trouble="has not answered for 0 s"), Health(("CPU:0",), 7)]
     monkeypatch.setattr(health, "ask", lambda *_: [answers.pop(0)])

@@ -76,7 +76,7 @@ REFUSED = {
 }
 
 
-def test_what_is_not_done_is_refused_by_the_name_of_its_param():
+def test_unsupported_params_are_refused_by_name():
     assert set(REFUSED) == {rule.names for rule in RULES if rule.refused is not None}
     check_params(small_models.PlainPoints().Task())
     for rule in RULES:

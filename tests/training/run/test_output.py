@@ -44,7 +44,7 @@ def events(logdir):
     return [json.loads(line) for line in (logdir / "record.jsonl").read_text().splitlines()]
 
 
-def test_a_training_is_recorded_from_its_beginning_to_its_end(eagerly, tmp_path, capsys):
+def test_a_run_is_recorded_from_begin_to_end(eagerly, tmp_path, capsys):
     assert trained(tmp_path) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[-2:] == [f"report: {tmp_path}/report.html", f"checkpoint: {tmp_path}/ckpt-4"]
@@ -69,7 +69,7 @@ def test_a_training_is_recorded_from_its_beginning_to_its_end(eagerly, tmp_path,
     assert "done, at step 4" in (tmp_path / "report.html").read_text()
 
 
-def test_for_programs_standard_output_has_the_record_and_nothing_else(eagerly, tmp_path, capsys):
+def test_json_output_is_the_record(eagerly, tmp_path, capsys):
     assert trained(tmp_path, log_format="json") == 0
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == events(tmp_path)
@@ -79,9 +79,7 @@ def test_for_programs_standard_output_has_the_record_and_nothing_else(eagerly, t
     assert capsys.readouterr().out == "text\n"
 
 
-def test_a_training_that_is_stopped_and_goes_on_has_the_curves_of_one_that_is_not(
-    eagerly, tmp_path, capsys
-):
+def test_a_resumed_run_has_the_same_curves(eagerly, tmp_path, capsys):
     assert trained(tmp_path / "whole", 6) == 0
     assert trained(tmp_path / "run", 6, stop=3) == 128 + signal.SIGTERM
     stopped = read(str(tmp_path / "run"))
@@ -112,7 +110,7 @@ def test_how_it_failed_is_told(eagerly, tmp_path, capsys):
     assert last["event"] == "end" and not last["is_done"] and "not finite" in last["reason"]
 
 
-def test_a_record_and_a_page_that_cannot_be_written_end_nothing(eagerly, tmp_path, capsys):
+def test_an_unwritable_record_or_page_ends_nothing(eagerly, tmp_path, capsys):
     (tmp_path / "record.jsonl").mkdir()
     assert trained(tmp_path) == 0
     err = capsys.readouterr().err
@@ -265,7 +263,7 @@ def test_profiled_steps_may_be_done_already(eagerly, tmp_path, capsys):
     assert files(tmp_path) == []
 
 
-def test_a_profile_that_cannot_be_written_is_told_and_ends_nothing(eagerly, tmp_path, capsys):
+def test_an_unwritable_profile_ends_nothing(eagerly, tmp_path, capsys):
     (tmp_path / "plugins").write_text("a file stands in its place")
     assert trained(tmp_path, 3, profile_steps=(2, 3)) == 0
     assert "there is no profile (" in capsys.readouterr().err

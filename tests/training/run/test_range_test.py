@@ -83,7 +83,7 @@ def test_rates_grow_and_nothing_is_saved(eagerly, tmp_path, capsys):
     assert f"{count} steps from step 0 on" in capsys.readouterr().out
 
 
-def test_what_was_found_is_set_beside_the_models_own_rates(eagerly, tmp_path):
+def test_advice_compares_with_the_models_rates(eagerly, tmp_path):
     test, _ = range_test(tmp_path)
     told = test._advice(drawn(100, 0.0, 0), "is well above it")
     assert told[1].startswith("suggested: learning rates up to ")
@@ -117,7 +117,7 @@ def test_a_step_moves_the_weights_by_its_rate(eagerly, tmp_path, name):
 
 
 @pytest.mark.parametrize("damaged", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_it_begins_where_a_training_is(eagerly, tmp_path, damaged):
+def test_it_begins_at_the_restored_step(eagerly, tmp_path, damaged):
     """If the newest checkpoint is damaged, at the one before."""
     subject = RegisteredModel(small_models.PlainPoints(), "points")
     before = Trainer(subject, Options(logdir=str(tmp_path), steps=50))
@@ -159,7 +159,7 @@ def test_a_loss_that_is_not_finite_ends_it(eagerly, tmp_path, capsys):
         test.run()
 
 
-def test_a_signal_ends_it_and_what_was_found_is_told(eagerly, tmp_path, capsys):
+def test_a_signal_ends_it_with_a_report(eagerly, tmp_path, capsys):
     test, trainer = range_test(tmp_path)
     step = trainer.train_step
 
