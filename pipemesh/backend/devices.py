@@ -203,9 +203,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def place_beside_inputs(graph: tf.Graph) -> None:
-    """Gives each operation without a device that of its largest input, in a complete graph of a
-    function.
-    """
+    """Gives each operation of a complete graph without a device that of its largest input."""
     captured: dict[str, str] = {}
     for outside, inside in getattr(graph, "captures", ()):
         if outside.dtype == tf.resource and not tf.is_symbolic_tensor(outside):

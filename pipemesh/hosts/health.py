@@ -126,9 +126,7 @@ def _read(message: bytes) -> Health:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields numbers and values of a protocol buffer's fields; no installed module defines this
-    one.
-    """
+    """Yields numbers and values of a protocol buffer's fields; no installed module defines it."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

@@ -24,9 +24,7 @@ _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 
 
 def say(text: str) -> None:
-    """Writes a line to standard error within seconds, or loses it, such as on a full disk; threads
-    that watch workers call it.
-    """
+    """Writes a line to standard error, from any thread; loses it if that takes long or fails."""
     left = f"{text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError, ValueError):
         while left and select.select([], [2], [], _SECONDS)[1]:
@@ -34,9 +32,7 @@ def say(text: str) -> None:
 
 
 def hold_standard_files() -> None:
-    """Opens standard files that were closed at the start, as native code and `say` write to their
-    numbers.
-    """
+    """Opens standard files that were closed at the start: native code writes to their numbers."""
     for fd in range(3):
         try:
             os.fstat(fd)

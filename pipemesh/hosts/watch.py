@@ -143,9 +143,7 @@ class Watch:
                 self._lost(message)
 
     def _run(self) -> None:
-        """Watches until it is stopped; after an error here a lost worker would remain unnoticed,
-        and the client would wait forever.
-        """
+        """Watches until it is stopped, whatever fails: else a lost worker would remain unnoticed."""
         failures = 0
         while not self._ended.wait(_PAUSE):
             try:

@@ -360,9 +360,7 @@ class Ramp(schedule.BaseSchedule):
 
 
 def ramped(task: Any, steps: int) -> Any:
-    """Returns a copy of a task's params with a `Ramp` as learning rate; unchanged without a
-    learner.
-    """
+    """Returns a copy of a task's params with a `Ramp` in place of its schedule, if it has one."""
     copy = task.Copy()
     rates, _ = _rates_of(copy)
     if rates is not None:

@@ -122,9 +122,7 @@ def _on(gradient: tf.Tensor) -> tf.Tensor:
 
 
 class TrainedTask:
-    """A task, its optimizer unless not `learns`, and the moving averages of its weights if there
-    are some.
-    """
+    """A task, its optimizer if it `learns`, and the moving averages of its weights, if any."""
 
     def __init__(
         self, params: Any, plan: Plan, device_type: str, seed: int, learns: bool = True

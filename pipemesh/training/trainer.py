@@ -123,9 +123,7 @@ class Work:
 
 
 class Workers:
-    """The current actions of workers, from marks in pipelines whose graphs are not built yet; the
-    watch receives them.
-    """
+    """The current actions of workers, from marks in pipelines; the watch receives them."""
 
     def __init__(self, pipelines: Sequence[Any], watched: watch.Watch) -> None:
         self._watched = watched
@@ -219,9 +217,7 @@ def _times(task: int, rates: Mapping[int, float]) -> float | None:
 
 
 def followed(pipelines: Sequence[Any]) -> Workers | None:
-    """Follows the workers that this process drives, in pipelines whose graphs are not built yet;
-    None if it drives none.
-    """
+    """Follows the workers of pipelines whose graphs are not built yet; None if there are none."""
     watched = watch.current()
     return None if watched is None else Workers(pipelines, watched)
 
@@ -462,9 +458,7 @@ class Trainer:
             raise
 
     def _locate(self, batch: Any) -> PipemeshError | None:
-        """Runs a failed step again, which changes nothing, to find where a value ceased to be
-        finite.
-        """
+        """Runs a failed step again, which changes nothing, to find where a value is not finite."""
         if not self.trained.pipelines:
             return None
         for stack in self.trained.pipelines:

@@ -160,9 +160,7 @@ def _step(
 
 
 def number_of_layers(make: Make) -> int:
-    """Returns the number of layers in a model's pipeline, which must follow the partition of a
-    plan.
-    """
+    """Returns the number of layers in a model's pipeline, which must follow a plan's partition."""
     from pipemesh.training.registered import stacks_of
 
     subject = make(Plan())
@@ -268,9 +266,7 @@ def _all(layer: Any) -> Iterator[Any]:
 def in_rounds(
     steps: Sequence[TimedStep], number: int
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Runs steps in turn, so that other load slows a whole round; returns by round the seconds and
-    the core seconds of each.
-    """
+    """Runs steps in turn; returns by round the seconds and the core seconds of each step."""
     seconds: list[list[float]] = []
     work: list[list[float]] = []
     for _ in range(number):

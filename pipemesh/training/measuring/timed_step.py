@@ -90,9 +90,7 @@ _THREADS = "/proc/self/task"
 
 @contextlib.contextmanager
 def one_core() -> Iterator[bool]:
-    """Pins all threads of this process, and new ones, to one core; yields False if the system
-    cannot (not Linux).
-    """
+    """Pins all threads of this process to one core; yields False if the system cannot (not Linux)."""
     if sys.platform != "linux" or not os.path.isdir(_THREADS):
         yield False
         return
@@ -263,9 +261,7 @@ class WorkingMemory:
 
 
 def working_memory(step: TimedStep) -> WorkingMemory | None:
-    """Returns the temporary memory of a clocked step on one device, or None if TensorFlow does not
-    count it.
-    """
+    """Returns the temporary memory of a clocked step on one device; None if it is not counted."""
     memory = TensorMemory(step.trained.all_devices()[0])
     if not memory.is_counted:
         return None

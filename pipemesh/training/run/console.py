@@ -83,9 +83,7 @@ _objects: IO[str] | None = None
 
 
 def output_matters() -> None:
-    """Lets the program end if standard output fails, and escapes characters that its encoding
-    lacks.
-    """
+    """Lets the program end if standard output fails; escapes characters that it cannot encode."""
     if isinstance(sys.stdout, _Steady):
         sys.stdout.ends = True
     reconfigure = getattr(sys.stdout, "reconfigure", None)
@@ -100,9 +98,7 @@ def has_unicode() -> bool:
 
 @contextlib.contextmanager
 def objects_alone(wanted: bool = True) -> Iterator[None]:
-    """Reserves standard output for `say_object` in the block, if `wanted`; text goes to standard
-    error.
-    """
+    """Reserves standard output for `say_object` in the block; text goes to standard error."""
     global _objects
     if not wanted or _objects is not None:
         yield
@@ -167,9 +163,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Runs `work`, which only saves time, on another thread beside the block; its errors are
-    dropped.
-    """
+    """Runs `work`, which only saves time, beside the block; its errors are dropped."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
@@ -216,9 +210,7 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class Progress:
-    """A progress display on standard error; in a log file, a line every 30 seconds and one at the
-    end.
-    """
+    """A progress display on standard error; in a log file, a line every 30 seconds."""
 
     def __init__(self, done: int, total: int) -> None:
         self._terminal = sys.stderr.isatty()

@@ -58,9 +58,7 @@ class Spikes:
         self._count, self._mean, self._square = 0, 0.0, 0.0
 
     def add(self, loss: float) -> str | None:
-        """Adds a finite loss, and describes it if it is a spike, until the mean has caught up with
-        it.
-        """
+        """Adds a finite loss; describes it if it is a spike, until the mean has caught up."""
         apart = loss - self._mean
         text = None
         if self._count >= _FEWEST:
@@ -353,8 +351,8 @@ class Loop:
             self._tell("measured", text, step=self._trainer.step, **values)
 
     def _mfu(self, seconds: float) -> float | None:
-        """Returns the model's matmul flops as a share of the measured peak; None above 1, an
-        impossible value.
+        """Returns the matmul flops as a share of the measured peak; None above 1, which is
+        impossible.
         """
         return share if (share := ratio(self._flops, seconds * self._peak)) <= 1 else None
 

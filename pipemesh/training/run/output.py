@@ -43,9 +43,7 @@ class Telling:
     def __call__(
         self, kind: str, text: str | None = None, *, is_warning: bool = False, **values: Any
     ) -> None:
-        """Reports an event of a kind from `pipemesh/report/README.md`: `text` for people, `values`
-        for programs.
-        """
+        """Reports an event (`pipemesh/report/README.md`): `text` for people, `values` for programs."""
         if text is not None:
             self.warn(text) if is_warning else self.say(text)
         say_object(self._record.add(kind, **values))
@@ -119,9 +117,7 @@ def of_report(forecast: Report) -> dict[str, Any]:
 
 
 def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
-    """Returns when the actions of some steps ran, from timelines in milliseconds; the first is
-    shown.
-    """
+    """Returns when the actions of some steps ran, in milliseconds; the first is shown."""
 
     def rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
         return [[round(time, _DIGITS) for time in row] for row in rows]

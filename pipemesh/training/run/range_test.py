@@ -147,18 +147,14 @@ class Curve:
 
 
 class RangeTest:
-    """A run with growing learning rates, which reports a good rate and saves no weights; its
-    trainer has the same options.
-    """
+    """A run with growing learning rates, which reports a good rate and saves no weights."""
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
         self._trainer, self._options = trainer, options
         self._stop: int | None = None
 
     def run(self) -> int:
-        """Trains until the end or a signal, prints the result, and writes `learning_rates.csv`;
-        returns the exit code.
-        """
+        """Trains, prints the result, and writes `learning_rates.csv`; returns the exit code."""
         first = self._trainer.step
         curve = Curve(self._options.find_learning_rate)
         stops = (signal.SIGINT, signal.SIGTERM)
