@@ -143,7 +143,7 @@ class Watch:
                 self._lost(message)
 
     def _run(self) -> None:
-        """Watches until it is stopped, whatever fails: else a lost worker would remain unnoticed."""
+        """Watches until it is stopped, whatever fails, so that no lost worker is unnoticed."""
         failures = 0
         while not self._ended.wait(_PAUSE):
             try:

@@ -142,7 +142,7 @@ class Predictor:
         self._predict = tf.function(self._trained.predict, autograph=False)
 
     def examples(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the predictions for each held-out example in order; rows of weight 0 are padding."""
+        """Yields the predictions for each held-out example in order, without padding."""
         iterator = iter(self._batches or ())
         while True:
             try:

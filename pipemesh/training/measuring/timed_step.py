@@ -90,7 +90,7 @@ _THREADS = "/proc/self/task"
 
 @contextlib.contextmanager
 def one_core() -> Iterator[bool]:
-    """Pins all threads of this process to one core; yields False if the system cannot (not Linux)."""
+    """Pins all threads of this process to one core; yields False where that is impossible."""
     if sys.platform != "linux" or not os.path.isdir(_THREADS):
         yield False
         return

@@ -43,7 +43,7 @@ class Telling:
     def __call__(
         self, kind: str, text: str | None = None, *, is_warning: bool = False, **values: Any
     ) -> None:
-        """Reports an event (`pipemesh/report/README.md`): `text` for people, `values` for programs."""
+        """Reports an event (see `pipemesh/report`): `text` for people, `values` for programs."""
         if text is not None:
             self.warn(text) if is_warning else self.say(text)
         say_object(self._record.add(kind, **values))
