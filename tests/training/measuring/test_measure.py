@@ -7,6 +7,7 @@ import sys
 import pytest
 import tensorflow as tf
 
+from pipemesh.commands.main import main
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
@@ -23,8 +24,8 @@ from tests.training.small_models import PlannedPoints, StagedPoints
 
 
 @pytest.mark.slow
-def test_measured_figures_serve_to_find_plans(tmp_path):
-    """The whole way: layers and steps are timed in one process, and read in another."""
+def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
+    """Layers and steps are timed in one process, and read in another."""
     path, plans = tmp_path / "figures.json", tmp_path / "plans.json"
     model = "--model=tests.training.small_models.PlannedPoints"
     code, out, err = run("plan", model, "--devices=2", f"--save={path}")
@@ -45,9 +46,8 @@ def test_measured_figures_serve_to_find_plans(tmp_path):
     assert figures.fixed > 0 and figures.update >= 0 and 0 < figures.crowding < 1
     # Rows of 6 floats and a label go to the next layer.
     assert figures.layers[1].outputs.at(8) == 8 * (6 + 1) * 4
-    code, again, _ = run("plan", str(path), "--devices=2", f"--json={plans}")
-    assert code == 0
-    assert again.splitlines()[-1] == out.splitlines()[-1]
+    assert main(["plan", str(path), "--devices=2", f"--json={plans}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
     assert json.loads(plans.read_text())[0]["seconds"] > 0
     # And steps of the best plans, of the model in a third one, beside plain ones.
     assert figures.plain_step > 0
