@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pipemesh.commands import process
 from pipemesh.commands.flags import FLAGS, Command, Flag, FlagError, parse
-from pipemesh.commands.host_flags import device_flags, device_type, start_devices
+from pipemesh.commands.workers import device_flags, device_type, start_devices
 from pipemesh.errors import LayoutError, PipemeshError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.training.run.console import SECONDS_A_REFRESH

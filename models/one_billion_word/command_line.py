@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from pipemesh.commands import host_flags, plan_flags, training_flags
+from pipemesh.commands import training_flags, workers
 from pipemesh.commands.flags import (
     FILES,
     FLAGS,
@@ -35,7 +35,7 @@ FLAGS_OF_TRAINING = (
         help=f"Name of the model: {', '.join(SIZES)}.",
         group=FILES,
     ),
-    *plan_flags.plan_flags(
+    *training_flags.plan_flags(
         microbatches="the fastest, by the schedule and the available memory",
         remat="none, if memory is known to suffice",
     ),
@@ -143,7 +143,7 @@ def request() -> Request:
         )
     settings.PLAN = _plan(settings)
     is_simd = settings.PLAN.lowering == "simd"
-    fixed = plan_flags.OF_SIMD if is_simd else {}
+    fixed = training_flags.OF_SIMD if is_simd else {}
     settings.CHOSEN = tuple(
         name for name in settings.CHOSEN if name not in fixed and not FLAGS.is_given(name)
     )
@@ -162,17 +162,17 @@ def request() -> Request:
         device_type=FLAGS.device_type,
         logdir=logdir(),
         other_text=FLAGS.other_text,
-        given=training_flags.given(),
+        given=training_flags.saved_flags(),
         **training_flags.options(),
     )
 
 
 def _plan(settings: Settings) -> Plan:
     """Returns the model's plan, changed by the flags."""
-    given = plan_flags.given()
+    given = training_flags.plan_values()
     values = settings.PLAN.to_values() | given
     if values["lowering"] == "simd":
-        values |= plan_flags.OF_SIMD | given
+        values |= training_flags.OF_SIMD | given
     if FLAGS.plain and "mesh" not in given:
         values["mesh"] = "layers:1"
     if settings.PLAN.boundaries is not None and "boundaries" not in given:
@@ -194,7 +194,7 @@ def _made(values: dict[str, str], settings: Settings) -> Plan:
         more = {*dims_of(named, LayoutRules())} - {*dims_of(settings, LayoutRules())}
         hint = "; layers with named dims have it: --layers=named"
         told = "" if more.isdisjoint(_dims_of(values)) else hint
-        raise plan_flags.error_of(error, values, told) from error
+        raise training_flags.error_of(error, values, told) from error
 
 
 def _dims_of(values: dict[str, str]) -> list[str]:
@@ -221,8 +221,8 @@ def _check_plan(settings: Settings) -> None:
 
 
 def fitting(settings: Settings, device_type: str) -> Plan:
-    """Returns the plan of settings, or one for fewer devices; see `host_flags.fitting`."""
-    return host_flags.fitting(settings.PLAN, device_type, _other_plan(settings))
+    """Returns the plan of settings, or one for fewer devices; see `workers.fitting`."""
+    return workers.fitting(settings.PLAN, device_type, _other_plan(settings))
 
 
 def _other_plan(settings: Settings) -> Callable[[Plan], None]:
@@ -241,6 +241,6 @@ def _other_plan(settings: Settings) -> Callable[[Plan], None]:
 def _set_plain(settings: Settings) -> None:
     """Removes schedule, remat and tracing, which need a pipeline."""
     plan = settings.PLAN
-    plan_flags.check_plain(plan.mesh.num_devices, plan.compute_dtype)
+    training_flags.check_plain(plan.mesh.num_devices, plan.compute_dtype)
     settings.PIPELINED, settings.CHOSEN = False, ()
     settings.PLAN = dataclasses.replace(plan, num_microbatches=1, remat=Remat.NONE)

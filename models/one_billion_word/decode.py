@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from pipemesh.commands import decode, process
+from pipemesh.commands import process, texts
 
 # Checkpoints name this module, which provides the kind.
 from .kind import KIND as KIND
@@ -14,7 +14,7 @@ from .kind import KIND as KIND
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    return decode.main(argv)
+    return texts.decode(argv)
 
 
 if __name__ == "__main__":

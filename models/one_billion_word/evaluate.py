@@ -8,7 +8,7 @@ another. A training in the same folder may run meanwhile.
 
 from __future__ import annotations
 
-from pipemesh.commands import evaluate, process
+from pipemesh.commands import process, runs
 
 # Checkpoints name this module, which provides the kind.
 from .kind import KIND
@@ -16,7 +16,7 @@ from .kind import KIND
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    return evaluate.main(argv, KIND, __doc__)
+    return runs.evaluate(argv, KIND, __doc__)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pipemesh.checkpoint import Folder, Manifest, newest_whole
 from pipemesh.checkpoint.files import remove_unfinished
-from pipemesh.commands import host_flags, plan_flags
+from pipemesh.commands import training_flags, workers
 from pipemesh.commands.model_kind import ModelKind, Texts, Tokens, checkpoint_of
 from pipemesh.training.run import console
 
@@ -196,7 +196,7 @@ def make_subject(request: Any, text: Text) -> tuple[Any, Any]:
         choice = _choose(request, layer_flops_of(config), boundaries_of(config))
         settings.PLAN = choice.plan
         vars(config).update(vars(settings))
-    plan_flags.check_memory(settings.PLAN, request.logdir)
+    training_flags.check_memory(settings.PLAN, request.logdir)
     py_utils.SetEagerMode(True)
     return LanguageModelSubject(config, text.corpus, text.vocabulary, device_type, now()), choice
 
@@ -231,8 +231,8 @@ def _choose(request: Any, layer_flops: Sequence[float], boundaries: tuple[int, .
 
 
 def _start_devices(request: Any) -> None:
-    host_flags.start_tensorflow(request.plan.mesh, _device_type(request))
+    workers.start_tensorflow(request.plan.mesh, _device_type(request))
 
 
 def _device_type(request: Any) -> str:
-    return request.device_type or host_flags.device_type(request.plan.mesh.num_devices)
+    return request.device_type or workers.device_type(request.plan.mesh.num_devices)

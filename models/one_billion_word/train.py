@@ -7,14 +7,14 @@ Run it again with the same `--logdir` to resume.
 
 from __future__ import annotations
 
-from pipemesh.commands import process, train
+from pipemesh.commands import process, runs
 
 from .kind import KIND
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    return train.main(argv, KIND, __doc__)
+    return runs.train(argv, KIND, __doc__)
 
 
 if __name__ == "__main__":

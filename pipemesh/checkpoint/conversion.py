@@ -17,8 +17,7 @@ from pipemesh.checkpoint.folder import LIST, list_for_tensorflow, publish
 from pipemesh.checkpoint.manifest import SUFFIX, Manifest
 from pipemesh.checkpoint.reader import contents, read_tensors, reason
 from pipemesh.errors import CheckpointError, SaveError
-from pipemesh.partition.text import bytes_text
-from pipemesh.text import columns, nearest
+from pipemesh.text import bytes_text, columns, nearest
 
 # An optimizer's numbers that belong to no weight.
 _POWERS = re.compile(r"beta[12]_power")

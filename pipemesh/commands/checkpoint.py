@@ -214,7 +214,7 @@ def lingvo_names(
     Raises:
         PipelineError: no tensor lies in a layer, or in a stage, that could be renamed.
     """
-    from pipemesh.layers.lingvo_stages import boundaries_in, with_stages, without_stages
+    from pipemesh.layers.lingvo_gpipe import boundaries_in, with_stages, without_stages
 
     if boundaries is None:
         boundaries = boundaries_in(like)

@@ -1,4 +1,4 @@
-"""The command `pipemesh`: each subcommand is a module beside this one, loaded when called."""
+"""The command `pipemesh`: each subcommand lies in a module beside this one, loaded when called."""
 
 from __future__ import annotations
 
@@ -28,6 +28,17 @@ HELP = {
     "plan": "find the plans with the shortest steps for a model and some devices",
     "scale": "predict the time and memory of a training on thousands of devices",
     "report": "write the page of a run, or compare several runs",
+}
+# Module and function of each command; by default `main` in the module of the command's name.
+_FUNCTIONS = {
+    "train": ("runs", "train"),
+    "evaluate": ("runs", "evaluate"),
+    "predict": ("runs", "predict"),
+    "decode": ("texts", "decode"),
+    "score": ("texts", "score"),
+    "export": ("texts", "export"),
+    "launch": ("workers", "launch"),
+    "worker": ("workers", "worker"),
 }
 # They own the process: they end it at once, and answer Ctrl-C from the first moment on.
 PROGRAMS = ("train", "evaluate", "predict", "decode", "score", "export")
@@ -81,8 +92,9 @@ def _run(name: str, argv: list[str]) -> int:
         importlib.import_module("pipemesh.needs_tensorflow")
     if name in PROGRAMS:
         process.look_here()
-    module: Any = importlib.import_module(f"pipemesh.commands.{name}")
-    command: Callable[[list[str]], int] = module.main
+    module_name, function = _FUNCTIONS.get(name, (name, "main"))
+    module: Any = importlib.import_module(f"pipemesh.commands.{module_name}")
+    command: Callable[[list[str]], int] = getattr(module, function)
     if name in PROGRAMS:
         process.run(command, argv)
     return command(argv)

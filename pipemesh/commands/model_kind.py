@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pipemesh.checkpoint import Folder, Manifest, newest_whole
 from pipemesh.checkpoint.files import remove_unfinished
 from pipemesh.checkpoint.folder import hold, hold_newest
-from pipemesh.commands import host_flags, plan_flags
+from pipemesh.commands import training_flags, workers
 from pipemesh.commands.flags import (
     CONFIG,
     FILES,
@@ -30,10 +30,6 @@ from pipemesh.commands.flags import (
     grouped,
     read_toml,
 )
-from pipemesh.commands.host_flags import device_type
-from pipemesh.commands.training_flags import given as saved_flags
-from pipemesh.commands.training_flags import newest_note, training_flags
-from pipemesh.commands.training_flags import options as training_options
 from pipemesh.errors import (
     CheckpointError,
     DeviceError,
@@ -151,7 +147,7 @@ class RegisteredKind(ModelKind):
                 help="The model: package.module.Class, a SingleTaskModelParams of lingvo; the "
                 "folder that the command is called in is searched first.",
             ),
-            *plan_flags.plan_flags(),
+            *training_flags.plan_flags(),
             Flag(
                 "seed",
                 int,
@@ -164,7 +160,7 @@ class RegisteredKind(ModelKind):
                 help="The dataset to evaluate on; default: Dev, or else Test, if the model has it.",
             ),
         ),
-        *training_flags(),
+        *training_flags.training_flags(),
     )
 
     def logdir(self) -> str:
@@ -190,14 +186,14 @@ def _trainer(folder: str) -> tuple[Any, Options]:
     path, manifest = newest_whole(folder) or (None, None)
     if manifest:
         check_note(manifest.note, folder)
-    flags = saved_flags()
+    flags = training_flags.saved_flags()
     model = subject()
     if model.most_steps is not None:
         if not FLAGS.is_given("steps"):
             FLAGS.set("steps", model.most_steps, given=False)
         elif FLAGS.steps != model.most_steps:
             print(f"--steps={FLAGS.steps} in place of p.train.max_steps={model.most_steps}")
-    options = Options(logdir=folder, given=flags, **training_options())
+    options = Options(logdir=folder, given=flags, **training_flags.options())
     with console.waiting("making the model"):
         from pipemesh.training.trainer import Trainer
 
@@ -269,12 +265,12 @@ def subject() -> Any:
             "--model=package.module.Class"
         )
     check_seed(FLAGS.seed)
-    values = plan_flags.given()
+    values = training_flags.plan_values()
     if FLAGS.plain:
         mesh = Mesh.from_text(values.setdefault("mesh", "layers:1"))
-        plan_flags.check_plain(mesh.num_devices, FLAGS.compute_dtype)
+        training_flags.check_plain(mesh.num_devices, FLAGS.compute_dtype)
     with console.waiting("loading TensorFlow"):
-        host_flags.accept_lingvo_flags()
+        workers.accept_lingvo_flags()
         from pipemesh.training.registered import RegisteredModel, find_model, mesh_before
 
         def new() -> Any:
@@ -326,9 +322,9 @@ def subject() -> Any:
             changed = {name: text for name, (_, text) in model.plan.changes(plan).items()}
             other["model"] = made(new(), values | changed)
 
-        if host_flags.fitting(model.plan, model.device_type, check) != model.plan:
+        if workers.fitting(model.plan, model.device_type, check) != model.plan:
             model = other["model"]
-        plan_flags.check_memory(model.plan, logdir())
+        training_flags.check_memory(model.plan, logdir())
         from lingvo.core import py_utils
 
         py_utils.SetEagerMode(True)
@@ -336,7 +332,7 @@ def subject() -> Any:
 
 
 def _start(mesh: Mesh) -> None:
-    host_flags.start_tensorflow(mesh, device_type(mesh.num_devices))
+    workers.start_tensorflow(mesh, workers.device_type(mesh.num_devices))
 
 
 def check_note(note: Mapping[str, Any], folder: str) -> None:
@@ -364,8 +360,8 @@ def check_note(note: Mapping[str, Any], folder: str) -> None:
 
 def _named(error: PipemeshError, values: Mapping[str, str]) -> FlagError:
     """Returns an error of the plan as one of a flag, if a flag caused it."""
-    if plan_flags.value_of(error) in values:
-        return plan_flags.error_of(error, values)
+    if training_flags.value_of(error) in values:
+        return training_flags.error_of(error, values)
     return FlagError(f"--model={FLAGS.model!r}: {error}")
 
 
@@ -402,7 +398,7 @@ def note_of(argv: Sequence[str]) -> Mapping[str, Any]:
     flags = named(argv)
     if path := flags.get("checkpoint"):
         return Manifest.read(str(path)).note
-    return newest_note(str(flags["logdir"]))[1] if "logdir" in flags else {}
+    return training_flags.newest_note(str(flags["logdir"]))[1] if "logdir" in flags else {}
 
 
 def named(argv: Sequence[str]) -> dict[str, Any]:

@@ -1,36 +1,79 @@
-"""Texts, their flags and the model of a checkpoint, for `decode`, `score` and `export`."""
+"""The commands on texts: `pipemesh decode`, `score` and `export`."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import json
 import math
+import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
-from pipemesh.commands import host_flags
-from pipemesh.commands.flags import FLAGS, Command, Flag, FlagError, is_help, parse
+from pipemesh.checkpoint.files import is_pattern
+from pipemesh.commands import process, workers
+from pipemesh.commands.flags import (
+    FILES,
+    FLAGS,
+    TEXTS,
+    Command,
+    Flag,
+    FlagError,
+    grouped,
+    is_help,
+    parse,
+)
 from pipemesh.commands.model_kind import (
     CHECKPOINT_FLAG,
     REGISTERED,
     ModelKind,
     Texts,
+    Tokens,
     check_flags,
     kind_called,
     named,
     note_of,
 )
-from pipemesh.commands.training_flags import take_up
-from pipemesh.errors import CheckpointError
+from pipemesh.commands.training_flags import OF_PIPELINES, take_up
+from pipemesh.decoding_limits import check_beams, check_sampling
+from pipemesh.errors import CheckpointError, DecodingError
 from pipemesh.training.run import console
 
+_ABOUT_DECODE = """\
+Continues texts with a trained language model.
+
+    pipemesh decode --logdir=runs/tiny --prompt="The module" --max_tokens=24
+
+Standard output has the texts and nothing else. The plan may be another than that of the training.
+"""
+
+_ABOUT_SCORE = """\
+Scores texts with a trained language model.
+
+    pipemesh score --logdir=runs/tiny --file=texts.txt
+
+Standard output has a line for each text: its log probability (natural logarithm), how many tokens
+it has, their perplexity, and the text, with tabs between. The first token, which has no score, is
+left out. The token that ends a text counts as one of its tokens, unless --noend_token is given. The
+plan may be another than that of the training.
+"""
+
+_ABOUT_EXPORT = """\
+Writes a trained language model as a SavedModel, which TensorFlow loads without this library.
+
+    pipemesh export --logdir=runs/tiny --to=exported
+
+It has the signatures `score` and `decode` (greedy); `pipemesh.decoding.ExportedModel` says what
+they take and return.
+"""
 # Flags of a training that decoding has, too; those of training alone are refused.
 TAKEN = (
     *("logdir", "model", "config"),
     *("mesh_shape", "layout", "allow_idle", "boundaries", "lowering", "plain"),
     *("compute_dtype", "device_type"),
-    *(name for name in host_flags.NAMES if name != "elastic"),
+    *(name for name in workers.NAMES if name != "elastic"),
 )
 # Help of --logdir, which they need.
 _LOGDIR = "Log directory of the training; --checkpoint may stand in its place."
@@ -174,3 +217,483 @@ def _checked(text: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise FlagError(f"{where} is not UTF-8; give text that is") from error
     return text
+
+
+# Flags that are not taken from the training: other stages are cut elsewhere, and a model that was
+# trained as one program is decoded stage by stage.
+OWN = (
+    *("num_microbatches", "remat", "schedule", "strict_devices", "trace_schedule"),
+    *("find_learning_rate", "boundaries", "lowering"),
+)
+# The default of the largest number of prompts in a group.
+_MOST_ROWS = 16
+DECODE_FLAGS = grouped(
+    TEXTS,
+    Flag("prompt", help="The text to continue."),
+    Flag(
+        "file",
+        help="A file of texts to continue, one a line, or FILE.jsonl with a string of JSON a line; "
+        "blank lines are left out; - for standard input.",
+    ),
+    Flag("max_tokens", int, 24, least=1, help="Maximum number of tokens to add to a text."),
+    Flag(
+        "temperature",
+        float,
+        0.0,
+        help="0 takes the most likely token, 1 samples from the model's distribution (default: 0).",
+    ),
+    Flag("top_k", int, 0, help="Sample from this many of the most likely tokens; 0 for all."),
+    Flag("top_p", float, 1.0, help="Sample from the most likely tokens of this probability."),
+    Flag("beams", int, least=1, help="Beam width; enables beam search."),
+    Flag(
+        "length_penalty",
+        float,
+        1.0,
+        least=0.0,
+        help="With --beams: the log probability of n tokens is divided by n to this power.",
+    ),
+    Flag(
+        "sample_seed",
+        int,
+        0,
+        help="Seed of sampling; the same seed gives the same tokens under any plan.",
+    ),
+    Flag("groups", int, least=1, help="Groups of texts in flight; default: one per stage."),
+    Flag(
+        "rows",
+        int,
+        least=1,
+        help=f"Maximum number of texts in a group; default: {_MOST_ROWS}, divided by --beams.",
+    ),
+    Flag(
+        "format",
+        default="text",
+        choices=["text", "json"],
+        help="Texts, or a line of JSON for each, with probabilities.",
+    ),
+    Flag(
+        "stream",
+        bool,
+        help="Print text as it comes; default: on a terminal, unless --beams or JSON.",
+    ),
+)
+
+
+def decode(argv: list[str]) -> int:
+    """Decodes as the flags say; returns the exit code.
+
+    Raises:
+        PipemeshError: the request cannot be satisfied.
+    """
+    process.import_quietly()
+    kind = parse_for_texts("decode", argv, _ABOUT_DECODE, DECODE_FLAGS, TAKEN)
+    texts = requested_texts()
+    continue_texts(model_of(kind, "decode", texts, OWN), texts)
+    return 0
+
+
+def requested_texts() -> list[str]:
+    """Checks the values of flags without TensorFlow, and returns the texts.
+
+    Raises:
+        PipemeshError: a value is out of its range, or there is no text.
+    """
+    _settings(check_sampling, check_beams)
+    _streams()
+    return read_texts("continued")
+
+
+def continue_texts(model: Texts, texts: Sequence[str]) -> None:
+    """Continues texts, and prints them in their order.
+
+    Raises:
+        PipemeshError: a text cannot be continued, or the checkpoint is another model's.
+    """
+    from pipemesh.decoding import BeamSearch, Decoder, Sampler, generator_of
+    from pipemesh.training.evaluation import restored
+
+    subject, path, tokens, _ = model
+    console.output_matters()
+    chooser, streams = _settings(Sampler, BeamSearch), _streams()
+    ids = [tokens.encode(text) for text in texts]
+    with console.waiting("making the model"):
+        trained = restored(subject, path)
+    if len(trained.pipelines) != 1:
+        raise DecodingError(f"{subject.name} has {len(trained.pipelines)} pipelines, not one")
+    generator = generator_of(
+        trained.task,
+        trained.pipelines[0],
+        lambda: trained.cluster(do_eval=True),
+        tokens.length,
+        chooser,
+        tokens.stop,
+    )
+    groups, rows = _sizes(subject.plan, generator, len(ids))
+    stream = Stream(tokens, ids, FLAGS.max_tokens)
+    decoder = Decoder(
+        generator,
+        groups=groups,
+        rows=rows,
+        length=tokens.length,
+        vocab_size=tokens.vocab_size,
+        seed=FLAGS.sample_seed,
+        **({"steps": 1, "watch": stream.take} if streams else {}),
+    )
+    for number, prompt in enumerate(ids, 1):
+        # Before the first of them.
+        decoder.check(prompt, FLAGS.max_tokens, number)
+    found = _in_order(decoder.generate(ids, FLAGS.max_tokens))
+    if streams:
+        # The stream prints the text.
+        collections.deque(found, maxlen=0)
+        return
+    with console.waiting("decoding"):
+        first = next(found)
+    for each, text, prompt in zip(itertools.chain([first], found), texts, ids, strict=True):
+        print(_continuation_line(each, text, prompt, tokens), flush=True)
+
+
+def _sizes(plan: Any, generator: Any, number: int) -> tuple[int, int]:
+    """Returns the number of groups for this many prompts, and the rows in each.
+
+    Raises:
+        FlagError: rows cannot be split as the batch is.
+    """
+    multiple = generator.multiple
+    if (FLAGS.rows or multiple) % multiple:
+        raise FlagError(
+            f"--rows={FLAGS.rows}: as one program for all devices it is split {multiple} ways; "
+            f"give a multiple of {multiple}"
+        )
+    # One program for all has its replicas inside of each group.
+    full = plan.num_stages * plan.num_replicas // multiple
+    groups = min(FLAGS.groups or full, -(-number // multiple))
+    most = FLAGS.rows or max(_MOST_ROWS // generator.chooser.width, 1)
+    rows = min(most, -(-number // groups))
+    return groups, -(-rows // multiple) * multiple
+
+
+def _continuation_line(found: Any, text: str, prompt: Sequence[int], tokens: Tokens) -> str:
+    """Returns the line of a continuation."""
+    whole = tokens.text(prompt, found.tokens)
+    if FLAGS.format == "text":
+        return whole
+    values = {
+        "prompt": text,
+        "text": whole,
+        "tokens": list(found.tokens),
+        "log_probs": list(map(json_number, found.log_probs)),
+        "stopped": found.stopped,
+    }
+    if FLAGS.beams:
+        # What the search found besides.
+        values["others"] = [
+            {
+                "text": tokens.text(prompt, other.tokens),
+                "log_prob": json_number(sum(other.log_probs)),
+            }
+            for other in found.others
+        ]
+    return line_of(values)
+
+
+def _settings(drawn: Callable[..., Any], searched: Callable[..., Any]) -> Any:
+    """Calls a function with the settings of how tokens are chosen.
+
+    Args:
+        drawn: called with temperature, top_k and top_p.
+        searched: called with beams and length penalty, if there are beams.
+
+    Raises:
+        DecodingError: a value is out of its range.
+        FlagError: flags do not go together.
+    """
+    drawing = [name for name in ("temperature", "top_k", "top_p") if FLAGS.is_given(name)]
+    if FLAGS.beams is None:
+        if FLAGS.is_given("length_penalty"):
+            raise FlagError("--length_penalty is for a search; give --beams, or leave it out")
+        return drawn(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
+    if drawing:
+        raise FlagError(
+            f"--beams searches and --{drawing[0]} is for drawing; leave one of them out"
+        )
+    return searched(FLAGS.beams, FLAGS.length_penalty)
+
+
+def _streams() -> bool:
+    """Returns whether text is printed as it comes.
+
+    Raises:
+        FlagError: another flag excludes it.
+    """
+    hinders = [f"--format={FLAGS.format}"] if FLAGS.format != "text" else []
+    hinders += ["--beams"] if FLAGS.beams else []
+    if FLAGS.stream and hinders:
+        raise FlagError(f"--stream prints text as it comes; it does not go with {hinders[0]}")
+    return sys.stdout.isatty() and not hinders if FLAGS.stream is None else FLAGS.stream
+
+
+def _in_order(found: Iterable[Any]) -> Iterator[Any]:
+    """Yields results in the order of the prompts, as soon as the earlier ones are done."""
+    held: dict[int, Any] = {}
+    number = 0
+    for each in found:
+        held[each.number] = each
+        while number in held:
+            yield held.pop(number)
+            number += 1
+
+
+# What stands for bytes that are no character yet.
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class Stream:
+    """Prints several texts in their order, each as far as it is known.
+
+    Args:
+        tokens: how they are spelled.
+        prompts: ids of the beginning of each.
+        most: tokens that are added to each, unless one ends it before.
+        out: where to; by default standard output.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        prompts: Sequence[Sequence[int]],
+        most: int,
+        out: IO[str] | None = None,
+    ) -> None:
+        self._tokens, self._prompts, self._most = tokens, prompts, most
+        self._out = sys.stdout if out is None else out
+        self._found: list[list[int]] = [[] for _ in prompts]
+        self._now, self._shown = 0, ""
+
+    def take(self, number: int, token: int) -> None:
+        """Takes the next token of a text.
+
+        Args:
+            number: of the text.
+            token: its id.
+        """
+        self._found[number].append(token)
+        while self._now < len(self._prompts) and self._found[self._now]:
+            if not self._show():
+                return
+            self._now, self._shown = self._now + 1, ""
+
+    def _show(self) -> bool:
+        """Prints what is known of the text that is due; returns whether it is done."""
+        found = self._found[self._now]
+        done = found[-1] in self._tokens.stop or len(found) == self._most
+        text = self._tokens.text(self._prompts[self._now], found)
+        # More tokens may change the end: a character may have several.
+        sure = text if done else text.rstrip(_UNFINISHED)
+        if sure.startswith(self._shown):
+            self._out.write(sure[len(self._shown) :])
+            self._shown = sure
+        elif done:
+            self._out.write(f"\n{text}")
+        if done:
+            self._out.write("\n")
+        self._out.flush()
+        return done
+
+
+SCORE_FLAGS = grouped(
+    TEXTS,
+    Flag("prompt", help="The text to score."),
+    Flag(
+        "file",
+        help="A file of texts to score, one a line, or FILE.jsonl with a string of JSON a line; "
+        "blank lines are left out; - for standard input.",
+    ),
+    Flag(
+        "end_token",
+        bool,
+        True,
+        help="Count the token that ends a text; default: yes.",
+    ),
+    Flag(
+        "format",
+        default="text",
+        choices=["text", "json"],
+        help="Columns, or a line of JSON for each text, token by token.",
+    ),
+)
+
+
+def score(argv: list[str]) -> int:
+    """Scores as the flags say; returns the exit code.
+
+    Raises:
+        PipemeshError: the request cannot be satisfied.
+    """
+    process.import_quietly()
+    taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices")
+    kind = parse_for_texts("score", argv, _ABOUT_SCORE, SCORE_FLAGS, taken)
+    texts = read_texts("scored")
+    score_texts(model_of(kind, "score", texts), texts)
+    return 0
+
+
+def score_texts(model: Texts, texts: Sequence[str]) -> None:
+    """Scores texts, and prints the scores in their order.
+
+    Raises:
+        PipemeshError: a text cannot be scored, or the checkpoint is another model's.
+    """
+    from pipemesh.decoding import Scorer
+    from pipemesh.training.evaluation import Evaluation, restored
+
+    subject, path, tokens, rows = model
+    console.output_matters()
+    ids = [ended(tokens.encode(text), tokens.stop) for text in texts]
+    with console.waiting("making the model"):
+        trained = restored(subject, path)
+    compute = Evaluation(subject, trained, lambda _, per_example: per_example.xent).outcome
+    scorer = Scorer(compute, rows=rows, length=tokens.length, vocab_size=tokens.vocab_size)
+    for number, text in enumerate(ids, 1):
+        # Before the first of them.
+        scorer.check(text, number)
+    for found, text in zip(scorer.score(ids), texts, strict=True):
+        print(_score_line(found, text), flush=True)
+
+
+def ended(ids: Sequence[int], stop: Collection[int]) -> list[int]:
+    """Returns a text with one token that ends it, or with none.
+
+    Args:
+        ids: of the text; some tokenizers end it themselves.
+        stop: tokens that end a text.
+    """
+    has_end = bool(ids) and ids[-1] in stop
+    if not FLAGS.end_token:
+        return list(ids[:-1] if has_end else ids)
+    return [*ids, *([] if has_end else sorted(stop)[:1])]
+
+
+def _score_line(found: Any, text: str) -> str:
+    if FLAGS.format == "text":
+        columns = f"{found.log_prob:.4f}", str(len(found.tokens)), f"{found.perplexity:.4f}", text
+        return "\t".join(columns)
+    values = {
+        "text": text,
+        "log_prob": json_number(found.log_prob),
+        "perplexity": json_number(found.perplexity),
+        "tokens": list(found.tokens),
+        "log_probs": list(map(json_number, found.log_probs)),
+    }
+    return line_of(values)
+
+
+_OF_PLANS = ("mesh_shape", "layout", "allow_idle", *OF_PIPELINES)
+_OF_PLANS += ("strict_devices", "trace_schedule", *workers.NAMES)
+EXPORT_FLAGS = grouped(
+    FILES,
+    Flag("to", value="FOLDER", help="The folder to write to, new or empty; has to be given."),
+    Flag(
+        "length",
+        int,
+        least=2,
+        help="Tokens of a row, prompt and continuation together; default: the model's maximum. "
+        "Each row is computed at this length, so a shorter one is faster and takes less memory.",
+    ),
+)
+
+
+def export(argv: list[str]) -> int:
+    """Exports as the flags say; returns the exit code.
+
+    Raises:
+        PipemeshError: the request cannot be satisfied.
+    """
+    process.import_quietly()
+    why = dict.fromkeys(_OF_PLANS, "has no effect, since a model is exported for one device")
+    taken = {*TAKEN}.difference(_OF_PLANS)
+    kind = parse_for_texts("export", argv, _ABOUT_EXPORT, EXPORT_FLAGS, taken, why)
+    _set_plain()
+    write_export(model_of(kind, "export", ()))
+    return 0
+
+
+def _set_plain() -> None:
+    """Checks the folder, and sets the flags of a model without a pipeline.
+
+    Raises:
+        FlagError: the folder cannot be written to.
+    """
+    _check_folder()
+    FLAGS.set("plain", True)
+    # Workers in TF_CONFIG are for computations.
+    FLAGS.set("cluster", "none", given=False)
+
+
+def _check_folder() -> None:
+    """Checks that the folder can be made; it is made when there is something to write.
+
+    Raises:
+        FlagError: there is none, something is in it, or TensorFlow could not load it from there.
+    """
+    if not FLAGS.to:
+        raise FlagError("the folder to write to is missing; give --to=FOLDER")
+    if is_pattern(FLAGS.to):
+        raise FlagError(f"--to={FLAGS.to!r}: TensorFlow loads no model from a path with [ or \\")
+    if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
+        raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
+    made, path = [], os.path.abspath(FLAGS.to)
+    while not os.path.lexists(path):
+        made.append(path)
+        path = os.path.dirname(path)
+    try:
+        os.makedirs(FLAGS.to, exist_ok=True)
+        for path in made:
+            os.rmdir(path)
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def write_export(model: Texts) -> None:
+    """Writes a SavedModel, and prints its signatures.
+
+    Raises:
+        CheckpointError: the checkpoint is another model's, or damaged.
+        FlagError: the folder cannot be written to, or the model has fewer tokens a row.
+    """
+    import tensorflow as tf
+
+    from pipemesh.decoding import ExportedModel, Generator, Sampler
+    from pipemesh.training.evaluation import restored
+
+    subject, path, tokens, _ = model
+    to, length = FLAGS.to, FLAGS.length or tokens.length
+    if length > tokens.length:
+        raise FlagError(f"--length={length}: the model has {tokens.length} at most; give fewer")
+    with console.waiting("making the model"):
+        trained = restored(subject, path)
+
+    def compute(batch: Any) -> Any:
+        with trained.cluster(do_eval=True):
+            return trained.evaluate(batch, lambda _, per_example: per_example.xent)
+
+    generator = Generator(
+        trained.task,
+        trained.pipelines[0],
+        lambda: trained.cluster(do_eval=True),
+        length,
+        Sampler(),
+        tokens.stop,
+    )
+    with console.waiting("writing"):
+        made = ExportedModel(compute, generator, length=length, vocab_size=tokens.vocab_size)
+        try:
+            made.save(to)
+        except (OSError, tf.errors.OpError) as error:
+            raise _unwritable(error) from error
+    print(f"{path} is exported to {to}: signatures score and decode, {length} tokens a row")
+
+
+def _unwritable(error: Exception) -> FlagError:
+    why = getattr(error, "strerror", None) or getattr(error, "message", None) or error
+    return FlagError(f"--to={FLAGS.to!r} cannot be written to ({why})")

@@ -1,18 +1,444 @@
-"""The flags of a training of any model: how long, how often, where to."""
+"""Flags of a plan and of a training; `--mesh_shape=auto`, and `--device_memory`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import os
 import re
-from collections.abc import Collection, Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pipemesh.checkpoint import Manifest
 from pipemesh.checkpoint.folder import path_of, steps_of
-from pipemesh.commands import host_flags, plan_flags
-from pipemesh.commands.flags import FILES, FLAGS, TRAINING, Flag, FlagError, grouped
-from pipemesh.errors import CheckpointError
-from pipemesh.training.run import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
+from pipemesh.commands import workers
+from pipemesh.commands.flags import (
+    FILES,
+    FLAGS,
+    PLAN,
+    TRAINING,
+    Flag,
+    FlagError,
+    check_number,
+    grouped,
+)
+from pipemesh.commands.workers import HOST_FLAGS, device_flags, device_type
+from pipemesh.errors import (
+    CheckpointError,
+    LayoutError,
+    MeshError,
+    PipemeshError,
+    PlanError,
+    ScheduleError,
+)
+from pipemesh.plan.figures import FILE, Figures
+from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan, value_text
+from pipemesh.plan.predict import predict
+from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
+from pipemesh.schedule.names import listing
+from pipemesh.text import bytes_of, bytes_text
+from pipemesh.training.run import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE, console
+
+# The flag that changes each value of the plan.
+OF_PLAN = {
+    "mesh_shape": "mesh",
+    "layout": "layout",
+    "schedule": "schedule",
+    "num_microbatches": "num_microbatches",
+    "boundaries": "boundaries",
+    "remat": "remat",
+    "lowering": "lowering",
+    "compute_dtype": "compute_dtype",
+    "allow_idle": "allow_idle",
+}
+# What one program for all devices runs by, where nobody says otherwise.
+OF_SIMD = {"schedule": "gpipe", "remat": "full"}
+
+
+AUTO = "auto"
+# They say how a plan is found; the plan itself is kept.
+CHOICE_NAMES = ("figures", "device_memory", "plan_trials")
+_CHOSEN = ("mesh_shape", "layout", "schedule", "num_microbatches", "boundaries", "remat")
+CHOICE_FLAGS = grouped(
+    PLAN,
+    Flag(
+        "figures",
+        help="File of `pipemesh plan --save`, for forecasts, also those that the report compares "
+        f"with; default: {FILE} in the log directory, which is measured if it is needed and "
+        "missing.",
+    ),
+    Flag(
+        "device_memory",
+        help="Memory per device, such as 16GiB: a plan whose forecast needs more is refused.",
+    ),
+    Flag(
+        "plan_trials",
+        int,
+        least=0,
+        help=f"Number of top-ranked plans to benchmark with --mesh_shape={AUTO} before choosing "
+        f"one; default: {TRIALS} if the model is measured for it, and 0 with --figures.",
+    ),
+)
+
+
+def plan_flags(
+    microbatches: str = "the model's", remat: str = "the model's", batch: str = "batch"
+) -> tuple[Flag, ...]:
+    """Returns them, and the flags of workers.
+
+    Args:
+        microbatches: the default of `--num_microbatches`, in words.
+        remat: the default of `--remat`, in words.
+        batch: name of the dim of examples in layouts.
+    """
+    devices = device_flags(
+        None,
+        None,
+        "Mesh of devices; its axis `layers` has stages; or auto, auto:8 for 8 devices: the plan "
+        "with the shortest predicted step. Default: the model's.",
+        f"Dims that are split over the mesh's other axes: `{batch}:data` gives each stage a "
+        "replica for each index along the axis `data`.",
+    )
+    plan = (
+        Flag(
+            "allow_idle", bool, help="Allow devices to idle along axes that nothing is split over."
+        ),
+        Flag("num_microbatches", int, help=f"Microbatches a batch; default: {microbatches}."),
+        Flag("plain", bool, False, help="Run without a pipeline, on one device, for comparison."),
+        Flag(
+            "schedule",
+            help=f"The pipeline schedule: {listing(for_layers=True)}; default: the model's.",
+        ),
+        Flag(
+            "boundaries",
+            help="First layer of each stage and the number of layers, such as 0,3,7; default: the "
+            "model's, or stages of equal flops.",
+        ),
+        Flag(
+            "remat",
+            help="What the backward pass recomputes: full, none, except_last or twice, or one of "
+            f"them for each stage, as in full,none; default: {remat}.",
+        ),
+        Flag(
+            "compute_dtype",
+            choices=["float32", "bfloat16", "float16"],
+            help="Type that stages compute in; weights are float32 in any case.",
+        ),
+        Flag(
+            "lowering",
+            choices=LOWERINGS,
+            help="How stages run: each action by its own operations, in the order of the schedule "
+            "('placement'), or as one program for all devices, a loop over alike blocks ('simd'); "
+            "default: the model's, placement.",
+        ),
+        Flag(
+            "strict_devices",
+            bool,
+            False,
+            help="Treat an operation that leaves its stage's device as an error.",
+        ),
+    )
+    return (*grouped(PLAN, *devices, *plan), *HOST_FLAGS)
+
+
+def plan_values() -> dict[str, str]:
+    """Returns the values of the plan that flags set, by names of `Plan.to_values`.
+
+    Raises:
+        FlagError: the number of microbatches is not positive.
+    """
+    if FLAGS.num_microbatches is not None:
+        check_number("num_microbatches", FLAGS.num_microbatches)
+    asked = {
+        name: value_text(FLAGS.value(flag))
+        for flag, name in OF_PLAN.items()
+        if FLAGS.value(flag) is not None
+    }
+    return OF_SIMD | asked if FLAGS.lowering == "simd" else asked
+
+
+def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") -> FlagError:
+    """Converts an error of a plan to one that names the flag.
+
+    Args:
+        error: that `Plan.from_values` raised, or a check of the plan.
+        values: of the plan.
+        more: to be added.
+    """
+    told = f"{error}{more}"
+    name = value_of(error) or "mesh"
+    flag = next(flag for flag, own in OF_PLAN.items() if own == name)
+    if told.startswith(f"{name}="):
+        return FlagError(f"--{flag}{told.removeprefix(name)}")
+    return FlagError(f"--{flag}={values[name]!r}: {told}")
+
+
+def value_of(error: PipemeshError) -> str | None:
+    """Returns the value of a plan that an error is about, by its name; None if it is not known.
+
+    Args:
+        error: of a plan, such as `remat is 'FULL'; ...`.
+    """
+    first = re.match(r"(?:the )?(\w+)", str(error))
+    if first and first[1] in OF_PLAN.values():
+        return first[1]
+    of_types = {LayoutError: "layout", ScheduleError: "schedule", MeshError: "mesh"}
+    return of_types.get(type(error))
+
+
+def check_plain(num_devices: int, compute_dtype: str | None) -> None:
+    """Checks what `--plain` goes with: there is nothing to cut, to order, to recompute or to time.
+
+    Args:
+        num_devices: of the plan's mesh.
+        compute_dtype: of the plan.
+
+    Raises:
+        FlagError: a flag asks for what a model without a pipeline has not.
+    """
+    there = [name for name in (*OF_PIPELINES, "trace_schedule") if FLAGS.is_given(name)]
+    if there:
+        raise FlagError(
+            f"--plain has no pipeline, for which --{there[0]} is; leave one of them out"
+        )
+    if num_devices > 1:
+        raise FlagError(
+            f"--plain computes on one device, but --mesh_shape={FLAGS.mesh_shape!r} has "
+            f"{num_devices}; use --mesh_shape=layers:1"
+        )
+    if compute_dtype == "float16":
+        raise FlagError(
+            "--plain does not scale the loss, which float16 needs; use --compute_dtype=bfloat16"
+        )
+
+
+def is_auto() -> bool:
+    """Returns whether the mesh is to be chosen."""
+    return (FLAGS.value("mesh_shape") or "").partition(":")[0] == AUTO
+
+
+def refuse_auto(what: str) -> None:
+    """Raises a `FlagError` for `auto` in a program without forecasts, which is about `what`."""
+    if is_auto():
+        raise FlagError(
+            f"--mesh_shape={FLAGS.mesh_shape!r}: forecasts are of steps of training, not of "
+            f"{what}; give a mesh, such as layers:1"
+        )
+
+
+def choose_plan(logdir: str) -> None:
+    """Replaces `auto` by the plan with the shortest predicted step, and prints it.
+
+    The best plans are benchmarked if that is requested. Other flags of the plan that are given
+    stay. The chosen flags count as given from then on, so a resumed training has the same plan.
+
+    Raises:
+        FlagError: there is no such plan, or the flags do not go together.
+        PlanError: figures are malformed.
+    """
+    if not is_auto():
+        return
+    asked = f"--mesh_shape={FLAGS.mesh_shape!r}"
+    if FLAGS.plain:
+        raise FlagError(f"{asked}: --plain computes on one device; leave one of them out")
+    fixed = {name: value for name, value in plan_values().items() if name != "mesh"}
+    if fixed.get("lowering", "placement") != "placement":
+        raise FlagError(
+            f"{asked}: forecasts are of --lowering=placement; give a mesh, or leave "
+            f"--lowering={FLAGS.lowering} out"
+        )
+    devices = _devices(asked)
+    figures = _figures(logdir, devices, asked)
+    batch = _batch(figures, asked)
+    trial = ""
+    try:
+        if number := _trials(figures, batch, asked):
+            first = _fastest(logdir, devices, batch, fixed, number, asked)
+            plan = Plan.from_values(first["plan"])
+            # As the machine is now.
+            best = dataclasses.replace(predict(plan, figures, batch), seconds=first["seconds"])
+            trial = f"{1e3 * first['trial']:.4g} ms a step in a trial, "
+        else:
+            best = search(figures, SearchSpace(devices, batch, _memory(), fixed), count=1)[0]
+    except PlanError as error:
+        raise FlagError(f"{asked}: {error}") from error
+    values = best.plan.to_values()
+    chosen: dict[str, str] = {}
+    for flag, name in OF_PLAN.items():
+        is_default = flag in ("boundaries", "layout") and not values[name]
+        if flag in _CHOSEN and not is_default and (flag == "mesh_shape" or name not in fixed):
+            chosen[flag] = values[name]
+            FLAGS.take(flag, values[name])
+    told = " ".join(f"--{flag}={value}" for flag, value in chosen.items())
+    held = bytes_text(max(best.memory))
+    print(
+        f"chosen for {devices} devices: {told} ({trial}by forecast "
+        f"{1e3 * best.seconds:.4g} ms a step, bubble {best.bubble:.1%}, {held} a device; "
+        f"what binds: {best.binds})"
+    )
+    sys.stdout.flush()
+
+
+def check_memory(plan: Plan, logdir: str) -> None:
+    """Checks before the first step that a plan fits into `--device_memory`, if that is given.
+
+    Args:
+        plan: that is to be trained under.
+        logdir: the folder of the training.
+
+    Raises:
+        FlagError: it does not; the nearest one that does is named.
+        PlanError: nothing can be said of the plan.
+    """
+    memory = _memory()
+    if memory is None:
+        return
+    asked, devices = f"--device_memory={FLAGS.device_memory}", plan.mesh.num_devices
+    figures = _figures(logdir, devices, asked)
+    batch = _batch(figures, asked)
+    held = max(predict(plan, figures, batch, parts=False).memory)
+    if held <= memory:
+        return
+    told = f"{asked}: '{plan}' needs {bytes_text(held)} a device by forecast; "
+    try:
+        # The only value that changes results.
+        fixed = {n: v for n, v in plan.to_values().items() if n == "compute_dtype" and v}
+        near = nearest_that_fits(plan, figures, SearchSpace(devices, batch, memory, fixed))
+    except PlanError as error:
+        raise FlagError(f"{told}{error}") from error
+    raise FlagError(
+        f"{told}the nearest plan that fits is '{near.plan}', with "
+        f"{bytes_text(max(near.memory))} and {1e3 * near.seconds:.4g} ms a step"
+    )
+
+
+def choice_options() -> dict[str, Any]:
+    """Returns the options of a training that are set here.
+
+    Raises:
+        FlagError: a size of memory is none.
+        PlanError: there are no such figures, or they are malformed.
+    """
+    if FLAGS.figures is not None:
+        Figures.read(FLAGS.figures)
+    return {"figures": FLAGS.figures, "device_memory": _memory()}
+
+
+def _memory() -> float | None:
+    if FLAGS.value("device_memory") is None:
+        return None
+    try:
+        return bytes_of(FLAGS.device_memory)
+    except ValueError as error:
+        raise FlagError(f"--device_memory: {error}") from error
+
+
+def _batch(figures: Figures, asked: str) -> int:
+    batch = FLAGS.value("batch_size") or figures.batch
+    if not batch:
+        raise FlagError(
+            f"{asked}: the figures do not say the batch size; measure them with "
+            "`pipemesh plan --model`"
+        )
+    return batch
+
+
+def _devices(asked: str) -> int:
+    """Returns the number of devices: the one given, or that of GPUs, or of cores."""
+    _, separator, text = FLAGS.mesh_shape.partition(":")
+    if separator:
+        if not text.isdecimal() or int(text) < 1:
+            raise FlagError(f"{asked} must be auto, or auto:N for N devices, such as auto:8")
+        return int(text)
+    if device_type(0) == "GPU":
+        import tensorflow as tf
+
+        return max(1, len(tf.config.list_physical_devices("GPU")))
+    return os.cpu_count() or 1
+
+
+def _figures(logdir: str, devices: int, asked: str) -> Figures:
+    path = FLAGS.figures or os.path.join(logdir, FILE)
+    if FLAGS.figures is None and not os.path.exists(path):
+        _measure(path, devices, asked)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return Figures.from_json(file.read(), path)
+    except OSError as error:
+        raise FlagError(f"--figures={path!r} cannot be read ({error.strerror})") from error
+
+
+def _trials(figures: Figures, batch: int, asked: str) -> int:
+    """Returns the number of plans to run steps of."""
+    number: int | None = FLAGS.plan_trials
+    if number is None:
+        is_measured_here = FLAGS.figures is None and _is_registered()
+        return TRIALS if is_measured_here and batch == figures.batch else 0
+    if number and not _is_registered():
+        raise FlagError(
+            f"{asked}: --plan_trials={number} runs steps of a registered model, and "
+            f"{FLAGS.model!r} is none; leave it out, or choose from what `pipemesh plan "
+            f"--model=package.module.Class --trials={number}` prints"
+        )
+    return number
+
+
+def _fastest(
+    logdir: str, devices: int, batch: int, fixed: Mapping[str, str], number: int, asked: str
+) -> dict[str, Any]:
+    """Returns the plan with the shortest measured steps, as `pipemesh plan` writes it."""
+    words = [
+        FLAGS.figures or os.path.join(logdir, FILE),
+        f"--trials={number}",
+        f"--batch_size={batch}",
+    ]
+    words += [f"--fix={name}={value}" for name, value in fixed.items()]
+    if FLAGS.device_memory is not None:
+        words.append(f"--device_memory={FLAGS.device_memory}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "plans.json")
+        _run([*words, f"--json={path}"], "running steps of the best plans", devices, asked)
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)[0]
+
+
+def _measure(path: str, devices: int, asked: str) -> None:
+    if not _is_registered():
+        raise FlagError(
+            f"{asked}: nothing was measured of {FLAGS.model!r}; measure the model as it is "
+            f"registered, `pipemesh plan --model=package.module.Class --devices={devices} "
+            "--save=FILE`, and give --figures=FILE"
+        )
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    failed = f"{asked}: the model cannot be measured"
+    _run([f"--save={path}"], "measuring the model", devices, failed)
+
+
+def _is_registered() -> bool:
+    """Returns whether the model has a name by which another process can make it."""
+    return "." in (FLAGS.model or "")
+
+
+def _run(words: Sequence[str], doing: str, devices: int, failed: str) -> None:
+    """Runs `pipemesh plan` in a process of its own: this one makes its devices by the plan."""
+    words = ["plan", *words, f"--model={FLAGS.model}", f"--devices={devices}"]
+    words += [f"--device_type={device_type(devices)}", "--count=1"]
+    with console.waiting(doing):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipemesh", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        told = last.removeprefix("error: ")
+        raise FlagError(f"{failed}: {told}")
+
 
 _OF_OPTIONS = (
     "steps",
@@ -39,8 +465,8 @@ _OF_A_CALL = (
     "find_learning_rate",
     "log_format",
     "profile_steps",
-    *plan_flags.CHOICE_NAMES,
-    *host_flags.NAMES,
+    *CHOICE_NAMES,
+    *workers.NAMES,
 )
 # Those that a program that does not train refuses.
 OF_TRAINING = (*_OF_OPTIONS, "profile_steps")
@@ -53,7 +479,7 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
         drawn: which batches are a part of all held-out ones, in words.
     """
     return (
-        *plan_flags.CHOICE_FLAGS,
+        *CHOICE_FLAGS,
         Flag(
             "logdir",
             value="FOLDER",
@@ -167,7 +593,7 @@ def options() -> dict[str, Any]:
             "out (learning_rates.csv is for programs)"
         )
     found = {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
-    return {**found, "profile_steps": _profile_steps(), **plan_flags.choice_options()}
+    return {**found, "profile_steps": _profile_steps(), **choice_options()}
 
 
 def _profile_steps() -> tuple[int, int] | None:
@@ -193,7 +619,7 @@ def _profile_steps() -> tuple[int, int] | None:
     return first, last
 
 
-def given() -> dict[str, Any]:
+def saved_flags() -> dict[str, Any]:
     """Returns the flags that are given and kept with checkpoints, by name."""
     return {name: value for name, value in FLAGS.given().items() if name not in _OF_A_CALL}
 
@@ -236,13 +662,13 @@ def take_up(
     known = set(FLAGS.names()).difference(leave)
     if FLAGS.plain and FLAGS.is_given("plain"):
         # What it was begun with is a pipeline's.
-        known.difference_update(plan_flags.OF_PIPELINES, ("mesh_shape", "layout"))
+        known.difference_update(OF_PIPELINES, ("mesh_shape", "layout"))
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = FLAGS.apply(kept, str(path))
     if taken and tells:
         words = " ".join(f"--{name}={value}" for name, value in taken.items())
         print(f"resuming with saved flags: {words}")
     if tells:
-        plan_flags.choose_plan(logdir)
+        choose_plan(logdir)
     else:
-        plan_flags.refuse_auto("texts")
+        refuse_auto("texts")

@@ -19,7 +19,7 @@ from pipemesh.checkpoint import Manifest
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, TrainingError
 from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
-from pipemesh.layers.meta import layer_flops
+from pipemesh.layers.partition_layers import layer_flops
 from pipemesh.layers.pipeline.simd_cut import simd_cut
 from pipemesh.recurrent import ActionClock, Marks, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate

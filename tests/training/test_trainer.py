@@ -3,7 +3,7 @@
 import pytest
 
 from pipemesh.hosts.watch import Watch
-from pipemesh.recurrent.watch.waits import Stand, waits_of
+from pipemesh.recurrent.watch.marks import Stand, waits_of
 from pipemesh.schedule import one_f_one_b
 from pipemesh.training.trainer import Workers
 

@@ -21,7 +21,7 @@ from pipemesh.plan import Plan, Remat
 from pipemesh.plan.calibration import Measured, fitted
 from pipemesh.plan.figures import PLAIN, Curve, Figures, LayerFigures
 from pipemesh.plan.network import Link
-from pipemesh.recurrent.memory import StageMemory
+from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule
 from pipemesh.training.measuring.timed_step import (
     ROUNDS,

@@ -17,7 +17,7 @@ from pipemesh.backend.peak import TensorMemory
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
 from pipemesh.recurrent import ActionClock
-from pipemesh.recurrent.memory import DeviceMemory, memory_of
+from pipemesh.recurrent.forecast import DeviceMemory, memory_of
 from pipemesh.schedule import Action
 from pipemesh.training.subject import Subject
 from pipemesh.training.trained_task import TrainedTask

@@ -23,10 +23,10 @@ from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, SaveError
-from pipemesh.partition.text import bytes_text
 from pipemesh.plan import Figures, Prediction, predict
 from pipemesh.plan.figures import FILE
 from pipemesh.report import to_html, to_trace
+from pipemesh.text import bytes_text
 from pipemesh.training.run import Options
 from pipemesh.training.run.console import Progress, objects_alone, waiting
 from pipemesh.training.run.output import (

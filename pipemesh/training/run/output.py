@@ -23,7 +23,7 @@ from pipemesh.errors import PipemeshError
 from pipemesh.layers import Report
 from pipemesh.plan.plan import OF_PIPELINES
 from pipemesh.report import Record, page, read
-from pipemesh.report.run import PAGE
+from pipemesh.report.record import PAGE
 from pipemesh.schedule import Timeline
 from pipemesh.training.run import Options
 from pipemesh.training.run.console import say_object

@@ -11,7 +11,7 @@ from lingvo.core import py_utils
 from models.one_billion_word import kind
 from models.one_billion_word.corpus import embedded_corpus
 from models.one_billion_word.vocabulary import load_vocabulary
-from pipemesh.commands.train import carry_out
+from pipemesh.commands.runs import carry_out
 from tests.models.one_billion_word import disturbed
 from tests.models.one_billion_word.program import finish
 

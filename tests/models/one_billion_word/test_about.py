@@ -1,17 +1,24 @@
-"""What is noted of a training, without TensorFlow."""
+"""The note of a checkpoint, the record of a run, and scores."""
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from models.one_billion_word import metrics
 from models.one_billion_word.about import About, digests
 from models.one_billion_word.corpus import Corpus, Sentences
+from models.one_billion_word.metrics import Score
 from models.one_billion_word.sizes import Tiny
 from pipemesh.errors import CheckpointError
 from pipemesh.plan import Plan
+from pipemesh.report import page, read
+from pipemesh.training.trainer import Trainer
+from tests.models.one_billion_word.small_training import scalars, small_request
 
 
 @pytest.fixture
@@ -75,3 +82,78 @@ from models.one_billion_word import about, command_line, request, vocabulary
 assert not {"tensorflow", "lingvo", "keras"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_is_predicted_and_what_is_scored_is_recorded(
+    folder, tmp_path, train, monkeypatch, capsys
+):
+    reports = []
+    real = Trainer._note_run
+
+    def note_run(self, stack, run):
+        real(self, stack, run)
+        reports.append(self.report)
+
+    monkeypatch.setattr(Trainer, "_note_run", note_run)
+    plan = Plan("layers:2", num_microbatches=2, schedule="1f1b")
+    request = small_request(tmp_path, folder, steps=4, plan=plan, eval_every=2, NUM_LAYERS=2)
+    assert train(request) == 0
+    run, (report,) = read(str(tmp_path)), reports
+    assert run.name == "OneBillionWordTiny" and run.unit == "tokens"
+    assert run.pairs("begin", "plan") == plan.to_values()
+    ((head, *rows),) = run.table("begin", "stages")
+    assert head[:2] == ["stage", "layers"] and [row[0] for row in rows] == ["0", "1"]
+    devices = run.table("forecast", "devices")
+    assert [each["device"] for each in devices] == [each.device for each in report.memory]
+    for told, held in zip(devices, report.memory, strict=True):
+        assert told["activations"] == held.kept and told["weights"] == held.weights
+        assert told["optimizer"] == report.optimizer[held.device]
+    assert sum(each["bytes"] for each in run.table("forecast", "sent")) == sum(
+        each.bytes for each in report.sent
+    )
+    assert run.fact("forecast", "flops") == report.flops
+    predicted = run.predicted()
+    assert predicted.bubble_ratio == pytest.approx(report.bubble)
+    assert predicted.schedule == report.timeline.schedule
+    # The same numbers as in TensorBoard, which has them as float32.
+    for name in ("loss", "bits_per_byte", "token_perplexity"):
+        values = [value for _, value in run.train[name]]
+        assert values == pytest.approx(scalars(tmp_path, name), rel=1e-6)
+        heldout = [run.heldout[name][0][1], run.final[name][0][1]]
+        assert heldout == pytest.approx(scalars(tmp_path, name, "heldout"), rel=1e-6)
+    text = (tmp_path / "report.html").read_text()
+    assert text == page(run)
+    for told in ("word perplexity", "Memory by device", "predicted by flops", "activations"):
+        assert told in text
+    lines = (tmp_path / "record.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines].count("step") == 4
+
+
+def test_the_units():
+    score = Score(nats=24 * math.log(2), tokens=6, words=4, bytes=12)
+    assert score.bits_per_byte == pytest.approx(2.0)
+    assert score.token_perplexity == pytest.approx(2.0**4)
+    assert score.word_perplexity == pytest.approx(2.0**6)
+
+
+def test_parts_add_up():
+    total = Score(1.5, 2, 3, 4) + Score(2.5, 20, 30, 40)
+    assert total == Score(4.0, 22, 33, 44)
+    assert total + Score() == total
+
+
+def test_the_ends_of_the_scale():
+    assert math.isnan(metrics.bits_per_byte(0.0, 0))
+    assert math.isnan(metrics.ratio(1.0, 0.0))
+    assert math.isnan(metrics.perplexity(1.0, 0))
+    assert metrics.perplexity(1e6, 1) == math.inf
+    assert math.isnan(metrics.perplexity(math.nan, 1))
+
+
+def test_padding_counts_nothing_whatever_it_holds(vocabulary):
+    ids = [*vocabulary.encode("two words"), vocabulary.eos_id]
+    labels = np.array([[*ids, 0, 0]])
+    weights = np.array([[1.0] * len(ids) + [0.0, 0.0]], np.float32)
+    nats = np.where(weights > 0, 0.5, np.nan).astype(np.float32)
+    score = metrics.score(nats, labels, weights, vocabulary)
+    assert score == Score(nats=0.5 * len(ids), tokens=len(ids), words=3, bytes=10)

@@ -1,12 +1,16 @@
-"""A corpus: what is trained on, what is held out, and what cannot serve."""
+"""A corpus: training and held-out text, its sentences, and the unigram model."""
 
+import collections
 import gzip
+import math
 import re
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from backports import zstd
 
+from models.one_billion_word import prose
 from models.one_billion_word.corpus import (
     CorpusError,
     Sentences,
@@ -16,6 +20,8 @@ from models.one_billion_word.corpus import (
     embedded_corpus,
     load_corpus,
 )
+from models.one_billion_word.input import heldout_dataset
+from models.one_billion_word.unigram import fit_unigram
 from pipemesh.errors import PipemeshError
 
 
@@ -183,3 +189,110 @@ def test_text_line_dataset_cuts_lines_alike(tmp_path):
     path.write_bytes(b"one\r\ntwo\rstill two\n\nthree")
     lines = [line.decode() for line in tf.data.TextLineDataset(str(path)).as_numpy_iterator()]
     assert [clean(line) for line in lines if clean(line)] == list(TextFiles((str(path),)))
+
+
+PAGE = """The "with" statement
+********************
+
+The "with" statement is used to wrap the execution of a *block* with
+methods defined by a context manager, see PEP 343 for the read-
+only history. This allows common patterns, e.g. A "try", to be
+encapsulated for reuse. [1]
+
+   with_stmt ::= "with" ( "(" with_stmt_contents ","? ")"
+                 | with_stmt_contents ) ":" suite
+
+The following code:
+
+   with EXPRESSION as TARGET:
+       SUITE
+
+   >>> print("This is the output of a very ordinary call.")
+   This is one line of text without its end
+
+* The **first** item of the list is a sentence.
+
+  It has a second paragraph of its own.
+* The second item is one as well.
+
+object.__enter__(self)
+   Enter the runtime context related to this object.
+
++--------------------------------+
+| This is a cell of the table.   |
++--------------------------------+
+"""
+
+
+def test_a_page_becomes_its_sentences():
+    assert list(prose.sentences(PAGE)) == [
+        'The "with" statement is used to wrap the execution of a block with methods defined by '
+        "a context manager, see PEP 343 for the read-only history.",
+        'This allows common patterns, e.g. A "try", to be encapsulated for reuse.',
+        "The first item of the list is a sentence.",
+        "It has a second paragraph of its own.",
+        "The second item is one as well.",
+        "Enter the runtime context related to this object.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n\n\n",
+        "Too short here.",
+        "without a capital this is no sentence.",
+        "This one does not end with a full stop",
+        "A x[1] + y[2] == z(3) % 4 is mostly code.",
+        "@decorator stands before a function and is code.",
+    ],
+)
+def test_what_is_no_sentence(text):
+    assert list(prose.sentences(text)) == []
+
+
+def test_it_counts_and_smooths(vocabulary):
+    text = Sentences(("the the", "the"))
+    model = fit_unigram(text, vocabulary, alpha=0.5)
+    (the,) = vocabulary.encode("the")
+    outcomes = vocabulary.size - 1
+    assert math.exp(-model.nats[the]) == pytest.approx(3.5 / (5 + 0.5 * outcomes))
+    assert math.exp(-model.nats[vocabulary.eos_id]) == pytest.approx(2.5 / (5 + 0.5 * outcomes))
+    assert model.nats[vocabulary.bos_id] == math.inf
+    assert np.exp(-model.nats).sum() == pytest.approx(1.0)
+
+
+def test_it_scores_exactly_the_held_out_tokens(corpus, vocabulary):
+    model = fit_unigram(corpus.train, vocabulary)
+    score = model.score(heldout_dataset(corpus, vocabulary, batch_size=3, sequence_length=70))
+    counts = collections.Counter()
+    for ids in vocabulary.encode_all(corpus.heldout):
+        counts.update([*ids, vocabulary.eos_id])
+    assert score.tokens == sum(counts.values())
+    assert score.bytes == sum(len(sentence.encode()) + 1 for sentence in corpus.heldout)
+    assert score.words == sum(len(sentence.split()) + 1 for sentence in corpus.heldout)
+    assert score.nats == pytest.approx(sum(n * model.nats[piece] for piece, n in counts.items()))
+    assert 1.5 < score.bits_per_byte < 3.5
+
+
+def test_rows_and_batches_do_not_change_the_score(corpus, vocabulary):
+    model = fit_unigram(corpus.train, vocabulary)
+    one = model.score(heldout_dataset(corpus, vocabulary, batch_size=1, sequence_length=13))
+    two = model.score(heldout_dataset(corpus, vocabulary, batch_size=8, sequence_length=128))
+    assert one.nats == pytest.approx(two.nats)
+    assert (one.tokens, one.words, one.bytes) == (two.tokens, two.words, two.bytes)
+
+
+def test_it_stops_after_enough_tokens(vocabulary):
+    def lines():
+        yield from ["the"] * 5000
+        raise AssertionError("read on")
+
+    assert fit_unigram(lines(), vocabulary, max_tokens=8000).nats[vocabulary.eos_id] < 1
+
+
+@pytest.mark.parametrize("alpha", [0, -1, math.nan])
+def test_every_token_needs_some_probability(vocabulary, alpha):
+    with pytest.raises(ValueError, match=f"alpha is {alpha}; above 0"):
+        fit_unigram(Sentences(("a",)), vocabulary, alpha=alpha)

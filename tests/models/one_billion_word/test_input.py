@@ -1,25 +1,36 @@
-"""Every sentence is read, in an order that follows from the seed, from where reading stopped."""
+"""Batches of text: packing, order, position, and lingvo's input generator."""
 
+import collections
 import gzip
 import itertools
+import pathlib
 import shutil
 import subprocess
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from backports import zstd
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lingvo.core import py_utils
 
+from models.one_billion_word import heldout, packing
 from models.one_billion_word import input as datasets
 from models.one_billion_word.corpus import (
     Corpus,
+    CorpusError,
     Sentences,
     clean,
     corpus_from_folder,
 )
 from models.one_billion_word.input import InputError, heldout_dataset, train_dataset
-from models.one_billion_word.vocabulary import load_vocabulary
+from models.one_billion_word.lingvo_input import OneBillionWordInput, PackedRowsSource
+from models.one_billion_word.text_copy import user_cache_dir
+from models.one_billion_word.vocabulary import VocabularyError, load_vocabulary
+from pipemesh.plan import Plan
+from pipemesh.training.trainer import Trainer
+from tests.models.one_billion_word.small_training import small_request
 from tests.warm import warm
 
 
@@ -276,3 +287,367 @@ def test_the_tokenizer_is_quiet(corpus, vocabulary, capfd):
     dataset = heldout_dataset(corpus, vocabulary, batch_size=1, sequence_length=8)
     batches(dataset, 1)
     assert "normalizer" not in capfd.readouterr().err
+
+
+BOS, EOS = 1, 2
+KEYS = {"ids", "labels", "segment_ids", "segment_pos", "weights"}
+
+
+def tokenize(lines):
+    return tf.strings.to_number(tf.strings.split(lines), tf.int32)
+
+
+def pack(sentences, batch_size, length, group=3):
+    lines = [" ".join(map(str, pieces)) for pieces in sentences]
+    dataset = tf.data.Dataset.from_tensor_slices(tf.constant(lines, tf.string)).batch(group)
+    stream = packing.token_stream(dataset, tokenize, BOS, EOS)
+    batches = packing.pack(stream, batch_size=batch_size, sequence_length=length, bos_id=BOS)
+    return list(batches.as_numpy_iterator())
+
+
+def rows(batches):
+    return {key: np.concatenate([batch[key] for batch in batches]) for key in KEYS}
+
+
+def test_the_table_of_the_docstring():
+    a, b, c, d, e, f = range(10, 16)
+    (batch,) = pack([[a, b], [c, d, e], [f]], batch_size=2, length=5)
+    expected = {
+        "ids": [[BOS, a, b, BOS, c], [d, e, BOS, f, 0]],
+        "labels": [[a, b, EOS, c, d], [e, EOS, f, EOS, 0]],
+        "segment_ids": [[1, 1, 1, 2, 2], [1, 1, 2, 2, 0]],
+        "segment_pos": [[0, 1, 2, 0, 1], [0, 1, 0, 1, 0]],
+        "weights": [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]],
+    }
+    assert batch.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_array_equal(batch[key], value, err_msg=key)
+        assert batch[key].dtype == (np.float32 if key == "weights" else np.int32)
+
+
+PIECES = st.lists(st.integers(3, 99), min_size=1, max_size=9)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    sentences=st.lists(PIECES, min_size=1, max_size=12),
+    batch_size=st.integers(1, 3),
+    length=st.integers(1, 8),
+    group=st.integers(1, 5),
+)
+@pytest.mark.slow
+def test_every_position_is_there_once_and_knows_its_segment(sentences, batch_size, length, group):
+    batches = pack(sentences, batch_size, length, group)
+    assert all(batch[key].shape == (batch_size, length) for batch in batches for key in KEYS)
+    row = rows(batches)
+    real = row["weights"].ravel() == 1
+    stream_ids = [piece for pieces in sentences for piece in [BOS, *pieces]]
+    stream_labels = [piece for pieces in sentences for piece in [*pieces, EOS]]
+    assert row["ids"].ravel()[real].tolist() == stream_ids
+    assert row["labels"].ravel()[real].tolist() == stream_labels
+    assert real[: len(stream_ids)].all(), "only the end is padded"
+    assert real.size - len(stream_ids) < batch_size * length, "no batch is all padding"
+    for key in KEYS:
+        assert not row[key].ravel()[~real].any(), f"padding is 0 in {key}"
+    # Walk through every row the slow way.
+    for ids, segment_ids, segment_pos, weights in zip(
+        *(row[key] for key in ("ids", "segment_ids", "segment_pos", "weights")), strict=True
+    ):
+        segment = position = 0
+        for column in range(int(weights.sum())):
+            if column == 0 or ids[column] == BOS:
+                segment, position = segment + 1, 0
+            assert (segment_ids[column], segment_pos[column]) == (segment, position)
+            position += 1
+
+
+def test_another_sentence_of_the_same_length_changes_its_own_segment_only():
+    before = [[11, 12], [13, 14, 15], [16], [17, 18]]
+    after = [[11, 12], [23, 24, 25], [16], [17, 18]]
+    (one,), (two,) = pack(before, 1, 20), pack(after, 1, 20)
+    for key in ("segment_ids", "segment_pos", "weights"):
+        np.testing.assert_array_equal(one[key], two[key])
+    changed = one["segment_ids"] == 2
+    for key in ("ids", "labels"):
+        np.testing.assert_array_equal(one[key][~changed], two[key][~changed])
+        assert (one[key] != two[key])[changed].any()
+
+
+def test_shapes_are_static():
+    stream = tf.data.Dataset.from_tensors((tf.constant([BOS, 3]), tf.constant([3, EOS])))
+    dataset = packing.pack(stream, batch_size=4, sequence_length=8, bos_id=BOS)
+    assert dataset.element_spec == {
+        key: tf.TensorSpec([4, 8], tf.float32 if key == "weights" else tf.int32) for key in KEYS
+    }
+
+
+@pytest.mark.parametrize("empty", [[], [[]]])
+def test_groups_without_pieces(empty):
+    assert pack(empty, 1, 4) == [] if not empty else pack(empty, 1, 4)[0]["weights"].sum() == 1
+
+
+def test_an_empty_group_in_the_middle_is_passed_over():
+    def keep(lines):
+        return tf.boolean_mask(lines, tf.not_equal(lines, "drop"))
+
+    lines = tf.data.Dataset.from_tensor_slices(["3", "4", "drop", "drop", "5"]).batch(2).map(keep)
+    stream = packing.token_stream(lines, tokenize, BOS, EOS)
+    (batch,) = packing.pack(stream, batch_size=1, sequence_length=6, bos_id=BOS)
+    assert batch["labels"].numpy().tolist() == [[3, EOS, 4, EOS, 5, EOS]]
+
+
+SIZES = {"batch_size": 4, "sequence_length": 32}
+
+
+@pytest.fixture
+def eager_mode():
+    was = py_utils.IsEagerMode()
+    # Only lingvo's flag: TensorFlow itself runs eagerly here already.
+    py_utils.SetEagerMode(True, test_mode=True)
+    yield
+    py_utils.SetEagerMode(was, test_mode=True)
+
+
+@pytest.fixture
+def session():
+    was = py_utils.IsEagerMode()
+    py_utils.SetEagerMode(False, test_mode=True)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        yield session
+    py_utils.SetEagerMode(was, test_mode=True)
+
+
+@pytest.fixture
+def params(cache_dir):
+    def params(**more):
+        p = OneBillionWordInput.Params()
+        return p.Set(cache_dir=cache_dir, vocab_size=600, seed=4, **SIZES).Set(**more)
+
+    return params
+
+
+@pytest.fixture(scope="module")
+def expected(corpus, vocabulary):
+    train = train_dataset(corpus, vocabulary, seed=4, **SIZES)
+    heldout = heldout_dataset(corpus, vocabulary, **SIZES)
+    return list(train.take(3).as_numpy_iterator()), list(heldout.as_numpy_iterator())
+
+
+def assert_same_batch(batch, expected):
+    assert isinstance(batch, py_utils.NestedMap)
+    assert set(batch) == {"ids", "labels", "segment_ids", "segment_pos", "weights"}
+    for key, value in expected.items():
+        np.testing.assert_array_equal(batch[key], value, err_msg=key)
+
+
+def test_training_in_a_session(session, params, expected):
+    generator = params().Instantiate()
+    batch = generator.GetPreprocessedInputBatch()
+    assert all(tensor.shape.as_list() == [4, 32] for tensor in batch.Flatten())
+    generator.Initialize(session)
+    for want in expected[0]:
+        assert_same_batch(session.run(batch), want)
+
+
+def test_evaluation_in_a_session_ends_and_starts_again(session, params, expected):
+    generator = params(heldout=True).Instantiate()
+    batch = generator.GetPreprocessedInputBatch()
+    generator.Initialize(session)
+    for _ in range(2):
+        for want in expected[1]:
+            assert_same_batch(session.run(batch), want)
+        with pytest.raises(tf.errors.OutOfRangeError):
+            session.run(batch)
+        generator.Reset(session)
+
+
+def test_training_and_evaluation_share_a_graph(session, params, expected):
+    train = params(name="train").Instantiate()
+    heldout = params(name="heldout", heldout=True).Instantiate()
+    fetches = [train.GetPreprocessedInputBatch(), heldout.GetPreprocessedInputBatch()]
+    for generator in (train, heldout):
+        generator.Initialize(session)
+    for got, want in zip(session.run(fetches), (expected[0][0], expected[1][0]), strict=True):
+        assert_same_batch(got, want)
+
+
+@pytest.mark.usefixtures("eager_mode")
+def test_training_eagerly(params, expected):
+    generator = params().Instantiate()
+    for want in expected[0][:2]:
+        assert_same_batch(generator.GetPreprocessedInputBatch(), want)
+    next_batch = tf.function(generator.GetPreprocessedInputBatch)
+    assert_same_batch(next_batch(), expected[0][2])
+
+
+@pytest.mark.usefixtures("eager_mode")
+def test_evaluation_eagerly_ends_and_starts_again(params, expected):
+    generator = params(heldout=True).Instantiate()
+    for _ in range(2):
+        for want in expected[1]:
+            assert_same_batch(generator.GetPreprocessedInputBatch(), want)
+        with pytest.raises(tf.errors.OutOfRangeError):
+            generator.GetPreprocessedInputBatch()
+        generator.Reset()
+
+
+@pytest.mark.usefixtures("eager_mode")
+def test_a_folder_with_patterns(params, folder):
+    p = params(data_dir=folder, train_pattern="train-*", heldout_pattern="heldout-*", heldout=True)
+    batch = p.Instantiate().GetPreprocessedInputBatch()
+    assert batch.weights.numpy().all()
+
+
+def test_hosts_read_together_what_one_reads(params, session, expected, monkeypatch):
+    """Two hosts with two rows each see the rows of one with four."""
+    for host in (0, 1):
+        monkeypatch.setattr(PackedRowsSource, "num_hosts", 2)
+        monkeypatch.setattr(PackedRowsSource, "host_id", host)
+        generator = params(batch_size=2, name=f"host{host}").Instantiate()
+        batch = generator.GetPreprocessedInputBatch()
+        generator.Initialize(session)
+        for want in expected[0]:
+            assert_same_batch(session.run(batch), {k: v[2 * host :][:2] for k, v in want.items()})
+
+
+@pytest.mark.parametrize("pack", [bytes, zstd.compress])
+def test_files_in_a_session(session, params, folder, vocabulary, tmp_path, pack):
+    for path in pathlib.Path(folder).iterdir():
+        (tmp_path / path.name).write_bytes(pack(path.read_bytes()))
+    patterns = {"train_pattern": "train-*", "heldout_pattern": "heldout-*"}
+    generator = params(data_dir=str(tmp_path), vocab_size=400, **patterns).Instantiate()
+    batch = generator.GetPreprocessedInputBatch()
+    generator.Initialize(session)
+    for _ in range(99):
+        assert session.run(batch).weights.all()
+
+
+@pytest.mark.usefixtures("eager_mode")
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"data_dir": "/no/such/folder"}, CorpusError, "--data_dir='/no/such/folder'"),
+        ({"train_pattern": "*.txt"}, CorpusError, "--train_pattern"),
+        ({"vocab_size": 10**6}, VocabularyError, "--vocab_size=1000000 is too large"),
+        ({"batch_size": 0}, ValueError, "batch_size is 0"),
+    ],
+)
+def test_bad_params(params, change, error, match):
+    with pytest.raises(error, match=match):
+        params(**change).Instantiate().GetPreprocessedInputBatch()
+
+
+def test_the_users_cache_folder(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert user_cache_dir() == "/caches/pipemesh"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert user_cache_dir() == "/home/someone/.cache/pipemesh"
+
+
+TRAINER = """
+import sys
+import numpy as np
+import tensorflow as tf
+from models.one_billion_word.lingvo_input import OneBillionWordInput
+
+tf.compat.v1.disable_v2_behavior()
+cache_dir, result = sys.argv[1:]
+p = OneBillionWordInput.Params()
+p.Set(cache_dir=cache_dir, vocab_size=600, seed=4, batch_size=4, sequence_length=32)
+with tf.compat.v1.Session() as session:
+    generator = p.Instantiate()
+    batch = generator.GetPreprocessedInputBatch()
+    generator.Initialize(session)
+    np.savez(result, **session.run(batch))
+"""
+
+
+@pytest.mark.slow
+def test_it_reads_with_the_switches_that_the_trainer_sets(cache_dir, expected, tmp_path):
+    # `lingvo.trainer` turns TensorFlow 2 off for the whole process.
+    result = str(tmp_path / "result.npz")
+    subprocess.run(warm("-c", TRAINER, cache_dir, result), check=True)
+    assert_same_batch(py_utils.NestedMap(np.load(result)), expected[0][0])
+
+
+def sentences(sample, vocabulary):
+    """The whole sentences of a sample."""
+    labels = np.concatenate(
+        [batch["labels"].numpy()[batch["weights"].numpy() > 0] for batch in sample.batches]
+    )
+    found, pieces = [], []
+    for piece in labels:
+        if piece == vocabulary.eos_id:
+            found.append(vocabulary.decode(pieces))
+            pieces = []
+        else:
+            pieces.append(piece)
+    return found
+
+
+def draw(corpus, vocabulary, batches):
+    return heldout.draw(corpus, vocabulary, batch_size=2, sequence_length=32, batches=batches)
+
+
+def test_the_sample_comes_from_all_of_the_text_and_is_always_the_same(vocabulary):
+    # Four kinds of text one after the other: the head of it is of the first kind only.
+    lines = [
+        f"{kind} {number}" for kind in ("red", "green", "blue", "grey") for number in range(99)
+    ]
+    corpus = Corpus("kinds", Sentences(("x",)), Sentences(tuple(lines)))
+    sample = draw(corpus, vocabulary, 6)
+    assert len(sample.batches) == 6 and not sample.whole and sample.sentences == len(lines)
+    assert all(batch["weights"].numpy().all() for batch in sample.batches), "no padding"
+    found = sentences(sample, vocabulary)
+    assert set(found) <= set(lines) and len(set(found)) == len(found) > 30
+    kinds = collections.Counter(line.split()[0] for line in found)
+    assert len(kinds) == 4 and min(kinds.values()) > len(found) / 10
+    again = draw(corpus, vocabulary, 6)
+    for one, two in zip(sample.batches, again.batches, strict=True):
+        np.testing.assert_array_equal(one["ids"], two["ids"])
+    assert str(sample) == "6 batches of sentences drawn evenly from all 396 held-out ones"
+
+
+def test_a_text_that_fits_is_taken_whole_and_in_order(corpus, vocabulary):
+    few = Corpus("few", corpus.train, Sentences(corpus.heldout.lines[:9]))
+    sample = draw(few, vocabulary, 99)
+    assert sample.whole
+    assert sentences(sample, vocabulary) == list(few.heldout)
+    whole = list(heldout_dataset(few, vocabulary, batch_size=2, sequence_length=32))
+    assert str(sample) == f"all of the held-out text, {len(whole)} batches"
+
+
+def test_one_sentence_that_is_longer_than_the_sample(vocabulary):
+    corpus = Corpus("one", Sentences(("x",)), Sentences(("a b c " * 999,)))
+    assert len(draw(corpus, vocabulary, 2).batches) == 2
+
+
+PLANS = (
+    Plan("layers:2", num_microbatches=4),
+    Plan("data:2;layers:2", "batch:data", "zb_h1", num_microbatches=2),
+    Plan("layers:1;model:2", "heads:model;d_ff:model;vocab:model", num_microbatches=2),
+)
+
+
+@pytest.mark.slow
+def test_every_plan_trains_on_the_same_batches(folder, tmp_path, train, monkeypatch):
+    real = Trainer._next_batch
+    batches = []
+
+    def next_batch(self):
+        batches.append(real(self))
+        return batches[-1]
+
+    monkeypatch.setattr(Trainer, "_next_batch", next_batch)
+
+    def read(name, plan, **settings):
+        batches.clear()
+        request = small_request(tmp_path / name, folder, steps=3, plan=plan, **settings)
+        assert train(request) == 0
+        return [batch["ids"].numpy() for batch in batches]
+
+    plain = read("plain", Plan(), PIPELINED=False)
+    assert len(plain) == 3 and not np.array_equal(plain[0], plain[1])
+    for number, plan in enumerate(PLANS):
+        np.testing.assert_array_equal(read(str(number), plan), plain, err_msg=str(plan))

@@ -1,16 +1,21 @@
-"""What a checkpoint knows of its text, its vocabulary and its settings when training goes on."""
+"""Resuming: text, vocabulary, settings, plans and lingvo's own checkpoints."""
 
 import gzip
+import itertools
 import os
 import shutil
 
 import numpy as np
 import pytest
+import tensorflow as tf
+from lingvo.core import py_utils
 
 from models.one_billion_word.about import About
-from pipemesh.checkpoint import Manifest
+from pipemesh.checkpoint import Checkpoints, Manifest, restore
 from pipemesh.errors import CheckpointError
+from pipemesh.layers import export_to_lingvo, import_from_lingvo
 from pipemesh.plan import Plan
+from tests.models.one_billion_word.language_model import Training, random_batch, small
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
     begun,
@@ -18,8 +23,6 @@ from tests.models.one_billion_word.small_training import (
     small_request,
     weights,
 )
-
-pytestmark = pytest.mark.slow
 
 
 def about_of(checkpoint):
@@ -64,6 +67,7 @@ def logdir(whole, tmp_path):
     return begun(whole, 3, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_one_line_more_is_other_text_and_never_another_vocabulary(text, logdir, train, capsys):
     """The vocabulary was learned again once, under weights that knew the old one: held-out went
     from 2.56 to 3.98 bits a byte, without a word."""
@@ -85,6 +89,7 @@ def test_one_line_more_is_other_text_and_never_another_vocabulary(text, logdir, 
     assert "other text" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_copy_elsewhere_is_the_same_text_and_goes_on_bit_for_bit(
     text, whole, logdir, tmp_path, train
 ):
@@ -99,6 +104,7 @@ def test_a_copy_elsewhere_is_the_same_text_and_goes_on_bit_for_bit(
     assert_same_weights(weights(logdir, 6), weights(whole, 6))
 
 
+@pytest.mark.slow
 def test_other_text_to_judge_by_needs_the_flag_too_and_keeps_the_place(
     text, whole, logdir, train, capsys
 ):
@@ -112,6 +118,7 @@ def test_other_text_to_judge_by_needs_the_flag_too_and_keeps_the_place(
     assert_same_weights(weights(logdir, 6), weights(whole, 6))
 
 
+@pytest.mark.slow
 def test_settings_that_changed_are_listed(text, logdir, train, capsys):
     capsys.readouterr()
     changes = {
@@ -130,6 +137,7 @@ def test_settings_that_changed_are_listed(text, logdir, train, capsys):
     assert "changed since the checkpoint" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_bits_flipped_is_found_and_the_one_before_serves(
     whole, text, tmp_path, train, capsys
 ):
@@ -151,6 +159,7 @@ def test_a_checkpoint_whose_bits_flipped_is_found_and_the_one_before_serves(
     assert (logdir / "damaged-ckpt-6.index").exists()
 
 
+@pytest.mark.slow
 def test_a_manifest_whose_bits_flipped_is_found_before_a_step(text, logdir, train):
     (path,) = logdir.glob("ckpt-3.manifest")
     content = bytearray(path.read_bytes())
@@ -161,6 +170,7 @@ def test_a_manifest_whose_bits_flipped_is_found_before_a_step(text, logdir, trai
     assert os.path.exists(logdir / "damaged-ckpt-3.index")
 
 
+@pytest.mark.slow
 def test_training_goes_from_placement_to_simd_and_back_with_the_same_losses(
     text, tmp_path, train, capsys
 ):
@@ -183,3 +193,124 @@ def test_training_goes_from_placement_to_simd_and_back_with_the_same_losses(
     out = capsys.readouterr().out
     assert "all    NamedEmbedding" in out and "all    NamedSoftmax" in out
     assert "lowering placement -> simd" in out
+
+
+TENSOR = "heads:model;experts:model;vocab:model"
+PLANS = {
+    "plain": Plan(),
+    "pipeline": Plan("layers:2", schedule="zb_h1", num_microbatches=2),
+    "tensor": Plan("layers:1;model:2", "heads:model;expert_ff:model;vocab:model"),
+    "data": Plan("layers:1;data:4", "batch:data;embed:data"),
+    "mixed": Plan("model:2;layers:2;data:2", f"batch:data;{TENSOR}", num_microbatches=2),
+    "experts": Plan("layers:1;e:4", "experts:e"),
+}
+# The gradients of round-off stay what they are.
+CALM = {"NUM_EXPERTS": 4, "HIDDEN_DIM": 16, "LEARNING_RATE": 0.02, "DROPOUT_PROB": 0.1}
+STEPS = 2
+BATCHES = [random_batch(seed) for seed in range(STEPS + 1)]
+
+
+@pytest.fixture(scope="module")
+def eagerly():
+    py_utils.SetEagerMode(True, test_mode=True)
+    yield
+    py_utils.SetEagerMode(False, test_mode=True)
+
+
+@pytest.fixture(scope="module")
+def trainings(eagerly):
+    """A model for each plan, made when it is asked for."""
+    made = {}
+
+    def get(name, dtype):
+        if (name, dtype) not in made:
+            plan = PLANS[name]
+            values = plan.to_values() | {"compute_dtype": dtype}
+            made[name, dtype] = Training(
+                small(**CALM, PLAN=Plan.from_values(values), PIPELINED=name != "plain")
+            )
+        return made[name, dtype]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def saved(trainings, tmp_path_factory):
+    """The checkpoint after some steps under a plan, and the loss of the next."""
+    made = {}
+
+    def get(name, dtype):
+        if (name, dtype) not in made:
+            training = trainings(name, dtype)
+            for batch in BATCHES[:STEPS]:
+                training.step(batch)
+            folder = tmp_path_factory.mktemp("saved")
+            path = Checkpoints(str(folder), training.state).save(STEPS, {})
+            made[name, dtype] = path, training.step(BATCHES[STEPS])
+        return made[name, dtype]
+
+    return get
+
+
+def tensors(path):
+    reader = tf.train.load_checkpoint(path)
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
+def check(saved, trainings, tmp_path, there, here, rtol):
+    path, expected = saved(*there)
+    training = trainings(*here)
+    assert restore(path, training.state) == []
+    tmp_path.mkdir(exist_ok=True)
+    again = Checkpoints(str(tmp_path), training.state).save(STEPS, {})
+    mine, theirs = tensors(again), tensors(path)
+    assert mine.keys() == theirs.keys()
+    assert any(name.endswith("/Adam_1") for name in mine)
+    for name, value in theirs.items():
+        np.testing.assert_array_equal(mine[name], value, err_msg=name)
+    np.testing.assert_allclose(training.step(BATCHES[STEPS]), expected, rtol=rtol)
+
+
+@pytest.mark.slow
+def test_weights_and_optimizer_are_those_that_were_saved_and_so_is_the_next_loss(
+    saved, trainings, tmp_path
+):
+    """From each plan to the next one."""
+    for there, here in zip(PLANS, [*list(PLANS)[1:], "plain"], strict=True):
+        check(saved, trainings, tmp_path / here, (there, ""), (here, ""), rtol=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("there", "here"), list(itertools.product(PLANS, PLANS)))
+def test_so_it_is_from_every_plan_to_every_one(saved, trainings, tmp_path, there, here):
+    check(saved, trainings, tmp_path, (there, ""), (here, ""), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "precisions"),
+    [
+        pytest.param("plain", "mixed", ("bfloat16", ""), marks=pytest.mark.slow),
+        pytest.param("plain", "mixed", ("", "bfloat16"), marks=pytest.mark.exhaustive),
+        pytest.param("mixed", "pipeline", ("bfloat16", ""), marks=pytest.mark.exhaustive),
+        pytest.param("mixed", "pipeline", ("", "bfloat16"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_precision_may_change(saved, trainings, tmp_path, there, here, precisions):
+    """What stages compute in is the plan's; weights and the optimizer's state are float32."""
+    check(saved, trainings, tmp_path, *zip((there, here), precisions, strict=True), rtol=2e-2)
+
+
+@pytest.mark.slow
+def test_what_was_a_checkpoint_of_lingvo_goes_on_as_if_it_had_never_been_one(
+    train, folder, tmp_path
+):
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert train(small_request(one, folder, LAYERS="lingvo")) == 0
+    theirs = str(tmp_path / "theirs" / "train" / "ckpt-00000003")
+    # The embedding and the block; the softmax.
+    export_to_lingvo(str(one / "ckpt-3"), theirs, stages=(0, 2, 3))
+    shutil.copytree(one / "vocabulary", other / "vocabulary")
+    told = import_from_lingvo(theirs, str(other / "ckpt-3"), like=str(one / "ckpt-3"))
+    assert told.endswith(f"tensors of {theirs}, data/batches of {one / 'ckpt-3'}")
+    assert train(small_request(other, folder, LAYERS="lingvo")) == 0
+    assert_same_weights(weights(one, 6), weights(other, 6))

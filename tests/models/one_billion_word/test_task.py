@@ -1,5 +1,6 @@
-"""The language model is the same whatever the plan, and trains under lingvo's own trainer."""
+"""The task, its configurations and its layers, also under lingvo's own trainer."""
 
+import contextlib
 import json
 import math
 import re
@@ -8,14 +9,32 @@ import subprocess
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo import datasets
-from lingvo.core import py_utils
+from lingvo import datasets, model_registry
+from lingvo.core import optimizer, py_utils, schedule, tshape
 
-from models.one_billion_word.params import OneBillionWordTiny
-from pipemesh.plan import Plan
+from models.one_billion_word.choice import choose, default_figures
+from models.one_billion_word.named_transformer import (
+    ExpertsBlock,
+    ExpertsEmbedding,
+    NamedBlock,
+    NamedEmbedding,
+    NamedSoftmax,
+)
+from models.one_billion_word.params import (
+    CONFIGURATIONS,
+    OneBillionWordGPipe32,
+    OneBillionWordTiny,
+    boundaries_of,
+    layer_flops_of,
+)
+from models.one_billion_word.sizes import LAYERS
+from models.one_billion_word.transformer import Block, Embedding, Softmax, sinusoids
+from pipemesh.plan import Plan, predict
 from tests.layers.harness import cluster
 from tests.models.one_billion_word.language_model import (
+    BATCH_SIZE,
     SMALL,
+    TIME,
     pipelined,
     plain,
     random_batch,
@@ -207,3 +226,217 @@ def test_lingvos_trainer_writes_the_inference_graph(lingvos_trainer):
     assert done.returncode == 0, done.stderr[-3000:]
     text = (logdir / "inference_graphs" / "inference.pbtxt").read_text()
     assert all(f'"{name}"' in text for name in ("xent", "loss", *BATCH))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_configuration_is_registered(name):
+    key = f"models.one_billion_word.params.{name}"
+    assert issubclass(model_registry.GetClass(key), CONFIGURATIONS[name])
+    for dataset in ("Train", "Dev", "Test"):
+        params = model_registry.GetParams(key, dataset)
+        assert params.input.heldout == (dataset != "Train")
+        assert params.task.name == "language_model"
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_stages_hold_every_layer_once_and_in_order(name, layers):
+    config = CONFIGURATIONS[name]()
+    config.LAYERS = layers
+    stack = config.Task().stack
+    assert len(stack.cell_tpl) == config.PLAN.num_stages
+    assert config.BATCH_SIZE % stack.num_micro_batches == 0
+    layers = [layer for cell in stack.cell_tpl for layer in cell.sub]
+    first, block, last = {
+        "lingvo": (Embedding, Block, Softmax),
+        "named": (
+            (ExpertsEmbedding, ExpertsBlock, NamedSoftmax)
+            if config.NUM_EXPERTS
+            else (NamedEmbedding, NamedBlock, NamedSoftmax)
+        ),
+    }[config.LAYERS]
+    assert [layer.cls for layer in layers] == [first, *[block] * config.NUM_LAYERS, last]
+    assert [layer.name for layer in layers] == [f"cell_{i:03d}" for i in range(len(layers))]
+
+
+def test_gpipe32_is_what_its_name_promises():
+    config = OneBillionWordGPipe32()
+    task = config.Task()
+    cells = task.stack.cell_tpl
+    assert [sum(layer.cls is NamedBlock for layer in cell.sub) for cell in cells] == [8, 8, 8, 8]
+    assert task.stack.num_micro_batches == 32
+    assert (config.BATCH_SIZE, config.SEQUENCE_LENGTH) == (32, 1024)
+    embedding, block, softmax = cells[0].sub[0], cells[2].sub[3], cells[3].sub[-1]
+    assert (embedding.vocab_size, embedding.embedding_dim) == (32_000, 2048)
+    assert (softmax.vocab_size, softmax.input_dim) == (32_000, 2048)
+    assert (block.input_dim, block.hidden_dim, block.num_heads) == (2048, 8192, 16)
+    assert embedding.dropout_rate == block.dropout_rate == 0.1
+    learner = task.train.learner
+    assert learner.optimizer.cls is optimizer.Adam
+    assert learner.lr_schedule.cls is schedule.TransformerSchedule
+    assert learner.lr_schedule.warmup_steps == 40_000
+    assert learner.lr_schedule.model_dim == 2048
+    params = config.Train()
+    assert (params.vocab_size, params.sequence_length, params.batch_size) == (32_000, 1024, 32)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"), [("layers:2;model:4,1", (6, 1)), ("layers:2;model:1,4", (2, 5))]
+)
+def test_a_home_with_more_devices_takes_more_of_the_layers(mesh, sizes):
+    config = CONFIGURATIONS["OneBillionWordTiny"]()
+    config.PLAN = Plan(mesh, "heads:model;d_ff:model;vocab:model", num_microbatches=8)
+    cells = config.Task().stack.cell_tpl
+    assert sum(len(cell.sub) for cell in cells) == 7
+    assert [len(cell.sub) for cell in cells] == list(sizes)
+
+
+def test_what_is_chosen_counts_on_the_devices_of_each_home():
+    """Four times the flops on four times the devices take as long, so nobody waits for long."""
+    config = CONFIGURATIONS["OneBillionWordTiny"]()
+    config.CHOSEN, flops = (), [4e14 / 3] * 3 + [1e14 / 4] * 4
+    bubbles = []
+    for mesh in ("layers:2;model:4,1", "layers:2;model:4"):
+        config.PLAN = Plan(mesh, "heads:model;d_ff:model", num_microbatches=8, remat="none")
+        bubbles.append(choose(config, flops, (0, 3, 7), "GPU", None).bubble)
+    assert bubbles[0] == pytest.approx(1 / 9, abs=1e-3) and bubbles[1] > 0.3
+
+
+def test_the_choice_is_the_fastest_forecast_that_fits():
+    config = CONFIGURATIONS["OneBillionWordBase"]()
+    flops, cuts, available = layer_flops_of(config), boundaries_of(config), 10**9
+    choice = choose(config, flops, cuts, "CPU", available)
+    figures = default_figures(config, flops, "CPU")
+
+    def forecast(number, remat):
+        plan = Plan(config.PLAN.mesh, num_microbatches=number, remat=remat, boundaries=cuts)
+        return predict(plan, figures, config.BATCH_SIZE)
+
+    every = [forecast(2**n, remat) for n in range(7) for remat in ("none", "full")]
+    fitting = [each for each in every if max(each.memory) <= available]
+    best = min(fitting, key=lambda each: each.seconds)
+    assert 0 < len(fitting) < len(every)
+    assert dict(best.plan.changes(choice.plan)).keys() == {"boundaries"}
+    assert (choice.memory, choice.bubble) == (int(max(best.memory)), best.bubble)
+
+
+def test_one_program_may_split_the_softmax_along_the_stages():
+    config = CONFIGURATIONS["OneBillionWordTiny"]()
+    config.CHOSEN = ("num_microbatches",)
+    config.PLAN = Plan("layers:2", "vocab:layers", "gpipe", 8, lowering="simd")
+    cuts = boundaries_of(config)
+    choice = choose(config, layer_flops_of(config), cuts, "CPU", None)
+    assert choice.plan.lowering == "simd" and choice.plan.layout == config.PLAN.layout
+    assert choice.plan.num_microbatches > 1 and choice.plan.boundaries is None
+
+
+@contextlib.contextmanager
+def eager_mode(do_eval):
+    py_utils.SetEagerMode(True, test_mode=True)
+    try:
+        with cluster(2, do_eval):
+            py_utils.GetOrCreateGlobalStepVar().assign(3)
+            yield
+    finally:
+        py_utils.SetEagerMode(False, test_mode=True)
+
+
+@pytest.fixture(scope="module", params=["dropout on", "dropout off"])
+def losses(request):
+    """The nats of every token [batch, time], computed in two stages on two devices."""
+    with eager_mode(do_eval=request.param == "dropout off"):
+        task = small(PLAN=Plan("layers:2", num_microbatches=4)).Task().Instantiate()
+
+        @tf.function(autograph=False)
+        def xent(batch):
+            return task.ComputePredictions(task.theta, py_utils.NestedMap(batch)).xent
+
+        yield lambda batch: xent({k: tf.constant(v) for k, v in batch.items()}).numpy()
+
+
+def changed(batch, where):
+    """The batch with other tokens read at `where`, bool [batch, time]."""
+    ids = np.where(where, (batch["ids"] + 7) % 40, batch["ids"])
+    return {**batch, "ids": ids.astype(np.int32)}
+
+
+@pytest.mark.slow
+def test_a_sentence_leaves_its_neighbours_in_the_pack_bit_identical(losses):
+    batch = random_batch()
+    before = losses(batch)
+    for segment in (1, 2, 4):
+        mine = batch["segment_ids"] == segment
+        after = losses(changed(batch, mine))
+        np.testing.assert_array_equal(after[~mine], before[~mine])
+        assert (after[mine] != before[mine]).all()
+
+
+def test_no_token_sees_what_comes_after_it(losses):
+    batch = {**random_batch(), "segment_ids": np.ones([BATCH_SIZE, TIME], np.int32)}
+    before = losses(batch)
+    for first in (1, 7, TIME - 1):
+        later = np.broadcast_to(np.arange(TIME) >= first, [BATCH_SIZE, TIME])
+        after = losses(changed(batch, later))
+        np.testing.assert_array_equal(after[~later], before[~later])
+        assert (after[later] != before[later]).all()
+
+
+def test_a_row_leaves_the_other_rows_alone(losses):
+    batch = random_batch()
+    before = losses(batch)
+    row = np.broadcast_to(np.arange(BATCH_SIZE)[:, None] == 5, [BATCH_SIZE, TIME])
+    np.testing.assert_array_equal(losses(changed(batch, row))[~row], before[~row])
+
+
+def test_sinusoids_restart_with_the_segment():
+    positions = np.array([[0, 1, 2, 0, 1, 0]], np.int32)
+    encoded = sinusoids(tf.constant(positions), 8).numpy()[0]
+    np.testing.assert_array_equal(encoded[0], [0, 0, 0, 0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(encoded[3], encoded[0])
+    np.testing.assert_array_equal(encoded[4], encoded[1])
+    np.testing.assert_allclose(encoded[2][0], np.sin(2), rtol=1e-6)
+    np.testing.assert_allclose(encoded[2][3], np.sin(2e-4), rtol=1e-5)
+    np.testing.assert_allclose(encoded[2][7], np.cos(2e-4), rtol=1e-6)
+
+
+def test_the_embedding_adds_positions_of_the_segment():
+    p = Embedding.Params().Set(name="embedding", vocab_size=5, model_dim=8)
+    with eager_mode(do_eval=True):
+        layer = p.Instantiate()
+        ids = tf.constant([[3, 3, 3, 3]])
+        rest = [tf.zeros([1, 4])] * 3
+        hidden, *_ = layer.FPropDefaultTheta(ids, *rest, tf.constant([[0, 1, 0, 1]]))
+    hidden = hidden.numpy()[0]
+    np.testing.assert_array_equal(hidden[:2], hidden[2:])
+    assert (hidden[0] != hidden[1]).any()
+
+
+# Batch, time, model, hidden and vocabulary sizes.
+B, T, D, H, V = 2, 5, 8, 12, 30
+
+
+@pytest.mark.parametrize(
+    ("params", "flops"),
+    [
+        # Scale, position, sum and dropout of each number.
+        (Embedding.Params().Set(vocab_size=V, model_dim=D), 4 * B * T * D),
+        (
+            Block.Params().Set(model_dim=D, hidden_dim=H, num_heads=2),
+            # A multiplication and an addition in each cell of: query, key, value and output
+            # projection; logits and their weighted sum; and the two feed-forward projections.
+            2 * (4 * B * T * D * D + 2 * B * T * T * D + 2 * B * T * D * H),
+        ),
+        # The projection, and five operations a logit for bias and cross entropy.
+        (Softmax.Params().Set(vocab_size=V, model_dim=D), 2 * B * T * D * V + 5 * B * T * V),
+    ],
+)
+def test_flops_equal_a_count_by_hand(params, flops):
+    ids = tshape.Shape([B, T])
+    first = ids if params.cls is Embedding else tshape.Shape([B, T, D])
+    meta = params.cls.FPropMeta(params, first, ids, ids, ids, ids)
+    assert meta.flops == flops
+    shapes = [shape.ToTensorShape().as_list() for shape in meta.out_shapes]
+    if params.cls is Softmax:
+        assert shapes == [[], [], [B, T]]
+    else:
+        assert shapes == [[B, T, D], [B, T], [B, T], [B, T], [B, T]]

@@ -1,20 +1,24 @@
-"""What a file of text may be, and what is refused with a way out."""
+"""Files of text: kinds, archives, folders and patterns, and copies."""
 
 import bz2
 import gzip
 import io
 import lzma
+import os
+import pathlib
 import random
 import shutil
 import subprocess
+import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from backports import zstd
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from models.one_billion_word import text_file
+from models.one_billion_word import text_copy, text_file, text_folder
 from models.one_billion_word.corpus import CorpusError, TextFiles, corpus_from_folder
 
 TEXT = "Gruesse \u00fc\n\u042d\u0442\u043e \u0442\u0435\u043a\u0441\u0442\n" * 400
@@ -250,3 +254,277 @@ def test_the_digest_follows_the_file(tmp_path):
     one = text_file.scan(path).digest
     write(tmp_path, b"one\ntwo\n")
     assert text_file.scan(path).digest != one
+
+
+def names(folder, pattern):
+    return [os.path.relpath(path, folder) for path in text_folder.files(str(folder), pattern)]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name in ("b.txt", "a.txt", "sub/c.txt", "sub/deep er/d.txt", ".git/e.txt", "sub/f.md"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*.txt", ["a.txt", "b.txt"]),
+        ("**/*.txt", ["a.txt", "b.txt", "sub/c.txt", "sub/deep er/d.txt"]),
+        ("sub/**/*.txt", ["sub/c.txt", "sub/deep er/d.txt"]),
+        ("**/deep*/**/*.txt", ["sub/deep er/d.txt"]),
+        ("**", ["a.txt", "b.txt", "sub/c.txt", "sub/deep er/d.txt", "sub/f.md"]),
+        ("*/c.txt", ["sub/c.txt"]),
+        (".git/*", [".git/e.txt"]),
+        ("[ab].txt", ["a.txt", "b.txt"]),
+        ("sub", []),
+        ("missing/**/*.txt", []),
+    ],
+)
+def test_patterns(tree, pattern, found):
+    assert names(tree, pattern) == found
+
+
+def test_links_that_lead_back_are_followed_once(tree):
+    """With two of them `glob` had 2^40 paths to look at."""
+    (tree / "sub" / "up").symlink_to(tree)
+    (tree / "sub" / "deep er" / "up").symlink_to(tree / "sub")
+    assert names(tree, "**/*.txt") == ["a.txt", "b.txt", "sub/c.txt", "sub/deep er/d.txt"]
+
+
+def test_links_lead_elsewhere_and_a_file_of_two_names_is_read_once(tree, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "g.txt").write_text("text\n")
+    (tree / "linked").symlink_to(elsewhere)
+    (tree / "again.txt").symlink_to(tree / "a.txt")
+    assert names(tree, "*.txt") == ["a.txt", "b.txt"]
+    assert names(tree, "linked/*") == ["linked/g.txt"]
+    assert "linked/g.txt" in names(tree, "**/*.txt")
+
+
+@pytest.mark.parametrize("pattern", ["*", "**/*", "train"])
+def test_what_is_matched_and_is_no_file_is_told(tree, pattern):
+    (tree / "train").symlink_to(tree / "unmounted")
+    with pytest.raises(CorpusError, match=r"train' is a link to nothing; take it away"):
+        text_folder.files(str(tree), pattern)
+    (tree / "train").unlink()
+    os.mkfifo(tree / "train")
+    with pytest.raises(CorpusError, match=r"train' is no file of text; take it away"):
+        text_folder.files(str(tree), pattern)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_text_that_is_there_packed_and_unpacked_is_told(tree, ending):
+    """As `gunzip --keep` leaves it; it was trained on twice as often as the rest."""
+    (tree / f"b.txt{ending}").write_text("text\n")
+    assert names(tree, "*.txt") == ["a.txt", "b.txt"]
+    with pytest.raises(CorpusError, match=rf"b.txt' is there twice, .* as '.*b.txt{ending}'; take"):
+        text_folder.files(str(tree), "*")
+
+
+def test_a_folder_that_cannot_be_listed_is_told(tree, monkeypatch):
+    real = os.scandir
+
+    def scandir(path="."):
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(CorpusError, match=r"sub' cannot be read \(Permission denied\)"):
+        text_folder.files(str(tree), "**/*.txt")
+
+    def listdir(path="."):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(CorpusError, match=r"cannot be read \(Permission denied\)"):
+        text_folder.check(str(tree))
+
+
+def test_names_of_any_bytes(tmp_path):
+    folder = tmp_path / "a\udcff\nb [1]*"
+    folder.mkdir()
+    odd = ["plain", "with space", "[x]", "new\nline", "not\udcfeutf8", "~", "$HOME", "-n", "a:b"]
+    for number, name in enumerate(odd):
+        (folder / name).write_text(f"text {number}\n")
+    (folder / "held out").write_text("judge\n")
+    corpus = corpus_from_folder(str(folder), "[!h]*", "held out")
+    assert sorted(corpus.train) == sorted(f"text {number}" for number in range(len(odd)))
+    assert corpus.name.isprintable(), "it is printed"
+
+
+@pytest.mark.slow
+def test_ten_thousand_files(tmp_path):
+    for number in range(10_000):
+        (tmp_path / f"train-{number}").write_bytes(b"" if number % 7 == 0 else b"a line of text\n")
+    (tmp_path / "heldout").write_text("judge\n")
+    corpus = corpus_from_folder(str(tmp_path), "train-*", "heldout")
+    assert len(corpus.train.paths) == 10_000 - 1429, "those with text"
+    assert len(list(corpus.train.sample(3000))) == 3000
+    assert len(corpus.train.digest()) == 64
+
+
+COPIED = b"".join(b"sentence %d\n\n" % number for number in range(9000))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    return tmp_path / "caches" / "pipemesh" / "text"
+
+
+def write_to(path, content):
+    path.write_bytes(content)
+    return str(path)
+
+
+def test_plain_text_is_read_where_it_is(cache, tmp_path):
+    path = write_to(tmp_path / "text", COPIED)
+    assert text_copy.readable(path) == path
+    assert not cache.exists()
+
+
+def test_a_packed_text_has_one_copy_however_it_is_packed_and_wherever_it_is(cache, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    paths = [
+        write_to(tmp_path / "a.zst", zstd.compress(COPIED)),
+        write_to(
+            tmp_path / "elsewhere" / "b", zstd.compress(COPIED[:99]) + zstd.compress(COPIED[99:])
+        ),
+        write_to(tmp_path / "c.gz", gzip.compress(b"") + gzip.compress(COPIED) + bytes(100)),
+    ]
+    copies = {text_copy.readable(path) for path in paths}
+    (copy,) = copies
+    assert os.listdir(cache) == [os.path.basename(copy)]
+    assert pathlib.Path(copy).read_bytes() == COPIED, "byte for byte, so that places in it agree"
+    written = os.stat(copy).st_mtime_ns
+    assert text_copy.readable(paths[0]) == copy
+    assert os.stat(copy).st_mtime_ns == written
+
+
+@pytest.mark.parametrize("pack", [bytes, zstd.compress])
+def test_long_lines_are_cut_and_floods_of_empty_lines_thinned(cache, tmp_path, pack):
+    long = b"ab " * 99_999
+    flood = b"\n" * (1 << 22)
+    for name, content, lines in (
+        ("long", b"a\n\n" + long + b"\nb", None),
+        ("flood", b"a\n" + flood + b"b\r\n", [b"a", b"b\r"]),
+    ):
+        copy = text_copy.readable(write_to(tmp_path / name, pack(content)))
+        assert copy.startswith(str(cache))
+        got = pathlib.Path(copy).read_bytes().split(b"\n")
+        assert got.pop() == b"" and all(got)
+        assert got == (lines or [b"a", *got[1:-1], b"b"])
+        assert max(map(len, got)) <= text_file.LONGEST_LINE
+        assert b" ".join(got[1:-1]) == (long if lines is None else b"")
+        assert list(TextFiles((str(tmp_path / name),))) == list(TextFiles((copy,)))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_copy_is_made_again(cache, tmp_path, damage):
+    path = write_to(tmp_path / "a.zst", zstd.compress(COPIED))
+    copy = pathlib.Path(text_copy.readable(path))
+    bad = {"cut": COPIED[:-1], "flipped": COPIED[:-1] + b"?", "empty": b""}[damage]
+    copy.write_bytes(bad)
+    assert text_copy.readable(path) == str(copy)
+    assert copy.read_bytes() == COPIED
+
+
+def test_what_was_not_finished_is_removed_and_what_is_being_written_is_not(cache, tmp_path):
+    path = write_to(tmp_path / "a.zst", zstd.compress(COPIED))
+    cache.mkdir(parents=True)
+    write_to(cache / ".killed.part", b"half")
+    others = write_to(cache / "what is not ours", b"")
+    with text_copy._locked(str(cache / ".writing.part")) as file:
+        file.write(b"half")
+        text_copy.readable(path)
+        assert sorted(os.listdir(cache))[0] == ".writing.part"
+        assert len(os.listdir(cache)) == 3 and os.path.exists(others)
+    assert len(os.listdir(cache)) == 2
+
+
+def test_of_many_at_once_one_writes(cache, tmp_path, monkeypatch):
+    paths = [write_to(tmp_path / f"{number}.zst", zstd.compress(COPIED)) for number in range(16)]
+    written = []
+    real = text_copy._write
+
+    def counted(*arguments):
+        written.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(text_copy, "_write", counted)
+    with ThreadPoolExecutor(8) as pool:
+        copies = set(pool.map(text_copy.readable, paths))
+    assert len(copies) == len(written) == 1
+    assert os.listdir(cache) == [os.path.basename(*copies)]
+
+
+def test_a_folder_that_cannot_hold_it_is_told_in_a_line(tmp_path, monkeypatch):
+    path = write_to(tmp_path / "a.zst", zstd.compress(COPIED))
+    monkeypatch.setenv("XDG_CACHE_HOME", write_to(tmp_path / "file", b""))
+    match = (
+        r"a.zst' has to be copied to be read, .* which fails in '.*/file/pipemesh/text' \(Not a "
+    )
+    with pytest.raises(CorpusError, match=match + r".*\); make room, or .* XDG_CACHE_HOME$"):
+        TextFiles((path,)).digest()
+
+
+# A limit on the size of files stands for a full disk.
+FULL = """
+import resource, signal, sys
+from models.one_billion_word import text_copy
+from models.one_billion_word.corpus import CorpusError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    text_copy.readable(sys.argv[1])
+except CorpusError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_told_in_a_line_and_nothing_is_left(cache, tmp_path):
+    path = write_to(tmp_path / "a.zst", zstd.compress(COPIED))
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL, path], capture_output=True, text=True, check=True
+    )
+    assert "has to be copied to be read, 1" in ran.stdout and "(File too large)" in ran.stdout
+    assert len(ran.stdout.splitlines()) == 1
+    assert os.listdir(cache) == []
+
+
+# Killed at the worst moment, after all is written.
+KILLED = """
+import os, signal, sys
+from models.one_billion_word import text_copy
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+text_copy.readable(sys.argv[1])
+"""
+
+
+def test_a_kill_leaves_nothing_that_is_taken_for_a_copy(cache, tmp_path):
+    path = write_to(tmp_path / "a.zst", zstd.compress(COPIED))
+    assert subprocess.run([sys.executable, "-c", KILLED, path]).returncode == -9
+    (left,) = os.listdir(cache)
+    assert left.endswith(".part")
+    copy = text_copy.readable(path)
+    assert os.listdir(cache) == [os.path.basename(copy)]
+
+
+def test_text_that_changes_while_it_is_copied_is_told(cache, tmp_path, monkeypatch):
+    path = write_to(tmp_path / "a.zst", zstd.compress(COPIED))
+    real = text_file.blocks
+
+    def blocks(read):
+        write_to(tmp_path / "a.zst", zstd.compress(b"other"))
+        return real(read)
+
+    text_file.scan(path)
+    monkeypatch.setattr(text_file, "blocks", blocks)
+    with pytest.raises(CorpusError, match=r"a\.zst' changed while it was read; run again"):
+        text_copy.readable(path)
+    assert os.listdir(cache) == []

@@ -1,10 +1,21 @@
-"""What a config.json says, and what layers here have not."""
+"""config.json: sizes, names of weights, and the registered models."""
 
 import json
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
+from models.pretrained import config, names, params, transfer
 from models.pretrained.config import WeightsError, ends_of, of_folder, of_values, read
+from pipemesh.errors import PlanError
+from pipemesh.layers import DatasetInput
+from pipemesh.layers.named import RotaryScaling
+from pipemesh.plan import Plan
+from pipemesh.training.registered import RegisteredModel
+from pipemesh.training.run import Options
+from pipemesh.training.trainer import Trainer
+from tests.models.pretrained import small
 
 GPT2, LLAMA = {"model_type": "gpt2"}, {"model_type": "llama"}
 LLAMA3 = {
@@ -147,3 +158,141 @@ def test_a_folder_without_one_is_told_by_the_flag_that_names_it(tmp_path):
     """With `--checkpoint` of another training it sounded as if that could not be read."""
     with pytest.raises(WeightsError, match="give as --logdir a folder that has one"):
         of_folder(str(tmp_path))
+
+
+@pytest.fixture(params=small.KINDS)
+def model(request):
+    return config.of_values(small.KINDS[request.param])
+
+
+def test_every_number_there_is_one_here(model):
+    weights = names.weights_of(model)
+    assert len({weight.name for weight in weights}) == len(weights)
+    for _, parts in names.by_theirs(weights):
+        there = np.arange(np.prod(parts[0].there)).reshape(parts[0].there)
+        here = [weight.from_theirs(there[weight.index]) for weight in parts]
+        assert [each.shape for each in here] == [weight.shape for weight in parts]
+        back = [weight.to_theirs(each) for weight, each in zip(parts, here, strict=True)]
+        np.testing.assert_array_equal(np.concatenate(back, -1), there)
+
+
+def test_heads_stand_where_products_there_have_them():
+    found = {weight.theirs: weight for weight in names.weights_of(config.of_values(small.LLAMA))}
+    weight = found["model.layers.1.self_attn.k_proj.weight"]
+    x, there = np.random.default_rng(0).standard_normal([2, 8, 16])[0, 0], np.eye(8, 16)
+    np.testing.assert_allclose(
+        np.einsum("e,ehd->hd", x, weight.from_theirs(there)).reshape(-1), there @ x
+    )
+    assert weight.name == "language_model/cell_002/attention/w_k/var"
+
+
+def test_files_may_leave_the_prefix_out_and_have_constants(model):
+    weights = names.weights_of(model)
+    prefix = {"gpt2": "transformer.", "llama": "model."}[model.model_type]
+    bare = [weight.theirs.removeprefix(prefix) for weight in weights]
+    constants = ["h.0.attn.bias", "layers.0.self_attn.rotary_emb.inv_freq"]
+    found = names.as_in([*bare, *constants], weights, model)
+    assert [weight.theirs for weight in found] == bare
+    assert [weight.name for weight in found] == [weight.name for weight in weights]
+
+
+def test_what_is_missing_and_what_is_beyond_is_named(model):
+    weights = names.weights_of(model)
+    there = [weight.theirs for weight in weights]
+    less = [name for name in there if name != weights[-1].theirs]
+    with pytest.raises(WeightsError, match=f"no tensor '{weights[-1].theirs}', which the model of"):
+        names.as_in(less, weights, model)
+    with pytest.raises(WeightsError, match="there are 1 tensors that the model of"):
+        names.as_in([*there, "another.weight"], weights, model)
+
+
+def test_logits_by_the_table_need_no_weight_but_may_come_with_it():
+    tied = config.of_values(small.GPT2)
+    weights = names.weights_of(tied)
+    there = [weight.theirs for weight in weights]
+    assert names.HEAD not in there
+    assert len(names.as_in([*there, names.HEAD], weights, tied)) == len(weights)
+    untied = config.of_values(small.LLAMA)
+    weights = names.weights_of(untied)
+    assert names.HEAD in [weight.theirs for weight in weights]
+    assert names.tied_of(untied) == {} and names.tied_of(tied) == {"cell_003.w": "cell_000.table"}
+
+
+class Averaged(params.Gpt2):
+    """Keeps moving averages; there are batches of nothing."""
+
+    PLAN = Plan("layers:1", num_microbatches=1)
+    BATCH_SIZE, SEQUENCE_LENGTH = 1, 2
+
+    def Train(self):
+        rows = {name: tf.zeros([1, 2], tf.int32) for name in ("ids", "labels", "segment_pos")}
+        rows |= {"weights": tf.ones([1, 2]), "segment_ids": tf.ones([1, 2], tf.int32)}
+        return DatasetInput.Params().Set(
+            name="Train", dataset=lambda: tf.data.Dataset.from_tensors(rows)
+        )
+
+    def Task(self):
+        p = super().Task()
+        p.train.ema_decay = 0.9
+        return p
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eagerly")
+def test_averages_begin_with_the_weights_that_came(tmp_path):
+    small.write(tmp_path / "in", small.GPT2, small.tensors_of(small.GPT2))
+    transfer.import_weights(str(tmp_path / "in"), str(tmp_path / "run"))
+    model = Averaged()
+    model.LOGDIR = str(tmp_path / "run")
+    options = Options(logdir=model.LOGDIR, steps=1)
+    trainer = Trainer(RegisteredModel(model, "Averaged"), options, f"{model.LOGDIR}/ckpt-0", True)
+    trained = trainer.trained
+    variables = trained.task.vars.Flatten()
+    assert len(trained.averages()) == len(variables) > 20
+    for variable in variables:
+        average = trained.task.ema.average(variable)
+        np.testing.assert_array_equal(average.numpy(), variable.numpy(), err_msg=variable.name)
+    # Begun elsewhere, every one of these is drawn.
+    assert len({float(tf.reduce_sum(variable)) for variable in variables}) == len(variables)
+
+
+def test_the_file_says_the_sizes_and_the_class_the_rest(tmp_path):
+    model = params.Llama()
+    with pytest.raises(WeightsError, match="which says how large the model is"):
+        model.Task()
+    model.CONFIG = config.of_values(small.RICH_LLAMA)
+    assert params.length_of(model) == 16
+    embedding, block, _, head = params.layers_of(model.CONFIG)
+    assert (embedding.vocab_size, embedding.positions, embedding.dropout_rate) == (24, "none", 0)
+    assert (block.attention_tpl.dim_per_head, block.attention_tpl.num_kv_heads) == (8, 2)
+    assert block.attention_tpl.rotary_scaling == RotaryScaling(5.0, length=8, low=0.1, high=1.0)
+    assert block.attention_tpl.rotary_base == 50.0 and block.attention_tpl.use_bias
+    assert block.norm_tpl.kind == head.norm_tpl.kind == "rms"
+    assert block.feed_forward_tpl.activation == "SWIGLU"
+    dropped = small.GPT2 | {"embd_pdrop": 0.2, "resid_pdrop": 0.3}
+    for asked, rates in ((None, (0.2, 0.3)), (0.1, (0.1, 0.1)), (0.0, (0.0, 0.0))):
+        first, block, *_ = params.layers_of(config.of_values(dropped), asked)
+        assert (first.dropout_rate, block.dropout_rate) == rates
+    (tmp_path / "config.json").write_text(json.dumps(small.GPT2))
+    model = params.Llama()
+    model.LOGDIR = str(tmp_path)
+    with pytest.raises(WeightsError, match="Llama has model_type 'llama', but"):
+        model.Task()
+
+
+def test_a_batch_that_does_not_divide_is_told_by_the_flag():
+    model = params.Gpt2()
+    model.CONFIG = config.of_values(small.GPT2)
+    values = {"num_microbatches": "16"}
+    with pytest.raises(PlanError, match=r"num_microbatches=16: a batch of 8 .*Gpt2 with another"):
+        RegisteredModel(model, "Gpt2", values)
+
+
+def test_there_is_data_to_judge_by_where_there_is_text():
+    model = params.Gpt2()
+    model.CONFIG = config.of_values(small.GPT2)
+    assert list(model.GetAllDatasetParams()) == ["Train"]
+    model.TRAIN_TEXT, model.HELDOUT_TEXT = "a", "b"
+    found = model.GetAllDatasetParams()
+    assert list(found) == ["Train", "Dev", "Test"]
+    assert found["Train"].dataset.args[0] == "a" and found["Dev"].dataset.args[0] == "b"

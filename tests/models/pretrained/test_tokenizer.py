@@ -1,4 +1,4 @@
-"""The tokenizer beside weights."""
+"""The tokenizer beside weights, and text as rows of tokens."""
 
 import io
 import json
@@ -8,8 +8,9 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from models.pretrained import config, tokenizer
+from models.pretrained import config, text, tokenizer
 from models.pretrained.config import WeightsError
+from pipemesh.errors import DataError
 from tests.models.pretrained import small
 
 MODEL = config.of_values(small.GPT2 | {"bos_token_id": 1})
@@ -156,3 +157,53 @@ def test_what_is_none_is_told_in_a_line(tmp_path, name, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(WeightsError, match=f"needs the package {package}, which is not installed"):
         tokenizer.load(str(tmp_path), MODEL)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(small.GPT2))
+    small.write_tokenizer(tmp_path)
+    (tmp_path / "text").write_text("the cat sat on a mat\na cat sat on the mat\n")
+    return tmp_path
+
+
+def test_every_token_is_predicted_once(folder):
+    # The mark of UTF-8 is no part of the text.
+    (folder / "text").write_bytes(b"\xef\xbb\xbf" + (folder / "text").read_bytes())
+    rows = text.rows_of(str(folder / "text"), str(folder), 5)
+    tokens = [1, 2, 3, 4, 5, 7, 6, 7, 3, 4, 5, 2, 6]
+    assert rows["ids"].shape == (3, 5)
+    counted = rows["weights"].reshape(-1) > 0
+    assert rows["ids"].reshape(-1)[counted].tolist() == tokens[:-1]
+    assert rows["labels"].reshape(-1)[counted].tolist() == tokens[1:]
+    # What is filled up belongs to no text.
+    assert (rows["segment_ids"].reshape(-1) > 0).tolist() == counted.tolist()
+    assert rows["segment_pos"].tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_an_epoch_has_every_row_once_in_an_order_of_the_seed(folder):
+    path = str(folder / "text")
+
+    def epochs(seed):
+        found = text.train_dataset(path, str(folder), 4, 3, seed).take(8)
+        return [tuple(map(tuple, batch["ids"].numpy())) for batch in found]
+
+    found = epochs(0)
+    assert all(len(set(batch)) == 3 for batch in found)
+    assert len(set(found)) > 1 and found == epochs(0) != epochs(1)
+    (batch,) = text.heldout_dataset(path, str(folder), 4, 9)
+    assert set(map(tuple, batch["ids"].numpy())) == set(found[0])
+
+
+def test_what_cannot_be_read_is_told(folder):
+    def refused(path, told):
+        with pytest.raises(DataError, match=told):
+            text.rows_of(str(path), str(folder), 4)
+
+    refused(folder / "gone", "gone' cannot be read")
+    (folder / "short").write_text("")
+    refused(folder / "short", "has 1 tokens; give a longer one")
+    (folder / "bytes").write_bytes(b"\xff\xfe\x00")
+    refused(folder / "bytes", "bytes' cannot be read")
+    (folder / "tokenizer.json").unlink()
+    refused(folder / "text", "has neither tokenizer.json nor tokenizer.model")

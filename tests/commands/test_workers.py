@@ -1,0 +1,22 @@
+"""Flags of devices and workers."""
+
+import json
+
+import pytest
+
+from pipemesh.commands.flags import FLAGS
+from pipemesh.commands.workers import HOST_FLAGS, device_flags, device_type
+
+
+@pytest.mark.parametrize(
+    ("cluster", "config", "wanted"),
+    [(None, "", "GPU"), (None, ["a:1"], "CPU"), ("none", ["a:1"], "GPU"), ("a:1", "", "CPU")],
+)
+def test_gpus_are_taken_where_no_workers_are_named(monkeypatch, cluster, config, wanted):
+    """`pipemesh launch` names workers by TF_CONFIG: two of them would share one GPU."""
+    text = json.dumps({"cluster": {"worker": config}}) if config else ""
+    monkeypatch.setenv("TF_CONFIG", text)
+    FLAGS.declare([*device_flags(None, None, "", ""), *HOST_FLAGS])
+    FLAGS.set("cluster", cluster)
+    monkeypatch.setattr("tensorflow.config.list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
+    assert device_type(2) == wanted
