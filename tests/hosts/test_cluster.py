@@ -1,4 +1,4 @@
-"""Which workers there are."""
+"""Addresses of workers, by flags and by environment."""
 
 import json
 

@@ -52,7 +52,7 @@ def addresses():
 
 @pytest.fixture(scope="module")
 def logdir(tmp_path_factory, addresses):
-    """What two workers have trained as one program, and evaluated while they did."""
+    """The log directory of a run as one program on two workers, with evaluations."""
     folder = tmp_path_factory.mktemp("workers") / "run"
     flags = ["--lowering=simd", "--mesh_shape=layers:2", "--steps=3", "--log_format=json"]
     lines = output("train", *SMALL, *flags, addresses, f"--logdir={folder}")

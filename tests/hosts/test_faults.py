@@ -1,4 +1,4 @@
-"""What becomes of a training when a worker is lost, hangs, or is slow."""
+"""Runs whose workers are lost, hang, or are slow."""
 
 import contextlib
 import functools

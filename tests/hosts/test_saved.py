@@ -67,7 +67,7 @@ def test_each_host_writes_and_reads_its_slices(workers, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_training_on_workers_goes_on_while_they_write(workers, tmp_path):
-    """What is saved are the values of `begin`, whatever steps follow while workers write."""
+    """The saved values are those of `begin`, whatever steps follow while workers write."""
     found, said = run(workers, tmp_path, "beside")
     assert found["kept"] and found["moved"]
     assert not said

@@ -1,4 +1,4 @@
-"""What is trained on workers is what is trained in one process, bit for bit."""
+"""Training on workers equals training in one process, bit for bit."""
 
 import functools
 import json

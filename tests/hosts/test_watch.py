@@ -1,4 +1,4 @@
-"""What is said of a worker that is lost, and when."""
+"""Reports of lost workers."""
 
 import threading
 import time

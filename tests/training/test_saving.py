@@ -1,4 +1,4 @@
-"""What a training saves, and goes back to."""
+"""Checkpoints of a run, and resuming from them."""
 
 import os
 import threading
@@ -75,7 +75,7 @@ def test_unknown_tensors_in_a_checkpoint_are_an_error(state, tmp_path):
 
 
 def test_weights_alone_are_restored_alone(state, tmp_path):
-    """Of what another program has trained, the optimizer's state is not there."""
+    """Weights of another program come without the optimizer's state."""
     weights = {name: state[name] for name in ("global_step", "w/var")}
     train(weights, tmp_path, [4], {4: {WEIGHTS_ONLY: True}})
     state["w/var/Adam"] = tf.Variable([3.0, 3.0])

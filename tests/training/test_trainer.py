@@ -1,4 +1,4 @@
-"""What is said of workers: what they are about, and who is slow."""
+"""Reports on workers: their current actions, and the slow ones."""
 
 import pytest
 

@@ -60,7 +60,7 @@ def test_cores_come_back_after_an_error():
 
 
 def test_two_threads_take_as_long_as_both_compute():
-    """Which is what it is for: on one core the clock says what all cores would have done."""
+    """On one core the clock shows the work that all cores would share."""
 
     def compute():
         end = time.thread_time() + 0.2

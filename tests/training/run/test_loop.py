@@ -24,7 +24,7 @@ from tests.training.small_models import StagedPoints
 
 
 def told_flops(seconds):
-    """What is said of a step of 1 GFLOP on devices of 1 GFLOP/s that takes so many seconds."""
+    """The report on a step of 1 GFLOP on devices of 1 GFLOP/s that takes `seconds`."""
     trained = types.SimpleNamespace(all_devices=lambda: ["CPU:0"])
     subject = types.SimpleNamespace(unit="rows")
     found = {}

@@ -1,4 +1,4 @@
-"""Which learning rates a model learns with."""
+"""The range test of learning rates."""
 
 import math
 import os
