@@ -188,28 +188,9 @@ _KEEP_ALIVE_SECONDS = 60
 
 
 def connect_workers(workers: Sequence[str], client: str | None = None) -> list[str]:
-    """Makes the devices of other processes devices of this one.
-
-    Call it before TensorFlow starts. Workers are `tf.distribute.Server`s. They send tensors to each
-    other and fetch tensors from this process, so each must reach all addresses given here. This
-    process refuses connections from any other address.
-
-    Args:
-        workers: `host:port` of each, in the order of their task numbers.
-        client: `host:port` by which workers reach this process; by default the address from which
-            this process reaches the first worker, with a free port.
-
-    Returns:
-        The names of the workers' devices.
-
-    Raises:
-        DeviceError: TensorFlow has already started, an address is invalid or occurs twice, or the
-            port of this process is in use.
-
-    Example:
-        >>> connect_workers(["a"])
-        Traceback (most recent call last):
-        pipemesh.errors.DeviceError: address 'a' is not host:port; write for example 'a:2222'
+    """Makes the devices of other processes devices of this one, before TensorFlow starts; returns
+    their names. Workers fetch tensors from each other and from this process, so each must reach all
+    addresses; other addresses cannot connect here.
     """
     check_addresses([*workers, *([client] if client else [])])
     if client:

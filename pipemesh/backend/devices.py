@@ -203,21 +203,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def place_beside_inputs(graph: tf.Graph) -> None:
-    """Gives each operation without a device that of its largest input, if that has one.
-
-    Call it when the graph of a function is complete, inside of the function.
-
-    Example:
-        >>> @tf.function
-        ... def doubled(x):
-        ...     with tf.device("CPU:0"):
-        ...         x = tf.identity(x)
-        ...     y = x + x
-        ...     place_beside_inputs(tf.compat.v1.get_default_graph())
-        ...     return y
-        >>> doubled.get_concrete_function(tf.constant(1.0)).graph.outputs[0].op.inputs[0].device
-        '/device:CPU:0'
-    """
+    """Gives each operation of a complete graph without a device that of its largest input."""
     captured: dict[str, str] = {}
     for outside, inside in getattr(graph, "captures", ()):
         if outside.dtype == tf.resource and not tf.is_symbolic_tensor(outside):

@@ -199,14 +199,8 @@ def with_gradient(
     sources: Sequence[Sources],
     backward: Callable[[Grads], list[Grads]],
 ) -> list[tf.Tensor]:
-    """Returns `outputs`, through which gradients flow to all `sources` at once.
-
-    Args:
-        outputs: tensors without a gradient (`tf.stop_gradient`).
-        device: the device of the outputs.
-        sources: the groups of tensors that get gradients.
-        backward: takes the gradient of each output (None if it has none) and returns for each group
-            the gradient of each tensor; called when a gradient is asked for.
+    """Returns `outputs` (without a gradient, on `device`), through which gradients flow to all
+    groups of `sources` at once: `backward` returns those of each group.
     """
     # `tf.custom_gradient` passes everything that it differentiates through one operation, which
     # would copy the weights of all stages to one device. Here each group of sources has an
@@ -308,15 +302,9 @@ def attach_gradient(
     backward: Callable[[list[tf.Tensor]], Sequence[tf.Tensor | None]],
     across_devices: bool,
 ) -> list[tf.Tensor]:
-    """Returns `outputs`, through which gradients flow to `inputs` only as `backward` says.
-
-    Args:
-        outputs: floating tensors.
-        inputs: floating tensors.
-        backward: takes one gradient for each output and returns one or None for each input. It is
-            called outside any colocation, in the device scope of the first output; across devices
-            it must enter device scopes itself.
-        across_devices: whether the tensors lie on different devices.
+    """Returns `outputs`, through which gradients flow to `inputs` only as `backward` says. It is
+    called outside any colocation, in the device scope of the first output; across devices it must
+    enter device scopes itself.
     """
     # `tf.custom_gradient` passes all that it differentiates through one `IdentityN`, which would
     # copy the tensors of all devices to one. A function call does not: it is inlined before

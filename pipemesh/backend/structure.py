@@ -19,9 +19,7 @@ Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
 class Structure:
-    """The nesting of tensors and None in a value, with a name such as `state0.c` for
-    each tensor.
-    """
+    """The nesting of tensors and None in a value, with a name for each tensor, as `state0.c`."""
 
     def __init__(self, value: Any, name: str) -> None:
         self._name = name

@@ -16,6 +16,7 @@ from pipemesh.checkpoint.files import check_name, step_in
 from pipemesh.checkpoint.folder import LIST, list_for_tensorflow, publish
 from pipemesh.checkpoint.manifest import SUFFIX, Manifest
 from pipemesh.checkpoint.reader import contents, read_tensors, reason
+from pipemesh.checkpoint.slices import join_files, write_tensors
 from pipemesh.errors import CheckpointError, SaveError
 from pipemesh.text import bytes_text, columns, nearest
 
@@ -301,13 +302,7 @@ def write(
 
         def flush() -> None:
             parts.append(os.path.join(temporary, f"part-{len(parts)}"))
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=parts[-1],
-                    tensor_names=list(held),
-                    shape_and_slices=[""] * len(held),
-                    tensors=list(held.values()),
-                )
+            write_tensors("CPU:0", parts[-1], list(held), [""] * len(held), list(held.values()))
             held.clear()
 
         bytes_held = 0
@@ -319,9 +314,7 @@ def write(
                 bytes_held = 0
         if held or not parts:
             flush()
-        tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=parts, destination_prefix=merged, delete_old_dirs=False
-        )
+        join_files("CPU:0", parts, merged)
         Manifest.of(merged, step=step, note=note).write(merged)
         publish(merged, path)
     except (OSError, tf.errors.OpError) as error:

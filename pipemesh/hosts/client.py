@@ -102,11 +102,8 @@ def gather(
     tell: Callable[[str], object],
     fewer: float | None = None,
 ) -> tuple[dict[int, str], list[Health]]:
-    """Waits for workers, and returns each worker's address by its number, with its answer.
-
-    A spare replaces a worker that gives no answer for `answer` seconds. After `fewer` seconds the
-    available workers are enough. `tell` gets lines for the user. Raises DeviceError if a worker is
-    missing after `seconds`, or two addresses lead to one worker.
+    """Waits for workers, and returns each one's address and answer by its number; spares replace
+    those that do not answer, and after `fewer` seconds the available ones are enough.
     """
     addresses = [*cluster.workers, *cluster.spares]
     asker, begun, is_told = Asker(addresses), time.monotonic(), False
@@ -174,9 +171,8 @@ def note_stages(devices: Sequence[Sequence[str]]) -> None:
 
 
 def begin_again(reason: str) -> NoReturn:
-    """Replaces this process by the same program, because TensorFlow cannot forget a lost worker.
-
-    Current work is lost; the program resumes from its last checkpoint.
+    """Replaces this process by the same program, because TensorFlow cannot forget a lost worker; it
+    resumes from its last checkpoint.
     """
     try:
         watched = watch.current()

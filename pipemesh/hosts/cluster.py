@@ -162,10 +162,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _of_slurm() -> tuple[str, ...]:
-    """Returns the workers of a Slurm job, one for each task, in the order of TensorFlow's resolver.
-
-    The resolver reads the variables of a job step; a batch script has those of the job.
-    """
+    """Returns the workers of a Slurm job, one a task, in the order of TensorFlow's resolver."""
     for name, of_job in (
         ("STEP_NODELIST", "JOB_NODELIST"),
         ("STEP_TASKS_PER_NODE", "TASKS_PER_NODE"),

@@ -27,16 +27,13 @@ _OPTIONS = [
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """The answer of a worker.
+    """The answer of a worker."""
 
-    Attributes:
-        devices: its devices, such as `CPU:0`; none without an answer.
-        start: a number that differs each time the worker starts.
-        trouble: the reason for a missing answer; "" if there is one.
-    """
-
+    # Such as `CPU:0`; none without an answer.
     devices: tuple[str, ...] = ()
+    # A number that differs each time the worker starts.
     start: int = 0
+    # The reason for a missing answer.
     trouble: str = ""
 
 
@@ -72,12 +69,7 @@ class Asker:
 
 
 def ask(addresses: Sequence[str], seconds: float) -> list[Health]:
-    """Returns the state of the workers at some addresses, each asked once.
-
-    Example:
-        >>> ask(["127.0.0.1:9"], 1)[0].devices
-        ()
-    """
+    """Returns the state of the workers at some addresses, each asked once."""
     asker = Asker(addresses)
     try:
         return asker.ask(seconds)
@@ -86,14 +78,7 @@ def ask(addresses: Sequence[str], seconds: float) -> list[Health]:
 
 
 def check_distinct(healths: Mapping[str, Health]) -> None:
-    """Raises DeviceError if two addresses lead to one worker.
-
-    Example:
-        >>> check_distinct({"a:1": Health(("CPU:0",), 7), "b:1": Health(("CPU:0",), 7)})
-        Traceback (most recent call last):
-        pipemesh.errors.DeviceError: addresses 'a:1' and 'b:1' lead to one worker; give each \
-worker once
-    """
+    """Raises DeviceError if two addresses lead to one worker."""
     known: dict[int, str] = {}
     for address, health in healths.items():
         if health.start and (other := known.setdefault(health.start, address)) != address:
@@ -127,9 +112,8 @@ def _answer(call: Any, since: float) -> Health:
 
 
 def _read(message: bytes) -> Health:
-    """Reads a `GetStatusResponse`, whose first field is the devices.
-
-    Malformed bytes raise IndexError, KeyError, TypeError or ValueError.
+    """Reads a `GetStatusResponse`, whose first field is the devices; malformed bytes raise
+    IndexError, KeyError, TypeError or ValueError.
     """
     devices: list[str] = []
     start = 0
@@ -142,13 +126,7 @@ def _read(message: bytes) -> Health:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yields numbers and values of a protocol buffer's fields; no installed module defines this
-    one.
-
-    Example:
-        >>> list(_fields(bytes([0x0A, 1, 65, 0x10, 5])))
-        [(1, b'A'), (2, b'\\x05')]
-    """
+    """Yields numbers and values of a protocol buffer's fields; no installed module defines it."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)

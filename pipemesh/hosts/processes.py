@@ -24,11 +24,7 @@ _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 
 
 def say(text: str) -> None:
-    """Writes a line to standard error, within seconds and without errors.
-
-    Threads that watch workers call it. A line that cannot be written is lost, such as on a full
-    disk.
-    """
+    """Writes a line to standard error, from any thread; loses it if that takes long or fails."""
     left = f"{text}\n".encode(errors="backslashreplace")
     with contextlib.suppress(OSError, ValueError):
         while left and select.select([], [2], [], _SECONDS)[1]:
@@ -36,10 +32,7 @@ def say(text: str) -> None:
 
 
 def hold_standard_files() -> None:
-    """Opens standard files that were closed at the start.
-
-    No other file may get their numbers, because native code and `say` write to the numbers.
-    """
+    """Opens standard files that were closed at the start: native code writes to their numbers."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -69,7 +62,6 @@ def death_signal() -> int:
 
 def set_death_signal(number: int) -> None:
     """Sets the signal for this thread, or its successor program, when the parent ends; 0 for none.
-
     New threads do not inherit it.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
@@ -87,10 +79,7 @@ _BY_SIGNAL = 128
 
 
 def launch(words: Sequence[str], processes: int, spares: int, cpu_devices: int) -> int:
-    """Starts workers and a command that drives them; returns the exit code of the command.
-
-    It raises DeviceError if there is no command, or workers cannot be started.
-    """
+    """Starts workers and a command that drives them; returns the exit code of the command."""
     hold_standard_files()
     if not words:
         raise DeviceError(
@@ -112,9 +101,8 @@ def launch(words: Sequence[str], processes: int, spares: int, cpu_devices: int) 
 
 @dataclasses.dataclass
 class _Worker:
-    """A worker process, which ends when its end of a socket pair is closed.
-
-    A stopped worker does not see that; the kernel kills it when this process ends.
+    """A worker process, which ends when its end of a socket pair is closed; if it is stopped, the
+    kernel kills it when this process ends.
     """
 
     number: int

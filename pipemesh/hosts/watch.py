@@ -53,22 +53,8 @@ class Progress(Protocol):
 
 
 class Watch:
-    """A thread that asks workers for their state, and restarts or ends the client after a loss.
-
-    Args:
-        places: `host:port` of each worker, by its number.
-        starts: the start number that each worker reported.
-        seconds: timeout of an answer; without one the worker is asked once more.
-        lost: called with a message, on any thread that notices the loss. It does not return.
-        limit: seconds after which a step is reported as blocked; after twice as many a worker
-            counts as lost. Default: a multiple of the steps before.
-        tell: called with a line for the user.
-
-    Attributes:
-        doing: the current work of the client, as text.
-        stages: the stages of each worker, by task, such as "stage 1".
-        progress: the progress of the workers; None if unknown.
-        steps: the number of finished steps.
+    """A thread that asks workers for their state, and calls `lost`, which does not return, after a
+    loss or a step of twice `limit`.
     """
 
     def __init__(
@@ -80,6 +66,8 @@ class Watch:
         limit: float | None = None,
         tell: Callable[[str], object] = print,
     ) -> None:
+        # A worker that gives no answer in `seconds` is asked once more; `limit` is that of a step,
+        # by default a multiple of the steps before.
         self.doing, self.steps = "making the model", 0
         self.stages: dict[int, str] = {}
         self.progress: Progress | None = None
@@ -119,9 +107,8 @@ class Watch:
 
     @contextlib.contextmanager
     def during(self, doing: str, limit: float | None = None) -> Iterator[None]:
-        """Sets the current work of the client inside a context, with a time limit in seconds.
-
-        The default limit leaves time to build graphs.
+        """Sets the current work of the client inside a context, with a time limit in seconds; the
+        default leaves time to build graphs.
         """
         before = self.doing, self._since, self._is_step, self._is_limited, self._most
         self.begin(doing)
@@ -143,10 +130,8 @@ class Watch:
         return f"{self._names[task][:-1]}, {stages})" if stages else self._names[task]
 
     def check(self, error: BaseException | None = None) -> None:
-        """Asks all workers now, and calls `lost` if one is lost.
-
-        The reason to ask is `error`. If it reports a broken connection although all workers answer,
-        the current step is lost with the connection.
+        """Asks all workers now, and calls `lost` if one is lost, or if `error` reports a broken
+        connection although all answer.
         """
         message = self._trouble()
         if not message and (broken := self._broken_connection(error)):
@@ -158,11 +143,7 @@ class Watch:
                 self._lost(message)
 
     def _run(self) -> None:
-        """Watches until it is stopped.
-
-        If an error ended this thread, a lost worker would remain unnoticed, and the client would
-        wait forever.
-        """
+        """Watches until it is stopped, whatever fails, so that no lost worker is unnoticed."""
         failures = 0
         while not self._ended.wait(_PAUSE):
             try:

@@ -27,10 +27,8 @@ _SECONDS_TO_START, _PAUSE = 30.0, 0.1
 
 
 def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None = None) -> int:
-    """Runs a worker until a signal or the end of its parent; returns the exit code.
-
-    Others reach it at `listen`; `port` 0 means a free port. A parent that ends its workers with
-    itself holds the other end of the socket `parent_fd`. It raises DeviceError if it cannot listen.
+    """Runs a worker until a signal or the end of its parent, which holds the other end of
+    `parent_fd`; returns the exit code. Port 0 means a free port.
     """
     if not 0 <= port < 2**16:
         raise DeviceError(f"--port={port}: it must be 0 or more, and below 65536")
@@ -98,10 +96,7 @@ def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
 
 
 def _announce(address: str, ip: str | None) -> None:
-    """Reports on standard error that the worker answers, who can reach it, and its devices.
-
-    It raises DeviceError if the worker does not answer.
-    """
+    """Reports on standard error that the worker answers, who can reach it, and its devices."""
     from pipemesh.hosts.health import ask
 
     own_address = address if ip else f"{LOOPBACK}:{address.rpartition(':')[2]}"

@@ -28,11 +28,11 @@ class Evaluation:
         self,
         subject: Subject,
         trained: TrainedTask,
-        wanted: Callable[[Any, Any], Any] | None = None,
+        select: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self._subject, self._trained = subject, trained
-        wanted = wanted or subject.outcome
-        self._evaluate = tf.function(lambda batch: trained.evaluate(batch, wanted), autograph=False)
+        select = select or subject.outcome
+        self._evaluate = tf.function(lambda batch: trained.evaluate(batch, select), autograph=False)
 
     def outcome(self, batch: Any) -> Any:
         """Returns what `wanted` selects of a batch's results."""
@@ -122,18 +122,7 @@ _ONE = "predictions"
 
 
 class Predictor:
-    """A predictor without dropout, with moving averages in place of weights.
-
-    The plan may differ from that of the run; only weights and their moving averages are read.
-
-    Attributes:
-        left_out: names of predicted values, seen so far, that do not have one row for each example.
-
-    Raises:
-        CheckpointError: the checkpoint belongs to another model, or is damaged.
-        DataError: there is no held-out data.
-        TrainingError: the task defines no predictions.
-    """
+    """A predictor without dropout, with moving averages in place of weights, under any plan."""
 
     def __init__(self, subject: Subject, checkpoint: str) -> None:
         kind = subject.task().cls
@@ -153,11 +142,7 @@ class Predictor:
         self._predict = tf.function(self._trained.predict, autograph=False)
 
     def examples(self) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the predictions for each held-out example, in order.
-
-        Rows with weight 0 in `weights` are padding, and are skipped. Raises DataError if the data
-        cannot be read, TrainingError if a stage failed or no value has one row for each example.
-        """
+        """Yields the predictions for each held-out example in order, without padding."""
         iterator = iter(self._batches or ())
         while True:
             try:
@@ -172,15 +157,15 @@ class Predictor:
         rows = rows_of(batch)
         try:
             with self._trained.cluster(do_eval=True):
-                found = self._predict(batch)
+                predictions = self._predict(batch)
         except tf.errors.OpError as error:
             explained = self._trained.explain(error)
             if explained is None:
                 raise
             raise TrainingError(f"prediction: {explained}") from error
         # Values in a map need no prefix.
-        named = {name.removeprefix(f"{_ONE}."): each for name, each in _arrays(_ONE, found)}
-        kept = {name: each for name, each in named.items() if each.shape[:1] == (rows,)}
+        named = {name.removeprefix(f"{_ONE}."): value for name, value in _arrays(_ONE, predictions)}
+        kept = {name: value for name, value in named.items() if value.shape[:1] == (rows,)}
         self.left_out |= named.keys() - kept.keys()
         if not kept:
             raise TrainingError(
@@ -190,7 +175,7 @@ class Predictor:
         weights = np.asarray(batch["weights"]) if "weights" in batch else np.ones([rows])
         for row in range(rows):
             if weights.shape != (rows,) or weights[row]:
-                yield {name: each[row] for name, each in kept.items()}
+                yield {name: value[row] for name, value in kept.items()}
 
 
 def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -199,7 +184,7 @@ def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
         for key in sorted(value):
             yield from _arrays(f"{name}.{key}", value[key])
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _arrays(f"{name}[{number}]", each)
+        for number, item in enumerate(value):
+            yield from _arrays(f"{name}[{number}]", item)
     else:
         yield name, np.asarray(value)

@@ -24,11 +24,8 @@ _OF_GENERATORS = ("_InputBatch", "_PreprocessInputBatch", "GetPreprocessedInputB
 
 
 def training_dataset(params: Any) -> tuple[tf.data.Dataset, Sequence[str]]:
-    """Returns an endless dataset of an input generator, and its `bprop_variable_filters`.
-
-    A `TFDatasetSource` is read as a dataset and repeated; other generators are called for each
-    batch. If there are filters, one for each source, batches have `SOURCE`. It raises DataError if
-    the generator cannot be made, or chooses its data by the global step.
+    """Returns an endless dataset of an input generator, and its `bprop_variable_filters`; with
+    filters, one for each source, batches have `SOURCE`.
     """
     filters: list[str] = []
     dataset = _dataset(params, filters)
@@ -38,13 +35,10 @@ def training_dataset(params: Any) -> tuple[tf.data.Dataset, Sequence[str]]:
 
 
 def heldout_batches(params: Any) -> Iterable[Any]:
-    """Returns the batches of one epoch of an input generator.
-
-    A generator without a `TFDatasetSource` is called until it has given `num_samples` examples. It
-    raises DataError if the generator cannot be made, or has no end.
-    """
+    """Returns the batches of one epoch of an input generator."""
     dataset = _dataset(params)
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        # Not a `TFDatasetSource`: it is called until it has given `num_samples` examples.
         samples = params.num_samples if "num_samples" in params else 0
         size = _batch_size(params)
         if not (samples and size):
@@ -101,9 +95,9 @@ def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:
 
 def _has_own_ways(generator: Any, source: Any) -> bool:
     """Returns whether the generator changes the batches of its dataset."""
-    own = [getattr(type(generator), name) for name in _OF_GENERATORS]
+    methods = [getattr(type(generator), name) for name in _OF_GENERATORS]
     return type(source).GetNext is not datasource.TFDatasetSource.GetNext or any(
-        not function.__module__.startswith("lingvo.core.") for function in own
+        not function.__module__.startswith("lingvo.core.") for function in methods
     )
 
 
@@ -199,8 +193,8 @@ class Batches:
             batch = next(self.iterator)
         except (tf.errors.OpError, StopIteration) as error:
             self._go_back()
-            told = "it has ended" if isinstance(error, StopIteration) else reason(error)
-            raise DataError(f"the data to train on cannot be read any more ({told})") from error
+            why = "it has ended" if isinstance(error, StopIteration) else reason(error)
+            raise DataError(f"the data to train on cannot be read any more ({why})") from error
         for path in self._places:
             self._places[path] += 1
         return batch

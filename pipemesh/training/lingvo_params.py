@@ -48,19 +48,15 @@ _LONGEST = 60
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The treatment of some params.
+    """The treatment of some params."""
 
-    Attributes:
-        names: their names; the first word of each is the owner.
-        told: the treatment, for the table.
-        refused: tells from a value and the task's params whether the value is refused; None if no
-            value is.
-        advice: a remedy.
-    """
-
+    # The first word of each is the owner.
     names: str
+    # For the table.
     told: str
+    # Takes a value and the task's params; None if no value is refused.
     refused: Callable[[Any, Any], bool] | None = None
+    # A remedy.
     advice: str = ""
 
 
@@ -71,15 +67,15 @@ def _is_given(value: Any, task: Any) -> bool:
 
 def _holds(params: Any, kinds: tuple[type, ...]) -> bool:
     """Returns whether params contain, at any depth, an instance of a class."""
-    found: list[bool] = []
+    matches: list[bool] = []
 
     def enter(_: str, value: Any) -> bool:
         kind = getattr(value, "cls", None)
-        found.append(inspect.isclass(kind) and issubclass(kind, kinds))
+        matches.append(inspect.isclass(kind) and issubclass(kind, kinds))
         return True
 
     params.Visit(lambda *_: None, enter_fn=enter)
-    return any(found)
+    return any(matches)
 
 
 RULES = (
@@ -247,17 +243,17 @@ RULES = (
 
 
 def check_params(task: Any, learns: bool = True) -> None:
-    """Raises TrainingError if a task has params that cannot be honoured.
-
-    If `learns` is False, only params that matter for evaluation are checked.
+    """Raises TrainingError if a task has params that cannot be honoured, or that matter for
+    evaluation if not `learns`.
     """
     if task.train is None:
         raise TrainingError(f"{task.name}: p.train is None; give it a learner")
     for name in _NOT_CALLED:
-        if (found := getattr(task.cls, name)).__module__ not in _KNOWN:
+        if (method := getattr(task.cls, name)).__module__ not in _KNOWN:
             raise TrainingError(
-                f"{task.name}: its {found.__qualname__} is not called here, but FPropTower and the "
-                "learner are; override ComputePredictions, ComputeLoss or AdjustGradients instead"
+                f"{task.name}: its {method.__qualname__} is not called here, but FPropTower and "
+                "the learner are; override ComputePredictions, ComputeLoss or AdjustGradients "
+                "instead"
             )
     owners = {"task": task, "train": task.train, "learner": _learner_of(task)}
     for rule in RULES:
@@ -270,8 +266,8 @@ def check_params(task: Any, learns: bool = True) -> None:
             if (learns or is_judged) and rule.refused(holder.Get(name), task):
                 whose = "of its learner " if owner == "learner" else ""
                 shown = name if owner == "learner" else f"p.{path.removeprefix('task.')}"
-                given = _text(holder.Get(name))
-                raise TrainingError(f"{task.name}: {whose}{shown}{given}: {rule.advice}")
+                value_text = _text(holder.Get(name))
+                raise TrainingError(f"{task.name}: {whose}{shown}{value_text}: {rule.advice}")
 
 
 def trained_variables(task: Any) -> Any:
@@ -290,10 +286,10 @@ def _text(value: Any) -> str:
 
 def _learner_of(task: Any) -> Any:
     """Returns the params that define a task's learner: its own, or those of `p.train`."""
-    found = task.train.learner
-    if isinstance(found, list | tuple):
-        return found[0] if found else None
-    return found or task.train
+    learner_params = task.train.learner
+    if isinstance(learner_params, list | tuple):
+        return learner_params[0] if learner_params else None
+    return learner_params or task.train
 
 
 def lingvo_names() -> set[str]:
@@ -302,9 +298,9 @@ def lingvo_names() -> set[str]:
     task = base_model.BaseTask.Params()
     of_learner = set(dict(learner.Learner.Params().IterParams())) - of_layers
     sources = [
-        each.Params()
-        for each in vars(datasource).values()
-        if inspect.isclass(each) and issubclass(each, datasource.DataSource)
+        kind.Params()
+        for kind in vars(datasource).values()
+        if inspect.isclass(kind) and issubclass(kind, datasource.DataSource)
     ]
     inputs = [base_input_generator.BaseSequenceInputGenerator.Params()]
     inputs.append(base_input_generator.BaseInputGeneratorFromFiles.Params())
@@ -341,20 +337,7 @@ _PLACES = 200
 
 
 class Ramp(schedule.BaseSchedule):
-    """A schedule of learning rates that grow by the same factor each step.
-
-    Attributes:
-        first_step: the step with the lowest rate.
-
-    Example:
-        >>> from lingvo.core import py_utils
-        >>> py_utils.SetEagerMode(True, test_mode=True)
-        >>> ramp = Ramp.Params().Set(steps=3, low=0.01, high=1.0).Instantiate()
-        >>> ramp.first_step = 10
-        >>> [round(float(ramp.Value(tf.constant(step))), 4) for step in (10, 11, 12)]
-        [0.01, 0.1, 1.0]
-        >>> py_utils.SetEagerMode(False, test_mode=True)
-    """
+    """A schedule of learning rates that grow by the same factor each step, from `first_step` on."""
 
     first_step = 0
 
@@ -377,9 +360,7 @@ class Ramp(schedule.BaseSchedule):
 
 
 def ramped(task: Any, steps: int) -> Any:
-    """Returns a copy of a task's params with a `Ramp` as learning rate; unchanged without a
-    learner.
-    """
+    """Returns a copy of a task's params with a `Ramp` in place of its schedule, if it has one."""
     copy = task.Copy()
     rates, _ = _rates_of(copy)
     if rates is not None:
@@ -395,20 +376,18 @@ def has_state(task: Any) -> bool:
 
 
 def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
-    """Returns the largest learning rate of a task's own schedule between step 0 and `steps`.
-
-    The result is the name of the base rate, its value, and the largest product with the schedule at
-    many sampled steps. It is None if the schedule gives no value.
+    """Returns the name and value of a task's base rate, and its largest product with the schedule
+    up to `steps`, by sampling; None if the schedule gives no value.
     """
     rates, name = _rates_of(task)
     last = max(steps - 1, 0)
 
     def value(step: int) -> float:
-        return float(own.Value(tf.constant(step, tf.int64)))
+        return float(own_schedule.Value(tf.constant(step, tf.int64)))
 
     try:
-        own = rates.lr_schedule.Instantiate()
-        if own.vars.Flatten():
+        own_schedule = rates.lr_schedule.Instantiate()
+        if own_schedule.vars.Flatten():
             return None
         evenly = np.linspace(0, last, _PLACES)
         looked_at = np.unique(np.rint([*evenly, *np.geomspace(1, last + 1, _PLACES) - 1]))

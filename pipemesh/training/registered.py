@@ -93,10 +93,12 @@ class RegisteredModel(Subject):
                 raise TrainingError(
                     f"{name}: its Task_{key}() is not called, only Task(); leave it out"
                 )
-        own = getattr(config, _PLAN, None)
-        if isinstance(own, Plan):
+        plan = getattr(config, _PLAN, None)
+        if isinstance(plan, Plan):
             # Without a pipeline only the precision of the plan matters.
-            kept = {"compute_dtype": own.to_values()["compute_dtype"]} if plain else own.to_values()
+            kept = (
+                {"compute_dtype": plan.to_values()["compute_dtype"]} if plain else plan.to_values()
+            )
             self.plan = Plan.from_values({**kept, **values})
             setattr(config, _PLAN, self.plan)
             self._task = config.Task()
@@ -197,46 +199,45 @@ def find_model(name: str) -> Any:
             f"--model={name!r}: there is no module {error.name!r}; {hint}, from the folder in "
             "which the package lies"
         ) from error
-    found = getattr(module, class_name, None)
+    model = getattr(module, class_name, None)
     base = base_model_params.SingleTaskModelParams
-    if inspect.isclass(found) and issubclass(found, base):
-        return found
+    if inspect.isclass(model) and issubclass(model, base):
+        return model
     known = [k for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base)]
-    told = f"has no {class_name!r}{nearest_text(class_name, known) or ', nor any other model'}"
-    if found is not None:
-        told = f"has {class_name!r}, which is no class of lingvo's SingleTaskModelParams"
-    if inspect.isclass(found) and issubclass(found, base_model_params.MultiTaskModelParams):
-        told = (
+    problem = f"has no {class_name!r}{nearest_text(class_name, known) or ', nor any other model'}"
+    if model is not None:
+        problem = f"has {class_name!r}, which is no class of lingvo's SingleTaskModelParams"
+    if inspect.isclass(model) and issubclass(model, base_model_params.MultiTaskModelParams):
+        problem = (
             f"has {class_name!r} of several tasks, but one is trained; give a class of lingvo's "
             "SingleTaskModelParams for each task, and train one after the other"
         )
-    raise TrainingError(f"--model={name!r}: {module_name} {told}")
+    raise TrainingError(f"--model={name!r}: {module_name} {problem}")
 
 
 def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
-    """Returns the mesh of a model's plan, or None if only `Task` defines it.
-
-    Devices must exist before TensorFlow starts, and `Task` may start it.
+    """Returns the mesh of a model's plan before `Task`, which may start TensorFlow, is called; None
+    if only `Task` defines it.
     """
     if "mesh" in values:
         return Mesh.from_text(values["mesh"])
-    own = getattr(config, _PLAN, None)
-    return own.mesh if isinstance(own, Plan) else None
+    plan = getattr(config, _PLAN, None)
+    return plan.mesh if isinstance(plan, Plan) else None
 
 
 def stacks_of(params: Any, kind: type = PipeliningLayer) -> list[Any]:
     """Returns the params of the outermost pipelined stacks within a layer's params."""
-    found: list[Any] = []
+    stacks: list[Any] = []
 
     def enter(_: str, value: Any) -> bool:
-        of = getattr(value, "cls", None)
-        is_stack = inspect.isclass(of) and issubclass(of, kind)
+        layer_class = getattr(value, "cls", None)
+        is_stack = inspect.isclass(layer_class) and issubclass(layer_class, kind)
         if is_stack:
-            found.append(value)
+            stacks.append(value)
         return not is_stack
 
     params.Visit(lambda *_: None, enter_fn=enter)
-    return found
+    return stacks
 
 
 def _lingvos(task: Any) -> str:
@@ -301,42 +302,44 @@ def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:
     base = base_model_params.SingleTaskModelParams
     listed = config.GetAllDatasetParams()
     if listed is None:
-        there = [
+        datasets = [
             key
             for key, _ in inspect.getmembers(type(config), callable)
             if key[0].isupper() and not hasattr(base, key)
         ]
-        own = [k for k in ("Train", *_HELD_OUT) if getattr(type(config), k) is not getattr(base, k)]
-        there = [*own, *there]
+        defined = [
+            k for k in ("Train", *_HELD_OUT) if getattr(type(config), k) is not getattr(base, k)
+        ]
+        datasets = [*defined, *datasets]
     else:
-        there = list(listed)
-    if "Train" not in there:
+        datasets = list(listed)
+    if "Train" not in datasets:
         raise TrainingError(f"{name} has no dataset Train; define the method Train of its class")
     if dataset == "none":
         return None
     if dataset is None:
-        return next((key for key in _HELD_OUT if key in there), None)
-    if dataset not in there:
+        return next((key for key in _HELD_OUT if key in datasets), None)
+    if dataset not in datasets:
         raise TrainingError(
-            f"--dataset={dataset!r}: {name} has no such dataset{nearest_text(dataset, there)}"
+            f"--dataset={dataset!r}: {name} has no such dataset{nearest_text(dataset, datasets)}"
         )
     return dataset
 
 
 def _lines(prefix: str, params: Any) -> dict[str, str]:
     """Returns params as text, by name."""
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for line in params.ToText().splitlines():
         key, separator, value = line.partition(" : ")
         if separator:
-            found[f"{prefix}.{key}"] = value
+            lines[f"{prefix}.{key}"] = value
 
     def note(key: str, value: Any) -> None:
         # lingvo would write only the name of its type.
         if isinstance(value, functools.partial):
-            given = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
+            arguments = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
             name = getattr(value.func, "__qualname__", type(value.func).__name__)
-            found[f"{prefix}.{key}"] = f"{name}({', '.join(given)})"
+            lines[f"{prefix}.{key}"] = f"{name}({', '.join(arguments)})"
 
     params.Visit(note)
-    return found
+    return lines

@@ -142,18 +142,18 @@ class Saving:
         Raises:
             SaveError: the checkpoint cannot be written.
         """
-        wanted = path_of(self._folder, step)
-        if self.newest != wanted:
+        path = path_of(self._folder, step)
+        if self.newest != path:
             check()
             self.confirm()
         with contextlib.suppress(SaveError):
             # The error belongs to an earlier checkpoint; try this one anyway.
             self._checkpoints.wait()
-        if self.newest != wanted:
+        if self.newest != path:
             self.begin(step, note)
             self.confirm()
             self._checkpoints.wait()
-        return wanted
+        return path
 
     def judge(self, path: str, score: float) -> None:
         """Notes the score of a saved checkpoint.

@@ -122,12 +122,7 @@ SOURCE = "source_of_batch"
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Held-out batches in memory, for evaluation during the run.
-
-    Attributes:
-        batches: nested tensors or arrays.
-        what: their description for people.
-    """
+    """Held-out batches in memory for evaluation during the run, and their description."""
 
     batches: Sequence[Any]
     what: str
@@ -204,11 +199,11 @@ class Subject(abc.ABC):
         Args:
             batches: the largest number of batches.
         """
-        found = list(itertools.islice(self.heldout_data() or (), batches + 1))
-        if len(found) <= batches:
-            what = f"all of the held-out data, {len(found)} batches" if found else "none"
-            return Sample(found, what)
-        return Sample(found[:batches], f"the first {batches} held-out batches")
+        first = list(itertools.islice(self.heldout_data() or (), batches + 1))
+        if len(first) <= batches:
+            what = f"all of the held-out data, {len(first)} batches" if first else "none"
+            return Sample(first, what)
+        return Sample(first[:batches], f"the first {batches} held-out batches")
 
     def outcome(self, metrics: Mapping[str, Any], per_example: Mapping[str, Any]) -> Any:
         """Selects the results of a step that `score` needs; called while the graph is built.

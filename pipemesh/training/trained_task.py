@@ -81,19 +81,19 @@ def all_or_none(
     """
     gradients = [gradient for _, gradient in var_grads.Flatten()]
     squared: Any = py_utils.SumSquared(gradients)
-    wanted = [(tf.math.is_finite(squared), NOT_FINITE, "all_gradients")]
+    conditions = [(tf.math.is_finite(squared), NOT_FINITE, "all_gradients")]
     if scales:
         # The flags are known once all gradients are.
         with tf.control_dependencies([squared]):
             is_finite = tf.reduce_all(tf.stack([scale.finite for scale in scales]))
-        wanted.insert(0, (is_finite, OVERFLOWED, "scaled_gradients"))
+        conditions.insert(0, (is_finite, OVERFLOWED, "scaled_gradients"))
     if loss is not None:
         is_finite = tf.reduce_all(tf.math.is_finite(loss))
-        wanted.insert(0, (is_finite, LOSS_NOT_FINITE, "loss"))
+        conditions.insert(0, (is_finite, LOSS_NOT_FINITE, "loss"))
     # Only the first failed check raises its error.
     checks, is_known = [], tf.constant(False)
-    for is_finite, told, name in wanted:
-        checks.append(tf.debugging.Assert(is_finite | is_known, [told], name=name))
+    for is_finite, text, name in conditions:
+        checks.append(tf.debugging.Assert(is_finite | is_known, [text], name=name))
         is_known |= ~is_finite
 
     def behind_check(pair: Any) -> Any:
@@ -110,9 +110,9 @@ def all_or_none(
     return var_grads.Transform(behind_check)
 
 
-def is_not_finite(told: str) -> bool:
+def is_not_finite(text: str) -> bool:
     """Returns whether an error reports values that are not finite, whatever raised it."""
-    return re.search(r"\bnot finite\b|\b(nan|inf)\b", told, re.IGNORECASE) is not None
+    return re.search(r"\bnot finite\b|\b(nan|inf)\b", text, re.IGNORECASE) is not None
 
 
 def _on(gradient: tf.Tensor) -> tf.Tensor:
@@ -122,28 +122,7 @@ def _on(gradient: tf.Tensor) -> tf.Tensor:
 
 
 class TrainedTask:
-    """A task, its optimizer, and the moving averages of its weights if there are some.
-
-    Args:
-        params: params of the task.
-        plan: the plan.
-        device_type: `CPU` or `GPU`.
-        seed: seed of TensorFlow's random numbers.
-        learns: whether to train it; otherwise there is no optimizer.
-
-    Attributes:
-        task: the lingvo task.
-        pipelines: the pipelined stacks in it, in the order of their creation.
-        learner: the learner of the task.
-        loss: name of the trained metric.
-        step: number of finished steps.
-        skipped: number of skipped steps among them.
-        filters: for each source of the data a regular expression of names of the weights that it
-            trains (lingvo's `bprop_variable_filters`); empty if each source trains all.
-
-    Raises:
-        TrainingError: the task cannot be trained.
-    """
+    """A task, its optimizer if it `learns`, and the moving averages of its weights, if any."""
 
     def __init__(
         self, params: Any, plan: Plan, device_type: str, seed: int, learns: bool = True
@@ -172,6 +151,8 @@ class TrainedTask:
         note_stages(self.devices)
         (self.learner,) = self.task.learners
         self.loss: str = self.learner.params.loss_name or self.learner.params.name
+        # For each source of the data a regular expression of names of the weights that it trains
+        # (`bprop_variable_filters`).
         self.filters: Sequence[str] = ()
         # Variables that the step updates outside the optimizer, and their values before the step.
         self._others: list[tf.Variable] = []
@@ -217,9 +198,9 @@ class TrainedTask:
         named = by_logical_name(self.task, learned)
         return {
             name.removesuffix("/var"): [
-                part for part, _ in getattr(found, "parts", [(found, None)])
+                part for part, _ in getattr(variable, "parts", [(variable, None)])
             ]
-            for name, found in named.items()
+            for name, variable in named.items()
         }
 
     def optimizer_variables(self) -> list[tf.Variable]:
@@ -231,30 +212,28 @@ class TrainedTask:
     def averages(self) -> list[tf.Variable]:
         """Returns the moving averages of weights, which replace them in evaluation; often none."""
         ema = self.task.ema
-        found = [ema.average(v) for v in self.task.vars.Flatten()] if ema else []
-        return [average for average in found if average is not None]
+        averages = [ema.average(v) for v in self.task.vars.Flatten()] if ema else []
+        return [average for average in averages if average is not None]
 
     def all_devices(self) -> list[str]:
         """Returns the devices of all stages, or the single device."""
-        found = [device for home in self.devices for device in home]
-        return found or [f"/job:localhost/replica:0/task:0/device:{self._device_type}:0"]
+        devices = [device for home in self.devices for device in home]
+        return devices or [f"/job:localhost/replica:0/task:0/device:{self._device_type}:0"]
 
     def train(
         self, batch: Any, outcome: Callable[[Any, Any], Any], tells_gradients: bool = False
     ) -> Any:
-        """Updates the weights; call it while a graph is built.
-
-        It returns the loss, the learning rate, the result of `outcome`, and gradients before
-        clipping, by the names in `learned`. If an operation fails, or loss or gradient norm are not
-        finite, only variables that `take_back` restores have changed.
+        """Updates the weights while a graph is built; returns the loss, the learning rate, the
+        result of `outcome`, and gradients before clipping by the names in `learned`.
         """
+        # A step that fails, or is not finite, changes only variables that `take_back` restores.
         gradients: dict[str, list[tf.Tensor]] = {}
 
-        def adjusted(found: Any) -> Any:
-            found = all_or_none(self.task.AdjustGradients(found), loss, self._scales)
+        def adjusted(var_grads: Any) -> Any:
+            var_grads = all_or_none(self.task.AdjustGradients(var_grads), loss, self._scales)
             if tells_gradients:
-                gradients.update(self._gradients_of(found))
-            return found
+                gradients.update(self._gradients_of(var_grads))
+            return var_grads
 
         with tf.control_dependencies(
             [copy.assign(v) for copy, v in zip(self._before, self._others, strict=True)]
@@ -303,11 +282,11 @@ class TrainedTask:
 
     def _gradients_of(self, var_grads: Any) -> dict[str, list[tf.Tensor]]:
         """Returns gradients by logical name, one for each variable of a weight."""
-        of = {variable.ref(): gradient for variable, gradient in var_grads.Flatten()}
+        gradients = {variable.ref(): gradient for variable, gradient in var_grads.Flatten()}
         return {
-            name: [tf.convert_to_tensor(of[part.ref()]) for part in parts]
+            name: [tf.convert_to_tensor(gradients[part.ref()]) for part in parts]
             for name, parts in self.learned().items()
-            if all(part.ref() in of for part in parts)
+            if all(part.ref() in gradients for part in parts)
         }
 
     def evaluate(self, batch: Any, outcome: Callable[[Any, Any], Any]) -> Any:
@@ -324,9 +303,7 @@ class TrainedTask:
 
     def take_back(self, error: tf.errors.OpError) -> str | None:
         """Restores variables that a failed step updated outside the optimizer, such as batch norm
-        averages.
-
-        If scaled gradients overflowed, it halves the loss scale and returns a message, else None.
+        averages; returns a message if scaled gradients overflowed and the loss scale is halved.
         """
         before = {v.ref(): b for v, b in zip(self._others, self._before, strict=True)}
         halved: list[str] = []
@@ -343,8 +320,8 @@ class TrainedTask:
 
     def explain(self, error: tf.errors.OpError) -> PipemeshError | None:
         """Returns a one-line error with stage, layer and microbatch; None if no stage failed."""
-        found = (stack.Explain(error) for stack in self.pipelines)
-        return next((told for told in found if told is not None), None)
+        errors = (stack.Explain(error) for stack in self.pipelines)
+        return next((explained for explained in errors if explained is not None), None)
 
 
 def pipelines_of(layer: Any) -> list[Any]:

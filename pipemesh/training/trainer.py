@@ -40,11 +40,8 @@ def stage_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[str, ...]]:
-    """Returns the column names, and a row for each stage: layers, share of flops, parameters,
-    devices.
-
-    The stack must be on the cluster on which it was made. `shapes` are its inputs for a microbatch,
-    or None if unknown.
+    """Returns the column names, and a row for each stage: layers, share of flops if `shapes`
+    (inputs of a microbatch) are known, parameters, devices.
     """
     p = stack.params
     cells = list(p.cell_tpl)
@@ -109,17 +106,14 @@ _SLOW = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The recent work of a worker.
+    """The recent work of a worker."""
 
-    Attributes:
-        name: its number, address and stages.
-        seconds: busy seconds of one of its devices, per step.
-        times: its time for the same flops as a multiple of the other workers'; None if flops are
-            unknown, or there is no other.
-    """
-
+    # Number, address and stages.
     name: str
+    # Busy seconds of one of its devices, per step.
     seconds: float
+    # Time for the same flops as a multiple of the other workers'; None if flops are unknown, or
+    # there is no other.
     times: float | None
 
     @property
@@ -129,13 +123,7 @@ class Work:
 
 
 class Workers:
-    """The current actions of workers, from marks in the pipelines that they run.
-
-    Args:
-        pipelines: the pipelines of a task, before their graphs are built. With one program for all
-            devices there are no actions, and nothing is known.
-        watched: the watch of the workers, which receives their actions.
-    """
+    """The current actions of workers, from marks in pipelines; the watch receives them."""
 
     def __init__(self, pipelines: Sequence[Any], watched: watch.Watch) -> None:
         self._watched = watched
@@ -158,13 +146,13 @@ class Workers:
 
     def waits(self) -> dict[int, list[str]]:
         """Returns the unfinished actions of each worker's devices, by its task."""
-        found: dict[int, list[str]] = {}
+        by_task: dict[int, list[str]] = {}
         for marks in self._marks:
             for wait in marks.waits(_ANSWER):
                 task = task_of(wait.stand.name)
                 if task is not None:
-                    found.setdefault(task, []).append(wait.told(self._name))
-        return found
+                    by_task.setdefault(task, []).append(wait.told(self._name))
+        return by_task
 
     def end_step(self) -> None:
         """Notes that a step was finished."""
@@ -181,10 +169,8 @@ class Workers:
             marks.end_failed_step(_ANSWER)
 
     def work(self, costs: Mapping[str, Sequence[float]] | None) -> list[Work]:
-        """Returns the work of each worker with a stage since the last call; nothing without a step.
-
-        Call it between two steps. `costs` has, by kind of action, the flops cost on each stage;
-        None if unknown.
+        """Returns the work of each worker with a stage since the last call, between two steps;
+        `costs` has flops by kind of action and stage.
         """
         steps = self._steps - self._then
         if not (self._marks and steps):
@@ -200,17 +186,17 @@ class Workers:
                 by_task.setdefault(task, []).append(device)
         expected = self._expected(costs) if costs and len(self._marks) == 1 else {}
         rates = {
-            task: sum(taken[d] for d in own) / flops
-            for task, own in by_task.items()
-            if (flops := sum(expected.get(d, 0.0) for d in own)) > 0
+            task: sum(taken[d] for d in devices) / flops
+            for task, devices in by_task.items()
+            if (flops := sum(expected.get(d, 0.0) for d in devices)) > 0
         }
         return [
             Work(
                 self._watched.name(task),
-                sum(taken[device] for device in own) / len(own) / steps,
+                sum(taken[device] for device in devices) / len(devices) / steps,
                 _times(task, rates),
             )
-            for task, own in sorted(by_task.items())
+            for task, devices in sorted(by_task.items())
         ]
 
     def _expected(self, costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -231,10 +217,7 @@ def _times(task: int, rates: Mapping[int, float]) -> float | None:
 
 
 def followed(pipelines: Sequence[Any]) -> Workers | None:
-    """Follows the workers that this process drives; None if it drives none.
-
-    `pipelines` are those of a task, before their graphs are built.
-    """
+    """Follows the workers of pipelines whose graphs are not built yet; None if there are none."""
     watched = watch.current()
     return None if watched is None else Workers(pipelines, watched)
 
@@ -475,10 +458,7 @@ class Trainer:
             raise
 
     def _locate(self, batch: Any) -> PipemeshError | None:
-        """Runs a failed step again, to find where a value ceased to be finite.
-
-        It changes nothing, because it fails again: weights and random numbers are unchanged.
-        """
+        """Runs a failed step again, which changes nothing, to find where a value is not finite."""
         if not self.trained.pipelines:
             return None
         for stack in self.trained.pipelines:
@@ -515,17 +495,17 @@ class Trainer:
         plain, self._train = self._train, timed
         try:
             self._whole_step()
-            found: list[tuple[Timeline, float]] = []
+            timelines: list[tuple[Timeline, float]] = []
             for _ in range(_TIMED):
                 seconds = self._whole_step()
-                found.append((stack.clock.timeline(stack.schedule, unit=1e-3), seconds))
+                timelines.append((stack.clock.timeline(stack.schedule, unit=1e-3), seconds))
         finally:
             self._train = plain
-        found.sort(key=lambda each: each[0].makespan)
-        found.insert(0, found.pop(_TIMED // 2))
-        measured = found[0][0]
+        timelines.sort(key=lambda pair: pair[0].makespan)
+        timelines.insert(0, timelines.pop(_TIMED // 2))
+        measured = timelines[0][0]
         stack.clock = None
-        return simulate(stack.schedule, measured.costs), found
+        return simulate(stack.schedule, measured.costs), timelines
 
     def _whole_step(self) -> float:
         """Trains a step whose gradients do not overflow; returns its seconds."""

@@ -60,7 +60,7 @@ def test_nodes_are_found_in_each_function_once(graph):
     assert {len(Bodies(definition).called(node)) for node in definition.node} == {0, 2}
 
 
-def test_a_node_may_be_the_call_of_a_function_of_its_own_name():
+def test_a_node_may_call_a_function_of_its_name():
     definition = tf.compat.v1.GraphDef()
     function = definition.library.function.add()
     function.signature.name = "mine"
@@ -227,7 +227,7 @@ def kinds(metadata):
     }
 
 
-def test_graphs_of_functions_that_first_run_inside_are_collected():
+def test_graphs_of_first_runs_are_collected():
     before, inside = tf.function(tf.tan), tf.function(tf.atan)
     x = tf.random.stateless_uniform([2], [1, 2])
     before(x)

@@ -56,7 +56,7 @@ def test_effects_are_found_inside_of_branches_too(function, effect):
     assert any(has_effect(node, bodies) for node in definition.node) == effect
 
 
-def test_checks_are_pure_and_prints_only_where_they_are_allowed():
+def test_checks_are_pure_and_prints_only_where_allowed():
     check_pure(graph_def(checked), "it", WHY, effects=False)
     check_pure(graph_def(told), "it", WHY)
     with pytest.raises(PipelineError, match=f"it contains .*PrintV2.*; {WHY}"):
@@ -78,7 +78,7 @@ def test_state_is_an_error_with_advice(function, advice):
         check_pure(graph_def(function), "the cell", WHY)
 
 
-def test_to_write_a_variable_is_an_error_that_names_accumulators():
+def test_writing_a_variable_is_an_error_with_advice():
     variable = tf.Variable(0.0)
     with pytest.raises(PipelineError, match="accumulators"):
         check_pure(graph_def(variable.assign_add), "the cell", WHY)

@@ -31,7 +31,7 @@ def test_memory_is_that_of_the_process():
     assert peak_memory(["CPU:0", "CPU:1"]) >= 1024 * most > 1e7
 
 
-def test_tensors_of_a_process_are_counted_as_they_come_and_go():
+def test_tensors_are_counted_as_they_come_and_go():
     memory = TensorMemory("CPU:0")
     if not memory.is_counted:
         pytest.skip("this build of TensorFlow does not count the CPU's memory")

@@ -32,7 +32,7 @@ def test_packing_restores_the_containers(value):
     tf.nest.assert_same_structure(packed, value)
 
 
-def test_dicts_may_be_of_another_type_and_come_back_as_the_first():
+def test_dicts_of_other_types_become_the_first_type():
     structure = Structure(py_utils.NestedMap(b=1, a=py_utils.NestedMap(c=2)), "state0")
     leaves = structure.flatten({"a": {"c": 3}, "b": 4})
     assert structure.pack(leaves) == py_utils.NestedMap(b=4, a=py_utils.NestedMap(c=3))
@@ -48,7 +48,7 @@ def test_dicts_may_be_of_another_type_and_come_back_as_the_first():
         ({"a": None, "b": 2.0}, "state1.a is None, unlike in state0"),
     ],
 )
-def test_a_value_nested_otherwise_is_an_error_that_names_both(value, message):
+def test_other_nesting_is_an_error_that_names_both(value, message):
     with pytest.raises(PipelineError, match=message):
         Structure({"a": 1.0, "b": 2.0}, "state0").flatten(value, "state1")
 

@@ -3,10 +3,7 @@
 import contextlib
 import os
 import pathlib
-import resource
-import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -15,9 +12,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.checkpoint import Checkpoints, Manifest, checkpoints, newest, newest_whole, restore
+from pipemesh.checkpoint import (
+    Checkpoints,
+    Folder,
+    Manifest,
+    checkpoints,
+    newest,
+    newest_whole,
+    restore,
+)
 from pipemesh.checkpoint.folder import steps_of
-from pipemesh.errors import SaveError
+from pipemesh.errors import CheckpointError, SaveError
+from tests.warm import warm
 
 
 def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
@@ -129,7 +135,7 @@ except OSError as error:
 @pytest.mark.slow
 def test_a_full_disk_leaves_earlier_checkpoints(tmp_path):
     ran = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
+        warm("-c", FULL, str(tmp_path)), capture_output=True, text=True, check=True
     )
     assert f"{tmp_path}/ckpt-2 cannot be written (" in ran.stdout
     found = newest_whole(str(tmp_path))
@@ -155,7 +161,16 @@ with Folder(sys.argv[1]):
         saver.confirm()
         if step % 3 == 0:
             saver.begin(int(step), {})
+            print(int(step), flush=True)
 """
+
+
+def wait_until_free(folder):
+    """Waits until a killed process has released the lock on a folder."""
+    while True:
+        with contextlib.suppress(CheckpointError), Folder(str(folder)):
+            return
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -163,16 +178,20 @@ def test_a_kill_at_any_instant_leaves_the_last_whole_one(tmp_path):
     """Twelve kills while three of four milliseconds go into writing."""
     rng, last = np.random.default_rng(1), 0
     for _ in range(12):
+        wait_until_free(tmp_path)
         process = subprocess.Popen(
-            [sys.executable, "-c", ENDLESS, str(tmp_path)], stdout=subprocess.PIPE, text=True
+            warm("-c", ENDLESS, str(tmp_path)), stdout=subprocess.PIPE, text=True
         )
         assert process.stdout
         began = int(process.stdout.readline())
         assert began >= last, "nothing that was whole is lost"
-        time.sleep(rng.uniform(0.02, 0.4))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        # When a checkpoint begins, the one before is whole; a busy machine takes its time.
+        for _ in range(2):
+            process.stdout.readline()
+        time.sleep(rng.uniform(0.0, 0.2))
+        process.kill()
+        # Until the program itself has ended.
+        process.communicate()
         found = newest_whole(str(tmp_path))
         last = found[1].step if found else 0
         if found:
@@ -181,7 +200,6 @@ def test_a_kill_at_any_instant_leaves_the_last_whole_one(tmp_path):
             assert all((v.numpy() == last).all() for v in values.values())
     assert last > 0
     assert not list(pathlib.Path(tmp_path).glob("damaged-*"))
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
 
 
 def test_values_are_freed_after_writing_not_after_confirming(tmp_path, monkeypatch):
@@ -222,7 +240,7 @@ def test_a_removed_folder_is_not_created_again(tmp_path):
     assert os.listdir(tmp_path) == ["away"]
 
 
-def test_in_an_unreadable_folder_the_last_known_is_the_newest(tmp_path, monkeypatch):
+def test_an_unreadable_folder_keeps_the_known_newest(tmp_path, monkeypatch):
     """To say what is kept ended a training that could not be saved."""
     saver = Checkpoints(str(tmp_path), {"w": tf.Variable(1.0)})
     saver.save(1, {})

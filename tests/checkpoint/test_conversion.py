@@ -77,7 +77,7 @@ def test_the_step_of_another_programs_checkpoint_is_noted(tmp_path):
         ({}, {"v": tf.Variable([1.0])}, "only .*ckpt-1 has 'v'"),
     ],
 )
-def test_a_weight_that_is_not_in_both_or_is_another_is_an_error(tmp_path, state, more, told):
+def test_a_missing_or_different_weight_is_an_error(tmp_path, state, more, told):
     """Nobody trains on with what a name that was not found has left as it was."""
     path, like = theirs(tmp_path, **state), mine(tmp_path, **more)
     with pytest.raises(CheckpointError, match=told):

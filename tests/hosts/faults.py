@@ -41,12 +41,7 @@ def until(is_so, seconds):
 
 
 class Written:
-    """What a program has said so far, in files, so that it waits for no reader.
-
-    Args:
-        out: the file of its standard output, lines of JSON among others.
-        err: that of its errors.
-    """
+    """Output of a program so far, in files, so that it waits for no reader."""
 
     def __init__(self, out, err):
         self._out, self._err = out, err

@@ -30,7 +30,7 @@ BYTES = 4 * ROWS * COLUMNS * 4
 
 
 def tracked(devices, seed):
-    """What is saved: whole and in slices, by rows and by columns, on several devices and here."""
+    """Tensors to save: whole and in slices, by rows and by columns, on several devices and here."""
 
     def variable(device, number, rows=ROWS, columns=COLUMNS):
         with tf.device(device):
@@ -62,7 +62,7 @@ def tracked(devices, seed):
 
 
 def digests(values):
-    """Of the whole tensors, by name, whatever they are cut into."""
+    """Digests of the whole tensors by name, however they are cut."""
     found = {}
     for name, value in values.items():
         if name == "place":

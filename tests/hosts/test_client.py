@@ -48,7 +48,7 @@ def test_a_lost_worker_is_noticed_without_standard_error(tmp_path):
             process.wait()
 
 
-def test_what_begins_again_leaves_no_temporary_files():
+def test_a_restart_leaves_no_temporary_files():
     def doubled(x):
         return x * 2 if x > 1 else x
 
@@ -92,18 +92,18 @@ def test_a_worker_has_time_to_come_back(monkeypatch):
     assert told == ["waiting for 1 of 3 workers: worker 1 (b:1) has not answered for 1 s"]
 
 
-def test_who_does_not_come_is_an_error_in_the_end(monkeypatch):
+def test_a_missing_worker_is_an_error_in_the_end(monkeypatch):
     with pytest.raises(DeviceError, match=r"worker 1 \(b:1\) has not answered .* start it there"):
         gathered(monkeypatch, (WELL, SILENT), seconds=0.0, spares=())
 
 
-def test_those_who_are_there_may_be_enough(monkeypatch):
+def test_available_workers_may_be_enough(monkeypatch):
     places, told = gathered(monkeypatch, (SILENT, WELL), spares=(), fewer=0.0)
     assert places == {1: "b:1"}
     assert told == ["going on without worker 0 (a:1), which has not answered for 1 s"]
 
 
-def test_nobody_is_never_enough(monkeypatch):
+def test_no_workers_are_never_enough(monkeypatch):
     with pytest.raises(DeviceError, match="start it there"):
         gathered(monkeypatch, (SILENT, SILENT), spares=(), fewer=0.0, seconds=0.5)
 

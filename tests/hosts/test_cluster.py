@@ -1,4 +1,4 @@
-"""Which workers there are."""
+"""Addresses of workers, by flags and by environment."""
 
 import json
 
@@ -22,12 +22,12 @@ def test_addresses_are_listed_in_their_order():
         ("a:1,a:1", "address 'a:1' occurs twice"),
     ],
 )
-def test_what_names_no_worker_is_an_error(text, told):
+def test_invalid_addresses_are_errors(text, told):
     with pytest.raises(DeviceError, match=told):
         Cluster.from_text(text)
 
 
-def test_what_is_launched_finds_its_workers():
+def test_a_launched_program_finds_its_workers():
     cluster = Cluster(("a:1", "b:2"), ("c:3",))
     assert Cluster.from_environment({"TF_CONFIG": cluster.to_environment()}) == cluster
     assert Cluster.from_environment({}) is None
@@ -52,7 +52,7 @@ def test_the_variable_of_tensorflow_is_read(monkeypatch):
         *(f'{{"task": {{"type": "worker", "index": {i}}}}}' for i in ('"x"', "-1", "1.5", "[]")),
     ],
 )
-def test_what_is_no_configuration_is_an_error(text):
+def test_malformed_configurations_are_errors(text):
     environment = {"TF_CONFIG": text}
     with pytest.raises(DeviceError, match="is not what TensorFlow takes: ") as error:
         Cluster.from_environment(environment)

@@ -79,7 +79,7 @@ def test_a_worker_that_comes_from_another_address_is_named(hosts):
     assert f"which lets in {there.address(1)}, {there.address(2)} and this machine" in told
 
 
-def test_connecting_has_a_limit_and_names_who_does_not_answer():
+def test_connecting_has_a_limit_and_names_the_worker():
     """The server says that it is well, as one of TensorFlow, and answers nothing else."""
     name = b"/job:worker/replica:0/task:0/device:CPU:0"
     device = bytes([10, len(name)]) + name + bytes([0x31]) + struct.pack("<Q", 7)

@@ -35,7 +35,7 @@ def objects():
 
 
 @pytest.mark.parametrize("kind", VERSIONS)
-def test_each_object_has_what_its_kind_must_have(objects, kind):
+def test_each_object_has_the_fields_of_its_kind(objects, kind):
     found = objects[kind]
     assert set(found) == {"apiVersion", "kind", "metadata", "spec"}
     assert found["apiVersion"] == VERSIONS[kind]

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
@@ -46,7 +45,7 @@ def data_files(folder, step):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_each_host_writes_and_reads_what_lies_on_it(workers, tmp_path):
+def test_each_host_writes_and_reads_its_slices(workers, tmp_path):
     """Next to nothing of it goes through the client, and it is what the client would write."""
     found, said = run(workers, tmp_path, "save")
     assert not said
@@ -56,19 +55,19 @@ def test_each_host_writes_and_reads_what_lies_on_it(workers, tmp_path):
     assert first < BYTES / 100 and second < BYTES / 500
     assert found["restored"] < BYTES / 100
     assert [data_files(tmp_path, step) for step in (1, 2, 3)] == [3, 3, 1]
-    # The newest is that of the client; then that of workers; elsewhere, and in one process.
-    for hosts in (workers, workers[:1], []):
+    # The newest is that of the client; then that of workers, which `save` has restored on them.
+    for hosts in (workers, []):
         assert run(hosts, tmp_path, "restore")[0]["values"] == found["values"]
     for file in tmp_path.glob("ckpt-3.*"):
         file.unlink()
-    for hosts in (workers, workers[:1], workers[::-1], []):
+    for hosts in (workers[:1], workers[::-1], []):
         assert run(hosts, tmp_path, "restore") == ({"values": found["values"]}, "")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_training_on_workers_goes_on_while_they_write(workers, tmp_path):
-    """What is saved are the values of `begin`, whatever steps follow while workers write."""
+    """The saved values are those of `begin`, whatever steps follow while workers write."""
     found, said = run(workers, tmp_path, "beside")
     assert found["kept"] and found["moved"]
     assert not said
@@ -76,7 +75,7 @@ def test_training_on_workers_goes_on_while_they_write(workers, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_worker_that_cannot_write_costs_a_checkpoint_and_no_step(workers, tmp_path):
+def test_a_failed_write_of_a_worker_costs_no_step(workers, tmp_path):
     found, _ = run(workers, tmp_path, "failing")
     assert re.search(r"ckpt-2 cannot be written \(worker 1: .*/proc/", found["error"])
     assert found["newest"].endswith("ckpt-3")
@@ -84,12 +83,12 @@ def test_a_worker_that_cannot_write_costs_a_checkpoint_and_no_step(workers, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_whoever_is_killed_while_workers_write_leaves_a_whole_checkpoint(workers, tmp_path):
+def test_a_killed_client_leaves_a_whole_checkpoint(workers, tmp_path):
     before = 0
-    for instant in random.Random(1).choices(range(50, 800), k=4):
+    for instant in random.Random(1).choices(range(300), k=4):
         words = [",".join(workers), str(tmp_path), "endless"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hosts.saved", *words],
+            warm("-m", "tests.hosts.saved", *words),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -99,6 +98,9 @@ def test_whoever_is_killed_while_workers_write_leaves_a_whole_checkpoint(workers
             assert begun["step"] >= before
             # All of it is of one step.
             assert begun["values"] == [float(begun["step"])]
+            # One checkpoint is whole when the next but one begins; a busy machine takes its time.
+            for _ in range(3):
+                process.stdout.readline()
             time.sleep(instant / 1000)
         finally:
             process.kill()
@@ -132,7 +134,7 @@ def may_mount():
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not may_mount(), reason="this user may not give a process files of its own")
-def test_what_a_worker_without_the_folder_has_the_client_writes_and_reads(workers, tmp_path):
+def test_the_client_writes_for_workers_without_the_folder(workers, tmp_path):
     with apart(tmp_path) as other:
         hosts = [workers[0], other]
         found, said = run(hosts, tmp_path, "save")

@@ -1,12 +1,13 @@
-"""What is trained on workers is what is trained in one process, bit for bit."""
+"""Training on workers equals training in one process, bit for bit."""
 
+import functools
 import json
 import subprocess
-import sys
 
 import pytest
 
 from tests.hosts.workers import started
+from tests.warm import warm
 
 SPLIT = "heads:model;d_ff:model;vocab:model"
 PLANS = [
@@ -31,7 +32,7 @@ PROGRAMS = [
     f"mesh=layers:1;model:4 layout=d_ff:model;vocab:model {SIMD}=gpipe",
     f"mesh=layers:1;data:4 layout=batch:data {SIMD}=gpipe",
 ]
-STEPS = 20
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,10 @@ def workers():
 def trained(addresses, plans, steps=STEPS):
     words = [",".join(addresses), str(steps), *plans]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hosts.trained", *words],
+        warm("-m", "tests.hosts.trained", *words),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -55,8 +56,13 @@ def trained(addresses, plans, steps=STEPS):
     return found
 
 
+@functools.cache
+def trained_alone(*plans):
+    return trained([], plans)
+
+
 def assert_same(addresses, plans):
-    alone, together = trained([], plans), trained(addresses, plans)
+    alone, together = trained_alone(*plans), trained(addresses, plans)
     for plan, one, other in zip(plans, alone, together, strict=True):
         assert one["losses"] == other["losses"], plan
         assert len(set(one["losses"])) == STEPS
@@ -68,29 +74,24 @@ def assert_same(addresses, plans):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_workers_train_what_one_process_does(workers):
-    assert_same(workers[:2], [PLANS[0], PLANS[2], PLANS[3]])
+def test_two_workers_equal_one_process(workers):
+    assert_same(workers[:2], [*PLANS[2:4], *PROGRAMS[2:4]])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_four_workers_train_what_one_process_does(workers):
-    assert_same(workers, [PLANS[1], PLANS[4], PLANS[5]])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_workers_run_the_program_of_one_process(workers):
-    assert_same(workers[:2], PROGRAMS[:3])
+def test_four_workers_equal_one_process(workers):
+    assert_same(workers, [PLANS[1]])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize(
-    "plans", [PLANS[:2], PLANS[2:4], PLANS[4:6], PLANS[6:], PROGRAMS[3:6], PROGRAMS[6:]]
+    "plans",
+    [PLANS[:2], PLANS[2:4], PLANS[4:6], PLANS[6:], PROGRAMS[:3], PROGRAMS[3:6], PROGRAMS[6:]],
 )
-def test_any_workers_train_what_one_process_does(workers, number, plans):
+def test_any_workers_equal_one_process(workers, number, plans):
     assert_same(workers[:number], plans)
 
 

@@ -1,4 +1,4 @@
-"""What is said of a worker that is lost, and when."""
+"""Reports of lost workers."""
 
 import threading
 import time
@@ -50,13 +50,13 @@ def test_workers_that_answer_are_not_lost():
     assert found._asker.asked == 1
 
 
-def test_who_answers_when_asked_once_more_is_not_lost():
+def test_a_worker_that_answers_later_is_not_lost():
     found = watch((WELL, SILENT), (WELL, WELL))
     found.check()
     assert found._asker.asked == 2
 
 
-def test_what_is_said_names_worker_stage_and_step():
+def test_a_loss_names_worker_stage_and_step():
     found = watch((WELL, SILENT))
     found.stages = {1: "stages 1, 3"}
     found.begin("step 4")
@@ -65,7 +65,7 @@ def test_what_is_said_names_worker_stage_and_step():
         found.check()
 
 
-def test_a_worker_that_was_started_again_has_forgotten_everything():
+def test_a_restarted_worker_counts_as_lost():
     with pytest.raises(Lost, match=r"worker 0 \(a:1\) was started again"):
         watch((Health(("CPU:0",), 8), WELL)).check()
 
@@ -84,7 +84,7 @@ BROKEN = (
     ],
 )
 @pytest.mark.parametrize("is_cause", [False, True])
-def test_a_connection_that_broke_though_all_answer_counts_as_lost(error, is_cause):
+def test_a_broken_connection_counts_as_lost(error, is_cause):
     found = watch((WELL, WELL))
     found.begin("step 4")
     if is_cause:
@@ -129,7 +129,7 @@ RecvFromRemoteAsync is cancelled.
         ),
     ],
 )
-def test_of_a_connection_between_workers_it_is_said_whose_it_was(error, wanted):
+def test_a_broken_connection_names_its_workers(error, wanted):
     found = watch((WELL, WELL))
     found.stages = {0: "stage 0"}
     found.progress = Progress({1: ["b waits for a"]})
@@ -144,7 +144,7 @@ def test_another_error_does_not_though():
     watch((WELL, WELL)).check(tf.errors.InvalidArgumentError(None, None, "a shape"))
 
 
-def test_nobody_listens():
+def test_a_refused_connection_is_a_loss():
     told = []
     found = Watch({0: "127.0.0.1:9"}, [7], 0.5, told.append)
     begun = time.monotonic()
@@ -185,7 +185,7 @@ class Progress:
         return dict(self.found)
 
 
-def test_what_a_lost_worker_was_about_is_said_and_who_waits_for_it():
+def test_a_loss_names_the_action_and_the_waiting_worker():
     found = watch((WELL, SILENT))
     found.progress = Progress({0: ["a waits for b"], 1: ["b is in 1F0"]})
     found.begin("step 4", is_step=True)
@@ -200,7 +200,7 @@ def ended_steps(found, *seconds):
         found.end_step()
 
 
-def test_a_limit_is_a_multiple_of_what_steps_take():
+def test_the_step_limit_is_a_multiple_of_earlier_steps():
     found = watch((WELL, WELL))
     found.begin("step 1", is_step=True)
     assert found.limit == 1200
@@ -219,7 +219,7 @@ def test_a_limit_is_a_multiple_of_what_steps_take():
     assert found.limit == 60
 
 
-def test_a_step_that_hangs_is_told_once_and_given_up_after_twice_as_long():
+def test_a_blocked_step_is_reported_once_then_given_up():
     told = []
     found = Watch({0: "a:1", 1: "b:1"}, [7, 7], 1.0, lost, 5.0, told.append)
     found.progress = Progress({1: ["b is in 1F0"]})
@@ -238,7 +238,7 @@ def test_a_step_that_hangs_is_told_once_and_given_up_after_twice_as_long():
         found._check_progress()
 
 
-def test_what_has_no_limit_may_last():
+def test_work_without_a_limit_may_last():
     found = watch((WELL, WELL))
     found.begin("what follows a step")
     found._since -= 10_000

@@ -22,7 +22,7 @@ from tests.hosts.workers import address_of, start
         (["--port={taken}"], "--port={taken}: Address already in use; give another"),
     ],
 )
-def test_what_cannot_be_offered_is_an_error_at_once(words, told, capsys, monkeypatch):
+def test_invalid_workers_are_errors_at_once(words, told, capsys, monkeypatch):
     # TensorFlow takes seconds to load.
     monkeypatch.setattr(worker, "_serve", None)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -34,7 +34,7 @@ def test_what_cannot_be_offered_is_an_error_at_once(words, told, capsys, monkeyp
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_says_what_it_offers_and_ends_when_it_is_told_to(number):
+def test_a_worker_answers_unless_stopped_and_ends_by_a_signal(number):
     worker = start("--cpu_devices=3")
     try:
         address = address_of(worker)
@@ -42,6 +42,12 @@ def test_a_worker_says_what_it_offers_and_ends_when_it_is_told_to(number):
         (health,) = ask([address], 10)
         assert health.devices == ("CPU:0", "CPU:1", "CPU:2")
         assert health.start
+        worker.send_signal(signal.SIGSTOP)
+        # Until one of its threads has taken the signal, the others go on and answer.
+        os.waitpid(worker.pid, os.WUNTRACED)
+        assert ask([address], 1.0)[0].trouble.startswith("has not answered for ")
+        worker.send_signal(signal.SIGCONT)
+        assert ask([address], 10) == [health]
         worker.send_signal(number)
         out, _ = worker.communicate(timeout=20)
         assert (worker.returncode, out) == (0, "")
@@ -51,24 +57,7 @@ def test_a_worker_says_what_it_offers_and_ends_when_it_is_told_to(number):
         worker.communicate()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_a_worker_that_is_stopped_does_not_answer_in_time():
-    worker = start()
-    try:
-        address = address_of(worker)
-        worker.send_signal(signal.SIGSTOP)
-        # Until one of its threads has taken the signal, the others go on and answer.
-        os.waitpid(worker.pid, os.WUNTRACED)
-        assert ask([address], 1.0)[0].trouble.startswith("has not answered for ")
-        worker.send_signal(signal.SIGCONT)
-        assert ask([address], 10)[0].devices == ("CPU:0",)
-    finally:
-        worker.kill()
-        worker.communicate()
-
-
-def test_a_busy_machine_may_take_its_time_to_let_a_worker_ask_itself(monkeypatch, capfd):
+def test_a_worker_on_a_busy_machine_asks_itself_again(monkeypatch, capfd):
     """gRPC gives up a connection that takes 0.1 s; the worker took that for no answer in 30."""
     answers = [Health(trouble="has not answered for 0 s"), Health(("CPU:0",), 7)]
     monkeypatch.setattr(health, "ask", lambda *_: [answers.pop(0)])

@@ -61,7 +61,7 @@ def main(workers, steps, texts):
 
 
 def bytes_of_sockets():
-    """What this process has sent and received by TCP so far."""
+    """The bytes that this process has sent and received by TCP so far."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -19,18 +19,14 @@ INDEX, DATA, MANIFEST = ENDS
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """A kind of damage.
-
-    Attributes:
-        name: of it.
-        harm: does it to a folder.
-        told: what a training says of it on standard error, as a regular expression; "" for nothing.
-        first: the step from which it goes on; None where it refuses to begin.
-    """
+    """A kind of damage."""
 
     name: str
+    # Does it to a folder.
     harm: Callable[[pathlib.Path], object]
+    # The report on standard error, as a regular expression; "" for none.
     told: str
+    # The step from which the run resumes; None if it refuses.
     first: int | None = 3
 
 
@@ -148,5 +144,5 @@ DAMAGES = [
 
 
 def is_told(damage: Damage, text: str) -> bool:
-    """Whether a training has said of a damage what it is to say, and nothing else."""
+    """Whether a run has reported a damage as expected, and nothing else."""
     return bool(re.search(damage.told, text)) if damage.told else not text

@@ -96,7 +96,7 @@ def ids(seed: int) -> tf.Tensor:
 
 
 def text() -> Any:
-    """Of a language model."""
+    """A batch of a language model."""
     ones = tf.ones([ROWS, LENGTH])
     return py_utils.NestedMap(
         ids=ids(0),
@@ -115,7 +115,7 @@ def columns() -> Any:
 
 
 def pairs() -> Any:
-    """Of a translation model."""
+    """A batch of a translation model."""
 
     def side() -> Any:
         ones = tf.ones([ROWS, LENGTH])
@@ -438,7 +438,7 @@ def model_of(kind: Any, case: Callable[[Any], Any]) -> Any:
 
 
 def attempt(kind: Any, case: Callable[[Any], Any]) -> str:
-    """What comes of a task, in words."""
+    """The result for a task, in words."""
     tf.compat.v1.get_default_graph().lingvo_variable_store = None
     config, told = model_of(kind, case), "trains"
     with tempfile.TemporaryDirectory() as folder:
@@ -459,7 +459,7 @@ def attempt(kind: Any, case: Callable[[Any], Any]) -> str:
 
 
 def alone(name: str) -> str:
-    """What comes of a task in a process of its own, which it may end."""
+    """The result for a task in a separate process, which it may end."""
     words = [sys.executable, "-m", "tests.training.lingvo_sweep", f"{_ALONE}{name}"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS)

@@ -1,4 +1,4 @@
-"""Models of lingvo that are trained in a second: a classifier of points, pipelined or not."""
+"""lingvo models that train in a second: a classifier of points, pipelined or not."""
 
 import tensorflow as tf
 from lingvo.core import (
@@ -214,7 +214,7 @@ class PlainPoints(base_model_params.SingleTaskModelParams):
 
 
 class DrawnPoints(PlainPoints):
-    """Of an input that has no dataset."""
+    """A model whose input has no dataset."""
 
     def Train(self):
         return Drawn.Params().Set(name="drawn")

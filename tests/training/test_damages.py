@@ -1,4 +1,4 @@
-"""A training that goes on in a harmed folder ends as one that nobody disturbed, or refuses."""
+"""A run in a damaged folder ends as an undisturbed one, or refuses to resume."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def trained(tmp_path_factory):
 
 
 def final(folder):
-    """What all held-out data says at the end."""
+    """The score of all held-out data at the end."""
     lines = (folder / "record.jsonl").read_text().splitlines()
     return [each["judged"] for each in map(json.loads, lines) if each["event"] == "final"][-1]
 

@@ -1,4 +1,4 @@
-"""What is told of each example, of whatever a task predicts."""
+"""Predictions for each example, whatever a task predicts."""
 
 import contextlib
 import types
@@ -12,7 +12,7 @@ from pipemesh.training.evaluation import Predictor
 
 
 def test_each_of_several_outputs_has_its_own_rows():
-    """Where there were as many rows as outputs, they were exchanged."""
+    """With as many rows as outputs, they were exchanged."""
     py_utils.SetEagerMode(True, test_mode=True)
     inputs = keras.Input([3])
     widths = {"list": (1, 1), "tuple": (1, 1), "uneven": (2, 1)}

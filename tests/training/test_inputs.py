@@ -36,7 +36,7 @@ def save(batches, folder, step):
 
 
 @pytest.mark.parametrize("saved_at", [[], [1], [1, 3], [4]])
-def test_what_vanishes_and_comes_back_is_gone_on_with_where_it_stopped(folder, tmp_path, saved_at):
+def test_returning_data_continue_at_their_position(folder, tmp_path, saved_at):
     """An iterator that has read ahead of what vanished is saved as failed: each batch once."""
     whole = take(Batches(lines(folder), 2), 30)
     os.rename(folder / "text-2", folder / "away")
@@ -53,7 +53,7 @@ def test_what_vanishes_and_comes_back_is_gone_on_with_where_it_stopped(folder, t
     assert read + take(again, 30 - len(read)) == whole
 
 
-def test_a_checkpoint_that_was_begun_and_never_finished_is_no_place(folder):
+def test_an_unfinished_checkpoint_is_no_data_position(folder):
     batches = Batches(lines(folder), 2)
     take(batches, 2)
     batches.saved(str(folder / "ckpt-2"))
@@ -68,7 +68,7 @@ def test_data_that_end_are_told():
         take(Batches(tf.data.Dataset.from_tensor_slices(["a", "b"])), 3)
 
 
-def test_where_no_place_is_left_it_is_the_data_that_are_told(folder):
+def test_without_a_position_the_data_error_is_reported(folder):
     batches = Batches(lines(folder), 2)
     path = save(batches, folder, 0)
     again = Batches(lines(folder), 2)

@@ -76,7 +76,7 @@ REFUSED = {
 }
 
 
-def test_what_is_not_done_is_refused_by_the_name_of_its_param():
+def test_unsupported_params_are_refused_by_name():
     assert set(REFUSED) == {rule.names for rule in RULES if rule.refused is not None}
     check_params(small_models.PlainPoints().Task())
     for rule in RULES:
@@ -89,6 +89,30 @@ def test_what_is_not_done_is_refused_by_the_name_of_its_param():
         told, name = str(caught.value), rule.names.split()[-1].partition(".")[2]
         assert rule.advice in told and "\n" not in told
         assert any(n.partition(".")[2] in told for n in rule.names.split()), (name, told)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda p: p.train.Set(init_from_checkpoint_rules={"/some/ckpt": ([], [])}),
+            "p.train.init_from_checkpoint_rules=.*: it is for lingvo's trainer",
+        ),
+        (
+            lambda p: p.train.learner.Set(optimizer=optimizer.Accumulator.Params()),
+            "of its learner optimizer=Accumulator: it keeps its state",
+        ),
+        (
+            lambda p: p.train.learner.Set(scale_gradients=False),
+            "scale_gradients=False: .* leave it True",
+        ),
+    ],
+)
+def test_refused_params_say_what_they_are_for(change, told):
+    task = small_models.PlainPoints().Task()
+    change(task)
+    with pytest.raises(TrainingError, match=told):
+        check_params(task)
 
 
 class Points(datasource.DataSource):

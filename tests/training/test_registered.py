@@ -5,7 +5,6 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import optimizer
 
 from pipemesh.errors import DataError, NotFiniteError, PlanError, TrainingError
 from pipemesh.layers import DatasetInput
@@ -40,7 +39,7 @@ def losses(made, steps):
 
 
 @pytest.mark.parametrize("name", ["PlainPoints", "StagedPoints"])
-def test_a_training_that_goes_on_equals_one_that_never_stopped(eagerly, tmp_path, name):
+def test_a_resumed_run_equals_an_uninterrupted_one(eagerly, tmp_path, name):
     """Dropout is on, outside of a pipeline as well, and batch norm has averages."""
     whole = trainer(tmp_path, name)
     wanted = losses(whole, 3)
@@ -105,7 +104,7 @@ def test_evaluation_sees_each_held_out_batch_once(eagerly, tmp_path):
     assert str(score).startswith("loss 0.") and ", accuracy 0." in str(score)
 
 
-def test_an_input_without_a_dataset_trains_and_its_place_is_not_saved(eagerly, tmp_path):
+def test_an_input_without_a_dataset_has_no_position(eagerly, tmp_path):
     made = trainer(tmp_path, "DrawnPoints")
     assert not made.is_restorable
     losses(made, 2)
@@ -161,37 +160,7 @@ def test_several_learners_are_an_error(eagerly, tmp_path):
         Trainer(RegisteredModel(Several(), "Several"), options)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (
-            lambda p: p.train.Set(init_from_checkpoint_rules={"/some/ckpt": ([], [])}),
-            "p.train.init_from_checkpoint_rules=.*: it is for lingvo's trainer",
-        ),
-        (
-            lambda p: p.train.learner.Set(optimizer=optimizer.Accumulator.Params()),
-            "of its learner optimizer=Accumulator: it keeps its state",
-        ),
-        (
-            lambda p: p.train.learner.Set(scale_gradients=False),
-            "scale_gradients=False: .* leave it True",
-        ),
-    ],
-)
-def test_what_only_lingvos_trainer_does_is_an_error_and_not_left_out(
-    eagerly, tmp_path, change, told
-):
-    class Asking(small_models.PlainPoints):
-        def Task(self):
-            p = super().Task()
-            change(p)
-            return p
-
-    with pytest.raises(TrainingError, match=told):
-        Trainer(RegisteredModel(Asking(), "Asking"), Options(logdir=str(tmp_path), steps=1))
-
-
-def test_a_loss_that_is_not_finite_is_no_step_though_its_gradients_are(eagerly, tmp_path):
+def test_a_nonfinite_loss_with_finite_gradients_fails(eagerly, tmp_path):
     class Offset(small_models.Classifier):
         def ComputeLoss(self, theta, predictions, input_batch):
             metrics, rest = super().ComputeLoss(theta, predictions, input_batch)
@@ -212,7 +181,7 @@ def test_a_loss_that_is_not_finite_is_no_step_though_its_gradients_are(eagerly, 
         np.testing.assert_array_equal(variable.numpy(), value)
 
 
-def test_what_a_generator_does_to_batches_is_not_left_out(eagerly, tmp_path):
+def test_a_generator_that_changes_batches_is_refused(eagerly, tmp_path):
     """lingvo refuses both, a dataset and a function of one's own; neither may win in silence."""
 
     class Doubled(small_models.Points):
@@ -246,7 +215,7 @@ def test_stacks_with_meshes_of_their_own_are_an_error():
         RegisteredModel(Model(), "Model")
 
 
-def test_the_plan_tells_what_a_stack_declares():
+def test_the_plan_has_the_params_of_a_stack():
     class Model(small_models.StagedPoints):
         def Task(self):
             p = super().Task()
@@ -260,7 +229,7 @@ def test_the_plan_tells_what_a_stack_declares():
     assert plain.plan.mesh.num_devices == 1 and not plain.has_actions()
 
 
-def test_what_a_partial_function_is_given_is_noted():
+def test_arguments_of_partial_functions_are_noted():
     """Else a training would go on in the data of another seed."""
 
     class Model(small_models.PlainPoints):
@@ -286,7 +255,7 @@ def test_a_model_may_be_judged_by_nothing(eagerly, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["", "batch:data"])
-def test_the_rest_of_the_held_out_data_is_judged_in_a_pipeline_too(eagerly, tmp_path, layout):
+def test_an_uneven_last_batch_is_evaluated(eagerly, tmp_path, layout):
     values = {"mesh": "layers:2;data:2", "layout": layout} if layout else {}
     made = trainer(tmp_path, "UnevenPoints", values)
     assert [len(batch.x) for batch in made.whole] == [8] * 5 + [3]

@@ -1,4 +1,4 @@
-"""What a training saves, and goes back to."""
+"""Checkpoints of a run, and resuming from them."""
 
 import os
 import threading
@@ -39,7 +39,7 @@ def damage(folder, step):
         file.write(b"\xff\xff")
 
 
-def test_the_one_before_serves_where_only_the_place_differs(state, tmp_path, capsys):
+def test_the_checkpoint_before_serves_if_settings_agree(state, tmp_path, capsys):
     train(state, tmp_path, [1, 2])
     damage(tmp_path, 2)
     assert Saving(str(tmp_path), state).restore(str(tmp_path / "ckpt-2")).endswith("ckpt-1")
@@ -59,7 +59,7 @@ def test_one_of_other_settings_is_not_taken_under_these(state, tmp_path):
     assert saving.restore(str(tmp_path / "ckpt-1")).endswith("ckpt-1")
 
 
-def test_where_none_is_left_nobody_begins_anew(state, tmp_path):
+def test_a_run_never_restarts_without_checkpoints(state, tmp_path):
     saving = train(state, tmp_path, [1])
     damage(tmp_path, 1)
     with pytest.raises((DamagedError, CheckpointError), match="damaged"):
@@ -67,7 +67,7 @@ def test_where_none_is_left_nobody_begins_anew(state, tmp_path):
     assert (tmp_path / "damaged-ckpt-1.index").exists()
 
 
-def test_tensors_that_nobody_asked_for_are_no_small_matter(state, tmp_path):
+def test_unknown_tensors_in_a_checkpoint_are_an_error(state, tmp_path):
     train(state, tmp_path, [1])
     less = {"global_step": state["global_step"]}
     with pytest.raises(CheckpointError, match="has 1 tensors that the model has not, such as 'w/v"):
@@ -75,7 +75,7 @@ def test_tensors_that_nobody_asked_for_are_no_small_matter(state, tmp_path):
 
 
 def test_weights_alone_are_restored_alone(state, tmp_path):
-    """Of what another program has trained, the optimizer's state is not there."""
+    """Weights of another program come without the optimizer's state."""
     weights = {name: state[name] for name in ("global_step", "w/var")}
     train(weights, tmp_path, [4], {4: {WEIGHTS_ONLY: True}})
     state["w/var/Adam"] = tf.Variable([3.0, 3.0])
@@ -119,7 +119,7 @@ def test_it_is_saved_once_a_step_and_only_if_it_is_good(state, tmp_path):
     assert Manifest.read(str(saving.newest)).note == {"n": 1}
 
 
-def test_one_that_cannot_be_written_does_not_take_the_next_one_along(state, tmp_path, monkeypatch):
+def test_a_failed_write_does_not_lose_the_next_checkpoint(state, tmp_path, monkeypatch):
     saving = train(state, tmp_path, [1])
 
     def full(*_, **__):
@@ -138,7 +138,7 @@ def test_one_that_cannot_be_written_does_not_take_the_next_one_along(state, tmp_
     assert not [name for name in os.listdir(tmp_path) if "ckpt-2" in name]
 
 
-def test_a_place_in_the_data_that_is_damaged_is_found_as_well(state, tmp_path, capsys):
+def test_a_damaged_data_position_is_found(state, tmp_path, capsys):
     saving = train(state, tmp_path, [1, 2])
     (data,) = tmp_path.glob("ckpt-2.data-*")
     content = bytearray(data.read_bytes())
@@ -149,9 +149,7 @@ def test_a_place_in_the_data_that_is_damaged_is_found_as_well(state, tmp_path, c
     assert "set aside as damaged-ckpt-2" in capsys.readouterr().err
 
 
-def test_the_last_one_is_tried_though_the_one_before_could_not_be_written(
-    state, tmp_path, monkeypatch
-):
+def test_the_last_save_is_tried_after_a_failed_one(state, tmp_path, monkeypatch):
     saving = train(state, tmp_path, [1])
 
     def full(*_, **__):
@@ -166,7 +164,7 @@ def test_the_last_one_is_tried_though_the_one_before_could_not_be_written(
     assert saving.save(3, {}, nothing) == str(tmp_path / "ckpt-3") == saving.newest
 
 
-def test_what_was_begun_before_the_data_failed_is_not_saved(state, tmp_path):
+def test_a_save_begun_before_a_data_error_is_dropped(state, tmp_path):
     """Its iterator has read the failure ahead: who went on from it failed at once, for ever."""
     saving = train(state, tmp_path, [1])
     saving.begin(2, {"place": "failed"})

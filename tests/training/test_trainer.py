@@ -1,4 +1,4 @@
-"""What is said of workers: what they are about, and who is slow."""
+"""Reports on workers: their current actions, and the slow ones."""
 
 import pytest
 
@@ -71,7 +71,7 @@ def test_work_is_that_of_a_step_and_held_against_the_flops(workers):
     assert not (first.is_slow or second.is_slow or third.is_slow)
 
 
-def test_who_takes_twice_as_long_for_its_flops_is_slow(workers):
+def test_twice_the_time_for_its_flops_is_slow(workers):
     assert [each.is_slow for each in after(workers, 1.0, 2.0, 2.5)] == [False, False, True]
 
 
@@ -81,14 +81,14 @@ def test_the_first_step_does_not_count(workers):
     assert workers.work(None) == []
 
 
-def test_of_unknown_flops_nobody_is_slow(workers):
+def test_without_flops_no_worker_is_slow(workers):
     after(workers, 1.0, 1.0, 1.0)
     workers.end_step()
     workers._marks[0].seconds[2] += 9.0
     assert [each.times for each in workers.work(None)] == [None] * 3
 
 
-def test_who_waits_for_whom_is_told_by_worker(workers):
+def test_waiting_workers_are_named(workers):
     assert workers.waits() == {
         0: [
             "worker 0 (a:1, stage 0) CPU:0: waits to begin 0B0, for 1B0 of "

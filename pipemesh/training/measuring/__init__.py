@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 
 class RegisteredSteps:
-    """Steps of a registered model under plans; create it before TensorFlow starts.
-
-    Progress goes to standard error.
-
-    Raises:
-        PlanError: devices are missing, or the model does not follow the partition of a plan.
-        PipemeshError: there is no such model, or TensorFlow has started.
-    """
+    """Steps of a registered model under plans; create it before TensorFlow starts."""
 
     def __init__(self, name: str, num_devices: int, device_type: str = "CPU") -> None:
         self._make = _started(name, num_devices, device_type)
@@ -66,9 +59,9 @@ def _started(name: str, num_devices: int, device_type: str) -> Make:
     prepare_graphs_quickly()
     if device_type == "CPU":
         start_cpu_devices(num_devices)
-    elif num_devices > (found := len(tf.config.list_physical_devices("GPU"))):
+    elif num_devices > (num_gpus := len(tf.config.list_physical_devices("GPU"))):
         raise PlanError(
-            f"--devices={num_devices}, but {found} GPUs exist; use fewer, or --device_type=CPU"
+            f"--devices={num_devices}, but {num_gpus} GPUs exist; use fewer, or --device_type=CPU"
         )
     from lingvo.core import py_utils
 

@@ -46,27 +46,8 @@ Make = Callable[[Plan], Subject]
 
 
 class MeasuredLayers:
-    """Times and sizes of all layers of a model, on its first device.
-
-    Args:
-        make: makes the model under a plan.
-        batch: one of its batches.
-        rows: numbers of examples in a microbatch, in ascending order.
-        say: called with progress lines.
-        on_cpu: whether devices are CPU devices, which share cores.
-        devices: number of devices; with two, a layer split over both shows what is not split.
-
-    Attributes:
-        layers: figures of each layer, first to last.
-        action: overhead of an action in seconds.
-        fixed: seconds of a step that belong to no device.
-        update: seconds of the optimizer for each byte of weights.
-        rules: layout rules under which devices can share layers.
-        optimizer: bytes of the optimizer's state for each byte of weights.
-        update_memory: peak bytes of an update for each byte of weights, gradients included.
-
-    Raises:
-        PlanError: the model does not follow the partition of a plan, or has no pipeline.
+    """Times and sizes of all layers of a model with `rows` examples in a microbatch, on its first
+    device; with two devices also of what a split layer does not split.
     """
 
     def __init__(
@@ -90,6 +71,7 @@ class MeasuredLayers:
         whole = _step(make, batch, 1, "B", rows[0], number)
         sizes = [size for _, size in cases]
         alone = times_of(steps, sizes, number, whole)
+        # The overhead of an action in seconds.
         self.action = alone.besides(rows[0])
         seconds = alone.of_layers(self.action)
         work: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
@@ -97,22 +79,27 @@ class MeasuredLayers:
         if together is not None:
             work = together.of_layers(together.besides(rows[0]))
         step, halves = steps[0], steps[cases.index(("IW", middle))].memory[0].stages
-        held = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
-        needed = {size: working_memory(each) for size, each in zip(rows, steps, strict=False)}
+        held = [(size, timed.memory[0].stages) for size, timed in zip(rows, steps, strict=False)]
+        needed = {size: working_memory(timed) for size, timed in zip(rows, steps, strict=False)}
         cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
         dims = [_dims(cell) for cell in cells]
-        self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
+        # Layout rules under which devices can share layers.
+        self.rules = ";".join(
+            f"{dim}:{AXIS}" for dim in SPLIT if any(dim in layer_dims for layer_dims in dims)
+        )
         shared: Sequence[StageMemory] = ()
-        slices = math.gcd(*(size for of in dims for size in of.values()))
+        slices = math.gcd(*(size for layer_dims in dims for size in layer_dims.values()))
         if self.rules and devices > 1 and slices % 2 == 0:
             say(f"{number} layers on two devices, {middle} rows")
             on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
             shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
         variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
         weights = num_bytes(variables)
+        # Bytes of state, seconds and peak bytes of an update, for each byte of weights; `fixed` is
+        # in seconds, and belongs to no device.
         self.optimizer = num_bytes(step.trained.optimizer_variables()) / weights
         self.update, self.fixed = _outside(alone, together, weights)
-        updates = [found.update for found in needed.values() if found is not None]
+        updates = [memory.update for memory in needed.values() if memory is not None]
         self.update_memory = max([1.0, *(most / weights for most in updates)])
         self.layers = [
             _figures(
@@ -125,7 +112,11 @@ class MeasuredLayers:
                 dims[layer],
                 halves[layer],
                 shared[layer] if shared else None,
-                {size: found.stages[layer] for size, found in needed.items() if found is not None},
+                {
+                    size: memory.stages[layer]
+                    for size, memory in needed.items()
+                    if memory is not None
+                },
             )
             for layer in range(number)
         ]
@@ -169,10 +160,7 @@ def _step(
 
 
 def number_of_layers(make: Make) -> int:
-    """Returns the number of layers in a model's pipeline.
-
-    Raises PlanError if the model has no pipeline, or does not follow the partition of a plan.
-    """
+    """Returns the number of layers in a model's pipeline, which must follow a plan's partition."""
     from pipemesh.training.registered import stacks_of
 
     subject = make(Plan())
@@ -215,16 +203,16 @@ def _figures(
 ) -> LayerFigures:
     curves = _with_halves(seconds, middle)
     # Core time is the better measure: other programs disturb it least.
-    told = work or seconds
+    kinds = work or seconds
 
-    def whole(of: Callable[[StageMemory], int]) -> Curve | None:
+    def whole(part: Callable[[StageMemory], int]) -> Curve | None:
         # Each of two devices holds the unsplit part, and half of the rest.
         if shared is None:
             return None
-        return Curve(((middle, max(0, 2 * of(shared) - of(halves))),))
+        return Curve(((middle, max(0, 2 * part(shared) - part(halves))),))
 
-    def curve(of: Callable[[StageMemory], float]) -> Curve:
-        return Curve(tuple((size, of(memory)) for size, memory in sizes))
+    def curve(part: Callable[[StageMemory], float]) -> Curve:
+        return Curve(tuple((size, part(memory)) for size, memory in sizes))
 
     split = math.gcd(*dims.values()) if dims else 1
     outputs = curve(lambda memory: num_bytes(memory.outputs))
@@ -243,16 +231,14 @@ def _figures(
         pending=Curve(((middle, halves.pending),)),
         pending_whole=whole(lambda memory: memory.pending),
         work=_with_halves(work, middle) if work else {},
-        again=min(1.0, told["R"][middle] / told["F"][middle]),
+        again=min(1.0, kinds["R"][middle] / kinds["F"][middle]),
     )
 
 
 def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str, Curve]:
-    """Returns curves of all kinds of action, where I and W were measured at one size only.
-
-    A layer without weights has no `W`. On several cores I and W together take longer than B, which
-    overlaps their independent parts.
-    """
+    """Returns curves of all kinds of action, where I and W were measured at one size only."""
+    # A layer without weights has no W. On several cores I and W together take longer than B, which
+    # overlaps their independent parts.
     curves = {kind: Curve(tuple(seconds[kind].items())) for kind in ("F", "B")}
     for kind in "IW":
         whole, half = seconds["B"][middle], seconds.get(kind, {}).get(middle, 0.0)
@@ -262,28 +248,25 @@ def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str,
 
 def _dims(layer: Any) -> dict[str, int]:
     """Returns the sizes of the dims of a layer's weights that can be split."""
-    found: dict[str, int] = {}
-    for each in _all(layer):
-        if isinstance(each, NamedLayer):
-            for shape in each.named_shapes.values():
-                found |= {dim.name: dim.size for dim in shape.dims if dim.name in SPLIT}
-    return found
+    sizes: dict[str, int] = {}
+    for part in _all(layer):
+        if isinstance(part, NamedLayer):
+            for shape in part.named_shapes.values():
+                sizes |= {dim.name: dim.size for dim in shape.dims if dim.name in SPLIT}
+    return sizes
 
 
 def _all(layer: Any) -> Iterator[Any]:
     yield layer
     for child in layer.children.values():
-        for each in child if isinstance(child, list | tuple) else [child]:
-            yield from _all(each)
+        for part in child if isinstance(child, list | tuple) else [child]:
+            yield from _all(part)
 
 
 def in_rounds(
     steps: Sequence[TimedStep], number: int
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Runs steps in turn, so that other load slows a whole round.
-
-    Returns for each round the seconds of each step, and the core seconds of each step.
-    """
+    """Runs steps in turn; returns by round the seconds and the core seconds of each step."""
     seconds: list[list[float]] = []
     work: list[list[float]] = []
     for _ in range(number):
@@ -295,11 +278,8 @@ def in_rounds(
 def seconds_of(
     make: Make, batch: Any, plans: Sequence[Plan], say: Callable[[str], None] = lambda text: None
 ) -> list[float]:
-    """Returns the seconds of a training step under each plan, infinite for an impossible plan.
-
-    All plans are in memory at once. Raises PipemeshError if no plan is possible.
-    """
-    # Earlier measurements may hold much memory.
+    """Returns the seconds of a training step under each plan, infinite for an impossible plan."""
+    # Earlier measurements may hold much memory, and all plans are in memory at once.
     gc.collect()
     steps: dict[int, TimedStep] = {}
     failed: PipemeshError | None = None
@@ -317,9 +297,9 @@ def seconds_of(
         say(f"nothing of it, since it cannot be had: {failed}")
     if failed is not None and not steps:
         raise failed
-    found = in_turn(in_rounds(list(steps.values()), ROUNDS)[0])
-    took = dict(zip(steps, found, strict=True))
-    return [took.get(i, math.inf) for i in range(len(plans))]
+    typical = in_turn(in_rounds(list(steps.values()), ROUNDS)[0])
+    seconds = dict(zip(steps, typical, strict=True))
+    return [seconds.get(i, math.inf) for i in range(len(plans))]
 
 
 # Defaults: the least overhead of an action, and the speed of a link within one machine.
@@ -330,11 +310,7 @@ _STEPS = 30
 def measure(
     make: Make, batch: Any, devices: int, say: Callable[[str], None] = lambda text: None
 ) -> Figures:
-    """Returns the figures of a model: each layer timed as a stage, the rest fitted to whole steps.
-
-    `pipemesh.plan.calibration` fits overheads, links and how many cores the devices share.
-    Raises PlanError if the model has no pipeline, or does not follow the partition of a plan.
-    """
+    """Returns the figures of a model: each layer timed as a stage, the rest fitted to steps."""
     rows = rows_of(batch)
     sizes = sorted({1, *(max(1, rows // n) for n in (16, 8, 4, 2)), rows})
     on_cpu = make(Plan()).device_type == "CPU"
@@ -362,24 +338,24 @@ def measure(
         whole.append(TimedStep(make(plan), batch))
     seconds, work = in_rounds(whole, _STEPS)
     steps = in_turn(seconds)
-    told: list[Measured] = []
-    for plan, took, done, every in zip(
+    measurements: list[Measured] = []
+    for plan, duration, done, every in zip(
         plans, steps, in_turn(work), zip(*seconds, strict=True), strict=True
     ):
         spread = statistics.median(every) / usual(every) - 1
-        told.append(Measured(plan, rows, took, spread=spread))
+        measurements.append(Measured(plan, rows, duration, spread=spread))
         if on_cpu:
             # Other programs lengthen a step, but not its core time.
-            told.append(Measured(plan, rows, done, is_work=True))
-    return dataclasses.replace(fitted(figures, told), plain_step=steps[plans.index(PLAIN)])
+            measurements.append(Measured(plan, rows, done, is_work=True))
+    return dataclasses.replace(fitted(figures, measurements), plain_step=steps[plans.index(PLAIN)])
 
 
 def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
     """Yields plans whose times separate the fitted quantities."""
     rows = figures.batch
 
-    def divisor(of: int, most: int) -> int:
-        return max(n for n in range(1, most + 1) if of % n == 0)
+    def divisor(number: int, most: int) -> int:
+        return max(n for n in range(1, most + 1) if number % n == 0)
 
     yield PLAIN
     yield Plan(num_microbatches=divisor(rows, 8), remat=Remat.NONE)

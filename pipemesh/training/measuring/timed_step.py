@@ -24,25 +24,8 @@ from pipemesh.training.trained_task import TrainedTask
 
 
 class TimedStep:
-    """A full training step: forward, backward, all-reduce and optimizer.
-
-    Args:
-        subject: the model, with its plan.
-        batch: nested tensors.
-        clocked: whether to note when each action runs, which takes some time itself.
-
-    Attributes:
-        trained: the task and its variables.
-        memory: forecast memory of each device, once a step has run.
-        build: seconds until the first step was done.
-        cpu: summed seconds of all cores in the latest step.
-        before: seconds of the latest step before its first action, with a clock.
-        after: seconds of the latest step after its last action, with a clock.
-        noted: called with each action at its start, and with True at its end, with a clock.
-
-    Raises:
-        PlanError: the model has no pipeline, or several.
-        PipemeshError: the model does not support the plan.
+    """A full training step: forward, backward, all-reduce and optimizer; `clocked` notes when each
+    action runs, which takes time itself.
     """
 
     def __init__(self, subject: Subject, batch: Any, clocked: bool = False) -> None:
@@ -57,6 +40,7 @@ class TimedStep:
                 "model that has one"
             )
         self.stack: Any = self.trained.pipelines[0]
+        # Forecast for each device, once a step has run.
         self.memory: list[DeviceMemory] = []
         self.stack.noted_run = self._note
         self.noted: Callable[[Action, bool], None] | None = None
@@ -66,6 +50,7 @@ class TimedStep:
             return self.trained.train(batch, lambda metrics, per_example: ())[0]
 
         self._step = tf.function(step, autograph=False)
+        # Of the latest step: core seconds, and seconds outside its first and last action.
         self.cpu = self.before = self.after = 0.0
         self.run()
         self.build = time.perf_counter() - begin
@@ -105,16 +90,7 @@ _THREADS = "/proc/self/task"
 
 @contextlib.contextmanager
 def one_core() -> Iterator[bool]:
-    """Pins all threads of this process to one core; yields False if the system cannot (not Linux).
-
-    New threads inherit the core. At the end all threads get all cores of the process back.
-
-    Example:
-        >>> import os, sys
-        >>> with one_core() as is_one:
-        ...     len(os.sched_getaffinity(0)) == 1 if is_one else sys.platform != "linux"
-        True
-    """
+    """Pins all threads of this process to one core; yields False where that is impossible."""
     if sys.platform != "linux" or not os.path.isdir(_THREADS):
         yield False
         return
@@ -142,13 +118,8 @@ _LEAST = 0.1
 
 
 class ActionTimes:
-    """The times of actions in several steps that run in turn.
-
-    Args:
-        steps: steps with a clock, each layer a stage.
-        rows: number of examples in a microbatch, for each step.
-        number: number of layers.
-        whole: a step with a clock and all layers in one stage.
+    """The times of actions in several clocked steps that run in turn, each layer a stage, against a
+    step with all layers in one stage (`whole`).
     """
 
     def __init__(
@@ -173,14 +144,14 @@ class ActionTimes:
             times = _later(step)
             # With recomputation only R is counted: it takes work off the other actions.
             again = any(action.kind == "R" for action, _ in times)
-            for action, took in times:
+            for action, seconds in times:
                 if again and action.kind != "R":
                     continue
-                own = self._layers[action.stage].setdefault(action.kind, {})
-                own.setdefault(size, []).append(took)
+                by_rows = self._layers[action.stage].setdefault(action.kind, {})
+                by_rows.setdefault(size, []).append(seconds)
         self._whole.run()
-        for action, took in _later(self._whole):
-            self._together.setdefault(action.kind, []).append(took)
+        for action, seconds in _later(self._whole):
+            self._together.setdefault(action.kind, []).append(seconds)
 
     @property
     def before(self) -> float:
@@ -193,14 +164,13 @@ class ActionTimes:
         return statistics.median(self._after)
 
     def besides(self, rows: int) -> float:
-        """Returns the overhead of an action, from one action of all layers against one for each
-        layer.
-        """
+        """Returns the overhead of an action: one of all layers against one for each layer."""
         if len(self._layers) == 1:
             return 0.0
-        every = self.of_layers(0.0)
+        layers = self.of_layers(0.0)
         more = [
-            (sum(own[kind][rows] for own in every) - usual(self._together[kind])) / (len(every) - 1)
+            (sum(times[kind][rows] for times in layers) - usual(self._together[kind]))
+            / (len(layers) - 1)
             for kind in "FB"
         ]
         return max(0.0, min(more))
@@ -209,33 +179,36 @@ class ActionTimes:
         """Returns each layer's seconds without `beside`, by kind of action and rows."""
 
         def without(times: list[float]) -> float:
-            took = usual(times)
-            return max(took - beside, _LEAST * took)
+            seconds = usual(times)
+            return max(seconds - beside, _LEAST * seconds)
 
-        found = [
-            {kind: {size: without(times) for size, times in of.items()} for kind, of in own.items()}
-            for own in self._layers
+        layers = [
+            {
+                kind: {size: without(times) for size, times in by_rows.items()}
+                for kind, by_rows in kinds.items()
+            }
+            for kinds in self._layers
         ]
         # A first layer without weights has no backward pass.
-        for own in found:
+        for kinds in layers:
             for kind in "BR":
-                own.setdefault(kind, dict.fromkeys(own["F"], 0.0))
-        return found
+                kinds.setdefault(kind, dict.fromkeys(kinds["F"], 0.0))
+        return layers
 
 
 def _later(step: TimedStep) -> list[tuple[Action, float]]:
     """Returns the actions from the second microbatch on, which add to existing gradients."""
-    return [(action, took) for action, took in step.durations().items() if action.microbatch]
+    return [(action, seconds) for action, seconds in step.durations().items() if action.microbatch]
 
 
 def times_of(
     steps: Sequence[TimedStep], rows: Sequence[int], number: int, whole: TimedStep
 ) -> ActionTimes:
     """Returns the times of steps, each of which runs `ROUNDS` times."""
-    found = ActionTimes(steps, rows, number, whole)
+    times = ActionTimes(steps, rows, number, whole)
     for _ in range(ROUNDS):
-        found.add()
-    return found
+        times.add()
+    return times
 
 
 def on_one_core(
@@ -244,9 +217,8 @@ def on_one_core(
     number: int,
     whole: TimedStep,
 ) -> ActionTimes | None:
-    """Returns the times of steps on one core, or None if the process cannot be pinned.
-
-    On one core, time is the work that all cores would share.
+    """Returns the times of steps on one core, where time is the work that all cores would share;
+    None if the process cannot be pinned.
     """
     with one_core() as is_one:
         if not is_one:
@@ -255,31 +227,20 @@ def on_one_core(
 
 
 def in_turn(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the typical time of each of several things that run in turn, for some rounds.
-
-    A slow phase of the machine lengthens a whole round. So times are first divided by their
-    round's.
-
-    Example:
-        >>> in_turn([(1.0, 3.0), (2.0, 6.0), (1.0, 3.0)])
-        [1.0, 3.0]
-    """
+    """Returns the typical time of each of several things that run in turn, for some rounds."""
+    # A slow phase of the machine lengthens a whole round: divide times by their round's.
     totals = [sum(times) for times in rounds]
     whole = statistics.median(totals)
     return [
-        whole * statistics.median(took / total for took, total in zip(times, totals, strict=True))
+        whole
+        * statistics.median(seconds / total for seconds, total in zip(times, totals, strict=True))
         for times in zip(*rounds, strict=True)
     ]
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """Returns the typical time among several: the mean of the shorter half.
-
-    Other load only lengthens times, and the shortest time alone is luck.
-
-    Example:
-        >>> usual([3.0, 1.0, 9.0, 2.0, 7.0])
-        2.0
+    """Returns the typical time: the mean of the shorter half, as other load only lengthens times
+    and the shortest alone is luck.
     """
     return statistics.fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
 
@@ -290,24 +251,17 @@ _ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class WorkingMemory:
-    """Temporary memory of a step on one device.
+    """Temporary memory of a step on one device, in bytes."""
 
-    Attributes:
-        stages: for each stage the peak bytes of one of its actions, less the bytes held at its
-            start or end, whichever is more.
-        update: peak bytes after the last action, beside weights and optimizer state.
-    """
-
+    # The peak of an action of each stage, less the bytes held at its start or end, whichever is
+    # more.
     stages: tuple[int, ...]
+    # After the last action, beside weights and optimizer state.
     update: int
 
 
 def working_memory(step: TimedStep) -> WorkingMemory | None:
-    """Returns the temporary memory of a step with a clock, or None if TensorFlow does not count it.
-
-    The step needs one device and at least two microbatches. The first microbatch is left out, as it
-    allocates the gradient sums.
-    """
+    """Returns the temporary memory of a clocked step on one device; None if it is not counted."""
     memory = TensorMemory(step.trained.all_devices()[0])
     if not memory.is_counted:
         return None
@@ -320,7 +274,8 @@ def working_memory(step: TimedStep) -> WorkingMemory | None:
         memory.forget_peak()
         if not is_end:
             held[action] = now
-        # An action without operations may have no start.
+        # An action without operations may have no start; the first microbatch allocates the sums
+        # of gradients.
         elif action.microbatch and action in held:
             needed = peak - max(held[action], now)
             most[action.stage] = max(most[action.stage], needed)

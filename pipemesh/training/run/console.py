@@ -26,11 +26,7 @@ T = TypeVar("T")
 
 
 class _Steady:
-    """A text stream that goes silent when it cannot be written to.
-
-    Attributes:
-        ends: whether it raises instead, because its output is all that the program is for.
-    """
+    """A text stream that goes silent, or raises if `ends`, when it cannot be written to."""
 
     ends = False
 
@@ -87,10 +83,7 @@ _objects: IO[str] | None = None
 
 
 def output_matters() -> None:
-    """Lets the program end if standard output fails: its output is all that it is for.
-
-    Characters that the encoding lacks are written as escapes.
-    """
+    """Lets the program end if standard output fails; escapes characters that it cannot encode."""
     if isinstance(sys.stdout, _Steady):
         sys.stdout.ends = True
     reconfigure = getattr(sys.stdout, "reconfigure", None)
@@ -105,10 +98,7 @@ def has_unicode() -> bool:
 
 @contextlib.contextmanager
 def objects_alone(wanted: bool = True) -> Iterator[None]:
-    """Reserves standard output for `say_object` in the block; text goes to standard error.
-
-    It changes nothing if `wanted` is False or another such block is active.
-    """
+    """Reserves standard output for `say_object` in the block; text goes to standard error."""
     global _objects
     if not wanted or _objects is not None:
         yield
@@ -129,9 +119,8 @@ def say_object(line: str) -> None:
 
 @contextlib.contextmanager
 def ticking(tick: Callable[[float], None], patience: float, period: float) -> Iterator[None]:
-    """Calls `tick` with the elapsed seconds, repeatedly on another thread until the block ends.
-
-    The first call comes after `patience` seconds, later ones every `period` seconds.
+    """Calls `tick` with the elapsed seconds on another thread until the block ends: after
+    `patience` seconds, then every `period` seconds.
     """
     done = threading.Event()
     begin = time.monotonic()
@@ -174,10 +163,7 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def meanwhile(work: Callable[[], object]) -> Iterator[None]:
-    """Runs `work` on another thread beside the block, and waits for both; its errors are dropped.
-
-    Use it only for work that is repeated later or only saves time.
-    """
+    """Runs `work`, which only saves time, beside the block; its errors are dropped."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
@@ -199,11 +185,9 @@ def _beside(run: Callable[[], None]) -> Iterator[None]:
 
 
 def aside(work: Callable[[], T]) -> T:
-    """Returns the result of `work`, run on another thread so that signals are handled at once.
-
-    Python handles signals on the main thread between two bytecodes. Native code that runs there for
-    a minute blocks them. Errors of `work` are raised here.
-    """
+    """Returns the result of `work`, run on another thread so that signals are handled at once."""
+    # Python handles signals on the main thread between two bytecodes: native code that runs there
+    # for a minute blocks them.
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -226,15 +210,7 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class Progress:
-    """A progress display on standard error.
-
-    In a log file each update is a new line, so there is one every 30 seconds and one at the end.
-
-    Example:
-        >>> with Progress(done=2, total=4) as progress:
-        ...     progress.advance("loss 2.5")
-        ...     progress.advance("loss 2.4")
-    """
+    """A progress display on standard error; in a log file, a line every 30 seconds."""
 
     def __init__(self, done: int, total: int) -> None:
         self._terminal = sys.stderr.isatty()
@@ -289,8 +265,8 @@ class Progress:
     def _tell(self) -> None:
         now = self._told = time.monotonic()
         seconds = now - self._begin
-        told = f"step {self._done:,} of {self._total:,}, {tqdm.format_interval(seconds)} so far"
+        text = f"step {self._done:,} of {self._total:,}, {tqdm.format_interval(seconds)} so far"
         if self._first < self._done < self._total:
             left = seconds / (self._done - self._first) * (self._total - self._done)
-            told = f"{told}, {tqdm.format_interval(left)} to go"
-        print(f"{told}, {self._text}" if self._text else told, file=sys.stderr, flush=True)
+            text = f"{text}, {tqdm.format_interval(left)} to go"
+        print(f"{text}, {self._text}" if self._text else text, file=sys.stderr, flush=True)

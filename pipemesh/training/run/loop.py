@@ -52,36 +52,25 @@ _SHARE = 0.1
 
 
 class Spikes:
-    """A detector of loss spikes.
-
-    Example:
-        >>> spikes = Spikes()
-        >>> [spikes.add(2.0 + 0.01 * (step % 3)) for step in range(60)] == [None] * 60
-        True
-        >>> spikes.add(3.5)
-        'the loss is 3.500, after 2.010 on average'
-    """
+    """A detector of loss spikes."""
 
     def __init__(self) -> None:
         self._count, self._mean, self._square = 0, 0.0, 0.0
 
     def add(self, loss: float) -> str | None:
-        """Adds a finite loss, and describes it if it is a spike; None otherwise.
-
-        A loss that stays high is reported until the mean has caught up with it.
-        """
+        """Adds a finite loss; describes it if it is a spike, until the mean has caught up."""
         apart = loss - self._mean
-        told = None
+        text = None
         if self._count >= _FEWEST:
             least = max(_DEVIATIONS * math.sqrt(self._square), _SHARE * abs(self._mean))
             if apart > least:
-                told = f"the loss is {loss:.3f}, after {self._mean:.3f} on average"
+                text = f"the loss is {loss:.3f}, after {self._mean:.3f} on average"
         # A plain mean until there are more losses than the decay remembers.
         self._count += 1
         new = max(1 - _DECAY, 1 / self._count)
         self._mean += new * apart
         self._square += new * (apart**2 * (1 - new) - self._square)
-        return told
+        return text
 
 
 _NOT_MEASURED = (
@@ -92,25 +81,22 @@ _NOT_MEASURED = (
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """A prediction for a step of a run with one pipeline.
+    """A prediction for a step of a run with one pipeline."""
 
-    Attributes:
-        prediction: the prediction from measured layers, or None.
-        why: the reason why there is no prediction; "" if there is one.
-        values: values for the record.
-    """
-
+    # From measured layers.
     prediction: Prediction | None
+    # The reason for no prediction, or "".
     why: str
+    # For the record.
     values: dict[str, Any]
 
     def __str__(self) -> str:
         """Returns text for people; "" if there is no prediction and the user gave no figures."""
-        if (found := self.prediction) is not None:
+        if (step := self.prediction) is not None:
             return (
-                f"{1e3 * found.seconds:.4g} ms a step by what was measured of its layers, bubble "
-                f"{found.bubble:.1%}, {bytes_text(max(found.memory))} on the fullest device"
-                + (f"; supposed: {found.supposed}" if found.supposed else "")
+                f"{1e3 * step.seconds:.4g} ms a step by what was measured of its layers, bubble "
+                f"{step.bubble:.1%}, {bytes_text(max(step.memory))} on the fullest device"
+                + (f"; supposed: {step.supposed}" if step.supposed else "")
             )
         return "" if self.why == _NOT_MEASURED else f"seconds are not predicted: {self.why}"
 
@@ -156,8 +142,8 @@ def expected(trainer: Trainer, options: Options, batch: Any) -> Expected | None:
 
 def _figures(options: Options) -> Figures | None:
     path = options.figures or os.path.join(options.logdir, FILE)
-    there = options.figures is not None or os.path.exists(path)
-    return Figures.read(path) if there else None
+    is_there = options.figures is not None or os.path.exists(path)
+    return Figures.read(path) if is_there else None
 
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -205,8 +191,8 @@ class Loop:
                 return self._run()
             except BaseException as error:
                 is_known = isinstance(error, (PipemeshError, OSError))
-                told = " ".join(str(error).split()) if is_known else type(error).__name__
-                self._tell("end", step=self._trainer.step, reason=told, is_done=False)
+                reason_text = " ".join(str(error).split()) if is_known else type(error).__name__
+                self._tell("end", step=self._trainer.step, reason=reason_text, is_done=False)
                 raise
 
     def _run(self) -> int:
@@ -321,26 +307,26 @@ class Loop:
 
     def _report(self) -> None:
         """Reports memory and communication of a step, and writes the layout of the weights."""
-        found = self._trainer.report
+        forecast = self._trainer.report
         ahead = expected(self._trainer, self._options, self._trainer.batch)
         values = ahead.values if ahead else {}
-        if found is not None:
-            values = values | of_report(found)
+        if forecast is not None:
+            values = values | of_report(forecast)
         if values:
             self._tell("forecast", step=self._trainer.step, **values)
-        if ahead and (told := str(ahead)):
-            self._tell.say(f"predicted: {told}")
-        if found is None:
+        if ahead and (text := str(ahead)):
+            self._tell.say(f"predicted: {text}")
+        if forecast is None:
             return
         path = os.path.join(self._options.logdir, "layout.txt")
-        told = f"predicted of a step:\n{found}"
+        text = f"predicted of a step:\n{forecast}"
         try:
             with open(path, "w", encoding="utf-8") as file:
-                file.write(f"{found.layout()}\n")
-            told = f"{told}\nlayout of the weights: {path}"
+                file.write(f"{forecast.layout()}\n")
+            text = f"{text}\nlayout of the weights: {path}"
         except OSError as error:
-            told = f"{told}\nthe layout of the weights cannot be written ({reason(error)})"
-        self._tell.say(told)
+            text = f"{text}\nthe layout of the weights cannot be written ({reason(error)})"
+        self._tell.say(text)
 
     def _measured(self, seconds: float) -> None:
         """Reports the measured speed of the first steps after the graph was built."""
@@ -351,22 +337,22 @@ class Loop:
             plural = "" if number == 1 else "s"
             unit = self._trainer.subject.unit
             values: dict[str, Any] = {"steps": number, f"{unit}_per_second": self._rate}
-            told = f"{self._rate:,.0f} {unit}/s"
+            text = f"{self._rate:,.0f} {unit}/s"
             if self._flops:
                 share = self._mfu(self._seconds / number)
                 peak = f"{self._peak / 1e9:,.0f} GFLOP/s"
                 unknown = f"not known: more than the {peak} that were measured at the start"
-                told += f", MFU {unknown if share is None else f'{share:.1%} of {peak}'}"
+                text += f", MFU {unknown if share is None else f'{share:.1%} of {peak}'}"
                 known = {} if share is None else {"mfu": share}
                 values |= known | {"flops_per_second": self._peak}
             values["peak_memory"] = peak_memory(self._trainer.trained.all_devices())
-            told += f", {bytes_text(values['peak_memory'])}"
-            told = f"measured over {number} step{plural}: {told}"
-            self._tell("measured", told, step=self._trainer.step, **values)
+            text += f", {bytes_text(values['peak_memory'])}"
+            text = f"measured over {number} step{plural}: {text}"
+            self._tell("measured", text, step=self._trainer.step, **values)
 
     def _mfu(self, seconds: float) -> float | None:
-        """Returns the model's matmul flops as a share of the measured peak; None above 1, an
-        impossible value.
+        """Returns the matmul flops as a share of the measured peak; None above 1, which is
+        impossible.
         """
         return share if (share := ratio(self._flops, seconds * self._peak)) <= 1 else None
 
@@ -379,8 +365,8 @@ class Loop:
                 raise SaveError(
                     f"{error}; of the checkpoints before, {self._trainer.kept}"
                 ) from error
-            told = f"{error}; training goes on, and {self._trainer.kept}"
-            self._tell("unsaved", told, is_warning=True, step=self._trainer.step, why=str(error))
+            text = f"{error}; training goes on, and {self._trainer.kept}"
+            self._tell("unsaved", text, is_warning=True, step=self._trainer.step, why=str(error))
 
     def _save_now(self) -> str:
         self._begun = self._trainer.step
@@ -428,8 +414,8 @@ class Loop:
             return
         self._in_a_row = 0
         step = self._trainer.step
-        if told := self._spikes.add(result["loss"]):
-            self._tell("spike", f"step {step}: {told}", is_warning=True, step=step, why=told)
+        if spike := self._spikes.add(result["loss"]):
+            self._tell("spike", f"step {step}: {spike}", is_warning=True, step=step, why=spike)
         score, unit = result["score"], self._trainer.subject.unit
         values = {
             **score.values(),
@@ -439,9 +425,9 @@ class Loop:
         shown = ", ".join(filter(None, [f"loss {result['loss']:.3f}", score.short()]))
         if self._rate is None:
             # The first step builds the graph, so its time is not typical.
-            self._rate, took = 0.0, {}
+            self._rate, timing = 0.0, {}
         else:
-            now, took = ratio(score.amount, seconds), {"seconds": seconds}
+            now, timing = ratio(score.amount, seconds), {"seconds": seconds}
             values[f"{unit}_per_second"] = now
             if self._flops and (share := self._mfu(seconds)) is not None:
                 values["mfu"] = share
@@ -450,7 +436,7 @@ class Loop:
             self._measured(seconds)
         histograms = self._histograms.after(self._trainer.gradients)
         self._summaries.write("train", step, values, histograms)
-        self._tell("step", step=step, **took, **values)
+        self._tell("step", step=step, **timing, **values)
         progress.advance(shown)
         if step % _STEPS_OF_WORK == 0:
             self._tell_work()
@@ -461,13 +447,13 @@ class Loop:
         if not (work := self._trainer.work()):
             return
         slow = "; ".join(
-            f"{each.name} is slow: it takes {each.times:.1f} times as long as the others for as "
-            "many flops"
-            for each in work
-            if each.is_slow
+            f"{worker.name} is slow: it takes {worker.times:.1f} times as long as the others for "
+            "as many flops"
+            for worker in work
+            if worker.is_slow
         )
-        told = of_work(work)
-        self._tell("workers", slow or None, is_warning=True, step=self._trainer.step, workers=told)
+        rows = of_work(work)
+        self._tell("workers", slow or None, is_warning=True, step=self._trainer.step, workers=rows)
 
     def _tell_profile(self) -> None:
         """Reports a finished profile."""
@@ -485,8 +471,8 @@ class Loop:
         trainer.skip()
         self._in_a_row += not is_rescaled
         if self._in_a_row == _MOST_IN_A_ROW:
-            told = f"{_MOST_IN_A_ROW} steps in a row were skipped, the last one since {why}"
-            trainer.give_up(told, trainer.step)
+            reason_text = f"{_MOST_IN_A_ROW} steps in a row were skipped, the last one since {why}"
+            trainer.give_up(reason_text, trainer.step)
         number, text = trainer.skipped, None
         if self._in_a_row == 1 or is_rescaled:
             text = (
@@ -508,10 +494,10 @@ class Loop:
             best, since = trainer.best
             than = "a number" if best is None else f"{best:.4g}"
             self._tell.say(f"stopped early: {since} evaluations were no better than {than}")
-        asked = self._options.eval_batches
-        batches = trainer.sample.batches if asked else trainer.whole
+        eval_batches = self._options.eval_batches
+        batches = trainer.sample.batches if eval_batches else trainer.whole
         if trainer.sample.batches:
-            what = str(trainer.sample) if asked else "all of the held-out data"
+            what = str(trainer.sample) if eval_batches else "all of the held-out data"
             with waiting("evaluating"):
                 score = trainer.evaluate(batches)
             # Without `stopped` there is always a score.

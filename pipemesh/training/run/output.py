@@ -34,16 +34,7 @@ _DIGITS = 3
 
 
 class Telling:
-    """The output of a run, for people and for programs; the record goes to the log directory.
-
-    Example:
-        >>> import tempfile
-        >>> told = Telling(Options(logdir=tempfile.mkdtemp(), steps=3))
-        >>> told("final", "held out: loss 2.5", step=3, loss=2.5)
-        held out: loss 2.5
-        >>> os.listdir(told.folder)
-        ['record.jsonl']
-    """
+    """The output of a run, for people and for programs; the record goes to the log directory."""
 
     def __init__(self, options: Options, renew: Callable[[], object] = lambda: None) -> None:
         self.folder = options.logdir
@@ -52,11 +43,7 @@ class Telling:
     def __call__(
         self, kind: str, text: str | None = None, *, is_warning: bool = False, **values: Any
     ) -> None:
-        """Reports an event.
-
-        Kinds are in `pipemesh/report/README.md`. `text` is for people, or None; `is_warning` sends
-        it to standard error. Further values are for programs.
-        """
+        """Reports an event (see `pipemesh/report`): `text` for people, `values` for programs."""
         if text is not None:
             self.warn(text) if is_warning else self.say(text)
         say_object(self._record.add(kind, **values))
@@ -106,33 +93,31 @@ def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
     }
 
 
-def of_report(found: Report) -> dict[str, Any]:
+def of_report(forecast: Report) -> dict[str, Any]:
     """Returns the predicted values of a step."""
     return {
         "devices": [
             {
-                "device": each.device,
-                "weights": each.weights,
-                "optimizer": found.optimizer.get(each.device, 0),
-                "gradients": each.gradients,
-                "activations": each.kept,
+                "device": row.device,
+                "weights": row.weights,
+                "optimizer": forecast.optimizer.get(row.device, 0),
+                "gradients": row.gradients,
+                "activations": row.kept,
             }
-            for each in found.memory
+            for row in forecast.memory
         ],
         "sent": [
-            {"axes": each.axes, "what": each.what, "times": each.times, "bytes": each.bytes}
-            for each in found.sent
+            {"axes": row.axes, "what": row.what, "times": row.times, "bytes": row.bytes}
+            for row in forecast.sent
         ],
-        "bubble": found.bubble,
-        "flops": found.flops,
-        **_of_schedule(found.timeline),
+        "bubble": forecast.bubble,
+        "flops": forecast.flops,
+        **_of_schedule(forecast.timeline),
     }
 
 
 def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
-    """Returns when the actions of some steps ran, from timelines in milliseconds; the first is
-    shown.
-    """
+    """Returns when the actions of some steps ran, in milliseconds; the first is shown."""
 
     def rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
         return [[round(time, _DIGITS) for time in row] for row in rows]
@@ -143,7 +128,7 @@ def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
         "seconds": seconds,
         "starts": rounded(measured.starts),
         "ends": rounded(measured.ends),
-        "others": [[rounded(each.starts), rounded(each.ends)] for each, _ in others],
+        "others": [[rounded(timeline.starts), rounded(timeline.ends)] for timeline, _ in others],
     }
 
 
@@ -151,12 +136,12 @@ def of_work(work: Sequence[Work]) -> list[dict[str, Any]]:
     """Returns the work of each worker as plain values."""
     return [
         {
-            "worker": each.name,
-            "seconds": round(each.seconds, 2 * _DIGITS),
-            "times": None if each.times is None else round(each.times, _DIGITS),
-            "is_slow": each.is_slow,
+            "worker": worker.name,
+            "seconds": round(worker.seconds, 2 * _DIGITS),
+            "times": None if worker.times is None else round(worker.times, _DIGITS),
+            "is_slow": worker.is_slow,
         }
-        for each in work
+        for worker in work
     ]
 
 
@@ -170,15 +155,7 @@ _STEPS_BETWEEN_TRIES = 100
 
 
 class Summaries:
-    """Event files in a folder, each curve in its subfolder.
-
-    Example:
-        >>> import os, tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> Summaries(folder).write("train", 7, {"loss": 2.5})
-        >>> os.listdir(folder)
-        ['train']
-    """
+    """Event files in a folder, each curve in its subfolder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -221,18 +198,7 @@ class Summaries:
 
 
 class Histograms:
-    """Weights before and after every `every`-th step; `every` 0 means never.
-
-    Example:
-        >>> w = tf.Variable([1.0, 2.0])
-        >>> histograms = Histograms({"w": [w]}, every=2)
-        >>> for step in (1, 2):
-        ...     histograms.before(step)
-        ...     _ = w.assign_add([0.5, 0.0])
-        ...     print({name: v.tolist() for name, v in histograms.after().items()})
-        {}
-        {'weights/w': [2.0, 2.0], 'updates/w': [0.5, 0.0]}
-    """
+    """Weights before and after every `every`-th step; `every` 0 means never."""
 
     def __init__(self, weights: Mapping[str, Sequence[tf.Variable]], every: int) -> None:
         self._weights, self._every = weights, every
@@ -250,11 +216,13 @@ class Histograms:
         if not self._before:
             return {}
         before, self._before = self._before, {}
-        found: dict[str, np.ndarray] = {}
+        histograms: dict[str, np.ndarray] = {}
         for name, value in self._values().items():
-            found[f"weights/{name}"] = value
-            found[f"updates/{name}"] = value - before[name]
-        return found | {f"gradients/{name}": _joined(of) for name, of in gradients.items()}
+            histograms[f"weights/{name}"] = value
+            histograms[f"updates/{name}"] = value - before[name]
+        return histograms | {
+            f"gradients/{name}": _joined(parts) for name, parts in gradients.items()
+        }
 
     def _values(self) -> dict[str, np.ndarray]:
         return {name: _joined(parts) for name, parts in self._weights.items()}
@@ -269,20 +237,7 @@ _FOLDER = os.path.join("plugins", "profile")
 
 
 class Profile:
-    """A profile of the steps from `steps[0]` to `steps[1]`; `warn` gets a line if it fails.
-
-    Example:
-        >>> import tempfile
-        >>> profile = Profile(tempfile.mkdtemp(), (2, 3))
-        >>> for step in range(1, 5):
-        ...     with profile.around(step):
-        ...         _ = tf.linalg.matmul(tf.ones([2, 2]), tf.ones([2, 2]))
-        ...     print(step, profile.written is not None)
-        1 False
-        2 False
-        3 True
-        4 True
-    """
+    """A profile of the steps from `steps[0]` to `steps[1]`; `warn` gets a line if it fails."""
 
     def __init__(
         self,

@@ -44,20 +44,7 @@ _BY_SIGNAL = 128
 
 
 class Curve:
-    """Losses by learning rate.
-
-    Attributes:
-        rates: the learning rates, ascending.
-        losses: the loss of each step, from the weights before its update.
-
-    Example:
-        >>> curve = Curve(100)
-        >>> for number in range(100):
-        ...     rate = 1e-7 * 10 ** (8 * number / 99)
-        ...     curve.add(rate, 2 - rate / (rate + 0.01) + (rate / 0.5) ** 2)
-        >>> f"{curve.fastest:.3f} {curve.lowest:.2f} {curve.suggested:.3f} {curve.has_risen}"
-        '0.008 0.08 0.026 True'
-    """
+    """Losses by ascending learning rate, each from the weights before its update."""
 
     def __init__(self, steps: int) -> None:
         decades = math.log10(HIGH / LOW)
@@ -132,11 +119,8 @@ class Curve:
 
     @property
     def suggested(self) -> float:
-        """Returns the largest rate to train with: the geometric mean of `fastest` and `lowest`.
-
-        A run uses its largest rate for longer than a step, so it needs distance from where the loss
-        rises.
-        """
+        """Returns the largest rate to train with: the geometric mean of `fastest` and `lowest`."""
+        # A run uses it for longer than a step, so it needs distance from where the loss rises.
         return math.sqrt(self.fastest * self.lowest)
 
     def table(self) -> str:
@@ -163,21 +147,14 @@ class Curve:
 
 
 class RangeTest:
-    """A run with growing learning rates, which reports a good rate and saves no weights.
-
-    The trainer must be made with the same options, including `find_learning_rate`.
-    """
+    """A run with growing learning rates, which reports a good rate and saves no weights."""
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
         self._trainer, self._options = trainer, options
         self._stop: int | None = None
 
     def run(self) -> int:
-        """Trains, prints the result, and writes `learning_rates.csv`; returns the exit code.
-
-        A signal ends it early; the result so far is printed. Raises TrainingError if the loss is
-        not finite from the start.
-        """
+        """Trains, prints the result, and writes `learning_rates.csv`; returns the exit code."""
         first = self._trainer.step
         curve = Curve(self._options.find_learning_rate)
         stops = (signal.SIGINT, signal.SIGTERM)
@@ -224,8 +201,8 @@ class RangeTest:
                     continue
                 in_a_row = 0
                 curve.add(result["learning_rate"], result["loss"])
-                told = f"rate {curve.rates[-1]:.1e}, loss {curve.losses[-1]:.3f}"
-                progress.advance(told)
+                text = f"rate {curve.rates[-1]:.1e}, loss {curve.losses[-1]:.3f}"
+                progress.advance(text)
                 if curve.has_risen:
                     return f"is well above that of the beginning at {curve.rates[-1]:.1e}"
                 if self._stop is not None:
@@ -257,19 +234,19 @@ class RangeTest:
                 f"the loss did not fall by more than it varies, and {end}; there is nothing to "
                 "suggest"
             ]
-        wanted, subject = curve.suggested, self._trainer.subject
+        suggested, subject = curve.suggested, self._trainer.subject
         lines = [
             f"the loss falls the fastest at {curve.fastest:.1e}, is the lowest at "
             f"{curve.lowest:.1e}, and {end}",
-            f"suggested: learning rates up to {wanted:.1e}",
+            f"suggested: learning rates up to {suggested:.1e}",
         ]
-        found = peak_rate(subject.task(), self._options.steps)
-        if found is not None and found[2] > 0:
-            name, factor, peak = found
+        own = peak_rate(subject.task(), self._options.steps)
+        if own is not None and own[2] > 0:
+            name, factor, peak = own
             name = subject.rate_name or name
             lines.append(
                 f"with {name}={factor:.3g} the model's own go up to {peak:.1e} within "
-                f"{self._options.steps} steps; {name}={factor * wanted / peak:.2g} makes that "
-                f"{wanted:.1e}"
+                f"{self._options.steps} steps; {name}={factor * suggested / peak:.2g} makes that "
+                f"{suggested:.1e}"
             )
         return lines

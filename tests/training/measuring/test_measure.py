@@ -7,6 +7,7 @@ import sys
 import pytest
 import tensorflow as tf
 
+from pipemesh.commands.main import main
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
@@ -23,8 +24,8 @@ from tests.training.small_models import PlannedPoints, StagedPoints
 
 
 @pytest.mark.slow
-def test_what_is_measured_serves_to_find_plans(tmp_path):
-    """The whole way: layers and steps are timed in one process, and read in another."""
+def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
+    """Layers and steps are timed in one process, and read in another."""
     path, plans = tmp_path / "figures.json", tmp_path / "plans.json"
     model = "--model=tests.training.small_models.PlannedPoints"
     code, out, err = run("plan", model, "--devices=2", f"--save={path}")
@@ -45,9 +46,8 @@ def test_what_is_measured_serves_to_find_plans(tmp_path):
     assert figures.fixed > 0 and figures.update >= 0 and 0 < figures.crowding < 1
     # Rows of 6 floats and a label go to the next layer.
     assert figures.layers[1].outputs.at(8) == 8 * (6 + 1) * 4
-    code, again, _ = run("plan", str(path), "--devices=2", f"--json={plans}")
-    assert code == 0
-    assert again.splitlines()[-1] == out.splitlines()[-1]
+    assert main(["plan", str(path), "--devices=2", f"--json={plans}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
     assert json.loads(plans.read_text())[0]["seconds"] > 0
     # And steps of the best plans, of the model in a third one, beside plain ones.
     assert figures.plain_step > 0
@@ -72,7 +72,7 @@ def test_layers_are_those_of_the_pipeline():
         number_of_layers(lambda plan: RegisteredModel(StagedPoints(), "points"))
 
 
-def test_halves_of_a_backward_pass_take_what_they_take():
+def test_halves_of_a_backward_pass_are_scaled():
     """On two cores more than the whole, which does both at once; without weights one is nothing."""
     seconds = {"F": {1: 1.0, 4: 4.0}, "B": {1: 2.0, 4: 5.0}, "I": {4: 4.0}, "W": {4: 3.5}}
     curves = _with_halves(seconds, 4)
@@ -90,7 +90,7 @@ def test_rows_are_cut_and_repeated():
     assert with_rows(batch, 4)["x"].numpy().tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
 
 
-def test_plans_to_fit_use_what_there_is(tmp_path):
+def test_plans_to_fit_use_the_devices_and_rules(tmp_path):
     from pipemesh.partition import LayerCost
     from pipemesh.plan.figures import figures_of_costs
 
@@ -122,7 +122,7 @@ class Said:
         return float(self._plan.num_microbatches)
 
 
-def test_a_plan_that_cannot_be_had_takes_endless_and_the_others_are_tried(monkeypatch):
+def test_an_impossible_plan_takes_infinite_time(monkeypatch):
     monkeypatch.setattr(measure, "TimedStep", Said)
     plans, told = [Plan(num_microbatches=n) for n in (4, 3, 2)], []
     assert measure.seconds_of(lambda plan: plan, 8, plans, told.append) == [4.0, math.inf, 2.0]
@@ -132,7 +132,7 @@ def test_a_plan_that_cannot_be_had_takes_endless_and_the_others_are_tried(monkey
         measure.seconds_of(lambda plan: plan, 8, plans[1:2])
 
 
-def test_a_plan_that_needs_more_memory_than_there_is_is_left_out(monkeypatch):
+def test_a_plan_out_of_memory_takes_infinite_time(monkeypatch):
     class Large(Said):
         def __init__(self, plan, batch):
             if plan.num_microbatches == 1:

@@ -60,7 +60,7 @@ def test_cores_come_back_after_an_error():
 
 
 def test_two_threads_take_as_long_as_both_compute():
-    """Which is what it is for: on one core the clock says what all cores would have done."""
+    """On one core the clock shows the work that all cores would share."""
 
     def compute():
         end = time.thread_time() + 0.2
@@ -111,7 +111,7 @@ class Whole(Timed):
         }
 
 
-def test_layers_take_what_their_actions_take_without_overhead():
+def test_layer_times_exclude_the_overhead_of_actions():
     steps = [Timed(3, 1, 0.25), Timed(3, 4, 0.25)]
     times = times_of(steps, [1, 4], 3, Whole(1, 1, 0.25))
     assert {step.runs for step in steps} == {ROUNDS}
@@ -123,7 +123,7 @@ def test_layers_take_what_their_actions_take_without_overhead():
     assert layers[2]["B"] == pytest.approx({1: 3, 4: 12})
 
 
-def test_where_something_is_computed_again_that_alone_counts():
+def test_with_recomputation_only_r_counts():
     """The other actions of such a step have less to do, and others say what they take."""
     times = times_of([Timed(2, 4, kinds="FB"), Timed(2, 8, kinds="FRB")], [4, 4], 2, Whole(1, 4))
     layers = times.of_layers(0.0)
@@ -131,7 +131,7 @@ def test_where_something_is_computed_again_that_alone_counts():
     assert layers[1]["R"] == pytest.approx({4: 16})
 
 
-def test_a_layer_takes_something_whatever_its_action_takes_besides():
+def test_a_layer_has_a_share_of_its_actions_time():
     times = times_of([Timed(1, 1)], [1], 1, Whole(1, 1))
     assert times.besides(1) == 0.0
     assert times.of_layers(5.0)[0]["F"] == pytest.approx({1: 0.1})
@@ -143,12 +143,12 @@ def test_on_one_core_times_are_those_of_the_same_steps():
     assert times is None or times.of_layers(0.0)[1]["F"] == pytest.approx({3: 6})
 
 
-def test_what_is_usual_is_not_the_shortest_and_not_disturbed():
+def test_the_usual_time_is_not_the_shortest():
     assert usual([5.0]) == 5.0
     assert usual([1.0, 1.2, 90.0, 80.0]) == pytest.approx(1.1)
 
 
-def test_what_is_done_in_turn_does_not_feel_a_machine_that_becomes_slower():
+def test_times_in_turn_ignore_slow_phases():
     """Half of the rounds on a machine half as fast, and one time that was disturbed."""
     rounds = [[1.0, 3.0, 4.0], [1.0, 3.0, 4.0], [1.0, 3.0, 4.0], [2.0, 6.0, 8.0], [2.0, 6.0, 8.0]]
     assert in_turn(rounds) == pytest.approx([1.0, 3.0, 4.0])
@@ -157,7 +157,7 @@ def test_what_is_done_in_turn_does_not_feel_a_machine_that_becomes_slower():
     assert [each / found[0] for each in found] == pytest.approx([1, 3, 4])
 
 
-def test_a_layer_that_has_nothing_to_do_in_a_backward_pass_takes_nothing_there():
+def test_a_missing_backward_pass_takes_no_time():
     class Bare(Timed):
         def durations(self):
             return {a: s for a, s in super().durations().items() if (a.stage, a.kind) != (0, "B")}
@@ -199,7 +199,7 @@ class Counted:
         del update
 
 
-def test_what_actions_and_the_update_need_is_seen():
+def test_memory_of_actions_and_update_is_measured():
     if not TensorMemory("CPU:0").is_counted:
         pytest.skip("this build of TensorFlow does not count the CPU's memory")
     step = Counted()
@@ -212,6 +212,6 @@ def test_what_actions_and_the_update_need_is_seen():
     assert 9 * MB <= found.update < 18 * MB
 
 
-def test_where_memory_is_not_counted_nothing_is_known():
+def test_uncounted_memory_is_unknown():
     step = Counted("CPU:99")
     assert working_memory(step) is None and not step.runs

@@ -26,7 +26,7 @@ def program(code, **streams):
     )
 
 
-def test_a_closed_pipe_is_told_on_the_other_stream_and_ends_nothing():
+def test_a_closed_pipe_is_reported_and_ends_nothing():
     read, write = os.pipe()
     os.close(read)
     code = """
@@ -68,7 +68,7 @@ def test_a_full_disk_behind_the_log_ends_nothing():
     assert err == "standard output is closed (No space left on device); going on\n"
 
 
-def test_no_file_gets_the_number_of_a_stream_that_was_closed_from_the_beginning(tmp_path):
+def test_no_file_takes_the_number_of_a_closed_stream(tmp_path):
     code = f"""
 import os
 os.close(1); os.close(2)
@@ -130,7 +130,7 @@ console.aside(lambda: vocabulary.train_vocabulary(text, 900))
         process.kill()
 
 
-def test_what_is_done_meanwhile_ends_with_the_block_and_its_errors_are_dropped():
+def test_work_meanwhile_ends_with_the_block():
     begun, may_end, done = threading.Event(), threading.Event(), []
 
     def work():
@@ -163,7 +163,7 @@ def test_objects_have_standard_output_for_themselves(capsys):
     assert capsys.readouterr() == ("text\n{}\n[]\ntext again\n", "text for people\nmore of it\n")
 
 
-def test_objects_end_when_what_they_are_told_of_fails(capsys):
+def test_objects_end_with_an_error_of_the_block(capsys):
     with pytest.raises(ValueError), console.objects_alone():
         raise ValueError
     print("text")
@@ -226,7 +226,7 @@ def test_a_log_has_a_line_now_and_then(monkeypatch, capsys):
     ]
 
 
-def test_what_takes_long_is_told_again_and_again(monkeypatch, capsys):
+def test_long_work_is_reported_repeatedly(monkeypatch, capsys):
     monkeypatch.setitem(console.SECONDS_A_REFRESH, False, 0.05)
     with Progress(done=0, total=3) as shown, shown.busy("building the graph"):
         time.sleep(0.3)
@@ -235,7 +235,7 @@ def test_what_takes_long_is_told_again_and_again(monkeypatch, capsys):
     assert set(lines) == {"step 0 of 3, 00:00 so far, building the graph"}
 
 
-def test_nothing_is_told_where_nothing_is_done(capsys):
+def test_progress_without_steps_is_silent(capsys):
     with Progress(done=7, total=3):
         pass
     assert capsys.readouterr().err == ""

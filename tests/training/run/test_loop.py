@@ -24,7 +24,7 @@ from tests.training.small_models import StagedPoints
 
 
 def told_flops(seconds):
-    """What is said of a step of 1 GFLOP on devices of 1 GFLOP/s that takes so many seconds."""
+    """The report on a step of 1 GFLOP on devices of 1 GFLOP/s that takes `seconds`."""
     trained = types.SimpleNamespace(all_devices=lambda: ["CPU:0"])
     subject = types.SimpleNamespace(unit="rows")
     found = {}
@@ -106,7 +106,7 @@ def forecast(logdir, capsys, name="StagedPoints", mesh="layers:1", **changes):
 
 
 @pytest.mark.slow
-def test_what_was_not_measured_is_said_to_be_unknown(eagerly, tmp_path, capsys):
+def test_without_figures_a_step_is_not_predicted(eagerly, tmp_path, capsys):
     found, out = forecast(tmp_path, capsys, "PlannedPoints")
     assert "predicted" not in found and "was not measured" in found["unpredicted"]
     assert (found["rows"], found["device_memory"]) == (8, None)
@@ -116,7 +116,7 @@ def test_what_was_not_measured_is_said_to_be_unknown(eagerly, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_what_was_measured_says_what_a_step_takes(eagerly, tmp_path, capsys):
+def test_measured_figures_predict_a_step(eagerly, tmp_path, capsys):
     count = len(small_models.stack_of(1)[0].sub)
     (tmp_path / "figures.json").write_text(figures(count).to_json())
     found, out = forecast(tmp_path, capsys, "PlannedPoints", device_memory=1e9)
@@ -146,7 +146,7 @@ def test_without_a_pipeline_nothing_is_expected(eagerly, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_step_that_is_timed_says_what_would_help(tmp_path):
+def test_a_timed_step_suggests_changes(tmp_path):
     path = tmp_path / "figures.json"
     path.write_text(figures(len(small_models.stack_of(1)[0].sub)).to_json())
     words = [PLANNED, f"--figures={path}", f"--logdir={tmp_path / 'run'}", "--steps=3"]

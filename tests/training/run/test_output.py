@@ -44,7 +44,7 @@ def events(logdir):
     return [json.loads(line) for line in (logdir / "record.jsonl").read_text().splitlines()]
 
 
-def test_a_training_is_recorded_from_its_beginning_to_its_end(eagerly, tmp_path, capsys):
+def test_a_run_is_recorded_from_begin_to_end(eagerly, tmp_path, capsys):
     assert trained(tmp_path) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[-2:] == [f"report: {tmp_path}/report.html", f"checkpoint: {tmp_path}/ckpt-4"]
@@ -69,7 +69,7 @@ def test_a_training_is_recorded_from_its_beginning_to_its_end(eagerly, tmp_path,
     assert "done, at step 4" in (tmp_path / "report.html").read_text()
 
 
-def test_for_programs_standard_output_has_the_record_and_nothing_else(eagerly, tmp_path, capsys):
+def test_json_output_is_the_record(eagerly, tmp_path, capsys):
     assert trained(tmp_path, log_format="json") == 0
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == events(tmp_path)
@@ -79,9 +79,7 @@ def test_for_programs_standard_output_has_the_record_and_nothing_else(eagerly, t
     assert capsys.readouterr().out == "text\n"
 
 
-def test_a_training_that_is_stopped_and_goes_on_has_the_curves_of_one_that_is_not(
-    eagerly, tmp_path, capsys
-):
+def test_a_resumed_run_has_the_same_curves(eagerly, tmp_path, capsys):
     assert trained(tmp_path / "whole", 6) == 0
     assert trained(tmp_path / "run", 6, stop=3) == 128 + signal.SIGTERM
     stopped = read(str(tmp_path / "run"))
@@ -112,7 +110,7 @@ def test_how_it_failed_is_told(eagerly, tmp_path, capsys):
     assert last["event"] == "end" and not last["is_done"] and "not finite" in last["reason"]
 
 
-def test_a_record_and_a_page_that_cannot_be_written_end_nothing(eagerly, tmp_path, capsys):
+def test_an_unwritable_record_or_page_ends_nothing(eagerly, tmp_path, capsys):
     (tmp_path / "record.jsonl").mkdir()
     assert trained(tmp_path) == 0
     err = capsys.readouterr().err
@@ -184,15 +182,6 @@ def test_histograms_come_every_so_many_steps(eagerly, tmp_path, capsys):
     assert gradients[:, 2].sum() == 4 and np.abs(gradients[:, :2]).max() > 0
 
 
-def test_without_the_flag_there_are_none(eagerly, tmp_path, capsys):
-    assert trained(tmp_path, 2) == 0
-    assert histograms(tmp_path) == {} and list(summaries_of(tmp_path))
-
-
-def summaries_of(logdir):
-    return (tag for tag, *_ in summaries(logdir))
-
-
 def test_a_weight_in_slices_is_one():
     parts = [tf.Variable([[1.0, 2.0]]), tf.Variable([[3.0]])]
     seen = Histograms({"w": parts}, every=1)
@@ -207,7 +196,9 @@ def test_a_weight_in_slices_is_one():
     assert list(seen.after()) == ["weights/w", "updates/w"]
 
 
-@pytest.mark.parametrize("name", ["StagedPoints", "SplitPoints"])
+@pytest.mark.parametrize(
+    "name", ["SplitPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
+)
 def test_weights_of_stages_are_told_by_their_logical_names(eagerly, tmp_path, capsys, name):
     assert trained(tmp_path, 1, name, histogram_every=1) == 0
     tags = {tag for tag, _ in histograms(tmp_path)}
@@ -216,7 +207,9 @@ def test_weights_of_stages_are_told_by_their_logical_names(eagerly, tmp_path, ca
     assert of["gradients"] == of["weights"] == of["updates"]
 
 
-@pytest.mark.parametrize("name", ["StagedPoints", "SplitPoints"])
+@pytest.mark.parametrize(
+    "name", ["SplitPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
+)
 def test_gradients_are_the_plain_models(eagerly, tmp_path, name):
     def gradients(plain):
         options = Options(logdir=str(tmp_path), steps=1, histogram_every=1)
@@ -260,15 +253,17 @@ def test_steps_that_do_not_come_are_missing_in_it(eagerly, tmp_path, capsys):
     assert len(files(tmp_path)) == 1
 
 
-def test_steps_that_are_done_are_told(eagerly, tmp_path, capsys):
+def test_profiled_steps_may_be_done_already(eagerly, tmp_path, capsys):
     assert trained(tmp_path, 2) == 0
+    # By default there are summaries, and no histograms.
+    assert histograms(tmp_path) == {} and list(summaries(tmp_path))
     path = tmp_path / "ckpt-2"
     assert trained(tmp_path, 3, restore=path, profile_steps=(1, 2)) == 0
     assert "are done; there is no profile" in capsys.readouterr().err
     assert files(tmp_path) == []
 
 
-def test_a_profile_that_cannot_be_written_is_told_and_ends_nothing(eagerly, tmp_path, capsys):
+def test_an_unwritable_profile_ends_nothing(eagerly, tmp_path, capsys):
     (tmp_path / "plugins").write_text("a file stands in its place")
     assert trained(tmp_path, 3, profile_steps=(2, 3)) == 0
     assert "there is no profile (" in capsys.readouterr().err
