@@ -36,6 +36,8 @@ _HELP = {"-h", "-?", "--?"} | {
 }
 _YES, _NO = ("true", "t", "1", "yes"), ("false", "f", "0", "no")
 _WIDTH = 92
+# An unknown flag is answered with the names of all if there are no more than these.
+_MOST_LISTED = 16
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
@@ -430,9 +432,15 @@ def _refuse_unknown(words: Sequence[str], command: Command) -> None:
     word = next((word for word in words if word.startswith("-")), words[0])
     if word.startswith("-") and word != "--":
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        known = [f.name for f in command.flags if not f.argument and f.name not in command.refused]
+        known = [
+            flag.name
+            for flag in command.flags
+            if not (flag.argument or flag.hidden or flag.name in command.refused)
+        ]
         near = nearest(name, known)
         more = f"did you mean --{near}?" if near else f"`{command.name} --help` lists the flags"
+        if not near and len(known) <= _MOST_LISTED:
+            more = f"there are {', '.join(f'--{flag}' for flag in known)}"
         raise FlagError(f"unknown flag --{name}; {more}")
     raise FlagError(
         f"{words[0]!r} is no flag; flags begin with --"

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         <BLANKLINE>
         device 0 |0F0 0F1
         <BLANKLINE>
-        makespan 2, bubble 0 (0.0%), largest own-span bubble 0, peak activations 1
+        makespan 2, bubble 0.0% (at most 0 a device), own-span bubble at most 0, peak activations 1
         0
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         return process.exit_code(lambda: _print_help(bool(words)))
     name = words[0]
-    if name == "--version":
+    if name in ("--version", "version"):
         print(f"pipemesh {__version__}")
         return 0
     if name not in HELP:
@@ -122,7 +122,7 @@ def _help() -> str:
             "commands that plan (NumPy is enough, except to measure a model):",
             *pure,
             "",
-            "`pipemesh COMMAND --help` describes a command.",
+            "`pipemesh COMMAND --help` describes a command; `pipemesh version` prints the version.",
         ]
     )
 

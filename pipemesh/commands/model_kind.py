@@ -48,6 +48,15 @@ from pipemesh.training.run.options import Options
 
 # A class with this attribute gets the log directory in it: some models lie there in part.
 _LOGDIR = "LOGDIR"
+# The value of the plan that a param of a stack repeats.
+_OF_STACKS = {
+    "num_micro_batches": "num_microbatches",
+    "schedule": "schedule",
+    "remat": "remat",
+    "lowering": "lowering",
+    "mesh_shape": "mesh",
+    "layout": "layout",
+}
 CHECKPOINT_FLAG = Flag(
     "checkpoint",
     value="PATH",
@@ -228,14 +237,24 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
 
 def _changes(there: Any, now: Any) -> list[str]:
     """Lists the differences from a checkpoint's note, one per line."""
-    lines: list[str] = []
-    for what in ("plan", "settings"):
-        old, new = there.get(what, {}), now[what]
-        for name in {**old, **new}:
-            before, after = old.get(name) or "none", new.get(name) or "none"
-            if before != after:
-                lines.append(f"changed since the checkpoint: {name} {before} -> {after}")
-    return lines
+    plan = _differences(there.get("plan", {}), now["plan"])
+    settings = _differences(there.get("settings", {}), now["settings"])
+    values = {(name, *pair) for name, pair in plan.items()}
+    for name, (before, after) in settings.items():
+        # A stack's params repeat the plan.
+        value = _OF_STACKS.get(name.rpartition(".")[2])
+        if (value, before.strip("'"), after.strip("'")) not in values:
+            plan[name] = (before, after)
+    return [
+        f"changed since the checkpoint: {name} {before} -> {after}"
+        for name, (before, after) in plan.items()
+    ]
+
+
+def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Returns the old and the new value of each name where they differ."""
+    pairs = {name: (old.get(name) or "none", new.get(name) or "none") for name in {**old, **new}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def logdir() -> str:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, cast
@@ -39,6 +40,8 @@ _OPTIONS = {
     "max_layers": "max_layers",
     "fixed": "fixed",
 }
+# Parameters that messages name; others are words of their sentences as well.
+_NAMED = re.compile(r"\b(num_stages|" + "|".join(name for name in _OPTIONS if "_" in name) + r")\b")
 
 
 def _numbers(text: str) -> list[float]:
@@ -155,10 +158,11 @@ def main(argv: list[str]) -> int:
         try:
             plans[method] = partition(costs, flags.stages, method=method, **options)
         except PartitionError as error:
+            told = _by_flags(str(error))
             # In a comparison, only the exact method has to find a cut.
             if method == "exact" or not flags.compare:
-                raise
-            plans[method] = str(error)
+                raise PartitionError(told) from error
+            plans[method] = told
     partitions = {name: plan for name, plan in plans.items() if isinstance(plan, Partition)}
     write_output("--plot", flags.plot, partition_to_svg(partitions) if flags.plot else "")
     if flags.json:
@@ -167,8 +171,15 @@ def main(argv: list[str]) -> int:
     elif flags.compare:
         print(comparison(plans))
     else:
-        print(table(next(iter(partitions.values())), block=_block()))
+        print(_by_flags(table(next(iter(partitions.values())), block=_block())))
+    if flags.plot:
+        print(f"wrote {flags.plot}", file=sys.stderr if flags.json else sys.stdout)
     return 0
+
+
+def _by_flags(text: str) -> str:
+    """Returns a message with flags in place of the parameters of `partition`."""
+    return _NAMED.sub(lambda match: f"--{_OPTIONS.get(match[1], 'stages')}", text)
 
 
 def _schedule(flags: Flags) -> dict[str, Any]:

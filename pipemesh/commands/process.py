@@ -18,10 +18,11 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import DamagedError, PipemeshError
 
 # The exit codes of a program that was interrupted, and of a mistake in the request.
 INTERRUPTED, BAD_INPUT = 130, 2
+_ABOUT_DAMAGE = "; use another checkpoint of its folder, or put a whole copy of its files there"
 
 
 def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
@@ -73,7 +74,8 @@ def exit_code(program: Callable[[], int]) -> int:
         return 0
     except (PipemeshError, OSError) as error:
         _tell_lost_workers(error)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        advice = _ABOUT_DAMAGE if isinstance(error, DamagedError) else ""
+        print(f"error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
         return BAD_INPUT
     except Exception as error:
         # Errors of TensorFlow say little of a worker that is lost.

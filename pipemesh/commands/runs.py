@@ -21,7 +21,7 @@ from pipemesh.commands.model_kind import (
     note_of,
 )
 from pipemesh.commands.texts import line_of
-from pipemesh.commands.training_flags import OF_TRAINING, take_up
+from pipemesh.commands.training_flags import OF_TRAINING, check_trains, take_up
 from pipemesh.errors import CheckpointError
 from pipemesh.partition.text import count_text
 from pipemesh.training.run import console
@@ -68,6 +68,7 @@ def train(argv: list[str], kind: ModelKind = REGISTERED, about: str | None = _AB
     folder = kind.logdir()
     with console.objects_alone(FLAGS.log_format == "json"):
         take_up(folder)
+        check_trains()
         with kind.training() as (trainer, options):
             sys.stdout.flush()
             return carry_out(trainer, options)
@@ -135,29 +136,30 @@ def evaluate(
     """
     process.import_quietly()
     name = note_of(argv).get("evaluated_by")
-    subject, path = requested(argv, kind or (kind_called(name) if name else REGISTERED), about)
+    kind = kind or (kind_called(name) if name else REGISTERED)
+    subject, path = requested(argv, kind, about, "evaluating with the flags of {path}")
     judge(subject, path)
     return 0
 
 
 def requested(
-    argv: list[str], kind: ModelKind, about: str | None, tells: bool = True
+    argv: list[str], kind: ModelKind, help_text: str | None, about: str | None
 ) -> tuple[Any, str]:
     """Returns the model that a command line names, and the path of its checkpoint.
 
     Args:
         argv: the program and its arguments.
         kind: of the model.
-        about: begins `--help`.
-        tells: see `take_up`.
+        help_text: begins `--help`.
+        about: see `take_up`.
 
     Raises:
         PipemeshError: the request cannot be satisfied.
     """
-    refused: dict[str, str] = dict.fromkeys(OF_TRAINING, "is for training")
-    parse(argv, Command(argv[0], about, (*kind.flags, CHECKPOINT_FLAG), refused=refused))
+    refused: dict[str, str] = dict.fromkeys((*OF_TRAINING, "elastic"), "is for training")
+    parse(argv, Command(argv[0], help_text, (*kind.flags, CHECKPOINT_FLAG), refused=refused))
     check_flags()
-    take_up(kind.logdir(), FLAGS.checkpoint, OF_TRAINING, tells)
+    take_up(kind.logdir(), FLAGS.checkpoint, OF_TRAINING, about)
     return kind.evaluation()
 
 
@@ -188,7 +190,7 @@ def predict(argv: list[str]) -> int:
             "texts; use pipemesh decode or pipemesh score"
         )
     # Standard output has predictions alone.
-    subject, path = requested(argv, REGISTERED, _ABOUT_PREDICT, tells=False)
+    subject, path = requested(argv, REGISTERED, _ABOUT_PREDICT, None)
     from pipemesh.training.prediction import Predictor
 
     console.output_matters()

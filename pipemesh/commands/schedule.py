@@ -235,8 +235,8 @@ def _report(title: str, timeline: Timeline, color: str) -> str:
             "",
             to_terminal(timeline, color=colored, width=width),
             "",
-            f"makespan {number(timeline.makespan)}, bubble {number(max(timeline.bubble))} "
-            f"({timeline.bubble_ratio:.1%}), largest own-span bubble "
+            f"makespan {number(timeline.makespan)}, bubble {timeline.bubble_ratio:.1%} (at most "
+            f"{number(max(timeline.bubble))} a device), own-span bubble at most "
             f"{number(max(timeline.own_span_bubble))}, "
             f"peak activations {max(timeline.peak_activations)}",
         ]

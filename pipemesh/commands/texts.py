@@ -136,7 +136,7 @@ def model_of(
     Raises:
         PipemeshError: the request cannot be satisfied.
     """
-    take_up(kind.logdir(), FLAGS.checkpoint, leave, tells=False)
+    take_up(kind.logdir(), FLAGS.checkpoint, leave, about=None)
     return kind.texts(command, texts)
 
 

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pipemesh.checkpoint import Manifest
@@ -35,14 +35,16 @@ from pipemesh.errors import (
     PlanError,
     ScheduleError,
 )
+from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.partition.text import bytes_text
+from pipemesh.plan import Remat
 from pipemesh.plan.figures import FILE, Figures
 from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
 from pipemesh.plan.text_form import of_value
-from pipemesh.schedule.names import listing
-from pipemesh.text import bytes_of
+from pipemesh.schedule.names import NAMES, listing, parse
+from pipemesh.text import bytes_of, number
 from pipemesh.training.run import console
 from pipemesh.training.run.options import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
 
@@ -57,6 +59,13 @@ OF_PLAN = {
     "lowering": "lowering",
     "compute_dtype": "compute_dtype",
     "allow_idle": "allow_idle",
+}
+# Checks of single values, before TensorFlow is loaded.
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "mesh": Mesh.from_text,
+    "layout": LayoutRules.from_text,
+    "schedule": parse,
+    "remat": Remat.from_text,
 }
 # What one program for all devices runs by, where nobody says otherwise.
 OF_SIMD = {"schedule": "gpipe", "remat": "full"}
@@ -108,7 +117,10 @@ def plan_flags(
     )
     plan = (
         Flag(
-            "allow_idle", bool, help="Allow devices to idle along axes that nothing is split over."
+            "allow_idle",
+            bool,
+            help="Allow devices to idle: along axes that nothing is split over, or without a "
+            "stage.",
         ),
         Flag("num_microbatches", int, help=f"Microbatches a batch; default: {microbatches}."),
         Flag("plain", bool, False, help="Run without a pipeline, on one device, for comparison."),
@@ -156,12 +168,39 @@ def plan_values() -> dict[str, str]:
     """
     if FLAGS.num_microbatches is not None:
         check_number("num_microbatches", FLAGS.num_microbatches)
-    asked = {
+    values = {
         name: of_value(FLAGS.value(flag))
         for flag, name in OF_PLAN.items()
         if FLAGS.value(flag) is not None
     }
-    return OF_SIMD | asked if FLAGS.lowering == "simd" else asked
+    for name, parse_value in _PARSERS.items():
+        if name in values and not (name == "mesh" and is_auto()):
+            try:
+                parse_value(values[name])
+            except PipemeshError as error:
+                raise error_of(error, values) from error
+    return OF_SIMD | values if FLAGS.lowering == "simd" else values
+
+
+def check_trains() -> None:
+    """Checks that a stack of layers can train by `--schedule`.
+
+    Raises:
+        FlagError: the schedule has no backward actions, or slices sequences.
+    """
+    text = FLAGS.value("schedule")
+    if text is None:
+        return
+    try:
+        known = NAMES.get(parse(text, for_layers=True).name)
+    except ScheduleError as error:
+        raise FlagError(f"--schedule={text!r}: {error}") from error
+    if known is not None and not known.trains_layers:
+        why = "slices sequences" if known.trains else "has no backward actions"
+        raise FlagError(
+            f"--schedule={text!r} {why}, so layers cannot be trained by it; give one of "
+            f"{listing(for_layers=True)}"
+        )
 
 
 def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") -> FlagError:
@@ -177,6 +216,8 @@ def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") ->
     flag = next(flag for flag, own in OF_PLAN.items() if own == name)
     if told.startswith(f"{name}="):
         return FlagError(f"--{flag}{told.removeprefix(name)}")
+    # The value is said once.
+    told = told.removeprefix(f"{name} is {values[name]!r}; ")
     return FlagError(f"--{flag}={values[name]!r}: {told}")
 
 
@@ -259,12 +300,12 @@ def choose_plan(logdir: str) -> None:
     batch = _batch(figures, asked)
     trial = ""
     try:
-        if number := _trials(figures, batch, asked):
-            first = _fastest(logdir, devices, batch, fixed, number, asked)
+        if trials := _trials(figures, batch, asked):
+            first = _fastest(logdir, devices, batch, fixed, trials, asked)
             plan = Plan.from_values(first["plan"])
             # As the machine is now.
             best = dataclasses.replace(predict(plan, figures, batch), seconds=first["seconds"])
-            trial = f"{1e3 * first['trial']:.4g} ms a step in a trial, "
+            trial = f"{number(1e3 * first['trial'])} ms a step in a trial, "
         else:
             best = search(figures, SearchSpace(devices, batch, _memory(), fixed), count=1)[0]
     except PlanError as error:
@@ -280,7 +321,7 @@ def choose_plan(logdir: str) -> None:
     held = bytes_text(max(best.memory))
     print(
         f"chosen for {devices} devices: {told} ({trial}by forecast "
-        f"{1e3 * best.seconds:.4g} ms a step, bubble {best.bubble:.1%}, {held} a device; "
+        f"{number(1e3 * best.seconds)} ms a step, bubble {best.bubble:.1%}, {held} a device; "
         f"what binds: {best.binds})"
     )
     sys.stdout.flush()
@@ -315,7 +356,7 @@ def check_memory(plan: Plan, logdir: str) -> None:
         raise FlagError(f"{told}{error}") from error
     raise FlagError(
         f"{told}the nearest plan that fits is '{near.plan}', with "
-        f"{bytes_text(max(near.memory))} and {1e3 * near.seconds:.4g} ms a step"
+        f"{bytes_text(max(near.memory))} and {number(1e3 * near.seconds)} ms a step"
     )
 
 
@@ -368,35 +409,31 @@ def _figures(logdir: str, devices: int, asked: str) -> Figures:
     path = FLAGS.figures or os.path.join(logdir, FILE)
     if FLAGS.figures is None and not os.path.exists(path):
         _measure(path, devices, asked)
-    try:
-        with open(path, encoding="utf-8") as file:
-            return Figures.from_json(file.read(), path)
-    except OSError as error:
-        raise FlagError(f"--figures={path!r} cannot be read ({error.strerror})") from error
+    return Figures.read(path)
 
 
 def _trials(figures: Figures, batch: int, asked: str) -> int:
     """Returns the number of plans to run steps of."""
-    number: int | None = FLAGS.plan_trials
-    if number is None:
+    trials: int | None = FLAGS.plan_trials
+    if trials is None:
         is_measured_here = FLAGS.figures is None and _is_registered()
         return TRIALS if is_measured_here and batch == figures.batch else 0
-    if number and not _is_registered():
+    if trials and not _is_registered():
         raise FlagError(
-            f"{asked}: --plan_trials={number} runs steps of a registered model, and "
+            f"{asked}: --plan_trials={trials} runs steps of a registered model, and "
             f"{FLAGS.model!r} is none; leave it out, or choose from what `pipemesh plan "
-            f"--model=package.module.Class --trials={number}` prints"
+            f"--model=package.module.Class --trials={trials}` prints"
         )
-    return number
+    return trials
 
 
 def _fastest(
-    logdir: str, devices: int, batch: int, fixed: Mapping[str, str], number: int, asked: str
+    logdir: str, devices: int, batch: int, fixed: Mapping[str, str], trials: int, asked: str
 ) -> dict[str, Any]:
     """Returns the plan with the shortest measured steps, as `pipemesh plan` writes it."""
     words = [
         FLAGS.figures or os.path.join(logdir, FILE),
-        f"--trials={number}",
+        f"--trials={trials}",
         f"--batch_size={batch}",
     ]
     words += [f"--fix={name}={value}" for name, value in fixed.items()]
@@ -645,7 +682,7 @@ def take_up(
     logdir: str,
     checkpoint: str | None = None,
     leave: Collection[str] = (),
-    tells: bool = True,
+    about: str | None = "resuming with saved flags",
 ) -> None:
     """Takes flags that are not given from a checkpoint, and prints them.
 
@@ -653,7 +690,8 @@ def take_up(
         logdir: the folder of the training.
         checkpoint: path of the checkpoint; by default the newest of the folder.
         leave: flags that the program does not use.
-        tells: prints what it took; a program that does not continues or scores texts.
+        about: begins the line of these flags, and may have `{path}` of the checkpoint; None for a
+            program that continues or scores texts.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -668,10 +706,10 @@ def take_up(
         known.difference_update(OF_PIPELINES, ("mesh_shape", "layout"))
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = FLAGS.apply(kept, str(path))
-    if taken and tells:
-        words = " ".join(f"--{name}={value}" for name, value in taken.items())
-        print(f"resuming with saved flags: {words}")
-    if tells:
-        choose_plan(logdir)
-    else:
+    if about is None:
         refuse_auto("texts")
+        return
+    if taken:
+        words = " ".join(f"--{name}={value}" for name, value in taken.items())
+        print(f"{about.format(path=path)}: {words}")
+    choose_plan(logdir)
