@@ -1,7 +1,7 @@
 """Predicts the training of a large language model on 64 to 4,096 devices, from measured costs.
 
 python benchmarks/scale/run.py            # tables, from figures.json beside this file
-python benchmarks/scale/run.py --measure  # measures this machine first, and writes figures.json anew
+python benchmarks/scale/run.py --measure  # measures this machine first, and writes figures.json
 """
 
 from __future__ import annotations
