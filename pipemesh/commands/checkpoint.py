@@ -123,11 +123,7 @@ VERBS = {
 
 
 def main(argv: list[str]) -> int:
-    """Runs a verb; returns the exit code: 1 if `diff` finds differences.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or cannot be written so.
-    """
+    """Runs a verb; returns the exit code: 1 if `diff` finds differences."""
     verb = argv[1] if len(argv) > 1 else ""
     if verb not in VERBS:
         if is_help(argv):
@@ -209,13 +205,8 @@ def lingvo_names(
 ) -> dict[str, str]:
     """Returns the names of tensors with lingvo's stages, or without any.
 
-    Args:
-        names: of tensors.
-        boundaries: of stages; empty for names without stages, None for the stages of `like`.
-        like: names of tensors that lingvo wrote.
-
-    Raises:
-        PipelineError: no tensor lies in a layer, or in a stage, that could be renamed.
+    Boundaries are empty for names without stages, and None for the stages of `like`, names that
+    lingvo wrote.
     """
     from pipemesh.layers.lingvo_stages import boundaries_in, with_stages, without_stages
 

@@ -48,24 +48,7 @@ _LOAD_IT_LATER = frozenset(["checkpoint"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: the words after `pipemesh`; by default those of this process.
-
-    Returns:
-        The exit code: 0, or 2 for a mistake in the request.
-
-    Example:
-        >>> main(["schedule", "--name=forward_only", "--devices=1", "--num_microbatches=2"])
-        forward_only: 1 device, 1 stage, 2 microbatches
-        costs a stage: F 1, B 2, I 1, W 1, transfer 0
-        <BLANKLINE>
-        device 0 |0F0 0F1
-        <BLANKLINE>
-        makespan 2, bubble 0.0% (at most 0 a device), own-span bubble at most 0, peak activations 1
-        0
-    """
+    """Runs one command, by default that of this process; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]

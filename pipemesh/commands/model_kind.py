@@ -67,19 +67,14 @@ CHECKPOINT_FLAG = Flag(
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens of a model, and how text is spelled in them.
+    """The tokens of a model, and how text is spelled in them."""
 
-    Attributes:
-        encode: ids of a text that is to be continued.
-        decode: the text of ids.
-        stop: ids that end a text.
-        length: tokens that a text has at most.
-        vocab_size: ids are below it.
-    """
-
+    # Ids of a text that is to be continued.
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
+    # Ids that end a text.
     stop: frozenset[int]
+    # The most tokens of a text.
     length: int
     vocab_size: int
 
@@ -90,29 +85,19 @@ class Tokens:
 
 
 class Texts(NamedTuple):
-    """A model that continues or scores texts.
-
-    Attributes:
-        subject: the model.
-        path: of its checkpoint.
-        tokens: how it spells text.
-        batch_size: rows of a batch.
-    """
+    """A model that continues or scores texts."""
 
     subject: Any
+    # The checkpoint.
     path: str
     tokens: Tokens
     batch_size: int
 
 
 class ModelKind(abc.ABC):
-    """A kind of models: its flags, and what commands make of them.
+    """A kind of models: its flags, and what commands make of them."""
 
-    Attributes:
-        flags: of a training.
-        text_flags: flags that only commands on texts have.
-    """
-
+    # Flags of a training, and those that only commands on texts have.
     flags: tuple[Flag, ...]
     text_flags: tuple[Flag, ...] = ()
 
@@ -133,15 +118,7 @@ class ModelKind(abc.ABC):
         return ()
 
     def texts(self, command: str, texts: Sequence[str]) -> Texts:
-        """Returns the model for a command on texts.
-
-        Args:
-            command: `decode`, `score` or `export`.
-            texts: to continue or to score; none for an export.
-
-        Raises:
-            CheckpointError: this kind knows no texts.
-        """
+        """Returns the model for `decode`, `score` or `export`, which has no texts."""
         raise CheckpointError(f"models of {type(self).__module__} continue no texts")
 
 
@@ -258,11 +235,7 @@ def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tu
 
 
 def logdir() -> str:
-    """Returns the folder of checkpoints.
-
-    Raises:
-        FlagError: neither it nor a model is given.
-    """
+    """Returns the folder of checkpoints."""
     if FLAGS.logdir:
         return FLAGS.logdir
     if FLAGS.logdir == "" or not FLAGS.model:
@@ -274,11 +247,7 @@ def logdir() -> str:
 
 
 def subject() -> Any:
-    """Returns the model of the flags, and starts TensorFlow with the devices of its plan.
-
-    Raises:
-        FlagError: there is no such model, or it cannot be run so.
-    """
+    """Returns the model of the flags, and starts TensorFlow with the devices of its plan."""
     if not FLAGS.model:
         raise FlagError(
             f"cannot tell which model to use: no checkpoint in --logdir={FLAGS.logdir!r}; pass "
@@ -356,15 +325,7 @@ def _start(mesh: Mesh) -> None:
 
 
 def check_note(note: Mapping[str, Any], folder: str) -> None:
-    """Checks that a checkpoint is of a registered model, and of the one that the flags name.
-
-    Args:
-        note: of the checkpoint.
-        folder: that it lies in.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """Checks that a checkpoint is of a registered model, and of the one that the flags name."""
     there = note.get("model")
     if not isinstance(there, str):
         program = note.get("program", "another program")
@@ -386,11 +347,7 @@ def _named(error: PipemeshError, values: Mapping[str, str]) -> FlagError:
 
 
 def check_flags() -> None:
-    """Checks the flags of an evaluation, and sets --logdir by --checkpoint.
-
-    Raises:
-        FlagError: --figures is given without --device_memory.
-    """
+    """Checks the flags of an evaluation, and sets --logdir by --checkpoint."""
     if FLAGS.figures is not None and FLAGS.device_memory is None:
         raise FlagError("--figures is for --device_memory here; give that, or leave it out")
     if FLAGS.checkpoint and not FLAGS.logdir:
@@ -398,11 +355,7 @@ def check_flags() -> None:
 
 
 def checkpoint_of(folder: str) -> str:
-    """Returns the path of the checkpoint to evaluate, and holds it.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """Returns the path of the checkpoint to evaluate, and holds it."""
     path = FLAGS.checkpoint or hold_newest(folder)
     if path is None:
         raise CheckpointError(f"--logdir={folder!r} has no checkpoint; train first")
@@ -436,11 +389,7 @@ def named(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def kind_called(name: str) -> ModelKind:
-    """Returns the kind that a checkpoint's note names by its module.
-
-    Raises:
-        CheckpointError: there is no such module here.
-    """
+    """Returns the kind that a checkpoint's note names by its module."""
     try:
         module: Any = import_model_module(name)
     except ModuleNotFoundError as error:

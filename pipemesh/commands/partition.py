@@ -143,11 +143,7 @@ COMMAND = Command(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        PartitionError: the costs or the options are wrong, or no cut satisfies them.
-    """
+    """Runs the command; returns its exit code."""
     flags = parse(argv, COMMAND)
     costs = read_costs(*_read(flags.costs))
     options = {name: flags.value(flag) for name, flag in _OPTIONS.items()} | _schedule(flags)
@@ -229,15 +225,7 @@ def _read(path: str) -> tuple[str, str]:
 
 
 def table_of(text: str, num_stages: int, num_microbatches: int) -> dict[str, Any]:
-    """Returns what `pipemesh.partition.partition` takes of a schedule's table.
-
-    Raises:
-        ScheduleError: there is no such table.
-
-    Example:
-        >>> table_of("zb_v", 4, 4)["stage_devices"]
-        (0, 1, 1, 0)
-    """
+    """Returns what `pipemesh.partition.partition` takes of a schedule's table."""
     from pipemesh.schedule import ScheduleSpec, simulate
 
     table = ScheduleSpec.from_text(text).for_stages(num_stages, num_microbatches)
@@ -282,20 +270,6 @@ def read_costs(text: str, source: str) -> list[float] | list[LayerCost]:
     JSON is a list of numbers or of objects with `cost` or the fields of `LayerCost`. CSV is one
     number a line, or has a header with these names, in any order; `name` may come with either.
     Empty lines and lines that begin with `#` are skipped.
-
-    Args:
-        text: the contents.
-        source: what messages call the file.
-
-    Returns:
-        Numbers or `LayerCost`s.
-
-    Raises:
-        PartitionError: the text cannot be read; the message says where.
-
-    Example:
-        >>> read_costs("name,cost\\na,1.5\\nb,2\\n", "costs.csv")
-        [1.5, 2.0]
     """
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PartitionError(f"the text of {source} is {type(text).__name__}, but must be str")

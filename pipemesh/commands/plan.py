@@ -74,12 +74,7 @@ COMMAND = Command(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        PlanError: the figures are malformed, or no plan fits.
-        PipemeshError: the model cannot be measured.
-    """
+    """Runs the command; returns its exit code."""
     flags = parse(argv, COMMAND)
     _check(flags)
     fixed = fixed_values(flags.fix)
@@ -130,11 +125,7 @@ def main(argv: list[str]) -> int:
 
 
 def measured(model: str, num_devices: int, device_type: str) -> Any:
-    """Returns a model whose layers and steps can be measured on this machine.
-
-    Raises:
-        PipemeshError: it cannot be measured.
-    """
+    """Returns a model whose layers and steps can be measured on this machine."""
     importlib.import_module("pipemesh.needs_tensorflow")
     process.import_quietly()
     process.look_here()
@@ -155,16 +146,9 @@ def _tried(
 ) -> tuple[list[Prediction], list[float], float]:
     """Runs steps of the first plans, and sorts these by the measured time.
 
-    Args:
-        figures: of the forecasts.
-        found: the best plans.
-        model: runs the steps.
-        count: of plans to run steps of.
-        is_old: whether the speed of the machine is measured again, too.
-
-    Returns:
-        Forecasts at the current pace of the machine, without plans that could not be run; measured
-        times; and the pace: the time of a step divided by its time when figures were measured.
+    It returns forecasts at the current pace of the machine, without plans that could not be run,
+    the measured times, and the pace: the time of a step divided by its time when figures were
+    measured, which `is_old` measures again.
     """
     plans = [each.plan for each in found[:count]]
     # All layers in one stage are the plain plan, whether that says so or not.
@@ -205,11 +189,7 @@ def _check(flags: Flags) -> None:
 
 
 def fixed_values(texts: Sequence[str]) -> dict[str, str]:
-    """Parses values of a plan, such as `schedule=1f1b`.
-
-    Raises:
-        PlanError: one is malformed.
-    """
+    """Parses values of a plan, such as `schedule=1f1b`."""
     found: dict[str, str] = {}
     for text in texts:
         name, separator, value = text.partition("=")

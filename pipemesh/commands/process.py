@@ -26,12 +26,7 @@ _ABOUT_DAMAGE = "; use another checkpoint of its folder, or put a whole copy of 
 
 
 def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
-    """Runs a program that trains as a process of its own, and ends the process.
-
-    Args:
-        main: gets the command line, returns the exit code.
-        argv: the command line; by default that of this process.
-    """
+    """Runs a program as this process, by default with its command line, and ends the process."""
     # Before all else: imports take seconds.
     signal.signal(signal.SIGINT, _leave)
     # Until the first step little is garbage, and to look for it takes an eighth of the time.
@@ -56,11 +51,7 @@ def name_of_main() -> str:
 
 
 def exit_code(program: Callable[[], int]) -> int:
-    """Runs a program, and turns errors that users can mend into one line on standard error.
-
-    Args:
-        program: returns its exit code.
-    """
+    """Runs a program, and turns errors that users can mend into one line on standard error."""
     try:
         code = program()
         # A closed pipe shows here, not when the interpreter exits.

@@ -57,11 +57,7 @@ may be another.
 
 
 def train(argv: list[str], kind: ModelKind = REGISTERED, about: str | None = _ABOUT_TRAIN) -> int:
-    """Trains a model of a kind as the flags say; returns the exit code.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
+    """Trains a model of a kind as the flags say; returns the exit code."""
     process.import_quietly()
     parse(argv, Command(argv[0], about, kind.flags))
     workers.go_on_by_itself()
@@ -97,13 +93,7 @@ def carry_out(trainer: Any, options: Options) -> int:
 
 
 def without_effect(options: Options) -> Iterator[str]:
-    """Returns a line for each flag that changes nothing in a training of so many steps.
-
-    Example:
-        >>> print(*without_effect(Options(logdir="runs/a", steps=300, early_stop=2)))
-        --early_stop=2 has no effect: up to --steps=300, --eval_every=100 gives 2 evaluations; 3 \
-are needed
-    """
+    """Returns a line for each flag that changes nothing in a training of so many steps."""
     until = f"up to --steps={options.steps}"
     # The last step is judged after training.
     last = options.steps - 1
@@ -124,16 +114,7 @@ are needed
 def evaluate(
     argv: list[str], kind: ModelKind | None = None, about: str | None = _ABOUT_EVALUATE
 ) -> int:
-    """Evaluates as the flags say; returns the exit code.
-
-    Args:
-        argv: the program and its arguments.
-        kind: of models; None for the one that the checkpoint notes.
-        about: begins `--help`.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
+    """Evaluates as the flags say, by default a model of the kind that the checkpoint names."""
     process.import_quietly()
     name = note_of(argv).get("evaluated_by")
     kind = kind or (kind_called(name) if name else REGISTERED)
@@ -145,16 +126,8 @@ def evaluate(
 def requested(
     argv: list[str], kind: ModelKind, help_text: str | None, about: str | None
 ) -> tuple[Any, str]:
-    """Returns the model that a command line names, and the path of its checkpoint.
-
-    Args:
-        argv: the program and its arguments.
-        kind: of the model.
-        help_text: begins `--help`.
-        about: see `take_up`.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
+    """Returns the model that a command line names, and the path of its checkpoint; for `about` see
+    `take_up`.
     """
     refused: dict[str, str] = dict.fromkeys((*OF_TRAINING, "elastic"), "is for training")
     parse(argv, Command(argv[0], help_text, (*kind.flags, CHECKPOINT_FLAG), refused=refused))
@@ -164,11 +137,7 @@ def requested(
 
 
 def judge(subject: Any, path: str) -> None:
-    """Evaluates a checkpoint, and prints its score.
-
-    Raises:
-        PipemeshError: as `pipemesh.training.evaluation.evaluate`.
-    """
+    """Evaluates a checkpoint, and prints its score."""
     from pipemesh.training import evaluation
 
     with console.waiting("evaluating"):
@@ -177,11 +146,7 @@ def judge(subject: Any, path: str) -> None:
 
 
 def predict(argv: list[str]) -> int:
-    """Predicts as the flags say; returns the exit code.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
+    """Predicts as the flags say; returns the exit code."""
     process.import_quietly()
     note = note_of(argv)
     if "decoded_by" in note:

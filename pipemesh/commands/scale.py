@@ -174,11 +174,7 @@ COMMAND = Command(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        PlanError: the figures are malformed, or no plan fits.
-    """
+    """Runs the command; returns its exit code."""
     flags = parse(argv, COMMAND)
     check_output("--json", flags.json)
     figures = Figures.read(flags.figures, flags.rows)
@@ -200,11 +196,7 @@ def main(argv: list[str]) -> int:
 
 
 def job_of(figures: Figures, flags: Flags) -> Job:
-    """Returns the training that the flags describe.
-
-    Raises:
-        PlanError: a number is out of range.
-    """
+    """Returns the training that the flags describe."""
     layers = list(figures.layers)
     if flags.layers is not None:
         if flags.layers < len(layers):

@@ -100,13 +100,7 @@ CHOICE_FLAGS = grouped(
 def plan_flags(
     microbatches: str = "the model's", remat: str = "the model's", batch: str = "batch"
 ) -> tuple[Flag, ...]:
-    """Returns them, and the flags of workers.
-
-    Args:
-        microbatches: the default of `--num_microbatches`, in words.
-        remat: the default of `--remat`, in words.
-        batch: name of the dim of examples in layouts.
-    """
+    """Returns the flags of the plan and of workers; the arguments are words of their help."""
     devices = device_flags(
         None,
         None,
@@ -161,11 +155,7 @@ def plan_flags(
 
 
 def plan_values() -> dict[str, str]:
-    """Returns the values of the plan that flags set, by names of `Plan.to_values`.
-
-    Raises:
-        FlagError: the number of microbatches is not positive.
-    """
+    """Returns the values of the plan that flags set, by names of `Plan.to_values`."""
     if FLAGS.num_microbatches is not None:
         check_number("num_microbatches", FLAGS.num_microbatches)
     values = {
@@ -183,11 +173,7 @@ def plan_values() -> dict[str, str]:
 
 
 def check_trains() -> None:
-    """Checks that a stack of layers can train by `--schedule`.
-
-    Raises:
-        FlagError: the schedule has no backward actions, or slices sequences.
-    """
+    """Checks that a stack of layers can train by `--schedule`."""
     text = FLAGS.value("schedule")
     if text is None:
         return
@@ -204,13 +190,7 @@ def check_trains() -> None:
 
 
 def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") -> FlagError:
-    """Converts an error of a plan to one that names the flag.
-
-    Args:
-        error: that `Plan.from_values` raised, or a check of the plan.
-        values: of the plan.
-        more: to be added.
-    """
+    """Converts an error of a plan with these values to one that names the flag."""
     told = f"{error}{more}"
     name = value_of(error) or "mesh"
     flag = next(flag for flag, own in OF_PLAN.items() if own == name)
@@ -222,11 +202,7 @@ def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") ->
 
 
 def value_of(error: PipemeshError) -> str | None:
-    """Returns the value of a plan that an error is about, by its name; None if it is not known.
-
-    Args:
-        error: of a plan, such as `remat is 'FULL'; ...`.
-    """
+    """Returns the value of a plan that an error is about, by its name; None if it is not known."""
     first = re.match(r"(?:the )?(\w+)", str(error))
     if first and first[1] in OF_PLAN.values():
         return first[1]
@@ -235,15 +211,7 @@ def value_of(error: PipemeshError) -> str | None:
 
 
 def check_plain(num_devices: int, compute_dtype: str | None) -> None:
-    """Checks what `--plain` goes with: there is nothing to cut, to order, to recompute or to time.
-
-    Args:
-        num_devices: of the plan's mesh.
-        compute_dtype: of the plan.
-
-    Raises:
-        FlagError: a flag asks for what a model without a pipeline has not.
-    """
+    """Refuses flags of pipelines with `--plain`."""
     there = [name for name in (*OF_PIPELINES, "trace_schedule") if FLAGS.is_given(name)]
     if there:
         raise FlagError(
@@ -279,10 +247,6 @@ def choose_plan(logdir: str) -> None:
 
     The best plans are benchmarked if that is requested. Other flags of the plan that are given
     stay. The chosen flags count as given from then on, so a resumed training has the same plan.
-
-    Raises:
-        FlagError: there is no such plan, or the flags do not go together.
-        PlanError: figures are malformed.
     """
     if not is_auto():
         return
@@ -328,16 +292,7 @@ def choose_plan(logdir: str) -> None:
 
 
 def check_memory(plan: Plan, logdir: str) -> None:
-    """Checks before the first step that a plan fits into `--device_memory`, if that is given.
-
-    Args:
-        plan: that is to be trained under.
-        logdir: the folder of the training.
-
-    Raises:
-        FlagError: it does not; the nearest one that does is named.
-        PlanError: nothing can be said of the plan.
-    """
+    """Checks before the first step that a plan fits into `--device_memory`, if that is given."""
     memory = _memory()
     if memory is None:
         return
@@ -361,12 +316,7 @@ def check_memory(plan: Plan, logdir: str) -> None:
 
 
 def choice_options() -> dict[str, Any]:
-    """Returns the options of a training that are set here.
-
-    Raises:
-        FlagError: a size of memory is none.
-        PlanError: there are no such figures, or they are malformed.
-    """
+    """Returns the options of a training that are set here."""
     if FLAGS.figures is not None:
         Figures.read(FLAGS.figures)
     return {"figures": FLAGS.figures, "device_memory": _memory()}
@@ -513,11 +463,7 @@ OF_TRAINING = (*_OF_OPTIONS, "profile_steps")
 
 
 def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
-    """Returns them.
-
-    Args:
-        drawn: which batches are a part of all held-out ones, in words.
-    """
+    """Returns the flags of training; `drawn` describes the held-out batches that are evaluated."""
     return (
         *CHOICE_FLAGS,
         Flag(
@@ -615,11 +561,7 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
 
 
 def options() -> dict[str, Any]:
-    """Returns the `Options` that the flags give, but the log directory.
-
-    Raises:
-        FlagError: flags do not go together.
-    """
+    """Returns the `Options` that the flags give, but the log directory."""
     if 0 < FLAGS.find_learning_rate < _FEWEST_RATES:
         raise FlagError(
             f"--find_learning_rate={FLAGS.find_learning_rate}: too few to find a range; give "
@@ -637,11 +579,7 @@ def options() -> dict[str, Any]:
 
 
 def _profile_steps() -> tuple[int, int] | None:
-    """Returns the first and the last step to profile.
-
-    Raises:
-        FlagError: the steps are invalid.
-    """
+    """Returns the first and the last step to profile."""
     text = FLAGS.profile_steps
     if text is None:
         return None
@@ -665,11 +603,7 @@ def saved_flags() -> dict[str, Any]:
 
 
 def newest_note(logdir: str) -> tuple[str | None, Mapping[str, Any]]:
-    """Returns path and note of the newest checkpoint with a readable manifest, or None and {}.
-
-    Args:
-        logdir: the folder of a training.
-    """
+    """Returns path and note of the newest checkpoint with a readable manifest, or None and {}."""
     for step in reversed(steps_of(logdir)):
         path = path_of(logdir, step)
         # Whoever goes on from a damaged one says so.
@@ -684,17 +618,10 @@ def take_up(
     leave: Collection[str] = (),
     about: str | None = "resuming with saved flags",
 ) -> None:
-    """Takes flags that are not given from a checkpoint, and prints them.
+    """Takes flags that are not given from a checkpoint, and prints them after `about`.
 
-    Args:
-        logdir: the folder of the training.
-        checkpoint: path of the checkpoint; by default the newest of the folder.
-        leave: flags that the program does not use.
-        about: begins the line of these flags, and may have `{path}` of the checkpoint; None for a
-            program that continues or scores texts.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+    `about` may have `{path}` of the checkpoint. It is None for a program that runs no steps: that
+    prints nothing, and has no `--mesh_shape=auto`.
     """
     if checkpoint:
         path, note = checkpoint, Manifest.read(checkpoint).note
