@@ -182,11 +182,10 @@ def check_trains() -> None:
     except ScheduleError as error:
         raise FlagError(f"--schedule={text!r}: {error}") from error
     if known is not None and not known.trains_layers:
-        why = "slices sequences" if known.trains else "has no backward actions"
-        raise FlagError(
-            f"--schedule={text!r} {why}, so layers cannot be trained by it; give one of "
-            f"{listing(for_layers=True)}"
-        )
+        why = "slices sequences, but layers take whole sequences"
+        if not known.trains:
+            why = "has no backward actions, so it trains nothing"
+        raise FlagError(f"--schedule={text!r} {why}; give one of {listing(for_layers=True)}")
 
 
 def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") -> FlagError:

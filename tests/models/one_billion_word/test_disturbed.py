@@ -24,11 +24,10 @@ from tests.models.one_billion_word.disturbed import (
     told,
     wait_until,
 )
-from tests.models.one_billion_word.program import SMALLER, finish, run, start, start_cold
+from tests.models.one_billion_word.program import finish, run, start
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
     begun,
-    summaries,
     weights,
 )
 
@@ -216,20 +215,6 @@ def test_what_is_only_reported_may_fail_to_be_written(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_log_directory_that_is_none_is_refused_before_anything_is_done(tmp_path):
-    (tmp_path / "file").write_text("of somebody else")
-    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
-    for name, why in (
-        ("file", "is a file; give a folder"),
-        ("link", "is a link to nothing; give a folder"),
-        ("file/below", "cannot be written to (Not a directory); give another"),
-    ):
-        line = refused(tmp_path / name, cold=True)
-        assert line == f"logdir='{tmp_path / name}' {why}"
-    assert (tmp_path / "file").read_text() == "of somebody else"
-
-
-@pytest.mark.slow
 def test_a_log_directory_without_permission_is_refused_and_left_alone(undisturbed, tmp_path):
     logdir = begun(undisturbed, 3, tmp_path / "run")
     for mode, why in (
@@ -295,7 +280,6 @@ def test_standard_output_on_a_full_disk_is_told_once_and_training_goes_on(
     told = "standard output is closed (No space left on device); going on"
     assert err.count(told) == 1 and "Error" not in err
     assert_kept(logdir, 3, undisturbed)
-    assert_goes_on(logdir, 3, undisturbed)
 
 
 @pytest.mark.slow
@@ -317,23 +301,13 @@ def test_all_three_streams_closed_from_the_beginning(undisturbed, tmp_path):
     assert finish(begin(logdir, steps=3, cold=True, wrap=closed)) == (0, "", "")
     assert_kept(logdir, 3, undisturbed)
     assert finish(begin(logdir, "--steps=x", cold=True, wrap=closed)) == (2, "", "")
-    assert_goes_on(logdir, 3, undisturbed)
 
 
-FLAGS = ["--mesh_shape=layers:2;data:2", "--layout=batch:data", "--save_every=1"]
+SPLIT = ["--mesh_shape=layers:2;data:2", "--layout=batch:data", "--save_every=1"]
 NUM_STEPS = 60
-# How long a life may be: it ends while TensorFlow is loaded, while the graph is built, or later,
-# when something is being saved nearly all the time.
-SHORTEST, LONGEST = 1.0, 22.0
-
-
-def losses_by_step(logdir):
-    """All values of the loss at each step, from all lives."""
-    found = {}
-    for tag, step, value in summaries(logdir, killed=True):
-        if tag == "loss":
-            found.setdefault(step, set()).add(value)
-    return found
+# How long a life may be: it ends while the graph is built, or later, when something is being saved
+# nearly all the time.
+SHORTEST, LONGEST = 1.0, 14.0
 
 
 @pytest.mark.timeout(1800)
@@ -347,13 +321,13 @@ def losses_by_step(logdir):
 def test_losses_are_those_of_the_undisturbed_training_and_no_checkpoint_is_lost(tmp_path, kills):
     whole, logdir = tmp_path / "whole", tmp_path / "killed"
     logdir.mkdir()
-    run(f"--logdir={whole}", f"--steps={NUM_STEPS}", *FLAGS)
+    run(f"--logdir={whole}", f"--steps={NUM_STEPS}", *SPLIT)
     rng, reached = random.Random(kills), 0
     lengths = [rng.uniform(SHORTEST, LONGEST) for _ in range(kills)]
     # The few are to see saving.
     lengths[0] = max(lengths[0], LONGEST)
     for length in lengths:
-        process = start_cold(f"--logdir={logdir}", f"--steps={NUM_STEPS}", *FLAGS, code=SMALLER)
+        process = start(f"--logdir={logdir}", f"--steps={NUM_STEPS}", *SPLIT)
         time.sleep(length)
         process.kill()
         process.communicate()
@@ -365,10 +339,10 @@ def test_losses_are_those_of_the_undisturbed_training_and_no_checkpoint_is_lost(
             whole_one = newest_whole(str(logdir))
             assert whole_one is not None and whole_one[0] == found, "it is not whole"
     assert reached > 0, "no life was long enough to say anything"
-    code, _, err = finish(start(f"--logdir={logdir}", f"--steps={NUM_STEPS}", *FLAGS))
+    code, _, err = finish(start(f"--logdir={logdir}", f"--steps={NUM_STEPS}", *SPLIT))
     assert code == 0, err
     assert not list(logdir.glob("damaged-*"))
-    expected, mine = losses_by_step(whole), losses_by_step(logdir)
+    expected, mine = losses(whole), losses(logdir)
     assert list(expected) == list(range(1, NUM_STEPS + 1))
     assert {step: values for step, values in mine.items() if len(values) > 1} == {}
     # Of a life that was killed the last summaries may not be written.
@@ -452,20 +426,9 @@ def test_all_that_are_damaged_are_named_and_set_aside_and_the_last_whole_one_ser
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "harm"),
-    [
-        (INDEX, lose),
-        (DATA, flip),
-        pytest.param(DATA, cut, marks=pytest.mark.exhaustive),
-        pytest.param(MANIFEST, write_noise, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_where_none_is_whole_nobody_begins_anew_until_a_copy_is_put_there(
-    undisturbed, tmp_path, end, harm
-):
+def test_where_none_is_whole_nobody_begins_anew_until_a_copy_is_put_there(undisturbed, tmp_path):
     logdir = begun(undisturbed, 3, tmp_path / "run")
-    harm(logdir / f"ckpt-3{end}")
+    flip(logdir / f"ckpt-3{DATA}")
     for _ in range(2):
         code, _, err = finish(begin(logdir))
         assert code == 2
