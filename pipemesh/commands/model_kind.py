@@ -220,12 +220,16 @@ def _changes(there: Any, now: Any) -> list[str]:
     for name, (before, after) in settings.items():
         # A stack's params repeat the plan.
         value = _OF_STACKS.get(name.rpartition(".")[2])
-        if (value, before.strip("'"), after.strip("'")) not in values:
+        if (value, _as_in_plan(before), _as_in_plan(after)) not in values:
             plan[name] = (before, after)
     return [
         f"changed since the checkpoint: {name} {before} -> {after}"
         for name, (before, after) in plan.items()
     ]
+
+
+def _as_in_plan(text: str) -> str:
+    return "none" if text in ("''", "NoneType") else text.strip("'")
 
 
 def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:

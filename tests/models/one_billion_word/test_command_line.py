@@ -1,6 +1,5 @@
 """Help, errors and Ctrl-C: answered without TensorFlow, in one line or on one page."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,41 +8,14 @@ import time
 
 import pytest
 
-from tests.models.one_billion_word.program import SMALL, finish, open_process
-
-# Runs command lines one after the other where TensorFlow cannot be loaded; prints what each returns
-# and writes.
-WITHOUT_TENSORFLOW = """
-import contextlib, io, json, sys
-sys.modules["tensorflow"] = sys.modules["lingvo"] = None
-from models.one_billion_word import train
-from pipemesh.commands import process
-
-def answer(flags):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = process.exit_code(lambda: train.main(["train", *flags]))
-        except SystemExit as end:
-            code = end.code
-    return code, out.getvalue(), err.getvalue()
-
-print(json.dumps([answer(flags) for flags in json.load(sys.stdin)]))
-"""
-
-
-def answers(command_lines):
-    """The exit code, output and errors of each."""
-    process = open_process([sys.executable, "-c", WITHOUT_TENSORFLOW], stdin=subprocess.PIPE)
-    code, out, err = finish(process, json.dumps([[*SMALL, *flags] for flags in command_lines]))
-    assert code == 0, err
-    return json.loads(out)
+from tests.commands.program import without_tensorflow
+from tests.models.one_billion_word.program import SMALL
 
 
 def test_help_needs_no_tensorflow_and_is_no_failure():
-    for code, out, err in answers([["--help", "--no_such_flag"], ["-h"]]):
+    for code, out, err in without_tensorflow(["lm", "--help", "--no_such_flag"], ["lm", "-h"]):
         assert (code, err) == (0, "")
-        assert out.startswith("usage: train [--flag=value ...]\n\nTrains the one-billion-word")
+        assert out.startswith("usage: lm [--flag=value ...]\n\nTrains the one-billion-word")
         for name in ("--mesh_shape", "--num_microbatches", "--[no]other_text", "--eval_batches"):
             assert name in out
 
@@ -163,7 +135,7 @@ def refusals(tmp_path_factory):
         (folder / "texts" / name).write_bytes(content)
     (folder / "good.toml").write_text('mesh_shape = "layers:8"\nsteps = 3\n')
     (folder / "bad.toml").write_text("step = 3\n")
-    found = answers([flags for flags, _ in BAD_INPUT])
+    found = without_tensorflow(*(["lm", *SMALL, *flags] for flags, _ in BAD_INPUT))
     # Nothing that stands in the way of the next attempt; a vocabulary serves it.
     assert not [path for path in folder.rglob("runs/*/*.*") if path.parent.name != "vocabulary"]
     return found
