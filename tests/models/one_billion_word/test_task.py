@@ -63,8 +63,6 @@ def expected():
     [
         (1, 4),
         (2, 1),
-        pytest.param(2, 8, marks=pytest.mark.exhaustive),
-        pytest.param(4, 4, marks=pytest.mark.exhaustive),
         (4, 8),
     ],
 )
