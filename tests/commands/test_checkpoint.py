@@ -75,6 +75,9 @@ def test_inspect_names_damaged_files(saved, capsys):
     capsys.readouterr()
     told = said(capsys, "inspect", saved[0], "--verify", code=2)
     assert f"error: {saved[0]} is damaged: {saved[0]}.data-00000-* cannot be read" in told
+    assert told.endswith(
+        "; use another checkpoint of its folder, or put a whole copy of its files there\n"
+    )
 
 
 def test_diff(saved, capsys):

@@ -62,6 +62,7 @@ def test_compare_and_plot(layers, capsys, tmp_path):
     picture = tmp_path / "out.svg"
     assert main(["partition", layers, "--stages", "4", "--compare", "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
+    assert out.endswith(f"\nwrote {picture}\n")
     assert "exact: layers" in out
     assert "uniform: layers" in out
     assert picture.read_text().count(">bottleneck") == 3
