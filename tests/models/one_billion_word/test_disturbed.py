@@ -512,31 +512,3 @@ def test_a_line_of_a_megabyte_and_a_flood_of_empty_ones_need_room_and_then_are_t
     assert code == 0, err
     assert_kept(logdir, STEPS, whole)
     assert losses(logdir) == losses(whole)
-
-
-@pytest.mark.slow
-def test_a_file_that_vanishes_saves_and_once_it_is_back_the_same_command_goes_on(text, tmp_path):
-    whole, logdir, err = tmp_path / "whole", tmp_path / "run", tmp_path / "err"
-    assert finish(begin(whole, *flags(text), "--save_every=1000", steps=300))[0] == 0
-    with running(logdir, err, *flags(text), "--max_to_keep=2") as process:
-        wait_until((logdir / "ckpt-2.index").exists, process)
-        (text / "train-1").rename(tmp_path / "kept")
-        code, _, _ = finish(process)
-    last = told(err.read_text())[-1]
-    assert code == 2
-    reached = max(int(path.stem.removeprefix("ckpt-")) for path in logdir.glob("ckpt-*.index"))
-    gone = f"error: step {reached + 1}: the data to train on cannot be read any more ("
-    assert last.startswith(gone) and f"{text}/train-1; No such file or directory" in last
-    back = "put the data back and run the same command again to go on"
-    assert last.endswith(f"; saved {logdir}/ckpt-{reached}: {back}")
-
-    # Without it the same command is refused, and what is saved stays.
-    line = refused(logdir, *flags(text), steps=reached + 9, cold=True)
-    assert "holds a checkpoint that was trained on other text (train " in line
-    (tmp_path / "kept").rename(text / "train-1")
-    code, out, told_now = finish(begin(logdir, *flags(text), steps=reached + 9))
-    assert code == 0, told_now
-    assert f"going on from {logdir}/ckpt-{reached}\n" in out
-    assert reached + 9 < 300, "it came too far to be compared"
-    assert_same_losses(logdir, losses(whole))
-    assert max(losses(logdir)) == reached + 9
