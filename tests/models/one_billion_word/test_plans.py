@@ -107,16 +107,11 @@ def split(model, *more):
 CASES = [
     ("dense", Plan("model:2;layers:2;data:2", split("dense"), "zb_v", 4)),
     ("experts", Plan("layers:2;data:2;model:2", split("experts"), "interleaved:2", 4)),
-    # Tokens are split between products.
-    ("dense", Plan("layers:2;data:2;model:2", split("dense", "length"), "zb_h1", 2)),
-    # Weights are cut over replicas; two stages share a table; the norm is that of all slices.
-    ("tied", Plan("layers:2;data:2;model:2", split("tied") + ";embed:data", "1f1b", 2)),
+    # Weights are cut over replicas, and tokens are split between products; two stages share a
+    # table, and the norm is that of all slices.
+    ("tied", Plan("layers:2;data:2;model:2", split("tied", "length") + ";embed:data", "1f1b", 2)),
     # The embedding and the blocks of each replica lie on two devices, the softmax on one.
-    ("dense", Plan("layers:2;data:2;model:2,1", split("dense"), "1f1b", 2, (0, 3, 4))),
-    (
-        "dense",
-        Plan("layers:4;model:2", "heads:model;d_ff:model;vocab:model", "gpipe", 8, lowering="simd"),
-    ),
+    ("dense", Plan("layers:2;data:2;model:2,1", split("dense"), "zb_h1", 2, (0, 3, 4))),
     ("experts", Plan("layers:2;data:2;model:2", split("experts"), "gpipe", 2, lowering="simd")),
     # The stages of one program share the vocabulary.
     (
@@ -174,10 +169,7 @@ def test_losses_under_any_legal_plan(expected, case):
 
 
 @pytest.mark.slow
-def test_the_gradient_is_clipped_in_some_steps():
+def test_the_gradient_is_clipped_in_some_steps(expected):
     """Else nothing would show that the norm is that of all slices."""
-    free = losses(
-        small(**{**CALM, "CLIP_GRADIENT_NORM": 0.0}, PIPELINED=False, PLAN=Plan()), BATCHES
-    )
-    clipped = losses(small(**CALM, PIPELINED=False, PLAN=Plan()), BATCHES)
-    assert not np.allclose(free, clipped, rtol=1e-4)
+    free = small(**{**CALM, "CLIP_GRADIENT_NORM": 0.0}, PIPELINED=False, PLAN=Plan())
+    assert not np.allclose(losses(free, BATCHES), expected("dense", 2), rtol=1e-4)
