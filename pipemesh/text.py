@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Container, Iterable, Sequence
+from fractions import Fraction
 
 # Least similarity of two names that differ only by a typing error: `bacth` and `batch`, but not
 # `dim_in` and `dim_out`.
@@ -64,6 +65,20 @@ def short(value: float | None) -> str:
     if 1e4 <= abs(value) < 1e6:
         return f"{value:,.0f}"
     return number(value) if abs(value) < 1e12 else f"{value:.3g}"
+
+
+def number_text(number: float) -> str:
+    """Writes a cost with four digits.
+
+    Args:
+        number: the cost.
+
+    Returns:
+        For example `"12.35"`.
+    """
+    if number == int(number) and abs(number) < 1e9:
+        return str(int(number))
+    return f"{number:.4g}" if not 1e3 <= abs(number) < 1e6 else f"{number:.1f}"
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -138,6 +153,19 @@ def is_missing(module: str, error: ModuleNotFoundError) -> bool:
     return error.name is not None and f"{module}.".startswith(f"{error.name}.")
 
 
+def count_text(number: int, what: str) -> str:
+    """Writes a number of things.
+
+    Args:
+        number: how many.
+        what: one of them, in English with a plural in s.
+
+    Returns:
+        For example `"1 stage"` or `"2 stages"`.
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def bytes_of(text: str) -> float:
     """Returns the number of bytes for a text such as `16GiB`, `80GB` or `25e9`; raises ValueError.
 
@@ -156,3 +184,22 @@ def bytes_of(text: str) -> float:
         return float(digits) * _BYTES[unit.upper()]
     except ValueError:
         raise ValueError(f"{text!r} is no number of bytes such as 16GiB, 80GB or 25e9") from None
+
+
+def bytes_text(number: float, up: bool = False) -> str:
+    """Writes a number of bytes.
+
+    Args:
+        number: of bytes.
+        up: round up and not to the nearest, where the number is a need.
+
+    Returns:
+        For example `"18.2 GiB"`.
+    """
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >= 2**power:
+            scaled = number / 2**power
+            # As a decimal, so that 1.1 is not rounded up to 1.2.
+            rounded = math.ceil(Fraction(repr(float(scaled))) * 10) / 10 if up else scaled
+            return f"{rounded:.1f} {unit}"
+    return f"{math.ceil(number) if up else number:g} B"

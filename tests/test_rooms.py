@@ -24,19 +24,7 @@ PURE = [
 
 # Parts of `Recurrent` and `StackedRecurrent`, whose tests in the same folder hold them.
 TESTED_ELSEWHERE = {
-    "recurrent": {
-        f"time/test_{part}.py"
-        for part in (
-            "cell",
-            "cell_out",
-            "loop_gradient",
-            "outside_reads",
-            "rows",
-            "stop_condition",
-            "time_loop",
-            "traced_function",
-        )
-    },
+    "recurrent": {f"time/test_{part}.py" for part in ("cell", "time_loop")},
 }
 
 

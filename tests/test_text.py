@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pipemesh.text import (
     almost_equal,
     bytes_of,
+    bytes_text,
     columns,
     did_you_mean,
     nearest,
@@ -81,3 +82,18 @@ def test_numbers_have_four_digits_without_trailing_zeros(value):
     assert "." not in mantissa or not mantissa.endswith("0")
     if abs(value) < 999:
         assert len(mantissa.strip("-").lstrip("0.").replace(".", "")) <= 4
+
+
+@pytest.mark.parametrize(
+    ("number", "up", "text"),
+    [
+        (0, False, "0 B"),
+        (1023, False, "1023 B"),
+        (18.21 * 2**30, True, "18.3 GiB"),
+        (18.21 * 2**30, False, "18.2 GiB"),
+        (16 * 2**30, True, "16.0 GiB"),
+        (2**41, False, "2.0 TiB"),
+    ],
+)
+def test_bytes(number, up, text):
+    assert bytes_text(number, up) == text

@@ -16,9 +16,8 @@ from lingvo.core import py_utils, tshape
 
 from models.one_billion_word.params import CONFIGURATIONS, layers_of
 from pipemesh.layers import FeatureExtractionLayer, layer_costs
-from pipemesh.layers.layer_list import named_layers
-from pipemesh.layers.meta import layer_metas
 from pipemesh.layers.named import lowering_scope
+from pipemesh.layers.partition_layers import layer_metas, named_layers
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan.figures import Curve, Figures, LayerFigures

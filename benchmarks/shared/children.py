@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from pipemesh.hosts.process import ends_with_parent
+from pipemesh.hosts.processes import ends_with_parent
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen:

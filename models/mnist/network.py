@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from pipemesh.lowering import Tensor, ops
-from pipemesh.lowering.initializers import Normal
+from pipemesh.lowering.variable import Normal
 from pipemesh.mesh import Dim, Shape
 
 from ..named_dims.network import Input, Weight

@@ -9,7 +9,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from pipemesh.lowering import Tensor
-from pipemesh.lowering.initializers import Initializer
+from pipemesh.lowering.variable import Initializer
 from pipemesh.mesh import Shape
 
 

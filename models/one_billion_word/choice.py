@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pipemesh.errors import ScheduleError
 from pipemesh.mesh import LayoutRules
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.partition.text import bytes_text
 from pipemesh.plan import Figures, Plan, Remat, predict
 from pipemesh.plan.figures import Curve, LayerFigures
+from pipemesh.text import bytes_text
 
 from .sizes import Settings
 

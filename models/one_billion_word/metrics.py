@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from pipemesh.training.score import ratio
+from pipemesh.training.subject import ratio
 
 from .vocabulary import Vocabulary
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pipemesh.plan import Plan
-from pipemesh.training.run.options import Options
+from pipemesh.training.run import Options
 
 from .sizes import Settings
 

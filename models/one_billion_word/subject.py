@@ -9,8 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.training.run.console import waiting
-from pipemesh.training.score import ratio
-from pipemesh.training.subject import Subject
+from pipemesh.training.subject import Subject, ratio
 
 from . import heldout, metrics
 from .about import About

@@ -22,7 +22,7 @@ import os
 from collections.abc import Iterator
 from typing import IO
 
-from pipemesh.partition.text import bytes_text
+from pipemesh.text import bytes_text
 
 from . import text_file
 from .text_file import CorpusError, Scan

@@ -102,8 +102,8 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
     The folder is created if it is missing, and must have no weights yet. Another model's checkpoint
     raises CheckpointError, a failed write SaveError.
     """
+    from pipemesh.checkpoint.conversion import read_one
     from pipemesh.checkpoint.reader import contents
-    from pipemesh.checkpoint.tensors import read_one
 
     folder = os.path.dirname(path) or "."
     config_path = os.path.join(folder, configs.FILE)

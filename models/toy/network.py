@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.lowering import Tensor, ops
-from pipemesh.lowering.initializers import Normal
+from pipemesh.lowering.variable import Normal
 from pipemesh.mesh import Shape
 
 from ..named_dims.network import Input, Weight

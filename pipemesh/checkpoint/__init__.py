@@ -16,8 +16,7 @@ Example:
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipemesh.checkpoint.folder import newest, newest_whole, set_aside
-from pipemesh.checkpoint.lock import Folder
+from pipemesh.checkpoint.folder import Folder, newest, newest_whole, set_aside
 from pipemesh.checkpoint.manifest import Manifest
 
 if TYPE_CHECKING:

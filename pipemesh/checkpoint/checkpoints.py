@@ -12,11 +12,10 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.checkpoint import folder as folders
-from pipemesh.checkpoint.entries import Snapshot, entries_of
-from pipemesh.checkpoint.lock import check_held, held_by_none
+from pipemesh.checkpoint.folder import check_held, held_by_none
 from pipemesh.checkpoint.manifest import Manifest
 from pipemesh.checkpoint.reader import reason, restore
-from pipemesh.checkpoint.workers import JoinedFiles, writers
+from pipemesh.checkpoint.slices import JoinedFiles, Snapshot, entries_of, writers
 from pipemesh.errors import SaveError
 
 

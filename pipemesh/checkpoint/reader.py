@@ -11,9 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.cluster import own_host
-from pipemesh.checkpoint.entries import Entry, Part, chunks, entries_of
 from pipemesh.checkpoint.files import literal
-from pipemesh.checkpoint.workers import absolute, readers, say_once
+from pipemesh.checkpoint.slices import Entry, Part, absolute, chunks, entries_of, readers, say_once
 from pipemesh.errors import CheckpointError, DamagedError
 from pipemesh.text import nearest
 

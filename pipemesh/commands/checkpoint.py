@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from pipemesh.checkpoint.lock import hold_newest
+from pipemesh.checkpoint.folder import hold_newest
 from pipemesh.checkpoint.manifest import INDEX, SUFFIX, Manifest
 from pipemesh.commands import process
 from pipemesh.commands.flags import Command, Flag, FlagError, Flags, is_help, parse
@@ -146,19 +146,19 @@ def main(argv: list[str]) -> int:
     path = _checkpoint(flags.path)
     other = _checkpoint(flags.other) if verb == "diff" else ""
     # It loads TensorFlow, which takes seconds.
-    from pipemesh.checkpoint import tensors
+    from pipemesh.checkpoint import conversion
 
     if verb == "diff":
-        lines, differ = tensors.diff(path, other, wanted)
+        lines, differ = conversion.diff(path, other, wanted)
         print("\n".join(lines))
         return int(differ)
     if verb == "convert":
         return _convert(path, wanted, flags)
     for line in _about(path):
         print(line)
-    print("\n".join(tensors.listing(path, wanted)))
+    print("\n".join(conversion.listing(path, wanted)))
     if flags.verify:
-        print(tensors.verify(path))
+        print(conversion.verify(path))
     return 0
 
 
@@ -181,7 +181,7 @@ def _help() -> str:
 
 def _convert(path: str, wanted: Callable[[str], bool], flags: Flags) -> int:
     """Writes a checkpoint anew, under other names or types; returns the exit code."""
-    from pipemesh.checkpoint import conversion, tensors
+    from pipemesh.checkpoint import conversion
 
     rules = [_rule(text) for text in flags.rename]
     if os.path.exists(flags.to + INDEX):
@@ -189,11 +189,11 @@ def _convert(path: str, wanted: Callable[[str], bool], flags: Flags) -> int:
     like = flags.like and _checkpoint(flags.like)
     # lingvo reads no position in the data.
     positions = not flags.weights_only and flags.stages in (None, _NO_STAGES)
-    names = tensors.names_of(path, wanted, state=not flags.weights_only, places=positions)
+    names = conversion.names_of(path, wanted, state=not flags.weights_only, places=positions)
     new_names = {name: _renamed(name, rules) for name in names}
     if flags.stages is not None:
         stages = _stages(flags.stages, like)
-        like_names = tensors.names_of(like) if like else []
+        like_names = conversion.names_of(like) if like else []
         in_stages = lingvo_names(new_names.values(), stages, like_names)
         new_names = {name: in_stages[new] for name, new in new_names.items()}
     print(conversion.convert(path, flags.to, new_names, flags.dtype, like))
@@ -208,7 +208,7 @@ def lingvo_names(
     Boundaries are empty for names without stages, and None for the stages of `like`, names that
     lingvo wrote.
     """
-    from pipemesh.layers.lingvo_stages import boundaries_in, with_stages, without_stages
+    from pipemesh.layers.lingvo_gpipe import boundaries_in, with_stages, without_stages
 
     if boundaries is None:
         boundaries = boundaries_in(like)

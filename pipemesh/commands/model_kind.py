@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pipemesh.checkpoint import Folder, Manifest, newest_whole
 from pipemesh.checkpoint.files import remove_unfinished
-from pipemesh.checkpoint.lock import hold, hold_newest
+from pipemesh.checkpoint.folder import hold, hold_newest
 from pipemesh.commands import training_flags, workers
 from pipemesh.commands.flags import (
     CONFIG,
@@ -43,8 +43,7 @@ from pipemesh.example_models import import_model_module, same_class
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.text import is_missing
-from pipemesh.training.run import console
-from pipemesh.training.run.options import Options
+from pipemesh.training.run import Options, console
 
 # A class with this attribute gets the log directory in it: some models lie there in part.
 _LOGDIR = "LOGDIR"

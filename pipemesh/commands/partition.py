@@ -16,13 +16,12 @@ from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.costs import NUMBERS, LayerCost, number_problem
 from pipemesh.partition.memory import REMAT_POLICIES, SCHEDULES
 from pipemesh.partition.options import METHODS
-from pipemesh.partition.result import Partition, table
+from pipemesh.partition.result import MOST_ROWS, Partition, layers_text, table
 from pipemesh.partition.solve import partition
-from pipemesh.partition.text import MOST_ROWS, layers_text, number_text
 from pipemesh.report.partition_drawing import partition_to_svg
 from pipemesh.schedule.names import help_text
 from pipemesh.schedule.names import parse as parse_schedule
-from pipemesh.text import bytes_of, columns, nearest
+from pipemesh.text import bytes_of, columns, nearest, number_text
 
 COLUMNS = (*NUMBERS, "name")
 # Flags by the parameters of `partition`.

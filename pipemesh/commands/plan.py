@@ -129,7 +129,7 @@ def measured(model: str, num_devices: int, device_type: str) -> Any:
     importlib.import_module("pipemesh.needs_tensorflow")
     process.import_quietly()
     process.look_here()
-    module: Any = importlib.import_module("pipemesh.training.measuring.registered_steps")
+    module: Any = importlib.import_module("pipemesh.training.measuring")
     return module.RegisteredSteps(model, num_devices, device_type)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipemesh.commands.flags import Command, Flag, parse
 from pipemesh.errors import ReportError
-from pipemesh.report.run import PAGE, read
+from pipemesh.report.record import PAGE, read
 from pipemesh.report.run_pages import comparison, page
 
 # The page of several runs, in the log directory of the last one.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipemesh.checkpoint.files import write_whole
-from pipemesh.checkpoint.lock import check_held
+from pipemesh.checkpoint.folder import check_held
 from pipemesh.commands import process, workers
 from pipemesh.commands.flags import FLAGS, Command, as_toml, parse
 from pipemesh.commands.model_kind import (
@@ -23,9 +23,8 @@ from pipemesh.commands.model_kind import (
 from pipemesh.commands.texts import line_of
 from pipemesh.commands.training_flags import OF_TRAINING, check_trains, take_up
 from pipemesh.errors import CheckpointError
-from pipemesh.partition.text import count_text
-from pipemesh.training.run import console
-from pipemesh.training.run.options import Options
+from pipemesh.text import count_text
+from pipemesh.training.run import Options, console
 
 _ABOUT_TRAIN = """\
 Trains a registered model of lingvo, pipelined or not.
@@ -156,7 +155,7 @@ def predict(argv: list[str]) -> int:
         )
     # Standard output has predictions alone.
     subject, path = requested(argv, REGISTERED, _ABOUT_PREDICT, None)
-    from pipemesh.training.prediction import Predictor
+    from pipemesh.training.evaluation import Predictor
 
     console.output_matters()
     with console.waiting("making the model"):

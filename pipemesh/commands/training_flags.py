@@ -36,17 +36,14 @@ from pipemesh.errors import (
     ScheduleError,
 )
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.partition.text import bytes_text
 from pipemesh.plan import Remat
 from pipemesh.plan.figures import FILE, Figures
-from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan
+from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan, value_text
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
-from pipemesh.plan.text_form import of_value
 from pipemesh.schedule.names import NAMES, listing, parse
-from pipemesh.text import bytes_of, number
-from pipemesh.training.run import console
-from pipemesh.training.run.options import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE
+from pipemesh.text import bytes_of, bytes_text, number
+from pipemesh.training.run import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE, console
 
 # The flag that changes each value of the plan.
 OF_PLAN = {
@@ -159,7 +156,7 @@ def plan_values() -> dict[str, str]:
     if FLAGS.num_microbatches is not None:
         check_number("num_microbatches", FLAGS.num_microbatches)
     values = {
-        name: of_value(FLAGS.value(flag))
+        name: value_text(FLAGS.value(flag))
         for flag, name in OF_PLAN.items()
         if FLAGS.value(flag) is not None
     }

@@ -282,7 +282,7 @@ LAUNCH = Command(
 def launch(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     flags = parse(argv, LAUNCH)
-    from pipemesh.hosts import launch as launcher
+    from pipemesh.hosts.processes import launch as launcher
 
     return launcher.launch(flags.command or [], flags.processes, flags.spares, flags.cpu_devices)
 

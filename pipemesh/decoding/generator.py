@@ -22,7 +22,7 @@ from pipemesh.decoding.simd_generator import SimdGenerator
 from pipemesh.decoding.turns import Turns
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import KeyValueCache, cache_scope
-from pipemesh.layers.pipeline.weight_dtypes import plain_theta
+from pipemesh.layers.pipeline.weights import plain_theta
 
 # Number of loop steps that may run at the same time.
 _STEPS_AT_ONCE = 4

@@ -11,7 +11,7 @@ from pipemesh.backend.gradients import no_gradients
 from pipemesh.decoding.choice import Chooser
 from pipemesh.decoding.group import Group, rows_of
 from pipemesh.errors import DecodingError
-from pipemesh.layers.pipeline.homes import mesh_devices
+from pipemesh.layers.mesh_cluster import mesh_devices
 from pipemesh.layers.pipeline.simd_ring import SimdRing
 from pipemesh.recurrent.circular.ring import Beat
 

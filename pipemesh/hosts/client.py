@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from pipemesh.errors import DeviceError
-from pipemesh.hosts import process, watch
+from pipemesh.hosts import processes, watch
 from pipemesh.hosts.cluster import Cluster
 from pipemesh.hosts.health import Asker, Health, check_distinct
 
@@ -28,7 +28,7 @@ _CONNECTED = 60.0
 # Seconds to wait for standard output to be written.
 _FLUSHED = 5.0
 # The signal of the main thread; the thread that restarts the program takes it over.
-_DEATH_SIGNAL = process.death_signal()
+_DEATH_SIGNAL = processes.death_signal()
 
 
 def connect(
@@ -196,7 +196,7 @@ def begin_again(reason: str) -> NoReturn:
                 except OSError:
                     # This descriptor belonged to the listing.
                     continue
-        process.set_death_signal(_DEATH_SIGNAL)
+        processes.set_death_signal(_DEATH_SIGNAL)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     except Exception as error:
         end(f"{reason}\nthis program could not be restarted ({error})")
@@ -204,14 +204,14 @@ def begin_again(reason: str) -> NoReturn:
 
 def end(reason: str) -> NoReturn:
     """Ends this process, which may be blocked inside TensorFlow."""
-    process.say(f"error: {reason}")
+    processes.say(f"error: {reason}")
     _leave()
     os._exit(_LOST)
 
 
 def say(text: str) -> None:
     """Writes a line on standard error."""
-    process.say(f"pipemesh: {text}")
+    processes.say(f"pipemesh: {text}")
 
 
 def _leave() -> None:

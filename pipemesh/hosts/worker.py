@@ -19,7 +19,7 @@ from pipemesh.addresses import (
     use_no_proxy,
 )
 from pipemesh.errors import DeviceError
-from pipemesh.hosts import process
+from pipemesh.hosts import processes
 from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK
 
 # Timeout for the worker to answer its own request.
@@ -34,7 +34,7 @@ def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None =
     """
     if not 0 <= port < 2**16:
         raise DeviceError(f"--port={port}: it must be 0 or more, and below 65536")
-    process.hold_standard_files()
+    processes.hold_standard_files()
     ip = None
     if listen not in EVERYWHERE:
         ip = own_ip(listen, f"--listen={listen}")
@@ -64,7 +64,7 @@ def _serve(port: int, ip: str | None, cpu_devices: int) -> tuple[Any, int]:
     use_no_proxy()
     import tensorflow as tf
 
-    from pipemesh.backend.address_filter import keep_to
+    from pipemesh.backend.cluster import keep_to
 
     cores = os.cpu_count() or 1
     config = tf.compat.v1.ConfigProto(
@@ -117,7 +117,7 @@ def _announce(address: str, ip: str | None) -> None:
         who = "by everybody who reaches that address, without authentication"
         if ip is not None and (interface := interfaces_by_address().get(ip)):
             who = f"through {socket.if_indextoname(interface)}, {who}"
-    process.say(f"pipemesh worker: {address}, reached {who}; devices {', '.join(health.devices)}")
+    processes.say(f"pipemesh worker: {address}, reached {who}; devices {', '.join(health.devices)}")
 
 
 def _reached(listen: str) -> str:

@@ -17,23 +17,22 @@ from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 # Nothing else may import lingvo before this module has run.
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
-from pipemesh.layers.costs import layer_costs
 from pipemesh.layers.dataset_input import DatasetInput
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.function_layer import FunctionLayer
 from pipemesh.layers.keras_layer import KerasLayer
 from pipemesh.layers.keras_task import KerasTask
-from pipemesh.layers.lingvo_checkpoint import (
+from pipemesh.layers.lingvo_gpipe import (
     export_to_lingvo,
     import_from_lingvo,
     lingvo_checkpoint_rules,
     lingvo_names,
+    replace_gpipe,
 )
 from pipemesh.layers.mesh_cluster import mesh_cluster
-from pipemesh.layers.partition_layers import PartitionSequentialLayers
+from pipemesh.layers.partition_layers import PartitionSequentialLayers, layer_costs
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
-from pipemesh.layers.replace_gpipe import replace_gpipe
 from pipemesh.layers.report import Report, report
 from pipemesh.layers.step_seed import (
     GenerateStepSeedPair,

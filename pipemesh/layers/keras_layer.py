@@ -16,8 +16,8 @@ from lingvo.core import base_layer, py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
+from pipemesh.layers.function_layer import traced_meta
 from pipemesh.layers.step_seed import GenerateStepSeedPair
-from pipemesh.layers.traced_meta import traced_meta
 
 _SEED_STATE = "seed_generator_state"
 

@@ -1,22 +1,395 @@
-"""A cut of a stack of layer params into stages of equal cost."""
+"""Costs of lingvo layers, and the stages that they are cut into."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
-from lingvo.core import builder_layers
+import tensorflow as tf
+from lingvo.core import builder_layers, py_utils, tshape
 
-from pipemesh.errors import PartitionError
-from pipemesh.layers.costs import layer_costs
+from pipemesh.backend.static_shape import num_bytes, static_sizes
+from pipemesh.errors import PartitionError, PipelineError
+from pipemesh.layers.check_params import check_layer, with_article
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
-from pipemesh.layers.layer_list import named_layers
-from pipemesh.layers.meta import layer_flops
-from pipemesh.partition import LayerCost, Partition, partition
+from pipemesh.layers.function_layer import as_layer
+from pipemesh.layers.mesh_cluster import mesh_cluster
+from pipemesh.layers.pipeline.pipelining import PipeliningLayer
+from pipemesh.lowering.lowering import CommunicationCosts
+from pipemesh.mesh import Mesh
+from pipemesh.partition import LayerCost, Partition, partition, profile_costs
+from pipemesh.partition.costs import number_problem
 from pipemesh.partition.memory import SCHEDULES
+from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule, ScheduleSpec, simulate
 from pipemesh.schedule.names import parse
 from pipemesh.text import did_you_mean
+
+
+def named_layers(params: Any) -> list[Any]:
+    """Copies the params of all layers of a sequence and names them by position.
+
+    In a list, plain functions are layers too.
+    """
+    if isinstance(params, (list, tuple)):
+        params = [as_layer(p) for p in params]
+        for number, p in enumerate(params):
+            _check(p, f"layer {number} of what is to be cut")
+        layers = [p.Copy() for p in params]
+    else:
+        layers = _flatten(params)
+    for number, layer in enumerate(layers):
+        layer.name = f"cell_{number:03d}"
+    return layers
+
+
+def _check(params: Any, where: str = "what is to be cut") -> None:
+    try:
+        check_layer(where, params)
+    except PipelineError as error:
+        raise PartitionError(str(error)) from error
+
+
+def _flatten(params: Any) -> list[Any]:
+    """Copies the params of all layers of a sequence, including those of nested sequences."""
+    _check(params)
+    if params.cls not in (builder_layers.SequentialLayer, FeatureExtractionLayer):
+        return [params.Copy()]
+    if params.cls is FeatureExtractionLayer and (params.num_act_outputs or params.num_act_inputs):
+        raise PartitionError(
+            f"{params.name!r} fetches or forwards activations between its stages; such a layer "
+            "cannot be cut again: write the stages by hand"
+        )
+    # At least once, as in `SequentialLayer`.
+    repeat = max(params.repeat, 1) if params.cls is builder_layers.SequentialLayer else 1
+    return [layer for _ in range(repeat) for sub in params.sub for layer in _flatten(sub)]
+
+
+_META = (
+    "define it as a classmethod FPropMeta(cls, p, *shapes) that returns "
+    "py_utils.NestedMap(flops=a number, out_shapes=a tuple of tshape.Shape)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """The result of the `FPropMeta` of a layer.
+
+    Attributes:
+        flops: flops of the forward pass.
+        out_shapes: a `tshape.Shape`, or None, for each output.
+        parameter_bytes: bytes of all weights, or None if not stated.
+        activation_bytes: bytes that the layer keeps for its backward pass, or None.
+        communication_bytes: bytes that its processors send, forward and backward, or None.
+        communication: traffic of one of its processors, by axis and primitive, or None.
+    """
+
+    flops: float
+    out_shapes: tuple[Any, ...]
+    parameter_bytes: float | None = None
+    activation_bytes: float | None = None
+    communication_bytes: float | None = None
+    communication: CommunicationCosts | None = dataclasses.field(default=None, kw_only=True)
+
+    @classmethod
+    def bytes_said(cls) -> tuple[str, ...]:
+        """Returns the names of the optional byte counts."""
+        fields = dataclasses.fields(cls)
+        return tuple(f.name for f in fields if f.default is None and not f.kw_only)
+
+
+def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
+    """Returns the flops of each layer by its `FPropMeta`; see `layer_metas`."""
+    return [meta.flops for meta in layer_metas(layers, *shapes)]
+
+
+def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
+    """Returns the `FPropMeta` of each layer, given the shapes of the first one's inputs.
+
+    A shape is a `tshape.Shape`, a `tf.TensorSpec`, a NestedMap of these, or None.
+
+    Raises:
+        PartitionError: a shape has another type, or `FPropMeta` is missing, fails or returns no
+            cost.
+    """
+    for number, shape in enumerate(shapes):
+        if not isinstance(shape, (tshape.Shape, tf.TensorSpec, py_utils.NestedMap, type(None))):
+            raise PartitionError(
+                f"the shape of input {number} is {shape!r}, {with_article(type(shape).__name__)}; "
+                "write "
+                "lingvo.core.tshape.Shape([...]), one for each input of the first layer, or None "
+                "for an input that is None"
+            )
+    found = []
+    given: tuple[Any, ...] = tuple(map(_as_shape, shapes))
+    for layer in layers:
+        found.append(_meta(layer, given))
+        given = found[-1].out_shapes
+    return found
+
+
+def described(layer: Any) -> str:
+    """Returns a layer's name and class, for errors."""
+    return f"layer {layer.name!r} ({layer.cls.__name__})"
+
+
+def _as_shape(value: Any) -> Any:
+    if isinstance(value, py_utils.NestedMap):
+        return value.Transform(_as_shape)
+    return tshape.Shape(value.shape.as_list()) if isinstance(value, tf.TensorSpec) else value
+
+
+def _meta(layer: Any, shapes: tuple[Any, ...]) -> Meta:
+    where = described(layer)
+    given = ", ".join(map(str, shapes)) or "no shapes"
+    try:
+        meta = layer.cls.FPropMeta(layer, *shapes)
+    except NotImplementedError as error:
+        raise PartitionError(
+            f"{where} has no FPropMeta, which says what it costs; {_META}, or cut the stack by "
+            "hand into a list of FeatureExtractionLayers"
+        ) from error
+    except Exception as error:
+        # An assertion may have no message: then its line of code says more.
+        what = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        way_out = (
+            "do the shapes fit the inputs of the layer?"
+            if shapes
+            else "give a tshape.Shape for each input of the first layer"
+        )
+        raise PartitionError(
+            f"{where}: FPropMeta, given {given}, failed with {type(error).__name__}: {what}; "
+            f"{way_out}"
+        ) from error
+    try:
+        flops, out_shapes = float(meta.flops), meta.out_shapes
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PartitionError(f"{where}: FPropMeta returns {meta!r}; {_META}") from error
+    if isinstance(out_shapes, tshape.Shape) or not isinstance(out_shapes, (list, tuple)):
+        raise PartitionError(f"{where}: FPropMeta returns out_shapes {out_shapes!r}; {_META}")
+    said = {name: getattr(meta, name, None) for name in Meta.bytes_said()}
+    for name, value in said.items():
+        if value is not None and number_problem(value):
+            raise PartitionError(
+                f"{where}: FPropMeta returns {name}={value!r}; it must be a number of bytes, zero "
+                "or more"
+            )
+    sent = getattr(meta, "communication", None)
+    return Meta(flops, tuple(out_shapes), **said, communication=sent)
+
+
+def layer_costs(
+    params: Any, *shapes: Any, fprop_dtype: Any = None, measured: bool = False
+) -> list[LayerCost]:
+    """Returns the time and the bytes of each layer of a sequence, for one microbatch.
+
+    Times are the flops of `FPropMeta`, or measured seconds. Bytes are counted as in
+    `PipeliningLayer.PredictMemory`. Each layer is traced with its gradient as a separate stage, in
+    a temporary graph. Nothing is computed, and no weight takes memory. Alike layers are traced
+    once.
+
+    If `FPropMeta` returns `parameter_bytes` or `activation_bytes`, these are used. If all layers
+    return both, nothing is traced, and all outputs count as floating.
+
+    Args:
+        params: params of a `SequentialLayer`, or a list of layers' params.
+        *shapes: one for each input of the first layer, for one microbatch: a `tshape.Shape` if the
+            input is floating, otherwise a `tf.TensorSpec`; a NestedMap of these; or None.
+        fprop_dtype: the dtype that the stages compute in, as in the params of the
+            `PipeliningLayer`.
+        measured: whether to run each layer, forward and backward, on this machine; see
+            `pipemesh.partition.profile_costs`. The weights then take memory, one layer at a time.
+
+    Returns:
+        One cost for each layer, named `cell_000`, `cell_001`, ... as in
+        `PartitionSequentialLayers`.
+
+    Raises:
+        PartitionError: a layer cannot be traced or run, or an error of `PartitionSequentialLayers`.
+
+    Example:
+        >>> from lingvo.core import layers
+        >>> dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4)
+        >>> [cost] = layer_costs([dense], tf.TensorSpec([8, 4]))
+        >>> cost.parameter_bytes, cost.boundary_bytes
+        (80, 128)
+    """
+    layers = named_layers(params)
+    metas = layer_metas([_computing_in(layer, fprop_dtype) for layer in layers], *shapes)
+    if not measured and all(map(_says_all, metas)):
+        return [
+            LayerCost(
+                meta.flops,
+                parameter_bytes=meta.parameter_bytes or 0,
+                activation_bytes=meta.activation_bytes or 0,
+                boundary_bytes=num_bytes(_leaves(meta.out_shapes, fprop_dtype)),
+                name=layer.name,
+            )
+            for layer, meta in zip(layers, metas, strict=True)
+        ]
+    given: tuple[Any, ...] = tuple(_spec(shape, fprop_dtype) for shape in shapes)
+    seen: dict[Any, _Traced] = {}
+    costs: list[LayerCost] = []
+    before: StageMemory | None = None
+    for layer, meta in zip(layers, metas, strict=True):
+        is_head = layer is layers[-1] and _returns_scalar(meta)
+        alike = layer.Copy().Set(name="layer").ToText()
+        key = (alike, str(tf.nest.map_structure(str, given)), is_head)
+        if key not in seen:
+            with _named(layer, given, "traced"):
+                seen[key] = _trace(layer, given, is_head, fprop_dtype)
+                if measured:
+                    seen[key].seconds = _measure(layer, given, fprop_dtype)
+        found = seen[key]
+        held = found.memory
+        # Tensors that both this layer and the previous one keep.
+        outputs = before.kept_outputs if before else ()
+        shared = sum(b for b, too in zip(held.kept_inputs, outputs, strict=False) if too)
+        kept, own = meta.activation_bytes, meta.parameter_bytes
+        costs.append(
+            LayerCost(
+                forward=meta.flops if found.seconds is None else found.seconds[0],
+                backward=None if found.seconds is None else found.seconds[1],
+                parameter_bytes=found.parameter_bytes if own is None else own,
+                activation_bytes=held.kept if kept is None else kept,
+                boundary_bytes=num_bytes(held.outputs),
+                shared_bytes=shared if kept is None else 0,
+                name=layer.name,
+            )
+        )
+        given = _packed(layer, meta.out_shapes, held.outputs)
+        before = None if kept is not None else held
+    return costs
+
+
+@dataclasses.dataclass
+class _Traced:
+    memory: StageMemory
+    parameter_bytes: int
+    seconds: tuple[float, float] | None = None
+
+
+def _computing_in(layer: Any, fprop_dtype: Any) -> Any:
+    """Returns the params as they are in a stage that computes in a dtype."""
+    if fprop_dtype is None or layer.fprop_dtype is not None:
+        return layer
+    return layer.Copy().Set(fprop_dtype=fprop_dtype)
+
+
+def _says_all(meta: Meta) -> bool:
+    return meta.parameter_bytes is not None and meta.activation_bytes is not None
+
+
+def _returns_scalar(meta: Meta) -> bool:
+    """Returns whether a layer is the head of a pipeline with the loss inside."""
+    first = meta.out_shapes[0] if meta.out_shapes else None
+    return isinstance(first, tshape.Shape) and not first.ToTensorShape().as_list()
+
+
+def _spec(value: Any, dtype: Any) -> Any:
+    """Converts shapes to specs; shapes without a dtype become floating."""
+    if isinstance(value, py_utils.NestedMap):
+        return value.Transform(lambda leaf: _spec(leaf, dtype))
+    if not isinstance(value, tshape.Shape):
+        return value
+    return tf.TensorSpec(value.ToTensorShape(), dtype or tf.float32)
+
+
+def _leaves(shapes: Any, dtype: Any) -> list[tf.TensorSpec]:
+    specs = tf.nest.flatten([_spec(shape, dtype) for shape in shapes])
+    return [spec for spec in specs if spec is not None]
+
+
+def _packed(layer: Any, shapes: tuple[Any, ...], outputs: tuple[tf.TensorSpec, ...]) -> Any:
+    """Nests the specs of a layer's outputs as its `FPropMeta` does."""
+    nested = tuple(_spec(shape, None) for shape in shapes)
+    expected = sum(leaf is not None for leaf in tf.nest.flatten(nested))
+    if expected != len(outputs):
+        raise PartitionError(
+            f"{described(layer)}: FPropMeta says that it returns {expected} tensors, but it "
+            f"returns {len(outputs)}; out_shapes must have one shape a tensor, and None for None"
+        )
+    specs = iter(outputs)
+    flat = [None if leaf is None else next(specs) for leaf in tf.nest.flatten(nested)]
+    return tf.nest.pack_sequence_as(nested, flat)
+
+
+@contextlib.contextmanager
+def _named(layer: Any, given: Any, what: str) -> Iterator[None]:
+    """Adds the layer and its inputs to an error."""
+    try:
+        yield
+    except Exception as error:
+        specs = [leaf for leaf in tf.nest.flatten(given) if leaf is not None]
+        texts = ", ".join(f"{spec.dtype.name} {spec.shape.as_list()}" for spec in specs)
+        raise PartitionError(
+            f"{described(layer)} was {what} to count its bytes, given {texts or 'nothing'}, which "
+            f"failed with {type(error).__name__}: {error}; an input that is not floating must be "
+            "given as tf.TensorSpec(shape, dtype)"
+        ) from error
+
+
+def _stage(layer: Any) -> Any:
+    return FeatureExtractionLayer.Params().Set(name="stage", sub=[layer.Copy()])
+
+
+@contextlib.contextmanager
+def _alone(eagerly: bool) -> Iterator[None]:
+    """Enters a cluster of one device and sets lingvo's mode for a while."""
+    was_eager = py_utils.IsEagerMode()
+    py_utils.SetEagerMode(eagerly, test_mode=True)
+    try:
+        with mesh_cluster(Mesh.from_text("layers:1")):
+            yield
+    finally:
+        py_utils.SetEagerMode(was_eager, test_mode=True)
+
+
+def _trace(layer: Any, given: Any, is_head: bool, fprop_dtype: Any) -> _Traced:
+    with tf.Graph().as_default(), _alone(eagerly=False):
+        py_utils.GetOrCreateGlobalStepVar()
+        params = PipeliningLayer.Params().Set(
+            name="costs",
+            cell_tpl=[_stage(layer)],
+            remat="none",
+            loss_inside=is_head,
+            check_numerics="off",
+            fprop_dtype=fprop_dtype,
+        )
+        pipeline = params.Instantiate()
+        [device] = pipeline.PredictMemory(*given)
+        [memory] = device.stages
+        weights = pipeline.stage.vars.Flatten()
+        return _Traced(memory, num_bytes(weights))
+
+
+def _measure(layer: Any, given: Any, fprop_dtype: Any) -> tuple[float, float]:
+    if not tf.executing_eagerly():
+        raise PartitionError(
+            "measured=True runs layers eagerly; call it outside of any graph, where TensorFlow "
+            "executes eagerly"
+        )
+    with _alone(eagerly=True), py_utils.VariableStore():
+        py_utils.GetOrCreateGlobalStepVar()
+        params = _stage(layer)
+        if fprop_dtype is not None:
+            params.Set(fprop_dtype=fprop_dtype)
+        [cost] = profile_costs([params.Instantiate()], tuple(map(_example, given)))
+    return cost.forward, cost.backward_or_default
+
+
+def _example(spec: tf.TensorSpec | None) -> tf.Tensor | None:
+    """Returns an example input; integers are zeros, which are valid indices everywhere."""
+    if spec is None:
+        return None
+    if spec.dtype.is_floating:
+        return tf.cast(tf.random.stateless_normal(static_sizes(spec), seed=(1, 2)), spec.dtype)
+    return tf.zeros(spec.shape, spec.dtype)
+
 
 _OPTIONS = [
     name

@@ -12,16 +12,15 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import short_name
 from pipemesh.backend.static_shape import num_bytes
-from pipemesh.layers.meta import Meta, layer_metas
 from pipemesh.layers.named import NamedLayer
+from pipemesh.layers.partition_layers import Meta, layer_metas
 from pipemesh.mesh import Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.partition.text import bytes_text
 from pipemesh.plan.homes import home_of
 from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
 from pipemesh.recurrent.remat import remat_of
 from pipemesh.schedule import Costs, Schedule, Timeline, simulate
-from pipemesh.text import columns
+from pipemesh.text import bytes_text, columns
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,20 +1,554 @@
-"""The interface of all lowerings: local computation on slices, and communication."""
+"""The interface of all lowerings: local computation on slices, communication, and its costs."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
+import math
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.lowering.costs import CommunicationCosts
-from pipemesh.lowering.given import check_rules
-from pipemesh.lowering.primitives import Primitives, Slices
+from pipemesh.backend.static_shape import static_sizes
+from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
 from pipemesh.mesh.mesh import check_mesh
 from pipemesh.randomness.scope import slicewise
-from pipemesh.text import almost_equal
+from pipemesh.text import almost_equal, columns
+
+
+@dataclasses.dataclass
+class CommunicationCosts:
+    """Counts of the bytes and calls that one device sends, recorded while the program is built.
+
+    A call inside a loop is built once and counts as many times as `repeated` was given. The bytes
+    are for a slice of b bytes and a group of n members, under the usual ring algorithms:
+
+    ==============  ====================
+    primitive       bytes
+    ==============  ====================
+    all_reduce      2 b (n - 1) / n
+    all_gather      b (n - 1)
+    all_to_all      b (n - 1) / n
+    reduce_scatter  b (n - 1) / n
+    permute         b
+    ==============  ====================
+
+    An operation that communicates in another way counts its real bytes. For example,
+    `TfCollectives` has no permute kernel, so its permutes count as all-gathers.
+
+    Attributes:
+        mesh: the mesh.
+        rows: calls and bytes by axes, primitive and pass.
+        transfers: calls and bytes of whole tensors that enter or leave the mesh under placement, by
+            `"import"` or `"export"` and pass. They count the bytes between the first device and all
+            others. They belong to no axis and are not in the table.
+
+    Example:
+        >>> costs = CommunicationCosts(Mesh.from_text("data:2;model:4"))
+        >>> costs.add("all_reduce", ["model"], tf.zeros([2, 5]), backward=False)
+        >>> costs.total_bytes
+        60
+        >>> print(costs)
+        axes   primitive   pass     calls  bytes
+        model  all_reduce  forward      1     60
+        total                           1     60
+    """
+
+    mesh: Mesh
+    rows: dict[tuple[tuple[str, ...], str, str], tuple[int, int]] = dataclasses.field(
+        default_factory=dict
+    )
+    transfers: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    _times: int = 1
+
+    @contextlib.contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Counts everything built inside, such as the body of a loop, `times` times.
+
+        Args:
+            times: number of iterations of the loop.
+        """
+        outside = self._times
+        self._times = outside * times
+        try:
+            yield
+        finally:
+            self._times = outside
+
+    def add(
+        self,
+        primitive: str,
+        axes: Sequence[str],
+        slice_: tf.Tensor,
+        backward: bool,
+        sent: int | None = None,
+    ) -> None:
+        """Counts one call.
+
+        Args:
+            primitive: `"all_reduce"`, `"all_gather"`, `"all_to_all"`, `"reduce_scatter"` or
+                `"permute"`.
+            axes: the axes along which devices communicate.
+            slice_: the input of one device; counts as 0 bytes if its shape is not static.
+            backward: whether the call belongs to the backward pass.
+            sent: bytes to count instead of the usual number.
+        """
+        if sent is None:
+            size = (slice_.shape.num_elements() or 0) * slice_.dtype.size
+            sent = usual_bytes(primitive, size, math.prod(self.mesh.size(axis) for axis in axes))
+        ordered = tuple(axis for axis in self.mesh.axis_names if axis in axes)
+        key = (ordered, primitive, _pass_name(backward))
+        calls, total = self.rows.get(key, (0, 0))
+        self.rows[key] = (calls + self._times, total + sent * self._times)
+
+    def add_transfer(self, name: str, sent: int, backward: bool) -> None:
+        """Counts a whole tensor that enters or leaves the mesh.
+
+        Args:
+            name: `"import"` or `"export"`.
+            sent: the bytes of all slices that move to another device.
+            backward: whether the transfer belongs to the backward pass.
+        """
+        key = (name, _pass_name(backward))
+        calls, total = self.transfers.get(key, (0, 0))
+        self.transfers[key] = (calls + self._times, total + sent * self._times)
+
+    def bytes(self, axis: str) -> int:
+        """Returns the bytes sent along one axis, alone or together with other axes."""
+        return sum(sent for (axes, _, _), (_, sent) in self.rows.items() if axis in axes)
+
+    def calls(self, primitive: str) -> int:
+        """Returns the number of calls of a primitive in both passes."""
+        return sum(calls for (_, name, _), (calls, _) in self.rows.items() if name == primitive)
+
+    @property
+    def total_bytes(self) -> int:
+        """Returns the bytes sent by one device."""
+        return sum(sent for _, sent in self.rows.values())
+
+    def clear(self) -> None:
+        """Resets all counts."""
+        self.rows.clear()
+        self.transfers.clear()
+
+    def __str__(self) -> str:
+        table = [("axes", "primitive", "pass", "calls", "bytes")]
+        for (axes, primitive, direction), (calls, sent) in sorted(self.rows.items()):
+            table.append(("+".join(axes), primitive, direction, f"{calls:,}", f"{sent:,}"))
+        total = sum(calls for calls, _ in self.rows.values())
+        table.append(("total", "", "", f"{total:,}", f"{self.total_bytes:,}"))
+        return "\n".join(columns(table, left=range(3)))
+
+
+def usual_bytes(primitive: str, size: int, members: int) -> int:
+    """Returns the bytes that one member of a group sends under the usual algorithms."""
+    return {
+        "all_reduce": 2 * size * (members - 1) // members,
+        "all_gather": size * (members - 1),
+        "all_to_all": size * (members - 1) // members,
+        "reduce_scatter": size * (members - 1) // members,
+        "permute": size,
+    }[primitive]
+
+
+def _pass_name(backward: bool) -> str:
+    return "backward" if backward else "forward"
+
+
+# One tensor per processor that this program computes for: all processors in placement, one in SIMD.
+Slices = tuple[tf.Tensor, ...]
+# Reductions; only the sum has a gradient.
+REDUCTIONS = ("sum", "max", "min")
+
+
+class Primitives(abc.ABC):
+    """Local computation, and communication with gradients.
+
+    The law of gradients: where a value is equal along an axis, every processor along the axis holds
+    a copy of it. In the backward pass each holds a copy of its *whole* gradient. `all_reduce` makes
+    values equal, so its gradient is the identity. `vary` lets an equal value enter computation that
+    differs along the axis, so its gradient sums over the axis. These are f and g of Shoeybi et al.,
+    "Megatron-LM", 2019.
+
+    `all_gather` and `slice_along` are each other's gradient for the same reason. The gradients of
+    `all_to_all` and `permute` are their reversals. If each processor needs only a slice of a sum,
+    the sum is a `reduce_scatter`. Its counterpart `gather_varied` is an all-gather whose gradient
+    is a reduce-scatter (Korthikanti et al., "Reducing Activation Recomputation", 2022).
+
+    The law also holds for gradients of gradients: the backward pass consists of the same
+    primitives, each with its own gradient. The methods `raw_...` have none.
+
+    An axis of size 1 causes no communication.
+
+    Attributes:
+        mesh: the mesh.
+        costs: counts the communication while the program is built.
+    """
+
+    mesh: Mesh
+    costs: CommunicationCosts
+
+    @abc.abstractmethod
+    def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+        """Applies a local function to the slices of each processor.
+
+        Args:
+            function: takes one tensor per operand; must be pure and depend on its arguments alone.
+                On a mesh of several processors it may not draw random numbers (LayoutError).
+            *operands: may be empty if `function` makes a constant.
+
+        Raises:
+            GradientError: `function` uses a trainable variable, or a floating tensor that is
+                neither a constant nor from `tf.stop_gradient`. Eager mode does not detect tensors.
+        """
+
+    @abc.abstractmethod
+    def coordinate(self, axis: str) -> Slices:
+        """Returns each processor's coordinate along an axis, as int32 scalars."""
+
+    @abc.abstractmethod
+    def with_gradient(
+        self,
+        forward: Callable[[Slices], Slices],
+        backward: Callable[[Slices], Slices],
+        slices: Slices,
+    ) -> Slices:
+        """Computes `forward(slices)` with the gradient that `backward` computes.
+
+        `forward` may call the methods `raw_...`, which have no gradient. For gradients of
+        gradients, `backward` must call methods that have one.
+        """
+
+    @abc.abstractmethod
+    def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+        """Applies `map` without the handling of gradients."""
+
+    @abc.abstractmethod
+    def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
+        """Reduces over the processors that differ along `axes`."""
+
+    @abc.abstractmethod
+    def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Joins the slices along an axis in the dim at position `dim`."""
+
+    @abc.abstractmethod
+    def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
+        """Cuts along `split_dim`, sends each processor a piece, and joins along `concat_dim`."""
+
+    @abc.abstractmethod
+    def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
+        """Sends slices from coordinate to coordinate; processors that receive nothing get zeros."""
+
+    def raw_reduce_scatter(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Sums over an axis and gives each processor its slice of the sum.
+
+        The pieces travel by an all-to-all, which sends no more than a reduce-scatter needs.
+        """
+        pieces = self.raw_map(lambda tensor: tensor[tf.newaxis], x)
+        pieces = self.raw_all_to_all(pieces, axis, split_dim=dim + 1, concat_dim=0)
+        return self.raw_map(lambda tensor: tf.reduce_sum(tensor, 0), pieces)
+
+    def group_size(self, axes: Sequence[str]) -> int:
+        """Returns the number of processors that differ along `axes`."""
+        return math.prod(self.mesh.size(axis) for axis in axes)
+
+    def _wide(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Returns the axes with more than one coordinate, in the order of the mesh."""
+        for axis in axes:
+            self.mesh.check_axis(axis)
+        return tuple(a for a in self.mesh.axis_names if a in axes and self.mesh.size(a) > 1)
+
+    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor, backward: bool) -> None:
+        self.costs.add(primitive, axes, x, backward)
+
+    # The gradient of each primitive is another one. `backward` selects the pass in the costs.
+
+    def _reduce(self, x: Slices, axes: Sequence[str], op: str, backward: bool) -> Slices:
+        def forward(y: Slices) -> Slices:
+            self._count("all_reduce", axes, y[0], backward)
+            return self.raw_all_reduce(y, axes, op)
+
+        return self.with_gradient(forward, lambda grad: self._vary(grad, axes), x)
+
+    def _vary(self, x: Slices, axes: Sequence[str]) -> Slices:
+        return self.with_gradient(
+            lambda y: y, lambda grad: self._reduce(grad, axes, "sum", backward=True), x
+        )
+
+    def _gather(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
+        def forward(y: Slices) -> Slices:
+            self._count("all_gather", [axis], y[0], backward)
+            return self.raw_all_gather(y, axis, dim)
+
+        return self.with_gradient(forward, lambda grad: self._slice(grad, axis, dim), x)
+
+    def _slice(self, x: Slices, axis: str, dim: int) -> Slices:
+        return self.with_gradient(
+            lambda y: self._raw_slice(y, axis, dim),
+            lambda grad: self._gather(grad, axis, dim, backward=True),
+            x,
+        )
+
+    def _reduce_scatter(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
+        def forward(y: Slices) -> Slices:
+            self._count("reduce_scatter", [axis], y[0], backward)
+            return self.raw_reduce_scatter(y, axis, dim)
+
+        return self.with_gradient(
+            forward, lambda grad: self._gather_varied(grad, axis, dim, backward=True), x
+        )
+
+    def _gather_varied(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
+        def forward(y: Slices) -> Slices:
+            self._count("all_gather", [axis], y[0], backward)
+            return self.raw_all_gather(y, axis, dim)
+
+        return self.with_gradient(
+            forward, lambda grad: self._reduce_scatter(grad, axis, dim, backward=True), x
+        )
+
+    def _exchange(
+        self, x: Slices, axis: str, split_dim: int, concat_dim: int, backward: bool
+    ) -> Slices:
+        def forward(y: Slices) -> Slices:
+            self._count("all_to_all", [axis], y[0], backward)
+            return self.raw_all_to_all(y, axis, split_dim, concat_dim)
+
+        return self.with_gradient(
+            forward, lambda grad: self._exchange(grad, axis, concat_dim, split_dim, True), x
+        )
+
+    def _send(
+        self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]], backward: bool
+    ) -> Slices:
+        def forward(y: Slices) -> Slices:
+            self._count("permute", [axis], y[0], backward)
+            return self.raw_permute(y, axis, pairs)
+
+        back = tuple((b, a) for a, b in pairs)
+        return self.with_gradient(forward, lambda grad: self._send(grad, axis, back, True), x)
+
+    def _raw_slice(self, x: Slices, axis: str, dim: int) -> Slices:
+        parts = self.mesh.size(axis)
+
+        def cut(tensor: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+            sizes = static_sizes(tensor)
+            sizes[dim] //= parts
+            begin = [at * sizes[dim] if i == dim else 0 for i in range(len(sizes))]
+            return tf.slice(tensor, tf.stack(begin), sizes)
+
+        return self.raw_map(cut, x, self.coordinate(axis))
+
+    def all_reduce(self, x: Slices, axes: Sequence[str], op: str = "sum") -> Slices:
+        """Reduces over axes, so that the result is equal along them.
+
+        Args:
+            x: values that differ along `axes`.
+            axes: may be empty.
+            op: `"sum"`, or `"max"` or `"min"`, which have no gradient.
+
+        Returns:
+            The reduced value on every processor. Gradient: the identity.
+        """
+        if op not in REDUCTIONS:
+            raise ValueError(f"no reduction is called {op!r}; known: {', '.join(REDUCTIONS)}")
+        wide = self._wide(axes)
+        if op != "sum":
+            x = self.map(tf.stop_gradient, x)
+        if not wide:
+            return x
+        return self._reduce(x, wide, op, backward=False)
+
+    def vary(self, x: Slices, axes: Sequence[str]) -> Slices:
+        """Lets a value that is equal along axes enter computation that differs along them.
+
+        Args:
+            x: a value that is equal along `axes`.
+            axes: may be empty.
+
+        Returns:
+            The same values. Gradient: the sum over `axes`.
+        """
+        wide = self._wide(axes)
+        if not wide or not x[0].dtype.is_floating:
+            return x
+        return self._vary(x, wide)
+
+    def all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Joins the slices of a dim that is split over an axis.
+
+        Args:
+            x: slices.
+            axis: the axis that splits `dim`.
+            dim: its position in the tensor.
+
+        Returns:
+            The whole dim on every processor. Gradient: the processor's slice.
+        """
+        if not self._wide([axis]):
+            return x
+        return self._gather(x, axis, dim, backward=False)
+
+    def reduce_scatter(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Sums over an axis and splits a dim of the sum over it.
+
+        Args:
+            x: values that differ along `axis`.
+            axis: the axis to sum over.
+            dim: position of the dim to split; its size must be a multiple of the axis size.
+
+        Returns:
+            Each processor's slice of the sum. Gradient: all-gather.
+        """
+        if not self._wide([axis]):
+            return x
+        self._check_divides(x, axis, dim)
+        return self._reduce_scatter(x, axis, dim, backward=False)
+
+    def gather_varied(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Joins the slices of a dim for computation that differs along the axis.
+
+        The result equals `vary` after `all_gather`, but the gradient is sent once.
+
+        Args:
+            x: slices.
+            axis: the axis that splits `dim`.
+            dim: its position in the tensor.
+
+        Returns:
+            The whole dim on every processor. Gradient: reduce-scatter.
+        """
+        if not self._wide([axis]):
+            return x
+        return self._gather_varied(x, axis, dim, backward=False)
+
+    def slice_along(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Splits a dim over an axis along which the value is equal.
+
+        Args:
+            x: a value that is equal along `axis`.
+            axis: the axis to split `dim` over.
+            dim: its position in the tensor; its size must be a multiple of the axis size.
+
+        Returns:
+            Each processor's slice. Gradient: all-gather.
+        """
+        if not self._wide([axis]):
+            return x
+        self._check_divides(x, axis, dim)
+        return self._slice(x, axis, dim)
+
+    def all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
+        """Moves a split from one dim to another.
+
+        Args:
+            x: slices of a tensor whose `concat_dim` is split over `axis`.
+            axis: the axis.
+            split_dim: position of the dim to split.
+            concat_dim: position of the dim to join.
+
+        Returns:
+            The new slices. Gradient: the reverse move.
+        """
+        if not self._wide([axis]):
+            return x
+        self._check_divides(x, axis, split_dim)
+        return self._exchange(x, axis, split_dim, concat_dim, backward=False)
+
+    def permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
+        """Sends slices along an axis.
+
+        Args:
+            x: slices.
+            axis: the axis.
+            pairs: source and target coordinates; each source and each target occurs at most once.
+
+        Returns:
+            The received slices, or zeros on processors that receive nothing. Gradient: the reverse
+            move.
+        """
+        sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
+        size = self.mesh.size(axis)
+        if any(
+            len(set(ends)) < len(ends) or not all(0 <= end < size for end in ends)
+            for ends in (sources, targets)
+        ):
+            raise LayoutError(
+                f"{list(pairs)} is no permutation along axis {axis!r} of size {size}: coordinates "
+                "go from 0 to the size, and none may be source or target twice"
+            )
+        pairs = tuple(pairs)
+        if not self._wide([axis]):
+            return x if pairs else self.map(tf.zeros_like, x)
+        return self._send(x, axis, pairs, backward=False)
+
+    def shift(self, x: Slices, axis: str, offset: int, wrap: bool) -> Slices:
+        """Sends slices `offset` coordinates up an axis.
+
+        Args:
+            x: slices.
+            axis: the axis.
+            offset: may be negative.
+            wrap: whether slices that leave at one end enter at the other; otherwise zeros enter.
+
+        Returns:
+            The received slices. Gradient: the reverse move.
+        """
+        return self.permute(x, axis, self._shift_pairs(axis, offset, wrap))
+
+    def raw_circle(self, x: Slices, axis: str, offset: int, backward: bool) -> Slices:
+        """Shifts like `shift` with `wrap`, on an axis of size above 1, without a gradient."""
+        pairs = self._shift_pairs(axis, offset, wrap=True)
+        self.costs.add("permute", [axis], x[0], backward)
+        return self.raw_permute(x, axis, pairs)
+
+    def _shift_pairs(self, axis: str, offset: int, wrap: bool) -> list[tuple[int, int]]:
+        size = self.mesh.size(axis)
+        return [(i, (i + offset) % size) for i in range(size) if wrap or 0 <= i + offset < size]
+
+    def _check_divides(self, x: Slices, axis: str, dim: int) -> None:
+        size = static_sizes(x[0])[dim]
+        if size % self.mesh.size(axis):
+            raise LayoutError(
+                f"a dim of size {size} cannot be cut into {self.mesh.size(axis)} equal slices "
+                f"over axis {axis!r} of mesh '{self.mesh}'; change the rule that names this axis"
+            )
+
+
+def check_rules(rules: Any) -> None:
+    """Raises a LayoutError unless the value is a `LayoutRules`."""
+    if not isinstance(rules, LayoutRules):
+        raise LayoutError(
+            f"the layout rules are {rules!r}; write LayoutRules.from_text('batch:data'), or "
+            "LayoutRules() for none"
+        )
+
+
+def check_real(dtype: tf.DType, what: str) -> None:
+    """Checks for real numbers or booleans: complex gradients would depend on the layout."""
+    if dtype.is_complex:
+        raise ShapeError(
+            f"{what} is {dtype.name}; elements are real numbers or booleans. Use two tensors, "
+            "tf.math.real(z) and tf.math.imag(z)"
+        )
+
+
+def whole_tensor(tensor: Any, layout: TensorLayout) -> tf.Tensor:
+    """Converts a whole tensor and checks its dtype and sizes, at run time if they are unknown."""
+    tensor = tf.convert_to_tensor(tensor)
+    shape = layout.shape
+    check_real(tensor.dtype, f"a tensor of shape '{shape}'")
+    if not tensor.shape.is_compatible_with(shape.sizes):
+        raise ShapeError(f"a tensor of sizes {tensor.shape} cannot have the shape '{shape}'")
+    if tensor.shape.is_fully_defined():
+        return tensor
+    # The name appears in TensorFlow's error.
+    sizes = ".".join(f"{dim.name}_{dim.size}" for dim in shape)
+    return tf.ensure_shape(tensor, shape.sizes, name=f"import_tensor_{sizes}")
 
 
 class Lowering(Primitives):

@@ -1,29 +1,44 @@
-"""Registration of operations in the list of all operations."""
+"""The list of all operations, from which tests and the table in the README are made.
+
+Tensors look up their operators here. This avoids an import cycle with the modules of operations.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-from pipemesh.lowering.checked import checked
-from pipemesh.lowering.op_list import OPS, Op
-
-F = TypeVar("F", bound=Callable[..., Any])
+from typing import Any
 
 
-def register(group: str, *communicates: str) -> Callable[[F], F]:
-    """Returns a decorator that registers a function as an operation and makes it `checked`.
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An operation on tensors with named dims.
 
-    Tests fail for an operation that has no cases in `tests/lowering/cases`. Do not list `vary` in
-    `communicates`: every operation with several operands uses it.
+    Attributes:
+        name: the name of the function.
+        group: the kind of operation, such as `"elementwise"`.
+        function: the public function.
+        communicates: the primitives that it may use, as one word each.
     """
 
-    def add(function: F) -> F:
-        name = function.__name__
-        if name in OPS:
-            raise ValueError(f"operation {name!r} is registered twice; give it another name")
-        careful = cast(F, checked(function))
-        OPS[name] = Op(name, group, careful, communicates)
-        return careful
+    name: str
+    group: str
+    function: Callable[..., Any]
+    communicates: tuple[str, ...]
 
-    return add
+    @property
+    def summary(self) -> str:
+        """Returns the first line of the function's docstring."""
+        return (self.function.__doc__ or "").strip().splitlines()[0]
+
+
+OPS: dict[str, Op] = {}
+
+
+def op_table() -> str:
+    """Returns a Markdown table of all operations in the order of registration."""
+    lines = ["| operation | group | communication | |", "|---|---|---|---|"]
+    for op in OPS.values():
+        sent = ", ".join(op.communicates) or "none"
+        lines.append(f"| `{op.name}` | {op.group} | {sent} | {op.summary} |")
+    return "\n".join(lines)

@@ -12,9 +12,8 @@ import tensorflow as tf
 
 from pipemesh.backend.structure import in_loop_check, nested_type
 from pipemesh.errors import ShapeError
-from pipemesh.lowering.given import check_real
-from pipemesh.lowering.lowering import Lowering, Slices
-from pipemesh.lowering.op_list import OPS
+from pipemesh.lowering.lowering import Lowering, Slices, check_real
+from pipemesh.lowering.registry import OPS
 from pipemesh.mesh import Shape, TensorLayout
 
 

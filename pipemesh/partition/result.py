@@ -11,8 +11,11 @@ from typing import Any, cast
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition.options import round_robin
-from pipemesh.partition.text import MOST_ROWS, bar, bytes_text, count_text, layers_text, number_text
-from pipemesh.text import columns
+from pipemesh.text import bytes_text, columns, count_text, number_text
+
+_BAR_WIDTH = 30
+# Of more stages than this, some are left out of tables.
+MOST_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,3 +259,30 @@ def table(plan: Partition, block: str = "█") -> str:
     elif plan.method == "exact" and plan.balance < 1:
         lines.append("the bottleneck is limited by layer granularity, not by options")
     return "\n".join(lines)
+
+
+def bar(share: float, block: str = "█") -> str:
+    """Draws a bar.
+
+    Args:
+        share: from 0 to 1 of the full width.
+        block: what to draw it with.
+
+    Returns:
+        The bar; something above zero is at least one block.
+    """
+    return block * max(round(share * _BAR_WIDTH), 1 if share > 0 else 0)
+
+
+def layers_text(layers: range) -> str:
+    """Writes the layers of a stage.
+
+    Args:
+        layers: the layer indices.
+
+    Returns:
+        For example `"4-7"`, or `"-"` for an empty stage.
+    """
+    if not layers:
+        return "-"
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"

@@ -19,8 +19,8 @@ from pipemesh.partition.even_cut import even_cut
 from pipemesh.partition.options import METHODS, Options, check_options, choice
 from pipemesh.partition.problem import Problem, allowed_positions, build_memory, build_problem
 from pipemesh.partition.result import Partition
-from pipemesh.partition.text import bytes_text, count_text
 from pipemesh.partition.virtual_stages import virtual_cut, virtual_has_cut
+from pipemesh.text import bytes_text, count_text
 
 _MOST_STAGE_COUNTS = 40
 _MOST_DOUBLINGS = 6

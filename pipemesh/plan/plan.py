@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from pipemesh.errors import LayoutError, PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.mesh.checks import whole_number
+from pipemesh.mesh.checks import text_of, whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.plan import homes, text_form
+from pipemesh.plan import homes
 from pipemesh.plan.remat import Remat
-from pipemesh.schedule import Schedule, ScheduleSpec
+from pipemesh.schedule import Schedule, ScheduleSpec, from_csv, write_csv
 from pipemesh.schedule.names import FILE, parse
 from pipemesh.text import nearest_text
 
@@ -230,8 +232,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
     def to_values(self) -> dict[str, str]:
         """Returns all values as texts by name, defaults included; `from_values` parses them."""
         return {
-            field.name: text_form.of_value(getattr(self, field.name))
-            for field in dataclasses.fields(self)
+            field.name: value_text(getattr(self, field.name)) for field in dataclasses.fields(self)
         }
 
     def __str__(self) -> str:
@@ -242,7 +243,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
             for name, text in self.to_values().items()
             if name == "mesh" or text != defaults[name]
         }
-        return text_form.joined(chosen)
+        return join_texts(chosen)
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
@@ -252,7 +253,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
             PipemeshError: a value is invalid (see the class), or a name is unknown or repeated. For
                 an unknown name, the error suggests the nearest one.
         """
-        return cls.from_values(text_form.split(text))
+        return cls.from_values(split_text(text))
 
     @classmethod
     def from_values(cls, values: Mapping[str, str]) -> Plan:
@@ -267,14 +268,14 @@ replicas; num_microbatches may be 1, 2, 5, 10
             if name not in names:
                 raise PlanError(f"{name!r} is nothing that a plan has{nearest_text(name, names)}")
             try:
-                parsed[name] = text_form.parse(name, text)
+                parsed[name] = parse_value(name, text)
             except PipemeshError as error:
                 raise type(error)(f"{name}={text!r}: {error}") from error
         return cls(**parsed)
 
     def to_json(self) -> str:
         """Returns all values as a JSON object of texts, defaults included."""
-        return text_form.to_json(self.to_values())
+        return texts_to_json(self.to_values())
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -283,7 +284,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         Raises:
             PipemeshError: as `from_text`, or the text is not a JSON object of texts.
         """
-        return cls.from_values(text_form.from_json(text))
+        return cls.from_values(texts_of_json(text))
 
 
 def check_batch(
@@ -339,3 +340,100 @@ def of_whole_sequences(schedule: Schedule) -> Schedule:
             "them: pipemesh.recurrent.Stage, takes_slices)"
         )
     return schedule
+
+
+# Prefix of a schedule's text that contains a table.
+_TABLE = "table:"
+
+
+def value_text(value: Any) -> str:
+    """Returns the text of a plan's value."""
+    if isinstance(value, Schedule):
+        return _TABLE + write_csv(value).strip()
+    if isinstance(value, tuple):
+        return ",".join(map(str, cast("tuple[int, ...]", value)))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None else str(value)
+
+
+def parse_value(name: str, text: str) -> Any:
+    """Parses the text of a plan's value."""
+    if name == "mesh":
+        return Mesh.from_text(text)
+    if name == "layout":
+        return LayoutRules.from_text(text)
+    if name == "remat":
+        return Remat.from_text(text)
+    if name == "schedule" and text.startswith(_TABLE):
+        return from_csv(text.removeprefix(_TABLE))
+    if name == "num_microbatches":
+        return _whole(text)
+    if name == "boundaries":
+        return tuple(map(_whole, text.split(","))) if text else None
+    if name == "compute_dtype":
+        return text or None
+    if name == "allow_idle":
+        if text not in ("true", "false"):
+            raise PlanError("it must be true or false")
+        return text == "true"
+    return text
+
+
+def _whole(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise PlanError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def join_texts(texts: Mapping[str, str]) -> str:
+    """Joins pairs of name and text by blanks; texts with blanks are quoted as in a shell."""
+    return " ".join(f"{name}={_quoted(text)}" for name, text in texts.items())
+
+
+def _quoted(text: str) -> str:
+    # Semicolons need no quotes, and every mesh has some.
+    return (
+        text if shlex.quote(text.replace(";", "")) == text.replace(";", "") else shlex.quote(text)
+    )
+
+
+def split_text(text: str) -> dict[str, str]:
+    """Splits the text that `join_texts` writes."""
+    text = text_of(text, PlanError, "mesh=layers:2 schedule=1f1b")
+    try:
+        parts = shlex.split(text)
+    except ValueError as error:
+        raise PlanError(f"plan {text!r} cannot be read: {error}") from error
+    values: dict[str, str] = {}
+    for part in parts:
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise PlanError(
+                f"{part!r} in plan {text!r} is not name=value; write for example "
+                "'mesh=layers:2;data:2 layout=batch:data num_microbatches=8'"
+            )
+        if name in values:
+            raise PlanError(f"{name!r} is given twice in plan {text!r}")
+        values[name] = value
+    return values
+
+
+def texts_to_json(texts: Mapping[str, str]) -> str:
+    """Returns a JSON object with a line for each value."""
+    return json.dumps(texts, indent=1)
+
+
+def texts_of_json(text: str) -> dict[str, str]:
+    """Reads the text that `texts_to_json` writes."""
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"the plan is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"the plan is {found!r}; it must be a JSON object of texts")
+    values = cast("dict[str, Any]", found)
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise PlanError(f"{name!r} of the plan is {value!r}; it must be a text")
+    return cast("dict[str, str]", values)

@@ -25,11 +25,11 @@ from pipemesh.randomness.example_labels import (
     Label,
     UnknownLabelError,
     along,
+    apply_rule,
     compressed,
     joined,
     of_rank,
 )
-from pipemesh.randomness.example_rules import apply_rule
 from pipemesh.randomness.scope import WholeDraw, WholeDraws
 
 _KNOWN = CALLS | BRANCHES | LOOPS

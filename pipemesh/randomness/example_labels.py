@@ -3,14 +3,21 @@
 A label has the rank of its tensor, and size 1 along dims that it does not depend on. Elements of no
 example (weights, constants) fit those of any; an element computed from two examples belongs to
 several.
+
+Each kind of operation has a rule for the labels of its results. Without a rule the result is
+unknown, unless all inputs belong to no example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import string
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+
+from pipemesh.backend.static_shape import static_sizes
 
 Label = np.ndarray[Any, Any]
 
@@ -134,3 +141,371 @@ def concatenated(labels: Sequence[Label], sizes: Sequence[Sequence[int]], dim: i
     for label, shape in zip(labels, sizes, strict=True):
         parts.append(whole(label, [shape[i] if i == dim else others[i] for i in range(rank)]))
     return np.concatenate(parts, dim)
+
+
+# Takes an operation and the labels of its inputs, returns those of its outputs.
+Rule = Callable[[Any, Sequence[Label]], list[Label]]
+
+_ELEMENTWISE = """
+    Abs Acos Acosh Add AddN AddV2 Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh BitwiseAnd
+    BitwiseOr BitwiseXor Bitcast Bucketize Cast Ceil CheckNumerics CheckNumericsV2 ClipByValue
+    Complex ComplexAbs Conj Cos Cosh Digamma Div DivNoNan Elu EnsureShape Equal Erf Erfc Erfinv Exp
+    Expm1 FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars Floor FloorDiv FloorMod Greater
+    GreaterEqual Identity Igamma Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift
+    Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan
+    Ndtri Neg NextAfter NotEqual Pow PreventGradient QuantizeAndDequantizeV2
+    QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 Real RealDiv Reciprocal Relu Relu6 RightShift
+    Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Sqrt
+    Square SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod XlaSharding Xdivy
+    Xlog1py Xlogy Zeta
+""".split()
+_REDUCTIONS = "All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum".split()
+_NEW = "Fill OnesLike Range Rank Shape ShapeN Size ZerosLike TensorListReserve EmptyTensorList"
+
+
+def sizes_of(tensor: tf.Tensor) -> list[int]:
+    """Returns the static sizes of a tensor."""
+    if not tensor.shape.is_fully_defined():
+        raise UnknownLabelError
+    return static_sizes(tensor)
+
+
+def _constant(tensor: tf.Tensor) -> Any:
+    value = tf.get_static_value(tensor)
+    if value is None:
+        raise UnknownLabelError
+    return value
+
+
+def _dims(tensor: tf.Tensor, rank: int) -> list[int]:
+    return [int(dim) % rank for dim in np.reshape(_constant(tensor), [-1])]
+
+
+def _full(operation: tf.Operation, label: Label, number: int = 0) -> Label:
+    return whole(label, sizes_of(operation.inputs[number]))
+
+
+def _elementwise(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    if (
+        operation.type == "Select"
+        and operation.inputs[0].shape.rank != operation.inputs[1].shape.rank
+    ):
+        # The condition is a vector with an element for each row.
+        rest = [1] * (operation.inputs[1].shape.rank - operation.inputs[0].shape.rank)
+        labels = [labels[0].reshape([*labels[0].shape, *rest]), *labels[1:]]
+    return [joined(labels)]
+
+
+def _each(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    return list(labels)
+
+
+def _new(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    if operation.type == "Fill":
+        return [labels[1]]
+    return [NO_EXAMPLES] * len(operation.outputs)
+
+
+def _reshape(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    old, new = sizes_of(operation.inputs[0]), sizes_of(operation.outputs[0])
+    return [reshaped(labels[0], old, new)]
+
+
+def _transpose(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    order = [int(dim) for dim in _constant(operation.inputs[1])]
+    return [of_rank(labels[0], len(order)).transpose(order)]
+
+
+def _concat(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    sizes = [sizes_of(tensor) for tensor in operation.inputs[:-1]]
+    dim = _dims(operation.inputs[-1], len(sizes[0]))[0]
+    return [concatenated(labels[:-1], sizes, dim)]
+
+
+def _pack(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    sizes = sizes_of(operation.inputs[0])
+    dim = operation.get_attr("axis") % (len(sizes) + 1)
+    rows = [np.expand_dims(of_rank(label, len(sizes)), dim) for label in labels]
+    return [concatenated(rows, [[*sizes[:dim], 1, *sizes[dim:]]] * len(rows), dim)]
+
+
+def _unpack(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    label = _full(operation, labels[0])
+    dim = operation.get_attr("axis") % label.ndim
+    return [label.take(i, dim) for i in range(label.shape[dim])]
+
+
+def _split(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    value, axis = (0, 2) if operation.type == "SplitV" else (1, 0)
+    label = _full(operation, labels[value], value)
+    dim = _dims(operation.inputs[axis], label.ndim)[0]
+    ends = np.cumsum([sizes_of(output)[dim] for output in operation.outputs])
+    return [
+        label[(slice(None),) * dim + (slice(end - sizes_of(output)[dim], end),)]
+        for end, output in zip(ends, operation.outputs, strict=True)
+    ]
+
+
+def _slice(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    label, sizes = _full(operation, labels[0]), sizes_of(operation.outputs[0])
+    begin = tf.get_static_value(operation.inputs[1])
+    if begin is None:
+        # Rows chosen at run time: correct if all rows have the same label.
+        begin = [0] * label.ndim
+        small = of_rank(labels[0], label.ndim)
+        if any(a > 1 and b < c for a, b, c in zip(small.shape, sizes, label.shape, strict=True)):
+            raise UnknownLabelError
+    return [label[tuple(slice(int(b), int(b) + n) for b, n in zip(begin, sizes, strict=True))]]
+
+
+def _strided_slice(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    label = _full(operation, labels[0])
+    begin, end, strides = (_constant(tensor) for tensor in operation.inputs[1:])
+    masks = {
+        name: operation.get_attr(f"{name}_mask")
+        for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    }
+    index: list[Any] = []
+    for i, (first, last, stride) in enumerate(zip(begin, end, strides, strict=True)):
+        masked = {name for name, bits in masks.items() if bits >> i & 1}
+        if "ellipsis" in masked:
+            index.append(Ellipsis)
+        elif "new_axis" in masked:
+            index.append(None)
+        elif "shrink_axis" in masked:
+            index.append(int(first))
+        else:
+            first = None if "begin" in masked else int(first)
+            last = None if "end" in masked else int(last)
+            index.append(slice(first, last, int(stride)))
+    return [np.asarray(label[tuple(index)])]
+
+
+def _tile(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    times = _constant(operation.inputs[1])
+    label = of_rank(labels[0], len(times))
+    return [
+        np.tile(label, [n if size > 1 else 1 for n, size in zip(times, label.shape, strict=True)])
+    ]
+
+
+def _broadcast(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    return [labels[0]]
+
+
+def _pad(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    pads = _constant(operation.inputs[1])
+    label = of_rank(labels[0], len(pads))
+    # Along dims with equal labels, the padding may have that label, too.
+    widths = [pad if size > 1 else (0, 0) for pad, size in zip(pads, label.shape, strict=True)]
+    if operation.type == "MirrorPad":
+        if operation.get_attr("mode") == b"REFLECT":
+            return [np.pad(label, widths, "reflect")]
+        return [np.pad(label, widths, "symmetric")]
+    return [np.pad(label, widths, constant_values=NO_EXAMPLE)]
+
+
+def _reverse(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
+    return [np.flip(label, tuple(_dims(operation.inputs[1], label.ndim)))]
+
+
+def _gather(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    table, rows = operation.inputs[0], operation.inputs[1]
+    if operation.type == "ResourceGather":
+        return [_rows(operation, labels[1])]
+    sizes, batch = sizes_of(table), operation.get_attr("batch_dims")
+    dim = _dims(operation.inputs[2], len(sizes))[0]
+    label, chosen = of_rank(labels[0], len(sizes)), of_rank(labels[1], rows.shape.rank)
+    indices = tf.get_static_value(rows)
+    if indices is not None and batch == 0:
+        return [
+            whole(
+                label,
+                [
+                    n if i == dim else m
+                    for i, (n, m) in enumerate(zip(sizes, label.shape, strict=True))
+                ],
+            ).take(indices, dim)
+        ]
+    if label.shape[dim] > 1:
+        # The label depends on the indices.
+        raise UnknownLabelError
+    inner = rows.shape.rank - batch
+    label = label.reshape([*label.shape[:dim], *[1] * inner, *label.shape[dim + 1 :]])
+    before, behind = [1] * (dim - batch), [1] * (len(sizes) - dim - 1)
+    chosen = chosen.reshape([*chosen.shape[:batch], *before, *chosen.shape[batch:], *behind])
+    return [joined([label, chosen])]
+
+
+def _rows(operation: tf.Operation, label: Label) -> Label:
+    """Returns the label of rows looked up in a table that belongs to no example."""
+    rank = len(sizes_of(operation.outputs[0]))
+    label = of_rank(label, operation.inputs[1].shape.rank)
+    return label.reshape([*label.shape, *[1] * (rank - label.ndim)])
+
+
+def _one_hot(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    label = of_rank(labels[0], operation.inputs[0].shape.rank)
+    axis = operation.get_attr("axis")
+    return [np.expand_dims(label, label.ndim if axis == -1 else axis)]
+
+
+def _contract(operands: Sequence[str], result: str, labels: Sequence[Label]) -> Label:
+    """Returns the label of products, summed over the dims (letters) that the result lacks."""
+    letters = result + "".join(sorted({*"".join(operands)} - {*result}))
+    placed: list[Label] = []
+    for dims, label in zip(operands, labels, strict=True):
+        label = of_rank(label, len(dims))
+        if len({*dims}) < len(dims):
+            raise UnknownLabelError
+        order = [dims.index(letter) for letter in letters if letter in dims]
+        sizes = iter(label.transpose(order).shape)
+        shape = [next(sizes) if letter in dims else 1 for letter in letters]
+        placed.append(label.transpose(order).reshape(shape))
+    label = of_rank(joined(placed), len(letters))
+    inner = list(range(len(result), len(letters)))
+    return reduced(label, inner).reshape(label.shape[: len(result)])
+
+
+def _matmul(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    kind = "transpose_a transpose_b" if operation.type == "MatMul" else "adj_x adj_y"
+    flip_a, flip_b = (operation.get_attr(name) for name in kind.split())
+    ranks = [tensor.shape.rank for tensor in operation.inputs]
+    outer = "abcdefgh"[: max(ranks) - 2]
+    outer_a, outer_b = (outer[len(outer) - rank + 2 :] for rank in ranks)
+    a = outer_a + ("kx" if flip_a else "xk")
+    b = outer_b + ("yk" if flip_b else "ky")
+    return [_contract([a, b], outer + "xy", labels)]
+
+
+def _einsum(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    terms, result = operation.get_attr("equation").decode().replace(" ", "").split("->")
+    operands = terms.split(",")
+    free = [c for c in string.ascii_letters if c not in terms]
+    rank = max(
+        (t.shape.rank - len(term) + 3 if "..." in term else 0)
+        for t, term in zip(operation.inputs, operands, strict=True)
+    )
+    for number, (tensor, term) in enumerate(zip(operation.inputs, operands, strict=True)):
+        count = tensor.shape.rank - len(term) + 3
+        operands[number] = term.replace("...", "".join(free[rank - count : rank]))
+    return [_contract(operands, result.replace("...", "".join(free[:rank])), labels)]
+
+
+def _reduce(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
+    dims = _dims(operation.inputs[1], label.ndim)
+    label = reduced(label, dims)
+    if operation.type in ("ArgMax", "ArgMin") or not operation.get_attr("keep_dims"):
+        label = label.reshape([n for dim, n in enumerate(label.shape) if dim not in dims])
+    return [label]
+
+
+def _softmax(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
+    return [joined([label, reduced(label, [label.ndim - 1])])]
+
+
+def _cumulative(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
+    return [joined([label, reduced(label, _dims(operation.inputs[1], label.ndim))])]
+
+
+def _cross_entropy(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    logits, targets = of_rank(labels[0], 2), labels[1]
+    if operation.type.startswith("Sparse"):
+        targets = of_rank(targets, 1).reshape([-1, 1])
+    label = joined([logits, of_rank(targets, 2)])
+    return [reduced(label, [1]).reshape([-1]), label]
+
+
+def _first(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    """Returns the label of the first input, for operations that move no elements."""
+    if not all(has_no_example(label) for label in labels[1:]):
+        raise UnknownLabelError
+    return [labels[0], *[NO_EXAMPLES] * (len(operation.outputs) - 1)]
+
+
+def _by_rows(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    """Returns the label of convolutions and pooling, which keep only the first dim apart."""
+    if not all(has_no_example(label) for label in labels[1:]):
+        raise UnknownLabelError
+    label = of_rank(labels[0], operation.inputs[0].shape.rank)
+    return [reduced(label, range(1, label.ndim))]
+
+
+def _top(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    label = of_rank(labels[0], operation.inputs[0].shape.rank)
+    return [reduced(label, [label.ndim - 1])] * 2
+
+
+def _list_of(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    """Returns the label of a list of tensors: that of all its elements."""
+    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
+    if label.shape[0] > 1:
+        raise UnknownLabelError
+    return [label[0]]
+
+
+def _list_set(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    return [joined([labels[0], labels[-1]])]
+
+
+def _list_pop(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    return [labels[0]] * len(operation.outputs)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys(_NEW.split(), _new),
+    **dict.fromkeys(["Reshape", "ExpandDims", "Squeeze"], _reshape),
+    **dict.fromkeys(["Pad", "PadV2", "MirrorPad"], _pad),
+    **dict.fromkeys(["Split", "SplitV"], _split),
+    **dict.fromkeys(["MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"], _matmul),
+    **dict.fromkeys(["Softmax", "LogSoftmax"], _softmax),
+    **dict.fromkeys(["Cumsum", "Cumprod"], _cumulative),
+    **dict.fromkeys(["GatherV2", "ResourceGather"], _gather),
+    **dict.fromkeys(["BiasAdd", "FusedBatchNormV3", "MatrixBandPart"], _first),
+    **dict.fromkeys(["Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool"], _by_rows),
+    **dict.fromkeys(
+        ["SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"], _cross_entropy
+    ),
+    **dict.fromkeys(["TensorListGetItem", "TensorListPopBack"], _list_pop),
+    **dict.fromkeys(["TensorListSetItem", "TensorListPushBack"], _list_set),
+    "BroadcastTo": _broadcast,
+    "ConcatV2": _concat,
+    "Einsum": _einsum,
+    "IdentityN": _each,
+    "OneHot": _one_hot,
+    "Pack": _pack,
+    "ReverseV2": _reverse,
+    "Slice": _slice,
+    "StridedSlice": _strided_slice,
+    "TensorListFromTensor": _list_of,
+    "TensorListStack": _broadcast,
+    "Tile": _tile,
+    "TopKV2": _top,
+    "Transpose": _transpose,
+    "Unpack": _unpack,
+}
+
+
+def apply_rule(operation: tf.Operation, labels: Sequence[Label | None]) -> list[Label | None]:
+    """Returns the labels of an operation's results, None if unknown."""
+    count = len(operation.outputs)
+    if operation.type in ("ZerosLike", "OnesLike", "Shape", "Size", "Rank"):
+        return [NO_EXAMPLES] * count
+    known = [label for label in labels if label is not None]
+    if len(known) < len(labels):
+        return [None] * count
+    if all(has_no_example(label) for label in known):
+        return [NO_EXAMPLES] * count
+    rule = RULES.get(operation.type)
+    try:
+        if rule is None:
+            raise UnknownLabelError
+        return [compressed(label) for label in rule(operation, known)]
+    except UnknownLabelError:
+        return [None] * count

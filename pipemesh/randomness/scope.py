@@ -121,7 +121,7 @@ class _Scopes(threading.local):
     def __init__(self) -> None:
         self.stack: list[Scope] = []
         self.slicewise: list[Slicewise] = []
-        # Calls of functions that are being traced; see `retracing`.
+        # Calls of functions that are being traced; see `patch`.
         self.calls: list[Any] = []
 
 

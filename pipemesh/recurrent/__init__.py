@@ -28,16 +28,19 @@ Example:
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
 from pipemesh.recurrent.executor import pipeline, pipeline_loss
-from pipemesh.recurrent.home import Home, current_devices
-from pipemesh.recurrent.memory import DeviceMemory, memory_of, predict_memory
-from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.precision import LossScale
+from pipemesh.recurrent.forecast import (
+    DeviceMemory,
+    Transfer,
+    memory_of,
+    predict_memory,
+    predict_transfers,
+    transfers_of,
+)
+from pipemesh.recurrent.options import LossScale, Options
 from pipemesh.recurrent.remat import REMAT_POLICIES, ByStage, RematPolicy, Selective
-from pipemesh.recurrent.sequence import Slice, current_slice, write_slice
-from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.stage import Home, Slice, Stage, current_devices, current_slice, write_slice
 from pipemesh.recurrent.time.recurrent import Recurrent
 from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
-from pipemesh.recurrent.transfers import Transfer, predict_transfers, transfers_of
 from pipemesh.recurrent.watch.clock import ActionClock
 from pipemesh.recurrent.watch.explain import explain
 from pipemesh.recurrent.watch.marks import Marks

@@ -9,9 +9,8 @@ import tensorflow as tf
 from pipemesh.backend.gradients import with_gradient
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.part import Grads
-from pipemesh.recurrent.passes.places import detached
-from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.passes.tracing import detached
+from pipemesh.recurrent.stage import Grads, Stage
 from pipemesh.recurrent.table.run import Performer, Run, with_loss
 from pipemesh.schedule import Schedule
 

@@ -1,16 +1,120 @@
-"""A stage for the executor: a function of flat lists of tensors, and its home."""
+"""A stage: its function, the devices that own it, and what its function is called for."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.errors import PipelineError
-from pipemesh.recurrent.home import Home
+from pipemesh.errors import DeviceError, PipelineError
 
-Tensors = Sequence[tf.Tensor]
+Tensors = list[tf.Tensor]
+Grads = list[tf.Tensor | None]
+Inputs = Sequence[tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """The devices of a stage.
+
+    Each replica has a copy of the weights and computes the same number of neighbouring examples of
+    every microbatch. A replica may have several devices; the stage divides its work among them with
+    `current_devices`. Undivided tensors lie on the first device of the replica. Tensors that all
+    replicas share, such as a sum, lie on the first device of the home.
+
+    Attributes:
+        devices: names of TensorFlow devices, ordered by replica.
+        num_replicas: number of replicas; by default one per device.
+
+    Raises:
+        DeviceError: there is no device, a name is not a string, or the number of devices is not a
+            multiple of the number of replicas.
+
+    Example:
+        >>> home = Home(("GPU:0", "GPU:1"))
+        >>> home.first, len(home), str(home)
+        ('GPU:0', 2, 'GPU:0, GPU:1')
+        >>> home = Home(("GPU:0", "GPU:1", "GPU:2", "GPU:3"), num_replicas=2)
+        >>> home.replica(1)
+        ('GPU:2', 'GPU:3')
+    """
+
+    devices: tuple[str, ...]
+    num_replicas: int = 0
+
+    def __post_init__(self) -> None:
+        given: Any = self.devices
+        devices = [given] if isinstance(given, str) else given
+        known = isinstance(devices, Iterable) and tuple(devices)
+        if not known or not all(isinstance(device, str) for device in known):
+            raise DeviceError(
+                f"a home has the devices {given!r}; give names of one or several, for "
+                "example ('GPU:0', 'GPU:1')"
+            )
+        object.__setattr__(self, "devices", known)
+        object.__setattr__(self, "num_replicas", self.num_replicas or len(known))
+        if len(known) % self.num_replicas:
+            raise DeviceError(
+                f"a home has {len(known)} devices ({self}) and {self.num_replicas} replicas; give "
+                "each replica as many devices"
+            )
+
+    @classmethod
+    def of(cls, given: Home | str | Sequence[str]) -> Home:
+        """Returns a home for a device or several; a `Home` is returned as it is.
+
+        Raises:
+            DeviceError: the argument is not a home or device names.
+        """
+        return given if isinstance(given, Home) else cls(given)  # type: ignore[arg-type]
+
+    @property
+    def first(self) -> str:
+        """The device of every tensor that is not split."""
+        return self.devices[0]
+
+    @property
+    def group(self) -> int:
+        """The number of devices of a replica."""
+        return len(self.devices) // self.num_replicas
+
+    def replica(self, number: int) -> tuple[str, ...]:
+        """Returns the devices of a replica."""
+        return self.devices[number * self.group :][: self.group]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __str__(self) -> str:
+        return ", ".join(self.devices)
+
+
+_current_devices: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "devices", default=()
+)
+
+
+@contextlib.contextmanager
+def calling_on(devices: tuple[str, ...]) -> Iterator[None]:
+    """Sets the devices that `current_devices` returns inside the context."""
+    token = _current_devices.set(devices)
+    try:
+        yield
+    finally:
+        _current_devices.reset(token)
+
+
+def current_devices() -> tuple[str, ...]:
+    """Returns the devices of the replica that calls the stage's function; outside of a stage, none.
+
+    The function runs in the device scope of the first device. It places operations on the others
+    with `tf.device`; the functions that are cut from its graph keep them there.
+    """
+    return _current_devices.get()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +155,11 @@ class Stage:
 
     name: str
     forward: Callable[
-        [Tensors, Tensors, Tensors, tf.Tensor, tf.Tensor | None],
+        [Inputs, Inputs, Inputs, tf.Tensor, tf.Tensor | None],
         tuple[list[tf.Tensor], list[tf.Tensor]],
     ]
-    theta: Tensors
-    carry: Tensors
+    theta: Inputs
+    carry: Inputs
     home: Home | str | Sequence[str]
     recurrent: bool = False
     dtypes: Sequence[tf.DType] | None = None
@@ -139,3 +243,112 @@ class Stage:
     def theta_devices(self) -> list[str]:
         """For each of `theta` its device."""
         return [self.devices[owner] for owner in self.owners]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """The part of its sequences that a stage's function gets.
+
+    Attributes:
+        index: int64 scalar, from 0; a slice of `n` positions begins at position `index * n`.
+        count: number of slices; 1 for whole sequences.
+    """
+
+    index: tf.Tensor
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    slice: Slice
+    # True if the carry belongs to one microbatch, so that it can be reset.
+    is_piece: bool
+
+
+_current_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("slice", default=None)
+
+
+@contextlib.contextmanager
+def calling_for(index: tf.Tensor, count: int, is_piece: bool = True) -> Iterator[None]:
+    """Sets the slice that `current_slice` returns inside the context.
+
+    `is_piece` is False if the function gets the whole batch, which is traced for shapes and draws
+    only.
+    """
+    token = _current_call.set(_Call(Slice(index, count), is_piece))
+    try:
+        yield
+    finally:
+        _current_call.reset(token)
+
+
+def current_slice() -> Slice:
+    """Returns the slice that a stage's function is called for; by default the whole sequence.
+
+    Example:
+        >>> from pipemesh.recurrent.stage import current_slice
+        >>> current_slice().count
+        1
+    """
+    call = _current_call.get()
+    return Slice(tf.constant(0, tf.int64), 1) if call is None else call.slice
+
+
+def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
+    """Writes the current slice into a tensor of whole sequences, at its positions.
+
+    A layer of causal attention can so keep keys and values of whole length as its carry. Its
+    queries attend to all positions up to their own. Shapes stay static, as the executor requires.
+
+    Args:
+        past: the tensor of whole sequences, of any shape.
+        new: the tensor of the current slice; like `past`, but shorter along `dim`.
+        dim: the dim of the positions.
+
+    Returns:
+        A tensor of the shape of `past`.
+
+    Raises:
+        PipelineError: the lengths do not fit, or are not static.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.recurrent.stage import calling_for, write_slice
+        >>> with calling_for(tf.constant(1, tf.int64), 3):
+        ...     write_slice(tf.zeros([6]), tf.constant([1.0, 2.0]), 0).numpy().tolist()
+        [0.0, 0.0, 1.0, 2.0, 0.0, 0.0]
+    """
+    sizes, own, piece = past.shape.as_list(), new.shape.as_list(), current_slice()
+    length = own[dim] or 0
+    if None in own or [*own[:dim], length * piece.count, *own[dim + 1 :]] != sizes:
+        raise PipelineError(
+            f"a slice of shape {new.shape} is written into {past.shape} along dim {dim}; give it "
+            f"the same shape but for the length there, which is that of {piece.count} slices, all "
+            "of it known before the step runs"
+        )
+    if piece.count == 1:
+        return new
+    # The index of the slice becomes a dim of its own. `tf.slice` would give the gradient an unknown
+    # shape.
+    parts = tf.reshape(past, [*sizes[:dim], piece.count, length, *sizes[dim + 1 :]])
+    here = tf.equal(tf.range(piece.count, dtype=tf.int64), piece.index)
+    here = tf.reshape(here, [-1, *[1] * (len(sizes) - dim)])
+    return tf.reshape(tf.where(here, tf.expand_dims(new, dim), parts), sizes)
+
+
+def starting_anew(stage: Stage) -> Stage:
+    """Returns a recurrent stage whose carry is reset at the first slice of each microbatch.
+
+    In the backward pass, the gradient from the next microbatch is then zero. The gradient that
+    leaves the first slice belongs to the initial carry and is summed over microbatches.
+    """
+    initial = [tf.convert_to_tensor(t) for t in stage.carry]
+
+    def forward(theta: Any, carry: Any, *rest: Any) -> Any:
+        call = _current_call.get()
+        if call is not None and call.is_piece and call.slice.count > 1:
+            begins = tf.equal(call.slice.index, 0)
+            carry = [tf.where(begins, a, b) for a, b in zip(initial, carry, strict=True)]
+        return stage.forward(theta, carry, *rest)
+
+    return dataclasses.replace(stage, forward=forward)

@@ -40,11 +40,9 @@ with those `pipemesh.plan.predict` says how long a step takes under another plan
     ('--num_microbatches=8', 0.775)
 """
 
-from pipemesh.report.correction import corrected
-from pipemesh.report.difference import Part, parts_of
+from pipemesh.report.measured_step import Part, corrected, parts_of
 from pipemesh.report.plan_changes import Basis, Change, basis_of, changes
-from pipemesh.report.record import Record, to_line
-from pipemesh.report.run import Run, read
+from pipemesh.report.record import Record, Run, read, to_line
 from pipemesh.report.run_pages import comparison, page
 from pipemesh.report.schedule_drawing import memory_to_svg, to_html, to_svg
 from pipemesh.report.schedule_text import to_terminal, to_trace

@@ -9,10 +9,9 @@ from html import escape
 from typing import Any
 
 from pipemesh.errors import PipemeshError
-from pipemesh.partition.text import bytes_text
 from pipemesh.plan import predict
-from pipemesh.report.difference import parts_of
 from pipemesh.report.html_page import note, table
+from pipemesh.report.measured_step import parts_of
 from pipemesh.report.plan_changes import (
     LEAST,
     Basis,
@@ -22,8 +21,9 @@ from pipemesh.report.plan_changes import (
     best_of_each,
     least,
 )
-from pipemesh.report.run import MEMORY, Run
+from pipemesh.report.record import MEMORY, Run
 from pipemesh.schedule import Timeline
+from pipemesh.text import bytes_text
 
 # Memory that exists only from the first step on.
 _OF_STEPS = ("gradients", "activations")

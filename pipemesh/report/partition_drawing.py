@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from pipemesh.partition.result import Partition
-from pipemesh.partition.text import layers_text, number_text
+from pipemesh.partition.result import Partition, layers_text
 from pipemesh.report.svg import (
     filled,
     grid,
@@ -19,6 +18,7 @@ from pipemesh.report.svg import (
     ticks,
     tooltip,
 )
+from pipemesh.text import number_text
 
 _WIDTH, _PANEL, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 250, 74, 20, 46, 46
 _MOST_LABELS = 24

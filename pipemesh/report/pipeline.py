@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipemesh.partition.text import bytes_text
-from pipemesh.report.difference import parts_of
 from pipemesh.report.html_page import figure, note, table
-from pipemesh.report.run import MEMORY, Run
+from pipemesh.report.measured_step import parts_of
+from pipemesh.report.record import MEMORY, Run
 from pipemesh.report.schedule_drawing import LEFT, RIGHT, to_svg
 from pipemesh.report.svg import Row, bar_chart
 from pipemesh.schedule import Timeline, simulate
-from pipemesh.text import short
+from pipemesh.text import bytes_text, short
 
 # Pixels of a time axis, so that nothing scrolls at 1280 pixels.
 _PLOT = 1200 - LEFT - RIGHT

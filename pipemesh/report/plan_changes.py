@@ -16,8 +16,8 @@ from pipemesh.plan.homes import home_of
 from pipemesh.plan.plan import divisors
 from pipemesh.plan.search import DATA, SCHEDULES, Split, with_better_cuts
 from pipemesh.plan.stages import bytes_of, evenly_cut
-from pipemesh.report.correction import corrected
-from pipemesh.report.run import Run
+from pipemesh.report.measured_step import corrected
+from pipemesh.report.record import Run
 from pipemesh.schedule import Costs, Timeline
 
 # How much smaller or larger microbatches may be if no times were measured for them: their actions

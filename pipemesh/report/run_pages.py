@@ -10,13 +10,12 @@ from html import escape
 from typing import Any
 
 from pipemesh.errors import ReportError
-from pipemesh.partition.text import bytes_text, count_text
 from pipemesh.report.forecast import advice, forecast
 from pipemesh.report.html_page import document, figure, note, section, side_by_side, table
 from pipemesh.report.pipeline import communication, memory, schedule, workers
-from pipemesh.report.run import SAMPLES, Points, Run
+from pipemesh.report.record import SAMPLES, Points, Run
 from pipemesh.report.svg import SERIES, Scale, Series, line_chart
-from pipemesh.text import short
+from pipemesh.text import bytes_text, count_text, short
 
 # Lines of a kind, and samples, that are shown.
 _MOST_LINES = 20

@@ -34,8 +34,7 @@ from pipemesh.schedule.builders import (
 )
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.csv import from_csv, write_csv
-from pipemesh.schedule.improve import recompute
-from pipemesh.schedule.list_schedule import list_schedule
+from pipemesh.schedule.list_schedule import list_schedule, recompute
 from pipemesh.schedule.optimal import Optimum, optimal_schedule
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate

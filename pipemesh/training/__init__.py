@@ -14,17 +14,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipemesh.training.batches import Batches
     from pipemesh.training.evaluation import evaluate
-    from pipemesh.training.optimizer import prepare_optimizer
+    from pipemesh.training.inputs import Batches
     from pipemesh.training.registered import RegisteredModel, find_model
+    from pipemesh.training.run import Options
     from pipemesh.training.run.loop import Loop
-    from pipemesh.training.run.options import Options
     from pipemesh.training.saving import Saving
-    from pipemesh.training.score import Means
-    from pipemesh.training.subject import Subject
+    from pipemesh.training.subject import Means, Subject
+    from pipemesh.training.trained_task import all_or_none, prepare_optimizer
     from pipemesh.training.trainer import Trainer
-    from pipemesh.training.whole_updates import all_or_none
 
 __all__ = [
     "Batches",
@@ -42,18 +40,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Batches": "batches",
+    "Batches": "inputs",
     "Loop": "run.loop",
-    "Means": "score",
-    "Options": "run.options",
+    "Means": "subject",
+    "Options": "run",
     "Saving": "saving",
     "Subject": "subject",
     "Trainer": "trainer",
     "RegisteredModel": "registered",
-    "all_or_none": "whole_updates",
+    "all_or_none": "trained_task",
     "evaluate": "evaluation",
     "find_model": "registered",
-    "prepare_optimizer": "optimizer",
+    "prepare_optimizer": "trained_task",
 }
 
 

@@ -1,19 +1,23 @@
-"""Evaluation of a task's weights on held-out batches."""
+"""Evaluation of a task on held-out batches, and its predictions for single examples."""
 
 from __future__ import annotations
 
+from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
+
+
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from lingvo.core import base_model
 
 from pipemesh.checkpoint import restore
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import CheckpointError, DataError, TrainingError
 from pipemesh.hosts import watch
-from pipemesh.training.score import Score
-from pipemesh.training.subject import Subject
+from pipemesh.training.subject import Score, Subject, rows_of
 from pipemesh.training.trained_task import TrainedTask
 
 
@@ -111,3 +115,91 @@ def scored(subject: Subject, batch: Any, outcome: Any, loss: str) -> Score:
 def vanished(error: Exception) -> DataError:
     """Returns a one-line error for held-out data that cannot be read."""
     return DataError(f"the held-out data cannot be read any more ({reason(error)})")
+
+
+# The name of a prediction that is a single tensor.
+_ONE = "predictions"
+
+
+class Predictor:
+    """A predictor without dropout, with moving averages in place of weights.
+
+    The plan may differ from that of the run; only weights and their moving averages are read.
+
+    Attributes:
+        left_out: names of predicted values, seen so far, that do not have one row for each example.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another model, or is damaged.
+        DataError: there is no held-out data.
+        TrainingError: the task defines no predictions.
+    """
+
+    def __init__(self, subject: Subject, checkpoint: str) -> None:
+        kind = subject.task().cls
+        if kind.ComputePredictions is base_model.BaseTask.ComputePredictions:
+            raise TrainingError(
+                f"{subject.name}: its task {kind.__name__} has no ComputePredictions of its own, "
+                "so nothing says what it predicts; define it (FPropTower calls it, unless that is "
+                "overridden)"
+            )
+        self._trained = restored(subject, checkpoint, subject.task_with_input(is_trained=False))
+        self._batches = subject.heldout_data()
+        if self._batches is None:
+            raise DataError(
+                f"{subject.name} has no held-out data; define Dev() or Test() of its class"
+            )
+        self.left_out: set[str] = set()
+        self._predict = tf.function(self._trained.predict, autograph=False)
+
+    def examples(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yields the predictions for each held-out example, in order.
+
+        Rows with weight 0 in `weights` are padding, and are skipped. Raises DataError if the data
+        cannot be read, TrainingError if a stage failed or no value has one row for each example.
+        """
+        iterator = iter(self._batches or ())
+        while True:
+            try:
+                batch = next(iterator, None)
+            except tf.errors.OpError as error:
+                raise vanished(error) from error
+            if batch is None:
+                return
+            yield from self._of(batch)
+
+    def _of(self, batch: Any) -> Iterator[dict[str, np.ndarray]]:
+        rows = rows_of(batch)
+        try:
+            with self._trained.cluster(do_eval=True):
+                found = self._predict(batch)
+        except tf.errors.OpError as error:
+            explained = self._trained.explain(error)
+            if explained is None:
+                raise
+            raise TrainingError(f"prediction: {explained}") from error
+        # Values in a map need no prefix.
+        named = {name.removeprefix(f"{_ONE}."): each for name, each in _arrays(_ONE, found)}
+        kept = {name: each for name, each in named.items() if each.shape[:1] == (rows,)}
+        self.left_out |= named.keys() - kept.keys()
+        if not kept:
+            raise TrainingError(
+                f"of what ComputePredictions returns ({', '.join(named) or 'nothing'}) nothing has "
+                f"a row for each of {rows} examples"
+            )
+        weights = np.asarray(batch["weights"]) if "weights" in batch else np.ones([rows])
+        for row in range(rows):
+            if weights.shape != (rows,) or weights[row]:
+                yield {name: each[row] for name, each in kept.items()}
+
+
+def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields each tensor of a nested value under its own name, `outputs.a` or `outputs[0]`."""
+    if isinstance(value, Mapping):
+        for key in sorted(value):
+            yield from _arrays(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _arrays(f"{name}[{number}]", each)
+    else:
+        yield name, np.asarray(value)

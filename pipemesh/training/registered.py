@@ -17,7 +17,7 @@ from pipemesh.example_models import example, import_model_module
 from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
-from pipemesh.plan.text_form import of_value
+from pipemesh.plan.plan import value_text
 from pipemesh.recurrent.remat import remat_of
 from pipemesh.schedule import Schedule, ScheduleSpec
 from pipemesh.text import is_missing, nearest_text
@@ -314,12 +314,12 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
 def _own_values(stack: Any) -> dict[str, str]:
     """Returns the values of a plan that a stack's params define."""
     return {
-        "schedule": of_value(stack.schedule),
+        "schedule": value_text(stack.schedule),
         "num_microbatches": str(stack.num_micro_batches),
         "remat": str(remat_of(stack.remat)),
         "lowering": stack.lowering,
         "layout": str(stack.layout or ""),
-        "allow_idle": of_value(bool(stack.allow_idle)),
+        "allow_idle": value_text(bool(stack.allow_idle)),
     }
 
 

@@ -13,7 +13,7 @@ from pipemesh.checkpoint import Checkpoints, Manifest, newest_whole
 from pipemesh.checkpoint.folder import go_back, path_of
 from pipemesh.checkpoint.reader import read_tensors
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
-from pipemesh.training.batches import NAME, Batches
+from pipemesh.training.inputs import NAME, Batches
 
 # Keys of a note that may differ between two checkpoints of one run.
 _OF_THE_PLACE = ("skip", "flags", "best", "judged")

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.checkpoint import Checkpoints, Manifest, conversion, convert, restore
-from pipemesh.checkpoint.tensors import names_of
+from pipemesh.checkpoint.conversion import names_of
 from pipemesh.errors import CheckpointError, SaveError
 
 

@@ -12,8 +12,8 @@ import functools
 import pytest
 import tensorflow as tf
 
-from pipemesh.lowering.op_list import OPS
 from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.lowering.registry import OPS
 from pipemesh.mesh import Mesh
 from tests.lowering.cases import ALL
 from tests.lowering.cases.case import THIN_MESHES, sampled, thinned

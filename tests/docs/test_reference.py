@@ -13,7 +13,7 @@ import pytest
 import pipemesh
 import pipemesh.errors
 from pipemesh.lowering import ops
-from pipemesh.lowering.op_list import OPS
+from pipemesh.lowering.registry import OPS
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import task_of, worker_devices
 from pipemesh.backend.saved_state import Slice, SlicedVariable
-from pipemesh.checkpoint import Checkpoints, newest_whole, workers
+from pipemesh.checkpoint import Checkpoints, newest_whole, slices
 from pipemesh.checkpoint import checkpoints as module
 from pipemesh.errors import SaveError
 from pipemesh.hosts import Cluster
@@ -154,8 +154,8 @@ def failing(folder, devices):
 
     saver = Checkpoints(folder, values)
     saver.save(1, {})
-    absolute = workers.absolute
-    workers.absolute = lambda prefix, host: (
+    absolute = slices.absolute
+    slices.absolute = lambda prefix, host: (
         "/proc/none/ckpt" if task_of(host) == 1 else absolute(prefix, host)
     )
     error = None
@@ -169,7 +169,7 @@ def failing(folder, devices):
         except SaveError as found:
             error = str(found)
         step()
-    workers.absolute = absolute
+    slices.absolute = absolute
     return {"error": error, "newest": saver.save(3, {})}
 
 

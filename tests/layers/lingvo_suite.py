@@ -123,7 +123,7 @@ def run_file(
     """Runs one test file in this process."""
     sys.argv = [file, "--enable_eager_execution"] if eager else [file]
     # Also where lingvo's own modules run: its native ops do not load on every system.
-    from pipemesh.layers.replace_gpipe import replace_gpipe, replace_module
+    from pipemesh.layers.lingvo_gpipe import replace_gpipe, replace_module
 
     if with_pipemesh:
         replace_gpipe()

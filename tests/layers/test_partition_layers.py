@@ -1,16 +1,222 @@
-"""What the partitioner can do, from layers' params."""
+"""Costs of layers, and stages cut by them."""
+
+import re
 
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, py_utils, tshape
+from lingvo.core import base_layer, layers, py_utils, tshape
 
 from pipemesh.errors import PartitionError
-from pipemesh.layers import PartitionSequentialLayers
-from pipemesh.layers import costs as costs_module
-from pipemesh.schedule import zb_v
+from pipemesh.layers import FeatureExtractionLayer, PartitionSequentialLayers, PipeliningLayer
+from pipemesh.layers import partition_layers as costs_module
+from pipemesh.layers.named import TransformerBlock
+from pipemesh.layers.partition_layers import layer_costs, named_layers
+from pipemesh.partition import partition
+from pipemesh.schedule import build, simulate, zb_v
+from tests.layers.blocks import WIDTH, blocks
+from tests.layers.harness import cluster
 
-WIDTH, FLOAT = 4, 4
-X = tshape.Shape([8, WIDTH])
+ROWS, LENGTH, FLOAT, MICROBATCHES = 2, 3, 4, 4
+X = tshape.Shape([ROWS, LENGTH, WIDTH])
+IDS = tf.TensorSpec([ROWS, LENGTH], tf.int32)
+VOCAB = 50
+
+
+class Embed(base_layer.BaseLayer):
+    """Ids to vectors; the ids go on as labels."""
+
+    def _CreateLayerVariables(self):
+        super()._CreateLayerVariables()
+        init = py_utils.WeightInit.Gaussian(1.0)
+        self.CreateVariable("table", py_utils.WeightParams([VOCAB, WIDTH], init))
+
+    def FProp(self, theta, ids):
+        return tf.gather(theta.table, ids), ids
+
+    @classmethod
+    def FPropMeta(cls, p, ids):
+        vectors = tshape.Shape([ids[0], ids[1], WIDTH])
+        return py_utils.NestedMap(flops=1, out_shapes=(vectors, ids))
+
+
+class Tanh(base_layer.BaseLayer):
+    """Keeps its output, where the next layer keeps its input: one tensor."""
+
+    def FProp(self, theta, x, *rest):
+        del theta
+        return (tf.nn.tanh(x), *rest) if rest else tf.nn.tanh(x)
+
+    @classmethod
+    def FPropMeta(cls, p, x, *rest):
+        return py_utils.NestedMap(flops=10, out_shapes=(x, *rest))
+
+
+class Square(Tanh):
+    def FProp(self, theta, x, *rest):
+        del theta
+        return (tf.square(x), *rest) if rest else tf.square(x)
+
+
+class Loss(base_layer.BaseLayer):
+    def FProp(self, theta, x, labels):
+        del theta
+        return tf.reduce_sum(tf.square(x)), tf.cast(tf.size(labels), tf.float32)
+
+    @classmethod
+    def FPropMeta(cls, p, x, labels):
+        scalar = tshape.Shape([])
+        return py_utils.NestedMap(flops=5, out_shapes=(scalar, scalar))
+
+
+def test_bytes_are_those_of_weights_outputs_and_what_backward_passes_read():
+    embed, square, tanh, loss = layer_costs(
+        [cls.Params().Set(name=cls.__name__) for cls in (Embed, Square, Tanh, Loss)], IDS
+    )
+    vectors, ids = ROWS * LENGTH * WIDTH * FLOAT, ROWS * LENGTH * 4
+    assert [cost.forward for cost in (embed, square, tanh, loss)] == [1, 10, 10, 5]
+    assert (embed.parameter_bytes, embed.boundary_bytes) == (VOCAB * WIDTH * FLOAT, vectors + ids)
+    # A square needs its input, a tanh its output, which the square of the loss needs too.
+    assert (square.activation_bytes, square.shared_bytes) == (vectors, 0)
+    assert (tanh.activation_bytes, tanh.shared_bytes) == (vectors, 0)
+    assert (loss.activation_bytes, loss.shared_bytes) == (vectors, vectors)
+    assert (loss.parameter_bytes, loss.boundary_bytes) == (0, 2 * FLOAT)
+    assert [cost.name for cost in (embed, loss)] == ["cell_000", "cell_003"]
+
+
+def test_layers_that_are_alike_are_traced_once_and_nothing_is_left_behind(monkeypatch):
+    traced = []
+    trace = costs_module._trace
+    monkeypatch.setattr(
+        costs_module,
+        "_trace",
+        lambda layer, *rest: traced.append(layer.name) or trace(layer, *rest),
+    )
+    with tf.Graph().as_default() as graph:
+        found = layer_costs(blocks(5), X)
+        assert not graph.get_operations()
+    assert traced == ["cell_000"]
+    assert len({cost.activation_bytes for cost in found}) == 1
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved:2"])
+def test_predicted_bytes_are_those_that_the_pipeline_predicts(name):
+    number, boundaries = 4, (0, 1, 4, 6, 7)
+    params = [Embed.Params(), *(c.Params() for c in (Square, Tanh, Square, Tanh, Square))]
+    params = named_layers([p.Set(name="x") for p in [*params, Loss.Params()]])
+    costs = layer_costs(params, IDS)
+    table = build(name, number // (2 if ":" in name else 1), MICROBATCHES)
+    plan = partition(
+        costs,
+        number,
+        **simulate(table).for_partition(),
+        # Gradients and no optimizer, which the pipeline does not know.
+        optimizer_bytes_per_parameter_byte=1,
+        fixed=dict(enumerate(boundaries[1:-1], start=1)),
+    )
+    cells = [
+        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=[params[j] for j in stage])
+        for i, stage in enumerate(plan.stages)
+    ]
+    stack = PipeliningLayer.Params().Set(
+        name="stack",
+        cell_tpl=cells,
+        num_micro_batches=MICROBATCHES,
+        schedule=table,
+        loss_inside=True,
+        remat="none",
+    )
+    py_utils.SetEagerMode(False, test_mode=True)
+    with tf.Graph().as_default(), cluster(table.num_devices):
+        py_utils.GetOrCreateGlobalStepVar()
+        batch = tf.TensorSpec([ROWS * MICROBATCHES, LENGTH], tf.int32)
+        found = [memory.total for memory in stack.Instantiate().PredictMemory(batch)]
+    if ":" in name:
+        # Peaks of a device's stages are added though they need not coincide.
+        assert all(b <= a <= 1.5 * b for a, b in zip(plan.device_memory, found, strict=True))
+    else:
+        # None but a sparse gradient, which is less than the weight, differs.
+        assert list(plan.device_memory) == pytest.approx(found, rel=0.05)
+
+
+class Says(base_layer.BaseLayer):
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("said", {}, "What FPropMeta says besides.")
+        return p
+
+    def FProp(self, theta, x):
+        raise AssertionError("it was traced")
+
+    @classmethod
+    def FPropMeta(cls, p, x):
+        return py_utils.NestedMap(flops=1, out_shapes=(x,), **p.said)
+
+
+def test_what_fprop_meta_says_is_taken_and_need_not_be_traced():
+    said = {"parameter_bytes": 10, "activation_bytes": 20}
+    [cost] = layer_costs([Says.Params().Set(said=said)], X)
+    assert (cost.parameter_bytes, cost.activation_bytes) == (10, 20)
+    assert cost.boundary_bytes == ROWS * LENGTH * WIDTH * FLOAT
+    [half] = layer_costs([Says.Params().Set(said=said)], X, fprop_dtype=tf.bfloat16)
+    assert 2 * half.boundary_bytes == cost.boundary_bytes
+
+
+@pytest.mark.parametrize(
+    ("params", "shapes", "message"),
+    [
+        (
+            [Says.Params()],
+            [X],
+            r"'cell_000' \(Says\) was traced .*float32 \[2, 3, 4\].*it was trac",
+        ),
+        (
+            [Embed.Params()],
+            [tshape.Shape([2, 3])],
+            r"'cell_000' \(Embed\) was traced .* must be given as tf.TensorSpec\(shape, dtype\)",
+        ),
+        ([Says.Params().Set(said={"parameter_bytes": -1})], [X], "returns parameter_bytes=-1; it"),
+    ],
+)
+def test_errors_name_the_layer_and_what_it_was_given(params, shapes, message):
+    with pytest.raises(PartitionError, match=re.compile(message, re.DOTALL)):
+        layer_costs(params, *shapes)
+
+
+def test_measured_costs_are_seconds_and_bytes_are_the_same():
+    dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4)
+    spec = tf.TensorSpec([8, 4])
+    [counted, _], [measured, twin] = (
+        layer_costs([dense, dense], spec, measured=flag) for flag in (False, True)
+    )
+    assert 0 <= measured.forward < 10 and 0 <= measured.backward < 10
+    assert measured.forward == twin.forward
+    for name in ("parameter_bytes", "activation_bytes", "boundary_bytes"):
+        assert getattr(measured, name) == getattr(counted, name)
+    with tf.Graph().as_default(), pytest.raises(PartitionError, match="outside of any graph"):
+        layer_costs([dense], spec, measured=True)
+
+
+@pytest.mark.parametrize("dtype", [None, tf.bfloat16])
+def test_layers_with_named_dims_say_what_the_pipeline_would_trace(dtype):
+    block = TransformerBlock.Params().Set(input_dim=8, num_heads=2, hidden_dim=12)
+    [cost] = layer_costs([block], tshape.Shape([2, 3, 8]), fprop_dtype=dtype)
+    stage = FeatureExtractionLayer.Params().Set(name="stage", sub=[block.Copy().Set(name="b")])
+    params = PipeliningLayer.Params().Set(
+        name="pipe", cell_tpl=[stage], remat="none", check_numerics="off", fprop_dtype=dtype
+    )
+    py_utils.SetEagerMode(False, test_mode=True)
+    with tf.Graph().as_default(), cluster(1):
+        py_utils.GetOrCreateGlobalStepVar()
+        layer = params.Instantiate()
+        [device] = layer.PredictMemory(tf.TensorSpec([2, 3, 8]))
+    assert cost.activation_bytes == device.kept
+    sizes = [variable.shape.num_elements() for variable in layer.vars.Flatten()]
+    assert cost.parameter_bytes == FLOAT * sum(sizes)
+
+
+DENSE_WIDTH, FLOAT = 4, 4
+DENSE_SHAPE = tshape.Shape([8, DENSE_WIDTH])
 
 
 class Layer(base_layer.BaseLayer):
@@ -26,7 +232,7 @@ class Layer(base_layer.BaseLayer):
     def _CreateLayerVariables(self):
         super()._CreateLayerVariables()
         init = py_utils.WeightInit.Constant(1.0)
-        self.CreateVariable("table", py_utils.WeightParams([self.params.rows, WIDTH], init))
+        self.CreateVariable("table", py_utils.WeightParams([self.params.rows, DENSE_WIDTH], init))
 
     def FProp(self, theta, x):
         return tf.square(x) * tf.reduce_sum(theta.table)
@@ -44,7 +250,7 @@ def stack(number=8, huge=None):
 
 
 def cut(params, number, *shapes, **options):
-    stages = PartitionSequentialLayers(params, number, *(shapes or (X,)), **options)
+    stages = PartitionSequentialLayers(params, number, *(shapes or (DENSE_SHAPE,)), **options)
     return [len(stage.sub) for stage in stages]
 
 
@@ -59,7 +265,7 @@ def nothing_traced(monkeypatch):
 def test_a_huge_embedding_gets_a_stage_of_its_own_under_a_memory_limit():
     layers = stack(huge=0)
     assert cut(layers, 2) == [4, 4]
-    table = 1000 * WIDTH * FLOAT
+    table = 1000 * DENSE_WIDTH * FLOAT
     # What a layer keeps is much less than the table, but four layers keep too much beside it.
     options = {"num_microbatches": 4, "optimizer_bytes_per_parameter_byte": 0}
     tight = cut(layers, 2, memory_limit=table + 1500, schedule="gpipe", **options)
@@ -136,4 +342,4 @@ def test_measured_costs_decide_where_flops_mislead():
     layers = stack(4)
     layers[0].flops = 1000.0
     assert cut(layers, 2) == [1, 3]
-    assert sum(cut(layers, 2, tf.TensorSpec([8, WIDTH]), measured=True)) == 4
+    assert sum(cut(layers, 2, tf.TensorSpec([8, DENSE_WIDTH]), measured=True)) == 4

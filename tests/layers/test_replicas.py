@@ -13,7 +13,7 @@ from pipemesh.layers import (
     SeqLayer,
     mesh_cluster,
 )
-from pipemesh.layers.pipeline.homes import stage_homes
+from pipemesh.layers.mesh_cluster import stage_homes
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.blocks import WIDTH, blocks
 from tests.layers.harness import run_tf1, run_tf2

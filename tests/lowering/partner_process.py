@@ -15,8 +15,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import tensorflow as tf
 
+from pipemesh.backend.cluster import connect_processes
 from pipemesh.backend.devices import start_cpu_devices
-from pipemesh.backend.processes import connect_processes
 from pipemesh.lowering.simd.cores import Cores
 from pipemesh.mesh import LayoutRules, Mesh
 

@@ -8,9 +8,8 @@ import tensorflow as tf
 
 from pipemesh.errors import GradientError, PipelineError
 from pipemesh.lowering import PlacementLowering, SimdLowering, Tensor, ops
-from pipemesh.lowering.captures import call_alone, check_no_layers_axis, lost_in_layer
-from pipemesh.lowering.initializers import Constant
-from pipemesh.lowering.variable import Variable
+from pipemesh.lowering.differentiate import call_alone, check_no_layers_axis, lost_in_layer
+from pipemesh.lowering.variable import Constant, Variable
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.recurrent.circular import SimdPipeline
 

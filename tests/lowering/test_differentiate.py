@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from pipemesh.errors import GradientError
 from pipemesh.lowering import PlacementLowering, SimdLowering, Tensor, ops
-from pipemesh.lowering.initializers import Constant
-from pipemesh.lowering.variable import Variable
+from pipemesh.lowering.variable import Constant, Variable
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.warm import warm
 

@@ -6,8 +6,7 @@ import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.lowering import Cores, PlacementLowering, ops
-from pipemesh.lowering.initializers import Constant
-from pipemesh.lowering.variable import Variable
+from pipemesh.lowering.variable import Constant, Variable
 from pipemesh.mesh import LayoutRules, Mesh
 
 RULES = LayoutRules.from_text("v:x")

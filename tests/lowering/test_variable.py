@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import DeviceError, LayoutError
-from pipemesh.lowering import PlacementLowering, initializers, ops
-from pipemesh.lowering.initializers import Constant, Normal, Uniform
-from pipemesh.lowering.variable import Variable
+from pipemesh.lowering import PlacementLowering, ops
+from pipemesh.lowering import variable as variable_module
+from pipemesh.lowering.variable import Constant, Normal, Uniform, Variable
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
 MESH = Mesh.from_text("a:2;b:4")
@@ -27,7 +27,7 @@ def create(rules, initializer, dtype=tf.float32):
 )
 def test_the_initial_value_does_not_depend_on_the_layout(initializer, most_drawn, monkeypatch):
     whole = create("", initializer).value()
-    monkeypatch.setattr(initializers, "MOST_DRAWN", most_drawn)
+    monkeypatch.setattr(variable_module, "MOST_DRAWN", most_drawn)
     for rules in RULES:
         variable = create(rules, initializer)
         np.testing.assert_array_equal(variable.value(), whole)
@@ -50,9 +50,9 @@ def test_no_device_draws_much_more_than_it_may(monkeypatch):
         drawn.append(int(np.prod(given["shape"])))
         return tf.raw_ops.StatelessRandomUniformV2(**given)
 
-    monkeypatch.setattr(initializers, "MOST_DRAWN", 30)
+    monkeypatch.setattr(variable_module, "MOST_DRAWN", 30)
     sizes, begin, block = [64, 4, 12], [0, 0, 6], [64, 4, 6]
-    initializers._draw(spy, sizes, begin, block, (1, 2), tf.float32)
+    variable_module._draw(spy, sizes, begin, block, (1, 2), tf.float32)
     # Numbers come in groups of four, of which one may be begun on either side.
     assert max(drawn) <= 30 + 3
 

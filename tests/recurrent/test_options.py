@@ -3,14 +3,17 @@
 import dataclasses
 import pathlib
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from pipemesh import recurrent
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent import LossScale, Options, Selective
+from pipemesh.recurrent import LossScale, Options, Selective, Stage, pipeline, pipeline_loss
 from pipemesh.recurrent.table.run import LOOP_ABOVE, LOOP_LARGE_ACTIONS_ABOVE
-from pipemesh.recurrent.watch.health import CHECKS
+from pipemesh.recurrent.watch.finite_values import CHECKS
+from pipemesh.schedule import gpipe, one_f_one_b
+from tests.recurrent.stack import RUNNERS, pipelined, plain
 
 
 @pytest.mark.parametrize("nodes", [LOOP_ABOVE, LOOP_LARGE_ACTIONS_ABOVE])
@@ -95,3 +98,181 @@ def test_another_one_is_made_of_one_and_checked_again(loss_scale):
         dataclasses.replace(Options(), loss_scale=loss_scale)
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.batch_dim = 0
+
+
+TOLERANCE = {"bfloat16": 2e-2, "float16": 6e-3, "float32": 1e-6}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("mode", RUNNERS)
+def test_the_result_is_that_of_the_plain_model_in_that_precision(mode, dtype):
+    """Dropout on: the masks of few bits are the same ones."""
+    run = RUNNERS[mode]
+    wanted = run(lambda theta: plain(theta, dtype), num_steps=1)
+    got = run(lambda theta: pipelined(theta, one_f_one_b(2, 4), compute_dtype=dtype), num_steps=1)
+    for a, b in zip([got[0], *got[2]], [wanted[0], *wanted[2]], strict=True):
+        assert a.dtype == np.float32
+        np.testing.assert_allclose(a, b, atol=TOLERANCE[dtype] * np.abs(b).max())
+
+
+def scale(theta, carry, inputs, microbatch, step):
+    return [inputs[0] * theta[0]], []
+
+
+def summed(theta, carry, inputs, microbatch, step):
+    return [tf.reduce_sum(inputs[0] * theta[0])], []
+
+
+def test_gradients_are_summed_in_float32():
+    """In bfloat16, 256 + 1 is 256: a sum of a thousand ones would stop there."""
+    weight = tf.Variable(1.0)
+
+    @tf.function
+    def run(x):
+        with tf.GradientTape() as tape:
+            stages = [Stage("s", summed, [tf.convert_to_tensor(weight)], [], "CPU:0")]
+            options = Options(compute_dtype="bfloat16")
+            loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 1000), options=options)
+        return tape.gradient(loss, weight)
+
+    gradient = run(tf.ones([1000]))
+    assert gradient.dtype == tf.float32
+    assert float(gradient) == 1000
+
+
+def tiny_gradient(loss_scale, inside):
+    weight, x = tf.Variable(1.0), tf.ones([4])
+
+    @tf.function
+    def run():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            stages = [
+                Stage(f"s{i}", function, [tf.convert_to_tensor(w)], [], f"CPU:{i}")
+                for i, (function, w) in enumerate([(scale, weight), (scale, 1e-4), (scale, 1e-4)])
+            ]
+            options = Options(compute_dtype="float16", loss_scale=loss_scale)
+            if inside:
+                stages[2] = Stage("s2", summed, [tf.constant(1e-4)], [], "CPU:2")
+                loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(3, 2), options=options)
+            else:
+                (y,), _ = pipeline(stages, [x], gpipe(3, 2), options=options)
+                loss = tf.reduce_sum(tf.cast(y, tf.float32))
+        return tape.gradient(loss, [weight, x])
+
+    return [t.numpy() for t in run()]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_loss_scaling_saves_gradients_that_vanish_in_float16(inside):
+    without, _ = tiny_gradient(None, inside)
+    weight, x = tiny_gradient(LossScale.create(), inside)
+    assert abs(without - 4e-8) > 1e-8
+    np.testing.assert_allclose(weight, 4e-8, rtol=1e-2)
+    np.testing.assert_allclose(x, np.full(4, 1e-8), rtol=1e-2)
+
+
+def test_an_overflow_changes_no_weight_and_halves_the_scale_until_it_fits():
+    weight, scale_of_loss = tf.Variable(1.0), LossScale.create()
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            stages = [Stage("s", summed, [tf.convert_to_tensor(weight)], [], "CPU:0")]
+            options = Options(compute_dtype="float16", loss_scale=scale_of_loss)
+            loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 2), options=options)
+        gradient = tape.gradient(loss, weight)
+        return gradient, scale_of_loss.when_finite(lambda: weight.assign_sub(gradient))
+
+    seen = []
+    for _ in range(6):
+        before = float(weight)
+        gradient, applied = step(tf.fill([4], 8.0))
+        seen.append((float(scale_of_loss.value), bool(applied)))
+        assert float(weight) == before - float(gradient)
+        assert (float(gradient) != 0) == bool(applied)
+    # 16 * 32,768 and 16 * 4,096 are beyond float16, 16 * 2,048 is not.
+    assert seen[:4] == [(16384.0, False), (8192.0, False), (4096.0, False), (2048.0, False)]
+    assert seen[4:] == [(2048.0, True)] * 2
+    assert float(gradient) == 32.0
+
+
+def test_checks_inside_of_a_stage_let_scaled_gradients_overflow():
+    """lingvo's layers have such checks, which ended each step: the scale was never halved."""
+
+    def checked(theta, carry, inputs, microbatch, step):
+        return [tf.debugging.check_numerics(inputs[0] * theta[0], "product")], carry
+
+    weight, scale_of_loss = tf.Variable(1.0), LossScale.create()
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            theta = [tf.convert_to_tensor(weight)]
+            stages = [
+                Stage("a", checked, theta, [], "CPU:0"),
+                Stage("b", summed, theta, [], "CPU:0"),
+            ]
+            options = Options(compute_dtype="float16", loss_scale=scale_of_loss)
+            loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(2, 2), options=options)
+        return tape.gradient(loss, weight)
+
+    assert float(gradient(tf.fill([4], 8.0))) == 0.0 and float(scale_of_loss.value) == 2.0**14
+    with pytest.raises(tf.errors.InvalidArgumentError, match="product"):
+        gradient(tf.fill([4], float("inf")))
+
+
+def test_the_scale_doubles_after_many_good_steps():
+    scale_of_loss = LossScale.create()
+    scale_of_loss.variables[1].assign(1998)
+    values = []
+    for _ in range(3):
+        scale_of_loss.checked([[tf.constant(1.0)]])
+        values.append(float(scale_of_loss.value))
+    assert values == [2.0**15, 2.0**16, 2.0**16]
+
+
+def test_a_tf1_graph_updates_the_scale_with_every_gradient():
+    with tf.Graph().as_default():
+        names = {"loss_scale": 2.0**15, "good_steps": np.int64(0), "finite": True}
+        variables = [
+            tf.compat.v1.get_variable(n, initializer=v, trainable=False, use_resource=True)
+            for n, v in names.items()
+        ]
+        weight = tf.compat.v1.get_variable("w", initializer=3.0, use_resource=True)
+        stages = [Stage("s", summed, [tf.convert_to_tensor(weight)], [], "CPU:0")]
+        options = Options(compute_dtype="float16", loss_scale=LossScale(*variables))
+        x = tf.compat.v1.placeholder(tf.float32, [4])
+        loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 2), options=options)
+        (gradient,) = tf.compat.v1.gradients(loss, [weight])
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            assert session.run(gradient, {x: [1.0] * 4}) == 0.0
+            assert session.run(variables) == [2.0**14, 0, False]
+            assert session.run(gradient, {x: [0.5] * 4}) == 2.0
+            assert session.run(variables) == [2.0**14, 1, True]
+
+
+def test_other_dtypes_are_an_error():
+    with pytest.raises(PipelineError, match="compute_dtype is 'int32'; allowed are float32, bfl"):
+        Options(compute_dtype="int32")
+    with pytest.raises(PipelineError, match="'half precision'"):
+        Options(compute_dtype="half precision")
+
+
+def test_each_gradient_is_checked_and_kept_on_its_own_device():
+    devices = [d.name for d in tf.config.list_logical_devices("CPU")][:2]
+    loss_scale = LossScale.create()
+
+    @tf.function(autograph=False)
+    def run(x):
+        grads = []
+        for device in devices:
+            with tf.device(device):
+                grads.append(tf.sin(x))
+        return loss_scale.checked([grads])
+
+    operations = run.get_concrete_function(tf.TensorSpec([4])).graph.get_operations()
+    for kind in ("IsFinite", "SelectV2"):
+        found = [op.device for op in operations if op.type == kind and op.outputs[0].shape.rank]
+        assert found == devices, kind

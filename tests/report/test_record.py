@@ -10,7 +10,12 @@ import sys
 import numpy as np
 import pytest
 
-from pipemesh.report.record import FILE, Record, to_line
+from pipemesh.errors import ReportError
+from pipemesh.report import Record, read, to_line
+from pipemesh.report.record import FILE
+from pipemesh.schedule import one_f_one_b, simulate
+from tests.report import records
+from tests.report.records import made
 
 
 def lines(folder):
@@ -135,3 +140,149 @@ def test_removed_record_starts_again_in_a_new_folder(tmp_path):
     (folder / FILE).write_text("of another one")
     record.add("step", step=102)
     assert (folder / FILE).read_text() == "of another one"
+
+
+def test_run_is_read_completely(tmp_path):
+    run = made(tmp_path)
+    assert (run.name, run.unit, run.step, run.state) == ("Tiny", "tokens", 300, "done, at step 300")
+    assert [step for step, _ in run.train["loss"]] == list(range(1, 301))
+    assert [step for step, _ in run.heldout["loss"]] == [50, 100, 150, 200, 250, 300]
+    assert [step for step, _ in run.final["loss"]] == [300]
+    assert run.pairs("begin", "flags")["plain"] == "false"
+    assert run.resumed == [] and run.unread == 0
+
+
+def test_resuming_discards_later_steps(tmp_path):
+    record = Record(str(tmp_path))
+    records.begin(record)
+    for step in range(1, 8):
+        record.add("step", step=step, loss=1.0, only_before=2.0)
+    record.add("heldout", step=5, loss=9.0)
+    record.add("skipped", step=6, why="of before")
+    record.add("end", step=7, reason="killed")
+    records.begin(record, step=5)
+    run = read(str(tmp_path))
+    assert run.step == 5 and run.resumed == [5] and not run.told["skipped"]
+    assert run.state.startswith("no end is recorded: running, or killed, at step 5")
+    record.add("step", step=6, loss=4.0)
+    record.add("heldout", step=5, loss=3.0)
+    run = read(str(tmp_path))
+    assert run.train["loss"] == [*((step, 1.0) for step in range(1, 6)), (6, 4.0)]
+    assert [step for step, _ in run.train["only_before"]] == [1, 2, 3, 4, 5]
+    assert run.heldout["loss"] == [(5, 3.0)]
+    # From the beginning, because nothing was saved.
+    records.begin(record)
+    assert read(str(tmp_path)).train == {}
+
+
+def test_killed_and_resumed_run_is_read(tmp_path):
+    run = made(tmp_path, records.interrupted)
+    assert [step for step, _ in run.train["loss"]] == list(range(1, 221))
+    assert run.resumed == [100] and run.unread == 1
+    assert run.state == "stopped by SIGTERM, at step 220"
+    assert list(run.told["skipped"]) == [180]
+
+
+def test_timelines_are_of_the_schedule_that_ran(tmp_path):
+    records.whole(tmp_path)
+    run = read(str(tmp_path))
+    measured, predicted = run.measured(), run.predicted()
+    assert measured.schedule == one_f_one_b(2, 4)
+    assert measured.makespan > simulate(measured.schedule, measured.costs).makespan
+    # In forward passes of a mean stage, 9.5e6 flops here.
+    costs = predicted.costs.per_stage(2)
+    assert sum(costs.forward) == pytest.approx(2)
+    assert costs.backward == pytest.approx([2 * time for time in costs.forward])
+
+
+BAD = [
+    "no JSON",
+    "[]",
+    "{}",
+    '{"event": 3, "step": 1}',
+    '{"event": "step", "step": -1}',
+    '{"event": "step", "step": true}',
+    '{"event": "begin", "step": 0, "stages": [[["a", "b"], ["c"]]]}',
+    '{"event": "begin", "step": 0, "stages": 3}',
+    '{"event": "forecast", "step": 0, "devices": [{"device": "CPU:0"}]}',
+    '{"event": "forecast", "step": 0, "sent": [3]}',
+    '{"event": "forecast", "step": 0, "schedule": "0: 0F0 0B", "costs": {}}',
+    '{"event": "measured", "step": 0, "peak_memory": "much"}',
+    '{"event": "schedule", "step": 0, "schedule": "0: 0F0 0B0"}',
+    '{"event": "schedule", "step": 0, "schedule": "0: 0F0 0B0", "starts": [[0, 1]], "ends": [[1]],'
+    ' "costs": {"F": [1], "B": [1], "I": [1], "W": [1]}}',
+    '{"event": "schedule", "step": 0, "schedule": "0: 0F0 0B0", "starts": [[0, 3]],'
+    ' "ends": [[1, null]], "costs": {"F": [1], "B": [1], "I": [1], "W": [1]}}',
+    '{"event": "workers", "step": 0}',
+    '{"event": "workers", "step": 0, "workers": [{"worker": "worker 0", "seconds": "1"}]}',
+    "\x00\x00",
+]
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_invalid_lines_are_counted_and_left_out(tmp_path, line):
+    records.plain(tmp_path)
+    before = read(str(tmp_path))
+    with open(tmp_path / FILE, "a") as file:
+        file.write(f"{line}\n")
+    after = read(str(tmp_path))
+    assert after.unread == 1
+    assert (after.train, after.last) == (before.train, before.last)
+
+
+def test_unfinished_last_line_is_ignored(tmp_path):
+    records.plain(tmp_path)
+    before = read(str(tmp_path))
+    with open(tmp_path / FILE, "a") as file:
+        file.write('{"event": "step", "step": 3')
+    assert read(str(tmp_path)) == before
+
+
+def test_only_numbers_are_curves(tmp_path):
+    record = Record(str(tmp_path))
+    record.add("step", step=1, loss=float("nan"), word="x", flag=True, more=[1])
+    assert read(str(tmp_path)).train == {"loss": [(1, None)]}
+
+
+def test_samples_are_read(tmp_path):
+    records.plain(tmp_path)
+    lines = [json.dumps({"prompt": "a", "text": "a b"}), "no JSON", '{"prompt": "c"}', "3", ""]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
+    run = read(str(tmp_path))
+    assert run.samples == [("a", "a b")] and run.unread == 3
+
+
+def test_folder_without_record_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / FILE).write_text("")
+    (tmp_path / "odd" / FILE).mkdir(parents=True)
+    for folder, told in (
+        (tmp_path, f"'{tmp_path}' has no {FILE}; give the log directory of a run"),
+        (tmp_path / "file", "is a file; give the log directory of a run"),
+        (tmp_path / "none", "does not exist; give the log directory of a run"),
+        (tmp_path / "new", "has no steps yet; wait for the first one"),
+        (tmp_path / "odd", "cannot be read (Is a directory)"),
+    ):
+        with pytest.raises(ReportError) as error:
+            read(str(folder))
+        assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_all_timed_steps_are_read(tmp_path):
+    record = Record(str(tmp_path))
+    records.begin(record)
+    table = one_f_one_b(2, 4)
+    real = simulate(table)
+    costs = real.costs.per_stage(2).durations()
+    later = [[time + 1 for time in row] for row in real.ends]
+    shown = {"schedule": table.to_text(), "costs": costs, "starts": real.starts, "ends": real.ends}
+    record.add("schedule", **shown, seconds=1.0, others=[[real.starts, later]] * 2)
+    run = read(str(tmp_path))
+    assert [each.makespan for each in run.timed()] == [real.makespan, *[real.makespan + 1] * 2]
+    assert run.timed()[0] == run.measured()
+    # Times that go back are none.
+    record.add("schedule", **shown, others=[[later, real.starts]])
+    assert read(str(tmp_path)).unread == 1
+    (tmp_path / "none").mkdir()
+    assert read(str(records.plain(tmp_path / "none"))).timed() == []

@@ -43,8 +43,7 @@ from lingvo.core import (
 
 from pipemesh.errors import PipemeshError
 from pipemesh.training import Options, Trainer
-from pipemesh.training.evaluation import evaluate
-from pipemesh.training.prediction import Predictor
+from pipemesh.training.evaluation import Predictor, evaluate
 from pipemesh.training.registered import RegisteredModel
 
 ROWS, LENGTH, WORDS, WIDTH = 4, 6, 16, 4

@@ -21,19 +21,15 @@ Example:
 from pipemesh.layers.named.attention import Attention
 from pipemesh.layers.named.cache import KeyValueCache, cache_scope, current_cache
 from pipemesh.layers.named.convolution import Convolution
-from pipemesh.layers.named.dropout import Dropout
-from pipemesh.layers.named.embedding import Embedding
-from pipemesh.layers.named.experts import Experts
-from pipemesh.layers.named.feed_forward import FeedForward
+from pipemesh.layers.named.embedding import Embedding, RotaryScaling
+from pipemesh.layers.named.feed_forward import Experts, FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
-from pipemesh.layers.named.norm import Norm
-from pipemesh.layers.named.positions import RotaryScaling
-from pipemesh.layers.named.replica_cut import ReplicaCut, replica_cut_scope
-from pipemesh.layers.named.saved import by_logical_name
+from pipemesh.layers.named.norm_and_dropout import Dropout, Norm
 from pipemesh.layers.named.scope import current_lowering, lowering_scope
 from pipemesh.layers.named.softmax import SoftmaxCrossEntropy
 from pipemesh.layers.named.tally import Tally
 from pipemesh.layers.named.transformer_block import TransformerBlock
+from pipemesh.layers.named.weight_slices import ReplicaCut, by_logical_name, replica_cut_scope
 
 __all__ = [
     "Attention",

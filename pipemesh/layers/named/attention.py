@@ -12,19 +12,18 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_flags, check_whole
 from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
-from pipemesh.layers.named.cache import KeyValueCache, current_cache
-from pipemesh.layers.named.cached_attention import cached_attention
-from pipemesh.layers.named.named_layer import NamedLayer
-from pipemesh.layers.named.positions import RotaryScaling, rotated
-from pipemesh.layers.named.scope import current_lowering
-from pipemesh.layers.named.tally import Tally, Value
-from pipemesh.layers.named.whole_length import (
+from pipemesh.layers.named.cache import KeyValueCache, cached_attention, current_cache
+from pipemesh.layers.named.embedding import RotaryScaling, rotated
+from pipemesh.layers.named.named_layer import (
+    NamedLayer,
     count_whole,
     split_names,
     whole,
     whole_dims,
     whole_names,
 )
+from pipemesh.layers.named.scope import current_lowering
+from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.tensor import union_axes

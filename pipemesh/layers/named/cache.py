@@ -1,4 +1,4 @@
-"""The cache of attention: keys and values of earlier tokens."""
+"""Keys and values that decoding keeps, and attention over them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
+from pipemesh.layers.named.block_attention import LOW, Buckets
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.lowering import Tensor
-from pipemesh.lowering.primitives import Slices
+from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import Dim, Shape
 
 # The dtypes that every device can overwrite in place.
@@ -158,3 +159,109 @@ def cache_scope(cache: KeyValueCache) -> Iterator[KeyValueCache]:
 def current_cache() -> KeyValueCache | None:
     """Returns the cache of the innermost scope, or None outside all scopes."""
     return _current.get()
+
+
+class SlottedCache(KeyValueCache):
+    """A `KeyValueCache` of many groups, where processors work on different ones.
+
+    Args:
+        length: the number of positions in a row.
+        places: `batch;length` of the inputs, a tensor with named dims: on each processor those of
+            its current group.
+        kept: keys and values by the path of their layer, `[slots, batch, heads, length, head_dim]`
+            on each processor; they are overwritten in place.
+        slot: int32 scalars, the slot of each processor.
+        busy: whether each processor is active; otherwise it overwrites nothing.
+
+    Attributes:
+        kept: the cache after the layers that were called.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        places: Tensor,
+        kept: Mapping[str, tuple[Slices, Slices]],
+        slot: Slices,
+        busy: Slices,
+    ) -> None:
+        super().__init__(length, places, kept)
+        self._slot, self._busy = slot, busy
+
+    def extend(self, path: str, keys: Tensor, values: Tensor, places: Tensor) -> list[Tensor]:
+        """Extends the slot of each processor; see `KeyValueCache.extend`."""
+        lowering = current_lowering()
+        batch, _, heads, head_dim = keys.shape
+        shape = Shape((batch, heads, Dim(CACHE, self.length), head_dim))
+        rest = places.slices, self._slot, self._busy
+        before = self.kept[path]
+        after = (
+            lowering.raw_map(_written_to_slot, before[0], keys.slices, *rest),
+            lowering.raw_map(_written_to_slot, before[1], values.slices, *rest),
+        )
+        self.kept[path] = after
+        return [
+            Tensor(
+                lowering, lowering.raw_map(lambda kept, slot: kept[slot], part, self._slot), shape
+            )
+            for part in after
+        ]
+
+
+def _written_to_slot(
+    kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor, slot: tf.Tensor, busy: tf.Tensor
+) -> tf.Tensor:
+    """Writes to positions of one slot of `[slots, batch, heads, length, head_dim]`."""
+    sizes = static_sizes(kept)
+    batch, heads, length, dim = sizes[1:]
+    first = (slot * batch * heads + tf.range(batch * heads)) * length
+    first = tf.reshape(first, [batch, heads, 1])
+    at = tf.reshape(first + tf.expand_dims(tf.cast(places, tf.int32), 1), [-1])
+    rows = tf.reshape(kept, [-1, dim])
+    values = tf.where(busy, as_rows(new), tf.gather(rows, at))
+    return tf.reshape(overwritten(rows, at, values), sizes)
+
+
+def cached_attention(
+    q: tf.Tensor,
+    k: tf.Tensor,
+    v: tf.Tensor,
+    places: tf.Tensor,
+    table: tf.Tensor | None = None,
+    buckets: Buckets | None = None,
+) -> tf.Tensor:
+    """Averages the values that each query sees: those up to its own position.
+
+    Args:
+        q: `[batch, length, heads, dim]`, scaled.
+        k: `[batch, kv_heads, cache, dim]`; `heads / kv_heads` neighbouring heads share one.
+        v: like `k`.
+        places: `[batch, length]` int32, the position of each query in the cache.
+        table: `[buckets, heads]`, added to scores.
+        buckets: selects the row of the table.
+
+    Example:
+        >>> ones = tf.ones([1, 1, 1, 2])
+        >>> v = tf.constant([[[[1.0, 2.0], [3.0, 4.0], [9.0, 9.0]]]])
+        >>> cached_attention(ones, tf.ones([1, 1, 3, 2]), v, tf.constant([[1]])).numpy().tolist()
+        [[[[2.0, 3.0]]]]
+    """
+    batch, length, heads, dim = static_sizes(q)
+    kv_heads, cache = static_sizes(k)[1:3]
+    shared = heads // kv_heads
+    # Heads that share keys are rows of one matmul.
+    queries = tf.reshape(q, [batch, length, kv_heads, shared, dim])
+    queries = tf.reshape(tf.transpose(queries, [0, 2, 3, 1, 4]), [batch, kv_heads, -1, dim])
+    scores = tf.cast(tf.matmul(queries, k, transpose_b=True), tf.float32)
+    scores = tf.reshape(scores, [batch, kv_heads, shared, length, cache])
+    distance = tf.expand_dims(places, 2) - tf.range(cache)
+    if table is not None:
+        assert buckets is not None
+        bias = tf.gather(tf.cast(table, tf.float32), buckets.of(distance))
+        bias = tf.reshape(bias, [batch, length, cache, kv_heads, shared])
+        scores += tf.transpose(bias, [0, 3, 4, 1, 2])
+    seen = tf.reshape(distance >= 0, [batch, 1, 1, length, cache])
+    weights = tf.nn.softmax(tf.where(seen, scores, LOW))
+    weights = tf.reshape(tf.cast(weights, v.dtype), [batch, kv_heads, shared * length, cache])
+    found = tf.reshape(tf.matmul(weights, v), [batch, kv_heads, shared, length, dim])
+    return tf.reshape(tf.transpose(found, [0, 3, 1, 2, 4]), [batch, length, heads, dim])

@@ -1,4 +1,4 @@
-"""The feed-forward layer of a Transformer."""
+"""Feed-forward layers: one for all tokens, and experts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,26 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.layers.check_params import check_choice, check_flags, check_whole
-from pipemesh.layers.named.dropout import Dropout
-from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.backend.static_shape import static_sizes
+from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.layers.check_params import check_above_zero, check_choice, check_flags, check_whole
+from pipemesh.layers.named.cache import current_cache
+from pipemesh.layers.named.named_layer import (
+    WHOLE,
+    NamedLayer,
+    count_whole,
+    split_names,
+    whole,
+    whole_dims,
+    whole_names,
+)
+from pipemesh.layers.named.norm_and_dropout import Dropout
+from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
-from pipemesh.layers.named.whole_length import split_names, whole_dims, whole_names
-from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.elementwise import broadcast
+from pipemesh.mesh import Dim, LayoutRules, Shape
 
 # Functions of one hidden value, or of a hidden value and its gate.
 ACTIVATIONS: dict[str, Callable[..., tf.Tensor]] = {
@@ -133,3 +145,279 @@ def count_activation(
     if reads_result:
         tally.keep(result)
     return result
+
+
+def places_of(experts: tf.Tensor, skipped: tf.Tensor | None, number: int, room: int) -> tf.Tensor:
+    """Gives each choice of each token a slot while its expert has capacity, or -1.
+
+    First choices come before second ones, and earlier tokens before later ones. Rows of a batch are
+    independent.
+
+    Args:
+        experts: `[batch, length, choices]` int32, the experts that each token chose.
+        skipped: `[batch, length]` booleans, tokens without an expert; None if there are none.
+        number: the number of experts.
+        room: the number of tokens of a row that an expert takes.
+
+    Returns:
+        `[batch, length, choices]` int32: slot `expert * room + i`, or -1 beyond the capacity.
+
+    Example:
+        >>> places_of(tf.constant([[[0], [1], [0], [0]]]), None, number=2, room=2).numpy().tolist()
+        [[[0], [2], [1], [-1]]]
+    """
+    batch, length, choices = static_sizes(experts)
+    # All first choices, then all second ones.
+    queue = tf.reshape(tf.transpose(experts, [0, 2, 1]), [batch, choices * length])
+    takes = tf.one_hot(queue, number, dtype=tf.int32)
+    if skipped is not None:
+        real = tf.tile(1 - tf.cast(skipped, tf.int32), [1, choices])
+        takes *= tf.expand_dims(real, -1)
+    before = tf.reduce_sum(tf.cumsum(takes, 1, exclusive=True) * takes, -1)
+    finds = (before < room) & (tf.reduce_sum(takes, -1) > 0)
+    places = tf.where(finds, queue * room + before, -1)
+    return tf.transpose(tf.reshape(places, [batch, choices, length]), [0, 2, 1])
+
+
+def tokens_of(places: tf.Tensor, slots: int) -> tf.Tensor:
+    """Returns the token in each slot, `[batch, slots]`, or -1 for empty slots; inverts `places_of`.
+
+    Example:
+        >>> tokens_of(tf.constant([[[0], [2], [1], [-1]]]), 4).numpy().tolist()
+        [[0, 2, 1, -1]]
+    """
+    batch, length, choices = static_sizes(places)
+    rows = tf.broadcast_to(tf.range(batch)[:, None, None], places.shape)
+    tokens = tf.broadcast_to(tf.range(length)[None, :, None], places.shape)
+    # Tokens without a slot go to an extra slot, which is cut off.
+    columns = tf.where(places < 0, slots, places)
+    at = tf.reshape(tf.stack([rows, columns], -1), [batch * length * choices, 2])
+    empty = tf.fill([batch, slots + 1], -1)
+    filled = tf.tensor_scatter_nd_update(empty, at, tf.reshape(tokens, [-1]))
+    return filled[:, :slots]
+
+
+# The dims that routing needs whole.
+_WHOLE = (WHOLE, "router", "choice", "room", "slots")
+
+
+class Experts(NamedLayer):
+    """Mixture of experts (Shazeer et al., 2017) with one (Fedus et al., 2021) or two choices.
+
+    A router chooses the experts of the greatest probabilities for each token. An expert takes
+    `capacity_factor` times its even share of the choices of each row. Other tokens skip it and get
+    zeros. With None all tokens fit, as in Mixtral (Jiang et al., 2024): each expert computes as
+    many slots as a row has tokens. Each row is routed independently, so results depend neither on
+    the layout nor on microbatches.
+
+    The rule `experts:data` may name the axis of the batch. Then all-to-all moves tokens to their
+    experts and back (Lepikhin et al., "GShard", 2020). Over another axis each processor selects its
+    experts' tokens from its rows, and gathers the results of all experts.
+    """
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines sizes, `num_choices`, `capacity_factor` and `activation`."""
+        p = super().Params()
+        p.Define("input_dim", 0, "Size of `embed`.")
+        p.Define("hidden_dim", 0, "Size of `expert_ff`, the hidden values of one expert.")
+        p.Define("num_experts", 0, "Size of `experts`.")
+        p.Define("num_choices", 2, "How many experts a token meets: 1 or 2.")
+        p.Define(
+            "capacity_factor",
+            1.25,
+            "Room of an expert, as a multiple of its even share; None for room for all tokens.",
+        )
+        p.Define("activation", "RELU", "'RELU', 'GELU', 'GELU_APPROXIMATE' or 'SWIGLU'.")
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        p = self.params
+        for field in ("input_dim", "hidden_dim", "num_experts", "num_choices"):
+            check_whole(p.name, field, getattr(p, field), 1)
+        if p.num_choices > min(2, p.num_experts):
+            raise PipelineError(
+                f"{p.name}: num_choices is {p.num_choices}; a token meets 1 or 2 of the "
+                f"{p.num_experts} experts"
+            )
+        if p.capacity_factor is not None:
+            check_above_zero(p.name, "capacity_factor", p.capacity_factor, ", or None")
+        check_choice(p.name, "activation", p.activation, ACTIVATIONS)
+        _check_layout(p, current_lowering())
+
+    @classmethod
+    def Room(cls, p: Any, length: int) -> int:
+        """Returns the number of tokens of a row that an expert takes."""
+        if p.capacity_factor is None:
+            return length
+        # A token goes to an expert at most once, so capacity beyond the tokens would stay empty.
+        return min(length, math.ceil(length * p.num_choices * p.capacity_factor / p.num_experts))
+
+    @classmethod
+    def NamedWeights(cls, p: Any) -> dict[str, Any]:
+        """Returns `w_router`, and for all experts `w_in`, `w_gate` if gated, and `w_out`."""
+        embed, hidden = f"embed:{p.input_dim}", f"expert_ff:{p.hidden_dim}"
+        experts = f"experts:{p.num_experts}"
+        first = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
+        second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
+        # Each processor routes to all experts, so the router's dim has another name.
+        weights = {"w_router": (f"{embed};router:{p.num_experts}", first)}
+        for name in ("w_in", "w_gate") if p.activation in GATED else ("w_in",):
+            weights[name] = (f"{experts};{embed};{hidden}", first)
+        weights["w_out"] = (f"{experts};{hidden};{embed}", second)
+        return weights
+
+    def FProp(self, theta: Any, x: Any, paddings: Any = None) -> tuple[Tensor, Tensor]:
+        """Computes the layer.
+
+        Args:
+            theta: weights.
+            x: `batch;length;embed`.
+            paddings: `batch;length`, 1 at positions without a token, which take no capacity.
+
+        Returns:
+            `batch;length;embed`, and a balance loss for each row of the batch. It is `num_experts`
+            times the sum, over experts, of the share of tokens that choose it first times its mean
+            probability: 1 if all experts are chosen equally, and at most their number.
+        """
+        p = self.params
+        _check_layout(p, current_lowering())
+        names = {"length": WHOLE}
+        x = whole(self, x, "batch;length;embed", names)
+        if paddings is not None:
+            paddings = ops.greater(whole(self, paddings, "batch;length", names), 0.5)
+        logits = ops.einsum([x, self.Weight(theta, "w_router")], ["batch", WHOLE, "router"])
+        chances = ops.softmax(ops.cast(logits, tf.float32), "router")
+        gates, chosen = ops.top_k(chances, "router", Dim("choice", p.num_choices))
+        if p.num_choices > 1:
+            gates = gates / ops.reduce_sum(gates, "choice")
+        found = self._Answers(theta, x, self._Places(chosen, paddings))
+        y = ops.einsum([found, ops.cast(gates, x.dtype)], ["batch", WHOLE, "embed"])
+        return ops.rename(y, split_names(names)), self._Balance(chances, chosen, paddings)
+
+    def _Places(self, chosen: Tensor, paddings: Tensor | None) -> Tensor:
+        p, lowering = self.params, chosen.lowering
+        room = self._RoomNow(chosen.shape[WHOLE].size)
+
+        def local(chosen: tf.Tensor, *skipped: tf.Tensor) -> tf.Tensor:
+            return places_of(chosen, skipped[0] if skipped else None, p.num_experts, room)
+
+        operands = [chosen.slices] if paddings is None else [chosen.slices, paddings.slices]
+        return Tensor(lowering, lowering.map(local, *operands), chosen.shape)
+
+    def _RoomNow(self, length: int) -> int:
+        # Otherwise the capacity would depend on which tokens arrive together.
+        return length if current_cache() is not None else self.Room(self.params, length)
+
+    def _Answers(self, theta: Any, x: Tensor, places: Tensor) -> Tensor:
+        """Returns the results of each token's experts: `batch;length;choice;embed`."""
+        p, lowering = self.params, x.lowering
+        batch, tokens, embed = x.shape
+        room = self._RoomNow(tokens.size)
+        slots = p.num_experts * room
+        each = Shape((batch, Dim("router", p.num_experts), Dim("room", room)))
+        taken = lowering.map(
+            lambda local: tf.reshape(tokens_of(local, slots), [-1, p.num_experts, room]),
+            places.slices,
+        )
+        given = ops.gather(x, Tensor(lowering, taken, each), WHOLE)
+        there = _there(lowering.rules)
+        answers = self._Meet(theta, ops.rename(given, there))
+        answers = ops.rename(answers, {new: old for old, new in there.items()})
+        table = ops.reshape(answers, Shape((batch, Dim("slots", slots), embed)))
+        return ops.gather(table, places, "slots")
+
+    def _Meet(self, theta: Any, x: Tensor) -> Tensor:
+        p = self.params
+        rows, experts, room, _ = x.shape.names
+        names = ("w_in", "w_gate") if p.activation in GATED else ("w_in",)
+        weights = [self.Weight(theta, name) for name in names]
+        into = products(x, weights, [[rows, experts, room, "expert_ff"]] * len(names))
+        hidden = broadcast(ACTIVATIONS[p.activation], into)
+        return ops.einsum([hidden, self.Weight(theta, "w_out")], [rows, experts, room, "embed"])
+
+    def _Balance(self, chances: Tensor, chosen: Tensor, paddings: Tensor | None) -> Tensor:
+        """Computes the loss of Fedus et al., 2021, section 2.2, row by row."""
+        p, lowering = self.params, chances.lowering
+        first = lowering.map(lambda local: tf.one_hot(local[..., 0], p.num_experts), chosen.slices)
+        counted = Tensor(lowering, first, chances.shape)
+        number = float(chances.shape[WHOLE].size)
+        if paddings is None:
+            parts = [ops.reduce_sum(part, WHOLE) / number for part in (counted, chances)]
+        else:
+            real = ops.cast(ops.logical_not(paddings), tf.float32)
+            numbers = ops.maximum(ops.reduce_sum(real, WHOLE), 1.0)
+            parts = [ops.reduce_sum(part * real, WHOLE) / numbers for part in (counted, chances)]
+        return ops.reduce_sum(parts[0] * parts[1], "router") * float(p.num_experts)
+
+    @classmethod
+    def CountCosts(cls, p: Any, tally: Tally, x: Any, paddings: Any = None) -> tuple[Value, Value]:
+        """Counts the matmuls of the router, of all slots, even empty ones, and of the mean."""
+        _check_layout(p, tally.lowering)
+        names = {"length": WHOLE}
+        x = count_whole(tally, x, "batch;length;embed", py_utils.FPropDtype(p), names)
+        if isinstance(paddings, Value):
+            count_whole(tally, paddings, "batch;length", tf.int32, names)
+        weights = cls.CountedWeights(p, tally)
+        batch, tokens, embed = x.shape
+        logits = tally.einsum([x, weights["w_router"]], f"batch;{WHOLE};router")
+        raised = tally.made(logits.shape, logits, tf.float32)
+        total = tally.reduce(raised, "router")
+        chances = tally.made(raised.shape, raised)
+        choices = Shape((batch, tokens, Dim("choice", p.num_choices)))
+        chosen = tally.made(choices, raised, tf.int32)
+        gates = tally.made(choices, chances)
+        tally.keep(raised, total, chosen)
+        if p.num_choices > 1:
+            tally.keep(gates, tally.reduce(gates, "choice"))
+            gates = tally.made(choices, gates)
+        slots = Shape((batch, Dim("router", p.num_experts), Dim("room", cls.Room(p, tokens.size))))
+        given = tally.gather(x, tally.made(slots, chosen), WHOLE)
+        answers = cls._CountMet(p, tally, given, weights)
+        table = tally.made(
+            Shape((batch, Dim("slots", slots.without("batch").size), embed)), answers
+        )
+        found = tally.gather(table, tally.made(choices, chosen), "slots")
+        gates = gates if gates.dtype == x.dtype else tally.made(choices, gates, x.dtype)
+        y = tally.einsum([found, gates], f"batch;{WHOLE};embed")
+        # The shares of tokens that chose each expert first; with paddings also the mask and the
+        # counts.
+        tally.keep(tally.reduce(chances, WHOLE))
+        if paddings is not None:
+            tally.keep(*(tally.made(dims, chances) for dims in (f"batch;{WHOLE}", "batch")))
+        return tally.rename(y, split_names(names)), tally.made("batch", chances)
+
+    @classmethod
+    def _CountMet(cls, p: Any, tally: Tally, given: Value, weights: dict[str, Value]) -> Value:
+        there = _there(tally.lowering.rules)
+        given = tally.rename(given, there)
+        rows = given.shape.names[0]
+        names = ("w_in", "w_gate") if p.activation in GATED else ("w_in",)
+        dims = [f"{rows};experts;room;expert_ff"] * len(names)
+        products = tally.products(given, [weights[name] for name in names], dims)
+        hidden = count_activation(p.activation, tally, products)
+        answers = tally.einsum([hidden, weights["w_out"]], f"{rows};experts;room;embed")
+        return tally.rename(answers, {new: old for old, new in there.items()})
+
+
+def _check_layout(p: Any, lowering: Lowering) -> None:
+    """Checks that each row is routed on one processor."""
+    gathered = whole_names(lowering.rules, "experts", "expert_ff")
+    for dim in _WHOLE if gathered else ("length", *_WHOLE):
+        axis = lowering.rules.axis(dim)
+        if axis is not None and lowering.mesh.size(axis) > 1:
+            or_with = f", or add 'experts:{axis}' to it" if dim == "length" else ""
+            raise LayoutError(
+                f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which each processor "
+                f"needs all to give tokens their places; remove the rule{or_with}, or split "
+                "'batch', 'experts', 'expert_ff' or 'embed'"
+            )
+
+
+def _there(rules: LayoutRules) -> dict[str, str]:
+    """Returns the names of the tokens' dims at the experts."""
+    axis = rules.axis("experts")
+    # One axis cannot split both, so its split moves from the rows to the experts.
+    travels = axis is not None and axis == rules.axis("batch")
+    return {"router": "experts", **({"batch": "rows"} if travels else {})}

@@ -1,7 +1,9 @@
-"""The base of layers whose weights and activations have named dims."""
+"""The base of layers with named dims."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import lingvo.compat as lingvo_tf
@@ -9,24 +11,132 @@ import tensorflow as tf
 from lingvo.core import base_layer, py_utils, tshape
 
 from pipemesh.backend.saved_state import Slice, mark_slice
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
-from pipemesh.layers.named.block_init import BlockInit, initializer_of
-from pipemesh.layers.named.replica_cut import current_replica_cut
-from pipemesh.layers.named.scope import current_lowering
+from pipemesh.layers.named.scope import current_lowering, is_unnamed
 from pipemesh.layers.named.tally import Tally, Value
-from pipemesh.layers.named.unnamed import is_unnamed
 from pipemesh.layers.named.weight_slices import (
     WeightPart,
+    current_replica_cut,
     from_parts,
     from_whole,
     held_by_processors,
     weight_parts,
 )
-from pipemesh.layers.optimizers.right_on_slices import check_learners
+from pipemesh.layers.optimizers import check_learners
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.arguments import as_shape, dim_names
-from pipemesh.mesh import Shape
+from pipemesh.lowering.variable import Constant, Initializer, Normal, Uniform
+from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.text import nearest_text
+
+_METHODS = ("constant", "gaussian", "uniform")
+
+
+def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer:
+    """Returns an initializer that makes any block of a weight's initial value.
+
+    Numbers are keyed by the weight's full logical name and a seed, as in lingvo's stateless
+    initializers. So two weights differ, and a run can be repeated. A seed in `init` replaces
+    `random_seed`.
+
+    Raises:
+        PipelineError: `init` is not a `Constant`, `Gaussian` or `Uniform` of `py_utils.WeightInit`.
+
+    Example:
+        >>> from lingvo.core import py_utils
+        >>> initializer_of(py_utils.WeightInit.Gaussian(0.1), "model/w", None).stddev
+        0.1
+    """
+    method = getattr(init, "method", None)
+    if method not in _METHODS:
+        given = repr(init) if method is None else repr(method)
+        raise PipelineError(
+            f"weight {name!r}: init is {given}{nearest_text(str(method), _METHODS)}; a named "
+            "weight is drawn slice by slice, so write py_utils.WeightInit.Gaussian(stddev), "
+            "Uniform(limit) or Constant(value)"
+        )
+    if method == "constant":
+        return Constant(init.scale)
+    first = random_seed if init.seed is None else init.seed
+    seed = int(first or 0), int(py_utils.GenerateSeedFromName(name))
+    if method == "gaussian":
+        return Normal(init.scale, seed)
+    return Uniform(-init.scale, init.scale, seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockInit:
+    """A TensorFlow initializer that makes one block.
+
+    Attributes:
+        initializer: makes any block.
+        sizes: the sizes of the whole weight.
+        begin: the start of the block.
+    """
+
+    initializer: Initializer
+    sizes: tuple[int, ...]
+    begin: tuple[int, ...]
+
+    def __call__(
+        self, shape: Any, dtype: Any = tf.float32, partition_info: Any = None
+    ) -> tf.Tensor:
+        """Makes the block of a shape."""
+        del partition_info
+        block = static_sizes(tf.TensorSpec(shape))
+        return self.initializer(self.sizes, self.begin, block, tf.as_dtype(dtype))
+
+
+# Activations may be split along `length` over the axis that splits weights. Between matmuls a
+# tensor-parallel model computes the same on all processors of the axis. With the rule
+# `length:model` beside `heads:model;d_ff:model;vocab:model` each computes some of the tokens there.
+# An all-gather before the matmuls and a reduce-scatter after them replace the all-reduce. Both
+# together send as much as it did (Korthikanti et al., "Reducing Activation Recomputation in Large
+# Transformer Models", 2022, section 4.2.2).
+
+# The name of `length` where each processor has all of it.
+WHOLE = "tokens"
+
+
+def whole_names(rules: LayoutRules, *dims: str) -> dict[str, str]:
+    """Returns a new name for `length` if one of `dims` is split over its axis, else nothing."""
+    axis = rules.axis("length")
+    return {"length": WHOLE} if axis is not None and axis in map(rules.axis, dims) else {}
+
+
+def split_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Inverts `whole_names`."""
+    return {new: old for old, new in names.items()}
+
+
+def whole_dims(dims: str, names: Mapping[str, str]) -> str:
+    """Returns dims as text, with their new names.
+
+    Example:
+        >>> whole_dims("batch;length", {"length": "tokens"})
+        'batch;tokens'
+    """
+    return ";".join(names.get(name, name) for name in dims.split(";"))
+
+
+def whole(
+    layer: Any, x: Any, dims: str, names: Mapping[str, str], dtype: tf.DType | None = None
+) -> Tensor:
+    """Returns an input, plain or with named dims, with all tokens on each processor."""
+    if isinstance(x, Tensor):
+        named = layer.Named(x, dims, dtype)
+        return ops.rename(named, names) if names else named
+    return layer.Named(x, whole_dims(dims, names), dtype)
+
+
+def count_whole(
+    tally: Tally, x: Any, dims: str, dtype: tf.DType, names: Mapping[str, str]
+) -> Value:
+    """Counts `whole`; see `Tally.given`."""
+    if isinstance(x, Value):
+        return tally.rename(tally.given(x, dims, dtype), names)
+    return tally.given(x, whole_dims(dims, names), dtype)
 
 
 class NamedLayer(base_layer.BaseLayer):

@@ -1,15 +1,16 @@
-"""The scope of the lowering that named layers are made and called with."""
+"""The lowering that layers run under, and the values with named dims that it makes."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from pipemesh.errors import LayoutError
-from pipemesh.lowering import Lowering, PlacementLowering
-from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.lowering import Lowering, PlacementLowering, Tensor, ops
+from pipemesh.mesh import LayoutRules, Mesh, Shape
 
 _current: contextvars.ContextVar[Lowering | None] = contextvars.ContextVar(
     "pipemesh_lowering", default=None
@@ -64,3 +65,50 @@ def current_lowering() -> Lowering:
 def _alone() -> Lowering:
     # The device name is empty, so the scopes around it, or TensorFlow, decide.
     return PlacementLowering(Mesh.from_text("model:1"), LayoutRules(), [""])
+
+
+T = TypeVar("T")
+
+
+def map_kind(kind: type[T] | tuple[type[T], ...], function: Callable[[T], Any], value: Any) -> Any:
+    """Applies a function to each value of a kind, nested in lists, tuples and dicts.
+
+    Example:
+        >>> map_kind(int, lambda x: -x, ([1, {"a": 2.0}], (3,)))
+        ([-1, {'a': 2.0}], (-3,))
+    """
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, Mapping):
+        new: Any = type(value)()
+        for key in value:
+            new[key] = map_kind(kind, function, value[key])
+        return new
+    if isinstance(value, (list, tuple)):
+        parts = [map_kind(kind, function, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def exported(value: Any) -> Any:
+    """Joins tensors with named dims in a value on the first device of their lowering."""
+    return map_kind(Tensor, ops.export_tensor, value)
+
+
+_PREFIX = "unnamed_"
+
+
+def unnamed(sizes: Sequence[int], batch_dim: int, batch: str = "batch") -> Shape:
+    """Returns a shape in which only the batch dim has a name that a layout may use.
+
+    Example:
+        >>> str(unnamed([8, 3], 0))
+        'batch:8;unnamed_1:3'
+    """
+    names = [batch if i == batch_dim else f"{_PREFIX}{i}" for i in range(len(sizes))]
+    return Shape.of(**dict(zip(names, sizes, strict=True)))
+
+
+def is_unnamed(shape: Shape) -> bool:
+    """Returns whether a shape is a result of `unnamed` with other dims than the batch's."""
+    return any(name.startswith(_PREFIX) for name in shape.names)

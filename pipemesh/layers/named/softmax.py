@@ -11,15 +11,15 @@ from lingvo.core import py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_flags, check_whole
 from pipemesh.layers.named.cache import current_cache
-from pipemesh.layers.named.named_layer import NamedLayer
-from pipemesh.layers.named.tally import Tally, Value
-from pipemesh.layers.named.whole_length import (
+from pipemesh.layers.named.named_layer import (
+    NamedLayer,
     count_whole,
     split_names,
     whole,
     whole_dims,
     whole_names,
 )
+from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.mesh import Dim, Shape

@@ -12,8 +12,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PartitionError
 from pipemesh.lowering.arguments import dim_names
-from pipemesh.lowering.costs import CommunicationCosts
-from pipemesh.lowering.lowering import Lowering
+from pipemesh.lowering.lowering import CommunicationCosts, Lowering
 from pipemesh.lowering.ops.convolution import windows_of
 from pipemesh.lowering.ops.relayout import (
     NO_NAMES,
@@ -22,7 +21,7 @@ from pipemesh.lowering.ops.relayout import (
     renamed_shape,
     sum_to_splits,
 )
-from pipemesh.lowering.ops.windows import rows_sent
+from pipemesh.lowering.ops.rows import rows_sent
 from pipemesh.mesh import Dim, Shape
 
 

@@ -7,11 +7,9 @@ from typing import Any
 from lingvo.core import py_utils
 
 from pipemesh.layers.named.attention import Attention
-from pipemesh.layers.named.dropout import Dropout
-from pipemesh.layers.named.experts import Experts
-from pipemesh.layers.named.feed_forward import FeedForward
+from pipemesh.layers.named.feed_forward import Experts, FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
-from pipemesh.layers.named.norm import Norm
+from pipemesh.layers.named.norm_and_dropout import Dropout, Norm
 from pipemesh.layers.named.tally import Tally
 
 

@@ -1,8 +1,9 @@
-"""The slices of a weight: their starts, their holders and the copies."""
+"""Slices of the weights of named layers, on the devices of a replica and cut over replicas."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -11,11 +12,88 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.gradients import attach_gradient, unrecorded
+from pipemesh.backend.saved_state import Slice, SlicedVariable, slice_of
 from pipemesh.errors import LayoutError, ShapeError
-from pipemesh.layers.named.replica_cut import ReplicaCut, current_replica_cut, staying
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.mesh import Shape, TensorLayout
+from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaCut:
+    """The rules for dims that are split over the axis of the batch.
+
+    Weights with such a dim are stored in slices on the replicas (stage 3 of ZeRO). Activations are
+    split over that axis by their batch dim.
+
+    Attributes:
+        mesh: the mesh of all replicas: first their axis, then the axes of each replica.
+        rules: the rules for all dims but the batch's.
+        devices: the devices of all replicas while weights are made, otherwise empty.
+
+    Example:
+        >>> cut = ReplicaCut(Mesh.from_text("data:2"), LayoutRules.from_text("embed:data"))
+        >>> str(cut.layout(Shape.of(vocab=6, embed=4))), cut.layout(Shape.of(vocab=6))
+        ('vocab:6;embed:4/data', None)
+    """
+
+    mesh: Mesh
+    rules: LayoutRules
+    devices: tuple[str, ...] = ()
+
+    @property
+    def axis(self) -> str:
+        """Returns the axis of the replicas."""
+        return self.mesh.axis_names[0]
+
+    def layout(self, shape: Shape) -> TensorLayout | None:
+        """Returns the layout of a weight on the replicas, or None if it is not cut over them."""
+        layout = self.rules.tensor_layout(shape, self.mesh)
+        return layout if self.axis in layout.split_axes else None
+
+    def size_elsewhere(self, shape: Shape) -> int:
+        """Returns the number of elements of a weight that a replica gets from others."""
+        if self.layout(shape) is None:
+            return 0
+        return shape.size - shape.size // self.mesh.size(self.axis)
+
+
+_current: contextvars.ContextVar[ReplicaCut | None] = contextvars.ContextVar("cut", default=None)
+_stays: contextvars.ContextVar[bool] = contextvars.ContextVar("stays", default=False)
+
+
+@contextlib.contextmanager
+def replica_cut_scope(cut: ReplicaCut | None) -> Iterator[None]:
+    """Sets the cut over replicas with which named layers inside are made, called and counted.
+
+    Args:
+        cut: the cut, or None for none.
+    """
+    token = _current.set(cut)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_replica_cut() -> ReplicaCut | None:
+    """Returns the cut of the innermost scope, or None without a cut."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def staying() -> Iterator[None]:
+    """Keeps variables made inside on the device of the scope."""
+    token = _stays.set(True)
+    try:
+        yield
+    finally:
+        _stays.reset(token)
+
+
+def stays() -> bool:
+    """Returns whether variables made now stay on the device of the scope."""
+    return _stays.get()
 
 
 def slice_groups(layout: TensorLayout) -> list[tuple[int, ...]]:
@@ -212,3 +290,47 @@ def _part(whole: tf.Tensor, dim: int, device: str, number: int) -> list[tf.Tenso
     with unrecorded(), tf.device(device):
         slices = tf.split(whole, number, dim)
     return attach_gradient(slices, [whole], lambda grads: [_join(grads, dim, device)], True)
+
+
+def by_logical_name(layer: Any, variables: Sequence[Any]) -> dict[str, Any]:
+    """Returns variables by logical name, for a `tf.train.Checkpoint` valid under every layout.
+
+    Args:
+        layer: a lingvo layer; layers with named dims among its children may have cut weights.
+        variables: variables of the layer, or of its optimizer. The names of the latter begin with
+            the names of the layer's.
+
+    Returns:
+        Variables that are not cut, by logical name without `:0`. For each cut weight, and the
+        optimizer's state of it, all slices as one.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from lingvo.core import py_utils
+        >>> from pipemesh.layers.named import FeedForward, by_logical_name, lowering_scope
+        >>> from pipemesh.lowering import PlacementLowering
+        >>> from pipemesh.mesh import LayoutRules, Mesh
+        >>> mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("d_ff:model")
+        >>> params = FeedForward.Params().Set(name="ff", input_dim=4, hidden_dim=8, use_bias=False)
+        >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
+        >>> with lowering_scope(lowering), py_utils.VariableStore():
+        ...     layer = params.Instantiate()
+        >>> len(layer.vars.Flatten()), list(by_logical_name(layer, layer.vars.Flatten()))
+        (4, ['ff/w_in/var', 'ff/w_out/var'])
+    """
+    slices = {v.name: slice_of(v) for v in layer.vars.Flatten()}
+    found: dict[str, Any] = {}
+    parts: dict[str, list[tuple[tf.Variable, Slice]]] = {}
+    for variable in variables:
+        name = variable.name.removesuffix(":0")
+        marked = slice_of(variable)
+        if marked is None:
+            # The optimizer's name follows the name of the weight.
+            of, _, state = name.rpartition("/")
+            marked = slices.get(f"{of}:0")
+            if marked is None or variable.shape.rank != len(marked[1].whole):
+                found[name] = variable
+                continue
+            marked = f"{marked[0]}/{state}", marked[1]
+        parts.setdefault(marked[0], []).append((variable, marked[1]))
+    return found | {name: SlicedVariable(own) for name, own in parts.items()}

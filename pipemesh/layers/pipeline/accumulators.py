@@ -1,4 +1,10 @@
-"""The carry of a stage: values that it sums or averages over microbatches."""
+"""Values that stages sum or average over microbatches, such as the moments of batch norm.
+
+lingvo's `BatchNormLayer` updates its moving averages in `FProp`. In a stage this would happen once
+a microbatch, and again in recomputation. Here each stage merges the moments of its microbatches in
+its carry. After the pipeline, lingvo's own update is called once, with the moments of the whole
+batch.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,119 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from lingvo.core import bn_layers, py_utils
 
-from pipemesh.layers.pipeline.batch_norm import (
-    merged_moments,
-    no_moments,
-    norms_of,
-    update_averages,
-)
+from pipemesh.errors import PipelineError
+
+# A layer's number of rows, their mean, and the sum of squared differences from it.
+_Moments = Sequence[tf.Tensor]
+_COUNT = 3
+
+
+def norms_of(stage: Any) -> list[Any]:
+    """Returns the layers of a stage that average batches in variables, each once."""
+    found: dict[int, Any] = {}
+
+    def visit(layer: Any) -> None:
+        if isinstance(layer, bn_layers.BatchNormLayer):
+            found[id(layer)] = layer
+        for child in layer.children.Flatten():
+            visit(child)
+
+    visit(stage)
+    return list(found.values())
+
+
+def no_moments(norms: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the moments of no rows, as a flat list."""
+    return [tf.zeros([size]) for norm in norms for size in (1, norm.params.dim, norm.params.dim)]
+
+
+@contextlib.contextmanager
+def merged_moments(norms: Sequence[Any], before: Sequence[tf.Tensor]) -> Iterator[list[_Moments]]:
+    """Stops `BatchNormLayer`s inside from assigning, and yields their moments.
+
+    `before` has the moments of earlier microbatches, as a flat list. In the end the yielded ones
+    include this microbatch.
+    """
+    moments: list[_Moments] = [before[i : i + _COUNT] for i in range(0, len(before), _COUNT)]
+    numbers = {id(norm.vars.moving_mean): number for number, norm in enumerate(norms)}
+    assigned = {id(norm.vars.moving_variance) for norm in norms}
+    compute, update = bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars
+    computed: dict[int, Any] = {}
+    updated: set[int] = set()
+
+    def compute_moments(inputs: tf.Tensor, padding: tf.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mean, variance = compute(inputs, padding, *args, **kwargs)
+        computed[id(mean)] = inputs, padding, mean, variance
+        return mean, variance
+
+    def update_average(variable: Any, value: tf.Tensor, decay: float) -> Any:
+        if id(variable) in assigned:
+            return tf.no_op()
+        if id(variable) not in numbers:
+            return update(variable, value, decay)
+        number = numbers[id(variable)]
+        _check_once(norms[number], number in updated)
+        updated.add(number)
+        moments[number] = _merged(moments[number], _moments(*computed[id(value)]))
+        return tf.no_op()
+
+    bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars = compute_moments, update_average
+    try:
+        yield moments
+    finally:
+        bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars = compute, update
+
+
+def update_averages(norms: Sequence[Any], moments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Updates the moving averages of layers by the moments of the whole batch, and returns these.
+
+    In a TF1 graph lingvo runs only those updates that the loss depends on.
+    """
+    statistics = []
+    for number, norm in enumerate(norms):
+        rows, mean, squares = moments[number * _COUNT :][:_COUNT]
+        for variable, value in (
+            (norm.vars.moving_mean, mean),
+            (norm.vars.moving_variance, squares / tf.maximum(rows, 1.0)),
+        ):
+            # Without rows the average stays.
+            value = tf.where(rows > 0, value, tf.cast(variable, value.dtype))
+            py_utils.UpdateBatchNormVars(variable, value, norm.params.decay)
+            statistics.append(value)
+    return statistics
+
+
+def _check_once(norm: Any, is_second: bool) -> None:
+    where = f"{norm.path}: in a pipeline a {type(norm).__name__}"
+    if is_second:
+        raise PipelineError(
+            f"{where} cannot be called twice a step, since it averages twice; make two layers"
+        )
+    if norm.params.use_moving_avg_in_training:
+        raise PipelineError(
+            f"{where} cannot normalize by averages that change in the step; leave "
+            "use_moving_avg_in_training unset"
+        )
+
+
+def _moments(
+    inputs: tf.Tensor, padding: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor
+) -> _Moments:
+    shape = tf.concat([tf.shape(inputs)[:-1], [1]], 0)
+    rows = tf.reduce_sum(1.0 - tf.broadcast_to(tf.cast(padding, tf.float32), shape))
+    rows = tf.reshape(rows, [1])
+    return rows, tf.cast(mean, tf.float32), tf.cast(variance, tf.float32) * rows
+
+
+def _merged(a: _Moments, b: _Moments) -> _Moments:
+    """Returns the moments of the rows of both."""
+    rows = a[0] + b[0]
+    share = b[0] / tf.maximum(rows, 1.0)
+    difference = b[1] - a[1]
+    squares = a[2] + b[2] + tf.square(difference) * a[0] * share
+    return rows, a[1] + difference * share, squares
 
 
 def first_carry(stage: Any) -> list[tf.Tensor]:

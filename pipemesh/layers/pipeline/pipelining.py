@@ -13,25 +13,23 @@ from lingvo.core import py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_micro_batch_size, check_theta, is_rest
 from pipemesh.layers.feature_extraction import to_tuple
-from pipemesh.layers.named.values import exported
+from pipemesh.layers.named.scope import exported
 from pipemesh.layers.pipeline.accumulators import carried, finish_carries, first_carry
 from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
-from pipemesh.layers.pipeline.aux_losses import (
+from pipemesh.layers.pipeline.losses import (
     carrying,
+    check_head,
     check_none_before,
     has_context,
     refused,
     take_out,
+    with_total_weight,
 )
-from pipemesh.layers.pipeline.head import check_head, with_total_weight
-from pipemesh.layers.pipeline.pipelining_params import define_pipelining
-from pipemesh.layers.pipeline.plan_of import plan_of
-from pipemesh.layers.pipeline.schedule_of import schedule_of
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
-from pipemesh.layers.pipeline.stage_lowering import StageWeights
-from pipemesh.layers.pipeline.stage_structure import StageStructure, handed_over
-from pipemesh.layers.pipeline.weight_dtypes import (
+from pipemesh.layers.pipeline.stack_plan import define_pipelining, plan_of, schedule_of
+from pipemesh.layers.pipeline.stage import StageStructure, StageWeights, handed_over
+from pipemesh.layers.pipeline.weights import (
     cast_first,
     compute_dtypes,
     plain_theta,
@@ -57,8 +55,8 @@ from pipemesh.recurrent import (
     predict_memory,
     predict_transfers,
 )
+from pipemesh.recurrent.options import INITIAL_SCALE
 from pipemesh.recurrent.passes.captures import check_fresh
-from pipemesh.recurrent.precision import INITIAL_SCALE
 from pipemesh.recurrent.table.run import with_loss
 from pipemesh.recurrent.table.validation import microbatch_size
 from pipemesh.recurrent.watch.clock import Stamps

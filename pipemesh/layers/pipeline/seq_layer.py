@@ -21,16 +21,16 @@ from pipemesh.layers.check_params import (
 )
 from pipemesh.layers.feature_extraction import (
     FeatureExtractionLayer,
+    check_weights_are_its_own,
     noted,
     to_tuple,
     with_distinct_names,
 )
-from pipemesh.layers.layer_names import check_weights_are_its_own
-from pipemesh.layers.named.values import exported
-from pipemesh.layers.pipeline.homes import mesh_of, stage_homes, warn_of_places
+from pipemesh.layers.mesh_cluster import mesh_of, stage_homes, warn_of_places
+from pipemesh.layers.named.scope import exported
 from pipemesh.layers.pipeline.spread_weights import spread_weights
-from pipemesh.layers.pipeline.stage_lowering import StageLowering
-from pipemesh.layers.pipeline.tied_weights import check_one_mesh, tie_weights, with_given_weights
+from pipemesh.layers.pipeline.stage import StageLowering
+from pipemesh.layers.pipeline.weights import check_one_mesh, tie_weights, with_given_weights
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.randomness.scope import layer_aliases
 from pipemesh.recurrent import Home

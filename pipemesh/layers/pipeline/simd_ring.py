@@ -13,8 +13,8 @@ from lingvo.core import py_utils
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import KeyValueCache, cache_scope, lowering_scope
-from pipemesh.layers.named.slotted_cache import SlottedCache, overwritten
-from pipemesh.layers.named.values import exported
+from pipemesh.layers.named.cache import SlottedCache, overwritten
+from pipemesh.layers.named.scope import exported
 from pipemesh.layers.pipeline.simd_stack import SimdStack
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.lowering import PlacementLowering, Tensor, ops

@@ -13,22 +13,20 @@ from pipemesh import randomness
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
+from pipemesh.layers.mesh_cluster import mesh_devices
 from pipemesh.layers.named import lowering_scope
-from pipemesh.layers.named.unnamed import unnamed
-from pipemesh.layers.named.values import exported
+from pipemesh.layers.named.scope import exported, unnamed
 from pipemesh.layers.pipeline.all_weights import (
     check_named,
     named_shapes,
     named_weights,
     theta_of,
 )
-from pipemesh.layers.pipeline.aux_losses import has_context
-from pipemesh.layers.pipeline.head import check_head
-from pipemesh.layers.pipeline.homes import mesh_devices
+from pipemesh.layers.pipeline.losses import check_head, has_context
 from pipemesh.layers.pipeline.place_weights import alike_weights
 from pipemesh.layers.pipeline.simd_cut import simd_cut
-from pipemesh.layers.pipeline.stage_structure import StageStructure
-from pipemesh.layers.pipeline.weight_dtypes import cast_first, plain_theta
+from pipemesh.layers.pipeline.stage import StageStructure
+from pipemesh.layers.pipeline.weights import cast_first, plain_theta
 from pipemesh.layers.step_seed import (
     global_step_in,
     keyed_seeds,
@@ -42,7 +40,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Plan
 from pipemesh.randomness.scope import alike_layers_scope, layer_aliases
 from pipemesh.recurrent.circular import SimdPipeline
-from pipemesh.recurrent.watch.health import all_finite, raise_unless
+from pipemesh.recurrent.watch.finite_values import all_finite, raise_unless
 
 
 class SimdStack:

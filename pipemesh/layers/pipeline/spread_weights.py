@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import device_of_scope, is_device
 from pipemesh.backend.static_shape import num_bytes
-from pipemesh.layers.named.replica_cut import stays
+from pipemesh.layers.named.weight_slices import stays
 from pipemesh.recurrent import Home
 
 

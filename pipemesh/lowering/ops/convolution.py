@@ -11,10 +11,10 @@ import tensorflow as tf
 from pipemesh.backend.gradients import custom_gradient
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.arguments import register
 from pipemesh.lowering.ops.elementwise import in_order
 from pipemesh.lowering.ops.relayout import change_splits
-from pipemesh.lowering.ops.windows import Windows, take_windows
-from pipemesh.lowering.registry import register
+from pipemesh.lowering.ops.rows import Windows, take_windows
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
 from pipemesh.text import nearest_text

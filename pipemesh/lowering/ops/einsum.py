@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.arguments import register
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.ops.relayout import (
     NO_NAMES,
@@ -19,7 +20,6 @@ from pipemesh.lowering.ops.relayout import (
     renamed_shape,
     summed,
 )
-from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
 from pipemesh.text import almost_equal

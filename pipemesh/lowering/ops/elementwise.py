@@ -11,10 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
-from pipemesh.lowering.arguments import check_operands
+from pipemesh.lowering.arguments import check_operands, register
 from pipemesh.lowering.lowering import Lowering
-from pipemesh.lowering.ops.transfer import import_tensor
-from pipemesh.lowering.registry import register
+from pipemesh.lowering.ops.relayout import import_tensor
 from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
 
@@ -189,8 +188,8 @@ erf = _unary("erf", tf.math.erf, "Gauss error function.")
 exp = _unary("exp", tf.exp, "Powers of e.")
 floor = _unary("floor", tf.math.floor, "Rounds down.")
 gelu = _unary("gelu", tf.nn.gelu, "Gaussian error linear unit, exact (not by tanh).")
-is_finite = _unary("is_finite", tf.math.is_finite, "Whether elements are neither inf nor NaN.")
-is_nan = _unary("is_nan", tf.math.is_nan, "Whether elements are NaN.")
+is_finite = _unary("is_finite", tf.math.is_finite, "True where elements are neither inf nor NaN.")
+is_nan = _unary("is_nan", tf.math.is_nan, "True where elements are NaN.")
 log = _unary("log", tf.math.log, "Natural logarithms.")
 log1p = _unary("log1p", tf.math.log1p, "Natural logarithms of 1 + x.")
 logical_not = _unary("logical_not", tf.logical_not, "Negates booleans.")
@@ -210,20 +209,20 @@ stop_gradient = _unary("stop_gradient", tf.stop_gradient, "The same values, with
 tanh = _unary("tanh", tf.tanh, "Hyperbolic tangents.")
 
 add = _binary("add", tf.add, "a + b.")
-equal = _binary("equal", tf.equal, "Whether a == b.")
+equal = _binary("equal", tf.equal, "a == b.")
 floor_divide = _binary("floor_divide", tf.math.floordiv, "a / b, rounded down.")
 floor_mod = _binary("floor_mod", tf.math.floormod, "The remainder of a division rounded down.")
-greater = _binary("greater", tf.greater, "Whether a > b.")
-greater_equal = _binary("greater_equal", tf.greater_equal, "Whether a >= b.")
-less = _binary("less", tf.less, "Whether a < b.")
-less_equal = _binary("less_equal", tf.less_equal, "Whether a <= b.")
-logical_and = _binary("logical_and", tf.logical_and, "Whether both are true.")
-logical_or = _binary("logical_or", tf.logical_or, "Whether one or both are true.")
-logical_xor = _binary("logical_xor", tf.math.logical_xor, "Whether one and not both are true.")
+greater = _binary("greater", tf.greater, "a > b.")
+greater_equal = _binary("greater_equal", tf.greater_equal, "a >= b.")
+less = _binary("less", tf.less, "a < b.")
+less_equal = _binary("less_equal", tf.less_equal, "a <= b.")
+logical_and = _binary("logical_and", tf.logical_and, "True where both are true.")
+logical_or = _binary("logical_or", tf.logical_or, "True where one or both are true.")
+logical_xor = _binary("logical_xor", tf.math.logical_xor, "True where exactly one is true.")
 maximum = _binary("maximum", tf.maximum, "The greater of both.")
 minimum = _binary("minimum", tf.minimum, "The smaller of both.")
 multiply = _binary("multiply", tf.multiply, "a * b.")
-not_equal = _binary("not_equal", tf.not_equal, "Whether a != b.")
+not_equal = _binary("not_equal", tf.not_equal, "a != b.")
 power = _binary("power", tf.pow, "a to the power of b.")
 squared_difference = _binary(
     "squared_difference", tf.math.squared_difference, "The square of a - b."

@@ -9,10 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import LayoutError, ShapeError
+from pipemesh.lowering.arguments import as_shape, register
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.ops import elementwise
-from pipemesh.lowering.ops.transfer import as_shape
-from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
 from pipemesh.randomness import is_active

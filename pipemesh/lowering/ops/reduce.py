@@ -1,4 +1,4 @@
-"""Reductions over named dims."""
+"""Reductions and softmax over named dims."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
+from pipemesh.lowering.arguments import register
+from pipemesh.lowering.ops import elementwise
 from pipemesh.lowering.ops.elementwise import cast
-from pipemesh.lowering.registry import register
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
 
 __all__ = [
+    "log_softmax",
     "reduce_all",
     "reduce_any",
     "reduce_logsumexp",
@@ -20,6 +22,7 @@ __all__ = [
     "reduce_mean",
     "reduce_min",
     "reduce_sum",
+    "softmax",
 ]
 
 Dims = str | Sequence[str] | None
@@ -225,3 +228,37 @@ def reduce_any(x: Tensor, dims: Dims = None) -> Tensor:
         ShapeError: a name is unknown.
     """
     return _reduce_bools(x, dims, tf.reduce_any, "max")
+
+
+@register("softmax", "all_reduce")
+def softmax(x: Tensor, dims: Dims) -> Tensor:
+    """Divides exponentials by their sum over dims.
+
+    Half precision is computed in float32: a sum of 65,520 ones is infinite in float16.
+
+    Args:
+        x: floating numbers.
+        dims: the names of the dims over which the result sums to 1.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    # Softmax does not change when a constant is subtracted, so the maximum needs no gradient.
+    wide = widened(x)
+    raised = elementwise.exp(elementwise.subtract(wide, extreme(wide, dims, "max")))
+    return elementwise.cast(elementwise.divide(raised, reduce_sum(raised, dims)), x.dtype)
+
+
+@register("softmax", "all_reduce")
+def log_softmax(x: Tensor, dims: Dims) -> Tensor:
+    """Computes logarithms of the softmax over dims, without underflow.
+
+    Args:
+        x: floating numbers.
+        dims: the names of the dims over which the exponentials of the result sum to 1.
+
+    Raises:
+        ShapeError: a name is unknown.
+    """
+    wide = widened(x)
+    return elementwise.cast(elementwise.subtract(wide, reduce_logsumexp(wide, dims)), x.dtype)

@@ -13,7 +13,7 @@ from pipemesh.backend import collectives
 from pipemesh.backend.devices import check_devices_exist
 from pipemesh.backend.static_shape import stand_for_alike
 from pipemesh.errors import DeviceError, ShapeError
-from pipemesh.lowering.given import check_rules
+from pipemesh.lowering.lowering import check_rules
 from pipemesh.lowering.simd.core_program import (
     check_args,
     check_program,

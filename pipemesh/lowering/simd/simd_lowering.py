@@ -9,9 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.gradients import custom_gradient, install_branch_gradients
-from pipemesh.lowering.captures import call_local
-from pipemesh.lowering.given import whole_tensor
-from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.differentiate import call_local
+from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 install_branch_gradients()

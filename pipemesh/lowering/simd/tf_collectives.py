@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipemesh.backend import collectives
 from pipemesh.backend.collectives import Meeting
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.lowering.costs import usual_bytes
+from pipemesh.lowering.lowering import usual_bytes
 from pipemesh.lowering.simd.simd_lowering import Collectives
 from pipemesh.mesh import Mesh
 

@@ -19,14 +19,12 @@ from pipemesh.recurrent.circular.tick_loop import Leaves, TickLoop
 from pipemesh.recurrent.circular.traced_stages import TracedStages
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.cutting import Cutting
-from pipemesh.recurrent.passes.part import Grads, Tensors
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.remat import Mode, remat_of
-from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.table.values import State
-from pipemesh.recurrent.watch.health import LOCATING
+from pipemesh.recurrent.stage import Grads, Stage, Tensors
+from pipemesh.recurrent.table.machine import Machine, State
+from pipemesh.recurrent.watch.finite_values import LOCATING
 from pipemesh.schedule import Action, Schedule, looped_bfs
 
 

@@ -8,9 +8,9 @@ import dataclasses
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ShapeError
+from pipemesh.lowering.arguments import as_shape
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.ops import random
-from pipemesh.lowering.ops.transfer import as_shape
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Dim, Shape
 from pipemesh.randomness.draws import RawDraw, draw_block

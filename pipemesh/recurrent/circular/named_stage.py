@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.lowering.captures import call_alone, check_no_layers_axis, lost_in_layer
+from pipemesh.lowering.differentiate import call_alone, check_no_layers_axis, lost_in_layer
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Dim, Shape
@@ -18,7 +18,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.recurrent.circular.layer_position import LayerPosition
 from pipemesh.recurrent.circular.stage_weight import StageWeight
 from pipemesh.recurrent.circular.tick_loop import Leaves, Tick, keep
-from pipemesh.recurrent.precision import sum_dtype
+from pipemesh.recurrent.options import sum_dtype
 
 # Takes and returns activations, one tensor or a tuple. Its arguments are the activations, the
 # weights, the position, and the tensors of `along`, if any.

@@ -12,7 +12,7 @@ from pipemesh.backend.gradients import attach_gradient, is_recorded, unrecorded
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
-from pipemesh.lowering.captures import lost_in_layer
+from pipemesh.lowering.differentiate import lost_in_layer
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.tensor import Tensor, union_axes
 from pipemesh.mesh import Dim, Mesh, Shape

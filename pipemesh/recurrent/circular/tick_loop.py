@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.backend.beside_inputs import place_beside_inputs
+from pipemesh.backend.devices import place_beside_inputs
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.schedule import Action, Schedule

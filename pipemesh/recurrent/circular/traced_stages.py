@@ -9,10 +9,10 @@ import tensorflow as tf
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.lowering.lowering import Slices
 from pipemesh.recurrent.circular.tick_loop import Leaves, Sums, Tick
-from pipemesh.recurrent.passes.part import Tensors
 from pipemesh.recurrent.remat import FULL
+from pipemesh.recurrent.stage import Tensors
 from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.watch.health import empty_note
+from pipemesh.recurrent.watch.finite_values import empty_note
 
 
 class TracedStages:

@@ -6,21 +6,213 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.graphs import results_beside_sources
 from pipemesh.backend.operation_kinds import has_effects
 from pipemesh.backend.operations import Call, sum_in_order
-from pipemesh.recurrent.passes.cuts import Cuts
-from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.part import BackwardResult, Grads, Part, Tensors, accumulated
+from pipemesh.recurrent.passes.replica import GradName, flat_names
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import Specs
-from pipemesh.recurrent.watch.health import write_note
-from pipemesh.recurrent.watch.probes import Probe
+from pipemesh.recurrent.stage import Grads, Tensors
+from pipemesh.recurrent.watch.finite_values import Probe, write_note
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A function on the devices of its replica.
+
+    Attributes:
+        device: the first device of the replica.
+        call: returns a call of the function; with collectives, each time of a new function.
+        has_note: True if it takes and returns a note.
+    """
+
+    device: str
+    call: Callable[[], Call]
+    has_note: bool
+
+    def __call__(self, arguments: Tensors, note: Any = None) -> tuple[Tensors, Any]:
+        """Returns the results and the note; without a note of its own it returns the given one."""
+        with tf.device(self.device):
+            if not self.has_note:
+                return self.call()(arguments), note
+            *results, note = self.call()([*arguments, note])
+            return results, note
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardResult:
+    """The results of a `B` or an `I`.
+
+    Attributes:
+        accumulators: the sums of weight gradients; an `I` leaves them unchanged.
+        input_grads: the gradient of each input, None if there is none.
+        carry_grads: the gradient of each carry, None if there is none.
+        pending: after an `I`, the tensors that its `W` needs.
+        notes: for each replica, where a value was not finite; see `finite_values`.
+    """
+
+    accumulators: Tensors | None
+    input_grads: Grads
+    carry_grads: Grads
+    pending: Tensors
+    notes: Tensors
+
+
+def accumulated(
+    totals: Sequence[tf.Tensor | None],
+    grads: Sequence[GradName],
+    specs: Sequence[tf.TensorSpec],
+    devices: Sequence[str],
+    pasted: Iterator[tf.Tensor],
+) -> Tensors:
+    """Returns the sums of weights' gradients after a microbatch.
+
+    `totals` is None for the first microbatch. `grads` are names, two for a sparse gradient, and
+    `pasted` maps names to tensors.
+    """
+    new = []
+    for total, grad, spec, device in zip(totals, grads, specs, devices, strict=True):
+        with tf.device(device):
+            values = tf.cast(next(pasted), spec.dtype)
+            if isinstance(grad, str):
+                # Not `+`: the graph optimizer merges chains of additions into one at their end,
+                # even across the control dependencies that order actions, and so creates cycles.
+                new.append(values if total is None else tf.add_n([total, values]))
+            else:
+                total = tf.zeros(spec.shape, spec.dtype) if total is None else total
+                new.append(tf.tensor_scatter_nd_add(total, next(pasted)[:, None], values))
+    return new
+
+
+class Cuts:
+    """Names of tensors and nodes on both sides of the cuts.
+
+    Args:
+        traced: the stage.
+        recomputed: returns True for a node of the forward pass that the backward pass recomputes.
+        is_twice: True if a `W` recomputes such nodes again.
+
+    Attributes:
+        grad_placeholders: the incoming gradients of a backward pass: for each floating output, then
+            for each floating carry of a recurrent stage.
+    """
+
+    def __init__(
+        self, traced: TracedStage, recomputed: Callable[[str], bool], is_twice: bool = False
+    ) -> None:
+        self._traced = traced
+        self._recomputed = recomputed
+        self._is_twice = is_twice
+        grads = traced.gradients
+        self.grad_placeholders = [*grads.of_outputs.values(), *grads.of_carry_out.values()]
+
+    @functools.cached_property
+    def per_microbatch(self) -> set[str]:
+        """Nodes with a different value for every microbatch."""
+        traced = self._traced
+        return traced.cut.descendants(
+            [*traced.carry, *traced.inputs, *traced.scalars, *self.grad_placeholders]
+        )
+
+    @functools.cached_property
+    def computed(self) -> set[str]:
+        """Nodes of the forward pass."""
+        return self._traced.cut.ancestors([*self._traced.outputs, *self._traced.carry_out])
+
+    @functools.cached_property
+    def again(self) -> set[str]:
+        """Nodes of the forward pass that are recomputed."""
+        return {node for node in self.computed & self.per_microbatch if self._recomputed(node)}
+
+    @property
+    def recomputes(self) -> bool:
+        """True if the backward pass can start before the gradient of the outputs arrives."""
+        return bool(self.again)
+
+    @functools.cached_property
+    def kept(self) -> list[str]:
+        """Names of the tensors that the forward pass keeps for the backward pass."""
+        traced = self._traced
+        known = (self.computed & self.per_microbatch) - self.again
+        # Placeholders cannot be recomputed, and a replica does not compute a tensor of another one.
+        given = [*traced.carry, *traced.handed_on, *traced.inputs]
+        known |= {node_of(name) for name in given}
+        known -= {node_of(name) for name in traced.scalars}
+        # A reshaped tensor is the same memory: keeping it separately would count it twice.
+        known -= traced.cut.reshapes(self.computed)
+        wanted = [*self.theta_names, *self.upstream_names]
+        return traced.cut.frontier(wanted, known)
+
+    @functools.cached_property
+    def remade(self) -> list[str]:
+        """Names of the tensors that an `R` leaves: those that the mode `none` keeps."""
+        return Cuts(self._traced, lambda node: False).kept
+
+    @functools.cached_property
+    def theta_names(self) -> list[str]:
+        """Names of the gradients of weights; a sparse gradient has two tensors."""
+        return flat_names(self._traced.gradients.of_theta)
+
+    @functools.cached_property
+    def upstream_names(self) -> list[str]:
+        """Names of gradients that other actions wait for: of the inputs and of the carry."""
+        grads = self._traced.gradients
+        return [name for name in [*grads.of_inputs, *grads.of_carry] if name is not None]
+
+    def nodes(self, kind: str, is_first: bool) -> set[str]:
+        """Returns the nodes that an action of a kind (`F`, `R`, `B`, `I` or `W`) computes.
+
+        The first stage computes no gradient of its inputs.
+        """
+        cut, given = self._traced.cut, [*self.kept, *self.grad_placeholders]
+        upstream = [] if is_first else self.upstream_names
+        if kind == "F":
+            return self.computed
+        if kind == "R":
+            return cut.ancestors(self.remade, self.kept)
+        if kind == "B":
+            return cut.ancestors([*self.theta_names, *upstream], given)
+        if kind == "I":
+            return cut.ancestors([*upstream, *self.pending], given)
+        return cut.ancestors(self.theta_names, self.pending)
+
+    @functools.cached_property
+    def input_grad_nodes(self) -> set[str]:
+        """Nodes that an `I` computes."""
+        cuts = [*self.kept, *self.grad_placeholders]
+        wanted = self.upstream_names or self._shared_names()
+        return self._traced.cut.ancestors(wanted, cuts) & self.per_microbatch
+
+    def _shared_names(self) -> list[str]:
+        """Returns the tensors that several weights' gradients need.
+
+        For a stage whose inputs have no gradient, its `I` computes them. Else its `W` would have to
+        do everything, and the schedule would assume wrong durations.
+        """
+        cut = self._traced.cut
+        cuts = [*self.kept, *self.grad_placeholders]
+        count: dict[str, int] = {}
+        for name in self._traced.gradients.of_theta:
+            if name is not None:
+                for node in cut.ancestors(flat_names([name]), cuts):
+                    count[node] = count.get(node, 0) + 1
+        shared = {n for n, c in count.items() if c > 1} & self.per_microbatch
+        return cut.frontier(self.theta_names, shared, cuts)
+
+    @functools.cached_property
+    def pending(self) -> list[str]:
+        """Names of the tensors that an `I` leaves for its `W`, besides the arguments of the `I`."""
+        known = self.input_grad_nodes - (self.again if self._is_twice else set())
+        # As for kept tensors.
+        known -= self._traced.cut.reshapes(known)
+        known |= {node_of(name) for name in [*self.kept, *self.grad_placeholders]}
+        return self._traced.cut.frontier(self.theta_names, known)
 
 
 class Passes:
@@ -109,7 +301,7 @@ class Passes:
                 recurrent stage has returned.
             scalars: the microbatch's index and the global step, int64.
             accumulators: sums of weight gradients so far; None for the first microbatch.
-            notes: for each replica, where a value was not finite before; see `health`.
+            notes: for each replica, where a value was not finite before; see `finite_values`.
         """
         parts = self._backward if accumulators is None else self._backward_and_add
         arguments = [*theta, *kept, *grads, *scalars, *(accumulators or ())]

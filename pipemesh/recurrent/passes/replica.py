@@ -1,22 +1,186 @@
-"""The part of a traced graph that computes the rows of one replica."""
+"""Checks that each replica of a stage computes with its own rows."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.labels import label_scope
-from pipemesh.backend.structure import is_differentiable
+from pipemesh.backend.labels import label_scope, labelled
+from pipemesh.backend.operation_kinds import SUMMARIES
+from pipemesh.backend.structure import Gradient, is_differentiable
+from pipemesh.errors import PipelineError
 from pipemesh.randomness.scope import LayerSpan, Replay, gradient_scope
 from pipemesh.recurrent.passes.captures import Captured
-from pipemesh.recurrent.passes.gradients import StageGradients, differentiate
-from pipemesh.recurrent.passes.summaries import Summaries
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.watch.probes import StageProbes
+from pipemesh.recurrent.watch.finite_values import StageProbes
+
+# The tensor of a gradient; values and row indices if it is sparse; None if there is no gradient.
+GradName = str | tuple[str, str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StageGradients:
+    """Names of the gradients in a traced graph.
+
+    Attributes:
+        of_outputs: placeholder for the gradient of each floating output, by its index.
+        of_carry_out: the same for the carry that the stage returns; empty if it has no gradient.
+        of_theta: the gradient of each theta.
+        of_inputs: the gradient of each input, None if there is none.
+        of_carry: the gradient of each carry that the stage takes, None if there is none.
+        of_probes: the gradient of each probed tensor.
+    """
+
+    of_outputs: dict[int, str]
+    of_carry_out: dict[int, str]
+    of_theta: list[GradName]
+    of_inputs: list[str | None]
+    of_carry: list[str | None]
+    of_probes: list[str | None]
+
+
+def differentiate(
+    stage: Stage,
+    theta: list[tf.Tensor | None],
+    carry: list[tf.Tensor],
+    inputs: list[tf.Tensor],
+    outputs: dict[int, tf.Tensor],
+    carry_out: list[tf.Tensor],
+    probed: list[tf.Tensor],
+    devices: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> StageGradients:
+    """Adds the gradient of a traced stage to its graph, which is being built.
+
+    Args:
+        stage: the stage.
+        theta: placeholders of the weights; None for weights without a gradient.
+        carry: placeholders of the carry.
+        inputs: placeholders of the inputs.
+        outputs: the outputs with an incoming gradient, by index.
+        carry_out: the carry that the stage returns.
+        probed: other tensors whose gradient is needed.
+        devices: for the first of theta, and for all inputs, the devices of their gradients; None if
+            there is one device.
+    """
+    of_outputs = _grad_placeholders(outputs)
+    of_carry_out = _grad_placeholders(dict(enumerate(carry_out))) if stage.recurrent else {}
+    results = [outputs[i] for i in of_outputs] + [carry_out[i] for i in of_carry_out]
+    states = carry if stage.recurrent else []
+    sources = [*theta, *inputs, *states, *probed]
+    grads = _gradients(results, sources, [*of_outputs.values(), *of_carry_out.values()])
+    if devices is not None:
+        for first, names in ((0, devices[0]), (len(theta), devices[1])):
+            for i, device in enumerate(names, first):
+                grad = grads[i]
+                # A sparse gradient is on the device of the lookup.
+                if isinstance(grad, tf.Tensor):
+                    with tf.device(device):
+                        grads[i] = tf.identity(grad)
+    dense = [
+        None if grad is None else tf.convert_to_tensor(grad).name for grad in grads[len(theta) :]
+    ]
+    return StageGradients(
+        of_outputs={i: t.name for i, t in of_outputs.items()},
+        of_carry_out={i: t.name for i, t in of_carry_out.items()},
+        of_theta=[_grad_name(grad) for grad in grads[: len(theta)]],
+        of_inputs=dense[: len(inputs)],
+        of_carry=dense[len(inputs) :][: len(states)] if states else [None] * len(carry),
+        of_probes=dense[len(inputs) + len(states) :],
+    )
+
+
+def _grad_placeholders(tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+    placeholders: dict[int, tf.Tensor] = {}
+    for i, t in tensors.items():
+        if is_differentiable(t):
+            with tf.device(t.device):
+                placeholders[i] = tf.compat.v1.placeholder(t.dtype, t.shape)
+    return placeholders
+
+
+def _gradients(
+    results: list[tf.Tensor], sources: list[tf.Tensor | None], result_grads: list[tf.Tensor]
+) -> list[Gradient]:
+    # The handle represents its variable.
+    floating = {
+        i: t
+        for i, t in enumerate(sources)
+        if t is not None and (is_differentiable(t) or t.dtype == tf.resource)
+    }
+    grads: list[Gradient] = [None] * len(sources)
+    if results and floating:
+        found = tf.gradients(results, list(floating.values()), result_grads)
+        for i, grad in zip(floating, found, strict=True):
+            grads[i] = grad
+    return grads
+
+
+def _grad_name(grad: Gradient) -> GradName:
+    if isinstance(grad, tf.IndexedSlices):
+        return grad.values.name, grad.indices.name
+    return None if grad is None else grad.name
+
+
+def flat_names(names: Iterable[GradName | tuple[str, ...]]) -> list[str]:
+    """Returns the names of all tensors; a sparse gradient has two, a missing one none."""
+    flat: list[str] = []
+    for name in names:
+        if name is not None:
+            flat.extend([name] if isinstance(name, str) else name)
+    return flat
+
+
+@dataclasses.dataclass(frozen=True)
+class Summaries:
+    """The summaries of one stage; each microbatch adds its own to a serialized summary.
+
+    Attributes:
+        before: the summary of earlier microbatches and replicas; a placeholder in the first one.
+        after: the summary with those of this microbatch.
+        collections: the collections of the outer graph that get it.
+    """
+
+    before: tf.Tensor
+    after: tf.Tensor
+    collections: Sequence[str]
+
+    @classmethod
+    def found(cls, begin: int, earlier: Summaries | None) -> Summaries | None:
+        """Returns the summaries of the function that is being traced; None if there are none.
+
+        It also returns None outside of a TF1 graph, where nothing collects summaries, as in a plain
+        model. The first `begin` operations are ignored; `earlier` are the summaries of the previous
+        replica.
+        """
+        graph: Any = tf.compat.v1.get_default_graph()
+        if graph.outer_graph.building_function:
+            return None
+        made = [op.outputs[0] for op in graph.get_operations()[begin:] if op.type in SUMMARIES]
+        if not made:
+            return None
+        if earlier is None:
+            before = tf.compat.v1.placeholder(tf.string, [])
+        else:
+            before = tf.identity(earlier.after)
+        names = {tensor.name for tensor in made}
+        collections = [
+            key
+            for key in graph.get_all_collection_keys()
+            if any(
+                isinstance(item, tf.Tensor) and item.graph is graph and item.name in names
+                for item in graph.get_collection(key)
+            )
+        ]
+        return cls(before, tf.raw_ops.MergeSummary(inputs=[before, *made]), collections)
+
+    def collect(self, merged: tf.Tensor) -> None:
+        """Adds the summaries of all microbatches to the collections of the current graph."""
+        for key in self.collections:
+            tf.compat.v1.add_to_collection(key, merged)
 
 
 @dataclasses.dataclass
@@ -131,4 +295,52 @@ def joined(parts: Sequence[StageGradients]) -> StageGradients:
         of_inputs=all_of(lambda part: part.of_inputs),
         of_carry=first.of_carry,
         of_probes=all_of(lambda part: part.of_probes),
+    )
+
+
+def check_apart(
+    graph: tf.Graph, replicas: Sequence[Replica], microbatch: tf.Tensor, what: str
+) -> None:
+    """Checks that no replica uses a tensor of another one, except the carry.
+
+    Python code that keeps a tensor from one call to the next mixes replicas: one computes with the
+    rows or the weight copies of another, and gradients are lost. A tensor that depends on no row,
+    weight or microbatch is the same for all replicas and may be kept.
+    """
+    operations = graph.get_operations()
+    owners = {
+        tensor.op: number
+        for number, replica in enumerate(replicas)
+        for tensor in [*replica.theta, *replica.carry, *replica.inputs]
+    }
+    captured = {inner.op for _, inner in graph.captures}
+    parts = sorted(
+        (begin, end, number)
+        for number, replica in enumerate(replicas)
+        for begin, end in replica.operations
+    )
+    for begin, end, number in parts:
+        for operation in operations[begin:end]:
+            if operation in owners:
+                continue
+            # An incoming gradient belongs to its replica; a captured tensor is the same for all.
+            is_own = operation.type == "Placeholder" and operation not in captured
+            for tensor in operation.inputs:
+                owner = owners.get(tensor.op)
+                if owner not in (None, number):
+                    raise PipelineError(_text(what, operation, number, tensor, owner))
+                is_own |= owner is not None or tensor is microbatch
+            if is_own:
+                owners[operation] = number
+
+
+def _text(what: str, user: tf.Operation, number: int, used: tf.Tensor, owner: int | None) -> str:
+    layer = labelled("layer", user.name)
+    where = f" in layer {layer!r}" if layer is not None else ""
+    return (
+        f"{what} has replicas, and its operation {user.name!r} ({user.type}){where} of replica "
+        f"{number} uses {used.op.name!r} ({used.op.type}), which replica {owner} has computed with "
+        "its own rows and weights; the code of the stage must keep no tensor in Python (an "
+        "attribute, a list, a cache) from one call to the next: compute it in each call, or hand "
+        "it on in the carry"
     )

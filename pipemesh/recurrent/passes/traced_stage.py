@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.devices import is_device
 from pipemesh.randomness.draws import check_no_draw_escaped
 from pipemesh.randomness.scope import LayerSpan, NeedWholeDraws, Position, WholeDraws
-from pipemesh.recurrent.passes.apart import check_apart
 from pipemesh.recurrent.passes.captures import (
     Captured,
     captured_weights,
@@ -20,14 +20,50 @@ from pipemesh.recurrent.passes.captures import (
     check_no_handle,
     redirect,
 )
-from pipemesh.recurrent.passes.cutting import Cutting
-from pipemesh.recurrent.passes.gradients import flat_names
 from pipemesh.recurrent.passes.graph_cut import GraphCut, node_of, tensor_name
-from pipemesh.recurrent.passes.places import Places
-from pipemesh.recurrent.passes.replica import joined
+from pipemesh.recurrent.passes.pieces import Cutting
+from pipemesh.recurrent.passes.replica import check_apart, flat_names, joined
 from pipemesh.recurrent.passes.tracing import Specs, specs_of, trace
-from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.watch.probes import Probe
+from pipemesh.recurrent.stage import Home, Stage
+from pipemesh.recurrent.watch.finite_values import Probe
+
+
+class Places:
+    """The device index of each tensor of a stage in its home.
+
+    Args:
+        home: of the stage.
+        replica: returns the replica that a tensor belongs to.
+        graph: the traced graph.
+        given: for placeholders of arguments the index of their device within a replica. Other
+            tensors are on the device of their node; the default is the first one.
+    """
+
+    def __init__(
+        self, home: Home, replica: Callable[[str], int], graph: Any, given: Mapping[str, int]
+    ) -> None:
+        self._home = home
+        self._replica = replica
+        self._graph = graph
+        self._given = given
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    def of(self, name: str) -> int:
+        """Returns the index, among all devices of the home, of a tensor's device."""
+        replica = self._replica(name)
+        if self._home.group == 1:
+            return replica
+        own = self._given.get(name)
+        if own is None:
+            own = self._number(self._graph.get_operation_by_name(node_of(name)).device, replica)
+        return replica * self._home.group + own
+
+    def _number(self, device: str, replica: int) -> int:
+        """Returns the index of a device within a replica; 0 for a device outside of it."""
+        if (device, replica) not in self._numbers:
+            known = [is_device(device, name) for name in self._home.replica(replica)]
+            self._numbers[device, replica] = known.index(True) if True in known else 0
+        return self._numbers[device, replica]
 
 
 class TracedStage:

@@ -16,14 +16,26 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.example_flow import DrawsOfStage, labels_of_batch
 from pipemesh.randomness.scope import Position, Replay, WholeDraw, WholeDraws, layer_spans
-from pipemesh.recurrent.home import calling_on
-from pipemesh.recurrent.passes.cutting import Cutting
-from pipemesh.recurrent.passes.places import identity_beside
-from pipemesh.recurrent.passes.replica import Replica, replica_scope
-from pipemesh.recurrent.passes.summaries import Summaries
-from pipemesh.recurrent.sequence import calling_for
-from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.watch.probes import StageProbes
+from pipemesh.recurrent.passes.pieces import Cutting
+from pipemesh.recurrent.passes.replica import Replica, Summaries, replica_scope
+from pipemesh.recurrent.stage import Stage, calling_for, calling_on
+from pipemesh.recurrent.watch.finite_values import StageProbes
+
+
+def detached(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors without gradients, pinned so that each stays on its device."""
+    found = []
+    for tensor in tensors:
+        with tf.device(tensor.device):
+            found.append(tf.stop_gradient(tensor))
+    return found
+
+
+def identity_beside(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a copy of a tensor on its own device; without one, on the device of the scope."""
+    with tf.device(tensor.device):
+        return tf.identity(tensor)
+
 
 Specs = list[tf.TensorSpec]
 

@@ -7,21 +7,20 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from pipemesh.backend.operations import MaybeTensor, pin_each, wait_for
-from pipemesh.recurrent.passes.cutting import Cutting
-from pipemesh.recurrent.passes.part import Grads
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.watch.health import (
+from pipemesh.recurrent.stage import Grads, Stage
+from pipemesh.recurrent.watch.finite_values import (
     MICROBATCH,
     OF_GRADIENTS,
     Direction,
     Finding,
+    Probe,
     all_finite,
     empty_note,
     first_not_finite,
     raise_unless,
 )
-from pipemesh.recurrent.watch.probes import Probe
 
 # For each stage the notes of its replicas.
 Notes = Sequence[Sequence[tf.Tensor]]
@@ -31,7 +30,7 @@ class Checks:
     """The checks of one run.
 
     Args:
-        policy: one of `health.CHECKS`.
+        policy: one of `finite_values.CHECKS`.
         stages: the traced stages.
         probes: for `forward` and `backward` the probes of each stage.
         cutting: the split of the batch.

@@ -12,24 +12,459 @@ it. It stays in a buffer of the receiving home until it is read; other actions d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.graphs import without_automatic_order
-from pipemesh.backend.operations import pin_each
-from pipemesh.recurrent.passes.cutting import Cutting
-from pipemesh.recurrent.passes.part import Grads, Tensors
+from pipemesh.backend.operations import (
+    MaybeTensor,
+    anchor,
+    list_get,
+    list_set,
+    pin_each,
+    pin_present,
+)
+from pipemesh.backend.static_shape import static_sizes
+from pipemesh.recurrent.passes.pieces import Cutting, parts
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.batch import parts
-from pipemesh.recurrent.table.buffers import Buffers, Key, key_of
-from pipemesh.recurrent.table.loop_body import Body, Source, put
-from pipemesh.recurrent.table.loop_program import HomeBuffer, Roles, Slots, program
-from pipemesh.recurrent.table.loop_variables import Name, Variables
-from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.table.values import GRADS, OUTPUTS, Channel, State
+from pipemesh.recurrent.stage import Grads, Stage, Tensors
+from pipemesh.recurrent.table.loop_program import (
+    CLEARS,
+    KEEPS,
+    Access,
+    HomeBuffer,
+    HomeProgram,
+    Role,
+    Roles,
+    Slots,
+    program,
+)
+from pipemesh.recurrent.table.loop_variables import (
+    Branching,
+    Buffers,
+    ChannelGroup,
+    Fan,
+    Name,
+    Predicate,
+    Variables,
+    merged,
+    nothing,
+)
+from pipemesh.recurrent.table.machine import (
+    GRADS,
+    OUTPUTS,
+    Channel,
+    Key,
+    Kind,
+    Machine,
+    State,
+    key_of,
+)
 from pipemesh.schedule import Action
+
+# Returns the values of a channel for a microbatch, or piece (int64 scalar).
+Source = Callable[[tf.Tensor], Grads]
+# Returns the number at a tick, for a device of a home (by index) and the name of a column.
+Numbers = Callable[[int, Any], tf.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """The body of the loop.
+
+    Attributes:
+        machine: performs actions.
+        programs: of each home.
+        variables: of the loop.
+        buffers: of the run.
+        sources: functions of the microbatch for channels that no action writes.
+        state: before the loop.
+    """
+
+    machine: Machine
+    programs: Mapping[int, HomeProgram]
+    variables: Variables
+    buffers: Buffers
+    sources: Mapping[Channel, Source]
+    state: State
+
+    def tick(self, values: dict[Name, Grads]) -> dict[Name, Grads]:
+        """Returns the values of the variables after a tick."""
+        sent: dict[Channel, list[Grads]] = {}
+        after = dict[Name, Grads]()
+        homes = {home: _Home(self, home, values, sent) for home in self.programs}
+        for home in homes.values():
+            after.update(home.act())
+        # Any home may send to any other.
+        for home in homes.values():
+            after.update(home.receive(after))
+        return after
+
+
+class _Home:
+    """One home at a tick; values that it sends to other homes are added to `sent`."""
+
+    def __init__(
+        self,
+        body: Body,
+        home: int,
+        values: Mapping[Name, Grads],
+        sent: dict[Channel, list[Grads]],
+    ) -> None:
+        self.body = body
+        self.number = home
+        self.values = values
+        self.sent = sent
+        self.program = body.programs[home]
+        self.devices = body.variables.devices[home]
+        ticks = values[Name("tick", home)]
+        self.flag = body.variables.flags[home].row(ticks)
+        self.numbers = body.variables.numbers[home].row(ticks)
+        with tf.device(body.variables.named[Name("tick", home)].devices[0]):
+            self.microbatch = tf.cast(self.numbers(0, "microbatch"), tf.int64)
+        count = len(self.program.roles)
+        token = values[Name("token", home)]
+        self.tokens = Fan(token, self.devices, range(len(token)), self._code, count)
+        handles = {buffer: values[Name("home", buffer)] for buffer in self.program.slots}
+        self.buffers = HomeBuffers(handles, self.devices, self.numbers, count)
+        self._branchings: dict[Name, Branching] = {}
+        self._arrived: dict[ChannelGroup, Grads] = {}
+        self._taken: dict[ChannelGroup, Fan] = {}
+        self._nothing: dict[ChannelGroup, Grads] = {}
+
+    def _code(self, place: int) -> tf.Tensor:
+        """Returns the number of the role that is due, on a device of the home."""
+        return self.numbers(place, "code")
+
+    def when(self, *column: Any) -> Predicate:
+        """Returns a function that returns a flag on each device of the home."""
+        return lambda place: self.flag(place, column)
+
+    def branching(self, name: Name) -> Branching:
+        """Returns a variable in transit through the actions."""
+        if name not in self._branchings:
+            self._branchings[name] = self._branching(name, self.values[name])
+        return self._branchings[name]
+
+    def _branching(self, name: Name, values: Grads) -> Branching:
+        variable = self.body.variables.named[name]
+        return Branching(values, variable.devices, variable.places)
+
+    def act(self) -> dict[Name, Grads]:
+        """Returns the home's variables after the action that is due."""
+        name = Name("tick", self.number)
+        counted: Grads = []
+        for tick, host in zip(
+            self.values[name], self.body.variables.named[name].devices, strict=True
+        ):
+            assert tick is not None
+            with tf.device(host):
+                counted.append(tick + 1)
+        for number, role in enumerate(self.program.roles):
+            _Act(self, role, number).perform()
+        after = {name: branching.merged() for name, branching in self._branchings.items()}
+        buffers = self.buffers.merged()
+        return {
+            name: counted,
+            Name("token", self.number): self.tokens.merged(),
+            **{Name("home", buffer): handle for buffer, handle in buffers.items()},
+            **after,
+        }
+
+    def receive(self, after: Mapping[Name, Grads]) -> dict[Name, Grads]:
+        """Returns the buffers of arriving values, at the end of the tick."""
+        received: dict[Name, Grads] = {}
+        for channel, columns in self.program.arrival_buffers.items():
+            for number, column in enumerate(columns):
+                name = Name("arrival", channel, number)
+                received[name] = self._arrival_buffer(channel, number, column)
+        for channel in self.program.indexed_arrivals:
+            key, buffers = key_of(channel), self.body.buffers
+            name = Name("indexed", key)
+            branching = self._branching(name, after[name])
+            buffers.handles[key] = branching.enter(self.when("arrives", channel))
+            sent = self._sent(channel, self.body.variables.named[name].devices)
+            buffers.put(key, self.numbers(0, ("arrives", channel)), sent)
+            branching.leave(buffers.handles[key])
+            received[name] = branching.merged()
+        return received
+
+    def _sent(self, channel: Channel, devices: Sequence[str]) -> Grads:
+        """Returns the value that arrives at this tick with the group of a channel, if any."""
+        group = self.body.variables.groups[channel]
+        if group not in self._arrived:
+            sent = [values for member in group for values in self.sent[member]]
+            value = merged(sent, self.body.variables.sending_devices(channel))
+            # TensorFlow puts a `Switch` on the device that makes its data. So it would send a copy
+            # for each buffer, after the number of that buffer was sent there.
+            self._arrived[group] = _received(value, devices)
+        return self._arrived[group]
+
+    def _arrival_buffer(self, channel: Channel, number: int, column: Sequence[int]) -> Grads:
+        name = Name("arrival", channel, number)
+        devices = self.body.variables.named[name].devices
+        group, sent = self.body.variables.groups[channel], self._sent(channel, devices)
+        takers = self.body.variables.takers(self.program, channel)
+        if len(takers) > 1 or len(group) > 1:
+            if group not in self._taken:
+                places = self.body.variables.named[name].places
+                self._taken[group] = Fan(
+                    sent, devices, places, lambda p: self.numbers(p, ("takes", group)), len(takers)
+                )
+            sent = self._taken[group].to(takers.index((channel, number)))
+        if group not in self._nothing:
+            self._nothing[group] = self.body.variables.nothing(channel, devices)
+        empty = self._branching(name, self._nothing[group])
+        choices = [sent, empty.enter(self.when(channel, number, CLEARS))]
+        if KEEPS in column:
+            kept = self._branching(name, self.values[name])
+            choices.append(kept.enter(self.when(channel, number, KEEPS)))
+        return merged(choices, devices)
+
+
+class _Act:
+    """One role of a home: reads and writes the values of its action."""
+
+    def __init__(self, home: _Home, role: Role, number: int) -> None:
+        self._home = home
+        self._role = role
+        self._number = number
+        self._accesses = home.program.accesses[number]
+        self._is_due = home.when("code", number)
+        self._microbatch = home.microbatch
+        self._state = home.body.state
+
+    @property
+    def state(self) -> State:
+        """The state, which the action changes."""
+        return self._state
+
+    def perform(self) -> None:
+        """Adds the operations of the action and stores its results in the variables in transit."""
+        home, code, machine = self._home, self._role.code, self._home.body.machine
+        with machine.acting(f"{code.mode.name}/action_{code.stage}{code.kind}", code.stage):
+            begins = pin_each(home.tokens.to(self._number), home.devices)
+            held = [name for name, _, _ in home.body.variables.held(code)]
+            self._state = state = _with(
+                home.body.state,
+                {name: home.branching(name).enter(self._is_due) for name in held},
+                (home.number, [[begin.op] for begin in begins if begin is not None]),
+            )
+            machine.act(code.kind, code.stage, code.mode, self._microbatch, self)
+            ends: Grads = []
+            for begin, done, device in zip(
+                begins, state.tokens[home.number], home.devices, strict=True
+            ):
+                with tf.control_dependencies(done), tf.device(device):
+                    ends += pin_present([begin])
+        home.tokens.leave(self._number, ends)
+        for name in held:
+            home.branching(name).leave(_of(state, name))
+
+    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+        """Returns a value of the microbatch."""
+        channel, body = Channel(kind, stage), self._home.body
+        value: list[Any]
+        if channel in body.sources:
+            value = body.sources[channel](self._microbatch)
+        elif channel in self._home.program.arrival_buffers:
+            value = self._arrived(channel)
+        else:
+            key = key_of(channel, self._role.code.mode)
+            if key in self._accesses:
+                specs = body.machine.specs(*key)
+                return self._home.buffers.take(self._number, self._accesses[key], specs)
+            value = self._indexed(key, lambda index: body.buffers.take(key, index))
+        return value
+
+    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+        """Stores a value for a later action."""
+        channel = Channel(kind, stage)
+        key = key_of(channel, self._role.code.mode)
+        if channel in self._role.sends:
+            self._home.sent.setdefault(channel, []).append([*value])
+        elif key in self._accesses:
+            self._home.buffers.put(self._number, self._accesses[key], value)
+        elif key in self._role.puts:
+            self._indexed(key, lambda index: self._home.body.buffers.put(key, index, value))
+
+    def _indexed(self, key: Any, use: Callable[[tf.Tensor], Any]) -> Any:
+        """Uses an indexed buffer, at the index of the tick."""
+        handles = self._home.body.buffers.handles
+        branching = self._home.branching(Name("indexed", key))
+        handles[key] = branching.enter(self._is_due)
+        result = use(self._home.numbers(0, ("index", key)))
+        branching.leave(handles[key])
+        return result
+
+    def _arrived(self, channel: Channel) -> Grads:
+        """Returns the value of the arrival buffer that is read at this tick, with its shape."""
+        home, name = self._home, Name("arrival", channel)
+        variable = home.body.variables.named[name]
+        choices = [home.values[name]]
+        if (count := len(home.program.arrival_buffers[channel])) > 1:
+            choices = [
+                Branching(
+                    home.values[name._replace(number=i)], variable.devices, variable.places
+                ).enter(home.when("read", channel, i))
+                for i in range(count)
+            ]
+        value: Grads = []
+        specs = home.body.machine.specs(channel.kind, channel.stage)
+        for tensor, spec, device, place in zip(
+            merged(choices, variable.devices), specs, variable.devices, variable.places, strict=True
+        ):
+            if tensor is None or spec is None:
+                value.append(None)
+                continue
+            # A buffer that is not read may hold nothing, which has another shape.
+            begins = self._state.tokens[home.number][place]
+            with tf.device(device), tf.control_dependencies(begins):
+                value.append(tf.ensure_shape(tensor, spec.shape))
+        return value
+
+
+class HomeBuffers:
+    """The home buffers of a home, in transit through its actions.
+
+    Args:
+        handles: the list of each buffer before the tick.
+        devices: of the home.
+        numbers: of the tick.
+        num_roles: number of roles of the home.
+    """
+
+    def __init__(
+        self,
+        handles: Mapping[HomeBuffer, Grads],
+        devices: Sequence[str],
+        numbers: Numbers,
+        num_roles: int,
+    ) -> None:
+        self._devices = devices
+        self._numbers = numbers
+        self._fans = {
+            buffer: Fan(
+                handle,
+                [devices[buffer.place]],
+                [buffer.place],
+                lambda place: numbers(place, "code"),
+                num_roles,
+            )
+            for buffer, handle in handles.items()
+        }
+        self._constants: dict[Any, tf.Tensor] = {}
+
+    def take(
+        self,
+        role: int,
+        accesses: Sequence[Access | None],
+        specs: Sequence[tf.TensorSpec | None],
+    ) -> list[Any]:
+        """Takes the tensors of a value, so that the buffers no longer hold them.
+
+        `accesses` and `specs` have one entry per tensor.
+        """
+        values: list[tf.Tensor | None] = [None] * len(accesses)
+        for buffer, numbered in _by_buffer(accesses).items():
+            (handle,) = self._fans[buffer].to(role)
+            with tf.device(self._devices[buffer.place]):
+                for i, access in numbered:
+                    values[i] = self._get(handle, access, specs[i])
+                gets = [t.op for i, _ in numbered if (t := values[i]) is not None]
+                empty = self._once(buffer, "nothing", lambda b=buffer: nothing(b.dtype))
+                # Else a list with unread values would be copied.
+                with tf.control_dependencies(gets):
+                    for _, access in numbered:
+                        handle = self._set(handle, access, empty)
+            self._fans[buffer].leave(role, [handle])
+        return values
+
+    def put(
+        self, role: int, accesses: Sequence[Access | None], values: Sequence[MaybeTensor]
+    ) -> None:
+        """Puts the tensors of a value into the buffers."""
+        for buffer, numbered in _by_buffer(accesses).items():
+            (handle,) = self._fans[buffer].to(role)
+            with tf.device(self._devices[buffer.place]):
+                for i, access in numbered:
+                    if (value := values[i]) is not None:
+                        handle = self._set(handle, access, value)
+            self._fans[buffer].leave(role, [handle])
+
+    def merged(self) -> dict[HomeBuffer, Grads]:
+        """Returns the lists after the tick."""
+        return {buffer: fan.merged() for buffer, fan in self._fans.items()}
+
+    def _get(self, handle: Any, access: Access, spec: tf.TensorSpec | None) -> tf.Tensor:
+        assert spec is not None
+        sizes = static_sizes(spec)
+        shape = self._once(access.buffer, tuple(sizes), lambda: tf.constant(sizes, tf.int32))
+        value = list_get(handle, self._slot(access), shape, spec.dtype)
+        value.set_shape(spec.shape)
+        return value
+
+    def _set(self, handle: Any, access: Access, value: tf.Tensor) -> tf.Tensor:
+        return list_set(handle, self._slot(access), value)
+
+    def _slot(self, access: Access) -> tf.Tensor:
+        return self._numbers(access.buffer.place, access)
+
+    def _once(self, buffer: HomeBuffer, name: Any, make: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Returns a constant that all actions share, to save an operation per action and tick."""
+        if (buffer, name) not in self._constants:
+            self._constants[buffer, name] = make()
+        return self._constants[buffer, name]
+
+
+def _by_buffer(accesses: Sequence[Access | None]) -> dict[HomeBuffer, list[tuple[int, Access]]]:
+    by_buffer: dict[HomeBuffer, list[tuple[int, Access]]] = {}
+    for i, access in enumerate(accesses):
+        if access is not None:
+            by_buffer.setdefault(access.buffer, []).append((i, access))
+    return by_buffer
+
+
+def _received(sent: Grads, devices: Sequence[str]) -> Grads:
+    """Returns the tensors on their devices, by operations that TensorFlow does not move."""
+    received: Grads = []
+    for tensor, device in zip(sent, devices, strict=True):
+        with tf.device(device):
+            received.append(None if tensor is None else anchor(tensor))
+    return received
+
+
+def _with(
+    state: State, values: Mapping[Name, Grads], tokens: tuple[int, list[list[tf.Operation]]]
+) -> State:
+    """Returns a copy of the state with some values replaced."""
+    copy = State(
+        [*state.carries],
+        [*state.carry_grads],
+        [*state.accumulators],
+        [*state.tokens],
+        {direction: [*notes] for direction, notes in state.notes.items()},
+    )
+    for name, tensors in values.items():
+        put(copy, name, tensors)
+    home, operations = tokens
+    copy.tokens[home] = operations
+    return copy
+
+
+def put(state: State, name: Name, tensors: Grads) -> None:
+    """Puts the values of a variable into the state."""
+    where: Any = state.notes if name.what in state.notes else vars(state)
+    where[name.what][name.key] = tensors
+
+
+def _of(state: State, name: Name) -> Grads:
+    where: Any = state.notes if name.what in state.notes else vars(state)
+    return [*where[name.what][name.key]]
+
 
 # An idle device runs ahead until it needs a value: about as many ticks as there are homes.
 _PARALLEL_ITERATIONS = 32

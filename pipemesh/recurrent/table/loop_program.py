@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.table.buffers import Key, key_of
-from pipemesh.recurrent.table.values import GRADS, OUTPUTS, Channel, given, taken
+from pipemesh.recurrent.table.machine import GRADS, OUTPUTS, Channel, Key, given, key_of, taken
 from pipemesh.schedule import Action
 
 # Maximum number of one-value buffers for a channel that arrives at a home. A channel with more

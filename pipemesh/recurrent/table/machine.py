@@ -3,37 +3,221 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each
 from pipemesh.randomness.scope import WholeDraws
-from pipemesh.recurrent.passes.cutting import Cutting
-from pipemesh.recurrent.passes.part import Grads, Tensors
+from pipemesh.recurrent.options import sum_dtype
 from pipemesh.recurrent.passes.passes import Passes
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
-from pipemesh.recurrent.precision import sum_dtype
 from pipemesh.recurrent.remat import FULL, NONE, Mode
-from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.thetas import guarded, of_every_replica, with_fetched
-from pipemesh.recurrent.table.values import (
-    GRADS,
-    KEPT,
-    OUTPUTS,
-    PENDING,
-    REMADE,
-    Kind,
-    State,
-    Values,
-)
+from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.watch.clock import Stamps
-from pipemesh.recurrent.watch.health import LOCATING, Direction
-from pipemesh.recurrent.watch.probes import Probe
+from pipemesh.recurrent.watch.finite_values import LOCATING, Direction, Probe, empty_note
+from pipemesh.schedule.action import EFFECTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind(Generic[MaybeTensor]):
+    """A kind of value that an action leaves for each microbatch: a list of tensors.
+
+    The list is ordered by replica.
+
+    Attributes:
+        name: names the kind.
+        by_mode: True if the mode of remat decides which tensors it has.
+    """
+
+    name: str
+    by_mode: bool = False
+
+
+# The outputs of a stage; the outputs of stage -1 are the pipeline's inputs.
+OUTPUTS: Kind[tf.Tensor] = Kind("outputs")
+# Tensors that an `F` keeps for the backward pass of its stage.
+KEPT: Kind[tf.Tensor] = Kind("kept", by_mode=True)
+# Tensors that an `R` recomputes for it instead.
+REMADE: Kind[tf.Tensor] = Kind("remade")
+# The gradients of a stage's inputs. The stage after the last one represents the loss.
+GRADS: Kind[tf.Tensor | None] = Kind("grads")
+# Tensors that an `I` leaves for the `W` of its stage.
+PENDING: Kind[tf.Tensor] = Kind("pending", by_mode=True)
+
+
+class Channel(NamedTuple):
+    """A kind of value of a stage."""
+
+    kind: Kind[Any]
+    stage: int
+
+
+_BY_NAME: dict[str, Kind[Any]] = {k.name: k for k in (OUTPUTS, KEPT, REMADE, GRADS, PENDING)}
+
+
+def taken(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
+    """Returns the channels that an action of a kind reads.
+
+    `is_recomputed` is True if an `R` comes before the backward pass.
+    """
+    return [
+        Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)
+    ]
+
+
+def given(kind: str, stage: int) -> list[Channel]:
+    """Returns the channels that an action of a kind writes."""
+    return [Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].gives]
+
+
+class Slot(NamedTuple):
+    """A channel's value for one microbatch."""
+
+    channel: Channel
+    microbatch: int
+
+
+Tokens = list[list[list[tf.Operation]]]
+
+
+@dataclasses.dataclass
+class State:
+    """The state of stages and devices between their actions.
+
+    Attributes:
+        carries: for each stage, the tensors for its next microbatch.
+        carry_grads: for each recurrent stage, the gradients of these tensors.
+        accumulators: for each stage, the sums of its weights' gradients; None before the first.
+        tokens: for each home, for each of its devices the operations that end its latest action.
+        notes: for each stage, forward and backward, for each replica where a value was not finite;
+            see `finite_values`.
+    """
+
+    carries: list[Tensors]
+    carry_grads: list[Grads]
+    accumulators: list[Tensors | None]
+    tokens: Tokens
+    notes: dict[Direction, list[Tensors]]
+
+    @classmethod
+    def before(cls, stages: Sequence[Stage], stage_devices: Sequence[int]) -> State:
+        """Returns the state before the first action."""
+        sizes = {home: len(s.devices) for home, s in zip(stage_devices, stages, strict=True)}
+        return cls(
+            carries=[list(stage.carry) for stage in stages],
+            carry_grads=[[None] * len(stage.carry) for stage in stages],
+            accumulators=[None] * len(stages),
+            tokens=[[[] for _ in range(sizes[home])] for home in sorted(sizes)],
+            notes={"forward": empty_notes(stages), "backward": empty_notes(stages)},
+        )
+
+    def forget_tokens_of_other_graphs(self) -> None:
+        """Drops tokens of other graphs: an eager function's gradient has its own, run later."""
+        graph = tf.compat.v1.get_default_graph()
+        self.tokens = [
+            [[op for op in token if op.graph is graph] for token in home] for home in self.tokens
+        ]
+
+
+def empty_notes(stages: Sequence[Stage]) -> list[Tensors]:
+    """Returns notes for stages whose values are all finite."""
+    return [[empty_note() for _ in range(stage.of_home.num_replicas)] for stage in stages]
+
+
+class Values(Protocol):
+    """The values of one action: those of its microbatch, and the state."""
+
+    @property
+    def state(self) -> State:
+        """The state before the action; the action changes it."""
+        ...
+
+    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+        """Returns a value of the microbatch."""
+        ...
+
+    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+        """Stores a value for a later action."""
+        ...
+
+
+class Key(NamedTuple):
+    """The kind of a value, its stage, and the mode of remat that it depends on."""
+
+    kind: Kind[Any]
+    stage: int
+    mode: Mode
+
+
+def key_of(channel: Channel, mode: Mode = FULL) -> Key:
+    """Returns the key of a channel; only KEPT and PENDING depend on the mode."""
+    return Key(*channel, mode if channel.kind.by_mode else FULL)
+
+
+def of_every_replica(stage: Stage) -> list[tf.Tensor]:
+    """Returns the weights of each replica, copied once per step from other devices.
+
+    A fetched weight stays on its owner, and is listed once for each replica.
+    """
+    home, thetas = stage.of_home, list[tf.Tensor]()
+    for replica in range(home.num_replicas):
+        for i, tensor in enumerate(stage.theta):
+            place = replica * home.group + stage.theta_places[i]
+            if place in stage.holders(i) and place != stage.owners[i]:
+                with tf.device(home.devices[place]):
+                    tensor = tf.identity(tensor)
+            thetas.append(tensor)
+    return thetas
+
+
+def with_fetched(
+    stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
+) -> list[tf.Tensor]:
+    """Returns the weights for one action, and makes owners send the fetched ones.
+
+    An operation of the owner waits until the device of the action is free: TensorFlow sends a
+    tensor as soon as it exists, and only once to each device. `tokens` are, for each device of the
+    home, the operations that it must finish before.
+    """
+    home, fetched = stage.of_home, [*thetas]
+    for replica in range(home.num_replicas if stage.fetched else 0):
+        ways: dict[tuple[int, int], list[int]] = {}
+        for i in sorted(stage.fetched):
+            target = replica * home.group + stage.theta_places[i]
+            number = replica * len(stage.theta) + i
+            ways.setdefault((stage.owners[i], target), []).append(number)
+        for (owner, target), numbers in ways.items():
+            with tf.device(home.devices[owner]), tf.control_dependencies(tokens[target]):
+                sent = pin([thetas[number] for number in numbers])
+            for number, tensor in zip(numbers, sent, strict=True):
+                fetched[number] = tensor
+    return fetched
+
+
+def guarded(
+    stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
+) -> list[tf.Tensor]:
+    """Returns the weights for one action, which are dead if the tokens of its home are."""
+    home, guarded_thetas = stage.of_home, [*thetas]
+    ways: dict[int, list[int]] = {}
+    for number in range(len(thetas)):
+        replica, i = divmod(number, len(stage.theta))
+        place = replica * home.group + stage.theta_places[i]
+        ways.setdefault(stage.owners[i] if i in stage.fetched else place, []).append(number)
+    for place, numbers in ways.items():
+        with tf.device(home.devices[place]), tf.control_dependencies(tokens[place]):
+            pinned = pin([thetas[number] for number in numbers])
+        for number, tensor in zip(numbers, pinned, strict=True):
+            guarded_thetas[number] = tensor
+    return guarded_thetas
+
 
 # Operations whose results are known before anything runs.
 _CONSTANT = ("Const", "Fill")
@@ -49,7 +233,7 @@ class Machine:
         cutting: the split of the batch.
         step: int64 scalar, or None if there is no global step.
         accumulator_dtypes: for each stage the dtypes of the sums of its weights' gradients.
-        check_numerics: the policy of checks for finite values; see `health`.
+        check_numerics: the policy of checks for finite values; see `finite_values`.
         clock: stamps the start and end of actions, if any.
         is_forward_only: True if the schedule has no backward actions.
 

@@ -13,18 +13,23 @@ from pipemesh.backend.devices import check_threads
 from pipemesh.backend.gradients import Sources, unchecked_gradients
 from pipemesh.backend.operations import MaybeTensor, pin_each
 from pipemesh.errors import PipelineError, ScheduleError
-from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.options import Options, cast_floating, sum_dtype
 from pipemesh.recurrent.passes.captures import is_constant
-from pipemesh.recurrent.passes.part import Grads, Tensors
-from pipemesh.recurrent.precision import cast_floating, sum_dtype
+from pipemesh.recurrent.passes.pieces import Cutting, join, split
 from pipemesh.recurrent.remat import Mode, modes_of
-from pipemesh.recurrent.sequence import starting_anew
-from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.action_by_action import ActionByAction
+from pipemesh.recurrent.stage import Grads, Stage, Tensors, starting_anew
 from pipemesh.recurrent.table.checks import Checks
 from pipemesh.recurrent.table.loop import Loop
-from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.table.sizes import Sizes
+from pipemesh.recurrent.table.machine import (
+    GRADS,
+    OUTPUTS,
+    Channel,
+    Kind,
+    Machine,
+    Slot,
+    State,
+    empty_notes,
+)
 from pipemesh.recurrent.table.validation import (
     check_descending,
     check_joined,
@@ -33,10 +38,96 @@ from pipemesh.recurrent.table.validation import (
     cutting_of,
     num_replicas,
 )
-from pipemesh.recurrent.table.values import State, empty_notes
-from pipemesh.recurrent.watch.strict_devices import check_devices
-from pipemesh.recurrent.watch.wrong_kernels import check_kernels
+from pipemesh.recurrent.watch.placement import check_devices, check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
+
+
+class ActionByAction:
+    """A performer that stores each value under the number of its microbatch, or piece."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        state: State,
+        stages: Sequence[Stage],
+        inputs: Sequence[tf.Tensor],
+        cutting: Cutting,
+        modes: Mapping[tuple[int, int], Mode],
+    ) -> None:
+        self.state = state
+        self._machine = machine
+        self._microbatch = 0
+        self._modes = modes
+        self._stages = stages
+        self._cutting = cutting
+        self._values: dict[Slot, list[Any]] = {}
+        self._put(OUTPUTS, -1, inputs, stages[0].device)
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Performs actions in order."""
+        self.state.forget_tokens_of_other_graphs()
+        numbers: dict[tuple[int, str], tf.Tensor] = {}
+        for action in actions:
+            self._microbatch = action.microbatch
+            mode = self._modes[action.stage, action.microbatch]
+            with self._machine.acting(f"action_{self._cutting.text(action)}", action.stage):
+                key = action.microbatch, self._stages[action.stage].device
+                if key not in numbers:
+                    numbers[key] = tf.constant(action.microbatch, tf.int64)
+                self._machine.act(action.kind, action.stage, mode, numbers[key], self)
+
+    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+        """Returns a value of the current microbatch."""
+        return self._values[Slot(Channel(kind, stage), self._microbatch)]
+
+    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+        """Stores a value for the current microbatch."""
+        self._values[Slot(Channel(kind, stage), self._microbatch)] = [*value]
+
+    def seed(self, output_grads: Grads) -> None:
+        """Splits the gradients of the outputs of the whole batch."""
+        self._put(GRADS, len(self._stages), output_grads, self._stages[-1].device)
+
+    def seed_all(self, grads: Grads) -> None:
+        """Gives the outputs of every part of the batch the same gradients."""
+        channel = Channel(GRADS, len(self._stages))
+        for m in range(self._cutting.num_pieces):
+            self._values[Slot(channel, m)] = grads * self._cutting.replicas
+
+    def outputs(self) -> Tensors:
+        """Returns the last stage's outputs for the whole batch."""
+        return self._joined(OUTPUTS, len(self._stages) - 1)
+
+    def input_grads(self) -> Grads:
+        """Returns the gradients of the pipeline's inputs."""
+        return self._joined(GRADS, 0)
+
+    def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+        replicas = self._cutting.replicas
+        by_part = []
+        for m in range(self._cutting.num_pieces):
+            values = self._values[Slot(Channel(kind, stage), m)]
+            count = len(values) // replicas
+            by_part += [values[replica * count :][:count] for replica in range(replicas)]
+        devices, places = self._stages[stage].devices, self._machine.places(kind, stage)
+        joined: list[Any] = []
+        for *parts, place in zip(*by_part, places[: len(by_part[0])], strict=True):
+            with tf.device(devices[place]):
+                joined.append(None if parts[0] is None else join(parts, self._cutting))
+        return joined
+
+    def _put(
+        self, kind: Kind[MaybeTensor], stage: int, tensors: Sequence[MaybeTensor], device: str
+    ) -> None:
+        """Gives each piece its parts of tensors, replica by replica."""
+        none = [[None] * self._cutting.replicas] * self._cutting.num_pieces
+        with tf.device(device):
+            pieces = [none if t is None else split(t, self._cutting) for t in tensors]
+        for m in range(self._cutting.num_pieces):
+            self._values[Slot(Channel(kind, stage), m)] = [
+                piece[m][replica] for replica in range(self._cutting.replicas) for piece in pieces
+            ]
+
 
 # Before the first step, TensorFlow needs 0.2 to 0.3 ms of CPU time for each node of the graph. A
 # loop's body has each kind of action once, plus some hundred nodes. But it costs each step 0.03 to
@@ -88,7 +179,8 @@ class Run:
         schedule: the table, with each slice of a microbatch as a microbatch.
         stages: the stages.
         last_specs: of the last stage's outputs for one microbatch.
-        sizes: bytes that the run holds and sends.
+        machine: the stages, ready to act.
+        modes: of remat, for each stage and microbatch.
     """
 
     def __init__(
@@ -136,7 +228,7 @@ class Run:
             ]
         scaled = unchecked_gradients() if options.loss_scale else contextlib.nullcontext()
         with scaled:
-            self._machine = Machine(
+            self.machine = Machine(
                 [_frozen(stage, options.compute_dtype) for stage in stages],
                 schedule.stage_devices,
                 held,
@@ -151,8 +243,8 @@ class Run:
                 schedule.is_forward_only,
             )
         self.stages = stages
-        self._stages = self._machine.stages
-        captured = [traced.captured for traced in self._machine.traced]
+        self._stages = self.machine.stages
+        captured = [traced.captured for traced in self.machine.traced]
         self.sources = [
             Sources(inputs, stages[0].device, lambda grads: self.checks.input_grads(grads)),
             *(
@@ -162,21 +254,20 @@ class Run:
             ),
             *(Sources(stage.carry, stage.device) for stage in self.recurrent(stages)),
         ]
-        for traced in self._machine.traced:
+        for traced in self.machine.traced:
             for place, device in enumerate(traced.stage.devices):
                 nodes = list(traced.nodes(place))
                 check_kernels(traced.stage.name, device, nodes)
                 if options.strict_devices:
                     check_devices(traced.stage.name, device, nodes)
-        self.last_specs = self._machine.traced[-1].output_specs
-        check_joined(self._machine.traced[-1], cutting, step is not None)
-        for traced in self._machine.traced:
+        self.last_specs = self.machine.traced[-1].output_specs
+        check_joined(self.machine.traced[-1], cutting, step is not None)
+        for traced in self.machine.traced:
             traced.check_pure()
-        self.checks = Checks(policy, self._machine.traced, self._machine.probes, cutting)
+        self.checks = Checks(policy, self.machine.traced, self.machine.probes, cutting)
         state = State.before(self._stages, schedule.stage_devices)
-        mode_of = modes_of(options.remat, self.schedule)
-        self.sizes = Sizes(self._machine, mode_of)
-        arguments = (self._machine, state, self._stages, held, cutting, mode_of)
+        self.modes = modes_of(options.remat, self.schedule)
+        arguments = (self.machine, state, self._stages, held, cutting, self.modes)
         order = tuple(map(schedule.as_piece, execution_order(schedule)))
         self.order: Sequence[Action] = order
         self._values: Performer
@@ -185,8 +276,8 @@ class Run:
             return
         is_loop = options.loop
         if is_loop is None:
-            num_nodes = cutting.num_pieces * sum(t.num_nodes() for t in self._machine.traced)
-            is_loop = loop_pays(order, mode_of, num_nodes)
+            num_nodes = cutting.num_pieces * sum(t.num_nodes() for t in self.machine.traced)
+            is_loop = loop_pays(order, self.modes, num_nodes)
         self._values = Loop(*arguments, order) if is_loop else ActionByAction(*arguments)
 
     def phases(self) -> tuple[Sequence[Action], Sequence[Action]]:
@@ -206,7 +297,7 @@ class Run:
 
     def finish_carries(self, after: Callable[[Tensors, str], Tensors]) -> None:
         """Makes the carries wait for checks, and collects the summaries in them."""
-        for number, traced in enumerate(self._machine.traced):
+        for number, traced in enumerate(self.machine.traced):
             carry = after(self.state.carries[number], traced.stage.device)
             if traced.summaries is not None:
                 traced.summaries.collect(carry.pop())
@@ -271,7 +362,7 @@ class Run:
 
     def gradients(self, factor: tf.Tensor | None = None) -> list[Grads]:
         """Returns the gradients of all sources, multiplied by `factor`, in their dtypes."""
-        totals = [self._machine.total_gradients(s, self.state) for s in range(len(self._stages))]
+        totals = [self.machine.total_gradients(s, self.state) for s in range(len(self._stages))]
         states = [
             grads if self._hands_out(stage) else []
             for stage, grads in zip(self._stages, self.state.carry_grads, strict=True)

@@ -10,8 +10,8 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError, PlanError, ScheduleError
 from pipemesh.plan.plan import check_batch
-from pipemesh.recurrent.passes.cutting import Cutting
 from pipemesh.recurrent.passes.graph_cut import node_of
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import Specs, output_specs
 from pipemesh.recurrent.stage import Stage

@@ -2,16 +2,170 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
+from pipemesh.backend.graphs import drop_unused_captures, reads_replaced
+from pipemesh.backend.operation_kinds import REF_VARIABLES, check_pure
 from pipemesh.backend.structure import Gradient, Structure, is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import loop_scope
-from pipemesh.recurrent.time.traced_function import TracedFunction
+from pipemesh.recurrent.passes.captures import name_of
+
+
+class OutsideReads:
+    """A reader of variables in the scope where it is created, for a function traced inside."""
+
+    def __init__(self) -> None:
+        # A graph, or None in eager mode.
+        self._place = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        # The handle is kept so that its id is not reused.
+        self._values: dict[int, tuple[Any, tf.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def instead(self) -> Iterator[None]:
+        """Replaces reads of outside variables, in the graph being traced, by their values.
+
+        Only in the graph itself: a branch or a loop inside it has its own graph.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        with reads_replaced(self._value):
+            yield
+        drop_unused_captures(graph, self._values)
+
+    def _value(self, handle: Any, dtype: tf.DType) -> tf.Tensor:
+        if id(handle) not in self._values:
+            with tf.init_scope() if self._place is None else self._place.as_default():
+                value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+            self._values[id(handle)] = handle, value
+        return self._values[id(handle)][1]
+
+    def read(self, captured: tf.Tensor) -> tuple[Any, tf.Tensor] | None:
+        """Reads the variable of a captured value in the scope where this object was created.
+
+        Returns:
+            The variable's handle and its value; None if the captured value is not from a variable.
+        """
+        found = (handle for handle, value in self._values.values() if value is captured)
+        handle = next(found, None)
+        if handle is None or self._place is not None:
+            return None if handle is None else (handle, captured)
+        # An eager tape does not record operations in an `init_scope`.
+        return handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=captured.dtype)
+
+
+class TracedFunction:
+    """A function of flat tensors, called once with symbolic ones.
+
+    Args:
+        run: takes tensors and returns nested tensors, None, or IndexedSlices.
+        specs: shapes and dtypes of its arguments.
+        what: names it in errors.
+
+    Attributes:
+        captures: the outside tensors that it uses; for a variable, its value.
+        results: its results, as symbolic tensors.
+
+    Raises:
+        PipelineError: a branch or a loop in it reads variables, or it writes them, or it uses other
+            resources.
+    """
+
+    def __init__(self, run: Callable[..., Any], specs: Sequence[tf.TensorSpec], what: str) -> None:
+        reads = OutsideReads()
+
+        def run_with_reads(*arguments: tf.Tensor) -> Any:
+            with reads.instead():
+                return run(*arguments)
+
+        function = tf.function(run_with_reads, autograph=False)
+        self._function = function.get_concrete_function(*specs)
+        graph = self._function.graph
+        names = {id(v.handle): v.name for v in graph.variables}
+        self._variables: dict[int, str] = {}
+        self.captures: list[tf.Tensor] = []
+        for tensor in self._function.captured_inputs:
+            if tensor.dtype == tf.resource:
+                # If the function writes it, this check reports that.
+                self.check_pure(what)
+                raise PipelineError(
+                    f"{what} reads the variable or resource {name_of(tensor, names)!r} in a branch "
+                    "or a loop; read it before that"
+                )
+            value = tensor
+            if (found := reads.read(tensor)) is not None:
+                handle, value = found
+                self._variables[id(value)] = name_of(handle, names)
+            elif _is_ref_variable(tensor):
+                # A TF1 variable that is not a resource.
+                value = tf.identity(tensor)
+                self._variables[id(value)] = tensor.name
+            self.captures.append(value)
+        self._function.set_external_captures(self.captures)
+        # Else callers would assume that the function still reads these variables.
+        graph.variables = ()
+        self.results: Any = graph.structured_outputs
+
+    def check_pure(self, what: str) -> None:
+        """Raises if it has side effects or state, so that it must not be computed twice."""
+        check_pure(
+            self._function.graph.as_graph_def(),
+            what,
+            "the backward pass computes the cell again and must find the same",
+            effects=False,
+        )
+
+    def used_arguments(self) -> set[int]:
+        """Returns the indices of the arguments that any result depends on."""
+        results = tf.nest.flatten(self.results, expand_composites=True)
+        return self._arguments_of(x.op for x in results if x is not None)
+
+    def draws(self) -> Iterator[set[int]]:
+        """Returns for each random draw the indices of the arguments that it depends on.
+
+        Captures count as arguments, after the others.
+        """
+        for operation in self._function.graph.get_operations():
+            if operation.type.startswith("StatelessRandom"):
+                yield self._arguments_of([operation])
+
+    def _arguments_of(self, operations: Iterable[tf.Operation]) -> set[int]:
+        arguments = {x.op: number for number, x in enumerate(self._function.graph.inputs)}
+        todo = list(operations)
+        seen = set(todo)
+        while todo:
+            operation = todo.pop()
+            sources = {*(x.op for x in operation.inputs), *operation.control_inputs} - seen
+            seen |= sources
+            todo.extend(sources)
+        return {number for operation, number in arguments.items() if operation in seen}
+
+    def is_variable(self, capture: tf.Tensor) -> bool:
+        """Returns True if one of `captures` is the value of a variable."""
+        return id(capture) in self._variables
+
+    def name_of(self, capture: tf.Tensor) -> str:
+        """Returns a name for one of `captures`; eager tensors have no name."""
+        return name_of(capture, self._variables)
+
+    def __call__(self, *arguments: tf.Tensor, captures: Sequence[tf.Tensor] | None = None) -> Any:
+        """Calls the function, with other values for `captures` if given."""
+        if captures is None:
+            return self._function(*arguments)
+        self._function.set_external_captures(list(captures))
+        try:
+            return self._function(*arguments)
+        finally:
+            self._function.set_external_captures(self.captures)
+
+
+def _is_ref_variable(tensor: tf.Tensor) -> bool:
+    return getattr(getattr(tensor, "op", None), "type", None) in REF_VARIABLES
+
 
 T = TypeVar("T")
 _TIME = tf.TensorSpec([], tf.int32)
@@ -350,3 +504,44 @@ def groups(flat: Iterable[T], like: Iterable[Sequence[object]]) -> Iterator[list
     values = iter(flat)
     for part in like:
         yield [next(values) for _ in part]
+
+
+class StopCondition:
+    """A condition that is checked before each time step.
+
+    Args:
+        stop_fn: `(t, theta, state) -> bool tensor`; stops when all elements are true.
+        structures: of the cell's arguments.
+        specs: shapes and dtypes of the cell's arguments.
+
+    Attributes:
+        captures: the outside tensors that it uses.
+    """
+
+    def __init__(
+        self,
+        stop_fn: Callable[[tf.Tensor, Any, Any], Any],
+        structures: Structures,
+        specs: ArgumentSpecs,
+    ) -> None:
+        def run(t: tf.Tensor, *flat: tf.Tensor) -> tf.Tensor:
+            theta = structures.theta.pack(flat[: len(specs.theta)])
+            state = structures.state.pack(flat[len(specs.theta) :])
+            stop = tf.convert_to_tensor(stop_fn(tf.cast(t, tf.int64), theta, state))
+            if stop.dtype != tf.bool:
+                raise PipelineError(f"stop_fn returned {stop.dtype.name}; it must return bool")
+            return tf.reduce_all(stop)
+
+        time = tf.TensorSpec([], tf.int32)
+        self._function = TracedFunction(run, [time, *specs.theta, *specs.state], "stop_fn")
+        self.captures = self._function.captures
+
+    def __call__(
+        self,
+        t: tf.Tensor,
+        theta: Sequence[tf.Tensor],
+        state: Sequence[tf.Tensor],
+        captures: Sequence[tf.Tensor],
+    ) -> tf.Tensor:
+        """Returns True (a bool scalar) to stop before time `t` (int32 scalar)."""
+        return self._function(t, *theta, *state, captures=captures)

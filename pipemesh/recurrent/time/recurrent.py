@@ -11,14 +11,20 @@ from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.tracing import specs_of
-from pipemesh.recurrent.time.cell import Arguments, ArgumentSpecs, Cell, Structures, TracedCell
-from pipemesh.recurrent.time.loop_gradient import run_loop
-from pipemesh.recurrent.time.stop_condition import StopCondition
+from pipemesh.recurrent.time.cell import (
+    Arguments,
+    ArgumentSpecs,
+    Cell,
+    StopCondition,
+    Structures,
+    TracedCell,
+)
 from pipemesh.recurrent.time.time_loop import (
     Span,
     TimeLoop,
     extras_shapes,
     padding_bounds,
+    run_loop,
     sequence_length,
 )
 

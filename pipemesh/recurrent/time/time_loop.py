@@ -3,19 +3,253 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.gradients import custom_gradient, without_colocation
 from pipemesh.backend.graphs import keep_alive
-from pipemesh.backend.structure import is_differentiable
-from pipemesh.recurrent.precision import sum_dtype
-from pipemesh.recurrent.time.cell import Arguments, StepGradient, StepGradients, TracedCell, groups
-from pipemesh.recurrent.time.cell_out import CellOut, CellOutGradient, CellOutGradients
-from pipemesh.recurrent.time.rows import Rows
-from pipemesh.recurrent.time.stop_condition import StopCondition
+from pipemesh.backend.structure import Gradient, Structure, is_differentiable
+from pipemesh.errors import PipelineError
+from pipemesh.randomness import loop_scope
+from pipemesh.recurrent.options import sum_dtype
+from pipemesh.recurrent.time.cell import (
+    Arguments,
+    StepGradient,
+    StepGradients,
+    StopCondition,
+    TracedCell,
+    TracedFunction,
+    groups,
+)
+
+
+class Rows:
+    """Storage that a loop writes row by row, as one loop variable each.
+
+    Unlike in a `tf.TensorArray`, the shape of a row may be unknown until the step runs. If no row
+    was written, the result is still a tensor of zeros.
+
+    Args:
+        row_shape: int32 vector; -1 for a size that is unknown before the first row is written.
+        static_shape: the static shape of a row.
+        dtype: the dtype.
+        size: int32 scalar, the number of rows.
+    """
+
+    def __init__(
+        self,
+        row_shape: tf.Tensor | np.ndarray,
+        static_shape: tf.TensorShape,
+        dtype: tf.DType,
+        size: tf.Tensor,
+    ) -> None:
+        self._row_shape = row_shape
+        self._static_shape = static_shape
+        self._dtype = dtype
+        self._size = size
+
+    @classmethod
+    def like(cls, row: tf.Tensor, size: tf.Tensor) -> Rows:
+        """Returns rows of the shape and dtype of a tensor."""
+        return cls(tf.shape(row), row.shape, row.dtype, size)
+
+    def new(self) -> tf.Tensor:
+        """Returns a handle of rows of zeros."""
+        return tf.raw_ops.TensorListReserve(
+            element_shape=self._row_shape, num_elements=self._size, element_dtype=self._dtype
+        )
+
+    def write(self, handle: tf.Tensor, number: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
+        """Returns the handle of the rows with one row replaced."""
+        return tf.raw_ops.TensorListSetItem(input_handle=handle, index=number, item=row)
+
+    def read(self, handle: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        """Returns one row."""
+        row = tf.raw_ops.TensorListGetItem(
+            input_handle=handle,
+            index=number,
+            element_shape=self._row_shape,
+            element_dtype=self._dtype,
+        )
+        return tf.ensure_shape(row, self._static_shape)
+
+    def stack(self, handle: tf.Tensor) -> tf.Tensor:
+        """Returns all rows as one tensor; unwritten rows are zeros."""
+        stacked = tf.raw_ops.TensorListStack(
+            input_handle=handle, element_shape=self._row_shape, element_dtype=self._dtype
+        )
+        size = tf.get_static_value(self._size)
+        return tf.ensure_shape(stacked, tf.TensorShape([size]).concatenate(self._static_shape))
+
+
+_TIME = tf.TensorSpec([], tf.int32)
+
+
+class CellOutGradients(NamedTuple):
+    """Gradients of the inputs of the function, flat; None where there is none."""
+
+    state: list[tf.Tensor | None]
+    captures: list[Gradient]
+
+
+class CellOut:
+    """A function of the state of one time step, called once, with symbolic tensors.
+
+    Args:
+        name: names it in errors.
+        forward: takes the state, returns nested tensors.
+        gradient: takes the gradient of these, returns the gradient of the state; or None.
+        state: structure of the state.
+        specs: shapes and dtypes of the state's tensors.
+        device: its device.
+
+    Attributes:
+        name: as given.
+        gradient: as given.
+        state: as given.
+        state_specs: as given.
+        device: as given.
+        structure: of its results.
+        specs: shapes and dtypes of its results.
+        captures: the outside tensors that it uses.
+
+    Raises:
+        PipelineError: it has side effects, reads variables, returns no tensor or one without a
+            static shape, or captures tensors although it has a user-defined gradient.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[[Any], Any],
+        gradient: Callable[[Any], Any] | None,
+        state: Structure,
+        specs: Sequence[tf.TensorSpec],
+        device: str,
+    ) -> None:
+        self.name, self.gradient, self.device = name, gradient, device
+        self.state, self.state_specs = state, specs
+        self.structure = Structure((), name)
+        keyed_by: list[tf.Tensor] = []
+
+        def run(t: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
+            with tf.device(device), loop_scope(tf.cast(t, tf.int64)) as outside:
+                keyed_by[:] = outside
+                outputs = forward(state.pack(flat))
+                self.structure = Structure(outputs, f"what {name} returned")
+                # An output that is an input gets its own name.
+                return [tf.identity(x) for x in self.structure.tensors(outputs)]
+
+        self._function = TracedFunction(run, [_TIME, *specs], name)
+        self._function.check_pure(name)
+        self.captures = self._function.captures
+        self.specs = [tf.TensorSpec(x.shape, x.dtype) for x in self._function.results]
+        if not self.specs:
+            raise PipelineError(f"{name} returned no tensor; the layer above needs inputs")
+        for spec, leaf in zip(self.specs, self.structure.leaf_names, strict=True):
+            if not spec.shape.is_fully_defined():
+                raise PipelineError(
+                    f"{leaf} has shape {spec.shape}; layers need inputs of static shapes: set it "
+                    "with tf.ensure_shape"
+                )
+        captured = [x for x in self.captures if not any(x is key for key in keyed_by)]
+        if gradient is not None and captured:
+            names = ", ".join(self._function.name_of(x) for x in captured)
+            raise PipelineError(
+                f"{name} uses tensors that it was not given: {names}; they would get no gradient, "
+                "since the gradient is given by hand; leave it out or put them in the state"
+            )
+
+    def __call__(
+        self, t: tf.Tensor, state: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Computes the function for time `t` (int32 scalar)."""
+        return self._function(t, *state, captures=captures)
+
+    def rows(self, size: tf.Tensor) -> list[Rows]:
+        """Returns storage for its results over time."""
+        return [
+            Rows(np.array(spec.shape.as_list(), np.int32), spec.shape, spec.dtype, size)
+            for spec in self.specs
+        ]
+
+
+class CellOutGradient:
+    """The gradient of a `CellOut`, for one time step.
+
+    Args:
+        out: the function.
+
+    Attributes:
+        found: symbolic gradients, None where there is none.
+        reads_state: True if it reads the state.
+
+    Raises:
+        PipelineError: the user's gradient returns an invalid structure or has side effects.
+    """
+
+    def __init__(self, out: CellOut) -> None:
+        captures = [tf.TensorSpec(x.shape, x.dtype) for x in out.captures]
+        d_specs = [spec for spec in out.specs if is_differentiable(spec)]
+        num_state, num_captures = len(out.state_specs), len(captures)
+
+        def run(t: tf.Tensor, *flat: tf.Tensor) -> CellOutGradients:
+            state, rest = flat[:num_state], flat[num_state:]
+            captured, d_outputs = rest[:num_captures], rest[num_captures:]
+            with tf.device(out.device), loop_scope(tf.cast(t, tf.int64)):
+                if out.gradient is not None:
+                    return CellOutGradients(_by_user(out, d_outputs), [None] * num_captures)
+                ys = [y for y in out(t, state, captured) if is_differentiable(y)]
+                sources = [*state, *captured]
+                grads = _derived(ys, sources, d_outputs)
+                of_state = [
+                    None if g is None else tf.convert_to_tensor(g) for g in grads[:num_state]
+                ]
+                return CellOutGradients(of_state, grads[num_state:])
+
+        what = f"the gradient of {out.name}"
+        self._function = TracedFunction(run, [_TIME, *out.state_specs, *captures, *d_specs], what)
+        self._function.check_pure(what)
+        self.found: CellOutGradients = self._function.results
+        self.reads_state = any(n <= num_state for n in self._function.used_arguments() if n > 0)
+
+    def __call__(
+        self,
+        t: tf.Tensor,
+        state: Sequence[tf.Tensor],
+        captures: Sequence[tf.Tensor],
+        d_outputs: Sequence[tf.Tensor],
+    ) -> CellOutGradients:
+        """Computes the gradients for time `t` (int32 scalar).
+
+        `d_outputs` are the gradients of the differentiable outputs.
+        """
+        return self._function(t, *state, *captures, *d_outputs)
+
+
+def _derived(
+    ys: list[tf.Tensor], sources: Sequence[tf.Tensor], d_ys: Sequence[tf.Tensor]
+) -> list[Gradient]:
+    xs = [x for x in sources if is_differentiable(x)]
+    grads = iter(tf.gradients(ys, xs, list(d_ys)) if ys and xs else [None] * len(xs))
+    return [next(grads) if is_differentiable(x) else None for x in sources]
+
+
+def _by_user(out: CellOut, d_outputs: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+    assert out.gradient is not None
+    given = iter(d_outputs)
+    full = [
+        next(given) if is_differentiable(spec) else tf.zeros(spec.shape, spec.dtype)
+        for spec in out.specs
+    ]
+    returned = out.gradient(out.structure.pack(full))
+    what = f"what the gradient of {out.name} returned"
+    grads = out.state.gradients(out.state_specs, returned, what)
+    return [None if g is None else tf.convert_to_tensor(g) for g in grads]
+
 
 # The recomputation of earlier time steps does not wait for the gradient. Without this limit many
 # time steps would run at once, each with all of its activations.
@@ -322,3 +556,97 @@ def _spread(
     for place, value in zip(places, values, strict=True):
         result[place] = value
     return result
+
+
+class Results(NamedTuple):
+    """The results of a loop, as flat lists.
+
+    Attributes:
+        acc_state: the states over time; empty if `acc_out` replaces them.
+        acc_out: the results of the loop's `out` over time.
+        state: the final state.
+        accumulators: their final values, without gradient.
+        acc_extras: the extras over time, if requested.
+    """
+
+    acc_state: list[tf.Tensor]
+    acc_out: list[tf.Tensor]
+    state: list[tf.Tensor]
+    accumulators: list[tf.Tensor]
+    acc_extras: list[tf.Tensor]
+
+
+def run_loop(loop: TimeLoop, given: Arguments, captures: Captures, span: Span) -> Results:
+    """Runs the loop forward, and backward when a gradient is requested.
+
+    Args:
+        loop: the loop.
+        given: flat lists of tensors; the inputs over time, in dim 0.
+        captures: values of the outside tensors that the loop uses.
+        span: the time steps to compute.
+    """
+    arguments = [*given, *captures]
+    device = loop.cell.cell.device
+    sizes: list[int] = []
+
+    @custom_gradient
+    def run(*tensors: tf.Tensor) -> Any:
+        # Else a tape would record the loop, and keep all intermediate tensors of each time step.
+        parts = list(groups((tf.stop_gradient(x) for x in tensors), arguments))
+        values, captured = Arguments(*parts[: len(given)]), Captures(*parts[len(given) :])
+        with tf.device(device):
+            forward = loop.forward(values, captured, span)
+            over_time = loop.stacked_extras(values, forward)
+        acc_state = [] if loop.out else forward.acc_state
+        results = Results(
+            acc_state, forward.acc_out, forward.state, forward.accumulators, over_time
+        )
+        sizes[:] = [len(part) for part in results]
+
+        def grad(*d_results: tf.Tensor) -> list[Any]:
+            with without_colocation(), tf.device(device):
+                given_grads = Results(*groups(d_results, results))
+                differentiable = Results(*map(_differentiable, given_grads, results))
+                grads = loop.backward(
+                    values,
+                    captured,
+                    forward,
+                    ResultGradients(
+                        differentiable.acc_state,
+                        differentiable.acc_out,
+                        differentiable.state,
+                        [] if loop.cell.cell.gradient else differentiable.acc_extras,
+                    ),
+                )
+                flat = [
+                    *(*grads.theta, *grads.state, *(None for _ in given.accumulators)),
+                    *(*grads.inputs, *grads.captures, *grads.out_captures),
+                    *(None for _ in captures.stop),
+                ]
+                # It depends on the states over time, which are constants here.
+                why = "Recurrent has no gradient of its gradient"
+                return [None if g is None else _without_gradient(g, why) for g in flat]
+
+        return [x for part in results for x in part], grad
+
+    flat = run(*(x for part in arguments for x in part))
+    results = Results(*groups(flat, [range(size) for size in sizes]))
+    if loop.cell.cell.gradient:
+        why = "a cell_grad takes no gradient of the extras that Recurrent returns"
+        results = results._replace(
+            acc_extras=[_without_gradient(x, why) for x in results.acc_extras]
+        )
+    return results
+
+
+def _without_gradient(tensor: tf.Tensor, why: str) -> tf.Tensor:
+    """Returns the tensor; a gradient through it raises a LookupError with this message."""
+    return tf.raw_ops.PreventGradient(input=tensor, message=why)
+
+
+def _differentiable(gradients: Sequence[tf.Tensor], of: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the gradients of differentiable tensors, on the current device.
+
+    A loop that uses tensors of another device runs on both devices, and they wait for each other.
+    """
+    return [tf.identity(g) for g, x in zip(gradients, of, strict=True) if is_differentiable(x)]

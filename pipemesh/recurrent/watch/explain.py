@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from pipemesh.backend.labels import labelled
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent.home import Home
+from pipemesh.recurrent.stage import Home
 
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _ACTION = re.compile(r"(?:^|/)action_\d+([FRBIW])(\d+)(?:\.(\d+))?(?=/)")
-# The message of `health.raise_unless`.
+# The message of `finite_values.raise_unless`.
 _NOT_FINITE = re.compile(r"assertion failed: \[(stage .*? is not finite \(NaN or infinite\))\]")
 _PREAMBLE = re.compile(
     r"Graph execution error|Detected at node|<stack traces|Node: |\d+ root error|\s*$"

@@ -1,17 +1,145 @@
-"""The devices on which each stage ran, read from the graphs that TensorFlow executed."""
+"""Checks of the devices that operations of a stage run on, before and after a step."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipemesh.backend.devices import short_name
-from pipemesh.backend.graphs import collected_graphs
-from pipemesh.errors import DeviceError
+import numpy as np
+import tensorflow as tf
+
+from pipemesh.backend.devices import agree, short_name
+from pipemesh.backend.graphs import collected_graphs, registered_kernels
+from pipemesh.errors import DeviceError, PipelineError
+
+# Placeholders of arguments are never executed.
+_GIVEN = frozenset(["Placeholder", "_Arg", "_Retval"])
+
+
+def check_devices(name: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
+    """Raises a DeviceError if a replica of a stage has an operation for another device.
+
+    The code of the stage may pin it there. Or TensorFlow has no kernel for the device's type and
+    would run it on the CPU. A stage without a device is an error, too. `nodes` are all nodes of the
+    replica, forward and backward.
+    """
+    wanted = tf.DeviceSpec.from_string(device)
+    if wanted.device_type is None:
+        raise DeviceError(
+            f"stage {name!r} has the device {device!r}, but strict_devices needs one with type "
+            "and number, such as CPU:0"
+        )
+    for node in nodes:
+        _check_node(node, name, device, wanted)
+
+
+def _check_node(node: tf.compat.v1.NodeDef, stage: str, device: str, wanted: tf.DeviceSpec) -> None:
+    what = f"operation {node.name!r} ({node.op}) of stage {stage!r}"
+    if not agree(tf.DeviceSpec.from_string(node.device), wanted):
+        raise DeviceError(
+            f"strict_devices: {what} is pinned to {node.device}, but the stage is on {device}; "
+            "take tf.device out of the stage's code"
+        )
+    device_type = str(wanted.device_type)
+    if node.op in _GIVEN or _has_kernel(node, device_type):
+        return
+    types = sorted(
+        {kernel.device_type for kernel in registered_kernels(node.op)} & {"CPU", "GPU", "TPU"}
+    )
+    elsewhere = f"it would run on {types[0]}" if types else "no device can run it"
+    raise DeviceError(
+        f"strict_devices: {what} has no kernel for {device_type} with these types, so "
+        f"{elsewhere}, but the stage is on {device}; use another operation or move it to a stage "
+        "of its own"
+    )
+
+
+def _has_kernel(node: tf.compat.v1.NodeDef, device_type: str) -> bool:
+    return any(
+        kernel.device_type in (device_type, "DEFAULT")
+        and all(_allows(constraint, node) for constraint in kernel.constraint)
+        for kernel in registered_kernels(node.op)
+    )
+
+
+def _allows(constraint: Any, node: tf.compat.v1.NodeDef) -> bool:
+    """Returns True if a kernel supports the dtype of a node."""
+    if constraint.name not in node.attr:
+        return True
+    value = node.attr[constraint.name]
+    types = value.list.type or [value.type]
+    return set(types) <= set(constraint.allowed_values.list.type)
+
+
+_SIZE = 4
+# Rounding errors are far smaller, and errors of the kernel far larger.
+_TOLERANCE = 0.05
+
+
+def check_kernels(stage: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
+    """Raises a PipelineError if this machine computes a matmul of a stage wrongly.
+
+    oneDNN's `Einsum` with an ellipsis ignores a needed transposition, in float16, on CPUs with
+    AVX512-FP16. Each equation is tried once, with a small product.
+    """
+    if tf.DeviceSpec.from_string(device).device_type not in (None, "CPU"):
+        return
+    half = tf.float16.as_datatype_enum
+    for node in nodes:
+        if node.op != "Einsum" or node.attr["T"].type != half:
+            continue
+        equation = node.attr["equation"].s.decode()
+        if "..." in equation and einsum_error(equation) > _TOLERANCE:
+            raise PipelineError(
+                f"stage {stage!r} computes {node.name!r}, an einsum {equation!r}, in float16, "
+                "which this CPU's kernel gets wrong; spell the dims instead of the ellipsis (such "
+                "as 'abi,ij->abj'), or set the environment variable TF_ENABLE_ONEDNN_OPTS=0 before "
+                "TensorFlow starts; bfloat16 is computed rightly"
+            )
+
+
+@functools.cache
+def einsum_error(equation: str) -> float:
+    """Returns the relative error of a small product in float16 on this CPU.
+
+    `equation` has an explicit output. The error is relative to the largest element.
+
+    Example:
+        >>> einsum_error("abi,ij->abj") < 0.01
+        True
+    """
+    names, result = equation.split("->")
+    # For weights the ellipsis stands for no dims; for gradients it stands for the same dims on both
+    # sides.
+    operands = names.split(",")
+    errors = [_error(equation, operands, result, set(range(len(operands))))]
+    if "..." in result:
+        errors.append(_error(equation, operands, result, {0}))
+    return max(errors)
+
+
+def _error(equation: str, names: list[str], result: str, batched: set[int]) -> float:
+    spare = "".join([c for c in string.ascii_letters if c not in equation][:2])
+    spelt = [n.replace("...", spare if i in batched else "") for i, n in enumerate(names)]
+    has_spare = any(spare in name for name in spelt)
+    wanted = f"{','.join(spelt)}->{result.replace('...', spare if has_spare else '')}"
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=[_SIZE] * len(name)).astype(np.float16) for name in spelt]
+    # A separate session works in a function, a TF1 graph, and eagerly.
+    with tf.Graph().as_default(), tf.device("CPU:0"):
+        operands = [tf.compat.v1.placeholder(tf.float16, value.shape) for value in values]
+        product = tf.raw_ops.Einsum(inputs=operands, equation=equation)
+        with tf.compat.v1.Session() as session:
+            found = session.run(product, dict(zip(operands, values, strict=True)))
+    exact = np.einsum(wanted, *(value.astype(np.float64) for value in values))
+    return float(np.abs(found - exact).max() / np.abs(exact).max())
+
 
 _ACTION = re.compile(r"(?:^|/)action_(\d+)[FRBIW]\d*(?:_and_every_\d+)?(?:/|$)")
 # They are on the devices that tensors pass between, at both ends.

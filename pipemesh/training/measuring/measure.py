@@ -1,24 +1,326 @@
-"""Figures of a model on this machine, from its layers and a few whole steps."""
+"""Figures of a model on this machine: its layers as stages, and whole steps under several plans."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import math
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import tensorflow as tf
+
+from pipemesh.backend.static_shape import num_bytes
+from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan, Remat
 from pipemesh.plan.calibration import Measured, fitted
-from pipemesh.plan.figures import PLAIN, Figures
+from pipemesh.plan.figures import PLAIN, Curve, Figures, LayerFigures
 from pipemesh.plan.network import Link
-from pipemesh.training.measuring.action_times import in_turn, usual
-from pipemesh.training.measuring.layers import AXIS, Make, MeasuredLayers
-from pipemesh.training.measuring.timed_step import TimedStep
-from pipemesh.training.measuring.trials import in_rounds
-from pipemesh.training.subject import rows_of
+from pipemesh.recurrent.forecast import StageMemory
+from pipemesh.schedule import Schedule
+from pipemesh.training.measuring.timed_step import (
+    ROUNDS,
+    ActionTimes,
+    TimedStep,
+    in_turn,
+    on_one_core,
+    times_of,
+    usual,
+    working_memory,
+)
+from pipemesh.training.subject import Subject, rows_of
+
+# Dims whose slices devices compute separately and add once.
+SPLIT = ("heads", "d_ff", "vocab", "experts")
+AXIS = "model"
+# Microbatches of a step: more than one, as first actions differ from later ones.
+_MICROBATCHES = 2
+
+Make = Callable[[Plan], Subject]
+"""A model under a plan."""
+
+
+class MeasuredLayers:
+    """Times and sizes of all layers of a model, on its first device.
+
+    Args:
+        make: makes the model under a plan.
+        batch: one of its batches.
+        rows: numbers of examples in a microbatch, in ascending order.
+        say: called with progress lines.
+        on_cpu: whether devices are CPU devices, which share cores.
+        devices: number of devices; with two, a layer split over both shows what is not split.
+
+    Attributes:
+        layers: figures of each layer, first to last.
+        action: overhead of an action in seconds.
+        fixed: seconds of a step that belong to no device.
+        update: seconds of the optimizer for each byte of weights.
+        rules: layout rules under which devices can share layers.
+        optimizer: bytes of the optimizer's state for each byte of weights.
+        update_memory: peak bytes of an update for each byte of weights, gradients included.
+
+    Raises:
+        PlanError: the model does not follow the partition of a plan, or has no pipeline.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        batch: Any,
+        rows: Sequence[int],
+        say: Callable[[str], None],
+        on_cpu: bool,
+        devices: int,
+    ) -> None:
+        number = number_of_layers(make)
+        middle = rows[len(rows) // 2]
+        # Assumes that the share of I and W in B does not depend on the size.
+        cases = [("B", size) for size in rows] + [("IW", middle), ("RB", middle)]
+        steps: list[TimedStep] = []
+        for kinds, size in cases:
+            say(f"{number} layers, {size} rows, F{kinds}")
+            steps.append(_step(make, batch, number, kinds, size))
+        say(f"{number} layers as one, {rows[0]} rows")
+        whole = _step(make, batch, 1, "B", rows[0], number)
+        sizes = [size for _, size in cases]
+        alone = times_of(steps, sizes, number, whole)
+        self.action = alone.besides(rows[0])
+        seconds = alone.of_layers(self.action)
+        work: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
+        together = on_one_core(steps, sizes, number, whole) if on_cpu else None
+        if together is not None:
+            work = together.of_layers(together.besides(rows[0]))
+        step, halves = steps[0], steps[cases.index(("IW", middle))].memory[0].stages
+        held = [(size, each.memory[0].stages) for size, each in zip(rows, steps, strict=False)]
+        needed = {size: working_memory(each) for size, each in zip(rows, steps, strict=False)}
+        cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
+        dims = [_dims(cell) for cell in cells]
+        self.rules = ";".join(f"{dim}:{AXIS}" for dim in SPLIT if any(dim in of for of in dims))
+        shared: Sequence[StageMemory] = ()
+        slices = math.gcd(*(size for of in dims for size in of.values()))
+        if self.rules and devices > 1 and slices % 2 == 0:
+            say(f"{number} layers on two devices, {middle} rows")
+            on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
+            shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
+        variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
+        weights = num_bytes(variables)
+        self.optimizer = num_bytes(step.trained.optimizer_variables()) / weights
+        self.update, self.fixed = _outside(alone, together, weights)
+        updates = [found.update for found in needed.values() if found is not None]
+        self.update_memory = max([1.0, *(most / weights for most in updates)])
+        self.layers = [
+            _figures(
+                step.stack.params.cell_tpl[layer].sub[0].name,
+                seconds[layer],
+                work[layer],
+                middle,
+                num_bytes(cells[layer].vars.Flatten()),
+                [(size, stages[layer]) for size, stages in held],
+                dims[layer],
+                halves[layer],
+                shared[layer] if shared else None,
+                {size: found.stages[layer] for size, found in needed.items() if found is not None},
+            )
+            for layer in range(number)
+        ]
+
+
+def _outside(alone: ActionTimes, together: ActionTimes | None, weights: int) -> tuple[float, float]:
+    """Returns the seconds of an update for each byte of weights, and of a step besides."""
+    if together is None:
+        return alone.after / weights, alone.before
+    # All cores update weights, so time that one core does not lengthen is no update.
+    cores = len(os.sched_getaffinity(0))
+    shorter = max(0.0, together.after - alone.after)
+    updates = min(together.after, shorter / (1 - 1 / cores)) if cores > 1 else together.after
+    return updates / weights, alone.before + together.after - updates
+
+
+def _step(
+    make: Make,
+    batch: Any,
+    stages: int,
+    kinds: str,
+    rows: int,
+    layers: int | None = None,
+    on: tuple[Mesh, LayoutRules] | None = None,
+) -> TimedStep:
+    """Returns a step with a clock on one device, with each layer a stage, or all layers in one."""
+    row: list[str] = []
+    for m in range(_MICROBATCHES):
+        row += [f"{s}F{m}" for s in range(stages)]
+        row += [f"{s}{kind}{m}" for s in reversed(range(stages)) for kind in kinds]
+    mesh, layout = on or (Plan().mesh, Plan().layout)
+    plan = Plan(
+        mesh,
+        layout,
+        schedule=Schedule.from_text(f"0: {' '.join(row)}"),
+        num_microbatches=_MICROBATCHES,
+        remat=Remat.FULL if "R" in kinds else Remat.NONE,
+        boundaries=(0, layers) if layers else tuple(range(stages + 1)),
+    )
+    return TimedStep(make(plan), with_rows(batch, rows * _MICROBATCHES), clocked=True)
+
+
+def number_of_layers(make: Make) -> int:
+    """Returns the number of layers in a model's pipeline.
+
+    Raises PlanError if the model has no pipeline, or does not follow the partition of a plan.
+    """
+    from pipemesh.training.registered import stacks_of
+
+    subject = make(Plan())
+    stacks = stacks_of(subject.task())
+    if len(stacks) != 1:
+        raise PlanError(
+            f"{subject.name} has {len(stacks)} pipelines; figures are of a model that has one"
+        )
+    stages = stacks[0].cell_tpl
+    if len(stages) != 1 or "sub" not in stages[0]:
+        raise PlanError(
+            f"{subject.name} cuts its layers itself, so they cannot be measured one by one; give "
+            "the class an attribute PLAN = pipemesh.plan.Plan() and let Task() cut them as "
+            "self.PLAN says"
+        )
+    return len(stages[0].sub)
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """Returns a batch with `rows` examples, repeated if there are too few."""
+
+    def some(x: tf.Tensor) -> tf.Tensor:
+        times = -(-rows // int(x.shape[0] or 1))
+        return tf.concat([x] * times, 0)[:rows]
+
+    return tf.nest.map_structure(some, batch)
+
+
+def _figures(
+    name: str,
+    seconds: dict[str, dict[int, float]],
+    work: dict[str, dict[int, float]],
+    middle: int,
+    parameter_bytes: int,
+    sizes: Sequence[tuple[int, StageMemory]],
+    dims: dict[str, int],
+    halves: StageMemory,
+    shared: StageMemory | None,
+    working: dict[int, int],
+) -> LayerFigures:
+    curves = _with_halves(seconds, middle)
+    # Core time is the better measure: other programs disturb it least.
+    told = work or seconds
+
+    def whole(of: Callable[[StageMemory], int]) -> Curve | None:
+        # Each of two devices holds the unsplit part, and half of the rest.
+        if shared is None:
+            return None
+        return Curve(((middle, max(0, 2 * of(shared) - of(halves))),))
+
+    def curve(of: Callable[[StageMemory], float]) -> Curve:
+        return Curve(tuple((size, of(memory)) for size, memory in sizes))
+
+    split = math.gcd(*dims.values()) if dims else 1
+    outputs = curve(lambda memory: num_bytes(memory.outputs))
+    return LayerFigures(
+        name,
+        curves,
+        parameter_bytes,
+        curve(lambda memory: memory.kept),
+        outputs,
+        # One all-reduce of the activations for each split dim.
+        summed=Curve(tuple((x, y * len(dims)) for x, y in outputs.points)) if dims else None,
+        sums=max(1, len(dims)),
+        split=split,
+        working=Curve(tuple(working.items())) if working else None,
+        whole=whole(lambda memory: memory.kept),
+        pending=Curve(((middle, halves.pending),)),
+        pending_whole=whole(lambda memory: memory.pending),
+        work=_with_halves(work, middle) if work else {},
+        again=min(1.0, told["R"][middle] / told["F"][middle]),
+    )
+
+
+def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str, Curve]:
+    """Returns curves of all kinds of action, where I and W were measured at one size only.
+
+    A layer without weights has no `W`. On several cores I and W together take longer than B, which
+    overlaps their independent parts.
+    """
+    curves = {kind: Curve(tuple(seconds[kind].items())) for kind in ("F", "B")}
+    for kind in "IW":
+        whole, half = seconds["B"][middle], seconds.get(kind, {}).get(middle, 0.0)
+        curves[kind] = curves["B"].scaled(half / whole if whole else 0.0)
+    return curves
+
+
+def _dims(layer: Any) -> dict[str, int]:
+    """Returns the sizes of the dims of a layer's weights that can be split."""
+    found: dict[str, int] = {}
+    for each in _all(layer):
+        if isinstance(each, NamedLayer):
+            for shape in each.named_shapes.values():
+                found |= {dim.name: dim.size for dim in shape.dims if dim.name in SPLIT}
+    return found
+
+
+def _all(layer: Any) -> Iterator[Any]:
+    yield layer
+    for child in layer.children.values():
+        for each in child if isinstance(child, list | tuple) else [child]:
+            yield from _all(each)
+
+
+def in_rounds(
+    steps: Sequence[TimedStep], number: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Runs steps in turn, so that other load slows a whole round.
+
+    Returns for each round the seconds of each step, and the core seconds of each step.
+    """
+    seconds: list[list[float]] = []
+    work: list[list[float]] = []
+    for _ in range(number):
+        seconds.append([step.run() for step in steps])
+        work.append([step.cpu for step in steps])
+    return seconds, work
+
+
+def seconds_of(
+    make: Make, batch: Any, plans: Sequence[Plan], say: Callable[[str], None] = lambda text: None
+) -> list[float]:
+    """Returns the seconds of a training step under each plan, infinite for an impossible plan.
+
+    All plans are in memory at once. Raises PipemeshError if no plan is possible.
+    """
+    # Earlier measurements may hold much memory.
+    gc.collect()
+    steps: dict[int, TimedStep] = {}
+    failed: PipemeshError | None = None
+    for i, plan in enumerate(plans):
+        say(f"a trial of '{plan}'")
+        try:
+            steps[i] = TimedStep(make(plan), batch)
+        except PipemeshError as error:
+            # The traceback would keep the built model alive.
+            failed = error.with_traceback(None)
+        except tf.errors.ResourceExhaustedError:
+            failed = PlanError(f"'{plan}' needs more memory than there is")
+        else:
+            continue
+        say(f"nothing of it, since it cannot be had: {failed}")
+    if failed is not None and not steps:
+        raise failed
+    found = in_turn(in_rounds(list(steps.values()), ROUNDS)[0])
+    took = dict(zip(steps, found, strict=True))
+    return [took.get(i, math.inf) for i in range(len(plans))]
+
 
 # Defaults: the least overhead of an action, and the speed of a link within one machine.
 _ACTION, _LINK, _CROWDING = 2e-5, Link(5e-5, 4e9), 0.5

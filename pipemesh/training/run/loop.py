@@ -6,8 +6,11 @@ Failures of reporting never end a run. A signal or lost data ends it after a che
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
+import itertools
+import json
 import math
 import os
 import signal
@@ -20,19 +23,142 @@ from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, SaveError
-from pipemesh.partition.text import bytes_text
+from pipemesh.plan import Figures, Prediction, predict
+from pipemesh.plan.figures import FILE
 from pipemesh.report import to_html, to_trace
-from pipemesh.training.run.console import objects_alone, waiting
-from pipemesh.training.run.expected import expected
-from pipemesh.training.run.histograms import Histograms
-from pipemesh.training.run.options import Options
-from pipemesh.training.run.profile import Profile
-from pipemesh.training.run.progress import Progress
-from pipemesh.training.run.spikes import Spikes
-from pipemesh.training.run.summaries import Summaries
-from pipemesh.training.run.telling import Telling, of_beginning, of_measured, of_report, of_work
-from pipemesh.training.score import ratio
-from pipemesh.training.trainer import Trainer
+from pipemesh.text import bytes_text
+from pipemesh.training.run import Options
+from pipemesh.training.run.console import Progress, objects_alone, waiting
+from pipemesh.training.run.output import (
+    Histograms,
+    Profile,
+    Summaries,
+    Telling,
+    of_beginning,
+    of_measured,
+    of_report,
+    of_work,
+)
+from pipemesh.training.subject import ratio, rows_of
+from pipemesh.training.trainer import Trainer, layers_of
+
+# Decay of the running mean and variance of losses.
+_DECAY = 0.98
+# A spike needs this many losses before it. It exceeds the mean by this many standard deviations and
+# by this share of the mean, as nearly constant losses would make spikes of noise.
+_FEWEST = 50
+_DEVIATIONS = 6.0
+_SHARE = 0.1
+
+
+class Spikes:
+    """A detector of loss spikes.
+
+    Example:
+        >>> spikes = Spikes()
+        >>> [spikes.add(2.0 + 0.01 * (step % 3)) for step in range(60)] == [None] * 60
+        True
+        >>> spikes.add(3.5)
+        'the loss is 3.500, after 2.010 on average'
+    """
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._square = 0, 0.0, 0.0
+
+    def add(self, loss: float) -> str | None:
+        """Adds a finite loss, and describes it if it is a spike; None otherwise.
+
+        A loss that stays high is reported until the mean has caught up with it.
+        """
+        apart = loss - self._mean
+        told = None
+        if self._count >= _FEWEST:
+            least = max(_DEVIATIONS * math.sqrt(self._square), _SHARE * abs(self._mean))
+            if apart > least:
+                told = f"the loss is {loss:.3f}, after {self._mean:.3f} on average"
+        # A plain mean until there are more losses than the decay remembers.
+        self._count += 1
+        new = max(1 - _DECAY, 1 / self._count)
+        self._mean += new * apart
+        self._square += new * (apart**2 * (1 - new) - self._square)
+        return told
+
+
+_NOT_MEASURED = (
+    "what its layers take was not measured; do so with `pipemesh plan --model=... --save=FILE`, "
+    "and give --figures=FILE"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """A prediction for a step of a run with one pipeline.
+
+    Attributes:
+        prediction: the prediction from measured layers, or None.
+        why: the reason why there is no prediction; "" if there is one.
+        values: values for the record.
+    """
+
+    prediction: Prediction | None
+    why: str
+    values: dict[str, Any]
+
+    def __str__(self) -> str:
+        """Returns text for people; "" if there is no prediction and the user gave no figures."""
+        if (found := self.prediction) is not None:
+            return (
+                f"{1e3 * found.seconds:.4g} ms a step by what was measured of its layers, bubble "
+                f"{found.bubble:.1%}, {bytes_text(max(found.memory))} on the fullest device"
+                + (f"; supposed: {found.supposed}" if found.supposed else "")
+            )
+        return "" if self.why == _NOT_MEASURED else f"seconds are not predicted: {self.why}"
+
+
+def expected(trainer: Trainer, options: Options, batch: Any) -> Expected | None:
+    """Returns the prediction for a step, or None unless there is exactly one pipeline."""
+    if len(trainer.trained.pipelines) != 1:
+        return None
+    stack: Any = trainer.trained.pipelines[0]
+    plan, rows = trainer.subject.plan, rows_of(batch)
+    sizes = [len(layers_of(cell)) for cell in stack.params.cell_tpl]
+    cuts = (0, *itertools.accumulate(sizes))
+    is_cpu = trainer.subject.device_type == "CPU"
+    values: dict[str, Any] = {
+        "rows": rows,
+        "cuts": cuts,
+        "device_memory": options.device_memory,
+        # All devices of a process share them.
+        "cores": os.cpu_count() if is_cpu else None,
+    }
+    if trainer.report is not None and trainer.report.layers:
+        layers = itertools.chain.from_iterable(trainer.report.layers)
+        values["layers"] = [dataclasses.asdict(layer) for layer in layers]
+    prediction, why = None, _NOT_MEASURED
+    try:
+        if (figures := _figures(options)) is not None:
+            plan = dataclasses.replace(plan, boundaries=cuts)
+            prediction, why = predict(plan, figures, rows), ""
+            values["figures"] = json.loads(figures.to_json())
+            values["predicted"] = {
+                "seconds": prediction.seconds,
+                "bubble": prediction.bubble,
+                "memory": prediction.memory,
+                "parts": prediction.parts,
+                "about": figures.about,
+            }
+    except PipemeshError as error:
+        why = str(error)
+    if why:
+        values["unpredicted"] = why
+    return Expected(prediction, why, values)
+
+
+def _figures(options: Options) -> Figures | None:
+    path = options.figures or os.path.join(options.logdir, FILE)
+    there = options.figures is not None or os.path.exists(path)
+    return Figures.read(path) if there else None
+
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A shell reports a signal as 128 plus its number.

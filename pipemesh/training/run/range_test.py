@@ -20,10 +20,9 @@ import numpy as np
 
 from pipemesh.checkpoint.files import write_whole
 from pipemesh.errors import NotFiniteError, RescaledError, TrainingError
-from pipemesh.training.ramp import HIGH, LOW, peak_rate
-from pipemesh.training.run.console import waiting
-from pipemesh.training.run.options import Options
-from pipemesh.training.run.progress import Progress
+from pipemesh.training.lingvo_params import HIGH, LOW, peak_rate
+from pipemesh.training.run import Options
+from pipemesh.training.run.console import Progress, waiting
 from pipemesh.training.trainer import Trainer
 
 # Losses are averaged over a third of a decade.

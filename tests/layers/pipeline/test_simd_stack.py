@@ -13,7 +13,7 @@ from pipemesh.layers.named import Embedding, SoftmaxCrossEntropy
 from pipemesh.lowering import ops
 from pipemesh.recurrent import ActionClock
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.test_stage_lowering import Residual
+from tests.layers.pipeline.test_stage import Residual
 
 VOCAB, WIDTH = 12, 4
 RNG = np.random.default_rng(0)

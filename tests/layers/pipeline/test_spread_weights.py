@@ -14,7 +14,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent import Home
 from tests.layers.blocks import blocks
 from tests.layers.pipeline.test_pipelining import cut, pipelined
-from tests.layers.pipeline.test_stage_lowering import stack
+from tests.layers.pipeline.test_stage import stack
 
 HOME = Home(("CPU:0", "CPU:1", "CPU:2", "CPU:3"), 2)
 

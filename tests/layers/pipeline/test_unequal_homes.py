@@ -12,7 +12,7 @@ from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, m
 from pipemesh.layers.named import TransformerBlock
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.harness import run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.test_stage_lowering import Residual
+from tests.layers.pipeline.test_stage import Residual
 from tests.pairwise import in_turn
 
 ROWS, LENGTH, WIDTH = 8, 4, 8

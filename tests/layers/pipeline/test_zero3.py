@@ -14,7 +14,7 @@ from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, m
 from pipemesh.layers.named import FeedForward, ReplicaCut, by_logical_name, replica_cut_scope
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.harness import run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.test_stage_lowering import WEIGHTS, X, plain, stack
+from tests.layers.pipeline.test_stage import WEIGHTS, X, plain, stack
 
 WIDTH, HIDDEN, ROWS, MICROBATCHES = 4, 8, 16, 4
 # A feed-forward layer has two matrices and two biases.

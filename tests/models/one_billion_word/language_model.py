@@ -7,7 +7,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from models.one_billion_word.params import OneBillionWordTiny, layers_of
-from pipemesh.backend.beside_inputs import place_beside_inputs
+from pipemesh.backend.devices import place_beside_inputs
 from pipemesh.layers import FeatureExtractionLayer, SeqLayer, mesh_cluster
 from pipemesh.layers.named import by_logical_name
 from pipemesh.layers.partition_layers import named_layers

@@ -13,7 +13,7 @@ from pipemesh.decoding import Decoder, Generator, Sampler
 from pipemesh.layers import DatasetInput
 from pipemesh.training.evaluation import restored
 from pipemesh.training.registered import RegisteredModel
-from pipemesh.training.run.options import Options
+from pipemesh.training.run import Options
 from pipemesh.training.trainer import Trainer
 from tests.models.pretrained import small
 

@@ -16,8 +16,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import numpy as np
 import tensorflow as tf
 
+from pipemesh.backend.cluster import connect_processes
 from pipemesh.backend.devices import start_cpu_devices
-from pipemesh.backend.processes import connect_processes
 from pipemesh.lowering.simd.cores import Cores
 from pipemesh.mesh import Mesh
 from pipemesh.recurrent.circular import SimdPipeline

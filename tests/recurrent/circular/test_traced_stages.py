@@ -9,7 +9,7 @@ import tensorflow as tf
 from pipemesh.recurrent import Stage
 from pipemesh.recurrent.circular.tick_loop import Tick
 from pipemesh.recurrent.circular.traced_stages import TracedStages
-from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.table.machine import Machine
 
 # Four stages, two on each core, for microbatches of two examples.

@@ -8,7 +8,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope
 from pipemesh.randomness.scope import Position
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.tracing import WholeBatch, output_specs, specs_of, trace
 
 DEVICES = ("CPU:1", "CPU:2")

@@ -6,7 +6,7 @@ import tensorflow as tf
 from pipemesh.randomness import layer_scope
 from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 
 ROWS, WIDTH = 2, 3

@@ -4,10 +4,9 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.remat import FULL
-from pipemesh.recurrent.table.machine import Machine
-from pipemesh.recurrent.table.values import State
+from pipemesh.recurrent.table.machine import Machine, State
 from pipemesh.schedule import one_f_one_b
 
 MICROBATCHES, ROWS, WIDTH = 6, 2, 3

@@ -4,10 +4,9 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.table.checks import Checks, place
-from pipemesh.recurrent.watch.health import empty_note
-from pipemesh.recurrent.watch.probes import Probe
+from pipemesh.recurrent.watch.finite_values import Probe, empty_note
 from tests.recurrent.passes.traced import WIDTH, run, traced_stage
 
 NAN = float("nan")

@@ -3,7 +3,6 @@
 import pytest
 
 from pipemesh.recurrent.remat import FULL, NONE
-from pipemesh.recurrent.table.buffers import key_of
 from pipemesh.recurrent.table.loop_program import (
     CLEARS,
     KEEPS,
@@ -16,7 +15,7 @@ from pipemesh.recurrent.table.loop_program import (
     program,
     ticks_of,
 )
-from pipemesh.recurrent.table.values import GRADS, KEPT, OUTPUTS, PENDING, Channel
+from pipemesh.recurrent.table.machine import GRADS, KEPT, OUTPUTS, PENDING, Channel, key_of
 from pipemesh.schedule import (
     Action,
     execution_order,

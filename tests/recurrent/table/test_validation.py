@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent import Home, Stage
-from pipemesh.recurrent.passes.cutting import Cutting
+from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.table.validation import (
     check_descending,

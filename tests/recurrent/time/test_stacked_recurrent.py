@@ -15,10 +15,73 @@ from lingvo.core import recurrent as lingvo_recurrent
 # There is no public way to the graphs that a TF2 function runs.
 from tensorflow.python.eager import context
 
+from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import plan_free_randomness
+from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent import StackedRecurrent
+from pipemesh.recurrent.passes.passes import Cuts
+from pipemesh.recurrent.passes.pieces import Cutting
+from pipemesh.recurrent.passes.traced_stage import TracedStage
+from pipemesh.recurrent.time.stacked_recurrent import LayerArguments, LayerStage
 from tests.pairwise import in_turn
+
+CHUNK, SIZE = 5, 3
+INPUTS, STATES, STATE = (CHUNK, SIZE), "states over time", (SIZE,)
+
+
+def reads(theta, state, inputs):
+    return {"m": tf.tanh(theta["w"] * inputs["x"] + state["m"])}, ()
+
+
+def does_not_read(theta, state, inputs):
+    return {"m": tf.tanh(theta["w"] * inputs["x"])}, ()
+
+
+@pytest.mark.parametrize(
+    ("cell", "unused_state", "recomputes", "want"),
+    [
+        (reads, False, False, {INPUTS, STATE, STATES}),
+        (reads, False, True, {INPUTS, STATE}),
+        (does_not_read, True, False, {INPUTS, STATE}),
+    ],
+)
+def test_a_chunk_keeps_its_inputs_and_the_states_that_are_read(
+    cell, unused_state, recomputes, want
+):
+    with tf.Graph().as_default():
+        given = {"x": tf.zeros([SIZE])}
+        arguments = LayerArguments(
+            number=0,
+            device="CPU:0",
+            cell_fn=cell,
+            cell_grad=None,
+            cell_out=lambda state: {"x": state["m"]},
+            cell_out_grad=None,
+            theta={"w": tf.ones([])},
+            state0={"m": tf.zeros([SIZE])},
+            accumulator_layer=None,
+        )
+        layer = LayerStage(
+            arguments, Structure(given, "inputs"), [tf.TensorSpec([SIZE])], unused_state
+        )
+        traced = TracedStage(
+            layer.stage([tf.constant(0), tf.constant(10)], CHUNK),
+            [tf.TensorSpec([CHUNK, SIZE])],
+            Cutting(2, CHUNK, 0),
+            False,
+            lambda: WholeDraws({}, lambda name, dim, folded: 1),
+        )
+        traced.differentiate(range(len(traced.outputs)))
+        kept = Cuts(traced, lambda node: recomputes).kept
+        # Scalars that say which time steps were computed do not count.
+        large = {
+            STATES if spec.dtype == tf.variant else tuple(spec.shape)
+            for spec in map(traced.spec, kept)
+            if spec.dtype != tf.int32
+        }
+    assert large == want
+
 
 LAYERS, LENGTH, BATCH, WIDTH = 4, 6, 3, 4
 RNG = np.random.default_rng(0)

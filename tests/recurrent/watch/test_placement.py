@@ -1,10 +1,217 @@
 """Reports of what ran where, read from graphs."""
 
+import re
+
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import DeviceError
-from pipemesh.recurrent import Placement, record_placement
+from pipemesh.errors import DeviceError, PipelineError
+from pipemesh.randomness import layer_scope
+from pipemesh.recurrent import Options, Placement, Stage, pipeline_loss, record_placement
+from pipemesh.recurrent.watch.placement import einsum_error
+from pipemesh.schedule import forward_only, one_f_one_b
+
+X = np.ones([4, 2], np.float32)
+
+
+def run(change, device="CPU:1", strict=True, schedule=None):
+    """One stage that scales and one that changes what it gets; returns the traced function."""
+
+    def scale(theta, carry, inputs, microbatch, step):
+        return [inputs[0] * theta[0]], []
+
+    def head(theta, carry, inputs, microbatch, step):
+        with layer_scope("layer"):
+            return [tf.reduce_sum(change(inputs[0] * theta[0]))], []
+
+    weights = [tf.Variable(1.0), tf.Variable(2.0)]
+
+    @tf.function(autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            theta = [[tf.convert_to_tensor(w)] for w in weights]
+            stages = [
+                Stage("scale", scale, theta[0], [], "CPU:0"),
+                Stage("head", head, theta[1], [], device),
+            ]
+            loss, _, _ = pipeline_loss(
+                stages,
+                [tf.constant(X)],
+                schedule or one_f_one_b(2, 2),
+                options=Options(strict_devices=strict),
+            )
+        return loss if schedule else [loss, *tape.gradient(loss, weights)]
+
+    return step
+
+
+def on_another_device(x):
+    with tf.device("CPU:3"):
+        return tf.sin(x)
+
+
+def in_a_loop(x):
+    return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, on_another_device(x)), (0, x))[1]
+
+
+def on_the_host(x):
+    return tf.numpy_function(np.sin, [x], tf.float32, stateful=False)
+
+
+def on_a_gpu_alone(x):
+    """TensorFlow has this operation for GPUs only."""
+    x = tf.reshape(x, [1, 1, 2, 2])
+    y, *_ = tf.raw_ops.CudnnRNN(
+        input=x[0], input_h=x[0], input_c=x[0], params=tf.reshape(x, [-1]), is_training=True
+    )
+    return y
+
+
+@pytest.mark.parametrize("change", [on_another_device, in_a_loop])
+def test_an_operation_that_is_pinned_elsewhere_is_named_before_the_first_step(change):
+    with pytest.raises(DeviceError) as caught:
+        run(change).get_concrete_function()
+    message = str(caught.value)
+    assert re.search(
+        r"operation '.*Sin.*' \(Sin\) of stage 'head' is pinned to .*CPU:3, but the stage is on "
+        r"CPU:1; take tf\.device out",
+        message,
+    ), message
+
+
+def test_an_operation_without_kernel_for_the_device_is_named():
+    with pytest.raises(DeviceError, match=r"\(PyFuncStateless\) of stage 'head' has no kernel for"):
+        # Tracing needs no GPU.
+        run(on_the_host, device="GPU:0", schedule=forward_only(2, 2)).get_concrete_function()
+    with pytest.raises(DeviceError, match=r"\(CudnnRNN\) .* no kernel for CPU .* run on GPU, but"):
+        run(on_a_gpu_alone, schedule=forward_only(2, 2)).get_concrete_function()
+
+
+def test_types_count_as_well():
+    def popcount(x):
+        return tf.cast(tf.raw_ops.PopulationCount(x=tf.cast(x, tf.int32)), tf.float32)
+
+    run(popcount, schedule=forward_only(2, 2)).get_concrete_function()
+    with pytest.raises(DeviceError, match="no kernel for CPU with these types"):
+        run(
+            lambda x: tf.cast(tf.matmul(*[tf.cast(x, tf.uint8)] * 2), tf.float32),
+            schedule=forward_only(2, 2),
+        ).get_concrete_function()
+
+
+def test_a_stage_without_device_is_an_error():
+    with pytest.raises(DeviceError, match="stage 'head' has the device '', but strict_devices"):
+        run(tf.sin, device="").get_concrete_function()
+
+
+def test_without_strict_devices_the_same_runs():
+    np.testing.assert_allclose(run(on_another_device, strict=False)()[0], 8 * np.sin(2), rtol=1e-6)
+
+
+def test_a_step_that_stays_on_its_devices_passes_and_is_reported():
+    step = run(tf.sin)
+    with record_placement() as metadata:
+        step()
+    placement = Placement.of(metadata, ["CPU:0", "/job:localhost/task:0/device:CPU:1"])
+    placement.check()
+    assert [list(found) for found in placement.found] == [["CPU:0"], ["CPU:1"]]
+    assert re.fullmatch(
+        r"stage 0 on CPU:0: \d+ operations\nstage 1 on CPU:1: \d+ operations", str(placement)
+    )
+
+
+def test_the_report_finds_what_strayed():
+    step = run(on_another_device, strict=False)
+    with record_placement() as metadata:
+        step()
+    placement = Placement.of(metadata, ["CPU:0", "CPU:1"])
+    assert set(placement.found[1]) == {"CPU:1", "CPU:3"}
+    assert "operations, and " in str(placement)
+    with pytest.raises(DeviceError, match="of stage 1 ran on CPU:3 instead of CPU:1"):
+        placement.check()
+
+
+def test_a_tf1_session_is_reported_too():
+    def square(theta, carry, inputs, microbatch, step):
+        return [tf.reduce_sum(inputs[0] ** 2)], []
+
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, X.shape)
+        stage = Stage("square", square, [], [], "CPU:2")
+        loss, _, _ = pipeline_loss([stage], [x], forward_only(1, 2))
+        options = tf.compat.v1.RunOptions(output_partition_graphs=True)
+        metadata = tf.compat.v1.RunMetadata()
+        config = tf.compat.v1.ConfigProto(device_count={"CPU": 4})
+        with tf.compat.v1.Session(config=config) as session:
+            session.run(loss, {x: X}, options=options, run_metadata=metadata)
+    assert list(Placement.of(metadata, ["CPU:2"]).found[0]) == ["CPU:2"]
+
+
+def test_a_step_that_was_placed_before_is_no_report_of_nothing():
+    step = run(tf.sin)
+    step()
+    with record_placement() as metadata:
+        step()
+    with pytest.raises(DeviceError, match="knows no operation of stage 0; record the first step"):
+        Placement.of(metadata, ["CPU:0", "CPU:1"])
+
+
+WEIGHT = np.random.default_rng(0).normal(size=[4, 4]).astype(np.float32)
+
+
+def train(product, dtype=tf.float16):
+    def forward(theta, carry, inputs, microbatch, step):
+        return [tf.reduce_sum(product(inputs[0], theta[0]))], []
+
+    @tf.function(autograph=False)
+    def step():
+        stages = [Stage("s0", forward, [tf.constant(WEIGHT)], [], "CPU:0")]
+        return pipeline_loss(
+            stages, [tf.ones([4, 3, 4])], one_f_one_b(1, 2), options=Options(compute_dtype=dtype)
+        )[0]
+
+    return step()
+
+
+def spelt(x, w):
+    return tf.einsum("abi,ij->abj", x, w)
+
+
+def ellipsis(x, w):
+    return tf.einsum("...i,ij->...j", x, w)
+
+
+def in_a_branch(x, w):
+    return tf.cond(tf.reduce_all(tf.math.is_finite(x)), lambda: ellipsis(x, w), lambda: x)
+
+
+@pytest.mark.parametrize("product", [ellipsis, in_a_branch])
+def test_an_einsum_that_this_cpu_gets_wrong_is_refused(monkeypatch, product):
+    monkeypatch.setattr("pipemesh.recurrent.watch.placement.einsum_error", lambda _: 1.38)
+    with pytest.raises(PipelineError, match=r"an einsum '.*spell the dims.*ONEDNN"):
+        train(product)
+    train(spelt)
+    train(product, tf.bfloat16)
+
+
+@pytest.mark.parametrize("equation", ["...i,ij->...j", "...j,ij...->...i", "...ij,...jk->...ik"])
+def test_what_is_tried_is_what_the_kernel_does(equation):
+    if equation == "...i,ij->...j":
+        x = np.random.default_rng(1).normal(size=[2, 3, 4]).astype(np.float16)
+        found = tf.einsum(equation, x, WEIGHT.astype(np.float16))
+        off = np.abs(np.einsum(equation, x.astype(np.float64), WEIGHT) - found).max()
+        assert (off > 0.1) == (einsum_error(equation) > 0.1)
+    else:
+        assert einsum_error(equation) >= 0
+
+
+def test_a_trained_stage_with_an_ellipsis_is_right_or_refused():
+    wanted = float(train(spelt))
+    try:
+        assert float(train(ellipsis)) == pytest.approx(wanted, rel=1e-2)
+    except PipelineError as error:
+        assert "einsum" in str(error)
 
 
 def metadata(*nodes):

@@ -1,6 +1,7 @@
 """Figures of a model that were measured here: complete, and good for plans."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -9,8 +10,13 @@ import tensorflow as tf
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures
-from pipemesh.training.measuring.layers import _with_halves, number_of_layers, with_rows
-from pipemesh.training.measuring.measure import plans_to_fit
+from pipemesh.training.measuring import measure
+from pipemesh.training.measuring.measure import (
+    _with_halves,
+    number_of_layers,
+    plans_to_fit,
+    with_rows,
+)
 from pipemesh.training.registered import RegisteredModel
 from tests.commands.program import run
 from tests.training.small_models import PlannedPoints, StagedPoints
@@ -102,3 +108,38 @@ def test_plans_to_fit_use_what_there_is(tmp_path):
     for plan in plans_to_fit(shared, 2):
         plan.check_batch(12)
     assert Plan(num_microbatches=6, remat="none") in list(plans_to_fit(plain, 2))
+
+
+class Said:
+    """Takes as many seconds as its plan has microbatches; three of them it cannot have."""
+
+    def __init__(self, plan, batch):
+        if plan.num_microbatches == 3:
+            raise PlanError(f"{batch} rows are not three microbatches")
+        self._plan, self.cpu = plan, 0.0
+
+    def run(self):
+        return float(self._plan.num_microbatches)
+
+
+def test_a_plan_that_cannot_be_had_takes_endless_and_the_others_are_tried(monkeypatch):
+    monkeypatch.setattr(measure, "TimedStep", Said)
+    plans, told = [Plan(num_microbatches=n) for n in (4, 3, 2)], []
+    assert measure.seconds_of(lambda plan: plan, 8, plans, told.append) == [4.0, math.inf, 2.0]
+    assert told[1].startswith("a trial of 'mesh=layers:1 num_microbatches=3'")
+    assert told[2].endswith("cannot be had: 8 rows are not three microbatches")
+    with pytest.raises(PlanError, match="8 rows are not"):
+        measure.seconds_of(lambda plan: plan, 8, plans[1:2])
+
+
+def test_a_plan_that_needs_more_memory_than_there_is_is_left_out(monkeypatch):
+    class Large(Said):
+        def __init__(self, plan, batch):
+            if plan.num_microbatches == 1:
+                raise tf.errors.ResourceExhaustedError(None, None, "OOM")
+            super().__init__(plan, batch)
+
+    monkeypatch.setattr(measure, "TimedStep", Large)
+    plans, told = [Plan(num_microbatches=n) for n in (1, 2)], []
+    assert measure.seconds_of(lambda plan: plan, 8, plans, told.append) == [math.inf, 2.0]
+    assert told[1].endswith("needs more memory than there is")

@@ -1,12 +1,29 @@
-"""What the loop of training tells of the first steps."""
+"""The loop of a run: what it tells of its steps, expected ones, spikes and overflowed ones."""
 
 import functools
+import json
+import math
+import os
+import random
 import types
 
-from pipemesh.training.run.loop import Loop
+import numpy as np
+import pytest
+
+from pipemesh.partition import LayerCost
+from pipemesh.plan import Figures, Plan, predict
+from pipemesh.plan.figures import figures_of_costs
+from pipemesh.report import Basis, basis_of, read
+from pipemesh.training import Loop, Options, Trainer
+from pipemesh.training.measuring.timed_step import TimedStep
+from pipemesh.training.registered import RegisteredModel
+from pipemesh.training.run.loop import Spikes
+from tests.commands.program import refused, run
+from tests.training import small_models
+from tests.training.small_models import StagedPoints
 
 
-def told(seconds):
+def told_flops(seconds):
     """What is said of a step of 1 GFLOP on devices of 1 GFLOP/s that takes so many seconds."""
     trained = types.SimpleNamespace(all_devices=lambda: ["CPU:0"])
     subject = types.SimpleNamespace(unit="rows")
@@ -28,8 +45,179 @@ def told(seconds):
 
 def test_more_than_the_measured_peak_is_no_mfu():
     """Other programs ran when the peak was measured."""
-    found = told(2.0)
+    found = told_flops(2.0)
     assert found["mfu"] == 0.5 and "MFU 50.0% of 1 GFLOP/s" in found["text"]
-    found = told(0.5)
+    found = told_flops(0.5)
     assert "mfu" not in found
     assert "MFU not known: more than the 1 GFLOP/s that were measured at the start" in found["text"]
+
+
+def told_spikes(losses):
+    spikes = Spikes()
+    return [step for step, loss in enumerate(losses) if spikes.add(loss)]
+
+
+def test_a_spike_is_told_and_noise_is_not():
+    rng = random.Random(0)
+    # As training goes: down, in noise.
+    losses = [3 + 5 * math.exp(-step / 80) + rng.gauss(0, 0.1) for step in range(1000)]
+    assert told_spikes(losses) == []
+    # While it falls steeply, distances from the mean are large: nothing is told too early.
+    for step in (400, 999):
+        spiked = list(losses)
+        spiked[step] += 4
+        assert told_spikes(spiked) == [step]
+
+
+def test_a_loss_that_falls_is_no_spike():
+    assert told_spikes([9.0] * 100 + [1.0] * 100) == []
+
+
+def test_a_loss_that_stays_high_is_told_of_until_it_is_usual():
+    found = told_spikes([2.0 + 0.01 * (step % 2) for step in range(200)] + [4.0] * 200)
+    assert found[0] == 200
+    assert found == list(range(200, 200 + len(found)))
+    assert len(found) < 20
+
+
+def test_noise_of_a_constant_is_no_spike():
+    assert told_spikes([1.0] * 100 + [1.0001] + [1.0] * 100) == []
+
+
+PLANNED = "--model=tests.training.small_models.PlannedPoints"
+
+
+def figures(layers=5):
+    costs = [
+        LayerCost(
+            1e-3, backward=2e-3, parameter_bytes=100.0, activation_bytes=10.0, boundary_bytes=1.0
+        )
+    ] * layers
+    return Figures(tuple(figures_of_costs(costs, 4)), action=1e-4, batch=8, about="five layers")
+
+
+def forecast(logdir, capsys, name="StagedPoints", mesh="layers:1", **changes):
+    """The forecast of a training in this process, and what it says."""
+    options = Options(logdir=str(logdir), steps=2, eval_batches=1, **changes)
+    values = {} if name == "PlainPoints" else {"mesh": mesh}
+    subject = RegisteredModel(getattr(small_models, name)(), name, values)
+    assert Loop(Trainer(subject, options), options).run() == 0
+    return read(str(logdir)).last.get("forecast"), capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_was_not_measured_is_said_to_be_unknown(eagerly, tmp_path, capsys):
+    found, out = forecast(tmp_path, capsys, "PlannedPoints")
+    assert "predicted" not in found and "was not measured" in found["unpredicted"]
+    assert (found["rows"], found["device_memory"]) == (8, None)
+    assert found["cuts"][0] == 0 and found["cores"] == os.cpu_count()
+    # Nobody asked.
+    assert "predicted:" not in out
+
+
+@pytest.mark.slow
+def test_what_was_measured_says_what_a_step_takes(eagerly, tmp_path, capsys):
+    count = len(small_models.stack_of(1)[0].sub)
+    (tmp_path / "figures.json").write_text(figures(count).to_json())
+    found, out = forecast(tmp_path, capsys, "PlannedPoints", device_memory=1e9)
+    plan = Plan("layers:1", num_microbatches=2, boundaries=tuple(found["cuts"]))
+    ahead = predict(plan, figures(count), 8)
+    assert found["predicted"]["seconds"] == pytest.approx(ahead.seconds)
+    assert found["predicted"]["parts"] == pytest.approx(ahead.parts)
+    assert found["predicted"]["memory"] == list(ahead.memory)
+    assert found["predicted"]["about"] == "five layers" and found["device_memory"] == 1e9
+    there = Figures.from_json(json.dumps(found["figures"]), "the record")
+    assert there == figures(count)
+    assert f"predicted: {1e3 * ahead.seconds:.4g} ms a step by what was measured" in out
+
+
+@pytest.mark.slow
+def test_figures_of_another_model_are_said_to_be_none(eagerly, tmp_path, capsys):
+    path = tmp_path / "of_another.json"
+    path.write_text(figures(50).to_json())
+    found, out = forecast(tmp_path, capsys, "PlannedPoints", figures=str(path))
+    assert "there are 50 layers" in found["unpredicted"] and "predicted" not in found
+    assert "predicted: seconds are not predicted: boundaries end at" in out
+
+
+def test_without_a_pipeline_nothing_is_expected(eagerly, tmp_path, capsys):
+    found, _ = forecast(tmp_path, capsys, "PlainPoints")
+    assert found is None
+
+
+@pytest.mark.slow
+def test_a_step_that_is_timed_says_what_would_help(tmp_path):
+    path = tmp_path / "figures.json"
+    path.write_text(figures(len(small_models.stack_of(1)[0].sub)).to_json())
+    words = [PLANNED, f"--figures={path}", f"--logdir={tmp_path / 'run'}", "--steps=3"]
+    code, _, err = run("train", *words, "--trace_schedule")
+    assert code == 0, err
+    found = read(str(tmp_path / "run"))
+    assert found.fact("schedule", "seconds") > 1e-3 * found.measured().makespan
+    # That of the first step, which builds the graph, is none.
+    assert [step for step, _ in found.train["seconds"]] == [2, 3]
+    basis = basis_of(found)
+    assert isinstance(basis, Basis) and basis.knows_rows
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "Predicted from measurements of the layers (five layers)." in text
+    assert "changes were simulated with the durations of the timed step" in text
+    told = refused("train", PLANNED, f"--figures={tmp_path}", f"--logdir={tmp_path / 'other'}")
+    assert "cannot be read" in told
+
+
+def made(logdir, **changes):
+    values = {"num_microbatches": "4", "schedule": "1f1b", "compute_dtype": "float16"}
+    options = Options(logdir=str(logdir), steps=20, save_every=20, **changes)
+    return Trainer(RegisteredModel(StagedPoints(), "Points", values), options), options
+
+
+@pytest.mark.slow
+def test_overflowed_steps_move_nothing_and_are_told(eagerly, tmp_path, capsys):
+    """Adam's powers were moved by them, and nothing was said; ten in a row are no failure."""
+    trainer, options = made(tmp_path, on_nonfinite="stop")
+    (scale,) = trainer.trained._scales
+    scale.variables[0].assign(2.0**28)
+    before = {name: v.numpy() for name, v in trainer.trained.state().items()}
+    seen, real = [], trainer.skip
+
+    def skip():
+        real()
+        seen.append({name: v.numpy() for name, v in trainer.trained.state().items()})
+
+    trainer.skip = skip
+    assert Loop(trainer, options).run() == 0
+    overflowed = len(seen)
+    assert 10 < overflowed < 20
+    moved = {
+        name for state in seen for name in state if not np.array_equal(state[name], before[name])
+    }
+    assert moved == {
+        "global_step",
+        "skipped_steps",
+        "points/stack/finite/var",
+        "points/stack/loss_scale/var",
+    }
+    state = {name: v.numpy() for name, v in trainer.trained.state().items()}
+    (power,) = (value for name, value in state.items() if "beta1_power" in name)
+    np.testing.assert_allclose(power, 0.9 ** (1 + 20 - overflowed), rtol=1e-5)
+    assert state["skipped_steps"] == overflowed and float(scale.value) == 2.0 ** (28 - overflowed)
+    told = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    why = [event["why"] for event in told if event["event"] == "skipped"]
+    assert len(why) == overflowed
+    text = "gradients of 2.68435e+08 times the loss overflow float16, 1.34218e+08 times from now on"
+    assert why[0] == text
+    err = capsys.readouterr().err
+    assert f"step 1: {text}; skipped, its weights are those before (1 step skipped so far)" in err
+    assert err.count("overflow float16") == overflowed
+    run = read(str(tmp_path))
+    assert len(run.told["skipped"]) == overflowed
+
+
+@pytest.mark.slow
+def test_steps_that_overflow_are_not_timed(eagerly, tmp_path):
+    trainer, _ = made(tmp_path)
+    trainer.trained._scales[0].variables[0].assign(2.0**20)
+    _, found = trainer.trace_schedule()
+    assert len(found) == 5 and trainer.step == 6 + trainer.skipped and trainer.skipped > 1
+    step = TimedStep(trainer.subject, trainer.batch)
+    assert int(step.trained.step.numpy()) == 1

@@ -1,0 +1,475 @@
+"""Models and checkpoints of `lingvo.core.gpipe`.
+
+lingvo puts the name of the stage into the names of variables (`d0/cell_003/w/var`), so its
+checkpoints fit one partition only. Here they are `cell_003/w/var` under every partition. This
+module converts between both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import lingvo.compat as tf
+from lingvo.core import gpipe, py_utils
+
+from pipemesh.checkpoint.conversion import convert, names_of
+from pipemesh.checkpoint.files import is_pattern
+from pipemesh.errors import CheckpointError, PipelineError
+from pipemesh.layers.feature_extraction import (
+    FeatureExtractionLayer,
+    Place,
+    is_stage,
+    places_of,
+    scopes_of,
+)
+
+# The names that PartitionSequentialLayers gives to stages and layers.
+_IN_STAGE = re.compile(r"(?<![^/])d\d+/(?=cell_\d{3,}/)")
+_LAYER_IN_STAGE = re.compile(r"(?<![^/])d(\d+)/cell_(\d{3,})/")
+_LAYER = re.compile(r"(?<![^/])(?:d\d+/)?(cell_(\d{3,}))(?=/)")
+
+
+def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
+    """Returns lingvo's name of each tensor, with the names of stages.
+
+    Example:
+        >>> with_stages(["lm/cell_003/w/var/Adam", "global_step"], stages=(0, 3, 7))
+        {'lm/cell_003/w/var/Adam': 'lm/d1/cell_003/w/var/Adam', 'global_step': 'global_step'}
+    """
+    stages = [stages] if isinstance(stages, int) else list(stages)
+    stage_of = _stages_of_cells(stages)
+    if stage_of is None:
+        pairs = {ours: theirs for theirs, ours in _scopes(stages)}
+        # Replaces the first match only: a layer may contain another such name.
+        return _renamed(names, *_one_of(pairs), f"in a layer ({_few(pairs)})", count=1)
+
+    def in_stage(found: re.Match[str]) -> str:
+        layer = int(found[2])
+        if layer >= len(stage_of):
+            raise PipelineError(
+                f"{found.string!r} is of layer {layer}, but the stages have {len(stage_of)} "
+                "layers; give the boundaries, or the params, of all stages of the model"
+            )
+        return f"{stage_of[layer]}/{found[1]}"
+
+    return _renamed(names, _LAYER, in_stage, "in a layer (such as cell_000/...)", count=1)
+
+
+def without_stages(names: Iterable[str], stages: Iterable[Any] | None = None) -> dict[str, str]:
+    """Returns the name of each tensor of lingvo's own pipeline without the names of stages.
+
+    Example:
+        >>> without_stages(["lm/d1/cell_003/w/var"])
+        {'lm/d1/cell_003/w/var': 'lm/cell_003/w/var'}
+    """
+    if stages is not None:
+        pairs = dict(_scopes(list(stages)))
+        return _renamed(names, *_one_of(pairs), f"in a stage ({_few(pairs)})", count=1)
+    return _renamed(names, _IN_STAGE, lambda _: "", "in a stage (such as d0/cell_000/...)")
+
+
+def boundaries_in(names: Iterable[str]) -> list[int]:
+    """Reads the boundaries of lingvo's stages from the names of all tensors of its checkpoint.
+
+    Raises:
+        PipelineError: none is in a stage of `PartitionSequentialLayers`.
+
+    Example:
+        >>> boundaries_in(["lm/d1/cell_000/w/var", "lm/d1/cell_001/w/var", "lm/d2/cell_002/w/var"])
+        [0, 0, 2, 3]
+    """
+    found = filter(None, map(_LAYER_IN_STAGE.search, names))
+    stage_of = dict(sorted((int(match[2]), int(match[1])) for match in found))
+    if not stage_of:
+        raise PipelineError(
+            "no variable lies in a stage (such as d0/cell_000/...), as lingvo.core.gpipe has "
+            "them; give the stages"
+        )
+    end = max(stage_of) + 1
+    return [
+        min((layer for layer, at in stage_of.items() if at >= stage), default=end) if stage else 0
+        for stage in range(max(stage_of.values()) + 1)
+    ] + [end]
+
+
+def _stages_of_cells(stages: list[Any]) -> list[str] | None:
+    """Returns the stage of each layer of `PartitionSequentialLayers`, or None for other stages."""
+    if all(isinstance(stage, int) for stage in stages):
+        if stages[:1] != [0] or len(stages) < 2 or any(a > b for a, b in pairwise(stages)):
+            raise PipelineError(
+                f"stages={stages} are no boundaries; they begin with 0 and rise, such as [0, 3, 7] "
+                "for a stage of the first three layers and one of the next four"
+            )
+        return [f"d{stage}" for stage, (a, b) in enumerate(pairwise(stages)) for _ in range(a, b)]
+    places = _places_of(stages)
+    if all(
+        re.fullmatch(r"d\d+", "/".join(place.stages))
+        and place.name == f"cell_{number:03d}"
+        and not place.scope_is_given
+        for number, place in enumerate(places)
+    ):
+        return [place.stages[0] for place in places]
+    return None
+
+
+def _places_of(stages: list[Any]) -> list[Place]:
+    return places_of(
+        stages, lambda p: issubclass(p.cls, gpipe.FeatureExtractionLayer) or is_stage(p)
+    )
+
+
+def _scopes(stages: list[Any]) -> list[tuple[str, str]]:
+    """Returns the scopes of the layers of stages, in lingvo and here."""
+    places = _places_of(stages)
+    return [
+        ("/".join((*place.stages, place.name)), "/".join((*scope, place.name)))
+        for place, scope in zip(places, scopes_of(places), strict=True)
+        if place.stages and not place.scope_is_given
+    ]
+
+
+def _one_of(new: dict[str, str]) -> tuple[re.Pattern[str], Callable[[re.Match[str]], str]]:
+    """Returns a pattern for scopes and a function that gives their replacements."""
+    longest_first = sorted(map(re.escape, new), key=len, reverse=True)
+    pattern = re.compile(rf"(?<![^/])(?:{'|'.join(longest_first) or '(?!)'})(?=/)")
+    return pattern, lambda found: new[found[0]]
+
+
+def _renamed(
+    names: Iterable[str],
+    pattern: re.Pattern[str],
+    new: Callable[[re.Match[str]], str],
+    where: str,
+    count: int = 0,
+) -> dict[str, str]:
+    """Replaces the matches of a pattern in names of tensors; raises if two names become equal."""
+    called: dict[str, str] = {}
+    old: dict[str, str] = {}
+    matches = 0
+    for name in names:
+        called[name], found = pattern.subn(new, name, count)
+        matches += found
+        if old.setdefault(called[name], name) != name:
+            raise PipelineError(
+                f"{old[called[name]]!r} and {name!r} would both be {called[name]!r}; give the "
+                "params of the stages (stages=...)"
+            )
+    if not matches:
+        raise PipelineError(
+            f"no variable lies {where}, as lingvo.core.gpipe has them; the first is "
+            f"{next(iter(called), 'missing')!r}. Give the params of the stages if they were "
+            "written by hand (stages=...); a checkpoint of this library needs no other names to go "
+            "on here"
+        )
+    return called
+
+
+def _few(scopes: Iterable[str]) -> str:
+    first = [f"{scope}/..." for scope in itertools.islice(scopes, 3)]
+    return ", ".join(first) or "there is none"
+
+
+class StandIn(types.ModuleType):
+    """A module with the name of a lingvo module and the names of `source`.
+
+    Names are looked up on use, because the modules may import each other.
+    """
+
+    def __init__(self, name: str, source: str) -> None:
+        super().__init__(name)
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        source = importlib.import_module(self._source)
+        if name not in source.__all__:
+            raise AttributeError(f"{self._source} has no {name}")
+        return getattr(source, name)
+
+
+def replace_gpipe() -> None:
+    """Runs lingvo's own pipelined models by pipemesh: `GPipeTransformerLm`, `layers_with_gpipe`.
+
+    After this call `lingvo.core.gpipe` has the names of `pipemesh.layers` in every import. Call it
+    before you import a lingvo model, for example in the first lines of your model's module.
+
+    Raises:
+        PipelineError: a module with subclasses of lingvo's layers is imported already.
+
+    Example:
+        >>> from pipemesh.layers import PipeliningLayer, replace_gpipe
+        >>> replace_gpipe()  # doctest: +SKIP
+        >>> from lingvo.core import layers_with_gpipe  # doctest: +SKIP
+        >>> stack = layers_with_gpipe.GPipeBatchMajorTransformerStack  # doctest: +SKIP
+        >>> issubclass(stack, PipeliningLayer)  # doctest: +SKIP
+        True
+    """
+    replace_module("lingvo.core.gpipe", "pipemesh.layers")
+
+
+def replace_module(name: str, source: str) -> None:
+    """Replaces a lingvo module by the names of a pipemesh module.
+
+    Raises:
+        PipelineError: a module with subclasses of lingvo's classes is already imported.
+    """
+    package, _, last = name.rpartition(".")
+    replaced = importlib.import_module(name)
+    if isinstance(replaced, StandIn):
+        return
+    names = [n for n in importlib.import_module(source).__all__ if hasattr(replaced, n)]
+    _check_no_subclass(replaced, [getattr(replaced, n) for n in names])
+    module = StandIn(name, source)
+    places = {id(replaced): module} | {id(getattr(replaced, n)): getattr(module, n) for n in names}
+    for other in list(sys.modules.values()):
+        if not isinstance(other, types.ModuleType) or other is replaced:
+            continue
+        if other.__name__.startswith("pipemesh"):
+            continue
+        for attribute, value in list(vars(other).items()):
+            if id(value) in places:
+                setattr(other, attribute, places[id(value)])
+    sys.modules[name] = module
+    setattr(importlib.import_module(package), last, module)
+
+
+def _check_no_subclass(module: types.ModuleType, values: list[Any]) -> None:
+    for cls in filter(inspect.isclass, values):
+        for sub in cls.__subclasses__():
+            if sub.__module__ != module.__name__:
+                raise PipelineError(
+                    f"{sub.__module__} is imported already, with a {cls.__name__} of "
+                    f"{module.__name__}; call replace_gpipe() before you import it"
+                )
+
+
+def export_to_lingvo(
+    checkpoint: str, path: str, stages: Iterable[Any] | None = None, like: str | None = None
+) -> str:
+    """Writes a checkpoint for lingvo's own pipeline of the same layers.
+
+    It converts weights, optimizer state, moving averages and the step, tensor by tensor, so the
+    whole model is never in memory. `lingvo.trainer` resumes from it if `path` is
+    `<logdir>/train/ckpt-<step, eight digits>` and the folder has no other checkpoint.
+
+    Args:
+        checkpoint: path of a checkpoint of this library, without extension. A lingvo checkpoint
+            with another `PartitionSequentialLayers` is also valid.
+        path: path of the new checkpoint, without extension.
+        stages: params of the stages of lingvo's model (its `cell_tpl`), or the boundaries of the
+            stages of `PartitionSequentialLayers`: `(0, 3, 7)` is a stage of the first three layers
+            and one of the next four. By default the stages of `like`.
+        like: path of a checkpoint of lingvo's model, such as the one of its step 0. The result gets
+            the same names. Without it, the result lacks values that only lingvo's model has.
+
+    Returns:
+        A line that describes the new checkpoint.
+
+    Raises:
+        PipelineError: no variable belongs to a layer of the stages, or a layer to no stage.
+        CheckpointError: see `pipemesh.checkpoint.convert`.
+
+    Example:
+        >>> import os, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> state = {"lm/cell_003/w/var": tf.Variable([1.0]), "global_step": tf.Variable(300)}
+        >>> ours = tf.compat.v1.train.Saver(state).save(None, os.path.join(folder, "ours"))
+        >>> theirs = os.path.join(folder, "train", "ckpt-00000300")
+        >>> told = export_to_lingvo(ours, theirs, stages=(0, 3, 7))
+        >>> tf.train.list_variables(tf.train.latest_checkpoint(os.path.dirname(theirs)))
+        [('global_step', []), ('lm/d1/cell_003/w/var', [1])]
+    """
+    if stages is None:
+        if like is None:
+            raise PipelineError(
+                "neither stages nor like is given; give one, to say what lingvo's stages are"
+            )
+        stages = boundaries_in(names_of(like))
+    # lingvo does not read positions in data.
+    names = with_stages(names_of(checkpoint, places=False), stages)
+    return convert(checkpoint, path, names, like=like)
+
+
+def import_from_lingvo(
+    checkpoint: str, path: str, stages: Iterable[Any] | None = None, like: str | None = None
+) -> str:
+    """Converts a checkpoint of lingvo's own pipeline to one of this library, valid under every
+    plan.
+
+    Args:
+        checkpoint: path of lingvo's checkpoint, without extension.
+        path: path of the new checkpoint, without extension.
+        stages: params of the stages of that model, if they were written by hand; None for the
+            stages of `PartitionSequentialLayers`.
+        like: path of a checkpoint of the run that will resume from the new one, such as the one of
+            its step 1. It supplies the metadata and the values that lingvo does not save.
+
+    Returns:
+        A line that describes the new checkpoint.
+
+    Raises:
+        PipelineError: no variable belongs to a stage, or two would get one name.
+        CheckpointError: see `pipemesh.checkpoint.convert`.
+
+    Example:
+        >>> import os, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> weight = {"lm/d1/cell_003/w/var": tf.Variable([1.0])}
+        >>> theirs = tf.compat.v1.train.Saver(weight).save(None, os.path.join(folder, "theirs"))
+        >>> told = import_from_lingvo(theirs, os.path.join(folder, "ours"))
+        >>> tf.train.list_variables(os.path.join(folder, "ours"))
+        [('lm/cell_003/w/var', [1])]
+    """
+    names = without_stages(names_of(checkpoint), stages)
+    return convert(checkpoint, path, names, like=like)
+
+
+def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None) -> dict[str, Any]:
+    """Returns `init_from_checkpoint_rules` that load a checkpoint of lingvo's own pipeline.
+
+    The rules restore everything in the checkpoint, including optimizer state and the step, for any
+    number of stages. Variables that it lacks are initialized.
+
+    Args:
+        checkpoint: path of a checkpoint of a model with `lingvo.core.gpipe`.
+        stages: params of the stages of that model, if they were written by hand; None for the
+            stages of `PartitionSequentialLayers`.
+
+    Returns:
+        The rules, for `Task().train`.
+
+    Raises:
+        PipelineError: no variable of the checkpoint belongs to a stage, or two get one name.
+        CheckpointError: lingvo cannot read the checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> weight = tf.Variable([1.0])
+        >>> saver = tf.compat.v1.train.Saver({"lm/d1/cell_003/w/var": weight})
+        >>> path = saver.save(None, tempfile.mkdtemp() + "/ckpt")
+        >>> lingvo_checkpoint_rules(path)[path]
+        ([('lm/cell_003/w/var(?::0)?$', 'lm/d1/cell_003/w/var')], [])
+    """
+    if is_pattern(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint!r}: lingvo reads no checkpoint below a path with [ or \\; move it"
+        )
+    names = without_stages((name for name, _ in tf.train.list_variables(checkpoint)), stages)
+    rules = [
+        (f"{re.escape(ours)}(?::0)?$", name.replace("%", "%%"))
+        for name, ours in sorted(names.items(), key=lambda pair: pair[1])
+    ]
+    return {checkpoint: (rules, [])}
+
+
+class _Scope(NamedTuple):
+    """A variable scope: its name here, its name in lingvo, and a pattern for any stage names."""
+
+    ours: str
+    theirs: str
+    pattern: str
+
+    def translate(self, name: str) -> _Scope | None:
+        """Returns the scope of a name below this scope, or None for other names."""
+        rest = name.removeprefix(self.ours)
+        if self.ours and (rest == name or not rest.startswith("/")):
+            return None
+        return _Scope(name, self.theirs + rest, self.pattern + re.escape(rest))
+
+
+def lingvo_names(layer: Any, checkpoint: str | None = None) -> dict[str, Any]:
+    """Returns the weights of a layer by the names that `lingvo.core.gpipe` gives them.
+
+    `tf.compat.v1.train.Saver(lingvo_names(layer))` reads and writes lingvo checkpoints. It works in
+    graphs and, with None as the session, eagerly.
+
+    Args:
+        layer: a layer; stages are searched for at all levels below it.
+        checkpoint: path of a checkpoint written by lingvo, under any stages; it supplies the names.
+            By default the stages are those of this layer.
+
+    Returns:
+        The variables by name.
+
+    Raises:
+        PipelineError: the checkpoint lacks a weight, or several variables match one.
+
+    Example:
+        >>> from lingvo.core import layers, py_utils, tshape
+        >>> from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
+        >>> dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4, has_bias=False)
+        >>> stages = PartitionSequentialLayers([dense] * 2, 2, tshape.Shape([8, 4]))
+        >>> with tf.Graph().as_default():
+        ...     stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=stages).Instantiate()
+        ...     list(lingvo_names(stack))
+        ['d0/cell_000/w/var', 'd1/cell_001/w/var']
+    """
+    found: dict[int, tuple[_Scope, Any]] = {}
+    _visit(layer, None, (), found)
+    if checkpoint is None:
+        return {scope.theirs: variable for scope, variable in found.values()}
+    shapes = dict(tf.train.list_variables(checkpoint))
+    names = {}
+    for scope, variable in found.values():
+        fitting = [
+            name
+            for name in shapes
+            if name in (scope.ours, scope.theirs) or re.fullmatch(scope.pattern, name)
+        ]
+        if scope.theirs in fitting:
+            fitting = [scope.theirs]
+        if len(fitting) != 1:
+            few = ", ".join(sorted(fitting or shapes)[:3])
+            raise PipelineError(
+                f"{checkpoint}: {'several variables may be' if fitting else 'no variable is'} "
+                f"{scope.ours!r}, which lingvo calls {scope.theirs!r} with these stages; "
+                f"{'they are' if fitting else 'it has'} {few}"
+                f"{', ...' if len(fitting or shapes) > 3 else ''}"
+            )
+        names[fitting[0]] = variable
+    return names
+
+
+def _visit(layer: Any, scope: _Scope | None, above: tuple[_Scope, ...], found: Any) -> None:
+    """Adds the scopes of all variables at and below a layer."""
+    if scope is None:
+        name = layer._self_variable_scope.name
+        scope = _Scope(name, name, re.escape(name))
+        if isinstance(layer, FeatureExtractionLayer):
+            scope = scope._replace(pattern=_any_stage(scope))
+    above = (*above, scope)
+
+    def translate(name: str) -> _Scope:
+        for outer in reversed(above):
+            below = outer.translate(name)
+            if below is not None:
+                return below
+        return _Scope(name, name, re.escape(name))
+
+    for variable in py_utils.Flatten(layer._private_vars):
+        found.setdefault(id(variable), (translate(variable.name.removesuffix(":0")), variable))
+    in_stage = isinstance(layer, FeatureExtractionLayer)
+    given = layer.params.child_variable_scope_override
+    for name, children in layer.children.items():
+        for child in py_utils.Flatten(children):
+            ours = child._self_variable_scope.name
+            child_scope = translate(ours)
+            if in_stage and name not in given:
+                last = "/" + ours.rsplit("/", 1)[-1]
+                child_scope = _Scope(ours, scope.theirs + last, scope.pattern + re.escape(last))
+            if isinstance(child, FeatureExtractionLayer):
+                child_scope = child_scope._replace(pattern=_any_stage(child_scope))
+            _visit(child, child_scope, above, found)
+
+
+def _any_stage(scope: _Scope) -> str:
+    """Returns the pattern of a stage's scope, for any name of the stage."""
+    name = re.escape(scope.theirs.rsplit("/", 1)[-1])
+    return scope.pattern.removesuffix(name) + "[^/]+"

@@ -1,0 +1,253 @@
+"""The plan of a stack, from the params that users of lingvo set."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
+from pipemesh.layers.check_params import (
+    check_batch_dim,
+    check_choice,
+    check_flags,
+    check_floating,
+    check_whole,
+)
+from pipemesh.layers.feature_extraction import FeatureExtractionLayer
+from pipemesh.layers.mesh_cluster import mesh_of
+from pipemesh.layers.pipeline.alike_stages import check_lowering
+from pipemesh.layers.pipeline.losses import ACCUMULATIONS
+from pipemesh.layers.pipeline.simd_cut import check_simd
+from pipemesh.mesh import Mesh
+from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.plan import Plan
+from pipemesh.plan.homes import unused_axes
+from pipemesh.recurrent.remat import policy_of, remat_of
+from pipemesh.recurrent.table.validation import check_phases
+from pipemesh.schedule import Schedule, ScheduleSpec
+from pipemesh.schedule.names import listing
+
+
+def define_pipelining(p: Any) -> None:
+    """Defines microbatches, the schedule, recomputation and checks."""
+    p.Define("num_micro_batches", 1, "Number of microbatches; must divide the batch.")
+    p.Define("micro_batch_size", None, "Size of a microbatch; given or derived.")
+    p.Define("batch_dim", 0, "The batch dimension of all inputs and outputs.")
+    p.Define(
+        "state_dtype",
+        None,
+        "If set, floating tensors between stages and returned ones have this dtype.",
+    )
+    p.Define("nested_map_fprop", False, "Whether the stages take and return exactly one NestedMap.")
+    p.Define(
+        "schedule",
+        "gpipe",
+        f"The order of actions on each device, by name: {listing(for_layers=True)}; or a Schedule. "
+        "All but gpipe and looped_bfs need the loss inside the pipeline (loss_inside).",
+    )
+    p.Define(
+        "loss_inside",
+        False,
+        "Whether the last layer is a head, which returns the loss of its microbatch, summed "
+        "over examples or tokens; the summed weight; and metrics to look at, if any. FProp "
+        "then returns the same for the whole batch: metrics with a batch dim are joined, "
+        "scalar ones become a vector with one element a microbatch (with replicas, one for "
+        "each replica's part of it). Only the loss has a gradient.",
+    )
+    p.Define(
+        "aux_loss_microbatch_accumulation",
+        None,
+        "What becomes of scalars that layers add to an AuxLossContext around the pipeline: 'mean' "
+        "or 'sum' of those of all microbatches (and replicas). It must be what the layers do with "
+        "the examples of a batch; then the loss is that of the plain stack.",
+    )
+    p.Define(
+        "remat",
+        "full",
+        "What is computed again in the backward pass: 'full' keeps only the inputs of each "
+        "stage, 'none' keeps all that is needed, 'except_last' computes nothing again for a "
+        "microbatch whose backward pass follows its forward pass at once, 'twice' is as 'full' "
+        "but keeps less between the halves of a split backward pass, and Selective(predicate) "
+        "computes the layers again whose name the predicate picks. 'full,none', or "
+        "ByStage(policies), gives each stage its own.",
+    )
+    p.Define(
+        "loop",
+        None,
+        "True: the schedule is one loop of the graph, which then grows with the number of stages "
+        "only. False: each action has operations of its own. None: chosen by size; see Options.",
+    )
+    p.Define("rolled", None, "Old name of loop, for one release.")
+    p.Define(
+        "check_numerics",
+        None,
+        "'results' makes it an error if the loss (without loss_inside, an output) or a "
+        "gradient is not finite, 'all' also says in which layer and microbatch that began; "
+        "'loss' and 'forward' are the same without gradients, as needed if the loss is scaled "
+        "until they overflow; 'off' checks nothing. By default 'loss' if the stages compute in "
+        "float16, else 'results'; where FProp is called eagerly, 'forward' or 'all', if the "
+        "lowering is 'placement'.",
+    )
+    p.Define(
+        "lowering",
+        "placement",
+        "How the stages run: 'placement' by the schedule's actions, each an operation of its "
+        "own, or 'simd' as one loop over ticks, for stages that are alike but for their names. "
+        "With loss_inside all devices compute what stands before and behind the alike layers, "
+        "which have named dims.",
+    )
+    p.Define(
+        "pipelined",
+        True,
+        "False runs the whole batch through one stage after the other, as SeqLayer does, for "
+        "comparison.",
+    )
+    p.Define(
+        "strict_devices",
+        False,
+        "Whether an operation of a stage that is pinned to another device, or has no kernel "
+        "for the device of its stage, is an error.",
+    )
+
+
+def schedule_of(p: Any) -> Schedule:
+    """Returns the training schedule, checked against the stages.
+
+    Raises:
+        PipelineError: the params contradict each other or the schedule.
+        ScheduleError: the schedule is unknown or malformed.
+    """
+    if not p.cell_tpl:
+        raise PipelineError(f"{p.name}: cell_tpl is empty; a pipeline needs at least one stage")
+    check_whole(p.name, "num_micro_batches", p.num_micro_batches, 1)
+    if p.micro_batch_size is not None:
+        check_whole(p.name, "micro_batch_size", p.micro_batch_size, 1)
+    check_batch_dim(p)
+    check_flags(
+        p,
+        ("loss_inside", "nested_map_fprop", "pipelined", "strict_devices"),
+        or_none=("loop", "rolled"),
+    )
+    check_floating(p.name, "state_dtype", p.state_dtype)
+    if p.aux_loss_microbatch_accumulation is not None:
+        what = "aux_loss_microbatch_accumulation"
+        check_choice(p.name, what, p.aux_loss_microbatch_accumulation, ACCUMULATIONS)
+    try:
+        policy_of(p.remat)
+    except PipelineError as error:
+        raise PipelineError(f"{p.name}: {error}") from error
+    if p.loss_inside and p.nested_map_fprop:
+        raise PipelineError(
+            f"{p.name}: with loss_inside the last layer returns scalars and tensors, not one "
+            "NestedMap; leave nested_map_fprop unset"
+        )
+    if not p.pipelined and p.fprop_dtype == tf.float16:
+        raise PipelineError(
+            f"{p.name}: without a pipeline the loss is not scaled, which float16 needs; set "
+            "pipelined=True or another fprop_dtype"
+        )
+    schedule = p.schedule if isinstance(p.schedule, Schedule) else _named(p)
+    num_stages = len(p.cell_tpl)
+    found = (schedule.num_stages, schedule.num_microbatches)
+    if found != (num_stages, p.num_micro_batches):
+        raise PipelineError(
+            f"{p.name}: the schedule has {found[0]} stages and {found[1]} microbatches, but "
+            f"there are {num_stages} in cell_tpl and num_micro_batches is "
+            f"{p.num_micro_batches}; make them equal"
+        )
+    if schedule.num_slices > 1:
+        raise PipelineError(
+            f"{p.name}: the schedule cuts sequences into {schedule.num_slices} slices, but layers "
+            "take whole sequences: attention would see the positions of a slice alone. Give a "
+            "schedule without slices, such as schedule='1f1b'; stages of your own functions can "
+            "have them (pipemesh.recurrent.Stage, takes_slices)"
+        )
+    check_lowering(p, schedule)
+    if p.lowering == "simd" and p.loss_inside:
+        check_simd(p)
+    if not p.loss_inside:
+        _check_loss_outside(p, schedule)
+    return schedule
+
+
+def _named(p: Any) -> Schedule:
+    try:
+        spec = ScheduleSpec.from_text(p.schedule)
+        num_stages = len(p.cell_tpl)
+        num_devices, rest = divmod(num_stages, spec.stages_a_device)
+        if rest:
+            raise PipelineError(
+                f"schedule {p.schedule!r} has {spec.stages_a_device} stages a device, but "
+                f"cell_tpl has {num_stages} stages, which is no multiple; cut the layers into "
+                f"{num_stages - rest or spec.stages_a_device} stages"
+            )
+        return spec.build(num_devices, p.num_micro_batches)
+    except PipemeshError as error:
+        raise type(error)(f"{p.name}: {error}") from error
+
+
+def _check_loss_outside(p: Any, schedule: Schedule) -> None:
+    """Checks that backward passes start after all forward passes, if the loss is outside."""
+    try:
+        check_phases(schedule)
+    except ScheduleError as error:
+        name = "its schedule" if isinstance(p.schedule, Schedule) else f"schedule {p.schedule!r}"
+        raise ScheduleError(
+            f"{p.name}: {name} starts backward passes before all forward ones are done, which "
+            "needs the loss inside the pipeline; set loss_inside=True and let the last layer "
+            "return the summed loss and the summed weight, or, with the loss outside, use "
+            "schedule='gpipe' or 'looped_bfs'"
+        ) from error
+
+
+def plan_of(p: Any, schedule: Schedule, cluster: Any) -> Plan:
+    """Returns the plan of a pipeline on a cluster.
+
+    The plan's axis `layers` has one position for each device of the schedule. It may be longer than
+    the cluster's axis: then several share a position.
+
+    Raises:
+        PipemeshError: the mesh or the layout is not supported, or devices would idle.
+    """
+    mesh, layout = mesh_of(cluster, p)
+    mesh = _with_places(mesh, schedule.num_devices)
+    sizes = [
+        len(cell.sub) if issubclass(cell.cls, FeatureExtractionLayer) else 1 for cell in p.cell_tpl
+    ]
+    try:
+        return Plan(
+            mesh,
+            layout,
+            p.schedule,
+            p.num_micro_batches,
+            # A stage without layers only passes on its inputs.
+            boundaries=tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None,
+            remat=remat_of(p.remat),
+            lowering=p.lowering,
+            compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,
+            # An earlier check has warned of idle axes.
+            allow_idle=bool(unused_axes(mesh, layout)),
+        )
+    except PipemeshError as error:
+        raise type(error)(f"{p.name}: {error}") from error
+
+
+def _with_places(mesh: Mesh | None, number: int) -> Mesh:
+    """Returns the mesh with `number` positions along the axis `layers`, which is first if new."""
+    if mesh is None:
+        return Mesh(((LAYERS_AXIS, number),))
+    if LAYERS_AXIS not in mesh.axis_names and number > 1:
+        return Mesh(((LAYERS_AXIS, number), *mesh.axes))
+    return Mesh(
+        tuple(
+            (name, number if name == LAYERS_AXIS else _of_places(size, number))
+            for name, size in mesh.axes
+        )
+    )
+
+
+def _of_places(size: int | tuple[int, ...], number: int) -> int | tuple[int, ...]:
+    """Returns the size of an axis at each position, which wraps around after the last."""
+    return size if isinstance(size, int) else tuple(size[i % len(size)] for i in range(number))

@@ -1,0 +1,437 @@
+"""Predicts the memory of each device and the traffic between devices, before a run."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from pipemesh.backend.static_shape import num_bytes
+from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.passes.traced_stage import TracedStage
+from pipemesh.recurrent.passes.tracing import specs_of
+from pipemesh.recurrent.stage import Stage
+from pipemesh.recurrent.table.machine import (
+    GRADS,
+    KEPT,
+    OUTPUTS,
+    PENDING,
+    REMADE,
+    Kind,
+    given,
+    taken,
+)
+from pipemesh.recurrent.table.run import Run
+from pipemesh.schedule import Action, Schedule
+from pipemesh.text import columns
+
+
+class Sizes:
+    """Bytes on the devices of stages, known before anything runs."""
+
+    def __init__(self, run: Run) -> None:
+        self._machine = run.machine
+        self._modes = run.modes
+
+    def weights(self, stage: int, places: Sequence[int]) -> int:
+        """Returns the bytes of weights on devices of a stage's home, given by index.
+
+        Several indices may name one device; equal weights on it count once.
+        """
+        held = self._machine.stages[stage]
+        chosen = [i for i in range(len(held.theta)) if not {*held.holders(i)}.isdisjoint(places)]
+        return num_bytes(specs_of([held.theta[i] for i in chosen]))
+
+    def weights_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
+        """Returns the bytes of a stage's weights sent from device to device of its home."""
+        held, sent = self._machine.stages[stage], collections.Counter[tuple[int, int]]()
+        for i, (spec, owner) in enumerate(zip(specs_of(held.theta), held.owners, strict=True)):
+            for place in held.holders(i):
+                sent[owner, place] += num_bytes([spec])
+        return sent
+
+    def weights_fetched(self, action: Action) -> Mapping[tuple[int, int], int]:
+        """Returns the bytes of weights that an action fetches, from device to device."""
+        held, sent = self._machine.stages[action.stage], collections.Counter[tuple[int, int]]()
+        if not held.fetched:
+            return sent
+        traced, count = self._machine.traced[action.stage], len(held.theta)
+        used = {tensor for tensor, _ in traced.cut.uses(self._nodes(action))}
+        for i, name in enumerate(traced.theta):
+            if i % count in held.fetched and name in used:
+                sent[held.owners[i % count], traced.place(name)] += num_bytes([traced.spec(name)])
+        return sent
+
+    def sums_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
+        """Returns the bytes of summed gradients sent from device to device of the home."""
+        passes = self._machine.passes(stage, self._modes[stage, 0])
+        sent = collections.Counter[tuple[int, int]]()
+        for spec, place, owner in zip(
+            passes.accumulator_specs,
+            passes.accumulator_places,
+            passes.accumulator_owners,
+            strict=True,
+        ):
+            sent[place, owner] += num_bytes([spec])
+        return sent
+
+    def carries(self, stage: int) -> int:
+        """Returns the bytes that go from microbatch to microbatch, and from replica to replica."""
+        return num_bytes(specs_of(self._machine.stages[stage].carry))
+
+    def sums(self, stage: int, place: int) -> int:
+        """Returns the bytes of summed gradients on a device of a stage's home."""
+        passes = self._machine.passes(stage, self._modes[stage, 0])
+        return _of_place(passes.accumulator_specs, passes.accumulator_places, place)
+
+    def values(self, kind: Kind[Any], stage: int, place: int, microbatch: int = 0) -> int:
+        """Returns the bytes of a kind of value on a device of a stage's home.
+
+        The `OUTPUTS` of stage -1 are the pipeline's inputs.
+        """
+        machine = self._machine
+        if stage < 0:
+            first = machine.traced[0]
+            return _of_place([*map(first.spec, first.inputs)], machine.input_places(0), place)
+        mode = self._modes[stage, microbatch]
+        specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
+        return _of_place(specs, places, place)
+
+    def handed_on(self, action: Action) -> Mapping[tuple[int, int], int]:
+        """Returns the bytes that an action sends to the next home or, backward, the previous one.
+
+        The keys are two device indices: one of its home, one of the other.
+        """
+        machine, stage = self._machine, action.stage
+        sent = collections.Counter[tuple[int, int]]()
+        if action.kind == "F" and stage + 1 < len(machine.stages):
+            specs, targets = machine.specs(OUTPUTS, stage), machine.input_places(stage + 1)
+            sources = machine.places(OUTPUTS, stage)
+        elif action.kind in ("B", "I") and stage:
+            specs, sources = machine.specs(GRADS, stage), machine.input_places(stage)
+            targets = machine.places(OUTPUTS, stage - 1)
+        else:
+            return sent
+        for spec, source, target in zip(specs, sources, targets, strict=True):
+            sent[source, target] += 0 if spec is None else num_bytes([spec])
+        return sent
+
+    def crossing(self, action: Action) -> dict[tuple[int, int], int]:
+        """Returns the bytes sent from device to device of a home while an action computes.
+
+        The keys are the indices of sender and receiver.
+        """
+        traced = self._machine.traced[action.stage]
+        crossing: dict[tuple[int, int], int] = {}
+        sent: set[tuple[str, int]] = set()
+        for tensor, node in traced.cut.uses(self._nodes(action)):
+            source, target = traced.place(tensor), traced.place(f"{node}:0")
+            # A tensor that several nodes of a device take is sent once.
+            if source != target and (tensor, target) not in sent:
+                sent.add((tensor, target))
+                size = num_bytes([traced.spec(tensor)])
+                crossing[source, target] = crossing.get((source, target), 0) + size
+        return crossing
+
+    def _nodes(self, action: Action) -> set[str]:
+        """Returns the nodes of its stage's graph that an action computes."""
+        stage = action.stage
+        mode = self._modes[stage, action.microbatch]
+        passes = self._machine.passes(stage, mode if action.kind in "FR" else mode.backward)
+        return passes.cuts.nodes(action.kind, stage == 0)
+
+    def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
+        """Returns a traced stage, and the tensors that its first forward pass keeps."""
+        passes = self._machine.passes(stage, self._modes[stage, 0])
+        return self._machine.traced[stage], passes.cuts.kept
+
+
+def _of_place(specs: Sequence[tf.TensorSpec | None], places: Sequence[int], place: int) -> int:
+    return num_bytes(
+        [s for s, number in zip(specs, places, strict=True) if number == place and s is not None]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """The memory that a device of a home keeps of the first microbatch for its backward pass.
+
+    Attributes:
+        kept: bytes in total.
+        kept_inputs: for each input its bytes if it is kept, else 0.
+        kept_outputs: for each output True if it is kept.
+        outputs: shapes and dtypes of the outputs.
+        pending: bytes that are kept between an `I` and its `W`; 0 if the schedule has none.
+    """
+
+    kept: int
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[bool, ...]
+    outputs: tuple[tf.TensorSpec, ...]
+    pending: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of one device, in bytes.
+
+    Attributes:
+        weights: the weights of its stages, once each, in the dtype of computation.
+        gradients: the sums of their gradients.
+        kept: the peak of the tensors kept for backward passes: results of forward passes or of an
+            `R`, and tensors that an `I` leaves for its `W`. A tensor that two actions need counts
+            twice, such as an output that is the input of another stage on the same device.
+        stages: the memory that each of its stages keeps of one microbatch. Ignored in comparisons.
+        device: its name. Ignored in comparisons.
+    """
+
+    weights: int
+    gradients: int
+    kept: int
+    stages: tuple[StageMemory, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    device: str = dataclasses.field(default="", compare=False, repr=False)
+
+    @property
+    def total(self) -> int:
+        """The sum of weights, gradients and kept tensors, without temporary tensors of actions."""
+        return self.weights + self.gradients + self.kept
+
+
+def predict_memory(
+    stages: Sequence[Stage],
+    inputs: Sequence[tf.Tensor],
+    schedule: Schedule,
+    *,
+    step: tf.Tensor | None = None,
+    options: Options | None = None,
+) -> list[DeviceMemory]:
+    """Predicts the memory that `pipeline` or `pipeline_loss` would need with these arguments.
+
+    It traces the stages and runs nothing. Call it inside a `tf.function` or a TF1 graph.
+
+    Args:
+        stages: as for `pipeline`.
+        inputs: as for `pipeline`.
+        schedule: as for `pipeline`.
+        step: as for `pipeline`.
+        options: as for `pipeline`; remat and compute dtype change the result.
+
+    Returns:
+        The memory of each device, ordered by the rows of the schedule. For a device that a home
+        names several times it includes all of its replicas, but the weights once.
+
+    Raises:
+        PipelineError: see `pipeline`.
+        ScheduleError: see `pipeline`.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.schedule import gpipe, one_f_one_b
+        >>> def scale(theta, carry, inputs, microbatch, step):
+        ...     return [tf.nn.tanh(inputs[0] * theta[0])], []
+        >>> with tf.Graph().as_default():
+        ...     stages = [Stage(f"s{i}", scale, [tf.ones([10])], [], "CPU:0") for i in range(2)]
+        ...     for builder in (gpipe, one_f_one_b):
+        ...         memory = predict_memory(stages, [tf.ones([8, 10])], builder(2, 8))
+        ...         print([device.kept for device in memory])
+        [320, 320]
+        [80, 40]
+    """
+    return memory_of(Run(stages, inputs, schedule, step, options or Options()))
+
+
+def memory_of(run: Run) -> list[DeviceMemory]:
+    """Returns the memory that a run needs; see `predict_memory`.
+
+    Args:
+        run: the argument of `Options.noted_run`.
+    """
+    stages, schedule, sizes = run.stages, run.schedule, Sizes(run)
+    recomputed = schedule.recomputed()
+    found = []
+    for home, row in enumerate(schedule.rows):
+        own = [s for s, owner in enumerate(schedule.stage_devices) if owner == home]
+        devices = stages[own[0]].devices
+        for device in dict.fromkeys(devices):
+            places = [number for number, name in enumerate(devices) if name == device]
+            held = peak = 0
+            for action in row:
+                stage, m = action.stage, action.microbatch
+                is_recomputed = (stage, m) in recomputed
+                changes = [(1, channel) for channel in given(action.kind, stage)]
+                changes += [(-1, channel) for channel in taken(action.kind, stage, is_recomputed)]
+                held += sum(
+                    sign * sizes.values(channel.kind, stage, place, m)
+                    for sign, channel in changes
+                    if channel.kind in (KEPT, REMADE, PENDING) and not schedule.is_forward_only
+                    for place in places
+                )
+                peak = max(peak, held)
+            weights = sum(sizes.weights(s, places) for s in own)
+            gradients = 0
+            if not schedule.is_forward_only:
+                gradients = sum(sizes.sums(s, p) for s in own for p in places)
+            each = tuple(_of_stage(run, sizes, s, places[0]) for s in own)
+            found.append(DeviceMemory(weights, gradients, peak, each, device))
+    return found
+
+
+def _of_stage(run: Run, sizes: Sizes, stage: int, place: int) -> StageMemory:
+    traced, kept = sizes.kept_names(stage)
+    # A kept input may have the name of an identity of it.
+    names = {same for name in kept for same in traced.cut.same_value(name)}
+    inputs, outputs = (
+        [name for name in every if traced.place(name) == place]
+        for every in (traced.inputs, traced.outputs)
+    )
+    halves = any(action.kind == "I" for row in run.schedule.rows for action in row)
+    return StageMemory(
+        kept=sizes.values(KEPT, stage, place),
+        kept_inputs=tuple(num_bytes([traced.spec(n)]) if n in names else 0 for n in inputs),
+        kept_outputs=tuple(not names.isdisjoint(traced.cut.same_value(name)) for name in outputs),
+        outputs=tuple(map(traced.spec, outputs)),
+        pending=sizes.values(PENDING, stage, place) if halves else 0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """The traffic of one kind from one device to another in a step.
+
+    Attributes:
+        what: `inputs`, `activations` or their `gradients` from stage to stage, `outputs`; `weights`
+            to the other replicas of a stage, and `weight gradients` back; `accumulators` from
+            replica to replica; `inside a stage` for traffic between the devices of a replica while
+            actions compute.
+        source: the sending device.
+        target: the receiving device.
+        times: number of sends per step; tensors that are ready at once count once.
+        bytes: in total.
+    """
+
+    what: str
+    source: str
+    target: str
+    times: int
+    bytes: int
+
+
+def predict_transfers(
+    stages: Sequence[Stage],
+    inputs: Sequence[tf.Tensor],
+    schedule: Schedule,
+    *,
+    step: tf.Tensor | None = None,
+    options: Options | None = None,
+) -> list[Transfer]:
+    """Predicts the traffic between devices of `pipeline` or `pipeline_loss` with these arguments.
+
+    A stage with several replicas sends its weights once per step, and `fetched` weights once per
+    action that uses them. The sums of their gradients come back once, for any number of
+    microbatches. Traffic to and from the caller is not counted (the batch, its gradients), nor are
+    the scalars of checks.
+
+    It traces the stages and runs nothing. Call it inside a `tf.function` or a TF1 graph.
+
+    Args:
+        stages: as for `pipeline`.
+        inputs: as for `pipeline`.
+        schedule: as for `pipeline`.
+        step: as for `pipeline`.
+        options: as for `pipeline`.
+
+    Returns:
+        One transfer for each kind and pair of devices with traffic.
+
+    Raises:
+        PipelineError: see `pipeline`.
+        ScheduleError: see `pipeline`.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from pipemesh.recurrent import Home, Stage
+        >>> from pipemesh.schedule import one_f_one_b
+        >>> def scale(theta, carry, inputs, microbatch, step):
+        ...     return [inputs[0] * theta[0]], []
+        >>> homes = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
+        >>> with tf.Graph().as_default():
+        ...     stages = [Stage(f"s{i}", scale, [tf.ones([10])], [], homes[i]) for i in range(2)]
+        ...     found = predict_transfers(stages, [tf.ones([8, 10])], one_f_one_b(2, 4))
+        >>> from pipemesh.recurrent.forecast import table
+        >>> print(table(found))
+        what              from   to     times  bytes
+        activations       CPU:0  CPU:2      4    160
+        activations       CPU:1  CPU:3      4    160
+        gradients         CPU:2  CPU:0      4    160
+        gradients         CPU:3  CPU:1      4    160
+        inputs            CPU:0  CPU:1      4    160
+        outputs           CPU:3  CPU:2      4    160
+        weight gradients  CPU:1  CPU:0      1     40
+        weight gradients  CPU:3  CPU:2      1     40
+        weights           CPU:0  CPU:1      1     40
+        weights           CPU:2  CPU:3      1     40
+    """
+    return transfers_of(Run(stages, inputs, schedule, step, options or Options()))
+
+
+def transfers_of(run: Run, inside: bool = True) -> list[Transfer]:
+    """Returns the traffic of a run; see `predict_transfers`.
+
+    Args:
+        run: the argument of `Options.noted_run`.
+        inside: whether to count traffic between the devices of a replica inside actions, which
+            takes a pass over all of their nodes.
+    """
+    times: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    sums: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for what, source, target, size in _each(run, inside):
+        if source != target and size:
+            times[what, source, target] += 1
+            sums[what, source, target] += size
+    return [Transfer(*key, times[key], sums[key]) for key in sorted(sums)]
+
+
+def table(transfers: Sequence[Transfer]) -> str:
+    """Returns transfers as a table, one per line."""
+    rows = [("what", "from", "to", "times", "bytes")]
+    rows += [(t.what, t.source, t.target, str(t.times), f"{t.bytes:,}") for t in transfers]
+    return "\n".join(columns(rows, left=(0, 1, 2)))
+
+
+def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
+    """Yields kind, source, target and bytes of each tensor passed on, also within a device."""
+    stages, schedule, sizes = run.stages, run.schedule, Sizes(run)
+    last = len(stages) - 1
+    for s, stage in enumerate(stages):
+        for number, of in stage.copies.items():
+            size = num_bytes(specs_of([stage.theta[number]]))
+            yield "weights", stage.theta_devices[of], stage.theta_devices[number], size
+        for (source, target), size in sizes.weights_sent(s).items():
+            yield "weights", stage.devices[source], stage.devices[target], size
+        sums = {} if schedule.is_forward_only else sizes.sums_sent(s)
+        for (source, target), size in sums.items():
+            yield "weight gradients", stage.devices[source], stage.devices[target], size
+    for action in (action for row in schedule.rows for action in row):
+        s = action.stage
+        home = stages[s].of_home
+        for place, device in enumerate(home.devices):
+            if action.kind == "F":
+                if s == 0:
+                    yield "inputs", home.first, device, sizes.values(OUTPUTS, -1, place)
+                if s == last:
+                    to = home.devices[place % home.group]
+                    yield "outputs", device, to, sizes.values(OUTPUTS, s, place)
+                if place % home.group == 0:
+                    following = home.devices[(place + home.group) % len(home)]
+                    yield "accumulators", device, following, sizes.carries(s)
+        for (source, target), size in sizes.handed_on(action).items():
+            what, to = ("activations", s + 1) if action.kind == "F" else ("gradients", s - 1)
+            yield what, home.devices[source], stages[to].devices[target], size
+        for (source, target), size in sizes.weights_fetched(action).items():
+            yield "weights", home.devices[source], home.devices[target], size
+        if inside and home.group > 1:
+            for (source, target), size in sizes.crossing(action).items():
+                yield "inside a stage", home.devices[source], home.devices[target], size

@@ -1,0 +1,160 @@
+"""Normalization and dropout."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from lingvo.core import py_utils
+
+from pipemesh.errors import PipelineError
+from pipemesh.layers import FeatureExtractionLayer
+from pipemesh.layers.named import Dropout, Norm
+from tests.layers.harness import cluster
+from tests.layers.named.harness import MESHES, reference, run, value_of
+
+X = value_of("x", [4, 3, 8])
+PARAMS = Norm.Params().Set(name="norm", input_dim=8)
+
+
+def plain(kind):
+    def layer_norm(w):
+        mean, variance = tf.nn.moments(X, [2], keepdims=True)
+        return (X - mean) / tf.sqrt(variance + 1e-6) * (1 + w["scale"]) + w["bias"]
+
+    def rms_norm(w):
+        root = tf.sqrt(tf.reduce_mean(X**2, 2, keepdims=True) + 1e-6)
+        return X / root * (1 + w["scale"])
+
+    shapes = {"scale": [8], "bias": [8]} if kind == "layer" else {"scale": [8]}
+    return reference(layer_norm if kind == "layer" else rms_norm, shapes)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize(
+    ("mesh", "rules"),
+    [*((mesh, "embed:model;batch:data") for mesh in MESHES), ("data:2;model:2", "batch:data")],
+)
+def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, kind, rules):
+    run(PARAMS.Copy().Set(kind=kind), [X], mesh, rules).assert_close(*plain(kind))
+
+
+@pytest.mark.parametrize(("kind", "rules"), [("layer", ""), ("rms", "embed:model")])
+def test_the_scale_may_be_the_factor_itself(kind, rules):
+    params = PARAMS.Copy().Set(kind=kind)
+    values = {name: value_of(name, [8]) for name in params.cls.NamedWeights(params)}
+    wanted = run(params, [X], "model:2", rules, values=values)
+    params.direct_scale = True
+    found = run(params, [X], "model:2", rules, values=values | {"scale": values["scale"] + 1})
+    np.testing.assert_allclose(found.outputs[0], wanted.outputs[0], 1e-5, 1e-5)
+    for name, grad in wanted.grads.items():
+        np.testing.assert_allclose(found.grads[name], grad, 1e-4, 1e-4, err_msg=name)
+    # A new one changes nothing.
+    plain = run(PARAMS.Copy().Set(kind=kind), [X], scale=None).outputs[0]
+    np.testing.assert_array_equal(run(params, [X], scale=None).outputs[0], plain)
+    with pytest.raises(PipelineError, match="direct_scale is 'no'; it must be True or False"):
+        params.Copy().Set(direct_scale="no").Instantiate()
+
+
+def test_moments_of_bfloat16_are_computed_in_float32():
+    params = PARAMS.Copy().Set(fprop_dtype=tf.bfloat16)
+    rounded = tf.cast(X, tf.bfloat16)
+    found = run(params, [rounded.numpy()], scale=None).outputs[0]
+    mean, variance = tf.nn.moments(tf.cast(rounded, tf.float32), [2], keepdims=True)
+    wanted = (tf.cast(rounded, tf.float32) - mean) / tf.sqrt(variance + 1e-6)
+    assert found.dtype == tf.bfloat16.as_numpy_dtype
+    assert abs(found.astype("float32") - wanted.numpy()).max() < 0.01
+
+
+def test_epsilon():
+    found = run(PARAMS.Copy().Set(epsilon=0.5, kind="rms"), [X], scale=None).outputs[0]
+    wanted = X / np.sqrt((X**2).mean(-1, keepdims=True) + 0.5)
+    np.testing.assert_allclose(found, wanted, 1e-5, 1e-6)
+    with pytest.raises(PipelineError, match="epsilon is 0; it must be a number above 0"):
+        PARAMS.Copy().Set(epsilon=0).Instantiate()
+
+
+def test_an_unknown_kind_is_an_error_with_the_nearest_name():
+    with pytest.raises(PipelineError, match="kind is 'layr'; did you mean 'layer'"):
+        PARAMS.Copy().Set(kind="layr").Instantiate()
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_second_derivatives(kind):
+    layer = PARAMS.Copy().Set(kind=kind).Instantiate()
+    x = tf.constant(X)
+
+    def squared_gradient(forward):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(forward() ** 3)
+            found = tf.reduce_sum(inner.gradient(y, x) ** 2)
+        return outer.gradient(found, x)
+
+    def plain():
+        centered = x - tf.reduce_mean(x, 2, keepdims=True) if kind == "layer" else x
+        return centered * tf.math.rsqrt(tf.reduce_mean(centered**2, 2, keepdims=True) + 1e-6)
+
+    weights = [tf.zeros([8])] * len(layer.NamedWeights(layer.params))
+    found = squared_gradient(lambda: layer._WholeVectors(x, *weights))
+    np.testing.assert_allclose(found, squared_gradient(plain), 1e-3, 1e-3)
+
+
+ONES = np.ones([4, 3, 8], np.float32)
+DROPOUT = Dropout.Params().Set(name="dropout", rate=0.5)
+RULES = "batch:data;embed:model"
+
+
+def call(layer, theta, x):
+    return layer.FProp(theta, layer.Named(x, "batch;length;embed"))
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_the_mask_is_the_same_under_every_layout(mesh):
+    whole = run(DROPOUT, [ONES], call=call)
+    assert set(np.unique(whole.outputs[0])) == {0.0, 2.0}
+    run(DROPOUT, [ONES], mesh, RULES, call=call).assert_close(whole.outputs, {})
+
+
+def test_masks_differ_by_step_by_layer_and_by_call():
+    first = run(DROPOUT, [ONES], call=call).outputs[0]
+    same = run(DROPOUT, [ONES], call=call).outputs[0]
+    step = run(DROPOUT, [ONES], call=call, step=4).outputs[0]
+    layer = run(DROPOUT.Copy().Set(name="other"), [ONES], call=call).outputs[0]
+
+    def twice(layer, theta, x):
+        return call(layer, theta, x), call(layer, theta, x)
+
+    one, two = run(DROPOUT, [ONES], call=twice).outputs
+    assert (first == same).all() and (first == one).all()
+    assert (first != step).any() and (first != layer).any() and (one != two).any()
+
+
+def test_nothing_is_dropped_in_evaluation():
+    def in_evaluation(layer, theta, x):
+        with cluster(1, do_eval=True):
+            return call(layer.params.Copy().Instantiate(), theta, x)
+
+    assert (run(DROPOUT, [ONES], call=in_evaluation).outputs[0] == 1).all()
+
+
+@pytest.mark.parametrize("rate", [1.0, -0.1, "half"])
+def test_a_rate_that_is_no_probability_is_an_error(rate):
+    with pytest.raises(PipelineError, match=r"rate is .* below 1"):
+        DROPOUT.Copy().Set(rate=rate).Instantiate()
+
+
+def test_in_a_stack_masks_go_by_the_names_of_its_layers():
+    class Both(Dropout):
+        def FProp(self, theta, x):
+            return super().FProp(theta, self.Named(x, "batch;length;embed"))
+
+    def stack(*names):
+        subs = [Both.Params().Set(name=name, rate=0.5) for name in names]
+        params = FeatureExtractionLayer.Params().Set(name="stage", sub=subs)
+        return run(params, [ONES], "data:2;model:2", RULES).outputs[0]
+
+    assert (stack("a") == stack("a")).all()
+    assert (stack("a") != stack("b")).any()
+    # Not the same numbers twice.
+    assert py_utils.NestedMap(left=(stack("a", "b") != 0).mean()).left < 0.4

@@ -1,0 +1,155 @@
+"""Plans of stacks."""
+
+import dataclasses
+
+import pytest
+import tensorflow as tf
+from lingvo.core import layers, tshape
+
+from pipemesh.errors import PipelineError, PlanError, ScheduleError
+from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer, mesh_cluster
+from pipemesh.layers.pipeline.stack_plan import schedule_of
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan import Plan
+from pipemesh.recurrent import Selective
+from pipemesh.schedule import gpipe, interleaved_one_f_one_b, one_f_one_b
+
+
+def params(num_stages=2, **kwargs):
+    cells = [layers.FetchLayer.Params().Set(name=f"s{i}") for i in range(num_stages)]
+    return PipeliningLayer.Params().Set(
+        **{"name": "stack", "cell_tpl": cells, "num_micro_batches": 4, **kwargs}
+    )
+
+
+def test_a_name_becomes_a_table_for_all_stages():
+    assert schedule_of(params()) == gpipe(2, 4)
+    assert schedule_of(params(schedule="1f1b", loss_inside=True)) == one_f_one_b(2, 4)
+    found = schedule_of(params(4, schedule="interleaved:2", loss_inside=True))
+    assert found == interleaved_one_f_one_b(2, 4, 2)
+
+
+def test_a_table_is_taken_as_it_is():
+    table = gpipe(2, 4)
+    assert schedule_of(params(schedule=table)) is table
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "kwargs", "error", "message"),
+    [
+        (0, {}, PipelineError, "cell_tpl is empty"),
+        (2, {"num_micro_batches": 0}, PipelineError, "num_micro_batches is 0"),
+        (
+            2,
+            {"schedule": "seq1f1b:2", "loss_inside": True},
+            PipelineError,
+            "the schedule cuts sequences into 2 slices, but layers take whole sequences",
+        ),
+        (2, {"micro_batch_size": 0}, PipelineError, "micro_batch_size is 0"),
+        (2, {"batch_dim": -1}, PipelineError, "batch_dim is -1"),
+        (2, {"pipelined": None}, PipelineError, "pipelined is None; it must be True or False$"),
+        (2, {"loop": 1}, PipelineError, "loop is 1; it must be True, False or None"),
+        (2, {"state_dtype": tf.int32}, PipelineError, "state_dtype is"),
+        (
+            2,
+            {"loss_inside": True, "nested_map_fprop": True},
+            PipelineError,
+            "with loss_inside the last layer returns scalars",
+        ),
+        (
+            2,
+            {"pipelined": False, "fprop_dtype": tf.float16},
+            PipelineError,
+            ".*the loss is not scaled, which float16 needs",
+        ),
+        (2, {"schedule": "nonsense"}, ScheduleError, ".*1f1b"),
+        (
+            3,
+            {"schedule": "interleaved:2", "loss_inside": True},
+            PipelineError,
+            r"schedule 'interleaved:2' has 2 stages a device, .* cut the layers into 2 stages",
+        ),
+        (
+            1,
+            {"schedule": "interleaved:2", "loss_inside": True},
+            PipelineError,
+            r"schedule 'interleaved:2' .* into 2 stages",
+        ),
+        (3, {"schedule": gpipe(2, 4)}, PipelineError, "the schedule has 2 stages and 4 micro"),
+        (2, {"schedule": gpipe(2, 8)}, PipelineError, r".*2 stages and 8 microbatches, .* is 4"),
+        (
+            2,
+            {"schedule": "1f1b"},
+            ScheduleError,
+            "schedule '1f1b' starts backward .*loss_inside=Tr",
+        ),
+        (2, {"schedule": one_f_one_b(2, 4)}, ScheduleError, "its schedule starts backward passes"),
+    ],
+)
+def test_params_that_contradict_are_errors(num_stages, kwargs, error, message):
+    with pytest.raises(error, match=f"^stack: {message}"):
+        schedule_of(params(num_stages, **kwargs))
+
+
+def stack(num_stages, num_layers=6, **values):
+    dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4)
+    cells = PartitionSequentialLayers([dense] * num_layers, num_stages, tshape.Shape([8, 4]))
+    return PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, **values)
+
+
+def plan_on(mesh, layout, params):
+    with mesh_cluster(Mesh.from_text(mesh), layout=LayoutRules.from_text(layout)):
+        return params.Instantiate().plan
+
+
+def test_it_has_the_mesh_of_the_cluster_and_the_rest_of_the_params(eagerly):
+    params = stack(2, schedule="zb_h1", num_micro_batches=4, loss_inside=True, remat="none").Set(
+        fprop_dtype="bfloat16"
+    )
+    plan = plan_on("layers:2;data:2", "batch:data", params)
+    assert str(plan) == (
+        "mesh=layers:2;data:2 layout=batch:data schedule=zb_h1 num_microbatches=4 "
+        "boundaries=0,3,6 remat=none compute_dtype=bfloat16"
+    )
+    assert Plan.from_text(str(plan)) == plan
+
+
+def test_params_and_cluster_give_the_same_plan(eagerly):
+    of_cluster = plan_on("layers:2;data:2", "batch:data", stack(2))
+    given = stack(2, mesh_shape="layers:2;data:2", layout="batch:data")
+    assert plan_on("layers:2;data:2", "batch:data", given) == of_cluster
+
+
+def test_without_a_mesh_each_device_of_the_schedule_is_a_place(eagerly):
+    layer = stack(4, schedule="looped_bfs:2", num_micro_batches=2).Instantiate()
+    assert str(layer.plan.mesh) == "layers:2" and layer.plan.num_stages == 4
+
+
+def test_places_of_unequal_shape_start_again_where_the_schedule_has_more(eagerly):
+    with (
+        pytest.warns(UserWarning, match=r"split along model: .* Use the mesh 'layers:2;data:2'"),
+        pytest.warns(UserWarning, match="each place takes 2 in turn"),
+    ):
+        plan = plan_on("layers:2;data:2;model:2,1", "batch:data", stack(4, num_micro_batches=4))
+    assert str(plan.mesh) == "layers:4;data:2;model:2,1,2,1"
+
+
+def test_what_only_python_knows_has_a_name(eagerly):
+    table = one_f_one_b(2, 4)
+    params = stack(2, schedule=table, num_micro_batches=4, loss_inside=True)
+    plan = plan_on("layers:2", "", params.Set(remat=Selective(lambda layer: True)))
+    assert plan.remat.is_custom and plan.schedule == table
+    assert Plan.from_text(str(plan)).table == table
+
+
+def test_a_place_may_be_shared_and_an_axis_may_idle(eagerly):
+    with pytest.warns(UserWarning, match="will idle"):
+        plan = plan_on("layers:1;model:2", "", stack(3))
+    assert str(plan.mesh) == "layers:3;model:2" and plan.allow_idle
+    with pytest.raises(PlanError, match="'model'"):
+        dataclasses.replace(plan, allow_idle=False)
+
+
+def test_a_policy_that_is_none_is_an_error_before_the_first_step(eagerly):
+    with pytest.raises(PipelineError, match="stack: remat is 'ful'; allowed are full, none, "):
+        stack(2, remat="ful").Instantiate()

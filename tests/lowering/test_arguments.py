@@ -1,0 +1,498 @@
+"""Wrong arguments: each is one clear line that names what was given."""
+
+import inspect
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.backend.cluster import connect_processes
+from pipemesh.errors import PipemeshError
+from pipemesh.lowering import Cores, PlacementLowering, ops
+from pipemesh.lowering.arguments import COERCERS, register
+from pipemesh.lowering.registry import OPS, op_table
+from pipemesh.lowering.tensor import Tensor
+from pipemesh.lowering.variable import Constant, Normal, Uniform, Variable
+from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
+from pipemesh.recurrent.circular import SimdPipeline
+
+MESH = Mesh.from_text("data:2")
+RULES = LayoutRules.from_text("batch:data")
+DEVICES = ["CPU:0", "CPU:1"]
+LOW = PlacementLowering(MESH, RULES, DEVICES)
+CORES = Cores(MESH, DEVICES)
+LAYOUT = RULES.tensor_layout(Shape.of(batch=4, io=6), MESH)
+
+
+def made(text, dtype=np.float32):
+    shape = Shape.from_text(text)
+    return ops.import_tensor(LOW, np.ones(shape.sizes, dtype), shape)
+
+
+KNOWN = {
+    **{"np": np, "tf": tf, "ops": ops, "Cores": Cores, "PlacementLowering": PlacementLowering},
+    **{"Constant": Constant, "Normal": Normal, "Uniform": Uniform, "Variable": Variable},
+    **{"Tensor": Tensor, "SimdPipeline": SimdPipeline, "connect_processes": connect_processes},
+    **{"Dim": Dim, "LayoutRules": LayoutRules, "Mesh": Mesh, "Shape": Shape, "made": made},
+    **{"LAYOUT": LAYOUT, "LOW": LOW, "MESH": MESH, "RULES": RULES, "DEVICES": DEVICES},
+    "CORES": CORES,
+    "RUN": CORES.function(lambda lowering, part: part, RULES, tf.TensorSpec([2, 6])),
+    "whole": ops.import_tensor(
+        PlacementLowering(MESH, LayoutRules(), DEVICES), np.ones([4, 6], np.float32), "batch:4;io:6"
+    ),
+    "x": made("batch:4;io:6"),
+    "w": made("io:6;out:2"),
+    "i": made("batch:4;io:6", np.int32),
+    "m": made("batch:4;io:6", np.bool_),
+    "d": made("batch:4;io:6", np.float64),
+    "images": made("batch:4;rows:8;c:3"),
+    "filters": made("k:3;c:3;out:2"),
+    "bare": tf.ones([4, 6]),
+    "array": np.ones([4, 6], np.float32),
+    "v": Variable.create("v", LAYOUT, DEVICES, Constant(0.0)),
+}
+
+WRONG = [
+    # Meshes, rules, devices and lowerings.
+    ("Mesh('data:2')", "Mesh.from_text"),
+    ("Mesh({'data': 2})", "Mesh.from_text"),
+    ("Mesh(None)", "Mesh.from_text"),
+    ("Mesh((('data', '2'),))", "whole number"),
+    ("Mesh((('data', 2.0),))", "whole number"),
+    ("Mesh((('my axis', 2),))", "no name of an axis"),
+    ("Mesh.from_text(None)", "None is no text"),
+    ("Mesh.from_text({'data': 2})", "is no text"),
+    ("Mesh.from_text('data=2')", "not name:size"),
+    ("LayoutRules('batch:data')", "LayoutRules.from_text"),
+    ("LayoutRules({'batch': 'data'})", "LayoutRules.from_text"),
+    ("LayoutRules(['batch:data'])", "LayoutRules.from_text"),
+    ("LayoutRules(None)", "LayoutRules.from_text"),
+    ("LayoutRules((('batch', 0),))", "not a pair of names"),
+    ("LayoutRules.from_text(None)", "None is no text"),
+    ("LayoutRules.from_text({'batch': 'data'})", "is no text"),
+    ("LayoutRules.from_text('batch=data')", "not dim:axis"),
+    ("PlacementLowering('data:2', RULES, DEVICES)", "Mesh.from_text"),
+    ("PlacementLowering(MESH, 'batch:data', DEVICES)", "LayoutRules.from_text"),
+    ("PlacementLowering(MESH, {'batch': 'data'}, DEVICES)", "LayoutRules.from_text"),
+    ("PlacementLowering(MESH, None, DEVICES)", "LayoutRules()"),
+    ("PlacementLowering(MESH, LayoutRules.from_text('batch:dta'), DEVICES)", "mean 'data'"),
+    ("PlacementLowering(MESH, RULES, 'CPU:0')", "give a list of names"),
+    ("PlacementLowering(MESH, RULES, None)", "give a list of names"),
+    ("PlacementLowering(MESH, RULES, 2)", "give a list of names"),
+    ("PlacementLowering(MESH, RULES, ['CPU:0'])", "1 devices were given"),
+    ("PlacementLowering(MESH, RULES, ['CPU:0', 'CPU:99'])", "does not exist"),
+    ("PlacementLowering(MESH, RULES, ['CPU:0', 'one'])", "not the name of a device"),
+    ("Cores('data:2', DEVICES)", "Mesh.from_text"),
+    ("Cores(MESH, 'CPU:0')", "give a list of names"),
+    ("Cores(MESH, DEVICES, first_core='0')", "whole number"),
+    ("Cores(MESH, DEVICES).function(lambda low: 1, 'batch:data')", "LayoutRules.from_text"),
+    ("Cores(MESH, DEVICES).function(lambda low, x: x, RULES, [4, 6])", "tf.TensorSpec"),
+    ("Cores(MESH, DEVICES).function(lambda low, x: x, RULES, (4, 6))", "tf.TensorSpec"),
+    ("Cores(MESH, DEVICES).function(None, RULES)", "no function"),
+    ("connect_processes('localhost:2222', 0)", "give a list"),
+    ("connect_processes(['localhost'], 0)", "host:port"),
+    ("connect_processes(['a:1', 'a:1'], 0)", "twice"),
+    ("connect_processes(['a:1', 'b:1'], '0')", "process '0'"),
+    ("connect_processes(['a:1', 'b:1'], None)", "process None"),
+    # Dims and shapes.
+    ("Dim('batch', '4')", "whole numbers"),
+    ("Dim('batch', None)", "whole numbers"),
+    ("Dim(4, 'batch')", "no name of a dim"),
+    ("Dim.from_text(None)", "None is no text"),
+    ("Dim.from_text('batch')", "not name:size"),
+    ("Shape('batch:4')", "Shape.from_text"),
+    ("Shape(['batch:4'])", "Shape.from_text"),
+    ("Shape((4, 6))", "Shape.from_text"),
+    ("Shape(None)", "Shape.from_text"),
+    ("Shape(Dim('batch', 4))", "Shape.from_text"),
+    ("Shape.from_text(None)", "None is no text"),
+    ("Shape.from_text([4, 6])", "is no text"),
+    ("Shape.from_text('batch:4,io:6')", "not name:size"),
+    ("Shape.of(batch='4')", "whole numbers"),
+    ("x.shape['bacth']", "mean 'batch'"),
+    ("x.shape[0]", "no dim is called 0"),
+    ("x.shape | 'batch:4'", "Shape.from_text"),
+    ("x.shape - None", "Shape.from_text"),
+    # Into the mesh and out of it.
+    ("ops.import_tensor(bare, 'batch:4;io:6', LOW)", "lowering"),
+    ("ops.import_tensor(MESH, bare, 'batch:4;io:6')", "lowering"),
+    ("ops.import_tensor(None, bare, 'batch:4;io:6')", "lowering"),
+    ("ops.import_tensor(LOW, None, 'batch:4')", "array"),
+    ("ops.import_tensor(LOW, 'text', '')", "array"),
+    ("ops.import_tensor(LOW, [[1, 2], [3]], 'batch:2;io:2')", "array"),
+    ("ops.import_tensor(LOW, x, 'batch:4;io:6')", "named dims already"),
+    ("ops.import_tensor(LOW, object(), '')", "array"),
+    ("ops.import_tensor(LOW, bare, [4, 6])", "name the dims"),
+    ("ops.import_tensor(LOW, bare, (4, 6))", "name the dims"),
+    ("ops.import_tensor(LOW, bare, None)", "name the dims"),
+    ("ops.import_tensor(LOW, bare, {'batch': 4})", "name the dims"),
+    ("ops.import_tensor(LOW, bare, bare.shape)", "name the dims"),
+    ("ops.import_tensor(LOW, bare, 'batch;io')", "not name:size"),
+    ("ops.import_tensor(LOW, bare, ['batch', 'io'])", "no size"),
+    ("ops.import_tensor(LOW, bare, 'batch:4')", "cannot have the shape"),
+    ("ops.import_tensor(LOW, bare, 'io:6;batch:4')", "cannot have the shape"),
+    ("ops.import_tensor(LOW, bare, 'batch:4;batch:6')", "twice"),
+    ("ops.export_tensor(bare)", "import_tensor"),
+    ("ops.export_tensor(None)", "None"),
+    ("ops.export_tensor([x, x])", "one tensor"),
+    ("ops.export_tensor(v)", "variable.tensor(lowering)"),
+    ("Tensor(LOW, bare, x.shape)", "slices"),
+    ("Tensor(LOW, (bare,), x.shape)", "slices"),
+    ("Tensor(LOW, x.slices, 'batch:4;io:6')", "Shape.from_text"),
+    ("Tensor(MESH, x.slices, x.shape)", "lowering"),
+    # Products.
+    ("ops.einsum(x, ['batch'])", "give a list"),
+    ("ops.einsum(bare, ['batch'])", "give a list"),
+    ("ops.einsum([x, bare], ['batch'])", "import_tensor"),
+    ("ops.einsum([x, array], ['batch'])", "import_tensor"),
+    ("ops.einsum([x, None], ['batch'])", "None"),
+    ("ops.einsum([x, v], ['batch'])", "variable.tensor(lowering)"),
+    ("ops.einsum('bi,io->bo', x, w)", "give a list of tensors"),
+    ("ops.einsum([x, w], None)", "a name, 'name:size'"),
+    ("ops.einsum([x, w], 'batch,out')", "joined by ';'"),
+    ("ops.einsum([x, w], ['batch', 'outt'])", "mean 'out'"),
+    ("ops.einsum([x, w], ['batch', 'batch'])", "twice"),
+    ("ops.einsum([x, w], [0, 1])", "a name, 'name:size'"),
+    ("ops.einsum([x, w], 0)", "a name, 'name:size'"),
+    ("ops.einsum([x, w], [Dim('batch', 5)])", "size 5"),
+    ("ops.einsum([x, i], ['batch'])", "float32, int32"),
+    ("ops.einsum([m, m], ['batch'])", "numbers"),
+    ("ops.einsum([], [])", "no tensor was given"),
+    ("x @ w", "ops.einsum"),
+    # Element by element.
+    ("x + None", "None"),
+    ("x + 'one'", "'one'"),
+    ("x + {}", "{}"),
+    ("x + v", "variable.tensor(lowering)"),
+    ("x + i", "float32, int32"),
+    ("x * d", "float32, float64"),
+    ("x * m", "numbers"),
+    ("i * 0.5", "0.5, which is no int32"),
+    ("i + np.float64(0.5)", "which is no int32"),
+    ("i + 2**40", "which is no int32"),
+    ("x + 1j", "1j, which is no float32"),
+    ("x + True", "True, which is no float32"),
+    ("m + m", "numbers"),
+    ("m & 1", "1, which is no bool"),
+    ("x & x", "booleans"),
+    ("~x", "booleans"),
+    ("-m", "numbers"),
+    ("x + array", "named dims"),
+    ("x + [1.0, 2.0]", "named dims"),
+    ("x + tf.constant(1, tf.int32)", "float32, int32"),
+    ("x / i", "float32, int32"),
+    ("m / m", "numbers"),
+    ("x ** 'two'", "'two'"),
+    ("x + made('batch:2')", "size 4"),
+    ("ops.add(1.0, 2.0)", "named dims"),
+    ("ops.add(bare, 1.0)", "named dims"),
+    ("ops.exp(1.0)", "import_tensor"),
+    ("ops.exp(bare)", "import_tensor"),
+    ("ops.exp(i)", "floating numbers"),
+    ("ops.sqrt(i)", "floating numbers"),
+    ("ops.reciprocal(i)", "floating numbers"),
+    ("ops.is_nan(i)", "floating numbers"),
+    ("ops.relu(m)", "numbers"),
+    ("ops.relu([x])", "one tensor"),
+    ("ops.logical_not(x)", "booleans"),
+    ("ops.where(x, 1.0, x)", "booleans"),
+    ("ops.where(m, 1.0, 2.0)", "named dims"),
+    ("ops.where(m, x, i)", "float32, int32"),
+    ("ops.where(m, x, None)", "None"),
+    ("ops.where(array > 0, x, x)", "import_tensor"),
+    ("ops.cast(x, 'float33')", "dtype"),
+    ("ops.cast(x, tf.string)", "dtype"),
+    ("ops.cast(x, None)", "dtype"),
+    ("ops.cast(bare, tf.int32)", "import_tensor"),
+    ("ops.broadcast_to(x, [4, 6, 2])", "name the dims"),
+    ("ops.broadcast_to(x, ['batch', 'io', 'out'])", "no size"),
+    ("ops.broadcast_to(x, 'batch:4')", "lacks"),
+    # Reductions.
+    ("ops.reduce_sum(x, 0)", "a name, 'name:size'"),
+    ("ops.reduce_sum(x, -1)", "a name, 'name:size'"),
+    ("ops.reduce_sum(x, [1])", "a name, 'name:size'"),
+    ("ops.reduce_sum(x, 'bacth')", "mean 'batch'"),
+    ("ops.reduce_sum(x, ['batch', 'batch'])", "twice"),
+    ("ops.reduce_sum(x, Dim('batch', 3))", "size 3"),
+    ("ops.reduce_sum(x, 'batch:3')", "size 3"),
+    ("ops.reduce_sum(x, axis=0)", "'axis'; write ops.reduce_sum(x, dims=...)"),
+    ("ops.reduce_sum(bare, 'batch')", "import_tensor"),
+    ("ops.reduce_sum(m, 'batch')", "numbers"),
+    ("ops.reduce_max(m)", "numbers"),
+    ("ops.reduce_mean(i, 'batch')", "cast them first"),
+    ("ops.reduce_logsumexp(i, 'io')", "floating numbers"),
+    ("ops.reduce_all(x)", "booleans"),
+    ("ops.softmax(x, -1)", "a name, 'name:size'"),
+    ("ops.softmax(i, 'io')", "floating numbers"),
+    ("ops.log_softmax(x, 'oi')", "no dim is called 'oi'"),
+    # Order and lookups.
+    ("ops.argmax(x, -1)", "a name, 'name:size'"),
+    ("ops.argmax(x, ['batch', 'io'])", "one dim"),
+    ("ops.argmax(x, None)", "a name, 'name:size'"),
+    ("ops.top_k(x, 'io', 3)", "Dim('name', 8)"),
+    ("ops.top_k(x, 'io', 'best')", "no size"),
+    ("ops.top_k(x, 'io', 'best:9')", "no 9 elements"),
+    ("ops.cumsum(x, 1)", "a name, 'name:size'"),
+    ("ops.cumsum(x, 'io', reverse='yes')", "True or False"),
+    ("ops.cumsum(m, 'io')", "numbers"),
+    ("ops.one_hot(i, 'classes')", "'classes:8'"),
+    ("ops.one_hot(i, 10)", "Dim('name', 8)"),
+    ("ops.one_hot(x, 'classes:10')", "integers"),
+    ("ops.one_hot(i, 'io:10')", "twice"),
+    ("ops.one_hot(i, 'classes:10', dtype=tf.string)", "dtype"),
+    ("ops.one_hot([1, 2], 'classes:10')", "import_tensor"),
+    ("ops.gather(w, x, 'io')", "integers"),
+    ("ops.gather(w, [0, 1], 'io')", "import_tensor"),
+    ("ops.gather(w, made('batch:4', np.int32), 0)", "a name, 'name:size'"),
+    ("ops.gather(w, made('batch:4', np.int32), 'oi')", "no dim is called 'oi'"),
+    # Other shapes.
+    ("ops.transpose(x)", "write ops.transpose(x, dims)"),
+    ("ops.transpose(x, [1, 0])", "a name, 'name:size'"),
+    ("ops.transpose(x, ['io'])", "no order of the dims"),
+    ("ops.rename(x, 'batch')", "dict"),
+    ("ops.rename(x, ('batch', 'rows'))", "dict"),
+    ("ops.rename(x, {'batch': 2})", "a name, 'name:size'"),
+    ("ops.rename(x, {'batch': 'my rows'})", "no name of a dim"),
+    ("ops.rename(x, {'bacth': 'rows'})", "mean 'batch'"),
+    ("ops.reshape(x, [24])", "name the dims"),
+    ("ops.reshape(x, -1)", "name the dims"),
+    ("ops.reshape(x, 'all:-1')", "not name:size"),
+    ("ops.reshape(x, 'all:25')", "24 elements"),
+    ("ops.slice(x, 'io', 0.0, 2)", "whole number"),
+    ("ops.slice(x, 'io', '0', 2)", "whole number"),
+    ("ops.slice(x, 'io', 0, None)", "whole number"),
+    ("ops.slice(x, 'io', -2, 2)", "do not all lie"),
+    ("ops.slice(x, 1, 0, 2)", "a name, 'name:size'"),
+    ("ops.pad(x, 'io', 1.5, 0)", "whole number"),
+    ("ops.pad(x, 'io', [1, 1], 0)", "whole number"),
+    ("ops.pad(x, 'io', 1, 1, value='0')", "give a number"),
+    ("ops.pad(i, 'io', 1, 1, value=0.5)", "no int32"),
+    ("ops.pad(x, 'io', 1, 1, value=None)", "give a number"),
+    ("ops.concat(x, 'io')", "give a list"),
+    ("ops.concat([x, bare], 'io')", "import_tensor"),
+    ("ops.concat([x, i], 'io')", "cannot be joined"),
+    ("ops.concat([], 'io')", "no tensor was given"),
+    ("ops.concat([x, x], 1)", "a name, 'name:size'"),
+    ("ops.stack(x, 'n')", "give a list"),
+    ("ops.stack([x, x], 'batch')", "twice"),
+    ("ops.stack([x, x], 'n', position=-1)", "position -1"),
+    ("ops.stack([x, x], 'n', position='0')", "whole number"),
+    ("ops.split(x, 'io', '2')", "whole number"),
+    ("ops.split(x, 'io', 2.0)", "whole number"),
+    ("ops.split(x, 'io', [2, 2.0, 2])", "whole number"),
+    ("ops.split(x, 'io', 4)", "equal pieces"),
+    ("ops.split(x, 'io', [])", "sum up to 6"),
+    ("ops.unstack(x, 0)", "a name, 'name:size'"),
+    ("ops.shift(x, 'io', 0.5, wrap=True)", "whole number"),
+    ("ops.shift(x, 'io', 1)", "write ops.shift(x, dim, offset, wrap=...)"),
+    ("ops.shift(x, 'io', 1, wrap=1)", "True or False"),
+    ("ops.halo_exchange(x, 'batch', 'io', '1')", "whole number"),
+    ("ops.halo_exchange(x, 'batch', 'io', -1)", "0 to 6 rows"),
+    # Convolutions.
+    ("ops.conv1d(images, filters, 'rows', padding='SAME')", "dict"),
+    ("ops.conv1d(images, filters, ['rows'], padding='SAME')", "dict"),
+    ("ops.conv1d(images, filters, {'rows': 'k'}, padding=None)", "'SAME' or 'VALID'"),
+    ("ops.conv1d(images, filters, {'rows': 'k'}, padding='same')", "'SAME' or 'VALID'"),
+    ("ops.conv1d(images, filters, {'rows': 'k'}, padding='SAME', strides=1.5)", "whole number"),
+    ("ops.conv1d(images, filters, {'rows': 'k'}, padding='SAME', strides='2')", "whole number"),
+    ("ops.conv1d(images, filters, {'rows': 'k'}, padding='SAME', strides=0)", "at least 1"),
+    ("ops.conv1d(images, filters, {'rows': 'k'}, padding='SAME', strides={'k': 1})", "one for"),
+    ("ops.conv1d(images, bare, {'rows': 'k'}, padding='SAME')", "import_tensor"),
+    ("ops.conv2d(images, filters, {'rows': 'k'}, padding='SAME')", "2 dims"),
+    ("ops.conv1d(images, ops.cast(filters, tf.int32), {'rows': 'k'}, padding='SAME')", "floating"),
+    # Random numbers.
+    ("ops.random_uniform('batch:4', LOW, seed=[1, 2])", "lowering"),
+    ("ops.random_uniform(LOW, [4], seed=[1, 2])", "name the dims"),
+    ("ops.random_uniform(LOW, 'batch:4', seed=1)", "two integers"),
+    ("ops.random_uniform(LOW, 'batch:4', seed=None)", "two integers"),
+    ("ops.random_uniform(LOW, 'batch:4', seed=[1.0, 2.0])", "two integers"),
+    ("ops.random_uniform(LOW, 'batch:4', seed=[1, 2, 3])", "two integers"),
+    ("ops.random_normal(LOW, 'batch:4', seed=[1, 2], dtype=tf.int32)", "floating"),
+    ("ops.random_normal(LOW, 'batch:4')", "seed=..."),
+    ("ops.dropout(x, rate='0.1', seed=[1, 2])", "give a number"),
+    ("ops.dropout(x, rate=None, seed=[1, 2])", "give a number"),
+    ("ops.dropout(x, rate=-0.1, seed=[1, 2])", "at least 0"),
+    ("ops.dropout(i, rate=0.1, seed=[1, 2])", "floating numbers"),
+    ("ops.dropout(x, rate=0.1, seed='seed')", "two integers"),
+    ("ops.dropout(x, rate=0.1, seed=[1, 2], noise_dims=0)", "a name, 'name:size'"),
+    ("ops.dropout(x, rate=0.1, seed=[1, 2], noise_dims='bacth')", "mean 'batch'"),
+    # As arrays and tensors of TensorFlow are used.
+    ("x[0]", "ops.unstack(x, 'batch')[0]"),
+    ("x[:, None]", "ops.slice"),
+    ("len(x)", "x.shape.sizes"),
+    ("[row for row in x]", "ops.unstack"),
+    ("x.shape.as_list()", "shape.sizes"),
+    ("x.shape.rank", "len(shape)"),
+    ("int(x)", "no number"),
+    ("tf.reduce_sum(x)", "operation of its name in ops"),
+    ("np.exp(x)", "operation of its name in ops"),
+    ("tf.stack([x, x])", "ops.export_tensor"),
+    ("ops.reduce_sum(x, 'io', keepdims=True)", "'keepdims'; write ops.reduce_sum"),
+    ("ops.softmax(x, axis=-1)", "write ops.softmax(x, dims)"),
+    ("ops.stack([x, x], axis=0)", "write ops.stack(tensors, dim, position=...)"),
+    ("ops.rename(x, 'batch', 'rows')", "write ops.rename(x, names)"),
+    ("ops.dropout(x, 0.1)", "write ops.dropout(x, rate=..., seed=..., noise_dims=...)"),
+    ("ops.dropout(x, keep_prob=0.9)", "rate=..., seed=..."),
+    ("ops.dropout(x, rate=0.1)", "missing a required argument: 'seed'"),
+    ("ops.conv1d(images, filters, {'rows': 'k'})", "padding=..."),
+    ("ops.matmul(x, w)", "lists all operations"),
+    ("ops.reduce_summ(x)", "did you mean 'reduce_sum'"),
+    ("LOW.map(lambda part: None, x.slices)", "returned None; it returns one tensor"),
+    ("Tensor(LOW, [None, None], x.shape)", "slices are tensors"),
+    ("RULES.tensor_layout(MESH, x.shape)", "rules.tensor_layout(shape, mesh)"),
+    ("LOW.tensor_layout('batch:4')", "Shape.from_text"),
+    ("RULES.check('data:2')", "Mesh.from_text"),
+    ("ops.gradients(bare, x)", "the loss is a float32 tensor of TensorFlow"),
+    ("ops.gradients(x, i)", "int32 tensor of TensorFlow of sizes (2, 6) has no gradient"),
+    # Programs of cores.
+    ("RUN(bare)", "[[x0], [x1]]"),
+    ("RUN([bare, bare])", "[[x0], [x1]]"),
+    ("RUN([[bare]])", "arguments for 1 cores were given; this process has 2"),
+    ("RUN([[x], [x]])", "give the core its slice"),
+    ("CORES.run_eagerly(None, RULES, [[bare], [bare]])", "no function"),
+    # Variables and pipelines.
+    ("v * 2.0", "variable.tensor(lowering)"),
+    ("2.0 * v", "variable.tensor(lowering)"),
+    ("-v", "variable.tensor(lowering)"),
+    ("v[0]", "variable.tensor(lowering)"),
+    ("float(v)", "variable.tensor(lowering)"),
+    ("v.assign(w)", "variable 'v' is 'batch:4;io:6', but"),
+    ("v.assign(d)", "is float32, but float64 is assigned"),
+    ("v.assign(tf.ones([4, 6], tf.int32))", "is float32, but int32 is assigned"),
+    ("v.assign(np.ones([6, 4]))", "cannot have the shape"),
+    ("v.assign(whole)", "one set of rules"),
+    ("Variable.create('v', x.shape, DEVICES, Constant(0.0))", "layout"),
+    ("Variable.create('v', LAYOUT, 'CPU:0', Constant(0.0))", "give a list of names"),
+    ("Variable.create('v', LAYOUT, ['CPU:0', 'CPU:99'], Constant(0.0))", "does not exist"),
+    ("Variable.create('v', LAYOUT, DEVICES, 0.0)", "initializer"),
+    ("v.tensor(MESH)", "lowering"),
+    ("Normal('0.1', (1, 2))", "stddev"),
+    ("Normal(0.1, 3)", "two integers"),
+    ("Uniform(0.0, None, (1, 2))", "high"),
+    ("SimdPipeline('layers:2', 2, 2)", "Mesh.from_text"),
+    ("SimdPipeline(MESH, '2', 2)", "whole number"),
+    ("SimdPipeline(MESH, 2, 2.0)", "whole number"),
+    ("SimdPipeline(MESH, 2, 2).stacked([4, 6])", "name the dims"),
+    ("SimdPipeline(MESH, 2, 2)(lambda a, b, c: a, bare, {})", "import_tensor"),
+    ("SimdPipeline(MESH, 2, 2)(lambda a, b, c: a, x, [w])", "dict"),
+    ("SimdPipeline(MESH, 2, 2)(lambda a, b, c: a, x, {'w': bare})", "import_tensor"),
+    ("SimdPipeline(MESH, 2, 2)(None, x, {})", "no function"),
+]
+
+
+@pytest.mark.parametrize(("code", "words"), WRONG, ids=[code for code, _ in WRONG])
+def test_a_wrong_use_is_one_clear_line(code, words):
+    with pytest.raises((PipemeshError, TypeError, AttributeError)) as found:
+        eval(code, dict(KNOWN))
+    text = str(found.value)
+    assert words in text
+    assert "\n" not in text
+    assert len(text) < 500
+    ours = isinstance(found.value, PipemeshError)
+    assert ours or "named dims" in text or text.startswith(("a Shape has", "ops has"))
+
+
+X = KNOWN["x"]
+IO = (
+    "io",
+    " io ",
+    "io:6",
+    Dim("io", 6),
+    ["io"],
+    ("io:6",),
+    [Dim("io", 6)],
+    Shape.of(io=6),
+    X.shape.select("io").dims,
+)
+
+
+@pytest.mark.parametrize("io", IO, ids=repr)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda io: ops.reduce_sum(X * X, io),
+        lambda io: ops.softmax(X, io),
+        lambda io: ops.argmax(X, io),
+        lambda io: ops.cumsum(X, io),
+        lambda io: ops.top_k(X, io, "best:2")[0],
+        lambda io: ops.einsum([X, X], io),
+        lambda io: ops.slice(X, io, 1, 2),
+        lambda io: ops.pad(X, io, 1, 1),
+        lambda io: ops.concat([X, X], io),
+        lambda io: ops.split(X, io, 2)[0],
+        lambda io: ops.unstack(X, io)[0],
+        lambda io: ops.shift(X, io, 1, wrap=True),
+        lambda io: ops.gather(KNOWN["w"], made("batch:4", np.int32), io),
+        lambda io: ops.halo_exchange(X, "batch", io, 1),
+        lambda io: ops.dropout(X, rate=0.5, seed=[1, 2], noise_dims=io),
+    ],
+)
+def test_a_dim_is_given_alike_everywhere(use, io):
+    want, got = use("io"), use(io)
+    assert str(got.shape) == str(want.shape)
+    np.testing.assert_array_equal(got.numpy(), want.numpy())
+
+
+@pytest.mark.parametrize(
+    "dims",
+    ["io;batch", "io:6;batch:4", ["io", "batch"], ["io:6", Dim("batch", 4)], ("io", "batch"),
+     Shape.of(io=6, batch=4), [Shape.of(io=6), "batch"]],
+)  # fmt: skip
+def test_several_dims_are_given_alike_everywhere(dims):
+    for result in (ops.transpose(X, dims), ops.einsum([X], dims)):
+        assert str(result.shape) == "io:6;batch:4"
+    assert not ops.reduce_sum(X, dims).shape.names
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["batch:4;io:6", Shape.of(batch=4, io=6), ["batch:4", "io:6"], (Dim("batch", 4), "io:6")],
+)
+def test_a_shape_is_given_alike_everywhere(shape):
+    for result in (
+        ops.import_tensor(LOW, KNOWN["bare"], shape),
+        ops.reshape(made("all:24"), shape),
+        ops.broadcast_to(made("io:6"), shape),
+        ops.random_uniform(LOW, shape, seed=[1, 2]),
+    ):
+        assert str(result.shape) == "batch:4;io:6"
+
+
+@pytest.mark.parametrize(
+    "dim", ["classes:3", Dim("classes", 3), [Dim("classes", 3)], ["classes:3"]]
+)
+def test_a_new_dim_is_given_with_its_size_alike_everywhere(dim):
+    assert str(ops.one_hot(KNOWN["i"], dim).shape) == "batch:4;io:6;classes:3"
+    assert str(ops.top_k(X, "io", dim)[0].shape) == "batch:4;classes:3"
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint8])
+def test_integers_divided_are_float32(dtype):
+    """They were float64, as in TensorFlow, and met no weight any more."""
+    seven, two = made("batch:4", dtype) * 7, made("batch:4", dtype) * 2
+    for quotient in (seven / two, seven / 2, seven / 2.0, 7 / two, 7.0 / two, ops.divide(seven, 2)):
+        assert quotient.dtype == tf.float32
+        np.testing.assert_array_equal(quotient.numpy(), [3.5] * 4)
+    np.testing.assert_array_equal(ops.floor_divide(seven, two).numpy(), np.full(4, 3, dtype))
+
+
+def test_every_parameter_of_an_operation_is_checked():
+    for op in OPS.values():
+        for parameter in inspect.signature(op.function).parameters.values():
+            assert str(parameter.annotation) in COERCERS, f"{op.name}: {parameter}"
+
+
+def test_the_readme_shows_the_table_of_the_registry():
+    readme = (pathlib.Path(ops.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert readme.endswith("\n" + op_table() + "\n")
+
+
+def test_a_name_is_registered_once_and_has_documentation():
+    def add():
+        """Is another one."""
+
+    with pytest.raises(ValueError, match="registered twice; give it another name"):
+        register("elementwise")(add)
+    # Not when it is registered: with `python -OO` no function has any.
+    assert all(op.function.__doc__ for op in OPS.values())

@@ -1,0 +1,363 @@
+"""Predicted memory and traffic, and what TensorFlow holds and sends."""
+
+import collections
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.backend.peak import TensorMemory
+from pipemesh.backend.static_shape import num_bytes
+from pipemesh.randomness import layer_scope
+from pipemesh.recurrent import (
+    Home,
+    Options,
+    Selective,
+    Stage,
+    pipeline_loss,
+    predict_memory,
+    predict_transfers,
+    record_placement,
+)
+from pipemesh.recurrent.forecast import DeviceMemory, Sizes
+from pipemesh.recurrent.table.machine import GRADS, KEPT, OUTPUTS
+from pipemesh.recurrent.table.run import Run
+from pipemesh.schedule import (
+    Schedule,
+    ScheduleSpec,
+    forward_only,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    recompute,
+    zb_h1,
+)
+from tests.recurrent.table.small import MICROBATCHES, X, small_stages
+
+
+def run_of(schedule, stages=None, **options):
+    return Run(stages or small_stages(), [tf.constant(X)], schedule, None, Options(**options))
+
+
+def test_bytes_are_those_of_shapes_and_dtypes():
+    assert num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)]) == 32
+    with tf.Graph().as_default():
+        sizes = Sizes(run_of(gpipe(2, MICROBATCHES)))
+        assert (sizes.weights(1, [0]), sizes.sums(1, 0)) == (36, 36)
+        assert sizes.values(KEPT, 1, 0) == 24
+        assert sizes.values(OUTPUTS, -1, 0) == sizes.values(GRADS, 1, 0) == 24
+        assert sizes.carries(0) == 4
+        half = Sizes(run_of(gpipe(2, MICROBATCHES), compute_dtype="bfloat16"))
+        assert (half.weights(1, [0]), half.sums(1, 0)) == (18, 36)
+
+
+def test_weights_go_out_from_their_owners_and_their_gradients_come_back():
+    def forward(theta, carry, inputs, microbatch, step):
+        return [inputs[0] * theta[0] + theta[1][0]], []
+
+    with tf.Graph().as_default():
+        theta = [tf.ones([3]), tf.ones([5])]
+        home = Home(("CPU:0", "CPU:1"))
+        stage = Stage("s", forward, theta, [], home, places=[0, 1])
+        sizes = Sizes(run_of(gpipe(1, 2), [stage]))
+        assert {pair: n for pair, n in sizes.weights_sent(0).items() if len({*pair}) > 1} == {
+            (0, 1): 12,
+            (1, 0): 20,
+        }
+        assert {pair: n for pair, n in sizes.sums_sent(0).items() if len({*pair}) > 1} == {
+            (1, 0): 12,
+            (0, 1): 20,
+        }
+        # Each replica holds all of them while it computes.
+        assert sizes.weights(0, [0]) == sizes.weights(0, [1]) == 32
+
+
+ROWS, WIDTH, HIDDEN, FLOAT = 2, 4, 32, 4
+WEIGHTS = 2 * WIDTH * HIDDEN * FLOAT
+# Of a microbatch: a stage's input, and what tanh and the second product need.
+INPUT, INSIDE = ROWS * WIDTH * FLOAT, ROWS * HIDDEN * FLOAT
+
+
+def block(theta, carry, inputs, microbatch, step):
+    h = inputs[0]
+    with layer_scope("wide"):
+        h = tf.nn.tanh(tf.matmul(h, theta[0]))
+    with layer_scope("narrow"):
+        return [tf.matmul(h, theta[1])], []
+
+
+def predict(schedule, compute_dtype=None, **options):
+    with tf.Graph().as_default():
+        theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
+        stages = [Stage(f"s{i}", block, theta, [], "CPU:0") for i in range(schedule.num_stages)]
+        x = tf.ones([ROWS * schedule.num_microbatches, WIDTH])
+        return predict_memory(
+            stages, [x], schedule, options=Options(compute_dtype=compute_dtype, **options)
+        )
+
+
+@pytest.mark.parametrize(
+    ("remat", "bytes_each"),
+    [
+        ("full", INPUT),
+        ("none", INPUT + INSIDE),
+        (Selective(lambda name: name == "wide"), INPUT),
+        (Selective(lambda name: name == "narrow"), INPUT + INSIDE),
+    ],
+)
+def test_a_device_holds_what_is_kept_of_the_microbatches_in_flight(remat, bytes_each):
+    for schedule, in_flight in [
+        (gpipe(4, 8), [8, 8, 8, 8]),
+        (one_f_one_b(4, 8), [4, 3, 2, 1]),
+        (interleaved_one_f_one_b(2, 4, 2), [5, 3]),
+    ]:
+        assert [device.kept for device in predict(schedule, remat=remat)] == [
+            count * bytes_each for count in in_flight
+        ]
+
+
+def test_weights_and_gradients_count_once_a_stage():
+    for device in predict(interleaved_one_f_one_b(2, 4, 2)):
+        assert (device.weights, device.gradients) == (2 * WEIGHTS, 2 * WEIGHTS)
+        assert device.total == 4 * WEIGHTS + device.kept
+
+
+def test_except_last_keeps_all_of_the_microbatch_that_turns_around():
+    first, last = predict(one_f_one_b(2, 8), remat="except_last")
+    assert first.kept == 2 * INPUT
+    assert last.kept == INPUT + INSIDE
+
+
+def test_a_split_backward_pass_holds_until_its_second_half():
+    without = predict(one_f_one_b(4, 8), remat="none")
+    split = predict(zb_h1(4, 8), remat="none")
+    assert split[3].kept > without[3].kept
+    assert split[0].kept >= without[0].kept
+
+
+def test_a_second_half_that_computes_again_is_left_gradients_alone():
+    once, twice = (predict(zb_h1(4, 8), remat=remat) for remat in ("full", "twice"))
+    # Of so many microbatches the first half is done at most. Left to the second one are the input
+    # and the gradients of both products, and by `full` also what the second product multiplies.
+    assert [o.kept - t.kept for o, t in zip(once, twice, strict=True)] == [
+        count * INSIDE for count in (1, 2, 3, 4)
+    ]
+
+
+def test_what_an_action_of_its_own_computes_again_is_held_from_there_to_its_backward_pass():
+    schedule = recompute(one_f_one_b(4, 8), stages=[0])
+    first, second, *_ = predict(schedule, remat="none")
+    assert first.kept == 4 * INPUT + INSIDE
+    assert second.kept == 3 * (INPUT + INSIDE)
+
+
+def test_inference_keeps_nothing():
+    assert predict(forward_only(2, 4), remat="none") == [DeviceMemory(WEIGHTS, 0, 0)] * 2
+
+
+def test_half_the_bits_take_half_the_memory_but_not_the_gradients():
+    full, half = predict(gpipe(1, 2)), predict(gpipe(1, 2), compute_dtype="bfloat16")
+    assert half[0].weights * 2 == full[0].weights
+    assert half[0].kept * 2 == full[0].kept
+    assert half[0].gradients == full[0].gradients == np.prod([2, WIDTH, HIDDEN, FLOAT])
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_what_follows_from_the_losses_gradient_alone_is_not_kept_for_every_microbatch(remat, loop):
+    # Ones of the shape of y: a constant, if the optimizer can see it, of each backward action.
+    microbatches, rows, width = 32, 1024, 256
+    one_mb = rows * width * FLOAT
+
+    def stretch(theta, carry, inputs, microbatch, step):
+        y = inputs[0] * theta[0]
+        return [tf.reduce_sum(y * y)], []
+
+    weight, x = tf.Variable(tf.ones([width])), tf.ones([microbatches * rows, 1])
+
+    @tf.function
+    def run():
+        with tf.GradientTape() as tape:
+            stages = [Stage("only", stretch, [tf.convert_to_tensor(weight)], [], "CPU:0")]
+            loss, _, _ = pipeline_loss(
+                stages,
+                [x],
+                one_f_one_b(1, microbatches),
+                options=Options(remat=remat, loop=loop),
+            )
+        return loss, tape.gradient(loss, weight)
+
+    memory = TensorMemory("CPU:0")
+    if not memory.is_counted:
+        pytest.skip("this build of TensorFlow does not count the CPU's memory")
+    begin = memory.current
+    run()
+    assert memory.current - begin <= 4 * one_mb, "held between steps"
+    memory.forget_peak()
+    loss, grad = run()
+    assert memory.peak - begin <= 8 * one_mb
+    assert float(loss) == microbatches * rows * width
+    np.testing.assert_array_equal(grad, np.full(width, 2 * microbatches * rows, np.float32))
+
+
+def test_a_tensor_that_is_needed_in_several_shapes_counts_once():
+    def reshaped(theta, carry, inputs, microbatch, step):
+        h = tf.nn.tanh(tf.matmul(inputs[0], theta[0]))
+        # The gradient of tanh needs its result, and that of the product the same in another shape.
+        flat = tf.reshape(h, [2 * ROWS, HIDDEN // 2])
+        return [tf.reshape(tf.matmul(flat, tf.reshape(theta[1], [HIDDEN // 2, 8])), [ROWS, 16])], []
+
+    with tf.Graph().as_default():
+        theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
+        stage = Stage("s", reshaped, theta, [], "CPU:0")
+        x = tf.ones([ROWS, WIDTH])
+        (device,) = predict_memory([stage], [x], gpipe(1, 1), options=Options(remat="none"))
+    assert device.kept == INPUT + INSIDE
+
+
+def test_between_both_halves_a_tensor_in_several_shapes_counts_once():
+    """Products of more dims are products of matrices: of the same tensors in another shape."""
+
+    def flat(theta, carry, inputs, microbatch, step):
+        h = tf.nn.relu(tf.einsum("rlw,wh->rlh", inputs[0], theta[0]))
+        return [tf.einsum("rlh,hw->rlw", h, theta[1])], []
+
+    with tf.Graph().as_default():
+        theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
+        stages = [Stage(f"s{i}", flat, theta, [], "CPU:0") for i in range(2)]
+        x = tf.ones([2 * ROWS, 3, WIDTH])
+        options = Options(remat="none")
+        devices = predict_memory(stages, [x], zb_h1(2, 2), options=options)
+    # The input, what the rectifier gives, and the gradients of what both products give.
+    assert devices[1].stages[0].pending == 3 * 2 * (INPUT + INSIDE)
+
+
+HOMES = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
+INPUTS = np.random.default_rng(0).normal(size=[16, 4]).astype(np.float32)
+W = np.random.default_rng(1).normal(size=[4, 4]).astype(np.float32)
+
+
+def product(theta, carry, inputs, microbatch, step):
+    return [tf.matmul(inputs[0], theta[0])], []
+
+
+def squares(theta, carry, inputs, microbatch, step):
+    return [tf.reduce_sum(tf.matmul(inputs[0], theta[0]) ** 2)], []
+
+
+def stages_of(variables, homes, owner=0):
+    forwards = [product] * (len(homes) - 1) + [squares]
+    return [
+        Stage(f"s{i}", forward, [tf.convert_to_tensor(v)], [], home, places=[owner])
+        for i, (forward, v, home) in enumerate(zip(forwards, variables, homes, strict=True))
+    ]
+
+
+def predicted(schedule, homes, owner=0):
+    """Times and bytes by source and target, of what pairs of kinds there are."""
+    with tf.Graph().as_default():
+        stages = stages_of([W] * len(homes), homes, owner)
+        return predict_transfers(stages, [tf.constant(INPUTS)], schedule)
+
+
+def sent(schedule, homes, owner, check_numerics="off"):
+    """What TensorFlow sends: by source and target the shapes, None for those of variables."""
+    variables = []
+    for home in homes:
+        with tf.device(home.devices[owner]):
+            variables.append(tf.Variable(W))
+    with tf.device(homes[-1].first):
+        seen = tf.Variable(0.0)
+
+    @tf.function(autograph=False)
+    def run():
+        with tf.GradientTape() as tape:
+            loss, _, _ = pipeline_loss(
+                stages_of(variables, homes, owner),
+                [tf.constant(INPUTS)],
+                schedule,
+                options=Options(check_numerics=check_numerics, loop=False),
+            )
+        for variable, grad in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(grad)
+        seen.assign(loss)
+
+    with record_placement() as graphs:
+        run()
+    found = collections.defaultdict(list)
+    for graph in graphs.partition_graphs:
+        nodes = {node.name: node for node in graph.node}
+        for node in graph.node:
+            # What waits for an operation elsewhere gets a constant from there.
+            if node.op == "_Send" and "/ctrl/" not in node.input[0]:
+                # Checks say by flags and numbers what they have found.
+                if check_numerics != "off" and node.attr["T"].type != tf.float32.as_datatype_enum:
+                    continue
+                source, target = (
+                    f"CPU:{node.attr[f'{end}_device'].s.decode()[-1]}" for end in ("send", "recv")
+                )
+                made = nodes[node.input[0].split(":")[0]]
+                shape = made.attr["shape"].shape if "shape" in made.attr else None
+                size = None if shape is None else tuple(dim.size for dim in shape.dim)
+                found[source, target].append(size)
+    return found
+
+
+def test_gradients_are_checked_where_they_lie():
+    schedule = ScheduleSpec.from_text("1f1b").build(2, 4)
+    counts = [
+        {pair: len(shapes) for pair, shapes in sent(schedule, HOMES, 1, check).items()}
+        for check in ("off", "results")
+    ]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(("name", "owner"), [("1f1b", 0), ("zb_h1", 0), ("zb_h1", 1), ("zb_v", 1)])
+def test_what_is_sent_is_what_is_predicted(name, owner):
+    schedule = ScheduleSpec.from_text(name).build(2, 4)
+    homes = [HOMES[device] for device in schedule.stage_devices]
+    of_graph = sent(schedule, homes, owner)
+    shapes = {
+        "activations": (2, 4),
+        "gradients": (2, 4),
+        "weight gradients": (4, 4),
+        "weights": None,
+        "outputs": (),
+    }
+    # The batch is a constant, of which each device has its copy.
+    expected = [t for t in predicted(schedule, homes, owner) if t.what != "inputs"]
+    wanted = collections.defaultdict(collections.Counter)
+    for transfer in expected:
+        shape = shapes[transfer.what]
+        wanted[transfer.source, transfer.target][shape] += transfer.times
+        elements = np.prod((4, 4) if shape is None else shape, dtype=int)
+        assert transfer.bytes == 4 * transfer.times * elements
+    assert of_graph.keys() == wanted.keys()
+    for pair, counts in wanted.items():
+        assert collections.Counter(of_graph[pair]) == counts, pair
+
+
+def test_the_reduction_over_replicas_happens_once_a_step():
+    def sums(num_microbatches):
+        found = predicted(one_f_one_b(2, num_microbatches), HOMES)
+        return [(t.what, t.times, t.bytes) for t in found if "weight" in t.what]
+
+    assert sums(2) == sums(8) == [("weight gradients", 1, 64)] * 2 + [("weights", 1, 64)] * 2
+
+
+def test_weights_go_out_from_where_they_lie_and_gradients_come_back_there():
+    found = predicted(one_f_one_b(2, 4), HOMES, owner=1)
+    ways = {(t.what, t.source, t.target) for t in found if "weight" in t.what}
+    assert ways == {
+        ("weights", "CPU:1", "CPU:0"),
+        ("weights", "CPU:3", "CPU:2"),
+        ("weight gradients", "CPU:0", "CPU:1"),
+        ("weight gradients", "CPU:2", "CPU:3"),
+    }
+
+
+def test_what_a_device_hands_to_itself_is_not_sent():
+    found = predicted(one_f_one_b(2, 4), ["CPU:0", "CPU:0"])
+    assert found == []
+    table = Schedule(one_f_one_b(2, 4).rows, (0, 1), 4).only_forward()
+    assert {t.what for t in predicted(table, ["CPU:0", "CPU:1"])} == {"activations"}

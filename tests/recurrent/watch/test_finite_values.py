@@ -1,0 +1,269 @@
+"""What is not finite ends the step, is named, and changes no variable."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import PipelineError
+from pipemesh.randomness import layer_scope
+from pipemesh.recurrent import Options, Stage, explain, pipeline, pipeline_loss
+from pipemesh.recurrent.watch.finite_values import empty_note, first_not_finite, write_note
+from pipemesh.schedule import forward_only, gpipe, one_f_one_b
+from tests.recurrent.passes.traced import traced_stage
+from tests.recurrent.poisoned import LAYERS, MODES, nothing, poison
+
+
+def everything(name):
+    return True
+
+
+def probes_of(**given):
+    with tf.Graph().as_default():
+        traced = traced_stage(**given)
+    return traced, traced.replicas[0].probes
+
+
+def test_going_forward_each_layer_is_looked_at_in_order():
+    _, probes = probes_of()
+    found = probes.forward(everything)
+    assert [probe.layers for probe in found] == [("first",), ("second",)]
+    assert probes.names == [name for probe in found for name in probe.tensors]
+    assert all("Tanh" in name for name in probes.names)
+
+
+def test_what_nobody_computes_is_not_looked_at():
+    _, probes = probes_of()
+    (last,) = probes.names[1:]
+    assert [probe.layers for probe in probes.forward(lambda name: name == last)] == [("second",)]
+    assert probes.forward(lambda name: False) == []
+
+
+def test_outputs_of_no_layer_are_looked_at_without_blame():
+    def forward(theta, carry, inputs, microbatch, step):
+        return [tf.matmul(inputs[0], theta[0]), inputs[0], tf.shape(inputs[0])], carry
+
+    _, probes = probes_of(forward=forward)
+    (probe,) = probes.forward(everything)
+    assert probe.layers == () and len(probe.tensors) == 1 and "MatMul" in probe.tensors[0]
+
+
+def test_weights_and_inputs_know_the_layers_that_use_them():
+    _, probes = probes_of()
+    assert probes.theta_layers == [("first",), ("second",)]
+    assert probes.input_layers == [("first",)]
+
+
+def test_going_backward_the_user_of_a_value_is_to_blame_for_its_gradient():
+    _, probes = probes_of()
+    names = [f"g{i}" for i in range(len(probes.sources))]
+    found = probes.backward(names, ["input"], False, everything)
+    # Nobody in the stage uses what the last layer gives.
+    assert [probe.layers for probe in found] == [(), ("second",), ("first",)]
+    assert found[-1].tensors == ("input",)
+
+
+def test_in_the_first_stage_the_place_where_weights_meet_data_stands_for_the_inputs():
+    _, probes = probes_of()
+    names = [f"g{i}" for i in range(len(probes.sources))]
+    found = probes.backward(names, ["input"], True, everything)
+    assert found[-1].layers == ("first",) and "input" not in found[-1].tensors
+    assert [name for probe in found for name in probe.tensors] == names
+    assert "MatMul" in probes.sources[-1].name
+
+
+def test_gradients_that_do_not_exist_or_are_not_computed_are_left_out():
+    _, probes = probes_of()
+    names = [None] * len(probes.sources)
+    assert probes.backward(names, [None], True, everything) == []
+    names = [f"g{i}" for i in range(len(probes.sources))]
+    found = probes.backward(names, ["input"], False, lambda name: name == "input")
+    assert [probe.tensors for probe in found] == [("input",)]
+
+
+ALL = Options(check_numerics="all")
+
+
+@pytest.fixture(scope="module", params=MODES)
+def training(request):
+    """One graph a mode: what is poisoned is fed."""
+    training = MODES[request.param](remat="none")
+    yield training
+    training.close()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("layer", "microbatch"), [(0, 2), (1, 0), (2, 3), (5, 1)])
+def test_stage_layer_and_microbatch_are_named_and_no_variable_changes(
+    training, layer, microbatch, direction
+):
+    training.step(nothing())
+    before = training.values()
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        training.step(poison(layer, microbatch, direction))
+    stage = layer // 2
+    what = "its output" if direction == "forward" else "a gradient"
+    assert str(explain(caught.value)) == (
+        f"stage 'stage{stage}' (CPU:{stage}), layer 'layer{layer}', microbatch {microbatch}, "
+        f"{direction}: {what} is not finite (NaN or infinite)"
+    )
+    for old, new in zip(before, training.values(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert np.isfinite(training.step(nothing())), "training can go on"
+
+
+def test_the_cause_is_named_and_not_its_effects(training):
+    where = poison(4, 1, "forward") | poison(3, 2, "forward") | poison(0, 0, "backward")
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        training.step(where)
+    assert "layer 'layer3', microbatch 2, forward" in str(explain(caught.value))
+
+
+def test_there_are_as_many_variables_as_were_compared(training):
+    # Weights, two slots each, two powers of beta, and a count that comes out of the pipeline.
+    assert len(training.values()) == 3 * LAYERS + 2 + 1
+
+
+def test_gradients_can_be_left_to_whoever_scales_the_loss():
+    training = MODES["tf2"](schedule=gpipe(3, 4), check_numerics="forward")
+    training.step(poison(2, 1, "backward"))
+    assert np.isnan(training.values()[0]).any()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="forward: its output is not finite"):
+        training.step(poison(2, 1, "forward"))
+
+
+@pytest.mark.parametrize(
+    ("direction", "message"),
+    [
+        ("forward", "stage 'stage2' (CPU:2), forward: the loss is not finite"),
+        ("backward", "backward: a gradient of shape"),
+    ],
+)
+def test_by_default_the_step_fails_without_saying_where_it_began(direction, message):
+    training = MODES["tf2"](schedule=one_f_one_b(3, 4), check_numerics=None)
+    before = training.values()
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        training.step(poison(2, 1, direction))
+    assert message in str(explain(caught.value))
+    assert "microbatch 1" not in str(explain(caught.value))
+    for old, new in zip(before, training.values(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_nothing_is_checked_where_nobody_wants_it():
+    training = MODES["tf2"](schedule=gpipe(3, 4), check_numerics="off")
+    assert np.isnan(training.step(poison(2, 1, "forward")))
+
+
+def test_an_unknown_choice_is_an_error():
+    with pytest.raises(PipelineError, match="check_numerics is 'some'; allowed are all, forward"):
+        Options(check_numerics="some")
+
+
+def one_stage(function, theta, num_outputs=1):
+    def forward(theta, carry, inputs, microbatch, step):
+        with layer_scope("only"):
+            return function(theta, *inputs), []
+
+    return Stage("stage", forward, theta, [], "CPU:0")
+
+
+def test_outputs_are_checked_while_the_loss_is_outside():
+    @tf.function(autograph=False)
+    def run(x):
+        stage = one_stage(lambda _, x: [tf.math.log(x)], [])
+        return pipeline([stage], [x], forward_only(1, 4), options=ALL)[0][0]
+
+    run(tf.ones([4]))
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        run(tf.constant([1.0, 1.0, -1.0, 1.0]))
+    assert "layer 'only', microbatch 2, forward: its output" in str(explain(caught.value))
+
+
+def test_a_weight_whose_gradient_alone_is_infinite_is_named():
+    weight = tf.Variable([0.0, 1.0])
+
+    @tf.function(autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape:
+            theta = [tf.convert_to_tensor(weight)]
+            first = one_stage(lambda _, x: [x], [])
+            second = one_stage(
+                lambda w, x: [tf.reduce_sum(x + tf.stop_gradient(x) * tf.sqrt(w[0]))], theta
+            )
+            loss, _, _ = pipeline_loss([first, second], [x], one_f_one_b(2, 2), options=ALL)
+        return tape.gradient(loss, weight)
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        run(tf.ones([4, 2]))
+    assert str(explain(caught.value)) == (
+        "stage 'stage' (CPU:0), layer 'only', backward: a gradient of shape (2,), summed over the "
+        "microbatches, is not finite (NaN or infinite)"
+    )
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_gradient_of_the_inputs_counts_if_it_is_asked_for(asked):
+    weight, x = tf.Variable(2.0), tf.Variable([1.0, 1.0, 0.0, 1.0])
+
+    @tf.function(autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            # The root of 0 is finite, its slope is not; the weight's gradient knows only the root.
+            stage = one_stage(
+                lambda w, x: [tf.reduce_sum(w[0] * tf.sqrt(x))], [tf.convert_to_tensor(weight)]
+            )
+            inputs = tf.identity(x) if asked else tf.constant(x.numpy_value)
+            loss, _, _ = pipeline_loss([stage], [inputs], one_f_one_b(1, 4), options=ALL)
+        grad_w, grad_x = tape.gradient(loss, [weight, x])
+        weight.assign_sub(grad_w)
+        return grad_x
+
+    x.numpy_value = x.numpy()
+    if not asked:
+        assert step() is None
+        assert float(weight) == 2 - 3
+        return
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        step()
+    assert "'only', microbatch 2, backward: the gradient of input 0 is" in str(
+        explain(caught.value)
+    )
+    assert float(weight) == 2.0, "the weights wait for the gradient of the inputs, too"
+
+
+def test_a_metric_that_is_infinite_neither_raises_nor_spoils_gradients():
+    weight = tf.Variable(1.0)
+
+    @tf.function(autograph=False)
+    def run(x):
+        with tf.GradientTape() as tape:
+
+            def head(theta, x):
+                return [tf.reduce_sum(theta[0] * x), tf.math.log(theta[0] * x)]
+
+            stage = one_stage(head, [tf.convert_to_tensor(weight)])
+            loss, (metric,), _ = pipeline_loss([stage], [x], one_f_one_b(1, 2))
+        return loss, metric, tape.gradient(loss, weight)
+
+    loss, metric, grad = run(tf.constant([0.0, 1.0, 2.0, 3.0]))
+    assert np.isinf(metric[0])
+    assert (float(loss), float(grad)) == (6.0, 6.0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_group_that_is_not_finite_is_found(count):
+    good, bad = tf.constant([1.0, 2.0]), tf.constant([1.0, float("nan")])
+    for at in range(count):
+        groups = [[good, good]] * at + [[good, bad]] + [[bad]] * (count - at - 1)
+        assert int(first_not_finite(groups)) == at
+    found = first_not_finite([[good]] * count)
+    assert found.dtype == tf.int64 and int(found) == -1
+
+
+def test_a_note_stays_with_what_was_found_first():
+    good, bad = tf.constant(1.0), tf.constant(float("inf"))
+    note = write_note(empty_note(), tf.constant(4, tf.int64), [[good], [good]])
+    assert int(note) == -1
+    note = write_note(note, tf.constant(5, tf.int64), [[good], [bad]])
+    assert int(note) == 5 * 2 + 1
+    assert int(write_note(note, tf.constant(6, tf.int64), [[bad], [bad]])) == 11

@@ -1,0 +1,217 @@
+"""Times of actions, temporary memory, and a process on one core."""
+
+import itertools
+import os
+import sys
+import threading
+import time
+import types
+
+import pytest
+import tensorflow as tf
+
+from pipemesh.backend.peak import TensorMemory
+from pipemesh.schedule import Action, Schedule
+from pipemesh.training.measuring.timed_step import (
+    ROUNDS,
+    in_turn,
+    on_one_core,
+    one_core,
+    times_of,
+    usual,
+    working_memory,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux moves threads")
+
+
+def cores_of_all():
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            found.append(os.sched_getaffinity(int(thread)))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def test_all_threads_share_a_core_and_get_all_back():
+    before, stop = os.sched_getaffinity(0), threading.Event()
+    old = threading.Thread(target=stop.wait)
+    old.start()
+    new = threading.Thread(target=stop.wait)
+    try:
+        with one_core() as is_one:
+            assert is_one
+            new.start()
+            assert all(cores == {min(before)} for cores in cores_of_all())
+        assert all(cores == before for cores in cores_of_all())
+    finally:
+        stop.set()
+        old.join()
+        new.join()
+
+
+def test_cores_come_back_after_an_error():
+    before = os.sched_getaffinity(0)
+    with pytest.raises(KeyError), one_core():
+        raise KeyError
+    assert os.sched_getaffinity(0) == before
+
+
+def test_two_threads_take_as_long_as_both_compute():
+    """Which is what it is for: on one core the clock says what all cores would have done."""
+
+    def compute():
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            sum(range(1000))
+
+    with one_core():
+        threads = [threading.Thread(target=compute) for _ in range(2)]
+        begin, cpu = time.perf_counter(), time.process_time()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        took, done = time.perf_counter() - begin, time.process_time() - cpu
+    assert took >= done * 0.98 >= 0.39
+
+
+class Timed:
+    """A step whose actions take a second for each row of each layer, and something more."""
+
+    def __init__(self, layers, rows, more=0.0, kinds="FB"):
+        self.before, self.after, self.runs = 0.25, 0.5, 0
+        self._own = [(layer, kind) for layer in range(layers) for kind in kinds]
+        self._rows, self._more = rows, more
+
+    def run(self):
+        self.runs += 1
+        return 0.0
+
+    def durations(self):
+        # The first microbatch adds up no gradients, and some steps take longer.
+        late = 10.0 if self.runs % 3 == 0 else 0.0
+        return {
+            Action(layer, kind, m): self._rows * (layer + 1) * (m or 0.1) + self._more + late
+            for (layer, kind), m in itertools.product(self._own, (0, 1))
+        }
+
+
+class Whole(Timed):
+    """All layers in one action of 1 + 2 + 3 seconds a row; the first microbatch takes less."""
+
+    def durations(self):
+        late = 10.0 if self.runs % 3 == 0 else 0.0
+        return {
+            Action(0, k, m): 6 * self._rows * (m or 0.1) + self._more + late
+            for k in "FB"
+            for m in (0, 1)
+        }
+
+
+def test_layers_take_what_their_actions_take_without_overhead():
+    steps = [Timed(3, 1, 0.25), Timed(3, 4, 0.25)]
+    times = times_of(steps, [1, 4], 3, Whole(1, 1, 0.25))
+    assert {step.runs for step in steps} == {ROUNDS}
+    assert (times.before, times.after) == (0.25, 0.5)
+    # Three actions have the overhead three times, and one has it once.
+    assert times.besides(1) == pytest.approx(0.25)
+    layers = times.of_layers(0.25)
+    assert layers[0]["F"] == pytest.approx({1: 1, 4: 4})
+    assert layers[2]["B"] == pytest.approx({1: 3, 4: 12})
+
+
+def test_where_something_is_computed_again_that_alone_counts():
+    """The other actions of such a step have less to do, and others say what they take."""
+    times = times_of([Timed(2, 4, kinds="FB"), Timed(2, 8, kinds="FRB")], [4, 4], 2, Whole(1, 4))
+    layers = times.of_layers(0.0)
+    assert layers[1]["F"] == pytest.approx({4: 8}) and layers[1]["B"] == pytest.approx({4: 8})
+    assert layers[1]["R"] == pytest.approx({4: 16})
+
+
+def test_a_layer_takes_something_whatever_its_action_takes_besides():
+    times = times_of([Timed(1, 1)], [1], 1, Whole(1, 1))
+    assert times.besides(1) == 0.0
+    assert times.of_layers(5.0)[0]["F"] == pytest.approx({1: 0.1})
+
+
+def test_on_one_core_times_are_those_of_the_same_steps():
+    step = Timed(2, 3)
+    times = on_one_core([step], [3], 2, Whole(1, 3))
+    assert times is None or times.of_layers(0.0)[1]["F"] == pytest.approx({3: 6})
+
+
+def test_what_is_usual_is_not_the_shortest_and_not_disturbed():
+    assert usual([5.0]) == 5.0
+    assert usual([1.0, 1.2, 90.0, 80.0]) == pytest.approx(1.1)
+
+
+def test_what_is_done_in_turn_does_not_feel_a_machine_that_becomes_slower():
+    """Half of the rounds on a machine half as fast, and one time that was disturbed."""
+    rounds = [[1.0, 3.0, 4.0], [1.0, 3.0, 4.0], [1.0, 3.0, 4.0], [2.0, 6.0, 8.0], [2.0, 6.0, 8.0]]
+    assert in_turn(rounds) == pytest.approx([1.0, 3.0, 4.0])
+    rounds.append([1.0, 3.0, 90.0])
+    found = in_turn(rounds)
+    assert [each / found[0] for each in found] == pytest.approx([1, 3, 4])
+
+
+def test_a_layer_that_has_nothing_to_do_in_a_backward_pass_takes_nothing_there():
+    class Bare(Timed):
+        def durations(self):
+            return {a: s for a, s in super().durations().items() if (a.stage, a.kind) != (0, "B")}
+
+    layers = times_of([Bare(2, 4)], [4], 2, Whole(1, 4)).of_layers(0.0)
+    assert layers[0] == {"F": {4: 4.0}, "B": {4: 0.0}, "R": {4: 0.0}}
+    assert layers[1]["B"] == pytest.approx({4: 8})
+
+
+MB = 2**20
+
+
+def tensor(megabytes):
+    return tf.fill([megabytes * MB], tf.ones([], tf.uint8))
+
+
+class Counted:
+    """Two stages that keep 2 MB and 4 MB; backward passes need 3 and 5 MB, the first one more."""
+
+    def __init__(self, device="CPU:0"):
+        self.trained = types.SimpleNamespace(all_devices=lambda: [device])
+        self.plan = types.SimpleNamespace(num_stages=2)
+        self.noted = None
+        self.runs = 0
+
+    def run(self):
+        self.runs += 1
+        kept = {}
+        table = Schedule.from_text("0: 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1")
+        for action in table.rows[0]:
+            self.noted(action, False)
+            if action.kind == "F":
+                kept[action.stage] = tensor(2 + 2 * action.stage)
+            else:
+                needed = tensor(3 + 2 * action.stage + 20 * (not action.microbatch))
+                del needed, kept[action.stage]
+            self.noted(action, True)
+        update = tensor(9)
+        del update
+
+
+def test_what_actions_and_the_update_need_is_seen():
+    if not TensorMemory("CPU:0").is_counted:
+        pytest.skip("this build of TensorFlow does not count the CPU's memory")
+    step = Counted()
+    found = working_memory(step)
+    assert step.runs > 1 and step.noted is None
+    # The allocator gives whole pieces, which may be larger than what is asked for.
+    assert all(
+        need * MB <= size < 2 * need * MB for need, size in zip((3, 5), found.stages, strict=True)
+    )
+    assert 9 * MB <= found.update < 18 * MB
+
+
+def test_where_memory_is_not_counted_nothing_is_known():
+    step = Counted("CPU:99")
+    assert working_memory(step) is None and not step.runs

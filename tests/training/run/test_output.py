@@ -1,0 +1,305 @@
+"""Output of a run: text, record, page, histograms and profiles."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.errors import TrainingError
+from pipemesh.report import read
+from pipemesh.training import Loop, Options, Trainer
+from pipemesh.training.registered import RegisteredModel
+from pipemesh.training.run.output import Histograms, Profile
+from tests.commands.program import done, refused, run
+from tests.models.one_billion_word.small_training import summaries
+from tests.training import small_models
+
+STAGED = "--model=tests.training.small_models.StagedPoints"
+
+
+def trained(logdir, steps=4, name="PlainPoints", restore=None, stop=None, **changes):
+    """The exit code of a training in this process."""
+    logdir.mkdir(exist_ok=True)
+    values = {"save_every": 2, "eval_every": 2, "eval_batches": 2} | changes
+    options = Options(logdir=str(logdir), steps=steps, given={"seed": 3}, **values)
+    subject = RegisteredModel(getattr(small_models, name)(), name)
+    trainer = Trainer(subject, options, restore and str(restore), keeps_place=True)
+    if stop:
+        real = trainer.train_step
+
+        def train_step():
+            result = real()
+            if trainer.step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return result
+
+        trainer.train_step = train_step
+    return Loop(trainer, options).run()
+
+
+def events(logdir):
+    return [json.loads(line) for line in (logdir / "record.jsonl").read_text().splitlines()]
+
+
+def test_a_training_is_recorded_from_its_beginning_to_its_end(eagerly, tmp_path, capsys):
+    assert trained(tmp_path) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-2:] == [f"report: {tmp_path}/report.html", f"checkpoint: {tmp_path}/ckpt-4"]
+    told = events(tmp_path)
+    kinds = [event["event"] for event in told]
+    assert (kinds[0], kinds[-1], kinds.count("step")) == ("begin", "end", 4)
+    assert told[0]["flags"] == {"seed": 3} and told[0]["name"] == "PlainPoints"
+    run = read(str(tmp_path))
+    assert run.state == "done, at step 4" and run.unread == 0
+    assert [step for step, _ in run.heldout["loss"]] == [2]
+    assert [step for step, _ in run.final["accuracy"]] == [4]
+    assert list(run.told["checkpoint"]) == [2, 4]
+    assert run.told["checkpoint"][4]["path"] == f"{tmp_path}/ckpt-4"
+    assert run.fact("measured", "peak_memory") > 1e6
+    for line in out:
+        if line.startswith("step 2: held out loss "):
+            loss = float(line.split()[5].rstrip(","))
+            assert run.heldout["loss"] == [(2, pytest.approx(loss, abs=1e-3))]
+            break
+    else:
+        raise AssertionError(out)
+    assert "done, at step 4" in (tmp_path / "report.html").read_text()
+
+
+def test_for_programs_standard_output_has_the_record_and_nothing_else(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, log_format="json") == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == events(tmp_path)
+    assert "step 2: held out " in err and f"checkpoint: {tmp_path}/ckpt-4" in err
+    # Only as long as it trains.
+    print("text")
+    assert capsys.readouterr().out == "text\n"
+
+
+def test_a_training_that_is_stopped_and_goes_on_has_the_curves_of_one_that_is_not(
+    eagerly, tmp_path, capsys
+):
+    assert trained(tmp_path / "whole", 6) == 0
+    assert trained(tmp_path / "run", 6, stop=3) == 128 + signal.SIGTERM
+    stopped = read(str(tmp_path / "run"))
+    assert stopped.state == "stopped by SIGTERM, at step 3"
+    assert list(stopped.told["checkpoint"]) == [2, 3]
+    assert "stopped by SIGTERM" in (tmp_path / "run" / "report.html").read_text()
+    # From a checkpoint before: what is beyond it counts no more.
+    assert trained(tmp_path / "run", 6, restore=tmp_path / "run" / "ckpt-2") == 0
+    run, whole = read(str(tmp_path / "run")), read(str(tmp_path / "whole"))
+    assert run.resumed == [2] and run.state == "done, at step 6"
+    for name in ("loss", "accuracy", "learning_rate"):
+        assert run.train[name] == whole.train[name]
+    assert (run.heldout, run.final) == (whole.heldout, whole.final)
+
+
+def test_steps_that_are_skipped_are_told_each(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 6, "SpoiledPoints") == 0
+    run = read(str(tmp_path))
+    (step,) = run.told["skipped"]
+    assert "not finite" in run.told["skipped"][step]["why"]
+    assert [number for number, _ in run.train["loss"]] == sorted({*range(1, 7)} - {step})
+
+
+def test_how_it_failed_is_told(eagerly, tmp_path, capsys):
+    with pytest.raises(TrainingError):
+        trained(tmp_path, 6, "SpoiledPoints", on_nonfinite="stop", log_format="json")
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["event"] == "end" and not last["is_done"] and "not finite" in last["reason"]
+
+
+def test_a_record_and_a_page_that_cannot_be_written_end_nothing(eagerly, tmp_path, capsys):
+    (tmp_path / "record.jsonl").mkdir()
+    assert trained(tmp_path) == 0
+    err = capsys.readouterr().err
+    assert err.count("record.jsonl cannot be written (Is a directory); training goes on") == 1
+    assert err.count("the report cannot be written (") == 1
+    (tmp_path / "record.jsonl").rmdir()
+    (tmp_path / "report.html").mkdir()
+    assert trained(tmp_path, 5, restore=tmp_path / "ckpt-4") == 0
+    out, err = capsys.readouterr()
+    assert err.count("the report cannot be written (") == 1 and "report: " not in out
+    # Steps before are unknown.
+    assert [step for step, _ in read(str(tmp_path)).train["loss"]] == [5]
+
+
+@pytest.mark.slow
+def test_the_command_tells_programs_of_a_schedule(tmp_path):
+    flags = ["train", STAGED, f"--logdir={tmp_path}", "--steps=2"]
+    code, out, err = run(*flags, "--log_format=json", "--trace_schedule")
+    assert code == 0, err
+    told = [json.loads(line) for line in out.splitlines()]
+    assert told == events(tmp_path)
+    assert [event["event"] for event in told].count("schedule") == 1
+    found = read(str(tmp_path))
+    assert found.step == 2 and found.state == "done, at step 2"
+    measured = found.measured()
+    assert measured.makespan > 0 and len(measured.starts) == 2
+    assert "Where the difference came from" in (tmp_path / "report.html").read_text()
+    # It is none of the flags that a training was begun with.
+    assert "log_format" not in (tmp_path / "config.toml").read_text()
+    assert "checkpoint: " in done("train", f"--logdir={tmp_path}", "--steps=3")
+
+
+@pytest.mark.slow
+def test_programs_are_told_of_training_alone(tmp_path):
+    words = [STAGED, f"--logdir={tmp_path}", "--log_format=json"]
+    line = refused("train", *words, "--find_learning_rate=60")
+    assert "--log_format=json is for training; leave it or --find_learning_rate out" in line
+    assert "--log_format is for training; leave it out" in refused("evaluate", *words)
+
+
+KINDS = "weights", "gradients", "updates"
+
+
+def histograms(logdir):
+    """By tag and step: the buckets' sums, and the range."""
+    found = {}
+    for path in (logdir / "train").iterdir():
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "histograms":
+                    found[value.tag, event.step] = tf.make_ndarray(value.tensor)
+    return found
+
+
+def test_histograms_come_every_so_many_steps(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 5, histogram_every=2) == 0
+    found = histograms(tmp_path)
+    assert {step for _, step in found} == {2, 4}
+    names = {tag.partition("/")[2] for tag, _ in found}
+    assert "points/dense/w" in names and not any("moving" in name for name in names)
+    assert {tag for tag, _ in found} == {f"{kind}/{name}" for kind in KINDS for name in names}
+    # 4 inputs and 1 output; a step changes them by little.
+    buckets = found["weights/points/dense/w", 4]
+    assert buckets[:, 2].sum() == 4
+    updates = found["updates/points/dense/w", 4]
+    assert updates[:, 2].sum() == 4 and 0 < np.abs(updates[:, :2]).max() < 0.5
+    gradients = found["gradients/points/dense/w", 4]
+    assert gradients[:, 2].sum() == 4 and np.abs(gradients[:, :2]).max() > 0
+
+
+def test_without_the_flag_there_are_none(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 2) == 0
+    assert histograms(tmp_path) == {} and list(summaries_of(tmp_path))
+
+
+def summaries_of(logdir):
+    return (tag for tag, *_ in summaries(logdir))
+
+
+def test_a_weight_in_slices_is_one():
+    parts = [tf.Variable([[1.0, 2.0]]), tf.Variable([[3.0]])]
+    seen = Histograms({"w": parts}, every=1)
+    seen.before(7)
+    parts[1].assign_add([[1.0]])
+    found = seen.after({"w": [tf.constant([[5.0, 6.0]]), tf.constant([[7.0]])]})
+    assert found["weights/w"].tolist() == [1, 2, 4] and found["updates/w"].tolist() == [0, 0, 1]
+    assert found["gradients/w"].tolist() == [5, 6, 7]
+    # What was skipped is not looked at.
+    seen.before(8)
+    seen.before(9)
+    assert list(seen.after()) == ["weights/w", "updates/w"]
+
+
+@pytest.mark.parametrize("name", ["StagedPoints", "SplitPoints"])
+def test_weights_of_stages_are_told_by_their_logical_names(eagerly, tmp_path, capsys, name):
+    assert trained(tmp_path, 1, name, histogram_every=1) == 0
+    tags = {tag for tag, _ in histograms(tmp_path)}
+    assert tags and not any("_slice_" in tag for tag in tags)
+    of = {kind: {tag.partition("/")[2] for tag in tags if tag.startswith(kind)} for kind in KINDS}
+    assert of["gradients"] == of["weights"] == of["updates"]
+
+
+@pytest.mark.parametrize("name", ["StagedPoints", "SplitPoints"])
+def test_gradients_are_the_plain_models(eagerly, tmp_path, name):
+    def gradients(plain):
+        options = Options(logdir=str(tmp_path), steps=1, histogram_every=1)
+        model = RegisteredModel(getattr(small_models, name)(), name, plain=plain)
+        trainer = Trainer(model, options)
+        trainer.train_step()
+        return {
+            name: np.concatenate([np.ravel(part) for part in parts])
+            for name, parts in trainer.gradients.items()
+        }
+
+    found, wanted = gradients(False), gradients(True)
+    assert found.keys() == wanted.keys()
+    for weight, gradient in found.items():
+        np.testing.assert_allclose(np.sort(gradient), np.sort(wanted[weight]), atol=1e-6)
+        assert np.abs(gradient).max() > 0
+
+
+MODEL = "--model=tests.training.small_models.PlainPoints"
+
+
+def files(logdir):
+    return list(logdir.glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_a_training_writes_the_profile_of_its_steps(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 5, profile_steps=(3, 4)) == 0
+    (path,) = files(tmp_path)
+    assert f"profile: {path.parent}\n" in capsys.readouterr().out
+    (told,) = [event for event in events(tmp_path) if event["event"] == "profile"]
+    assert (told["step"], told["path"]) == (4, str(path.parent))
+    # What ran, and in which step.
+    content = path.read_bytes()
+    assert b"MatMul" in content and b"step_num" in content
+
+
+def test_steps_that_do_not_come_are_missing_in_it(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 5, stop=3, profile_steps=(2, 5)) == 143
+    kinds = [event["event"] for event in events(tmp_path)]
+    assert kinds[-1] == "end" and kinds.count("profile") == 1
+    assert len(files(tmp_path)) == 1
+
+
+def test_steps_that_are_done_are_told(eagerly, tmp_path, capsys):
+    assert trained(tmp_path, 2) == 0
+    path = tmp_path / "ckpt-2"
+    assert trained(tmp_path, 3, restore=path, profile_steps=(1, 2)) == 0
+    assert "are done; there is no profile" in capsys.readouterr().err
+    assert files(tmp_path) == []
+
+
+def test_a_profile_that_cannot_be_written_is_told_and_ends_nothing(eagerly, tmp_path, capsys):
+    (tmp_path / "plugins").write_text("a file stands in its place")
+    assert trained(tmp_path, 3, profile_steps=(2, 3)) == 0
+    assert "there is no profile (" in capsys.readouterr().err
+
+
+def test_only_one_profile_may_run(tmp_path):
+    tf.profiler.experimental.start(str(tmp_path / "other"))
+    try:
+        told = []
+        profile = Profile(str(tmp_path), (1, 2), told.append)
+        for step in (1, 2):
+            with profile.around(step):
+                pass
+    finally:
+        tf.profiler.experimental.stop()
+    assert len(told) == 1 and told[0].startswith("there is no profile (")
+    assert profile.written is None and os.listdir(tmp_path) == ["other"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("10", "give the first and the last step, such as 10:15"),
+        ("a:b", "give the first and the last step, such as 10:15"),
+        ("0:3", "the first step is at least 1"),
+        ("5:4", "the last one not before it"),
+        ("2:10", "training ends at step 9; give more --steps"),
+    ],
+)
+def test_steps_are_checked_before_the_first_one(tmp_path, value, told):
+    line = refused("train", MODEL, f"--logdir={tmp_path}", "--steps=9", f"--profile_steps={value}")
+    assert line.startswith(f"error: --profile_steps='{value}'") and told in line
+    assert not (tmp_path / "record.jsonl").exists()
