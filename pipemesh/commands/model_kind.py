@@ -174,6 +174,12 @@ def _trainer(folder: str) -> tuple[Any, Options]:
         check_note(manifest.note, folder)
     flags = training_flags.saved_flags()
     model = subject()
+    if FLAGS.is_given("num_microbatches") and model.has_actions():
+        try:
+            # Before the first step, which is what finds it for a model's own number.
+            model.check_batch()
+        except PlanError as error:
+            raise FlagError(f"--num_microbatches={FLAGS.num_microbatches}: {error}") from error
     if model.most_steps is not None:
         if not FLAGS.is_given("steps"):
             FLAGS.set("steps", model.most_steps, given=False)
@@ -214,17 +220,13 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
 def _changes(there: Any, now: Any) -> list[str]:
     """Lists the differences from a checkpoint's note, one per line."""
     plan = _differences(there.get("plan", {}), now["plan"])
-    settings = _differences(there.get("settings", {}), now["settings"])
-    values = {(name, *pair) for name, pair in plan.items()}
-    for name, (before, after) in settings.items():
-        # A stack's params repeat the plan.
-        value = _OF_STACKS.get(name.rpartition(".")[2])
-        if (value, _as_in_plan(before), _as_in_plan(after)) not in values:
-            plan[name] = (before, after)
-    return [
-        f"changed since the checkpoint: {name} {before} -> {after}"
-        for name, (before, after) in plan.items()
-    ]
+    changes = list(plan.items())
+    for name, (before, after) in _differences(there.get("settings", {}), now["settings"]).items():
+        # A stack's params repeat the plan, or are empty where the class leaves them out.
+        old, new = plan.get(_OF_STACKS.get(name.rpartition(".")[2], ""), (None, None))
+        if _as_in_plan(before) != old and _as_in_plan(after) != new:
+            changes.append((name, (before, after)))
+    return [f"changed since the checkpoint: {name} {a} -> {b}" for name, (a, b) in changes]
 
 
 def _as_in_plan(text: str) -> str:

@@ -20,7 +20,7 @@ from pipemesh.plan import Plan
 from pipemesh.plan.plan import value_text
 from pipemesh.recurrent.remat import remat_of
 from pipemesh.schedule import Schedule, ScheduleSpec
-from pipemesh.text import is_missing, nearest_text
+from pipemesh.text import is_missing, nearest, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
 from pipemesh.training.subject import Subject
 
@@ -129,6 +129,12 @@ class RegisteredModel(Subject):
             **_lines("input", self._input("Train")),
         }
 
+    def check_batch(self) -> None:
+        """Checks that the input's batch divides into the plan's microbatches, if it has a size."""
+        size = getattr(self._input("Train"), "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            self.plan.check_batch(size)
+
     def has_actions(self) -> bool:
         """Returns whether it has a pipeline whose actions are separate operations."""
         stacks = stacks_of(self._task)
@@ -211,7 +217,11 @@ def find_model(name: str) -> Any:
     base = base_model_params.SingleTaskModelParams
     if inspect.isclass(found) and issubclass(found, base):
         return found
-    known = [k for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base)]
+    models = {k: v for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base)}
+    # Most classes that others derive from are no models.
+    bases = {parent for model in models.values() for parent in model.__mro__[1:]}
+    near = nearest(class_name, models)
+    known = [name for name, model in models.items() if name == near or model not in {base, *bases}]
     told = f"has no {class_name!r}{nearest_text(class_name, known) or ', nor any other model'}"
     if found is not None:
         told = f"has {class_name!r}, which is no class of lingvo's SingleTaskModelParams"
@@ -297,6 +307,7 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
     if "mesh" not in own:
         own["mesh"] = str(first.mesh_shape or f"layers:{_places(first, values)}")
     plan = Plan.from_values(own)
+    _check_no_idle_home(plan, stacks, values, name)
     for stack in stacks:
         for key, param in _OF_STACKS.items():
             if key in values:
@@ -309,6 +320,18 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
         # The cluster carries both.
         stack.Set(mesh_shape=None, layout=None)
     return plan
+
+
+def _check_no_idle_home(
+    plan: Plan, stacks: Sequence[Any], values: Mapping[str, str], name: str
+) -> None:
+    """Checks that the stages need all of the mesh's indices along `layers`."""
+    needed = max(_places(stack, values) for stack in stacks)
+    if plan.mesh.num_stages > needed and not plan.allow_idle:
+        raise PlanError(
+            f"mesh={plan.mesh}: the stages of {name} need {needed} along the axis 'layers', so "
+            f"other devices would idle; use layers:{needed}, or set allow_idle"
+        )
 
 
 def _own_values(stack: Any) -> dict[str, str]:
