@@ -187,7 +187,7 @@ def check_trains() -> None:
 
 def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") -> FlagError:
     """Converts an error of a plan with these values to one that names the flag."""
-    told = f"{error}{more}"
+    told = f"{error}{more}".replace("set allow_idle", "give --allow_idle")
     name = value_of(error) or "mesh"
     flag = next(flag for flag, own in OF_PLAN.items() if own == name)
     if told.startswith(f"{name}="):

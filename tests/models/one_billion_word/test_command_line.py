@@ -79,7 +79,7 @@ BAD_INPUT = [
     (["--train_pattern=*.txt"], ["--data_dir"]),
     (
         ["--mesh_shape=layers:2;model:2"],
-        ["axis 'model'", "rule such as 'batch:model'"],
+        ["axis 'model'", "rule such as 'batch:model'", "or give --allow_idle"],
     ),
     (
         ["--mesh_shape=layers:2;data:2", "--layout=batch:dta"],
