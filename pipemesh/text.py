@@ -40,14 +40,14 @@ def columns(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[
     ]
 
 
-def number(value: float) -> str:
-    """Writes a number with at most four significant digits and no trailing zeros.
+def number(value: float, digits: int = 4) -> str:
+    """Writes a number with some significant digits, whole from 1,000 on, without an exponent.
 
     Example:
-        >>> number(33.0), number(0.123456), number(123456.0)
-        ('33', '0.1235', '123456')
+        >>> number(33.0), number(0.123456), number(123456.0), number(3.14159, digits=3)
+        ('33', '0.1235', '123456', '3.14')
     """
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def short(value: float | None) -> str:

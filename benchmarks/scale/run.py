@@ -1,12 +1,13 @@
-"""What a large language model would take on 64 to 4,096 devices, from costs measured here.
+"""Predicts the training of a large language model on 64 to 4,096 devices, from measured costs.
 
-python benchmarks/scale/run.py --measure  # measures this machine first, and writes figures.json
 python benchmarks/scale/run.py            # tables, from figures.json beside this file
+python benchmarks/scale/run.py --measure  # measures this machine first, and writes figures.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import sys
 import time
@@ -84,7 +85,9 @@ def main() -> None:
         # It loads TensorFlow.
         from measure import measure
 
-        path.write_text(measure(MODEL).to_json(), encoding="utf-8")
+        # On one line: the blocks are alike, and a person reads the tables.
+        figures = json.dumps(json.loads(measure(MODEL).to_json()), separators=(",", ":"))
+        path.write_text(f"{figures}\n", encoding="utf-8")
     if not path.exists():
         parser.error(
             f"there is no {path}: give --measure, which measures {MODEL} on this machine in some "

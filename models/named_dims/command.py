@@ -112,7 +112,9 @@ def train(
         tqdm(
             total=steps,
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            mininterval=SECONDS_A_REFRESH[sys.stderr.isatty()],
+            mininterval=SECONDS_A_REFRESH[True],
+            # A file gets the lines of evaluations alone.
+            disable=not sys.stderr.isatty(),
         ) as bar,
     ):
         bar.write(f"step 0: {evaluate()}")

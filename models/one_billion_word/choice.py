@@ -12,6 +12,7 @@ from pipemesh.mesh import LayoutRules
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Figures, Plan, Remat, predict
 from pipemesh.plan.figures import Curve, LayerFigures
+from pipemesh.text import bytes_text
 
 from .sizes import Settings
 
@@ -33,20 +34,25 @@ class Choice:
         bubble: forecast share of time in which devices idle.
         memory: forecast bytes on the fullest device.
         available: bytes of a device; None if unknown.
+        chosen: the values of the plan that were free.
     """
 
     plan: Plan
     bubble: float
     memory: int
     available: int | None
+    chosen: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        known = "" if self.available is None else f" of {_gigabytes(self.available)}"
-        noun = "microbatch" if self.plan.num_microbatches == 1 else "microbatches"
-        return (
-            f"{self.plan.num_microbatches} {noun}, remat {self.plan.remat}: "
-            f"bubble {self.bubble:.0%}, about {_gigabytes(self.memory)}{known} GB a device"
-        )
+        number = self.plan.num_microbatches
+        texts = {
+            "num_microbatches": f"{number} microbatch{'es' * (number > 1)}",
+            "remat": f"remat {self.plan.remat}",
+        }
+        values = ", ".join(text for name, text in texts.items() if name in self.chosen)
+        known = "" if self.available is None else f" of {bytes_text(self.available)}"
+        memory = f"{bytes_text(self.memory)}{known} a device"
+        return f"{values}: bubble {self.bubble:.0%}, about {memory}, by forecast"
 
 
 def choose(
@@ -106,7 +112,8 @@ def _rated(
         # All devices compute the softmax of all microbatches at once.
         rows = settings.BATCH_SIZE / plan.num_microbatches / plan.num_replicas
         memory += (plan.num_microbatches - 1) * figures.layers[-1].kept.at(rows)
-    return forecast.seconds, Choice(plan, forecast.bubble, int(memory), available)
+    chosen = tuple(settings.CHOSEN)
+    return forecast.seconds, Choice(plan, forecast.bubble, int(memory), available, chosen)
 
 
 def default_figures(settings: Settings, layer_flops: Sequence[float], device_type: str) -> Figures:
@@ -161,7 +168,3 @@ def memory_of_cpu_device(devices: int) -> int:
     if limit.exists() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
         total = min(total, int(text))
     return int(_SHARE * total / devices)
-
-
-def _gigabytes(number: int) -> str:
-    return f"{number / 1e9:.1f}"

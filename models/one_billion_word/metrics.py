@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from pipemesh.text import short
 from pipemesh.training.subject import ratio
 
 from .vocabulary import Vocabulary
@@ -124,4 +125,4 @@ def perplexity(nats: float, count: float) -> float:
 def _short(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
-    return f"{value:,.1f}" if value < 1e5 else f"{value:.2g}"
+    return f"{value:,.1f}" if value < 1e4 else short(value)

@@ -268,7 +268,7 @@ class Folder:
         check_path(path)
         if os.path.lexists(path) and not os.path.isdir(path):
             kind = "a file" if os.path.exists(path) else "a link to nothing"
-            raise CheckpointError(f"logdir={path!r} is {kind}; give a folder")
+            raise CheckpointError(f"--logdir={path!r} is {kind}; give a folder")
         try:
             os.makedirs(path, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
@@ -277,7 +277,7 @@ class Folder:
             self._fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(
-                f"logdir={path!r} cannot be written to ({error.strerror}); give another"
+                f"--logdir={path!r} cannot be written to ({error.strerror}); give another"
             ) from error
 
     def __enter__(self) -> Folder:
@@ -286,13 +286,13 @@ class Folder:
         except BlockingIOError:
             os.close(self._fd)
             raise CheckpointError(
-                f"logdir={self.path!r} is in use: another run writes to it; wait for it, "
+                f"--logdir={self.path!r} is in use: another run writes to it; wait for it, "
                 "stop it, or give another folder"
             ) from None
         except OSError as error:
             # Some network file systems have no locks.
             print(
-                f"logdir={self.path!r} cannot be locked ({error.strerror}); make sure that no "
+                f"--logdir={self.path!r} cannot be locked ({error.strerror}); make sure that no "
                 "other run writes to it",
                 file=sys.stderr,
             )

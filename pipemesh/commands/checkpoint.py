@@ -33,6 +33,9 @@ from pipemesh.text import columns, did_you_mean
 
 DTYPES = ("float32", "bfloat16", "float16")
 _NO_STAGES, _STAGES_OF_LIKE = "none", "like"
+# Notes by which programs resume, and the most values of a note that are listed.
+_INTERNAL = ("best", "decoded_by", "evaluated_by", "judged", "skip")
+_MOST_VALUES = 20
 _PATH = Flag("path", argument="once", help="Path of a checkpoint, or its folder.")
 _MATCH = Flag("match", value="PATTERN", help="Only tensors whose names match this expression.")
 _DTYPE = Flag("dtype", choices=DTYPES, help="Type of the weights; default: float32.")
@@ -120,11 +123,7 @@ VERBS = {
 
 
 def main(argv: list[str]) -> int:
-    """Runs a verb; returns the exit code: 1 if `diff` finds differences.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or cannot be written so.
-    """
+    """Runs a verb; returns the exit code: 1 if `diff` finds differences."""
     verb = argv[1] if len(argv) > 1 else ""
     if verb not in VERBS:
         if is_help(argv):
@@ -206,13 +205,8 @@ def lingvo_names(
 ) -> dict[str, str]:
     """Returns the names of tensors with lingvo's stages, or without any.
 
-    Args:
-        names: of tensors.
-        boundaries: of stages; empty for names without stages, None for the stages of `like`.
-        like: names of tensors that lingvo wrote.
-
-    Raises:
-        PipelineError: no tensor lies in a layer, or in a stage, that could be renamed.
+    Boundaries are empty for names without stages, and None for the stages of `like`, names that
+    lingvo wrote.
     """
     from pipemesh.layers.lingvo_gpipe import boundaries_in, with_stages, without_stages
 
@@ -285,17 +279,23 @@ def _about(path: str) -> list[str]:
     lines = [f"{path}: step {manifest.step}"]
     if manifest.score is not None:
         lines.append(f"score: {manifest.score:g}")
-    for key, value in manifest.note.items():
-        lines += _note_lines(key, value)
-    return lines
+    shown = {key: value for key, value in manifest.note.items() if key not in _INTERNAL}
+    return [*lines, *(f"{key}: {_row(key, value, path)}" for key, value in shown.items())]
 
 
-def _note_lines(key: str, value: Any) -> list[str]:
-    if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
-        inside = ", ".join(f"{name} {_short(item)}" for name, item in items)
-        return [f"{key}: {inside}"]
-    return [f"{key}: {_short(value)}"]
+def _row(key: str, value: Any, path: str) -> str:
+    """Returns a value of a note in a few words; the manifest has all of it as JSON."""
+    if not isinstance(value, dict):
+        return _short(value)
+    values = cast("dict[str, Any]", value)
+    if len(values) > _MOST_VALUES:
+        return f"{len(values)} values, in {path}{SUFFIX}"
+    if key == "flags":
+        return " ".join(f"--{name}={_short(item)}" for name, item in values.items())
+    if key == "plan":
+        # As elsewhere, without the values that a plan has by default.
+        return " ".join(f"{n}={item}" for n, item in values.items() if item not in ("", "false"))
+    return ", ".join(f"{name} {_short(item)}" for name, item in values.items())
 
 
 def _short(value: Any) -> str:

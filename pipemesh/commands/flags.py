@@ -36,6 +36,8 @@ _HELP = {"-h", "-?", "--?"} | {
 }
 _YES, _NO = ("true", "t", "1", "yes"), ("false", "f", "0", "no")
 _WIDTH = 92
+# An unknown flag is answered with the names of all if there are no more than these.
+_MOST_LISTED = 16
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
@@ -49,48 +51,36 @@ class ConfigError(PipemeshError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag of a command, or an argument that is given without a name.
+    """A flag of a command, or an argument that is given without a name."""
 
-    Attributes:
-        name: with underscores.
-        kind: `str`, `int`, `float`, `bool`, or a function of the text that raises `ValueError` or
-            `argparse.ArgumentTypeError` with a message.
-        default: the value if it is not given.
-        help: a sentence.
-        group: heading of `--help` that it stands under.
-        required: it must be given.
-        choices: allowed texts; any text if empty.
-        least: smallest allowed number.
-        value: placeholder of the value in `--help`.
-        short: one letter, such as `m` for `-m`.
-        repeated: it may be given several times; the value is a list.
-        argument: given without a name: once, perhaps (`?`), at least once (`+`), or all words that
-            are left (`...`).
-        former: names of earlier releases, which are read with a note that gives the new one.
-        hidden: not in `--help`.
-    """
-
+    # With underscores.
     name: str
+    # `str`, `int`, `float`, `bool`, or a function of the text that raises `ValueError` or
+    # `argparse.ArgumentTypeError` with a message.
     kind: Callable[[str], Any] = str
     default: Any = None
     help: str = ""
+    # The heading of `--help` above it.
     group: str = ""
     required: bool = False
     choices: Sequence[str] = ()
+    # The smallest allowed number.
     least: float | None = None
+    # The placeholder of the value in `--help`.
     value: str = "..."
+    # One letter, such as `m` for `-m`.
     short: str = ""
+    # The value is a list.
     repeated: bool = False
+    # Given without a name: once, perhaps (`?`), at least once (`+`), or all words that are left.
     argument: Literal["", "once", "?", "+", "..."] = ""
+    # Names of earlier releases, which are read with a note that gives the new one.
     former: Sequence[str] = ()
+    # Not in `--help`.
     hidden: bool = False
 
     def read(self, text: str) -> Any:
-        """Returns the value that a text stands for.
-
-        Raises:
-            FlagError: the text is not allowed.
-        """
+        """Returns the value that a text stands for."""
         given = f"--{self.name}={text!r}"
         if "\0" in text:
             raise FlagError(f"{given} has a NUL character; leave it out")
@@ -135,21 +125,15 @@ def without(flags: Iterable[Flag], names: Collection[str]) -> tuple[Flag, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command line.
-
-    Attributes:
-        name: as it is called, such as `pipemesh train`.
-        about: begins `--help`.
-        flags: all of them.
-        more: ends `--help`.
-        refused: flags that other commands have and this one does not use, by name with the reason.
-            A file of flags may have them, as one that a training wrote does.
-    """
+    """A command line."""
 
     name: str
+    # Begins `--help`; `more` ends it.
     about: str | None
     flags: tuple[Flag, ...]
     more: str = ""
+    # Flags of other commands that this one does not use, with the reason. A file of flags may have
+    # them, as one that a training wrote does.
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def help(self) -> str:
@@ -192,15 +176,7 @@ def _help_of(flag: Flag) -> str:
 
 
 class Flags:
-    """The values of the flags of a command, as attributes.
-
-    Example:
-        >>> flags = Flags()
-        >>> flags.declare([Flag("steps", int, 300), Flag("layout")])
-        >>> flags.take("layout", "batch:data")
-        >>> flags.steps, flags.layout, flags.is_given("steps")
-        (300, 'batch:data', False)
-    """
+    """The values of the flags of a command, as attributes."""
 
     def __init__(self) -> None:
         self.declare([])
@@ -246,11 +222,7 @@ class Flags:
             self._given.add(name)
 
     def take(self, name: str, text: str) -> None:
-        """Sets a flag by its text; a repeated flag gets one more.
-
-        Raises:
-            FlagError: the text is not allowed.
-        """
+        """Sets a flag by its text; a repeated flag gets one more."""
         flag = self._flags[name]
         if flag.repeated:
             before: list[Any] = self._values[name] if name in self._given else []
@@ -259,18 +231,7 @@ class Flags:
             self.set(name, flag.read(text))
 
     def apply(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Sets flags that are not given yet.
-
-        Args:
-            values: text, numbers, True or False by name.
-            where: they come from, for errors.
-
-        Returns:
-            The values that were taken.
-
-        Raises:
-            ConfigError: a name is unknown, or a value is not allowed.
-        """
+        """Sets flags that are not given yet, and returns their values; `where` is for errors."""
         former = {old: flag.name for flag in self._flags.values() for old in flag.former}
         values = {former.get(name, name): value for name, value in values.items()}
         for name, value in values.items():
@@ -310,19 +271,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], command: Command) -> Flags:
-    """Reads a command line into `FLAGS`; prints help and ends the program if that is requested.
-
-    Args:
-        argv: the program and its arguments.
-        command: what it may have.
-
-    Returns:
-        `FLAGS`.
-
-    Raises:
-        FlagError: a flag is unknown, malformed, refused or missing.
-        ConfigError: the file of `--config` has something else than flags.
-    """
+    """Reads a command line into `FLAGS`; prints help and ends the program if that is requested."""
     if is_help(argv):
         print(command.help())
         sys.exit(0)
@@ -430,9 +379,15 @@ def _refuse_unknown(words: Sequence[str], command: Command) -> None:
     word = next((word for word in words if word.startswith("-")), words[0])
     if word.startswith("-") and word != "--":
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        known = [f.name for f in command.flags if not f.argument and f.name not in command.refused]
+        known = [
+            flag.name
+            for flag in command.flags
+            if not (flag.argument or flag.hidden or flag.name in command.refused)
+        ]
         near = nearest(name, known)
         more = f"did you mean --{near}?" if near else f"`{command.name} --help` lists the flags"
+        if not near and len(known) <= _MOST_LISTED:
+            more = f"there are {', '.join(f'--{flag}' for flag in known)}"
         raise FlagError(f"unknown flag --{name}; {more}")
     raise FlagError(
         f"{words[0]!r} is no flag; flags begin with --"
@@ -442,11 +397,7 @@ def _refuse_unknown(words: Sequence[str], command: Command) -> None:
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """Returns the flags of a file: `name = value` lines of TOML.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not TOML.
-    """
+    """Returns the flags of a file: `name = value` lines of TOML."""
     toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -458,17 +409,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def as_toml(values: Mapping[str, Any]) -> str:
-    """Writes flags as `read_toml` reads them.
-
-    Args:
-        values: text, numbers, True or False by name.
-
-    Example:
-        >>> print(as_toml({"mesh_shape": "layers:2", "plain": False, "learning_rate": 0.4}), end="")
-        mesh_shape = "layers:2"
-        plain = false
-        learning_rate = 0.4
-    """
+    """Writes flags as `read_toml` reads them."""
     return "".join(f"{_line(name, value)}\n" for name, value in values.items())
 
 
@@ -490,21 +431,13 @@ _LARGEST = {int: 2**31 - 1, float: 3.4e38}
 
 
 def check_seed(seed: int) -> None:
-    """Checks that TensorFlow accepts the value of `--seed`.
-
-    Raises:
-        FlagError: it does not.
-    """
+    """Checks that TensorFlow accepts the value of `--seed`."""
     if seed not in _SEEDS:
         raise FlagError(f"--seed={seed}: it must fit into 64 bits, from -2**63 to 2**63 - 1")
 
 
 def check_number(flag: str, value: float) -> None:
-    """Checks that a flag's value is above 0, finite, and fits into a tensor.
-
-    Raises:
-        FlagError: it does not.
-    """
+    """Checks that a flag's value is above 0, finite, and fits into a tensor."""
     largest = _LARGEST[type(value)]
     if not value > 0:
         raise FlagError(f"--{flag}={value}: it must be above 0")
@@ -513,11 +446,7 @@ def check_number(flag: str, value: float) -> None:
 
 
 def check_output(flag: str, path: str | None) -> None:
-    """Checks that a file can be written, before work is done that would be lost; None is no file.
-
-    Raises:
-        FlagError: it cannot be written.
-    """
+    """Checks that a file can be written, before work that would be lost; None is no file."""
     if path is None:
         return
     file = pathlib.Path(path)
@@ -533,11 +462,7 @@ def check_output(flag: str, path: str | None) -> None:
 
 
 def write_output(flag: str, path: str | None, text: str) -> None:
-    """Writes a file that a flag names; None is no file.
-
-    Raises:
-        FlagError: it cannot be written.
-    """
+    """Writes a file that a flag names; None is no file."""
     if path is None:
         return
     try:

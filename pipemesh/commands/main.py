@@ -48,31 +48,14 @@ _LOAD_IT_LATER = frozenset(["checkpoint"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: the words after `pipemesh`; by default those of this process.
-
-    Returns:
-        The exit code: 0, or 2 for a mistake in the request.
-
-    Example:
-        >>> main(["schedule", "--name=forward_only", "--devices=1", "--num_microbatches=2"])
-        forward_only: 1 device, 1 stage, 2 microbatches
-        costs a stage: F 1, B 2, I 1, W 1, transfer 0
-        <BLANKLINE>
-        device 0 |0F0 0F1
-        <BLANKLINE>
-        makespan 2, bubble 0 (0.0%), largest own-span bubble 0, peak activations 1
-        0
-    """
+    """Runs one command, by default that of this process; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
         return process.exit_code(lambda: _print_help(bool(words)))
     name = words[0]
-    if name == "--version":
+    if name in ("--version", "version"):
         print(f"pipemesh {__version__}")
         return 0
     if name not in HELP:
@@ -122,7 +105,7 @@ def _help() -> str:
             "commands that plan (NumPy is enough, except to measure a model):",
             *pure,
             "",
-            "`pipemesh COMMAND --help` describes a command.",
+            "`pipemesh COMMAND --help` describes a command; `pipemesh version` prints the version.",
         ]
     )
 

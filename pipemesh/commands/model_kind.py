@@ -47,6 +47,15 @@ from pipemesh.training.run import Options, console
 
 # A class with this attribute gets the log directory in it: some models lie there in part.
 _LOGDIR = "LOGDIR"
+# The value of the plan that a param of a stack repeats.
+_OF_STACKS = {
+    "num_micro_batches": "num_microbatches",
+    "schedule": "schedule",
+    "remat": "remat",
+    "lowering": "lowering",
+    "mesh_shape": "mesh",
+    "layout": "layout",
+}
 CHECKPOINT_FLAG = Flag(
     "checkpoint",
     value="PATH",
@@ -57,19 +66,14 @@ CHECKPOINT_FLAG = Flag(
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens of a model, and how text is spelled in them.
+    """The tokens of a model, and how text is spelled in them."""
 
-    Attributes:
-        encode: ids of a text that is to be continued.
-        decode: the text of ids.
-        stop: ids that end a text.
-        length: tokens that a text has at most.
-        vocab_size: ids are below it.
-    """
-
+    # Ids of a text that is to be continued.
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
+    # Ids that end a text.
     stop: frozenset[int]
+    # The most tokens of a text.
     length: int
     vocab_size: int
 
@@ -80,29 +84,19 @@ class Tokens:
 
 
 class Texts(NamedTuple):
-    """A model that continues or scores texts.
-
-    Attributes:
-        subject: the model.
-        path: of its checkpoint.
-        tokens: how it spells text.
-        batch_size: rows of a batch.
-    """
+    """A model that continues or scores texts."""
 
     subject: Any
+    # The checkpoint.
     path: str
     tokens: Tokens
     batch_size: int
 
 
 class ModelKind(abc.ABC):
-    """A kind of models: its flags, and what commands make of them.
+    """A kind of models: its flags, and what commands make of them."""
 
-    Attributes:
-        flags: of a training.
-        text_flags: flags that only commands on texts have.
-    """
-
+    # Flags of a training, and those that only commands on texts have.
     flags: tuple[Flag, ...]
     text_flags: tuple[Flag, ...] = ()
 
@@ -123,15 +117,7 @@ class ModelKind(abc.ABC):
         return ()
 
     def texts(self, command: str, texts: Sequence[str]) -> Texts:
-        """Returns the model for a command on texts.
-
-        Args:
-            command: `decode`, `score` or `export`.
-            texts: to continue or to score; none for an export.
-
-        Raises:
-            CheckpointError: this kind knows no texts.
-        """
+        """Returns the model for `decode`, `score` or `export`, which has no texts."""
         raise CheckpointError(f"models of {type(self).__module__} continue no texts")
 
 
@@ -188,6 +174,12 @@ def _trainer(folder: str) -> tuple[Any, Options]:
         check_note(manifest.note, folder)
     flags = training_flags.saved_flags()
     model = subject()
+    if FLAGS.is_given("num_microbatches") and model.has_actions():
+        try:
+            # Before the first step, which is what finds it for a model's own number.
+            model.check_batch()
+        except PlanError as error:
+            raise FlagError(f"--num_microbatches={FLAGS.num_microbatches}: {error}") from error
     if model.most_steps is not None:
         if not FLAGS.is_given("steps"):
             FLAGS.set("steps", model.most_steps, given=False)
@@ -227,22 +219,28 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
 
 def _changes(there: Any, now: Any) -> list[str]:
     """Lists the differences from a checkpoint's note, one per line."""
-    lines: list[str] = []
-    for what in ("plan", "settings"):
-        old, new = there.get(what, {}), now[what]
-        for name in {**old, **new}:
-            before, after = old.get(name) or "none", new.get(name) or "none"
-            if before != after:
-                lines.append(f"changed since the checkpoint: {name} {before} -> {after}")
-    return lines
+    plan = _differences(there.get("plan", {}), now["plan"])
+    changes = list(plan.items())
+    for name, (before, after) in _differences(there.get("settings", {}), now["settings"]).items():
+        # A stack's params repeat the plan, or are empty where the class leaves them out.
+        old, new = plan.get(_OF_STACKS.get(name.rpartition(".")[2], ""), (None, None))
+        if _as_in_plan(before) != old and _as_in_plan(after) != new:
+            changes.append((name, (before, after)))
+    return [f"changed since the checkpoint: {name} {a} -> {b}" for name, (a, b) in changes]
+
+
+def _as_in_plan(text: str) -> str:
+    return "none" if text in ("''", "NoneType") else text.strip("'")
+
+
+def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Returns the old and the new value of each name where they differ."""
+    pairs = {name: (old.get(name) or "none", new.get(name) or "none") for name in {**old, **new}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def logdir() -> str:
-    """Returns the folder of checkpoints.
-
-    Raises:
-        FlagError: neither it nor a model is given.
-    """
+    """Returns the folder of checkpoints."""
     if FLAGS.logdir:
         return FLAGS.logdir
     if FLAGS.logdir == "" or not FLAGS.model:
@@ -254,11 +252,7 @@ def logdir() -> str:
 
 
 def subject() -> Any:
-    """Returns the model of the flags, and starts TensorFlow with the devices of its plan.
-
-    Raises:
-        FlagError: there is no such model, or it cannot be run so.
-    """
+    """Returns the model of the flags, and starts TensorFlow with the devices of its plan."""
     if not FLAGS.model:
         raise FlagError(
             f"cannot tell which model to use: no checkpoint in --logdir={FLAGS.logdir!r}; pass "
@@ -336,15 +330,7 @@ def _start(mesh: Mesh) -> None:
 
 
 def check_note(note: Mapping[str, Any], folder: str) -> None:
-    """Checks that a checkpoint is of a registered model, and of the one that the flags name.
-
-    Args:
-        note: of the checkpoint.
-        folder: that it lies in.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """Checks that a checkpoint is of a registered model, and of the one that the flags name."""
     there = note.get("model")
     if not isinstance(there, str):
         program = note.get("program", "another program")
@@ -366,11 +352,7 @@ def _named(error: PipemeshError, values: Mapping[str, str]) -> FlagError:
 
 
 def check_flags() -> None:
-    """Checks the flags of an evaluation, and sets --logdir by --checkpoint.
-
-    Raises:
-        FlagError: --figures is given without --device_memory.
-    """
+    """Checks the flags of an evaluation, and sets --logdir by --checkpoint."""
     if FLAGS.figures is not None and FLAGS.device_memory is None:
         raise FlagError("--figures is for --device_memory here; give that, or leave it out")
     if FLAGS.checkpoint and not FLAGS.logdir:
@@ -378,11 +360,7 @@ def check_flags() -> None:
 
 
 def checkpoint_of(folder: str) -> str:
-    """Returns the path of the checkpoint to evaluate, and holds it.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """Returns the path of the checkpoint to evaluate, and holds it."""
     path = FLAGS.checkpoint or hold_newest(folder)
     if path is None:
         raise CheckpointError(f"--logdir={folder!r} has no checkpoint; train first")
@@ -416,11 +394,7 @@ def named(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def kind_called(name: str) -> ModelKind:
-    """Returns the kind that a checkpoint's note names by its module.
-
-    Raises:
-        CheckpointError: there is no such module here.
-    """
+    """Returns the kind that a checkpoint's note names by its module."""
     try:
         module: Any = import_model_module(name)
     except ModuleNotFoundError as error:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, cast
@@ -38,6 +39,8 @@ _OPTIONS = {
     "max_layers": "max_layers",
     "fixed": "fixed",
 }
+# Parameters that messages name; others are words of their sentences as well.
+_NAMED = re.compile(r"\b(num_stages|" + "|".join(name for name in _OPTIONS if "_" in name) + r")\b")
 
 
 def _numbers(text: str) -> list[float]:
@@ -139,11 +142,7 @@ COMMAND = Command(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        PartitionError: the costs or the options are wrong, or no cut satisfies them.
-    """
+    """Runs the command; returns its exit code."""
     flags = parse(argv, COMMAND)
     costs = read_costs(*_read(flags.costs))
     options = {name: flags.value(flag) for name, flag in _OPTIONS.items()} | _schedule(flags)
@@ -154,10 +153,11 @@ def main(argv: list[str]) -> int:
         try:
             plans[method] = partition(costs, flags.stages, method=method, **options)
         except PartitionError as error:
+            told = _by_flags(str(error))
             # In a comparison, only the exact method has to find a cut.
             if method == "exact" or not flags.compare:
-                raise
-            plans[method] = str(error)
+                raise PartitionError(told) from error
+            plans[method] = told
     partitions = {name: plan for name, plan in plans.items() if isinstance(plan, Partition)}
     write_output("--plot", flags.plot, partition_to_svg(partitions) if flags.plot else "")
     if flags.json:
@@ -166,8 +166,15 @@ def main(argv: list[str]) -> int:
     elif flags.compare:
         print(comparison(plans))
     else:
-        print(table(next(iter(partitions.values())), block=_block()))
+        print(_by_flags(table(next(iter(partitions.values())), block=_block())))
+    if flags.plot:
+        print(f"wrote {flags.plot}", file=sys.stderr if flags.json else sys.stdout)
     return 0
+
+
+def _by_flags(text: str) -> str:
+    """Returns a message with flags in place of the parameters of `partition`."""
+    return _NAMED.sub(lambda match: f"--{_OPTIONS.get(match[1], 'stages')}", text)
 
 
 def _schedule(flags: Flags) -> dict[str, Any]:
@@ -217,15 +224,7 @@ def _read(path: str) -> tuple[str, str]:
 
 
 def table_of(text: str, num_stages: int, num_microbatches: int) -> dict[str, Any]:
-    """Returns what `pipemesh.partition.partition` takes of a schedule's table.
-
-    Raises:
-        ScheduleError: there is no such table.
-
-    Example:
-        >>> table_of("zb_v", 4, 4)["stage_devices"]
-        (0, 1, 1, 0)
-    """
+    """Returns what `pipemesh.partition.partition` takes of a schedule's table."""
     from pipemesh.schedule import ScheduleSpec, simulate
 
     table = ScheduleSpec.from_text(text).for_stages(num_stages, num_microbatches)
@@ -270,20 +269,6 @@ def read_costs(text: str, source: str) -> list[float] | list[LayerCost]:
     JSON is a list of numbers or of objects with `cost` or the fields of `LayerCost`. CSV is one
     number a line, or has a header with these names, in any order; `name` may come with either.
     Empty lines and lines that begin with `#` are skipped.
-
-    Args:
-        text: the contents.
-        source: what messages call the file.
-
-    Returns:
-        Numbers or `LayerCost`s.
-
-    Raises:
-        PartitionError: the text cannot be read; the message says where.
-
-    Example:
-        >>> read_costs("name,cost\\na,1.5\\nb,2\\n", "costs.csv")
-        [1.5, 2.0]
     """
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PartitionError(f"the text of {source} is {type(text).__name__}, but must be str")

@@ -28,7 +28,7 @@ from pipemesh.plan.figures import PLAIN, Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.search import SearchSpace, search
-from pipemesh.text import bytes_of, columns, nearest_text
+from pipemesh.text import bytes_of, columns, nearest_text, number
 
 _MB = 1e6
 # The share of a step that is round-off.
@@ -74,12 +74,7 @@ COMMAND = Command(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        PlanError: the figures are malformed, or no plan fits.
-        PipemeshError: the model cannot be measured.
-    """
+    """Runs the command; returns its exit code."""
     flags = parse(argv, COMMAND)
     _check(flags)
     fixed = fixed_values(flags.fix)
@@ -116,7 +111,7 @@ def main(argv: list[str]) -> int:
     print("\n".join(columns(rows_of(plans, took), left=(0, 1, 2, 5))))
     if flags.parts:
         print("\nmilliseconds of a step, by part")
-        print("\n".join(columns(part_rows(plans), left=())))
+        print("\n".join(columns(part_rows(plans), left=(0,))))
     if plans[0].supposed:
         print(f"\nnote: {plans[0].supposed}; bytes are forecast")
     if (used := plans[0].plan.mesh.num_devices) < flags.devices:
@@ -130,11 +125,7 @@ def main(argv: list[str]) -> int:
 
 
 def measured(model: str, num_devices: int, device_type: str) -> Any:
-    """Returns a model whose layers and steps can be measured on this machine.
-
-    Raises:
-        PipemeshError: it cannot be measured.
-    """
+    """Returns a model whose layers and steps can be measured on this machine."""
     importlib.import_module("pipemesh.needs_tensorflow")
     process.import_quietly()
     process.look_here()
@@ -151,22 +142,15 @@ def _has_plain_step(figures: Figures, asked: SearchSpace) -> bool:
 
 
 def _tried(
-    figures: Figures, found: Sequence[Prediction], model: Any, number: int, is_old: bool
+    figures: Figures, found: Sequence[Prediction], model: Any, count: int, is_old: bool
 ) -> tuple[list[Prediction], list[float], float]:
     """Runs steps of the first plans, and sorts these by the measured time.
 
-    Args:
-        figures: of the forecasts.
-        found: the best plans.
-        model: runs the steps.
-        number: of plans to run steps of.
-        is_old: whether the speed of the machine is measured again, too.
-
-    Returns:
-        Forecasts at the current pace of the machine, without plans that could not be run; measured
-        times; and the pace: the time of a step divided by its time when figures were measured.
+    It returns forecasts at the current pace of the machine, without plans that could not be run,
+    the measured times, and the pace: the time of a step divided by its time when figures were
+    measured, which `is_old` measures again.
     """
-    plans = [each.plan for each in found[:number]]
+    plans = [each.plan for each in found[:count]]
     # All layers in one stage are the plain plan, whether that says so or not.
     uncut = [dataclasses.replace(plan, boundaries=None) for plan in plans]
     times = model.seconds([*plans, PLAIN] if is_old and PLAIN not in uncut else plans)
@@ -179,7 +163,7 @@ def _tried(
     order = sorted((i for i in range(len(plans)) if math.isfinite(times[i])), key=times.__getitem__)
     if not order:
         raise PlanError(f"this model supports none of the {len(plans)} plans that were tried")
-    return [*(found[i] for i in order), *found[number:]], [times[i] for i in order], pace
+    return [*(found[i] for i in order), *found[count:]], [times[i] for i in order], pace
 
 
 def _check(flags: Flags) -> None:
@@ -205,11 +189,7 @@ def _check(flags: Flags) -> None:
 
 
 def fixed_values(texts: Sequence[str]) -> dict[str, str]:
-    """Parses values of a plan, such as `schedule=1f1b`.
-
-    Raises:
-        PlanError: one is malformed.
-    """
+    """Parses values of a plan, such as `schedule=1f1b`."""
     found: dict[str, str] = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -231,7 +211,7 @@ def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tup
         )
     ]
     for i, each in enumerate(found):
-        trial = f"{1e3 * took[i]:.4g}" if i < len(took) else "-"
+        trial = number(1e3 * took[i]) if i < len(took) else "-"
         plan, cuts = each.plan, each.plan.boundaries
         rows.append(
             (
@@ -241,9 +221,9 @@ def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tup
                 f"{plan.num_microbatches:,}",
                 ",".join(map(str, cuts)) if cuts and len(cuts) > 2 else "-",
                 str(plan.remat),
-                f"{1e3 * each.seconds:.4g}",
+                number(1e3 * each.seconds),
                 f"{each.bubble:.1%}",
-                f"{max(each.memory) / _MB:.4g}",
+                number(max(each.memory) / _MB),
                 each.binds,
                 *((trial,) if took else ()),
             )
@@ -254,12 +234,11 @@ def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tup
 def part_rows(found: Sequence[Prediction]) -> list[list[str]]:
     """Returns a table of the parts of steps, in milliseconds; negligible ones are 0."""
     names = list(found[0].parts)
-    rows = [names]
+    rows = [["plan", *names]]
     for each in found:
         parts = (each.parts[name] for name in names)
-        rows.append(
-            [f"{1e3 * part:.4g}" if part > _NOTHING * each.seconds else "0" for part in parts]
-        )
+        cells = (number(1e3 * part) if part > _NOTHING * each.seconds else "0" for part in parts)
+        rows.append([str(each.plan), *cells])
     return rows
 
 

@@ -18,19 +18,15 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import DamagedError, PipemeshError
 
 # The exit codes of a program that was interrupted, and of a mistake in the request.
 INTERRUPTED, BAD_INPUT = 130, 2
+_ABOUT_DAMAGE = "; use another checkpoint of its folder, or put a whole copy of its files there"
 
 
 def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> NoReturn:
-    """Runs a program that trains as a process of its own, and ends the process.
-
-    Args:
-        main: gets the command line, returns the exit code.
-        argv: the command line; by default that of this process.
-    """
+    """Runs a program as this process, by default with its command line, and ends the process."""
     # Before all else: imports take seconds.
     signal.signal(signal.SIGINT, _leave)
     # Until the first step little is garbage, and to look for it takes an eighth of the time.
@@ -55,11 +51,7 @@ def name_of_main() -> str:
 
 
 def exit_code(program: Callable[[], int]) -> int:
-    """Runs a program, and turns errors that users can mend into one line on standard error.
-
-    Args:
-        program: returns its exit code.
-    """
+    """Runs a program, and turns errors that users can mend into one line on standard error."""
     try:
         code = program()
         # A closed pipe shows here, not when the interpreter exits.
@@ -73,7 +65,8 @@ def exit_code(program: Callable[[], int]) -> int:
         return 0
     except (PipemeshError, OSError) as error:
         _tell_lost_workers(error)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        advice = _ABOUT_DAMAGE if isinstance(error, DamagedError) else ""
+        print(f"error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
         return BAD_INPUT
     except Exception as error:
         # Errors of TensorFlow say little of a worker that is lost.

@@ -37,11 +37,7 @@ COMMAND = Command(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ReportError: there is no record, or the page cannot be written.
-    """
+    """Runs the command; returns its exit code."""
     flags = parse(argv, COMMAND)
     runs = [read(folder) for folder in flags.logdir]
     text = page(runs[0]) if len(runs) == 1 else comparison(runs)

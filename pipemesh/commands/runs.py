@@ -21,7 +21,7 @@ from pipemesh.commands.model_kind import (
     note_of,
 )
 from pipemesh.commands.texts import line_of
-from pipemesh.commands.training_flags import OF_TRAINING, take_up
+from pipemesh.commands.training_flags import OF_TRAINING, check_trains, take_up
 from pipemesh.errors import CheckpointError
 from pipemesh.text import count_text
 from pipemesh.training.run import Options, console
@@ -56,17 +56,14 @@ may be another.
 
 
 def train(argv: list[str], kind: ModelKind = REGISTERED, about: str | None = _ABOUT_TRAIN) -> int:
-    """Trains a model of a kind as the flags say; returns the exit code.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
+    """Trains a model of a kind as the flags say; returns the exit code."""
     process.import_quietly()
     parse(argv, Command(argv[0], about, kind.flags))
     workers.go_on_by_itself()
     folder = kind.logdir()
     with console.objects_alone(FLAGS.log_format == "json"):
         take_up(folder)
+        check_trains()
         with kind.training() as (trainer, options):
             sys.stdout.flush()
             return carry_out(trainer, options)
@@ -95,13 +92,7 @@ def carry_out(trainer: Any, options: Options) -> int:
 
 
 def without_effect(options: Options) -> Iterator[str]:
-    """Returns a line for each flag that changes nothing in a training of so many steps.
-
-    Example:
-        >>> print(*without_effect(Options(logdir="runs/a", steps=300, early_stop=2)))
-        --early_stop=2 has no effect: up to --steps=300, --eval_every=100 gives 2 evaluations; 3 \
-are needed
-    """
+    """Returns a line for each flag that changes nothing in a training of so many steps."""
     until = f"up to --steps={options.steps}"
     # The last step is judged after training.
     last = options.steps - 1
@@ -122,50 +113,30 @@ are needed
 def evaluate(
     argv: list[str], kind: ModelKind | None = None, about: str | None = _ABOUT_EVALUATE
 ) -> int:
-    """Evaluates as the flags say; returns the exit code.
-
-    Args:
-        argv: the program and its arguments.
-        kind: of models; None for the one that the checkpoint notes.
-        about: begins `--help`.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
+    """Evaluates as the flags say, by default a model of the kind that the checkpoint names."""
     process.import_quietly()
     name = note_of(argv).get("evaluated_by")
-    subject, path = requested(argv, kind or (kind_called(name) if name else REGISTERED), about)
+    kind = kind or (kind_called(name) if name else REGISTERED)
+    subject, path = requested(argv, kind, about, "evaluating with the flags of {path}")
     judge(subject, path)
     return 0
 
 
 def requested(
-    argv: list[str], kind: ModelKind, about: str | None, tells: bool = True
+    argv: list[str], kind: ModelKind, help_text: str | None, about: str | None
 ) -> tuple[Any, str]:
-    """Returns the model that a command line names, and the path of its checkpoint.
-
-    Args:
-        argv: the program and its arguments.
-        kind: of the model.
-        about: begins `--help`.
-        tells: see `take_up`.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
+    """Returns the model that a command line names, and the path of its checkpoint; for `about` see
+    `take_up`.
     """
-    refused: dict[str, str] = dict.fromkeys(OF_TRAINING, "is for training")
-    parse(argv, Command(argv[0], about, (*kind.flags, CHECKPOINT_FLAG), refused=refused))
+    refused: dict[str, str] = dict.fromkeys((*OF_TRAINING, "elastic"), "is for training")
+    parse(argv, Command(argv[0], help_text, (*kind.flags, CHECKPOINT_FLAG), refused=refused))
     check_flags()
-    take_up(kind.logdir(), FLAGS.checkpoint, OF_TRAINING, tells)
+    take_up(kind.logdir(), FLAGS.checkpoint, OF_TRAINING, about)
     return kind.evaluation()
 
 
 def judge(subject: Any, path: str) -> None:
-    """Evaluates a checkpoint, and prints its score.
-
-    Raises:
-        PipemeshError: as `pipemesh.training.evaluation.evaluate`.
-    """
+    """Evaluates a checkpoint, and prints its score."""
     from pipemesh.training import evaluation
 
     with console.waiting("evaluating"):
@@ -174,11 +145,7 @@ def judge(subject: Any, path: str) -> None:
 
 
 def predict(argv: list[str]) -> int:
-    """Predicts as the flags say; returns the exit code.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
+    """Predicts as the flags say; returns the exit code."""
     process.import_quietly()
     note = note_of(argv)
     if "decoded_by" in note:
@@ -187,7 +154,7 @@ def predict(argv: list[str]) -> int:
             "texts; use pipemesh decode or pipemesh score"
         )
     # Standard output has predictions alone.
-    subject, path = requested(argv, REGISTERED, _ABOUT_PREDICT, tells=False)
+    subject, path = requested(argv, REGISTERED, _ABOUT_PREDICT, None)
     from pipemesh.training.evaluation import Predictor
 
     console.output_matters()

@@ -28,7 +28,7 @@ from pipemesh.errors import PlanError
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.many_devices import SCHEDULES, Forecast, Job, Reliability, forecast
 from pipemesh.plan.network import Link, Network
-from pipemesh.text import bytes_of, columns
+from pipemesh.text import bytes_of, columns, number
 
 _HOUR = 3600.0
 
@@ -43,12 +43,12 @@ def _from_zero(text: str) -> float:
 
 def _number(text: str, allowed: str) -> float:
     try:
-        number = float(text)
+        value = float(text)
     except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and (number > 0 or (number == 0 and allowed == "from 0 on"))):
+        value = math.nan
+    if not (math.isfinite(value) and (value > 0 or (value == 0 and allowed == "from 0 on"))):
         raise ValueError(f"it must be a number {allowed}")
-    return number
+    return value
 
 
 def _link(text: str) -> Link:
@@ -174,11 +174,7 @@ COMMAND = Command(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        PlanError: the figures are malformed, or no plan fits.
-    """
+    """Runs the command; returns its exit code."""
     flags = parse(argv, COMMAND)
     check_output("--json", flags.json)
     figures = Figures.read(flags.figures, flags.rows)
@@ -200,11 +196,7 @@ def main(argv: list[str]) -> int:
 
 
 def job_of(figures: Figures, flags: Flags) -> Job:
-    """Returns the training that the flags describe.
-
-    Raises:
-        PlanError: a number is out of range.
-    """
+    """Returns the training that the flags describe."""
     layers = list(figures.layers)
     if flags.layers is not None:
         if flags.layers < len(layers):
@@ -245,21 +237,21 @@ def _rows(job: Job, found: dict[int, Forecast]) -> list[tuple[str, ...]]:
             "binds",
         )
     ]
-    for number, each in found.items():
+    for devices, each in found.items():
         step, split = each.step, each.step.split
         rows.append(
             (
-                f"{number:,}",
+                f"{devices:,}",
                 split.mesh,
                 split.schedule,
                 f"{split.num_microbatches:,}",
                 str(split.remat),
-                f"{step.seconds:.3g}",
+                number(step.seconds, digits=3),
                 f"{step.bubble:.1%}",
-                f"{step.fullest / 1e9:.3g}",
+                number(step.fullest / 1e9, digits=3),
                 f"{each.interval:.0f}" if each.failures else "-",
                 f"{each.goodput:.1%}" if each.failures else "-",
-                f"{each.rows * job.batch:.4g}",
+                number(each.rows * job.batch),
                 f"{step.parts['compute'] / step.seconds * each.goodput:.1%}",
                 each.binds,
             )
@@ -270,8 +262,9 @@ def _rows(job: Job, found: dict[int, Forecast]) -> list[tuple[str, ...]]:
 def _part_rows(found: dict[int, Forecast]) -> list[tuple[str, ...]]:
     names = list(next(iter(found.values())).step.parts)
     rows = [("devices", *names)]
-    for number, each in found.items():
-        rows.append((f"{number:,}", *(f"{each.step.parts[name]:.3g}" for name in names)))
+    for devices, each in found.items():
+        parts = (number(each.step.parts[name], digits=3) for name in names)
+        rows.append((f"{devices:,}", *parts))
     return rows
 
 

@@ -107,11 +107,7 @@ COMMAND = Command(
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        ScheduleError: the flags contradict each other, or ask for something impossible.
-    """
+    """Runs the command; returns its exit code."""
     arguments = parse(argv, COMMAND)
     chosen = [name for name in ("name", "compare", "read") if arguments.value(name)]
     if len(chosen) != 1:
@@ -235,8 +231,8 @@ def _report(title: str, timeline: Timeline, color: str) -> str:
             "",
             to_terminal(timeline, color=colored, width=width),
             "",
-            f"makespan {number(timeline.makespan)}, bubble {number(max(timeline.bubble))} "
-            f"({timeline.bubble_ratio:.1%}), largest own-span bubble "
+            f"makespan {number(timeline.makespan)}, bubble {timeline.bubble_ratio:.1%} (at most "
+            f"{number(max(timeline.bubble))} a device), own-span bubble at most "
             f"{number(max(timeline.own_span_bubble))}, "
             f"peak activations {max(timeline.peak_activations)}",
         ]
@@ -266,18 +262,13 @@ def _write_files(arguments: Flags, title: str, timeline: Timeline) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A schedule and its simulation, or why it cannot be built.
-
-    Attributes:
-        name: of the builder, or `list_schedule`.
-        virtual_stages: stages a device.
-        timeline: its simulation; None if there is none.
-        reason: why there is none.
-    """
+    """A schedule and its simulation, or why it cannot be built."""
 
     name: str
+    # Stages a device.
     virtual_stages: int
     timeline: Timeline | None
+    # Why there is no timeline.
     reason: str = ""
 
 
@@ -286,22 +277,6 @@ def fit_costs(costs: Costs, num_devices: int, num_stages: int, num_slices: int =
 
     Costs with one value a stage are taken as they are if their length fits. Otherwise they
     describe one stage a device, and each is cut into equal pieces.
-
-    Args:
-        costs: of one stage a device, or of every stage.
-        num_devices: how many devices there are.
-        num_stages: how many stages there are.
-        num_slices: into how many slices sequences are cut; the costs are of whole ones.
-
-    Returns:
-        Costs for that many stages and, if there are slices, of a slice.
-
-    Raises:
-        ScheduleError: the length of the costs fits neither devices nor stages.
-
-    Example:
-        >>> fit_costs(Costs(forward=2), num_devices=4, num_stages=8).forward
-        1.0
     """
     if costs.num_stages not in (None, num_devices) or num_stages % num_devices:
         if costs.num_stages not in (None, num_stages):
@@ -322,20 +297,8 @@ def compare(
 ) -> list[Row]:
     """Simulates every schedule on the same model, and searches one for each number of stages.
 
-    Args:
-        costs: of one stage a device; schedules with several cut it, see `fit_costs`.
-        num_devices: at least 1.
-        num_microbatches: at least 1.
-        num_virtual_stages: for schedules that leave it open; by default their own default.
-        memory_limit: of the searched schedules: how many microbatches' activations of its
-            whole share of the model a device may hold; one number or one a device.
-
-    Returns:
-        Shortest first, then least memory; schedules that cannot be built come last.
-
-    Example:
-        >>> compare(Costs(), 2, 4)[0].timeline.makespan <= 13
-        True
+    Costs are of one stage a device. Rows are sorted by makespan and memory; schedules that cannot
+    be built come last.
     """
     rows: list[Row] = []
     shares: set[int] = set()
@@ -363,12 +326,7 @@ def compare(
 
 
 def scale_limit(memory_limit: MemoryLimit, share: int) -> MemoryLimit:
-    """Converts a limit in microbatches of a device's share to (stage, microbatch) pairs.
-
-    Example:
-        >>> scale_limit(4, share=2)
-        8
-    """
+    """Converts a limit in microbatches of a device's share to (stage, microbatch) pairs."""
     if memory_limit is None:
         return None
     if isinstance(memory_limit, int):
@@ -393,16 +351,6 @@ def table(rows: list[Row]) -> str:
 
     The last column says how far a schedule can be at most from the best one on its stages that
     holds no more on any device; see `Timeline.lower_bound`.
-
-    Args:
-        rows: what `compare` returned.
-
-    Returns:
-        A header, one line a schedule, and a note for each that cannot be built.
-
-    Example:
-        >>> print(table(compare(Costs(), 1, 1)).splitlines()[0].split()[:2])
-        ['schedule', 'stages/device']
     """
     lines = [
         [

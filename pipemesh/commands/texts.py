@@ -89,22 +89,9 @@ def parse_for_texts(
     taken: Collection[str],
     why: Mapping[str, str] | None = None,
 ) -> ModelKind:
-    """Parses the command line of `decode`, `score` or `export`, with flags of the model's kind.
+    """Parses the command line of `decode`, `score` or `export`; returns the kind of the model.
 
-    Args:
-        command: its name.
-        argv: the program and its arguments.
-        about: begins `--help`.
-        flags: of the command itself.
-        taken: flags of a training that it has besides.
-        why: reasons why others are refused, by name.
-
-    Returns:
-        The kind of the model of the checkpoint that the command line names.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or its model knows no texts.
-        FlagError: a flag is wrong.
+    `taken` names the flags of a training that the command has, `why` the reasons against others.
     """
     if is_help(argv) and not note_of(argv):
         # No checkpoint says which kind it is.
@@ -131,12 +118,8 @@ def parse_for_texts(
 def model_of(
     kind: ModelKind, command: str, texts: Sequence[str], leave: Collection[str] = ()
 ) -> Texts:
-    """Returns the model of a command on texts; flags but `leave` are taken from its checkpoint.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
-    take_up(kind.logdir(), FLAGS.checkpoint, leave, tells=False)
+    """Returns the model of a command on texts; flags but `leave` are taken from its checkpoint."""
+    take_up(kind.logdir(), FLAGS.checkpoint, leave, about=None)
     return kind.texts(command, texts)
 
 
@@ -170,11 +153,7 @@ def line_of(values: Any) -> str:
 
 
 def read_texts(what: str) -> list[str]:
-    """Returns the texts of `--prompt` or `--file`, which are to be `continued` or `scored`.
-
-    Raises:
-        FlagError: there is none, or both flags are given.
-    """
+    """Returns the texts of `--prompt` or `--file`, which are to be `continued` or `scored`."""
     if (FLAGS.prompt is None) == (FLAGS.file is None):
         raise FlagError(f"no text to be {what}; give either --prompt or --file")
     if FLAGS.prompt is not None:
@@ -280,11 +259,7 @@ DECODE_FLAGS = grouped(
 
 
 def decode(argv: list[str]) -> int:
-    """Decodes as the flags say; returns the exit code.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
+    """Decodes as the flags say; returns the exit code."""
     process.import_quietly()
     kind = parse_for_texts("decode", argv, _ABOUT_DECODE, DECODE_FLAGS, TAKEN)
     texts = requested_texts()
@@ -293,22 +268,14 @@ def decode(argv: list[str]) -> int:
 
 
 def requested_texts() -> list[str]:
-    """Checks the values of flags without TensorFlow, and returns the texts.
-
-    Raises:
-        PipemeshError: a value is out of its range, or there is no text.
-    """
+    """Checks the values of flags without TensorFlow, and returns the texts."""
     _settings(check_sampling, check_beams)
     _streams()
     return read_texts("continued")
 
 
 def continue_texts(model: Texts, texts: Sequence[str]) -> None:
-    """Continues texts, and prints them in their order.
-
-    Raises:
-        PipemeshError: a text cannot be continued, or the checkpoint is another model's.
-    """
+    """Continues texts, and prints them in their order."""
     from pipemesh.decoding import BeamSearch, Decoder, Sampler, generator_of
     from pipemesh.training.evaluation import restored
 
@@ -354,11 +321,7 @@ def continue_texts(model: Texts, texts: Sequence[str]) -> None:
 
 
 def _sizes(plan: Any, generator: Any, number: int) -> tuple[int, int]:
-    """Returns the number of groups for this many prompts, and the rows in each.
-
-    Raises:
-        FlagError: rows cannot be split as the batch is.
-    """
+    """Returns the number of groups for this many prompts, and the rows in each."""
     multiple = generator.multiple
     if (FLAGS.rows or multiple) % multiple:
         raise FlagError(
@@ -398,16 +361,7 @@ def _continuation_line(found: Any, text: str, prompt: Sequence[int], tokens: Tok
 
 
 def _settings(drawn: Callable[..., Any], searched: Callable[..., Any]) -> Any:
-    """Calls a function with the settings of how tokens are chosen.
-
-    Args:
-        drawn: called with temperature, top_k and top_p.
-        searched: called with beams and length penalty, if there are beams.
-
-    Raises:
-        DecodingError: a value is out of its range.
-        FlagError: flags do not go together.
-    """
+    """Calls `drawn` with the settings of sampling, or `searched` with those of a beam search."""
     drawing = [name for name in ("temperature", "top_k", "top_p") if FLAGS.is_given(name)]
     if FLAGS.beams is None:
         if FLAGS.is_given("length_penalty"):
@@ -421,11 +375,7 @@ def _settings(drawn: Callable[..., Any], searched: Callable[..., Any]) -> Any:
 
 
 def _streams() -> bool:
-    """Returns whether text is printed as it comes.
-
-    Raises:
-        FlagError: another flag excludes it.
-    """
+    """Returns whether text is printed as it comes."""
     hinders = [f"--format={FLAGS.format}"] if FLAGS.format != "text" else []
     hinders += ["--beams"] if FLAGS.beams else []
     if FLAGS.stream and hinders:
@@ -449,14 +399,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Stream:
-    """Prints several texts in their order, each as far as it is known.
-
-    Args:
-        tokens: how they are spelled.
-        prompts: ids of the beginning of each.
-        most: tokens that are added to each, unless one ends it before.
-        out: where to; by default standard output.
-    """
+    """Prints several texts in their order, each as far as it is known."""
 
     def __init__(
         self,
@@ -471,12 +414,7 @@ class Stream:
         self._now, self._shown = 0, ""
 
     def take(self, number: int, token: int) -> None:
-        """Takes the next token of a text.
-
-        Args:
-            number: of the text.
-            token: its id.
-        """
+        """Takes the next token of a text."""
         self._found[number].append(token)
         while self._now < len(self._prompts) and self._found[self._now]:
             if not self._show():
@@ -525,11 +463,7 @@ SCORE_FLAGS = grouped(
 
 
 def score(argv: list[str]) -> int:
-    """Scores as the flags say; returns the exit code.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
+    """Scores as the flags say; returns the exit code."""
     process.import_quietly()
     taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices")
     kind = parse_for_texts("score", argv, _ABOUT_SCORE, SCORE_FLAGS, taken)
@@ -539,11 +473,7 @@ def score(argv: list[str]) -> int:
 
 
 def score_texts(model: Texts, texts: Sequence[str]) -> None:
-    """Scores texts, and prints the scores in their order.
-
-    Raises:
-        PipemeshError: a text cannot be scored, or the checkpoint is another model's.
-    """
+    """Scores texts, and prints the scores in their order."""
     from pipemesh.decoding import Scorer
     from pipemesh.training.evaluation import Evaluation, restored
 
@@ -562,12 +492,7 @@ def score_texts(model: Texts, texts: Sequence[str]) -> None:
 
 
 def ended(ids: Sequence[int], stop: Collection[int]) -> list[int]:
-    """Returns a text with one token that ends it, or with none.
-
-    Args:
-        ids: of the text; some tokenizers end it themselves.
-        stop: tokens that end a text.
-    """
+    """Returns a text with one end token or none, whether or not the tokenizer adds one."""
     has_end = bool(ids) and ids[-1] in stop
     if not FLAGS.end_token:
         return list(ids[:-1] if has_end else ids)
@@ -604,11 +529,7 @@ EXPORT_FLAGS = grouped(
 
 
 def export(argv: list[str]) -> int:
-    """Exports as the flags say; returns the exit code.
-
-    Raises:
-        PipemeshError: the request cannot be satisfied.
-    """
+    """Exports as the flags say; returns the exit code."""
     process.import_quietly()
     why = dict.fromkeys(_OF_PLANS, "has no effect, since a model is exported for one device")
     taken = {*TAKEN}.difference(_OF_PLANS)
@@ -619,11 +540,7 @@ def export(argv: list[str]) -> int:
 
 
 def _set_plain() -> None:
-    """Checks the folder, and sets the flags of a model without a pipeline.
-
-    Raises:
-        FlagError: the folder cannot be written to.
-    """
+    """Checks the folder, and sets the flags of a model without a pipeline."""
     _check_folder()
     FLAGS.set("plain", True)
     # Workers in TF_CONFIG are for computations.
@@ -631,11 +548,7 @@ def _set_plain() -> None:
 
 
 def _check_folder() -> None:
-    """Checks that the folder can be made; it is made when there is something to write.
-
-    Raises:
-        FlagError: there is none, something is in it, or TensorFlow could not load it from there.
-    """
+    """Checks that the folder can be made; it is made when there is something to write."""
     if not FLAGS.to:
         raise FlagError("the folder to write to is missing; give --to=FOLDER")
     if is_pattern(FLAGS.to):
@@ -655,12 +568,7 @@ def _check_folder() -> None:
 
 
 def write_export(model: Texts) -> None:
-    """Writes a SavedModel, and prints its signatures.
-
-    Raises:
-        CheckpointError: the checkpoint is another model's, or damaged.
-        FlagError: the folder cannot be written to, or the model has fewer tokens a row.
-    """
+    """Writes a SavedModel, and prints its signatures."""
     import tensorflow as tf
 
     from pipemesh.decoding import ExportedModel, Generator, Sampler

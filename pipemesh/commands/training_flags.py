@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pipemesh.checkpoint import Manifest
@@ -35,12 +35,14 @@ from pipemesh.errors import (
     PlanError,
     ScheduleError,
 )
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.plan import Remat
 from pipemesh.plan.figures import FILE, Figures
 from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan, value_text
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
-from pipemesh.schedule.names import listing
-from pipemesh.text import bytes_of, bytes_text
+from pipemesh.schedule.names import NAMES, listing, parse
+from pipemesh.text import bytes_of, bytes_text, number
 from pipemesh.training.run import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE, console
 
 # The flag that changes each value of the plan.
@@ -54,6 +56,13 @@ OF_PLAN = {
     "lowering": "lowering",
     "compute_dtype": "compute_dtype",
     "allow_idle": "allow_idle",
+}
+# Checks of single values, before TensorFlow is loaded.
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "mesh": Mesh.from_text,
+    "layout": LayoutRules.from_text,
+    "schedule": parse,
+    "remat": Remat.from_text,
 }
 # What one program for all devices runs by, where nobody says otherwise.
 OF_SIMD = {"schedule": "gpipe", "remat": "full"}
@@ -88,13 +97,7 @@ CHOICE_FLAGS = grouped(
 def plan_flags(
     microbatches: str = "the model's", remat: str = "the model's", batch: str = "batch"
 ) -> tuple[Flag, ...]:
-    """Returns them, and the flags of workers.
-
-    Args:
-        microbatches: the default of `--num_microbatches`, in words.
-        remat: the default of `--remat`, in words.
-        batch: name of the dim of examples in layouts.
-    """
+    """Returns the flags of the plan and of workers; the arguments are words of their help."""
     devices = device_flags(
         None,
         None,
@@ -105,7 +108,10 @@ def plan_flags(
     )
     plan = (
         Flag(
-            "allow_idle", bool, help="Allow devices to idle along axes that nothing is split over."
+            "allow_idle",
+            bool,
+            help="Allow devices to idle: along axes that nothing is split over, or without a "
+            "stage.",
         ),
         Flag("num_microbatches", int, help=f"Microbatches a batch; default: {microbatches}."),
         Flag("plain", bool, False, help="Run without a pipeline, on one device, for comparison."),
@@ -146,43 +152,53 @@ def plan_flags(
 
 
 def plan_values() -> dict[str, str]:
-    """Returns the values of the plan that flags set, by names of `Plan.to_values`.
-
-    Raises:
-        FlagError: the number of microbatches is not positive.
-    """
+    """Returns the values of the plan that flags set, by names of `Plan.to_values`."""
     if FLAGS.num_microbatches is not None:
         check_number("num_microbatches", FLAGS.num_microbatches)
-    asked = {
+    values = {
         name: value_text(FLAGS.value(flag))
         for flag, name in OF_PLAN.items()
         if FLAGS.value(flag) is not None
     }
-    return OF_SIMD | asked if FLAGS.lowering == "simd" else asked
+    for name, parse_value in _PARSERS.items():
+        if name in values and not (name == "mesh" and is_auto()):
+            try:
+                parse_value(values[name])
+            except PipemeshError as error:
+                raise error_of(error, values) from error
+    return OF_SIMD | values if FLAGS.lowering == "simd" else values
+
+
+def check_trains() -> None:
+    """Checks that a stack of layers can train by `--schedule`."""
+    text = FLAGS.value("schedule")
+    if text is None:
+        return
+    try:
+        known = NAMES.get(parse(text, for_layers=True).name)
+    except ScheduleError as error:
+        raise FlagError(f"--schedule={text!r}: {error}") from error
+    if known is not None and not known.trains_layers:
+        why = "slices sequences, but layers take whole sequences"
+        if not known.trains:
+            why = "has no backward actions, so it trains nothing"
+        raise FlagError(f"--schedule={text!r} {why}; give one of {listing(for_layers=True)}")
 
 
 def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") -> FlagError:
-    """Converts an error of a plan to one that names the flag.
-
-    Args:
-        error: that `Plan.from_values` raised, or a check of the plan.
-        values: of the plan.
-        more: to be added.
-    """
-    told = f"{error}{more}"
+    """Converts an error of a plan with these values to one that names the flag."""
+    told = f"{error}{more}".replace("set allow_idle", "give --allow_idle")
     name = value_of(error) or "mesh"
     flag = next(flag for flag, own in OF_PLAN.items() if own == name)
     if told.startswith(f"{name}="):
         return FlagError(f"--{flag}{told.removeprefix(name)}")
+    # The value is said once.
+    told = told.removeprefix(f"{name} is {values[name]!r}; ")
     return FlagError(f"--{flag}={values[name]!r}: {told}")
 
 
 def value_of(error: PipemeshError) -> str | None:
-    """Returns the value of a plan that an error is about, by its name; None if it is not known.
-
-    Args:
-        error: of a plan, such as `remat is 'FULL'; ...`.
-    """
+    """Returns the value of a plan that an error is about, by its name; None if it is not known."""
     first = re.match(r"(?:the )?(\w+)", str(error))
     if first and first[1] in OF_PLAN.values():
         return first[1]
@@ -191,15 +207,7 @@ def value_of(error: PipemeshError) -> str | None:
 
 
 def check_plain(num_devices: int, compute_dtype: str | None) -> None:
-    """Checks what `--plain` goes with: there is nothing to cut, to order, to recompute or to time.
-
-    Args:
-        num_devices: of the plan's mesh.
-        compute_dtype: of the plan.
-
-    Raises:
-        FlagError: a flag asks for what a model without a pipeline has not.
-    """
+    """Refuses flags of pipelines with `--plain`."""
     there = [name for name in (*OF_PIPELINES, "trace_schedule") if FLAGS.is_given(name)]
     if there:
         raise FlagError(
@@ -235,10 +243,6 @@ def choose_plan(logdir: str) -> None:
 
     The best plans are benchmarked if that is requested. Other flags of the plan that are given
     stay. The chosen flags count as given from then on, so a resumed training has the same plan.
-
-    Raises:
-        FlagError: there is no such plan, or the flags do not go together.
-        PlanError: figures are malformed.
     """
     if not is_auto():
         return
@@ -256,12 +260,12 @@ def choose_plan(logdir: str) -> None:
     batch = _batch(figures, asked)
     trial = ""
     try:
-        if number := _trials(figures, batch, asked):
-            first = _fastest(logdir, devices, batch, fixed, number, asked)
+        if trials := _trials(figures, batch, asked):
+            first = _fastest(logdir, devices, batch, fixed, trials, asked)
             plan = Plan.from_values(first["plan"])
             # As the machine is now.
             best = dataclasses.replace(predict(plan, figures, batch), seconds=first["seconds"])
-            trial = f"{1e3 * first['trial']:.4g} ms a step in a trial, "
+            trial = f"{number(1e3 * first['trial'])} ms a step in a trial, "
         else:
             best = search(figures, SearchSpace(devices, batch, _memory(), fixed), count=1)[0]
     except PlanError as error:
@@ -277,23 +281,14 @@ def choose_plan(logdir: str) -> None:
     held = bytes_text(max(best.memory))
     print(
         f"chosen for {devices} devices: {told} ({trial}by forecast "
-        f"{1e3 * best.seconds:.4g} ms a step, bubble {best.bubble:.1%}, {held} a device; "
+        f"{number(1e3 * best.seconds)} ms a step, bubble {best.bubble:.1%}, {held} a device; "
         f"what binds: {best.binds})"
     )
     sys.stdout.flush()
 
 
 def check_memory(plan: Plan, logdir: str) -> None:
-    """Checks before the first step that a plan fits into `--device_memory`, if that is given.
-
-    Args:
-        plan: that is to be trained under.
-        logdir: the folder of the training.
-
-    Raises:
-        FlagError: it does not; the nearest one that does is named.
-        PlanError: nothing can be said of the plan.
-    """
+    """Checks before the first step that a plan fits into `--device_memory`, if that is given."""
     memory = _memory()
     if memory is None:
         return
@@ -312,17 +307,12 @@ def check_memory(plan: Plan, logdir: str) -> None:
         raise FlagError(f"{told}{error}") from error
     raise FlagError(
         f"{told}the nearest plan that fits is '{near.plan}', with "
-        f"{bytes_text(max(near.memory))} and {1e3 * near.seconds:.4g} ms a step"
+        f"{bytes_text(max(near.memory))} and {number(1e3 * near.seconds)} ms a step"
     )
 
 
 def choice_options() -> dict[str, Any]:
-    """Returns the options of a training that are set here.
-
-    Raises:
-        FlagError: a size of memory is none.
-        PlanError: there are no such figures, or they are malformed.
-    """
+    """Returns the options of a training that are set here."""
     if FLAGS.figures is not None:
         Figures.read(FLAGS.figures)
     return {"figures": FLAGS.figures, "device_memory": _memory()}
@@ -365,35 +355,31 @@ def _figures(logdir: str, devices: int, asked: str) -> Figures:
     path = FLAGS.figures or os.path.join(logdir, FILE)
     if FLAGS.figures is None and not os.path.exists(path):
         _measure(path, devices, asked)
-    try:
-        with open(path, encoding="utf-8") as file:
-            return Figures.from_json(file.read(), path)
-    except OSError as error:
-        raise FlagError(f"--figures={path!r} cannot be read ({error.strerror})") from error
+    return Figures.read(path)
 
 
 def _trials(figures: Figures, batch: int, asked: str) -> int:
     """Returns the number of plans to run steps of."""
-    number: int | None = FLAGS.plan_trials
-    if number is None:
+    trials: int | None = FLAGS.plan_trials
+    if trials is None:
         is_measured_here = FLAGS.figures is None and _is_registered()
         return TRIALS if is_measured_here and batch == figures.batch else 0
-    if number and not _is_registered():
+    if trials and not _is_registered():
         raise FlagError(
-            f"{asked}: --plan_trials={number} runs steps of a registered model, and "
+            f"{asked}: --plan_trials={trials} runs steps of a registered model, and "
             f"{FLAGS.model!r} is none; leave it out, or choose from what `pipemesh plan "
-            f"--model=package.module.Class --trials={number}` prints"
+            f"--model=package.module.Class --trials={trials}` prints"
         )
-    return number
+    return trials
 
 
 def _fastest(
-    logdir: str, devices: int, batch: int, fixed: Mapping[str, str], number: int, asked: str
+    logdir: str, devices: int, batch: int, fixed: Mapping[str, str], trials: int, asked: str
 ) -> dict[str, Any]:
     """Returns the plan with the shortest measured steps, as `pipemesh plan` writes it."""
     words = [
         FLAGS.figures or os.path.join(logdir, FILE),
-        f"--trials={number}",
+        f"--trials={trials}",
         f"--batch_size={batch}",
     ]
     words += [f"--fix={name}={value}" for name, value in fixed.items()]
@@ -473,11 +459,7 @@ OF_TRAINING = (*_OF_OPTIONS, "profile_steps")
 
 
 def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
-    """Returns them.
-
-    Args:
-        drawn: which batches are a part of all held-out ones, in words.
-    """
+    """Returns the flags of training; `drawn` describes the held-out batches that are evaluated."""
     return (
         *CHOICE_FLAGS,
         Flag(
@@ -575,11 +557,7 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
 
 
 def options() -> dict[str, Any]:
-    """Returns the `Options` that the flags give, but the log directory.
-
-    Raises:
-        FlagError: flags do not go together.
-    """
+    """Returns the `Options` that the flags give, but the log directory."""
     if 0 < FLAGS.find_learning_rate < _FEWEST_RATES:
         raise FlagError(
             f"--find_learning_rate={FLAGS.find_learning_rate}: too few to find a range; give "
@@ -597,11 +575,7 @@ def options() -> dict[str, Any]:
 
 
 def _profile_steps() -> tuple[int, int] | None:
-    """Returns the first and the last step to profile.
-
-    Raises:
-        FlagError: the steps are invalid.
-    """
+    """Returns the first and the last step to profile."""
     text = FLAGS.profile_steps
     if text is None:
         return None
@@ -625,11 +599,7 @@ def saved_flags() -> dict[str, Any]:
 
 
 def newest_note(logdir: str) -> tuple[str | None, Mapping[str, Any]]:
-    """Returns path and note of the newest checkpoint with a readable manifest, or None and {}.
-
-    Args:
-        logdir: the folder of a training.
-    """
+    """Returns path and note of the newest checkpoint with a readable manifest, or None and {}."""
     for step in reversed(steps_of(logdir)):
         path = path_of(logdir, step)
         # Whoever goes on from a damaged one says so.
@@ -642,18 +612,12 @@ def take_up(
     logdir: str,
     checkpoint: str | None = None,
     leave: Collection[str] = (),
-    tells: bool = True,
+    about: str | None = "resuming with saved flags",
 ) -> None:
-    """Takes flags that are not given from a checkpoint, and prints them.
+    """Takes flags that are not given from a checkpoint, and prints them after `about`.
 
-    Args:
-        logdir: the folder of the training.
-        checkpoint: path of the checkpoint; by default the newest of the folder.
-        leave: flags that the program does not use.
-        tells: prints what it took; a program that does not continues or scores texts.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+    `about` may have `{path}` of the checkpoint. It is None for a program that runs no steps: that
+    prints nothing, and has no `--mesh_shape=auto`.
     """
     if checkpoint:
         path, note = checkpoint, Manifest.read(checkpoint).note
@@ -665,10 +629,10 @@ def take_up(
         known.difference_update(OF_PIPELINES, ("mesh_shape", "layout"))
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = FLAGS.apply(kept, str(path))
-    if taken and tells:
-        words = " ".join(f"--{name}={value}" for name, value in taken.items())
-        print(f"resuming with saved flags: {words}")
-    if tells:
-        choose_plan(logdir)
-    else:
+    if about is None:
         refuse_auto("texts")
+        return
+    if taken:
+        words = " ".join(f"--{name}={value}" for name, value in taken.items())
+        print(f"{about.format(path=path)}: {words}")
+    choose_plan(logdir)

@@ -93,14 +93,7 @@ _again = False
 def device_flags(
     mesh_shape: str | None, layout: str | None, about_mesh: str, about_layout: str
 ) -> tuple[Flag, ...]:
-    """Returns the flags of devices.
-
-    Args:
-        mesh_shape: the default of `--mesh_shape`.
-        layout: the default of `--layout`.
-        about_mesh: the help of `--mesh_shape`.
-        about_layout: the help of `--layout`.
-    """
+    """Returns the flags of devices, with these defaults and help."""
     return (
         Flag("mesh_shape", default=mesh_shape, help=about_mesh),
         Flag("layout", default=layout, help=about_layout),
@@ -120,11 +113,7 @@ def device_flags(
 
 
 def device_type(num_devices: int) -> str:
-    """Returns `CPU` or `GPU`: the flag, or its default. Loads TensorFlow to find GPUs.
-
-    Args:
-        num_devices: devices of the mesh; 0 if they are not known.
-    """
+    """Returns `CPU` or `GPU`; it loads TensorFlow to find GPUs. The number is 0 if not known."""
     if FLAGS.device_type is None:
         import tensorflow as tf
 
@@ -146,11 +135,7 @@ def device_type(num_devices: int) -> str:
 
 
 def start_devices(mesh: Mesh, device_type: str) -> None:
-    """Starts TensorFlow with the devices of a mesh.
-
-    Raises:
-        FlagError: there are too few.
-    """
+    """Starts TensorFlow with the devices of a mesh."""
     import tensorflow as tf
 
     from pipemesh.backend.devices import start_cpu_devices
@@ -183,12 +168,7 @@ def accept_lingvo_flags() -> None:
 
 
 def start_tensorflow(mesh: Mesh, device_type: str) -> None:
-    """Starts TensorFlow with the devices of a mesh, or with workers, for a program that trains.
-
-    Raises:
-        FlagError: there are not as many.
-        DeviceError: a worker is not there.
-    """
+    """Starts TensorFlow with the devices of a mesh, or with workers, for a program that trains."""
     from absl import logging
 
     from pipemesh.backend.devices import prepare_graphs_quickly
@@ -202,15 +182,7 @@ def start_tensorflow(mesh: Mesh, device_type: str) -> None:
 
 
 def connect() -> bool:
-    """Connects this program to its workers, before TensorFlow's first operation.
-
-    Returns:
-        Whether there are any.
-
-    Raises:
-        FlagError: a flag is malformed, or workers do not go with another one.
-        DeviceError: a worker is not there.
-    """
+    """Connects to workers before TensorFlow's first operation; returns whether there are any."""
     for name in ("process", "listen"):
         if (value := FLAGS.value(name)) is not None:
             raise FlagError(f"--{name}={value}: {_REMOVED}")
@@ -260,16 +232,7 @@ def connect() -> bool:
 
 
 def fitting(plan: Plan, device_type: str, check: Callable[[Plan], object]) -> Plan:
-    """Returns the plan, or with --elastic one for the available workers, and prints the changes.
-
-    Args:
-        plan: what is asked for.
-        device_type: `CPU` or `GPU`.
-        check: raises a `PipemeshError` for a plan that the model cannot have.
-
-    Raises:
-        PlanError: no plan for so few devices goes with the rest of it.
-    """
+    """Returns the plan, or with --elastic one for the available workers, and prints the changes."""
     if not FLAGS.value("elastic"):
         return plan
     from pipemesh.backend.cluster import worker_devices
@@ -317,11 +280,7 @@ LAUNCH = Command(
 
 
 def launch(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        DeviceError: there is nothing to launch, or workers cannot be started.
-    """
+    """Runs the command; returns its exit code."""
     flags = parse(argv, LAUNCH)
     from pipemesh.hosts.processes import launch as launcher
 
@@ -358,11 +317,7 @@ WORKER = Command(
 
 
 def worker(argv: list[str]) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises:
-        DeviceError: it cannot listen there.
-    """
+    """Runs the command; returns its exit code."""
     flags = parse(argv, WORKER)
     # It loads TensorFlow, which announces itself.
     process.import_quietly()

@@ -108,12 +108,12 @@ def _announce(address: str, ip: str | None) -> None:
         (health,) = ask([own_address], _SECONDS_TO_START)
     if health.trouble:
         raise DeviceError(f"the worker on {address} {health.trouble}")
-    who = "by this machine alone"
+    who = "only programs on this machine can connect (--listen=ADDRESS lets others)"
     if ip is None or not is_loopback(ip):
-        who = "by everybody who reaches that address, without authentication"
+        who = "everybody who reaches that address can connect, without authentication"
         if ip is not None and (interface := interfaces_by_address().get(ip)):
-            who = f"through {socket.if_indextoname(interface)}, {who}"
-    processes.say(f"pipemesh worker: {address}, reached {who}; devices {', '.join(health.devices)}")
+            who = f"{who}, through {socket.if_indextoname(interface)}"
+    processes.say(f"pipemesh worker: {address}; {who}; devices {', '.join(health.devices)}")
 
 
 def _reached(listen: str) -> str:

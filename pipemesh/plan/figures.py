@@ -417,7 +417,10 @@ class Figures:
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
         except OSError as error:
-            raise PlanError(f"{path} cannot be read: {error.strerror}") from error
+            raise PlanError(
+                f"{path} cannot be read: {error.strerror}; give a file that `pipemesh plan "
+                "--model=package.module.Class --save=FILE` wrote"
+            ) from error
         return cls.from_json(text, path, rows)
 
     @classmethod

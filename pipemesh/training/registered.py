@@ -18,7 +18,7 @@ from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.layers.pipeline.stack_plan import PARAMS, num_places, set_plan, values_of
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
-from pipemesh.text import is_missing, nearest_text
+from pipemesh.text import is_missing, nearest, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
 from pipemesh.training.subject import Subject
 
@@ -121,6 +121,12 @@ class RegisteredModel(Subject):
             **_lines("input", self._input("Train")),
         }
 
+    def check_batch(self) -> None:
+        """Checks that the input's batch divides into the plan's microbatches, if it has a size."""
+        size = getattr(self._input("Train"), "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            self.plan.check_batch(size)
+
     def has_actions(self) -> bool:
         """Returns whether it has a pipeline whose actions are separate operations."""
         stacks = stacks_of(self._task)
@@ -203,7 +209,11 @@ def find_model(name: str) -> Any:
     base = base_model_params.SingleTaskModelParams
     if inspect.isclass(model) and issubclass(model, base):
         return model
-    known = [k for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base)]
+    models = {k: v for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, base)}
+    # Most classes that others derive from are no models.
+    bases = {parent for known in models.values() for parent in known.__mro__[1:]}
+    near = nearest(class_name, models)
+    known = [k for k, v in models.items() if k == near or v not in {base, *bases}]
     problem = f"has no {class_name!r}{nearest_text(class_name, known) or ', nor any other model'}"
     if model is not None:
         problem = f"has {class_name!r}, which is no class of lingvo's SingleTaskModelParams"
@@ -290,11 +300,24 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
         schedule: Any = values.get("schedule", first.schedule)
         own["mesh"] = str(first.mesh_shape or f"layers:{num_places(first, schedule)}")
     plan = Plan.from_values(own)
+    _check_no_idle_home(plan, stacks, values, name)
     for stack in stacks:
         set_plan(stack, plan, values)
         # The cluster carries both.
         stack.Set(mesh_shape=None, layout=None)
     return plan
+
+
+def _check_no_idle_home(
+    plan: Plan, stacks: Sequence[Any], values: Mapping[str, str], name: str
+) -> None:
+    """Checks that the stages need all of the mesh's indices along `layers`."""
+    needed = max(num_places(stack, values.get("schedule", stack.schedule)) for stack in stacks)
+    if plan.mesh.num_stages > needed and not plan.allow_idle:
+        raise PlanError(
+            f"mesh={plan.mesh}: the stages of {name} need {needed} along the axis 'layers', so "
+            f"other devices would idle; use layers:{needed}, or set allow_idle"
+        )
 
 
 def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from pipemesh.plan.figures import Figures
 from tests.benchmarks.conftest import BENCHMARKS
 
 # Flags of the smallest size; None for what needs more than this machine has, with the reason.
@@ -38,6 +39,18 @@ SMALLEST = {
 def test_every_benchmark_is_here():
     folders = {path.parent.name for path in BENCHMARKS.glob("*/README.md")}
     assert set(SMALLEST) == folders
+
+
+def test_kept_figures_are_those_of_the_tables():
+    """`run.py` without flags failed, as its figures were not in the repository."""
+    figures = Figures.read(BENCHMARKS / "scale" / "figures.json")
+    told = (BENCHMARKS / "scale" / "README.md").read_text(encoding="utf-8")
+    for name, layer in zip(
+        ("embedding", "block", "softmax"), [*figures.layers[:2], figures.layers[-1]], strict=True
+    ):
+        forward, backward = (f"{layer.takes(kind, 1):.3f} s" for kind in "FB")
+        weights = f"{layer.parameter_bytes / 1e6:.0f} MB"
+        assert f"| {name} | {forward} | {backward} | {weights} |" in told
 
 
 @pytest.mark.exhaustive

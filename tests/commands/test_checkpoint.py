@@ -21,7 +21,20 @@ def saved(tmp_path):
     }
     saver = Checkpoints(str(tmp_path / "run"), state)
     (tmp_path / "run").mkdir()
-    first = saver.save(3, {"plan": {"mesh": "layers:2", "layout": ""}, "vocabulary": "x" * 99})
+    first = saver.save(
+        3,
+        {
+            "plan": {"mesh": "layers:2", "layout": "", "allow_idle": "false"},
+            "flags": {"steps": 3, "seed": 7},
+            "settings": {f"task.{number}": "none" for number in range(600)},
+            "data": {"train": "abc", "heldout": ""},
+            "vocabulary": "x" * 99,
+            "skip": 0,
+            "judged": 0,
+            "best": [None, 0],
+            "evaluated_by": "models.lm",
+        },
+    )
     state["global_step"].assign(4)
     state["lm/d0/cell_000/w/var"].assign_add([[0.0, 0.0], [0.0, 3.0]])
     return first, saver.save(4, {}, score=2.5)
@@ -35,9 +48,12 @@ def said(capsys, *arguments, code=0):
 
 def test_inspect(saved, capsys):
     lines = said(capsys, "inspect", saved[0]).splitlines()
-    assert lines[:4] == [
+    assert lines[:7] == [
         f"{saved[0]}: step 3",
-        "plan: mesh layers:2, layout none",
+        "plan: mesh=layers:2",
+        "flags: --steps=3 --seed=7",
+        f"settings: 600 values, in {saved[0]}.manifest",
+        "data: train abc, heldout none",
         "vocabulary: (99 characters)",
         "name                       shape   dtype    bytes",
     ]
@@ -59,6 +75,9 @@ def test_inspect_names_damaged_files(saved, capsys):
     capsys.readouterr()
     told = said(capsys, "inspect", saved[0], "--verify", code=2)
     assert f"error: {saved[0]} is damaged: {saved[0]}.data-00000-* cannot be read" in told
+    assert told.endswith(
+        "; use another checkpoint of its folder, or put a whole copy of its files there\n"
+    )
 
 
 def test_diff(saved, capsys):

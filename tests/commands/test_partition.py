@@ -43,7 +43,7 @@ def test_memory_with_units(layers, capsys):
     words = ["--device_memory", "16GB", "--num_microbatches", "8", "--schedule", "one_f_one_b"]
     assert main(["partition", layers, "--stages", "3", *words]) == 0
     out = capsys.readouterr().out
-    assert "bound by memory_limit" in out
+    assert "bound by --device_memory" in out
     assert "of 14.9 GiB" in out
 
 
@@ -62,6 +62,7 @@ def test_compare_and_plot(layers, capsys, tmp_path):
     picture = tmp_path / "out.svg"
     assert main(["partition", layers, "--stages", "4", "--compare", "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
+    assert out.endswith(f"\nwrote {picture}\n")
     assert "exact: layers" in out
     assert "uniform: layers" in out
     assert picture.read_text().count(">bottleneck") == 3
@@ -110,7 +111,7 @@ def test_schedules_that_only_a_table_tells_of_are_simulated(layers, capsys, tmp_
         ),
         (
             ["LAYERS", "--stages", "2", "--device_memory", "1GiB", "--num_microbatches", "2"],
-            "memory_limit is too tight",
+            "--device_memory is too tight",
         ),
     ],
 )

@@ -50,6 +50,8 @@ def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
     assert best.mesh.num_stages == 4
     seconds = [each["seconds"] for each in values]
     assert seconds == sorted(seconds)
+    parts = told[told.index("milliseconds of a step, by part") + 1 :]
+    assert parts[0].split()[:2] == ["plan", "compute"] and parts[1].startswith(f"{best} ")
     first = told[2].split()
     assert first[0] == "layers:4" and float(first[6]) == pytest.approx(1e3 * seconds[0], rel=1e-3)
     assert first[-1] == values[0]["binds"]
@@ -69,7 +71,10 @@ def test_memory_limits_what_is_found(figures, tmp_path, capsys):
     [
         (["--devices", "2"], "give either --model"),
         (["FIGURES", "--model", "a.B", "--devices", "2"], "give either --model"),
-        (["none.json", "--devices", "2"], "none.json cannot be read"),
+        (
+            ["none.json", "--devices", "2"],
+            "none.json cannot be read: No such file or directory; give a file that `pipemesh plan",
+        ),
         (["FIGURES", "--devices", "2", "--save", "x"], "--save is for what is measured"),
         (["FIGURES", "--devices", "2", "--trials", "3"], "give --model=package.module.Class"),
         (["FIGURES", "--devices", "2", "--trials", "-1"], "--trials is -1"),

@@ -8,7 +8,7 @@ import pytest
 from models.digits.data import load_digits
 from pipemesh.commands.runs import without_effect
 from pipemesh.training import Options
-from tests.commands.program import done, refused
+from tests.commands.program import done, refused, without_tensorflow
 
 MODEL = "--model=models.digits.params.DigitsPlain"
 
@@ -50,22 +50,38 @@ def test_another_plan_is_told_and_judges_alike(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["train"], "cannot tell which model to use; pass --model=package.module.Class"),
-        (["train", "--model=no.such.Model"], "there is no module 'no'"),
-        (["train", MODEL, "--step=3"], "unknown flag --step; did you mean --steps?"),
-        (["train", MODEL, "--mesh_shape=layers:2"], "has no PipeliningLayer"),
-        (["train", MODEL, "--mesh_shape=2"], "--mesh_shape='2': '2' in mesh shape '2' is not"),
-        (["train", MODEL, "--plain", "--num_microbatches=2"], "num_microbatches"),
-        (["train", MODEL, "--trace_schedule"], "no pipeline of single actions to time"),
-        (["evaluate"], "cannot tell which model to use"),
-        (["evaluate", "--logdir=/no/such/run", "--eval-batches=2"], "--eval_batches is for"),
-        (["evaluate", "--logdir=/no/such/run"], "has no checkpoint; train first"),
+        ([MODEL, "--mesh_shape=layers:2"], "has no PipeliningLayer"),
+        ([MODEL, "--trace_schedule"], "no pipeline of single actions to time"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(words, told, tmp_path):
-    if words[0] == "train" and len(words) > 1:
-        words = [*words, f"--logdir={tmp_path}"]
-    assert told in refused(*words)
+def test_what_a_model_lacks_is_one_line(words, told, tmp_path):
+    assert told in refused("train", *words, f"--logdir={tmp_path}")
+
+
+NAMES = "gpipe, 1f1b (or one_f_one_b), interleaved:V"
+REFUSED = [
+    (["train"], "cannot tell which model to use; pass --model=package.module.Class"),
+    (["train", MODEL, "--step=3"], "unknown flag --step; did you mean --steps?"),
+    (["train", MODEL, "--mesh_shape=2"], "--mesh_shape='2': '2' in mesh shape '2' is not"),
+    (["train", MODEL, "--plain", "--num_microbatches=2"], "--num_microbatches"),
+    (["train", MODEL, "--num_microbatches=0"], "--num_microbatches=0: it must be above 0"),
+    (["train", MODEL, "--remat=some"], "error: --remat='some': 'some' is no policy; "),
+    # It was found in the first step, or offered names of the same kind.
+    (["train", MODEL, "--schedule=forward_only"], f"it trains nothing; give one of {NAMES}"),
+    (["train", MODEL, "--schedule=decode:4"], f"it trains nothing; give one of {NAMES}"),
+    (["train", MODEL, "--schedule=1f1bb"], f"did you mean '1f1b'? there are {NAMES}"),
+    (["evaluate"], "cannot tell which model to use"),
+    (["evaluate", "--logdir=/no/such/run", "--eval-batches=2"], "--eval_batches is for training"),
+    (["evaluate", "--logdir=/no/such/run", "--elastic"], "--elastic is for training"),
+    (["evaluate", "--logdir=/no/such/run"], "has no checkpoint; train first"),
+]
+
+
+def test_what_cannot_be_had_is_one_line_without_tensorflow():
+    answers = without_tensorflow(*(words for words, _ in REFUSED))
+    for (words, told), (code, out, err) in zip(REFUSED, answers, strict=True):
+        assert (code, out, err.count("\n")) == (2, "", 1), (words, err)
+        assert told in err and "forward_only:V" not in err, words
 
 
 @pytest.mark.slow

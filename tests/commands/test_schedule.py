@@ -32,7 +32,7 @@ def test_the_issues_own_example(capsys):
     out = capsys.readouterr().out
     assert "zb_h1: 4 devices, 4 stages, 8 microbatches" in out
     assert "device 3 |            3F0 3I0 3F1" in out
-    assert "makespan 27, bubble 3 (11.1%), largest own-span bubble 3, peak activations 4" in out
+    assert "makespan 27, bubble 11.1% (at most 3 a device), own-span bubble at most 3, " in out
     assert "\x1b" not in out
 
 
@@ -181,7 +181,7 @@ def test_text_keeps_the_costs_and_csv_says_that_it_has_none(tmp_path, capsys):
 def test_round_off_is_no_bubble(capsys):
     words = ("--devices", "1", "--num_microbatches", "8", "--costs", "f=0.1,b=0.3")
     assert run("--name", "1f1b", *words) == 0
-    assert "bubble 0 (0.0%), largest own-span bubble 0," in capsys.readouterr().out
+    assert "bubble 0.0% (at most 0 a device), own-span bubble at most 0," in capsys.readouterr().out
 
 
 def test_every_training_schedule_has_a_row_and_does_the_same_work():

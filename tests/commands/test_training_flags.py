@@ -9,7 +9,7 @@ from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan, predict
 from pipemesh.plan.figures import Figures, figures_of_costs
 from pipemesh.plan.search import SearchSpace, search
-from tests.commands.program import done, refused
+from tests.commands.program import done, refused, without_tensorflow
 
 MODEL = "--model=tests.training.small_models.PlannedPoints"
 
@@ -58,10 +58,8 @@ def test_of_the_best_plans_steps_are_run_if_that_is_asked_for(tmp_path, figures)
     assert "held out at step 1" in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
+def test_what_cannot_be_chosen_is_one_line_without_tensorflow(tmp_path, figures):
+    refusals = [
         (["--mesh_shape=auto:x"], "must be auto, or auto:N for N devices"),
         (["--mesh_shape=auto:2", "--plain"], "--plain computes on one device"),
         (["--mesh_shape=auto:2", "--lowering=simd"], "forecasts are of --lowering=placement"),
@@ -69,16 +67,25 @@ def test_of_the_best_plans_steps_are_run_if_that_is_asked_for(tmp_path, figures)
         (["--mesh_shape=auto:2", "--device_memory=7GiBB"], "--device_memory: '7GiBB' has the unit"),
         (["--mesh_shape=auto:2", "--device_memory=10"], "no plan fits into 10 bytes a device"),
         (["--mesh_shape=auto:2", "--schedule=1f1c"], "schedule"),
-        (["--mesh_shape=layers:2", "--figures=x"], "x cannot be read: No such file"),
-        (["--mesh_shape=layers:2", "--device_memory=10", "FIGURES"], "no plan fits into 10 bytes"),
+    ]
+    begin = ["train", MODEL, f"--figures={figures[1]}", f"--logdir={tmp_path / 'run'}"]
+    answers = without_tensorflow(*([*begin, *words] for words, _ in refusals))
+    for (words, told), (code, _, err) in zip(refusals, answers, strict=True):
+        assert (code, err.count("\n")) == (2, 1) and told in err, (words, err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--figures=x"], "x cannot be read: No such file"),
+        (["--device_memory=10", "FIGURES"], "no plan fits into 10 bytes"),
     ],
 )
-def test_what_cannot_be_chosen_is_one_line(tmp_path, figures, words, told):
-    _, path = figures
-    if words[0].startswith("--mesh_shape=auto"):
-        words = [*words, "FIGURES"]
-    words = [f"--figures={path}" if word == "FIGURES" else word for word in words]
-    assert told in refused("train", MODEL, *words, f"--logdir={tmp_path / 'run'}")
+def test_figures_and_memory_of_a_mesh_are_checked(tmp_path, figures, words, told):
+    words = [f"--figures={figures[1]}" if word == "FIGURES" else word for word in words]
+    logdir = f"--logdir={tmp_path / 'run'}"
+    assert told in refused("train", MODEL, "--mesh_shape=layers:2", *words, logdir)
 
 
 @pytest.mark.slow

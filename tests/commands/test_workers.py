@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from pipemesh.commands.flags import FLAGS
-from pipemesh.commands.workers import HOST_FLAGS, device_flags, device_type
+from pipemesh.commands.flags import FLAGS, FlagError
+from pipemesh.commands.workers import HOST_FLAGS, device_flags, device_type, start_devices
+from pipemesh.mesh import Mesh
 
 
 @pytest.mark.parametrize(
@@ -20,3 +21,15 @@ def test_gpus_are_taken_where_no_workers_are_named(monkeypatch, cluster, config,
     FLAGS.set("cluster", cluster)
     monkeypatch.setattr("tensorflow.config.list_physical_devices", lambda kind: ["GPU:0", "GPU:1"])
     assert device_type(2) == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "told"),
+    [
+        ("GPU", 99, "needs 99 GPUs, but .*use a smaller mesh or --device_type=CPU"),
+        ("CPU", 65, "at most 64 logical"),
+    ],
+)
+def test_too_few_devices_are_refused(kind, count, told):
+    with pytest.raises(FlagError, match=told):
+        start_devices(Mesh.from_text(f"layers:{count}"), kind)

@@ -62,4 +62,5 @@ def test_a_worker_on_a_busy_machine_asks_itself_again(monkeypatch, capfd):
     answers = [Health(trouble="has not answered for 0 s"), Health(("CPU:0",), 7)]
     monkeypatch.setattr(health, "ask", lambda *_: [answers.pop(0)])
     worker._announce("127.0.0.1:2222", "127.0.0.1")
-    assert "reached by this machine alone; devices CPU:0" in capfd.readouterr().err
+    told = "only programs on this machine can connect (--listen=ADDRESS lets others); devices CPU:0"
+    assert told in capfd.readouterr().err

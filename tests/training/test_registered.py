@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from models.digits.params import DigitsPipelined
 from pipemesh.errors import DataError, NotFiniteError, PlanError, TrainingError
 from pipemesh.layers import DatasetInput
 from pipemesh.recurrent import Selective
@@ -139,6 +140,25 @@ def test_a_model_that_is_none_is_told(name, told):
 def test_a_plan_that_a_model_cannot_have_is_an_error(name, values, told):
     with pytest.raises(PlanError, match=told):
         subject(name, values)
+
+
+def test_homes_without_a_stage_are_an_error_unless_they_are_allowed():
+    """It was a warning of Python's, and the other devices idled."""
+    values = {"mesh": "layers:4"}
+    with pytest.raises(PlanError, match=r"^mesh=layers:4: .* need 2 .*; use layers:2, or"):
+        subject("StagedPoints", values)
+    assert subject("StagedPoints", values | {"allow_idle": "true"}).plan.mesh.num_stages == 4
+
+
+def test_a_batch_that_does_not_divide_is_found_before_the_model_is_made():
+    model = RegisteredModel(DigitsPipelined(), "Digits", {"num_microbatches": "7"})
+    with pytest.raises(PlanError, match="a batch of 64 does not divide into 7 microbatches"):
+        model.check_batch()
+
+
+def test_only_models_are_offered():
+    with pytest.raises(TrainingError, match=r"known: 'DigitsPlain', 'DigitsPipelined'$"):
+        find_model("models.digits.params.Nothing")
 
 
 def test_a_dataset_that_is_not_there_is_an_error():

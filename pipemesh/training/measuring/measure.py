@@ -23,6 +23,7 @@ from pipemesh.plan.figures import PLAIN, Curve, Figures, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule
+from pipemesh.text import count_text
 from pipemesh.training.measuring.timed_step import (
     ROUNDS,
     ActionTimes,
@@ -40,6 +41,12 @@ SPLIT = ("heads", "d_ff", "vocab", "experts")
 AXIS = "model"
 # Microbatches of a step: more than one, as first actions differ from later ones.
 _MICROBATCHES = 2
+# Actions that are timed together, for progress lines.
+_NAMES = {
+    "B": "forward and backward",
+    "IW": "forward, input and weight gradients",
+    "RB": "forward, recomputation and backward",
+}
 
 Make = Callable[[Plan], Subject]
 """A model under a plan."""
@@ -65,9 +72,9 @@ class MeasuredLayers:
         cases = [("B", size) for size in rows] + [("IW", middle), ("RB", middle)]
         steps: list[TimedStep] = []
         for kinds, size in cases:
-            say(f"{number} layers, {size} rows, F{kinds}")
+            say(f"{number} layers, {count_text(size, 'row')} a microbatch, {_NAMES[kinds]}")
             steps.append(_step(make, batch, number, kinds, size))
-        say(f"{number} layers as one, {rows[0]} rows")
+        say(f"{number} layers as one stage, {count_text(rows[0], 'row')} a microbatch")
         whole = _step(make, batch, 1, "B", rows[0], number)
         sizes = [size for _, size in cases]
         alone = times_of(steps, sizes, number, whole)
@@ -90,7 +97,7 @@ class MeasuredLayers:
         shared: Sequence[StageMemory] = ()
         slices = math.gcd(*(size for layer_dims in dims for size in layer_dims.values()))
         if self.rules and devices > 1 and slices % 2 == 0:
-            say(f"{number} layers on two devices, {middle} rows")
+            say(f"{number} layers on two devices, {count_text(middle, 'row')} a microbatch")
             on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
             shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
         variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()

@@ -39,10 +39,11 @@ def start_cold(*flags, code=None):
     return open_process([sys.executable, *program, *SMALL, *flags])
 
 
-def open_process(command):
-    """A process in the root of the project, whose streams are read."""
+def open_process(command, **streams):
+    """A process whose streams are read."""
     return subprocess.Popen(
         command,
+        **streams,
         # As from a shell, not with the log level of the tests.
         env={k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"},
         stdout=subprocess.PIPE,
@@ -51,10 +52,10 @@ def open_process(command):
     )
 
 
-def finish(process):
-    """The process's exit code, and what it wrote to stdout and stderr."""
+def finish(process, text=None):
+    """The process's exit code, and what it wrote to stdout and stderr; it reads a text."""
     try:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(text, timeout=240)
     finally:
         process.kill()
     return process.returncode, out, err

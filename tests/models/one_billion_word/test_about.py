@@ -147,6 +147,8 @@ def test_the_ends_of_the_scale():
     assert math.isnan(metrics.ratio(1.0, 0.0))
     assert math.isnan(metrics.perplexity(1.0, 0))
     assert metrics.perplexity(1e6, 1) == math.inf
+    # At the beginning perplexities are large; they were written as 4.4e+05.
+    assert str(Score(nats=130.0, tokens=20, words=10, bytes=99)).endswith("442,413 a word")
     assert math.isnan(metrics.perplexity(math.nan, 1))
 
 

@@ -223,66 +223,77 @@ def test_tensorflow_alone_serves_what_is_exported(tmp_path, logdir):
         assert why in told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ([], "the folder to write to is missing; give --to=FOLDER"),
-        (["--to=/proc"], "--to='/proc' is there already; give a new or an empty folder"),
-        (["--to=x", "--mesh_shape=layers:2"], "--mesh_shape has no effect, since a model is"),
-        (["--to=x", "--length=33"], "--length=33: the model has 32 at most; give fewer"),
-    ],
-)
-def test_what_cannot_be_exported_is_one_line(logdir, flags, told):
-    code, out, err = run(f"--logdir={logdir}", *flags, command="export")
-    assert (code, out) == (2, "") and told in err
+REFUSED = [
+    (["export"], "the folder to write to is missing; give --to=FOLDER"),
+    (["export", "--to=/proc"], "--to='/proc' is there already; give a new or an empty folder"),
+    (["export", "--to=x", "--mesh_shape=layers:2"], "--mesh_shape has no effect, since a model is"),
+    (["score"], "no text to be scored; give either --prompt or --file"),
+    (["score", "--prompt=a", "--max_tokens=3"], "unknown flag --max_tokens"),
+    (["decode"], "no text to be continued; give either --prompt or --file"),
+    (["decode", "--prompt=a", "--file=b"], "give either --prompt or --file"),
+    (["decode", "--prompt="], "--prompt='' is empty; give some text"),
+    (["decode", "--prompt=a", "--max_tokens=0"], "max_tokens"),
+    (
+        ["decode", "--prompt=a", "--beams=2", "--top_k=4"],
+        "--beams searches and --top_k is for drawing",
+    ),
+    (["decode", "--prompt=a", "--beams=2", "--stream"], "--stream prints text as it comes"),
+    (
+        ["decode", "--prompt=a", "--length_penalty=2"],
+        "--length_penalty is for a search; give --beams",
+    ),
+    (["decode", "--prompt=a", "--top_k=4"], "are for drawing; give a temperature above 0"),
+    (["decode", "--prompt=a", "--schedule=gpipe"], "--schedule is for training; leave it out"),
+    (["decode", "--prompt=a", "--learning_rate=1"], "--learning_rate is for training; leave it"),
+    (
+        ["decode", "--prompt=a", "--vocab_size=500"],
+        "checkpoint of another model (vocab_size 400 -> 500",
+    ),
+    (["decode", "--prompt=a", "--mesh_shape=layers:9"], "at most 4 stages"),
+    (["decode", "--file=/no/such/file"], "--file='/no/such/file' cannot be read"),
+    (["decode", "--file=/dev/null"], "--file='/dev/null' is empty; give a text a line"),
+    (["decode", "--prompt=a", "--checkpoint=/no/such"], "there is no checkpoint /no/such"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ([], "no text to be scored; give either --prompt or --file"),
-        (["--prompt=" + "word " * 60], "tokens to be scored, which exceeds the model's 32"),
-        (["--prompt=a", "--max_tokens=3"], "unknown flag --max_tokens"),
-    ],
-)
-def test_what_cannot_be_scored_is_one_line(logdir, flags, told):
-    code, out, err = run(f"--logdir={logdir}", *flags, command="score")
-    lines = [line for line in err.splitlines() if not line.endswith(" s")]
-    assert (code, out, len(lines)) == (2, "", 1), err
-    assert told in lines[0]
+def test_what_cannot_be_had_is_one_line_without_tensorflow(logdir):
+    lines = [[command, f"--logdir={logdir}", *flags] for (command, *flags), _ in REFUSED]
+    answers = program.without_tensorflow(*lines, ["decode"], layers=2)
+    wanted = [*REFUSED, (["decode"], "no training is named; give the --logdir of one")]
+    for (words, told), (code, out, err) in zip(wanted, answers, strict=True):
+        assert (code, out, err.count("\n")) == (2, "", 1), (words, err)
+        assert told in err, words
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("words", "told"),
     [
-        ([], "no text to be continued; give either --prompt or --file"),
-        (["--prompt=a", "--file=b"], "give either --prompt or --file"),
-        (["--prompt="], "--prompt='' is empty; give some text"),
-        (["--prompt=a " + "word " * 60], "tokens, with 24 more it exceeds the model's 32; give a"),
-        (["--prompt=a", "--max_tokens=0"], "max_tokens"),
-        (["--prompt=a", "--beams=2", "--top_k=4"], "--beams searches and --top_k is for drawing"),
-        (["--prompt=a", "--beams=2", "--stream"], "--stream prints text as it comes"),
-        (["--prompt=a", "--length_penalty=2"], "--length_penalty is for a search; give --beams"),
-        (["--prompt=a", "--beams=900"], "900 beams look at 1800 tokens, but there are 400"),
-        (["--prompt=a", "--top_k=4"], "are for drawing; give a temperature above 0"),
-        (["--prompt=a", "--schedule=gpipe"], "--schedule is for training; leave it out"),
-        (["--prompt=a", "--learning_rate=1"], "--learning_rate is for training; leave it out"),
         (
-            "--prompt=a --lowering=simd --mesh_shape=data:2 --layout=batch:data --rows=3".split(),
+            ["decode", "--prompt=a " + "word " * 60],
+            "tokens, with 24 more it exceeds the model's 32; give a",
+        ),
+        (
+            ["decode", "--prompt=a", "--beams=900"],
+            "900 beams look at 1800 tokens, but there are 400",
+        ),
+        (
+            [
+                *("decode", "--prompt=a", "--lowering=simd", "--mesh_shape=data:2"),
+                *("--layout=batch:data", "--rows=3"),
+            ],
             "--rows=3: as one program for all devices it is split 2 ways; give a multiple of 2",
         ),
-        (["--prompt=a", "--vocab_size=500"], "checkpoint of another model (vocab_size 400 -> 500"),
-        (["--prompt=a", "--mesh_shape=layers:9"], "at most 4 stages"),
-        (["--file=/no/such/file"], "--file='/no/such/file' cannot be read"),
-        (["--file=/dev/null"], "--file='/dev/null' is empty; give a text a line"),
-        (["--prompt=a", "--checkpoint=/no/such"], "there is no checkpoint /no/such"),
+        (
+            ["score", "--prompt=" + "word " * 60],
+            "tokens to be scored, which exceeds the model's 32",
+        ),
+        (["export", "--to=x", "--length=33"], "--length=33: the model has 32 at most; give fewer"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(logdir, flags, told):
-    code, out, err = run(f"--logdir={logdir}", *flags)
+def test_what_the_model_lacks_is_one_line(logdir, words, told):
+    code, out, err = run(f"--logdir={logdir}", *words[1:], command=words[0])
     lines = [line for line in err.splitlines() if not line.endswith(" s")]
     assert (code, out, len(lines)) == (2, "", 1), err
     assert told in lines[0]
@@ -303,42 +314,32 @@ def test_output_that_nobody_reads_ends_the_program(logdir):
 
 @pytest.mark.slow
 def test_a_model_that_continues_no_text_is_told_so(tmp_path):
-    assert "no training is named; give the --logdir of one" in program.refused("decode")
     model = "--model=models.digits.params.DigitsPlain"
     program.done("train", model, "--steps=1", f"--logdir={tmp_path}")
     line = program.refused("decode", f"--logdir={tmp_path}", "--prompt=a")
     assert "of models.digits.params.DigitsPlain, which says nothing of decoding" in line
 
 
-_OF_TRAINING = ("--steps", "--early_stop", "--keep_best", "--find_learning_rate")
+_OF_TRAINING = ("--steps", "--early_stop", "--keep_best", "--find_learning_rate", "--elastic")
 
 
-@pytest.mark.parametrize(
-    ("command", "has", "lacks"),
-    [
-        ("train", ["model and files", "plan", "--model", "--steps", "--early_stop"], ["--prompt"]),
-        ("evaluate", ["--logdir", "--mesh_shape", "--dataset", "--cluster"], _OF_TRAINING),
-        ("predict", ["--logdir", "--mesh_shape", "--dataset", "--cluster"], _OF_TRAINING),
-        ("decode", ["required", "--beams", "--checkpoint", "--lowering"], _OF_TRAINING),
-        ("score", ["required", "--format", "--checkpoint", "--device_type"], _OF_TRAINING),
-        ("export", ["required", "--to", "--checkpoint"], [*_OF_TRAINING, "--mesh_shape"]),
-    ],
-)
-def test_help_lists_what_a_command_takes(command, has, lacks):
-    done = subprocess.run(
-        [sys.executable, "-c", program.WITHOUT_TENSORFLOW, command, "--help"],
-        **{"capture_output": True, "text": True, "timeout": 60, "check": False},
-    )
-    assert done.returncode == 0, done.stderr
-    words = set(re.findall(r"^([a-z ]+):$|^  (?:-\w, )?(--\w+)", done.stdout, re.MULTILINE))
-    words = {title or flag for title, flag in words}
-    assert words.issuperset(has) and words.isdisjoint(lacks), done.stdout
-    if "required" in has:
-        assert "\nrequired:\n  --logdir" in done.stdout.partition("\nplan:")[0]
+HELP = [
+    ("train", ["model and files", "plan", "--model", "--steps", "--early_stop"], ["--prompt"]),
+    ("evaluate", ["--logdir", "--mesh_shape", "--dataset", "--cluster"], _OF_TRAINING),
+    ("predict", ["--logdir", "--mesh_shape", "--dataset", "--cluster"], _OF_TRAINING),
+    ("decode", ["required", "--beams", "--checkpoint", "--lowering"], _OF_TRAINING),
+    ("score", ["required", "--format", "--checkpoint", "--device_type"], _OF_TRAINING),
+    ("export", ["required", "--to", "--checkpoint"], [*_OF_TRAINING, "--mesh_shape"]),
+    ("lm decode", ["--beams", "--checkpoint", "--mesh_shape"], ()),
+]
 
 
-def test_help_of_the_module_has_all_flags():
-    command = [sys.executable, "-m", "models.one_billion_word.decode", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    for flag in ("--beams", "--checkpoint", "--mesh_shape"):
-        assert f"  {flag}=" in done.stdout
+def test_help_lists_what_a_command_takes():
+    answers = program.without_tensorflow(*([command, "--help"] for command, *_ in HELP))
+    for (command, has, lacks), (code, out, err) in zip(HELP, answers, strict=True):
+        assert (code, err) == (0, ""), command
+        words = set(re.findall(r"^([a-z ]+):$|^  (?:-\w, )?(--\w+)", out, re.MULTILINE))
+        words = {title or flag for title, flag in words}
+        assert words.issuperset(has) and words.isdisjoint(lacks), out
+        if "required" in has:
+            assert "\nrequired:\n  --logdir" in out.partition("\nplan:")[0]

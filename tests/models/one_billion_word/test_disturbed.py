@@ -24,11 +24,10 @@ from tests.models.one_billion_word.disturbed import (
     told,
     wait_until,
 )
-from tests.models.one_billion_word.program import SMALLER, finish, run, start, start_cold
+from tests.models.one_billion_word.program import finish, run, start
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
     begun,
-    summaries,
     weights,
 )
 
@@ -216,24 +215,10 @@ def test_what_is_only_reported_may_fail_to_be_written(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_log_directory_that_is_none_is_refused_before_anything_is_done(tmp_path):
-    (tmp_path / "file").write_text("of somebody else")
-    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
-    for name, why in (
-        ("file", "is a file; give a folder"),
-        ("link", "is a link to nothing; give a folder"),
-        ("file/below", "cannot be written to (Not a directory); give another"),
-    ):
-        line = refused(tmp_path / name, cold=True)
-        assert line == f"logdir='{tmp_path / name}' {why}"
-    assert (tmp_path / "file").read_text() == "of somebody else"
-
-
-@pytest.mark.slow
 def test_a_log_directory_without_permission_is_refused_and_left_alone(undisturbed, tmp_path):
     logdir = begun(undisturbed, 3, tmp_path / "run")
     for mode, why in (
-        (0o500, f"logdir='{logdir}' cannot be written to ({DENIED}); give another"),
+        (0o500, f"--logdir='{logdir}' cannot be written to ({DENIED}); give another"),
         (0o000, f"[Errno 13] {DENIED}: '{logdir}'"),
     ):
         logdir.chmod(mode)
@@ -248,7 +233,7 @@ def test_checkpoints_on_a_disk_that_is_read_only_are_left_alone(mount, undisturb
     make_writable = make_read_only(logdir, mount)
     for path in (logdir, logdir / "below"):
         line = refused(path, cold=True)
-        assert line == f"logdir='{path}' cannot be written to ({READ_ONLY}); give another"
+        assert line == f"--logdir='{path}' cannot be written to ({READ_ONLY}); give another"
     assert_kept(logdir, 3, undisturbed)
     make_writable()
     assert_goes_on(logdir, 3, undisturbed)
@@ -295,7 +280,6 @@ def test_standard_output_on_a_full_disk_is_told_once_and_training_goes_on(
     told = "standard output is closed (No space left on device); going on"
     assert err.count(told) == 1 and "Error" not in err
     assert_kept(logdir, 3, undisturbed)
-    assert_goes_on(logdir, 3, undisturbed)
 
 
 @pytest.mark.slow
@@ -317,23 +301,13 @@ def test_all_three_streams_closed_from_the_beginning(undisturbed, tmp_path):
     assert finish(begin(logdir, steps=3, cold=True, wrap=closed)) == (0, "", "")
     assert_kept(logdir, 3, undisturbed)
     assert finish(begin(logdir, "--steps=x", cold=True, wrap=closed)) == (2, "", "")
-    assert_goes_on(logdir, 3, undisturbed)
 
 
-FLAGS = ["--mesh_shape=layers:2;data:2", "--layout=batch:data", "--save_every=1"]
+SPLIT = ["--mesh_shape=layers:2;data:2", "--layout=batch:data", "--save_every=1"]
 NUM_STEPS = 60
-# How long a life may be: it ends while TensorFlow is loaded, while the graph is built, or later,
-# when something is being saved nearly all the time.
+# How long a life may be: it ends while the graph is built, or later, when something is being saved
+# nearly all the time.
 SHORTEST, LONGEST = 1.0, 22.0
-
-
-def losses_by_step(logdir):
-    """All values of the loss at each step, from all lives."""
-    found = {}
-    for tag, step, value in summaries(logdir, killed=True):
-        if tag == "loss":
-            found.setdefault(step, set()).add(value)
-    return found
 
 
 @pytest.mark.timeout(1800)
@@ -347,14 +321,16 @@ def losses_by_step(logdir):
 def test_losses_are_those_of_the_undisturbed_training_and_no_checkpoint_is_lost(tmp_path, kills):
     whole, logdir = tmp_path / "whole", tmp_path / "killed"
     logdir.mkdir()
-    run(f"--logdir={whole}", f"--steps={NUM_STEPS}", *FLAGS)
+    run(f"--logdir={whole}", f"--steps={NUM_STEPS}", *SPLIT)
     rng, reached = random.Random(kills), 0
     lengths = [rng.uniform(SHORTEST, LONGEST) for _ in range(kills)]
-    # The few are to see saving.
-    lengths[0] = max(lengths[0], LONGEST)
     for length in lengths:
-        process = start_cold(f"--logdir={logdir}", f"--steps={NUM_STEPS}", *FLAGS, code=SMALLER)
-        time.sleep(length)
+        process = start(f"--logdir={logdir}", f"--steps={NUM_STEPS}", *SPLIT)
+        if length == lengths[0]:
+            # One life sees saving, however busy the machine is.
+            wait_until(lambda: newest(str(logdir)), process)
+        else:
+            time.sleep(length)
         process.kill()
         process.communicate()
         found = newest(str(logdir))
@@ -365,10 +341,10 @@ def test_losses_are_those_of_the_undisturbed_training_and_no_checkpoint_is_lost(
             whole_one = newest_whole(str(logdir))
             assert whole_one is not None and whole_one[0] == found, "it is not whole"
     assert reached > 0, "no life was long enough to say anything"
-    code, _, err = finish(start(f"--logdir={logdir}", f"--steps={NUM_STEPS}", *FLAGS))
+    code, _, err = finish(start(f"--logdir={logdir}", f"--steps={NUM_STEPS}", *SPLIT))
     assert code == 0, err
     assert not list(logdir.glob("damaged-*"))
-    expected, mine = losses_by_step(whole), losses_by_step(logdir)
+    expected, mine = losses(whole), losses(logdir)
     assert list(expected) == list(range(1, NUM_STEPS + 1))
     assert {step: values for step, values in mine.items() if len(values) > 1} == {}
     # Of a life that was killed the last summaries may not be written.
@@ -452,20 +428,9 @@ def test_all_that_are_damaged_are_named_and_set_aside_and_the_last_whole_one_ser
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "harm"),
-    [
-        (INDEX, lose),
-        (DATA, flip),
-        pytest.param(DATA, cut, marks=pytest.mark.exhaustive),
-        pytest.param(MANIFEST, write_noise, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_where_none_is_whole_nobody_begins_anew_until_a_copy_is_put_there(
-    undisturbed, tmp_path, end, harm
-):
+def test_where_none_is_whole_nobody_begins_anew_until_a_copy_is_put_there(undisturbed, tmp_path):
     logdir = begun(undisturbed, 3, tmp_path / "run")
-    harm(logdir / f"ckpt-3{end}")
+    flip(logdir / f"ckpt-3{DATA}")
     for _ in range(2):
         code, _, err = finish(begin(logdir))
         assert code == 2
@@ -503,77 +468,3 @@ def test_a_log_directory_of_another_program_is_refused_and_left_alone(undisturbe
     line = refused(logdir, cold=True)
     assert line.startswith(f"{logdir}/ckpt-3 is a checkpoint of another program, or lost ")
     assert files(logdir, 3) == before
-
-
-def flags(folder):
-    return [f"--data_dir={folder}", "--train_pattern=train-*", "--heldout_pattern=heldout"]
-
-
-@pytest.fixture
-def text(corpus, tmp_path):
-    """Two files with corrupt UTF-8 and zero bytes, read to their ends every few steps."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in (1, 2):
-        lines = [line.encode() for line in corpus.train.lines[number * 12 : number * 12 + 12]]
-        lines[3] += b" \xff\xfe \xe2\x28 \x00\x00"
-        (folder / f"train-{number}").write_bytes(b"\n".join(lines))
-    heldout = "\n".join(corpus.heldout.lines[:9])
-    (folder / "heldout").write_text(heldout, encoding="utf-8")
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_line_of_a_megabyte_and_a_flood_of_empty_ones_need_room_and_then_are_trained_on(
-    disk, text, corpus, tmp_path
-):
-    line = " ".join(corpus.train.lines).encode()
-    (text / "train-3").write_bytes(line * (1 + (1 << 20) // len(line)))
-    (text / "train-4").write_bytes(b"one" + b"\n" * (1 << 21) + b"two\n")
-    whole, logdir = tmp_path / "whole", tmp_path / "run"
-    code, _, err = finish(begin(whole, *flags(text)))
-    assert code == 0, err
-
-    caches = disk(tmp_path / "caches", 1 << 19)
-    options = {"env": {"XDG_CACHE_HOME": str(caches)}}
-    line = refused(logdir, *flags(text), cold=True, **options)
-    why = f"which fails in '{caches}/pipemesh/text' (No space left on device); make room, or name"
-    assert line.startswith(f"'{text}/train-3' has to be copied to be read, 1.") and why in line
-    assert not [path for path in caches.rglob(".*")], "half a copy"
-
-    disk(caches, 1 << 26)
-    # To learn it again takes long.
-    shutil.copytree(whole / "vocabulary", logdir / "vocabulary")
-    code, _, err = finish(begin(logdir, *flags(text), **options))
-    assert code == 0, err
-    assert_kept(logdir, STEPS, whole)
-    assert losses(logdir) == losses(whole)
-
-
-@pytest.mark.slow
-def test_a_file_that_vanishes_saves_and_once_it_is_back_the_same_command_goes_on(text, tmp_path):
-    whole, logdir, err = tmp_path / "whole", tmp_path / "run", tmp_path / "err"
-    assert finish(begin(whole, *flags(text), "--save_every=1000", steps=300))[0] == 0
-    with running(logdir, err, *flags(text), "--max_to_keep=2") as process:
-        wait_until((logdir / "ckpt-2.index").exists, process)
-        (text / "train-1").rename(tmp_path / "kept")
-        code, _, _ = finish(process)
-    last = told(err.read_text())[-1]
-    assert code == 2
-    reached = max(int(path.stem.removeprefix("ckpt-")) for path in logdir.glob("ckpt-*.index"))
-    gone = f"error: step {reached + 1}: the data to train on cannot be read any more ("
-    assert last.startswith(gone) and f"{text}/train-1; No such file or directory" in last
-    back = "put the data back and run the same command again to go on"
-    assert last.endswith(f"; saved {logdir}/ckpt-{reached}: {back}")
-
-    # Without it the same command is refused, and what is saved stays.
-    line = refused(logdir, *flags(text), steps=reached + 9, cold=True)
-    assert "holds a checkpoint that was trained on other text (train " in line
-    (tmp_path / "kept").rename(text / "train-1")
-    code, out, told_now = finish(begin(logdir, *flags(text), steps=reached + 9))
-    assert code == 0, told_now
-    assert f"going on from {logdir}/ckpt-{reached}\n" in out
-    assert reached + 9 < 300, "it came too far to be compared"
-    assert_same_losses(logdir, losses(whole))
-    assert max(losses(logdir)) == reached + 9

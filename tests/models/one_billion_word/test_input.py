@@ -28,9 +28,6 @@ from models.one_billion_word.input import InputError, heldout_dataset, train_dat
 from models.one_billion_word.lingvo_input import OneBillionWordInput, PackedRowsSource
 from models.one_billion_word.text_copy import user_cache_dir
 from models.one_billion_word.vocabulary import VocabularyError, load_vocabulary
-from pipemesh.plan import Plan
-from pipemesh.training.trainer import Trainer
-from tests.models.one_billion_word.small_training import small_request
 from tests.warm import warm
 
 
@@ -138,9 +135,9 @@ def test_an_epoch_reads_every_sentence_once_and_the_next_in_another_order(any_co
     assert one != list(any_corpus.train)
 
 
-@pytest.mark.parametrize("num_shards", [3])
-def test_shards_read_together_what_one_reader_reads(any_corpus, vocabulary, num_shards):
+def test_shards_read_together_what_one_reader_reads(any_corpus, vocabulary):
     """The order of the data knows nothing of how many processes read it."""
+    num_shards = 3
 
     def read(rows, **sharding):
         dataset = train_dataset(
@@ -169,7 +166,7 @@ def test_held_out_text_is_read_once_in_order_to_its_last_byte(any_corpus, vocabu
     assert_equal(got, batches(dataset, None))
 
 
-@pytest.mark.parametrize("position", [0, 1, 40])
+@pytest.mark.parametrize("position", [0, 40])
 def test_reading_goes_on_where_it_stopped(any_corpus, vocabulary, tmp_path, position):
     def build():
         return train_dataset(any_corpus, vocabulary, batch_size=8, sequence_length=128, seed=5)
@@ -221,37 +218,6 @@ def test_a_place_in_the_text_holds_for_a_copy_elsewhere_and_any_first_epoch(
     tf.train.Checkpoint(batches=resumed).read(path).assert_consumed()
     for expected in rest:
         np.testing.assert_array_equal(next(resumed)["ids"], expected)
-
-
-RESUME = """
-import sys
-import numpy as np
-import tensorflow as tf
-from models.one_billion_word.corpus import corpus_from_folder
-from models.one_billion_word.input import train_dataset
-from models.one_billion_word.vocabulary import load_vocabulary
-
-folder, cache_dir, checkpoint, result = sys.argv[1:]
-corpus = corpus_from_folder(folder, "train-*.txt", "heldout-*.txt")
-vocabulary = load_vocabulary(corpus, 500, cache_dir)
-iterator = iter(train_dataset(corpus, vocabulary, batch_size=4, sequence_length=64, seed=9))
-tf.train.Checkpoint(iterator=iterator).read(checkpoint).assert_consumed()
-np.save(result, np.stack([next(iterator)["ids"].numpy() for _ in range(100)]))
-"""
-
-
-@pytest.mark.slow
-def test_another_process_goes_on_with_the_next_batch(folder, cache_dir, tmp_path):
-    corpus = corpus_from_folder(folder, "train-*.txt", "heldout-*.txt")
-    vocabulary = load_vocabulary(corpus, 500, cache_dir)
-    iterator = iter(train_dataset(corpus, vocabulary, batch_size=4, sequence_length=64, seed=9))
-    for _ in range(33):
-        next(iterator)
-    checkpoint = tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "checkpoint"))
-    uninterrupted = np.stack([next(iterator)["ids"].numpy() for _ in range(100)])
-    result = str(tmp_path / "result.npy")
-    subprocess.run(warm("-c", RESUME, folder, cache_dir, checkpoint, result), check=True)
-    np.testing.assert_array_equal(np.load(result), uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -371,14 +337,6 @@ def test_another_sentence_of_the_same_length_changes_its_own_segment_only():
     for key in ("ids", "labels"):
         np.testing.assert_array_equal(one[key][~changed], two[key][~changed])
         assert (one[key] != two[key])[changed].any()
-
-
-def test_shapes_are_static():
-    stream = tf.data.Dataset.from_tensors((tf.constant([BOS, 3]), tf.constant([3, EOS])))
-    dataset = packing.pack(stream, batch_size=4, sequence_length=8, bos_id=BOS)
-    assert dataset.element_spec == {
-        key: tf.TensorSpec([4, 8], tf.float32 if key == "weights" else tf.int32) for key in KEYS
-    }
 
 
 @pytest.mark.parametrize("empty", [[], [[]]])
@@ -621,33 +579,3 @@ def test_a_text_that_fits_is_taken_whole_and_in_order(corpus, vocabulary):
 def test_one_sentence_that_is_longer_than_the_sample(vocabulary):
     corpus = Corpus("one", Sentences(("x",)), Sentences(("a b c " * 999,)))
     assert len(draw(corpus, vocabulary, 2).batches) == 2
-
-
-PLANS = (
-    Plan("layers:2", num_microbatches=4),
-    Plan("data:2;layers:2", "batch:data", "zb_h1", num_microbatches=2),
-    Plan("layers:1;model:2", "heads:model;d_ff:model;vocab:model", num_microbatches=2),
-)
-
-
-@pytest.mark.slow
-def test_every_plan_trains_on_the_same_batches(folder, tmp_path, train, monkeypatch):
-    real = Trainer._next_batch
-    batches = []
-
-    def next_batch(self):
-        batches.append(real(self))
-        return batches[-1]
-
-    monkeypatch.setattr(Trainer, "_next_batch", next_batch)
-
-    def read(name, plan, **settings):
-        batches.clear()
-        request = small_request(tmp_path / name, folder, steps=3, plan=plan, **settings)
-        assert train(request) == 0
-        return [batch["ids"].numpy() for batch in batches]
-
-    plain = read("plain", Plan(), PIPELINED=False)
-    assert len(plain) == 3 and not np.array_equal(plain[0], plain[1])
-    for number, plan in enumerate(PLANS):
-        np.testing.assert_array_equal(read(str(number), plan), plain, err_msg=str(plan))

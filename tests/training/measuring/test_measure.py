@@ -30,7 +30,7 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     model = "--model=tests.training.small_models.PlannedPoints"
     code, out, err = run("plan", model, "--devices=2", f"--save={path}")
     assert code == 0 and "error" not in err, err
-    assert "measuring 5 layers, 8 rows, FB" in err
+    assert "measuring 5 layers, 8 rows a microbatch, forward and backward\n" in err
     figures = Figures.from_json(path.read_text(), str(path))
     assert len(figures.layers) == 5 and figures.batch == 8 and figures.optimizer >= 2
     # Of the layers with weights: 4 x 6, 6 x 6, 6 x 6 and 6 x 1 floats, and biases.
