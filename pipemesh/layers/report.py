@@ -110,7 +110,7 @@ class Report:
         ]
         for found in self.memory:
             state = self.optimizer.get(found.device, 0)
-            parts = (found.weights, state, found.gradients, found.kept)
+            parts = (found.weights + found.variables, state, found.gradients, found.kept)
             rows.append((found.device, *map(bytes_text, (*parts, sum(parts)))))
         lines = columns(rows)
         if self.sent:

@@ -360,7 +360,8 @@ class Loop:
                 known = {} if share is None else {"mfu": share}
                 values |= known | {"flops_per_second": self._peak}
             values["peak_memory"] = peak_memory(self._trainer.trained.all_devices())
-            told += f", {bytes_text(values['peak_memory'])}"
+            if values["peak_memory"]:
+                told += f", {bytes_text(values['peak_memory'])}"
             told = f"measured over {number} step{plural}: {told}"
             self._tell("measured", told, step=self._trainer.step, **values)
 

@@ -112,7 +112,7 @@ def of_report(found: Report) -> dict[str, Any]:
         "devices": [
             {
                 "device": each.device,
-                "weights": each.weights,
+                "weights": each.weights + each.variables,
                 "optimizer": found.optimizer.get(each.device, 0),
                 "gradients": each.gradients,
                 "activations": each.kept,
