@@ -68,13 +68,20 @@ _NCCL_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def can_use_nccl(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> bool:
-    """Returns whether NCCL applies: different GPUs of one task, and a dtype that it supports."""
+    """Returns whether NCCL applies: different GPUs of one task, and a dtype that it supports.
+
+    NCCL refuses logical GPUs that share a physical one.
+    """
     specs = [tf.DeviceSpec.from_string(device) for device in devices]
     return (
         all((spec.device_type or "").upper() == "GPU" for spec in specs)
         and len({(spec.job, spec.replica, spec.task) for spec in specs}) == 1
         and len({spec.device_index for spec in specs}) == len(specs)
         and tensors[0].dtype in _NCCL_DTYPES
+        and not any(
+            len(tf.config.get_logical_device_configuration(gpu) or ()) > 1
+            for gpu in tf.config.list_physical_devices("GPU")
+        )
     )
 
 

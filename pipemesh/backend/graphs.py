@@ -211,8 +211,14 @@ def collected_graphs() -> Iterator[Any]:
     eager.export_run_metadata()
     try:
         yield metadata
-        metadata.MergeFrom(eager.export_run_metadata())
+    except tf.errors.OpError:
+        # TensorFlow collects the graphs of a function that fails with the next operation.
+        with contextlib.suppress(tf.errors.OpError), tf.device("CPU:0"):
+            tf.raw_ops.NoOp()
+        raise
     finally:
+        # A function's graphs are reported once, also if its first run fails.
+        metadata.MergeFrom(eager.export_run_metadata())
         eager.disable_graph_collection()
 
 

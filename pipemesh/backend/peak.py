@@ -9,28 +9,36 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# Large enough to make memory and the start of an operation negligible.
-_SIZE = 1024
+# The size of matrices and the number of products, one after the other. They make memory and the
+# start of an operation negligible: a GPU computes a product of size 1024 faster than it starts one.
+_SIZE, _CHAIN = {"CPU": 1024, "GPU": 8192}, {"CPU": 1, "GPU": 8}
 _ROUNDS = 5
 
 
 def peak_flops(devices: Sequence[str], dtype: tf.DType = tf.float32) -> float:
     """Returns the flops per second of all devices together in matrix products alone."""
-    # Each device multiplies two square matrices, all at the same time; the best round counts.
+    # Each device multiplies square matrices, all at the same time; the best round counts.
     devices = list(dict.fromkeys(devices))
+    kind = "GPU" if all("GPU" in device for device in devices) else "CPU"
+    size, chain = _SIZE[kind], _CHAIN[kind]
 
     def multiply(*inputs: tf.Tensor) -> list[tf.Tensor]:
         results: list[tf.Tensor] = []
         for device, matrix in zip(devices, inputs, strict=True):
             with tf.device(device):
+                product = matrix
+                for _ in range(chain):
+                    product = tf.linalg.matmul(matrix, product)
                 # A single number, so that the transfer to the caller takes no time.
-                results.append(tf.linalg.matmul(matrix, matrix)[0, 0])
+                results.append(product[0, 0])
         return results
 
     matrices: list[tf.Tensor] = []
     for device in devices:
         with tf.device(device):
-            matrices.append(tf.fill([_SIZE, _SIZE], tf.cast(1e-3, dtype)))
+            # A GPU multiplies constant matrices faster. The scale keeps products finite.
+            matrix = tf.random.stateless_normal([size, size], [0, 1]) * size**-0.5
+            matrices.append(tf.cast(matrix, dtype))
     run = tf.function(multiply, autograph=False)
     best = float("inf")
     for _ in range(1 + _ROUNDS):
@@ -38,7 +46,7 @@ def peak_flops(devices: Sequence[str], dtype: tf.DType = tf.float32) -> float:
         for result in run(*matrices):
             result.numpy()
         best = min(best, time.perf_counter() - begin)
-    return 2 * _SIZE**3 * len(devices) / best
+    return 2 * size**3 * chain * len(devices) / best
 
 
 class TensorMemory:
@@ -76,10 +84,17 @@ class TensorMemory:
 
 
 def peak_memory(devices: Sequence[str]) -> int:
-    """Returns the most bytes in use so far, of all GPUs together or of this process on CPUs."""
+    """Returns the most bytes in use so far, of all GPUs together or of this process on CPUs.
+
+    It is 0, not known, if a GPU belongs to another process.
+    """
     gpus = [device for device in dict.fromkeys(devices) if "GPU" in device]
     if gpus:
-        return sum(tf.config.experimental.get_memory_info(device)["peak"] for device in gpus)
+        try:
+            return sum(tf.config.experimental.get_memory_info(device)["peak"] for device in gpus)
+        except ValueError:
+            # TensorFlow counts the memory of this process's devices alone.
+            return 0
     # In units of 1024 bytes on Linux, of one byte on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -518,7 +518,7 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
                 False,
                 help="After training, run six more steps that time every action; writes "
                 "schedule.html and schedule_trace.json (chrome://tracing) into --logdir, predicted "
-                "beside measured.",
+                "beside measured. On GPUs an action ends when its kernels are queued.",
             ),
             Flag(
                 "find_learning_rate",

@@ -87,7 +87,8 @@ class Report:
         ]
         for device in self.memory:
             state = self.optimizer.get(device.device, 0)
-            parts = (device.weights, state, device.gradients, device.kept)
+            weights = device.weights + device.variables
+            parts = (weights, state, device.gradients, device.kept)
             rows.append((device.device, *map(bytes_text, (*parts, sum(parts)))))
         lines = columns(rows)
         if self.sent:

@@ -33,6 +33,7 @@ class Sizes:
     """Bytes on the devices of stages, known before anything runs."""
 
     def __init__(self, run: Run) -> None:
+        self._stages = run.stages
         self._machine = run.machine
         self._modes = run.modes
 
@@ -41,6 +42,22 @@ class Sizes:
         held = self._machine.stages[stage]
         chosen = [i for i in range(len(held.theta)) if not {*held.holders(i)}.isdisjoint(places)]
         return num_bytes(specs_of([held.theta[i] for i in chosen]))
+
+    def variables(self, stage: int, places: Sequence[int]) -> int:
+        """Returns the bytes of weights in their own dtype, of those that computation casts.
+
+        Only the device that owns a weight has it in its own dtype.
+        """
+        given, held = self._stages[stage], self._machine.stages[stage]
+        return num_bytes(
+            [
+                own
+                for i, own in enumerate(specs_of(given.theta))
+                if own.dtype != held.theta[i].dtype
+                and given.owners[i] in places
+                and i not in given.copies
+            ]
+        )
 
     def weights_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
         """Returns the bytes of a stage's weights sent from device to device of its home."""
@@ -166,6 +183,7 @@ class DeviceMemory:
             twice, such as an output that is the input of another stage on the same device.
         stages: the memory that each of its stages keeps of one microbatch. Ignored in comparisons.
         device: its name. Ignored in comparisons.
+        variables: the same weights in their own dtype, of those that computation casts to another.
     """
 
     weights: int
@@ -173,11 +191,12 @@ class DeviceMemory:
     kept: int
     stages: tuple[StageMemory, ...] = dataclasses.field(default=(), compare=False, repr=False)
     device: str = dataclasses.field(default="", compare=False, repr=False)
+    variables: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of weights, gradients and kept tensors, without temporary tensors of actions."""
-        return self.weights + self.gradients + self.kept
+        """The sum of all of these, without temporary tensors of actions."""
+        return self.weights + self.variables + self.gradients + self.kept
 
 
 def predict_memory(
@@ -253,11 +272,14 @@ def memory_of(run: Run) -> list[DeviceMemory]:
                 )
                 peak = max(peak, held)
             weights = sum(sizes.weights(s, places) for s in home_stages)
+            variables = sum(sizes.variables(s, places) for s in home_stages)
             gradients = 0
             if not schedule.is_forward_only:
                 gradients = sum(sizes.sums(s, p) for s in home_stages for p in places)
             stage_memories = tuple(_of_stage(run, sizes, s, places[0]) for s in home_stages)
-            memories.append(DeviceMemory(weights, gradients, peak, stage_memories, device))
+            memories.append(
+                DeviceMemory(weights, gradients, peak, stage_memories, device, variables)
+            )
     return memories
 
 

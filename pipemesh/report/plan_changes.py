@@ -400,10 +400,12 @@ def _of_flops(
     # Each of the devices that share a layer has a slice of it.
     group = len(home_of(plan.mesh, plan.layout, 0)) // replicas
     held = forecast.get("devices") or ()
-    weights = sum(float(each["weights"]) for each in held)
-    states = sum(float(each["optimizer"]) for each in held)
     # Bytes of layers are counted in the plan's dtype; those of figures are of float32.
     wide = bytes_of(None) / bytes_of(plan.compute_dtype)
+    # A narrower dtype has the float32 weights, and a copy in that dtype.
+    copies = 1 if wide == 1 else 1 + 1 / wide
+    weights = sum(float(each["weights"]) for each in held) / copies
+    states = sum(float(each["optimizer"]) for each in held)
 
     def line(value: Any) -> Curve:
         return Curve(((rows, float(value)),))

@@ -403,6 +403,7 @@ class Trainer:
         batch = self._last = self._next_batch()
         step = self.step + 1
         watch.begin(f"step {step}", is_step=True)
+        graphs: Any = None
         try:
             with self.trained.cluster(), contextlib.ExitStack() as stack:
                 if self._check_placement:
@@ -417,12 +418,15 @@ class Trainer:
             # Variables on a lost worker cannot be restored.
             watch.check_workers(error)
             if (rescaled := self.trained.take_back(error)) is not None:
+                self._check_devices(graphs)
                 raise RescaledError(rescaled) from error
             explained = self.trained.explain(error)
             if explained is None and LOSS_NOT_FINITE in error.message:
+                self._check_devices(graphs)
                 # The value arose outside of pipelines, which check their own.
                 raise NotFiniteError(LOSS_NOT_FINITE) from error
             if is_not_finite(str(explained)) or is_not_finite(error.message):
+                self._check_devices(graphs)
                 # Locating it takes as long as the first step, so only the first of several such
                 # steps is located.
                 located = None if self._was_skipped else self._locate(batch)
@@ -436,14 +440,18 @@ class Trainer:
             self.workers.end_step()
         # This step's loss was computed with the last saved weights, so they are good.
         self.saving.confirm()
-        if self._check_placement:
-            Placement.of(graphs, self.trained.devices).check()
-            self._check_placement = False
+        self._check_devices(graphs)
         return {
             "loss": float(loss),
             "learning_rate": float(learning_rate),
             "score": scored(self.subject, batch, outcome, self.trained.loss),
         }
+
+    def _check_devices(self, graphs: Any) -> None:
+        """Checks after the first step, also a skipped one, that stages ran on their devices."""
+        if self._check_placement:
+            Placement.of(graphs, self.trained.devices).check()
+            self._check_placement = False
 
     def _prepare_evaluation(self) -> None:
         if self.sample.batches:

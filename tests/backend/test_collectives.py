@@ -55,6 +55,14 @@ def test_other_devices_and_dtypes_do_not_use_nccl(devices, dtype):
     assert not collectives.can_use_nccl([tf.ones([2], dtype)] * 2, devices)
 
 
+@pytest.mark.parametrize(("count", "expected"), [(None, True), (1, True), (2, False)])
+def test_logical_gpus_of_one_gpu_do_not_use_nccl(monkeypatch, count, expected):
+    logical = count and [tf.config.LogicalDeviceConfiguration(1024)] * count
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda device: logical)
+    assert collectives.can_use_nccl([tf.ones([2])] * 2, ["GPU:0", "GPU:1"]) == expected
+
+
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_each_device_gives_its_tensor_and_gets_the_result(op):
     devices = ["/device:GPU:0", "/device:GPU:1", "/device:GPU:2"]

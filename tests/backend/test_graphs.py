@@ -255,6 +255,19 @@ def test_nothing_is_collected_after_an_error():
     assert not kinds(context.context().export_run_metadata())
 
 
+def test_a_graph_whose_first_run_fails_is_collected():
+    x = tf.random.stateless_uniform([2], [1, 2])
+
+    @tf.function
+    def failing(x):
+        with tf.control_dependencies([tf.debugging.assert_greater(x, 2.0)]):
+            return tf.atan(x)
+
+    with pytest.raises(tf.errors.InvalidArgumentError), collected_graphs() as metadata:
+        failing(x)
+    assert "Atan" in kinds(metadata)
+
+
 def test_registered_kernels_have_devices():
     assert "CPU" in {kernel.device_type for kernel in registered_kernels("MatMul")}
     assert {kernel.op for kernel in registered_kernels("MatMul")} == {"MatMul"}

@@ -1,5 +1,6 @@
 """Measured peaks of compute and memory."""
 
+import contextlib
 import gc
 import resource
 
@@ -24,6 +25,40 @@ def test_a_device_counts_once():
     assert len(seen) == 2
     # No machine that runs this does a petaflop.
     assert 1e8 < found < 1e15
+
+
+def test_a_gpu_multiplies_long_enough(monkeypatch):
+    """One product of size 1024 measured how long a GPU takes to begin."""
+    shapes, products = [], []
+
+    def normal(shape, seed):
+        shapes.append(shape)
+        return tf.zeros([2, 2])
+
+    def matmul(a, b):
+        products.append(b)
+        return b
+
+    monkeypatch.setattr(tf.random, "stateless_normal", normal)
+    monkeypatch.setattr(tf.linalg, "matmul", matmul)
+    # No machine that runs this has a GPU.
+    monkeypatch.setattr(tf, "device", lambda device: contextlib.nullcontext())
+    peak_flops(["GPU:0", "GPU:1"])
+    assert shapes == [[8192, 8192]] * 2 and len(products) == 2 * 8
+
+
+def test_gpus_of_other_processes_have_unknown_memory(monkeypatch):
+    """TensorFlow's error ended every run on GPUs of workers."""
+    own = "/job:worker/replica:0/task:0/device:GPU:0"
+
+    def get_memory_info(device):
+        if device != own:
+            raise ValueError(f"No matching devices found for '{device}'")
+        return {"peak": 7}
+
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", get_memory_info)
+    assert peak_memory([own, own]) == 7
+    assert peak_memory([own, own.replace("task:0", "task:1")]) == 0
 
 
 def test_memory_is_that_of_the_process():

@@ -23,7 +23,7 @@ STEPS = os.environ.get("PIPEMESH_DOC_STEPS", "3")
 NOT_RUN = {
     r"^make ": "CI runs it by itself",
     r"^(pip|python3 -m venv|source|apt-get|cmake|tar|git|hf) ": "installs or fetches something",
-    r"and-cuda|list_physical_devices": "needs a GPU",
+    r"and-cuda|list_physical_devices|--device_type=GPU": "needs a GPU",
     r"\b10\.8\.0\.|slurm|srun|kill %1": "needs several hosts",
     r"\.\.\.": "leaves something out",
     r"^pipemesh worker |--cluster=127": "needs several terminals",

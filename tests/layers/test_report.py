@@ -6,6 +6,7 @@ from lingvo.core import layers, py_utils, tshape
 
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, Report, report
 from pipemesh.layers.named import TransformerBlock
+from pipemesh.text import bytes_text
 from tests.layers.harness import cluster
 
 BATCH, LENGTH, EMBED, HEADS, HIDDEN = 8, 6, 8, 2, 16
@@ -138,6 +139,15 @@ def test_memory_and_bubble_and_flops():
     products = 2 * tokens * (4 * EMBED * EMBED + 2 * EMBED * HIDDEN)
     attention = 4 * BATCH * LENGTH * LENGTH * EMBED
     assert found.flops == 3 * STAGES * (products + attention)
+
+
+def test_weights_count_in_both_dtypes():
+    found, layer = reported("layers:2", fprop_dtype=tf.bfloat16)
+    size = sum(v.shape.num_elements() for v in layer.children["stage0"].vars.Flatten())
+    memory = found.memory[0]
+    assert (memory.weights, memory.variables) == (2 * size, 4 * size)
+    row = str(found).splitlines()[1].split("  ")
+    assert bytes_text(6 * size) in [cell.strip() for cell in row]
 
 
 def test_where_weights_lie():

@@ -124,6 +124,9 @@ def test_inference_keeps_nothing():
 def test_half_precision_halves_memory_except_gradients():
     full, half = predict(gpipe(1, 2)), predict(gpipe(1, 2), compute_dtype="bfloat16")
     assert half[0].weights * 2 == full[0].weights
+    # The float32 weights stay beside their copies in 16 bits.
+    assert (full[0].variables, half[0].variables) == (0, full[0].weights)
+    assert half[0].total == 1.5 * full[0].weights + half[0].gradients + half[0].kept
     assert half[0].kept * 2 == full[0].kept
     assert half[0].gradients == full[0].gradients == np.prod([2, WIDTH, HIDDEN, FLOAT])
 

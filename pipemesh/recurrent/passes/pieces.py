@@ -111,15 +111,24 @@ class Cutting:
 
 def split(tensor: tf.Tensor, cutting: Cutting) -> list[list[tf.Tensor]]:
     """Returns for each piece the parts of its replicas."""
-    rows = tf.split(tensor, cutting.num_parts, axis=cutting.batch_dim)
+    rows = _equal_parts(tensor, cutting.num_parts, cutting.batch_dim)
     columns = [[row] * cutting.num_slices for row in rows]
     if cutting.is_sliced(tensor.shape) and cutting.num_slices > 1:
-        columns = [tf.split(row, cutting.num_slices, axis=cutting.sequence_dim) for row in rows]
+        columns = [_equal_parts(row, cutting.num_slices, cutting.sequence_dim) for row in rows]
     return [
         [columns[m * cutting.replicas + replica][q] for replica in range(cutting.replicas)]
         for m in range(cutting.num_microbatches)
         for q in range(cutting.num_slices)
     ]
+
+
+def _equal_parts(tensor: tf.Tensor, number: int, axis: int) -> list[tf.Tensor]:
+    if tensor.dtype.is_floating or tensor.dtype.is_complex:
+        return tf.split(tensor, number, axis=axis)
+    # GPUs have no kernel of `Split` for integers and booleans.
+    size = static_sizes(tensor)[axis] // number
+    before = [slice(None)] * axis
+    return [tensor[(*before, slice(i * size, (i + 1) * size))] for i in range(number)]
 
 
 def parts(

@@ -40,7 +40,8 @@ class ActionClock:
 
     An action starts when its inputs are available and its device is free. With replicas, it starts
     when the first of them starts and ends when the last one ends. Each record is a call into Python
-    of some tens of microseconds, so do not measure total step time with a clock.
+    of some tens of microseconds, so do not measure total step time with a clock. On GPUs an action
+    ends when its kernels are queued, not when they have run.
 
     Args:
         noted: called when an action starts (False) or ends (True).

@@ -201,7 +201,8 @@ def first_not_finite(
     if len(flags) == 1:
         return -tf.cast(flags[0], tf.int64)
     bad = tf.logical_not(tf.stack(flags))
-    return tf.where(tf.reduce_any(bad), tf.argmax(tf.cast(bad, tf.int32)), _NOTHING)
+    # GPUs have no kernel of `ArgMax` for integers.
+    return tf.where(tf.reduce_any(bad), tf.argmax(tf.cast(bad, tf.float32)), _NOTHING)
 
 
 def all_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -18,6 +18,8 @@ from pipemesh.hosts import processes
 # Seconds between progress updates: each is a line in a log file, and overwrites the last on a
 # terminal.
 SECONDS_A_REFRESH = {False: 30.0, True: 1.0}
+# Seconds that a failed block waits for the other thread.
+_GRACE = 10.0
 # Shorter waits get no line.
 _PATIENCE = {False: 5.0, True: 0.5}
 _POLL = 0.05
@@ -180,8 +182,11 @@ def _beside(run: Callable[[], None]) -> Iterator[None]:
     thread.start()
     try:
         yield
-    finally:
-        thread.join()
+    except BaseException:
+        # The failure may leave the other thread waiting for ever.
+        thread.join(_GRACE)
+        raise
+    thread.join()
 
 
 def aside(work: Callable[[], T]) -> T:

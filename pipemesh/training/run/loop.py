@@ -346,7 +346,8 @@ class Loop:
                 known = {} if share is None else {"mfu": share}
                 values |= known | {"flops_per_second": self._peak}
             values["peak_memory"] = peak_memory(self._trainer.trained.all_devices())
-            text += f", {bytes_text(values['peak_memory'])}"
+            if values["peak_memory"]:
+                text += f", {bytes_text(values['peak_memory'])}"
             text = f"measured over {number} step{plural}: {text}"
             self._tell("measured", text, step=self._trainer.step, **values)
 

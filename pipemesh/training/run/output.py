@@ -99,7 +99,7 @@ def of_report(forecast: Report) -> dict[str, Any]:
         "devices": [
             {
                 "device": row.device,
-                "weights": row.weights,
+                "weights": row.weights + row.variables,
                 "optimizer": forecast.optimizer.get(row.device, 0),
                 "gradients": row.gradients,
                 "activations": row.kept,

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.backend.graphs import operations_within
 from pipemesh.errors import DeviceError, PipelineError
 from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Options, Placement, Stage, pipeline_loss, record_placement
-from pipemesh.recurrent.watch.placement import einsum_error
+from pipemesh.recurrent.watch.placement import check_devices, einsum_error
 from pipemesh.schedule import forward_only, one_f_one_b
 
 X = np.ones([4, 2], np.float32)
@@ -98,6 +99,45 @@ def test_types_count_as_well():
             lambda x: tf.cast(tf.matmul(*[tf.cast(x, tf.uint8)] * 2), tf.float32),
             schedule=forward_only(2, 2),
         ).get_concrete_function()
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("homes", [["GPU:0", "GPU:1"], [("GPU:0", "GPU:1"), ("GPU:2", "GPU:3")]])
+def test_every_operation_on_a_gpu_has_a_kernel(homes, loop):
+    """Batches of integers were split, and checks compared, by operations that only CPUs have."""
+
+    def first(theta, carry, inputs, microbatch, step):
+        return [inputs[0] * theta[0], *inputs[1:]], []
+
+    def head(theta, carry, inputs, microbatch, step):
+        x, labels, mask = inputs
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, x * theta[0])
+        return [tf.reduce_sum(tf.where(mask, losses, 0.0))], []
+
+    weights = [tf.Variable(1.0), tf.Variable(2.0)]
+
+    @tf.function(autograph=False)
+    def step(x, labels, mask):
+        with tf.GradientTape() as tape:
+            stages = [
+                Stage(name, forward, [tf.convert_to_tensor(weight)], [], home)
+                for name, forward, weight, home in zip(
+                    ("first", "head"), (first, head), weights, homes, strict=True
+                )
+            ]
+            options = Options(loop=loop, compute_dtype="bfloat16", check_numerics="all")
+            loss, _, _ = pipeline_loss(
+                stages, [x, labels, mask], one_f_one_b(2, 2), options=options
+            )
+        return loss, tape.gradient(loss, weights)
+
+    # Tracing needs no GPU, and TensorFlow registers kernels of GPUs without one.
+    specs = [tf.TensorSpec([8, 4]), tf.TensorSpec([8], tf.int32), tf.TensorSpec([8], tf.bool)]
+    operations = list(operations_within(step.get_concrete_function(*specs).graph))
+    checked = [op for _, op in operations if "GPU" in op.device]
+    assert len(checked) > 100
+    for op in checked:
+        check_devices("any", op.device, [op.node_def])
 
 
 def test_a_stage_without_device_is_an_error():

@@ -148,6 +148,15 @@ def test_work_meanwhile_ends_with_the_block():
         raise KeyError("of the block")
 
 
+def test_a_failed_block_does_not_wait_for_work_that_never_ends(monkeypatch):
+    """A failed first step left its evaluation waiting, and its error was never shown."""
+    monkeypatch.setattr(console, "_GRACE", 0.01)
+    may_end = threading.Event()
+    with pytest.raises(KeyError), console.meanwhile(may_end.wait):
+        raise KeyError("of the block")
+    may_end.set()
+
+
 def test_objects_have_standard_output_for_themselves(capsys):
     console.say_object("nobody asked for it")
     with console.objects_alone(False):

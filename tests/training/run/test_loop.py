@@ -10,9 +10,11 @@ import types
 import numpy as np
 import pytest
 
+from pipemesh.errors import RescaledError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.figures import figures_of_costs
+from pipemesh.recurrent import Placement
 from pipemesh.report import Basis, basis_of, read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.measuring.timed_step import TimedStep
@@ -50,6 +52,12 @@ def test_more_than_the_measured_peak_is_no_mfu():
     found = told_flops(0.5)
     assert "mfu" not in found
     assert "MFU not known: more than the 1 GFLOP/s that were measured at the start" in found["text"]
+
+
+def test_memory_of_another_processs_gpus_is_not_told(monkeypatch):
+    monkeypatch.setattr("pipemesh.training.run.loop.peak_memory", lambda devices: 0)
+    found = told_flops(2.0)
+    assert found["peak_memory"] == 0 and found["text"].endswith("of 1 GFLOP/s")
 
 
 def told_spikes(losses):
@@ -165,10 +173,11 @@ def test_a_timed_step_suggests_changes(tmp_path):
     assert "cannot be read" in told
 
 
-def made(logdir, **changes):
+def made(logdir, strict_devices=False, **changes):
     values = {"num_microbatches": "4", "schedule": "1f1b", "compute_dtype": "float16"}
     options = Options(logdir=str(logdir), steps=20, save_every=20, **changes)
-    return Trainer(RegisteredModel(StagedPoints(), "Points", values), options), options
+    model = RegisteredModel(StagedPoints(), "Points", values, strict_devices=strict_devices)
+    return Trainer(model, options), options
 
 
 @pytest.mark.slow
@@ -211,6 +220,22 @@ def test_overflowed_steps_move_nothing_and_are_told(eagerly, tmp_path, capsys):
     assert err.count("overflow float16") == overflowed
     run = read(str(tmp_path))
     assert len(run.told["skipped"]) == overflowed
+
+
+@pytest.mark.slow
+def test_devices_are_checked_if_the_first_step_overflows(eagerly, tmp_path, monkeypatch):
+    """The check took the first good step, of which TensorFlow reports no graph any more."""
+    checked = []
+    monkeypatch.setattr(Placement, "check", lambda placement: checked.append(placement))
+    trainer, _ = made(tmp_path, strict_devices=True)
+    trainer.trained._scales[0].variables[0].assign(2.0**28)
+    with pytest.raises(RescaledError):
+        trainer.train_step()
+    (placement,) = checked
+    assert [list(counts) for counts in placement.found] == [["CPU:0"], ["CPU:1"]]
+    trainer.trained._scales[0].variables[0].assign(1.0)
+    assert np.isfinite(trainer.train_step()["loss"])
+    assert len(checked) == 1
 
 
 @pytest.mark.slow
