@@ -37,7 +37,7 @@ def peak_flops(devices: Sequence[str], dtype: tf.DType = tf.float32) -> float:
     for device in devices:
         with tf.device(device):
             # A GPU multiplies constant matrices faster. The scale keeps products finite.
-            matrix = tf.random.stateless_normal([size, size], [0, 1]) * size**-0.5
+            matrix = tf.random.stateless_normal([size, size], (0, 1)) * size**-0.5
             matrices.append(tf.cast(matrix, dtype))
     run = tf.function(multiply, autograph=False)
     best = float("inf")
