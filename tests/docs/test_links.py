@@ -72,3 +72,11 @@ def test_no_page_advises_to_install_another_project():
         for line in file.read_text(encoding="utf-8").splitlines():
             if advice.search(line):
                 assert "not run" in line, f"{file}: {line}"
+
+
+def test_modules_that_contributors_are_sent_to_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    modules = re.findall(r"`([\w/]+/\w+\.py)`", text)
+    assert len(modules) > 40
+    missing = [m for m in modules if not any((ROOT / top / m).exists() for top in ("", "pipemesh"))]
+    assert missing == []
