@@ -31,7 +31,7 @@ def address_of(worker):
         said = ""
         for line in worker.stderr:
             said += line
-            if found := re.search(r"pipemesh worker: (\S+:\d+),", line):
+            if found := re.search(r"pipemesh worker: (\S+:\d+);", line):
                 return found[1]
     finally:
         late.cancel()
