@@ -217,9 +217,11 @@ def collected_graphs() -> Iterator[Any]:
             tf.raw_ops.NoOp()
         raise
     finally:
-        # A function's graphs are reported once, also if its first run fails.
-        metadata.MergeFrom(eager.export_run_metadata())
-        eager.disable_graph_collection()
+        try:
+            # A function's graphs are reported once, also if its first run fails.
+            metadata.MergeFrom(eager.export_run_metadata())
+        finally:
+            eager.disable_graph_collection()
 
 
 @functools.cache

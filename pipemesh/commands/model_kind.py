@@ -236,7 +236,14 @@ def _as_in_plan(text: str) -> str:
 def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Returns the old and the new value of each name where they differ."""
     pairs = {name: (old.get(name) or "none", new.get(name) or "none") for name in {**old, **new}}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not _moved(*pair)}
+
+
+def _moved(old: str, new: str) -> bool:
+    """Returns whether both texts name one class of this library, which changed its module."""
+    return all(text.startswith("type/pipemesh.") for text in (old, new)) and (
+        old.rpartition("/")[2] == new.rpartition("/")[2]
+    )
 
 
 def logdir() -> str:

@@ -355,7 +355,10 @@ def _figures(logdir: str, devices: int, asked: str) -> Figures:
     path = FLAGS.figures or os.path.join(logdir, FILE)
     if FLAGS.figures is None and not os.path.exists(path):
         _measure(path, devices, asked)
-    return Figures.read(path)
+    try:
+        return Figures.read(path)
+    except PlanError as error:
+        raise FlagError(f"--figures: {error}") from error
 
 
 def _trials(figures: Figures, batch: int, asked: str) -> int:

@@ -282,9 +282,9 @@ LAUNCH = Command(
 def launch(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     flags = parse(argv, LAUNCH)
-    from pipemesh.hosts.processes import launch as launcher
+    from pipemesh.hosts import processes
 
-    return launcher.launch(flags.command or [], flags.processes, flags.spares, flags.cpu_devices)
+    return processes.launch(flags.command or [], flags.processes, flags.spares, flags.cpu_devices)
 
 
 _ABOUT_WORKER = """\

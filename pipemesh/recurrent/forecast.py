@@ -49,15 +49,15 @@ class Sizes:
         Only the device that owns a weight has it in its own dtype.
         """
         given, held = self._stages[stage], self._machine.stages[stage]
-        return num_bytes(
-            [
-                own
-                for i, own in enumerate(specs_of(given.theta))
-                if own.dtype != held.theta[i].dtype
-                and given.owners[i] in places
-                and i not in given.copies
-            ]
-        )
+        cast = []
+        for i, weight in enumerate(given.theta):
+            if given.owners[i] not in places or i in given.copies:
+                continue
+            # A number of Python's has no dtype; a variable of TF1 has one for references.
+            dtype = tf.as_dtype(getattr(weight, "dtype", held.theta[i].dtype)).base_dtype
+            if dtype != held.theta[i].dtype:
+                cast.append(tf.TensorSpec(weight.shape, dtype))
+        return num_bytes(cast)
 
     def weights_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
         """Returns the bytes of a stage's weights sent from device to device of its home."""

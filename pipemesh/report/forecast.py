@@ -162,7 +162,8 @@ def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
     """Compares bytes by the figures of layers, counted in the graph, and in use."""
     devices: list[Any] = run.table("forecast", "devices")
     held = [sum(float(device[part]) for part in MEMORY) for device in devices]
-    peak = run.fact("measured", "peak_memory")
+    # 0 if it is not known.
+    peak = run.fact("measured", "peak_memory") or None
     places: list[float] = list(predicted["memory"]) if predicted else []
     if not (held or places):
         return

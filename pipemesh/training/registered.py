@@ -12,9 +12,9 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import base_model, base_model_params, gpipe
 
-from pipemesh.errors import PlanError, TrainingError
+from pipemesh.errors import PipelineError, PlanError, TrainingError
 from pipemesh.example_models import example, import_model_module
-from pipemesh.layers import PipeliningLayer, mesh_cluster
+from pipemesh.layers import DatasetInput, PipeliningLayer, mesh_cluster
 from pipemesh.layers.pipeline.stack_plan import PARAMS, num_places, set_plan, values_of
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
@@ -122,9 +122,13 @@ class RegisteredModel(Subject):
         }
 
     def check_batch(self) -> None:
-        """Checks that the input's batch divides into the plan's microbatches, if it has a size."""
-        size = getattr(self._input("Train"), "batch_size", None)
-        if isinstance(size, int) and size > 0:
+        """Checks that the input's batch divides into the plan's microbatches, if its size is known.
+
+        That of a `DatasetInput` is known by its batches alone.
+        """
+        p = self._input("Train")
+        size = getattr(p, "batch_size", None)
+        if isinstance(size, int) and size > 0 and not issubclass(p.cls, DatasetInput):
             self.plan.check_batch(size)
 
     def has_actions(self) -> bool:
@@ -297,8 +301,7 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
         own = {name: text for name, text in own.items() if name == "compute_dtype"}
     own |= values
     if "mesh" not in own:
-        schedule: Any = values.get("schedule", first.schedule)
-        own["mesh"] = str(first.mesh_shape or f"layers:{num_places(first, schedule)}")
+        own["mesh"] = str(first.mesh_shape or f"layers:{_places(first, values, name)}")
     plan = Plan.from_values(own)
     _check_no_idle_home(plan, stacks, values, name)
     for stack in stacks:
@@ -308,11 +311,19 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
     return plan
 
 
+def _places(stack: Any, values: Mapping[str, str], name: str) -> int:
+    """Returns the number of indices along `layers` that the schedule needs for a stack."""
+    try:
+        return num_places(stack, values.get("schedule", stack.schedule))
+    except PipelineError as error:
+        raise PlanError(f"{stack.name} of {name}: {error}") from error
+
+
 def _check_no_idle_home(
     plan: Plan, stacks: Sequence[Any], values: Mapping[str, str], name: str
 ) -> None:
     """Checks that the stages need all of the mesh's indices along `layers`."""
-    needed = max(num_places(stack, values.get("schedule", stack.schedule)) for stack in stacks)
+    needed = max(_places(stack, values, name) for stack in stacks)
     if plan.mesh.num_stages > needed and not plan.allow_idle:
         raise PlanError(
             f"mesh={plan.mesh}: the stages of {name} need {needed} along the axis 'layers', so "

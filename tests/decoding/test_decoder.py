@@ -75,7 +75,7 @@ TOGETHER = [
     for model, mesh, layout, schedule, groups, rows in PROGRAMS
 ]
 # Of the others each has something that no other one has.
-BY_DEFAULT = [PLACED[i] for i in (11, 12, 14, len(PLACED) - 2)] + [TOGETHER[i] for i in (6, 8)]
+BY_DEFAULT = [PLACED[i] for i in (11, 12, 14, len(PLACED) - 2)] + [TOGETHER[i] for i in (6, 7, 8)]
 
 
 def marked(often):

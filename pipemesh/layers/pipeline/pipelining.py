@@ -27,7 +27,13 @@ from pipemesh.layers.pipeline.losses import (
 )
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
-from pipemesh.layers.pipeline.stack_plan import checked_plan, define_pipelining, plan_of, set_plan
+from pipemesh.layers.pipeline.stack_plan import (
+    boundaries_of,
+    checked_plan,
+    define_pipelining,
+    plan_of,
+    set_plan,
+)
 from pipemesh.layers.pipeline.stage import StageStructure, StageWeights, handed_over
 from pipemesh.layers.pipeline.weights import (
     cast_first,
@@ -106,6 +112,9 @@ class PipeliningLayer(SeqLayer):
             plan: the plan.
             **params: values of further params.
 
+        Raises:
+            PipelineError: `cell_tpl` is among them, and cut otherwise than the plan says.
+
         Example:
             >>> from pipemesh.plan import Plan
             >>> params = PipeliningLayer.ForPlan(Plan("layers:2", num_microbatches=4), name="stack")
@@ -114,9 +123,16 @@ class PipeliningLayer(SeqLayer):
         """
         p = cls.Params()
         set_plan(p, plan)
+        p.Set(allow_idle=plan.allow_idle)
         if plan.layout.rules:
             p.Set(mesh_shape=str(plan.mesh), layout=str(plan.layout))
-        return p.Set(**params)
+        p.Set(**params)
+        if p.cell_tpl and plan.boundaries not in (None, boundaries_of(p)):
+            raise PipelineError(
+                f"{p.name}: the plan's boundaries are {plan.boundaries}, but the layers of cell_tpl "
+                f"are cut at {boundaries_of(p)}; cut them at the plan's"
+            )
+        return p
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)

@@ -153,6 +153,8 @@ def num_places(p: Any, schedule: str | Schedule) -> int:
     if isinstance(schedule, Schedule):
         return schedule.num_devices
     number, stages_a_device = len(p.cell_tpl), ScheduleSpec.from_text(schedule).stages_a_device
+    if not number:
+        raise PipelineError("cell_tpl is empty; a pipeline needs at least one stage")
     places, rest = divmod(number, stages_a_device)
     if rest:
         raise PipelineError(
@@ -163,6 +165,15 @@ def num_places(p: Any, schedule: str | Schedule) -> int:
     return places
 
 
+def boundaries_of(p: Any) -> tuple[int, ...] | None:
+    """Returns where the layers of a stack are cut, as in `Plan.boundaries`."""
+    sizes = [
+        len(cell.sub) if issubclass(cell.cls, FeatureExtractionLayer) else 1 for cell in p.cell_tpl
+    ]
+    # A stage without layers only passes on its inputs; no boundaries say that.
+    return tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None
+
+
 def plan_of(p: Any, cluster: Any) -> Plan:
     """Returns the plan of a stack's params on a cluster.
 
@@ -170,9 +181,6 @@ def plan_of(p: Any, cluster: Any) -> Plan:
     the cluster's axis: then several share a position.
     """
     mesh, layout = mesh_of(cluster, p)
-    sizes = [
-        len(cell.sub) if issubclass(cell.cls, FeatureExtractionLayer) else 1 for cell in p.cell_tpl
-    ]
     try:
         _check_counts(p)
         mesh = _with_places(mesh, num_places(p, p.schedule))
@@ -181,8 +189,7 @@ def plan_of(p: Any, cluster: Any) -> Plan:
             layout,
             p.schedule,
             p.num_micro_batches,
-            # A stage without layers only passes on its inputs.
-            boundaries=tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None,
+            boundaries=boundaries_of(p),
             remat=remat_of(p.remat),
             lowering=p.lowering,
             compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,
@@ -240,9 +247,13 @@ def _check_params(p: Any) -> None:
 
 def _check_counts(p: Any) -> None:
     """Checks that a table in the params has their numbers of stages and microbatches."""
-    if not isinstance(p.schedule, Schedule):
+    table = p.schedule
+    if not isinstance(table, Schedule):
+        table = ScheduleSpec.from_text(table).table
+    if table is None:
+        # One that is built has the stack's.
         return
-    num_stages, number = p.schedule.num_stages, p.schedule.num_microbatches
+    num_stages, number = table.num_stages, table.num_microbatches
     if (num_stages, number) != (len(p.cell_tpl), p.num_micro_batches):
         raise PipelineError(
             f"the schedule has {num_stages} stages and {number} microbatches, but there are "

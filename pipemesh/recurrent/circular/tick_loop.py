@@ -289,7 +289,7 @@ class TickLoop:
             sent = tuple(self._shift(leaf, 1, backward=False) for leaf in y)
             slots = tuple(
                 raw_map(lambda leaf, new: _put(leaf, last.microbatch, new, last.busy), *pair)
-                for pair in zip(slots, sent, strict=False)
+                for pair in zip(slots, sent, strict=bool(slots))
             )
             if leave is not None:
                 state = leave(last, self._from_last(y), state)

@@ -159,10 +159,11 @@ class Checks:
             if of_slices:
                 rows = bad if cutting.batch_dim < cutting.sequence_dim else tf.transpose(bad)
                 bad = tf.reduce_any(rows, axis=1)
-                row = rows[tf.argmax(tf.cast(bad, tf.int32))]
-                slice_number = tf.argmax(tf.cast(row, tf.int32)) // cutting.slice_size
+                row = rows[tf.argmax(tf.cast(bad, tf.float32))]
+                slice_number = tf.argmax(tf.cast(row, tf.float32)) // cutting.slice_size
+            # GPUs have no kernel of `ArgMax` for integers.
             # The number of the part; notes have the same form, `piece * replicas + replica`.
-            where = tf.argmax(tf.cast(bad, tf.int32)) // cutting.part_size
+            where = tf.argmax(tf.cast(bad, tf.float32)) // cutting.part_size
             if cutting.num_slices > 1:
                 replica = tf.math.floormod(where, cutting.replicas)
                 microbatch = where // cutting.replicas

@@ -137,6 +137,21 @@ except tf.errors.InvalidArgumentError as error:
 """)
 
 
+def test_an_error_of_one_core_ends_the_others_in_the_same_graph():
+    assert run("""
+cores = make("data:2")
+def program(lowering, x):
+    with tf.control_dependencies([tf.debugging.assert_less(x, 1.5)]):
+        x = tf.identity(x)
+    return lowering.all_reduce((x,), ["data"])[0]
+step = cores.function(program, LayoutRules(), tf.TensorSpec([], tf.float32))
+try:
+    step([[tf.constant(1.0)], [tf.constant(2.0)]])
+except tf.errors.InvalidArgumentError as error:
+    print(json.dumps("assert" in str(error).lower()))
+""")
+
+
 @pytest.mark.slow
 def test_an_error_of_one_core_alone_ends_the_others():
     assert run("""

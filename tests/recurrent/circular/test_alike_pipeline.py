@@ -61,7 +61,7 @@ def run(execute, weights, sizes, outside=False):
     return both() if outside else tf.function(both, autograph=False)()
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 3), (3, 1, 2)])
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 4, 2), (3, 1, 2)])
 def test_it_computes_what_the_table_does(sizes):
     weights = weights_of(sizes[0] * sizes[2])
     wanted, got = (run(execute, weights, sizes) for execute in (pipeline, alike_pipeline))
