@@ -129,8 +129,8 @@ class PipeliningLayer(SeqLayer):
         p.Set(**params)
         if p.cell_tpl and plan.boundaries not in (None, boundaries_of(p)):
             raise PipelineError(
-                f"{p.name}: the plan's boundaries are {plan.boundaries}, but the layers of cell_tpl "
-                f"are cut at {boundaries_of(p)}; cut them at the plan's"
+                f"{p.name}: the plan's boundaries are {plan.boundaries}, but cell_tpl is cut at "
+                f"{boundaries_of(p)}; cut its layers as the plan says"
             )
         return p
 
