@@ -323,9 +323,9 @@ def launch(argv: list[str]) -> int:
         DeviceError: there is nothing to launch, or workers cannot be started.
     """
     flags = parse(argv, LAUNCH)
-    from pipemesh.hosts.processes import launch as launcher
+    from pipemesh.hosts import processes
 
-    return launcher.launch(flags.command or [], flags.processes, flags.spares, flags.cpu_devices)
+    return processes.launch(flags.command or [], flags.processes, flags.spares, flags.cpu_devices)
 
 
 _ABOUT_WORKER = """\
