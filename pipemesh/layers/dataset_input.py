@@ -37,7 +37,8 @@ class DatasetInput(base_input_generator.BaseInputGenerator):
     starts again after `Reset(sess)`. To resume from a saved iterator, the dataset must depend on
     its state alone: give seeds to its random operations.
 
-    `batch_size` is used only by lingvo's examples-per-second metric.
+    `batch_size`, if it is set, is the number of examples of a batch: for lingvo's
+    examples-per-second metric, and to check a number of microbatches before the model is made.
 
     Example:
         >>> def squares():

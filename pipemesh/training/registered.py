@@ -14,7 +14,7 @@ from lingvo.core import base_model, base_model_params, gpipe
 
 from pipemesh.errors import PipelineError, PlanError, TrainingError
 from pipemesh.example_models import example, import_model_module
-from pipemesh.layers import DatasetInput, PipeliningLayer, mesh_cluster
+from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.layers.pipeline.stack_plan import PARAMS, num_places, set_plan, values_of
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
@@ -122,13 +122,9 @@ class RegisteredModel(Subject):
         }
 
     def check_batch(self) -> None:
-        """Checks that the input's batch divides into the plan's microbatches, if its size is known.
-
-        That of a `DatasetInput` is known by its batches alone.
-        """
-        p = self._input("Train")
-        size = getattr(p, "batch_size", None)
-        if isinstance(size, int) and size > 0 and not issubclass(p.cls, DatasetInput):
+        """Checks that the input's batch divides into the plan's microbatches, if it has a size."""
+        size = getattr(self._input("Train"), "batch_size", None)
+        if isinstance(size, int) and size > 0:
             self.plan.check_batch(size)
 
     def has_actions(self) -> bool:
