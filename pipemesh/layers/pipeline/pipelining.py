@@ -27,13 +27,7 @@ from pipemesh.layers.pipeline.losses import (
 )
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
-from pipemesh.layers.pipeline.stack_plan import (
-    boundaries_of,
-    checked_plan,
-    define_pipelining,
-    plan_of,
-    set_plan,
-)
+from pipemesh.layers.pipeline.stack_plan import checked_plan, define_pipelining, plan_of, set_plan
 from pipemesh.layers.pipeline.stage import StageStructure, StageWeights, handed_over
 from pipemesh.layers.pipeline.weights import (
     cast_first,
@@ -110,10 +104,8 @@ class PipeliningLayer(SeqLayer):
 
         Args:
             plan: the plan.
-            **params: values of further params.
-
-        Raises:
-            PipelineError: `cell_tpl` is among them, and cut otherwise than the plan says.
+            **params: values of further params. The boundaries of the stages are those of
+                `cell_tpl`, which the caller cuts as `plan.boundaries` says.
 
         Example:
             >>> from pipemesh.plan import Plan
@@ -126,13 +118,7 @@ class PipeliningLayer(SeqLayer):
         p.Set(allow_idle=plan.allow_idle)
         if plan.layout.rules:
             p.Set(mesh_shape=str(plan.mesh), layout=str(plan.layout))
-        p.Set(**params)
-        if p.cell_tpl and plan.boundaries not in (None, boundaries_of(p)):
-            raise PipelineError(
-                f"{p.name}: the plan's boundaries are {plan.boundaries}, but cell_tpl is cut at "
-                f"{boundaries_of(p)}; cut its layers as the plan says"
-            )
-        return p
+        return p.Set(**params)
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)

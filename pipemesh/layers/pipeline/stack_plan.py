@@ -165,15 +165,6 @@ def num_places(p: Any, schedule: str | Schedule) -> int:
     return places
 
 
-def boundaries_of(p: Any) -> tuple[int, ...] | None:
-    """Returns where the layers of a stack are cut, as in `Plan.boundaries`."""
-    sizes = [
-        len(cell.sub) if issubclass(cell.cls, FeatureExtractionLayer) else 1 for cell in p.cell_tpl
-    ]
-    # A stage without layers only passes on its inputs; no boundaries say that.
-    return tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None
-
-
 def plan_of(p: Any, cluster: Any) -> Plan:
     """Returns the plan of a stack's params on a cluster.
 
@@ -181,6 +172,9 @@ def plan_of(p: Any, cluster: Any) -> Plan:
     the cluster's axis: then several share a position.
     """
     mesh, layout = mesh_of(cluster, p)
+    sizes = [
+        len(cell.sub) if issubclass(cell.cls, FeatureExtractionLayer) else 1 for cell in p.cell_tpl
+    ]
     try:
         _check_counts(p)
         mesh = _with_places(mesh, num_places(p, p.schedule))
@@ -189,7 +183,8 @@ def plan_of(p: Any, cluster: Any) -> Plan:
             layout,
             p.schedule,
             p.num_micro_batches,
-            boundaries=boundaries_of(p),
+            # A stage without layers only passes on its inputs.
+            boundaries=tuple(itertools.accumulate(sizes, initial=0)) if all(sizes) else None,
             remat=remat_of(p.remat),
             lowering=p.lowering,
             compute_dtype=None if p.fprop_dtype is None else tf.as_dtype(p.fprop_dtype).name,

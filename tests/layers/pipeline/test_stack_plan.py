@@ -52,6 +52,8 @@ def test_a_plan_is_set_whole():
     assert dataclasses.replace(found, boundaries=None) == plan
     assert values_of(p) == {n: t for n, t in plan.to_values().items() if n in values_of(p)}
     assert (p.mesh_shape, p.layout) == ("layers:2;data:2", "batch:data")
+    idle = dataclasses.replace(plan, mesh="layers:2;data:2;model:2", allow_idle=True)
+    assert PipeliningLayer.ForPlan(idle).allow_idle and not p.allow_idle
 
 
 def test_some_values_of_a_plan_are_set():
