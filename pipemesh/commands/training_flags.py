@@ -192,7 +192,7 @@ def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") ->
     flag = next(flag for flag, own in OF_PLAN.items() if own == name)
     if told.startswith(f"{name}="):
         return FlagError(f"--{flag}{told.removeprefix(name)}")
-    # The value is said once.
+    # The flag and its value come first in any case.
     told = told.removeprefix(f"{name} is {values[name]!r}; ")
     return FlagError(f"--{flag}={values[name]!r}: {told}")
 

@@ -66,6 +66,16 @@ def _flops(op: tf.Operation) -> int:
     return 0
 
 
+def _define_flops(p: Any) -> None:
+    """Defines the param by which a user gives the costs of a layer."""
+    p.Define(
+        "flops",
+        None,
+        "Flops of the forward pass for a whole input, as a function of the inputs' shapes; by "
+        "default those of the products of matrices and convolutions.",
+    )
+
+
 class FunctionParams(hyperparams.InstantiableParams):
     """The params of a `FunctionLayer`; copies share the function, and so its variables."""
 
@@ -109,12 +119,7 @@ class FunctionLayer(base_layer.BaseLayer):
         # Params would treat any other attribute as a param.
         object.__setattr__(p, "__class__", FunctionParams)
         p.Define("function", None, "Takes tensors or None, returns one or several.")
-        p.Define(
-            "flops",
-            None,
-            "Flops of the forward pass for a whole input, as a function of the inputs' shapes; by "
-            "default those of the products of matrices and convolutions.",
-        )
+        _define_flops(p)
         return p
 
     def __init__(self, params: Any) -> None:
@@ -214,12 +219,7 @@ class KerasLayer(base_layer.BaseLayer):
             None,
             "A shape for each input, such as [[None, 3, 4]]; None for a layer that is built.",
         )
-        p.Define(
-            "flops",
-            None,
-            "Flops of the forward pass for a whole input, as a function of the inputs' shapes; by "
-            "default those of the products of matrices and convolutions.",
-        )
+        _define_flops(p)
         return p
 
     def __init__(self, params: Any) -> None:

@@ -86,7 +86,7 @@ TOKENS = Tokens(
 
 
 def shown(texts, most, order):
-    """What is on the terminal after each token; `order` says whose token comes next."""
+    """Returns the text on the terminal after each token; `order` has the prompt of each token."""
     out = io.StringIO()
     stream = Stream(TOKENS, [b"<"] * len(texts), most, out)
     left, found = [list(text) for text in texts], []

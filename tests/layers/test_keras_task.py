@@ -25,7 +25,7 @@ WEIGHTS = tf.constant([1.0, 0.5, 0.0, 2.0, 1.0, 1.0])
 
 
 def keras_model(labels, outputs, weights, **compiled):
-    """What Keras says of a model that gives its inputs."""
+    """Returns the results of Keras for a model that returns its inputs."""
     model = keras.Sequential([keras.Input(outputs.shape[1:]), keras.layers.Identity()])
     model.compile(**compiled)
     weights = None if weights is None else weights.numpy()

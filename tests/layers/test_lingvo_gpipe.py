@@ -47,7 +47,7 @@ def test_names_get_the_stage_of_their_layer():
 
 @pytest.mark.parametrize("boundaries", [[0, 3, 4], [0, 1], [0, 0, 2, 2, 5], [0, 1, 2, 3]])
 def test_boundaries_are_read_from_names_as_they_were_put_in(boundaries):
-    """Whether a stage is empty or not, but for a last one, which no name tells of."""
+    """Empty stages are read too, but for a last one, which no name shows."""
     names = [f"lm/cell_{layer:03d}/w/var" for layer in range(boundaries[-1])]
     assert boundaries_in(reversed(with_stages(names, boundaries).values())) == boundaries
 

@@ -20,7 +20,7 @@ NAME = "layer/w/var"
 
 
 def grid(sizes, cuts):
-    """Where slices begin, and how large they are."""
+    """Returns the begin and the size of each slice."""
     lengths = [size // cut for size, cut in zip(sizes, cuts, strict=True)]
     begins = itertools.product(*(range(0, s, n) for s, n in zip(sizes, lengths, strict=True)))
     return [(begin, lengths) for begin in begins]

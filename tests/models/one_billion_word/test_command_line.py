@@ -136,7 +136,7 @@ def refusals(tmp_path_factory):
     (folder / "good.toml").write_text('mesh_shape = "layers:8"\nsteps = 3\n')
     (folder / "bad.toml").write_text("step = 3\n")
     found = without_tensorflow(*(["lm", *SMALL, *flags] for flags, _ in BAD_INPUT))
-    # Nothing that stands in the way of the next attempt; a vocabulary serves it.
+    # Nothing is left that would stop the next attempt, which can use the vocabulary.
     assert not [path for path in folder.rglob("runs/*/*.*") if path.parent.name != "vocabulary"]
     return found
 

@@ -399,7 +399,7 @@ HARMS = [
 
 
 def files(logdir, step, prefix=""):
-    """What there is of a checkpoint, by the ends of names."""
+    """Returns the files of a checkpoint, by the ends of their names."""
     name = f"{prefix}ckpt-{step}"
     paths = [path for path in logdir.glob(f"{name}.*") if path.is_file()]
     return {path.name.removeprefix(name): path.read_bytes() for path in paths}

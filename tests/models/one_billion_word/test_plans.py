@@ -103,7 +103,7 @@ def split(model, *more):
     return ";".join(["batch:data", *(f"{dim}:model" for dim in (*SPLIT[model], *more))])
 
 
-# Each kind of model, schedule and lowering; what differs besides is said beside it.
+# Each kind of model, schedule and lowering; other differences are noted beside it.
 CASES = [
     ("dense", Plan("model:2;layers:2;data:2", split("dense"), "zb_v", 4)),
     ("experts", Plan("layers:2;data:2;model:2", split("experts"), "interleaved:2", 4)),

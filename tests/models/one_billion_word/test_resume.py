@@ -265,7 +265,7 @@ def test_weights_and_optimizer_are_those_that_were_saved_and_so_is_the_next_loss
     ],
 )
 def test_precision_may_change(saved, trainings, tmp_path, there, here, precisions):
-    """What stages compute in is the plan's; weights and the optimizer's state are float32."""
+    """The plan sets the dtype of computation; weights and the optimizer's state are float32."""
     check(saved, trainings, tmp_path, *zip((there, here), precisions, strict=True), rtol=2e-2)
 
 
