@@ -298,6 +298,14 @@ def search(rising: Ints, values: Any, side: Literal["left", "right"]) -> Ints:
     return np.asarray(np.searchsorted(rising, values, side=side), dtype=np.int64)
 
 
+def expand(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Returns all numbers from low to high of each row: the row of each, and the number."""
+    lengths = np.maximum(high - low + 1, 0)
+    owner = np.repeat(np.arange(low.size), lengths)
+    offsets = np.cumsum(lengths) - lengths
+    return owner, np.arange(owner.size) - offsets[owner] + low[owner]
+
+
 def prefix_sums(values: Ints) -> Ints:
     """Returns the sums of the first 0, 1, ..., n of n values."""
     sums = np.zeros(values.size + 1, dtype=values.dtype)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipemesh.errors import PartitionError
-from pipemesh.partition.costs import Ints, search
+from pipemesh.partition.costs import Ints, expand, search
 from pipemesh.partition.problem import Problem
 
 MOST_STATES = 8_000_000
@@ -211,7 +211,7 @@ class _Search:
             heaviest = self._loads[begin] + self._room_of(problem.stage_devices[before:boundary])
             high: Ints = search(self._loads, heaviest + self._slack, side="right") - 1
             high = np.minimum(high, int(self._last[boundary]))
-            owner, place = _expand(low, high)
+            owner, place = expand(low, high)
             self._count(owner.size)
             places = np.concatenate([places[:, owner], place[None]])
             before, begin = boundary, place
@@ -324,7 +324,7 @@ class _Search:
             high = np.minimum(high, search(prefix, prefix[begin] + room, side="right") - 1)
             least = loads[begin] + needed if is_last else loads[beyond] - gap
             low = np.maximum(low, search(loads, least, side="left"))
-            grown, end = _expand(low, high)
+            grown, end = expand(low, high)
             return grown, begin[grown], end
         end = place_of(stage + 1)
         low = np.maximum(beyond + (stage - turn.beyond), int(self._first[stage]))
@@ -332,7 +332,7 @@ class _Search:
         high = np.minimum(end - 1, int(self._last[stage]))
         most = loads[end] - needed if is_last else loads[beyond] + gap
         high = np.minimum(high, search(loads, most, side="right") - 1)
-        grown, begin = _expand(low, high)
+        grown, begin = expand(low, high)
         return grown, begin, end[grown]
 
 
@@ -342,14 +342,6 @@ def _device_speeds(problem: Problem) -> list[float]:
     for device, kind in zip(problem.stage_devices, problem.kind_of_stage, strict=True):
         speeds[device] = float(problem.times.kinds[kind][0])
     return speeds
-
-
-def _expand(low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """Returns all numbers from low to high of each row: the row of each, and the number."""
-    lengths = np.maximum(high - low + 1, 0)
-    owner = np.repeat(np.arange(low.size), lengths)
-    offsets = np.cumsum(lengths) - lengths
-    return owner, np.arange(owner.size) - offsets[owner] + low[owner]
 
 
 def _best_of_each(states: _States, num_open: int, base: int) -> _States:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.builders import BUILDERS, SLICED, build
+from pipemesh.schedule.builders import SLICED, build
 from pipemesh.schedule.checks import check_indices, check_type
 from pipemesh.schedule.costs import Costs, costs_from_text, costs_to_text
 from pipemesh.schedule.csv import from_csv
@@ -70,9 +70,7 @@ class ScheduleSpec:
         if self.name in SLICED:
             return build(f"{self.name}:{self.num_slices}", num_devices, num_microbatches)
         if self.table is None:
-            open_number = BUILDERS[self.name].takes_virtual_stages
-            virtual = self.stages_a_device if open_number else None
-            return build(self.name, num_devices, num_microbatches, virtual)
+            return build(self.name, num_devices, num_microbatches, self.stages_a_device)
         counts = self.table.num_devices, self.table.num_microbatches
         if counts != (num_devices, num_microbatches):
             raise ScheduleError(

@@ -27,6 +27,7 @@ from pipemesh.schedule import (
     zb_v,
 )
 from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.names import NAMES
 from pipemesh.schedule.schedule import vee
 
 devices = st.integers(1, 10)
@@ -38,7 +39,7 @@ few = settings(max_examples=40)
 
 @given(st.sampled_from(sorted(BUILDERS)), devices, microbatches, virtual)
 def test_valid_or_a_clear_demand(name, num_devices, num_microbatches, num_virtual_stages):
-    takes = BUILDERS[name].takes_virtual_stages
+    takes = NAMES[name].is_open
     try:
         schedule = build(name, num_devices, num_microbatches, num_virtual_stages if takes else None)
     except ScheduleError as error:
@@ -49,7 +50,7 @@ def test_valid_or_a_clear_demand(name, num_devices, num_microbatches, num_virtua
     assert schedule.num_devices == num_devices
     assert schedule.num_microbatches == num_microbatches
     per_device = [schedule.stage_devices.count(d) for d in range(num_devices)]
-    expected = num_virtual_stages if takes else BUILDERS[name].virtual_stages
+    expected = num_virtual_stages if takes else NAMES[name].stages_a_device
     assert per_device == [expected] * num_devices
 
 
@@ -66,7 +67,7 @@ def test_valid_or_a_clear_demand(name, num_devices, num_microbatches, num_virtua
 )
 def test_bad_counts_are_errors(name, counts, message):
     with pytest.raises(ScheduleError, match=message):
-        BUILDERS[name].function(*counts)
+        BUILDERS[name](*counts)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +95,11 @@ def test_build_by_name():
 @pytest.mark.parametrize("name", BUILDERS)
 def test_signatures_can_be_relied_on(name):
     builder = BUILDERS[name]
-    parameters = list(inspect.signature(builder.function).parameters)
+    parameters = list(inspect.signature(builder).parameters)
     expected = ["num_devices", "num_microbatches", "num_virtual_stages"]
-    assert parameters == expected[: 3 if builder.takes_virtual_stages else 2]
-    assert builder.function.__name__ == name
-    assert "Source:" in builder.function.__doc__
+    assert parameters == expected[: 3 if NAMES[name].is_open else 2]
+    assert builder.__name__ == name
+    assert "Source:" in builder.__doc__
 
 
 @pytest.mark.parametrize(

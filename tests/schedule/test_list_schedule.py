@@ -27,6 +27,7 @@ from pipemesh.schedule import (
 )
 from pipemesh.schedule.builders import BUILDERS, build
 from pipemesh.schedule.list_schedule import Policy, greedy, improve, limits_of, placements_of
+from pipemesh.schedule.names import NAMES
 from pipemesh.schedule.schedule import loop, vee
 
 cost = st.integers(1, 6)
@@ -46,8 +47,8 @@ def test_never_worse_than_a_builder_in_its_memory(data, num_devices, share, fact
     )
     names = [
         name
-        for name, builder in BUILDERS.items()
-        if builder.trains and (builder.takes_virtual_stages or builder.virtual_stages == share)
+        for name in BUILDERS
+        if NAMES[name].trains and (NAMES[name].is_open or NAMES[name].stages_a_device == share)
     ]
     rival = simulate(
         build(data.draw(st.sampled_from(names)), num_devices, num_microbatches, share), costs
