@@ -139,7 +139,7 @@ def _of_monotone(
         sums = total[columns] + times * times
         firsts = np.flatnonzero(np.diff(owner, prepend=-1))
         found = rows[owner[firsts]]
-        best[found] = np.minimum(np.minimum.reduceat(sums, firsts), top) if found.size else top
+        best[found] = np.minimum(np.minimum.reduceat(sums, firsts), top)
         is_least = np.flatnonzero(sums == best[rows[owner]])[::-1]
         choice[rows[owner[is_least]]] = columns[is_least]  # The last one written is the leftmost.
         # A row without any allowed column says nothing about its neighbours.

@@ -18,6 +18,7 @@ from pipemesh.partition.costs import (
     Stack,
     decimal,
     prefix_sums,
+    search,
     to_big_integers,
     to_integers,
 )
@@ -274,15 +275,18 @@ class Problem:
 
     def last_end(self, stage: int, begin: Ints) -> Ints:
         """Returns the last boundary at which a stage may end, whatever its time is."""
-        last = np.full(begin.shape, self.size, dtype=np.int64)
+        last = self.last_wall(begin)
+        return last if self.memory is None else np.minimum(last, self.memory.last_end(stage, begin))
+
+    def last_wall(self, begin: Any) -> Any:
+        """Returns the last boundary that numbers of layers and barriers allow."""
+        last = np.full_like(begin, self.size)
         if self.max_layers is not None:
             most = self.positions[begin] + self.max_layers
-            last = np.minimum(last, np.searchsorted(self.positions, most, side="right") - 1)
+            last = np.minimum(last, search(self.positions, most, side="right") - 1)
         if self.barriers:
             walls = np.asarray((*self.barriers, self.size), dtype=np.int64)
-            last = np.minimum(last, walls[np.searchsorted(walls[:-1], begin, side="right")])
-        if self.memory is not None:
-            last = np.minimum(last, self.memory.last_end(stage, begin))
+            last = np.minimum(last, walls[search(walls[:-1], begin, side="right")])
         return last
 
     def stage_times(self, stage: int, begin: Ints, end: Ints) -> Ints:

@@ -283,7 +283,7 @@ def list_schedule(
             best = timeline
     assert best is not None, "one microbatch at a time always fits"
     trials = min(int(check_number("effort", effort)), _BUDGET // sum(map(len, best.schedule.rows)))
-    return validate(improved(best, limits, _changes, trials).schedule)
+    return validate(improved(best, limits, trials).schedule)
 
 
 def _score(timeline: Timeline) -> tuple[float, int]:
@@ -365,11 +365,33 @@ def _one_at_a_time(
 _MAX_TRIALS = 2000
 
 
+def _changes(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    """Yields changed rows that may shorten the critical path: no change elsewhere can."""
+    # A `B` is split, a `W` moves behind the next few actions, or two neighbours change places.
+    for span in timeline.critical_path:
+        device, tick, action = span.device, span.tick, span.action
+        row = timeline.schedule.rows[device]
+        if action.kind == "B":
+            split = (action.also("I"), action.also("W"))
+            yield device, (*row[:tick], *split, *row[tick + 1 :])
+        if action.kind == "W":
+            for reach in (1, 2, 4, len(row)):
+                after = row[tick + 1 :]
+                yield device, (*row[:tick], *after[:reach], action, *after[reach:])
+        elif tick and not _depends(action, row[tick - 1]):
+            yield device, (*row[: tick - 1], action, row[tick - 1], *row[tick + 1 :])
+
+
+def _depends(later: Action, earlier: Action) -> bool:
+    same = later.also("F") == earlier.also("F")
+    return same or (later.kind == earlier.kind and later.stage == earlier.stage)
+
+
 def improved(
     best: Timeline,
     limits: Sequence[int],
-    changes: Callable[[Timeline], Iterator[tuple[int, tuple[Action, ...]]]],
     max_trials: int,
+    changes: Callable[[Timeline], Iterator[tuple[int, tuple[Action, ...]]]] = _changes,
 ) -> Timeline:
     """Takes the first of `changes` (device, row) that shortens the step, and repeats."""
     trials = 0
@@ -397,28 +419,6 @@ def improved(
 def _climbing_score(timeline: Timeline) -> tuple[float, float]:
     # The second number lets changes that only help together be found one by one.
     return (timeline.makespan, sum(row[-1] for row in timeline.ends if row))
-
-
-def _changes(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """Yields changed rows that may shorten the critical path: no change elsewhere can."""
-    # A `B` is split, a `W` moves behind the next few actions, or two neighbours change places.
-    for span in timeline.critical_path:
-        device, tick, action = span.device, span.tick, span.action
-        row = timeline.schedule.rows[device]
-        if action.kind == "B":
-            split = (action.also("I"), action.also("W"))
-            yield device, (*row[:tick], *split, *row[tick + 1 :])
-        if action.kind == "W":
-            for reach in (1, 2, 4, len(row)):
-                after = row[tick + 1 :]
-                yield device, (*row[:tick], *after[:reach], action, *after[reach:])
-        elif tick and not _depends(action, row[tick - 1]):
-            yield device, (*row[: tick - 1], action, row[tick - 1], *row[tick + 1 :])
-
-
-def _depends(later: Action, earlier: Action) -> bool:
-    same = later.also("F") == earlier.also("F")
-    return same or (later.kind == earlier.kind and later.stage == earlier.stage)
 
 
 def recompute(
@@ -485,7 +485,7 @@ def recompute(
                 f"memory_limits[{device}] is {limit}, but device {device} holds {need} even with "
                 "every recomputation right before its backward"
             )
-    return validate(improved(late, limits, _moves, _MAX_TRIALS).schedule)
+    return validate(improved(late, limits, _MAX_TRIALS, _moves).schedule)
 
 
 def _with_recomputation(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:

@@ -123,8 +123,7 @@ def large(monkeypatch):
         monkeypatch.setattr(f"pipemesh.partition.{module}.FEW_PAIRS", -1)
     monkeypatch.setattr("pipemesh.partition.even_cut._BLOCK", 2)
     monkeypatch.setattr("pipemesh.partition.even_cut._CORRIDOR", 1)
-    monkeypatch.setattr("pipemesh.partition.even_cut._STRIDE", 2)
-    monkeypatch.setattr("pipemesh.partition.even_cut._BLOCK_NUMBERS", 3)
+    monkeypatch.setattr("pipemesh.partition.even_cut._ALL_PAIRS", 2)
 
 
 @CASES

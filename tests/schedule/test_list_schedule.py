@@ -26,7 +26,7 @@ from pipemesh.schedule import (
     zb_v,
 )
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.list_schedule import Policy, greedy, improve, limits_of, placements_of
+from pipemesh.schedule.list_schedule import Greedy, Policy, improved, limits_of, placements_of
 from pipemesh.schedule.names import NAMES
 from pipemesh.schedule.schedule import loop, vee
 
@@ -167,8 +167,8 @@ def test_a_large_search_tries_less(monkeypatch):
     """Of a table with as many actions as the budget: the fewest runs, no blocks, one change."""
     module = importlib.import_module("pipemesh.schedule.list_schedule")
     monkeypatch.setattr(module, "_BUDGET", 8 * 16 * 3)
-    greedy = mock.Mock(wraps=module.greedy)
-    monkeypatch.setattr(module, "greedy", greedy)
+    greedy = mock.Mock(wraps=module.Greedy)
+    monkeypatch.setattr(module, "Greedy", greedy)
     monkeypatch.setattr(module, "even_blocks", None)
     costs = Costs(1, input_grad=1.2, weight_grad=0.8, transfer=0.1)
     assert len(validate(list_schedule(costs, 8, 16)).rows) == 8
@@ -176,7 +176,7 @@ def test_a_large_search_tries_less(monkeypatch):
 
 
 def rows(homes, num_microbatches, policy, costs=None):
-    found = greedy((costs or Costs()).per_stage(len(homes)), homes, num_microbatches, policy)
+    found = Greedy((costs or Costs()).per_stage(len(homes)), homes, num_microbatches, policy).rows()
     return found and [" ".join(map(str, row)) for row in found]
 
 
@@ -231,7 +231,7 @@ def test_one_place_a_stage_is_enough_to_get_through(data, num_devices, num_micro
     cap = tuple(homes.count(device) + extra for device, extra in enumerate(more))
     durations = st.lists(st.integers(1, 4), min_size=len(homes), max_size=len(homes))
     costs = Costs(data.draw(durations), None, data.draw(durations), data.draw(durations), 0.5)
-    found = greedy(costs.per_stage(len(homes)), homes, num_microbatches, Policy(*rule, cap))
+    found = Greedy(costs.per_stage(len(homes)), homes, num_microbatches, Policy(*rule, cap)).rows()
     schedule = validate(Schedule(found, homes, num_microbatches))
     held = zip(simulate(schedule, costs).peak_activations, cap, strict=True)
     assert all(peak <= most for peak, most in held)
@@ -261,34 +261,32 @@ def test_a_limit_is_one_number_or_one_a_device_or_none():
 def test_small_changes_shorten_a_schedule_within_its_memory():
     costs = Costs([1, 1, 1, 2], transfer=0.5)
     before = simulate(one_f_one_b(4, 8), costs)
-    after = simulate(improve(one_f_one_b(4, 8), costs, (4, 3, 2, 1), max_trials=200), costs)
+    after = improved(before, (4, 3, 2, 1), max_trials=200)
     assert after.makespan < before.makespan
     assert after.peak_activations == (4, 3, 2, 1)
-    untouched = improve(one_f_one_b(4, 8), costs, (4, 3, 2, 1), max_trials=0)
-    assert untouched == one_f_one_b(4, 8)
+    assert improved(before, (4, 3, 2, 1), max_trials=0) == before
 
 
 def test_an_optimal_schedule_stays_as_it_is():
     for schedule in (zb_h1(3, 6), zb_h2(3, 6), zb_v(3, 6)):
-        assert (
-            simulate(improve(schedule, Costs(), (9, 9, 9), 300)).makespan
-            == simulate(schedule).makespan
-        )
+        before = simulate(schedule)
+        assert improved(before, (9, 9, 9), 300).makespan == before.makespan
 
 
 def test_a_weight_gradient_moves_behind_the_last_forward():
-    before = Schedule.from_text("0: 0F0 0F1 0I0 0W0 0I1 0W1\n1: 1F0 1I0 1W0 1F1 1I1 1W1")
-    assert simulate(before).makespan == 8
+    table = "0: 0F0 0F1 0I0 0W0 0I1 0W1\n1: 1F0 1I0 1W0 1F1 1I1 1W1"
+    before = simulate(Schedule.from_text(table))
+    assert before.makespan == 8
     # No step is shorter than the start of the last device and its work.
-    assert simulate(improve(before, Costs(), (2, 2), 50)).makespan == 1 + 6
+    assert improved(before, (2, 2), 50).makespan == 1 + 6
 
 
 def test_a_change_that_needs_more_memory_is_not_made():
-    schedule = Schedule.from_text("0: 0F0 0B0 0F1 0B1\n1: 1F0 1B0 1F1 1B1")
-    assert simulate(schedule).makespan == 12
-    free = improve(schedule, Costs(), (2, 2), 200)
-    assert simulate(free).makespan < 12 and simulate(free).peak_activations[0] == 2
-    assert simulate(improve(schedule, Costs(), (1, 1), 200)).peak_activations == (1, 1)
+    before = simulate(Schedule.from_text("0: 0F0 0B0 0F1 0B1\n1: 1F0 1B0 1F1 1B1"))
+    assert before.makespan == 12
+    free = improved(before, (2, 2), 200)
+    assert free.makespan < 12 and free.peak_activations[0] == 2
+    assert improved(before, (1, 1), 200).peak_activations == (1, 1)
 
 
 @settings(max_examples=25)
@@ -299,15 +297,17 @@ def test_more_trials_never_make_a_schedule_longer(name, data):
         st.integers(1, 5), min_size=schedule.num_stages, max_size=schedule.num_stages
     )
     costs = Costs(data.draw(durations), None, data.draw(durations), data.draw(durations), 0.5)
-    limits = simulate(schedule, costs).peak_activations
+    before = simulate(schedule, costs)
+    limits = before.peak_activations
     spans = []
     for trials in (0, 1, 3, 10, 30):
-        found = simulate(validate(improve(schedule, costs, limits, trials)), costs)
+        found = improved(before, limits, trials)
+        validate(found.schedule)
         spans.append(found.makespan)
         held = zip(found.peak_activations, limits, strict=True)
         assert all(peak <= limit for peak, limit in held)
     assert spans == sorted(spans, reverse=True)
-    assert spans[0] == simulate(schedule, costs).makespan
+    assert spans[0] == before.makespan
 
 
 @settings(max_examples=60)

@@ -128,11 +128,8 @@ def test_bad_input_is_an_error(arguments, options, message):
 def answer(start, costs, limits, seconds=30):
     ticks = costs.per_stage(start.num_stages)
     whole = type(ticks)(*(tuple(map(int, values)) for values in vars(ticks).values()))
-    rows, bound = optimal.solve(whole, start, tuple(limits), seconds, workers=4)
-    if rows is None:
-        return None, bound
-    schedule = validate(Schedule(rows, start.stage_devices, start.num_microbatches))
-    return simulate(schedule, costs), bound
+    best, bound = optimal.solve(whole, start, tuple(limits), seconds, workers=4)
+    return best and simulate(validate(best), costs), bound
 
 
 @with_solver
