@@ -75,8 +75,10 @@ class ComputeTimes:
             sums = self._columns[0] * forward + self._columns[1] * backward
         else:
             # Scaling by a power of two loses only what falls below the unit.
-            layers = np.ldexp(self._layer_times(kind), self._shift)
-            sums = prefix_sums(np.rint(layers).astype(np.int64))[self._positions]
+            speed, again = self.kinds[kind]
+            layers = self._columns[0] * (1 + float(again)) + self._columns[1]
+            units = np.rint(np.ldexp(layers / float(speed), self._shift)).astype(np.int64)
+            sums = prefix_sums(units)[self._positions]
         if (len(self._cache) + 1) * sums.size <= _CACHED_NUMBERS:
             self._cache[kind] = sums
         return sums
@@ -90,10 +92,6 @@ class ComputeTimes:
         for kind in range(len(self.kinds)):
             copy._cache[kind] = self.prefix(kind).astype(object)
         return copy
-
-    def _layer_times(self, kind: int) -> Floats:
-        speed, again = self.kinds[kind]
-        return (self._columns[0] * (1 + float(again)) + self._columns[1]) / float(speed)
 
     @classmethod
     def build(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -94,13 +95,10 @@ def _walk(stage_devices: tuple[int, ...], starts: Sequence[int]) -> Walk | int:
 
 
 def _gaps(stages: int, done: set[int]) -> Iterator[tuple[int, int]]:
-    begin = None
-    for stage in range(stages + 1):
-        if stage < stages and stage not in done:
-            begin = stage if begin is None else begin
-        elif begin is not None:
-            yield begin, stage
-            begin = None
+    for is_done, run in itertools.groupby(range(stages), done.__contains__):
+        if not is_done:
+            first, *others = run
+            yield first, first + len(others) + 1
 
 
 @dataclasses.dataclass
@@ -374,7 +372,7 @@ def virtual_cut(problem: Problem) -> tuple[list[int], int] | None:
     bottleneck = problem.tied(int(least[1][0]))
     devices = problem.num_devices
     if 4 * devices * bottleneck * bottleneck >= 2**62 and problem.times.dtype is np.int64:
-        problem = _with_big_integers(problem)
+        problem = dataclasses.replace(problem, times=problem.times.as_objects())
     most = _device_squares(problem, least[0])
     best = _Search(problem, bottleneck, squares=True, most=most).run()
     assert best is not None
@@ -434,7 +432,3 @@ def _device_squares(problem: Problem, cut: list[int]) -> int:
         time = problem.stage_times(stage, np.asarray(cut[stage]), np.asarray(cut[stage + 1]))
         sums[problem.stage_devices[stage]] += int(time)
     return sum(total * total for total in sums)
-
-
-def _with_big_integers(problem: Problem) -> Problem:
-    return dataclasses.replace(problem, times=problem.times.as_objects())

@@ -337,17 +337,7 @@ class Figures:
             raise PlanError(f"loads are {self.loads}; each is of F, B, I or W, and 0 or more")
 
     def can_share(self, devices: int) -> bool:
-        """Returns whether a number of devices can each have a slice of every divisible layer.
-
-        Args:
-            devices: at least 1.
-
-        Example:
-            >>> layers = figures_of_costs([LayerCost(1.0)] * 2, 1, split=6, summed=[8.0, 0.0])
-            >>> figures = Figures(tuple(layers), rules="heads:model")
-            >>> [n for n in range(1, 7) if figures.can_share(n)]
-            [1, 2, 3, 6]
-        """
+        """Returns whether a number of devices can each have a slice of every divisible layer."""
         splits = [
             layer.split for layer in self.layers if layer.split > 1 or layer.summed is not None
         ]
@@ -364,11 +354,6 @@ class Figures:
 
         Raises:
             PlanError: `plain_step` is not above 0, or these figures lack theirs.
-
-        Example:
-            >>> then = Figures(tuple(figures_of_costs([LayerCost(1.0)], rows=2)), plain_step=4.0)
-            >>> then.at_pace(5.0).layers[0].takes("F", 2)
-            1.25
         """
         if not (math.isfinite(plain_step) and plain_step > 0 and self.plain_step > 0):
             raise PlanError(
@@ -405,11 +390,7 @@ class Figures:
 
     @classmethod
     def read(cls, path: str, rows: float = 1.0) -> Figures:
-        """Reads a file of figures, or of costs of layers; see `from_json`.
-
-        Args:
-            path: the file.
-            rows: rows of the microbatch that a list of costs is for.
+        """Reads a file of figures, or of costs of layers for `rows` of them; see `from_json`.
 
         Raises:
             PlanError: the file is unreadable or malformed.

@@ -198,10 +198,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         check_batch(rows, self.num_microbatches, self.num_replicas, axis=axis)
 
     def check_dims(self, dims: Iterable[str]) -> None:
-        """Checks that the model has the dim of every layout rule.
-
-        Args:
-            dims: the names of all dims of the model.
+        """Checks that the names `dims` of a model hold the dim of every layout rule.
 
         Raises:
             LayoutError: a rule names another dim.

@@ -5,7 +5,7 @@ schedule leaves it open. In the docstrings `D` is the number of devices, `M` of 
 `V` of virtual stages; `f`, `b`, `i` and `w` are the durations of one action of one stage: forward,
 full backward, input gradient and weight gradient. Bubbles are idle time of one device, peak
 activations count (stage, microbatch) pairs of one device between the start of `F` and the end
-of `B` or `W`. Transfers are free in every formula.
+of `B` or `W`. Transfers are free in every formula. A count below 1 is a `ScheduleError`.
 
 Example:
     >>> from pipemesh.schedule.builders import BUILDERS, build
@@ -66,9 +66,6 @@ def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(gpipe(2, 3))
         0: 0F0 0F1 0F2 0B2 0B1 0B0
@@ -101,9 +98,6 @@ def looped_bfs(num_devices: int, num_microbatches: int, num_virtual_stages: int 
 
     Returns:
         The validated schedule of `D V` stages.
-
-    Raises:
-        ScheduleError: a count is below 1.
 
     Example:
         >>> print(looped_bfs(2, 2, num_virtual_stages=2))
@@ -144,9 +138,6 @@ def forward_only(num_devices: int, num_microbatches: int, num_virtual_stages: in
 
     Returns:
         The validated schedule of `D V` stages.
-
-    Raises:
-        ScheduleError: a count is below 1.
 
     Example:
         >>> print(forward_only(2, 3))
@@ -189,9 +180,6 @@ def decode(num_devices: int, num_microbatches: int, num_virtual_stages: int = 4)
     Returns:
         The validated schedule of `D V` stages.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(decode(2, 2, 3))
         0: 0F0 0F1 2F0 2F1 4F0 4F1
@@ -216,9 +204,6 @@ def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
 
     Returns:
         The validated schedule.
-
-    Raises:
-        ScheduleError: a count is below 1.
 
     Example:
         >>> print(one_f_one_b(2, 3))
@@ -321,9 +306,6 @@ def seq_one_f_one_b(num_devices: int, num_microbatches: int, num_slices: int = 4
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(seq_one_f_one_b(2, 2, num_slices=2))
         0: 0F0.0 0F0.1 0F1.0 0B0.1 0F1.1 0B0.0 0B1.1 0B1.0
@@ -360,9 +342,6 @@ def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(zb_h1(2, 3))
         0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
@@ -395,9 +374,6 @@ def zb_h2(num_devices: int, num_microbatches: int) -> Schedule:
 
     Returns:
         The validated schedule.
-
-    Raises:
-        ScheduleError: a count is below 1.
 
     Example:
         >>> print(zb_h2(2, 3))
@@ -508,9 +484,6 @@ def zb_v(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> zb_v(2, 4).stage_devices
         (0, 1, 1, 0)
@@ -616,9 +589,6 @@ def v_min(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(v_min(2, 2))
         0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
@@ -647,9 +617,6 @@ def v_half(num_devices: int, num_microbatches: int) -> Schedule:
 
     Returns:
         The validated schedule.
-
-    Raises:
-        ScheduleError: a count is below 1.
 
     Example:
         >>> print(v_half(2, 2))

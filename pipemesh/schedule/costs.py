@@ -86,20 +86,10 @@ class Costs:
         return None
 
     def per_stage(self, num_stages: int) -> StageCosts:
-        """Spreads every cost to one value a stage.
-
-        Args:
-            num_stages: number of stages.
-
-        Returns:
-            The costs, each as a tuple of that length.
+        """Spreads every cost to one value for each of `num_stages` stages.
 
         Raises:
             ScheduleError: a cost has another length.
-
-        Example:
-            >>> Costs(forward=[1, 2], transfer=0.5).per_stage(2).transfer
-            (0.5, 0.5)
         """
         (num_stages,) = check_counts(num_stages=num_stages)
         spread: list[tuple[float, ...]] = []

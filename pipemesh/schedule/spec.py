@@ -51,7 +51,7 @@ class ScheduleSpec:
         """
         parsed = parse(text, for_layers=True)
         if parsed.name == FILE:
-            table = read_schedule(parsed.rest)
+            table, _ = read_table(parsed.rest)
             return cls(FILE, table.num_stages // table.num_devices, table)
         if parsed.name == SEARCHED:
             raise ScheduleError(
@@ -86,10 +86,6 @@ class ScheduleSpec:
         Raises:
             ScheduleError: a count is bad, the stages cannot be spread over devices, or the file's
                 table is for other counts.
-
-        Example:
-            >>> ScheduleSpec.from_text("zb_v").for_stages(4, 4).num_devices
-            2
         """
         (num_stages,) = check_indices("num_stages", [num_stages])
         if self.table is not None and self.table.num_stages == num_stages:
@@ -113,11 +109,6 @@ _COSTS = re.compile(r"# costs of an action: (.*)")
 def text_with_costs(schedule: Schedule, costs: Costs) -> str:
     """Writes a table as text, with the costs of its actions in a comment before it."""
     return f"# costs of an action: {costs_to_text(costs)}\n{schedule.to_text()}\n"
-
-
-def read_schedule(path: str) -> Schedule:
-    """Reads the table of a file without its costs; see `read_table`."""
-    return read_table(path)[0]
 
 
 def read_table(path: str) -> tuple[Schedule, Costs | None]:

@@ -8,7 +8,7 @@ import pytest
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost, Partition, partition
-from pipemesh.partition.memory import SCHEDULES
+from pipemesh.partition.memory import WITH_FORMULA
 from pipemesh.partition.solve import uniform_boundaries
 from pipemesh.schedule import build, simulate, zb_v
 
@@ -190,7 +190,7 @@ def test_virtual_stages_with_numbers_beyond_floats():
     assert plan.balance > 0.9
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", WITH_FORMULA)
 @pytest.mark.parametrize("remat", ["none", "full", "except_last"])
 def test_a_name_and_its_table_give_the_same_partition(name, remat):
     layers = [

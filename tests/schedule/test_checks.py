@@ -26,7 +26,7 @@ from pipemesh.schedule import (
 )
 from pipemesh.schedule.checks import check_counts, check_name
 from pipemesh.schedule.costs import costs_from_text
-from pipemesh.schedule.spec import ScheduleSpec, read_schedule
+from pipemesh.schedule.spec import ScheduleSpec, read_table
 
 NUMPY = st.sampled_from([int, np.int8, np.int32, np.uint64])
 
@@ -116,7 +116,7 @@ MISUSES = [
     (lambda: Action.from_text(b"0F0"), "an action's text is b'0F0'; it must be a str"),
     (lambda: Schedule.from_text(None), "the text of a schedule is None; it must be a str"),
     (lambda: from_csv(b"0F0,0B0"), "the CSV of a schedule is b'0F0,0B0'; it must be a str"),
-    (lambda: read_schedule(5), "path is 5; it must be a str"),
+    (lambda: read_table(5), "path is 5; it must be a str"),
     (lambda: Costs({0: 1}), "cost forward is {0: 1}; give a number"),
     (lambda: Costs({1, 2}), "cost forward is {1, 2}; give a number"),
     (lambda: Costs(10**400), "give a number or one number a stage"),

@@ -54,7 +54,7 @@ def test_arrays_are_sequences_and_the_value_hashes():
         ({"forward": object()}, "give a number"),
         ({"forward": []}, "cost forward is empty"),
         ({"forward": [1, 2], "backward": [1, 2, 3]}, "forward has 2, .*backward has 3"),
-        ({"backward": [1, 2], "input_grad": [1]}, "2 and 1"),
+        ({"backward": [1, 2], "input_grad": [1]}, "backward has 2, input_grad has 1"),
         ({"backward": 1, "input_grad": 2}, "more than the whole backward"),
     ],
 )

@@ -123,8 +123,8 @@ def test_it_beats_published_schedules_on_unequal_stages():
     )
     published = min(
         simulate(build(name, 4, 8, 2), costs).makespan
-        for name, builder in BUILDERS.items()
-        if builder.virtual_stages == 2
+        for name in BUILDERS
+        if NAMES[name].stages_a_device == 2
     )
     assert simulate(list_schedule(costs, 4, 8), costs).makespan < published
 

@@ -8,7 +8,7 @@ import pytest
 from pipemesh.commands.main import main
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition import partition
-from pipemesh.partition.memory import SCHEDULES
+from pipemesh.partition.memory import WITH_FORMULA
 from pipemesh.schedule import Schedule, ScheduleSpec, build, seq_one_f_one_b
 from pipemesh.schedule.builders import BUILDERS, SLICED
 from pipemesh.schedule.names import NAMES, help_text, listing, parse
@@ -31,7 +31,7 @@ def test_every_spelling_names_the_same_schedule_everywhere(spelling, capsys, tmp
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("spelling", [s for s in SPELLINGS if parse(s).name in SCHEDULES])
+@pytest.mark.parametrize("spelling", [s for s in SPELLINGS if parse(s).name in WITH_FORMULA])
 def test_the_partitioner_takes_every_spelling(spelling, tmp_path):
     name = parse(spelling).name
     plan = partition([1.0] * 8, 4, schedule=spelling)
