@@ -220,9 +220,9 @@ class Mesh:
             groups.setdefault(rest, []).append(processor)
         return tuple(map(tuple, groups.values()))
 
-    def without(self, axis: str) -> Mesh:
+    def without(self, *axes: str) -> Mesh:
         """Returns the mesh of the other axes."""
-        return Mesh(tuple(pair for pair in self.axes if pair[0] != axis))
+        return Mesh(tuple(pair for pair in self.axes if pair[0] not in axes))
 
     @property
     def num_stages(self) -> int:

@@ -268,7 +268,9 @@ def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[S
     """Returns the first two dozen steps that are valid and fit, shortest first."""
     steps: list[Step] = []
     for split in rated:
-        if memory is not None and _least_memory(job, split) > memory:
+        # No device needs less.
+        weights = job.parameter_bytes / split.layers / split.model
+        if memory is not None and weights * (2 + job.optimizer / split.data) > memory:
             continue
         try:
             step = forecast_step(job, split)
@@ -280,12 +282,6 @@ def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[S
         if len(steps) == _TRIED:
             break
     return sorted(steps, key=lambda step: step.seconds)
-
-
-def _least_memory(job: Job, split: Split) -> float:
-    """Returns a lower bound of the bytes of the fullest device."""
-    weights = job.parameter_bytes / split.layers / split.model
-    return weights * (2 + job.optimizer / split.data)
 
 
 def _powers(most: int) -> list[int]:

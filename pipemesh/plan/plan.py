@@ -281,7 +281,17 @@ replicas; num_microbatches may be 1, 2, 5, 10
         Raises:
             PipemeshError: as `from_text`, or the text is not a JSON object of texts.
         """
-        return cls.from_values(texts_of_json(text))
+        try:
+            content: Any = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"the plan is no JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise PlanError(f"the plan is {content!r}; it must be a JSON object of texts")
+        values = cast("dict[str, Any]", content)
+        for name, value in values.items():
+            if not isinstance(value, str):
+                raise PlanError(f"{name!r} of the plan is {value!r}; it must be a text")
+        return cls.from_values(values)
 
 
 def check_batch(
@@ -414,18 +424,3 @@ def split_text(text: str) -> dict[str, str]:
             raise PlanError(f"{name!r} is given twice in plan {text!r}")
         values[name] = value
     return values
-
-
-def texts_of_json(text: str) -> dict[str, str]:
-    """Reads a JSON object of texts."""
-    try:
-        content: Any = json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"the plan is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise PlanError(f"the plan is {content!r}; it must be a JSON object of texts")
-    values = cast("dict[str, Any]", content)
-    for name, value in values.items():
-        if not isinstance(value, str):
-            raise PlanError(f"{name!r} of the plan is {value!r}; it must be a text")
-    return cast("dict[str, str]", values)

@@ -301,15 +301,8 @@ def summed(
 def even_costs(costs: Costs, number: int) -> Costs:
     """Returns the costs of equal stages with the same total work, without transfers."""
     by_stage = costs.per_stage(number)
-    fields: Sequence[tuple[float, ...]] = (
-        by_stage.forward,
-        by_stage.backward,
-        by_stage.input_grad,
-        by_stage.weight_grad,
-        by_stage.recompute,
-    )
-    forward, backward, input_grad, weight_grad, again = (sum(field) / number for field in fields)
-    return Costs(forward, backward, input_grad, weight_grad, recompute=again)
+    kinds = ("forward", "backward", "input_grad", "weight_grad", "recompute")
+    return Costs(**{kind: sum(getattr(by_stage, kind)) / number for kind in kinds})
 
 
 def device_memory(stages: Stages, figures: Figures, place: int) -> float:

@@ -28,22 +28,22 @@ from pipemesh.schedule.table import compile_table
 
 
 @dataclasses.dataclass(frozen=True)
-class Send:
-    """A send of the result of `action` to `device`; it returns when `device` receives."""
+class Transfer:
+    """A result on its way; each end of it returns when the other device has come to it, too."""
 
     action: Action
     device: int
+
+
+class Send(Transfer):
+    """A send of the result of `action` to `device`."""
 
     def __str__(self) -> str:
         return f"send({self.action} to {self.device})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Receive:
-    """A receive of the result of `action` from `device`; it returns when `device` sends."""
-
-    action: Action
-    device: int
+class Receive(Transfer):
+    """A receive of the result of `action` from `device`."""
 
     def __str__(self) -> str:
         return f"receive({self.action} from {self.device})"
