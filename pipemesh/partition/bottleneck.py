@@ -13,7 +13,6 @@ README.md has the proofs.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
 
 import numpy as np
 
@@ -161,11 +160,9 @@ def greedy_bottleneck(problem: Problem) -> tuple[int, Candidates] | None:
         )
 
     alike = len(set(problem.kind_of_stage)) == 1
-    prefix: Any = problem.prefix(0)
-    low = singles_fit(problem)
+    low, longest = singles_fit(problem), int(np.diff(problem.prefix(0)).max())
     assert low is not None
-    if alike:
-        low = max(low, -(-int(prefix[-1]) // problem.num_stages))
+    low = max(low, least_possible(problem))
     # The least bottleneck is often this bound itself, where one layer outweighs all the rest.
     step, high = 0, None
     while high is None:
@@ -178,7 +175,7 @@ def greedy_bottleneck(problem: Problem) -> tuple[int, Candidates] | None:
         elif following >= problem.forever:
             return None
         else:
-            low, step = max(following, low), max(2 * step, int(np.diff(prefix).max()), 1)
+            low, step = max(following, low), max(2 * step, longest, 1)
     while low < high:
         cut, following = longest_stages(problem, (low + high) // 2)
         if cut is None:

@@ -173,20 +173,10 @@ class SquaresBound:
     def __init__(self, problem: Problem, candidates: Candidates, bottleneck: int) -> None:
         self._bottleneck = float(bottleneck)
         kinds = problem.times.kinds
-        used = sorted(set(problem.kind_of_stage))
         self._speeds: Floats = np.asarray([float(kinds[kind][0]) for kind in problem.kind_of_stage])
         self._speeds /= self._speeds.max()
-        # Stages that recompute differ in more than speed: take each layer at its cheapest.
-        cheapest: Floats | None = None
-        fastest = max(float(kinds[kind][0]) for kind in used)
-        for again in sorted({kinds[kind][1] for kind in used}):
-            kind = next(kind for kind in used if kinds[kind][1] == again)
-            load = np.diff(problem.times.prefix(kind)).astype(np.float64)
-            load *= float(kinds[kind][0]) / fastest
-            cheapest = load if cheapest is None else np.minimum(cheapest, load)
-        assert cheapest is not None
-        self._loads = cheapest
-        self._equal = len(used) == 1
+        self._loads = problem.cheapest_loads()
+        self._equal = len(set(problem.kind_of_stage)) == 1
         ordered = np.sort(self._loads)
         self._ordered = ordered
         self._ordered_sums = np.concatenate([[0.0], np.cumsum(ordered)])

@@ -249,6 +249,18 @@ class Problem:
         """Returns the compute time before each boundary on the device of a stage."""
         return self.times.prefix(self.kind_of_stage[stage])
 
+    def cheapest_loads(self, shift: int = 0) -> Floats:
+        """Returns the least time of each layer, as on the fastest device; rounded, for bounds."""
+        # Stages of one share of recomputation differ in speed alone.
+        kinds = {self.times.kinds[kind][1]: kind for kind in self.kind_of_stage}
+        fastest = max(float(self.times.kinds[kind][0]) for kind in self.kind_of_stage)
+        loads = [
+            np.diff(self.times.prefix(kind) >> shift).astype(np.float64)
+            * (float(self.times.kinds[kind][0]) / fastest)
+            for kind in kinds.values()
+        ]
+        return np.minimum.reduce(loads)
+
     def windows(self) -> tuple[Ints, Ints]:
         """Returns the first and last place of each boundary that leave every stage a layer."""
         index: Ints = np.arange(self.num_stages + 1)

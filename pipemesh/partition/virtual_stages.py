@@ -138,17 +138,11 @@ class _Search:
         self._first, self._last = problem.windows()
         # Loads that no device can beat, for the bound on what is left: as floats, and with a
         # margin, because they only ever rule states out.
-        kinds = problem.times.kinds
         speeds = np.asarray(_device_speeds(problem))
-        fastest = float(speeds.max())
-        loads: Any = None
         self._shift = _shift(problem)
-        for kind in sorted(set(problem.kind_of_stage)):
-            load = np.diff(problem.times.prefix(kind) >> self._shift).astype(np.float64)
-            load *= float(kinds[kind][0]) / fastest
-            loads = load if loads is None else np.minimum(loads, load)
+        loads = problem.cheapest_loads(self._shift)
         self._loads = np.concatenate([[0.0], np.cumsum(loads)])
-        speeds /= fastest
+        speeds /= speeds.max()
         self._speeds = speeds * float((bottleneck >> self._shift) + 1)
         self._room = np.append(np.cumsum(self._speeds[::-1])[::-1], 0.0)
         self._weight = np.append(np.cumsum((speeds**2)[::-1])[::-1], 0.0)

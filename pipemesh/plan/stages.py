@@ -244,7 +244,7 @@ def _takes(
     kind: str,
     measure: Callable[[LayerFigures, str, float, bool], float],
 ) -> float:
-    """Returns the seconds or the work of a layer for an action; `of` is `takes` or `computes`."""
+    """Returns the seconds or the work of a layer for an action, by `takes` or `computes`."""
     layers, rows = stages.layers[stage], stages.rows
     layer = layers[number]
     is_twice = kind == "W" and stage in stages.twice

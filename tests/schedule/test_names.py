@@ -35,9 +35,9 @@ def test_every_spelling_names_the_same_schedule_everywhere(spelling, capsys, tmp
 def test_the_partitioner_takes_every_spelling(spelling, tmp_path):
     name = parse(spelling).name
     plan = partition([1.0] * 8, 4, schedule=spelling)
-    assert plan.num_virtual_stages == BUILDERS[name].virtual_stages
+    assert plan.num_virtual_stages == NAMES[name].stages_a_device
     assert plan == partition(
-        [1.0] * 8, 4, schedule=name, num_virtual_stages=BUILDERS[name].virtual_stages
+        [1.0] * 8, 4, schedule=name, num_virtual_stages=NAMES[name].stages_a_device
     )
     costs = tmp_path / "costs.csv"
     costs.write_text("1\n" * 8)
