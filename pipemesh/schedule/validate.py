@@ -18,9 +18,7 @@ a device may hold a received value some rounds before it consumes it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import rounds
@@ -104,7 +102,7 @@ def validate(schedule: Schedule) -> Schedule:
         >>> print(validate(Schedule.from_text("0F0 0F1 0B0 0B1")))
         0: 0F0 0F1 0B0 0B1
     """
-    check_rendezvous(insert_transfers(schedule))
+    rounds(schedule)
     return schedule
 
 
@@ -127,30 +125,3 @@ def insert_transfers(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
                 steps[device].append(Send(action, target))
                 steps[target].append(Receive(action, device))
     return tuple(map(tuple, steps))
-
-
-def check_rendezvous(steps: Sequence[Sequence[Step]]) -> None:
-    """Runs the steps of all devices with blocking sends and receives."""
-    position = [0] * len(steps)
-    runnable = list(range(len(steps)))
-    while runnable:
-        device = runnable.pop()
-        row = steps[device]
-        while position[device] < len(row):
-            step = row[position[device]]
-            if not isinstance(step, Action):
-                peer = step.device
-                theirs = steps[peer]
-                wanted = (Receive if isinstance(step, Send) else Send)(step.action, device)
-                if position[peer] >= len(theirs) or theirs[position[peer]] != wanted:
-                    break  # The peer wakes this device when it comes to the matching step.
-                position[peer] += 1
-                runnable.append(peer)
-            position[device] += 1
-    stuck = [
-        f"device {device} waits at step {tick} in {steps[device][tick]}"
-        for device, tick in enumerate(position)
-        if tick < len(steps[device])
-    ]
-    if stuck:
-        raise ScheduleError("deadlock: " + "; ".join(stuck))

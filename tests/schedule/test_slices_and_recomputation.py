@@ -24,6 +24,8 @@ from pipemesh.schedule import (
 from pipemesh.schedule.action import needs
 from pipemesh.schedule.csv import CSV_FORMS
 from pipemesh.schedule.schedule import loop, vee
+from pipemesh.schedule.validate import insert_transfers
+from tests.schedule.rendezvous import check_rendezvous
 
 cost = st.integers(0, 6)
 
@@ -111,6 +113,7 @@ def test_actions_follow_their_inputs(schedule):
             assert needed in done or needed.also("B" if needed.kind == "I" else "I") in done
         done.add(action)
     assert len(done) == sum(map(len, schedule.rows))
+    check_rendezvous(insert_transfers(schedule))
 
 
 @given(schedules(), st.data())
