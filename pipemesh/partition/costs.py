@@ -87,16 +87,13 @@ class LayerCost:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PartitionError(f"name of a layer is {self.name!r}, but must be a string")
+        label = f" of layer {self.name!r}" if self.name else ""
         for field in NUMBERS:
             value: Any = getattr(self, field)
-            if field == "backward" and value is None:
-                continue
-            problem = number_problem(value)
+            problem = "" if field == "backward" and value is None else number_problem(value)
             if problem:
-                label = f" of layer {self.name!r}" if self.name else ""
                 raise PartitionError(f"{field}{label} is {value!r}, {problem}")
         if float(self.shared_bytes) > float(self.activation_bytes):
-            label = f" of layer {self.name!r}" if self.name else ""
             raise PartitionError(
                 f"shared_bytes{label} is {self.shared_bytes}, but its activation_bytes are only "
                 f"{self.activation_bytes}; shared_bytes count among them"

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from pipemesh.errors import LayoutError, PipemeshError, PlanError
@@ -234,7 +234,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     def __str__(self) -> str:
         """Returns the mesh and all values that differ from their default; `from_text` parses it."""
-        defaults = _default().to_values()
+        defaults = {field.name: value_text(field.default) for field in dataclasses.fields(self)}
         chosen = {
             name: text
             for name, text in self.to_values().items()
@@ -259,13 +259,13 @@ replicas; num_microbatches may be 1, 2, 5, 10
         Raises:
             PipemeshError: as `from_text`.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
         parsed: dict[str, Any] = {}
         for name, text in values.items():
-            if name not in names:
-                raise PlanError(f"{name!r} is nothing that a plan has{nearest_text(name, names)}")
+            if name not in _PARSERS:
+                near = nearest_text(name, list(_PARSERS))
+                raise PlanError(f"{name!r} is nothing that a plan has{near}")
             try:
-                parsed[name] = parse_value(name, text)
+                parsed[name] = _PARSERS[name](text)
             except PipemeshError as error:
                 raise type(error)(f"{name}={text!r}: {error}") from error
         return cls(**parsed)
@@ -325,11 +325,6 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-@functools.cache
-def _default() -> Plan:
-    return Plan()
-
-
 def _built(schedule: str, homes: int, num_microbatches: int) -> Schedule:
     """Returns the table of a named schedule."""
     return of_whole_sequences(ScheduleSpec.from_text(schedule).build(homes, num_microbatches))
@@ -364,44 +359,41 @@ def value_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def parse_value(name: str, text: str) -> Any:
-    """Parses the text of a plan's value."""
-    if name == "mesh":
-        return Mesh.from_text(text)
-    if name == "layout":
-        return LayoutRules.from_text(text)
-    if name == "remat":
-        return Remat.from_text(text)
-    if name == "schedule" and text.startswith(_TABLE):
-        return from_csv(text.removeprefix(_TABLE))
-    if name == "num_microbatches":
-        return _whole(text)
-    if name == "boundaries":
-        return tuple(map(_whole, text.split(","))) if text else None
-    if name == "compute_dtype":
-        return text or None
-    if name == "allow_idle":
-        if text not in ("true", "false"):
-            raise PlanError("it must be true or false")
-        return text == "true"
-    return text
-
-
 def _whole(text: str) -> int:
     if not text.strip().isdecimal():
         raise PlanError(f"{text!r} is no whole number")
     return int(text)
 
 
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise PlanError("it must be true or false")
+    return text == "true"
+
+
+# By a plan's value, what parses its text.
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "mesh": Mesh.from_text,
+    "layout": LayoutRules.from_text,
+    "schedule": lambda text: (
+        from_csv(text.removeprefix(_TABLE)) if text.startswith(_TABLE) else text
+    ),
+    "num_microbatches": _whole,
+    "boundaries": lambda text: tuple(map(_whole, text.split(","))) if text else None,
+    "remat": Remat.from_text,
+    "lowering": str,
+    "compute_dtype": lambda text: text or None,
+    "allow_idle": _truth,
+}
+
+
 def join_texts(texts: Mapping[str, str]) -> str:
     """Joins pairs of name and text by blanks; texts with blanks are quoted as in a shell."""
-    return " ".join(f"{name}={_quoted(text)}" for name, text in texts.items())
-
-
-def _quoted(text: str) -> str:
     # Semicolons need no quotes, and every mesh has some.
-    return (
-        text if shlex.quote(text.replace(";", "")) == text.replace(";", "") else shlex.quote(text)
+    bare = {name: text.replace(";", "") for name, text in texts.items()}
+    return " ".join(
+        f"{name}={text if shlex.quote(bare[name]) == bare[name] else shlex.quote(text)}"
+        for name, text in texts.items()
     )
 
 
