@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
@@ -84,7 +84,6 @@ def schedules(draw):
     )
 
 
-@settings(max_examples=200)
 @given(schedules(), st.data())
 def test_no_schedule_is_shorter_than_the_bound(schedule, data):
     per_stage = st.lists(cost, min_size=schedule.num_stages, max_size=schedule.num_stages)
