@@ -142,6 +142,9 @@ def _measure(
     weights = _weights(layer)
     kept: list[int] = []
 
+    def unchanged(*args: Any) -> Any:
+        return [part for part in args if part is not None]
+
     def forward_of(*args: Any) -> Any:
         return [part for part in _as_tuple(tf, call(*args)) if part is not None]
 
@@ -159,7 +162,7 @@ def _measure(
 
     forward = tf.function(forward_of, autograph=False)
     both = tf.function(both_of, autograph=False)
-    empty = tf.function(lambda *args: [part for part in args if part is not None], autograph=False)
+    empty = tf.function(unchanged, autograph=False)
     for _ in range(warm_up):
         _run(tf, empty, inputs)
         _run(tf, forward, inputs)

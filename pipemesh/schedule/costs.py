@@ -65,8 +65,8 @@ class Costs:
         given.setdefault("transfer", 0.0)
         given.setdefault("recompute", forward)
         if "backward" not in given:
-            halves = (given.setdefault(name, forward) for name in ("input_grad", "weight_grad"))
-            given["backward"] = _combine(*halves, 1.0)
+            input_grad = given.setdefault("input_grad", forward)
+            given["backward"] = _combine(input_grad, given.setdefault("weight_grad", forward), 1.0)
         elif "input_grad" not in given and "weight_grad" not in given:
             half = _combine(given["backward"], given["backward"], -0.5)
             given |= {"input_grad": half, "weight_grad": half}
