@@ -227,6 +227,11 @@ def memory_model(
         # The input at boundary i is the output of layer i - 1. The input of the whole stack belongs
         # to the input pipeline, and the last output to the loss.
         entry[1:layers] = output[:-1]
+    most_units = None
+    if limit is not None:
+        # A limit beyond every sum is no limit, and must not overflow when a sum is added to it.
+        units = int(decimal(limit) // unit)
+        most_units = units if exact else min(units, SUM_LIMIT)
     entry_weight = tuple(held if entry.any() else 0 for held in microbatches_in_flight)
     return MemoryModel(
         parameters=prefix_sums(parameters)[positions],
@@ -236,11 +241,5 @@ def memory_model(
         activation_weight=tuple(held if keeps_all else 1 for held in microbatches_in_flight),
         entry_weight=entry_weight,
         unit=unit,
-        limit=None if limit is None else _whole_units(limit, unit, exact),
+        limit=most_units,
     )
-
-
-def _whole_units(limit: float, unit: Fraction, exact: bool) -> int:
-    units = int(decimal(limit) // unit)
-    # A limit beyond every sum is no limit, and must not overflow when a sum is added to it.
-    return units if exact else min(units, SUM_LIMIT)

@@ -123,15 +123,14 @@ class _Search:
         self,
         problem: Problem,
         bottleneck: int,
-        squares: bool,
-        most: Any,
+        most_squares: int | None = None,
         most_states: int | None = None,
     ) -> None:
         self._most_states = most_states or MOST_STATES
         self._problem = problem
         self._bottleneck = bottleneck
-        self._squares = squares
-        self._most = most
+        # With a bound on the squares of device sums they are minimized, else the largest sum.
+        self._most_squares = most_squares
         self._created = 0
         self._devices = problem.num_devices
         self._walk = Walk.over(problem.stage_devices)
@@ -213,7 +212,7 @@ class _Search:
         zero = np.zeros(count if keep else 0, dtype=problem.times.dtype)
         return _States(
             places[:, : zero.size],
-            [zero, zero] if self._squares else [zero],
+            [zero] if self._most_squares is None else [zero, zero],
             np.zeros(zero.size, dtype=np.int64),
         )
 
@@ -264,7 +263,7 @@ class _Search:
             begin, end, spent = begin[keep], end[keep], spent[keep]
             grown = grown[keep]
             owner = owner[grown]
-            if self._squares:
+            if self._most_squares is not None:
                 squares = squares[grown] + times[keep] * times[keep]
             needed = needed[grown] - (self._loads[end] - self._loads[begin])
             chosen = {boundary: place[grown] for boundary, place in chosen.items()}
@@ -273,7 +272,7 @@ class _Search:
             if not turn.knows_end:
                 chosen[turn.stage + 1] = end
         values: list[Ints]
-        if self._squares:
+        if self._most_squares is not None:
             values = [states.values[0][owner] + spent * spent, states.values[1][owner] + squares]
         else:
             values = [np.maximum(states.values[0][owner], spent)]
@@ -281,11 +280,11 @@ class _Search:
         if self._bytes is not None:
             missing = left_of(device + 1, self._bytes)
             keep &= np.asarray(missing <= self._limit * (self._devices - 1 - device), dtype=bool)
-        if self._squares and self._most is not None and device + 1 < self._devices:
+        if self._most_squares is not None and device + 1 < self._devices:
             rest = np.maximum(left_of(device + 1, self._loads) - self._slack, 0.0)
             so_far: Ints = np.asarray(values[0] >> 2 * self._shift, dtype=np.float64)
             bound: Ints = so_far + rest**2 / self._weight[device + 1]
-            keep &= bound <= float((self._most >> 2 * self._shift) + 1) * (1 + 1e-9)
+            keep &= bound <= float((self._most_squares >> 2 * self._shift) + 1) * (1 + 1e-9)
         after_rows = [place_of(b) for b in (*walk.open[device + 1], *walk.closed[device + 1])]
         places = np.stack(after_rows) if after_rows else np.zeros((0, owner.size), dtype=np.int64)
         after = _States(places, values, owner).take(np.flatnonzero(keep))
@@ -367,8 +366,7 @@ def virtual_cut(problem: Problem) -> tuple[list[int], int] | None:
     devices = problem.num_devices
     if 4 * devices * bottleneck * bottleneck >= 2**62 and problem.times.dtype is np.int64:
         problem = dataclasses.replace(problem, times=problem.times.as_objects())
-    most = _device_squares(problem, least[0])
-    best = _Search(problem, bottleneck, squares=True, most=most).run()
+    best = _Search(problem, bottleneck, _device_squares(problem, least[0])).run()
     assert best is not None
     return best[0], bottleneck
 
@@ -381,7 +379,7 @@ def _least_bottleneck(
     step = max(low // 256, 1)
     while True:
         trial = min(low + step, forever)
-        search_ = _Search(problem, trial, squares=False, most=None, most_states=most_states)
+        search_ = _Search(problem, trial, most_states=most_states)
         if search_.too_much_memory:
             return None
         best = search_.run()
@@ -397,8 +395,7 @@ def virtual_has_cut(problem: Problem, bottleneck: int | None) -> bool:
     if bottleneck is None:
         # From below: without a bound on the sums there would be no bound on the states.
         return _least_bottleneck(problem, most_states) is not None
-    search_ = _Search(problem, bottleneck, squares=False, most=None, most_states=most_states)
-    return search_.run() is not None
+    return _Search(problem, bottleneck, most_states=most_states).run() is not None
 
 
 def _least_sum(problem: Problem) -> int:

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from pipemesh.errors import PlanError
@@ -428,32 +428,11 @@ class Figures:
         values = cast("dict[str, Any]", content)
         # Older files have it; `crowding` replaces it.
         values.pop("handover", None)
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
+        if unknown := sorted(set(values) - {"layers", *_READERS}):
             raise PlanError(f"{source}: {unknown[0]!r} is nothing that figures have")
-        layers = tuple(layers_from_values(values.get("layers", []), source))
+        layers = tuple(layers_from_values(values.pop("layers", []), source))
         try:
-            numbers = {
-                name: float(values[name])
-                for name in (
-                    *("action", "fixed", "update", "optimizer"),
-                    *("crowding", "update_memory", "plain_step"),
-                )
-                if name in values
-            }
-            sums = values.get("sums")
-            cores, loads = values.get("cores"), values.get("loads", {})
-            return cls(
-                layers,
-                **numbers,
-                transfer=_link_of(values.get("transfer", (0.0, None))),
-                sums=sums and _link_of(sums),
-                cores=None if cores is None else float(cores),
-                loads={str(kind): float(load) for kind, load in loads.items()},
-                rules=str(values.get("rules", "")),
-                batch=int(values.get("batch", 0)),
-                about=str(values.get("about", "")),
-            )
+            return cls(layers, **{name: _READERS[name](value) for name, value in values.items()})
         except (AttributeError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: {error}") from error
 
@@ -465,6 +444,20 @@ def _link_values(link: Link) -> list[float | None]:
 def _link_of(values: Any) -> Link:
     latency, bandwidth = values
     return Link(latency, math.inf if bandwidth is None else bandwidth)
+
+
+# By a field of `Figures` besides the layers, the function that reads its JSON value.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("action", "fixed", "update", "optimizer", "crowding"), float),
+    **dict.fromkeys(("update_memory", "plain_step"), float),
+    "transfer": _link_of,
+    "sums": lambda values: values and _link_of(values),
+    "cores": lambda cores: None if cores is None else float(cores),
+    "loads": lambda loads: {str(kind): float(load) for kind, load in loads.items()},
+    "rules": str,
+    "batch": int,
+    "about": str,
+}
 
 
 def _of_costs(values: list[Any], source: str, rows: float) -> list[LayerFigures]:
