@@ -87,7 +87,7 @@ def test_it_finds_the_optimum_for_equal_costs():
             for stages in (loop(8, 2), vee(8))
             for held, makespan in ((8, 99.5), (7, 100.5))
         ),
-        (2, vee(8), 6, 101.5),
+        pytest.param(2, vee(8), 6, 101.5, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_bound_proves_it_optimal_for_8_devices(share, stages, held, makespan):
