@@ -265,7 +265,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 near = nearest_text(name, list(_PARSERS))
                 raise PlanError(f"{name!r} is nothing that a plan has{near}")
             try:
-                parsed[name] = _PARSERS[name](text)
+                parsed[name] = parse_value(name, text)
             except PipemeshError as error:
                 raise type(error)(f"{name}={text!r}: {error}") from error
         return cls(**parsed)
@@ -385,6 +385,11 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "compute_dtype": lambda text: text or None,
     "allow_idle": _truth,
 }
+
+
+def parse_value(name: str, text: str) -> Any:
+    """Parses the text of a plan's value."""
+    return _PARSERS[name](text)
 
 
 def join_texts(texts: Mapping[str, str]) -> str:
