@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
@@ -168,6 +168,7 @@ near_misses = st.text(alphabet='0129FBIWX .,:;#()"\n\t-=f', max_size=40)
 anything = st.one_of(st.text(max_size=40), near_misses)
 
 
+@settings(max_examples=40)
 @given(anything)
 def test_any_text_is_a_schedule_or_an_error(text):
     for parse in (Schedule.from_text, from_csv):

@@ -69,8 +69,9 @@ def test_it_is_the_shortest_of_all_for_any_costs(seed):
 @with_solver
 @pytest.mark.parametrize(
     ("builder", "makespan"),
-    [(v_half, 26.5), pytest.param(v_min, 29.5, marks=pytest.mark.exhaustive)],
+    [(v_half, 26.5), (v_min, 29.5)],
 )
+@pytest.mark.exhaustive
 def test_published_tables_that_are_optimal(builder, makespan):
     costs, limits = Costs().refined(2), simulate(builder(4, 8)).peak_activations
     assert solved(costs, vee(4), 8, [max(limits)] * 4) == makespan
