@@ -148,17 +148,6 @@ def test_any_options_in_large_problems(large, data):
 @CASES
 @given(st.data())
 @pytest.mark.slow
-def test_plain_costs_in_large_problems(large, data):
-    layers = data.draw(stacks())
-    stages = data.draw(st.integers(1, min(5, len(layers))))
-    keys = {"speeds", "max_layers", "fixed", "same_stage"}
-    options = data.draw(choices(layers, stages))
-    check(layers, stages, {k: v for k, v in options.items() if k in keys}, rounded=True)
-
-
-@CASES
-@given(st.data())
-@pytest.mark.slow
 def test_any_options_with_virtual_stages(data):
     rounds = data.draw(st.integers(2, 3))
     layers = data.draw(stacks().filter(lambda layers: len(layers) >= rounds))

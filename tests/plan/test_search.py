@@ -178,17 +178,6 @@ def test_found_plans_fit_and_differ_shortest_first():
     assert best == predict(best.plan, slow(), 8)
 
 
-def test_cuts_are_moved_where_that_helps():
-    """Equal stages are not best where a stage waits for its transfers."""
-    found = slow([1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0, 1.0])
-    space = SearchSpace(4, 8, fixed={"mesh": "layers:4"})
-    before = []
-    for each in rated(found, space):
-        with contextlib.suppress(PipemeshError):
-            before.append(predict(each.plan(found, space), found, 8, parts=False).seconds)
-    assert search(found, space, count=1)[0].seconds <= min(before)
-
-
 def test_cuts_that_are_asked_for_stay():
     space = SearchSpace(2, 8, fixed={"mesh": "layers:2", "schedule": "1f1b", "boundaries": "0,1,4"})
     assert {each.plan.boundaries for each in search(slow(), space)} == {(0, 1, 4)}
