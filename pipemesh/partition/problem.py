@@ -259,7 +259,7 @@ class Problem:
             * (float(self.times.kinds[kind][0]) / fastest)
             for kind in kinds.values()
         ]
-        return np.minimum.reduce(loads)
+        return np.min(loads, axis=0)
 
     def windows(self) -> tuple[Ints, Ints]:
         """Returns the first and last place of each boundary that leave every stage a layer."""
