@@ -19,7 +19,7 @@ import pathlib
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from pipemesh.errors import PipemeshError
 from pipemesh.text import did_you_mean, nearest, nearest_text
@@ -263,44 +263,25 @@ FLAGS = Flags()
 """The flags of the command that this process runs."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises its errors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise FlagError(message)
-
-
 def parse(argv: Sequence[str], command: Command) -> Flags:
     """Reads a command line into `FLAGS`; prints help and ends the program if that is requested."""
     if is_help(argv):
         print(command.help())
         sys.exit(0)
-    flags = {flag.name: flag for flag in command.flags}
     FLAGS.declare(command.flags)
-    parser = _Parser(prog=command.name, add_help=False, allow_abbrev=False)
+    words = _take_named(list(argv[1:]), command)
     for flag in command.flags:
-        if not flag.argument:
-            parser.add_argument(f"--{flag.name}", action="append")
-        elif flag.argument != "...":
-            # Missing ones are named below, with the flags that are missing.
-            parser.add_argument(flag.name, nargs="*" if flag.argument == "+" else "?")
-    words, left = _normalized(argv[1:], command.flags)
-    values, unknown = parser.parse_known_args(words)
-    _refuse_unknown(unknown, command)
-    for flag in command.flags:
-        if flag.argument == "..." and left:
-            FLAGS.set(flag.name, left)
-    for name, texts in vars(values).items():
-        flag = flags[name]
-        if flag.argument == "+":
-            if texts:
-                FLAGS.set(name, texts)
-        elif flag.argument:
-            if texts is not None:
-                FLAGS.set(name, flag.read(texts))
-        else:
-            for text in texts or ():
-                FLAGS.take(name, text)
+        if flag.argument in ("+", "...") and words:
+            FLAGS.set(flag.name, words)
+            words = []
+        elif flag.argument and words:
+            FLAGS.take(flag.name, words.pop(0))
+    if words:
+        raise FlagError(
+            f"{words[0]!r} is one argument too many; `{command.name} --help` shows the usage"
+            if any(flag.argument for flag in command.flags)
+            else f"{words[0]!r} is no flag; flags begin with --"
+        )
     for name, why in command.refused.items():
         if FLAGS.is_given(name):
             raise FlagError(f"--{name} {why}; leave it out")
@@ -326,22 +307,21 @@ def is_help(argv: Sequence[str]) -> bool:
     return bool(_HELP.intersection(words[1 : words.index("--") if "--" in words else None]))
 
 
-def _normalized(words: Sequence[str], flags: Sequence[Flag]) -> tuple[list[str], list[str]]:
-    """Returns a command line in which each known flag is one word, and what is left for `...`."""
-    named = {flag.name: flag for flag in flags if not flag.argument}
+def _take_named(left: list[str], command: Command) -> list[str]:
+    """Sets the flags of a command line that have names, and returns its other words."""
+    named = {flag.name: flag for flag in command.flags if not flag.argument}
     former = {old: flag for flag in named.values() for old in flag.former}
     short = {flag.short: flag for flag in named.values() if flag.short}
-    takes_rest = any(flag.argument == "..." for flag in flags)
-    done: list[str] = []
-    left = list(words)
+    takes_rest = any(flag.argument == "..." for flag in command.flags)
+    others: list[str] = []
     while left:
         word = left.pop(0)
-        if takes_rest and not word.startswith("-"):
-            return done, [word, *left]
         if word == "--":
-            return (done, left) if takes_rest else ([*done, word, *left], [])
+            return [*others, *left]
         if not word.startswith("-") or word == "-":
-            done.append(word)
+            others.append(word)
+            if takes_rest:
+                return [*others, *left]
             continue
         text, equals, value = word.lstrip("-").partition("=")
         name = text.replace("-", "_")
@@ -354,46 +334,35 @@ def _normalized(words: Sequence[str], flags: Sequence[Flag]) -> tuple[list[str],
         denied = flag is None and not equals and name.startswith("no")
         if denied:
             flag = named.get(name[2:].removeprefix("_"))
-            denied = flag is not None and flag.kind is bool
-            flag = flag if denied else None
+            flag = flag if flag is not None and flag.kind is bool else None
         if flag is None:
-            done.append(word)
-        elif flag.kind is bool and not equals:
-            done.append(f"--{flag.name}={'false' if denied else 'true'}")
-        elif not equals and not left:
-            raise FlagError(f"--{flag.name} has no value; write --{flag.name}={flag.value}")
-        else:
-            done.append(f"--{flag.name}={value if equals else left.pop(0)}")
-        if flag is not None and name in former:
+            raise _unknown(name, command)
+        if flag.kind is bool and not equals:
+            value = "false" if denied else "true"
+        elif not equals:
+            if not left:
+                raise FlagError(f"--{flag.name} has no value; write --{flag.name}={flag.value}")
+            value = left.pop(0)
+        FLAGS.take(flag.name, value)
+        if name in former:
             print(
                 f"note: --{name} is now --{flag.name}; the next release reads the new name alone",
                 file=sys.stderr,
             )
-    return done, []
+    return others
 
 
-def _refuse_unknown(words: Sequence[str], command: Command) -> None:
-    """Raises a `FlagError` if the command line has something that the command does not know."""
-    if not words:
-        return
-    word = next((word for word in words if word.startswith("-")), words[0])
-    if word.startswith("-") and word != "--":
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        known = [
-            flag.name
-            for flag in command.flags
-            if not (flag.argument or flag.hidden or flag.name in command.refused)
-        ]
-        near = nearest(name, known)
-        more = f"did you mean --{near}?" if near else f"`{command.name} --help` lists the flags"
-        if not near and len(known) <= _MOST_LISTED:
-            more = f"there are {', '.join(f'--{flag}' for flag in known)}"
-        raise FlagError(f"unknown flag --{name}; {more}")
-    raise FlagError(
-        f"{words[0]!r} is no flag; flags begin with --"
-        if not any(flag.argument for flag in command.flags)
-        else f"{words[0]!r} is one argument too many; `{command.name} --help` shows the usage"
-    )
+def _unknown(name: str, command: Command) -> FlagError:
+    known = [
+        flag.name
+        for flag in command.flags
+        if not (flag.argument or flag.hidden or flag.name in command.refused)
+    ]
+    near = nearest(name, known)
+    more = f"did you mean --{near}?" if near else f"`{command.name} --help` lists the flags"
+    if not near and len(known) <= _MOST_LISTED:
+        more = f"there are {', '.join(f'--{flag}' for flag in known)}"
+    return FlagError(f"unknown flag --{name}; {more}")
 
 
 def read_toml(path: str) -> dict[str, Any]:

@@ -46,17 +46,7 @@ from pipemesh.text import bytes_of, bytes_text, number
 from pipemesh.training.run import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE, console
 
 # The flag that changes each value of the plan.
-OF_PLAN = {
-    "mesh_shape": "mesh",
-    "layout": "layout",
-    "schedule": "schedule",
-    "num_microbatches": "num_microbatches",
-    "boundaries": "boundaries",
-    "remat": "remat",
-    "lowering": "lowering",
-    "compute_dtype": "compute_dtype",
-    "allow_idle": "allow_idle",
-}
+OF_PLAN = {"mesh_shape" if name == "mesh" else name: name for name in Plan().to_values()}
 # Checks of single values, before TensorFlow is loaded.
 _PARSERS: dict[str, Callable[[str], object]] = {
     "mesh": Mesh.from_text,
@@ -66,12 +56,9 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 }
 # What one program for all devices runs by, where nobody says otherwise.
 OF_SIMD = {"schedule": "gpipe", "remat": "full"}
-
-
 AUTO = "auto"
-# They say how a plan is found; the plan itself is kept.
-CHOICE_NAMES = ("figures", "device_memory", "plan_trials")
 _CHOSEN = ("mesh_shape", "layout", "schedule", "num_microbatches", "boundaries", "remat")
+# They say how a plan is found; the plan itself is kept.
 CHOICE_FLAGS = grouped(
     PLAN,
     Flag(
@@ -95,7 +82,7 @@ CHOICE_FLAGS = grouped(
 
 
 def plan_flags(
-    microbatches: str = "the model's", remat: str = "the model's", batch: str = "batch"
+    microbatches: str = "the model's", remat: str = "the model's"
 ) -> tuple[Flag, ...]:
     """Returns the flags of the plan and of workers; the arguments are words of their help."""
     devices = device_flags(
@@ -103,7 +90,7 @@ def plan_flags(
         None,
         "Mesh of devices; its axis `layers` has stages; or auto, auto:8 for 8 devices: the plan "
         "with the shortest predicted step. Default: the model's.",
-        f"Dims that are split over the mesh's other axes: `{batch}:data` gives each stage a "
+        "Dims that are split over the mesh's other axes: `batch:data` gives each stage a "
         "replica for each index along the axis `data`.",
     )
     plan = (
@@ -229,15 +216,6 @@ def is_auto() -> bool:
     return (FLAGS.value("mesh_shape") or "").partition(":")[0] == AUTO
 
 
-def refuse_auto(what: str) -> None:
-    """Raises a `FlagError` for `auto` in a program without forecasts, which is about `what`."""
-    if is_auto():
-        raise FlagError(
-            f"--mesh_shape={FLAGS.mesh_shape!r}: forecasts are of steps of training, not of "
-            f"{what}; give a mesh, such as layers:1"
-        )
-
-
 def choose_plan(logdir: str) -> None:
     """Replaces `auto` by the plan with the shortest predicted step, and prints it.
 
@@ -309,13 +287,6 @@ def check_memory(plan: Plan, logdir: str) -> None:
         f"{told}the nearest plan that fits is '{near.plan}', with "
         f"{bytes_text(max(near.memory))} and {number(1e3 * near.seconds)} ms a step"
     )
-
-
-def choice_options() -> dict[str, Any]:
-    """Returns the options of a training that are set here."""
-    if FLAGS.figures is not None:
-        Figures.read(FLAGS.figures)
-    return {"figures": FLAGS.figures, "device_memory": _memory()}
 
 
 def _memory() -> float | None:
@@ -429,20 +400,6 @@ def _run(words: Sequence[str], doing: str, devices: int, failed: str) -> None:
         raise FlagError(f"{failed}: {told}")
 
 
-_OF_OPTIONS = (
-    "steps",
-    "save_every",
-    "eval_every",
-    "eval_batches",
-    "early_stop",
-    "trace_schedule",
-    "find_learning_rate",
-    "on_nonfinite",
-    "max_to_keep",
-    "keep_best",
-    "log_format",
-    "histogram_every",
-)
 # With fewer a step of the test is as large as the range that is looked for.
 _FEWEST_RATES = 50
 # Those that say where a training lies, or what is to be done this time.
@@ -454,11 +411,9 @@ _OF_A_CALL = (
     "find_learning_rate",
     "log_format",
     "profile_steps",
-    *CHOICE_NAMES,
+    *(flag.name for flag in CHOICE_FLAGS),
     *workers.NAMES,
 )
-# Those that a program that does not train refuses.
-OF_TRAINING = (*_OF_OPTIONS, "profile_steps")
 
 
 def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
@@ -559,6 +514,10 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
     )
 
 
+# Those that a program that does not train refuses.
+OF_TRAINING = tuple(flag.name for flag in training_flags() if flag.group == TRAINING)
+
+
 def options() -> dict[str, Any]:
     """Returns the `Options` that the flags give, but the log directory."""
     if 0 < FLAGS.find_learning_rate < _FEWEST_RATES:
@@ -573,8 +532,15 @@ def options() -> dict[str, Any]:
             f"--log_format={FLAGS.log_format} is for training; leave it or --find_learning_rate "
             "out (learning_rates.csv is for programs)"
         )
-    found = {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
-    return {**found, "profile_steps": _profile_steps(), **choice_options()}
+    profile_steps = _profile_steps()
+    if FLAGS.figures is not None:
+        Figures.read(FLAGS.figures)
+    return {
+        **{name: FLAGS.value(name) for name in OF_TRAINING},
+        "profile_steps": profile_steps,
+        "figures": FLAGS.figures,
+        "device_memory": _memory(),
+    }
 
 
 def _profile_steps() -> tuple[int, int] | None:
@@ -633,7 +599,11 @@ def take_up(
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = FLAGS.apply(kept, str(path))
     if about is None:
-        refuse_auto("texts")
+        if is_auto():
+            raise FlagError(
+                f"--mesh_shape={FLAGS.mesh_shape!r}: forecasts are of steps of training, not of "
+                "texts; give a mesh, such as layers:1"
+            )
         return
     if taken:
         words = " ".join(f"--{name}={value}" for name, value in taken.items())

@@ -12,15 +12,7 @@ from pipemesh.errors import PipemeshError
 from pipemesh.plan import predict
 from pipemesh.report.html_page import note, table
 from pipemesh.report.measured_step import parts_of
-from pipemesh.report.plan_changes import (
-    LEAST,
-    Basis,
-    Change,
-    basis_of,
-    best,
-    best_of_each,
-    least,
-)
+from pipemesh.report.plan_changes import LEAST, Basis, Change, basis_of, best, least
 from pipemesh.report.record import MEMORY, Run
 from pipemesh.schedule import Timeline
 from pipemesh.text import bytes_text
@@ -272,8 +264,10 @@ def _flags(change: Change) -> str:
 def _shown(changes: list[Change], now: float) -> list[Change]:
     """Returns the named change, the best of each kind, and some more that help."""
     named = best(changes, now)
-    first = [named, *(change for change in best_of_each(changes) if change.kind != named.kind)]
-    chosen = list(first)
+    first = {named.kind: named}
+    for change in changes:
+        first.setdefault(change.kind, change)
+    chosen = list(first.values())
     for change in changes:
         seconds = change.prediction.seconds
         is_new = all(abs(seconds - e.prediction.seconds) > 1e-3 * now for e in chosen)
