@@ -128,10 +128,10 @@ def several(noun: str) -> str:
     """Returns the plural of a noun.
 
     Example:
-        >>> several("worker"), several("process")
-        ('workers', 'processes')
+        >>> several("worker"), several("process"), several("microbatch")
+        ('workers', 'processes', 'microbatches')
     """
-    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
 
 
 def is_missing(module: str, error: ModuleNotFoundError) -> bool:
@@ -148,7 +148,7 @@ def is_missing(module: str, error: ModuleNotFoundError) -> bool:
 
 def count_text(number: int, what: str) -> str:
     """Returns a number of things, such as `1 stage` or `2 stages`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number} {what if number == 1 else several(what)}"
 
 
 def bytes_of(text: str) -> float:

@@ -47,15 +47,6 @@ from pipemesh.training.run import Options, console
 
 # A class with this attribute gets the log directory in it: some models lie there in part.
 _LOGDIR = "LOGDIR"
-# The value of the plan that a param of a stack repeats.
-_OF_STACKS = {
-    "num_micro_batches": "num_microbatches",
-    "schedule": "schedule",
-    "remat": "remat",
-    "lowering": "lowering",
-    "mesh_shape": "mesh",
-    "layout": "layout",
-}
 CHECKPOINT_FLAG = Flag(
     "checkpoint",
     value="PATH",
@@ -219,11 +210,15 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
 
 def _changes(there: Any, now: Any) -> list[str]:
     """Lists the differences from a checkpoint's note, one per line."""
+    from pipemesh.layers.pipeline.stack_plan import PARAMS
+
+    values = {param: name for name, param in PARAMS.items()}
+    values |= {"mesh_shape": "mesh", "layout": "layout"}
     plan = _differences(there.get("plan", {}), now["plan"])
     changes = list(plan.items())
     for name, (before, after) in _differences(there.get("settings", {}), now["settings"]).items():
         # A stack's params repeat the plan, or are empty where the class leaves them out.
-        old, new = plan.get(_OF_STACKS.get(name.rpartition(".")[2], ""), (None, None))
+        old, new = plan.get(values.get(name.rpartition(".")[2], ""), (None, None))
         if _as_in_plan(before) != old and _as_in_plan(after) != new:
             changes.append((name, (before, after)))
     return [f"changed since the checkpoint: {name} {a} -> {b}" for name, (a, b) in changes]

@@ -31,7 +31,7 @@ from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.spec import read_table, text_with_costs
 from pipemesh.schedule.timeline import Timeline
-from pipemesh.text import columns, number
+from pipemesh.text import columns, count_text, number
 
 COMMAND = Command(
     "pipemesh schedule",
@@ -206,15 +206,13 @@ def _report(title: str, timeline: Timeline, color: str) -> str:
     from pipemesh.report import to_terminal
 
     schedule = timeline.schedule
-    counts = ", ".join(
-        f"{count} {noun}{'' if count == 1 else 's'}"
-        for count, noun in (
-            (schedule.num_devices, "device"),
-            (schedule.num_stages, "stage"),
-            (schedule.num_microbatches, "microbatch"),
-            *([(schedule.num_slices, "slice")] if schedule.num_slices > 1 else []),
-        )
-    ).replace("microbatchs", "microbatches")
+    counts = [
+        count_text(schedule.num_devices, "device"),
+        count_text(schedule.num_stages, "stage"),
+        count_text(schedule.num_microbatches, "microbatch"),
+    ]
+    if schedule.num_slices > 1:
+        counts.append(count_text(schedule.num_slices, "slice"))
     stage_costs = timeline.costs.per_stage(schedule.num_stages)
     costs = ", ".join(
         f"{name} {_values(values)}"
@@ -226,7 +224,7 @@ def _report(title: str, timeline: Timeline, color: str) -> str:
     width = max(40, shutil.get_terminal_size().columns) if terminal else None
     return "\n".join(
         [
-            f"{title}: {counts}",
+            f"{title}: {', '.join(counts)}",
             f"costs a stage: {costs}",
             "",
             to_terminal(timeline, color=colored, width=width),
@@ -354,15 +352,8 @@ def table(rows: list[Row]) -> str:
     """
     lines = [
         [
-            "schedule",
-            "stages/device",
-            "makespan",
-            "bubble",
-            "bubble %",
-            "own-span",
-            "peak activations",
-            "in microbatches",
-            "above bound",
+            *("schedule", "stages/device", "makespan", "bubble", "bubble %", "own-span"),
+            *("peak activations", "in microbatches", "above bound"),
         ]
     ]
     notes: list[str] = []

@@ -93,11 +93,8 @@ def parse_for_texts(
 
     `taken` names the flags of a training that the command has, `why` the reasons against others.
     """
-    if is_help(argv) and not note_of(argv):
-        # No checkpoint says which kind it is.
-        kind: ModelKind = REGISTERED
-    else:
-        kind = _kind_of(argv)
+    # For help, no checkpoint has to say which kind it is.
+    kind = REGISTERED if is_help(argv) and not note_of(argv) else _kind_of(argv)
     takes = {*taken, *kind.takes(command)}
     refused = {
         flag.name: (why or {}).get(flag.name, "is for training")
@@ -204,16 +201,26 @@ OWN = (
     *("num_microbatches", "remat", "schedule", "strict_devices", "trace_schedule"),
     *("find_learning_rate", "boundaries", "lowering"),
 )
+
+
+def _text_flags(verb: str, formats: str) -> tuple[Flag, ...]:
+    """Returns the flags of texts that are to be continued or scored, and of their output."""
+    return (
+        Flag("prompt", help=f"The text to {verb}."),
+        Flag(
+            "file",
+            help=f"A file of texts to {verb}, one a line, or FILE.jsonl with a string of JSON a "
+            "line; blank lines are left out; - for standard input.",
+        ),
+        Flag("format", default="text", choices=["text", "json"], help=formats),
+    )
+
+
 # The default of the largest number of prompts in a group.
 _MOST_ROWS = 16
 DECODE_FLAGS = grouped(
     TEXTS,
-    Flag("prompt", help="The text to continue."),
-    Flag(
-        "file",
-        help="A file of texts to continue, one a line, or FILE.jsonl with a string of JSON a line; "
-        "blank lines are left out; - for standard input.",
-    ),
+    *_text_flags("continue", "Texts, or a line of JSON for each, with probabilities."),
     Flag("max_tokens", int, 24, least=1, help="Maximum number of tokens to add to a text."),
     Flag(
         "temperature",
@@ -245,12 +252,6 @@ DECODE_FLAGS = grouped(
         help=f"Maximum number of texts in a group; default: {_MOST_ROWS}, divided by --beams.",
     ),
     Flag(
-        "format",
-        default="text",
-        choices=["text", "json"],
-        help="Texts, or a line of JSON for each, with probabilities.",
-    ),
-    Flag(
         "stream",
         bool,
         help="Print text as it comes; default: on a terminal, unless --beams or JSON.",
@@ -262,16 +263,12 @@ def decode(argv: list[str]) -> int:
     """Decodes as the flags say; returns the exit code."""
     process.import_quietly()
     kind = parse_for_texts("decode", argv, _ABOUT_DECODE, DECODE_FLAGS, TAKEN)
-    texts = requested_texts()
-    continue_texts(model_of(kind, "decode", texts, OWN), texts)
-    return 0
-
-
-def requested_texts() -> list[str]:
-    """Checks the values of flags without TensorFlow, and returns the texts."""
+    # Before TensorFlow is loaded.
     _settings(check_sampling, check_beams)
     _streams()
-    return read_texts("continued")
+    texts = read_texts("continued")
+    continue_texts(model_of(kind, "decode", texts, OWN), texts)
+    return 0
 
 
 def continue_texts(model: Texts, texts: Sequence[str]) -> None:
@@ -441,24 +438,8 @@ class Stream:
 
 SCORE_FLAGS = grouped(
     TEXTS,
-    Flag("prompt", help="The text to score."),
-    Flag(
-        "file",
-        help="A file of texts to score, one a line, or FILE.jsonl with a string of JSON a line; "
-        "blank lines are left out; - for standard input.",
-    ),
-    Flag(
-        "end_token",
-        bool,
-        True,
-        help="Count the token that ends a text; default: yes.",
-    ),
-    Flag(
-        "format",
-        default="text",
-        choices=["text", "json"],
-        help="Columns, or a line of JSON for each text, token by token.",
-    ),
+    *_text_flags("score", "Columns, or a line of JSON for each text, token by token."),
+    Flag("end_token", bool, True, help="Count the token that ends a text; default: yes."),
 )
 
 
@@ -534,17 +515,12 @@ def export(argv: list[str]) -> int:
     why = dict.fromkeys(_OF_PLANS, "has no effect, since a model is exported for one device")
     taken = {*TAKEN}.difference(_OF_PLANS)
     kind = parse_for_texts("export", argv, _ABOUT_EXPORT, EXPORT_FLAGS, taken, why)
-    _set_plain()
-    write_export(model_of(kind, "export", ()))
-    return 0
-
-
-def _set_plain() -> None:
-    """Checks the folder, and sets the flags of a model without a pipeline."""
     _check_folder()
     FLAGS.set("plain", True)
     # Workers in TF_CONFIG are for computations.
     FLAGS.set("cluster", "none", given=False)
+    write_export(model_of(kind, "export", ()))
+    return 0
 
 
 def _check_folder() -> None:

@@ -81,9 +81,7 @@ CHOICE_FLAGS = grouped(
 )
 
 
-def plan_flags(
-    microbatches: str = "the model's", remat: str = "the model's"
-) -> tuple[Flag, ...]:
+def plan_flags(microbatches: str = "the model's", remat: str = "the model's") -> tuple[Flag, ...]:
     """Returns the flags of the plan and of workers; the arguments are words of their help."""
     devices = device_flags(
         None,

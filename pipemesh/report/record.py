@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -242,6 +243,11 @@ class Run:
             return {}
         return {str(key): _text(content[key]) for key in content}  # pyright: ignore
 
+    def median(self, name: str) -> float | None:
+        """Returns the median of a value of training; None if it has none."""
+        values = [value for _, value in self.train.get(name, []) if value is not None]
+        return statistics.median(values) if values else None
+
     def measured(self) -> Timeline | None:
         """Returns the timed step in milliseconds; None if no step was timed."""
         line = self.last.get("schedule")
@@ -255,14 +261,11 @@ class Run:
         first = self.measured()
         if first is None:
             return []
-        others: list[Any] = self.table("schedule", "others")
-        return [
-            first,
-            *(
-                Timeline(first.schedule, first.costs, _rows(starts), _rows(ends))
-                for starts, ends in others
-            ),
+        others = [
+            dataclasses.replace(first, starts=_rows(starts), ends=_rows(ends))
+            for starts, ends in self.table("schedule", "others")
         ]
+        return [first, *others]
 
     def predicted(self) -> Timeline | None:
         """Returns the step that flops predict, in forward passes of a mean stage."""

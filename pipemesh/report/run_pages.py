@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -77,9 +76,9 @@ def facts(run: Run) -> dict[str, str]:
     judged = {*run.heldout, *run.final} or {"loss"}
     if values := _last_values({name: run.train[name] for name in run.train if name in judged}):
         texts["training"] = values
-    if (speed := _median(run, f"{run.unit}_per_second")) is not None:
+    if (speed := run.median(f"{run.unit}_per_second")) is not None:
         texts["speed"] = f"{short(speed)} {run.unit}/s, median of all steps"
-    if (mfu := _median(run, "mfu")) is not None:
+    if (mfu := run.median("mfu")) is not None:
         texts["MFU"] = f"{mfu:.1%}, median of all steps"
     if peak := run.fact("measured", "peak_memory"):
         texts["peak memory"] = bytes_text(float(peak))
@@ -102,12 +101,6 @@ def _last_values(part: Mapping[str, Points]) -> str:
     step = max(point[0] for _, point in last)
     values = ", ".join(f"{spoken(name)} {short(point[1])}" for name, point in last)
     return f"{values} (step {step:,})"
-
-
-def _median(run: Run, name: str) -> float | None:
-    """Returns the median of a value of training; None if it has none."""
-    values = [value for _, value in run.train.get(name, []) if value is not None]
-    return statistics.median(values) if values else None
 
 
 def spoken(name: str) -> str:
@@ -310,7 +303,7 @@ def _results(runs: Sequence[Run]) -> Iterator[list[str]]:
         if any(heldout) and name == "loss":
             yield [f"{title}, held out, lowest while training", *map(_lowest, heldout)]
         if name.endswith("_per_second") or name == "mfu":
-            medians = [_median(run, name) for run in runs]
+            medians = [run.median(name) for run in runs]
             yield [f"{title}, median", *("" if m is None else short(m) for m in medians)]
     if not any(run.heldout or run.final for run in runs):
         yield ["loss, training", *(_last(run.train.get("loss", [])) for run in runs)]

@@ -7,7 +7,7 @@ wherever there is room, so that no picture depends on colour alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pipemesh.report.html_page import document, section, table
 from pipemesh.report.svg import (
@@ -420,28 +420,26 @@ def to_html(
     scale = fitting_scale(list(shown.values()), width=_SCREEN, widest=_WIDEST_ON_PAGE)
     until = max(drawn.makespan for drawn in shown.values())
 
-    def heading(words: str, name: str) -> str:
-        return f"{words}, {name}" if name else words
+    def sections(heading: str, draw: Callable[[Timeline], str]) -> list[str]:
+        return [
+            section(f"{heading}, {name}" if name else heading, draw(drawn))
+            for name, drawn in shown.items()
+        ]
 
-    pictures = [
-        section(heading("Timeline", name), to_svg(drawn, scale=scale, until=until))
-        for name, drawn in shown.items()
-    ]
-    memory = memory_to_svg(timeline, scale=scale, until=until)
-    pictures.append(section(heading("Memory", "predicted" if measured else ""), memory))
     is_long = until * scale > _SCREEN
     return document(
         title,
         [
             _summary(shown),
             f'<div class="scroll{" tall" if is_long else ""}">',
-            *pictures,
-            "</div>",
-            *(section(heading("Devices", name), _devices(drawn)) for name, drawn in shown.items()),
-            *(
-                section(heading("Critical path", name), _path(drawn))
-                for name, drawn in shown.items()
+            *sections("Timeline", lambda drawn: to_svg(drawn, scale=scale, until=until)),
+            section(
+                "Memory, predicted" if measured else "Memory",
+                memory_to_svg(timeline, scale=scale, until=until),
             ),
+            "</div>",
+            *sections("Devices", _devices),
+            *sections("Critical path", _path),
             '<div id="tip" role="tooltip"></div>',
         ],
         style=_STYLE,
@@ -464,16 +462,10 @@ def _summary(shown: Mapping[str, Timeline]) -> str:
         ]
         for name, timeline in shown.items()
     ]
-    names = [
-        "",
-        "devices",
-        "stages",
-        "microbatches",
-        "makespan",
-        "bubble, all devices",
-        "largest own-span bubble",
-        "peak activations",
-    ]
+    names = (
+        *("", "devices", "stages", "microbatches", "makespan"),
+        *("bubble, all devices", "largest own-span bubble", "peak activations"),
+    )
     head, *rows = zip(names, *columns, strict=True)
     return table(head, rows)
 

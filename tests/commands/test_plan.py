@@ -77,7 +77,7 @@ def test_memory_limits_what_is_found(figures, tmp_path, capsys):
         ),
         (["FIGURES", "--devices", "2", "--save", "x"], "--save is for what is measured"),
         (["FIGURES", "--devices", "2", "--trials", "3"], "give --model=package.module.Class"),
-        (["FIGURES", "--devices", "2", "--trials", "-1"], "--trials is -1"),
+        (["FIGURES", "--devices", "2", "--trials", "-1"], "--trials=-1: it must be at least 0"),
         (["FIGURES", "--devices", "2", "--fix", "schedule"], "must be NAME=VALUE"),
         (["FIGURES", "--devices", "2", "--fix", "shedule=1f1b"], "did you mean 'schedule'?"),
         (["FIGURES", "--devices", "2", "--fix", "schedule=1f1c"], "unknown schedule"),
@@ -85,7 +85,7 @@ def test_memory_limits_what_is_found(figures, tmp_path, capsys):
         (["FIGURES", "--devices", "2", "--json", "/none/x"], "--json='/none/x' cannot be written"),
         (["FIGURES", "--devices", "2", "--fix", "mesh=layers:4"], "4 devices, but there are 2"),
         (["FIGURES", "--devices", "2", "--fix", "remat=fulll"], "did you mean 'full'?"),
-        (["FIGURES", "--devices", "2", "--count", "0"], "--count is 0"),
+        (["FIGURES", "--devices", "2", "--count", "0"], "--count=0: it must be at least 1"),
     ],
 )
 def test_mistakes_are_one_line(figures, words, told, capsys):
