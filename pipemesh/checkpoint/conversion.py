@@ -101,12 +101,10 @@ def _differing(name: str, one: tf.Tensor, two: tf.Tensor) -> Iterator[tuple[str,
             yield name, "", "", "other content"
         return
     one, two = tf.cast(one, tf.float64), tf.cast(two, tf.float64)
-    apart = tf.abs(one - two)
-    same = bool(tf.reduce_all(tf.equal(one, two)))
-    if not same:
-        norm = float(tf.norm(one))
+    if not bool(tf.reduce_all(one == two)):
+        norm, greatest = float(tf.norm(one)), float(tf.reduce_max(tf.abs(one - two)))
         share = float(tf.norm(one - two)) / norm if norm else math.inf
-        yield name, f"{float(tf.reduce_max(apart)):.3g}", f"{share:.3g}", ""
+        yield name, f"{greatest:.3g}", f"{share:.3g}", ""
 
 
 def _is_state(name: str, shapes: dict[str, list[int]]) -> bool:

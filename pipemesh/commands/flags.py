@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pipemesh.errors import PipemeshError
-from pipemesh.text import did_you_mean, nearest, nearest_text
+from pipemesh.text import bytes_of, did_you_mean, nearest, nearest_text
 
 # The groups of flags that commands which train share, in the order of `--help`.
 FILES, TEXTS, MODEL = "model and files", "texts", "size and optimizer of the model"
@@ -121,6 +121,26 @@ def grouped(group: str, *flags: Flag) -> tuple[Flag, ...]:
 def without(flags: Iterable[Flag], names: Collection[str]) -> tuple[Flag, ...]:
     """Returns the flags that do not have one of these names."""
     return tuple(flag for flag in flags if flag.name not in names)
+
+
+# Flags of several commands that plan.
+NUM_MICROBATCHES = Flag(
+    "num_microbatches", int, value="M", help="Microbatches of a step.", former=["microbatches"]
+)
+NUM_VIRTUAL_STAGES = Flag(
+    "num_virtual_stages",
+    int,
+    value="V",
+    help="Stages of each device; default: the schedule's.",
+    former=["virtual_stages"],
+)
+DEVICE_MEMORY = Flag(
+    "device_memory",
+    bytes_of,
+    value="BYTES",
+    help="Memory of a device, such as 16GiB or 80GB.",
+    former=["memory"],
+)
 
 
 @dataclasses.dataclass(frozen=True)

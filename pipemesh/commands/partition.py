@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import pathlib
@@ -11,7 +12,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from pipemesh.commands.flags import Command, Flag, Flags, grouped, parse, write_output
+from pipemesh.commands.flags import (
+    DEVICE_MEMORY,
+    NUM_MICROBATCHES,
+    NUM_VIRTUAL_STAGES,
+    Command,
+    Flag,
+    Flags,
+    grouped,
+    parse,
+    write_output,
+)
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.costs import NUMBERS, LayerCost, number_problem
 from pipemesh.partition.memory import REMAT_POLICIES, SCHEDULES
@@ -74,30 +85,12 @@ COMMAND = Command(
                 help="Bytes per unit of time between devices.",
             ),
             Flag("overlap_transfers", bool, False, help="Transfers overlap with computation."),
-            Flag(
-                "num_virtual_stages",
-                int,
-                value="V",
-                help="Stages of each device; default: the schedule's.",
-                former=["virtual_stages"],
-            ),
+            NUM_VIRTUAL_STAGES,
         ),
         *grouped(
             "memory",
-            Flag(
-                "device_memory",
-                bytes_of,
-                value="BYTES",
-                help="Memory of a device, such as 16GiB or 80GB.",
-                former=["memory_limit"],
-            ),
-            Flag(
-                "num_microbatches",
-                int,
-                value="M",
-                help="Microbatches of a step.",
-                former=["microbatches"],
-            ),
+            dataclasses.replace(DEVICE_MEMORY, former=["memory_limit"]),
+            NUM_MICROBATCHES,
             Flag("schedule", help="Schedule that memory depends on; the spellings are below."),
             Flag("remat", default="none", help=f"Recomputation: {', '.join(REMAT_POLICIES)}."),
             Flag(

@@ -22,13 +22,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.commands import process
-from pipemesh.commands.flags import Command, Flag, Flags, check_output, parse, write_output
+from pipemesh.commands.flags import (
+    DEVICE_MEMORY,
+    Command,
+    Flag,
+    Flags,
+    check_output,
+    parse,
+    write_output,
+)
 from pipemesh.errors import PlanError
 from pipemesh.plan.figures import PLAIN, Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.search import SearchSpace, search
-from pipemesh.text import bytes_of, columns, nearest_text, number
+from pipemesh.text import columns, nearest_text, number
 
 _MB = 1e6
 # The share of a step that is round-off.
@@ -50,13 +58,7 @@ COMMAND = Command(
             help="Examples of a batch; default: the model's.",
             former=["batch"],
         ),
-        Flag(
-            "device_memory",
-            bytes_of,
-            value="BYTES",
-            help="Memory per device, such as 16GiB.",
-            former=["memory"],
-        ),
+        DEVICE_MEMORY,
         Flag(
             "fix",
             repeated=True,

@@ -7,6 +7,7 @@ whatever concerns their import waits for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.abc
 import importlib.machinery
@@ -130,29 +131,8 @@ def _quiet_native_code() -> Iterator[None]:
             os.close(stderr)
 
 
-class _Prepared(importlib.abc.Loader):
-    """Loads a module as another loader does, with what it needs around or before it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        # The module is to know its own loader, as if nothing had stood in between.
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        with contextlib.ExitStack() as stack:
-            if os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0":
-                stack.enter_context(_quiet_native_code())
-            if module.__name__ == "lingvo":
-                from pipemesh.layers import lingvo_loader as lingvo_loader
-            self._loader.exec_module(module)
-
-
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds TensorFlow and lingvo where the other finders do."""
+    """Finds TensorFlow and lingvo where the other finders do, and lets them be imported quietly."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -161,9 +141,19 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         for finder in sys.meta_path:
             if not isinstance(finder, _Finder) and (spec := finder.find_spec(fullname, path)):
-                spec.loader = _Prepared(spec.loader)
+                loader: Any = spec.loader
+                loader.exec_module = functools.partial(_execute, loader.exec_module)
                 return spec
         return None
+
+
+def _execute(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+    """Executes a module, with what it needs around or before it."""
+    is_loud = os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0"
+    with contextlib.nullcontext() if is_loud else _quiet_native_code():
+        if module.__name__ == "lingvo":
+            from pipemesh.layers import lingvo_loader as lingvo_loader
+        execute(module)
 
 
 def import_quietly() -> None:

@@ -16,6 +16,7 @@ import math
 from typing import Any
 
 from pipemesh.commands.flags import (
+    DEVICE_MEMORY,
     Command,
     Flag,
     Flags,
@@ -124,13 +125,7 @@ COMMAND = Command(
                 value="S,B",
                 help="The same between a device and devices of other hosts (default: 1e-5,25e9).",
             ),
-            Flag(
-                "device_memory",
-                bytes_of,
-                value="BYTES",
-                help="Memory per device, such as 16GiB or 80GB.",
-                former=["memory"],
-            ),
+            DEVICE_MEMORY,
             Flag(
                 "faster",
                 _above_zero,

@@ -19,7 +19,16 @@ import shutil
 import sys
 from pathlib import Path
 
-from pipemesh.commands.flags import Command, Flag, Flags, grouped, parse, write_output
+from pipemesh.commands.flags import (
+    NUM_MICROBATCHES,
+    NUM_VIRTUAL_STAGES,
+    Command,
+    Flag,
+    Flags,
+    grouped,
+    parse,
+    write_output,
+)
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.builders import BUILDERS, SLICED, build
 from pipemesh.schedule.costs import Costs, costs_from_text
@@ -46,20 +55,8 @@ COMMAND = Command(
         *grouped(
             "size and costs",
             Flag("devices", int, value="D", help="Number of devices."),
-            Flag(
-                "num_microbatches",
-                int,
-                value="M",
-                help="Number of microbatches.",
-                former=["microbatches"],
-            ),
-            Flag(
-                "num_virtual_stages",
-                int,
-                value="V",
-                help="Stages of a device.",
-                former=["virtual_stages"],
-            ),
+            NUM_MICROBATCHES,
+            NUM_VIRTUAL_STAGES,
             Flag(
                 "costs",
                 default="",

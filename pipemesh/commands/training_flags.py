@@ -248,11 +248,12 @@ def choose_plan(logdir: str) -> None:
         raise FlagError(f"{asked}: {error}") from error
     values = best.plan.to_values()
     chosen: dict[str, str] = {}
-    for flag, name in OF_PLAN.items():
-        is_default = flag in ("boundaries", "layout") and not values[name]
-        if flag in _CHOSEN and not is_default and (flag == "mesh_shape" or name not in fixed):
-            chosen[flag] = values[name]
-            FLAGS.take(flag, values[name])
+    for flag in _CHOSEN:
+        value = values[OF_PLAN[flag]]
+        is_default = flag in ("boundaries", "layout") and not value
+        if flag not in fixed and not is_default:
+            chosen[flag] = value
+            FLAGS.take(flag, value)
     told = " ".join(f"--{flag}={value}" for flag, value in chosen.items())
     held = bytes_text(max(best.memory))
     print(

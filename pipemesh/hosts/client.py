@@ -72,14 +72,8 @@ after 0 s of waiting; start it there with `pipemesh worker`, or give other addre
     places, healths = gather(cluster, wait, answer, say, fewer)
     if has_begun_again() and len(places) == len(cluster.workers):
         say("all workers are there")
-    watched = watch.Watch(
-        places,
-        [health.start for health in healths],
-        answer,
-        begin_again if again else end,
-        limit=step_limit,
-        tell=say,
-    )
+    starts, lost = [health.start for health in healths], begin_again if again else end
+    watched = watch.Watch(places, starts, answer, lost, limit=step_limit, tell=say)
     watched.start()
     watch.make_current(watched)
     try:

@@ -101,13 +101,11 @@ def _announce(address: str, ip: str | None) -> None:
 
     own_address = address if ip else f"{LOOPBACK}:{address.rpartition(':')[2]}"
     limit = time.monotonic() + _SECONDS_TO_START
-    (health,) = ask([own_address], _SECONDS_TO_START)
-    while health.trouble and time.monotonic() < limit:
+    while (health := ask([own_address], _SECONDS_TO_START)[0]).trouble:
         # On a busy machine gRPC may drop a connection at once.
+        if time.monotonic() >= limit:
+            raise DeviceError(f"the worker on {address} {health.trouble}")
         time.sleep(_PAUSE)
-        (health,) = ask([own_address], _SECONDS_TO_START)
-    if health.trouble:
-        raise DeviceError(f"the worker on {address} {health.trouble}")
     who = "only programs on this machine can connect (--listen=ADDRESS lets others)"
     if ip is None or not is_loopback(ip):
         who = "everybody who reaches that address can connect, without authentication"

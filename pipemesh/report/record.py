@@ -233,8 +233,7 @@ class Run:
 
     def table(self, kind: str, name: str) -> list[Any]:
         """Returns a list of the last line of a kind; empty if there is none."""
-        content: Any = self.fact(kind, name, [])
-        return list(content)
+        return list(self.fact(kind, name, []))
 
     def pairs(self, kind: str, name: str) -> dict[str, str]:
         """Returns texts by name of the last line of a kind; empty if there are none."""
@@ -312,7 +311,6 @@ def read(folder: str) -> Run:
 
     Example:
         >>> import tempfile
-        >>> from pipemesh.report import Record, read
         >>> folder = tempfile.mkdtemp()
         >>> _ = Record(folder).add("step", step=1, loss=2.0)
         >>> read(folder).train

@@ -187,21 +187,18 @@ def curves(run: Run) -> Iterator[str]:
 def curves_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
     """Draws each value of all runs over each other, training and held-out data apart."""
     until = max(run.step for run in runs)
-    for name in names_of(runs):
-        parts = {"training": [run.train for run in runs], "held out": [run.heldout for run in runs]}
-        shown = {
-            where: [
-                Series(title, part.get(name, []), look)
-                for look, (title, part) in enumerate(zip(names, of_runs, strict=True))
-            ]
-            for where, of_runs in parts.items()
-        }
-        shown["held out"] += [
-            Series(f"{title}, at the end", run.final.get(name, []), look, marks=True)
+
+    def drawn(part: str, name: str, end: str = "", marks: bool = False) -> list[Series]:
+        found = [
+            Series(f"{title}{end}", getattr(run, part).get(name, []), look, marks=marks)
             for look, (title, run) in enumerate(zip(names, runs, strict=True))
         ]
+        return [curve for curve in found if curve.values]
+
+    for name in names_of(runs):
         shown = {
-            where: [curve for curve in series if curve.values] for where, series in shown.items()
+            "training": drawn("train", name),
+            "held out": drawn("heldout", name) + drawn("final", name, ", at the end", marks=True),
         }
         values = [v for series in shown.values() for curve in series for v in curve.values]
         for where, series in shown.items():

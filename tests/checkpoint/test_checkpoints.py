@@ -60,7 +60,7 @@ def test_an_unconfirmed_checkpoint_does_not_count(tmp_path):
     saver = Checkpoints(str(tmp_path), {"w": w})
     first = saver.save(1, {})
     saver.begin(2, {})
-    assert saver.is_undecided
+    assert saver.is_writing
     saver.abandon()
     # Too late.
     saver.confirm()
@@ -219,7 +219,7 @@ def test_values_are_freed_after_writing_not_after_confirming(tmp_path, monkeypat
     while taken[0]() is not None:
         assert time.monotonic() < end, "it is held"
         time.sleep(0.01)
-    assert saver.is_undecided
+    assert saver.is_writing
     saver.abandon()
     saver.wait()
 
