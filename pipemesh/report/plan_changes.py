@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, Prediction, Remat, SearchSpace, predict
-from pipemesh.plan.figures import Curve, LayerFigures
+from pipemesh.plan.figures import figures_of_costs
 from pipemesh.plan.homes import home_of
 from pipemesh.plan.plan import divisors
 from pipemesh.plan.search import DATA, SCHEDULES, Split, with_better_cuts
@@ -290,23 +291,18 @@ def _basis(
         knows_memory = False
         layer_figures = _of_stages(measured, batch / plan.num_microbatches / plan.num_replicas)
         cuts = tuple(range(measured.schedule.num_stages + 1))
-    cores = forecast.get("cores")
-    layer_figures = dataclasses.replace(
-        layer_figures, cores=None if cores is None else float(cores)
-    )
+    layer_figures = dataclasses.replace(layer_figures, cores=forecast.get("cores"))
     cuts_given = plan.boundaries is not None
     plan = dataclasses.replace(plan, boundaries=cuts)
     if plan.table.rows != measured.schedule.rows:
         # The schedule was searched for on this machine, or its file has changed since.
         plan = dataclasses.replace(plan, schedule=measured.schedule)
-    timed = run.fact("schedule", "seconds")
-    seconds = None if timed is None else float(timed)
-    limit = forecast.get("device_memory")
+    seconds = run.fact("schedule", "seconds")
     return Basis(
         plan=plan,
         figures=corrected(layer_figures, plan, batch, measured, seconds, steps[1:]),
         batch=batch,
-        memory=None if limit is None else float(limit),
+        memory=forecast.get("device_memory"),
         knows_rows=figures is not None,
         knows_halves=figures is not None or _has_halves(measured.schedule),
         knows_layers=figures is not None or bool(layers),
@@ -342,40 +338,29 @@ def _of_flops(
     copies = 1 if wide == 1 else 1 + 1 / wide
     weights = sum(float(each["weights"]) for each in held) / copies
     states = sum(float(each["optimizer"]) for each in held)
-
-    def line(value: Any) -> Curve:
-        return Curve(((rows, float(value)),))
-
-    return Figures(
-        tuple(
-            LayerFigures(
-                name=str(layer.get("name", number)),
-                seconds={"F": line(layer["flops"]), "B": line(2 * layer["flops"])},
-                parameter_bytes=int((layer.get("parameter_bytes") or 0) / group),
-                kept=line(wide * (layer.get("activation_bytes") or 0) / group),
-                # A byte, so that something is sent.
-                outputs=line(wide * (layer.get("output_bytes") or 1)),
-            )
-            for number, layer in enumerate(layers)
-        ),
-        # Replicas share it.
-        optimizer=replicas * states / weights if weights else 0.0,
-    )
+    costs = [
+        LayerCost(
+            layer["flops"],
+            parameter_bytes=(layer.get("parameter_bytes") or 0) / group,
+            activation_bytes=wide * (layer.get("activation_bytes") or 0) / group,
+            # A byte, so that something is sent.
+            boundary_bytes=wide * (layer.get("output_bytes") or 1),
+            name=str(layer.get("name", "")),
+        )
+        for layer in layers
+    ]
+    # Replicas share the state of the optimizer.
+    optimizer = replicas * states / weights if weights else 0.0
+    return Figures(tuple(figures_of_costs(costs, rows)), optimizer=optimizer)
 
 
 def _of_stages(measured: Timeline, rows: float) -> Figures:
     """Returns each stage as one layer, with nothing but its times."""
     durations = measured.costs.per_stage(measured.schedule.num_stages).durations()
-    nothing, little = Curve(((rows, 0.0),)), Curve(((rows, 1.0),))
-    return Figures(
-        tuple(
-            LayerFigures(
-                name=f"stage {stage}",
-                seconds={kind: Curve(((rows, durations[kind][stage]),)) for kind in "FB"},
-                parameter_bytes=0,
-                kept=nothing,
-                outputs=little,
-            )
-            for stage in range(measured.schedule.num_stages)
+    costs = [
+        LayerCost(forward, backward=backward, boundary_bytes=1, name=f"stage {stage}")
+        for stage, (forward, backward) in enumerate(
+            zip(durations["F"], durations["B"], strict=True)
         )
-    )
+    ]
+    return Figures(tuple(figures_of_costs(costs, rows)))

@@ -435,7 +435,7 @@ def _rows(times: Any) -> tuple[tuple[float, ...], ...]:
 def _check_expected(event: Mapping[str, Any]) -> None:
     """Raises an error if a forecast has wrong types."""
     _ = int(event.get("rows") or 0), [cut + 0 for cut in event.get("cuts") or ()]
-    _ = float(event.get("cores") or 0), float(event.get("device_memory") or 0)
+    _ = (event.get("cores") or 0) + 0.0, (event.get("device_memory") or 0) + 0.0
     for layer in event.get("layers") or ():
         _ = layer["flops"] + 0.0, layer["output_bytes"] + 0.0
         _ = (layer["parameter_bytes"] or 0) + 0.0, (layer["activation_bytes"] or 0) + 0.0
