@@ -43,8 +43,6 @@ _FUNCTIONS = {
 # They own the process: they end it at once, and answer Ctrl-C from the first moment on.
 PROGRAMS = ("train", "evaluate", "predict", "decode", "score", "export")
 NEED_TENSORFLOW = frozenset([*PROGRAMS, "checkpoint", "launch", "worker"])
-# Commands that read files without TensorFlow load it by themselves where they need it.
-_LOAD_IT_LATER = frozenset(["checkpoint"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, argv: list[str]) -> int:
     """Imports a command and runs it; only this one is imported, since others need TensorFlow."""
-    if name in NEED_TENSORFLOW - _LOAD_IT_LATER:
+    # `checkpoint` reads some files without it.
+    if name in NEED_TENSORFLOW and name != "checkpoint":
         importlib.import_module("pipemesh.needs_tensorflow")
     if name in PROGRAMS:
         process.look_here()

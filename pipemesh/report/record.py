@@ -410,10 +410,9 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
         if kind == "schedule" or (kind == "forecast" and "schedule" in event):
             schedule, costs = _schedule(event)
             simulate(schedule, costs)
-        if kind == "schedule":
-            rows, shown = _schedule(event)[0].rows, (event["starts"], event["ends"])
-            if not all(_are_times(rows, *each) for each in (shown, *event.get("others", ()))):
-                return False
+            if kind == "schedule":
+                steps = ((event["starts"], event["ends"]), *event.get("others", ()))
+                return all(_are_times(schedule.rows, *step) for step in steps)
     except (PipemeshError, AttributeError, KeyError, TypeError, ValueError):
         return False
     return True

@@ -93,11 +93,7 @@ def hexadecimal(colour: tuple[int, int, int]) -> str:
 
 def levels(stage_devices: tuple[int, ...]) -> tuple[float, ...]:
     """Returns how pale each stage is: 0 for the first stage of a device, 1 for the last of many."""
-    counts: dict[int, int] = {}
-    order: list[int] = []
-    for device in stage_devices:
-        order.append(counts.get(device, 0))
-        counts[device] = order[-1] + 1
+    order = [stage_devices[:stage].count(device) for stage, device in enumerate(stage_devices)]
     most = max(order, default=0)
     return tuple(index / most if most else 0.0 for index in order)
 

@@ -87,10 +87,11 @@ def test_long_curve_has_means_and_ranges():
 
 
 def test_means_are_of_equal_parts_and_do_not_overflow():
-    assert thinned([(1, 1e308), (2, 1e308)], most=1) == [(1.5, 1e308, 1e308, 1e308)]
-    assert len(thinned([(n, 1.0) for n in range(1001)], most=100)) == 91
-    points = [(1, 1.0), (2, 3.0), (3, None), (4, None)]
-    assert thinned(points, most=2) == [(1.5, 2.0, 1.0, 3.0), None]
+    assert thinned([(1, 1e308), (2, 1e308)], most=1) == [[(1.5, 1e308, 1e308, 1e308)]]
+    (means,) = thinned([(n, 1.0) for n in range(1001)], most=100)
+    assert len(means) == 91
+    points = [(1, 1.0), (2, 3.0), (3, None), (4, None), (5, 4.0)]
+    assert thinned(points, most=3) == [[(1.5, 2.0, 1.0, 3.0)], [(5.0, 4.0, 4.0, 4.0)]]
 
 
 @pytest.mark.parametrize("values", [[0.0], [-1e30, 1e30], [1e300, 1e-300], []])
