@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
-        return process.exit_code(lambda: _print_help(bool(words)))
+        return process.exit_code(lambda: _help(is_requested=bool(words)))
     name = words[0]
     if name in ("--version", "version"):
         print(f"pipemesh {__version__}")
@@ -82,31 +82,27 @@ def _run(name: str, argv: list[str]) -> int:
     return command(argv)
 
 
-def _print_help(is_requested: bool) -> int:
-    print(_help(), file=sys.stdout if is_requested else sys.stderr)
-    return 0 if is_requested else process.BAD_INPUT
-
-
-def _help() -> str:
-    """Returns the list of commands, in two groups."""
+def _help(is_requested: bool) -> int:
+    """Prints the list of commands, in two groups; returns the exit code."""
     lines = columns([[f"  {name}", help] for name, help in HELP.items()], left=(0, 1))
     needing = [line for name, line in zip(HELP, lines, strict=True) if name in NEED_TENSORFLOW]
     pure = [line for name, line in zip(HELP, lines, strict=True) if name not in NEED_TENSORFLOW]
-    return "\n".join(
-        [
-            "usage: pipemesh COMMAND [--flag=value ...]",
-            "",
-            "Pipelined training on a named-dimension mesh.",
-            "",
-            "commands that train and use models (they need TensorFlow and lingvo):",
-            *needing,
-            "",
-            "commands that plan (NumPy is enough, except to measure a model):",
-            *pure,
-            "",
-            "`pipemesh COMMAND --help` describes a command; `pipemesh version` prints the version.",
-        ]
+    print(
+        "usage: pipemesh COMMAND [--flag=value ...]",
+        "",
+        "Pipelined training on a named-dimension mesh.",
+        "",
+        "commands that train and use models (they need TensorFlow and lingvo):",
+        *needing,
+        "",
+        "commands that plan (NumPy is enough, except to measure a model):",
+        *pure,
+        "",
+        "`pipemesh COMMAND --help` describes a command; `pipemesh version` prints the version.",
+        sep="\n",
+        file=sys.stdout if is_requested else sys.stderr,
     )
+    return 0 if is_requested else process.BAD_INPUT
 
 
 if __name__ == "__main__":

@@ -152,7 +152,11 @@ def main(argv: list[str]) -> int:
     write_output("--plot", flags.plot, partition_to_svg(partitions) if flags.plot else "")
     if flags.json:
         first = next(iter(partitions.values()))
-        print(_json(plans) if flags.compare else first.to_json(indent=2))
+        values = {
+            name: json.loads(plan.to_json()) if isinstance(plan, Partition) else {"error": plan}
+            for name, plan in plans.items()
+        }
+        print(json.dumps(values, indent=2) if flags.compare else first.to_json(indent=2))
     elif flags.compare:
         print(comparison(plans))
     else:
@@ -182,16 +186,6 @@ def _schedule(flags: Flags) -> dict[str, Any]:
         return table_of(flags.schedule, flags.stages, flags.num_microbatches)
     except ScheduleError as error:
         raise PartitionError(str(error)) from error
-
-
-def _json(plans: dict[str, Partition | str]) -> str:
-    return json.dumps(
-        {
-            name: json.loads(plan.to_json()) if isinstance(plan, Partition) else {"error": plan}
-            for name, plan in plans.items()
-        },
-        indent=2,
-    )
 
 
 def _block() -> str:

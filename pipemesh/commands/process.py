@@ -42,7 +42,11 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> NoRe
             # Python writes it.
             raise
         code = end.code or 0
-    _end(code)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # At once: the system frees all memory, which takes Python seconds.
+    os._exit(code)
 
 
 def name_of_main() -> str:
@@ -88,14 +92,6 @@ def _leave(_number: int, _frame: Any) -> NoReturn:
     with contextlib.suppress(AttributeError, OSError, ValueError):
         os.write(sys.stderr.fileno(), b"interrupted\n")
     os._exit(INTERRUPTED)
-
-
-def _end(code: int) -> NoReturn:
-    """Ends the program at once: the system frees all memory, which takes Python seconds."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
 
 
 def look_here() -> None:

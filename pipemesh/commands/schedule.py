@@ -119,7 +119,10 @@ def main(argv: list[str]) -> int:
         _compare(arguments, costs)
         return 0
     if arguments.read:
-        schedule, kept = _read(arguments)
+        for option in ("devices", "num_microbatches", "num_virtual_stages", "memory_limit"):
+            if arguments.value(option) is not None:
+                raise ScheduleError(f"--{option} does not go with --read; the file says it all")
+        schedule, kept = read_table(arguments.read)
         title = Path(arguments.read).name
         if kept is None and not model_costs:
             print(
@@ -189,13 +192,6 @@ def _build(arguments: Flags, costs: Costs) -> tuple[Schedule, Costs]:
     limit = scale_limit(limit, max(1, num_stages // num_devices))
     schedule = list_schedule(fitted, num_devices, num_microbatches, limit, virtual_stages)
     return schedule, fitted
-
-
-def _read(arguments: Flags) -> tuple[Schedule, Costs | None]:
-    for option in ("devices", "num_microbatches", "num_virtual_stages", "memory_limit"):
-        if arguments.value(option) is not None:
-            raise ScheduleError(f"--{option} does not go with --read; the file says it all")
-    return read_table(arguments.read)
 
 
 def _report(title: str, timeline: Timeline, color: str) -> str:

@@ -107,14 +107,12 @@ def gather(
             check_distinct(healths)
             waited = time.monotonic() - begun
             spares = [a for a in cluster.spares if not healths[a].trouble]
-            places: dict[int, str] = {}
+            places = dict(enumerate(cluster.workers))
             missing: list[int] = []
             for number, address in enumerate(cluster.workers):
                 if healths[address].trouble and spares and waited >= answer:
                     places[number] = spares.pop(0)
-                    continue
-                places[number] = address
-                if healths[address].trouble:
+                elif healths[address].trouble:
                     missing.append(number)
             if missing and fewer is not None and waited >= fewer and len(missing) < len(places):
                 for number in missing:

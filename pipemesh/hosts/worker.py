@@ -40,7 +40,9 @@ def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None =
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _leave)
     server, port = _serve(port, ip, cpu_devices)
-    address = f"{_reached(listen)}:{port}"
+    name = socket.gethostname() if listen in EVERYWHERE else listen
+    # As others write it.
+    address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
     _announce(address, ip)
     parent = None
     if parent_fd is not None:
@@ -112,12 +114,6 @@ def _announce(address: str, ip: str | None) -> None:
         if ip is not None and (interface := interfaces_by_address().get(ip)):
             who = f"{who}, through {socket.if_indextoname(interface)}"
     processes.say(f"pipemesh worker: {address}; {who}; devices {', '.join(health.devices)}")
-
-
-def _reached(listen: str) -> str:
-    """Returns the host of the address, as others write it."""
-    name = socket.gethostname() if listen in EVERYWHERE else listen
-    return f"[{name}]" if ":" in name else name
 
 
 def _leave(_number: int, _frame: Any) -> NoReturn:

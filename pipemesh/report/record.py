@@ -240,7 +240,9 @@ class Run:
         content: Any = self.fact(kind, name)
         if not isinstance(content, dict):
             return {}
-        return {str(key): _text(content[key]) for key in content}  # pyright: ignore
+        pairs = cast("dict[str, Any]", content).items()
+        # True and false as flags have them.
+        return {key: str(v).lower() if isinstance(v, bool) else str(v) for key, v in pairs}
 
     def median(self, name: str) -> float | None:
         """Returns the median of a value of training; None if it has none."""
@@ -400,7 +402,14 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
             for each in event.get("devices", ()):
                 sum((each[part] for part in MEMORY), 0.0)
                 str(each["device"])
-            _check_expected(event)
+            _ = int(event.get("rows") or 0), [cut + 0 for cut in event.get("cuts") or ()]
+            _ = (event.get("cores") or 0) + 0.0, (event.get("device_memory") or 0) + 0.0
+            for layer in event.get("layers") or ():
+                _ = layer["flops"] + 0.0, layer["output_bytes"] + 0.0
+                _ = (layer["parameter_bytes"] or 0) + 0.0, (layer["activation_bytes"] or 0) + 0.0
+            if (predicted := event.get("predicted")) is not None:
+                _ = predicted["seconds"] + 0.0, max(each + 0.0 for each in predicted["memory"])
+                _ = [predicted["parts"][name] + 0.0 for name in EXPECTED]
             for each in event.get("sent", ()):
                 _ = each["axes"], each["what"], f"{each['times']:,}", each["bytes"] + 0.0
         if kind == "workers":
@@ -429,18 +438,6 @@ def _are_times(rows: Sequence[Sequence[Any]], starts: Any, ends: Any) -> bool:
 
 def _rows(times: Any) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row) for row in times)
-
-
-def _check_expected(event: Mapping[str, Any]) -> None:
-    """Raises an error if a forecast has wrong types."""
-    _ = int(event.get("rows") or 0), [cut + 0 for cut in event.get("cuts") or ()]
-    _ = (event.get("cores") or 0) + 0.0, (event.get("device_memory") or 0) + 0.0
-    for layer in event.get("layers") or ():
-        _ = layer["flops"] + 0.0, layer["output_bytes"] + 0.0
-        _ = (layer["parameter_bytes"] or 0) + 0.0, (layer["activation_bytes"] or 0) + 0.0
-    if (predicted := event.get("predicted")) is not None:
-        _ = predicted["seconds"] + 0.0, max(each + 0.0 for each in predicted["memory"])
-        _ = [predicted["parts"][name] + 0.0 for name in EXPECTED]
 
 
 def _schedule(line: Mapping[str, Any]) -> tuple[Schedule, Costs]:
@@ -473,8 +470,3 @@ def _samples(path: str) -> tuple[list[tuple[str, str]], int]:
             continue
         samples.append((str(prompt), str(text)))
     return samples, lost
-
-
-def _text(value: Any) -> str:
-    """Returns a value as flags have it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -245,7 +245,8 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
         x, y = LEFT + span.start * scale, _TOP + span.device * (_ROW + _GAP)
         width = (span.end - span.start) * scale
         if width < _HAIR:
-            width = max(width, min(_HAIR, _time_to_next(timeline, span) * scale))
+            next_start = (*timeline.starts[span.device], timeline.makespan)[span.tick + 1]
+            width = max(width, min(_HAIR, (next_start - span.start) * scale))
         look = {"class_": "cell", "fill": background, "stroke": PAPER}
         about = tooltip(_described(span))
         edge = min(1.0, width / 8)
@@ -270,12 +271,6 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
             )
         parts.append(f"<g>{cell}{words}</g>")
     return parts
-
-
-def _time_to_next(timeline: Timeline, span: Span) -> float:
-    """Returns the time from an action's start to that of the next one on its device."""
-    starts = timeline.starts[span.device]
-    return (*starts, timeline.makespan)[span.tick + 1] - span.start
 
 
 def memory_to_svg(
@@ -422,6 +417,9 @@ def to_html(
             for name, drawn in shown.items()
         ]
 
+    def path(drawn: Timeline) -> str:
+        return f"<p>{' &rarr; '.join(str(span.action) for span in drawn.critical_path)}</p>"
+
     is_long = until * scale > _SCREEN
     return document(
         title,
@@ -435,7 +433,7 @@ def to_html(
             ),
             "</div>",
             *sections("Devices", _devices),
-            *sections("Critical path", _path),
+            *sections("Critical path", path),
             '<div id="tip" role="tooltip"></div>',
         ],
         style=_STYLE,
@@ -479,8 +477,3 @@ def _devices(timeline: Timeline) -> str:
         for device in range(timeline.schedule.num_devices)
     ]
     return table(["device", "busy", "bubble", "own-span bubble", "peak activations"], rows)
-
-
-def _path(timeline: Timeline) -> str:
-    """Returns the actions of the critical path."""
-    return f"<p>{' &rarr; '.join(str(span.action) for span in timeline.critical_path)}</p>"
