@@ -180,8 +180,6 @@ KNOWN = ("rows", "layers", "predicted")
 PAGES = {
     "pipeline": lambda folder: page(made(folder / "run", records.whole)),
     "predicted": lambda folder: page(made(folder / "run", records.whole, told=KNOWN)),
-    "shares": lambda folder: page(made(folder / "run", records.whole, told=("rows", "layers"))),
-    "plain": lambda folder: page(made(folder / "run", records.plain)),
     "interrupted": lambda folder: page(made(folder / "run", records.interrupted)),
     "long": lambda folder: page(made(folder / "run", long_one)),
     "comparison": lambda folder: compared(folder / "runs"),
