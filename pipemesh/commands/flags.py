@@ -414,14 +414,13 @@ def _line(name: str, value: Any) -> str:
     return f"{name} = {text}"
 
 
-_SEEDS = range(-(2**63), 2**63)
 # The largest values of int32 and float32.
 _LARGEST = {int: 2**31 - 1, float: 3.4e38}
 
 
 def check_seed(seed: int) -> None:
     """Checks that TensorFlow accepts the value of `--seed`."""
-    if seed not in _SEEDS:
+    if not -(2**63) <= seed < 2**63:
         raise FlagError(f"--seed={seed}: it must fit into 64 bits, from -2**63 to 2**63 - 1")
 
 
