@@ -53,10 +53,9 @@ def test_texts_are_continued_and_scored(logdir):
         (["a"], {"logdir": "/no/such"}, "--logdir='/no/such' has no checkpoint; train first"),
     ],
 )
-@pytest.mark.parametrize("call", [pipemesh.decode, pipemesh.score])
-def test_what_cannot_be_had_is_an_error(call, texts, flags, message):
+def test_what_cannot_be_had_is_an_error(texts, flags, message):
     with pytest.raises(DecodingError, match=message):
-        call(texts, **flags)
+        pipemesh.decode(texts, **flags)
 
 
 def test_nothing_is_nothing():

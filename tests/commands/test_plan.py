@@ -224,7 +224,8 @@ def test_a_batch_that_nobody_knows_has_to_be_given(tmp_path, capsys):
 def test_figures_are_enough_without_tensorflow(figures):
     code = (
         "import sys; from pipemesh.commands.main import main; "
-        f"main(['plan', {figures!r}, '--devices', '2']); "
+        f"main(['plan', {figures!r}, '--devices=2']); "
+        f"main(['scale', {figures!r}, '--batch_size=8', '--devices=4', '--schedules=gpipe']); "
         "sys.exit('tensorflow' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
