@@ -42,14 +42,8 @@ def workers():
 
 
 def trained(addresses, plans):
-    words = [",".join(addresses), str(STEPS), *plans]
-    done = subprocess.run(
-        warm("-m", "tests.hosts.trained", *words),
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
+    command = warm("-m", "tests.hosts.trained", ",".join(addresses), str(STEPS), *plans)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == len(plans)
