@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pipemesh import __version__
 from pipemesh.commands import process
@@ -29,19 +28,15 @@ HELP = {
     "scale": "predict the time and memory of a training on thousands of devices",
     "report": "write the page of a run, or compare several runs",
 }
-# Module and function of each command; by default `main` in the module of the command's name.
-_FUNCTIONS = {
-    "train": ("runs", "train"),
-    "evaluate": ("runs", "evaluate"),
-    "predict": ("runs", "predict"),
-    "decode": ("texts", "decode"),
-    "score": ("texts", "score"),
-    "export": ("texts", "export"),
-    "launch": ("workers", "launch"),
-    "worker": ("workers", "worker"),
+# Commands that share a module, each a function there; others are `main` in a module of their name.
+_SHARED = {
+    "runs": ("train", "evaluate", "predict"),
+    "texts": ("decode", "score", "export"),
+    "workers": ("launch", "worker"),
 }
+MODULES = {name: module for module, names in _SHARED.items() for name in names}
 # They own the process: they end it at once, and answer Ctrl-C from the first moment on.
-PROGRAMS = ("train", "evaluate", "predict", "decode", "score", "export")
+PROGRAMS = _SHARED["runs"] + _SHARED["texts"]
 NEED_TENSORFLOW = frozenset([*PROGRAMS, "checkpoint", "launch", "worker"])
 
 
@@ -74,9 +69,8 @@ def _run(name: str, argv: list[str]) -> int:
         importlib.import_module("pipemesh.needs_tensorflow")
     if name in PROGRAMS:
         process.look_here()
-    module_name, function = _FUNCTIONS.get(name, (name, "main"))
-    module: Any = importlib.import_module(f"pipemesh.commands.{module_name}")
-    command: Callable[[list[str]], int] = getattr(module, function)
+    module = importlib.import_module(f"pipemesh.commands.{MODULES.get(name, name)}")
+    command: Callable[[list[str]], int] = getattr(module, name if name in MODULES else "main")
     if name in PROGRAMS:
         process.run(command, argv)
     return command(argv)

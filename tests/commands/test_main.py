@@ -8,14 +8,14 @@ import pytest
 
 from pipemesh import __version__
 from pipemesh.checkpoint.manifest import Manifest
-from pipemesh.commands.main import _FUNCTIONS, HELP, PROGRAMS, main
+from pipemesh.commands.main import HELP, MODULES, PROGRAMS, main
 
 
 def test_every_command_has_help_and_a_main_function():
     assert set(PROGRAMS) < set(HELP)
     for name in HELP:
-        module, function = _FUNCTIONS.get(name, (name, "main"))
-        assert callable(getattr(importlib.import_module(f"pipemesh.commands.{module}"), function))
+        module = importlib.import_module(f"pipemesh.commands.{MODULES.get(name, name)}")
+        assert callable(getattr(module, name if name in MODULES else "main"))
 
 
 @pytest.mark.parametrize(
