@@ -260,23 +260,17 @@ DECODE_FLAGS = grouped(
 
 
 def decode(argv: list[str]) -> int:
-    """Decodes as the flags say; returns the exit code."""
+    """Continues texts as the flags say, and prints them in their order; returns the exit code."""
     process.import_quietly()
     kind = parse_for_texts("decode", argv, _ABOUT_DECODE, DECODE_FLAGS, TAKEN)
     # Before TensorFlow is loaded.
     _settings(check_sampling, check_beams)
     _streams()
     texts = read_texts("continued")
-    continue_texts(model_of(kind, "decode", texts, OWN), texts)
-    return 0
-
-
-def continue_texts(model: Texts, texts: Sequence[str]) -> None:
-    """Continues texts, and prints them in their order."""
+    subject, path, tokens, _ = model_of(kind, "decode", texts, OWN)
     from pipemesh.decoding import BeamSearch, Decoder, Sampler, generator_of
     from pipemesh.training.evaluation import restored
 
-    subject, path, tokens, _ = model
     console.output_matters()
     chooser, streams = _settings(Sampler, BeamSearch), _streams()
     ids = [tokens.encode(text) for text in texts]
@@ -310,11 +304,12 @@ def continue_texts(model: Texts, texts: Sequence[str]) -> None:
     if streams:
         # The stream prints the text.
         collections.deque(found, maxlen=0)
-        return
+        return 0
     with console.waiting("decoding"):
         first = next(found)
     for each, text, prompt in zip(itertools.chain([first], found), texts, ids, strict=True):
         print(_continuation_line(each, text, prompt, tokens), flush=True)
+    return 0
 
 
 def _sizes(plan: Any, generator: Any, number: int) -> tuple[int, int]:
@@ -444,21 +439,15 @@ SCORE_FLAGS = grouped(
 
 
 def score(argv: list[str]) -> int:
-    """Scores as the flags say; returns the exit code."""
+    """Scores texts as the flags say, and prints scores in their order; returns the exit code."""
     process.import_quietly()
     taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices")
     kind = parse_for_texts("score", argv, _ABOUT_SCORE, SCORE_FLAGS, taken)
     texts = read_texts("scored")
-    score_texts(model_of(kind, "score", texts), texts)
-    return 0
-
-
-def score_texts(model: Texts, texts: Sequence[str]) -> None:
-    """Scores texts, and prints the scores in their order."""
+    subject, path, tokens, rows = model_of(kind, "score", texts)
     from pipemesh.decoding import Scorer
     from pipemesh.training.evaluation import Evaluation, restored
 
-    subject, path, tokens, rows = model
     console.output_matters()
     ids = [ended(tokens.encode(text), tokens.stop) for text in texts]
     with console.waiting("making the model"):
@@ -470,6 +459,7 @@ def score_texts(model: Texts, texts: Sequence[str]) -> None:
         scorer.check(text, number)
     for found, text in zip(scorer.score(ids), texts, strict=True):
         print(_score_line(found, text), flush=True)
+    return 0
 
 
 def ended(ids: Sequence[int], stop: Collection[int]) -> list[int]:
@@ -510,7 +500,7 @@ EXPORT_FLAGS = grouped(
 
 
 def export(argv: list[str]) -> int:
-    """Exports as the flags say; returns the exit code."""
+    """Writes a SavedModel as the flags say, and prints its signatures; returns the exit code."""
     process.import_quietly()
     why = dict.fromkeys(_OF_PLANS, "has no effect, since a model is exported for one device")
     taken = {*TAKEN}.difference(_OF_PLANS)
@@ -519,38 +509,12 @@ def export(argv: list[str]) -> int:
     FLAGS.set("plain", True)
     # Workers in TF_CONFIG are for computations.
     FLAGS.set("cluster", "none", given=False)
-    write_export(model_of(kind, "export", ()))
-    return 0
-
-
-def _check_folder() -> None:
-    """Checks that the folder can be made; it is made when there is something to write."""
-    if not FLAGS.to:
-        raise FlagError("the folder to write to is missing; give --to=FOLDER")
-    if is_pattern(FLAGS.to):
-        raise FlagError(f"--to={FLAGS.to!r}: TensorFlow loads no model from a path with [ or \\")
-    if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
-        raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
-    made, path = [], os.path.abspath(FLAGS.to)
-    while not os.path.lexists(path):
-        made.append(path)
-        path = os.path.dirname(path)
-    try:
-        os.makedirs(FLAGS.to, exist_ok=True)
-        for path in made:
-            os.rmdir(path)
-    except OSError as error:
-        raise _unwritable(error) from error
-
-
-def write_export(model: Texts) -> None:
-    """Writes a SavedModel, and prints its signatures."""
+    subject, path, tokens, _ = model_of(kind, "export", ())
     import tensorflow as tf
 
     from pipemesh.decoding import ExportedModel, Generator, Sampler
     from pipemesh.training.evaluation import restored
 
-    subject, path, tokens, _ = model
     to, length = FLAGS.to, FLAGS.length or tokens.length
     if length > tokens.length:
         raise FlagError(f"--length={length}: the model has {tokens.length} at most; give fewer")
@@ -576,6 +540,27 @@ def write_export(model: Texts) -> None:
         except (OSError, tf.errors.OpError) as error:
             raise _unwritable(error) from error
     print(f"{path} is exported to {to}: signatures score and decode, {length} tokens a row")
+    return 0
+
+
+def _check_folder() -> None:
+    """Checks that the folder can be made; it is made when there is something to write."""
+    if not FLAGS.to:
+        raise FlagError("the folder to write to is missing; give --to=FOLDER")
+    if is_pattern(FLAGS.to):
+        raise FlagError(f"--to={FLAGS.to!r}: TensorFlow loads no model from a path with [ or \\")
+    if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
+        raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
+    made, path = [], os.path.abspath(FLAGS.to)
+    while not os.path.lexists(path):
+        made.append(path)
+        path = os.path.dirname(path)
+    try:
+        os.makedirs(FLAGS.to, exist_ok=True)
+        for path in made:
+            os.rmdir(path)
+    except OSError as error:
+        raise _unwritable(error) from error
 
 
 def _unwritable(error: Exception) -> FlagError:
