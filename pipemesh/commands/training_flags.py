@@ -38,7 +38,7 @@ from pipemesh.errors import (
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Remat
 from pipemesh.plan.figures import FILE, Figures
-from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan, value_text
+from pipemesh.plan.plan import DTYPES, LOWERINGS, OF_PIPELINES, Plan, value_text
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
 from pipemesh.schedule.names import NAMES, listing, parse
@@ -116,7 +116,7 @@ def plan_flags(microbatches: str = "the model's", remat: str = "the model's") ->
         ),
         Flag(
             "compute_dtype",
-            choices=["float32", "bfloat16", "float16"],
+            choices=DTYPES,
             help="Type that stages compute in; weights are float32 in any case.",
         ),
         Flag(

@@ -17,8 +17,6 @@ from pipemesh.schedule import Costs, Timeline, simulate
 from pipemesh.schedule.simulate import run_table
 from pipemesh.schedule.table import NOTHING, Table, compile_table
 
-_COST_FIELDS = ("forward", "backward", "input_grad", "weight_grad")
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -61,8 +59,8 @@ def parts_of(measured: Timeline) -> list[Part]:
         16.0
     """
     schedule, costs = measured.schedule, measured.costs
-    stage_costs = costs.per_stage(schedule.num_stages)
-    equal = Costs(*(statistics.fmean(getattr(stage_costs, name)) for name in _COST_FIELDS))
+    by_kind = costs.per_stage(schedule.num_stages).durations()
+    equal = Costs(*(statistics.fmean(by_kind[kind]) for kind in _KINDS))
     predicted = simulate(schedule, costs)
     table = compile_table(schedule)
     durations = [
@@ -222,7 +220,7 @@ def corrected(
                 _LEAST * durations[kind][stage],
                 durations[kind][stage] - beside - (summed[kind][stage] - expected[kind][stage]),
             )
-            for kind in "FBIW"
+            for kind in _KINDS
             if kind in ran
         }
         before = {kind: expected[kind][stage] for kind in "FBIW"}

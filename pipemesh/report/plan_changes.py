@@ -313,13 +313,12 @@ def _basis(
 
 def _in_seconds(measured: Timeline) -> Timeline:
     """Returns a timeline of milliseconds in seconds."""
-    costs = measured.costs.per_stage(measured.schedule.num_stages)
-    fields = (costs.forward, costs.backward, costs.input_grad, costs.weight_grad)
+    durations = measured.costs.per_stage(measured.schedule.num_stages).durations()
     starts, ends = (
         tuple(tuple(_MILLISECOND * time for time in row) for row in times)
         for times in (measured.starts, measured.ends)
     )
-    scaled = Costs(*([_MILLISECOND * value for value in field] for field in fields))
+    scaled = Costs(*([_MILLISECOND * value for value in durations[kind]] for kind in "FBIW"))
     return Timeline(measured.schedule, scaled, starts, ends)
 
 

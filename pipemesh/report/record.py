@@ -285,15 +285,8 @@ class Run:
 MEMORY = ("weights", "optimizer", "gradients", "activations")
 """The memory of a device, by its names in a forecast."""
 EXPECTED = (
-    "compute",
-    "actions",
-    "bubble",
-    "imbalance",
-    "sums",
-    "transfers",
-    "gradients",
-    "optimizer",
-    "fixed",
+    *("compute", "actions", "bubble", "imbalance", "sums", "transfers"),
+    *("gradients", "optimizer", "fixed"),
 )
 """The parts of a predicted step, as in `pipemesh.plan.Prediction.parts`."""
 _COSTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
