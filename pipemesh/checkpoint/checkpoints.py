@@ -232,10 +232,11 @@ class _Writing(threading.Thread):
     def check(self) -> None:
         """Raises the error of a thread that has ended."""
         error = self._error
+        if error is None:
+            return
         if isinstance(error, (OSError, tf.errors.OpError, SaveError)):
             raise SaveError(f"{self._path} cannot be written ({reason(error)})") from error
-        if error is not None:
-            raise error
+        raise error
 
     def run(self) -> None:
         folder = f"{self._path}_temp"
