@@ -18,7 +18,7 @@ import math
 import pathlib
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pipemesh.errors import PipemeshError
@@ -118,11 +118,6 @@ def grouped(group: str, *flags: Flag) -> tuple[Flag, ...]:
     return tuple(flag if flag.group else dataclasses.replace(flag, group=group) for flag in flags)
 
 
-def without(flags: Iterable[Flag], names: Collection[str]) -> tuple[Flag, ...]:
-    """Returns the flags that do not have one of these names."""
-    return tuple(flag for flag in flags if flag.name not in names)
-
-
 # Flags of several commands that plan.
 NUM_MICROBATCHES = Flag(
     "num_microbatches", int, value="M", help="Microbatches of a step.", former=["microbatches"]
@@ -215,9 +210,6 @@ class Flags:
             return self.__dict__["_values"][name]
         except KeyError:
             raise AttributeError(f"the command has no flag {name!r}") from None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._flags
 
     def names(self) -> list[str]:
         """Returns the names of all flags."""
