@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pipemesh.checkpoint import Manifest
@@ -35,10 +35,8 @@ from pipemesh.errors import (
     PlanError,
     ScheduleError,
 )
-from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan import Remat
 from pipemesh.plan.figures import FILE, Figures
-from pipemesh.plan.plan import DTYPES, LOWERINGS, OF_PIPELINES, Plan, value_text
+from pipemesh.plan.plan import DTYPES, LOWERINGS, OF_PIPELINES, Plan, parse_value, value_text
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
 from pipemesh.schedule.names import NAMES, listing, parse
@@ -47,13 +45,6 @@ from pipemesh.training.run import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE, conso
 
 # The flag that changes each value of the plan.
 OF_PLAN = {"mesh_shape" if name == "mesh" else name: name for name in Plan().to_values()}
-# Checks of single values, before TensorFlow is loaded.
-_PARSERS: dict[str, Callable[[str], object]] = {
-    "mesh": Mesh.from_text,
-    "layout": LayoutRules.from_text,
-    "schedule": parse,
-    "remat": Remat.from_text,
-}
 # What one program for all devices runs by, where nobody says otherwise.
 OF_SIMD = {"schedule": "gpipe", "remat": "full"}
 AUTO = "auto"
@@ -145,10 +136,13 @@ def plan_values() -> dict[str, str]:
         for flag, name in OF_PLAN.items()
         if FLAGS.value(flag) is not None
     }
-    for name, parse_value in _PARSERS.items():
+    # Before TensorFlow is loaded.
+    for name in ("mesh", "layout", "schedule", "remat"):
         if name in values and not (name == "mesh" and is_auto()):
             try:
-                parse_value(values[name])
+                parse_value(name, values[name])
+                if name == "schedule":
+                    parse(values[name])
             except PipemeshError as error:
                 raise error_of(error, values) from error
     return OF_SIMD | values if FLAGS.lowering == "simd" else values
