@@ -20,6 +20,7 @@ from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.text import is_missing, nearest, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
+from pipemesh.training.lingvo_params import params_within
 from pipemesh.training.subject import Subject
 
 # The attribute of a class that receives the plan before its `Task` is called.
@@ -235,24 +236,14 @@ def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
     return plan.mesh if isinstance(plan, Plan) else None
 
 
-def stacks_of(params: Any, kind: type = PipeliningLayer) -> list[Any]:
+def stacks_of(params: Any) -> list[Any]:
     """Returns the params of the outermost pipelined stacks within a layer's params."""
-    stacks: list[Any] = []
-
-    def enter(_: str, value: Any) -> bool:
-        layer_class = getattr(value, "cls", None)
-        is_stack = inspect.isclass(layer_class) and issubclass(layer_class, kind)
-        if is_stack:
-            stacks.append(value)
-        return not is_stack
-
-    params.Visit(lambda *_: None, enter_fn=enter)
-    return stacks
+    return params_within(params, PipeliningLayer)
 
 
 def _lingvos(task: Any) -> str:
     """Returns advice about stacks of lingvo's own pipeline class; "" if a task has none."""
-    if not stacks_of(task, gpipe.PipeliningLayer):
+    if not params_within(task, gpipe.PipeliningLayer):
         return ""
     return (
         "the PipeliningLayer of lingvo.core.gpipe; call pipemesh.layers.replace_gpipe() before its "
