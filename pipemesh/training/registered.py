@@ -241,25 +241,19 @@ def stacks_of(params: Any) -> list[Any]:
     return params_within(params, PipeliningLayer)
 
 
-def _lingvos(task: Any) -> str:
-    """Returns advice about stacks of lingvo's own pipeline class; "" if a task has none."""
-    if not params_within(task, gpipe.PipeliningLayer):
-        return ""
-    return (
-        "the PipeliningLayer of lingvo.core.gpipe; call pipemesh.layers.replace_gpipe() before its "
-        "module imports lingvo"
-    )
-
-
 def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
     """Returns the plan of a task that declares its stages itself, and applies it to its stacks."""
     stacks = stacks_of(task)
     if not stacks:
+        lingvos = params_within(task, gpipe.PipeliningLayer) and (
+            "the PipeliningLayer of lingvo.core.gpipe; call pipemesh.layers.replace_gpipe() before "
+            "its module imports lingvo"
+        )
         of_pipelines = [n for n in (*PARAMS, "boundaries") if n in values]
         if of_pipelines:
             raise PlanError(
                 f"{of_pipelines[0]}={values[of_pipelines[0]]}: {name} has "
-                f"{_lingvos(task) or 'no PipeliningLayer, for which it is; leave it out'}"
+                f"{lingvos or 'no PipeliningLayer, for which it is; leave it out'}"
             )
         plan = Plan.from_values(values)
         if plan.mesh.num_devices > 1:
@@ -267,7 +261,7 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
                 "no PipeliningLayer, so it computes on one device; put its layers into one, or "
                 "leave the mesh out"
             )
-            raise PlanError(f"mesh={plan.mesh}: {name} has {_lingvos(task) or otherwise}")
+            raise PlanError(f"mesh={plan.mesh}: {name} has {lingvos or otherwise}")
         return plan
     if "boundaries" in values:
         raise PlanError(
@@ -290,7 +284,12 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
     if "mesh" not in own:
         own["mesh"] = str(first.mesh_shape or f"layers:{_places(first, values, name)}")
     plan = Plan.from_values(own)
-    _check_no_idle_home(plan, stacks, values, name)
+    needed = max(_places(stack, values, name) for stack in stacks)
+    if plan.mesh.num_stages > needed and not plan.allow_idle:
+        raise PlanError(
+            f"mesh={plan.mesh}: the stages of {name} need {needed} along the axis 'layers', so "
+            f"other devices would idle; use layers:{needed}, or set allow_idle"
+        )
     for stack in stacks:
         set_plan(stack, plan, values)
         # The cluster carries both.
@@ -304,18 +303,6 @@ def _places(stack: Any, values: Mapping[str, str], name: str) -> int:
         return num_places(stack, values.get("schedule", stack.schedule))
     except PipelineError as error:
         raise PlanError(f"{stack.name} of {name}: {error}") from error
-
-
-def _check_no_idle_home(
-    plan: Plan, stacks: Sequence[Any], values: Mapping[str, str], name: str
-) -> None:
-    """Checks that the stages need all of the mesh's indices along `layers`."""
-    needed = max(_places(stack, values, name) for stack in stacks)
-    if plan.mesh.num_stages > needed and not plan.allow_idle:
-        raise PlanError(
-            f"mesh={plan.mesh}: the stages of {name} need {needed} along the axis 'layers', so "
-            f"other devices would idle; use layers:{needed}, or set allow_idle"
-        )
 
 
 def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:

@@ -396,23 +396,21 @@ class Trainer:
         except tf.errors.OpError as error:
             # Variables on a lost worker cannot be restored.
             watch.check_workers(error)
-            if (rescaled := self.trained.take_back(error)) is not None:
-                self._check_devices(graphs)
+            rescaled, explained = self.trained.take_back(error), self.trained.explain(error)
+            if rescaled is None and not is_not_finite(f"{explained} {error.message}"):
+                if explained is None:
+                    raise
+                self.give_up(str(explained), step, error)
+            self._check_devices(graphs)
+            if rescaled is not None:
                 raise RescaledError(rescaled) from error
-            explained = self.trained.explain(error)
             if explained is None and LOSS_NOT_FINITE in error.message:
-                self._check_devices(graphs)
                 # The value arose outside of pipelines, which check their own.
                 raise NotFiniteError(LOSS_NOT_FINITE) from error
-            if is_not_finite(str(explained)) or is_not_finite(error.message):
-                self._check_devices(graphs)
-                # Locating it takes as long as the first step, so only the first of several such
-                # steps is located.
-                located = None if self._was_skipped else self._locate(batch)
-                raise NotFiniteError(str(located or explained or NOT_FINITE)) from error
-            if explained is None:
-                raise
-            self.give_up(str(explained), step, error)
+            # Locating it takes as long as the first step, so only the first of several such steps
+            # is located.
+            located = None if self._was_skipped else self._locate(batch)
+            raise NotFiniteError(str(located or explained or NOT_FINITE)) from error
         self._was_skipped = False
         watch.end_step()
         if self.workers:
@@ -462,14 +460,11 @@ class Trainer:
         return None
 
     def trace_schedule(self) -> tuple[Timeline, list[tuple[Timeline, float]]]:
-        """Trains six more steps with a clock, and returns when actions ran in the last five.
-
-        The first of the six builds the graph.
+        """Trains six more steps with a clock: one that builds the graph, and five that are timed.
 
         Returns:
-            The timeline predicted from the median duration of each stage's actions, and the
-            measured timelines with the seconds of their steps. Timelines are in milliseconds. The
-            step of median length comes first; the prediction starts from it.
+            The timeline predicted from the actions of the step of median length, and the measured
+            timelines, that step first, with the seconds of their steps; all in milliseconds.
         """
         stack = self.trained.pipelines[0]
         stack.clock = ActionClock()

@@ -51,6 +51,7 @@ class _Steady:
             action()
         except (OSError, ValueError) as error:
             self._quiet = True
+            reason = getattr(error, "strerror", None) or error
             # Discard what is still buffered, and what native code writes.
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -61,10 +62,8 @@ class _Steady:
                 if isinstance(error, BrokenPipeError):
                     # The reader, such as `head`, has closed the pipe.
                     raise SystemExit(0) from error
-                reason = getattr(error, "strerror", None) or error
                 raise PipemeshError(f"standard output cannot be written to ({reason})") from error
             if self._name == "output":
-                reason = getattr(error, "strerror", None) or error
                 print(f"standard output is closed ({reason}); going on", file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:

@@ -24,7 +24,7 @@ from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledEr
 from pipemesh.plan import Figures, predict
 from pipemesh.plan.figures import FILE
 from pipemesh.report import to_html, to_trace
-from pipemesh.text import bytes_text
+from pipemesh.text import bytes_text, count_text
 from pipemesh.training.run import Options
 from pipemesh.training.run.console import Progress, Stops, objects_alone, waiting
 from pipemesh.training.run.output import (
@@ -294,7 +294,6 @@ class Loop:
         self._seconds += seconds
         number, is_last = self._measured_steps, self._trainer.step >= self._options.steps
         if number == _MEASURED_STEPS or (is_last and number < _MEASURED_STEPS):
-            plural = "" if number == 1 else "s"
             unit = self._trainer.subject.unit
             values: dict[str, Any] = {"steps": number, f"{unit}_per_second": self._rate}
             text = f"{self._rate:,.0f} {unit}/s"
@@ -308,7 +307,7 @@ class Loop:
             values["peak_memory"] = peak_memory(self._trainer.trained.all_devices())
             if values["peak_memory"]:
                 text += f", {bytes_text(values['peak_memory'])}"
-            text = f"measured over {number} step{plural}: {text}"
+            text = f"measured over {count_text(number, 'step')}: {text}"
             self._tell("measured", text, step=self._trainer.step, **values)
 
     def _mfu(self, seconds: float) -> float | None:
@@ -426,7 +425,7 @@ class Loop:
         if self._in_a_row == 1 or is_rescaled:
             text = (
                 f"step {trainer.step}: {why}; skipped, its weights are those before "
-                f"({number} step{'' if number == 1 else 's'} skipped so far)"
+                f"({count_text(number, 'step')} skipped so far)"
             )
         values = {"why": why, "skipped_steps": number}
         self._tell("skipped", text, is_warning=True, step=trainer.step, **values)
