@@ -42,11 +42,8 @@ class Tally:
     backward, and the tensors that its gradient reads. `keep` adds tensors that the gradient of
     another operation reads. A tensor that several gradients read counts once.
 
-    Args:
-        lowering: its mesh and rules define the splits.
-
     Attributes:
-        lowering: the same.
+        lowering: its mesh and rules define the splits.
         flops: flops of matmuls in the forward pass: two for each product of two numbers.
         parameter_bytes: bytes of weights, with each slice counted once.
         fetched_bytes: bytes of weights cut over replicas that one replica gets from others.
@@ -257,8 +254,9 @@ class Tally:
 
         Its gradient reads the rows under the windows, including zeros and rows of neighbours.
         """
+        dilations = dict.fromkeys(window, 1)
         shape, runs = windows_of(
-            x.shape, filters.shape, window, padding, strides, self._rules, self._mesh
+            x.shape, filters.shape, window, padding, strides, dilations, self._rules, self._mesh
         )
         summed = filters.shape - shape
         self._rules.tensor_layout(x.shape | shape.without(*runs), self._mesh)
