@@ -419,7 +419,7 @@ def register(group: str, *communicates: str, arguments: str = "") -> Callable[[F
         if name in OPS:
             raise ValueError(f"operation {name!r} is registered twice; give it another name")
         if arguments:
-            function.__doc__ = f"{inspect.getdoc(function)}\n\n{arguments}"
+            function.__doc__ = f"{inspect.getdoc(function) or ''}\n\n{arguments}"
         careful = cast(F, checked(function))
         OPS[name] = Op(name, group, careful, communicates)
         return careful

@@ -395,6 +395,18 @@ did you mean 'batch'? Known: 'batch'
         pieces = self.raw_all_to_all(pieces, axis, split_dim=dim + 1, concat_dim=0)
         return self.raw_map(lambda tensor: tf.reduce_sum(tensor, 0), pieces)
 
+    def raw_slice(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Takes each processor's part of a dim."""
+        parts = self.mesh.size(axis)
+
+        def cut(tensor: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+            sizes = static_sizes(tensor)
+            sizes[dim] //= parts
+            begin = [at * sizes[dim] if i == dim else 0 for i in range(len(sizes))]
+            return tf.slice(tensor, tf.stack(begin), sizes)
+
+        return self.raw_map(cut, x, self.coordinate(axis))
+
     def group_size(self, axes: Sequence[str]) -> int:
         """Returns the number of processors that differ along `axes`."""
         return math.prod(self.mesh.size(axis) for axis in axes)
@@ -507,18 +519,10 @@ did you mean 'batch'? Known: 'batch'
     def slice_along(self, x: Slices, axis: str, dim: int) -> Slices:
         """Splits a dim over an axis along which the value is equal. Gradient: all-gather."""
         self._check_divides(x, axis, dim)
-        parts = self.mesh.size(axis)
-
-        def cut(tensor: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-            sizes = static_sizes(tensor)
-            sizes[dim] //= parts
-            begin = [at * sizes[dim] if i == dim else 0 for i in range(len(sizes))]
-            return tf.slice(tensor, tf.stack(begin), sizes)
-
         return self._primitive(
             None,
             self._wide([axis]),
-            lambda y: self.raw_map(cut, y, self.coordinate(axis)),
+            lambda y: self.raw_slice(y, axis, dim),
             lambda grad: self.all_gather(grad, axis, dim),
             x,
         )

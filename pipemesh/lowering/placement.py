@@ -117,8 +117,17 @@ class PlacementLowering(Lowering):
     # costs.
 
     def _import(self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool) -> Slices:
+        begins = [layout.slice_begin(processor) for processor in range(self.num_slices)]
+        vector = functools.partial(tf.constant, dtype=tf.int32, shape=[len(layout.axes)])
         with unrecorded():
-            slices = self._scatter(tensor, layout, name, backward)
+            # Cut on its own device, so that only the slices are sent.
+            with _beside(tensor):
+                cuts = {
+                    begin: tf.slice(tensor, vector(begin), vector(layout.slice_shape))
+                    for begin in dict.fromkeys(begins)
+                }
+            slices = on_each(self.devices, tf.identity, [cuts[begin] for begin in begins])
+        self._count_transfer(name, self.devices, layout, tensor.dtype, backward)
         if tensor.dtype.is_floating:
             slices = attach_gradient(
                 slices, [tensor], lambda g: [self._export(tuple(g), layout, name, True)], True
@@ -126,48 +135,33 @@ class PlacementLowering(Lowering):
         return tuple(slices)
 
     def _export(self, slices: Slices, layout: TensorLayout, name: str, backward: bool) -> tf.Tensor:
-        with unrecorded():
-            whole = self._join(slices, layout, name, backward)
-        if whole.dtype.is_floating:
-            (whole,) = attach_gradient(
-                [whole], slices, lambda g: self._import(g[0], layout, name, True), True
-            )
-        return whole
-
-    def _scatter(
-        self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool
-    ) -> list[tf.Tensor]:
-        """Cuts the tensor on its own device, so that only the slices are sent."""
-        tensor = tf.convert_to_tensor(tensor)
-        begins = [layout.slice_begin(processor) for processor in range(self.num_slices)]
-        vector = functools.partial(tf.constant, dtype=tf.int32, shape=[len(layout.axes)])
-        with _beside(tensor):
-            cuts = {
-                begin: tf.slice(tensor, vector(begin), vector(layout.slice_shape))
-                for begin in dict.fromkeys(begins)
-            }
-        slices = on_each(self.devices, tf.identity, [cuts[begin] for begin in begins])
-        away = sum(device != self.devices[0] for device in self.devices)
-        sent = away * math.prod(layout.slice_shape) * tensor.dtype.size
-        self.costs.add_transfer(name, sent, backward)
-        return slices
-
-    def _join(
-        self, slices: Sequence[tf.Tensor], layout: TensorLayout, name: str, backward: bool
-    ) -> tf.Tensor:
-        """Joins one copy of each slice on the first device."""
         used: list[int] = []
 
         def slice_of(processor: int) -> tf.Tensor:
             used.append(processor)
             return slices[processor]
 
-        with tf.device(self.devices[0]):
+        with unrecorded(), tf.device(self.devices[0]):
             whole = tf.identity(join_slices(layout, slice_of))
-        away = sum(self.devices[i] != self.devices[0] for i in used)
-        sent = away * math.prod(layout.slice_shape) * whole.dtype.size
-        self.costs.add_transfer(name, sent, backward)
+        senders = [self.devices[i] for i in used]
+        self._count_transfer(name, senders, layout, whole.dtype, backward)
+        if whole.dtype.is_floating:
+            (whole,) = attach_gradient(
+                [whole], slices, lambda g: self._import(g[0], layout, name, True), True
+            )
         return whole
+
+    def _count_transfer(
+        self,
+        name: str,
+        devices: Sequence[str],
+        layout: TensorLayout,
+        dtype: tf.DType,
+        backward: bool,
+    ) -> None:
+        """Counts the slices that move between the first device and others."""
+        away = sum(device != self.devices[0] for device in devices)
+        self.costs.add_transfer(name, away * math.prod(layout.slice_shape) * dtype.size, backward)
 
     def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
         """Reduces pairwise in a tree and copies the result back, or uses NCCL."""

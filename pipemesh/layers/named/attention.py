@@ -137,19 +137,14 @@ class Attention(NamedLayer):
         segment_pos: Any = None,
         paddings: Any = None,
     ) -> Tensor:
-        """Computes the layer.
+        """Computes the layer on `batch;length;embed`; all other inputs are `batch;length`.
 
         Args:
             theta: weights.
-            x: `batch;length;embed`.
-            segment_ids: `batch;length`, integers from 0 on; tokens see only their own segment. By
-                default each row is one segment.
-            segment_pos: `batch;length`, integers: positions for rotations, by default positions in
-                the row.
-            paddings: `batch;length`, 1 at positions without a token, and 0 elsewhere.
-
-        Returns:
-            `batch;length;embed`.
+            x: the tokens.
+            segment_ids: integers from 0 on; tokens see only their own segment, by default the row.
+            segment_pos: integers, the positions for rotations; by default those in the row.
+            paddings: 1 at positions without a token, and 0 elsewhere.
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")

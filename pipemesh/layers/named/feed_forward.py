@@ -278,12 +278,9 @@ class Experts(NamedLayer):
         return weights
 
     def FProp(self, theta: Any, x: Any, paddings: Any = None) -> tuple[Tensor, Tensor]:
-        """Computes the layer.
+        """Computes the layer on `batch;length;embed`.
 
-        Args:
-            theta: weights.
-            x: `batch;length;embed`.
-            paddings: `batch;length`, 1 at positions without a token, which take no capacity.
+        Paddings, `batch;length`, are 1 at positions without a token, which take no capacity.
 
         Returns:
             `batch;length;embed`, and a balance loss for each row of the batch. It is `num_experts`

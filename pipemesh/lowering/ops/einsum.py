@@ -13,7 +13,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import register
-from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.ops.relayout import (
     NO_NAMES,
     gather_to_meet,
@@ -67,7 +67,11 @@ def products(
     lowering = check_same_lowering([x, *others])
     gathered: Sequence[str] = ()
     if names:
-        x, gathered = _gathered(lowering, x, others, names)
+        shape = renamed_shape(x.shape, names)
+        shared = set.intersection(*(set(other.split_axes) for other in others))
+        new = lowering.tensor_layout(shape).axes
+        slices, gathered = gather_to_meet(lowering, x.slices, x.layout.axes, new, shared)
+        x = Tensor(lowering, slices, shape)
     varied: dict[tuple[str, ...], Slices] = {}
     results: list[Tensor] = []
     for other, result in zip(others, dims, strict=True):
@@ -77,17 +81,6 @@ def products(
             varied[lacking] = x.vary(lacking)
         results.append(_product([x, other], [varied[lacking], other.vary(axes)], result))
     return results
-
-
-def _gathered(
-    lowering: Lowering, x: Tensor, others: Sequence[Tensor], names: Mapping[str, str]
-) -> tuple[Tensor, Sequence[str]]:
-    """Renames the dims of a tensor, and returns the axes along which it now differs."""
-    shape = renamed_shape(x.shape, names)
-    shared = set.intersection(*(set(other.split_axes) for other in others))
-    new = lowering.tensor_layout(shape).axes
-    slices, gathered = gather_to_meet(lowering, x.slices, x.layout.axes, new, shared)
-    return Tensor(lowering, slices, shape), gathered
 
 
 def _product(

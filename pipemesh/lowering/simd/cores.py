@@ -125,8 +125,7 @@ class Cores:
             The program's result for each core.
 
         Raises:
-            LayoutError: a rule names an unknown axis, or the program splits a size that does not
-                divide.
+            LayoutError: as for `function`.
             ShapeError: the number of argument lists is not the number of cores.
             DeviceError: cores were not done at the time limit, for example because they call
                 different collectives.

@@ -346,6 +346,6 @@ def test_slices_of_tokens_go_from_stage_to_stage(run, mesh, options):
 
     wanted = run(stack(SeqLayer), [SEQUENCES])
     params = stack(PipeliningLayer, num_micro_batches=2, **options)
-    found = run(params, [SEQUENCES], num_devices=f"{mesh} {SPLIT}")
+    found = run(params, [SEQUENCES], num_devices=f"{mesh} length:model;d_ff:model")
     np.testing.assert_allclose(found.outputs[0], wanted.outputs[0], rtol=1e-4, atol=1e-5)
     found.assert_close(wanted, rtol=2e-4, atol=2e-5)
