@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
 from pipemesh.recurrent.watch.placement import record_placement
-from pipemesh.schedule import Costs, forward_only, list_schedule, one_f_one_b, recompute
+from pipemesh.schedule import Costs, forward_only, list_schedule, names, one_f_one_b, recompute
 from pipemesh.schedule.builders import BUILDERS, build
 from tests.conformance.remat_cases import REMAT
 from tests.recurrent.stack import RUNNERS, VALUES, pipelined, plain, unstacked
 
-NAMES = [name for name, builder in BUILDERS.items() if builder.trains]
+NAMES = [name for name in BUILDERS if names.NAMES[name].trains]
 
 
 @pytest.fixture(scope="module", params=RUNNERS)
