@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
-from pipemesh.backend.operations import MaybeTensor, pin, pin_each
-from pipemesh.randomness.scope import WholeDraws
+from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present
 from pipemesh.recurrent.options import sum_dtype
 from pipemesh.recurrent.passes.passes import Passes
 from pipemesh.recurrent.passes.pieces import Cutting
@@ -149,45 +148,32 @@ def of_every_replica(stage: Stage) -> list[tf.Tensor]:
     return thetas
 
 
-def with_fetched(
-    stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
-) -> list[tf.Tensor]:
-    """Returns the weights for one action, and makes owners send the fetched ones.
-
-    An operation of the owner waits until the device of the action is free (`tokens`): TensorFlow
-    sends a tensor as soon as it exists, and only once to each device.
-    """
-    ways: dict[tuple[int, int], list[int]] = {}
-    for replica in range(stage.of_home.num_replicas):
-        for i in sorted(stage.fetched):
-            target = replica * stage.of_home.group + stage.theta_places[i]
-            ways.setdefault((stage.owners[i], target), []).append(replica * len(stage.theta) + i)
-    return _pinned(stage, thetas, tokens, ways)
-
-
-def guarded(
-    stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
-) -> list[tf.Tensor]:
-    """Returns the weights for one action, which are dead if the tokens of its home are."""
-    ways: dict[tuple[int, int], list[int]] = {}
-    for number in range(len(thetas)):
-        replica, i = divmod(number, len(stage.theta))
-        place = replica * stage.of_home.group + stage.theta_places[i]
-        place = stage.owners[i] if i in stage.fetched else place
-        ways.setdefault((place, place), []).append(number)
-    return _pinned(stage, thetas, tokens, ways)
-
-
-def _pinned(
+def for_action(
     stage: Stage,
     thetas: Sequence[tf.Tensor],
-    tokens: Sequence[Sequence[tf.Operation]],
-    ways: Mapping[tuple[int, int], Sequence[int]],  # by device, and device that it waits for
+    tokens: Sequence[Sequence[tf.Operation]],  # of its home
+    guards: bool,
 ) -> list[tf.Tensor]:
+    """Returns the weights for one action, which are dead if it `guards` and the tokens are.
+
+    Owners send the fetched ones. An operation of the owner waits until the device of the action is
+    free: TensorFlow sends a tensor as soon as it exists, and only once to each device.
+    """
+    # By device, and device that it waits for.
+    guarded: dict[tuple[int, int], list[int]] = {}
+    fetched: dict[tuple[int, int], list[int]] = {}
+    for number in range(len(thetas)):
+        replica, i = divmod(number, len(stage.theta))
+        target = replica * stage.of_home.group + stage.theta_places[i]
+        place = stage.owners[i] if i in stage.fetched else target
+        if guards:
+            guarded.setdefault((place, place), []).append(number)
+        if i in stage.fetched:
+            fetched.setdefault((place, target), []).append(number)
     pinned = [*thetas]
-    for (place, busy), numbers in ways.items():
+    for (place, busy), numbers in (*guarded.items(), *fetched.items()):
         with tf.device(stage.devices[place]), tf.control_dependencies(tokens[busy]):
-            tensors = pin([thetas[number] for number in numbers])
+            tensors = pin([pinned[number] for number in numbers])
         for number, tensor in zip(numbers, tensors, strict=True):
             pinned[number] = tensor
     return pinned
@@ -214,11 +200,13 @@ class Machine:
         is_forward_only: bool,
     ) -> None:
         self.stage_devices = stage_devices
+        self.inputs = inputs
+        self.cutting = cutting
         self._guards = False
         self.step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._clock = clock
         self._stamp: Callable[..., tf.Operation] | None = None
-        self.traced = self._trace(stages, inputs, cutting, step is not None, is_forward_only)
+        self.traced = self._trace(stages, step is not None, is_forward_only)
         self._stages = self.stages = [traced.stage for traced in self.traced]
         self._dtypes = [
             [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
@@ -239,24 +227,16 @@ class Machine:
         keep_alive(self)
 
     def _trace(
-        self,
-        stages: Sequence[Stage],
-        inputs: Sequence[tf.Tensor],
-        cutting: Cutting,
-        has_step: bool,
-        is_forward_only: bool,
+        self, stages: Sequence[Stage], has_step: bool, is_forward_only: bool
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
-        whole = specs_of(inputs)
+        cutting, whole = self.cutting, specs_of(self.inputs)
         whole_batch = WholeBatch(stages, whole, has_step, cutting)
         specs = [*map(cutting.of_part, whole)]
         places = [0] * len(specs)
         traced: list[TracedStage] = []
         for number, stage in enumerate(stages):
-
-            def draws(number: int = number) -> WholeDraws:
-                return whole_batch.draws(number)
-
+            draws = functools.partial(whole_batch.draws, number)
             places = stage.input_places(places)
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
             specs, places = traced[-1].output_specs, traced[-1].output_places
@@ -324,19 +304,12 @@ class Machine:
         if not self._guards:
             return pin_each(tensors, [devices[place] for place in places])
         # Without it, a result that depends on no argument of the action would stay alive.
-        home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
-        for place, device in enumerate(devices):
-            chosen = [i for i, number in enumerate(places) if number == place]
-            with tf.control_dependencies(home[place]):
-                results = pin_each([tensors[i] for i in chosen], device)
-            for i, result in zip(chosen, results, strict=True):
-                pinned[i] = result
-        return pinned
+        return self._behind_tokens(stage, tensors, places, state)
 
     def _forward(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
         inputs = values.read(OUTPUTS, stage - 1)
-        inputs = self._gate(stage, inputs, self.input_places(stage), state)
+        inputs = self._gate(stage, inputs, self.places(GRADS, stage), state)
         notes = state.notes["forward"]
         outputs, carry, kept, notes[stage] = passes.forward(
             self._theta(stage, state), state.carries[stage], inputs, scalars, notes[stage]
@@ -374,7 +347,7 @@ class Machine:
         notes = state.notes["backward"]
         if kind == "B":
             result = passes.backward(*arguments, state.accumulators[stage], notes[stage])
-            places = passes.accumulator_places
+            places = passes.sum_places
             pending = self._pin(stage, result.accumulators or [], places, state)
             state.accumulators[stage] = pending
         else:
@@ -385,7 +358,7 @@ class Machine:
         notes[stage] = result.notes
         # No token waits for the gradients of the pipeline's inputs, so TensorFlow prunes them if
         # they are not used.
-        input_grads, where = result.input_grads, self.input_places(stage)
+        input_grads, where = result.input_grads, self.places(GRADS, stage)
         if stage:
             input_grads = self._pin(stage, input_grads, where, state)
         values.write(GRADS, stage, input_grads)
@@ -423,17 +396,14 @@ class Machine:
         pending = self._gate(stage, values.read(PENDING, stage), places, state)
         theta = self._theta(stage, state)
         new = passes.weight_grad(theta, pending, scalars, state.accumulators[stage])
-        new = self._pin(stage, new, passes.accumulator_places, state)
+        new = self._pin(stage, new, passes.sum_places, state)
         state.accumulators[stage] = new
-        self._finish(stage, state, (new, passes.accumulator_places))
+        self._finish(stage, state, (new, passes.sum_places))
 
     def _theta(self, stage: int, state: State) -> Tensors:
         """Returns the weights of each replica, for one action."""
         tokens = state.tokens[self.stage_devices[stage]]
-        thetas = self._thetas[stage]
-        if self._guards:
-            thetas = guarded(self._stages[stage], thetas, tokens)
-        return with_fetched(self._stages[stage], thetas, tokens)
+        return for_action(self._stages[stage], self._thetas[stage], tokens, self._guards)
 
     def _result_grads(self, stage: int, values: Values) -> Tensors:
         """Returns the gradients of all floating results of a stage, zeros for missing ones."""
@@ -461,24 +431,34 @@ class Machine:
         return carry_grad
 
     def _gate(self, stage: int, tensors: Tensors, places: Sequence[int], state: State) -> Tensors:
-        """Returns the tensors on their devices, once these have finished earlier actions."""
-        gated = list(tensors)
-        home = state.tokens[self.stage_devices[stage]]
+        """Returns the arguments of an action, once their devices have finished earlier actions."""
+        return self._behind_tokens(stage, tensors, places, state, starts=True)
+
+    def _behind_tokens(
+        self,
+        stage: int,
+        tensors: list[MaybeTensor],
+        places: Sequence[int],
+        state: State,
+        starts: bool = False,
+    ) -> list[MaybeTensor]:
+        """Pins tensors on their devices, behind the tokens of these and the stamp of a start."""
+        home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
         for number, device in enumerate(self._stages[stage].devices):
             chosen = [i for i, place in enumerate(places) if place == number]
             if not chosen:
                 continue
             with tf.device(device):
                 with tf.control_dependencies(home[number]):
-                    pinned = pin([tensors[i] for i in chosen])
-                if self._stamp is not None:
-                    with tf.control_dependencies([t.op for t in pinned]):
+                    results = pin_present([tensors[i] for i in chosen])
+                if starts and self._stamp is not None:
+                    with tf.control_dependencies([t.op for t in results if t is not None]):
                         start = self._stamp(is_end=False, device=device, replica=number)
                     with tf.control_dependencies([start]):
-                        pinned = pin(pinned)
-            for i, tensor in zip(chosen, pinned, strict=True):
-                gated[i] = tensor
-        return gated
+                        results = pin_present(results)
+            for i, tensor in zip(chosen, results, strict=True):
+                pinned[i] = tensor
+        return pinned
 
     def _finish(
         self, stage: int, state: State, *results: tuple[Sequence[tf.Tensor | None], Sequence[int]]
@@ -518,27 +498,22 @@ class Machine:
     def specs(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Returns shapes and dtypes of the values of a kind."""
         traced = self.traced[stage]
-        if kind == OUTPUTS:
-            return [*traced.output_specs] * len(traced.replicas)
-        if kind == GRADS:
-            named = zip(traced.inputs, traced.gradients.of_inputs, strict=True)
-            return [None if grad is None else traced.spec(name) for name, grad in named]
-        return [*map(traced.spec, self._cut(kind, stage, mode))]
+        specs = [*map(traced.spec, self._names(kind, stage, mode))]
+        if kind != GRADS:
+            return specs
+        named = zip(specs, traced.gradients.of_inputs, strict=True)
+        return [None if grad is None else spec for spec, grad in named]
 
     def places(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[int]:
         """Returns the devices of the home, by number, of the values of a kind."""
-        traced = self.traced[stage]
+        return [*map(self.traced[stage].place, self._names(kind, stage, mode))]
+
+    def _names(self, kind: Kind[Any], stage: int, mode: Mode) -> list[str]:
+        """Returns the tensors of a kind; for GRADS the inputs that they belong to."""
         if kind == OUTPUTS:
-            return [*map(traced.place, traced.outputs)]
+            return self.traced[stage].outputs
         if kind == GRADS:
-            return self.input_places(stage)
-        return [*map(traced.place, self._cut(kind, stage, mode))]
-
-    def input_places(self, stage: int) -> list[int]:
-        """Returns the devices of the home, by number, of a stage's inputs."""
-        return [*map(self.traced[stage].place, self.traced[stage].inputs)]
-
-    def _cut(self, kind: Kind[Any], stage: int, mode: Mode) -> list[str]:
+            return self.traced[stage].inputs
         if kind == REMADE:
             return self.passes(stage, NONE).cuts.kept
         if kind == KEPT:

@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_threads
 from pipemesh.backend.gradients import Sources, unchecked_gradients
-from pipemesh.backend.operations import MaybeTensor, pin_each
+from pipemesh.backend.operations import MaybeTensor, pin_behind
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options, cast_floating, sum_dtype
 from pipemesh.recurrent.passes.captures import is_constant
-from pipemesh.recurrent.passes.pieces import Cutting, join, split
+from pipemesh.recurrent.passes.pieces import join, split
 from pipemesh.recurrent.remat import Mode, modes_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors, starting_anew
 from pipemesh.recurrent.table.checks import Checks
@@ -47,19 +47,16 @@ class ActionByAction:
         self,
         machine: Machine,
         state: State,
-        stages: Sequence[Stage],
-        inputs: Sequence[tf.Tensor],
-        cutting: Cutting,
         modes: Mapping[tuple[int, int], Mode],
     ) -> None:
         self.state = state
         self._machine = machine
         self._microbatch = 0
         self._modes = modes
-        self._stages = stages
-        self._cutting = cutting
+        self._stages = machine.stages
+        self._cutting = machine.cutting
         self._values: dict[tuple[Kind[Any], int, int], list[Any]] = {}
-        self._put(OUTPUTS, -1, inputs, stages[0].device)
+        self._put(OUTPUTS, -1, machine.inputs, self._stages[0].device)
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions in order."""
@@ -246,7 +243,7 @@ class Run:
         self.checks = Checks(policy, self.machine.traced, self.machine.probes, cutting)
         state = State.before(self._stages, schedule.stage_devices)
         self.modes = modes_of(options.remat, self.schedule)
-        arguments = (self.machine, state, self._stages, held, cutting, self.modes)
+        arguments = (self.machine, state, self.modes)
         order = tuple(map(schedule.as_piece, execution_order(schedule)))
         self.order: Sequence[Action] = order
         self._values: Performer
@@ -293,11 +290,8 @@ class Run:
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
     ) -> list[MaybeTensor]:
         """Ties a clock's last stamps to results; TensorFlow prunes operations without a user."""
-        if not self._has_clock:
-            return tensors
         tokens = [op for home in self.state.tokens for token in home for op in token]
-        with tf.control_dependencies(tokens):
-            return pin_each(tensors, devices)
+        return pin_behind(tokens if self._has_clock else [], tensors, devices)
 
     def recurrent(self, values: Sequence[Any]) -> list[Any]:
         """Returns the values of the recurrent stages whose state is a result."""

@@ -96,7 +96,7 @@ class ActionClock:
         # In its own function, because TensorFlow runs stateful operations of one function one after
         # the other. Without state it would prune this one.
         function = tf.function(note, autograph=False)
-        call = Call(function.get_concrete_function(tf.TensorSpec([], tf.int64)), [0])
+        call = Call(function.get_concrete_function(tf.TensorSpec([], tf.int64)))
         return call([microbatch])[0].op
 
     def _note(self, place: np.ndarray, microbatch: np.ndarray) -> np.int64:

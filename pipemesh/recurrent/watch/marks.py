@@ -254,7 +254,7 @@ class Marks:
         # In its own function, for the same reason as the record of a clock.
         function = tf.function(note, autograph=False)
         specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], _DTYPES[goes_on])]
-        return Call(function.get_concrete_function(*specs), [0, 1])
+        return Call(function.get_concrete_function(*specs))
 
     def _handle(self, device: str) -> tf.Tensor:
         name = f"{self._name}_{device}"

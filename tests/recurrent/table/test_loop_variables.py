@@ -22,9 +22,11 @@ KEY = key_of(Channel(OUTPUTS, 0))
 def buffers_of(specs, places=None, size=3, devices=DEVICES):
     """Buffers of a machine that knows these shapes alone."""
     machine = types.SimpleNamespace(
-        specs=lambda *key: specs, places=lambda *key: places or [0] * len(specs)
+        stages=[Stage("s", None, [], [], devices)],
+        specs=lambda *key: specs,
+        places=lambda *key: places or [0] * len(specs),
     )
-    buffers = Buffers(machine, [Stage("s", None, [], [], devices)], {KEY: size})
+    buffers = Buffers(machine, {KEY: size})
     buffers.reserve(KEY)
     return buffers
 

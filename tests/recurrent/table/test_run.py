@@ -9,7 +9,6 @@ from pipemesh.recurrent.table.run import ActionByAction, loop_pays, with_loss
 from pipemesh.schedule import execution_order, gpipe, interleaved_one_f_one_b, one_f_one_b
 from tests.recurrent.passes.traced import run
 from tests.recurrent.table.small import (
-    CUTTING,
     DY,
     MICROBATCHES,
     MODES,
@@ -23,14 +22,10 @@ from tests.recurrent.table.small import (
 )
 
 
-def action_by_action(machine, state):
-    return ActionByAction(machine, state, machine.stages, [tf.constant(X)], CUTTING, MODES)
-
-
 def test_actions_give_outputs_and_gradients_of_the_whole_batch():
     with tf.Graph().as_default() as graph:
         machine, state = small_machine()
-        values = action_by_action(machine, state)
+        values = ActionByAction(machine, state, MODES)
         values.seed([tf.constant(DY)])
         values.perform(execution_order(SCHEDULE))
         weights = [machine.total_gradients(s, values.state)[0] for s in range(2)]
