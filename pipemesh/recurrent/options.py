@@ -13,7 +13,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.recurrent.remat import AnyRemat, policy_of
 from pipemesh.recurrent.stage import Grads
 from pipemesh.recurrent.watch.clock import Stamps
-from pipemesh.recurrent.watch.finite_values import OF_GRADIENTS, check_policy
+from pipemesh.recurrent.watch.finite_values import CHECKS, OF_GRADIENTS
 
 COMPUTE_DTYPES = (tf.float32, tf.bfloat16, tf.float16)
 INITIAL_SCALE = 2.0**15
@@ -220,7 +220,11 @@ class Options:
                 f"loop={self.loop!r} is invalid. Use True, False, or None to choose by size."
             )
         default = "results" if self.loss_scale is None else "loss"
-        object.__setattr__(self, "check_numerics", check_policy(self.check_numerics or default))
+        object.__setattr__(self, "check_numerics", self.check_numerics or default)
+        if self.check_numerics not in CHECKS:
+            raise PipelineError(
+                f"check_numerics is {self.check_numerics!r}; allowed are {', '.join(CHECKS)}"
+            )
         if self.check_numerics in OF_GRADIENTS and self.loss_scale is not None:
             raise PipelineError(
                 f"check_numerics is {self.check_numerics!r}, but a loss_scale makes gradients "

@@ -21,7 +21,6 @@ from typing import Literal
 
 import tensorflow as tf
 
-from pipemesh.errors import PipelineError
 from pipemesh.randomness.scope import LayerSpan
 
 # The dtypes that tf.math.is_finite supports.
@@ -162,13 +161,6 @@ LOCATING: dict[Direction, tuple[str, ...]] = {"forward": ("all", "forward"), "ba
 OF_GRADIENTS = ("all", "results")
 _NOTHING = -1
 MICROBATCH = "{microbatch}"
-
-
-def check_policy(policy: str) -> str:
-    """Returns the policy of checks, or raises a PipelineError if it is unknown."""
-    if policy in CHECKS:
-        return policy
-    raise PipelineError(f"check_numerics is {policy!r}; allowed are {', '.join(CHECKS)}")
 
 
 def empty_note() -> tf.Tensor:

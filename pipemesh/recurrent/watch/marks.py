@@ -64,35 +64,31 @@ def waits_of(schedule: Schedule, stands: Sequence[Stand]) -> list[Wait]:
     """
     split = {(a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind == "I"}
     known = _used(schedule, stands, split)
-    stands = [dataclasses.replace(stand, ended=_ended(stand, known)) for stand in stands]
+    stands = [
+        dataclasses.replace(
+            stand,
+            ended=max([stand.ended, *(i for i, a in enumerate(stand.actions, 1) if a in known)]),
+        )
+        for stand in stands
+    ]
     lacking: dict[Action, list[str]] = {}
     for stand in stands:
         for action in stand.actions[stand.ended :]:
             lacking.setdefault(action, []).append(stand.name)
-    return [
-        _wait(stand, schedule, split, lacking)
-        for stand in stands
-        if stand.ended < len(stand.actions)
-    ]
-
-
-def _wait(
-    stand: Stand,
-    schedule: Schedule,
-    split: set[tuple[int, int]],
-    lacking: Mapping[Action, Sequence[str]],
-) -> Wait:
-    action = stand.actions[stand.ended]
-    needed = needs(action, schedule.num_stages, split, schedule.num_slices)
-    missing = [(other, tuple(lacking[other])) for other in needed if other in lacking]
-    return Wait(stand, action, stand.started > stand.ended, tuple(missing))
+    waits: list[Wait] = []
+    for stand in stands:
+        if stand.ended == len(stand.actions):
+            continue
+        action = stand.actions[stand.ended]
+        needed = needs(action, schedule.num_stages, split, schedule.num_slices)
+        missing = [(other, tuple(lacking[other])) for other in needed if other in lacking]
+        waits.append(Wait(stand, action, stand.started > stand.ended, tuple(missing)))
+    return waits
 
 
 def _used(schedule: Schedule, stands: Sequence[Stand], split: set[tuple[int, int]]) -> set[Action]:
     """Returns all actions that must be finished, because an action that needs them has started."""
-    order = {
-        row: {a: i for i, a in enumerate(actions)} for row, actions in enumerate(schedule.rows)
-    }
+    places = {a: (row, i) for row in schedule.rows for i, a in enumerate(row)}
     todo = [a for stand in stands for a in stand.actions[: stand.ended]]
     # A started forward pass has its inputs. A started backward pass may still recompute.
     begun = [a for stand in stands for a in stand.actions[stand.ended : stand.started]]
@@ -104,16 +100,11 @@ def _used(schedule: Schedule, stands: Sequence[Stand], split: set[tuple[int, int
             if needed in finished:
                 continue
             # Its home has finished the earlier actions, too.
-            row = order[next(r for r, places in order.items() if needed in places)]
-            before = [a for a, place in row.items() if place <= row[needed] and a not in finished]
+            row, i = places[needed]
+            before = [a for a in row[: i + 1] if a not in finished]
             finished.update(before)
             todo += before
     return finished
-
-
-def _ended(stand: Stand, known: set[Action]) -> int:
-    done = [i + 1 for i, action in enumerate(stand.actions) if action in known]
-    return max([stand.ended, *done])
 
 
 # For a device: number of started actions, number of finished actions, seconds in between.
