@@ -71,7 +71,7 @@ def pipeline(
         )
     run.perform(forwards)
     outputs = run.outputs()
-    run.checks.forward(outputs, "an output", run.state.notes["forward"])
+    run.checks.forward(outputs, "an output", run.state.forward_notes)
     outputs = run.checks.after_forward(outputs, stages[-1].device)
     run.finish_carries(run.checks.after_forward)
     # The states of recurrent stages are results, too.
@@ -165,7 +165,7 @@ def pipeline_loss(
     with tf.device(stages[-1].device):
         # In 16 bits, a sum over microbatches would lose precision.
         loss = tf.reduce_sum(tf.cast(losses, tf.float32) if losses.dtype.size < 4 else losses)
-    run.checks.forward([loss], "the loss", run.state.notes["forward"])
+    run.checks.forward([loss], "the loss", run.state.forward_notes)
     loss, *others = run.checks.after_forward([loss, *others], stages[-1].device)
     run.finish_carries(run.checks.after_both)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -13,18 +12,10 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.machine import (
-    GRADS,
-    KEPT,
-    OUTPUTS,
-    PENDING,
-    REMADE,
-    Kind,
-    channels_read,
-    channels_written,
-)
+from pipemesh.recurrent.table.machine import channels_read, channels_written
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Action, Schedule
+from pipemesh.schedule.action import GRADS, KEPT, OUTPUTS, PENDING, REMADE
 from pipemesh.text import columns
 
 
@@ -91,7 +82,7 @@ class Sizes:
         passes = self._machine.passes(stage, self._modes[stage, 0])
         return num_bytes([total.spec for total in passes.sums if total.place == place])
 
-    def values(self, kind: Kind[Any], stage: int, place: int, microbatch: int = 0) -> int:
+    def values(self, kind: str, stage: int, place: int, microbatch: int = 0) -> int:
         """Returns the bytes of a kind of value on a device of a stage's home."""
         machine, mode = self._machine, self._modes[stage, microbatch]
         specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)

@@ -19,7 +19,6 @@ from pipemesh.recurrent import (
     predict_transfers,
 )
 from pipemesh.recurrent.forecast import DeviceMemory, Sizes
-from pipemesh.recurrent.table.machine import GRADS, KEPT
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import (
     Schedule,
@@ -31,6 +30,7 @@ from pipemesh.schedule import (
     recompute,
     zb_h1,
 )
+from pipemesh.schedule.action import GRADS, KEPT
 from tests.recurrent.sends import sends
 from tests.recurrent.table.small import MICROBATCHES, X, small_stages
 

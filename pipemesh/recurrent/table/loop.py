@@ -13,7 +13,7 @@ it. It stays in a buffer of the receiving home until it is read; other actions d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import tensorflow as tf
 
@@ -52,17 +52,9 @@ from pipemesh.recurrent.table.loop_variables import (
     merged,
     nothing,
 )
-from pipemesh.recurrent.table.machine import (
-    GRADS,
-    OUTPUTS,
-    Channel,
-    Key,
-    Kind,
-    Machine,
-    State,
-    key_of,
-)
+from pipemesh.recurrent.table.machine import Channel, Key, Machine, State, key_of
 from pipemesh.schedule import Action
+from pipemesh.schedule.action import GRADS, OUTPUTS
 
 # Returns the values of a channel for a microbatch, or piece (int64 scalar).
 Source = Callable[[tf.Tensor], Grads]
@@ -221,11 +213,10 @@ class _Act:
         with machine.acting(f"{code.mode.name}/action_{code.stage}{code.kind}", code.stage):
             begins = pin_each(home.tokens.to(self._number), home.devices)
             held = [name for name, _, _ in home.variables.held(code)]
-            self._state = state = _with(
-                home.loop.state,
-                {name: home.branching(name).enter(self._is_due) for name in held},
-                (home.number, [[begin.op] for begin in begins if begin is not None]),
-            )
+            self._state = state = State(*map(list, vars(home.loop.state).values()))
+            for name in held:
+                vars(state)[name.what][name.key] = home.branching(name).enter(self._is_due)
+            state.tokens[home.number] = [[begin.op] for begin in begins if begin is not None]
             machine.act(code.kind, code.stage, code.mode, self._microbatch, self)
             ends: Grads = []
             for begin, done, device in zip(
@@ -235,22 +226,22 @@ class _Act:
                     ends += pin_present([begin])
         home.tokens.leave(self._number, ends)
         for name in held:
-            home.branching(name).leave(_of(state, name))
+            home.branching(name).leave(vars(state)[name.what][name.key])
 
-    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+    def read(self, kind: str, stage: int) -> list[Any]:
         """Returns a value of the microbatch."""
         channel, loop = Channel(kind, stage), self._home.loop
         if channel in loop.sources:
-            return cast("list[MaybeTensor]", loop.sources[channel](self._microbatch))
+            return loop.sources[channel](self._microbatch)
         if channel in self._home.program.arrival_buffers:
-            return cast("list[MaybeTensor]", self._arrived(channel))
+            return self._arrived(channel)
         key = key_of(channel, self._role.code.mode)
         if key in self._accesses:
             specs = loop.machine.specs(*key)
             return self._home.buffers.take(self._number, self._accesses[key], specs)
         return self._indexed(key, lambda index: loop.buffers.take(key, index))
 
-    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+    def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for a later action."""
         channel = Channel(kind, stage)
         key = key_of(channel, self._role.code.mode)
@@ -385,35 +376,6 @@ def _by_buffer(accesses: Sequence[Access | None]) -> dict[HomeBuffer, list[tuple
     return by_buffer
 
 
-def _with(
-    state: State, values: Mapping[Name, Grads], tokens: tuple[int, list[list[tf.Operation]]]
-) -> State:
-    """Returns a copy of the state with some values replaced."""
-    copy = State(
-        [*state.carries],
-        [*state.carry_grads],
-        [*state.accumulators],
-        [*state.tokens],
-        {direction: [*notes] for direction, notes in state.notes.items()},
-    )
-    for name, tensors in values.items():
-        put(copy, name, tensors)
-    home, operations = tokens
-    copy.tokens[home] = operations
-    return copy
-
-
-def put(state: State, name: Name, tensors: Grads) -> None:
-    """Puts the values of a variable into the state."""
-    where: Any = state.notes if name.what in state.notes else vars(state)
-    where[name.what][name.key] = tensors
-
-
-def _of(state: State, name: Name) -> Grads:
-    where: Any = state.notes if name.what in state.notes else vars(state)
-    return [*where[name.what][name.key]]
-
-
 # An idle device runs ahead until it needs a value: about as many ticks as there are homes.
 _PARALLEL_ITERATIONS = 32
 
@@ -510,7 +472,7 @@ class Loop:
             elif name.what in ("indexed", "home"):
                 self.buffers.handles[name.key] = values[name]
             elif name.what not in ("tick", "arrival"):
-                put(self.state, name, values[name])
+                vars(self.state)[name.what][name.key] = values[name]
 
     def outputs(self) -> Tensors:
         """Returns the last stage's outputs for the whole batch."""

@@ -16,16 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.table.machine import (
-    GRADS,
-    OUTPUTS,
-    Channel,
-    Key,
-    channels_read,
-    channels_written,
-    key_of,
-)
+from pipemesh.recurrent.table.machine import Channel, Key, channels_read, channels_written, key_of
 from pipemesh.schedule import Action
+from pipemesh.schedule.action import GRADS, OUTPUTS
 
 # Maximum number of one-value buffers for a channel that arrives at a home. A channel with more
 # values in transit has one indexed buffer. TensorFlow reads a list after everything that was put

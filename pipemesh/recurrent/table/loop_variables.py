@@ -31,15 +31,8 @@ from pipemesh.recurrent.table.loop_program import (
     HomeProgram,
     Role,
 )
-from pipemesh.recurrent.table.machine import (
-    GRADS,
-    OUTPUTS,
-    Channel,
-    Key,
-    Machine,
-    State,
-    key_of,
-)
+from pipemesh.recurrent.table.machine import Channel, Key, Machine, State, key_of
+from pipemesh.schedule.action import GRADS, OUTPUTS
 
 
 class Buffers:
@@ -324,27 +317,24 @@ class Variables:
 
     def held(self, code: Code) -> list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]]:
         """Returns the parts of the state that an action changes, with their device indices."""
-        state, stage = self._state, code.stage
-        home = self._stages[stage].of_home
-        replicas = [replica * home.group for replica in range(home.num_replicas)]
-        held: list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]] = []
-        direction = "forward" if code.kind == "F" else "backward"
+        stage, home = code.stage, self._stages[code.stage].of_home
+        places: dict[str, Sequence[int]] = {}
         if code.kind == "F":
-            carry = state.carries[stage]
-            held.append((Name("carries", stage), carry, [0] * len(carry)))
+            places["carries"] = [0] * len(self._stages[stage].carry)
         if code.kind in "BI":
-            grads = state.carry_grads[stage]
-            held.append((Name("carry_grads", stage), grads, [0] * len(grads)))
+            places["carry_grads"] = [0] * len(self._stages[stage].carry)
+        direction = "forward" if code.kind == "F" else "backward"
         if code.kind not in "RW" and self._machine.probes[direction][stage]:
-            held.append((Name(direction, stage), state.notes[direction][stage], replicas))
+            replicas = range(home.num_replicas)
+            places[f"{direction}_notes"] = [replica * home.group for replica in replicas]
         if code.kind in "BW":
-            places = self._machine.passes(stage, code.mode.backward).sum_places
-            held.append((Name("accumulators", stage), state.accumulators[stage] or [], places))
-        return [
-            (name, tensors, places)
-            for name, tensors, places in held
-            if any(t is not None for t in tensors)
+            passes = self._machine.passes(stage, code.mode.backward)
+            places["accumulators"] = passes.sum_places
+        held = [
+            (Name(what, stage), vars(self._state)[what][stage] or [], of_part)
+            for what, of_part in places.items()
         ]
+        return [part for part in held if any(t is not None for t in part[1])]
 
     def flatten(self, values: Mapping[Name, Sequence[tf.Tensor | None]]) -> list[tf.Tensor]:
         """Returns the tensors of all variables."""

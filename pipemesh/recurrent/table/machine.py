@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -21,49 +21,28 @@ from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.finite_values import LOCATING, Direction, Probe, empty_note
-from pipemesh.schedule.action import EFFECTS
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind(Generic[MaybeTensor]):
-    """A kind of value that an action leaves for each microbatch: a list of tensors, by replica."""
-
-    name: str
-    by_mode: bool = False  # the mode of remat decides which tensors it has
-
-
-# The outputs of a stage; the outputs of stage -1 are the pipeline's inputs.
-OUTPUTS: Kind[tf.Tensor] = Kind("outputs")
-# Tensors that an `F` keeps for the backward pass of its stage.
-KEPT: Kind[tf.Tensor] = Kind("kept", by_mode=True)
-# Tensors that an `R` recomputes for it instead.
-REMADE: Kind[tf.Tensor] = Kind("remade")
-# The gradients of a stage's inputs. The stage after the last one represents the loss.
-GRADS: Kind[tf.Tensor | None] = Kind("grads")
-# Tensors that an `I` leaves for the `W` of its stage.
-PENDING: Kind[tf.Tensor] = Kind("pending", by_mode=True)
+from pipemesh.schedule.action import EFFECTS, GRADS, KEPT, OUTPUTS, PENDING, REMADE
 
 
 class Channel(NamedTuple):
-    """A kind of value of a stage."""
+    """A kind of value of a stage: a list of tensors for each microbatch, ordered by replica.
 
-    kind: Kind[Any]
+    The outputs of stage -1 are the pipeline's inputs. The gradients of the inputs of the stage
+    after the last one come from the loss.
+    """
+
+    kind: str
     stage: int
-
-
-_BY_NAME: dict[str, Kind[Any]] = {k.name: k for k in (OUTPUTS, KEPT, REMADE, GRADS, PENDING)}
 
 
 def channels_read(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
     """Returns the channels that an action reads; `is_recomputed` if an `R` comes before it."""
-    return [
-        Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)
-    ]
+    return [Channel(name, stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)]
 
 
 def channels_written(kind: str, stage: int) -> list[Channel]:
     """Returns the channels that an action of a kind writes."""
-    return [Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].gives]
+    return [Channel(name, stage + step) for name, step in EFFECTS[kind].gives]
 
 
 Tokens = list[list[list[tf.Operation]]]
@@ -78,7 +57,8 @@ class State:
     accumulators: list[Tensors | None]  # sums of weights' gradients; None before the first
     tokens: Tokens  # for each home and device, the operations that end its latest action
     # where a value was not finite, by replica; see `finite_values`
-    notes: dict[Direction, list[Tensors]]
+    forward_notes: list[Tensors]
+    backward_notes: list[Tensors]
 
     @classmethod
     def before(cls, stages: Sequence[Stage], stage_devices: Sequence[int]) -> State:
@@ -89,7 +69,8 @@ class State:
             carry_grads=[[None] * len(stage.carry) for stage in stages],
             accumulators=[None] * len(stages),
             tokens=[[[] for _ in range(sizes[home])] for home in sorted(sizes)],
-            notes={"forward": empty_notes(stages), "backward": empty_notes(stages)},
+            forward_notes=empty_notes(stages),
+            backward_notes=empty_notes(stages),
         )
 
     def forget_tokens_of_other_graphs(self) -> None:
@@ -113,11 +94,11 @@ class Values(Protocol):
         """The state before the action; the action changes it."""
         ...
 
-    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+    def read(self, kind: str, stage: int) -> list[Any]:
         """Returns a value of the microbatch."""
         ...
 
-    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+    def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for a later action."""
         ...
 
@@ -125,14 +106,14 @@ class Values(Protocol):
 class Key(NamedTuple):
     """The kind of a value, its stage, and the mode of remat that it depends on."""
 
-    kind: Kind[Any]
+    kind: str
     stage: int
     mode: Mode
 
 
 def key_of(channel: Channel, mode: Mode = FULL) -> Key:
     """Returns the key of a channel; only KEPT and PENDING depend on the mode."""
-    return Key(*channel, mode if channel.kind.by_mode else FULL)
+    return Key(*channel, mode if channel.kind in (KEPT, PENDING) else FULL)
 
 
 def of_every_replica(stage: Stage) -> list[tf.Tensor]:
@@ -310,7 +291,7 @@ class Machine:
         state = values.state
         inputs = values.read(OUTPUTS, stage - 1)
         inputs = self._gate(stage, inputs, self.places(GRADS, stage), state)
-        notes = state.notes["forward"]
+        notes = state.forward_notes
         outputs, carry, kept, notes[stage] = passes.forward(
             self._theta(stage, state), state.carries[stage], inputs, scalars, notes[stage]
         )
@@ -339,12 +320,12 @@ class Machine:
         stage: int,
         scalars: Tensors,
         values: Values,
-        left: Kind[tf.Tensor],
+        left: str,
     ) -> None:
         state = values.state
         kept, grads = self._gated(passes, stage, values, left)
         arguments = self._theta(stage, state), kept, grads, scalars
-        notes = state.notes["backward"]
+        notes = state.backward_notes
         if kind == "B":
             result = passes.backward(*arguments, state.accumulators[stage], notes[stage])
             places = passes.sum_places
@@ -369,7 +350,7 @@ class Machine:
         self._finish(stage, state, (pending, places), sent, (carried, [0] * len(carried)))
 
     def _gated(
-        self, passes: Passes, stage: int, values: Values, left: Kind[tf.Tensor]
+        self, passes: Passes, stage: int, values: Values, left: str
     ) -> tuple[Tensors, Tensors]:
         """Returns the kept values and the gradients of the results, through gates.
 
@@ -495,7 +476,7 @@ class Machine:
         made = (passes for (s, _), passes in self._passes.items() if s == stage)
         return next(made, None) or self.passes(stage, FULL)
 
-    def specs(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
+    def specs(self, kind: str, stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Returns shapes and dtypes of the values of a kind."""
         traced = self.traced[stage]
         specs = [*map(traced.spec, self._names(kind, stage, mode))]
@@ -504,11 +485,11 @@ class Machine:
         named = zip(specs, traced.gradients.of_inputs, strict=True)
         return [None if grad is None else spec for spec, grad in named]
 
-    def places(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[int]:
+    def places(self, kind: str, stage: int, mode: Mode = FULL) -> list[int]:
         """Returns the devices of the home, by number, of the values of a kind."""
         return [*map(self.traced[stage].place, self._names(kind, stage, mode))]
 
-    def _names(self, kind: Kind[Any], stage: int, mode: Mode) -> list[str]:
+    def _names(self, kind: str, stage: int, mode: Mode) -> list[str]:
         """Returns the tensors of a kind; for GRADS the inputs that they belong to."""
         if kind == OUTPUTS:
             return self.traced[stage].outputs

@@ -20,14 +20,7 @@ from pipemesh.recurrent.remat import Mode, modes_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors, starting_anew
 from pipemesh.recurrent.table.checks import Checks
 from pipemesh.recurrent.table.loop import Loop
-from pipemesh.recurrent.table.machine import (
-    GRADS,
-    OUTPUTS,
-    Kind,
-    Machine,
-    State,
-    empty_notes,
-)
+from pipemesh.recurrent.table.machine import Machine, State, empty_notes
 from pipemesh.recurrent.table.validation import (
     check_descending,
     check_joined,
@@ -38,6 +31,7 @@ from pipemesh.recurrent.table.validation import (
 )
 from pipemesh.recurrent.watch.placement import check_devices, check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
+from pipemesh.schedule.action import GRADS, OUTPUTS
 
 
 class ActionByAction:
@@ -55,7 +49,7 @@ class ActionByAction:
         self._modes = modes
         self._stages = machine.stages
         self._cutting = machine.cutting
-        self._values: dict[tuple[Kind[Any], int, int], list[Any]] = {}
+        self._values: dict[tuple[str, int, int], list[Any]] = {}
         self._put(OUTPUTS, -1, machine.inputs, self._stages[0].device)
 
     def perform(self, actions: Sequence[Action]) -> None:
@@ -71,11 +65,11 @@ class ActionByAction:
                     numbers[key] = tf.constant(action.microbatch, tf.int64)
                 self._machine.act(action.kind, action.stage, mode, numbers[key], self)
 
-    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+    def read(self, kind: str, stage: int) -> list[Any]:
         """Returns a value of the current microbatch."""
         return self._values[kind, stage, self._microbatch]
 
-    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+    def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for the current microbatch."""
         self._values[kind, stage, self._microbatch] = [*value]
 
@@ -96,7 +90,7 @@ class ActionByAction:
         """Returns the gradients of the pipeline's inputs."""
         return self._joined(GRADS, 0)
 
-    def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+    def _joined(self, kind: str, stage: int) -> list[Any]:
         replicas = self._cutting.replicas
         by_part = []
         for m in range(self._cutting.num_pieces):
@@ -110,9 +104,7 @@ class ActionByAction:
                 joined.append(None if parts[0] is None else join(parts, self._cutting))
         return joined
 
-    def _put(
-        self, kind: Kind[MaybeTensor], stage: int, tensors: Sequence[MaybeTensor], device: str
-    ) -> None:
+    def _put(self, kind: str, stage: int, tensors: Sequence[tf.Tensor | None], device: str) -> None:
         """Gives each piece its parts of tensors, replica by replica."""
         none = [[None] * self._cutting.replicas] * self._cutting.num_pieces
         with tf.device(device):
@@ -306,7 +298,7 @@ class Run:
         if self._loss_scale is not None:
             output_grads, state_grads = map(self._scaled, (output_grads, state_grads))
         self._values.seed(output_grads)
-        self.state.notes["backward"] = empty_notes(self._stages)
+        self.state.backward_notes = empty_notes(self._stages)
         gradients = iter(state_grads)
         for number, stage in enumerate(self._stages):
             self.state.accumulators[number] = None
@@ -341,7 +333,7 @@ class Run:
             for stage, grads in zip(self._stages, self.state.carry_grads, strict=True)
         ]
         both = [[*of_theta, *of_state] for of_theta, of_state in zip(totals, states, strict=True)]
-        self.checks.backward(both, self.state.notes["backward"])
+        self.checks.backward(both, self.state.backward_notes)
         for number, stage in enumerate(self._stages):
             devices = [*stage.theta_devices, *(stage.device for _ in states[number])]
             checked = self.checks.after_backward(both[number], devices)

@@ -14,7 +14,7 @@ from pipemesh.recurrent.table.loop_program import (
     Slots,
     program,
 )
-from pipemesh.recurrent.table.machine import KEPT, OUTPUTS, PENDING, Channel, key_of
+from pipemesh.recurrent.table.machine import Channel, key_of
 from pipemesh.schedule import (
     Action,
     execution_order,
@@ -24,6 +24,7 @@ from pipemesh.schedule import (
     one_f_one_b,
     zb_v,
 )
+from pipemesh.schedule.action import KEPT, OUTPUTS, PENDING
 from pipemesh.schedule.builders import BUILDERS, build
 
 
@@ -118,7 +119,7 @@ def test_every_action_finds_what_it_needs(name, num_devices):
     # What is left is what leaves the pipeline, of each microbatch at its number.
     left = {key: values for key, values in indexed.items() if values}
     assert all(values == {m: m for m in range(3 * num_devices)} for values in left.values())
-    assert {(key.kind.name, key.stage) for key in left} <= {
+    assert {(key.kind, key.stage) for key in left} <= {
         ("outputs", schedule.num_stages - 1),
         ("grads", 0),
     }

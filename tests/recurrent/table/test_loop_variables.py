@@ -12,7 +12,8 @@ from pipemesh.recurrent.table.loop_variables import (
     Buffers,
     Fan,
 )
-from pipemesh.recurrent.table.machine import OUTPUTS, Channel, key_of
+from pipemesh.recurrent.table.machine import Channel, key_of
+from pipemesh.schedule.action import OUTPUTS
 from tests.recurrent.passes.traced import run
 
 DEVICES = ("CPU:1", "CPU:2")
