@@ -159,11 +159,6 @@ def _text(specs: Specs) -> str:
     return ", ".join(f"{spec.dtype.name}{spec.shape}" for spec in specs) or "nothing"
 
 
-def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
-    """Returns the shapes and dtypes of a stage's outputs for given inputs, without its gradient."""
-    return specs_of(trace(stage, inputs, has_step).replicas[0].outputs)
-
-
 class WholeBatch:
     """The stages traced with the whole batch, on demand.
 

@@ -92,15 +92,12 @@ class Values(Protocol):
     @property
     def state(self) -> State:
         """The state before the action; the action changes it."""
-        ...
 
     def read(self, kind: str, stage: int) -> list[Any]:
         """Returns a value of the microbatch."""
-        ...
 
     def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for a later action."""
-        ...
 
 
 class Key(NamedTuple):
@@ -359,17 +356,19 @@ class Machine:
         nodes that depend on them before the first step, and keep these for every microbatch.
         """
         kept, grads = values.read(left, stage), self._result_grads(stage, values)
-        place = self.traced[stage].place
-        late = [passes.cuts.recomputes and g.op.type not in _CONSTANT for g in grads]
-        of_grads = [*zip(grads, map(place, passes.cuts.grad_placeholders), late, strict=True)]
-        first = [*kept, *(g for g, _, is_late in of_grads if not is_late)]
-        places = [*map(place, passes.cuts.kept), *(p for _, p, is_late in of_grads if not is_late)]
-        first = self._gate(stage, first, places, values.state)
-        second = [g for g, _, is_late in of_grads if is_late]
-        places = [p for _, p, is_late in of_grads if is_late]
-        second = iter(self._gate(stage, second, places, values.state))
-        with_kept = iter(first[len(kept) :])
-        return first[: len(kept)], [next(second if is_late else with_kept) for is_late in late]
+        tensors, count = [*kept, *grads], len(kept)
+        places = [*map(self.traced[stage].place, passes.cuts.arguments("I"))]
+        late = [
+            i
+            for i, tensor in enumerate(tensors)
+            if i >= count and passes.cuts.recomputes and tensor.op.type not in _CONSTANT
+        ]
+        for chosen in ([i for i in range(len(tensors)) if i not in late], late):
+            given = [tensors[i] for i in chosen]
+            gated = self._gate(stage, given, [places[i] for i in chosen], values.state)
+            for i, tensor in zip(chosen, gated, strict=True):
+                tensors[i] = tensor
+        return tensors[:count], tensors[count:]
 
     def _weight_grad(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
@@ -395,21 +394,16 @@ class Machine:
             spec = traced.output_specs[i % len(traced.output_specs)]
             grad = arrived[i]
             grads.append(tf.zeros(spec.shape, spec.dtype) if grad is None else grad)
-        arrived = values.state.carry_grads[stage]
-        carried = [self._or_zeros(stage, i, arrived[i]) for i in traced.gradients.of_carry_out]
-        return [*grads, *carried]
+        carried = self._filled(stage, values.state.carry_grads[stage])
+        return [*grads, *(carried[i] for i in traced.gradients.of_carry_out)]
 
-    def _filled(self, stage: int, carry_grads: Grads) -> Grads:
+    def _filled(self, stage: int, carry_grads: Grads) -> list[Any]:
         """Returns the gradients of a recurrent stage's carry, zeros for missing ones."""
         filled = list(carry_grads)
         for i in self.traced[stage].gradients.of_carry_out:
-            filled[i] = self._or_zeros(stage, i, filled[i])
+            if filled[i] is None:
+                filled[i] = tf.zeros_like(self._stages[stage].carry[i])
         return filled
-
-    def _or_zeros(self, stage: int, number: int, carry_grad: tf.Tensor | None) -> tf.Tensor:
-        if carry_grad is None:
-            return tf.zeros_like(self._stages[stage].carry[number])
-        return carry_grad
 
     def _gate(self, stage: int, tensors: Tensors, places: Sequence[int], state: State) -> Tensors:
         """Returns the arguments of an action, once their devices have finished earlier actions."""

@@ -132,19 +132,15 @@ class Performer(Protocol):
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions in order."""
-        ...
 
     def seed(self, output_grads: Grads) -> None:
         """Takes the gradients of the outputs of the whole batch."""
-        ...
 
     def outputs(self) -> Tensors:
         """Returns the last stage's outputs for the whole batch."""
-        ...
 
     def input_grads(self) -> Grads:
         """Returns the gradients of the pipeline's inputs."""
-        ...
 
 
 class Run:

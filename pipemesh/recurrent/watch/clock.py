@@ -32,7 +32,6 @@ class Stamps(Protocol):
         replica: int = 0,
     ) -> tf.Operation:
         """Returns an operation that records an action; see `ActionClock.stamp`."""
-        ...
 
 
 class ActionClock:
