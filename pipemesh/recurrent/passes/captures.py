@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -44,7 +43,7 @@ def captured_weights(graph: tf.Graph) -> list[Captured]:
                 weights.append(weight)
         elif _is_number(outer.dtype) and not is_constant(outer):
             # A TF1 variable that is not a resource is read here, once.
-            value = tf.identity(outer) if _is_ref(outer) else outer
+            value = outer if outer.dtype == outer.dtype.base_dtype else tf.identity(outer)
             weights.append(Captured(value, inner.name, inner, (), None))
     return weights
 
@@ -70,10 +69,6 @@ def _variable(graph: tf.Graph, outer: tf.Tensor, inner: tf.Tensor) -> Captured |
 
 def _is_number(dtype: tf.DType) -> bool:
     return dtype.is_floating or dtype.is_complex or dtype.is_integer or dtype.is_bool
-
-
-def _is_ref(tensor: tf.Tensor) -> bool:
-    return tensor.dtype != tensor.dtype.base_dtype
 
 
 def check_batch(
@@ -138,45 +133,38 @@ def check_fresh(what: str, graph: tf.Graph) -> None:
 
 def is_constant(tensor: tf.Tensor) -> bool:
     """Returns True if a tensor is computed from constants alone, so that it needs no gradient."""
-    return all(op.type in WITHOUT_GRADIENT for op in _leaves(tensor))
+    return all(kind in WITHOUT_GRADIENT for kind in _leaves(tensor))
 
 
 def _depends_on_weights_alone(tensor: tf.Tensor) -> bool:
-    return all(op.type in VARIABLES or op.type == "Const" for op in _leaves(tensor))
+    return all(kind in VARIABLES or kind == "Const" for kind in _leaves(tensor))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """A stand-in for the operation of a tensor without one."""
-
-    type: str
-
-
-def _leaves(tensor: tf.Tensor) -> Iterator[Any]:
-    """Returns the operations without inputs that a tensor is computed from."""
+def _leaves(tensor: tf.Tensor) -> Iterator[str]:
+    """Returns the types of the operations without inputs that a tensor is computed from."""
     seen: set[int] = set()
     todo = [tensor]
     while todo:
         current = todo.pop()
         if not hasattr(current, "graph"):
             # An eager tensor: its source is unknown.
-            yield _Leaf("EagerTensor")
+            yield "EagerTensor"
             continue
         op = current.op
         if id(op) in seen:
             continue
         seen.add(id(op))
         if op.type == "StopGradient":
-            yield op
+            yield op.type
         elif op.inputs:
             todo.extend(op.inputs)
         else:
             captures = getattr(op.graph, "captures", ())
             outer = next((outer for outer, inner in captures if inner is current), None)
             if outer is None:
-                yield op
+                yield op.type
             elif outer.dtype == tf.resource:
-                yield _Leaf("VarHandleOp")
+                yield "VarHandleOp"
             else:
                 todo.append(outer)
 

@@ -148,7 +148,7 @@ class Cuts:
     def upstream_names(self) -> list[str]:
         """Names of gradients that other actions wait for: of the inputs and of the carry."""
         grads = self._traced.gradients
-        return [name for name in [*grads.of_inputs, *grads.of_carry] if name is not None]
+        return flat_names([*grads.of_inputs, *grads.of_carry])
 
     def arguments(self, kind: str) -> list[str]:
         """Returns the tensors that an action of the backward pass starts from, besides weights."""
@@ -392,9 +392,8 @@ class Passes:
             results = self._own(cuts.remade, number, arguments)
         elif kind in "BI":
             grads, count = traced.gradients, len(replica.inputs)
-            upstream = grads.of_inputs[number * count :][:count]
-            upstream = [*upstream, *grads.of_carry] if number == 0 else upstream
-            results = [name for name in upstream if name is not None]
+            results = flat_names(grads.of_inputs[number * count :][:count])
+            results += flat_names(grads.of_carry) if number == 0 else []
         if kind == "I":
             results += self._own(cuts.pending, number, arguments)
             # Without the tensors that an `I` leaves for its `W`.

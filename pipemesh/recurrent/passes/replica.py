@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -238,18 +238,12 @@ def replica_scope(stage: str, device: str, number: int | None) -> Iterator[None]
 
 def joined(parts: Sequence[StageGradients]) -> StageGradients:
     """Returns the gradients of all replicas in one list; only the first one has a carry's."""
-    first = parts[0]
-
-    def all_of(get: Callable[[StageGradients], list[Any]]) -> list[Any]:
-        return [name for part in parts for name in get(part)]
-
-    return StageGradients(
+    return dataclasses.replace(
+        parts[0],
         of_outputs={i: name for part in parts for i, name in part.of_outputs.items()},
-        of_carry_out=first.of_carry_out,
-        of_theta=all_of(lambda part: part.of_theta),
-        of_inputs=all_of(lambda part: part.of_inputs),
-        of_carry=first.of_carry,
-        of_probes=all_of(lambda part: part.of_probes),
+        of_theta=[name for part in parts for name in part.of_theta],
+        of_inputs=[name for part in parts for name in part.of_inputs],
+        of_probes=[name for part in parts for name in part.of_probes],
     )
 
 

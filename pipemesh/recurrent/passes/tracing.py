@@ -53,11 +53,6 @@ class Trace:
     replicas: list[Replica]  # one for each call of the stage
     drawn: dict[str, WholeDraw]  # the random draws of the last call
 
-    @property
-    def graph(self) -> tf.Graph:
-        """The graph."""
-        return self.function.graph
-
 
 def trace(
     stage: Stage,
@@ -171,13 +166,13 @@ class WholeBatch:
         self, stages: Sequence[Stage], inputs: Specs, has_step: bool, cutting: Cutting
     ) -> None:
         self._stages = stages
-        self._inputs = [cutting.with_whole_batch(spec) for spec in inputs]
+        self._inputs = [cutting.of_part(spec, batch=False) for spec in inputs]
         self._has_step = has_step
         self._cutting = cutting
         self._draws: list[DrawsOfStage] = []
         self._traces: list[Trace] = []
         self._sequences: list[Trace] = []
-        self._of_sequences = [cutting.with_whole_sequences(spec) for spec in inputs]
+        self._of_sequences = [cutting.of_part(spec, sequences=False) for spec in inputs]
 
     def draws(self, stage: int) -> WholeDraws:
         """Returns all random draws of a stage."""
@@ -196,7 +191,7 @@ class WholeBatch:
             self._traces.append(traced)
             self._draws.append(
                 DrawsOfStage(
-                    traced.graph,
+                    traced.function.graph,
                     traced.drawn,
                     lambda inputs=inputs, labels=labels: dict(
                         zip([t.name for t in inputs], labels(), strict=True)

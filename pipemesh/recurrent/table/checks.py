@@ -127,7 +127,7 @@ class Checks:
 
     def _total_finding(self, number: int, grads: Grads) -> Finding:
         traced = self._traced[number]
-        layers = traced.theta_layers
+        layers = traced.replicas[0].probes.theta_layers
         users = [*layers, *([()] * (len(grads) - len(layers)))]
         present = [(g, u) for g, u in zip(grads, users, strict=True) if g is not None]
         stage = traced.stage
@@ -171,7 +171,7 @@ class Checks:
                 ) * cutting.replicas + replica
             note = tf.where(tf.reduce_any(bad), where, empty_note())
         text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
-        layers = traced.input_layers[number]
+        layers = traced.replicas[0].probes.input_layers[number]
         return Finding(
             note,
             [place(traced.stage, layers, text, replica) for replica in range(cutting.replicas)],

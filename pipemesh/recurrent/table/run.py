@@ -207,14 +207,13 @@ class Run:
             )
         self.stages = stages
         self._stages = self.machine.stages
-        captured = [traced.captured for traced in self.machine.traced]
         # The tensors that get gradients.
         self.sources = [
             Sources(inputs, stages[0].device, lambda grads: self.checks.input_grads(grads)),
             *(
-                Sources([([*stage.theta, *weights])[i] for i in numbers], stage.devices[place])
-                for stage, weights in zip(stages, captured, strict=True)
-                for place, numbers in _by_place(stage, len(weights)).items()
+                Sources([[*stage.theta, *traced.captured][i] for i in numbers], device)
+                for stage, traced in zip(stages, self.machine.traced, strict=True)
+                for device, numbers in _by_place(traced.stage)
             ),
             *(Sources(stage.carry, stage.device) for stage in self.recurrent(stages)),
         ]
@@ -323,46 +322,38 @@ class Run:
 
     def gradients(self, factor: tf.Tensor | None = None) -> list[Grads]:
         """Returns the gradients of all sources, multiplied by `factor`, in their dtypes."""
-        totals = [self.machine.total_gradients(s, self.state) for s in range(len(self._stages))]
-        states = [
-            grads if self._hands_out(stage) else []
-            for stage, grads in zip(self._stages, self.state.carry_grads, strict=True)
-        ]
-        both = [[*of_theta, *of_state] for of_theta, of_state in zip(totals, states, strict=True)]
-        self.checks.backward(both, self.state.backward_notes)
+        totals = []
         for number, stage in enumerate(self._stages):
-            devices = [*stage.theta_devices, *(stage.device for _ in states[number])]
-            checked = self.checks.after_backward(both[number], devices)
-            checked = self._after_clock(checked, devices)
-            count = len(stage.theta)
-            totals[number], states[number] = checked[:count], checked[count:]
+            totals.append(self.machine.total_gradients(number, self.state))
+            if self._hands_out(stage):
+                totals[-1] += self.state.carry_grads[number]
+        self.checks.backward(totals, self.state.backward_notes)
+        for number, stage in enumerate(self._stages):
+            num_states = len(totals[number]) - len(stage.theta)
+            devices = [*stage.theta_devices, *[stage.device] * num_states]
+            checked = self.checks.after_backward(totals[number], devices)
+            totals[number] = self._after_clock(checked, devices)
         of_inputs = self._values.input_grads()
         of_inputs = self._after_clock(of_inputs, self._stages[0].device)
         of_theta = [
             [grads[i] for i in numbers]
             for grads, stage in zip(totals, self._stages, strict=True)
-            for numbers in _by_place(stage).values()
+            for _, numbers in _by_place(stage)
         ]
-        groups = [of_inputs, *of_theta, *self.recurrent(states)]
+        of_states = [
+            grads[len(stage.theta) :] for grads, stage in zip(totals, self._stages, strict=True)
+        ]
+        groups = [of_inputs, *of_theta, *self.recurrent(of_states)]
         if self._loss_scale is not None:
             scale = self._loss_scale.value
             factor = 1 / scale if factor is None else tf.cast(factor, scale.dtype) / scale
-        finished = [
-            self._multiplied(group, source, factor)
-            for group, source in zip(groups, self.sources, strict=True)
-        ]
-        return finished if self._loss_scale is None else self._loss_scale.checked(finished)
-
-    @staticmethod
-    def _multiplied(grads: Grads, source: Sources, factor: tf.Tensor | None) -> Grads:
-        result: Grads = []
-        with tf.device(source.device):
-            for grad, tensor in zip(grads, source.tensors, strict=True):
-                if grad is not None:
-                    grad = tf.cast(grad, tensor.dtype)
-                    grad = grad if factor is None else grad * tf.cast(factor, grad.dtype)
-                result.append(grad)
-        return result
+        for group, source in zip(groups, self.sources, strict=True):
+            with tf.device(source.device):
+                for i, (grad, tensor) in enumerate(zip(group, source.tensors, strict=True)):
+                    if grad is not None:
+                        grad = tf.cast(grad, tensor.dtype)
+                        group[i] = grad if factor is None else grad * tf.cast(factor, grad.dtype)
+        return groups if self._loss_scale is None else self._loss_scale.checked(groups)
 
 
 def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
@@ -387,13 +378,12 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
     return dataclasses.replace(stage, theta=theta, carry=carry)
 
 
-def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
-    """Returns the indices of the weights on each device; `num_more` lie on the first device."""
-    places = [*stage.owners, *[0] * num_more]
-    return {
-        place: [i for i, owner in enumerate(places) if owner == place]
-        for place in sorted({0, *places})
-    }
+def _by_place(stage: Stage) -> list[tuple[str, list[int]]]:
+    """Returns the first device, and each other with weights, with the indices of its weights."""
+    return [
+        (stage.devices[place], [i for i, owner in enumerate(stage.owners) if owner == place])
+        for place in sorted({0, *stage.owners})
+    ]
 
 
 def loop_pays(
