@@ -199,25 +199,20 @@ class _Act:
         self._number = number
         self._accesses = home.program.accesses[number]
         self._is_due = home.when("code", number)
-        self._microbatch = home.microbatch
-        self._state = home.loop.state
-
-    @property
-    def state(self) -> State:
-        """The state, which the action changes."""
-        return self._state
+        # The action changes it.
+        self.state = State(*map(list, vars(home.loop.state).values()))
 
     def perform(self) -> None:
         """Adds the operations of the action and stores its results in the variables in transit."""
-        home, code, machine = self._home, self._role.code, self._home.loop.machine
+        home, code, state = self._home, self._role.code, self.state
+        machine = home.loop.machine
         with machine.acting(f"{code.mode.name}/action_{code.stage}{code.kind}", code.stage):
             begins = pin_each(home.tokens.to(self._number), home.devices)
             held = [name for name, _, _ in home.variables.held(code)]
-            self._state = state = State(*map(list, vars(home.loop.state).values()))
             for name in held:
                 vars(state)[name.what][name.key] = home.branching(name).enter(self._is_due)
             state.tokens[home.number] = [[begin.op] for begin in begins if begin is not None]
-            machine.act(code.kind, code.stage, code.mode, self._microbatch, self)
+            machine.act(code.kind, code.stage, code.mode, self._home.microbatch, self)
             ends: Grads = []
             for begin, done, device in zip(
                 begins, state.tokens[home.number], home.devices, strict=True
@@ -232,7 +227,7 @@ class _Act:
         """Returns a value of the microbatch."""
         channel, loop = Channel(kind, stage), self._home.loop
         if channel in loop.sources:
-            return loop.sources[channel](self._microbatch)
+            return loop.sources[channel](self._home.microbatch)
         if channel in self._home.program.arrival_buffers:
             return self._arrived(channel)
         key = key_of(channel, self._role.code.mode)
@@ -282,7 +277,7 @@ class _Act:
                 value.append(None)
                 continue
             # A buffer that is not read may hold nothing, which has another shape.
-            begins = self._state.tokens[home.number][place]
+            begins = self.state.tokens[home.number][place]
             with tf.device(device), tf.control_dependencies(begins):
                 value.append(tf.ensure_shape(tensor, spec.shape))
         return value
