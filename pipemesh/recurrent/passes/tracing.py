@@ -109,13 +109,13 @@ def trace(
                 operations=[(begin, len(tf.compat.v1.get_default_graph().get_operations()))],
             )
 
-    def run(thetas: Any, carry: Any, inputs: Any, piece: Any, step: Any) -> Any:
+    def run(thetas: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
         step = step if has_step else None
         for number, (theta, own) in enumerate(zip(thetas, inputs, strict=True)):
             devices = stage.of_home.replica(number)
             replica = number if num_replicas > 1 else None
             with replica_scope(stage.name, devices[0], replica), calling_on(devices):
-                replicas.append(call(number, theta, carry, own, piece, step))
+                replicas.append(call(number, theta, carry, own, microbatch, step))
                 # No gradient flows through it, as between microbatches.
                 carry = [tf.stop_gradient(t) for t in replicas[-1].carry_out[: len(stage.carry)]]
         _check_alike(stage.name, replicas)
