@@ -55,13 +55,10 @@ class LossScale:
     def create(cls) -> LossScale:
         """Creates a scale with new variables, which a checkpoint should include."""
 
-        def variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
-            return tf.Variable(value, dtype=dtype, trainable=False, name=name)
-
         return cls(
-            variable(INITIAL_SCALE, "loss_scale"),
-            variable(0, "good_steps", tf.int64),
-            variable(True, "finite"),
+            tf.Variable(INITIAL_SCALE, trainable=False, name="loss_scale"),
+            tf.Variable(0, trainable=False, name="good_steps", dtype=tf.int64),
+            tf.Variable(True, trainable=False, name="finite"),
         )
 
     @property

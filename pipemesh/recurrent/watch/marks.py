@@ -195,26 +195,20 @@ class Marks:
     ) -> tf.Operation:
         """Returns an operation that counts an action when it runs; see `ActionClock.stamp`."""
         del replica
-        place, marked = (kind, stage), self._marked[device]
+        place, marked, earlier = (kind, stage), self._marked[device], microbatch
+        marked["ended" if is_end else "started"].add(place)
         if is_end:
-            marked["ended"].add(place)
             name = "end" if place in marked["started"] else "untimed"
-            return self._noted(device, name, microbatch, None)[0].op
-        marked["started"].add(place)
-        # An action that starts before all of its inputs arrive has two marks.
-        number, earlier = self._first.get((device, *place), (None, None))
-        name = "start" if number is not microbatch else "go on"
-        results = self._noted(device, name, microbatch, earlier if name == "go on" else None)
+        else:
+            # An action that starts before all of its inputs arrive has two marks.
+            number, begin = self._first.get((device, *place), (None, microbatch))
+            name, earlier = ("go on", begin) if number is microbatch else ("start", microbatch)
+        if (device, name) not in self._calls:
+            self._calls[device, name] = self._call(device, name)
+        results = self._calls[device, name]([microbatch, earlier])
         if name == "start":
             self._first[(device, *place)] = microbatch, results[1]
         return results[0].op
-
-    def _noted(
-        self, device: str, name: str, microbatch: tf.Tensor, earlier: tf.Tensor | None
-    ) -> list[tf.Tensor]:
-        if (device, name) not in self._calls:
-            self._calls[device, name] = self._call(device, name)
-        return self._calls[device, name]([microbatch, microbatch if earlier is None else earlier])
 
     def _call(self, device: str, name: str) -> Call:
         host = processor_beside(device)
@@ -258,8 +252,7 @@ class Marks:
     def end_failed_step(self, seconds: float) -> None:
         """Records that a step has failed, so that some of its actions were never counted.
 
-        Args:
-            seconds: timeout for reading the counts.
+        It waits at most `seconds` for the counts, as do all other methods that read them.
         """
         self.look(seconds)
         with self._lock:
@@ -267,11 +260,7 @@ class Marks:
         self._steps = 0
 
     def look(self, seconds: float = 0.0) -> None:
-        """Reads the counts of all devices.
-
-        Args:
-            seconds: timeout. A device that exceeds it is not read again until it has answered.
-        """
+        """Reads the counts of all devices; a late one is not read again until it has answered."""
         places: dict[object, list[str]] = {}
         for device in self._handles:
             places.setdefault(self._place_of(device), []).append(device)
@@ -301,15 +290,7 @@ class Marks:
                 self._seen[device] = (float(counts[0]), float(counts[1]), float(counts[2]))
 
     def stands(self, seconds: float) -> list[Stand]:
-        """Returns the progress of each device.
-
-        Args:
-            seconds: timeout for reading the counts.
-
-        Returns:
-            The progress of each device of the pipeline; for a device that did not answer, the
-            latest known.
-        """
+        """Returns the progress of each device; the latest known if it does not answer."""
         self.look(seconds)
         progress: list[Stand] = []
         for device in self._handles:
@@ -328,32 +309,17 @@ class Marks:
         return progress
 
     def waits(self, seconds: float) -> list[Wait]:
-        """Returns the current action of each unfinished device; see `waits_of`.
-
-        Args:
-            seconds: timeout for reading the counts.
-        """
+        """Returns the current action of each unfinished device; see `waits_of`."""
         return waits_of(self.schedule, self.stands(seconds))
 
     def seconds_at_work(self, seconds: float) -> dict[str, float]:
-        """Returns each device's working time since the marks were made; call it between steps.
-
-        Args:
-            seconds: timeout for reading the counts.
-
-        Returns:
-            Seconds by device; for a device that does not answer, the latest known.
-        """
+        """Returns each device's seconds of work since the marks were made; call between steps."""
         self.look(seconds)
         with self._lock:
             return {device: counts[2] for device, counts in self._seen.items()}
 
     def shares(self, costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Returns the work of each device in a step.
-
-        Args:
-            costs: by kind of action, its cost on each stage.
-        """
+        """Returns the work of each device in a step, given costs by kind of action and stage."""
         return {
             device: sum(costs[a.kind][a.stage] for a in self._actions(device, "ended"))
             / len(self._homes[self._rows[device]])
