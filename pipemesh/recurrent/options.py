@@ -12,9 +12,12 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.remat import AnyRemat, policy_of
 from pipemesh.recurrent.stage import Grads
-from pipemesh.recurrent.watch.clock import Stamps
+from pipemesh.recurrent.watch.clock import ActionClock
 from pipemesh.recurrent.watch.finite_values import CHECKS, OF_GRADIENTS
+from pipemesh.recurrent.watch.marks import Marks
 
+# Any object with their method `stamp`.
+Clock = ActionClock | Marks
 COMPUTE_DTYPES = (tf.float32, tf.bfloat16, tf.float16)
 INITIAL_SCALE = 2.0**15
 _FACTOR = 2.0
@@ -203,7 +206,7 @@ class Options:
     uncast_inputs: frozenset[int] = frozenset()
     loss_scale: LossScale | None = None
     check_numerics: str | None = None
-    clock: Stamps | None = None
+    clock: Clock | None = None
     strict_devices: bool = False
     noted_run: Callable[[Any], None] | None = None
     rolled: dataclasses.InitVar[bool | str | None] = None

@@ -12,6 +12,7 @@ from pipemesh.backend.static_shape import dtype_behind
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.graph_cut import tensor_name
+from pipemesh.recurrent.passes.pieces import Cutting
 
 _READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"))
 # Operations that look up rows of a variable, and of a tensor.
@@ -71,13 +72,11 @@ def _is_number(dtype: tf.DType) -> bool:
     return dtype.is_floating or dtype.is_complex or dtype.is_integer or dtype.is_bool
 
 
-def check_batch(
-    graph: tf.Graph, what: str, batch_dim: int, part_size: int, num_parts: int, part: str
-) -> None:
+def check_batch(graph: tf.Graph, what: str, cutting: Cutting) -> None:
     """Checks that no captured tensor has a row for each example: a part would meet all of them."""
-    if num_parts == 1:
+    if cutting.num_parts == 1:
         return
-    batch = part_size * num_parts
+    batch, batch_dim = cutting.part_size * cutting.num_parts, cutting.batch_dim
     for outer, _ in graph.captures:
         shape = outer.shape
         if outer.dtype == tf.resource or shape.rank is None or shape.rank <= batch_dim:
@@ -86,7 +85,7 @@ def check_batch(
             raise PipelineError(
                 f"{what} uses the tensor {name_of(outer)!r} of shape {shape} without being given "
                 f"it; it has a row for each of the {batch} examples of the batch, of which "
-                f"{part} has {part_size}. Pass it in as an input of the pipeline, "
+                f"{cutting.part} has {cutting.part_size}. Pass it in as an input of the pipeline, "
                 "which is cut along the batch"
             )
 

@@ -107,9 +107,7 @@ class TracedStage:
         # Placeholders of microbatch and step.
         self.scalars = [t.name for t in graph.inputs[end - 2 : end]]
         self._check_apart()
-        check_batch(
-            graph, what, cutting.batch_dim, cutting.part_size, cutting.num_parts, cutting.part
-        )
+        check_batch(graph, what, cutting)
         self._captured: list[Captured] = captured_weights(graph)
         check_no_draw_escaped(graph, stage.name, cutting.num_parts * cutting.num_slices)
         replicas, first = self.replicas, self.replicas[0]

@@ -12,14 +12,13 @@ import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present
-from pipemesh.recurrent.options import sum_dtype
+from pipemesh.recurrent.options import Clock, sum_dtype
 from pipemesh.recurrent.passes.passes import Passes
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
-from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.finite_values import LOCATING, Direction, Probe, empty_note
 from pipemesh.schedule.action import EFFECTS, GRADS, KEPT, OUTPUTS, PENDING, REMADE
 
@@ -174,7 +173,7 @@ class Machine:
         # of the sums of each stage's weights' gradients
         accumulator_dtypes: Sequence[Sequence[tf.DType]],
         check_numerics: str,
-        clock: Stamps | None,
+        clock: Clock | None,
         is_forward_only: bool,
     ) -> None:
         self.stage_devices = stage_devices

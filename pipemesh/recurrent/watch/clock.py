@@ -6,7 +6,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -17,21 +16,6 @@ from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Costs, Schedule, Timeline
 
 _KINDS = "FBIWR"
-
-
-class Stamps(Protocol):
-    """A maker of operations that record the actions of a pipeline."""
-
-    def stamp(
-        self,
-        kind: str,
-        stage: int,
-        microbatch: tf.Tensor,
-        is_end: bool,
-        device: str,
-        replica: int = 0,
-    ) -> tf.Operation:
-        """Returns an operation that records an action; see `ActionClock.stamp`."""
 
 
 class ActionClock:
