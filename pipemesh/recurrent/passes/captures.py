@@ -81,7 +81,8 @@ def check_batch(graph: tf.Graph, what: str, cutting: Cutting) -> None:
         shape = outer.shape
         if outer.dtype == tf.resource or shape.rank is None or shape.rank <= batch_dim:
             continue
-        if shape[batch_dim] == batch and not _depends_on_weights_alone(outer):
+        of_weights_alone = all(kind in VARIABLES or kind == "Const" for kind in _leaves(outer))
+        if shape[batch_dim] == batch and not of_weights_alone:
             raise PipelineError(
                 f"{what} uses the tensor {name_of(outer)!r} of shape {shape} without being given "
                 f"it; it has a row for each of the {batch} examples of the batch, of which "
@@ -135,10 +136,6 @@ def is_constant(tensor: tf.Tensor) -> bool:
     return all(kind in WITHOUT_GRADIENT for kind in _leaves(tensor))
 
 
-def _depends_on_weights_alone(tensor: tf.Tensor) -> bool:
-    return all(kind in VARIABLES or kind == "Const" for kind in _leaves(tensor))
-
-
 def _leaves(tensor: tf.Tensor) -> Iterator[str]:
     """Returns the types of the operations without inputs that a tensor is computed from."""
     seen: set[int] = set()
@@ -182,19 +179,14 @@ def redirect(nodes: Sequence[tf.compat.v1.NodeDef], captured: Sequence[Captured]
     for node in nodes:
         if node.op in _LOOKUPS and tensor_name(node.input[0]) in tables:
             if node.attr["batch_dims"].i == 0:
-                _as_lookup(node, tables[tensor_name(node.input[0])].name)
+                # The variable may be elsewhere.
+                node.op, node.input[0] = _LOOKUPS[node.op], tables[tensor_name(node.input[0])].name
+                node.attr["Tparams"].type = node.attr["dtype"].type
+                for name in ("dtype", "batch_dims"):
+                    node.attr.pop(name, None)
         elif node.op == "VariableShape" and tensor_name(node.input[0]) in tables:
             node.op, node.input[0] = "Shape", tables[tensor_name(node.input[0])].name
             node.attr["T"].type = dtypes[node.input[0]]
         for number, source in enumerate(node.input):
             if not source.startswith("^") and tensor_name(source) in same:
                 node.input[number] = same[tensor_name(source)]
-
-
-def _as_lookup(node: tf.compat.v1.NodeDef, table: str) -> None:
-    """Replaces a lookup in a variable by one in a tensor, because the variable may be elsewhere."""
-    node.op = _LOOKUPS[node.op]
-    node.input[0] = table
-    node.attr["Tparams"].type = node.attr["dtype"].type
-    for name in ("dtype", "batch_dims"):
-        node.attr.pop(name, None)

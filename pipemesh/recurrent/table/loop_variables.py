@@ -51,31 +51,36 @@ class Buffers:
 
     def reserve(self, key: Key) -> None:
         """Makes the lists of a channel unless they exist."""
-        if key not in self.handles:
-            self.handles[key] = [
-                None if spec is None else self._empty(device, spec.dtype, key)
-                for spec, device in zip(self._machine.specs(*key), self._devices(key), strict=True)
-            ]
+        specs = self._machine.specs(*key)
+        dtypes = [None if spec is None else spec.dtype for spec in specs]
+        self.reserve_lists(key, dtypes, self._devices(key))
 
-    def reserve_one(self, name: Hashable, dtype: tf.DType, device: str) -> None:
-        """Makes a list for values of any shape unless it exists."""
-        if name not in self.handles:
-            self.handles[name] = [self._empty(device, dtype, name)]
+    def reserve_lists(
+        self, name: Hashable, dtypes: Sequence[tf.DType | None], devices: Sequence[str]
+    ) -> None:
+        """Makes lists for values of any shape unless they exist."""
+        if name in self.handles:
+            return
+        self.handles[name] = handles = list[Any]()
+        for dtype, device in zip(dtypes, devices, strict=True):
+            if dtype is None:
+                handles.append(None)
+                continue
+            with tf.device(device):
+                # Of any shape, because cleared elements have another one.
+                handles.append(
+                    tf.raw_ops.TensorListReserve(
+                        element_shape=tf.constant(-1),
+                        num_elements=tf.constant(self._sizes[name]),
+                        element_dtype=dtype,
+                    )
+                )
 
     def _devices(self, key: Key) -> list[str]:
         if key in self.elsewhere:
             return self.elsewhere[key]
         devices = self._machine.stages[key.stage].devices
         return [devices[place] for place in self._machine.places(*key)]
-
-    def _empty(self, device: str, dtype: tf.DType, name: Hashable) -> tf.Tensor:
-        with tf.device(device):
-            # Of any shape, because cleared elements have another one.
-            return tf.raw_ops.TensorListReserve(
-                element_shape=tf.constant(-1),
-                num_elements=tf.constant(self._sizes[name]),
-                element_dtype=dtype,
-            )
 
     def put(self, key: Key, index: tf.Tensor, values: Sequence[tf.Tensor | None]) -> None:
         """Puts the tensors of a value at an index, an int32 scalar."""
@@ -251,7 +256,10 @@ class Variables:
                     flags[channel, number, becomes] = column == becomes
                 flags["read", channel, number] = program.arrival_reads[channel] == number
             takers = self.takers(program, channel)
-            numbers["takes", self.groups[channel]] = self._taker(program, takers)
+            chosen = np.full(len(program.code), len(takers))
+            for i, (taker, number) in enumerate(takers):
+                chosen[program.arrival_buffers[taker][number] == TAKES] = i
+            numbers["takes", self.groups[channel]] = chosen
         for channel, column in program.indexed_arrivals.items():
             flags["arrives", channel] = column != NOTHING
             numbers["arrives", channel] = np.maximum(column, 0)
@@ -269,7 +277,7 @@ class Variables:
             self._add(home, Name("indexed", key), self._buffers.handles[key], places)
         numbers |= program.slots
         for buffer in program.buffers:
-            self._buffers.reserve_one(buffer, buffer.dtype, self.devices[home][buffer.place])
+            self._buffers.reserve_lists(buffer, [buffer.dtype], [self.devices[home][buffer.place]])
             self._add(home, Name("home", buffer), self._buffers.handles[buffer], [buffer.place])
         self.flags[home] = Table(flags, hosts, np.bool_)
         self.numbers[home] = Table(numbers, hosts, np.int32)
@@ -286,13 +294,6 @@ class Variables:
             for c in self.groups[channel]
             for i in range(len(program.arrival_buffers.get(c, [])))
         ]
-
-    def _taker(self, program: HomeProgram, takers: Sequence[tuple[Channel, int]]) -> np.ndarray:
-        """Returns for each tick the index of the taker, or the number of takers if none."""
-        chosen = np.full(len(program.code), len(takers))
-        for i, (channel, number) in enumerate(takers):
-            chosen[program.arrival_buffers[channel][number] == TAKES] = i
-        return chosen
 
     def _add(
         self, home: int, name: Name, start: Sequence[tf.Tensor | None], places: Sequence[int]

@@ -14,8 +14,7 @@ from pipemesh.backend.devices import processor_beside
 from pipemesh.backend.operations import Call
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Costs, Schedule, Timeline
-
-_KINDS = "FBIWR"
+from pipemesh.schedule.action import KINDS
 
 
 class ActionClock:
@@ -70,7 +69,7 @@ class ActionClock:
             device: of the stage; the operation runs on the CPU next to it.
             replica: the number of the replica.
         """
-        place = [_KINDS.index(kind), stage, is_end, replica]
+        place = [KINDS.index(kind), stage, is_end, replica]
 
         def note(number: tf.Tensor) -> tf.Tensor:
             with tf.device(processor_beside(device)):
@@ -85,7 +84,7 @@ class ActionClock:
     def _note(self, place: np.ndarray, microbatch: np.ndarray) -> np.int64:
         now = time.perf_counter()
         kind, stage, is_end, replica = (int(number) for number in place)
-        key = (Action(stage, _KINDS[kind], int(microbatch)), bool(is_end))
+        key = (Action(stage, KINDS[kind], int(microbatch)), bool(is_end))
         with self._lock:
             # If a replica waits for several tensors, the last one counts.
             self._times.setdefault(key, {})[replica] = now
