@@ -10,36 +10,11 @@ from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
 from pipemesh.schedule import Schedule, gpipe, one_f_one_b, zb_h1
-from tests.pairwise import in_turn
-from tests.recurrent.stack import RUNNERS, pipelined
-from tests.recurrent.stack import plain as plain_stack
 
 WIDTH, BATCH = 3, 8
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[BATCH, WIDTH]).astype(np.float32)
 WEIGHTS = RNG.normal(size=[4, WIDTH, WIDTH]).astype(np.float32)
-
-
-@pytest.fixture(scope="module", params=RUNNERS)
-def mode(request):
-    run = RUNNERS[request.param]
-    return run, run(lambda theta: plain_stack(theta))
-
-
-@pytest.mark.parametrize(
-    ("mode", "num_stages", "num_microbatches"),
-    in_turn(list(RUNNERS), [(4, 2), (8, 3), (1, 4), (4, 1), (1, 1)]),
-    indirect=["mode"],
-)
-def test_few_microbatches_and_few_stages_equal_the_plain_model(mode, num_stages, num_microbatches):
-    run, (loss, weight, grads, each, weights) = mode
-    schedule = one_f_one_b(num_stages, num_microbatches)
-    got = run(lambda theta: pipelined(theta, schedule, remat="full"))
-    assert got[1] == weight
-    for a, b in zip(
-        [got[0], got[3], *got[2], *got[5]], [loss, each, *grads, *weights], strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * max(1, np.abs(b).max()))
 
 
 class Model:
