@@ -181,9 +181,15 @@ def groups(graph):
     )
 
 
-@pytest.mark.parametrize(("remat", "number"), [("none", 1), ("full", 2)])
-@pytest.mark.parametrize("build", [gpipe, one_f_one_b])
-@pytest.mark.parametrize(("loop", "count"), [(False, 4), (True, 1)])
+@pytest.mark.parametrize(
+    ("build", "remat", "number", "loop", "count"),
+    [
+        (gpipe, "none", 1, False, 4),
+        (one_f_one_b, "full", 2, False, 4),
+        (gpipe, "full", 2, True, 1),
+        (one_f_one_b, "none", 1, True, 1),
+    ],
+)
 def test_each_action_has_collectives_of_its_own(build, remat, number, loop, count):
     """In a loop, the kinds of actions; TensorFlow tells its repetitions apart."""
     found = groups(graph_of(split, build(2, 4), remat=remat, loop=loop))
