@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
 from pipemesh.recurrent import ActionClock, Options, pipeline, pipeline_loss
-from pipemesh.report import to_html, to_trace
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b, simulate, zb_h1
 from tests.recurrent.calls import calling_stages
 
@@ -94,18 +93,6 @@ def test_a_backward_pass_with_the_loss_outside_is_timed():
     first, last = clock.span()
     assert begin < first < last < time.perf_counter()
     assert last - first == pytest.approx(clock.timeline(schedule).makespan)
-
-
-def test_predicted_and_measured_stand_side_by_side():
-    schedule = one_f_one_b(2, 2)
-    measured = timed(schedule)
-    predicted = simulate(schedule, measured.costs)
-    page = to_html(predicted, measured=measured)
-    assert page.count("<svg") == to_html(predicted).count("<svg") + 1
-    assert "Timeline, predicted" in page and "Timeline, measured" in page
-    assert len(measured.critical_path) >= 2
-    trace = to_trace(predicted, measured=measured)
-    assert trace.count('"ph": "X"') == 2 * len(list(predicted.spans()))
 
 
 def test_a_schedule_that_has_not_run_is_an_error():
