@@ -1,6 +1,5 @@
 """What any pipeline must survive, seen from outside: one test a case."""
 
-
 import numpy as np
 import pytest
 import tensorflow as tf

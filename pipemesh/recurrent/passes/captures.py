@@ -102,7 +102,11 @@ def check_no_handle(
     }
     for operation in operations:
         for tensor in operation.inputs:
-            if tensor.name in handles and not _is_read(operation):
+            # `redirect` lets these use the value.
+            is_read = operation.type in _READS and not (
+                operation.type == "ResourceGather" and operation.get_attr("batch_dims")
+            )
+            if tensor.name in handles and not is_read:
                 raise PipelineError(
                     f"{what} has replicas and reads the variable of shape "
                     f"{handles[tensor.name].outer.shape} in {operation.name!r} "
@@ -110,13 +114,6 @@ def check_no_handle(
                     "reach from there; read it before that, as tf.convert_to_tensor(variable), or "
                     "give the stage one device"
                 )
-
-
-def _is_read(operation: tf.Operation) -> bool:
-    """Returns True if `redirect` lets an operation use the value of a variable."""
-    if operation.type == "ResourceGather" and operation.get_attr("batch_dims"):
-        return False
-    return operation.type in _READS
 
 
 def check_fresh(what: str, graph: tf.Graph) -> None:
