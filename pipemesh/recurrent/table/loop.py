@@ -34,6 +34,7 @@ from pipemesh.recurrent.table.loop_program import (
     CLEARS,
     KEEPS,
     Access,
+    Column,
     HomeBuffer,
     HomeProgram,
     Role,
@@ -168,7 +169,7 @@ class _Home:
             self._arrived[group] = received
         return self._arrived[group]
 
-    def _arrival_buffer(self, channel: Channel, number: int, column: Sequence[int]) -> Grads:
+    def _arrival_buffer(self, channel: Channel, number: int, column: Column) -> Grads:
         name = Name("arrival", channel, number)
         devices = self.variables.named[name].devices
         group, sent = self.variables.groups[channel], self._sent(channel, devices)
@@ -316,7 +317,7 @@ class HomeBuffers:
         """Takes the tensors of a value, so that the buffers no longer hold them."""
         values: list[tf.Tensor | None] = [None] * len(accesses)
         for buffer, numbered in _by_buffer(accesses).items():
-            (handle,) = self._fans[buffer].to(role)
+            handle: Any = self._fans[buffer].to(role)[0]
             with tf.device(self._devices[buffer.place]):
                 for i, access in numbered:
                     spec = specs[i]
@@ -342,7 +343,7 @@ class HomeBuffers:
     ) -> None:
         """Puts the tensors of a value into the buffers."""
         for buffer, numbered in _by_buffer(accesses).items():
-            (handle,) = self._fans[buffer].to(role)
+            handle: Any = self._fans[buffer].to(role)[0]
             with tf.device(self._devices[buffer.place]):
                 for i, access in numbered:
                     if (value := values[i]) is not None:

@@ -91,9 +91,11 @@ class Values(Protocol):
     @property
     def state(self) -> State:
         """The state before the action; the action changes it."""
+        ...
 
     def read(self, kind: str, stage: int) -> list[Any]:
         """Returns a value of the microbatch."""
+        ...
 
     def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for a later action."""
@@ -472,7 +474,7 @@ class Machine:
     def specs(self, kind: str, stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Returns shapes and dtypes of the values of a kind."""
         traced = self.traced[stage]
-        specs = [*map(traced.spec, self._names(kind, stage, mode))]
+        specs: list[Any] = [*map(traced.spec, self._names(kind, stage, mode))]
         if kind != GRADS:
             return specs
         named = zip(specs, traced.gradients.of_inputs, strict=True)

@@ -138,9 +138,11 @@ class Performer(Protocol):
 
     def outputs(self) -> Tensors:
         """Returns the last stage's outputs for the whole batch."""
+        ...
 
     def input_grads(self) -> Grads:
         """Returns the gradients of the pipeline's inputs."""
+        ...
 
 
 class Run:

@@ -117,7 +117,8 @@ class ActionClock:
                     rows[-1].append(self._mean_times(noted))
                 elif action.kind == "W" and ("W", stage) not in timed and ("I", stage) in timed:
                     # The stage has no weights.
-                    rows[-1].append((rows[-1][-1][1],) * 2)
+                    end = rows[-1][-1][1]
+                    rows[-1].append((end, end))
                 else:
                     raise ScheduleError(
                         f"action {action} was not timed; run a step of this schedule with "
