@@ -28,29 +28,28 @@ _GROWTH_INTERVAL = 2000
 class LossScale:
     """A factor on the loss before the backward pass, which gradients are divided by after it.
 
-        The smallest positive number of float16 is 6e-8, so small gradients become 0. A large factor
-        prevents that, but a factor that is too large makes some gradient infinite. Then the pipeline's
-        gradients become 0, and the factor is halved. After 2,000 steps without an overflow it is
-        doubled.
+    The smallest positive number of float16 is 6e-8, so small gradients become 0. A large factor
+    prevents that, but a factor that is too large makes some gradient infinite. Then the pipeline's
+    gradients become 0, and the factor is halved. After 2,000 steps without an overflow it is
+    doubled.
 
-        A gradient of 0 still moves an optimizer: Adam's moments and powers, moving averages, weights
-        outside the pipeline. To skip the whole update, do it in `when_finite`, or give lingvo's learner
-        `pipemesh.training.all_or_none` with this scale, as `pipemesh train` does.
+    A gradient of 0 still moves an optimizer: Adam's moments and powers, moving averages, weights
+    outside the pipeline. To skip the whole update, do it in `when_finite`, or give lingvo's learner
+    `pipemesh.training.all_or_none` with this scale, as `pipemesh train` does.
 
-        Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
-        Args:
-            scale: float32 scalar variable, the factor; 32,768 is a good start.
-            good_steps: scalar variable, the number of steps since the last change of the factor.
-            finite: scalar variable, whether the latest gradients were finite; any dtype.
+    Args:
+        scale: float32 scalar variable, the factor; 32,768 is a good start.
+        good_steps: scalar variable, the number of steps since the last change of the factor.
+        finite: scalar variable, whether the latest gradients were finite; any dtype.
 
-        Example:
-            >>> import numpy as np
-    import tensorflow as tf
-            >>> scale = LossScale.create()
-            >>> ((gradient,),) = scale.checked([[tf.constant(float("inf"))]])
-            >>> float(gradient), float(scale.value)
-            (0.0, 16384.0)
+    Example:
+        >>> import tensorflow as tf
+        >>> scale = LossScale.create()
+        >>> ((gradient,),) = scale.checked([[tf.constant(float("inf"))]])
+        >>> float(gradient), float(scale.value)
+        (0.0, 16384.0)
     """
 
     def __init__(self, scale: tf.Variable, good_steps: tf.Variable, finite: tf.Variable) -> None:
