@@ -167,47 +167,6 @@ def test_two_losses_of_one_pipeline_have_their_own_gradients():
             assert session.run(grads) == [4.0, 16.0]
 
 
-def device_of_matmuls(graph_defs):
-    return [
-        node.device.rsplit(":", 1)[1]
-        for graph in graph_defs
-        for node in graph.node
-        if "MatMul" in node.op
-    ]
-
-
-@pytest.mark.parametrize(("remat", "passes"), [("full", 4), ("none", 3)])
-def test_every_matmul_of_a_tf1_session_runs_on_its_stage_device(remat, passes):
-    num_stages, num_microbatches = 2, 2
-
-    def matmul(theta, carry, inputs, microbatch, step):
-        return [tf.nn.tanh(tf.matmul(inputs[0], theta[0]))], []
-
-    with tf.Graph().as_default():
-        w = tf.compat.v1.get_variable("w", initializer=np.eye(WIDTH, dtype=np.float32))
-        stages = [
-            Stage(f"s{i}", matmul, [w * (i + 1.0)], [], f"CPU:{i}") for i in range(num_stages)
-        ]
-        x = tf.compat.v1.get_variable("x", initializer=X[:, 0])
-        (y,), _ = pipeline(
-            stages,
-            [tf.identity(x)],
-            gpipe(num_stages, num_microbatches),
-            options=Options(remat=remat),
-        )
-        grads = tf.gradients(tf.reduce_sum(y), [w, x])
-        options = tf.compat.v1.RunOptions(output_partition_graphs=True)
-        metadata = tf.compat.v1.RunMetadata()
-        config = tf.compat.v1.ConfigProto(device_count={"CPU": num_stages})
-        with tf.compat.v1.Session(config=config) as session:
-            session.run(tf.compat.v1.global_variables_initializer())
-            session.run([y, *grads], options=options, run_metadata=metadata)
-    used = device_of_matmuls(metadata.partition_graphs)
-    assert {d: used.count(d) for d in used} == {
-        str(i): passes * num_microbatches for i in range(num_stages)
-    }
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -290,8 +249,9 @@ def trained_weight(tape_is_persistent, is_inside):
     return (tf.function(gradients, autograph=False) if is_inside else gradients)()
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize(
+    ("is_persistent", "is_inside"), [(False, False), (True, False), (True, True)]
+)
 def test_a_persistent_tape_gives_its_gradient_twice(is_persistent, is_inside):
     found = trained_weight(is_persistent, is_inside)
     assert [g.numpy().item() for g in found] == [84.0] * (1 + is_persistent)

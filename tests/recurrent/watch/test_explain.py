@@ -21,7 +21,7 @@ from tests.recurrent.poisoned import MODES, fail, nothing, out_of_range, poison
     ],
 )
 def test_an_exception_surfaces_promptly_and_changes_nothing(mode, spoil, direction, text):
-    training = MODES[mode](spoil=spoil, check_numerics="off")
+    training = MODES[mode](spoil=spoil, check_numerics=None)
     training.step(nothing())
     before, begin = training.values(), time.perf_counter()
     with pytest.raises(tf.errors.OpError) as caught:

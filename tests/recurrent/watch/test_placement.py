@@ -14,6 +14,7 @@ from pipemesh.recurrent.watch.placement import check_devices, einsum_error
 from pipemesh.schedule import forward_only, one_f_one_b
 
 X = np.ones([4, 2], np.float32)
+WEIGHT = np.random.default_rng(0).normal(size=[4, 4]).astype(np.float32)
 
 
 def run(change, device="CPU:1", strict=True, schedule=None):
@@ -175,23 +176,35 @@ def test_the_report_finds_what_strayed():
         placement.check()
 
 
-def test_a_tf1_session_is_reported_too():
-    def square(theta, carry, inputs, microbatch, step):
-        return [tf.reduce_sum(inputs[0] ** 2)], []
+@pytest.mark.parametrize(("remat", "passes"), [("full", 4), ("none", 3)])
+def test_every_matmul_of_a_tf1_session_runs_on_its_stage_device(remat, passes):
+    def layer(theta, carry, inputs, microbatch, step):
+        return [tf.tanh(tf.matmul(inputs[0], theta[0]))], []
+
+    def squares(*arguments):
+        (y,), carry = layer(*arguments)
+        return [tf.reduce_sum(y**2)], carry
 
     with tf.Graph().as_default():
         x = tf.compat.v1.placeholder(tf.float32, X.shape)
-        stage = Stage("square", square, [], [], "CPU:2")
-        loss, _, _ = pipeline_loss([stage], [x], forward_only(1, 2))
+        weight = tf.constant(WEIGHT[:2, :2])
+        stages = [
+            Stage("layer", layer, [weight], [], "CPU:1"),
+            Stage("squares", squares, [weight], [], "CPU:2"),
+        ]
+        options = Options(remat=remat)
+        loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(2, 2), options=options)
         options = tf.compat.v1.RunOptions(output_partition_graphs=True)
         metadata = tf.compat.v1.RunMetadata()
         config = tf.compat.v1.ConfigProto(device_count={"CPU": 4})
         with tf.compat.v1.Session(config=config) as session:
-            session.run(loss, {x: X}, options=options, run_metadata=metadata)
-    assert list(Placement.of(metadata, ["CPU:2"]).found[0]) == ["CPU:2"]
-
-
-WEIGHT = np.random.default_rng(0).normal(size=[4, 4]).astype(np.float32)
+            fetches = [loss, *tf.gradients(loss, [x, weight])]
+            session.run(fetches, {x: X}, options=options, run_metadata=metadata)
+    placement = Placement.of(metadata, ["CPU:1", "CPU:2"])
+    placement.check()
+    nodes = [node for graph in metadata.partition_graphs for node in graph.node]
+    products = [node.device[-1] for node in nodes if "MatMul" in node.op]
+    assert sorted(products) == ["1"] * 2 * passes + ["2"] * 2 * passes
 
 
 def train(product, dtype=tf.float16):
