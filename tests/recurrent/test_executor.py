@@ -108,8 +108,10 @@ RUNNERS = {"tf1": run_tf1, "tf2": run_tf2}
 
 @functools.cache
 def expected(mode):
-    ids, step = tf.constant(IDS), tf.constant(5, tf.int64)
-    return RUNNERS[mode](lambda theta, x: (plain(theta, x, ids, step),))
+    def build(theta, x):
+        return (plain(theta, x, tf.constant(IDS), tf.constant(5, tf.int64)),)
+
+    return RUNNERS[mode](build)
 
 
 @pytest.mark.parametrize(
