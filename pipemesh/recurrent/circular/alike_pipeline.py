@@ -19,7 +19,6 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.recurrent.circular.tick_loop import Leaves, ScheduledTicks, Sums, Tick, TickLoop
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.remat import FULL, Mode, remat_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
@@ -136,17 +135,13 @@ class Circular:
         schedule: Schedule,
         machine: Machine,
         state: State,
-        stages: Sequence[Stage],
-        inputs: Sequence[tf.Tensor],
-        cutting: Cutting,
         modes: Mapping[tuple[int, int], Mode],
     ) -> None:
         # All are `full`; the parameter makes performers exchangeable.
         del modes
         self.state = state
         self._machine = machine
-        self._inputs = inputs
-        self._cutting = cutting
+        self._inputs, self._cutting, stages = machine.inputs, machine.cutting, machine.stages
         self._devices = [stages[core].device for core in range(schedule.num_devices)]
         for traced in machine.traced:
             _check_tells_nothing(traced)
