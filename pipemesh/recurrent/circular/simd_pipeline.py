@@ -26,7 +26,9 @@ from pipemesh.recurrent.circular.tick_loop import (
     Sums,
     Tick,
     TickLoop,
+    join_from_front,
     keep,
+    split_to_front,
 )
 from pipemesh.recurrent.options import sum_dtype
 from pipemesh.schedule import Schedule, looped_bfs
@@ -169,7 +171,11 @@ class SimdPipeline:
             raise PipelineError(f"layer is {layer!r}, which is no function")
         leaves = x if isinstance(x, tuple) else (x,)
         for leaf in leaves:
-            as_tensor(leaf, "x")
+            if not as_tensor(leaf, "x").dtype.is_floating:
+                raise PipelineError(
+                    f"the input has dtype {leaf.dtype.name}; activations are floating, and other "
+                    "tensors go along"
+                )
         if not leaves:
             raise PipelineError("x is an empty tuple; a pipeline needs activations")
         if not isinstance(weights, Mapping):
@@ -179,7 +185,7 @@ class SimdPipeline:
         for tensor in along:
             as_tensor(tensor, "what goes along")
         lowering = leaves[0].lowering
-        shapes = tuple(map(self._check_activations, leaves))
+        shapes = tuple(map(self._check_input, leaves))
         sides = [(self._check_input(tensor), self._cut(tensor)) for tensor in along]
         known = [self._describe(name, weight, leaves) for name, weight in weights.items()]
         make_stage = functools.partial(
@@ -202,7 +208,10 @@ class SimdPipeline:
         outputs = tuple(
             Tensor(
                 lowering,
-                self._join(lowering, lowering.all_reduce(slices, self._layers_axes), leaf),
+                lowering.map(
+                    functools.partial(join_from_front, dim=leaf.shape.index(self.batch_dim)),
+                    lowering.all_reduce(slices, self._layers_axes),
+                ),
                 leaf.shape,
             )
             for slices, leaf in zip(results, leaves, strict=True)
@@ -212,16 +221,6 @@ class SimdPipeline:
     @property
     def _layers_axes(self) -> list[str]:
         return [LAYERS_AXIS] if self.mesh.num_stages > 1 else []
-
-    def _check_activations(self, x: Tensor) -> Shape:
-        """Checks the activations and returns the shape of a microbatch."""
-        shape = self._check_input(x)
-        if not x.dtype.is_floating:
-            raise PipelineError(
-                f"the input has dtype {x.dtype.name}; activations are floating, and other tensors "
-                "go along"
-            )
-        return shape
 
     def _check_input(self, x: Tensor) -> Shape:
         """Checks one input and returns its shape for a microbatch."""
@@ -280,23 +279,8 @@ class SimdPipeline:
         """Moves microbatches to the first dim; each processor splits its own part of the batch."""
         at = x.shape.index(self.batch_dim)
         return x.lowering.map(
-            lambda slice_: _split_to_front(slice_, at, self.num_microbatches), x.slices
+            lambda slice_: split_to_front(slice_, at, self.num_microbatches), x.slices
         )
-
-    def _join(self, lowering: Lowering, outputs: Slices, x: Tensor) -> Slices:
-        at, sizes = x.shape.index(self.batch_dim), x.layout.slice_shape
-
-        def join(slots: tf.Tensor) -> tf.Tensor:
-            order = [*range(1, at + 1), 0, *range(at + 1, len(sizes) + 1)]
-            return tf.reshape(tf.transpose(slots, order), sizes)
-
-        return lowering.map(join, outputs)
-
-
-def _split_to_front(slice_: tf.Tensor, at: int, parts: int) -> tf.Tensor:
-    sizes = static_sizes(slice_)
-    cut = tf.reshape(slice_, [*sizes[:at], parts, sizes[at] // parts, *sizes[at + 1 :]])
-    return tf.transpose(cut, [at, *range(at), *range(at + 1, len(sizes) + 1)])
 
 
 def _no_second(_: Any) -> list[tf.Tensor]:
