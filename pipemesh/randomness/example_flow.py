@@ -101,12 +101,9 @@ class ExampleFlow:
         return self._flow.labels[tensor.name]
 
     def obstacle(self, supposed: Sequence[tuple[tf.Tensor, Label]]) -> str | None:
-        """Returns the type of the first operation behind these tensors whose result is unknown."""
+        """Returns the type of the first operation behind them whose result is unknown."""
         follow = _Follow(supposed, self._nodes)
-        try:
-            follow.run(self._graph, self._inputs, _Flow(), self._flow)
-        except ConflictError:
-            return None
+        follow.run(self._graph, self._inputs, _Flow(), self._flow)
         return follow.unknown
 
     def fits(self, supposed: Sequence[tuple[tf.Tensor, Label]]) -> bool:

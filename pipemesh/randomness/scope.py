@@ -166,9 +166,6 @@ def layer_scope(name: str) -> Iterator[None]:
     Args:
         name: the layer's name; scopes nest, and their names are joined by `/`.
 
-    Yields:
-        None.
-
     Example:
         >>> import tensorflow as tf
         >>> from pipemesh.randomness import layer_scope, plan_free_randomness
