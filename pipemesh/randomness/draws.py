@@ -68,9 +68,7 @@ class SliceOfDraw:
 
 
 def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
-    """Returns the part of the whole sequences' draw that a draw is, None if it is equal for all
-    slices.
-    """
+    """Returns the part of the whole sequences' draw that a draw is, None if slices are equal."""
     # Raises `NeedWholeDraws` while the draws of whole sequences are unknown.
     scope = scopes.stack[-1]
     position = scope.position

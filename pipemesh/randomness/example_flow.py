@@ -128,9 +128,7 @@ class _Follow:
     def run(
         self, graph: tf.Graph, inputs: Sequence[Label | None], flow: _Flow, base: _Flow | None
     ) -> list[Label | None]:
-        """Fills `flow` with the labels that differ from `base`, and returns those of
-        the outputs.
-        """
+        """Fills `flow` with the labels that differ from `base`; returns those of the outputs."""
         # Raises a `ConflictError` if an element of one example in `base` belongs to others as well.
         for tensor, label in zip(graph.inputs, inputs, strict=True):
             self._note(tensor, label, flow, base)

@@ -44,23 +44,6 @@ class Tick(NamedTuple):
     busy: Any  # bool; if false, the numbers are arbitrary valid ones
 
 
-class Timetable(Protocol):
-    """The work of all cores at all ticks."""
-
-    @property
-    def num_ticks(self) -> Any:
-        """Returns the number of ticks, an int or an int32 scalar."""
-        ...
-
-    def of_core(self, core: Any) -> Any:
-        """Returns what `at` needs of a core, an int or an int32 scalar."""
-        ...
-
-    def at(self, number: Any, of_core: Any) -> Tick:
-        """Returns the work at a tick."""
-        ...
-
-
 class ScheduledTicks:
     """The forward passes of a schedule, looked up in its table; `turn` is always 0."""
 
@@ -76,7 +59,7 @@ class ScheduledTicks:
                     self._table[core, number] = 0, action.stage, round_, action.microbatch, 1
 
     def of_core(self, core: Any) -> tf.Tensor:
-        """Returns the core's part of the table."""
+        """Returns what `at` needs of a core (an int or an int32 scalar): its part of the table."""
         if isinstance(core, int):
             return tf.constant(self._table[core])
         return tf.gather(tf.constant(self._table), core)
@@ -122,6 +105,9 @@ class RingTicks:
     @property
     def _period(self) -> int:
         return max(self.num_microbatches, self.num_cores)
+
+
+Timetable = ScheduledTicks | RingTicks
 
 
 class TickStage(Protocol):

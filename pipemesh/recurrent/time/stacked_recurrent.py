@@ -270,13 +270,13 @@ def StackedRecurrent(
     """
     layers = _layers(
         devices,
-        cell_fns,
-        cell_grads,
-        cell_outs,
-        cell_out_grads,
-        thetas,
-        init_states,
-        accumulator_layers,
+        cell_fns=cell_fns,
+        cell_grads=cell_grads,
+        cell_outs=cell_outs,
+        cell_out_grads=cell_out_grads,
+        thetas=thetas,
+        init_states=init_states,
+        accumulator_layers=accumulator_layers,
     )
     if tf.executing_eagerly():
         raise PipelineError("StackedRecurrent is part of a graph; call it inside a tf.function")
@@ -309,52 +309,26 @@ def StackedRecurrent(
             return _per_layer(cell_outs, "cell_outs", len(devices))[-1](output), states
 
 
-def _layers(
-    devices: Sequence[str],
-    cell_fns: PerLayer,
-    cell_grads: PerLayer,
-    cell_outs: PerLayer,
-    cell_out_grads: PerLayer,
-    thetas: Sequence[Nested],
-    init_states: Sequence[Nested],
-    accumulator_layers: Sequence[Any] | None,
-) -> list[LayerArguments]:
+def _layers(devices: Sequence[str], **arguments: PerLayer) -> list[LayerArguments]:
     """Returns the user's arguments for each layer."""
     count = len(devices)
     if count == 0:
         raise PipelineError("there are no devices; a stack needs at least one layer")
-    for name, argument in (("thetas", thetas), ("init_states", init_states)):
-        if not isinstance(argument, (list, tuple)):
-            raise PipelineError(
-                f"{name} is {type(argument).__name__}; it must be a list of {count}"
-            )
-    if len(thetas) != count:
-        raise PipelineError(
-            f"{count} devices, but {len(thetas)} thetas; each layer needs one of both"
-        )
-    meters = [None] * count if accumulator_layers is None else list(accumulator_layers)
-    present = [id(x) for x in meters if x is not None]
+    for name in ("thetas", "init_states"):
+        if not isinstance(arguments[name], (list, tuple)):
+            kind = type(arguments[name]).__name__
+            raise PipelineError(f"{name} is {kind}; it must be a list of {count}")
+    columns = [_per_layer(argument, name, count) for name, argument in arguments.items()]
+    layers = [
+        LayerArguments(number, *parts)
+        for number, parts in enumerate(zip(devices, *columns, strict=True))
+    ]
+    present = [id(x) for x in columns[-1] if x is not None]
     if len(set(present)) < len(present):
         raise PipelineError(
             "accumulator_layers has the same layer twice, whose accumulators would be those of one "
             "of them; give each layer of the stack its own"
         )
-    columns = [
-        _per_layer(argument, name, count)
-        for name, argument in (
-            ("cell_fns", cell_fns),
-            ("cell_grads", cell_grads),
-            ("cell_outs", cell_outs),
-            ("cell_out_grads", cell_out_grads),
-            ("thetas", thetas),
-            ("init_states", init_states),
-            ("accumulator_layers", meters),
-        )
-    ]
-    layers = [
-        LayerArguments(number, *parts)
-        for number, parts in enumerate(zip(devices, *columns, strict=True))
-    ]
     # The outputs of the last layer leave the pipeline, so TensorFlow computes their gradient.
     layers[-1] = layers[-1]._replace(cell_out=None, cell_out_grad=None)
     return layers

@@ -27,6 +27,7 @@ from pipemesh.recurrent.time.cell import (
 )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
     """Tensors with one row per time step, written row by row, as one loop variable each.
 
@@ -34,17 +35,10 @@ class Rows:
     was written, the result is still a tensor of zeros.
     """
 
-    def __init__(
-        self,
-        row_shape: tf.Tensor | np.ndarray,  # int32; -1 for a size unknown before the first row
-        static_shape: tf.TensorShape,
-        dtype: tf.DType,
-        size: tf.Tensor,
-    ) -> None:
-        self._row_shape = row_shape
-        self._static_shape = static_shape
-        self._dtype = dtype
-        self._size = size
+    row_shape: tf.Tensor | np.ndarray  # int32; -1 for a size unknown before the first row
+    static_shape: tf.TensorShape
+    dtype: tf.DType
+    size: tf.Tensor
 
     @classmethod
     def like(cls, row: tf.Tensor, size: tf.Tensor) -> Rows:
@@ -54,7 +48,7 @@ class Rows:
     def new(self) -> tf.Tensor:
         """Returns a handle of rows of zeros."""
         return tf.raw_ops.TensorListReserve(
-            element_shape=self._row_shape, num_elements=self._size, element_dtype=self._dtype
+            element_shape=self.row_shape, num_elements=self.size, element_dtype=self.dtype
         )
 
     def write(self, handle: tf.Tensor, number: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
@@ -66,18 +60,18 @@ class Rows:
         row = tf.raw_ops.TensorListGetItem(
             input_handle=handle,
             index=number,
-            element_shape=self._row_shape,
-            element_dtype=self._dtype,
+            element_shape=self.row_shape,
+            element_dtype=self.dtype,
         )
-        return tf.ensure_shape(row, self._static_shape)
+        return tf.ensure_shape(row, self.static_shape)
 
     def stack(self, handle: tf.Tensor) -> tf.Tensor:
         """Returns all rows as one tensor; unwritten rows are zeros."""
         stacked = tf.raw_ops.TensorListStack(
-            input_handle=handle, element_shape=self._row_shape, element_dtype=self._dtype
+            input_handle=handle, element_shape=self.row_shape, element_dtype=self.dtype
         )
-        size = tf.get_static_value(self._size)
-        return tf.ensure_shape(stacked, tf.TensorShape([size]).concatenate(self._static_shape))
+        size = tf.get_static_value(self.size)
+        return tf.ensure_shape(stacked, tf.TensorShape([size]).concatenate(self.static_shape))
 
 
 # The recomputation of earlier time steps does not wait for the gradient. Without this limit many
