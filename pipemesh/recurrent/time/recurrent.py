@@ -144,7 +144,7 @@ def Recurrent(
             inputs=_of_one_length(arguments.inputs, structures.inputs.leaf_names)
         )
         step_inputs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in arguments.inputs]
-        specs = Arguments(*map(specs_of, arguments[:3]), step_inputs)
+        specs = Arguments(*[*map(specs_of, arguments[:3]), step_inputs])
         device = tf.zeros([]).device
         cell = Cell(name, cell_fn, cell_grad, accumulator_layer, extras, may_capture, device)
         traced = TracedCell(cell, structures, specs)

@@ -64,7 +64,7 @@ class LayerStage:
         parts = (arguments.theta, arguments.state0, accumulators)
         names = (f"thetas[{number}]", f"init_states[{number}]", f"the accumulators of {number}")
         of_parts = list(map(Structure, parts, names))
-        self.structures = Arguments(*of_parts, inputs)
+        self.structures = Arguments(*[*of_parts, inputs])
         with tf.device(arguments.device):
             self._theta, state, values = (
                 structure.tensors(part) for structure, part in zip(of_parts, parts, strict=True)
@@ -80,7 +80,7 @@ class LayerStage:
             [tf.stop_gradient(x) for x in state] if unused_state else state,
             [tf.stop_gradient(x) for x in values],
         ]
-        specs = Arguments(*map(specs_of, [self._theta, *self._carry]), list(input_specs))
+        specs = Arguments(*[*map(specs_of, [self._theta, *self._carry]), list(input_specs)])
         function = arguments.cell_fn
         cell = Cell(
             f"{getattr(function, '__name__', type(function).__name__)} of layer {number}",
