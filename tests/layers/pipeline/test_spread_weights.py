@@ -9,7 +9,7 @@ from lingvo.core import optimizer, py_utils
 
 from pipemesh.backend.saved_state import create_slots
 from pipemesh.layers import mesh_cluster
-from pipemesh.layers.pipeline.spread_weights import replica_of, spread_weights
+from pipemesh.layers.pipeline.weights import replica_of, spread_weights
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent import Home
 from tests.layers.blocks import blocks

@@ -59,8 +59,8 @@ def test_numbers_become_tensors():
 
 
 def test_equal_structures_have_equal_keys():
-    key = of({"x": A, "y": [B]}, None).key()
-    assert key == of({"y": [C], "x": B}, None).key()
+    key = of({"x": A, "y": [B]}, None).key
+    assert key == of({"y": [C], "x": B}, None).key
     for other in [
         of({"x": A, "y": (B,)}, None),
         of({"x": A, "y": [B]}, A),
@@ -68,7 +68,7 @@ def test_equal_structures_have_equal_keys():
         of(py_utils.NestedMap(x=A, y=[B]), None),
         of({"x": A, "y": [B]}),
     ]:
-        assert other.key() != key
+        assert other.key != key
 
 
 def test_exactly_one_nested_map_where_it_should_be():
