@@ -20,7 +20,7 @@ from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledEr
 from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
 from pipemesh.layers.partition_layers import layer_flops
-from pipemesh.layers.pipeline.alike_stages import simd_cut
+from pipemesh.layers.pipeline.alike_stages import simd_split
 from pipemesh.recurrent import ActionClock, Marks, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.text import columns
@@ -52,7 +52,7 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
     begin = 0
     stages = [(str(number), cell, devices[number]) for number, cell in enumerate(cells)]
     if p.lowering == "simd" and p.loss_inside and p.pipelined:
-        before, cells, behind = simd_cut(p).split(cells)
+        before, cells, behind = simd_split(p, cells)
         everywhere = list(dict.fromkeys(device for home in devices for device in home))
         ends = [("all", cell, everywhere) for cell in (before, behind)]
         stages = [

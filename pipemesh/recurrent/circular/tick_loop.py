@@ -181,7 +181,7 @@ class TickLoop:
 
         def saving(now: Tick, x: Leaves, saved: Leaves) -> tuple[Leaves, Leaves]:
             saved = tuple(
-                raw_map(_put, slots, now.number, value)
+                raw_map(put, slots, now.number, value)
                 for slots, value in zip(saved, x, strict=True)
             )
             return stage.forward(now, x), saved
@@ -220,7 +220,7 @@ class TickLoop:
             )
             slots = tuple(
                 raw_map(
-                    lambda leaf: _put(leaf, last.microbatch, tf.zeros_like(leaf[0]), last.busy), s
+                    lambda leaf: put(leaf, last.microbatch, tf.zeros_like(leaf[0]), last.busy), s
                 )
                 for s in slots
             )
@@ -233,7 +233,7 @@ class TickLoop:
             at = first.microbatch
             slots = tuple(
                 raw_map(
-                    lambda leaf, grad, is_first: _put(leaf, at, leaf[at] + keep(is_first, grad)),
+                    lambda leaf, grad, is_first: put(leaf, at, leaf[at] + keep(is_first, grad)),
                     *pair,
                     is_first,
                 )
@@ -288,7 +288,7 @@ class TickLoop:
             y, state = stage(now, x, state)
             sent = tuple(self._shift(leaf, 1, backward=False) for leaf in y)
             slots = tuple(
-                raw_map(lambda leaf, new: _put(leaf, last.microbatch, new, last.busy), *pair)
+                raw_map(lambda leaf, new: put(leaf, last.microbatch, new, last.busy), *pair)
                 for pair in zip(slots, sent, strict=bool(slots))
             )
             if leave is not None:
@@ -357,7 +357,7 @@ def _placed(tick: Callable[..., Any]) -> Callable[..., Any]:
     return placed
 
 
-def _put(
+def put(
     slots: tf.Tensor, at: tf.Tensor, value: tf.Tensor, condition: tf.Tensor | None = None
 ) -> tf.Tensor:
     """Replaces one slot, if the condition is true."""

@@ -7,7 +7,7 @@ from lingvo.core import layers, py_utils
 
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
-from pipemesh.layers.pipeline.alike_stages import SimdCut, simd_cut
+from pipemesh.layers.pipeline.alike_stages import simd_cut, simd_split
 from pipemesh.recurrent import ActionClock, Selective
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
@@ -256,19 +256,19 @@ def test_a_clock_and_a_forecast_of_memory_are_errors():
 
 
 def test_the_longest_run_of_alike_layers_is_found():
-    assert simd_cut(stack([0, 3, 6])) == SimdCut(1, 1)
+    assert simd_cut(stack([0, 3, 6])) == (1, 1)
     bare = layers_of()[1:-1]
-    assert simd_cut(stack([0, 2, 4], layers=bare)) == SimdCut(0, 0)
+    assert simd_cut(stack([0, 2, 4], layers=bare)) == (0, 0)
     # Two of one kind before four of another.
     other = [layer.Copy().Set(name=f"other{i}") for i, layer in enumerate(bare[:2])]
     for layer in other:
         layer.random_seed = 7
-    assert simd_cut(stack([0, 4, 6], layers=[*other, *bare])) == SimdCut(2, 0)
+    assert simd_cut(stack([0, 4, 6], layers=[*other, *bare])) == (2, 0)
 
 
 def test_params_are_split_at_the_run():
     params = stack([0, 3, 6])
-    before, stages, behind = simd_cut(params).split(params.cell_tpl)
+    before, stages, behind = simd_split(params, params.cell_tpl)
     assert [[layer.name for layer in cell.sub] for cell in (before, *stages, behind)] == [
         ["named_embedding"],
         ["named_block0", "named_block1"],
