@@ -18,7 +18,7 @@ from pipemesh.layers.check_params import (
 )
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.mesh_cluster import mesh_of
-from pipemesh.layers.pipeline.alike_stages import check_lowering, check_simd
+from pipemesh.layers.pipeline.alike_stages import check_lowering
 from pipemesh.layers.pipeline.losses import ACCUMULATIONS
 from pipemesh.mesh import Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
@@ -124,13 +124,9 @@ def define_pipelining(p: Any) -> None:
 
 def set_plan(p: Any, plan: Plan, names: Collection[str] = PARAMS) -> None:
     """Sets the params of a stack to the values of a plan, of all names in `PARAMS` or of some."""
-    values = {
-        "schedule": plan.schedule,
-        "num_microbatches": plan.num_microbatches,
-        "remat": str(plan.remat),
-        "lowering": plan.lowering,
-        "compute_dtype": plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
-    }
+    dtype = plan.compute_dtype
+    values = {name: getattr(plan, name) for name in PARAMS}
+    values |= {"remat": str(plan.remat), "compute_dtype": dtype and tf.as_dtype(dtype)}
     p.Set(**{PARAMS[name]: value for name, value in values.items() if name in names})
 
 
@@ -200,8 +196,6 @@ def checked_plan(p: Any, cluster: Any) -> Plan:
     _check_params(p)
     plan = plan_of(p, cluster)
     check_lowering(p, plan.table)
-    if p.lowering == "simd" and p.loss_inside:
-        check_simd(p)
     if not p.loss_inside:
         _check_loss_outside(p, plan.table)
     return plan
@@ -277,14 +271,11 @@ def _with_places(mesh: Mesh | None, number: int) -> Mesh:
         return Mesh(((LAYERS_AXIS, number),))
     if LAYERS_AXIS not in mesh.axis_names and number > 1:
         return Mesh(((LAYERS_AXIS, number), *mesh.axes))
-    return Mesh(
-        tuple(
-            (name, number if name == LAYERS_AXIS else _of_places(size, number))
-            for name, size in mesh.axes
-        )
-    )
 
+    def at_places(name: str, size: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        if name == LAYERS_AXIS:
+            return number
+        # Sizes at positions start again after the last.
+        return size if isinstance(size, int) else tuple(size[i % len(size)] for i in range(number))
 
-def _of_places(size: int | tuple[int, ...], number: int) -> int | tuple[int, ...]:
-    """Returns the size of an axis at each position, which wraps around after the last."""
-    return size if isinstance(size, int) else tuple(size[i % len(size)] for i in range(number))
+    return Mesh(tuple((name, at_places(name, size)) for name, size in mesh.axes))
