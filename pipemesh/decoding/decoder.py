@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -124,14 +125,10 @@ class Decoder:
         while True:
             new: dict[int, dict[int, Sequence[int]]] = collections.defaultdict(dict)
             # In turn, so that each group gets some.
-            rows = range(len(self._slots[0]))
-            free = [
-                (group, row)
-                for row in rows
-                for group, slots in enumerate(self._slots)
-                if slots[row] is None
-            ]
-            for group, row in free:
+            places = itertools.product(range(len(self._slots[0])), range(len(self._slots)))
+            for row, group in places:
+                if self._slots[group][row] is not None:
+                    continue
                 number, prompt = next(waiting, (None, ()))
                 if number is None or self._error is not None:
                     break

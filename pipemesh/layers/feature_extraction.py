@@ -94,15 +94,14 @@ def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool])
         parent, child = parent.parent, parent
     if parent is None:
         return
-    own = all_layers(child, skip_given=True)
-    in_stack = {id(v): layer for layer in own for v in _own(layer)}
-    inside = {id(layer) for layer in all_layers(child)}
-    for other in all_layers(parent):
+    in_stack = {id(v): (layer, v) for layer in _layers(child, skip_given=True) for v in _own(layer)}
+    inside = {id(layer) for layer in _layers(child)}
+    for other in _layers(parent):
         if id(other) in inside:
             continue
         for variable in _own(other):
             if id(variable) in in_stack:
-                layer = in_stack[id(variable)]
+                layer, _ = in_stack[id(variable)]
                 raise PipelineError(
                     f"{stack.params.name}: its layer {layer.params.name!r} and {other.path!r} "
                     f"would train one weight, {variable.name!r}, because the names of a pipeline "
@@ -112,7 +111,7 @@ def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool])
                 )
 
 
-def all_layers(root: Any, skip_given: bool = False) -> list[Any]:
+def _layers(root: Any, skip_given: bool = False) -> list[Any]:
     """Returns a layer and all below it, optionally without those whose scope a stage sets."""
     unique: dict[int, Any] = {}
 

@@ -135,10 +135,13 @@ class PipeliningLayer(SeqLayer):
         p = self.params
         self.simd: SimdStack | None = None
         if p.pipelined and p.loss_inside and p.lowering == "simd":
-            calls = self._fprop_before, self._fprop_cell
-            self.simd = SimdStack(self, self.plan, tpls, pinned, *calls)
-            self.stage_names, create = self.simd.names, super()._create_cells
-            self.simd.create(lambda stages: create(stages, homes, pinned))
+            create, calls = super()._create_cells, (self._fprop_before, self._fprop_cell)
+
+            def create_stages(stages: Sequence[Any]) -> None:
+                create(stages, homes, pinned)
+
+            self.simd = SimdStack(self, self.plan, tpls, pinned, create_stages, *calls)
+            self.stage_names = self.simd.names
         else:
             super()._create_cells(tpls, homes, pinned)
 
