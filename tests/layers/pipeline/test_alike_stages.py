@@ -1,5 +1,7 @@
 """Stacks of alike stages as one loop over ticks equal the plain stack."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -11,7 +13,8 @@ from pipemesh.layers.pipeline.alike_stages import simd_cut, simd_split
 from pipemesh.recurrent import ActionClock, Selective
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.test_pipelining import cut, plain
+from tests.layers.pipeline.stacks import plain
+from tests.layers.pipeline.test_pipelining import cut
 from tests.layers.pipeline.test_simd_stack import layers_of, stack
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
@@ -47,16 +50,9 @@ def simd(cells, num_micro_batches, **kwargs):
     )
 
 
-@pytest.fixture(scope="module")
-def expected():
-    cache = {}
-
-    def get(run):
-        if run not in cache:
-            cache[run] = run(plain(uncounted(4)), [X], steps=2)
-        return cache[run]
-
-    return get
+@functools.cache
+def expected(run):
+    return run(plain(uncounted(4)), [X], steps=2)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +65,7 @@ def expected():
     ],
 )
 def test_everything_equals_the_plain_model_with_dropout_on(
-    run, expected, num_stages, schedule, num_devices, num_micro_batches
+    run, num_stages, schedule, num_devices, num_micro_batches
 ):
     params = simd(cut(uncounted(4), num_stages), num_micro_batches, schedule=schedule)
     result = run(params, [X], steps=2, num_devices=num_devices)
@@ -137,11 +133,11 @@ class Strict(Uncounted):
 
 
 def test_at_ticks_without_work_no_check_fails():
-    sub = [Strict.Params().Set(name=f"block{i}", rate=0.0) for i in range(3)]
+    sub = [Strict.Params().Set(name=f"block{i}", rate=0.0) for i in range(2)]
     x = X + 2.0
     # A norm of a microbatch is not one of the batch, so the plain stack is another model.
-    wanted = run_tf1(simd(cut(sub, 3), 4, schedule="gpipe").Set(lowering="placement"), [x], steps=1)
-    result = run_tf1(simd(cut(sub, 3), 4), [x], steps=1, num_devices=3)
+    wanted = run_tf1(simd(cut(sub, 2), 2).Set(lowering="placement"), [x], steps=1)
+    result = run_tf1(simd(cut(sub, 2), 2), [x], steps=1, num_devices=2)
     result.assert_close(wanted, **CLOSE)
 
 
@@ -181,27 +177,26 @@ def stages(*subs):
     [
         (
             stages([fc("a")], [fc("b", activation="TANH")]),
-            ["layer 'a' has activation 'RELU' and layer 'b' has activation 'TANH'"],
+            "layer 'a' has activation 'RELU' and layer 'b' has activation 'TANH'",
         ),
         (
             stages([fc("a")], uncounted(1)),
-            ["layer 'a' is a FCLayer and layer 'block0' is an Uncounted"],
+            "layer 'a' is a FCLayer and layer 'block0' is an Uncounted",
         ),
         (
             stages([fc("a"), fc("b")], [fc("c")]),
-            ["stage 'stage0' has 2 layers and stage 'stage1' has 1"],
+            "stage 'stage0' has 2 layers and stage 'stage1' has 1",
         ),
         (
             stages([fc("a")], [fc("b", params_init=py_utils.WeightInit.Gaussian(0.5))]),
-            ["layer 'a' has params_init", "layer 'b' has params_init"],
+            "layer 'a' has params_init.*layer 'b' has params_init",
         ),
-        (stages([fc("a")], [fc("b", output_dim=5)]), ["layer 'b' has output_dim 5"]),
+        (stages([fc("a")], [fc("b", output_dim=5)]), "layer 'b' has output_dim 5"),
     ],
 )
 def test_layers_that_are_not_alike_are_named_with_what_differs(cells, words):
-    with pytest.raises(PipelineError) as found:
+    with pytest.raises(PipelineError, match=f"{words}.*lowering='placement'"):
         simd(cells, 2).Instantiate()
-    assert all(word in str(found.value) for word in [*words, "lowering='placement'"])
 
 
 @pytest.mark.parametrize(
