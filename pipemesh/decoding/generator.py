@@ -258,8 +258,8 @@ class Generator:
         after = _after(choice, lengths, kept, caches)
         if before is not None:
             new = lengths > 0
-            kept = caches.merged(new, after.kept, before.kept)
-            after = Group(*_StageCaches().merged(new, after[:3], before[:3]), kept)
+            tokens, places, state = _StageCaches().merged(new, after[:3], before[:3])
+            after = Group(tokens, places, state, caches.merged(new, after.kept, before.kept))
         return after, choice.results
 
 
