@@ -20,7 +20,6 @@ from pipemesh.schedule import Schedule
 _NAMES = frozenset(
     ("name", "variable_name_prefix", "act_fetch_layers", "stage_scopes", "random_names")
 )
-_WAY_OUT = "make the stages alike, or use lowering='placement'"
 
 
 def check_lowering(p: Any, schedule: Schedule) -> None:
@@ -48,8 +47,8 @@ def check_lowering(p: Any, schedule: Schedule) -> None:
         difference = next(differences(first, other, "stage"), None)
         if difference is not None:
             raise PipelineError(
-                f"{p.name}: lowering='simd' runs stages that are alike, but {difference}; "
-                f"{_WAY_OUT}"
+                f"{p.name}: lowering='simd' runs stages that are alike, but {difference}; make the "
+                "stages alike, or use lowering='placement'"
             )
 
 

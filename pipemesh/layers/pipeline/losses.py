@@ -201,13 +201,6 @@ def check_head(
         )
 
 
-def with_total_weight(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns loss, weight and metrics of the whole batch; the weight is summed over the parts."""
-    loss, weight, *metrics = outputs
-    with tf.device(weight.device):
-        return [loss, tf.reduce_sum(tf.cast(weight, loss.dtype)), *metrics]
-
-
 def _is_mean(loss: tf.Tensor, weight: tf.Tensor) -> bool:
     """Returns whether the graph shows that a loss was already divided by its weight."""
     if tf.get_static_value(weight) == 1:

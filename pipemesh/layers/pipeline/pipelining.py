@@ -22,7 +22,6 @@ from pipemesh.layers.pipeline.losses import (
     has_context,
     refused,
     take_out,
-    with_total_weight,
 )
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
@@ -135,13 +134,11 @@ class PipeliningLayer(SeqLayer):
         p = self.params
         self.simd: SimdStack | None = None
         if p.pipelined and p.loss_inside and p.lowering == "simd":
-            create, calls = super()._create_cells, (self._fprop_before, self._fprop_cell)
-
-            def create_stages(stages: Sequence[Any]) -> None:
-                create(stages, homes, pinned)
-
-            self.simd = SimdStack(self, self.plan, tpls, pinned, create_stages, *calls)
-            self.stage_names = self.simd.names
+            calls = self._fprop_before, self._fprop_cell
+            self.simd = SimdStack(self, self.plan, tpls, pinned, *calls)
+            # These names are no part of the names of variables that are made next.
+            self.stage_names, create = self.simd.names, super()._create_cells
+            self.simd.create(lambda stages: create(stages, homes, pinned))
         else:
             super()._create_cells(tpls, homes, pinned)
 
@@ -247,10 +244,12 @@ class PipeliningLayer(SeqLayer):
             if not p.loss_inside:
                 run = alike_pipeline if p.lowering == "simd" else pipeline
                 return run(stages, inputs, schedule, step=step, options=options)
-            loss, others, carries = pipeline_loss(
+            loss, (weights_of_parts, *metrics), carries = pipeline_loss(
                 stages, inputs, schedule, step=step, options=options
             )
-            return with_total_weight([loss, *others]), carries
+            with tf.device(weights_of_parts.device):
+                weight = tf.reduce_sum(tf.cast(weights_of_parts, loss.dtype))
+            return [loss, weight, *metrics], carries
 
         if eagerly:
             noted = self.clock, self.locates_errors, has_context()

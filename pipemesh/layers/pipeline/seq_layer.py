@@ -129,8 +129,8 @@ class SeqLayer(base_layer.BaseLayer):
             meshes = [lowering.replica_mesh for lowering in self.stage_lowerings]
             before = [self.children[name] for name in self._before_names]
             with self._tying(homes):
-                stages = [*zip(cells, meshes, strict=False)]
-                tie_weights(p.name, p.tied_weights, before, stages)
+                stages = zip(cells, meshes, strict=False)
+                tie_weights(p.name, p.tied_weights, [*before, *cells], stages)
         first.check(p.name, cells)
         # One program for all devices has more cells than positions, which are all alike.
         for lowering, cell in zip(itertools.cycle(self.stage_lowerings), cells, strict=False):

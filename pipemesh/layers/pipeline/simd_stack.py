@@ -61,7 +61,6 @@ class SimdStack:
     """The layers before the alike ones, the alike ones in a `SimdPipeline`, and the layers behind.
 
     All devices compute the layers before and behind together, each its slices, on the whole batch.
-    `create_stages` makes the cells with alike layers, each on its home.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class SimdStack:
         plan: Plan,
         tpls: Sequence[Any],
         pinned: bool,
-        create_stages: Callable[[Sequence[Any]], None],
         call_before: Callable[..., Any],
         call_cell: Callable[..., Any],
     ) -> None:
         before, stages, behind = simd_split(stack.params, tpls)
         self._stack, self._pinned = stack, pinned
         self._call_before, self._call_cell = call_before, call_cell
+        self._tpls = stages
         self._ends = [tpl for tpl in (before, behind) if tpl is not None]
         # The names of the cells before and behind the alike layers; None without such layers.
         self.first, self.last = before and before.name, behind and behind.name
@@ -92,10 +91,13 @@ class SimdStack:
             len(stages) // mesh.num_stages,
         )
         self._eager_runs: dict[Any, Callable[..., Any]] = {}
+
+    def create(self, create_stages: Callable[[Sequence[Any]], None]) -> None:
+        """Makes the cells; `create_stages` makes those with alike layers, each on its home."""
         for tpl in self._ends:
             with self.made_on():
-                stack.CreateChild(tpl.name, tpl)
-        create_stages(stages)
+                self._stack.CreateChild(tpl.name, tpl)
+        create_stages(self._tpls)
         self._alike = [layer for name in self._stages for layer in self._layers(name)]
         self._prefix = self._alike[0].params.name
         for layer, _, _ in _inside(self._alike[0], None, ""):
@@ -103,7 +105,7 @@ class SimdStack:
             for name in layer.vars:
                 if name not in layer.children and name not in named:
                     raise PipelineError(
-                        f"{stack.params.name}: weight {name!r} of {layer.path!r}, a "
+                        f"{self._stack.params.name}: weight {name!r} of {layer.path!r}, a "
                         f"{type(layer).__name__} in the alike layers, has no named dims, so "
                         "lowering='simd' cannot stack it; make it by NamedWeights of a NamedLayer, "
                         "or use lowering='placement'"

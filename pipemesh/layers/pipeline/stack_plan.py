@@ -76,12 +76,9 @@ def define_pipelining(p: Any) -> None:
     p.Define(
         "remat",
         "full",
-        "What is computed again in the backward pass: 'full' keeps only the inputs of each "
-        "stage, 'none' keeps all that is needed, 'except_last' computes nothing again for a "
-        "microbatch whose backward pass follows its forward pass at once, 'twice' is as 'full' "
-        "but keeps less between the halves of a split backward pass, and Selective(predicate) "
-        "computes the layers again whose name the predicate picks. 'full,none', or "
-        "ByStage(policies), gives each stage its own.",
+        "What is computed again in the backward pass: 'full', 'none', 'except_last', 'twice', "
+        "Selective(predicate), or one for each stage: 'full,none' or ByStage(policies). See "
+        "pipemesh.recurrent.Options.",
     )
     p.Define(
         "loop",
@@ -93,12 +90,10 @@ def define_pipelining(p: Any) -> None:
     p.Define(
         "check_numerics",
         None,
-        "'results' makes it an error if the loss (without loss_inside, an output) or a "
-        "gradient is not finite, 'all' also says in which layer and microbatch that began; "
-        "'loss' and 'forward' are the same without gradients, as needed if the loss is scaled "
-        "until they overflow; 'off' checks nothing. By default 'loss' if the stages compute in "
-        "float16, else 'results'; where FProp is called eagerly, 'forward' or 'all', if the "
-        "lowering is 'placement'.",
+        "What must be finite: 'results', 'all', 'loss', 'forward' or 'off'; see "
+        "pipemesh.recurrent.Options. By default 'loss' if the stages compute in float16, else "
+        "'results'; where FProp is called eagerly, 'forward' or 'all', if the lowering is "
+        "'placement'.",
     )
     p.Define(
         "lowering",

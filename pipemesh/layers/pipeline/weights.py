@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -149,16 +149,14 @@ def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
 def tie_weights(
     owner: str,
     tied: Mapping[str, str],
-    before: Sequence[Any],
-    stages: Sequence[tuple[Any, Mesh | None]],
+    layers: Sequence[Any],
+    stages: Iterable[tuple[Any, Mesh | None]],
 ) -> None:
     """Gives the layers of a stack the weights that they share, which must be cut in the same way.
 
-    `before` are the layers before the stages; stages come with the meshes of their replicas.
+    `stages` are those of the layers that lie on meshes of their own, with these.
     """
-    known = [
-        leaf for layer in (*before, *(stage for stage, _ in stages)) for leaf in _leaves(layer)
-    ]
+    known = [leaf for layer in layers for leaf in _leaves(layer)]
     meshes = {leaf.params.name: mesh for stage, mesh in stages for leaf in _leaves(stage)}
     for target, source in tied.items():
         (to, name), (of, weight) = _parse(owner, target), _parse(owner, source)
