@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import lingvo.compat as tf
@@ -17,9 +17,6 @@ from pipemesh import randomness
 from pipemesh.backend.gradients import outermost_tape
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.scope import Replay
-
-# The file and the function in which TensorFlow's `recompute_grad` calls its function again.
-_RECOMPUTES = ("custom_gradient.py", "inner_recompute_grad")
 
 # The number of calls of each layer, by graph or tape.
 _counts: Any = weakref.WeakKeyDictionary()
@@ -74,6 +71,15 @@ def number_of_call(layer: Any, step: tf.Tensor) -> int:
     return number
 
 
+def _is_recomputed() -> bool:
+    """Returns whether TensorFlow's `recompute_grad` calls its function again."""
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    return any(
+        code.co_name == "inner_recompute_grad" and code.co_filename.endswith("custom_gradient.py")
+        for code in codes
+    )
+
+
 def _count_in_step(layer: Any, step: int) -> int:
     last, number = _in_steps.get(layer, (None, 0))
     number = number + 1 if last == step else 0
@@ -99,16 +105,6 @@ def _count_in(graph_or_tape: Any, layer: Any) -> int:
     counts = _counts.setdefault(graph_or_tape, weakref.WeakKeyDictionary())
     counts[layer] = counts.get(layer, -1) + 1
     return counts[layer]
-
-
-def _is_recomputed() -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.endswith(_RECOMPUTES[0]) and code.co_name == _RECOMPUTES[1]:
-            return True
-        frame = frame.f_back
-    return False
 
 
 # Keys of random numbers have the number of the call above the bits of the step.

@@ -10,7 +10,7 @@ from lingvo.core import learner, optimizer, py_utils, schedule
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers import KerasTask, mesh_cluster
-from pipemesh.layers.keras_task import loss_mean, metric_mean, metric_means
+from pipemesh.layers.keras_task import loss_mean, metric_means
 from pipemesh.mesh import Mesh
 from pipemesh.training import all_or_none
 
@@ -77,8 +77,7 @@ def test_a_loss_is_that_of_keras(loss, labels, outputs):
     ],
 )
 def test_a_metric_is_that_of_keras_with_the_same_weights(metric, labels, outputs):
-    name, mean = metric_mean("task", metric)
-    assert name == metric
+    mean = metric_means("task", [metric])[metric]
     for weights in (None, WEIGHTS):
         value, _ = mean(labels, outputs, weights)
         # Keras calls only those that are compiled as weighted with weights.
@@ -120,8 +119,8 @@ def accuracy(y_true, y_pred):
 
 
 def test_a_function_of_the_users_is_called_whatever_its_name():
-    name, mean = metric_mean("task", accuracy)
-    assert name == "accuracy" and mean(ONE_HOT, LOGITS, None)[0] == 0.75
+    mean = metric_means("task", [accuracy])["accuracy"]
+    assert mean(ONE_HOT, LOGITS, None)[0] == 0.75
 
 
 def test_a_function_of_the_users_gets_all_outputs():
@@ -143,9 +142,9 @@ def area(y_true, y_pred):
     [
         (lambda: loss_mean("task", "nonsense"), "task: Keras knows no loss 'nonsense'"),
         (lambda: loss_mean("task", None), "task: it has no loss; set loss"),
-        (lambda: metric_mean("task", "AUC"), "metric 'AUC' is no function that says something"),
-        (lambda: metric_mean("task", keras.metrics.AUC()), "is no function that says something"),
-        (lambda: metric_mean("task", "acuracy"), "'acuracy' is no function .* give 'accuracy'"),
+        (lambda: metric_means("task", ["AUC"]), "metric 'AUC' is no function that says something"),
+        (lambda: metric_means("task", [keras.metrics.AUC()]), "is no function that says something"),
+        (lambda: metric_means("task", ["acuracy"]), "'acuracy' is no function .* give 'accuracy'"),
         (lambda: loss_mean("task", {"a": "mse"}), "loss is a dict, .*; give one function of all"),
         (lambda: loss_mean("task", ["mse", "mae"]), "loss is a list, .*; give one function of all"),
         (lambda: metric_means("task", [accuracy, "accuracy"]), "two metrics are named 'accuracy'"),
@@ -158,10 +157,10 @@ def area(y_true, y_pred):
             "is of one output, but the model has 1; give a function of all",
         ),
         (
-            lambda: metric_mean("task", "acc")[1]([BITS, BITS], [PROBABILITY] * 2, None),
+            lambda: metric_means("task", ["acc"])["acc"]([BITS, BITS], [PROBABILITY] * 2, None),
             "metric 'acc' is of one output, but the model has 2",
         ),
-        (lambda: metric_mean("task", lambda a, b: a), "cannot be named '<lambda>'"),
+        (lambda: metric_means("task", [lambda a, b: a]), "cannot be named '<lambda>'"),
         (lambda: loss_mean("task", area)(ONE_HOT, LOGITS, None), "a scalar for the whole batch"),
         (
             lambda: loss_mean("task", "mse")(ONE_HOT, LOGITS, tf.ones([5])),
