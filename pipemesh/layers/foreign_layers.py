@@ -28,12 +28,12 @@ def _traced_meta(p: Any, function: Callable[..., Any], dtype: Any, shapes: Seque
     graph = traced.get_concrete_function(*specs).graph
     outputs = [t for t in tf.nest.flatten(graph.structured_outputs) if t is not None]
     return py_utils.NestedMap(
-        flops=sum(map(_flops, graph.get_operations())) if p.flops is None else p.flops(*shapes),
+        flops=sum(map(flops_of, graph.get_operations())) if p.flops is None else p.flops(*shapes),
         out_shapes=tuple(tshape.Shape(t.shape.as_list()) for t in outputs),
     )
 
 
-def _flops(op: tf.Operation) -> int:
+def flops_of(op: tf.Operation) -> int:
     """Returns two flops for each product of two numbers that an operation sums."""
     if op.type in ("MatMul", "BatchMatMulV2"):
         name = "transpose_a" if op.type == "MatMul" else "adj_x"

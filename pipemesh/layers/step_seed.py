@@ -24,10 +24,10 @@ _in_steps: Any = weakref.WeakKeyDictionary()
 
 
 class _Recording(threading.local):
-    """The numbers of the calls when they were first made, and the position in them."""
+    """The numbers of the calls when they were first made, and those that come next."""
 
     numbers: list[int] | None = None
-    at: int = 0
+    coming: Iterator[int] = iter(())
 
 
 _recording = _Recording()
@@ -36,12 +36,12 @@ _recording = _Recording()
 @contextlib.contextmanager
 def recorded_calls(numbers: list[int]) -> Iterator[None]:
     """Gives the calls inside the recorded numbers, and appends the numbers of further calls."""
-    saved = _recording.numbers, _recording.at
-    _recording.numbers, _recording.at = numbers, 0
+    saved = _recording.numbers, _recording.coming
+    _recording.numbers, _recording.coming = numbers, iter([*numbers])
     try:
         yield
     finally:
-        _recording.numbers, _recording.at = saved
+        _recording.numbers, _recording.coming = saved
 
 
 def number_of_call(layer: Any, step: tf.Tensor) -> int:
@@ -49,25 +49,24 @@ def number_of_call(layer: Any, step: tf.Tensor) -> int:
 
     A step is one graph. Eagerly, it is one tape, or without a tape the calls under one global step.
     """
-    numbers = _recording.numbers
-    if numbers is not None and _recording.at < len(numbers):
-        number = numbers[_recording.at]
+    if (recorded := next(_recording.coming, None)) is not None:
+        return recorded
+    if not tf.executing_eagerly():
+        number = _count_in(_graph_of_step(), layer)
+    elif (tape := outermost_tape()) is not None:
+        number = _count_in(tape, layer)
     else:
-        if not tf.executing_eagerly():
-            number = _count_in(_graph_of_step(), layer)
-        elif (tape := outermost_tape()) is not None:
-            number = _count_in(tape, layer)
-        else:
-            number = _count_in_step(layer, int(step))
-        if number and _is_recomputed():
-            raise PipelineError(
-                f"tf.recompute_grad calls {layer.params.name!r} again to differentiate it, and its "
-                "random numbers would be others; use py_utils.RematerializeFn, or a "
-                "PipeliningLayer with remat"
-            )
-        if numbers is not None:
-            numbers.append(number)
-    _recording.at += 1
+        last, number = _in_steps.get(layer, (None, 0))
+        number = number + 1 if last == int(step) else 0
+        _in_steps[layer] = int(step), number
+    if number and _is_recomputed():
+        raise PipelineError(
+            f"tf.recompute_grad calls {layer.params.name!r} again to differentiate it, and its "
+            "random numbers would be others; use py_utils.RematerializeFn, or a PipeliningLayer "
+            "with remat"
+        )
+    if _recording.numbers is not None:
+        _recording.numbers.append(number)
     return number
 
 
@@ -78,13 +77,6 @@ def _is_recomputed() -> bool:
         code.co_name == "inner_recompute_grad" and code.co_filename.endswith("custom_gradient.py")
         for code in codes
     )
-
-
-def _count_in_step(layer: Any, step: int) -> int:
-    last, number = _in_steps.get(layer, (None, 0))
-    number = number + 1 if last == step else 0
-    _in_steps[layer] = step, number
-    return number
 
 
 def _graph_of_step() -> Any:
