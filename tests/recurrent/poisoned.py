@@ -33,8 +33,8 @@ def broken(number, x, chosen):
     """Layer 2 looks up rows that do not exist; others raise an error in Python."""
     if number == 2:
         rows = tf.range(x.shape[0])
-        x = tf.gather(x, tf.where(tf.reduce_any(chosen), rows + 7, rows))
-        return tf.ensure_shape(x, [rows.shape[0], WIDTH])
+        rows = tf.where(tf.reduce_any(chosen), rows + 7, rows)
+        return tf.ensure_shape(tf.gather(x, rows), x.shape)
 
     def check(x, chosen):
         if chosen.any():
