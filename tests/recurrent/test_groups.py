@@ -19,7 +19,7 @@ from pipemesh.recurrent import (
     predict_transfers,
 )
 from pipemesh.schedule import one_f_one_b, zb_h1, zb_v
-from tests.recurrent.sends import sends
+from tests.recurrent.sends import sends, trained
 
 BATCH, WIDTH, HIDDEN = 16, 6, 8
 
@@ -101,7 +101,7 @@ def stages_of(schedule, variables, replicas=1):
         Stage(
             f"s{i}",
             stage_function(i == 0, i == last),
-            own if len(own) == 6 else cut(own),
+            cut(own),
             [],
             home,
             places=PLACES,
@@ -150,29 +150,8 @@ def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas,
 
 def floats_sent(schedule, replicas, **options):
     """How often a step sends floating tensors, by the numbers of the devices."""
-    variables = []
-    for number, home in enumerate(homes(schedule, replicas)):
-        variables.append([])
-        for value, place in zip(cut(weights(number)), PLACES, strict=True):
-            with tf.device(home.devices[place]):
-                variables[-1].append(tf.Variable(value))
-    x = tf.ones([BATCH, WIDTH])
-
-    @tf.function
-    def run():
-        with tf.GradientTape() as tape:
-            found, _, _ = pipeline_loss(
-                stages_of(schedule, variables, replicas),
-                [x],
-                schedule,
-                options=Options(check_numerics="off", loop=False, **options),
-            )
-        # What a function returns goes to the first device of all.
-        each = [variable for own in variables for variable in own]
-        for variable, grad in zip(each, tape.gradient(found, each), strict=True):
-            if grad is not None:
-                variable.assign_sub(grad)
-
+    stages = stages_of(schedule, [weights(i) for i in range(schedule.num_stages)], replicas)
+    run = trained(stages, [tf.ones([BATCH, WIDTH])], schedule, **options)
     return collections.Counter((a, b) for _, dtype, a, b in sends(run) if dtype == FLOAT)
 
 
