@@ -162,8 +162,9 @@ def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
     assert between == {(p, p + 4): 4 for p in range(4)} | {(p + 4, p): 4 for p in range(4)}
     # Slices of `wi` and `wo`, and the whole `scale`, which has one gradient.
     apart = {p: n for p, n in counts.items() if p[0] // 4 == p[1] // 4 and p[0] // 2 != p[1] // 2}
-    inputs = {(0, 2): 4}
-    assert {pair: n - inputs.get(pair, 0) for pair, n in apart.items()} == {
+    # And of each microbatch the inputs of the second replica, and its loss.
+    ends = {(0, 2): 4, (6, 4): 4}
+    assert {pair: n - ends.get(pair, 0) for pair, n in apart.items()} == {
         **{(p, p + 2): 3 for p in (0, 1, 4, 5)},
         **{(2, 0): 3, (3, 1): 2, (6, 4): 3, (7, 5): 2},
     }
