@@ -15,12 +15,7 @@ def test_addresses_are_listed_in_their_order():
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [
-        ("", "has no workers"),
-        ("a", "address 'a' is not host:port"),
-        ("a:x", "address 'a:x' is not host:port"),
-        ("a:1,a:1", "address 'a:1' occurs twice"),
-    ],
+    [("", "has no workers"), ("a:x", "'a:x' is not host:port"), ("a:1,a:1", "'a:1' occurs twice")],
 )
 def test_invalid_addresses_are_errors(text, told):
     with pytest.raises(DeviceError, match=told):

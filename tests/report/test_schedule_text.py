@@ -18,13 +18,6 @@ def plain(text):
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_terminal_table_is_to_scale():
-    text = to_terminal(simulate(one_f_one_b(2, 2), Costs(1, 2)))
-    assert text == (
-        "device 0 |0F0 0F1         0B0----     0B1----\ndevice 1 |    1F0 1B0---- 1F1 1B1----"
-    )
-
-
 def test_colours_change_no_text():
     timeline = simulate(zb_v(3, 6))
     colored = to_terminal(timeline, color=True)
