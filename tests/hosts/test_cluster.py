@@ -73,13 +73,13 @@ def test_a_worker_drives_no_others(kind):
 @pytest.mark.parametrize(
     "names",
     [
-        ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS"),
-        ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
+        ("JOB_NODELIST", "TASKS_PER_NODE", "NTASKS"),
+        ("STEP_NODELIST", "STEP_TASKS_PER_NODE", "STEP_NUM_TASKS"),
     ],
 )
 def test_slurm_says_where_its_tasks_are(monkeypatch, names):
     for name, value in zip(names, ("n[1-2],m7", "2(x2),1", "5"), strict=True):
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"SLURM_{name}", value)
     found = Cluster.from_text("slurm")
     assert found.workers == ("m7:8888", "n1:8888", "n1:8889", "n2:8888", "n2:8889")
 
