@@ -114,7 +114,7 @@ def test_colour_is_chosen(capsys, monkeypatch):
         ("--name gpipe SIZE --costs fwd=1", "column 1: unknown cost 'fwd'"),
         ("--name gpipe SIZE --num_virtual_stages 2", "gpipe always has 1 a device"),
         ("--name gpipe SIZE --memory_limit 4", "--memory_limit is for list_schedule"),
-        ("--name list_schedule SIZE --memory_limit x", "--memory_limit is 'x'"),
+        ("--name list_schedule SIZE --memory_limit x", "--memory_limit='x': give an integer"),
         ("--name gpipe SIZE --jitter 2", "jitter is 2.0"),
         ("--compare SIZE --svg x.svg", "--svg draws one schedule"),
         ("--compare SIZE --jitter 0.5", "--jitter is for one schedule"),
