@@ -21,19 +21,24 @@ class Score(Protocol):
     @property
     def amount(self) -> float:
         """Returns the amount of predicted data, in the unit of the reported speed."""
+        ...
 
     @property
     def judged(self) -> float:
         """Returns the value that ranks weights, lower is better; not finite for bad weights."""
+        ...
 
     def values(self) -> Mapping[str, float]:
         """Returns the values for summaries, by name."""
+        ...
 
     def short(self) -> str:
         """Returns short text for the progress line, or ""."""
+        ...
 
     def __add__(self, other: Any, /) -> Any:
         """Returns the score of both."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
