@@ -96,11 +96,7 @@ class RegisteredModel(Subject):
                 )
         plan = getattr(config, _PLAN, None)
         if isinstance(plan, Plan):
-            # Without a pipeline only the precision of the plan matters.
-            kept = (
-                {"compute_dtype": plan.to_values()["compute_dtype"]} if plain else plan.to_values()
-            )
-            self.plan = Plan.from_values({**kept, **values})
+            self.plan = Plan.from_values(_of_plan(plan.to_values(), plain) | values)
             setattr(config, _PLAN, self.plan)
             self._task = config.Task()
         else:
@@ -241,6 +237,11 @@ def stacks_of(params: Any) -> list[Any]:
     return params_within(params, PipeliningLayer)
 
 
+def _of_plan(values: Mapping[str, str], plain: bool) -> dict[str, str]:
+    """Returns the values of a plan that count: without a pipeline only its precision."""
+    return {name: text for name, text in values.items() if name == "compute_dtype" or not plain}
+
+
 def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
     """Returns the plan of a task that declares its stages itself, and applies it to its stacks."""
     stacks = stacks_of(task)
@@ -276,11 +277,7 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
                 "layouts of their own, but there is one cluster; leave mesh_shape and layout of "
                 "its stacks out"
             )
-    own = values_of(first)
-    if plain:
-        # Without a pipeline only the precision of the plan matters.
-        own = {name: text for name, text in own.items() if name == "compute_dtype"}
-    own |= values
+    own = _of_plan(values_of(first), plain) | values
     if "mesh" not in own:
         own["mesh"] = str(first.mesh_shape or f"layers:{_places(first, values, name)}")
     plan = Plan.from_values(own)

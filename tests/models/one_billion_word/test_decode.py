@@ -53,7 +53,6 @@ def test_standard_output_has_the_texts_alone_whatever_the_plan(tmp_path, logdir)
     for text, prompt in zip(found, TEXTS, strict=True):
         assert text.startswith(prompt)
     assert said(where, *drawn, *SPLIT, "--groups=3", "--rows=1", "--stream") == found
-    assert said(where, *drawn, "--plain", "--sample_seed=1") != found
     # From a checkpoint alone, whose text is not looked for.
     lines = said(f"--checkpoint={logdir}/ckpt-3", *drawn, "--format=json")
     values = [json.loads(line) for line in lines]
@@ -70,8 +69,7 @@ def test_what_one_program_for_all_has_trained_says_the_same_under_any_plan(tmp_p
     code, _, err = finish(start("--steps=3", "--lowering=simd", "--mesh_shape=layers:2", where))
     assert code == 0, err
     asked = [where, "--prompt=The module", "--max_tokens=7"]
-    assert said(*asked, *SPLIT) == said(*asked, "--plain") == said(*asked)
-    assert said(*asked, "--lowering=simd") == said(*asked)
+    assert said(*asked, *SPLIT) == said(*asked, "--lowering=simd") == said(*asked, "--plain")
 
 
 @pytest.mark.slow

@@ -230,8 +230,8 @@ def test_a_killed_training_loses_no_checkpoint_and_no_loss(many_losses, tmp_path
         assert reached > before, "a checkpoint is lost"
         whole = newest_whole(str(logdir))
         assert whole is not None and whole[0] == str(logdir / f"ckpt-{reached}"), "it is not whole"
-    assert reached < max(many_losses), "it came too far to be compared"
-    code, _, err = finish(begin(logdir, steps=reached + 1))
+    assert reached + 3 <= max(many_losses), "it came too far to be compared"
+    code, _, err = finish(begin(logdir, steps=reached + 3))
     assert code == 0, err
     assert not list(logdir.glob("damaged-*"))
     assert_same_losses(logdir, many_losses)

@@ -1,12 +1,10 @@
 """The program as users start it: what it prints, writes and survives."""
 
 import re
-import shutil
 import signal
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from tests.models.one_billion_word.program import (
     finish,
@@ -18,13 +16,6 @@ from tests.models.one_billion_word.program import (
 from tests.models.one_billion_word.small_training import summaries
 
 
-def checkpoint(logdir, step):
-    """Everything that is saved but the position in the data, by name."""
-    reader = tf.train.load_checkpoint(str(logdir / f"ckpt-{step}"))
-    names = [n for n in reader.get_variable_to_shape_map() if not n.startswith("data/")]
-    return {name: reader.get_tensor(name) for name in names}
-
-
 def scalars(logdir, part="train"):
     """The last value of each scalar at each step."""
     return {(tag, step): value for tag, step, value in summaries(logdir, part)}
@@ -32,13 +23,6 @@ def scalars(logdir, part="train"):
 
 def losses(logdir):
     return {step: value for (tag, step), value in scalars(logdir).items() if tag == "loss"}
-
-
-def assert_same(logdir, other, step, **tolerance):
-    mine, theirs = checkpoint(logdir, step), checkpoint(other, step)
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        np.testing.assert_allclose(value, theirs[name], err_msg=name, **tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -84,34 +68,6 @@ def test_what_it_prints_and_writes(tmp_path):
     assert {step for _, step in scalars(tmp_path, "heldout")} == {3}
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """The log directory of a training that was killed, back at the checkpoint of step 3."""
-    logdir = tmp_path_factory.mktemp("killed")
-    process = start(f"--logdir={logdir}", "--steps=100000")
-    wait_for(logdir / "ckpt-3.index", process)
-    process.kill()
-    finish(process)
-    # It may have gone beyond step 6 by then.
-    for path in logdir.glob("ckpt-*"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif not path.name.startswith("ckpt-3."):
-            path.unlink()
-    return logdir
-
-
-@pytest.mark.slow
-def test_killed_training_resumes_the_same_bit_for_bit(whole, killed, tmp_path):
-    logdir = shutil.copytree(killed, tmp_path / "run")
-    assert f"going on from {logdir}/ckpt-3" in run(f"--logdir={logdir}", "--steps=6")
-    for step in (3, 6):
-        assert_same(logdir, whole, step, rtol=0, atol=0)
-    assert any("beta1_power" in name for name in checkpoint(logdir, 6))
-    mine, theirs = losses(logdir), losses(whole)
-    assert {step: mine[step] for step in theirs} == theirs
-
-
 @pytest.mark.slow
 def test_an_interrupt_saves_and_the_loss_that_is_no_number_keeps_what_is_saved(whole, tmp_path):
     process = start(f"--logdir={tmp_path}", "--steps=100000")
@@ -128,11 +84,9 @@ def test_an_interrupt_saves_and_the_loss_that_is_no_number_keeps_what_is_saved(w
     # Such a rate spoils the weights in one step: the next one finds out, or the evaluation before
     # the last checkpoint, whichever comes first. What was begun to be saved in between is none.
     diverging = [f"--logdir={tmp_path}", "--learning_rate=1e30"]
-    row = "10 steps in a row were skipped, the last one since stage 'd1'"
     for flags, expected in [
         # What layers hand on stays finite, since it is normalized; the logits are too large.
         (["--on_nonfinite=stop", "--save_every=1000"], f"error: step {step + 2}: stage 'd1'"),
-        (["--save_every=1"], f"error: step {step + 11}: {row}"),
         ([f"--steps={step + 1}"], f"error: step {step + 1}: evaluation: stage 'd"),
     ]:
         code, out, err = finish(start(*diverging, "--steps=100000", *flags))

@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.commands import training_flags
-from pipemesh.errors import FlagError, TrainingError
+from pipemesh.commands.flags import FlagError
+from pipemesh.errors import TrainingError
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
@@ -195,7 +196,7 @@ def test_a_weight_in_slices_is_one():
     # What was skipped is not looked at.
     seen.before(8)
     seen.before(9)
-    assert list(seen.after()) == ["weights/w", "updates/w"]
+    assert list(seen.after({})) == ["weights/w", "updates/w"]
 
 
 @pytest.mark.parametrize(
