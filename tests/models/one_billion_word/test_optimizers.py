@@ -23,8 +23,7 @@ CALM = {
 }
 # At which round-off stays round-off.
 RATES = {"adam": 0.02, "adafactor": 0.2, "sgd": 8.0, "momentum": 2.0}
-LAYOUT = "batch:data;heads:model;d_ff:model;vocab:model"
-SPLIT = Plan("layers:2;data:2;model:2", LAYOUT, "1f1b", 2)
+SPLIT = Plan("layers:2;model:2", "heads:model;d_ff:model;vocab:model", "1f1b", 2)
 
 
 @pytest.fixture(autouse=True)
