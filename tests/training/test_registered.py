@@ -39,7 +39,9 @@ def losses(made, steps):
     return [made.train_step()["loss"] for _ in range(steps)]
 
 
-@pytest.mark.parametrize("name", ["PlainPoints", "StagedPoints"])
+@pytest.mark.parametrize(
+    "name", ["PlainPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(eagerly, tmp_path, name):
     """Dropout is on, outside of a pipeline as well, and batch norm has averages."""
     whole = trainer(tmp_path, name)
@@ -63,7 +65,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(eagerly, tmp_path, name):
     ("name", "values"),
     [
         ("StagedPoints", {"mesh": "layers:2;data:2", "layout": "batch:data"}),
-        ("PlannedPoints", {"mesh": "layers:4", "num_microbatches": "8"}),
+        pytest.param(
+            "PlannedPoints",
+            {"mesh": "layers:4", "num_microbatches": "8"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_losses_do_not_depend_on_the_plan(eagerly, tmp_path, name, values):

@@ -100,7 +100,9 @@ def test_advice_compares_with_the_models_rates(eagerly, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["PlainPoints", "StagedPoints"])
+@pytest.mark.parametrize(
+    "name", ["PlainPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
+)
 def test_a_step_moves_the_weights_by_its_rate(eagerly, tmp_path, name):
     """The losses are those of a training with the rates, one after the other."""
     test, trainer = range_test(tmp_path, name)
