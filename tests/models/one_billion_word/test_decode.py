@@ -175,22 +175,19 @@ def test_tensorflow_alone_serves_what_is_exported(tmp_path, logdir):
         }
 
     prompts = request([row[:-1] for row in rows])
-    found, log_probs, alone, *errors = served(
+    found, log_probs, alone, filled, empty, *errors = served(
         to,
         ("decode", {**prompts, "max_tokens": 6}),
         ("score", request(rows)),
         ("score", request(rows[:1])),
+        # What fills rows up may be anything; and there need be no row.
+        ("score", {"ids": [[*rows[0], *[-1] * 40]], "lengths": [len(rows[0])]}),
+        ("decode", {"ids": [], "lengths": [], "max_tokens": 2}),
         ("decode", {**prompts, "max_tokens": 32}),
         ("decode", {**prompts, "max_tokens": 0}),
         ("score", {"ids": [[1, 400]], "lengths": [2]}),
         ("score", {"ids": [[1, 2]], "lengths": [3]}),
         ("decode", {**prompts, "max_tokens": 2**31 - 1}),
-    )
-    # What fills rows up may be anything; and there need be no row.
-    filled, empty = served(
-        to,
-        ("score", {"ids": [[*rows[0], *[-1] * 40]], "lengths": [len(rows[0])]}),
-        ("decode", {"ids": [], "lengths": [], "max_tokens": 2}),
     )
     assert len(filled["log_probs"][0]) == len(rows[0]) + 40
     assert filled["log_probs"][0][: len(rows[0])] == log_probs["log_probs"][0][: len(rows[0])]
