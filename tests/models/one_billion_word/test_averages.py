@@ -12,7 +12,7 @@ from tests.models.one_billion_word.small_training import (
     weights,
 )
 
-CALM = {"NUM_LAYERS": 2, "NUM_HEADS": 4, "LEARNING_RATE": 0.05, "LAYERS": "named"}
+CALM = {"NUM_LAYERS": 1, "NUM_HEADS": 4, "LEARNING_RATE": 0.05, "LAYERS": "named"}
 STEPS, DECAY = 6, 0.6
 
 

@@ -15,7 +15,7 @@ from tests.models.one_billion_word.small_training import begun, scalars, small_r
 STEPS = 8
 CALM = {
     "LAYERS": "named",
-    "NUM_LAYERS": 2,
+    "NUM_LAYERS": 1,
     "NUM_HEADS": 4,
     "DROPOUT_PROB": 0.2,
     # So small that it clips in each step.

@@ -168,7 +168,13 @@ PLANS = {
     "experts": Plan("layers:1;e:4", "experts:e"),
 }
 # The gradients of round-off stay what they are.
-CALM = {"NUM_EXPERTS": 4, "HIDDEN_DIM": 16, "LEARNING_RATE": 0.02, "DROPOUT_PROB": 0.1}
+CALM = {
+    "NUM_LAYERS": 1,
+    "NUM_EXPERTS": 4,
+    "HIDDEN_DIM": 16,
+    "LEARNING_RATE": 0.02,
+    "DROPOUT_PROB": 0.1,
+}
 STEPS = 2
 BATCHES = [random_batch(seed) for seed in range(STEPS + 1)]
 

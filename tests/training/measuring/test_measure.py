@@ -27,14 +27,14 @@ from tests.training.small_models import PlannedPoints, StagedPoints
 def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     """Layers and steps are timed in one process, and read in another."""
     path, plans = tmp_path / "figures.json", tmp_path / "plans.json"
-    model = "--model=tests.training.small_models.PlannedPoints"
+    model = "--model=tests.training.small_models.ShortPoints"
     code, out, err = run("plan", model, "--devices=2", f"--save={path}")
     assert code == 0 and "error" not in err, err
-    assert "measuring 5 layers, 8 rows a microbatch, forward and backward\n" in err
+    assert "measuring 3 layers, 8 rows a microbatch, forward and backward\n" in err
     figures = Figures.from_json(path.read_text(), str(path))
-    assert len(figures.layers) == 5 and figures.batch == 8 and figures.optimizer >= 2
-    # Of the layers with weights: 4 x 6, 6 x 6, 6 x 6 and 6 x 1 floats, and biases.
-    assert [layer.parameter_bytes for layer in figures.layers] == [120, 168, 168, 28, 0]
+    assert len(figures.layers) == 3 and figures.batch == 8 and figures.optimizer >= 2
+    # Of the layers with weights: 4 x 6 and 6 x 1 floats, and biases.
+    assert [layer.parameter_bytes for layer in figures.layers] == [120, 28, 0]
     # The last layer has no weights, and so no `W`.
     for layer in figures.layers[:-1]:
         assert set(layer.seconds) == {"F", "B", "I", "W"}
@@ -45,7 +45,7 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
         assert layer.working is None or layer.working.at(8) >= 0
     assert figures.fixed > 0 and figures.update >= 0 and 0 < figures.crowding < 1
     # Rows of 6 floats and a label go to the next layer.
-    assert figures.layers[1].outputs.at(8) == 8 * (6 + 1) * 4
+    assert figures.layers[0].outputs.at(8) == 8 * (6 + 1) * 4
     assert main(["plan", str(path), "--devices=2", f"--json={plans}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
     assert json.loads(plans.read_text())[0]["seconds"] > 0
@@ -54,7 +54,7 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     code, out, err = run("plan", str(path), model, "--devices=2", "--trials=2", f"--json={plans}")
     tried = [line for line in err.splitlines() if line.startswith("measuring a trial of")]
     # A plain one is run once, whether it is among the best or not.
-    kinds = ("'mesh=layers:1 remat=none'", "'mesh=layers:1 boundaries=0,5 remat=none'")
+    kinds = ("'mesh=layers:1 remat=none'", "'mesh=layers:1 boundaries=0,3 remat=none'")
     plain = [line for line in tried if line.endswith(kinds)]
     assert code == 0 and len(plain) == 1, err
     assert len(tried) == (2 if "boundaries" in plain[0] else 3)
