@@ -25,7 +25,7 @@ from pipemesh.commands.flags import (
 )
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.costs import NUMBERS, LayerCost, number_problem
-from pipemesh.partition.memory import REMAT_POLICIES, SCHEDULES
+from pipemesh.partition.memory import REMAT_POLICIES, WITH_FORMULA
 from pipemesh.partition.options import METHODS
 from pipemesh.partition.result import MOST_ROWS, Partition, layers_text, table
 from pipemesh.partition.solve import partition
@@ -176,7 +176,7 @@ def _schedule(flags: Flags) -> dict[str, Any]:
     if flags.schedule is None:
         return {}
     try:
-        if parse_schedule(flags.schedule).name in SCHEDULES:
+        if parse_schedule(flags.schedule).name in WITH_FORMULA:
             return {"schedule": flags.schedule}
         if flags.num_microbatches is None:
             raise PartitionError(

@@ -27,7 +27,7 @@ from pipemesh.commands.flags import (
 )
 from pipemesh.errors import PlanError
 from pipemesh.plan.figures import Figures
-from pipemesh.plan.many_devices import SCHEDULES, Forecast, Job, Reliability, forecast
+from pipemesh.plan.many_devices import SCALED_SCHEDULES, Forecast, Job, Reliability, forecast
 from pipemesh.plan.network import Link, Network
 from pipemesh.text import bytes_of, columns, number
 
@@ -158,7 +158,7 @@ COMMAND = Command(
             ),
             Flag("start", _from_zero, 60.0, value="S", help="Seconds until the first step runs."),
         ),
-        Flag("schedules", default=",".join(SCHEDULES), help="Schedules to try."),
+        Flag("schedules", default=",".join(SCALED_SCHEDULES), help="Schedules to try."),
         Flag("parts", bool, False, help="Show the parts of each step, too."),
         Flag("json", value="FILE", help="Write all of it there, too."),
     ),

@@ -34,7 +34,7 @@ from pipemesh.schedule.builders import BUILDERS, SLICED, build
 from pipemesh.schedule.costs import Costs, costs_from_text
 from pipemesh.schedule.csv import CSV_FORMS, write_csv
 from pipemesh.schedule.list_schedule import MemoryLimit, list_schedule
-from pipemesh.schedule.names import FILE, SEARCHED, help_text
+from pipemesh.schedule.names import FILE, NAMES, SEARCHED, help_text
 from pipemesh.schedule.names import parse as parse_schedule
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
@@ -293,11 +293,12 @@ def compare(
     """
     rows: list[Row] = []
     shares: set[int] = set()
-    for name, builder in (BUILDERS | SLICED).items():
-        if not builder.trains:
+    for name in BUILDERS | SLICED:
+        known = NAMES[name]
+        if not known.trains:
             continue
-        virtual_stages = builder.virtual_stages
-        if builder.takes_virtual_stages and num_virtual_stages is not None:
+        virtual_stages = known.stages_a_device
+        if known.is_open and num_virtual_stages is not None:
             virtual_stages = num_virtual_stages
         try:
             schedule = build(name, num_devices, num_microbatches, virtual_stages)

@@ -21,7 +21,7 @@ from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledEr
 from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
 from pipemesh.layers.partition_layers import layer_flops
-from pipemesh.layers.pipeline.alike_stages import simd_cut
+from pipemesh.layers.pipeline.alike_stages import simd_split
 from pipemesh.recurrent import ActionClock, Marks, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.text import columns
@@ -48,7 +48,7 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
     homes = [home.devices for home in stack.StageHomes()]
     stages = [(str(i), cell, homes[i]) for i, cell in enumerate(p.cell_tpl)]
     if p.lowering == "simd" and p.loss_inside and p.pipelined:
-        before, cells, behind = simd_cut(p).split(list(p.cell_tpl))
+        before, cells, behind = simd_split(p, p.cell_tpl)
         everywhere = list(dict.fromkeys(device for home in homes for device in home))
         stages = [
             ("all", before, everywhere),
@@ -63,6 +63,8 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
     rows: list[tuple[str, ...]] = [("stage", "layers", *shares, "parameters", last)]
     remaining = iter(flops or ())
     for number, cell, devices in stages:
+        if cell is None:
+            continue
         layers = layers_of(cell)
         if flops is not None:
             shares = (f"{sum(itertools.islice(remaining, len(layers))) / sum(flops):.1%}",)
