@@ -55,11 +55,10 @@ from pipemesh.recurrent import (
     predict_transfers,
 )
 from pipemesh.recurrent.circular.alike_pipeline import alike_pipeline
-from pipemesh.recurrent.options import INITIAL_SCALE
+from pipemesh.recurrent.options import INITIAL_SCALE, Clock
 from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.table.run import with_loss
 from pipemesh.recurrent.table.validation import microbatch_size
-from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.schedule import Schedule
 
 
@@ -124,7 +123,7 @@ class PipeliningLayer(SeqLayer):
         super().__init__(params)
         self._eager_runs: dict[Any, Any] = {}
         # Set it to an ActionClock or Marks before a graph is built to time its actions.
-        self.clock: Stamps | None = None
+        self.clock: Clock | None = None
         # Set it before a graph is built to locate values that are not finite.
         self.locates_errors = False
         # Set it before a graph is built to receive its run; see `pipemesh.recurrent.Options`.

@@ -318,6 +318,6 @@ def test_a_stack_is_called_under_the_mesh_that_it_was_made_under(eagerly):
     layer = stack(2, 2).Instantiate()
     layout = LayoutRules.from_text("d_ff:model")
     with mesh_cluster(Mesh.from_text("layers:2;model:2"), layout=layout) as cluster:
-        assert cluster.layout == layout
+        assert cluster.params.layout == layout
         with pytest.raises(PipelineError, match=r"for replicas of 1 devices .* on replicas of 2"):
             layer.FPropDefaultTheta(tf.constant(X))
