@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import layers, py_utils
 
-from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
+from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.layers.pipeline.alike_stages import simd_cut, simd_split
 from pipemesh.recurrent import ActionClock
@@ -203,6 +203,7 @@ def test_layers_that_are_not_alike_are_named_with_what_differs(cells, words):
     [
         ({"lowering": "smd"}, "did you mean 'simd'"),
         ({"schedule": "1f1b"}, "use schedule='gpipe'"),
+        ({"schedule": "zb_v", "cell_tpl": cut(uncounted(4), 4)}, "looped_bfs:V"),
         ({"remat": "none"}, "remat is 'none'"),
         ({"loop": False}, "loop is False"),
         ({"check_numerics": "all"}, "check_numerics is 'all'"),
@@ -213,11 +214,6 @@ def test_layers_that_are_not_alike_are_named_with_what_differs(cells, words):
 def test_what_cannot_be_honoured_is_an_error_and_not_dropped(kwargs, words):
     with pytest.raises(PipemeshError, match=words):
         simd(cut(uncounted(2), 2), 2).Set(**kwargs).Instantiate()
-
-
-def test_a_schedule_of_another_number_of_devices_is_an_error():
-    with pytest.raises(ScheduleError, match="looped_bfs:V"):
-        simd(cut(uncounted(4), 4), 2, schedule="zb_v").Instantiate()
 
 
 @pytest.mark.parametrize("run_in", [run_tf1, run_tf2])
