@@ -223,7 +223,8 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
             self._names.append(sub.name)
         if unknown := [name for name in p.act_fetch_layers if name not in self.children]:
             raise PipelineError(
-                f"{p.name}: act_fetch_layers names {unknown}, but the layers are {self._names}"
+                f"{p.name}: act_fetch_layers names {unknown}, but the layers are "
+                f"{list(self._names)}"
             )
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
