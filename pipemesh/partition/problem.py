@@ -259,7 +259,8 @@ class Problem:
             * (float(self.times.kinds[kind][0]) / fastest)
             for kind in kinds.values()
         ]
-        return np.minimum.reduce(loads)
+        least: Floats = np.min(loads, axis=0)
+        return least
 
     def windows(self) -> tuple[Ints, Ints]:
         """Returns the first and last place of each boundary that leave every stage a layer."""

@@ -63,6 +63,8 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
     rows: list[tuple[str, ...]] = [("stage", "layers", *shares, "parameters", last)]
     remaining = iter(flops or ())
     for number, cell, devices in stages:
+        if cell is None:
+            continue
         layers = layers_of(cell)
         if flops is not None:
             shares = (f"{sum(itertools.islice(remaining, len(layers))) / sum(flops):.1%}",)
