@@ -88,9 +88,9 @@ def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool])
         parent, child = parent.parent, parent
     if parent is None:
         return
-    owners = {id(v): layer for layer in _layers(child, skip_given=True) for v in _own(layer)}
-    inside = set(map(id, _layers(child)))
-    for other in _layers(parent):
+    owners = {id(v): layer for layer in all_layers(child, skip_given=True) for v in _own(layer)}
+    inside = set(map(id, all_layers(child)))
+    for other in all_layers(parent):
         for variable in () if id(other) in inside else _own(other):
             if id(variable) in owners:
                 name = owners[id(variable)].params.name
@@ -103,7 +103,7 @@ def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool])
                 )
 
 
-def _layers(root: Any, skip_given: bool = False) -> list[Any]:
+def all_layers(root: Any, skip_given: bool = False) -> list[Any]:
     """Returns a layer and all below it, optionally without those whose scope a stage sets."""
     unique: dict[int, Any] = {}
 
@@ -223,7 +223,8 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
             self._names.append(sub.name)
         if unknown := [name for name in p.act_fetch_layers if name not in self.children]:
             raise PipelineError(
-                f"{p.name}: act_fetch_layers names {unknown}, but the layers are {self._names}"
+                f"{p.name}: act_fetch_layers names {unknown}, but the layers are "
+                f"{list(self._names)}"
             )
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:

@@ -12,7 +12,6 @@ A seed that fails prints its plan; `--plans=1 --seed=<seed>` runs it again.
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import sys
 import traceback
@@ -26,12 +25,13 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import PipemeshError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
+from pipemesh.layers import PipeliningLayer, SeqLayer
 from pipemesh.schedule.names import NAMES
 from tests.layers import test_precision as dense
 from tests.layers.blocks import blocks
 from tests.layers.harness import Result, run_tf2
 from tests.layers.pipeline import test_simd_stack as named
+from tests.layers.pipeline.stacks import stack_of
 
 STEPS = 2
 # Slices of sequences are for stages of functions.
@@ -113,11 +113,7 @@ class Plan:
             tied = named.TIED if self.tied else {}
             return named.stack(bounds, cls, layers, tied, **options)
         layers = [*blocks(self.num_blocks - 1), dense.Head.Params().Set(name="head")]
-        cells = [
-            FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=layers[a:b])
-            for i, (a, b) in enumerate(itertools.pairwise(bounds))
-        ]
-        return cls.Params().Set(name="stack", cell_tpl=cells, **options)
+        return stack_of(layers, bounds, cls, **options)
 
     def _run(self, params: Any, mesh: Any) -> Result:
         if self.is_named:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent import Selective
 from pipemesh.schedule import Costs, list_schedule
 from tests.layers.blocks import WIDTH, Block, blocks
@@ -110,17 +109,3 @@ def test_evaluation_runs_through_the_same_devices_without_dropout(run):
         result = run(params, [X, X], num_devices=num_devices, do_eval=True, loss=None)
         for a, b in zip(result.outputs[:3], expected.outputs[:3], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"schedule": "1f2b"}, ScheduleError, "unknown schedule '1f2b'; did you mean '1f1b'"),
-        ({"schedule": "file:missing.csv"}, ScheduleError, "cannot read missing.csv: No such file"),
-        ({"loss_inside": False}, PipelineError, "returns a scalar"),
-    ],
-    ids=str,
-)
-def test_plans_that_do_not_fit_are_errors_before_the_first_step(run, kwargs, error, message):
-    with pytest.raises(error, match=message):
-        run(pipelined(4, 4).Set(**kwargs), [X, X], num_devices=4, loss=mean)

@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import run_tf1, run_tf2
+from tests.layers.pipeline.stacks import stack_of
 from tests.pairwise import in_turn
 
 RNG = np.random.default_rng(1)
@@ -25,18 +25,8 @@ class Head(Block):
 
 def pipelined(dtype):
     sub = [*blocks(3, rate=0.0), Head.Params().Set(name="head", rate=0.0)]
-    cells = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=sub[2 * i : 2 * i + 2])
-        for i in range(2)
-    ]
-    return PipeliningLayer.Params().Set(
-        name="stack",
-        cell_tpl=cells,
-        num_micro_batches=4,
-        schedule="1f1b",
-        loss_inside=True,
-        fprop_dtype=dtype,
-    )
+    options = {"num_micro_batches": 4, "schedule": "1f1b", "loss_inside": True}
+    return stack_of(sub, [0, 2, 4], fprop_dtype=dtype, **options)
 
 
 def mean(outputs):
@@ -82,10 +72,7 @@ SEEN: list[tuple[str, tf.DType, tf.DType]] = []
 def test_a_layer_with_a_dtype_of_its_own_computes_with_weights_in_it(run, do_eval):
     sub = [Noting.Params().Set(name=f"layer{i}", rate=0.0) for i in range(3)]
     sub[1].fprop_dtype = tf.float32
-    cells = [FeatureExtractionLayer.Params().Set(name="s0", sub=sub)]
-    params = PipeliningLayer.Params().Set(
-        name="stack", cell_tpl=cells, num_micro_batches=2, fprop_dtype=tf.bfloat16
-    )
+    params = stack_of(sub, [0, 3], num_micro_batches=2, fprop_dtype=tf.bfloat16)
     SEEN.clear()
     result = run(params, [X], do_eval=do_eval, loss=None if do_eval else lambda y: tf.reduce_sum(y))
     assert {(name, weight) for name, _, weight in SEEN} == {
@@ -104,10 +91,7 @@ def noisy(dtype, scale=0.5):
         )
         block.cls = Noisy
         sub.append(block)
-    cells = [FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=[sub[i]]) for i in range(2)]
-    return PipeliningLayer.Params().Set(
-        name="stack", cell_tpl=cells, num_micro_batches=2, fprop_dtype=dtype
-    )
+    return stack_of(sub, [0, 1, 2], num_micro_batches=2, fprop_dtype=dtype)
 
 
 class Noisy(Block):

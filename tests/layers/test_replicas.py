@@ -18,7 +18,7 @@ from pipemesh.layers import (
 from pipemesh.layers.mesh_cluster import stage_homes
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.blocks import WIDTH, blocks
-from tests.layers.harness import run_tf1, run_tf2
+from tests.layers.harness import executing, run_tf1, run_tf2
 from tests.layers.pipeline.stacks import plain
 from tests.layers.pipeline.test_pipelining import cut, pipelined
 from tests.pairwise import in_turn
@@ -76,24 +76,19 @@ class Table(base_layer.BaseLayer):
 @pytest.mark.parametrize("pipelined_or_not", [True, False])
 def test_gradients_are_dense_with_and_without_a_pipeline(pipelined_or_not):
     # Of rows that occur twice in a sparse one, lingvo's clipping would take the wrong norm.
-    py_utils.SetEagerMode(True, test_mode=True)
-    try:
-        with mesh_cluster(Mesh.from_text("layers:1")):
-            py_utils.GetOrCreateGlobalStepVar().assign(0)
-            cells = cut([Table.Params().Set(name="table")], 1)
-            layer = pipelined(cells, 2, pipelined=pipelined_or_not).Instantiate()
+    with executing(True):
+        cells = cut([Table.Params().Set(name="table")], 1)
+        layer = pipelined(cells, 2, pipelined=pipelined_or_not).Instantiate()
 
-            @tf.function(autograph=False)
-            def gradient(ids):
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_sum(layer.FPropDefaultTheta(ids))
-                (grad,) = tape.gradient(loss, layer.vars.Flatten())
-                assert isinstance(grad, tf.Tensor)
-                return grad
+        @tf.function(autograph=False)
+        def gradient(ids):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer.FPropDefaultTheta(ids))
+            (grad,) = tape.gradient(loss, layer.vars.Flatten())
+            assert isinstance(grad, tf.Tensor)
+            return grad
 
-            grad = gradient(tf.constant([[1, 1, 1, 3]] * 4))
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
+        grad = gradient(tf.constant([[1, 1, 1, 3]] * 4))
     np.testing.assert_array_equal(grad[:, 0], [0, 12, 0, 4, 0])
 
 

@@ -249,9 +249,7 @@ class Nested(Block):
         return {"a": x, "b": [2 * x, x + 1]}, (None,)
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-def test_lists_tuples_and_dicts_stay_what_they_are_between_stages_and_outside(run, mode):
-    run = run if mode == "graph" else run_eagerly
+def test_lists_tuples_and_dicts_stay_what_they_are_between_stages_and_outside():
     kinds = set()
 
     def loss(outputs):
@@ -260,9 +258,9 @@ def test_lists_tuples_and_dicts_stay_what_they_are_between_stages_and_outside(ru
 
     sub = [Nested.Params().Set(name=name) for name in "abc"]
     inputs = [{"a": X, "b": [X, X]}, (None,)]
-    expected = run(stage("stack", *sub), inputs, num_devices=2, loss=loss)
+    expected = run_eagerly(stage("stack", *sub), inputs, num_devices=2, loss=loss)
     cells = [stage("s0", *sub[:2]), stage("s1", *sub[2:])]
-    result = run(pipelined(cells), inputs, num_devices=2, loss=loss)
+    result = run_eagerly(pipelined(cells), inputs, num_devices=2, loss=loss)
     assert len(kinds) == 1 and len(result.outputs) == 3 and len(result.grads) == 3
     result.assert_close(expected)
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from lingvo.core import bn_layers, py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.pipeline.stage import all_layers
+from pipemesh.layers.feature_extraction import all_layers
 
 # A layer's number of rows, their mean, and the sum of squared differences from it.
 _Moments = Sequence[tf.Tensor]
@@ -24,11 +24,10 @@ _COUNT = 3
 
 
 def _norms(stage: Any) -> list[Any]:
-    """Returns the layers that average batches in variables, each once; none in evaluation."""
+    """Returns the layers that average batches in variables; none in evaluation."""
     if stage.do_eval:
         return []
-    norms = [each for each in all_layers(stage) if isinstance(each, bn_layers.BatchNormLayer)]
-    return list({id(norm): norm for norm in norms}.values())
+    return [layer for layer in all_layers(stage) if isinstance(layer, bn_layers.BatchNormLayer)]
 
 
 def first_carry(stage: Any) -> list[tf.Tensor]:

@@ -166,18 +166,16 @@ class SimdRing:
             self.lowering, places, Shape.of(batch=rows, length=number)
         )
         arguments = LayerArguments(len(args) + 1, named)
-        travels, along = arguments.split(named)
-        return (
-            tuple(arg.slices for arg in travels),
-            tuple(arg.slices for arg in along),
-            arguments,
+        travels, along = (
+            tuple(named[i].slices for i in numbers)
+            for numbers in (arguments.travels, arguments.along)
         )
+        return travels, along, arguments
 
     def _joined_args(self, passed: _Passed, x: Leaves, sides: Sequence[Slices]) -> list[Any]:
         """Returns the arguments of a layer, then the positions of tokens."""
-        shapes = iter(passed.arguments.shapes)
-        tensors = [Tensor(self.lowering, slices, next(shapes)) for slices in (*x, *sides)]
-        return passed.arguments.join(tensors[: len(x)], tensors[len(x) :])
+        pairs = zip((*x, *sides), passed.arguments.shapes, strict=True)
+        return passed.arguments.join(Tensor(self.lowering, *pair) for pair in pairs)
 
     def _stage(
         self, passed: _Passed, now: Tick, x: Leaves, sides: Sequence[Slices], kept: Kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -45,14 +45,10 @@ class LayerArguments:
         self.along = [i for i in named if i not in self.travels]
         self.shapes = [named[i].shape for i in (*self.travels, *self.along)]
 
-    def split(self, named: Mapping[int, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Returns the tensors that travel, and those that go along."""
-        return tuple(named[i] for i in self.travels), tuple(named[i] for i in self.along)
-
-    def join(self, travels: Sequence[Tensor], along: Sequence[Tensor]) -> list[Any]:
-        """Returns all arguments in their order, from the parts of `split`."""
+    def join(self, tensors: Iterable[Tensor]) -> list[Any]:
+        """Returns all arguments in their order; given are those that travel, then the others."""
         args: list[Any] = [None] * self.count
-        for i, tensor in zip((*self.travels, *self.along), (*travels, *along), strict=True):
+        for i, tensor in zip((*self.travels, *self.along), tensors, strict=True):
             args[i] = tensor
         return args
 
@@ -251,14 +247,15 @@ class SimdStack:
                 layer_aliases({}, name_in_task(stack)),
                 alike_layers_scope(names),
             ):
-                outputs = self.call_alike(weights, arguments.join(x, sides))
+                outputs = self.call_alike(weights, arguments.join((*x, *sides)))
             return tuple(outputs[i] for i in arguments.travels)
 
         with lowering_scope(lowering):
             args = to_tuple(self.call_end(self.first, weights, args, theta))
             named = self.named_args(lowering, args)
             arguments = LayerArguments(len(args), named)
-            travels, along = arguments.split(named)
+            travels = tuple(named[i] for i in arguments.travels)
+            along = tuple(named[i] for i in arguments.along)
             results = list(args)
             outputs = self.pipeline(layer, travels, self.own_weights(weights), along)
             for i, tensor in zip(arguments.travels, outputs, strict=True):

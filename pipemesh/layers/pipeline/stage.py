@@ -15,6 +15,7 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.check_params import with_article
+from pipemesh.layers.feature_extraction import all_layers
 from pipemesh.layers.named import NamedLayer, current_lowering, lowering_scope
 from pipemesh.layers.named.scope import map_kind
 from pipemesh.layers.named.weight_slices import ReplicaCut, replica_cut_scope
@@ -254,11 +255,6 @@ class StageLowering:
             f"{', '.join(map(repr, mesh.axis_names))}, and the others idle",
             stacklevel=4,
         )
-
-
-def all_layers(layer: Any) -> list[Any]:
-    """Returns a layer and all below it."""
-    return [layer, *(inner for child in layer.children.Flatten() for inner in all_layers(child))]
 
 
 def _named_layers(stage: Any) -> list[NamedLayer]:

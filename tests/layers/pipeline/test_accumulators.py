@@ -6,8 +6,8 @@ import tensorflow as tf
 from lingvo.core import base_layer, bn_layers, layers, py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
+from tests.layers.pipeline.stacks import stack_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 3, 4]).astype(np.float32)
@@ -38,15 +38,8 @@ class Normed(base_layer.BaseLayer):
 
 
 def model(num_microbatches=1, **kwargs):
-    cells = [
-        FeatureExtractionLayer.Params().Set(
-            name=f"s{i}", sub=[Normed.Params().Set(name=f"layer{i}")]
-        )
-        for i in range(2)
-    ]
-    return PipeliningLayer.Params().Set(
-        name="stack", cell_tpl=cells, num_micro_batches=num_microbatches, **kwargs
-    )
+    layers = [Normed.Params().Set(name=f"layer{i}") for i in range(2)]
+    return stack_of(layers, [0, 1, 2], num_micro_batches=num_microbatches, **kwargs)
 
 
 @pytest.mark.parametrize("run", [run_eagerly, pytest.param(run_tf2, marks=pytest.mark.exhaustive)])

@@ -6,9 +6,9 @@ import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.layers.pipeline.losses import check_head
 from tests.layers.harness import run_eagerly, run_tf1, run_tf2
+from tests.layers.pipeline.stacks import cells_of, first, stack_of
 
 X = np.random.default_rng(0).normal(size=[8, 3, 4]).astype(np.float32)
 MODES = {"tf1": run_tf1, "function": run_tf2, "eager": run_eagerly}
@@ -77,15 +77,9 @@ def model(kind, *, head=False, inside=True, **kwargs):
     # A stage without a loss, one with two; the last one is the head.
     layers[1].kind = None
     layers[3].head = head
-    stages = [layers[1:2], layers[:1] + layers[2:3], layers[3:]]
-    kwargs = {"num_micro_batches": 4, **kwargs}
-    cells = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=sub) for i, sub in enumerate(stages)
-    ]
     before = [Dense.Params().Set(name="before", kind=kind, batch_dim=dim)]
-    stack = PipeliningLayer.Params().Set(
-        name="stack", before_tpl=before, cell_tpl=cells, loss_inside=head, **kwargs
-    )
+    kwargs = {"num_micro_batches": 4, "before_tpl": before, "loss_inside": head, **kwargs}
+    stack = stack_of([layers[i] for i in (1, 0, 2, 3)], [0, 1, 3, 4], **kwargs)
     return Whole.Params().Set(name="whole", stack=stack, inside=inside)
 
 
@@ -120,26 +114,19 @@ def test_aux_losses_equal_those_of_the_plain_stack(mode, kind, devices, kwargs):
 def test_a_head_adds_the_losses_of_all_layers_before(mode, schedule, kind):
     """A mean was counted once for each microbatch."""
     kwargs = {"aux_loss_microbatch_accumulation": kind if kind != "rows" else None, "head": True}
-
-    def loss(outputs):
-        return outputs[0]
-
     wanted = model(kind, pipelined=False, **kwargs)
     params = model(kind, schedule=schedule, **kwargs)
     for p in (wanted, params):
         # Of a loss before the stages none of them knows: it is refused.
         p.stack.before_tpl[0].kind = None
     run = MODES[mode]
-    wanted = run(wanted, [X], num_devices=3, loss=loss)
-    run(params, [X], num_devices=3, loss=loss).assert_close(wanted)
+    wanted = run(wanted, [X], num_devices=3, loss=first)
+    run(params, [X], num_devices=3, loss=first).assert_close(wanted)
 
 
 def test_what_cannot_be_carried_is_refused_by_name(run):
     simd = model("sum", lowering="simd")
-    simd.stack.cell_tpl = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=[simd.stack.before_tpl[0]])
-        for i in range(3)
-    ]
+    simd.stack.cell_tpl = cells_of(simd.stack.before_tpl * 3, [0, 1, 2, 3])
     inside = {"head": True, "aux_loss_microbatch_accumulation": "sum"}
     for params, message in (
         (model("mean"), "stage 's1': a layer adds a scalar .* 4 parts .*'mean' if"),

@@ -12,7 +12,7 @@ from pipemesh.layers import PipeliningLayer, SeqLayer
 from pipemesh.layers.named import Embedding, SoftmaxCrossEntropy
 from pipemesh.lowering import ops
 from pipemesh.recurrent import ActionClock
-from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
+from tests.layers.harness import cluster, executing, run_eagerly, run_tf1, run_tf2
 from tests.layers.pipeline.stacks import first, stack_of
 from tests.layers.pipeline.test_stage import Residual
 
@@ -208,26 +208,10 @@ def test_weights_are_not_cut_over_the_axis_of_the_batch():
         run_tf2(stack([0, 2, 4]), INPUTS, loss=first, num_devices="layers:2;data:2 embed:data")
 
 
-def test_a_clock_and_a_forecast_of_memory_are_errors():
-    with cluster(2), tf.Graph().as_default():
-        py_utils.GetOrCreateGlobalStepVar()
-        layer = stack([0, 3, 6]).Instantiate()
+def test_a_clock_is_an_error():
+    with executing(False, 2):
+        layer = stack([0, 2, 4]).Instantiate()
         inputs = [None if x is None else tf.constant(x) for x in INPUTS]
-        with pytest.raises(PipelineError, match="memory is predicted for lowering='placement'"):
-            layer.PredictMemory(*inputs)
         layer.clock = ActionClock()
         with pytest.raises(PipelineError, match="a clock is set"):
             layer.FPropDefaultTheta(*inputs)
-
-
-@pytest.mark.exhaustive
-def test_the_graph_does_not_grow_with_the_microbatches():
-    def size(number):
-        with cluster(2), tf.Graph().as_default() as graph:
-            py_utils.GetOrCreateGlobalStepVar()
-            layer = stack([0, 3, 6], num_micro_batches=number).Instantiate()
-            inputs = [None if x is None else tf.constant(x) for x in INPUTS]
-            tf.gradients(layer.FPropDefaultTheta(*inputs)[0], layer.vars.Flatten())
-            return len(graph.as_graph_def().node)
-
-    assert size(2) == size(8)

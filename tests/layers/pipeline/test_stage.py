@@ -13,7 +13,7 @@ from pipemesh.layers.named import FeedForward, NamedLayer, Norm, lowering_scope
 from pipemesh.layers.pipeline.stage import StageStructure, handed_over
 from pipemesh.lowering import PlacementLowering, ops
 from pipemesh.mesh import LayoutRules, Mesh
-from tests.layers.harness import run_eagerly, run_tf1, run_tf2
+from tests.layers.harness import run_tf1, run_tf2
 from tests.layers.pipeline import stacks
 from tests.layers.pipeline.stacks import first, stack_of
 from tests.pairwise import in_turn
@@ -55,9 +55,11 @@ def test_one_value_is_packed_bare_and_several_are_a_tuple():
     assert of().pack([]) == ()
 
 
-def test_numbers_become_tensors():
+def test_numbers_become_tensors_and_later_values_have_the_same_structure():
     (tensor,) = of(2.5).flatten((2.5,))
     assert isinstance(tensor, tf.Tensor) and tensor.numpy() == 2.5
+    with pytest.raises(PipelineError):
+        of(A, B).flatten((A,))
 
 
 def test_equal_structures_have_equal_keys():
@@ -98,11 +100,6 @@ def test_exactly_one_nested_map_where_it_should_be():
 def test_what_is_no_dense_tensor_is_an_error_with_a_way_out(value, message):
     with pytest.raises(PipelineError, match=rf"^layer: outputs\.1\.x is {message}"):
         of(A, {"x": value}, what="outputs")
-
-
-def test_what_comes_later_has_the_same_structure():
-    with pytest.raises(PipelineError):
-        of(A, B).flatten((A,))
 
 
 def lowering(text):
@@ -263,20 +260,6 @@ def test_every_schedule_trains_named_layers_on_replicas(run, schedule):
     found.assert_close(expected(run, head=True), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.slow
-def test_without_microbatches_and_in_evaluation_it_is_the_same_model():
-    mesh = "layers:2;model:2 d_ff:model"
-    found = run_tf2(stack(2, 2, pipelined=False), [X], steps=3, num_devices=mesh)
-    found.assert_close(expected(run_tf2), rtol=2e-4, atol=2e-5)
-    evaluated = [
-        run_eagerly(params, [X], num_devices=devices, do_eval=True, loss=None)
-        for params, devices in ((stack(2, 2), mesh), (plain(), 1))
-    ]
-    np.testing.assert_allclose(
-        evaluated[0].outputs[0], evaluated[1].outputs[0], rtol=1e-4, atol=1e-5
-    )
-
-
 def test_slices_of_weights_lie_on_the_devices_that_compute_with_them(eagerly):
     rules = LayoutRules.from_text("batch:data;d_ff:model")
     with mesh_cluster(Mesh.from_text("layers:2;data:2;model:2"), layout=rules):
@@ -290,10 +273,12 @@ def test_slices_of_weights_lie_on_the_devices_that_compute_with_them(eagerly):
         }
     assert homes == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
     # Of the two replicas each holds a part of the weights: of the first slices, of the second ones.
-    replicas = {"w_in_slice_0": "46", "w_in_slice_1": "57", "b_out": "46"}
-    for name, sizes in (("w_in_slice_0", [WIDTH, 4]), ("w_in_slice_1", [WIDTH, 4])):
-        assert found[name][0] in replicas[name] and found[name][1] == sizes
-    assert found["b_out"][0] in replicas["b_out"] and found["b_out"][1] == [WIDTH]
+    for name, replicas, sizes in (
+        ("w_in_slice_0", "46", [WIDTH, 4]),
+        ("w_in_slice_1", "57", [WIDTH, 4]),
+        ("b_out", "46", [WIDTH]),
+    ):
+        assert found[name][0] in replicas and found[name][1] == sizes
     assert {device for device, _ in found.values()} == {*"4567"}
 
 

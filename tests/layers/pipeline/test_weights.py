@@ -56,22 +56,15 @@ def dtypes_of(structure):
     return [(name, value.dtype.base_dtype) for name, value in structure.FlattenItems()]
 
 
-def test_weights_have_the_dtype_of_their_variables_and_the_structure_of_theta(eagerly):
+def test_weights_have_the_dtypes_of_their_variables_and_layers_compute_in_their_own(eagerly):
     layer = make()
     found = uncast_theta(layer)
     assert dtypes_of(found) == dtypes_of(layer.vars)
     tf.nest.assert_same_structure(found, layer.theta)
-
-
-def test_each_weight_is_computed_with_in_the_dtype_of_its_layer(eagerly):
-    layer = make()
     found = compute_dtypes(layer)
     assert found.FlattenItems() == dtypes_of(layer.theta)
     assert (found.low.w, found.own.w, found.many[0].w) == (tf.bfloat16, tf.float16, tf.bfloat16)
     assert found.low.count == tf.float64
-
-
-def test_without_a_compute_dtype_it_is_that_of_the_variable(eagerly):
     assert compute_dtypes(make(None)).low.w == tf.float32
 
 
