@@ -381,21 +381,6 @@ def test_gradients_of_half_precision_are_summed_in_float32():
     assert float(run(tf.ones([], tf.bfloat16))) == 3.0
 
 
-def test_inputs_may_be_integers_and_weights_a_table():
-    ids = tf.constant(RNG.integers(0, WIDTH, size=[LENGTH, BATCH]), tf.int32)
-
-    def embedding(theta, state, inputs):
-        return {"m": tf.gather(theta["w"], inputs["x"]) + 0.5 * state["m"]}, ()
-
-    def build(v, stack):
-        return stack(v, cell_fns=[embedding, cell], inputs={"x": ids})
-
-    assert_equal(
-        run_tf2(functools.partial(build, stack=stacked), VALUES),
-        run_tf2(functools.partial(build, stack=plain), VALUES),
-    )
-
-
 def test_a_dynamic_length_is_an_error():
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, BATCH, WIDTH])])
     def run(x):
