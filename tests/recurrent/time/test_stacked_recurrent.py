@@ -13,7 +13,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent import StackedRecurrent, record_placement
-from pipemesh.recurrent.passes.graph_cut import Cuts
+from pipemesh.recurrent.passes.passes import Cuts
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.time.stacked_recurrent import LayerArguments, LayerStage
