@@ -68,6 +68,25 @@ def test_any_dim_can_be_the_batch(batch_dim):
     np.testing.assert_array_equal(ops.export_tensor(y), 3 * np.ones([2, 4]))
 
 
+def with_gradients(function, values):
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        y = function(*values)
+    return [y, *map(tf.convert_to_tensor, tape.gradient(y, values))]
+
+
+def assert_alike(meshed, plain, *values):
+    """Compares results and gradients; the gradients are of the sum of the results."""
+    values = list(map(tf.constant, values))
+    got = tf.function(with_gradients, autograph=False)(meshed, values)
+    for a, b in zip(got, with_gradients(plain, values), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def random(*sizes):
+    return np.random.default_rng(sum(sizes)).standard_normal(sizes).astype(np.float32)
+
+
 def test_nan_in_bubbles_reaches_nothing():
     def layer(x, weights, position):
         # Zeros, with which the cores begin, give NaN, and gradients of NaN.
@@ -76,55 +95,37 @@ def test_nan_in_bubbles_reaches_nothing():
     lowering = make("layers:4")
     pipeline = SimdPipeline(lowering.mesh, num_layers=4, num_microbatches=1)
 
-    @tf.function(autograph=False)
-    def step(x, w):
-        with tf.GradientTape() as tape:
-            tape.watch([x, w])
-            xs = ops.import_tensor(lowering, x, "batch:2;io:3")
-            ws = ops.import_tensor(lowering, w, pipeline.stacked("io:3"))
-            y = ops.export_tensor(pipeline(layer, xs, {"w": ws}))
-        return y, *tape.gradient(y, [x, w])
+    def meshed(x, w):
+        x = ops.import_tensor(lowering, x, "batch:2;io:3")
+        w = ops.import_tensor(lowering, w[None, :, None], pipeline.stacked("io:3"))
+        return ops.export_tensor(pipeline(layer, x, {"w": w}))
 
-    x = tf.constant([[1.0, 2, 3], [4, 5, -6]])
-    w = tf.reshape(tf.range(1.0, 13), [4, 3])
-    with tf.GradientTape() as tape:
-        tape.watch([x, w])
-        want = x
+    def plain(x, w):
         for i in range(4):
-            want = want / tf.sqrt(tf.reduce_mean(want * want, -1, keepdims=True)) * w[i]
-    grads = tape.gradient(want, [x, w])
-    got = step(x, tf.reshape(w, [1, 4, 1, 3]))
-    for a, b in zip(got, [want, *grads], strict=True):
-        np.testing.assert_allclose(np.reshape(a, b.shape), b, rtol=1e-4, atol=1e-5)
+            x = x / tf.sqrt(tf.reduce_mean(x * x, -1, keepdims=True)) * w[i]
+        return x
+
+    assert_alike(meshed, plain, random(2, 3), random(4, 3))
 
 
 def test_what_comes_before_and_after_may_be_split_over_the_stages_too():
     lowering = make("layers:2", "layers:layers;vocab:layers")
-    draw = np.random.default_rng(0)
-    table = tf.constant(draw.standard_normal((6, 3)).astype(np.float32))
-    w = tf.constant(draw.standard_normal((2, 3)).astype(np.float32))
     ids = np.array([5, 0, 3, 3])
     pipeline = SimdPipeline(lowering.mesh, num_layers=2, num_microbatches=2)
 
-    @tf.function(autograph=False)
-    def step(table, w):
-        with tf.GradientTape() as tape:
-            tape.watch([table, w])
-            rows = ops.import_tensor(lowering, table, "vocab:6;io:3")
-            stack = ops.import_tensor(lowering, w[None, :, None], pipeline.stacked("io:3"))
-            x = ops.gather(rows, ops.import_tensor(lowering, ids, "batch:4"), "vocab")
-            y = pipeline(add, x, {"w": stack})
-            logits = ops.log_softmax(ops.einsum([y, rows], ["batch", "vocab"]), "vocab")
-            loss = ops.export_tensor(ops.reduce_sum(ops.square(logits)))
-        return loss, *tape.gradient(loss, [table, w])
+    def meshed(table, w):
+        rows = ops.import_tensor(lowering, table, "vocab:6;io:3")
+        stack = ops.import_tensor(lowering, w[None, :, None], pipeline.stacked("io:3"))
+        x = ops.gather(rows, ops.import_tensor(lowering, ids, "batch:4"), "vocab")
+        y = pipeline(add, x, {"w": stack})
+        logits = ops.log_softmax(ops.einsum([y, rows], ["batch", "vocab"]), "vocab")
+        return ops.export_tensor(ops.reduce_sum(ops.square(logits)))
 
-    with tf.GradientTape() as tape:
-        tape.watch([table, w])
+    def plain(table, w):
         y = tf.gather(table, ids) + w[0] + w[1]
-        want = tf.reduce_sum(tf.nn.log_softmax(y @ tf.transpose(table)) ** 2)
-    grads = map(tf.convert_to_tensor, tape.gradient(want, [table, w]))
-    for a, b in zip(step(table, w), [want, *grads], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4)
+        return tf.reduce_sum(tf.nn.log_softmax(y @ tf.transpose(table)) ** 2)
+
+    assert_alike(meshed, plain, random(6, 3), random(2, 3))
 
 
 def test_a_stage_and_its_gradient_are_computed_on_its_own_device():
@@ -336,10 +337,7 @@ def test_a_pipeline_in_a_stage_of_another_pipeline_may_not_draw():
 def test_several_activations_travel_and_others_go_along():
     lowering = make("layers:2;data:2", "layers:layers;batch:data")
     pipeline = SimdPipeline(lowering.mesh, 4, num_microbatches=4)
-    draw = np.random.default_rng(0)
-    first, second = (draw.normal(size=s).astype(np.float32) for s in ((8, 2), (8,)))
-    w = draw.normal(size=[4, 2]).astype(np.float32)
-    segments = draw.integers(0, 2, size=[8], dtype=np.int32)
+    segments = np.arange(8, dtype=np.int32) % 2
 
     def layer(x, weights, position, segments):
         first, second = x
@@ -354,26 +352,18 @@ def test_several_activations_travel_and_others_go_along():
             first, second = scaled + second[:, None], second + tf.reduce_sum(scaled, 1) * seen
         return tf.reduce_sum(tf.sin(first)) + tf.reduce_sum(second)
 
-    @tf.function(autograph=False)
     def meshed(first, second, w):
-        x = tuple(
-            ops.import_tensor(lowering, value, shape)
-            for value, shape in ((first, "batch:8;io:2"), (second, "batch:8"))
+        x = (
+            ops.import_tensor(lowering, first, "batch:8;io:2"),
+            ops.import_tensor(lowering, second, "batch:8"),
         )
         shape = pipeline.stacked("io:2")
         weights = {"w": ops.import_tensor(lowering, tf.reshape(w, shape.sizes), shape)}
         along = [ops.import_tensor(lowering, segments, "batch:8")]
         y = [ops.export_tensor(leaf) for leaf in pipeline(layer, x, weights, along)]
-        loss = tf.reduce_sum(tf.sin(y[0])) + tf.reduce_sum(y[1])
-        return loss, tf.gradients(loss, [first, second, w])
+        return tf.reduce_sum(tf.sin(y[0])) + tf.reduce_sum(y[1])
 
-    loss, grads = meshed(*map(tf.constant, (first, second, w)))
-    variables = [tf.Variable(value) for value in (first, second, w)]
-    with tf.GradientTape() as tape:
-        wanted = plain(*variables)
-    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    for mine, theirs in zip(grads, tape.gradient(wanted, variables), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert_alike(meshed, plain, random(8, 2), random(8), random(4, 2))
 
 
 def test_a_layer_returns_as_many_activations_as_it_takes():
@@ -445,41 +435,25 @@ def test_a_weight_that_is_not_used_has_no_gradient():
 
 
 def test_a_weight_is_told_apart_where_it_meets_examples_and_where_not():
-    mesh = Mesh.from_text("layers:2;data:2")
-    rules = LayoutRules.from_text("layers:layers;batch:data")
-    lowering = PlacementLowering(mesh, rules, [f"CPU:{i}" for i in range(4)])
-    pipeline = SimdPipeline(mesh, num_layers=2, num_microbatches=2)
+    lowering = make("layers:2;data:2", "layers:layers;batch:data")
+    pipeline = SimdPipeline(lowering.mesh, num_layers=2, num_microbatches=2)
+    cotangent = random(3, 8).T
 
     def layer(x, w, position):
         # A normed weight: its norm is equal along `data`, where the examples differ.
         return x * w["w"] / ops.sqrt(ops.reduce_sum(ops.square(w["w"]), "io"))
 
-    def run(x, w):
-        y = pipeline(
-            layer,
-            ops.import_tensor(lowering, x, "batch:8;io:3"),
-            {"w": ops.import_tensor(lowering, w, pipeline.stacked("io:3"))},
-        )
-        return ops.export_tensor(y)
+    def meshed(x, w):
+        x = ops.import_tensor(lowering, x, "batch:8;io:3")
+        w = ops.import_tensor(lowering, w[None, :, None], pipeline.stacked("io:3"))
+        return ops.export_tensor(pipeline(layer, x, {"w": w})) * cotangent
 
-    draw = np.random.default_rng(0)
-    x, cotangent = draw.standard_normal((2, 8, 3)).astype(np.float32)
-    w = tf.constant(draw.standard_normal((1, 2, 1, 3)).astype(np.float32))
-
-    @tf.function(autograph=False)
-    def got():
-        with tf.GradientTape() as tape:
-            tape.watch(w)
-            y = run(tf.constant(x), w)
-        return tape.gradient(y, w, cotangent)
-
-    with tf.GradientTape() as tape:
-        tape.watch(w)
-        y = x
+    def plain(x, w):
         for i in range(2):
-            part = w[0, i, 0]
-            y = y * part / tf.norm(part)
-    np.testing.assert_allclose(got(), tape.gradient(y, w, cotangent), rtol=1e-4, atol=1e-5)
+            x = x * w[i] / tf.norm(w[i])
+        return x * cotangent
+
+    assert_alike(meshed, plain, random(8, 3), random(2, 3))
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,11 @@ def assert_equal(got, want, may_be_zero=False, **tolerance):
     """Compares results and gradients; zeros stand for no gradient if they may."""
     tolerance = {"rtol": 1e-5, "atol": 1e-5, **tolerance}
     tf.nest.assert_same_structure(got[0], want[0])
-    tf.nest.map_structure(
-        lambda a, b: np.testing.assert_allclose(a, b, **tolerance), got[0], want[0]
-    )
+    for a, b in zip(*(tf.nest.flatten(results) for results in (got[0], want[0])), strict=True):
+        if b is None:
+            assert a is None
+        else:
+            np.testing.assert_allclose(a, b, **tolerance)
     assert got[1].keys() == want[1].keys()
     for name, grad in want[1].items():
         if grad is None:
