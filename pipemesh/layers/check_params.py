@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import tensorflow as tf
 from lingvo.core import base_layer, hyperparams, py_utils
 
 from pipemesh.errors import PipelineError
+from pipemesh.mesh.checks import whole_number
 from pipemesh.text import nearest_text
 
 # Names that are valid in NestedMap and in TensorFlow's name scopes.
@@ -30,13 +30,27 @@ def check_layers(owner: str, field: str, layers: Any) -> None:
     seen: dict[str, int] = {}
     for number, layer in enumerate(layers):
         check_layer(f"{where}[{number}]", layer)
-        _check_layer_name(f"{where}[{number}]", layer)
-        if layer.name in seen:
+        name = layer.name
+        if not name:
             raise PipelineError(
-                f"{where}[{seen[layer.name]}] and [{number}] are both named {layer.name!r}; give "
-                "each a name of its own with .Set(name=...)"
+                f"{where}[{number}], a {layer.cls.__name__}, has no name; give it one with "
+                ".Set(name=...)"
             )
-        seen[layer.name] = number
+        try:
+            py_utils.NestedMap()[name] = layer
+            if not _SCOPE.fullmatch(name):
+                raise ValueError(name)
+        except (ValueError, AssertionError) as error:
+            raise PipelineError(
+                f"{where}[{number}] is named {name!r}; a name has letters, digits, _, - and ., "
+                "begins with a letter, and is none of NestedMap's own attributes"
+            ) from error
+        if name in seen:
+            raise PipelineError(
+                f"{where}[{seen[name]}] and [{number}] are both named {name!r}; give each a name "
+                "of its own with .Set(name=...)"
+            )
+        seen[name] = number
 
 
 def check_distinct(owner: str, **fields: Sequence[Any]) -> None:
@@ -89,29 +103,9 @@ def check_no_live_layer(where: str, value: Any) -> None:
     )
 
 
-def _check_layer_name(where: str, layer: Any) -> None:
-    name = layer.name
-    if not name:
-        raise PipelineError(
-            f"{where}, a {layer.cls.__name__}, has no name; give it one with .Set(name=...)"
-        )
-    try:
-        py_utils.NestedMap()[name] = layer
-        if not _SCOPE.fullmatch(name):
-            raise ValueError(name)
-    except (ValueError, AssertionError) as error:
-        raise PipelineError(
-            f"{where} is named {name!r}; a name has letters, digits, _, - and ., begins with a "
-            "letter, and is none of NestedMap's own attributes"
-        ) from error
-
-
 def check_whole(owner: str, field: str, value: Any, least: int) -> None:
     """Checks that a field is a whole number of at least `least`."""
-    try:
-        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
-    except TypeError:
-        number = None
+    number = whole_number(value)
     if number is None:
         raise PipelineError(
             f"{owner}: {field} is {value!r}; it must be a whole number, {least} or more"

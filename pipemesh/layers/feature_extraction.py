@@ -52,25 +52,19 @@ def scopes_of(places: list[Place]) -> list[tuple[str, ...]]:
     The name of the stage is left out where the layer's name is unique, so weights are valid under
     another partition. Layers nested in a stage keep their names.
     """
-    lengths = [max(len(place.stages) - 1, 0) for place in places]
+    scopes = [place.stages[1:] for place in places]
+    free = [i for i, place in enumerate(places) if not place.scope_is_given]
     while True:
-        scopes = [
-            place.stages[len(place.stages) - length :]
-            for place, length in zip(places, lengths, strict=True)
-        ]
-        names = [(*scope, place.name) for scope, place in zip(scopes, places, strict=True)]
-        counts = collections.Counter(
-            name for name, place in zip(names, places, strict=True) if not place.scope_is_given
-        )
+        counts = collections.Counter((*scopes[i], places[i].name) for i in free)
         longer = [
             i
-            for i, place in enumerate(places)
-            if not place.scope_is_given and counts[names[i]] > 1 and lengths[i] < len(place.stages)
+            for i in free
+            if counts[(*scopes[i], places[i].name)] > 1 and scopes[i] != places[i].stages
         ]
         if not longer:
             return scopes
         for i in longer:
-            lengths[i] += 1
+            scopes[i] = places[i].stages
 
 
 def random_names_of(places: list[Place]) -> list[str]:
@@ -94,16 +88,14 @@ def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool])
         parent, child = parent.parent, parent
     if parent is None:
         return
-    in_stack = {id(v): (layer, v) for layer in _layers(child, skip_given=True) for v in _own(layer)}
-    inside = {id(layer) for layer in _layers(child)}
+    owners = {id(v): layer for layer in _layers(child, skip_given=True) for v in _own(layer)}
+    inside = set(map(id, _layers(child)))
     for other in _layers(parent):
-        if id(other) in inside:
-            continue
-        for variable in _own(other):
-            if id(variable) in in_stack:
-                layer, _ = in_stack[id(variable)]
+        for variable in () if id(other) in inside else _own(other):
+            if id(variable) in owners:
+                name = owners[id(variable)].params.name
                 raise PipelineError(
-                    f"{stack.params.name}: its layer {layer.params.name!r} and {other.path!r} "
+                    f"{stack.params.name}: its layer {name!r} and {other.path!r} "
                     f"would train one weight, {variable.name!r}, because the names of a pipeline "
                     "and of its stages are no part of the names of variables; give one of the "
                     "layers another name (or, to tie them, set child_variable_scope_override of "
@@ -229,26 +221,16 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
             sub.name = p.variable_name_prefix + sub.name
             self.CreateChild(sub.name, sub)
             self._names.append(sub.name)
-        unknown = [name for name in p.act_fetch_layers if name not in self.children]
-        if unknown:
+        if unknown := [name for name in p.act_fetch_layers if name not in self.children]:
             raise PipelineError(
-                f"{p.name}: act_fetch_layers names {list(unknown)}, "
-                f"but the layers are {list(self._names)}"
+                f"{p.name}: act_fetch_layers names {unknown}, but the layers are {self._names}"
             )
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
         return {**self.params.stage_scopes, **super()._child_variable_scope_override()}
 
     def FProp(self, theta: Any, *args: Any) -> Any:
-        """Runs the layers.
-
-        Args:
-            theta: weights of this layer and its children.
-            *args: inputs of the first layer, then `num_act_inputs` activations.
-
-        Returns:
-            The outputs of the last layer and the activations; a bare value if there is only one.
-        """
+        """Runs the layers on inputs and activations; returns outputs and activations, or one."""
         p = self.params
         outputs, fetched = self._split_activations(p, args)
         # Outside a pipeline it is a stack.
@@ -269,19 +251,15 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
                 with randomness.layer_scope(name), noted(p.name, name, values):
                     outputs = child.FProp(theta[name], *values)
         for name in p.act_fetch_layers:
-            fetched += to_tuple(self._activation(name))[:1]
+            child = self.children[name]
+            if not hasattr(child, "activation"):
+                raise PipelineError(
+                    f"{p.name}: act_fetch_layers names {name!r}, but a {type(child).__name__} "
+                    "keeps no activation to fetch; put a lingvo.core.layers.FetchLayer after it "
+                    "and name that"
+                )
+            fetched += to_tuple(child.activation)[:1]
         return to_tuple(outputs) + fetched if fetched else outputs
-
-    def _activation(self, name: str) -> Any:
-        child = self.children[name]
-        try:
-            return child.activation
-        except AttributeError as error:
-            raise PipelineError(
-                f"{self.params.name}: act_fetch_layers names {name!r}, but a "
-                f"{type(child).__name__} keeps no activation to fetch; put a "
-                "lingvo.core.layers.FetchLayer after it and name that"
-            ) from error
 
     @staticmethod
     def _split_activations(p: Any, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
+import functools
 import math
 import random
 import re
@@ -21,28 +21,19 @@ from pipemesh.layers.check_params import check_no_live_layer, is_live_layer, wit
 from pipemesh.layers.step_seed import GenerateStepSeedPair
 
 
-def traced_meta(function: Callable[..., Any], specs: Sequence[tf.TensorSpec | None]) -> Any:
-    """Traces a function; flops are two for each product in matmuls and convolutions."""
-    tensor_specs = [spec for spec in specs if spec is not None]
-
-    def call(*tensors: tf.Tensor) -> Any:
-        rest = iter(tensors)
-        return function(*(None if spec is None else next(rest) for spec in specs))
-
-    graph: Any = tf.function(call, autograph=False).get_concrete_function(*tensor_specs).graph
+def _traced_meta(p: Any, function: Callable[..., Any], dtype: Any, shapes: Sequence[Any]) -> Any:
+    """Traces a function; flops are those of the param, or of the matmuls and convolutions."""
+    specs = [None if s is None else tf.TensorSpec(s.ToTensorShape(), dtype) for s in shapes]
+    traced: Any = tf.function(lambda *args: function(*args), autograph=False)
+    graph = traced.get_concrete_function(*specs).graph
     outputs = [t for t in tf.nest.flatten(graph.structured_outputs) if t is not None]
     return py_utils.NestedMap(
-        flops=_products(graph),
+        flops=sum(map(flops_of, graph.get_operations())) if p.flops is None else p.flops(*shapes),
         out_shapes=tuple(tshape.Shape(t.shape.as_list()) for t in outputs),
     )
 
 
-def _products(graph: Any) -> int:
-    """Returns the flops of the matmuls and convolutions of a graph with static shapes."""
-    return sum(_flops(op) for op in graph.get_operations())
-
-
-def _flops(op: tf.Operation) -> int:
+def flops_of(op: tf.Operation) -> int:
     """Returns two flops for each product of two numbers that an operation sums."""
     if op.type in ("MatMul", "BatchMatMulV2"):
         name = "transpose_a" if op.type == "MatMul" else "adj_x"
@@ -102,9 +93,6 @@ class FunctionLayer(base_layer.BaseLayer):
     here: they have their own params.
 
     Example:
-        >>> import tensorflow as tf
-        >>> from lingvo.core import py_utils
-        >>> from pipemesh.layers import FunctionLayer
         >>> params = FunctionLayer.Params().Set(name="halve", function=lambda x: x / 2)
         >>> with py_utils.VariableStore():
         ...     layer = params.Instantiate()
@@ -140,19 +128,8 @@ class FunctionLayer(base_layer.BaseLayer):
 
     @classmethod
     def FPropMeta(cls, p: Any, *shapes: Any) -> Any:
-        """Returns flops and output shapes; by default flops are those of matmuls and convolutions.
-
-        Inputs count as tensors of the dtype that the layer computes in.
-        """
-        dtype = py_utils.FPropDtype(p)
-        specs = [
-            None if shape is None else tf.TensorSpec(shape.ToTensorShape().as_list(), dtype)
-            for shape in shapes
-        ]
-        meta = traced_meta(p.function, specs)
-        if p.flops is not None:
-            meta.flops = p.flops(*shapes)
-        return meta
+        """Returns flops and output shapes for inputs of the dtype that the layer computes in."""
+        return _traced_meta(p, p.function, py_utils.FPropDtype(p), shapes)
 
 
 def as_layer(value: Any) -> Any:
@@ -162,18 +139,6 @@ def as_layer(value: Any) -> Any:
         name = getattr(value, "__name__", type(value).__name__).strip("<>_") or "function"
         return FunctionLayer.Params().Set(name=name, function=value)
     return value
-
-
-_SEED_STATE = "seed_generator_state"
-
-
-@dataclasses.dataclass(frozen=True)
-class Called:
-    """The results of a call of a Keras layer."""
-
-    outputs: Any  # a list as a tuple
-    changed: dict[str, tf.Tensor]  # new values of assigned variables
-    penalties: list[tf.Tensor]  # scalars from regularizers and `add_loss`
 
 
 class KerasLayer(base_layer.BaseLayer):
@@ -193,10 +158,6 @@ class KerasLayer(base_layer.BaseLayer):
     The layer needs TensorFlow 2 behaviour, as Keras does.
 
     Example:
-        >>> import keras
-        >>> import tensorflow as tf
-        >>> from lingvo.core import py_utils
-        >>> from pipemesh.layers import KerasLayer
         >>> params = KerasLayer.Params().Set(
         ...     name="dense", layer=keras.layers.Dense(3), input_shapes=[[None, 2]])
         >>> with py_utils.VariableStore():
@@ -235,9 +196,11 @@ class KerasLayer(base_layer.BaseLayer):
 
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()
-        self._seeds = [v for v in self._layer.non_trainable_variables if _is_seed(v)]
         kept = [*self._layer.trainable_variables]
-        kept += [v for v in self._layer.non_trainable_variables if not _is_seed(v)]
+        self._seeds = []
+        for variable in self._layer.non_trainable_variables:
+            is_seed = variable.path.split("/")[-1] == "seed_generator_state"
+            (self._seeds if is_seed else kept).append(variable)
         self._kept = dict(zip(_names(kept), kept, strict=True))
         for name, variable in self._kept.items():
             value = variable.numpy()
@@ -248,27 +211,40 @@ class KerasLayer(base_layer.BaseLayer):
             self.CreateVariable(name, weight, trainable=variable.trainable)
 
     def FProp(self, theta: Any, *args: Any) -> Any:
-        """Calls the layer.
+        """Calls the layer; a layer that changes itself or adds to the loss cannot be trained."""
+        outputs, changed, penalties = self._call(theta, *args)
+        name, kind = self.params.name, with_article(type(self._layer).__name__)
+        if changed and not self.do_eval:
+            raise PipelineError(
+                f"{name}: {kind} updates {next(iter(changed))!r} "
+                "while it trains, which would be done once a microbatch instead of once a step, "
+                "and again where it is computed again; freeze it (trainable=False), use a "
+                "layer without such state, such as LayerNormalization, or train the whole model "
+                "as a KerasTask, without a pipeline"
+            )
+        if penalties and not self.do_eval:
+            raise PipelineError(
+                f"{name}: {kind} adds to the loss (a regularizer, or add_loss), which would be "
+                "lost, for a stage hands on its outputs alone; leave that out and set "
+                "l2_regularizer_weight of the learner, or train the whole model as a KerasTask, "
+                "without a pipeline"
+            )
+        return outputs
 
-        Args:
-            theta: weights.
-            *args: inputs of the layer.
+    def _call(self, theta: Any, *args: Any) -> tuple[Any, dict[str, tf.Tensor], list[tf.Tensor]]:
+        """Calls the layer without changing a variable.
 
-        Returns:
-            The outputs of the layer.
-
-        Raises:
-            PipelineError: the layer updates state or adds to the loss while it trains, or computes
-                in another dtype than `fprop_dtype`.
+        Returns the outputs, the new values of assigned variables, and the scalars from regularizers
+        and `add_loss`.
         """
-        called = self._call(theta, *args)
-        if not self.do_eval:
-            self._refuse(called)
-        return called.outputs
-
-    def _call(self, theta: Any, *args: Any) -> Called:
-        """Calls the layer without changing a variable."""
-        self._check_dtype()
+        requested = py_utils.FPropDtype(self.params)
+        supported = tf.as_dtype(self._layer.compute_dtype)
+        if requested != supported:
+            raise PipelineError(
+                f"{self.params.name}: the layer computes in {supported.name}, but fprop_dtype is "
+                f"{requested.name}; make it with dtype='mixed_{requested.name}', or set its "
+                "fprop_dtype"
+            )
         mapping = [(variable, theta[name]) for name, variable in self._kept.items()]
         for number, variable in enumerate(self._seeds):
             seed = GenerateStepSeedPair(self.params, op_seed=number)
@@ -276,34 +252,16 @@ class KerasLayer(base_layer.BaseLayer):
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
             before = {name: scope.get_current_value(v) for name, v in self._kept.items()}
             outputs = self._layer(*args, training=not self.do_eval)
-            after: dict[str, Any] = {
-                name: scope.get_current_value(v) for name, v in self._kept.items()
-            }
             # Losses of `add_loss` come first, as in Keras.
             penalties = [tf.reduce_sum(loss) for loss in scope.losses]
+            changed: dict[str, Any] = {}
             for name, variable in self._kept.items():
                 if variable.trainable and variable.regularizer is not None:
                     penalties.append(variable.regularizer(before[name]))
-        changed = {name: value for name, value in after.items() if value is not before[name]}
-        return Called(tuple(outputs) if isinstance(outputs, list) else outputs, changed, penalties)
-
-    def _refuse(self, called: Called) -> None:
-        name, kind = self.params.name, with_article(type(self._layer).__name__)
-        if called.changed:
-            raise PipelineError(
-                f"{name}: {kind} updates {next(iter(called.changed))!r} "
-                "while it trains, which would be done once a microbatch instead of once a step, "
-                "and again where it is computed again; freeze it (trainable=False), use a "
-                "layer without such state, such as LayerNormalization, or train the whole model "
-                "as a KerasTask, without a pipeline"
-            )
-        if called.penalties:
-            raise PipelineError(
-                f"{name}: {kind} adds to the loss (a regularizer, or add_loss), which would be "
-                "lost, for a stage hands on its outputs alone; leave that out and set "
-                "l2_regularizer_weight of the learner, or train the whole model as a KerasTask, "
-                "without a pipeline"
-            )
+                value = scope.get_current_value(variable)
+                if value is not before[name]:
+                    changed[name] = value
+        return tuple(outputs) if isinstance(outputs, list) else outputs, changed, penalties
 
     def PostTrainingStepUpdate(self) -> Any:
         """Returns an operation that applies the constraints of weights after the step's updates."""
@@ -313,26 +271,13 @@ class KerasLayer(base_layer.BaseLayer):
                 updates.append(self.vars[name].assign(variable.constraint(self.vars[name].value())))
         return tf.group(*updates)
 
-    def _check_dtype(self) -> None:
-        requested = py_utils.FPropDtype(self.params)
-        supported = tf.as_dtype(self._layer.compute_dtype)
-        if requested != supported:
-            raise PipelineError(
-                f"{self.params.name}: the layer computes in {supported.name}, but fprop_dtype is "
-                f"{requested.name}; make it with dtype='mixed_{requested.name}', or set its "
-                "fprop_dtype"
-            )
-
     @classmethod
     def FPropMeta(cls, p: Any, *shapes: Any) -> Any:
-        """Returns output shapes and flops, by default those of matmuls and convolutions."""
-        sizes = [shape.ToTensorShape().as_list() for shape in shapes]
+        """Returns output shapes, flops, and the bytes of weights."""
         # Keras computes output shapes without the values of weights.
         layer = _built(p)
-        specs = [tf.TensorSpec(size, layer.compute_dtype) for size in sizes]
-        meta = traced_meta(lambda *x: layer(*x, training=False), specs)
-        if p.flops is not None:
-            meta.flops = p.flops(*shapes)
+        call = functools.partial(layer, training=False)
+        meta = _traced_meta(p, call, layer.compute_dtype, shapes)
         number = sum(math.prod(v.shape) for v in layer.trainable_variables)
         meta.parameter_bytes = number * tf.as_dtype(layer.variable_dtype).size
         return meta
@@ -376,15 +321,12 @@ def _built(p: Any) -> Any:
     return layer
 
 
-def _shapes_of(layer: Any) -> list[Any] | None:
-    """Returns the shapes that a layer was built with, or None if it was not built."""
-    config = layer.get_build_config() if layer.built else None
-    if not config:
-        return None
+def _shapes_of(layer: Any) -> list[Any]:
+    """Returns the shapes that a layer was built with, none if it was not built."""
+    config = (layer.get_build_config() if layer.built else None) or {}
     if "input_shape" in config:
         return [config["input_shape"]]
-    shapes = [shape for _, shape in sorted((config.get("shapes_dict") or {}).items())]
-    return shapes or None
+    return [shape for _, shape in sorted((config.get("shapes_dict") or {}).items())]
 
 
 def _names(variables: Sequence[Any]) -> list[str]:
@@ -415,7 +357,3 @@ def _renumbered(paths: list[list[str]]) -> list[list[str]]:
             new.append(known[part])
         renumbered.append([*new, path[-1]])
     return renumbered
-
-
-def _is_seed(variable: Any) -> bool:
-    return variable.path.rpartition("/")[2] == _SEED_STATE

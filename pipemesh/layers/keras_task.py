@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -30,58 +31,51 @@ class _Unreduced(keras.losses.Loss):
         return self._function(y_true, y_pred)
 
 
-class WeightedMean:
-    """The weighted mean of a Keras function over the examples.
+def _weighted_mean(
+    name: str, function: Callable[..., Any], labels: Any, outputs: Any, weights: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the mean of a function over the examples (0 without weight) and the sum of weights.
 
     Labels and outputs are cast and brought to the same rank as in Keras losses. Values that a Keras
-    mask leaves out do not count.
+    mask leaves out do not count. Without weights all are 1.
     """
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self._function = name, function
-
-    def __call__(
-        self, labels: Any, outputs: Any, weights: tf.Tensor | None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the mean (0 if all weights are 0) and the sum of weights; None means ones."""
-        if isinstance(outputs, (Mapping, list, tuple)) and _is_of_keras(self._function):
-            # Keras would stack them and treat outputs as examples.
-            raise PipelineError(
-                f"{self.name} is of one output, but the model has {len(outputs)}; give a function "
-                "of all labels and outputs that returns a value for each example"
-            )
-        if isinstance(labels, tf.Tensor) and isinstance(outputs, tf.Tensor):
-            # Only this tensor has the mask of the outputs, so the labels are changed.
-            labels, function = _fitted(labels, outputs, self._function)
-        else:
-            function = self._function
-        values: Any = _Unreduced(function)(labels, outputs)
-        if not values.shape.rank:
-            raise PipelineError(
-                f"{self.name} gave a scalar for the whole batch; it must return a value for each "
-                "example, as functions of keras.losses and keras.metrics do"
-            )
-        ones: Any = _Unreduced(lambda y_true, y_pred: tf.ones_like(values))(labels, outputs)
-        if weights is not None:
-            weights = tf.cast(self._spread(weights, values), values.dtype)
-            values, ones = values * weights, ones * weights
-        total = tf.reduce_sum(ones)
-        mean = tf.math.divide_no_nan(tf.reduce_sum(values), total)
-        return tf.cast(mean, tf.float32), tf.cast(total, tf.float32)
-
-    def _spread(self, weights: tf.Tensor, values: Any) -> tf.Tensor:
-        """Broadcasts the weights of examples to the values."""
+    if isinstance(outputs, (Mapping, list, tuple)) and _is_of_keras(function):
+        # Keras would stack them and treat outputs as examples.
+        raise PipelineError(
+            f"{name} is of one output, but the model has {len(outputs)}; give a function of all "
+            "labels and outputs that returns a value for each example"
+        )
+    if isinstance(labels, tf.Tensor) and isinstance(outputs, tf.Tensor):
+        # Only this tensor has the mask of the outputs, so the labels are changed.
+        labels, function = _fitted(labels, outputs, function)
+    values: Any = _Unreduced(function)(labels, outputs)
+    if not values.shape.rank:
+        raise PipelineError(
+            f"{name} gave a scalar for the whole batch; it must return a value for each example, "
+            "as functions of keras.losses and keras.metrics do"
+        )
+    ones: Any = _Unreduced(lambda y_true, y_pred: tf.ones_like(values))(labels, outputs)
+    if weights is not None:
         missing = values.shape.rank - weights.shape.rank
         if missing < 0 or not values.shape[: weights.shape.rank].is_compatible_with(weights.shape):
             raise PipelineError(
-                f"{self.name} has values of shape {values.shape}, but weights have shape "
+                f"{name} has values of shape {values.shape}, but weights have shape "
                 f"{weights.shape}; give one for each example, [{values.shape[0]}], or for each "
                 "value"
             )
-        return tf.reshape(weights, tf.concat([tf.shape(weights), [1] * missing], 0))
+        weights = tf.reshape(weights, tf.concat([tf.shape(weights), [1] * missing], 0))
+        weights = tf.cast(weights, values.dtype)
+        values, ones = values * weights, ones * weights
+    total = tf.reduce_sum(ones)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(values), total)
+    return tf.cast(mean, tf.float32), tf.cast(total, tf.float32)
 
 
-def loss_mean(owner: str, loss: Any) -> WeightedMean:
+# A function of labels, outputs and weights (or None) that returns a weighted mean and its weight.
+Mean = Callable[[Any, Any, Any], tuple[tf.Tensor, tf.Tensor]]
+
+
+def loss_mean(owner: str, loss: Any) -> Mean:
     """Returns the mean of a loss, given as in `KerasTask`, without the reduction of Keras."""
     if isinstance(loss, (Mapping, list, tuple)) and loss:
         raise PipelineError(
@@ -98,40 +92,35 @@ def loss_mean(owner: str, loss: Any) -> WeightedMean:
             "of labels and outputs that returns a value for each example"
         )
     function: Any = found.call if isinstance(found, keras.losses.Loss) else found
-    return WeightedMean(f"{owner}: loss {loss!r}", function)
+    return functools.partial(_weighted_mean, f"{owner}: loss {loss!r}", function)
 
 
-def metric_means(owner: str, metrics: Iterable[Any]) -> dict[str, WeightedMean]:
-    """Returns the means of metrics by name."""
-    means: dict[str, WeightedMean] = {}
+def metric_means(owner: str, metrics: Iterable[Any]) -> dict[str, Mean]:
+    """Returns the means of metrics by name; one that is no mean over examples is an error."""
+    means: dict[str, Mean] = {}
     for metric in metrics:
-        name, mean = metric_mean(owner, metric)
+        name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
+        function: Any = metric
+        if isinstance(metric, str):
+            function = _accuracy if name in _ACCURACY else getattr(keras.metrics, name, None)
+        known = callable(function) and not inspect.isclass(function)
+        if not known or isinstance(function, keras.metrics.Metric):
+            raise PipelineError(
+                f"{owner}: metric {metric!r} is no function that says something of each example; "
+                "give 'accuracy', the name of a function in keras.metrics, such as "
+                "'top_k_categorical_accuracy', or a function of labels and outputs"
+            )
+        if not name.isidentifier() or name == "loss":
+            raise PipelineError(
+                f"{owner}: a metric cannot be named {name!r}; give a function with a name of its "
+                "own"
+            )
         if name in means:
             raise PipelineError(
                 f"{owner}: two metrics are named {name!r}; give their functions different names"
             )
-        means[name] = mean
+        means[name] = functools.partial(_weighted_mean, f"{owner}: metric {name!r}", function)
     return means
-
-
-def metric_mean(owner: str, metric: Any) -> tuple[str, WeightedMean]:
-    """Returns the name and the mean of a metric; one that is no mean over examples is an error."""
-    name = metric if isinstance(metric, str) else getattr(metric, "__name__", "")
-    function: Any = metric
-    if isinstance(metric, str):
-        function = _accuracy if name in _ACCURACY else getattr(keras.metrics, name, None)
-    known = callable(function) and not inspect.isclass(function)
-    if not known or isinstance(function, keras.metrics.Metric):
-        raise PipelineError(
-            f"{owner}: metric {metric!r} is no function that says something of each example; give "
-            "'accuracy', the name of a function in keras.metrics, such as "
-            "'top_k_categorical_accuracy', or a function of labels and outputs"
-        )
-    if not name.isidentifier() or name == "loss":
-        raise PipelineError(
-            f"{owner}: a metric cannot be named {name!r}; give a function with a name of its own"
-        )
-    return name, WeightedMean(f"{owner}: metric {name!r}", function)
 
 
 def _is_of_keras(function: Any) -> bool:
@@ -190,8 +179,6 @@ class KerasTask(base_model.BaseTask):
     names are those of functions in `keras.metrics`.
 
     Example:
-        >>> import keras
-        >>> from lingvo.core import py_utils
         >>> def model():
         ...     return keras.Sequential([keras.Input([2]), keras.layers.Dense(3)])
         >>> params = KerasTask.Params().Set(
@@ -245,36 +232,13 @@ class KerasTask(base_model.BaseTask):
         )
 
     def ComputePredictions(self, theta: Any, input_batch: Any) -> Any:
-        """Calls the model.
-
-        Args:
-            theta: weights.
-            input_batch: a batch with `inputs`.
-
-        Returns:
-            A NestedMap with `outputs` and `penalty`, the losses that the model adds.
-
-        Raises:
-            PipelineError: the batch has no inputs.
-        """
+        """Returns a NestedMap with `outputs` and `penalty`, the losses that the model adds."""
         inputs = self._part(as_batch(input_batch), "inputs")
         outputs, penalty = self.model.FProp(theta.model, _plain(inputs))
         return py_utils.NestedMap(outputs=outputs, penalty=penalty)
 
     def ComputeLoss(self, theta: Any, predictions: Any, input_batch: Any) -> Any:
-        """Computes the weighted means.
-
-        Args:
-            theta: weights, not used.
-            predictions: the result of `ComputePredictions`.
-            input_batch: a batch with `labels` and optional `weights`.
-
-        Returns:
-            Pairs of mean and sum of weights, by name; and an empty NestedMap, for examples.
-
-        Raises:
-            PipelineError: labels or weights do not fit the outputs.
-        """
+        """Returns pairs of mean and sum of weights, by name; and nothing for each example."""
         del theta
         batch = as_batch(input_batch)
         labels, outputs = _plain(self._part(batch, "labels")), predictions.outputs
@@ -305,20 +269,18 @@ class WholeBatchLayer(KerasLayer):
         """Returns the outputs of the layer and the sum of the losses that it adds."""
         if not self.do_eval:
             # Averages are updated from their own values, not from values rounded to `fprop_dtype`.
-            untrained = {name: self.vars[name].value() for name in self._untrained()}
-            theta = py_utils.NestedMap({**theta, **untrained})
+            untrained = [name for name, variable in self._kept.items() if not variable.trainable]
+            values = {name: self.vars[name].value() for name in untrained}
+            theta = py_utils.NestedMap({**theta, **values})
         with (
             whole_batch_randomness(step_of_call(self)),
             randomness.layer_scope(self.params.name),
         ):
-            called = self._call(theta, *args)
+            outputs, changed, penalties = self._call(theta, *args)
         if not self.do_eval:
-            self._updates = called.changed
-        penalties = [tf.cast(penalty, tf.float32) for penalty in called.penalties]
-        return called.outputs, tf.add_n(penalties) if penalties else tf.zeros([])
-
-    def _untrained(self) -> list[str]:
-        return [name for name, variable in self._kept.items() if not variable.trainable]
+            self._updates = changed
+        penalties = [tf.cast(penalty, tf.float32) for penalty in penalties]
+        return outputs, tf.add_n(penalties) if penalties else tf.zeros([])
 
     def PostTrainingStepUpdate(self) -> Any:
         """Returns an operation for the updates of the last training call and the constraints."""

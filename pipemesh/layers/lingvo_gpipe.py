@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import lingvo.compat as tf
 from lingvo.core import gpipe, py_utils
@@ -42,9 +42,7 @@ def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
     stages = [stages] if isinstance(stages, int) else list(stages)
     stage_of = _stages_of_cells(stages)
     if stage_of is None:
-        pairs = {ours: theirs for theirs, ours in _scopes(stages)}
-        # Replaces the first match only: a layer may contain another such name.
-        return _renamed(names, *_one_of(pairs), f"in a layer ({_few(pairs)})", count=1)
+        return _with_scopes(names, {ours: theirs for theirs, ours in _scopes(stages)}, "layer")
 
     def in_stage(match: re.Match[str]) -> str:
         layer = int(match[2])
@@ -55,15 +53,14 @@ def with_stages(names: Iterable[str], stages: Iterable[Any]) -> dict[str, str]:
             )
         return f"{stage_of[layer]}/{match[1]}"
 
-    return _renamed(names, _LAYER, in_stage, "in a layer (such as cell_000/...)", count=1)
+    return _renamed(names, _LAYER, in_stage, "in a layer (such as cell_000/...)")
 
 
 def without_stages(names: Iterable[str], stages: Iterable[Any] | None = None) -> dict[str, str]:
     """Returns the name of each tensor of lingvo's own pipeline without the names of stages."""
     if stages is not None:
-        pairs = dict(_scopes(list(stages)))
-        return _renamed(names, *_one_of(pairs), f"in a stage ({_few(pairs)})", count=1)
-    return _renamed(names, _IN_STAGE, lambda _: "", "in a stage (such as d0/cell_000/...)")
+        return _with_scopes(names, dict(_scopes(list(stages))), "stage")
+    return _renamed(names, _IN_STAGE, lambda _: "", "in a stage (such as d0/cell_000/...)", count=0)
 
 
 def boundaries_in(names: Iterable[str]) -> list[int]:
@@ -118,11 +115,12 @@ def _scopes(stages: list[Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _one_of(new: dict[str, str]) -> tuple[re.Pattern[str], Callable[[re.Match[str]], str]]:
-    """Returns a pattern for scopes and a function that gives their replacements."""
+def _with_scopes(names: Iterable[str], new: dict[str, str], kind: str) -> dict[str, str]:
+    """Replaces scopes in names of tensors."""
     longest_first = sorted(map(re.escape, new), key=len, reverse=True)
     pattern = re.compile(rf"(?<![^/])(?:{'|'.join(longest_first) or '(?!)'})(?=/)")
-    return pattern, lambda found: new[found[0]]
+    few = ", ".join(f"{scope}/..." for scope in itertools.islice(new, 3)) or "there is none"
+    return _renamed(names, pattern, lambda found: new[found[0]], f"in a {kind} ({few})")
 
 
 def _renamed(
@@ -130,9 +128,12 @@ def _renamed(
     pattern: re.Pattern[str],
     new: Callable[[re.Match[str]], str],
     where: str,
-    count: int = 0,
+    count: int = 1,
 ) -> dict[str, str]:
-    """Replaces the matches of a pattern in names of tensors; raises if two names become equal."""
+    """Replaces matches of a pattern in names of tensors; raises if two names become equal.
+
+    By default only the first is replaced: a layer may contain another such name.
+    """
     called: dict[str, str] = {}
     old: dict[str, str] = {}
     matches = 0
@@ -152,11 +153,6 @@ def _renamed(
             "on here"
         )
     return called
-
-
-def _few(scopes: Iterable[str]) -> str:
-    first = [f"{scope}/..." for scope in itertools.islice(scopes, 3)]
-    return ", ".join(first) or "there is none"
 
 
 class StandIn(types.ModuleType):
@@ -203,7 +199,13 @@ def replace_module(name: str, source: str) -> None:
     if isinstance(replaced, StandIn):
         return
     names = [n for n in importlib.import_module(source).__all__ if hasattr(replaced, n)]
-    _check_no_subclass(replaced, [getattr(replaced, n) for n in names])
+    for cls in filter(inspect.isclass, [getattr(replaced, n) for n in names]):
+        for sub in cls.__subclasses__():
+            if sub.__module__ != name:
+                raise PipelineError(
+                    f"{sub.__module__} is imported already, with a {cls.__name__} of {name}; call "
+                    "replace_gpipe() before you import it"
+                )
     module = StandIn(name, source)
     places = {id(replaced): module} | {id(getattr(replaced, n)): getattr(module, n) for n in names}
     for other in list(sys.modules.values()):
@@ -216,16 +218,6 @@ def replace_module(name: str, source: str) -> None:
                 setattr(other, attribute, places[id(value)])
     sys.modules[name] = module
     setattr(importlib.import_module(package), last, module)
-
-
-def _check_no_subclass(module: types.ModuleType, values: list[Any]) -> None:
-    for cls in filter(inspect.isclass, values):
-        for sub in cls.__subclasses__():
-            if sub.__module__ != module.__name__:
-                raise PipelineError(
-                    f"{sub.__module__} is imported already, with a {cls.__name__} of "
-                    f"{module.__name__}; call replace_gpipe() before you import it"
-                )
 
 
 def export_to_lingvo(
@@ -347,21 +339,6 @@ def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None
     return {checkpoint: (rules, [])}
 
 
-class _Scope(NamedTuple):
-    """A variable scope: its name here, its name in lingvo, and a pattern for any stage names."""
-
-    ours: str
-    theirs: str
-    pattern: str
-
-    def translate(self, name: str) -> _Scope | None:
-        """Returns the scope of a name below this scope, or None for other names."""
-        rest = name.removeprefix(self.ours)
-        if self.ours and (rest == name or not rest.startswith("/")):
-            return None
-        return _Scope(name, self.theirs + rest, self.pattern + re.escape(rest))
-
-
 def lingvo_names(layer: Any, checkpoint: str | None = None) -> dict[str, Any]:
     """Returns the weights of a layer by the names that `lingvo.core.gpipe` gives them.
 
@@ -380,7 +357,7 @@ def lingvo_names(layer: Any, checkpoint: str | None = None) -> dict[str, Any]:
         PipelineError: the checkpoint lacks a weight, or several variables match one.
 
     Example:
-        >>> from lingvo.core import layers, py_utils, tshape
+        >>> from lingvo.core import layers, tshape
         >>> from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
         >>> dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4, has_bias=False)
         >>> stages = PartitionSequentialLayers([dense] * 2, 2, tshape.Shape([8, 4]))
@@ -389,65 +366,60 @@ def lingvo_names(layer: Any, checkpoint: str | None = None) -> dict[str, Any]:
         ...     list(lingvo_names(stack))
         ['d0/cell_000/w/var', 'd1/cell_001/w/var']
     """
-    variables: dict[int, tuple[_Scope, Any]] = {}
-    _visit(layer, None, (), variables)
+    found: dict[int, tuple[Any, str, str]] = {}
+    _visit(layer, layer._self_variable_scope.name, (), found)
     if checkpoint is None:
-        return {scope.theirs: variable for scope, variable in variables.values()}
-    shapes = dict(tf.train.list_variables(checkpoint))
+        return {marked.replace("<", ""): variable for variable, _, marked in found.values()}
     names = {}
-    for scope, variable in variables.values():
-        fitting = [
-            name
-            for name in shapes
-            if name in (scope.ours, scope.theirs) or re.fullmatch(scope.pattern, name)
-        ]
-        if scope.theirs in fitting:
-            fitting = [scope.theirs]
+    known = [name for name, _ in tf.train.list_variables(checkpoint)]
+    for variable, ours, marked in found.values():
+        theirs = marked.replace("<", "")
+        any_stages = re.sub("<[^/]+", "[^/]+", re.escape(marked))
+        fitting = [name for name in known if name == ours or re.fullmatch(any_stages, name)]
+        if theirs in known:
+            fitting = [theirs]
         if len(fitting) != 1:
-            few = ", ".join(sorted(fitting or shapes)[:3])
+            few = ", ".join(sorted(fitting or known)[:3])
             raise PipelineError(
                 f"{checkpoint}: {'several variables may be' if fitting else 'no variable is'} "
-                f"{scope.ours!r}, which lingvo calls {scope.theirs!r} with these stages; "
+                f"{ours!r}, which lingvo calls {theirs!r} with these stages; "
                 f"{'they are' if fitting else 'it has'} {few}"
-                f"{', ...' if len(fitting or shapes) > 3 else ''}"
+                f"{', ...' if len(fitting or known) > 3 else ''}"
             )
         names[fitting[0]] = variable
     return names
 
 
-def _visit(layer: Any, scope: _Scope | None, above: tuple[_Scope, ...], variables: Any) -> None:
-    """Adds the scopes of all variables at and below a layer."""
-    if scope is None:
-        name = layer._self_variable_scope.name
-        scope = _Scope(name, name, re.escape(name))
-        if isinstance(layer, FeatureExtractionLayer):
-            scope = scope._replace(pattern=_any_stage(scope))
-    above = (*above, scope)
+def _visit(
+    layer: Any,
+    theirs: str,
+    above: tuple[tuple[str, str], ...],
+    found: dict[int, tuple[Any, str, str]],
+) -> None:
+    """Adds all variables at and below a layer, with their names here and in lingvo.
 
-    def translate(name: str) -> _Scope:
-        for outer in reversed(above):
-            below = outer.translate(name)
-            if below is not None:
-                return below
-        return _Scope(name, name, re.escape(name))
+    `theirs` is the scope of the layer in lingvo, and `above` has the scopes of the layers around
+    it, here and in lingvo, innermost first. In lingvo's names `<` marks the names of stages.
+    """
+    in_stage = isinstance(layer, FeatureExtractionLayer)
+    if in_stage:
+        head, slash, stage = theirs.rpartition("/")
+        theirs = f"{head}{slash}<{stage}"
+    above = ((layer._self_variable_scope.name, theirs), *above)
+
+    def translate(name: str) -> str:
+        for ours, other in above:
+            if not ours or name.startswith(f"{ours}/"):
+                return other + name.removeprefix(ours)
+        return name
 
     for variable in py_utils.Flatten(layer._private_vars):
-        variables.setdefault(id(variable), (translate(variable.name.removesuffix(":0")), variable))
-    in_stage = isinstance(layer, FeatureExtractionLayer)
+        name = variable.name.removesuffix(":0")
+        found.setdefault(id(variable), (variable, name, translate(name)))
     given = layer.params.child_variable_scope_override
     for name, children in layer.children.items():
         for child in py_utils.Flatten(children):
             ours = child._self_variable_scope.name
-            child_scope = translate(ours)
-            if in_stage and name not in given:
-                last = "/" + ours.rsplit("/", 1)[-1]
-                child_scope = _Scope(ours, scope.theirs + last, scope.pattern + re.escape(last))
-            if isinstance(child, FeatureExtractionLayer):
-                child_scope = child_scope._replace(pattern=_any_stage(child_scope))
-            _visit(child, child_scope, above, variables)
-
-
-def _any_stage(scope: _Scope) -> str:
-    """Returns the pattern of a stage's scope, for any name of the stage."""
-    name = re.escape(scope.theirs.rsplit("/", 1)[-1])
-    return scope.pattern.removesuffix(name) + "[^/]+"
+            last = ours.rpartition("/")[2]
+            inside = in_stage and name not in given
+            _visit(child, f"{theirs}/{last}" if inside else translate(ours), above, found)

@@ -32,30 +32,24 @@ GEN_X_OPS = "lingvo.core.ops.gen_x_ops"
 GLIBC = "2.38"
 
 
-def load_native_ops(load_library: Callable[[str], types.ModuleType] | None = None) -> bool:
-    """Makes `import lingvo.core.ops` work, and returns whether the native ops are the real ones."""
+def load_native_ops() -> None:
+    """Makes `import lingvo.core.ops` work."""
     if sys.flags.optimize > 1:
         raise PipemeshError(
             "PYTHONOPTIMIZE=2 and python -OO remove docstrings, without which lingvo's tokenizers "
             "cannot be imported; use PYTHONOPTIMIZE=1 or python -O"
         )
     if GEN_X_OPS in sys.modules:
-        return not isinstance(sys.modules[GEN_X_OPS], StandInOps)
-    ops: types.ModuleType
-    try:
-        ops = (load_library or tf.load_op_library)(_library_path())
-    except tf.errors.NotFoundError as error:
-        ops = StandInOps(reason=str(error))
-    # `lingvo.core.ops` tries this name first, so the library is loaded once on either branch.
-    sys.modules[GEN_X_OPS] = ops
-    return not isinstance(ops, StandInOps)
-
-
-def _library_path() -> str:
+        return
     spec = importlib.util.find_spec("lingvo")
     if spec is None or not spec.submodule_search_locations:
         raise MissingPackageError("this part of pipemesh", "lingvo", "tensorflow")
-    return str(pathlib.Path(spec.submodule_search_locations[0], "core", "ops", "x_ops.so"))
+    path = pathlib.Path(spec.submodule_search_locations[0], "core", "ops", "x_ops.so")
+    # `lingvo.core.ops` tries this name first, so the library is loaded once on either branch.
+    try:
+        sys.modules[GEN_X_OPS] = tf.load_op_library(str(path))
+    except tf.errors.NotFoundError as error:
+        sys.modules[GEN_X_OPS] = StandInOps(reason=str(error))
 
 
 class StandInOps(types.ModuleType):
@@ -85,10 +79,11 @@ class StandInOps(types.ModuleType):
 def assert_shape_match(x: tf.Tensor, y: tf.Tensor, msg: str = "", name: str | None = None) -> Any:
     """Returns an op that fails unless shapes are equal (-1 matches any size); None eagerly."""
     x, y = tf.convert_to_tensor(x, tf.int32), tf.convert_to_tensor(y, tf.int32)
-    known = static_vector(x), static_vector(y)
-    if all(value is not None for value in known) and _match(*known):
+    a, b = static_vector(x), static_vector(y)
+    if a is not None and b is not None and len(a) == len(b):
         # Most shapes are static and equal, so a step computes nothing.
-        return None if tf.executing_eagerly() else tf.no_op(name)
+        if ((a == b) | (a == -1) | (b == -1)).all():
+            return None if tf.executing_eagerly() else tf.no_op(name)
     with tf.name_scope(name or "assert_shape_match"):
         same_rank = tf.equal(tf.size(x), tf.size(y))
         common = tf.minimum(tf.size(x), tf.size(y))
@@ -101,12 +96,6 @@ def assert_shape_match(x: tf.Tensor, y: tf.Tensor, msg: str = "", name: str | No
             data=[f"{msg} shapes do not match:", x, y],
             summarize=16,
         )
-
-
-def _match(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(
-        m == n or -1 in (m, n) for m, n in zip(a.tolist(), b.tolist(), strict=True)
-    )
 
 
 def assert_same_dim0(xs: list[tf.Tensor], msg: str = "", name: str | None = None) -> Any:
@@ -146,5 +135,5 @@ def close_variable_stores() -> None:
     py_utils.VariableStore = variable_store
 
 
-HAS_NATIVE_OPS = load_native_ops()
+load_native_ops()
 close_variable_stores()

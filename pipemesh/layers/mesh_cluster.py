@@ -22,7 +22,6 @@ from pipemesh.plan.homes import (
     home_of,
     num_replicas,
     unused_axes,
-    without,
 )
 from pipemesh.plan.network import over_hosts
 from pipemesh.recurrent import Home
@@ -41,26 +40,13 @@ class MeshCluster(cluster_factory.Cluster):
         p = super().Params()
         p.Define("mesh", None, "The mesh; its processors are the devices of the process, in order.")
         p.Define("layout", LayoutRules(), "Which axes the batch and other dims are split over.")
-        p.Define(
-            "devices",
-            (),
-            "Of workers, one a processor; none if the process has its own.",
-        )
+        p.Define("devices", (), "Of workers, one a processor; none if the process has its own.")
         return p
-
-    @property
-    def mesh(self) -> Mesh:
-        """Returns the mesh."""
-        return self.params.mesh
-
-    @property
-    def layout(self) -> LayoutRules:
-        """Returns the layout rules for the batch and other dims."""
-        return self.params.layout
 
     def WorkerDeviceInModelSplit(self, device_index: int) -> str:
         """Returns the first device of the stage with this number."""
-        return self.device(self.mesh.stage_processors(device_index % self.mesh.num_stages)[0])
+        mesh: Mesh = self.params.mesh
+        return self.device(mesh.stage_processors(device_index % mesh.num_stages)[0])
 
     def device(self, processor: int) -> str:
         """Returns the device of a processor of the mesh."""
@@ -112,7 +98,11 @@ def mesh_cluster(
         # lingvo reads its flags, and a program without absl never parses them.
         flags.FLAGS.mark_as_parsed()
     layout = LayoutRules() if layout is None else layout
-    check_layout(mesh, layout, lowering)
+    if not isinstance(layout, LayoutRules):
+        raise LayoutError(
+            f"layout {layout!r} is no LayoutRules; write LayoutRules.from_text('batch:data')"
+        )
+    _check_layout(mesh, layout, lowering)
     used = [p for stage in range(mesh.num_stages) for p in home_of(mesh, layout, stage)]
     if len(used) < mesh.num_devices and LAYERS_AXIS not in mesh.axis_names:
         raise MeshError(
@@ -127,15 +117,14 @@ def mesh_cluster(
             f"mesh {mesh} needs {mesh.num_devices} {device_type} devices, but {available} exist. "
             f"{MORE_DEVICES}"
         )
-    idle = [f"{device_type}:{i}" for i in range(mesh.num_devices) if i not in used]
-    if idle:
+    if idle := [f"{device_type}:{i}" for i in range(mesh.num_devices) if i not in used]:
         axes = unused_axes(mesh, layout)
         # At most one axis splits the batch.
         split = "" if layout.rules else f"split the batch with the layout 'batch:{axes[0]}', or "
         warnings.warn(
             f"mesh '{mesh}' has {mesh.num_devices} devices, but nothing is split "
             f"along {', '.join(axes)}: {', '.join(idle)} will idle. Use the mesh "
-            f"'{without(mesh, axes)}', or {split}cut the layers into "
+            f"'{mesh.without(*axes)}', or {split}cut the layers into "
             f"{mesh.num_stages * mesh.num_devices // len(used)} stages",
             stacklevel=2,
         )
@@ -179,12 +168,8 @@ def _of_workers(mesh: Mesh, layout: LayoutRules, device_type: str) -> tuple[str,
     return tuple(devices[host][device] for host, device in placement.places)
 
 
-def check_layout(mesh: Mesh, layout: LayoutRules, lowering: str = "placement") -> None:
+def _check_layout(mesh: Mesh, layout: LayoutRules, lowering: str) -> None:
     """Checks that a layout can split stages, for any dims that they have."""
-    if not isinstance(layout, LayoutRules):
-        raise LayoutError(
-            f"layout {layout!r} is no LayoutRules; write LayoutRules.from_text('batch:data')"
-        )
     layout.check(mesh)
     check_axes(layout, lowering)
     check_uneven(mesh, layout, lowering)
@@ -195,35 +180,37 @@ def stage_homes(cluster: Any, places: Sequence[int], p: Any) -> list[Home]:
 
     Positions wrap around after the end of the axis, and without a mesh always, as in lingvo.
     """
-    name = p.name
     mesh, rules = mesh_of(cluster, p)
     if mesh is None:
         return [Home((cluster.WorkerDeviceInModelSplit(place),)) for place in places]
     needed, available = len(set(places)), mesh.num_stages
     if needed > available and needed % available:
         raise PipelineError(
-            f"{name}: {len(places)} stages need {needed} places along the axis 'layers', but "
+            f"{p.name}: {len(places)} stages need {needed} places along the axis 'layers', but "
             f"mesh '{mesh}' has {available}, and {needed} is no multiple of it, so some "
             f"devices would do more than others; cut the layers into {available} stages or a "
             f"multiple, or use 'layers:{needed}'"
         )
-    if isinstance(cluster, MeshCluster):
-        device = cluster.device
-    else:
-        device = cluster.WorkerDeviceInModelSplit
-        # lingvo's controller only makes the variables: one device is enough.
-        computes = cluster.job != "controller"
-        if computes and cluster.num_devices_per_split < mesh.num_devices:
-            raise PipelineError(
-                f"{name}: mesh_shape '{mesh}' has {mesh.num_devices} processors, but the cluster's "
-                f"model split has {cluster.num_devices_per_split} devices; use a smaller mesh, or "
-                "give the cluster more (worker.devices_per_split, --worker_split_size)"
-            )
+    devices = _devices(cluster, mesh, p.name)
     replicas = num_replicas(mesh, rules)
     return [
-        Home(tuple(device(p) for p in home_of(mesh, rules, place % available)), replicas)
+        Home(tuple(devices[p] for p in home_of(mesh, rules, place % available)), replicas)
         for place in places
     ]
+
+
+def _devices(cluster: Any, mesh: Mesh, name: str) -> list[str]:
+    """Returns the device of each processor of a mesh."""
+    if isinstance(cluster, MeshCluster):
+        return [cluster.device(processor) for processor in range(mesh.num_devices)]
+    # lingvo's controller only makes the variables: one device is enough.
+    if cluster.job != "controller" and cluster.num_devices_per_split < mesh.num_devices:
+        raise PipelineError(
+            f"{name}: mesh_shape '{mesh}' has {mesh.num_devices} processors, but the cluster's "
+            f"model split has {cluster.num_devices_per_split} devices; use a smaller mesh, or "
+            "give the cluster more (worker.devices_per_split, --worker_split_size)"
+        )
+    return [cluster.WorkerDeviceInModelSplit(i) for i in range(mesh.num_devices)]
 
 
 def warn_of_places(cluster: Any, places: Sequence[int], p: Any) -> None:
@@ -259,15 +246,7 @@ def mesh_devices(cluster: Any, mesh: Mesh, p: Any) -> list[str]:
             "devices (looped_bfs:2 has two stages a device), and call the stack under the mesh "
             "that it was made under"
         )
-    if isinstance(cluster, MeshCluster):
-        return [cluster.device(processor) for processor in range(mesh.num_devices)]
-    if cluster.job != "controller" and cluster.num_devices_per_split < mesh.num_devices:
-        raise PipelineError(
-            f"{p.name}: mesh '{mesh}' has {mesh.num_devices} processors, but the cluster's model "
-            f"split has {cluster.num_devices_per_split} devices; use a smaller mesh, or give the "
-            "cluster more (worker.devices_per_split, --worker_split_size)"
-        )
-    return [cluster.WorkerDeviceInModelSplit(i) for i in range(mesh.num_devices)]
+    return _devices(cluster, mesh, p.name)
 
 
 def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
@@ -276,12 +255,11 @@ def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
     The mesh is None if neither has one: then each stage is on one device.
     """
     mesh, rules = None, LayoutRules()
-    mesh_shape, layout = p.mesh_shape, p.layout
     if isinstance(cluster, MeshCluster):
-        mesh, rules = cluster.mesh, cluster.layout
+        mesh, rules = cluster.params.mesh, cluster.params.layout
     try:
-        requested = None if mesh_shape is None else Mesh.from_text(mesh_shape)
-        requested_rules = None if layout is None else LayoutRules.from_text(layout)
+        requested = None if p.mesh_shape is None else Mesh.from_text(p.mesh_shape)
+        requested_rules = None if p.layout is None else LayoutRules.from_text(p.layout)
         if mesh is not None and requested not in (None, mesh):
             raise PipelineError(
                 f"mesh_shape is '{requested}', but the cluster that is entered has the mesh "
@@ -299,16 +277,12 @@ def mesh_of(cluster: Any, p: Any) -> tuple[Mesh | None, LayoutRules]:
                 "'layers:2;data:2'"
             )
         if mesh is not None:
-            check_layout(mesh, rules, _lowering(p))
+            # Only a pipelined stack with its loss inside may be one program.
+            is_one_program = getattr(p, "pipelined", False) and p.loss_inside
+            _check_layout(mesh, rules, p.lowering if is_one_program else "placement")
         # A cluster's own mesh has already warned of idle devices.
         if requested is not None and not p.allow_idle and not isinstance(cluster, MeshCluster):
             check_no_idle_axis(requested, rules)
     except PipemeshError as error:
         raise type(error)(f"{p.name}: {error}") from error
     return mesh, rules
-
-
-def _lowering(p: Any) -> str:
-    """Returns the lowering: only a pipelined stack with its loss inside may be one program."""
-    is_one_program = getattr(p, "pipelined", False) and p.loss_inside
-    return p.lowering if is_one_program else "placement"

@@ -46,25 +46,23 @@ _CHECKS = "_pipemesh_checks_slices"
 
 def check_learners() -> None:
     """Makes all of lingvo's learners check their variables from now on."""
-    if not hasattr(learner.Learner.Apply, _CHECKS):
-        learner.Learner.Apply = _checking(learner.Learner.Apply)
+    apply = learner.Learner.Apply
+    if hasattr(apply, _CHECKS):
+        return
 
-
-def _checking(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
     def checked(self: Any, metrics: Any, vmap: Any, *args: Any, **kwargs: Any) -> Any:
         check_learner(self.params, vmap.Flatten())
         return apply(self, metrics, vmap, *args, **kwargs)
 
     setattr(checked, _CHECKS, True)
-    return checked
+    learner.Learner.Apply = checked
 
 
 def check_learner(p: Any, variables: Sequence[tf.Variable]) -> None:
     """Checks that a learner treats slices as it would treat whole weights.
 
-    Learners call this themselves when they build a step, if a layer with named dims has cut a
-    weight.
+    Learners call this when they build a step, if a layer with named dims has cut a weight.
 
     Args:
         p: params of a `lingvo.core.learner.Learner`.
@@ -74,14 +72,14 @@ def check_learner(p: Any, variables: Sequence[tf.Variable]) -> None:
         PipelineError: the learner treats slices differently; the message says what to change.
 
     Example:
-        >>> from lingvo.core import learner, optimizer
         >>> p = learner.Learner.Params().Set(optimizer=optimizer.DistributedShampoo.Params())
         >>> check_learner(p, [tf.Variable([1.0])])
     """
-    slices = [variable for variable in variables if slice_of(variable) is not None]
-    if not slices:
+    # The name of the whole weight, by that of the slice.
+    wholes = {v.name: f"{marked[0]}:0" for v in variables if (marked := slice_of(v))}
+    if not wholes:
         return
-    where = f"learner {p.name!r} is given slices of weights, such as {slices[0].name!r}, but"
+    where = f"learner {p.name!r} is given slices of weights, such as {next(iter(wholes))!r}, but"
     if p.clip_gradient_single_norm_to_value:
         raise PipelineError(
             f"{where} clip_gradient_single_norm_to_value={p.clip_gradient_single_norm_to_value} "
@@ -115,8 +113,15 @@ def check_learner(p: Any, variables: Sequence[tf.Variable]) -> None:
                 "class"
             )
     for field, pattern, match in patterns:
-        if pattern:
-            _check_pattern(where, field, pattern, match, slices)
+        for name, whole in wholes.items() if pattern else ():
+            found = bool(match(pattern, name))
+            if found != bool(match(pattern, whole)):
+                finds, other = (name, whole) if found else (whole, name)
+                raise PipelineError(
+                    f"{where} {field} {pattern!r} finds {finds!r} and not {other!r}, which is of "
+                    "the same weight; write a pattern that finds both or none, such as "
+                    r"'w(_slice_\d+)?/var' for 'w/var'"
+                )
 
 
 def _says_so(params: Any) -> bool:
@@ -140,28 +145,6 @@ def _instead(p: Any) -> str:
         return "pipemesh.layers.optimizers.Adafactor, whose params are the same"
     names = [cls.__name__ for cls in (*ELEMENTWISE, *_HANDING_ON, optimizer.CompositeOptimizer)]
     return f"{', '.join(names)} of lingvo, pipemesh.layers.optimizers.Adafactor"
-
-
-def _check_pattern(
-    where: str,
-    field: str,
-    pattern: str,
-    match: Callable[[str, str], Any],
-    slices: Sequence[tf.Variable],
-) -> None:
-    """Checks that a pattern matches slices by name if, and only if, it matches the weight."""
-    for variable in slices:
-        marked = slice_of(variable)
-        whole = f"{marked[0]}:0" if marked else variable.name
-        if bool(match(pattern, variable.name)) != bool(match(pattern, whole)):
-            finds, other = (whole, variable.name)
-            if match(pattern, variable.name):
-                finds, other = other, finds
-            raise PipelineError(
-                f"{where} {field} {pattern!r} finds {finds!r} and not {other!r}, which is of the "
-                "same weight; write a pattern that finds both or none, such as "
-                r"'w(_slice_\d+)?/var' for 'w/var'"
-            )
 
 
 # The start of a piece in each dim of the whole tensor.
@@ -197,10 +180,8 @@ class Pieces:
 
     def without(self, axis: int) -> Pieces:
         """Returns the first pieces along a dim, beside which shared values are kept."""
-        kept: dict[Begin, Piece] = {}
-        for begin, part in self.parts.items():
-            kept.setdefault(_without(begin, axis), part)
-        return Pieces(_without(self.whole, axis), kept)
+        first = {_without(b, axis): part for b, part in self.parts.items() if not b[axis]}
+        return Pieces(_without(self.whole, axis), first)
 
     def mean(self, axis: int) -> Pieces:
         """Averages over a dim and removes it; each piece sends one sum to the first of its row."""
@@ -247,7 +228,6 @@ class Adafactor(optimizer.XLAShardingAdafactor):
     the rate of the step in which it was made.
 
     Example:
-        >>> from pipemesh.layers.optimizers import Adafactor
         >>> params = Adafactor.Params().Set(beta1=0.9, decay_exponent_pow=0.8)
     """
 
@@ -272,7 +252,8 @@ class Adafactor(optimizer.XLAShardingAdafactor):
         """Returns the share of its second moments that a step keeps.
 
         Shazeer and Stern, "Adafactor", 2018, section 7.2: 1 - t**-c with `decay_exponent_pow` c,
-        otherwise Adam's rate, including the bias correction.
+        otherwise Adam's rate, including the bias correction. lingvo's own functions of it read a
+        step that exists in graphs alone.
         """
         p, counter = self.params, py_utils.GetGlobalStep()
         assert counter is not None, "lingvo's learners need a global step"
@@ -425,29 +406,25 @@ def _assign(variables: Pieces, new: Pieces, good: tf.Tensor | None) -> list[Any]
 
 def weights_of(slices: Sequence[tf.Variable], user: str) -> dict[str, Pieces]:
     """Joins slices, in any order, to weights by logical name."""
-    wholes: dict[str, list[int]] = {}
-    pieces_by_name: dict[str, dict[tuple[int, ...], Piece]] = {}
-    elements: dict[str, int] = {}
+    weights: dict[str, Pieces] = {}
     for variable in slices:
         marked = slice_of(variable)
         assert marked is not None
         name, part = marked
-        wholes[name] = list(part.whole)
-        pieces = pieces_by_name.setdefault(name, {})
-        if part.begin in pieces:
+        parts = weights.setdefault(name, Pieces(list(part.whole), {})).parts
+        if part.begin in parts:
             raise PipelineError(
-                f"{user}: {variable.name!r} and {pieces[part.begin].beside.name!r} are the same "
+                f"{user}: {variable.name!r} and {parts[part.begin].beside.name!r} are the same "
                 f"slice of weight {name!r}; give layers names of their own"
             )
-        pieces[part.begin] = Piece(variable, variable)
-        elements[name] = elements.get(name, 0) + math.prod(static_sizes(variable))
-    for name, number in elements.items():
-        if number != math.prod(wholes[name]):
+        parts[part.begin] = Piece(variable, variable)
+    for name, weight in weights.items():
+        size = math.prod(weight.whole)
+        updated = sum(math.prod(static_sizes(variable)) for variable in weight.values)
+        if updated != size:
             raise PipelineError(
-                f"{user}: weight {name!r} has {math.prod(wholes[name])} elements, but its slices "
-                f"with gradients have {number}; update all slices of a weight or none"
+                f"{user}: weight {name!r} has {size} elements, but its slices with gradients have "
+                f"{updated}; update all slices of a weight or none"
             )
-    return {
-        name: Pieces(wholes[name], dict(sorted(parts.items())))
-        for name, parts in pieces_by_name.items()
-    }
+        weight.parts = dict(sorted(weight.parts.items()))
+    return weights

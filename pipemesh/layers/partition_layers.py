@@ -23,7 +23,7 @@ from pipemesh.lowering.lowering import CommunicationCosts
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, Partition, partition, profile_costs
 from pipemesh.partition.costs import number_problem
-from pipemesh.partition.memory import SCHEDULES
+from pipemesh.partition.memory import WITH_FORMULA
 from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule, ScheduleSpec, simulate
 from pipemesh.schedule.names import parse
@@ -80,14 +80,7 @@ class Meta:
     out_shapes: tuple[Any, ...]  # a `tshape.Shape` or None for each output
     parameter_bytes: float | None = None
     activation_bytes: float | None = None  # kept for the backward pass
-    communication_bytes: float | None = None  # sent by its processors, forward and backward
-    communication: CommunicationCosts | None = dataclasses.field(default=None, kw_only=True)
-
-    @classmethod
-    def bytes_said(cls) -> tuple[str, ...]:
-        """Returns the names of the optional byte counts."""
-        fields = dataclasses.fields(cls)
-        return tuple(f.name for f in fields if f.default is None and not f.kw_only)
+    communication: CommunicationCosts | None = None
 
 
 def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
@@ -101,9 +94,8 @@ def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
         if not isinstance(shape, (tshape.Shape, tf.TensorSpec, py_utils.NestedMap, type(None))):
             raise PartitionError(
                 f"the shape of input {number} is {shape!r}, {with_article(type(shape).__name__)}; "
-                "write "
-                "lingvo.core.tshape.Shape([...]), one for each input of the first layer, or None "
-                "for an input that is None"
+                "write lingvo.core.tshape.Shape([...]), one for each input of the first layer, or "
+                "None for an input that is None"
             )
     metas = []
     input_shapes: tuple[Any, ...] = tuple(map(_as_shape, shapes))
@@ -152,7 +144,7 @@ def _meta(layer: Any, shapes: tuple[Any, ...]) -> Meta:
         raise PartitionError(f"{where}: FPropMeta returns {meta!r}; {_META}") from error
     if isinstance(out_shapes, tshape.Shape) or not isinstance(out_shapes, (list, tuple)):
         raise PartitionError(f"{where}: FPropMeta returns out_shapes {out_shapes!r}; {_META}")
-    said = {name: getattr(meta, name, None) for name in Meta.bytes_said()}
+    said = {name: getattr(meta, name, None) for name in ("parameter_bytes", "activation_bytes")}
     for name, value in said.items():
         if value is not None and number_problem(value):
             raise PartitionError(
@@ -201,13 +193,15 @@ def layer_costs(
     """
     layers = named_layers(params)
     metas = layer_metas([_computing_in(layer, fprop_dtype) for layer in layers], *shapes)
-    if not measured and all(map(_says_all, metas)):
+    if not measured and not any(
+        None in (meta.parameter_bytes, meta.activation_bytes) for meta in metas
+    ):
         return [
             LayerCost(
                 meta.flops,
                 parameter_bytes=meta.parameter_bytes or 0,
                 activation_bytes=meta.activation_bytes or 0,
-                boundary_bytes=num_bytes(_leaves(meta.out_shapes, fprop_dtype)),
+                boundary_bytes=output_bytes(meta, fprop_dtype),
                 name=layer.name,
             )
             for layer, meta in zip(layers, metas, strict=True)
@@ -221,21 +215,17 @@ def layer_costs(
         alike = layer.Copy().Set(name="layer").ToText()
         key = (alike, str(tf.nest.map_structure(str, specs)), is_head)
         if key not in seen:
-            with _named(layer, specs, "traced"):
-                seen[key] = _trace(layer, specs, is_head, fprop_dtype)
-                if measured:
-                    seen[key].seconds = _measure(layer, specs, fprop_dtype)
-        traced = seen[key]
-        held = traced.memory
+            seen[key] = _trace(layer, specs, is_head, fprop_dtype, measured)
+        held, weight_bytes, seconds = seen[key]
         # Tensors that both this layer and the previous one keep.
         outputs = before.kept_outputs if before else ()
         shared = sum(b for b, too in zip(held.kept_inputs, outputs, strict=False) if too)
         kept, own = meta.activation_bytes, meta.parameter_bytes
         costs.append(
             LayerCost(
-                forward=meta.flops if traced.seconds is None else traced.seconds[0],
-                backward=None if traced.seconds is None else traced.seconds[1],
-                parameter_bytes=traced.parameter_bytes if own is None else own,
+                forward=meta.flops if seconds is None else seconds[0],
+                backward=None if seconds is None else seconds[1],
+                parameter_bytes=weight_bytes if own is None else own,
                 activation_bytes=held.kept if kept is None else kept,
                 boundary_bytes=num_bytes(held.outputs),
                 shared_bytes=shared if kept is None else 0,
@@ -247,11 +237,8 @@ def layer_costs(
     return costs
 
 
-@dataclasses.dataclass
-class _Traced:
-    memory: StageMemory
-    parameter_bytes: int
-    seconds: tuple[float, float] | None = None
+# The memory of a stage, the bytes of its weights, and its seconds forward and backward.
+_Traced = tuple[StageMemory, int, tuple[float, float] | None]
 
 
 def _computing_in(layer: Any, fprop_dtype: Any) -> Any:
@@ -259,10 +246,6 @@ def _computing_in(layer: Any, fprop_dtype: Any) -> Any:
     if fprop_dtype is None or layer.fprop_dtype is not None:
         return layer
     return layer.Copy().Set(fprop_dtype=fprop_dtype)
-
-
-def _says_all(meta: Meta) -> bool:
-    return meta.parameter_bytes is not None and meta.activation_bytes is not None
 
 
 def _returns_scalar(meta: Meta) -> bool:
@@ -280,9 +263,10 @@ def _spec(value: Any, dtype: Any) -> Any:
     return tf.TensorSpec(value.ToTensorShape(), dtype or tf.float32)
 
 
-def _leaves(shapes: Any, dtype: Any) -> list[tf.TensorSpec]:
-    specs = tf.nest.flatten([_spec(shape, dtype) for shape in shapes])
-    return [spec for spec in specs if spec is not None]
+def output_bytes(meta: Meta, dtype: Any) -> int:
+    """Returns the bytes of a layer's outputs, which all count as floating."""
+    specs = tf.nest.flatten([_spec(shape, dtype) for shape in meta.out_shapes])
+    return num_bytes(spec for spec in specs if spec is not None)
 
 
 def _packed(layer: Any, shapes: tuple[Any, ...], outputs: tuple[tf.TensorSpec, ...]) -> Any:
@@ -300,25 +284,6 @@ def _packed(layer: Any, shapes: tuple[Any, ...], outputs: tuple[tf.TensorSpec, .
 
 
 @contextlib.contextmanager
-def _named(layer: Any, inputs: Any, what: str) -> Iterator[None]:
-    """Adds the layer and its inputs to an error."""
-    try:
-        yield
-    except Exception as error:
-        specs = [leaf for leaf in tf.nest.flatten(inputs) if leaf is not None]
-        texts = ", ".join(f"{spec.dtype.name} {spec.shape.as_list()}" for spec in specs)
-        raise PartitionError(
-            f"{described(layer)} was {what} to count its bytes, given {texts or 'nothing'}, which "
-            f"failed with {type(error).__name__}: {error}; an input that is not floating must be "
-            "given as tf.TensorSpec(shape, dtype)"
-        ) from error
-
-
-def _stage(layer: Any) -> Any:
-    return FeatureExtractionLayer.Params().Set(name="stage", sub=[layer.Copy()])
-
-
-@contextlib.contextmanager
 def _alone(eagerly: bool) -> Iterator[None]:
     """Enters a cluster of one device and sets lingvo's mode for a while."""
     was_eager = py_utils.IsEagerMode()
@@ -330,25 +295,37 @@ def _alone(eagerly: bool) -> Iterator[None]:
         py_utils.SetEagerMode(was_eager, test_mode=True)
 
 
-def _trace(layer: Any, specs: Any, is_head: bool, fprop_dtype: Any) -> _Traced:
-    with tf.Graph().as_default(), _alone(eagerly=False):
-        py_utils.GetOrCreateGlobalStepVar()
-        params = PipeliningLayer.Params().Set(
-            name="costs",
-            cell_tpl=[_stage(layer)],
-            remat="none",
-            loss_inside=is_head,
-            check_numerics="off",
-            fprop_dtype=fprop_dtype,
-        )
-        pipeline = params.Instantiate()
-        [device] = pipeline.PredictMemory(*specs)
-        [memory] = device.stages
-        weights = pipeline.stage.vars.Flatten()
-        return _Traced(memory, num_bytes(weights))
+def _trace(layer: Any, specs: Any, is_head: bool, fprop_dtype: Any, measured: bool) -> _Traced:
+    """Traces a layer as a stage, and runs it if asked to."""
+    stage = FeatureExtractionLayer.Params().Set(name="stage", sub=[layer.Copy()])
+    try:
+        with tf.Graph().as_default(), _alone(eagerly=False):
+            py_utils.GetOrCreateGlobalStepVar()
+            params = PipeliningLayer.Params().Set(
+                name="costs",
+                cell_tpl=[stage],
+                remat="none",
+                loss_inside=is_head,
+                check_numerics="off",
+                fprop_dtype=fprop_dtype,
+            )
+            pipeline = params.Instantiate()
+            [device] = pipeline.PredictMemory(*specs)
+            [memory] = device.stages
+            weight_bytes = num_bytes(pipeline.stage.vars.Flatten())
+        return memory, weight_bytes, _measure(stage, specs, fprop_dtype) if measured else None
+    except Exception as error:
+        leaves = [leaf for leaf in tf.nest.flatten(specs) if leaf is not None]
+        texts = ", ".join(f"{leaf.dtype.name} {leaf.shape.as_list()}" for leaf in leaves)
+        raise PartitionError(
+            f"{described(layer)} was traced to count its bytes, given {texts or 'nothing'}, which "
+            f"failed with {type(error).__name__}: {error}; an input that is not floating must be "
+            "given as tf.TensorSpec(shape, dtype)"
+        ) from error
 
 
-def _measure(layer: Any, specs: Any, fprop_dtype: Any) -> tuple[float, float]:
+def _measure(stage: Any, specs: Any, fprop_dtype: Any) -> tuple[float, float]:
+    """Runs a stage on examples and returns its seconds forward and backward."""
     if not tf.executing_eagerly():
         raise PartitionError(
             "measured=True runs layers eagerly; call it outside of any graph, where TensorFlow "
@@ -356,10 +333,9 @@ def _measure(layer: Any, specs: Any, fprop_dtype: Any) -> tuple[float, float]:
         )
     with _alone(eagerly=True), py_utils.VariableStore():
         py_utils.GetOrCreateGlobalStepVar()
-        params = _stage(layer)
         if fprop_dtype is not None:
-            params.Set(fprop_dtype=fprop_dtype)
-        [cost] = profile_costs([params.Instantiate()], tuple(map(_example, specs)))
+            stage.Set(fprop_dtype=fprop_dtype)
+        [cost] = profile_costs([stage.Instantiate()], tuple(map(_example, specs)))
     return cost.forward, cost.backward_or_default
 
 
@@ -459,7 +435,7 @@ def _schedule(schedule: Any, num_stages: int, options: dict[str, Any]) -> dict[s
     if schedule is None:
         return {}
     if not isinstance(schedule, Schedule):
-        if parse(schedule).name in SCHEDULES:
+        if parse(schedule).name in WITH_FORMULA:
             return {"schedule": schedule}
         if options.get("num_microbatches") is None:
             raise PartitionError(

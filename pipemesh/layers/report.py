@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-import tensorflow as tf
 
 from pipemesh.backend.devices import short_name
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.layers.named import NamedLayer
-from pipemesh.layers.partition_layers import Meta, layer_metas
+from pipemesh.layers.partition_layers import Meta, layer_metas, output_bytes
 from pipemesh.mesh import Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Remat
@@ -142,6 +139,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         weight_grad=[(1 + times[1]) * f for times, f in zip(again, forward, strict=True)],
     )
     timeline = simulate(stack.schedule, costs)
+    dtype = stack.params.fprop_dtype
     return Report(
         memory=tuple(memory),
         optimizer=dict(held),
@@ -151,7 +149,10 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         flops=3 * number * homes[0].num_replicas * sum(flops),
         weights=tuple(_layouts(stack)),
         timeline=timeline,
-        layers=tuple(_sizes(stack, of_stage, n) for n, of_stage in enumerate(metas)),
+        layers=tuple(
+            tuple(_size(*pair, dtype) for pair in zip(cell.sub, of_stage, strict=True))
+            for cell, of_stage in zip(stack.params.cell_tpl, metas, strict=True)
+        ),
     )
 
 
@@ -184,23 +185,14 @@ def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[lis
     return metas
 
 
-def _sizes(stack: Any, metas: Sequence[Meta], stage: int) -> tuple[LayerSize, ...]:
-    """Returns the sizes of the layers of a stage."""
-    width = tf.as_dtype(stack.params.fprop_dtype or tf.float32).size
-    return tuple(
-        LayerSize(
-            layer.cls.__name__,
-            meta.flops,
-            meta.parameter_bytes,
-            meta.activation_bytes,
-            width * sum(map(_num_elements, tf.nest.flatten(list(meta.out_shapes)))),
-        )
-        for layer, meta in zip(stack.params.cell_tpl[stage].sub, metas, strict=True)
+def _size(layer: Any, meta: Meta, dtype: Any) -> LayerSize:
+    return LayerSize(
+        layer.cls.__name__,
+        meta.flops,
+        meta.parameter_bytes,
+        meta.activation_bytes,
+        output_bytes(meta, dtype),
     )
-
-
-def _num_elements(shape: Any) -> int:
-    return 0 if shape is None else math.prod(map(int, shape.ToTensorShape().as_list()))
 
 
 def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:
@@ -216,7 +208,7 @@ def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]
 
 def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> list[Sent]:
     """Sums the traffic between actions, by the axes in which source and target differ."""
-    times: dict[tuple[str, str], int] = {}
+    times: collections.Counter[tuple[str, str]] = collections.Counter()
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for transfer in transfers:
         source, target = at[short_name(transfer.source)], at[short_name(transfer.target)]
@@ -224,7 +216,7 @@ def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> li
         # Between homes of different shapes, a slice may move along other axes too.
         axes = LAYERS_AXIS if LAYERS_AXIS in differing else "+".join(differing)
         key = axes, transfer.what
-        times[key] = max(times.get(key, 0), transfer.times)
+        times[key] = max(times[key], transfer.times)
         sums[key] += transfer.bytes
     return [Sent(*key, times[key], sums[key]) for key in sorted(sums)]
 
@@ -233,59 +225,42 @@ def _inside(
     metas: Sequence[Sequence[Meta]], num_microbatches: int, homes: Sequence[Home]
 ) -> list[Sent]:
     """Sums the traffic inside actions, by primitive."""
-    times: dict[tuple[str, str], int] = {}
+    times: collections.Counter[tuple[str, str]] = collections.Counter()
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for of_stage, home in zip(metas, homes, strict=True):
         calls: collections.Counter[tuple[str, str]] = collections.Counter()
-        for costs in (meta.communication for meta in of_stage):
-            for (axes, primitive, direction), (number, sent) in (
-                costs.rows if costs else {}
-            ).items():
+        for costs in filter(None, (meta.communication for meta in of_stage)):
+            for (axes, primitive, direction), (number, sent) in costs.rows.items():
                 key = "+".join(axes), f"{primitive} {direction}"
                 calls[key] += number * num_microbatches
                 sums[key] += sent * num_microbatches * len(home)
-        for key, number in calls.items():
-            times[key] = max(times.get(key, 0), number)
+        # The larger number of each.
+        times |= calls
     return [Sent(*key, times[key], sums[key]) for key in sorted(sums)]
 
 
 def _layouts(layer: Any) -> Iterator[WeightLayout]:
     """Yields the layouts of the weights of a layer and its children."""
-    variables = dict(layer._private_vars)
-    if isinstance(layer, NamedLayer):
-        for name, shape in layer.named_shapes.items():
-            parts = [
-                variables.pop(n)
-                for n in layer.weight_parts()
-                if _is_part(n, name) and n in variables
-            ]
-            if parts:
-                yield _layout(f"{layer.path}.{name}", parts, shape)
-    for name, variable in variables.items():
-        yield _layout(f"{layer.path}.{name}", [variable], None)
+    shapes: dict[str, Shape] = layer.named_shapes if isinstance(layer, NamedLayer) else {}
+    named = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
+    weights: dict[str, list[Any]] = {}
+    for name, variable in layer._private_vars.items():
+        is_slice = name in named and name not in shapes
+        weights.setdefault(name.rpartition("_slice_")[0] if is_slice else name, []).append(variable)
+    for name, parts in weights.items():
+        sizes, shape = parts[0].shape.as_list(), shapes.get(name)
+        cut = [
+            f"{dim.name}/{dim.size // size}"
+            for dim, size in zip(shape or (), sizes, strict=shape is not None)
+            if size and dim.size != size
+        ]
+        yield WeightLayout(
+            f"{layer.path}.{name}",
+            "x".join(map(str, sizes)) if shape is None else str(shape),
+            ";".join(cut),
+            tuple(short_name(part.device) for part in parts),
+            num_bytes(parts),
+        )
     for child in layer.children.values():
         for part in child if isinstance(child, list | tuple) else [child]:
             yield from _layouts(part)
-
-
-def _is_part(variable: str, name: str) -> bool:
-    head, _, number = variable.rpartition("_slice_")
-    return variable == name or (head == name and number.isdigit())
-
-
-def _layout(name: str, parts: Sequence[Any], shape: Shape | None) -> WeightLayout:
-    sizes = parts[0].shape.as_list()
-    cut = ""
-    if shape is not None:
-        cut = ";".join(
-            f"{dim.name}/{dim.size // size}"
-            for dim, size in zip(shape, sizes, strict=True)
-            if size and dim.size != size
-        )
-    return WeightLayout(
-        name,
-        "x".join(map(str, sizes)) if shape is None else str(shape),
-        cut,
-        tuple(short_name(part.device) for part in parts),
-        num_bytes(parts),
-    )

@@ -201,8 +201,8 @@ def with_layouts():
     """pytest's params: name of a case, layout.
 
     By default, of each class every two dims are split over every two axes that ever go together,
-    and every case has each of its dims split and whole. A block consists of layers of other
-    classes: of its dims each is split over every axis. The rest is `exhaustive`.
+    and every case has each of its dims split. A block consists of layers of other classes: of its
+    dims each is split over every axis. The rest is `exhaustive`.
     """
     params = []
     for name, cases in of_classes().items():
@@ -210,10 +210,9 @@ def with_layouts():
         shown = {}
         for case in cases:
             for rules in case.layouts:
-                dims = (*case.tokens, *case.dims)
-                axes = [(dim, rules.axis(dim)) for dim in dims]
-                split = {(case.name, dim, axis is not None) for dim, axis in axes}
-                shown[case.name, str(rules)] = {*itertools.combinations(axes, together), *split}
+                split = {(case.name, dim) for dim, _ in rules.rules}
+                pairs = itertools.combinations(rules.rules, together)
+                shown[case.name, str(rules)] = {*pairs, *split}
         chosen = covering(shown)
         for values in shown:
             marks = () if values in chosen else pytest.mark.exhaustive

@@ -1,19 +1,17 @@
 """Runs the cases of layers: outputs, gradients of inputs and of whole weights, communication."""
 
-import contextlib
 import dataclasses
 import functools
 
 import numpy as np
 import tensorflow as tf
-from lingvo.core import py_utils
 
 from pipemesh.layers.named import lowering_scope
 from pipemesh.layers.named.weight_slices import slice_groups
 from pipemesh.lowering import Cores, ops
 from pipemesh.mesh import LayoutRules
 from tests.conformance.layer_cases import CASES, MESH, alone, placement
-from tests.layers.harness import cluster
+from tests.layers.harness import cluster, executing
 from tests.layers.named.harness import exported, join, loss_of, value_of, weights_of
 
 STEP, SCALE = 3, 0.3
@@ -34,18 +32,6 @@ class Result:
             np.testing.assert_allclose(mine, theirs, rtol, atol)
         for name, theirs in wanted.grads.items():
             np.testing.assert_allclose(self.grads[name], theirs, rtol, atol, err_msg=name)
-
-
-@contextlib.contextmanager
-def executing(eagerly):
-    """On one device, eagerly or in a graph; variables are new ones."""
-    py_utils.SetEagerMode(eagerly, test_mode=True)
-    try:
-        with cluster(1), contextlib.ExitStack() as stack:
-            stack.enter_context(py_utils.VariableStore() if eagerly else tf.Graph().as_default())
-            yield
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
 
 
 def make(case, lowering):
@@ -84,8 +70,8 @@ def floating(case):
 
 def run_tf2(case, lowering, in_graph=True):
     """Under a tape; the whole step is a function or not."""
-    with executing(eagerly=True):
-        py_utils.GetOrCreateGlobalStepVar().assign(STEP)
+    with executing(eager=True) as step:
+        step.assign(STEP)
         layer, values, weights = make(case, lowering)
         variables = dict(layer.vars.FlattenItems())
         for name, value in values.items():
@@ -111,8 +97,7 @@ def run_tf2(case, lowering, in_graph=True):
 
 def run_tf1(case, lowering):
     """In a graph of TensorFlow 1."""
-    with executing(eagerly=False):
-        step = py_utils.GetOrCreateGlobalStepVar()
+    with executing(eager=False) as step:
         layer, values, weights = make(case, lowering)
         variables = dict(layer.vars.FlattenItems())
         inputs = [None if x is None else tf.constant(x) for x in case.inputs]
@@ -136,8 +121,8 @@ def run_tf1(case, lowering):
 def run_simd(case, rules):
     """Results of all cores of the program of a core, with whole gradients."""
     lowering = placement(rules)
-    with executing(eagerly=True):
-        py_utils.GetOrCreateGlobalStepVar().assign(STEP)
+    with executing(eager=True) as step:
+        step.assign(STEP)
         layer, _, weights = make(case, lowering)
         numbers = floating(case)
 

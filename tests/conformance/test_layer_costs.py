@@ -2,69 +2,54 @@
 
 import dataclasses
 import itertools
-import math
 
 import pytest
 import tensorflow as tf
-from lingvo.core import py_utils
 
 from pipemesh.backend.graphs import called_functions
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
+from pipemesh.layers.foreign_layers import flops_of
 from pipemesh.layers.named import NamedLayer, lowering_scope
 from pipemesh.mesh import LayoutRules
 from tests.conformance.layer_cases import BATCH, CASES, MESH, alone, of_classes, placement
-from tests.conformance.layer_runs import executing, plain
-from tests.layers.harness import cluster
-
-PRODUCTS = ("MatMul", "BatchMatMulV2")
+from tests.layers.harness import executing
+from tests.layers.named.harness import exported
 
 
-def flops_of(graph):
+def flops_of_graph(graph):
     """The flops of all products of matrices in a graph, in loops times their iterations."""
-    total = 0
+    total = sum(map(flops_of, graph.get_operations()))
     for operation in graph.get_operations():
-        shapes = [tensor.shape.as_list() for tensor in operation.inputs]
-        if operation.type == "Einsum":
-            terms = operation.get_attr("equation").decode().partition("->")[0].replace(",", "")
-            sizes = dict(zip(terms, itertools.chain(*shapes), strict=True))
-            total += 2 * math.prod(sizes.values())
-        elif operation.type in PRODUCTS:
-            flags = ("transpose_a",) if operation.type == "MatMul" else ("adj_x",)
-            summed = shapes[0][-2 if operation.get_attr(flags[0]) else -1]
-            total += 2 * summed * operation.outputs[0].shape.num_elements()
-        elif operation.type == "Conv2D":
-            total += 2 * math.prod(shapes[1][:-1]) * operation.outputs[0].shape.num_elements()
-        else:
-            functions = list(called_functions(graph, operation))
-            times = 1
-            if operation.type in ("While", "StatelessWhile"):
-                condition, body = functions
-                functions = [body]
-                # It counts from 0 up to a constant.
-                (less,) = [op for op in condition.get_operations() if op.type == "Less"]
-                times = int(tf.get_static_value(less.inputs[1]))
-            total += times * sum(map(flops_of, functions))
+        functions = list(called_functions(graph, operation))
+        times = 1
+        if operation.type in ("While", "StatelessWhile"):
+            condition, body = functions
+            functions = [body]
+            # It counts from 0 up to a constant.
+            (less,) = [op for op in condition.get_operations() if op.type == "Less"]
+            times = int(tf.get_static_value(less.inputs[1]))
+        total += times * sum(map(flops_of_graph, functions))
     return total
 
 
 def traced(case, lowering):
-    """The graph of a forward pass, and its layer."""
-    with executing(eagerly=False), lowering_scope(lowering):
-        py_utils.GetOrCreateGlobalStepVar()
+    """The graph of a forward pass, its layer and its outputs."""
+    with executing(eager=False), lowering_scope(lowering):
         layer = case.params.Copy().Instantiate()
-        layer.FPropDefaultTheta(*(None if x is None else tf.constant(x) for x in case.inputs))
-        return tf.compat.v1.get_default_graph(), layer
+        inputs = [None if x is None else tf.constant(x) for x in case.inputs]
+        outputs = exported(layer.FPropDefaultTheta(*inputs))
+        return tf.compat.v1.get_default_graph(), layer, outputs
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_flops_weights_and_shapes(name):
     case = CASES[name]
     meta = case.meta(alone())
-    graph, layer = traced(case, alone())
-    assert meta.flops == flops_of(graph)
+    graph, layer, outputs = traced(case, alone())
+    assert meta.flops == flops_of_graph(graph)
     weights = layer.vars.Flatten()
     assert meta.parameter_bytes == sum(v.shape.num_elements() * v.dtype.size for v in weights)
-    assert sizes_of(meta) == [list(y.shape) for y in plain(name).outputs]
+    assert sizes_of(meta) == [y.shape.as_list() for y in outputs]
     assert meta.communication_bytes == 0
     # All processors together, as if it were one.
     split = case.meta(placement(case.most_split))
@@ -116,9 +101,7 @@ def kept(case, mesh="", rules=""):
     pipeline = PipeliningLayer.Params().Set(
         name="pipeline", cell_tpl=cells, remat="none", check_numerics="off"
     )
-    py_utils.SetEagerMode(False, test_mode=True)
-    with tf.Graph().as_default(), cluster(f"layers:2{mesh} {rules}"):
-        py_utils.GetOrCreateGlobalStepVar()
+    with executing(eager=False, devices=f"layers:2{mesh} {rules}"):
         devices = pipeline.Instantiate().PredictMemory(*case.specs())
     return sum(device.kept for device in devices[len(devices) // 2 :])
 
@@ -129,16 +112,15 @@ def test_what_is_kept_for_the_backward_pass(name):
     assert case.meta(alone()).activation_bytes == kept(case)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=() if name in ("Experts-top_2", "TransformerBlock-llama") else mark
-        )
-        for mark in [pytest.mark.exhaustive]
-        for name in CASES
-    ],
-)
+def some(*kinds):
+    """Of these classes the last case; the rest is `exhaustive`."""
+    chosen = [of_classes()[kind][-1].name for kind in kinds]
+    return [
+        pytest.param(name, marks=() if name in chosen else pytest.mark.exhaustive) for name in CASES
+    ]
+
+
+@pytest.mark.parametrize("name", some("Experts", "TransformerBlock"))
 def test_what_is_kept_in_bfloat16(name):
     params = CASES[name].params.Copy().Set(fprop_dtype=tf.bfloat16)
     case = dataclasses.replace(CASES[name], params=params)
@@ -153,11 +135,7 @@ def inner(case):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(case.name, marks=() if case is cases[-1] else pytest.mark.exhaustive)
-        for cases in of_classes().values()
-        for case in cases
-    ],
+    some("Attention", "FeedForward", "Embedding", "SoftmaxCrossEntropy", "Experts", "Convolution"),
 )
 def test_what_is_kept_by_all_devices_of_a_replica(name):
     case = CASES[name]

@@ -2,9 +2,9 @@
 
 Generated from the registry and `tests/lowering/cases`. Layouts that differ only by exchanging axes
 of one size are run once, a different one for each case. Eager mode runs all others, on a small mesh
-and on the mesh of three axes. Graphs, which take longer to build, run on the latter, under the two
-layouts that split most dims. Cases that are marked `thin`, which share their code with others, run
-eagerly on a small mesh; the rest is `exhaustive`.
+and, each third case, on the mesh of three axes. Graphs, which take longer to build, run on the
+latter, under the layout that splits most dims. Cases that are marked `thin`, which share their code
+with others, run eagerly on a small mesh; the rest is `exhaustive`.
 """
 
 import functools
@@ -37,7 +37,7 @@ def test_every_operation_has_cases_and_every_case_an_operation():
         assert getattr(ops, op.name) is op.function
 
 
-@pytest.mark.parametrize(("mesh_text", "name"), sampled(ALL, LARGE_MESH))
+@pytest.mark.parametrize(("mesh_text", "name"), sampled(ALL, LARGE_MESH, every=3))
 def test_eagerly_results_and_gradients_equal_tensorflows(mesh_text, name):
     case = ALL[name]
     *wanted, cotangent = expected(name)
@@ -51,12 +51,11 @@ def test_eagerly_results_and_gradients_equal_tensorflows(mesh_text, name):
 def test_in_a_graph_results_and_gradients_equal_tensorflows(name):
     case = ALL[name]
     *wanted, cotangent = expected(name)
-    layouts = case.widest_layouts(LARGE_MESH, 2)
+    rules = case.layouts(LARGE_MESH)[0]
 
     @tf.function(autograph=False)
     def run(*arrays):
-        return [case.run(make(LARGE_MESH, rules), arrays, cotangent) for rules in layouts]
+        return case.run(make(LARGE_MESH, rules), arrays, cotangent)
 
-    results = run(*(tf.constant(array) for array, _ in case.inputs))
-    for rules, got in zip(layouts, results, strict=True):
-        assert not case.differences(got, wanted), f"layout '{rules}'"
+    got = run(*(tf.constant(array) for array, _ in case.inputs))
+    assert not case.differences(got, wanted), f"layout '{rules}'"

@@ -10,6 +10,7 @@ from pipemesh.recurrent import ByStage, Options, RematPolicy, predict_memory
 from pipemesh.recurrent.remat import policy_of
 from pipemesh.schedule import gpipe, one_f_one_b
 from tests.conformance.remat_cases import REMAT
+from tests.pairwise import in_turn
 from tests.recurrent.stack import (
     IDS,
     LABELS,
@@ -48,8 +49,7 @@ def expected():
     return run_tf2(plain)
 
 
-@pytest.mark.parametrize("loop", [False, True], ids=["actions", "loop"])
-@pytest.mark.parametrize("name", REMAT)
+@pytest.mark.parametrize(("name", "loop"), in_turn([*REMAT], [False, True]))
 def test_outputs_gradients_and_weights_are_the_plain_stacks(expected, name, loop):
     """With dropout on, which must draw the same when it is computed again."""
     loss, weight, grads, each, counts, values = run_tf2(
@@ -80,8 +80,7 @@ def kept(name, schedule):
     return [device.kept for device in found]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", REMAT)
+@pytest.mark.parametrize(("name", "schedule"), in_turn([*REMAT], [*SCHEDULES]))
 def test_it_keeps_between_what_full_and_what_none_keeps(name, schedule):
     full, found, none = (kept(each, schedule) for each in ("full", name, "none"))
     for least, own, most in zip(full, found, none, strict=True):

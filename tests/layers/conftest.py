@@ -14,7 +14,6 @@ IN_BOTH_MODES = {
     "test_dropout_differs_from_step_to_step",
     "test_everything_equals_the_plain_model_with_dropout_on",
     "test_fetched_activations_cross_stages_and_carry_gradients",
-    "test_layers_of_one_name_have_weights_and_masks_of_their_own",
     "test_nan_is_an_error_of_tensorflow_in_graphs",
     "test_none_keeps_its_place_and_integers_their_type",
     "test_strict_devices_is_a_param",

@@ -94,10 +94,30 @@ def cluster(devices, do_eval=False):
         yield entered
 
 
+@contextlib.contextmanager
+def executing(eager, devices=1, do_eval=False):
+    """Enters lingvo's eager mode or a graph, and a cluster; gives the global step."""
+    py_utils.SetEagerMode(eager, test_mode=True)
+    try:
+        with contextlib.nullcontext() if eager else tf.Graph().as_default():
+            with cluster(devices, do_eval):
+                step = py_utils.GetOrCreateGlobalStepVar()
+                if eager:
+                    step.assign(0)
+                yield step
+    finally:
+        py_utils.SetEagerMode(False, test_mode=True)
+
+
+def evaluated(tensors):
+    """Values of tensors of the graph, whose variables are initialized."""
+    with tf.compat.v1.Session() as session:
+        session.run(tf.compat.v1.global_variables_initializer())
+        return session.run(tensors)
+
+
 def run_tf1(params, inputs, *, steps=0, num_devices=1, do_eval=False, loss=squared_sum):
-    py_utils.SetEagerMode(False, test_mode=True)
-    with tf.Graph().as_default(), cluster(num_devices, do_eval):
-        step = py_utils.GetOrCreateGlobalStepVar()
+    with executing(False, num_devices, do_eval) as step:
         layer = params.Copy().Instantiate()
         outputs = layer.FPropDefaultTheta(*tf.nest.map_structure(as_tensor, inputs))
         variables = layer.vars.Flatten()
@@ -125,49 +145,37 @@ def run_tf1(params, inputs, *, steps=0, num_devices=1, do_eval=False, loss=squar
 def run_tf2(
     params, inputs, *, steps=0, num_devices=1, do_eval=False, loss=squared_sum, function=True
 ):
-    py_utils.SetEagerMode(True, test_mode=True)
-    try:
-        with cluster(num_devices, do_eval):
-            step = py_utils.GetOrCreateGlobalStepVar()
-            step.assign(0)
-            layer = params.Copy().Instantiate()
-            variables = layer.vars.Flatten()
-            for variable in variables:
-                if (value := initial_value(variable)) is not None:
-                    variable.assign(value)
-            inputs = tf.nest.map_structure(as_tensor, inputs)
+    with executing(True, num_devices, do_eval) as step:
+        layer = params.Copy().Instantiate()
+        variables = layer.vars.Flatten()
+        for variable in variables:
+            if (value := initial_value(variable)) is not None:
+                variable.assign(value)
+        inputs = tf.nest.map_structure(as_tensor, inputs)
 
-            def compute():
-                with tf.GradientTape() as tape:
-                    outputs = layer.FPropDefaultTheta(*inputs)
-                    total = loss(outputs) if loss else None
-                grads = tape.gradient(total, variables) if loss else [None] * len(variables)
-                grads = [None if g is None else tf.convert_to_tensor(g) for g in grads]
-                accumulators = [
-                    tf.convert_to_tensor(t) for t in layer.GetAccumulatorValues().Flatten()
-                ]
-                return flat_tensors(outputs), grads, accumulators
+        def compute():
+            with tf.GradientTape() as tape:
+                outputs = layer.FPropDefaultTheta(*inputs)
+                total = loss(outputs) if loss else None
+            grads = tape.gradient(total, variables) if loss else [None] * len(variables)
+            grads = [None if g is None else tf.convert_to_tensor(g) for g in grads]
+            accumulators = [tf.convert_to_tensor(t) for t in layer.GetAccumulatorValues().Flatten()]
+            return flat_tensors(outputs), grads, accumulators
 
-            if function:
-                compute = tf.function(compute, autograph=False)
-            outputs, grads, accumulators = compute()
-            named = {
-                v.name: g.numpy() for v, g in zip(variables, grads, strict=True) if g is not None
-            }
-            result = Result(
-                [t.numpy() for t in outputs], named, {}, [t.numpy() for t in accumulators]
-            )
-            result.slices = slices_among(variables)
-            optimizer = tf.compat.v1.train.AdamOptimizer(0.05)
-            for _ in range(steps):
-                _, grads, _ = compute()
-                pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
-                optimizer.apply_gradients(pairs)
-                step.assign_add(1)
-            result.weights = {v.name: v.numpy() for v in variables}
-            return result
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
+        if function:
+            compute = tf.function(compute, autograph=False)
+        outputs, grads, accumulators = compute()
+        named = {v.name: g.numpy() for v, g in zip(variables, grads, strict=True) if g is not None}
+        result = Result([t.numpy() for t in outputs], named, {}, [t.numpy() for t in accumulators])
+        result.slices = slices_among(variables)
+        optimizer = tf.compat.v1.train.AdamOptimizer(0.05)
+        for _ in range(steps):
+            _, grads, _ = compute()
+            pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
+            optimizer.apply_gradients(pairs)
+            step.assign_add(1)
+        result.weights = {v.name: v.numpy() for v in variables}
+        return result
 
 
 def as_tensor(value):

@@ -70,7 +70,7 @@ class Recorder(unittest.TestResult):
         super().__init__()
         self._path = path
 
-    def _write(self, test: unittest.TestCase, outcome: str, detail: str = "") -> None:
+    def _write(self, test: Any, outcome: str, detail: str = "") -> None:
         with open(self._path, "a") as file:
             file.write(json.dumps([test.id().split(".", 1)[-1], outcome, detail]) + "\n")
 
@@ -83,31 +83,26 @@ class Recorder(unittest.TestResult):
         # A test's graph and session are gigabytes at times.
         gc.collect()
 
-    def addSuccess(self, test: unittest.TestCase) -> None:
+    def addSuccess(self, test: unittest.TestCase, err: Any = None) -> None:
         self._write(test, "passed")
+
+    addExpectedFailure = addSuccess
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         self._write(test, "skipped")
 
-    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
-        self._write(test, "passed")
-
     def addUnexpectedSuccess(self, test: unittest.TestCase) -> None:
         self._write(test, "failed", "passed unexpectedly")
 
-    def _failed(self, test: unittest.TestCase, err: Any) -> None:
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
         self._write(test, "failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
 
-    def addError(self, test: unittest.TestCase, err: Any) -> None:
-        self._failed(test, err)
-
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
-        self._failed(test, err)
+    addFailure = addError
 
     def addSubTest(self, test: unittest.TestCase, subtest: Any, err: Any) -> None:
         super().addSubTest(test, subtest, err)
         if err is not None:
-            self._failed(test, err)
+            self.addError(test, err)
 
 
 def run_file(
@@ -141,11 +136,12 @@ def run_file(
     flags.FLAGS(sys.argv)
     if eager:
         py_utils.SetEagerMode(True)
-    suite = unittest.TestSuite()
-    for test in tests_of(unittest.TestLoader().loadTestsFromModule(module)):
-        if match in test.id() and (only is None or test.id().split(".", 1)[-1] in only):
-            suite.addTest(test)
-    suite.run(Recorder(results))
+    tests = tests_of(unittest.TestLoader().loadTestsFromModule(module))
+    unittest.TestSuite(
+        test
+        for test in tests
+        if match in test.id() and (only is None or test.id().split(".", 1)[-1] in only)
+    ).run(Recorder(results))
 
 
 def tests_of(suite: Any) -> list[unittest.TestCase]:
@@ -158,10 +154,7 @@ def tests_of(suite: Any) -> list[unittest.TestCase]:
 def results_of(file: str, arguments: Any, only: list[str] | None = None) -> dict[str, Any]:
     """Runs one test file in a process of its own: how each test ended, and what it said.
 
-    Args:
-        file: below the checkout's `lingvo`.
-        arguments: of the command line.
-        only: the tests to run, with lingvo's own modules; by default all, with pipemesh's.
+    It runs all tests, with pipemesh's modules, or `only` some with lingvo's own.
     """
     found: dict[str, Any] = {}
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as lines:
@@ -212,14 +205,12 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--match", default="")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a file")
-    parser.add_argument("--json", type=pathlib.Path, help="where to write all results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.checkout = arguments.checkout.resolve()
     if arguments.child:
         run_file(arguments.checkout, **json.loads(arguments.child))
         return
-    everything = {}
     print("| file | tests | skipped | pass | fail with lingvo's modules too | fail |", flush=True)
     print("|---|---|---|---|---|---|", flush=True)
     for file in arguments.files:
@@ -236,9 +227,6 @@ def main() -> None:
         for test, (outcome, detail) in bad.items():
             if test not in both:
                 print(f"  {test} {outcome}: {last_line(detail)}", file=sys.stderr, flush=True)
-        everything[file] = {"pipemesh": pipemesh, "lingvo": lingvo}
-        if arguments.json:
-            arguments.json.write_text(json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":

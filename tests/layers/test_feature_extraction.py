@@ -9,7 +9,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from pipemesh.layers.feature_extraction import Place, random_names_of, scopes_of
 from tests.layers.blocks import WIDTH, Block
-from tests.layers.harness import run_tf2
+from tests.layers.harness import run_tf1, run_tf2
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 
@@ -61,7 +61,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("run", "case"), [(run_tf1, "two stages"), *((run_tf2, case) for case in CASES)]
+)
 def test_layers_of_one_name_have_weights_and_masks_of_their_own(run, case):
     """In TF2 they were one weight, and some had one mask; a graph refused the second variable."""
     cells, names = CASES[case]
@@ -97,25 +99,17 @@ def test_layers_of_one_name_have_masks_of_their_own(nested, prefix):
 
 
 def test_scopes_are_the_shortest_that_tell_apart():
-    places = [
-        Place(("s0",), "a"),
-        Place(("s0", "n"), "b"),
-        Place(("s1", "n"), "b"),
-        Place(("s1", "m"), "b"),
-        Place(("s1", "m"), "a"),
-        Place(("s2",), "tied", scope_is_given=True),
-        Place(("s3",), "tied"),
-    ]
-    assert scopes_of(places) == [
-        (),
-        ("s0", "n"),
-        ("s1", "n"),
-        ("m",),
-        ("m",),
-        (),
-        (),
-    ]
-    assert random_names_of(places) == ["a", "b", "b#1", "b#2", "a#1", "tied", "tied#1"]
+    scopes = {
+        Place(("s0",), "a"): (),
+        Place(("s0", "n"), "b"): ("s0", "n"),
+        Place(("s1", "n"), "b"): ("s1", "n"),
+        Place(("s1", "m"), "b"): ("m",),
+        Place(("s1", "m"), "a"): ("m",),
+        Place(("s2",), "tied", scope_is_given=True): (),
+        Place(("s3",), "tied"): (),
+    }
+    assert scopes_of([*scopes]) == [*scopes.values()]
+    assert random_names_of([*scopes]) == ["a", "b", "b#1", "b#2", "a#1", "tied", "tied#1"]
 
 
 class Task(base_layer.BaseLayer):
@@ -137,15 +131,15 @@ class Task(base_layer.BaseLayer):
         return self.second.FProp(theta.second, self.first.FProp(theta.first, x))
 
 
+ONE = stack([stage("s0", [block("block")])])
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (stack([stage("s0", [block("block")])]), block("block")),
-        (block("block"), stack([stage("s0", [block("block")])])),
-        (
-            stack([stage("s0", [block("block")])]).Set(name="encoder"),
-            stack([stage("s0", [block("block")])]).Set(name="decoder"),
-        ),
+        (ONE, block("block")),
+        (block("block"), ONE),
+        (ONE.Copy().Set(name="encoder"), ONE.Copy().Set(name="decoder")),
     ],
 )
 def test_a_weight_shared_with_a_layer_beside_the_stack_by_chance_is_an_error(first, second):
@@ -154,19 +148,13 @@ def test_a_weight_shared_with_a_layer_beside_the_stack_by_chance_is_an_error(fir
         run_tf2(params, [X])
 
 
-def test_two_models_of_one_program_share_their_weights_as_always():
+def test_two_models_of_one_program_share_their_weights_as_always(eagerly):
     """As training and evaluation do in lingvo's executor."""
-    py_utils.SetEagerMode(True, test_mode=True)
-    try:
-        with py_utils.VariableStore():
-            params = Task.Params().Set(
-                first=stack([stage("s0", [block("block")])]), second=block("other")
-            )
-            py_utils.GetOrCreateGlobalStepVar()
-            models = [params.Instantiate() for _ in range(2)]
-            for model in models:
-                model.FPropDefaultTheta(tf.constant(X))
-            one, other = (model.vars.Flatten() for model in models)
-            assert all(a is b for a, b in zip(one, other, strict=True))
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
+    params = Task.Params().Set(first=ONE, second=block("other"))
+    with py_utils.VariableStore():
+        py_utils.GetOrCreateGlobalStepVar()
+        models = [params.Instantiate() for _ in range(2)]
+        for model in models:
+            model.FPropDefaultTheta(tf.constant(X))
+        one, other = (model.vars.Flatten() for model in models)
+        assert all(a is b for a, b in zip(one, other, strict=True))

@@ -1,6 +1,5 @@
 """Plain functions and Keras layers in stacks equal themselves."""
 
-import contextlib
 import functools
 import random
 
@@ -17,11 +16,9 @@ from pipemesh.layers import (
     KerasLayer,
     PartitionSequentialLayers,
     PipeliningLayer,
-    mesh_cluster,
 )
 from pipemesh.layers.named import FeedForward
-from pipemesh.mesh import LayoutRules, Mesh
-from tests.layers.harness import cluster, run_tf2
+from tests.layers.harness import cluster, executing, run_tf2
 
 VECTORS = np.random.default_rng(0).normal(size=[8, 4]).astype(np.float32)
 
@@ -119,61 +116,40 @@ def outputs_and_gradients(function, weights):
 
 @pytest.mark.parametrize("mode", ["tf1", "function", "eager"])
 def test_live_objects_get_their_gradients(mode):
-    py_utils.SetEagerMode(mode != "tf1", test_mode=True)
-    graph = tf.Graph() if mode == "tf1" else None
-    try:
-        with graph.as_default() if graph else contextlib.nullcontext(), cluster(2):
-            py_utils.GetOrCreateGlobalStepVar()
-            calls, weights = objects()
-            # What is made of params must see what is assigned later.
-            assign = [w.assign(w * 2) for w in weights]
+    with executing(mode != "tf1", 2):
+        calls, weights = objects()
+        # What is made of params must see what is assigned later.
+        assign = [w.assign(w * 2) for w in weights]
 
-            def plain_functions(x):
-                for call in calls:
-                    x = call(x)
-                return x
+        def plain_functions(x):
+            for call in calls:
+                x = call(x)
+            return x
 
-            functions = [plain_functions]
-            for pipelined in (True, False):
-                params = PipeliningLayer.Params().Set(
-                    name=f"stack{pipelined}",
-                    num_micro_batches=4,
-                    pipelined=pipelined,
-                    cell_tpl=PartitionSequentialLayers(calls, 2, tshape.Shape([8, 4])),
-                )
-                functions.append(params.Instantiate().FPropDefaultTheta)
-            computed = []
-            for function in functions:
-                compute = functools.partial(outputs_and_gradients, function, weights)
-                if mode == "function":
-                    compute = tf.function(compute, autograph=False)
-                computed.append(compute())
-            if graph:
-                with tf.compat.v1.Session() as session:
-                    session.run(tf.compat.v1.global_variables_initializer())
-                    session.run(assign)
-                    computed = session.run(computed)
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
+        functions = [plain_functions]
+        for pipelined in (True, False):
+            params = PipeliningLayer.Params().Set(
+                name=f"stack{pipelined}",
+                num_micro_batches=4,
+                pipelined=pipelined,
+                cell_tpl=PartitionSequentialLayers(calls, 2, tshape.Shape([8, 4])),
+            )
+            functions.append(params.Instantiate().FPropDefaultTheta)
+        computed = []
+        for function in functions:
+            compute = functools.partial(outputs_and_gradients, function, weights)
+            if mode == "function":
+                compute = tf.function(compute, autograph=False)
+            computed.append(compute())
+        if mode == "tf1":
+            with tf.compat.v1.Session() as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                session.run(assign)
+                computed = session.run(computed)
     wanted, *others = computed
     for found in others:
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_allclose(a, b, 1e-5, 1e-6)
-
-
-def test_a_variable_of_the_function_is_trained():
-    py_utils.SetEagerMode(True, test_mode=True)
-    try:
-        factor = tf.Variable(3.0)
-        with py_utils.VariableStore():
-            layer = (
-                FunctionLayer.Params().Set(name="f", function=lambda x: x * factor).Instantiate()
-            )
-        with tf.GradientTape() as tape:
-            y = tf.reduce_sum(layer.FPropDefaultTheta(tf.constant(VECTORS)))
-        np.testing.assert_allclose(tape.gradient(y, factor), VECTORS.sum(), 1e-4)
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
 
 
 RNG = np.random.default_rng(0)
@@ -205,32 +181,13 @@ def block(dropout=0.3):
     return Residual()
 
 
-def sub():
-    return [wrapped(f"keras{i}", block) for i in range(4)]
-
-
-def plain():
-    return FeatureExtractionLayer.Params().Set(name="plain", sub=sub())
-
-
-def stack(num_micro_batches, **kwargs):
-    params = sub()
-    cells = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=params[2 * i : 2 * i + 2])
-        for i in range(2)
-    ]
-    return PipeliningLayer.Params().Set(
-        name="stack", cell_tpl=cells, num_micro_batches=num_micro_batches, **kwargs
-    )
-
-
-@pytest.mark.parametrize(
-    ("mesh", "num_micro_batches", "kwargs"),
-    [("layers:2", 4, {}), ("layers:2;data:2", 2, {"remat": "none"})],
-)
-def test_a_pipeline_equals_the_plain_stack_with_dropout_on(mesh, num_micro_batches, kwargs):
-    found = run_tf2(stack(num_micro_batches, **kwargs), [X], steps=2, num_devices=mesh)
-    found.assert_close(run_tf2(plain(), [X], steps=2), rtol=2e-4, atol=2e-5)
+def test_a_pipeline_equals_the_plain_stack_with_dropout_on():
+    params = [wrapped(f"keras{i}", block) for i in range(4)]
+    plain = FeatureExtractionLayer.Params().Set(name="plain", sub=params)
+    cells = [plain.Copy().Set(name=f"s{i}", sub=params[2 * i : 2 * i + 2]) for i in range(2)]
+    stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, num_micro_batches=2)
+    found = run_tf2(stack, [X], steps=2, num_devices="layers:2;data:2")
+    found.assert_close(run_tf2(plain, [X], steps=2), rtol=2e-4, atol=2e-5)
 
 
 def test_it_computes_what_keras_does(eagerly):
@@ -249,23 +206,18 @@ def test_each_copy_has_weights_of_its_own(eagerly):
     assert not np.array_equal(first.vars.kernel, second.vars.kernel)
 
 
-def test_dropout_is_off_in_evaluation_and_another_one_in_each_step():
-    params = wrapped("drop", keras.layers.Dropout(0.5))
-    evaluated = run_tf2(params, [X], do_eval=True, loss=None)
-    np.testing.assert_array_equal(evaluated.outputs[0], X)
-    py_utils.SetEagerMode(True, test_mode=True)
-    try:
-        with mesh_cluster(Mesh.from_text("layers:1")):
-            cell = FeatureExtractionLayer.Params().Set(name="s", sub=[params])
-            layer = PipeliningLayer.Params().Set(name="p", cell_tpl=[cell]).Instantiate()
-            step = py_utils.GetOrCreateGlobalStepVar()
-            run = tf.function(layer.FPropDefaultTheta, autograph=False)
-            step.assign(0)
-            first, again = run(tf.constant(X)), run(tf.constant(X))
-            step.assign(1)
-            other = run(tf.constant(X))
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
+def test_dropout_is_off_in_evaluation_and_another_one_in_each_step(eagerly):
+    params, step = wrapped("drop", keras.layers.Dropout(0.5)), py_utils.GetOrCreateGlobalStepVar()
+    with cluster(1, do_eval=True):
+        np.testing.assert_array_equal(params.Instantiate().FPropDefaultTheta(tf.constant(X)), X)
+    with cluster(1):
+        cell = FeatureExtractionLayer.Params().Set(name="s", sub=[params])
+        layer = PipeliningLayer.Params().Set(name="p", cell_tpl=[cell]).Instantiate()
+        run = tf.function(layer.FPropDefaultTheta, autograph=False)
+        step.assign(0)
+        first, again = run(tf.constant(X)), run(tf.constant(X))
+        step.assign(1)
+        other = run(tf.constant(X))
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
     assert set(np.unique(np.round(np.asarray(first) / X, 3))) == {0.0, 2.0}
@@ -276,11 +228,10 @@ def test_it_mixes_with_layers_with_named_dims(eagerly):
         FeedForward.Params().Set(name="ff", input_dim=4, hidden_dim=8),
         wrapped("dense", keras.layers.Dense(4)),
     ]
-    layout = LayoutRules.from_text("d_ff:model")
     results = []
-    for mesh, rules in (("layers:1;model:2", layout), ("layers:1", None)):
+    for mesh in ("layers:1;model:2 d_ff:model", "layers:1"):
         keras.utils.set_random_seed(3)
-        with mesh_cluster(Mesh.from_text(mesh), layout=rules):
+        with cluster(mesh):
             cell = FeatureExtractionLayer.Params().Set(name="s", sub=params)
             stack = PipeliningLayer.Params().Set(name="p", cell_tpl=[cell], num_micro_batches=2)
             py_utils.GetOrCreateGlobalStepVar()
@@ -321,8 +272,8 @@ def test_state_that_training_updates_is_an_error(eagerly):
     layer = params.Instantiate()
     with pytest.raises(PipelineError, match=r"BatchNormalization updates 'moving_mean'.*freeze it"):
         layer.FPropDefaultTheta(tf.constant(X))
-    evaluated = run_tf2(params, [X], do_eval=True, loss=None)
-    assert evaluated.outputs[0].shape == X.shape
+    with cluster(1, do_eval=True):
+        assert layer.FPropDefaultTheta(tf.constant(X)).shape == X.shape
 
 
 @pytest.mark.parametrize(
@@ -334,7 +285,7 @@ def test_what_would_be_added_to_the_loss_is_an_error_instead_of_lost(eagerly, op
     layer = wrapped("dense", lambda: keras.layers.Dense(4, **options)).Instantiate()
     with pytest.raises(PipelineError, match=r"dense: a Dense adds to the loss .*KerasTask"):
         layer.FPropDefaultTheta(tf.constant(X))
-    with mesh_cluster(Mesh.from_text("layers:1"), do_eval=True):
+    with cluster(1, do_eval=True):
         assert layer.FPropDefaultTheta(tf.constant(X)).shape == X.shape
 
 

@@ -9,10 +9,10 @@ import tensorflow as tf
 from lingvo.core import learner, optimizer, py_utils, schedule
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers import KerasTask, mesh_cluster
-from pipemesh.layers.keras_task import loss_mean, metric_mean, metric_means
-from pipemesh.mesh import Mesh
+from pipemesh.layers import KerasTask
+from pipemesh.layers.keras_task import loss_mean, metric_means
 from pipemesh.training import all_or_none
+from tests.layers.harness import cluster
 
 RNG = np.random.default_rng(0)
 LOGITS = tf.constant(RNG.normal(size=[6, 5]).astype(np.float32))
@@ -77,8 +77,7 @@ def test_a_loss_is_that_of_keras(loss, labels, outputs):
     ],
 )
 def test_a_metric_is_that_of_keras_with_the_same_weights(metric, labels, outputs):
-    name, mean = metric_mean("task", metric)
-    assert name == metric
+    mean = metric_means("task", [metric])[metric]
     for weights in (None, WEIGHTS):
         value, _ = mean(labels, outputs, weights)
         # Keras calls only those that are compiled as weighted with weights.
@@ -120,8 +119,8 @@ def accuracy(y_true, y_pred):
 
 
 def test_a_function_of_the_users_is_called_whatever_its_name():
-    name, mean = metric_mean("task", accuracy)
-    assert name == "accuracy" and mean(ONE_HOT, LOGITS, None)[0] == 0.75
+    mean = metric_means("task", [accuracy])["accuracy"]
+    assert mean(ONE_HOT, LOGITS, None)[0] == 0.75
 
 
 def test_a_function_of_the_users_gets_all_outputs():
@@ -143,9 +142,9 @@ def area(y_true, y_pred):
     [
         (lambda: loss_mean("task", "nonsense"), "task: Keras knows no loss 'nonsense'"),
         (lambda: loss_mean("task", None), "task: it has no loss; set loss"),
-        (lambda: metric_mean("task", "AUC"), "metric 'AUC' is no function that says something"),
-        (lambda: metric_mean("task", keras.metrics.AUC()), "is no function that says something"),
-        (lambda: metric_mean("task", "acuracy"), "'acuracy' is no function .* give 'accuracy'"),
+        (lambda: metric_means("task", ["AUC"]), "metric 'AUC' is no function that says something"),
+        (lambda: metric_means("task", [keras.metrics.AUC()]), "is no function that says something"),
+        (lambda: metric_means("task", ["acuracy"]), "'acuracy' is no function .* give 'accuracy'"),
         (lambda: loss_mean("task", {"a": "mse"}), "loss is a dict, .*; give one function of all"),
         (lambda: loss_mean("task", ["mse", "mae"]), "loss is a list, .*; give one function of all"),
         (lambda: metric_means("task", [accuracy, "accuracy"]), "two metrics are named 'accuracy'"),
@@ -158,10 +157,10 @@ def area(y_true, y_pred):
             "is of one output, but the model has 1; give a function of all",
         ),
         (
-            lambda: metric_mean("task", "acc")[1]([BITS, BITS], [PROBABILITY] * 2, None),
+            lambda: metric_means("task", ["acc"])["acc"]([BITS, BITS], [PROBABILITY] * 2, None),
             "metric 'acc' is of one output, but the model has 2",
         ),
-        (lambda: metric_mean("task", lambda a, b: a), "cannot be named '<lambda>'"),
+        (lambda: metric_means("task", [lambda a, b: a]), "cannot be named '<lambda>'"),
         (lambda: loss_mean("task", area)(ONE_HOT, LOGITS, None), "a scalar for the whole batch"),
         (
             lambda: loss_mean("task", "mse")(ONE_HOT, LOGITS, tf.ones([5])),
@@ -178,8 +177,8 @@ def test_what_has_no_weighted_mean_says_what_to_give(call, text):
         call()
 
 
-X = RNG.normal(1.0, 2.0, size=[20, 12, 6, 6, 2]).astype(np.float32)
-Y = RNG.integers(3, size=[20, 12]).astype(np.int32)
+X = RNG.normal(1.0, 2.0, size=[10, 12, 6, 6, 2]).astype(np.float32)
+Y = RNG.integers(3, size=[10, 12]).astype(np.int32)
 LOSS = "sparse_categorical_crossentropy"
 ROUND_OFF = {"rtol": 2e-4, "atol": 2e-6}
 
@@ -211,22 +210,16 @@ class Training:
 
     def __init__(self, model, learning_rate=0.1, **params):
         p = KerasTask.Params().Set(**{"name": "task", "loss": LOSS, "model": model, **params})
+        sgd, constant = optimizer.SGD.Params(), schedule.Constant.Params()
         p.train.learner = learner.Learner.Params().Set(
-            name="loss",
-            optimizer=optimizer.SGD.Params(),
-            learning_rate=learning_rate,
-            lr_schedule=schedule.Constant.Params(),
+            name="loss", optimizer=sgd, learning_rate=learning_rate, lr_schedule=constant
         )
-        with self.cluster():
+        with cluster(1):
             self.step = py_utils.GetOrCreateGlobalStepVar()
             self.step.assign(0)
             self.task = p.Instantiate()
         self.train = tf.function(self.train_eagerly, autograph=False)
         self._evaluate = tf.function(self._metrics, autograph=False)
-
-    @staticmethod
-    def cluster(do_eval=False):
-        return mesh_cluster(Mesh.from_text("layers:1"), do_eval=do_eval)
 
     def _metrics(self, batch):
         return dict(self.task.FPropTower(self.task.theta, batch)[0])
@@ -244,8 +237,8 @@ class Training:
         return metrics
 
     def evaluate(self, batch):
-        with self.cluster(do_eval=True):
-            return self._evaluate(batch)
+        with cluster(1, do_eval=True):
+            return self._evaluate(tf.nest.map_structure(tf.constant, batch))
 
     def variables(self):
         """In the order of Keras: by layer."""
@@ -261,15 +254,15 @@ class Training:
 MOVING = ("moving_mean", "moving_variance")
 
 
-def of_keras(model):
-    """Losses and the model after Keras' own loop."""
+def trained_by_keras(model, **compiled):
+    """The results of each step of Keras' own loop, and the model."""
     made = model()
-    made.compile(optimizer=keras.optimizers.SGD(0.1), loss=LOSS)
-    losses = []
+    made.compile(optimizer=keras.optimizers.SGD(0.1), loss=LOSS, **compiled)
+    results = []
     for x, y in zip(X, Y, strict=True):
         made.reset_metrics()
-        losses.append(made.train_on_batch(x, y, return_dict=True)["loss"])
-    return losses, made
+        results.append(made.train_on_batch(x, y, return_dict=True))
+    return results, made
 
 
 def kept(made):
@@ -282,16 +275,21 @@ def assert_all_close(got, wanted):
         np.testing.assert_allclose(a, b, **ROUND_OFF)
 
 
-def test_20_steps_equal_those_of_train_on_batch_with_moving_averages():
-    made = convolutional()
-    made.compile(optimizer=keras.optimizers.SGD(0.1), loss=LOSS, metrics=["accuracy"])
+def assert_equal(got, wanted):
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_steps_equal_those_of_train_on_batch_with_moving_averages():
     training = Training(convolutional, metrics=["accuracy"])
-    assert_all_close(training.variables(), kept(made))
     before = training.variables()
-    for x, y in zip(X, Y, strict=True):
-        made.reset_metrics()
-        wanted = made.train_on_batch(x, y, return_dict=True)
-        got = training.train((tf.constant(x), tf.constant(y)))
+    assert_all_close(before, kept(convolutional()))
+    results, made = trained_by_keras(convolutional, metrics=["accuracy"])
+    # The last step is without a function.
+    for train, x, y, wanted in zip(
+        [training.train] * (len(X) - 1) + [training.train_eagerly], X, Y, results, strict=True
+    ):
+        got = train((tf.constant(x), tf.constant(y)))
         np.testing.assert_allclose(got["loss"][0], wanted["loss"], rtol=1e-4)
         np.testing.assert_allclose(got["accuracy"][0], wanted["accuracy"], rtol=1e-6)
     assert_all_close(training.variables(), kept(made))
@@ -300,9 +298,11 @@ def test_20_steps_equal_those_of_train_on_batch_with_moving_averages():
     # And so is what they say when nothing trains.
     made.reset_metrics()
     wanted = made.test_on_batch(X[0], Y[0], return_dict=True)
-    got = training.evaluate((tf.constant(X[0]), tf.constant(Y[0])))
+    got = training.evaluate((X[0], Y[0]))
     for name in ("loss", "accuracy"):
         np.testing.assert_allclose(got[name][0], wanted[name], rtol=1e-4)
+    fixed = [v.name for v in training.task.vars.Flatten() if not v.trainable]
+    assert len(fixed) == 4 and all("moving_" in name for name in fixed)
 
 
 @pytest.mark.parametrize(
@@ -316,24 +316,14 @@ def test_20_steps_equal_those_of_train_on_batch_with_moving_averages():
 )
 def test_what_a_model_asks_of_its_trainer_is_done(conv):
     model = functools.partial(convolutional, **conv)
-    wanted, made = of_keras(model)
+    results, made = trained_by_keras(model)
     training = Training(model)
-    got = [
-        float(training.train((tf.constant(x), tf.constant(y)))["loss"][0])
-        for x, y in zip(X, Y, strict=True)
-    ]
-    np.testing.assert_allclose(got, wanted, rtol=1e-3)
+    for x, y, wanted in zip(X, Y, results, strict=True):
+        got = training.train((tf.constant(x), tf.constant(y)))
+        np.testing.assert_allclose(got["loss"][0], wanted["loss"], rtol=1e-3)
     kernel = made.layers[0].kernel.numpy()
     ours = {v.name: v.numpy() for v in training.task.vars.Flatten()}
     np.testing.assert_allclose(ours["task/model/conv2d_kernel/var:0"], kernel, **ROUND_OFF)
-
-
-def test_it_trains_without_a_function_too():
-    traced, eager = Training(convolutional), Training(convolutional)
-    for x, y in zip(X[:3], Y[:3], strict=True):
-        traced.train((tf.constant(x), tf.constant(y)))
-        eager.train_eagerly((tf.constant(x), tf.constant(y)))
-    assert_all_close(eager.variables(), traced.variables())
 
 
 def test_a_step_that_fails_changes_nothing():
@@ -347,38 +337,27 @@ def test_a_step_that_fails_changes_nothing():
     bad = py_utils.NestedMap(batch, weights=tf.fill([12], np.float32(np.inf)))
     with pytest.raises(tf.errors.InvalidArgumentError):
         training.train(bad)
-    for a, b in zip(training.variables(), before, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(training.variables(), before)
     # The next one is as if there had been none.
     training.train(batch)
     other = Training(convolutional)
     for _ in range(2):
         other.train(batch)
-    for a, b in zip(training.variables(), other.variables(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(training.variables(), other.variables())
 
 
 def test_evaluation_changes_nothing_and_leaves_out_rows_without_weight():
     training = Training(convolutional, metrics=["accuracy"])
-    for x, y in zip(X[:3], Y[:3], strict=True):
-        training.train((tf.constant(x), tf.constant(y)))
     before = training.variables()
-    whole = training.evaluate((tf.constant(X[3]), tf.constant(Y[3])))
+    whole = training.evaluate((X[3], Y[3]))
     filled = np.concatenate([X[3], 100 * np.ones([4, 6, 6, 2], np.float32)])
     labels = np.concatenate([Y[3], np.zeros([4], np.int32)])
     weights = np.concatenate([np.ones([12]), np.zeros([4])]).astype(np.float32)
-    padded = training.evaluate(tuple(map(tf.constant, (filled, labels, weights))))
+    padded = training.evaluate((filled, labels, weights))
     for name, (value, weight) in whole.items():
         np.testing.assert_allclose(padded[name][0], value, rtol=1e-5)
         assert padded[name][1] == weight == 12
-    for a, b in zip(training.variables(), before, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_averages_are_variables_that_are_not_trained():
-    task = Training(convolutional).task
-    fixed = sorted(v.name for v in task.vars.Flatten() if not v.trainable)
-    assert len(fixed) == 4 and all("moving_" in name for name in fixed)
+    assert_equal(training.variables(), before)
 
 
 def test_dropout_is_another_one_in_each_step_and_the_same_in_a_step_made_again():
@@ -420,16 +399,13 @@ def test_inputs_may_be_nested():
 
 
 def test_it_computes_in_bfloat16_with_averages_in_float32():
-    training = Training(
-        lambda: keras.Sequential(
-            [
-                keras.Input([4]),
-                keras.layers.BatchNormalization(momentum=0.999, dtype="mixed_bfloat16"),
-                keras.layers.Dense(3, dtype="mixed_bfloat16"),
-                keras.layers.Softmax(dtype="float32"),
-            ]
-        )
-    )
+    layers = [
+        keras.Input([4]),
+        keras.layers.BatchNormalization(momentum=0.999, dtype="mixed_bfloat16"),
+        keras.layers.Dense(3, dtype="mixed_bfloat16"),
+        keras.layers.Softmax(dtype="float32"),
+    ]
+    training = Training(lambda: keras.Sequential(layers))
     x = RNG.normal(1.0, 1.0, size=[12, 4]).astype(np.float32)
     for _ in range(40):
         training.train((tf.constant(x), tf.constant(Y[0])))

@@ -28,6 +28,7 @@ class Test(test_utils.TestCase):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_fails_runs_again_with_lingvos_own_modules(tmp_path):
     path = tmp_path / "lingvo" / "core" / "made_up_test.py"
     path.parent.mkdir(parents=True)

@@ -71,9 +71,6 @@ def test_a_mesh_without_layers_is_an_error():
     mesh_cluster(Mesh.from_text("data:1"))
     # A single stage on all of them.
     mesh_cluster(Mesh.from_text("data:2"), layout=LayoutRules.from_text("batch:data"))
-
-
-def test_what_is_no_mesh_is_an_error():
     with pytest.raises(MeshError, match=r"'layers:2' is no Mesh; write Mesh.from_text"):
         mesh_cluster("layers:2")
 
@@ -111,43 +108,48 @@ class Split:
         return f"D{index % self.num_devices_per_split}"
 
 
-def devices(cluster, places, **kwargs):
-    return [home.devices for home in stage_homes(cluster, places, params(**kwargs))]
+def devices(cluster, places, mesh_shape=None, layout=None):
+    homes = stage_homes(cluster, places, params(mesh_shape, layout))
+    return " ".join("".join(device[1:] for device in home.devices) for home in homes)
 
 
-def test_without_a_mesh_each_place_is_a_device_and_they_begin_anew():
-    assert devices(Split(2), range(3)) == [("D0",), ("D1",), ("D0",)]
-    assert devices(Split(3), [2, 0]) == [("D2",), ("D0",)]
+UNEQUAL = ("layers:2;data:2;model:2,1", "batch:data;d_ff:model")
 
 
-def test_processors_of_a_mesh_are_the_devices_of_the_split_in_order():
-    kwargs = {"mesh_shape": "layers:2;data:2", "layout": "batch:data"}
-    assert devices(Split(4), range(2), **kwargs) == [("D0", "D1"), ("D2", "D3")]
-    swapped = {"mesh_shape": "data:2;layers:2", "layout": "batch:data"}
-    assert devices(Split(4), range(2), **swapped) == [("D0", "D2"), ("D1", "D3")]
+@pytest.mark.parametrize(
+    ("number", "places", "mesh", "wanted"),
+    [
+        # Without a mesh each place is a device, and they begin anew.
+        (2, range(3), (), "0 1 0"),
+        (3, [2, 0], (), "2 0"),
+        (4, range(2), ("layers:2;data:2", "batch:data"), "01 23"),
+        (4, range(2), ("data:2;layers:2", "batch:data"), "02 13"),
+        (2, range(4), ("layers:2",), "0 1 0 1"),
+        (2, [0, 1, 1, 0], ("layers:2",), "0 1 1 0"),
+        (4, range(2), ("layers:4",), "0 1"),
+        (6, [0, 1, 1, 0], UNEQUAL, "0123 45 45 0123"),
+    ],
+)
+def test_homes_are_the_devices_of_the_split_in_order(number, places, mesh, wanted):
+    assert devices(Split(number), places, *mesh) == wanted
 
 
-def test_stages_share_places_in_turn():
-    assert devices(Split(2), range(4), mesh_shape="layers:2") == [("D0",), ("D1",)] * 2
-    assert devices(Split(2), [0, 1, 1, 0], mesh_shape="layers:2") == [
-        ("D0",),
-        ("D1",),
-        ("D1",),
-        ("D0",),
-    ]
-    with pytest.raises(PipelineError, match=r"^stack: 3 stages need 3 places .* has 2, .*layers:3"):
-        devices(Split(2), range(3), mesh_shape="layers:2")
+@pytest.mark.parametrize(
+    ("number", "places", "mesh", "message"),
+    [
+        (2, range(3), ("layers:2",), "3 stages need 3 places .* has 2, .*layers:3"),
+        (3, range(4), ("layers:4",), "mesh_shape 'layers:4' has 4 .* split has 3"),
+        (5, range(2), UNEQUAL, ".* has 6 processors, .* has 5 devices"),
+    ],
+)
+def test_splits_that_do_not_fit_are_errors(number, places, mesh, message):
+    with pytest.raises(PipelineError, match=f"^stack: {message}"):
+        devices(Split(number), places, *mesh)
 
 
 def test_places_that_no_stage_uses_are_a_warning():
     with pytest.warns(UserWarning, match=r"^stack: mesh 'layers:4' has 4 places .* lie on 2: the"):
         warn_of_places(Split(4), range(2), params("layers:4"))
-    assert devices(Split(4), range(2), mesh_shape="layers:4") == [("D0",), ("D1",)]
-
-
-def test_a_split_with_too_few_devices_is_an_error():
-    with pytest.raises(PipelineError, match=r"^stack: mesh_shape 'layers:4' has 4 .* split has 3"):
-        devices(Split(3), range(4), mesh_shape="layers:4")
 
 
 def test_what_params_ask_for_is_what_they_get():
@@ -191,17 +193,4 @@ def test_a_mesh_that_is_entered_is_the_one_of_the_stack():
 def test_a_controller_which_computes_nothing_has_one_device_for_all():
     split = Split(1)
     split.job = "controller"
-    kwargs = {"mesh_shape": "layers:2;data:2", "layout": "batch:data"}
-    assert devices(split, range(2), **kwargs) == [("D0", "D0")] * 2
-
-
-def test_homes_of_unequal_shape_lie_side_by_side():
-    kwargs = {"mesh_shape": "layers:2;data:2;model:2,1", "layout": "batch:data;d_ff:model"}
-    assert devices(Split(6), [0, 1, 1, 0], **kwargs) == [
-        ("D0", "D1", "D2", "D3"),
-        ("D4", "D5"),
-        ("D4", "D5"),
-        ("D0", "D1", "D2", "D3"),
-    ]
-    with pytest.raises(PipelineError, match=r"^stack: .* has 6 processors, .* has 5 devices"):
-        devices(Split(5), range(2), **kwargs)
+    assert devices(split, range(2), "layers:2;data:2", "batch:data") == "00 00"

@@ -1,8 +1,6 @@
 """Optimizers on weights that are cut into slices."""
 
-import contextlib
 import itertools
-import re
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from pipemesh.backend.saved_state import Slice, create_slots, mark_slice, slice_
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import FeedForward, by_logical_name, lowering_scope
 from pipemesh.layers.optimizers import ELEMENTWISE, Adafactor, check_learner
-from tests.layers.harness import cluster
+from tests.layers.harness import executing
 from tests.layers.named.harness import make_lowering
 
 NAME = "layer/w/var"
@@ -54,28 +52,13 @@ def join(shape, parts, values):
     return whole
 
 
-@contextlib.contextmanager
-def mode(eager):
-    """A fresh graph, or lingvo's eager mode."""
-    py_utils.SetEagerMode(eager, test_mode=True)
-    try:
-        if eager:
-            yield
-        else:
-            with tf.Graph().as_default():
-                yield
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
-
-
 def train(params, value, grads, cuts, *, eager, rate=0.1):
     """Applies gradients, one a step.
 
     Returns:
         The whole weight after each step, and the names and sizes of the optimizer's variables.
     """
-    with mode(eager):
-        step = py_utils.GetOrCreateGlobalStepVar()
+    with executing(eager) as step:
         made = make(value, cuts)
         parts = [(begin, lengths) for _, begin, lengths in made]
         optimizer = params.Instantiate()
@@ -92,7 +75,6 @@ def train(params, value, grads, cuts, *, eager, rate=0.1):
         found = []
         slices_of = [[part_of(grad, *part) for part in parts] for grad in grads]
         if eager:
-            step.assign(0)
             function = tf.function(apply, autograph=False)
             for slices in slices_of:
                 function(*map(tf.constant, slices))
@@ -195,24 +177,18 @@ def test_what_is_not_is_an_error_that_says_what_to_change(options, told):
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize(("mesh", "refused"), [("model:2", True), ("model:1", False)])
 def test_learners_check_when_a_step_is_built(eager, mesh, refused):
-    py_utils.SetEagerMode(eager, test_mode=True)
-    lowering = make_lowering(mesh)
-    try:
-        with cluster(1), lowering_scope(lowering), tf.Graph().as_default():
-            py_utils.GetOrCreateGlobalStepVar()
-            layer = FeedForward.Params().Set(name="ff", input_dim=4, hidden_dim=8).Instantiate()
-            p = learner.Learner.Params().Set(name="loss", optimizer=Mine.Params())
-            learned = p.Instantiate()
-            y = tf.add_n([tf.reduce_sum(v) for v in layer.vars.Flatten()])
-            names = [n for v in layer.vars.Flatten() if (n := slice_of(v))]
-            assert bool(names) == refused
-            if refused:
-                with pytest.raises(PipelineError, match=re.escape("optimizer Mine would take")):
-                    learned.Apply({"loss": (y, 1.0)}, layer.vars)
-            elif not eager:
-                learned.Apply({"loss": (y, tf.constant(1.0))}, layer.vars)
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
+    with executing(eager), lowering_scope(make_lowering(mesh)), tf.Graph().as_default():
+        py_utils.GetOrCreateGlobalStepVar()
+        layer = FeedForward.Params().Set(name="ff", input_dim=4, hidden_dim=8).Instantiate()
+        p = learner.Learner.Params().Set(name="loss", optimizer=Mine.Params())
+        learned = p.Instantiate()
+        y = tf.add_n([tf.reduce_sum(v) for v in layer.vars.Flatten()])
+        assert any(map(slice_of, layer.vars.Flatten())) == refused
+        if refused:
+            with pytest.raises(PipelineError, match="optimizer Mine would take"):
+                learned.Apply({"loss": (y, 1.0)}, layer.vars)
+        elif not eager:
+            learned.Apply({"loss": (y, tf.constant(1.0))}, layer.vars)
 
 
 STEPS = 5
@@ -247,15 +223,22 @@ def values(sizes):
     return draw[0], [grad * scale * (i + 1) for i, grad in enumerate(draw[1:])]
 
 
-def both(sizes, cuts, eager, **options):
+def both(sizes, cuts, eager, outer=lambda inner: inner, infinite=False, **options):
     value, grads = values(sizes)
+    if infinite:
+        grads[1][5, 2] = np.inf
     options = {"min_dim_size_to_factor": 3, **options}
-    whole = optimizer.XLAShardingAdafactor.Params().Set(**options)
-    mine = Adafactor.Params().Set(**options)
+    whole = outer(optimizer.XLAShardingAdafactor.Params().Set(**options))
+    mine = outer(Adafactor.Params().Set(**options))
     # lingvo's runs in graphs alone: eagerly its decay rate is a tensor of another graph.
     theirs, _ = train(whole, value, grads, [1] * len(sizes), eager=False)
     ours, _ = train(mine, value, grads, cuts, eager=eager)
     return theirs, ours
+
+
+def assert_all_close(theirs, ours):
+    for one, other in zip(theirs, ours, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 # All cuts with all options at once, and each option with two cuts; the modes take turns.
@@ -272,15 +255,12 @@ ON_SLICES = [(cut, "all") for cut in CUTS] + [
     ],
 )
 def test_on_slices_it_is_lingvos_on_the_whole_weight(sizes, cuts, options, eager):
-    theirs, ours = both(sizes, cuts, eager, **options)
-    for one, other in zip(theirs, ours, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert_all_close(*both(sizes, cuts, eager, **options))
 
 
 def test_nothing_but_sums_of_rows_and_columns_and_numbers_travel():
     value = values((8, 6))[0]
-    with mode(eager=False):
-        py_utils.GetOrCreateGlobalStepVar()
+    with executing(eager=False):
         made = make(value, (2, 2))
         grads = []
         for variable, _, lengths in made:
@@ -313,35 +293,22 @@ def accumulated(inner):
     return optimizer.Accumulator.Params().Set(optimizer_tpl=inner, accum_steps=2)
 
 
-def chosen(inner):
-    others = (optimizer.SGD.Params(), 0.1)
-    by_name = {r"layer/w(_slice_\d+)?/var": (inner, 0.1), "default_optimizer": others}
-    return optimizer.CompositeOptimizer.Params().Set(optimizer_map=by_name)
+def chosen_by_name(inner):
+    return composite(r"layer/w(_slice_\d+)?/var", inner)
 
 
-@pytest.mark.parametrize("outer", [accumulated, chosen])
+@pytest.mark.parametrize("outer", [accumulated, chosen_by_name])
 def test_inside_of_another_optimizer_it_is_lingvos_on_the_whole_weight(outer):
-    value, grads = values((8, 6))
-    theirs, ours = (
-        train(outer(kind.Params().Set(**CHECKED)), value, grads, cuts, eager=False)[0]
-        for kind, cuts in ((optimizer.XLAShardingAdafactor, (1, 1)), (Adafactor, (2, 3)))
-    )
-    assert not np.array_equal(ours[-1], value)
-    for one, other in zip(theirs, ours, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    theirs, ours = both((8, 6), (2, 3), False, outer, **CHECKED)
+    assert not np.array_equal(ours[-1], values((8, 6))[0])
+    assert_all_close(theirs, ours)
 
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_step_that_is_not_finite_moves_no_slice(eager):
-    value, grads = values((8, 6))
-    grads[1][5, 2] = np.inf
-    theirs, ours = (
-        train(kind.Params().Set(**CHECKED), value, grads, cuts, eager=eager and kind is Adafactor)
-        for kind, cuts in ((optimizer.XLAShardingAdafactor, (1, 1)), (Adafactor, (2, 3)))
-    )
-    np.testing.assert_array_equal(ours[0][1], ours[0][0])
-    for one, other in zip(theirs[0], ours[0], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    theirs, ours = both((8, 6), (2, 3), eager, infinite=True, **CHECKED)
+    np.testing.assert_array_equal(ours[1], ours[0])
+    assert_all_close(theirs, ours)
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -364,8 +331,7 @@ def test_statistics_lie_beside_slices_and_are_whole_in_checkpoints(tmp_path):
     params = Adafactor.Params().Set(min_dim_size_to_factor=3, beta1=0.9)
 
     def made(cuts, fill):
-        with mode(eager=True):
-            step = py_utils.GetOrCreateGlobalStepVar()
+        with executing(eager=True) as step:
             weights = [variable for variable, _, _ in make(value, cuts)]
             with py_utils.GlobalStepContext(step):
                 slots = params.Instantiate().GetOptimizer(0.1)
@@ -417,8 +383,7 @@ def _wholes(variables):
 
 def test_a_weight_without_all_its_slices_is_an_error():
     value = values((8, 6))[0]
-    with mode(eager=True):
-        py_utils.GetOrCreateGlobalStepVar()
+    with executing(eager=True):
         weights = [variable for variable, _, _ in make(value, (2, 1))]
         slots = Adafactor.Params().Instantiate().GetOptimizer(0.1)
         told = "weight 'layer/w/var' has 48 elements, but its slices with gradients have 24; update"

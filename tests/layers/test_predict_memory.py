@@ -1,16 +1,13 @@
 """What a pipeline would hold, asked of the layer before anything runs."""
 
-import contextlib
-
-import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import py_utils
 
+from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from tests.layers.blocks import WIDTH, Block, blocks
-from tests.layers.harness import cluster
+from tests.layers.harness import executing
 
 MICROBATCHES, ROWS, LENGTH, FLOAT = 4, 2, 3, 4
 # A tensor between two stages, of one microbatch; and the weights of a block.
@@ -24,52 +21,32 @@ class Head(Block):
         return tf.reduce_sum(y), tf.cast(tf.size(y), tf.float32)
 
 
-@contextlib.contextmanager
-def eager_or_graph(eager):
-    py_utils.SetEagerMode(eager, test_mode=True)
-    with contextlib.ExitStack() as stack:
-        if not eager:
-            stack.enter_context(tf.Graph().as_default())
-        stack.enter_context(cluster(2))
-        py_utils.GetOrCreateGlobalStepVar()
-        yield
-
-
 def layer(schedule="1f1b", remat="full", **kwargs):
     sub = [*blocks(3), Head.Params().Set(name="head")]
     cells = [
         FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=sub[2 * i : 2 * i + 2])
         for i in range(2)
     ]
-    params = PipeliningLayer.Params().Set(
-        name="stack",
-        cell_tpl=cells,
-        num_micro_batches=MICROBATCHES,
-        schedule=schedule,
-        loss_inside=True,
-        remat=remat,
-        **kwargs,
-    )
-    return params.Instantiate()
+    stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, loss_inside=True, **kwargs)
+    stack.Set(num_micro_batches=MICROBATCHES, schedule=schedule, remat=remat)
+    return stack.Instantiate()
 
 
-@pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", [2, 1]), ("gpipe", [4, 4])])
+@pytest.mark.parametrize(
+    ("eager", "schedule", "in_flight"), [(True, "1f1b", [2, 1]), (False, "gpipe", [4, 4])]
+)
 def test_full_remat_keeps_the_inputs_of_the_stages(eager, schedule, in_flight):
-    with eager_or_graph(eager):
+    with executing(eager, 2):
         stack = layer(schedule)
         found = stack.PredictMemory(X)
         assert [device.kept for device in found] == [BETWEEN * number for number in in_flight]
-        weights = [
-            sum(np.prod(v.shape) * FLOAT for v in stack.vars[name].Flatten())
-            for name in ("s0", "s1")
-        ]
+        weights = [num_bytes(stack.vars[name].Flatten()) for name in ("s0", "s1")]
         assert [device.weights for device in found] == weights
         assert [device.gradients for device in found] == weights
 
 
 def test_policies_and_dtypes_are_told_apart():
-    with eager_or_graph(True):
+    with executing(True, 2):
         kept = {
             remat: [device.kept for device in layer(remat=remat).PredictMemory(X)]
             for remat in ("full", "none", "except_last")
@@ -82,7 +59,7 @@ def test_policies_and_dtypes_are_told_apart():
 
 
 def test_nothing_is_made_in_the_callers_graph_and_bad_shapes_are_errors():
-    with eager_or_graph(False):
+    with executing(False, 2):
         stack = layer()
         stack.theta  # noqa: B018  (may cast)
         before = len(tf.compat.v1.get_default_graph().get_operations())
@@ -93,10 +70,7 @@ def test_nothing_is_made_in_the_callers_graph_and_bad_shapes_are_errors():
 
 
 def test_what_goes_between_devices_is_known_beforehand():
-    with eager_or_graph(True):
-        stack = layer()
-        found = {t.what: t for t in stack.PredictTransfers(X)}
-        # Each microbatch goes on once and its gradient comes back.
-        assert found.keys() == {"activations", "gradients"}
-        for transfer in found.values():
-            assert (transfer.times, transfer.bytes) == (4, 4 * BETWEEN)
+    with executing(True, 2):
+        found = {t.what: (t.times, t.bytes) for t in layer().PredictTransfers(X)}
+    # Each microbatch goes on once and its gradient comes back.
+    assert found == dict.fromkeys(("activations", "gradients"), (4, 4 * BETWEEN))

@@ -1,21 +1,18 @@
-"""Two calls in a step, two stacks of one model, recomputation, lingvo's own stack: whose masks."""
+"""Two calls in a step, two stacks of one model, recomputation: whose masks."""
 
-import importlib.util
-import zlib
+import functools
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, gpipe, layers, py_utils
+from lingvo.core import base_layer, layers, py_utils
 
-import pipemesh.layers
 from pipemesh.errors import PipelineError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
+from pipemesh.layers import FeatureExtractionLayer, FunctionLayer, PipeliningLayer, SeqLayer
 from pipemesh.layers.step_seed import whole_batch_randomness
-from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
+from tests.layers.harness import evaluated, executing, run_eagerly, run_tf1, run_tf2
 
 ONES = np.ones([8, 32], np.float32)
-RUNNERS = {"tf1": run_tf1, "tf2": run_tf2, "eager": run_eagerly}
 
 
 def dropout_stage(name):
@@ -60,11 +57,11 @@ def test_two_calls_in_a_step_and_two_stacks_have_masks_of_their_own(masks):
         assert both < 0.15, "two independent masks that keep a quarter have a sixteenth in common"
 
 
-@pytest.mark.parametrize("mode", RUNNERS)
+@pytest.mark.parametrize("run", [run_tf1, run_tf2, run_eagerly])
 @pytest.mark.parametrize("kind", [SeqLayer, PipeliningLayer])
-def test_calls_are_counted_alike_with_and_without_a_pipeline(mode, kind, masks):
+def test_calls_are_counted_alike_with_and_without_a_pipeline(run, kind, masks):
     cut = {"num_micro_batches": 4} if kind is PipeliningLayer else {}
-    result = RUNNERS[mode](two_stacks(kind, **cut), [ONES], num_devices=2, loss=None)
+    result = run(two_stacks(kind, **cut), [ONES], num_devices=2, loss=None)
     for got, want in zip(result.outputs, masks, strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -74,144 +71,49 @@ def seq_layer():
 
 
 def test_what_lingvo_rematerializes_draws_the_same_again():
-    with tf.Graph().as_default():
-        step = py_utils.GetOrCreateGlobalStepVar()
+    with executing(False):
         seq, x = seq_layer(), tf.constant(ONES)
         ys = [py_utils.RematerializeFn(seq.FPropDefaultTheta, x) for _ in range(2)]
-        grads = [tf.gradients(y, x)[0] for y in ys]
-        with tf.compat.v1.Session() as session:
-            session.run(step.initializer)
-            ys, grads = session.run([ys, grads])
+        ys, grads = evaluated([ys, [tf.gradients(y, x)[0] for y in ys]])
     for y, grad in zip(ys, grads, strict=True):
         np.testing.assert_array_equal(y, grad)
     assert (ys[0] != ys[1]).any()
 
 
 def test_what_tensorflow_recomputes_is_an_error():
-    with tf.Graph().as_default():
-        py_utils.GetOrCreateGlobalStepVar()
+    with executing(False):
         seq, x = seq_layer(), tf.constant(ONES)
         with pytest.raises(PipelineError, match=r"recompute_grad calls 'seq' again"):
             tf.gradients(tf.recompute_grad(seq.FPropDefaultTheta)(x), x)
 
 
-class _RematerializedDropout(base_layer.BaseLayer):
-    def FProp(self, theta, x):
-        return py_utils.RematerializeFn(lambda h: tf.nn.dropout(tf.tanh(h), 0.5), x)
+def dropped(x):
+    return tf.nn.dropout(tf.tanh(x), 0.5)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_a_stage_may_contain_what_lingvo_rematerializes(num_micro_batches):
-    class Plain(base_layer.BaseLayer):
-        def FProp(self, theta, x):
-            return tf.nn.dropout(tf.tanh(x), 0.5)
+    def gradient(stack, function):
+        stack.cell_tpl = [
+            FeatureExtractionLayer.Params().Set(
+                name=name, sub=[FunctionLayer.Params().Set(name=f"d{name}", function=function)]
+            )
+            for name in "ab"
+        ]
+        with executing(False):
+            x = tf.constant(ONES)
+            return evaluated(tf.gradients(stack.Instantiate().FPropDefaultTheta(x), x)[0])
 
-    def gradient(make, sub):
-        with tf.Graph().as_default():
-            step = py_utils.GetOrCreateGlobalStepVar()
-            cells = [
-                FeatureExtractionLayer.Params().Set(name=n, sub=[sub.Params().Set(name="d" + n)])
-                for n in "ab"
-            ]
-            layer, x = make().Set(name="stack", cell_tpl=cells).Instantiate(), tf.constant(ONES)
-            grad = tf.gradients(layer.FPropDefaultTheta(x), x)[0]
-            with tf.compat.v1.Session() as session:
-                session.run(step.initializer)
-                return session.run(grad)
-
-    got = gradient(
-        lambda: PipeliningLayer.Params().Set(num_micro_batches=num_micro_batches),
-        _RematerializedDropout,
-    )
-    np.testing.assert_allclose(got, gradient(SeqLayer.Params, Plain), rtol=1e-6)
+    pipeline = PipeliningLayer.Params().Set(name="stack", num_micro_batches=num_micro_batches)
+    got = gradient(pipeline, functools.partial(py_utils.RematerializeFn, dropped))
+    plain = gradient(SeqLayer.Params().Set(name="stack"), dropped)
+    np.testing.assert_allclose(got, plain, rtol=1e-6)
 
 
 def test_randomness_without_a_layer_counts_nothing():
-    with tf.Graph().as_default():
-        step = py_utils.GetOrCreateGlobalStepVar()
-        drawn = []
+    drawn = []
+    with executing(False):
         for _ in range(2):
             with whole_batch_randomness():
                 drawn.append(tf.random.uniform([4]))
-        with tf.compat.v1.Session() as session:
-            session.run(step.initializer)
-            first, second = session.run(drawn)
-    np.testing.assert_array_equal(first, second)
-
-
-# lingvo's GPipeTransformerStack with this pipeline below it.
-
-SOURCE, TARGET, BATCH, WIDTH, VOCAB = 3, 4, 8, 4, 7
-
-
-@pytest.fixture(scope="module")
-def transformer_stack():
-    """The class, from a copy of lingvo's module that imports the pipeline from here."""
-    names = ("FeatureExtractionLayer", "PipeliningLayer")
-    saved = {name: getattr(gpipe, name) for name in names}
-    found = importlib.util.find_spec("lingvo.core.layers_with_gpipe")
-    module = importlib.util.module_from_spec(found)
-    try:
-        for name in names:
-            setattr(gpipe, name, getattr(pipemesh.layers, name))
-        found.loader.exec_module(module)
-    finally:
-        for name, value in saved.items():
-            setattr(gpipe, name, value)
-    return module.GPipeTransformerStack
-
-
-def transformer(stack, num_micro_batches):
-    p = stack.Params().Set(
-        name="stack",
-        model_dim=WIDTH,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-        splits=2,
-        num_micro_batches=num_micro_batches,
-    )
-    p.emb_tpl.token_emb.Set(vocab_size=VOCAB, embedding_dim=WIDTH)
-    p.emb_tpl.position_emb.embedding_dim = WIDTH
-    p.emb_tpl.input_dropout_prob = 0.3
-    p.softmax_tpl.Set(num_classes=VOCAB, input_dim=WIDTH)
-    for tpl in (p.encoder_tpl, p.decoder_tpl):
-        tpl.source_dim = WIDTH
-        tpl.tr_atten_tpl.Set(
-            num_attention_heads=2, residual_dropout_prob=0.3, atten_dropout_prob=0.3
-        )
-        tpl.tr_fflayer_tpl.Set(hidden_dim=6, residual_dropout_prob=0.3, relu_dropout_prob=0.3)
-    return p
-
-
-@pytest.mark.slow
-def test_lingvos_transformer_stack_does_not_depend_on_the_number_of_microbatches(
-    transformer_stack,
-):
-    rng = np.random.default_rng(0)
-    source, target = (rng.integers(0, VOCAB, [t, BATCH]) for t in (SOURCE, TARGET))
-    padding = [np.zeros([t, BATCH], np.float32) for t in (SOURCE, TARGET)]
-
-    def run(num_micro_batches):
-        with tf.Graph().as_default(), cluster(2):
-            py_utils.GetOrCreateGlobalStepVar()
-            layer = transformer(transformer_stack, num_micro_batches).Instantiate()
-            losses, logits = layer.FPropDefaultTheta(
-                tf.constant(source, tf.int32),
-                tf.constant(padding[0]),
-                tf.constant(target, tf.int32),
-                tf.constant(padding[1]),
-                labels=tf.constant(target, tf.int32),
-                label_weights=tf.constant(1 - padding[1]),
-            )
-            variables = layer.vars.Flatten()
-            grads = tf.gradients(tf.reduce_sum(losses), variables)
-            with tf.compat.v1.Session() as session:
-                session.run(tf.compat.v1.global_variables_initializer())
-                for variable in variables:
-                    values = np.random.default_rng(zlib.crc32(variable.name.encode()))
-                    variable.load(values.normal(scale=0.3, size=variable.shape), session)
-                return session.run([losses, logits, *map(tf.convert_to_tensor, grads)])
-
-    want, got = run(1), run(4)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(*evaluated(drawn))

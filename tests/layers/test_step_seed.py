@@ -10,6 +10,7 @@ from lingvo.core import base_layer, py_utils
 from pipemesh import randomness
 from pipemesh.layers import step_seed
 from pipemesh.layers.step_seed import number_of_call, recorded_calls
+from tests.layers.harness import evaluated
 
 STEP = tf.constant(3, tf.int64)
 
@@ -19,12 +20,8 @@ def layer():
     return base_layer.BaseLayer.Params().Set(name="layer").Instantiate()
 
 
-@pytest.fixture
-def other():
-    return base_layer.BaseLayer.Params().Set(name="other").Instantiate()
-
-
-def test_eager_calls_of_one_step_are_counted_for_each_layer(layer, other):
+def test_eager_calls_of_one_step_are_counted_for_each_layer(layer):
+    other = base_layer.BaseLayer.Params().Set(name="other").Instantiate()
     assert [number_of_call(layer, STEP) for _ in range(3)] == [0, 1, 2]
     assert number_of_call(other, STEP) == 0
     assert [number_of_call(layer, STEP + 1) for _ in range(2)] == [0, 1]
@@ -105,11 +102,6 @@ def stepless():
         yield graph
 
 
-def evaluated(*tensors):
-    with tf.compat.v1.Session() as session:
-        return session.run(list(tensors))
-
-
 def test_a_step_that_was_set_takes_the_place_of_lingvos(stepless):
     assert step_seed.GetOverWriteGlobalStep() is None and step_seed.current_step() is None
     lingvos = py_utils.GetOrCreateGlobalStepVar()
@@ -121,7 +113,7 @@ def test_a_step_that_was_set_takes_the_place_of_lingvos(stepless):
         assert step_seed.GetOverWriteGlobalStep(stepless) is value
         assert step_seed.GetOverWriteGlobalStep() is None
     assert step_seed.current_step().dtype == tf.int64
-    assert evaluated(step_seed.current_step()) == [6]
+    assert evaluated(step_seed.current_step()) == 6
 
 
 def test_seeds_depend_on_step_layer_draw_and_what_is_given():
@@ -143,7 +135,7 @@ def test_outside_of_randomness_seeds_are_step_and_scope(stepless):
         first = step_seed.GenerateStepSeedPair(params(), op_seed=1)
     with tf.name_scope("b"):
         second = step_seed.GenerateStepSeedPair(params())
-    first, second = evaluated(first, second)
+    first, second = evaluated([first, second])
     assert first[0] == 6 and second[0] == 5 and first[1] - 1 != second[1]
 
 
@@ -164,7 +156,7 @@ def test_calls_of_one_step_have_keys_of_their_own_that_hold_the_step(stepless, l
     keys = [step_seed.step_of_call(layer) for _ in range(3)]
     with randomness.plan_free_randomness(STEP):
         keys.append(step_seed.step_of_call(layer))
-    values = evaluated(*keys, *map(step_seed.global_step_in, keys))
+    values = evaluated([*keys, *map(step_seed.global_step_in, keys)])
     assert len(set(values[:3])) == 3 and values[0] == values[3] == 5
     assert values[4:] == [5] * 4
 

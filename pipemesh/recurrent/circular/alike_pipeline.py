@@ -26,7 +26,6 @@ from pipemesh.recurrent.circular.tick_loop import (
 )
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.remat import FULL, Mode, remat_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.table.machine import Machine, State
@@ -142,17 +141,13 @@ class Circular:
         schedule: Schedule,
         machine: Machine,
         state: State,
-        stages: Sequence[Stage],
-        inputs: Sequence[tf.Tensor],
-        cutting: Cutting,
         modes: Mapping[tuple[int, int], Mode],
     ) -> None:
         # All are `full`; the parameter makes performers exchangeable.
         del modes
         self.state = state
         self._machine = machine
-        self._inputs = inputs
-        self._cutting = cutting
+        self._inputs, self._cutting, stages = machine.inputs, machine.cutting, machine.stages
         self._devices = [stages[core].device for core in range(schedule.num_devices)]
         for traced in machine.traced:
             if traced.summaries is not None:

@@ -179,7 +179,7 @@ class TickLoop:
             sent = tuple(self._shift(leaf, 1, backward=False) for leaf in y)
             if slots:
                 slots = self._each(
-                    lambda leaf, new: _put(leaf, last.microbatch, new, last.busy), slots, sent
+                    lambda leaf, new: put(leaf, last.microbatch, new, last.busy), slots, sent
                 )
             if leave is not None:
                 state = leave(last, self._from_last(y), state)
@@ -196,7 +196,7 @@ class TickLoop:
 
         def saving(now: Tick, x: Leaves, saved: Leaves) -> tuple[Leaves, Leaves]:
             saved = self._each(
-                lambda slots, value, number: _put(slots, number, value), saved, x, also=[now.number]
+                lambda slots, value, number: put(slots, number, value), saved, x, also=[now.number]
             )
             return stage.forward(now, x), saved
 
@@ -229,7 +229,7 @@ class TickLoop:
                 also=is_first,
             )
             slots = each(
-                lambda leaf: _put(leaf, last.microbatch, tf.zeros_like(leaf[0]), last.busy), slots
+                lambda leaf: put(leaf, last.microbatch, tf.zeros_like(leaf[0]), last.busy), slots
             )
             grad_y = tuple(self._shift(leaf, -1, backward=True) for leaf in sent)
             grad_y = each(lambda leaf, busy: keep(busy, leaf), grad_y, also=[now.busy])
@@ -238,7 +238,7 @@ class TickLoop:
             grad_x = each(lambda leaf, busy: keep(busy, leaf), grad_x, also=[now.busy])
             at = first.microbatch
             slots = each(
-                lambda leaf, grad, is_first: _put(leaf, at, leaf[at] + keep(is_first, grad)),
+                lambda leaf, grad, is_first: put(leaf, at, leaf[at] + keep(is_first, grad)),
                 slots,
                 grad_x,
                 also=is_first,
@@ -330,7 +330,7 @@ def _placed(tick: Callable[..., Any]) -> Callable[..., Any]:
     return placed
 
 
-def _put(
+def put(
     slots: tf.Tensor, at: tf.Tensor, value: tf.Tensor, condition: tf.Tensor | None = None
 ) -> tf.Tensor:
     """Replaces one slot, if the condition is true."""

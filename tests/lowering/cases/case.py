@@ -189,16 +189,21 @@ def on_large_mesh(cases: Mapping[str, Case]) -> list[Any]:
     ]
 
 
-def sampled(cases: Mapping[str, Case], mesh: str, shift: int = 0, every: int = 1) -> list[Any]:
+def sampled(
+    cases: Mapping[str, Case], mesh: str, shift: int = 0, every: int = 1, thin: bool = True
+) -> list[Any]:
     """pytest's params: all pairs of mesh and name of a case; those beyond the default are
     `exhaustive`.
 
     By default every case meets one of the small meshes, and each `every`th that is not thin the
-    given mesh. Another `shift` lets each case meet another small mesh.
+    given mesh. Another `shift` lets each case meet another small mesh. `thin` says whether thin
+    cases run by default.
     """
     params = []
     for number, (name, case) in enumerate(cases.items()):
-        default = {SMALL_MESHES[(number + shift) % len(SMALL_MESHES)]}
+        default = set()
+        if thin or not case.thin:
+            default.add(SMALL_MESHES[(number + shift) % len(SMALL_MESHES)])
         if number % every == 0 and not case.thin:
             default.add(mesh)
         for other in MESHES:
