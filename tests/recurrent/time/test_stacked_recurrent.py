@@ -97,7 +97,7 @@ def plain_stack(cells, outs, thetas, states, inputs, steps=None):
 
 # A stack of two small layers.
 
-LENGTH, BATCH, WIDTH = 7, 2, 3
+LENGTH, BATCH, WIDTH = 7, 4, 3
 RNG = np.random.default_rng(1)
 
 
@@ -386,7 +386,7 @@ def test_a_dynamic_length_is_an_error():
     def run(x):
         return stacked({**VALUES, "x": x})
 
-    with pytest.raises(PipelineError, match=r"inputs\.x has shape \(None, 2, 3\).*ensure_shape"):
+    with pytest.raises(PipelineError, match=r"inputs\.x has shape \(None, 4, 3\).*ensure_shape"):
         run.get_concrete_function()
 
 
