@@ -215,6 +215,13 @@ def as_stack(costs: Sequence[float] | Sequence[LayerCost] | npt.NDArray[Any]) ->
 
 
 def _from_numbers(costs: list[Any]) -> Stack:
+    try:
+        # Scalars of other libraries, such as arrays without dims, are numbers too.
+        values = np.asarray(costs)
+    except (ValueError, TypeError):
+        values = np.empty(0, dtype=object)
+    if values.ndim == 1 and values.dtype.kind in "iuf" and bool not in set(map(type, costs)):
+        costs = values.tolist()
     for index, cost in enumerate(costs):
         problem = number_problem(cost)
         if problem:

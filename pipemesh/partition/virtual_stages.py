@@ -169,8 +169,7 @@ class _Search:
             history.append(states)
         if not states.places.shape[1]:
             return None
-        order = range(states.places.shape[1])
-        best = min(order, key=lambda i: tuple(value[i] for value in states.values))
+        best = int(np.lexsort(states.values[::-1])[0])
         values = [value[best] for value in states.values]
         boundaries = [0] * (self._problem.num_stages + 1)
         boundaries[-1] = self._problem.size
@@ -343,13 +342,7 @@ def _best_of_each(states: _States, num_open: int, base: int) -> _States:
     key = np.zeros(count, dtype=np.int64 if base**num_open < 2**62 else object)
     for column in states.places[:num_open]:
         key = key * base + column
-    order = np.argsort(key, kind="stable")
-    for value in states.values:
-        ordered = key[order]
-        starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-        least = np.minimum.reduceat(value[order], starts)
-        group = np.repeat(np.arange(starts.size), np.diff(np.append(starts, order.size)))
-        order = order[value[order] == least[group]]
+    order = np.lexsort((*reversed(states.values), key))
     ordered = key[order]
     first = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
     return states.take(order[first])

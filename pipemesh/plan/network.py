@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pipemesh.errors import PlanError
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan.homes import home_of, inner_axes, inner_mesh
+from pipemesh.plan.homes import home_of, inner_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +164,16 @@ def over_hosts(mesh: Mesh, layout: LayoutRules, devices: Sequence[int]) -> Place
     free = [(host, i) for host, n in enumerate(_shares(wanted, devices)) for i in range(n)]
     at = dict(zip(order, free, strict=True))
     places = tuple(at[processor] for processor in range(wanted))
+    working = {processor for home in homes for processor in home}
+
+    def crosses(axis: str) -> bool:
+        groups = (group for group in mesh.groups([axis]) if group[0] in working)
+        return any(len({places[processor][0] for processor in group}) > 1 for group in groups)
+
+    crossing = tuple(filter(crosses, inner_axes(mesh, layout)))
     used = {host for host, _ in places}
-    return Places(
-        places,
-        _crossing(mesh, layout, homes, places),
-        tuple(host for host in range(len(devices)) if host not in used),
-    )
+    idle = tuple(host for host in range(len(devices)) if host not in used)
+    return Places(places, crossing, idle)
 
 
 def _shares(wanted: int, devices: Sequence[int]) -> list[int]:
@@ -184,27 +188,3 @@ def _shares(wanted: int, devices: Sequence[int]) -> list[int]:
             shares[host] += taken
             wanted -= taken
     return shares
-
-
-def _crossing(
-    mesh: Mesh,
-    layout: LayoutRules,
-    homes: Sequence[Sequence[int]],
-    places: Sequence[tuple[int, int]],
-) -> tuple[str, ...]:
-    """Returns the axes along which a replica's processors lie on several hosts."""
-    axes = inner_axes(mesh, layout)
-    crossing: set[str] = set()
-    for place, home in enumerate(homes):
-        inside = inner_mesh(mesh, layout, place)
-        hosts = [places[processor][0] for processor in home]
-        # Neighbours along the last axis are next to each other.
-        step = 1
-        for axis in reversed(axes if inside else []):
-            size = inside.size(axis) if inside else 1
-            for at, host in enumerate(hosts):
-                first = at - at // step % size * step
-                if hosts[first] != host:
-                    crossing.add(axis)
-            step *= size
-    return tuple(axis for axis in axes if axis in crossing)

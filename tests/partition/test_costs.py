@@ -73,6 +73,8 @@ def test_invalid_costs_are_named(costs, message):
 def test_any_kind_of_number_is_a_cost():
     kinds = [Fraction(1, 2), Decimal("1.5"), np.float32(2.5), np.int64(3)]
     assert as_stack(kinds).forward.tolist() == [0.5, 1.5, 2.5, 3.0]
+    # As JAX and PyTorch have them.
+    assert as_stack([np.array(2.5), np.array(3)]).forward.tolist() == [2.5, 3.0]
     layer = LayerCost(
         Decimal("0.5"),
         backward=None,

@@ -1,8 +1,9 @@
 """Stages that call Python whenever they compute."""
 
+import numpy as np
 import tensorflow as tf
 
-from pipemesh.recurrent import Stage
+from pipemesh.recurrent import Options, Stage, pipeline_loss
 
 
 def calling(x, microbatch, call):
@@ -47,3 +48,18 @@ def calling_stages(schedule, call, weights=None, has_loss=True):
         return Stage(f"s{number}", forward, theta, [], f"CPU:{schedule.stage_devices[number]}")
 
     return [make(number) for number in range(schedule.num_stages)]
+
+
+def calling_step(schedule, call, weights=None, **options):
+    """A step of such stages, with the gradient of the inputs, one example a microbatch."""
+    x = tf.constant(np.arange(schedule.num_microbatches, dtype=np.float32))
+
+    @tf.function(autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            stages = calling_stages(schedule, call, weights)
+            loss, _, _ = pipeline_loss(stages, [x], schedule, options=Options(**options))
+        return tape.gradient(loss, x)
+
+    return step

@@ -25,11 +25,17 @@ def poison(layer, microbatch, direction):
     return where
 
 
-def nan(x, chosen):
+def nan(number, x, chosen):
     return tf.where(chosen, tf.fill(x.shape, np.float32(np.nan)), x)
 
 
-def fail(x, chosen):
+def broken(number, x, chosen):
+    """Layer 2 looks up rows that do not exist; others raise an error in Python."""
+    if number == 2:
+        rows = tf.range(x.shape[0])
+        rows = tf.where(tf.reduce_any(chosen), rows + 7, rows)
+        return tf.ensure_shape(tf.gather(x, rows), x.shape)
+
     def check(x, chosen):
         if chosen.any():
             raise ValueError("the cable\nis loose")
@@ -40,15 +46,11 @@ def fail(x, chosen):
     )
 
 
-def out_of_range(x, chosen):
-    rows = tf.range(x.shape[0])
-    return tf.ensure_shape(tf.gather(x, tf.where(tf.reduce_any(chosen), rows + 7, rows)), x.shape)
-
-
 def layer(number, weight, x, where, spoil):
     @tf.custom_gradient
     def poisoned(x):
-        return spoil(x, where[:, number, :1]), lambda dy: spoil(dy, where[:, number, 1:])
+        forward = spoil(number, x, where[:, number, :1])
+        return forward, lambda dy: spoil(number, dy, where[:, number, 1:])
 
     with layer_scope(f"layer{number}"):
         return poisoned(tf.nn.tanh(tf.matmul(x, weight)))

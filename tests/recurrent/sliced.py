@@ -9,7 +9,7 @@ from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, current_slice, pipeline, pipeline_loss, write_slice
 from pipemesh.schedule import Schedule, validate
 
-BATCH, TIME, WIDTH, HEADS, LAYERS = 8, 8, 6, 2, 4
+BATCH, TIME, WIDTH, HEADS, LAYERS = 8, 8, 6, 2, 3
 DEPTH = WIDTH // HEADS
 RNG = np.random.default_rng(0)
 STEP = tf.constant(5, tf.int64)
@@ -87,12 +87,12 @@ def plain(weights, x, labels, scales):
 
 
 def stages(weights, schedule, has_loss):
-    """As many as the schedule has, with as many layers each."""
-    each = LAYERS // schedule.num_stages
+    """As many as the schedule has; the last ones have most layers."""
+    cuts = [LAYERS * s // schedule.num_stages for s in range(schedule.num_stages + 1)]
     rows = BATCH // schedule.num_microbatches
 
     def make(number):
-        layers = range(number * each, (number + 1) * each)
+        layers = range(cuts[number], cuts[number + 1])
 
         def forward(theta, carry, inputs, microbatch, step):
             x, *rest = inputs
@@ -115,7 +115,7 @@ def stages(weights, schedule, has_loss):
             f"stage{number}",
             forward,
             own + [weights["positions"]] * (number == 0),
-            [past] * (2 * each),
+            [past] * (2 * len(layers)),
             f"CPU:{schedule.stage_devices[number]}",
             recurrent=True,
             takes_slices=True,

@@ -50,8 +50,8 @@ def plain(theta, dtype=tf.float32):
     return [tf.cast(loss, tf.float32), weight, each]
 
 
-def stages(theta, schedule, replicas=1):
-    """As many stages as the schedule has; the first embeds, the last ends in the loss."""
+def stages(theta, schedule, replicas=1, has_loss=True):
+    """As many stages as the schedule has; the first embeds, the last may end in the loss."""
     num_stages = schedule.num_stages
     cuts = [LAYERS * s // num_stages for s in range(num_stages + 1)]
 
@@ -65,7 +65,8 @@ def stages(theta, schedule, replicas=1):
             for i, index in enumerate(layers):
                 h = layer(index, stage_theta[2 * i : 2 * i + 2], h)
             carry = [carry[0] + 1]
-            return (head(h, labels) if number == num_stages - 1 else [h, labels]), carry
+            is_end = has_loss and number == num_stages - 1
+            return head(h, labels) if is_end else [h, labels], carry
 
         own = [t for i in layers for t in (theta["weights"][i], theta["biases"][i])]
         first = schedule.stage_devices[number] * replicas

@@ -31,7 +31,7 @@ from pipemesh.schedule import (
     zb_h1,
 )
 from pipemesh.schedule.action import GRADS, KEPT
-from tests.recurrent.sends import sends
+from tests.recurrent.sends import sends, trained
 from tests.recurrent.table.small import MICROBATCHES, X, small_stages
 
 
@@ -229,26 +229,8 @@ def predicted(schedule, homes, owner=0):
 
 def sent(schedule, homes, owner, check_numerics="off"):
     """What TensorFlow sends: by source and target the shapes, None for those of variables."""
-    variables = []
-    for home in homes:
-        with tf.device(home.devices[owner]):
-            variables.append(tf.Variable(W))
-    with tf.device(homes[-1].first):
-        seen = tf.Variable(0.0)
-
-    @tf.function(autograph=False)
-    def run():
-        with tf.GradientTape() as tape:
-            loss, _, _ = pipeline_loss(
-                stages_of(variables, homes, owner),
-                [tf.constant(INPUTS)],
-                schedule,
-                options=Options(check_numerics=check_numerics, loop=False),
-            )
-        for variable, grad in zip(variables, tape.gradient(loss, variables), strict=True):
-            variable.assign_sub(grad)
-        seen.assign(loss)
-
+    stages = stages_of([W] * len(homes), homes, owner)
+    run = trained(stages, [INPUTS], schedule, check_numerics=check_numerics)
     found = collections.defaultdict(list)
     for made, dtype, source, target in sends(run):
         # Checks say by flags and numbers what they have found.

@@ -19,7 +19,7 @@ from pipemesh.recurrent import (
     predict_transfers,
 )
 from pipemesh.schedule import one_f_one_b, zb_h1, zb_v
-from tests.recurrent.sends import sends
+from tests.recurrent.sends import sends, trained
 
 BATCH, WIDTH, HIDDEN = 16, 6, 8
 
@@ -101,7 +101,7 @@ def stages_of(schedule, variables, replicas=1):
         Stage(
             f"s{i}",
             stage_function(i == 0, i == last),
-            own if len(own) == 6 else cut(own),
+            cut(own),
             [],
             home,
             places=PLACES,
@@ -150,29 +150,8 @@ def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas,
 
 def floats_sent(schedule, replicas, **options):
     """How often a step sends floating tensors, by the numbers of the devices."""
-    variables = []
-    for number, home in enumerate(homes(schedule, replicas)):
-        variables.append([])
-        for value, place in zip(cut(weights(number)), PLACES, strict=True):
-            with tf.device(home.devices[place]):
-                variables[-1].append(tf.Variable(value))
-    x = tf.ones([BATCH, WIDTH])
-
-    @tf.function
-    def run():
-        with tf.GradientTape() as tape:
-            found, _, _ = pipeline_loss(
-                stages_of(schedule, variables, replicas),
-                [x],
-                schedule,
-                options=Options(check_numerics="off", loop=False, **options),
-            )
-        # What a function returns goes to the first device of all.
-        each = [variable for own in variables for variable in own]
-        for variable, grad in zip(each, tape.gradient(found, each), strict=True):
-            if grad is not None:
-                variable.assign_sub(grad)
-
+    stages = stages_of(schedule, [weights(i) for i in range(schedule.num_stages)], replicas)
+    run = trained(stages, [tf.ones([BATCH, WIDTH])], schedule, **options)
     return collections.Counter((a, b) for _, dtype, a, b in sends(run) if dtype == FLOAT)
 
 
@@ -183,8 +162,9 @@ def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
     assert between == {(p, p + 4): 4 for p in range(4)} | {(p + 4, p): 4 for p in range(4)}
     # Slices of `wi` and `wo`, and the whole `scale`, which has one gradient.
     apart = {p: n for p, n in counts.items() if p[0] // 4 == p[1] // 4 and p[0] // 2 != p[1] // 2}
-    inputs = {(0, 2): 4}
-    assert {pair: n - inputs.get(pair, 0) for pair, n in apart.items()} == {
+    # And of each microbatch the inputs of the second replica, and its loss.
+    ends = {(0, 2): 4, (6, 4): 4}
+    assert {pair: n - ends.get(pair, 0) for pair, n in apart.items()} == {
         **{(p, p + 2): 3 for p in (0, 1, 4, 5)},
         **{(2, 0): 3, (3, 1): 2, (6, 4): 3, (7, 5): 2},
     }

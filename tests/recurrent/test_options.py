@@ -116,7 +116,7 @@ def test_gradients_are_summed_in_float32():
     def run(x):
         with tf.GradientTape() as tape:
             stages = [Stage("s", summed, [tf.convert_to_tensor(weight)], [], "CPU:0")]
-            options = Options(compute_dtype="bfloat16")
+            options = Options(compute_dtype="bfloat16", loop=True)
             loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 300), options=options)
         return tape.gradient(loss, weight)
 

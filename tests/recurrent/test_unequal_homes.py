@@ -21,7 +21,7 @@ from pipemesh.recurrent import (
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.schedule.builders import build
 from tests.recurrent import stack
-from tests.recurrent.sends import sends
+from tests.recurrent.sends import sends, trained
 from tests.recurrent.stack import BATCH, IDS, LABELS, LAYERS, STEP, WIDTH, embed, head, layer
 
 # Another number of devices of a replica by the row of the schedule.
@@ -149,41 +149,10 @@ def test_slices_and_their_gradients_go_straight(groups, pairs):
     }
 
 
-def variables_on_their_devices(made):
-    """A variable for each weight of stages, beside the device that it is used on."""
-    found = []
-    for stage in made:
-        found.append([])
-        for value, device in zip(stage.theta, stage.theta_devices, strict=True):
-            with tf.device(device):
-                found[-1].append(tf.Variable(tf.zeros(value.shape)))
-    return found
-
-
 def test_nothing_else_is_sent_at_the_boundary():
-    schedule, groups = one_f_one_b(2, 4), (2, 1)
-    made = []
-    predicted(lambda stages, *_, **__: made.extend(stages), schedule, groups)
-    variables = variables_on_their_devices(made)
-
-    @tf.function(autograph=False)
-    def run():
-        own = [
-            dataclasses.replace(stage, theta=theta)
-            for stage, theta in zip(made, variables, strict=True)
-        ]
-        each = [variable for theta in variables for variable in theta]
-        with tf.GradientTape() as tape:
-            loss = pipeline_loss(
-                own,
-                [tf.constant(IDS), tf.constant(LABELS)],
-                schedule,
-                step=tf.constant(STEP, tf.int64),
-                options=Options(check_numerics="off", loop=False),
-            )[0]
-        for variable, grad in zip(each, tape.gradient(loss, each), strict=True):
-            variable.assign_sub(tf.convert_to_tensor(grad))
-
+    schedule, made = one_f_one_b(2, 4), []
+    predicted(lambda stages, *_, **__: made.extend(stages), schedule, (2, 1))
+    run = trained(made, [IDS, LABELS], schedule, step=tf.constant(STEP, tf.int64))
     floats = tf.float32.as_datatype_enum
     counts = collections.Counter((a, b) for _, dtype, a, b in sends(run) if dtype == floats)
     # Of four microbatches a slice each way on each way; the labels go along, their gradients do

@@ -267,7 +267,6 @@ def cast(x: Tensor, dtype: tf.DType) -> Tensor:
     """Converts elements to a dtype, as `tf.cast` does.
 
     Args:
-        x: any tensor.
         dtype: the new dtype.
     """
     if x.dtype == dtype:
@@ -281,7 +280,6 @@ def broadcast_to(x: Tensor, shape: Shape) -> Tensor:
     """Repeats a tensor along the dims that it lacks.
 
     Args:
-        x: any tensor.
         shape: contains all dims of `x`, in any order.
 
     Raises:

@@ -123,7 +123,6 @@ def top_k(x: Tensor, dim: str, k: Dim) -> tuple[Tensor, Tensor]:
 
     Args:
         x: any numbers.
-        dim: the name of the dim.
         k: the dim of the result that replaces it.
 
     Returns:
@@ -230,12 +229,8 @@ def cumsum(x: Tensor, dim: str, *, exclusive: bool = False, reverse: bool = Fals
 
     Args:
         x: any numbers.
-        dim: the name of the dim.
         exclusive: whether to leave an element out of its own sum.
         reverse: whether sums begin at the last element.
-
-    Raises:
-        ShapeError: the name is unknown.
     """
     lowering = x.lowering
     at = x.shape.index(dim)

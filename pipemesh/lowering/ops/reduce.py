@@ -180,9 +180,6 @@ def softmax(x: Tensor, dims: Dims) -> Tensor:
     Args:
         x: floating numbers.
         dims: the names of the dims over which the result sums to 1.
-
-    Raises:
-        ShapeError: a name is unknown.
     """
     # Softmax does not change when a constant is subtracted, so the maximum needs no gradient.
     wide = widened(x)
@@ -197,9 +194,6 @@ def log_softmax(x: Tensor, dims: Dims) -> Tensor:
     Args:
         x: floating numbers.
         dims: the names of the dims over which the exponentials of the result sum to 1.
-
-    Raises:
-        ShapeError: a name is unknown.
     """
     wide = widened(x)
     return elementwise.cast(elementwise.subtract(wide, reduce_logsumexp(wide, dims)), x.dtype)

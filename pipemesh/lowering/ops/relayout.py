@@ -35,11 +35,7 @@ def import_tensor(lowering: Lowering, tensor: Any, shape: Shape | str) -> Tensor
 
 @register("transfer", "all_gather")
 def export_tensor(x: Tensor) -> tf.Tensor:
-    """Joins the slices to the whole tensor, on the first device or on every core.
-
-    Args:
-        x: any tensor.
-    """
+    """Joins the slices to the whole tensor, on the first device or on every core."""
     x.lowering.warn_of_misspelt_rules()
     return x.lowering.export_tensor(x.slices, x.layout)
 
@@ -140,7 +136,6 @@ def transpose(x: Tensor, dims: Sequence[str]) -> Tensor:
     """Reorders the dims.
 
     Args:
-        x: any tensor.
         dims: all its names, in the new order.
 
     Raises:
@@ -160,7 +155,6 @@ def rename(x: Tensor, names: Mapping[str, str]) -> Tensor:
     """Renames dims, which may change the layout.
 
     Args:
-        x: any tensor.
         names: new names by old ones; dims that are left out keep their names.
 
     Raises:
@@ -233,7 +227,6 @@ def reshape(x: Tensor, shape: Shape | str) -> Tensor:
     Splits of leading dims stay in place. A split that moves to another dim is one all-to-all.
 
     Args:
-        x: any tensor.
         shape: the new shape, with the same number of elements.
 
     Raises:

@@ -231,14 +231,9 @@ def shift(x: Tensor, dim: str, offset: int, *, wrap: bool) -> Tensor:
     """Moves all rows of a dim by `offset` rows; sends only rows that cross a slice's border.
 
     Args:
-        x: any tensor.
-        dim: the name of the dim.
         offset: may be negative.
         wrap: whether rows that leave at one end enter at the other, as in `tf.roll`; otherwise
             zeros enter.
-
-    Raises:
-        ShapeError: the name is unknown.
     """
     return Tensor(x.lowering, _shifted(x, x.slices, dim, offset, wrap), x.shape)
 
@@ -261,7 +256,6 @@ def halo_exchange(x: Tensor, blocks: str, rows: str, halo: int, *, wrap: bool = 
     these rows go back and are added. If the rows are split too, blocks are joined beforehand.
 
     Args:
-        x: any tensor.
         blocks: the name of the dim that counts the blocks.
         rows: the name of the dim that counts the rows in a block.
         halo: number of rows of each neighbour; at most the rows of a block.
@@ -308,8 +302,6 @@ def slice(x: Tensor, dim: str, begin: int, size: int) -> Tensor:
     """Takes the rows `[begin, begin + size)` of a dim, which keeps its name.
 
     Args:
-        x: any tensor.
-        dim: the name of the dim.
         begin: the first row.
         size: the number of rows; if the dim is split, a multiple of its number of slices.
 
@@ -330,8 +322,6 @@ def pad(x: Tensor, dim: str, before: int, after: int, value: float = 0.0) -> Ten
     """Adds rows of one value before and behind those of a dim, which keeps its name.
 
     Args:
-        x: any tensor.
-        dim: the name of the dim.
         before: the number of rows before.
         after: the number of rows behind.
         value: the value of the new elements, in the dtype of `x`.
@@ -368,7 +358,6 @@ def concat(tensors: Sequence[Tensor], dim: str) -> Tensor:
 
     Args:
         tensors: one or more, with the same dims in any order; only `dim` may differ in size.
-        dim: its name.
 
     Returns:
         The dims in the order of the first tensor.
@@ -408,8 +397,6 @@ def split(x: Tensor, dim: str, sizes: int | Sequence[int]) -> tuple[Tensor, ...]
     """Cuts a dim into pieces, each a tensor whose dim has the same name.
 
     Args:
-        x: any tensor.
-        dim: the name of the dim.
         sizes: the sizes of the pieces, or the number of equal pieces.
 
     Raises:
@@ -468,11 +455,7 @@ def unstack(x: Tensor, dim: str) -> tuple[Tensor, ...]:
     """Cuts a tensor into its rows along a dim; the rows lack this dim.
 
     Args:
-        x: any tensor.
         dim: the name of the dim. If it is split, its rows go to all processors.
-
-    Raises:
-        ShapeError: the name is unknown.
     """
     lowering = x.lowering
     at = x.shape.index(dim)

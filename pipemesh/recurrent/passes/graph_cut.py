@@ -154,13 +154,11 @@ class GraphCut:
         """True if the graph has collectives, which two calls of one function would confuse."""
         return bool(self._groups)
 
-    def used(self, tensors: Iterable[str], arguments: Iterable[str]) -> set[str]:
-        """Returns the tensors of `given` that are needed to compute `tensors`."""
+    def used(self, tensors: Sequence[str], arguments: Iterable[str]) -> set[str]:
+        """Returns the arguments that are needed to compute `tensors`."""
         stop = set(arguments)
-        used = stop & set(tensors)
-        for node in self.ancestors(tensors, stop):
-            used |= stop.intersection(map(tensor_name, self._nodes[node].input))
-        return used
+        used = {tensor for tensor, _ in self.uses(self.ancestors(tensors, stop))}
+        return stop & used.union(tensors)
 
     def uses(self, nodes: Iterable[str]) -> Iterator[tuple[str, str]]:
         """Yields the tensors that nodes take, each with the node."""

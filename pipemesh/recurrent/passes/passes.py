@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -182,11 +183,11 @@ class Cuts:
         everything, and the schedule would assume wrong durations.
         """
         cut, cuts = self._traced.cut, self.arguments("I")
-        count: dict[str, int] = {}
-        for name in self._traced.gradients.of_theta:
-            if name is not None:
-                for node in cut.ancestors(flat_names([name]), cuts):
-                    count[node] = count.get(node, 0) + 1
+        count = collections.Counter(
+            node
+            for name in self._traced.gradients.of_theta
+            for node in cut.ancestors(flat_names([name]), cuts)
+        )
         shared = {n for n, c in count.items() if c > 1} & self.per_microbatch
         return cut.frontier(self.theta_names, shared, cuts)
 

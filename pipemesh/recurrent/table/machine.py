@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present
-from pipemesh.recurrent.options import Clock, sum_dtype
+from pipemesh.recurrent.options import Options, sum_dtype
 from pipemesh.recurrent.passes.passes import Passes
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
@@ -20,6 +20,7 @@ from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.watch.finite_values import LOCATING, Direction, Probe, empty_note
+from pipemesh.schedule import Schedule
 from pipemesh.schedule.action import EFFECTS, GRADS, KEPT, OUTPUTS, PENDING, REMADE
 
 
@@ -168,39 +169,36 @@ class Machine:
     def __init__(
         self,
         stages: Sequence[Stage],
-        stage_devices: Sequence[int],  # for each stage its row of the schedule
+        schedule: Schedule,
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
         step: tf.Tensor | None,
         # of the sums of each stage's weights' gradients
         accumulator_dtypes: Sequence[Sequence[tf.DType]],
-        check_numerics: str,
-        clock: Clock | None,
-        is_forward_only: bool,
+        options: Options,
     ) -> None:
-        self.stage_devices = stage_devices
+        self.stage_devices = schedule.stage_devices  # for each stage its row of the schedule
         self.inputs = inputs
         self.cutting = cutting
         self._guards = False
         self.step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
-        self._clock = clock
+        self._clock = options.clock
         self._stamp: Callable[..., tf.Operation] | None = None
-        self.traced = self._trace(stages, step is not None, is_forward_only)
+        self.traced = self._trace(stages, step is not None, schedule.is_forward_only)
         self._stages = self.stages = [traced.stage for traced in self.traced]
         self._dtypes = [
             [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
             for dtypes, traced in zip(accumulator_dtypes, self.traced, strict=True)
         ]
         self.probes: dict[Direction, list[list[Probe]]] = {
-            "forward": [
-                t.forward_probes() if check_numerics in LOCATING["forward"] else []
-                for t in self.traced
-            ],
-            "backward": [
-                t.backward_probes(number == 0) if check_numerics in LOCATING["backward"] else []
-                for number, t in enumerate(self.traced)
-            ],
+            direction: [[] for _ in self.traced] for direction in LOCATING
         }
+        if options.check_numerics in LOCATING["forward"]:
+            self.probes["forward"] = [traced.forward_probes() for traced in self.traced]
+        if options.check_numerics in LOCATING["backward"]:
+            self.probes["backward"] = [
+                traced.backward_probes(number == 0) for number, traced in enumerate(self.traced)
+            ]
         self._thetas = [of_every_replica(stage) for stage in self._stages]
         self._passes: dict[tuple[int, Mode], Passes] = {}
         keep_alive(self)

@@ -195,7 +195,7 @@ class Run:
         with scaled:
             self.machine = Machine(
                 [_frozen(stage, options.compute_dtype) for stage in stages],
-                schedule.stage_devices,
+                schedule,
                 held,
                 cutting,
                 step,
@@ -203,9 +203,7 @@ class Run:
                     [sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta]
                     for stage in stages
                 ],
-                policy,
-                options.clock,
-                schedule.is_forward_only,
+                options,
             )
         self.stages = stages
         self._stages = self.machine.stages

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.recurrent import Stage
+from pipemesh.recurrent import Options, Stage
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.remat import FULL
 from pipemesh.recurrent.table.machine import Machine, State
@@ -31,18 +31,16 @@ def small_stages(forward=layer):
     ]
 
 
-def small_machine(is_forward_only=False):
+def small_machine():
     """A machine of two stages in the current graph, with its state."""
     machine = Machine(
         small_stages(),
-        SCHEDULE.stage_devices,
+        SCHEDULE,
         [tf.constant(X)],
         CUTTING,
         None,
         [[tf.float32]] * 2,
-        "off",
-        None,
-        is_forward_only,
+        Options(check_numerics="off"),
     )
     return machine, State.before(machine.stages, SCHEDULE.stage_devices)
 

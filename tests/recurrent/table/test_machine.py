@@ -18,7 +18,7 @@ from pipemesh.recurrent.table.machine import (
     State,
 )
 from pipemesh.schedule import ScheduleSpec
-from tests.recurrent.sends import sends
+from tests.recurrent.sends import sends, trained
 
 
 def stages():
@@ -75,53 +75,32 @@ def homes_of(schedule):
     return [HOMES[device] for device in schedule.stage_devices]
 
 
-def step(schedule, **options):
-    """A function that does a step; it returns the loss and the gradients of the slices."""
-    homes, slices = homes_of(schedule), []
-    for home, whole in zip(homes, W, strict=True):
-        slices.append([])
-        for device, part in zip(home.devices, np.split(whole, 2), strict=True):
-            with tf.device(device):
-                slices[-1].append(tf.Variable(part))
-    with tf.device(homes[-1].first):
-        seen = tf.Variable(0.0)
-
-    @tf.function(autograph=False)
-    def run():
-        with tf.GradientTape() as tape:
-            loss, _, _ = pipeline_loss(
-                stages_of(slices, homes),
-                [tf.constant(INPUTS)],
-                schedule,
-                options=Options(**options),
-            )
-        each = [variable for own in slices for variable in own]
-        for variable, grad in zip(each, tape.gradient(loss, each), strict=True):
-            # What a function returns goes to the first device of all.
-            variable.assign_sub(grad)
-        seen.assign(loss)
-
-    return run, seen, slices
-
-
 @pytest.mark.parametrize(
     ("name", "remat", "loop"),
     [("gpipe", "full", True), ("1f1b", "none", False), ("zb_h1", "none", True)],
 )
 def test_loss_and_gradients_are_those_of_whole_weights(name, remat, loop):
     schedule = ScheduleSpec.from_text(name).build(2, MICROBATCHES)
-    run, seen, slices = step(schedule, remat=remat, loop=loop)
-    run()
+    slices = [[tf.Variable(part) for part in np.split(whole, 2)] for whole in W]
+
+    @tf.function(autograph=False)
+    def run():
+        options = Options(remat=remat, loop=loop)
+        with tf.GradientTape() as tape:
+            stages = stages_of(slices, homes_of(schedule))
+            found = pipeline_loss(stages, [tf.constant(INPUTS)], schedule, options=options)[0]
+        return found, tape.gradient(found, slices)
+
+    found, found_grads = run()
     weights = [tf.constant(w) for w in W]
     with tf.GradientTape() as tape:
         tape.watch(weights)
         loss = tf.reduce_sum(
             tf.tanh(tf.matmul(tf.tanh(tf.matmul(INPUTS, weights[0])), weights[1])) ** 2
         )
-    np.testing.assert_allclose(seen, loss, rtol=1e-5)
-    for own, before, grad in zip(slices, W, tape.gradient(loss, weights), strict=True):
-        found = np.concatenate([part.numpy() for part in own])
-        np.testing.assert_allclose(before - found, grad, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    for parts, grad in zip(found_grads, tape.gradient(loss, weights), strict=True):
+        np.testing.assert_allclose(np.concatenate(parts), grad, rtol=1e-5, atol=1e-5)
 
 
 def predicted(predict, schedule, **options):
@@ -143,7 +122,8 @@ def test_each_device_holds_its_slice(remat):
 @pytest.mark.parametrize(("name", "remat"), [("1f1b", "full"), ("zb_h1", "none")])
 def test_a_slice_is_sent_per_action_its_gradient_per_step(name, remat):
     schedule = ScheduleSpec.from_text(name).build(2, MICROBATCHES)
-    run, *_ = step(schedule, remat=remat, loop=False, check_numerics="off")
+    stages = stages_of([np.split(whole, 2) for whole in W], homes_of(schedule))
+    run = trained(stages, [INPUTS], schedule, remat=remat)
     slices = collections.Counter((f"CPU:{a}", f"CPU:{b}") for *_, a, b in sends(run))
     found = predicted(predict_transfers, schedule, remat=remat)
     wanted = collections.Counter()

@@ -7,36 +7,24 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
-from pipemesh.recurrent import ActionClock, Options, pipeline, pipeline_loss
+from pipemesh.recurrent import ActionClock, Options, pipeline
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b, simulate, zb_h1
-from tests.recurrent.calls import calling_stages
+from tests.recurrent.calls import calling_stages, calling_step
 
 pytestmark = pytest.mark.serial
 WAIT = 0.03
 
 
-def stages(schedule, **options):
+def wait(stage, kind, microbatch):
     """A forward pass takes WAIT seconds, a backward pass twice that."""
-    return calling_stages(
-        schedule, lambda stage, kind, m: time.sleep(WAIT * " FB".index(kind)), **options
-    )
+    time.sleep(WAIT * " FB".index(kind))
 
 
-def timed(schedule, weights=None, **options):
+def timed(schedule, **options):
     clock = ActionClock()
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            cells = stages(schedule, weights=weights)
-            arguments = Options(clock=clock, remat="none", **options)
-            loss, _, _ = pipeline_loss(cells, [x], schedule, options=arguments)
-        return tape.gradient(loss, x)
-
-    x = tf.constant(np.arange(schedule.num_microbatches, dtype=np.float32))
-    step(x)
-    step(x)
+    step = calling_step(schedule, wait, clock=clock, remat="none", **options)
+    step()
+    step()
     return clock.timeline(schedule)
 
 
@@ -80,7 +68,10 @@ def test_a_backward_pass_with_the_loss_outside_is_timed():
         with tf.GradientTape() as tape:
             tape.watch(x)
             (y,), _ = pipeline(
-                stages(schedule, has_loss=False), [x], schedule, options=Options(clock=clock)
+                calling_stages(schedule, wait, has_loss=False),
+                [x],
+                schedule,
+                options=Options(clock=clock),
             )
             loss = tf.reduce_sum(y * y)
         return tape.gradient(loss, x)
@@ -117,15 +108,6 @@ def test_devices_of_a_home_that_drift_apart_still_wait(monkeypatch):
 def test_who_asks_is_told_of_each_action_when_it_starts_and_ends():
     told, schedule = [], zb_h1(1, 2)
     clock = ActionClock(lambda action, is_end: told.append((str(action), is_end)))
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            options = Options(clock=clock, remat="none")
-            loss, _, _ = pipeline_loss(stages(schedule), [x], schedule, options=options)
-        return tape.gradient(loss, x)
-
-    step(tf.constant([1.0, 2.0]))
+    calling_step(schedule, wait, clock=clock, remat="none")()
     actions = [str(action) for action in schedule.rows[0]]
     assert told == [(action, is_end) for action in actions for is_end in (False, True)]

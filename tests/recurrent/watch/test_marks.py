@@ -4,14 +4,13 @@ import itertools
 import threading
 import time
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.recurrent import Marks, Options, pipeline_loss
+from pipemesh.recurrent import Marks
 from pipemesh.recurrent.watch.marks import Stand, waits_of
 from pipemesh.schedule import gpipe, interleaved_one_f_one_b, one_f_one_b, zb_h1
-from tests.recurrent.calls import calling_stages
+from tests.recurrent.calls import calling_step
 
 
 def stands(schedule, *ended, begun=(), silent=()):
@@ -114,19 +113,7 @@ def marked(schedule, **options):
     door = Door()
     homes = [[f"CPU:{device}"] for device in schedule.stage_devices]
     marks = Marks(schedule, homes)
-
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            cells = calling_stages(schedule, door.wait)
-            loss, _, _ = pipeline_loss(
-                cells, [x], schedule, options=Options(clock=marks, **options)
-            )
-        return tape.gradient(loss, x)
-
-    x = tf.constant(np.arange(schedule.num_microbatches, dtype=np.float32))
-    return marks, door, lambda: step(x)
+    return marks, door, calling_step(schedule, door.wait, clock=marks, **options)
 
 
 def hung(door, step, at):
