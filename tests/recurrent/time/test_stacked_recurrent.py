@@ -399,7 +399,7 @@ ONE = Meter()
         ({"num_chunks": 0}, "num_chunks is 0; 7 time steps"),
         ({"num_chunks": 8}, "num_chunks is 8; 7 time steps can be cut into 1 to 7"),
         ({"remat": "some"}, "remat is 'some'"),
-        ({"unused_acc_state": True}, "unused_acc_state.* m"),
+        ({"unused_acc_state": True}, r"depends on init_states\[0\]\.m; leave"),
         ({"accumulator_layers": [ONE, ONE]}, "same layer twice"),
         ({"accumulator_layers": [None]}, "1 accumulator_layers.*2"),
         ({"devices": ["CPU:0"] * 3}, "2 thetas.*3 devices"),
