@@ -192,27 +192,13 @@ def _convert(path: str, wanted: Callable[[str], bool], flags: Flags) -> int:
     names = conversion.names_of(path, wanted, state=not flags.weights_only, places=positions)
     new_names = {name: _renamed(name, rules) for name in names}
     if flags.stages is not None:
-        stages = _stages(flags.stages, like)
-        like_names = conversion.names_of(like) if like else []
-        in_stages = lingvo_names(new_names.values(), stages, like_names)
+        from pipemesh.layers.lingvo_gpipe import with_stages, without_stages
+
+        stages, called = _stages(flags.stages, like), new_names.values()
+        in_stages = with_stages(called, stages) if stages else without_stages(called)
         new_names = {name: in_stages[new] for name, new in new_names.items()}
     print(conversion.convert(path, flags.to, new_names, flags.dtype, like))
     return 0
-
-
-def lingvo_names(
-    names: Iterable[str], boundaries: Sequence[int] | None, like: Iterable[str]
-) -> dict[str, str]:
-    """Returns the names of tensors with lingvo's stages, or without any.
-
-    Boundaries are empty for names without stages, and None for the stages of `like`, names that
-    lingvo wrote.
-    """
-    from pipemesh.layers.lingvo_gpipe import boundaries_in, with_stages, without_stages
-
-    if boundaries is None:
-        boundaries = boundaries_in(like)
-    return with_stages(names, boundaries) if boundaries else without_stages(names)
 
 
 def _transfer(verb: str, flags: Flags) -> int:
@@ -235,14 +221,17 @@ def _renamed(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
     return name
 
 
-def _stages(text: str, like: str | None) -> tuple[int, ...] | None:
-    """Returns boundaries of stages; () for names without stages, None for those of `like`."""
+def _stages(text: str, like: str | None) -> Sequence[int]:
+    """Returns boundaries of stages; () for names without stages."""
     if text == _NO_STAGES:
         return ()
     if text == _STAGES_OF_LIKE:
         if not like:
             raise CheckpointError("--stages=like needs --like, a checkpoint that lingvo wrote")
-        return None
+        from pipemesh.checkpoint.conversion import names_of
+        from pipemesh.layers.lingvo_gpipe import boundaries_in
+
+        return boundaries_in(names_of(like))
     try:
         return tuple(map(int, text.split(",")))
     except ValueError:

@@ -227,9 +227,9 @@ def _as_in_plan(text: str) -> str:
     return "none" if text in ("''", "NoneType") else text.strip("'")
 
 
-def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Returns the old and the new value of each name where they differ."""
-    pairs = {name: (old.get(name) or "none", new.get(name) or "none") for name in {**old, **new}}
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Returns the old and the new value of each name as texts where they differ."""
+    pairs = {n: (str(old.get(n) or "none"), str(new.get(n) or "none")) for n in {**old, **new}}
     return {name: (a, b) for name, (a, b) in pairs.items() if _class_name(a) != _class_name(b)}
 
 

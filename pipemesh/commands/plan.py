@@ -249,11 +249,5 @@ def part_rows(found: Sequence[Prediction]) -> list[list[str]]:
 
 def values_of(each: Prediction) -> dict[str, object]:
     """Returns a prediction for JSON."""
-    return {
-        "plan": each.plan.to_values(),
-        "seconds": each.seconds,
-        "bubble": each.bubble,
-        "memory": each.memory,
-        "parts": each.parts,
-        "binds": each.binds,
-    }
+    names = ("seconds", "bubble", "memory", "parts", "binds")
+    return {"plan": each.plan.to_values(), **{name: getattr(each, name) for name in names}}

@@ -42,6 +42,17 @@ from pipemesh.schedule.spec import read_table, text_with_costs
 from pipemesh.schedule.timeline import Timeline
 from pipemesh.text import columns, count_text, number
 
+
+def _limits(text: str) -> MemoryLimit:
+    try:
+        limits = [int(item) for item in text.split(":")]
+    except ValueError:
+        raise ValueError(
+            "give an integer, or one a device with colons between, such as 4:3:2:1"
+        ) from None
+    return limits if len(limits) > 1 else limits[0]
+
+
 COMMAND = Command(
     "pipemesh schedule",
     __doc__,
@@ -66,6 +77,7 @@ COMMAND = Command(
             ),
             Flag(
                 "memory_limit",
+                _limits,
                 value="N",
                 help=f"For {SEARCHED}: how many microbatches' activations of its whole share of "
                 "the model a device may hold; one number, or one a device with colons between.",
@@ -151,19 +163,6 @@ def _counts(arguments: Flags) -> tuple[int, int]:
     return arguments.devices, arguments.num_microbatches
 
 
-def _memory_limit(arguments: Flags) -> int | list[int] | None:
-    if arguments.memory_limit is None:
-        return None
-    try:
-        limits = [int(item) for item in arguments.memory_limit.split(":")]
-    except ValueError:
-        raise ScheduleError(
-            f"--memory_limit is {arguments.memory_limit!r}; give an integer, or one a device "
-            "with colons between, such as 4:3:2:1"
-        ) from None
-    return limits if len(limits) > 1 else limits[0]
-
-
 def _compare(arguments: Flags, costs: Costs) -> None:
     for option in ("svg", "html", "trace", "csv", "text", "memory"):
         if arguments.value(option):
@@ -171,16 +170,14 @@ def _compare(arguments: Flags, costs: Costs) -> None:
     if arguments.jitter:
         raise ScheduleError("--jitter is for one schedule; give --name instead of --compare")
     num_devices, num_microbatches = _counts(arguments)
-    rows = compare(
-        costs, num_devices, num_microbatches, arguments.num_virtual_stages, _memory_limit(arguments)
-    )
-    print(table(rows))
+    limits = arguments.num_virtual_stages, arguments.memory_limit
+    print(table(compare(costs, num_devices, num_microbatches, *limits)))
 
 
 def _build(arguments: Flags, costs: Costs) -> tuple[Schedule, Costs]:
     num_devices, num_microbatches = _counts(arguments)
     virtual_stages = arguments.num_virtual_stages
-    limit = _memory_limit(arguments)
+    limit = arguments.memory_limit
     if parse_schedule(arguments.name).name != SEARCHED:
         if limit is not None:
             raise ScheduleError(f"--memory_limit is for {SEARCHED}; {arguments.name} is fixed")

@@ -234,8 +234,6 @@ def _figure(picture: str, series: Sequence[Series], caption: str = "") -> str:
 
 def _spread_steps(points: Sequence[tuple[int, float | None]]) -> list[int]:
     """Returns some steps at equal distances, the first and the last among them."""
-    if not points:
-        return []
     last = len(points) - 1
     chosen = {round(last * number / (_ROWS - 1)) for number in range(_ROWS)}
     return [points[index][0] for index in sorted(chosen)]

@@ -104,7 +104,7 @@ def _computed(trained: TrainedTask, doing: str, compute: Callable[[Any], Any], b
 
 
 def _heldout(subject: Subject) -> Iterable[Any]:
-    """Returns the held-out batches; call it after the model is built, as its initializers reset the
+    """Returns the held-out batches; call it after the model is built, whose initializers reset the
     state of tokenizers.
     """
     batches = subject.heldout_data()
@@ -114,7 +114,7 @@ def _heldout(subject: Subject) -> Iterable[Any]:
 
 
 def _each(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yields held-out batches."""
+    """Yields held-out batches; an error says in one line that they cannot be read."""
     try:
         yield from batches
     except tf.errors.OpError as error:

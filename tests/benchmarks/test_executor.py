@@ -16,7 +16,7 @@ print(json.dumps(growing.measure("one_f_one_b", 2, "loop", json.loads(sys.argv[1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_growth_is_measured_of_stages_of_both_kinds(waits):
     """Each in a process of its own, which starts its devices."""
     done = subprocess.run(

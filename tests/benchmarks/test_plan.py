@@ -13,9 +13,7 @@ from tests.benchmarks.conftest import BENCHMARKS
 BATCH, LAYERS = 32, 7
 
 
-@pytest.mark.slow
-def test_a_model_is_built_and_timed_with_figures_that_are_there(tmp_path):
-    """No plan is measured; the model under the plain plan is."""
+def made_figures():
     costs = [
         LayerCost(
             0.001,
@@ -27,9 +25,14 @@ def test_a_model_is_built_and_timed_with_figures_that_are_there(tmp_path):
         )
         for n in range(LAYERS)
     ]
-    figures = Figures(tuple(figures_of_costs(costs, BATCH)), cores=2.0, batch=BATCH)
+    return Figures(tuple(figures_of_costs(costs, BATCH)), cores=2.0, batch=BATCH)
+
+
+@pytest.mark.slow
+def test_a_model_is_built_and_timed_with_figures_that_are_there(tmp_path):
+    """No plan is measured; the model under the plain plan is."""
     path = tmp_path / "figures.json"
-    path.write_text(figures.to_json(), encoding="utf-8")
+    path.write_text(made_figures().to_json(), encoding="utf-8")
     command = [sys.executable, str(BENCHMARKS / "plan" / "run.py"), "--family=dense", "--plans=0"]
     command += [f"--figures={path}", f"--out={tmp_path / 'steps.jsonl'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -39,18 +42,7 @@ def test_a_model_is_built_and_timed_with_figures_that_are_there(tmp_path):
 
 def test_plans_are_drawn_by_their_seed_without_those_that_are_fitted(modules_of):
     (run,) = modules_of("plan", "run")
-    costs = [
-        LayerCost(
-            0.001,
-            backward=0.002,
-            parameter_bytes=1e6,
-            activation_bytes=1e5,
-            boundary_bytes=1e4,
-            name=f"l{n}",
-        )
-        for n in range(LAYERS)
-    ]
-    figures = Figures(tuple(figures_of_costs(costs, BATCH)), cores=2.0, batch=BATCH)
+    figures = made_figures()
     first, second = run.plans_of(figures, 1), run.plans_of(figures, 2)
     assert first != second and sorted(map(str, first)) == sorted(map(str, second))
     assert first == run.plans_of(figures, 1)

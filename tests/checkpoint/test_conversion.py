@@ -53,12 +53,6 @@ def test_another_programs_checkpoint_becomes_like_a_runs(tmp_path):
     assert tf.train.load_checkpoint(to).get_variable_to_dtype_map()["w"] == tf.bfloat16
 
 
-def test_the_step_of_another_programs_checkpoint_is_noted(tmp_path):
-    """It was noted as 0."""
-    to, _ = converted(theirs(tmp_path))
-    assert Manifest.read(to).step == 300
-
-
 @pytest.mark.parametrize(
     ("state", "more", "told"),
     [
@@ -88,8 +82,10 @@ def test_a_folder_gets_a_list_of_its_first_checkpoint_alone(tmp_path):
     assert tf.train.latest_checkpoint(str(tmp_path / "new")) == new
 
 
-def test_the_name_of_a_new_one_says_its_step(tmp_path):
+def test_the_step_of_another_programs_checkpoint_is_noted_and_in_its_name(tmp_path):
+    """It was noted as 0."""
     path = theirs(tmp_path)
+    assert Manifest.read(converted(path)[0]).step == 300
     with pytest.raises(CheckpointError, match=r"is of step 300; give a path that ends in ckpt-300"):
         convert(path, str(tmp_path / "ckpt-5"), {name: name for name in names_of(path)})
 
@@ -103,12 +99,17 @@ def test_a_checkpoint_written_in_parts_is_one(tmp_path, monkeypatch):
         return tf.fill([10], float(n))
 
     path = str(tmp_path / "made" / "ckpt-8")
+    # Of another program.
+    (tmp_path / "made" / "ckpt-8_temp" / "mine.index").mkdir(parents=True)
     tensors = [(f"w{n}", lambda n=n: get(n)) for n in range(7)]
     conversion.write(path, tensors, step=8, note={"by": "me"})
     assert held == list(range(7)), "in order, each once"
     names = sorted(os.listdir(tmp_path / "made"))
-    assert [name for name in names if ".data" not in name] == ["ckpt-8.index", "ckpt-8.manifest"]
-    assert len(names) == 5, "three parts"
+    assert [name for name in names if ".data" not in name] == [
+        *("ckpt-8.index", "ckpt-8.manifest", "ckpt-8_temp")
+    ]
+    assert len(names) == 6, "three parts"
+    assert os.listdir(tmp_path / "made" / "ckpt-8_temp") == ["mine.index"]
     manifest = Manifest.read(path)
     manifest.check(path)
     assert (manifest.step, manifest.note, len(manifest.sizes)) == (8, {"by": "me"}, 3)
@@ -125,11 +126,3 @@ def test_a_failed_conversion_leaves_nothing(tmp_path):
     with pytest.raises(SaveError, match=r"ckpt-8 cannot be written \(.*No space left"):
         conversion.write(path, [("a", lambda: tf.zeros([2])), ("b", fails)], step=8, note={})
     assert not os.listdir(tmp_path)
-
-
-def test_a_temporary_folder_of_another_program_stays(tmp_path):
-    (tmp_path / "ckpt-8_temp").mkdir()
-    (tmp_path / "ckpt-8_temp" / "mine").touch()
-    conversion.write(str(tmp_path / "ckpt-8"), [("a", lambda: tf.zeros([2]))], step=8, note={})
-    assert (tmp_path / "ckpt-8_temp" / "mine").exists()
-    assert sum(1 for path in tmp_path.iterdir() if path.is_dir()) == 1

@@ -187,10 +187,7 @@ def test_a_path_that_is_not_utf8_is_left_out_of_a_file(tmp_path):
     path.write_text(as_toml({"text": "by\udcffte", "steps": 3}), encoding="utf-8")
     assert read_toml(str(path)) == {"steps": 3}
     assert "# text is not UTF-8, which TOML has to be: 'by\\udcffte'" in path.read_text()
-
-
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
-    path = tmp_path / "run.toml"
+    # Nor is a byte order mark a part of it.
     path.write_bytes(b"\xef\xbb\xbfsteps = 3\r\n")
     assert read_toml(str(path)) == {"steps": 3}
 

@@ -59,7 +59,7 @@ def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
 
 def test_memory_limits_what_is_found(figures, tmp_path, capsys):
     out = tmp_path / "plans.json"
-    words = ["plan", figures, "--devices", "4", "--json", str(out)]
+    words = ["plan", figures, "--devices", "4", "--fix", "schedule=1f1b", "--json", str(out)]
     assert main([*words, "--device_memory", "100MB"]) == 0
     assert all(max(each["memory"]) <= 100e6 for each in json.loads(out.read_text()))
     assert main([*words, "--device_memory", "1MB"]) == 2
@@ -182,7 +182,8 @@ def test_trials_beside_a_file_say_how_much_slower_the_machine_is_now(
     out = tmp_path / "plans.json"
 
     def plans(*words):
-        assert run([figures, "--devices=4", f"--json={out}", *words], Model) == 0
+        fixed = ["--devices=4", "--fix=schedule=1f1b"]
+        assert run([figures, *fixed, f"--json={out}", *words], Model) == 0
         values = json.loads(out.read_text())
         return {str(Plan.from_values(each["plan"])): each["seconds"] for each in values}
 
@@ -224,7 +225,7 @@ def test_a_batch_that_nobody_knows_has_to_be_given(tmp_path, capsys):
 def test_figures_are_enough_without_tensorflow(figures):
     code = (
         "import sys; from pipemesh.commands.main import main; "
-        f"main(['plan', {figures!r}, '--devices=2']); "
+        f"main(['plan', {figures!r}, '--devices=2', '--fix=schedule=1f1b']); "
         f"main(['scale', {figures!r}, '--batch_size=8', '--devices=4', '--schedules=gpipe']); "
         "sys.exit('tensorflow' in sys.modules)"
     )

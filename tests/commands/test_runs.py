@@ -123,11 +123,13 @@ def test_going_on_judges_the_step_that_was_the_last_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_that_is_named_says_how_it_was_made(tmp_path):
+    """A number that has changed since the checkpoint, as a seed, ended a training."""
     model = "--model=tests.training.small_models.PlannedPoints"
     out = done("train", model, "--steps=2", "--save_every=1", f"--logdir={tmp_path}", "--seed=7")
     score = out.partition("held out at step 2: ")[2].partition(" (")[0]
     # Later ones with another seed of weights, which is no matter of the first.
-    done("train", "--steps=3", f"--logdir={tmp_path}", "--num_microbatches=4")
+    out = done("train", "--steps=3", f"--logdir={tmp_path}", "--num_microbatches=4", "--seed=8")
+    assert " 7 -> 8\n" in out
     path = tmp_path / "ckpt-2"
     config = tmp_path / "judge.toml"
     config.write_text(f'checkpoint = "{path}"\n')

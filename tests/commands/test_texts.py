@@ -1,5 +1,6 @@
 """Texts on the command line: reading, streaming, scoring and the folder of an export."""
 
+import dataclasses
 import io
 import json
 import types
@@ -96,35 +97,21 @@ def shown(texts, most, order):
     return found
 
 
-def test_a_text_comes_token_by_token_and_ends_its_line():
+def test_texts_come_token_by_token_in_their_order():
     assert shown([b"abc"], 3, [0] * 3) == ["<a", "<ab", "<abc\n"]
-
-
-def test_what_ends_a_text_is_not_shown():
+    # The token that ends a text is not shown.
     assert shown([b"a\0"], 9, [0, 0]) == ["<a", "<a\n"]
-
-
-def test_a_character_comes_as_a_whole():
+    # A character comes as a whole, unless the text ends in half of one.
     assert shown(["é!".encode()], 3, [0] * 3) == ["<", "<é", "<é!\n"]
-
-
-def test_half_a_character_at_the_end_is_said_so():
     assert shown(["aé".encode()[:2]], 2, [0, 0])[-1] == "<a\ufffd\n"
-
-
-def test_texts_come_in_their_order():
     found = shown([b"ab", b"\0", b"xy"], 2, [2, 0, 1, 2, 0])
     assert found == ["", "<a", "<a", "<a", "<ab\n<\n<xy\n"]
 
 
 def test_text_that_changes_is_said_again():
     """Some ways to spell have more tokens change what was said before."""
-    spell = TOKENS.__class__(
-        TOKENS.encode,
-        lambda ids: "".join(map(chr, ids)).replace("ab", "Z"),
-        TOKENS.stop,
-        99,
-        256,
+    spell = dataclasses.replace(
+        TOKENS, decode=lambda ids: "".join(map(chr, ids)).replace("ab", "Z")
     )
     out = io.StringIO()
     stream = Stream(spell, [[]], 2, out)

@@ -61,6 +61,8 @@ def test_of_the_best_plans_steps_are_run_if_that_is_asked_for(tmp_path, figures)
 
 
 def test_what_cannot_be_chosen_is_one_line_without_tensorflow(tmp_path, figures):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"layers": 3}))
     refusals = [
         (["--mesh_shape=auto:x"], "must be auto, or auto:N for N devices"),
         (["--mesh_shape=auto:2", "--plain"], "--plain computes on one device"),
@@ -69,6 +71,7 @@ def test_what_cannot_be_chosen_is_one_line_without_tensorflow(tmp_path, figures)
         (["--mesh_shape=auto:2", "--device_memory=7GiBB"], "--device_memory: '7GiBB' has the unit"),
         (["--mesh_shape=auto:2", "--device_memory=10"], "no plan fits into 10 bytes a device"),
         (["--mesh_shape=auto:2", "--schedule=1f1c"], "schedule"),
+        (["--mesh_shape=auto:2", f"--figures={other}"], "has no figures of layers"),
     ]
     begin = ["train", MODEL, f"--figures={figures[1]}", f"--logdir={tmp_path / 'run'}"]
     answers = without_tensorflow(*([*begin, *words] for words, _ in refusals))
@@ -117,11 +120,3 @@ def test_models_that_cut_themselves_cannot_be_measured(tmp_path):
     )
     assert "the model cannot be measured" in told and "has no attribute PLAN" in told
     assert not (tmp_path / "figures.json").exists()
-
-
-@pytest.mark.slow
-def test_figures_of_another_file_are_checked(tmp_path):
-    path = tmp_path / "figures.json"
-    path.write_text(json.dumps({"layers": 3}))
-    words = ["train", MODEL, "--mesh_shape=auto:2", f"--figures={path}", f"--logdir={tmp_path}"]
-    assert "has no figures of layers" in refused(*words)

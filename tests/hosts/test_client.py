@@ -76,11 +76,8 @@ def gathered(monkeypatch, *rounds, seconds=5.0, answer=0.0, spares=("c:1",), few
     return places, told
 
 
-def test_all_are_there(monkeypatch):
-    assert gathered(monkeypatch, (WELL, WELL, WELL)) == ({0: "a:1", 1: "b:1"}, [])
-
-
 def test_a_spare_takes_the_place_of_one_that_is_missing(monkeypatch):
+    assert gathered(monkeypatch, (WELL, WELL, WELL)) == ({0: "a:1", 1: "b:1"}, [])
     places, told = gathered(monkeypatch, (WELL, SILENT, WELL))
     assert places == {0: "a:1", 1: "c:1"}
     assert told == ["spare c:1 takes the place of worker 1 (b:1)"]
@@ -101,9 +98,7 @@ def test_available_workers_may_be_enough(monkeypatch):
     places, told = gathered(monkeypatch, (SILENT, WELL), spares=(), fewer=0.0)
     assert places == {1: "b:1"}
     assert told == ["going on without worker 0 (a:1), which has not answered for 1 s"]
-
-
-def test_no_workers_are_never_enough(monkeypatch):
+    # None are never enough.
     with pytest.raises(DeviceError, match="start it there"):
         gathered(monkeypatch, (SILENT, SILENT), spares=(), fewer=0.0, seconds=0.5)
 

@@ -15,12 +15,7 @@ def test_addresses_are_listed_in_their_order():
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [
-        ("", "has no workers"),
-        ("a", "address 'a' is not host:port"),
-        ("a:x", "address 'a:x' is not host:port"),
-        ("a:1,a:1", "address 'a:1' occurs twice"),
-    ],
+    [("", "has no workers"), ("a:x", "'a:x' is not host:port"), ("a:1,a:1", "'a:1' occurs twice")],
 )
 def test_invalid_addresses_are_errors(text, told):
     with pytest.raises(DeviceError, match=told):
@@ -78,13 +73,13 @@ def test_a_worker_drives_no_others(kind):
 @pytest.mark.parametrize(
     "names",
     [
-        ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS"),
-        ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
+        ("JOB_NODELIST", "TASKS_PER_NODE", "NTASKS"),
+        ("STEP_NODELIST", "STEP_TASKS_PER_NODE", "STEP_NUM_TASKS"),
     ],
 )
 def test_slurm_says_where_its_tasks_are(monkeypatch, names):
     for name, value in zip(names, ("n[1-2],m7", "2(x2),1", "5"), strict=True):
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"SLURM_{name}", value)
     found = Cluster.from_text("slurm")
     assert found.workers == ("m7:8888", "n1:8888", "n1:8889", "n2:8888", "n2:8889")
 

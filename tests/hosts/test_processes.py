@@ -47,23 +47,51 @@ def launched(*words):
         process.communicate()
 
 
+# A launcher that starts a worker once, unless it has listened.
+START_ONCE = """
+import sys
+from pipemesh.commands import main as cli
+from pipemesh.hosts import processes
+processes._MOST_STARTS = 1
+sys.exit(cli.main(["launch", *sys.argv[1:]]))
+"""
+TELL = """
+import os, sys
+print(os.environ["TF_CONFIG"], flush=True)
+sys.stdin.readline()
+print("said", file=sys.stderr)
+sys.exit(7)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_output_and_exit_code_are_passed_on():
-    code = (
-        "import json, os, sys; print(os.environ['TF_CONFIG']); print('said', file=sys.stderr); "
-        "sys.exit(7)"
-    )
-    with launched("--processes=1", "--spares=1", "--", sys.executable, "-c", code) as process:
-        until(lambda: len(children(process.pid)) == 2, 30)
-        workers = children(process.pid)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 7
-    cluster = json.loads(out)["cluster"]
-    assert len(cluster["worker"]) == len(cluster["spare"]) == 1
-    assert cluster["worker"] != cluster["spare"]
-    assert "said" in err
-    assert not any(map(is_there, workers))
+def test_a_killed_worker_is_restarted_and_output_and_exit_code_are_passed_on(tmp_path):
+    launcher = [sys.executable, "-c", START_ONCE, "--processes=1", "--spares=1", "--"]
+    with (
+        open(tmp_path / "err", "wb") as err,
+        subprocess.Popen(
+            [*launcher, sys.executable, "-c", TELL],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+        ) as process,
+    ):
+        try:
+            cluster = json.loads(process.stdout.readline())["cluster"]
+            assert len(cluster["worker"]) == len(cluster["spare"]) == 1
+            assert cluster["worker"] != cluster["spare"]
+            os.kill(children(process.pid)[0], signal.SIGKILL)
+            until(lambda: b"it is started again" in (tmp_path / "err").read_bytes(), 60)
+            until(lambda: len(children(process.pid)) == 2, 30)
+            workers = children(process.pid)
+            process.communicate("\n", timeout=60)
+            assert process.returncode == 7
+            assert not any(map(is_there, workers))
+        finally:
+            process.kill()
+    assert b"said" in (tmp_path / "err").read_bytes()
 
 
 @pytest.mark.slow
@@ -77,32 +105,6 @@ def test_workers_and_command_end_with_a_killed_launcher():
         os.kill(pids[1], signal.SIGSTOP)
         process.kill()
         until(lambda: not any(map(is_there, pids)), 20)
-
-
-# A launcher that starts a worker once, unless it has listened.
-START_ONCE = """
-import sys
-from pipemesh.commands import main as cli
-from pipemesh.hosts import processes
-processes._MOST_STARTS = 1
-sys.exit(cli.main(["launch", "--processes=1", "--", "sleep", "300"]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_killed_worker_is_restarted(tmp_path):
-    """Starts are counted only until it listens."""
-    with (
-        open(tmp_path / "err", "w+b") as err,
-        subprocess.Popen([sys.executable, "-c", START_ONCE], stderr=err) as process,
-    ):
-        try:
-            until(lambda: b"pipemesh worker:" in (tmp_path / "err").read_bytes(), 60)
-            os.kill(*children(process.pid), signal.SIGKILL)
-            until(lambda: b"it is started again" in (tmp_path / "err").read_bytes(), 60)
-        finally:
-            process.terminate()
 
 
 AGAIN = """

@@ -7,10 +7,17 @@ from tests.report.records import made
 
 
 def test_timed_step_is_drawn_twice_and_explained(tmp_path):
-    text = "\n".join(schedule(made(tmp_path)))
+    run = made(tmp_path)
+    text = "\n".join(schedule(run))
     assert text.count("<rect class='cell' ") == 2 * 16
     for name in ("work", "filling and draining", "imbalance", "variation", "overhead", "transfers"):
         assert f"<td class=left>{name}</td>" in text
+    assert "<td>1.0 MiB</td>" in communication(run)
+    text = "\n".join(memory(run))
+    for told in ("CPU:0: 23.8 MiB", "CPU:1: 20.0 MiB", "all, predicted: 43.9 MiB"):
+        assert told in text
+    # Seven times as much would hide them.
+    assert "all, measured" not in text and "the process used at most 300.0 MiB" in text
 
 
 def test_untimed_step_is_drawn_as_predicted(tmp_path):
@@ -19,24 +26,12 @@ def test_untimed_step_is_drawn_as_predicted(tmp_path):
     assert "Where the difference" not in text
 
 
-def test_memory_is_shown_by_device_and_in_total(tmp_path):
-    text = "\n".join(memory(made(tmp_path)))
-    for told in ("CPU:0: 23.8 MiB", "CPU:1: 20.0 MiB", "all, predicted: 43.9 MiB"):
-        assert told in text
-    # Seven times as much would hide them.
-    assert "all, measured" not in text and "the process used at most 300.0 MiB" in text
-
-
 def test_measured_memory_is_drawn_beside_forecast(tmp_path):
     record = Record(str(tmp_path))
     records.forecast(record)
     record.add("step", step=1, loss=1.0)
     record.add("measured", peak_memory=50 << 20)
     assert "all, measured: 50.0 MiB" in "\n".join(memory(read(str(tmp_path))))
-
-
-def test_transfers_are_shown(tmp_path):
-    assert "<td>1.0 MiB</td>" in communication(made(tmp_path))
 
 
 def test_plain_run_has_no_pipeline_sections(tmp_path):

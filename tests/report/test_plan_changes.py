@@ -11,7 +11,6 @@ from pipemesh.plan.network import Link
 from pipemesh.report import Basis, Change, Record, basis_of, read
 from pipemesh.report.plan_changes import best
 from tests.report import records
-from tests.report.records import made
 
 BATCH = 16
 
@@ -226,10 +225,6 @@ def test_schedule_that_ran_replaces_a_changed_one(tmp_path):
 )
 def test_basis_says_why_it_is_missing(tmp_path, told, changes, why):
     assert why in basis_of(run_of(tmp_path, told, **changes))
-
-
-def test_basis_needs_a_timed_step(tmp_path):
-    assert "--trace_schedule" in basis_of(made(tmp_path, timed=False))
 
 
 def test_recomputing_actions_have_no_forecast(tmp_path):

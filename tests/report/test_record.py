@@ -175,14 +175,6 @@ def test_resuming_discards_later_steps(tmp_path):
     assert read(str(tmp_path)).train == {}
 
 
-def test_killed_and_resumed_run_is_read(tmp_path):
-    run = made(tmp_path, records.interrupted)
-    assert [step for step, _ in run.train["loss"]] == list(range(1, 221))
-    assert run.resumed == [100] and run.unread == 1
-    assert run.state == "stopped by SIGTERM, at step 220"
-    assert list(run.told["skipped"]) == [180]
-
-
 def test_timelines_are_of_the_schedule_that_ran(tmp_path):
     records.whole(tmp_path)
     run = read(str(tmp_path))

@@ -62,29 +62,20 @@ def test_many_skipped_steps_are_counted(tmp_path):
     assert text.count("skipped: not finite") == 20 and "Left out: 79 lines." in text
 
 
-def test_one_line_makes_a_page(tmp_path):
-    records.begin(Record(str(tmp_path)))
-    text = page(read(str(tmp_path)))
-    assert "no end is recorded" in text and "Curves" not in text
-
-
 def titles(figures):
     return [re.search("<title>(.*?)</title>", text)[1] for text in figures]
 
 
 def test_loss_comes_first_and_speed_last(tmp_path):
-    run = made(tmp_path)
-    found = titles(curves(run))
+    pictures = list(curves(made(tmp_path)))
+    # Training and evaluations share a picture.
+    for name in ("training", "held out", "held out, at the end"):
+        assert f"; {name}: " in pictures[0] or f": {name}: " in pictures[0]
+    # Twelve steps of training, six of held-out data, all of which training has or has not.
+    assert 13 <= pictures[0].count("<tr>") <= 1 + 12 + 6 + 1
+    found = titles(pictures)
     assert found[0] == "loss" and found[-3:] == ["learning rate", "tokens per second", "MFU"]
     assert {"bits per byte", "token perplexity"} == set(found[1:-3])
-
-
-def test_training_and_evaluations_share_a_picture(tmp_path):
-    loss = next(curves(made(tmp_path)))
-    for name in ("training", "held out", "held out, at the end"):
-        assert f"; {name}: " in loss or f": {name}: " in loss
-    # Twelve steps of training, six of held-out data, all of which training has or has not.
-    assert 13 <= loss.count("<tr>") <= 1 + 12 + 6 + 1
 
 
 def test_values_without_numbers_have_no_picture(tmp_path):
@@ -129,14 +120,11 @@ def test_comparison_shows_results_and_differences(tmp_path):
     assert re.search("loss, training: one: [67][.].* at step 1,.*; two: [67][.]", text)
 
 
-def test_equal_settings_have_no_differences(tmp_path):
-    text = comparison([made(tmp_path / "one"), made(tmp_path / "two", seed=1)])
-    assert "Plan, flags and versions are the same." in text
-
-
-def test_plans_and_versions_are_compared(tmp_path):
+def test_only_differences_of_settings_are_listed(tmp_path):
     one = made(tmp_path / "one")
-    two = made(tmp_path / "two", plan={"mesh": "layers:4"}, versions={"pipemesh": "0.2"})
+    text = comparison([one, made(tmp_path / "two", seed=1)])
+    assert "Plan, flags and versions are the same." in text
+    two = made(tmp_path / "three", plan={"mesh": "layers:4"}, versions={"pipemesh": "0.2"})
     text = comparison([one, two])
     for told in ("plan: mesh</td>", "plan: schedule</td>", "version of pipemesh</td>"):
         assert f"<td class=left>{told}" in text

@@ -76,7 +76,7 @@ def test_cell_shows_the_text_that_fits(name, scale):
 
 
 def test_scale_fits_text_up_to_the_widest():
-    short, long = (simulate(build("gpipe", 2, m), Costs(1, 1)) for m in (2, 2000))
+    short, long = (simulate(build("gpipe", 2, m), Costs(1, 1)) for m in (2, 500))
     # The narrowest cell is 24 pixels wide.
     assert fitting_scale([short]) == 24
     assert fitting_scale([long]) == pytest.approx(1500 / long.makespan)

@@ -99,12 +99,15 @@ def test_odd_values_are_drawn(values):
     parsed([Series("training", list(enumerate(values)))], until=0)
 
 
-def test_steps_are_marked():
-    svg = parsed([Series("training", [(1, 1.0), (9, 2.0)])], notes=[(4, "resumed"), (6, "resumed")])
+def test_steps_are_marked_and_the_axis_is_named():
+    notes = [(4, "resumed"), (6, "resumed")]
+    svg = parsed([Series("a", [(1, 1.0), (9, 2.0)])], notes=notes, axis="microbatch")
+    assert "1 at microbatch 1, 2 at microbatch 9" in svg.get("aria-label")
+    assert "microbatch" in [words.text for words in svg.findall(f"{SVG}text")]
     marked = [line.find(f"{SVG}title") for line in svg.findall(f"{SVG}line")]
     assert [title.text for title in marked if title is not None] == [
-        "resumed at step 4",
-        "resumed at step 6",
+        "resumed at microbatch 4",
+        "resumed at microbatch 6",
     ]
     assert [words.text for words in svg.findall(f"{SVG}text")].count("resumed") == 1
 
@@ -138,12 +141,6 @@ def test_doubling_numbers_are_at_equal_distances():
     for count, place in zip((4, 8, 16), x, strict=True):
         assert words[str(count)] == pytest.approx(place, abs=0.1)
     parsed([Series("a", [(4, 1.0)])], until=4, is_doubling=True)
-
-
-def test_axis_of_curves_is_named():
-    svg = parsed([Series("a", [(4, 1.0), (8, 2.0)])], axis="microbatch")
-    assert "1 at microbatch 4, 2 at microbatch 8" in svg.get("aria-label")
-    assert "microbatch" in [words.text for words in svg.findall(f"{SVG}text")]
 
 
 def drawn(rows, names=(), **options):

@@ -111,11 +111,14 @@ DAMAGES = [
         _each(_replaced(lambda path: path.symlink_to("nothing")), DATA),
         "is missing; set aside",
     ),
-    Damage(
-        "data a link to itself",
-        _each(_replaced(lambda path: path.symlink_to(path.name)), DATA),
-        r"cannot be read \(Too many levels of symbolic links\)",
-        None,
+    *(
+        Damage(
+            f"{end.partition('-')[0]} a link to itself",
+            _each(_replaced(lambda path: path.symlink_to(path.name)), end),
+            r"cannot be read \(Too many levels of symbolic links\)",
+            None,
+        )
+        for end in ENDS
     ),
     Damage("index cut short", _each(_cut, INDEX), _NOT_WRITTEN),
     Damage("index with a flipped bit", _each(lambda path: _flip(path, 0.5), INDEX), _NOT_WRITTEN),

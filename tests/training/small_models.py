@@ -186,8 +186,7 @@ def trained(p):
     return p
 
 
-def stack_of(stages):
-    dims = [(DIM, 6), (6, 6), (6, 6), (6, 1)]
+def stack_of(stages, dims=((DIM, 6), (6, 6), (6, 6), (6, 1))):
     hidden = [Hidden.Params().Set(dims=pair) for pair in dims]
     shapes = tshape.Shape([BATCH, DIM]), tshape.Shape([BATCH, 1])
     return PartitionSequentialLayers([*hidden, Head.Params()], stages, *shapes)
@@ -263,11 +262,19 @@ class PlannedPoints(PlainPoints):
 
     PLAN = Plan("layers:2", num_microbatches=2)
 
+    def _cells(self):
+        return stack_of(self.PLAN.num_stages)
+
     def Task(self):
-        plan = self.PLAN
-        cells = stack_of(plan.num_stages)
-        stack = PipeliningLayer.ForPlan(plan, cell_tpl=cells, loss_inside=True)
+        stack = PipeliningLayer.ForPlan(self.PLAN, cell_tpl=self._cells(), loss_inside=True)
         return trained(Pipelined.Params().Set(name="points", stack=stack))
+
+
+class ShortPoints(PlannedPoints):
+    """Three layers."""
+
+    def _cells(self):
+        return stack_of(self.PLAN.num_stages, ((DIM, 6), (6, 1)))
 
 
 class SplitPoints(PlannedPoints):

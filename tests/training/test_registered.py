@@ -39,7 +39,9 @@ def losses(made, steps):
     return [made.train_step()["loss"] for _ in range(steps)]
 
 
-@pytest.mark.parametrize("name", ["PlainPoints", "StagedPoints"])
+@pytest.mark.parametrize(
+    "name", ["PlainPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(eagerly, tmp_path, name):
     """Dropout is on, outside of a pipeline as well, and batch norm has averages."""
     whole = trainer(tmp_path, name)
@@ -63,8 +65,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(eagerly, tmp_path, name):
     ("name", "values"),
     [
         ("StagedPoints", {"mesh": "layers:2;data:2", "layout": "batch:data"}),
-        ("StagedPoints", {"num_microbatches": "4", "schedule": "1f1b", "remat": "none"}),
-        ("PlannedPoints", {"mesh": "layers:4", "num_microbatches": "8"}),
+        pytest.param(
+            "PlannedPoints",
+            {"mesh": "layers:4", "num_microbatches": "8"},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_losses_do_not_depend_on_the_plan(eagerly, tmp_path, name, values):
@@ -274,9 +279,8 @@ def test_a_model_may_be_judged_by_nothing(eagerly, tmp_path):
         evaluate(subject(dataset="none"), made.saved)
 
 
-@pytest.mark.parametrize("layout", ["", "batch:data"])
-def test_an_uneven_last_batch_is_evaluated(eagerly, tmp_path, layout):
-    values = {"mesh": "layers:2;data:2", "layout": layout} if layout else {}
+def test_an_uneven_last_batch_is_evaluated(eagerly, tmp_path):
+    values = {"mesh": "layers:2;data:2", "layout": "batch:data"}
     made = trainer(tmp_path, "UnevenPoints", values)
     assert [len(batch.x) for batch in made.whole] == [8] * 5 + [3]
     found = made.evaluate(made.whole)

@@ -68,7 +68,9 @@ def trainer(config, logdir, restore=None, **values):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [Model, OutsideModel])
+@pytest.mark.parametrize(
+    "config", [Model, pytest.param(OutsideModel, marks=pytest.mark.exhaustive)]
+)
 def test_sampled_softmax_is_equal_under_plans_and_resumes(eagerly, tmp_path, config):
     plain = trainer(config, tmp_path / "plain", mesh="layers:1")
     wanted = [plain.train_step()["loss"] for _ in range(2)]

@@ -32,8 +32,7 @@ def test_a_step_makes_no_variables(eagerly):
 
 @pytest.mark.usefixtures("eagerly")
 @pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
-def test_all_weights_move_or_none(clip, bad):
+def test_all_weights_move_or_none(clip):
     """Adam moved the others along gradients of earlier steps, now and then."""
     params = learner.Learner.Params().Set(
         name="loss",
@@ -61,7 +60,7 @@ def test_all_weights_move_or_none(clip, bad):
     variables = [*weights.Flatten(), *made.optimizer._optimizer.variables()]
     before = [v.numpy() for v in variables]
     assert (before[0] < 1).all()
-    for _ in range(10):
+    for bad in (np.nan, np.inf, 1e30) * 5:
         with pytest.raises(tf.errors.InvalidArgumentError, match=f"{NOT_FINITE}|not finite"):
             train(tf.constant(bad, tf.float32))
         for variable, value in zip(variables, before, strict=True):

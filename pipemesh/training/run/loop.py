@@ -443,9 +443,10 @@ class Loop:
             than = "a number" if best is None else f"{best:.4g}"
             self._tell.say(f"stopped early: {since} evaluations were no better than {than}")
         if trainer.sample.batches:
-            batches, what = trainer.whole, "all of the held-out data"
             if self._options.eval_batches:
                 batches, what = trainer.sample.batches, str(trainer.sample)
+            else:
+                batches, what = trainer.whole, "all of the held-out data"
             with waiting("evaluating"):
                 score = trainer.evaluate(batches)
             # Without `stopped` there is always a score.

@@ -1,11 +1,14 @@
-"""The convolution equals plain TensorFlow."""
+"""The convolution equals plain TensorFlow, also where a pipeline's devices share images."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from lingvo.core import py_utils, tshape
 
 from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.layers.named import Convolution, lowering_scope
+from tests.layers.harness import cluster
 from tests.layers.named.harness import make_lowering, reference, run, value_of
 
 X = value_of("x", [4, 8, 6, 3])
@@ -74,3 +77,43 @@ def test_a_result_that_does_not_divide_is_an_error():
         layer = PARAMS.Copy().Set(padding="VALID").Instantiate()
         with pytest.raises(LayoutError, match="height"):
             layer.FPropDefaultTheta(tf.constant(X))
+
+
+def stack_loss(mesh):
+    """Loss and gradients of whole weights of two stages of convolutions."""
+    stages = [
+        FeatureExtractionLayer.Params().Set(
+            name=f"stage{i}",
+            sub=[
+                Convolution.Params().Set(name=name, input_dim=3, output_dim=3, residual=True)
+                for name in (f"conv{i}a", f"conv{i}b")
+            ],
+        )
+        for i in range(2)
+    ]
+    params = PipeliningLayer.Params().Set(
+        name="stack", cell_tpl=stages, num_micro_batches=2, random_seed=1
+    )
+    py_utils.SetEagerMode(True, test_mode=True)
+    try:
+        with cluster(mesh), py_utils.VariableStore():
+            layer = params.Instantiate()
+
+            @tf.function(autograph=False)
+            def step(x):
+                with tf.GradientTape() as tape:
+                    y = layer.FPropDefaultTheta(x)
+                    loss = tf.reduce_sum(y**2)
+                return loss, y, tape.gradient(loss, layer.vars.Flatten())
+
+            return [np.asarray(v) for v in tf.nest.flatten(step(tf.constant(X)))]
+    finally:
+        py_utils.SetEagerMode(False, test_mode=True)
+
+
+@pytest.mark.slow
+def test_stages_hand_parts_of_images_on():
+    wanted = stack_loss("layers:1")
+    found = stack_loss("layers:2;data:2;rows:2 batch:data;height:rows")
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-4)

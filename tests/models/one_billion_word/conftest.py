@@ -85,20 +85,6 @@ def mount():
 
 
 @pytest.fixture
-def disk(mount):
-    """Makes a folder a disk of so many bytes, or changes how many it has."""
-
-    def disk(path, size):
-        if os.path.ismount(path):
-            mount(path, "-o", f"remount,size={size}")
-        else:
-            mount(path, "-t", "tmpfs", "-o", f"size={size}", "disk")
-        return path
-
-    return disk
-
-
-@pytest.fixture
 def train(monkeypatch):
     """The program after its command line: takes a request, returns the exit code."""
     monkeypatch.setattr(kind, "_start_devices", lambda _: None)

@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from backports import zstd
 
 from models.one_billion_word import prose
@@ -126,14 +125,6 @@ def test_patterns_cross_folders_and_blank_files_are_left_out(tmp_path):
     assert len(corpus.train.paths) == 1
 
 
-def test_a_folder_may_have_glob_characters_in_its_name(tmp_path):
-    folder = tmp_path / "run[1]*"
-    folder.mkdir()
-    (folder / "t").write_text("a\n")
-    (folder / "h").write_text("b\n")
-    assert list(corpus_from_folder(str(folder), "t", "h").heldout) == ["b"]
-
-
 def test_load_corpus_chooses_by_the_folder(corpus, folder):
     assert load_corpus() == corpus
     assert load_corpus("") == corpus
@@ -182,13 +173,6 @@ def test_a_pattern_needs_a_folder(flag, index):
     patterns[index] = "*.txt"
     with pytest.raises(CorpusError, match=rf"--{flag}_pattern='\*\.txt' needs a folder.*--data_d"):
         load_corpus(None, *patterns)
-
-
-def test_text_line_dataset_cuts_lines_alike(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(b"one\r\ntwo\rstill two\n\nthree")
-    lines = [line.decode() for line in tf.data.TextLineDataset(str(path)).as_numpy_iterator()]
-    assert [clean(line) for line in lines if clean(line)] == list(TextFiles((str(path),)))
 
 
 PAGE = """The "with" statement

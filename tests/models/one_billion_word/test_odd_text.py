@@ -137,9 +137,8 @@ def test_a_long_file_is_looked_at_when_it_was_read(folder, vocabulary, monkeypat
         read_on(iterator, left)
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
-def test_an_archive_that_is_damaged_behind_its_head_is_answered_in_a_line(folder, pack):
-    whole = pack(b"".join(b"%d\n" % number for number in range(99_999)))
+def test_an_archive_that_is_damaged_behind_its_head_is_answered_in_a_line(folder):
+    whole = zstd.compress(b"".join(b"%d\n" % number for number in range(99_999)))
     (folder / "train-1").write_bytes(whole[: len(whole) * 3 // 4])
     flags = (f"--data_dir={folder}", "--train_pattern=train-*", "--heldout_pattern=heldout")
     line = refused(*flags, f"--logdir={folder / 'run'}")
@@ -168,13 +167,12 @@ def test_a_file_that_vanishes_is_named_whatever_its_name(folder, vocabulary, nam
         read_on(iterator)
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
-def test_what_is_packed_is_read_from_its_copy_whatever_becomes_of_it(folder, vocabulary, pack):
+def test_what_is_packed_is_read_from_its_copy_whatever_becomes_of_it(folder, vocabulary):
     plain = batches(folder, vocabulary)
     read_on(plain, 300)
     expected = next(plain)["ids"]
     for path in folder.glob("train-*"):
-        path.write_bytes(pack(path.read_bytes()))
+        path.write_bytes(zstd.compress(path.read_bytes()))
     iterator = batches(folder, vocabulary)
     read_on(iterator, 3)
     (folder / "train-0").unlink()
@@ -197,22 +195,6 @@ def test_a_copy_that_is_damaged_while_it_is_read_ends_it(folder, vocabulary, mon
     read_on(batches(folder, vocabulary), 300)
 
 
-def test_reading_goes_on_in_the_middle_of_a_text_that_is_packed_otherwise(
-    folder, vocabulary, tmp_path
-):
-    (folder / "train-2").write_bytes(b"word after word " * 20_000)
-    iterator = batches(folder, vocabulary)
-    read_on(iterator, 1234)
-    place = tf.train.Checkpoint(batches=iterator).write(str(tmp_path / "checkpoint"))
-    rest = [next(iterator)["ids"].numpy() for _ in range(999)]
-    for path in folder.glob("train-*"):
-        path.write_bytes(zstd.compress(path.read_bytes()))
-    resumed = batches(folder, vocabulary)
-    tf.train.Checkpoint(batches=resumed).read(place).assert_consumed()
-    for expected in rest:
-        np.testing.assert_array_equal(next(resumed)["ids"], expected)
-
-
 def test_the_unigram_model_takes_long_lines_a_few_at_a_time(vocabulary):
     sizes = []
     real = vocabulary.encode_all
@@ -232,23 +214,16 @@ STEPS = 30
 VOCAB_SIZE = 420
 
 
-def protein(rng, english):
+def protein(rng):
     lines = ("".join(rng.choice("ACDEFGHIKLMNPQRSTVWY") for _ in range(300)) for _ in range(40))
     return "\n".join(lines).encode()
 
 
-def one_huge_line(rng, english):
-    return " ".join(english * 8).encode() + b"\n"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [protein, one_huge_line])
-def test_thirty_steps(kind, corpus, tmp_path, train, capfd):
+def test_thirty_steps(tmp_path, train, capfd):
     rng = random.Random(0)
-    english = list(corpus.train.lines[:400])
-    (tmp_path / "train").write_bytes(kind(rng, english))
-    # The same kind of text, other text.
-    (tmp_path / "heldout").write_bytes(kind(rng, list(corpus.heldout.lines[:60])))
+    for name in ("train", "heldout"):
+        (tmp_path / name).write_bytes(protein(rng))
     logdir = pathlib.Path(tmp_path / "logdir")
     request = small_request(
         logdir, tmp_path, steps=STEPS, save_every=20, eval_every=10, VOCAB_SIZE=VOCAB_SIZE
@@ -260,14 +235,12 @@ def test_thirty_steps(kind, corpus, tmp_path, train, capfd):
     assert np.mean(found[-5:]) < np.mean(found[:5]), "it learned something"
     perplexities = scalars(logdir, "word_perplexity")
     assert len(perplexities) == STEPS
-    if kind is protein:
-        assert perplexities[0] == np.inf, "more than a float32 holds, once the end of training"
+    assert perplexities[0] == np.inf, "more than a float32 holds, once the end of training"
     assert capfd.readouterr().out.count("held out at ") == 1
-    sentences = list(TextFiles((str(tmp_path / "train"),)))
-    assert sentences and not any("\r" in text or "\ufeff" in text for text in sentences)
 
 
-MEGABYTES = 20
+# More characters than a sample has.
+MEGABYTES = 17
 
 # All that touches text before and while a model is trained on it. Of the dataset without what is
 # done to 64 lines at a time and takes longer than all else: lines are not cleaned, and one piece a

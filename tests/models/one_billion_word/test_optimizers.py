@@ -15,7 +15,7 @@ from tests.models.one_billion_word.small_training import begun, scalars, small_r
 STEPS = 8
 CALM = {
     "LAYERS": "named",
-    "NUM_LAYERS": 2,
+    "NUM_LAYERS": 1,
     "NUM_HEADS": 4,
     "DROPOUT_PROB": 0.2,
     # So small that it clips in each step.
@@ -23,8 +23,7 @@ CALM = {
 }
 # At which round-off stays round-off.
 RATES = {"adam": 0.02, "adafactor": 0.2, "sgd": 8.0, "momentum": 2.0}
-LAYOUT = "batch:data;heads:model;d_ff:model;vocab:model"
-SPLIT = Plan("layers:2;data:2;model:2", LAYOUT, "1f1b", 2)
+SPLIT = Plan("layers:2;model:2", "heads:model;d_ff:model;vocab:model", "1f1b", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +89,8 @@ def test_losses_are_those_of_the_plain_model(trained, optimizer):
 def test_adafactor_goes_on_under_another_split(trained, train, folder, tmp_path):
     plain = trained("adafactor", "plain")
     logdir = begun(trained("adafactor", "split"), 3, tmp_path / "run")
-    plan = Plan("layers:1;model:4", "heads:model;d_ff:model;vocab:model", num_microbatches=2)
+    # The middle stage has more devices than the others.
+    plan = Plan("layers:3;model:1,2,1", "heads:model;d_ff:model", num_microbatches=2)
     assert train(request(logdir, folder, "adafactor", plan)) == 0
     np.testing.assert_allclose(scalars(logdir, "loss"), scalars(plain, "loss")[3:], rtol=1e-5)
     mine, other = (tf.train.load_checkpoint(str(p / f"ckpt-{STEPS}")) for p in (logdir, plain))
@@ -105,9 +105,5 @@ def test_adafactor_goes_on_under_another_split(trained, train, folder, tmp_path)
 @pytest.mark.slow
 def test_another_optimizer_than_the_checkpoints_is_refused(trained, train, folder, tmp_path):
     logdir = begun(trained("adafactor", "plain"), 6, tmp_path / "run")
-    asked = functools.partial(request, logdir, folder, plan=Plan(num_microbatches=2))
-    there = r"another model \(optimizer adafactor -> momentum"
-    with pytest.raises(CheckpointError, match=there):
-        train(asked("momentum"))
-    assert train(asked("adafactor")) == 0
-    assert len(scalars(logdir, "loss")) == STEPS - 6
+    with pytest.raises(CheckpointError, match=r"another model \(optimizer adafactor -> momentum"):
+        train(request(logdir, folder, "momentum", Plan(num_microbatches=2)))

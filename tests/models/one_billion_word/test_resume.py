@@ -1,7 +1,6 @@
 """Resuming: text, vocabulary, settings, plans and lingvo's own checkpoints."""
 
 import gzip
-import os
 import shutil
 
 import numpy as np
@@ -132,29 +131,16 @@ def test_settings_that_changed_are_listed(text, logdir, train, capsys):
         "learning_rate 0.4 -> 0.25\n"
     ) in out
     assert "the text is read from its beginning, in the order of epochs to come" in out
-    train(small_request(logdir, text, steps=7, **changes))
-    assert "changed since the checkpoint" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_manifest_whose_bits_flipped_is_found_before_a_step(text, logdir, train):
-    (path,) = logdir.glob("ckpt-3.manifest")
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="no whole checkpoint, only damaged ones"):
-        train(small_request(logdir, text, steps=6))
-    assert os.path.exists(logdir / "damaged-ckpt-3.index")
 
 
 @pytest.mark.slow
 def test_training_goes_from_placement_to_simd_and_back_with_the_same_losses(
     text, tmp_path, train, capsys
 ):
-    rules = "batch:data;heads:model;d_ff:model;vocab:model"
+    rules = "heads:model;d_ff:model;vocab:model"
     plans = [
         Plan("layers:2", num_microbatches=2),
-        Plan("layers:2;data:2;model:2", rules, "gpipe", num_microbatches=2, lowering="simd"),
+        Plan("layers:2;model:2", rules, "gpipe", num_microbatches=2, lowering="simd"),
     ]
     whole, logdir = tmp_path / "whole", tmp_path / "run"
     train(small_request(whole, text, steps=6, plan=plans[0], NUM_LAYERS=2, save_every=2))
@@ -182,7 +168,13 @@ PLANS = {
     "experts": Plan("layers:1;e:4", "experts:e"),
 }
 # The gradients of round-off stay what they are.
-CALM = {"NUM_EXPERTS": 4, "HIDDEN_DIM": 16, "LEARNING_RATE": 0.02, "DROPOUT_PROB": 0.1}
+CALM = {
+    "NUM_LAYERS": 1,
+    "NUM_EXPERTS": 4,
+    "HIDDEN_DIM": 16,
+    "LEARNING_RATE": 0.02,
+    "DROPOUT_PROB": 0.1,
+}
 STEPS = 2
 BATCHES = [random_batch(seed) for seed in range(STEPS + 1)]
 
@@ -249,11 +241,15 @@ def check(saved, trainings, tmp_path, there, here, rtol):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "plans",
+    [("plain", "mixed", "data"), pytest.param(tuple(PLANS), marks=pytest.mark.exhaustive)],
+)
 def test_weights_and_optimizer_are_those_that_were_saved_and_so_is_the_next_loss(
-    saved, trainings, tmp_path
+    saved, trainings, tmp_path, plans
 ):
     """From each plan to the next one."""
-    for there, here in zip(PLANS, [*list(PLANS)[1:], "plain"], strict=True):
+    for there, here in zip(plans, [*plans[1:], "plain"], strict=True):
         check(saved, trainings, tmp_path / here, (there, ""), (here, ""), rtol=1e-5)
 
 

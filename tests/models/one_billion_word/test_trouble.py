@@ -1,9 +1,7 @@
 """Trouble from outside: what ends a training saves it first, what need not end it does not."""
 
 import functools
-import gzip
 import os
-import signal
 
 import numpy as np
 import pytest
@@ -50,31 +48,6 @@ def after(monkeypatch):
     return actions.__setitem__
 
 
-# SIGINT: a program of its own gets it in `test_train`.
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves(text, tmp_path, train, after, capsys, number):
-    logdir = tmp_path / "run"
-    after(2, lambda: os.kill(os.getpid(), number))
-    # Whatever runs the tests in the background ignores it.
-    old = signal.signal(number, signal.default_int_handler)
-    try:
-        assert train(small_request(logdir, text, save_every=100)) == 128 + number
-    finally:
-        signal.signal(number, old)
-    assert f"{signal.Signals(number).name}: saved {logdir}/ckpt-2;" in capsys.readouterr().out
-    assert (logdir / "ckpt-2.index").exists()
-
-
-@pytest.mark.slow
-def test_who_ignores_sighup_has_it_ignored(text, tmp_path, train, after):
-    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        after(2, lambda: os.kill(os.getpid(), signal.SIGHUP))
-        assert train(small_request(tmp_path / "run", text, steps=3)) == 0
-    finally:
-        signal.signal(signal.SIGHUP, old)
-
-
 def vanish(path, kept):
     path.rename(kept)
 
@@ -84,40 +57,42 @@ def lose_the_end(path, kept):
     os.truncate(path, 40)
 
 
+# More than what is read ahead when text vanishes.
+STEPS = 45
+
+
 @pytest.mark.slow
 def test_text_that_vanishes_or_changes_saves_and_goes_on_bit_for_bit_when_it_is_back(
     text, tmp_path, train, after
 ):
-    train(small_request(tmp_path / "whole", text, steps=60, save_every=60))
+    train(small_request(tmp_path / "whole", text, steps=STEPS, save_every=STEPS))
     path, kept = text / "train-1", tmp_path / "kept"
     for run, save_every, trouble, told in (
         ("run", 4, vanish, "/train-1; No such file.*"),
-        ("each saved", 1, vanish, "/train-1; No such file.*"),
         ("none saved before", 1000, lose_the_end, "/train-1' says something else than when tra.*"),
     ):
         logdir = tmp_path / run
         after(6, functools.partial(trouble, path, kept))
         gone = rf"^step \d+: the data to train on cannot be read any more \(.*{told}"
         with pytest.raises(DataError, match=rf"{gone}\); saved .*/ckpt-\d+: put the data back"):
-            train(small_request(logdir, text, steps=60, save_every=save_every))
+            train(small_request(logdir, text, steps=STEPS, save_every=save_every))
         kept.replace(path)
         steps = [int(path.stem.removeprefix("ckpt-")) for path in logdir.glob("ckpt-*.index")]
-        assert 6 < max(steps) < 60, "what was read ahead was trained on"
-        assert train(small_request(logdir, text, steps=60, save_every=1000)) == 0
-        assert_same_weights(weights(logdir, 60), weights(tmp_path / "whole", 60))
+        assert 6 < max(steps) < STEPS, "what was read ahead was trained on"
+        assert train(small_request(logdir, text, steps=STEPS, save_every=1000)) == 0
+        assert_same_weights(weights(logdir, STEPS), weights(tmp_path / "whole", STEPS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pack", [gzip.compress, zstd.compress])
-def test_packed_text_that_vanishes_is_not_missed(text, tmp_path, train, after, pack):
-    train(small_request(tmp_path / "plain", text, steps=30, save_every=30))
+def test_packed_text_that_vanishes_is_not_missed(text, tmp_path, train, after):
+    train(small_request(tmp_path / "plain", text, steps=20, save_every=20))
     for path in text.iterdir():
-        path.write_bytes(pack(path.read_bytes()))
+        path.write_bytes(zstd.compress(path.read_bytes()))
     after(6, (text / "train-1").unlink)
     after(7, functools.partial(os.truncate, text / "train-2", 9))
     after(8, (text / "heldout").unlink)
-    assert train(small_request(tmp_path / "packed", text, steps=30, save_every=30)) == 0
-    assert_same_weights(weights(tmp_path / "packed", 30), weights(tmp_path / "plain", 30))
+    assert train(small_request(tmp_path / "packed", text, steps=20, save_every=20)) == 0
+    assert_same_weights(weights(tmp_path / "packed", 20), weights(tmp_path / "plain", 20))
 
 
 @pytest.mark.slow
@@ -183,6 +158,9 @@ def test_a_log_directory_that_cannot_be_written_to_ends_no_training(
     text, tmp_path, train, after, capsys
 ):
     logdir = tmp_path / "run"
+    logdir.mkdir()
+    (logdir / "layout.txt").symlink_to("/dev/full")
+    (logdir / "train").write_text("a file stands in its place")
 
     def take_away():
         logdir.rename(tmp_path / "away")
@@ -195,8 +173,10 @@ def test_a_log_directory_that_cannot_be_written_to_ends_no_training(
     after(3, take_away)
     after(5, bring_back)
     assert train(small_request(logdir, text, save_every=2)) == 0
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert err.count("ckpt-4 cannot be written") == 1
+    assert "the layout of the weights cannot be written ([Errno 28] No space left on device" in out
+    assert err.count("summaries of step 1 cannot be written (") == 1, "once for all steps"
     assert (logdir / "ckpt-6.index").exists()
 
 
@@ -253,7 +233,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_said_under_every_plan(
     found = {}
     for name, plan in {
         "plain": Plan(num_microbatches=1),
-        "split": Plan("layers:2;data:2", "batch:data", "zb_h1", num_microbatches=2),
+        "split": Plan("layers:2", schedule="zb_h1", num_microbatches=2),
     }.items():
         request = small_request(tmp_path / name, text, steps=8, plan=plan, save_every=3)
         assert train(request) == 0
@@ -281,5 +261,3 @@ def test_a_run_of_such_steps_ends_training_with_the_checkpoint_before(
     assert f"of good checkpoints, {tmp_path}/ckpt-2 is kept" in told
     assert capsys.readouterr().err.count("skipped, its weights") == 1, "one line for all"
     assert not (tmp_path / "ckpt-6.index").exists(), "nobody knows whether step 4 was good"
-    with pytest.raises(TrainingError, match=r"^step 5: stage"):
-        train(small_request(tmp_path, text, steps=100, save_every=2, on_nonfinite="stop"))

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from pipemesh.training.run import console
-from pipemesh.training.run.console import Progress
+from pipemesh.training.run.console import Progress, Stops
 
 
 def program(code, **streams):
@@ -81,6 +81,41 @@ with open({str(tmp_path / "file")!r}, "w") as file:
 """
     assert program(code).wait(timeout=60) == 0
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.fixture
+def handler():
+    """Sets the handler of a signal until the test ends; who runs the tests may ignore it."""
+    before = {}
+
+    def handler(number, function):
+        before[number] = signal.signal(number, function)
+
+    yield handler
+    for number, function in before.items():
+        signal.signal(number, function)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_is_noted_and_the_second_ends_at_once(handler, number):
+    handler(number, signal.default_int_handler)
+    stops = Stops()
+    with stops:
+        assert (stops.signal, stops.exit_code) == (None, 0)
+        os.kill(os.getpid(), number)
+        assert (stops.signal, stops.exit_code) == (number, 128 + number)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is signal.default_int_handler
+
+
+def test_an_ignored_signal_stays_ignored(handler):
+    """As `nohup` starts a program."""
+    handler(signal.SIGHUP, signal.SIG_IGN)
+    stops = Stops()
+    with stops:
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert stops.signal is None
 
 
 def test_progress_is_shown_once_it_takes_long(monkeypatch, capsys):

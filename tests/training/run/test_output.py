@@ -3,11 +3,14 @@
 import json
 import os
 import signal
+import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.commands import training_flags
+from pipemesh.commands.flags import FlagError
 from pipemesh.errors import TrainingError
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
@@ -199,36 +202,23 @@ def test_a_weight_in_slices_is_one():
 @pytest.mark.parametrize(
     "name", ["SplitPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
 )
-def test_weights_of_stages_are_told_by_their_logical_names(eagerly, tmp_path, capsys, name):
-    assert trained(tmp_path, 1, name, histogram_every=1) == 0
-    tags = {tag for tag, _ in histograms(tmp_path)}
-    assert tags and not any("_slice_" in tag for tag in tags)
-    of = {kind: {tag.partition("/")[2] for tag in tags if tag.startswith(kind)} for kind in KINDS}
-    assert of["gradients"] == of["weights"] == of["updates"]
-
-
-@pytest.mark.parametrize(
-    "name", ["SplitPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
-)
 def test_gradients_are_the_plain_models(eagerly, tmp_path, name):
     def gradients(plain):
         options = Options(logdir=str(tmp_path), steps=1, histogram_every=1)
         model = RegisteredModel(getattr(small_models, name)(), name, plain=plain)
         trainer = Trainer(model, options)
         trainer.train_step()
+        assert trainer.gradients.keys() == trainer.trained.learned().keys()
         return {
             name: np.concatenate([np.ravel(part) for part in parts])
             for name, parts in trainer.gradients.items()
         }
 
     found, wanted = gradients(False), gradients(True)
-    assert found.keys() == wanted.keys()
+    assert found.keys() == wanted.keys() and not any("_slice_" in weight for weight in found)
     for weight, gradient in found.items():
         np.testing.assert_allclose(np.sort(gradient), np.sort(wanted[weight]), atol=1e-6)
         assert np.abs(gradient).max() > 0
-
-
-MODEL = "--model=tests.training.small_models.PlainPoints"
 
 
 def files(logdir):
@@ -283,7 +273,6 @@ def test_only_one_profile_may_run(tmp_path):
     assert profile.written is None and os.listdir(tmp_path) == ["other"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "told"),
     [
@@ -294,7 +283,8 @@ def test_only_one_profile_may_run(tmp_path):
         ("2:10", "training ends at step 9; give more --steps"),
     ],
 )
-def test_steps_are_checked_before_the_first_one(tmp_path, value, told):
-    line = refused("train", MODEL, f"--logdir={tmp_path}", "--steps=9", f"--profile_steps={value}")
-    assert line.startswith(f"error: --profile_steps='{value}'") and told in line
-    assert not (tmp_path / "record.jsonl").exists()
+def test_profile_steps_are_checked(monkeypatch, value, told):
+    flags = types.SimpleNamespace(profile_steps=value, steps=9, find_learning_rate=0)
+    monkeypatch.setattr(training_flags, "FLAGS", flags)
+    with pytest.raises(FlagError, match=f"^--profile_steps='{value}': .*{told}"):
+        training_flags._profile_steps()

@@ -12,6 +12,7 @@ from pipemesh.errors import TrainingError
 from pipemesh.training import Options, Trainer
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run.range_test import Curve, RangeTest
+from tests.pairwise import in_turn
 from tests.training import small_models
 
 STEPS = 60
@@ -47,8 +48,7 @@ def drawn(steps, noise, seed, begin=8.0):
     return curve
 
 
-@pytest.mark.parametrize("steps", [50, 100, 300])
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize(("steps", "noise"), in_turn([50, 100, 300], [0.2, 0.05, 0.0]))
 def test_a_curve_is_read_through_its_noise(steps, noise):
     for seed in range(12):
         curve = drawn(steps, noise, seed)
@@ -100,7 +100,9 @@ def test_advice_compares_with_the_models_rates(eagerly, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["PlainPoints", "StagedPoints"])
+@pytest.mark.parametrize(
+    "name", ["PlainPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
+)
 def test_a_step_moves_the_weights_by_its_rate(eagerly, tmp_path, name):
     """The losses are those of a training with the rates, one after the other."""
     test, trainer = range_test(tmp_path, name)
