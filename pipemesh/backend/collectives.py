@@ -68,10 +68,7 @@ _NCCL_DTYPES = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def can_use_nccl(tensors: Sequence[tf.Tensor], devices: Sequence[str]) -> bool:
-    """Returns whether NCCL applies: different GPUs of one task, and a dtype that it supports.
-
-    NCCL refuses logical GPUs that share a physical one.
-    """
+    """Returns whether NCCL applies: different physical GPUs of one task, and a supported dtype."""
     specs = [tf.DeviceSpec.from_string(device) for device in devices]
     return (
         all((spec.device_type or "").upper() == "GPU" for spec in specs)

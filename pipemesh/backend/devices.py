@@ -214,8 +214,12 @@ def place_beside_inputs(graph: tf.Graph) -> None:
         device = operation.device or captured.get(operation.name, "")
         is_call = operation.type in (*_LOOPS, *_CALLS)
         if not device and not is_call:
-            sizes = [tensor.shape.num_elements() or 0 for tensor in operation.inputs]
-            device = max(zip(sizes, inputs, strict=True), key=_size_if_placed, default=(0, ""))[1]
+            # Inputs whose device is unknown count less than any other.
+            sizes = [
+                (tensor.shape.num_elements() or 0) if place else -1
+                for tensor, place in zip(operation.inputs, inputs, strict=True)
+            ]
+            device = inputs[sizes.index(max(sizes))] if sizes else ""
             if device and "_class" not in operation.node_def.attr:
                 operation._set_device(device)
         for number, output in enumerate(operation.outputs):
@@ -223,9 +227,3 @@ def place_beside_inputs(graph: tf.Graph) -> None:
             if is_call and len(inputs) == len(operation.outputs):
                 device = inputs[number]
             lies[output.name] = device
-
-
-def _size_if_placed(pair: tuple[int, str]) -> int:
-    """Returns the size of an input; -1 if its device is unknown."""
-    size, device = pair
-    return size if device else -1

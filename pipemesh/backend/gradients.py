@@ -20,6 +20,7 @@ from tensorflow.python.eager import backprop, context, record
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import cond_v2, gen_functional_ops, gradients_util
 
+from pipemesh.backend.graphs import surrounding_graphs
 from pipemesh.backend.structure import is_differentiable
 
 
@@ -102,12 +103,6 @@ _CHECKING = ("CheckNumerics", "CheckNumericsV2")
 _local = threading.local()
 
 
-def _register(name: str, gradient: Callable[..., Any], graph: tf.Graph) -> None:
-    """Registers a gradient for operations of a graph and its copies while the graph lives."""
-    ops.RegisterGradient(name)(gradient)
-    _hand_over([name], graph)
-
-
 def custom_gradient(function: _F) -> _F:
     """Decorates a function as `tf.custom_gradient` does, but frees everything with its graph."""
     # TensorFlow keeps what `tf.custom_gradient` registers in a graph for the life of the process,
@@ -158,7 +153,7 @@ def _registry() -> dict[str, Any]:
 
 
 def _hand_over(names: list[str], graph: tf.Graph) -> None:
-    """Moves registered gradients into a graph."""
+    """Moves registered gradients into a graph, which keeps them as long as it lives."""
     registry = _registry()
     kept: dict[str, Any] = getattr(graph, _STORE, {})
     setattr(graph, _STORE, kept)
@@ -332,7 +327,8 @@ def attach_gradient(
 
     name = f"{_GRADIENT}{next(_numbers)}"
     graph = tf.compat.v1.get_default_graph()
-    _register(name, lambda _, *grads: all_grads(*grads), graph)
+    ops.RegisterGradient(name)(lambda _, *grads: all_grads(*grads))
+    _hand_over([name], graph)
     kind = "PartitionedCall" if across_devices else "IdentityN"
     with graph.gradient_override_map({kind: name}), unrecorded():
         if across_devices:
@@ -376,17 +372,13 @@ def _resolve(branch: Any, gradient: Any) -> list[Any]:
     # an argument of the program of a core. It is captured here; TensorFlow handles all others.
     outer, inputs = gradient.outer_graph, []
     for tensor in gradient.external_captures:
-        if tensor.graph is not branch and _is_further_out(tensor.graph, outer):
+        further_out = surrounding_graphs(getattr(outer, "outer_graph", None))
+        if tensor.graph is not branch and any(tensor.graph is graph for graph in further_out):
             inputs.append(outer.capture(tensor))
         else:
             single = types.SimpleNamespace(external_captures=[tensor], outer_graph=outer)
             inputs += _resolve_grad_inputs(branch, single)
     return inputs
-
-
-def _is_further_out(graph: Any, inner: Any) -> bool:
-    outer = getattr(inner, "outer_graph", None)
-    return outer is not None and (graph is outer or _is_further_out(graph, outer))
 
 
 def install_branch_gradients() -> None:

@@ -96,12 +96,11 @@ class Bodies:
                         todo.append(self._functions[name].node_def)
 
 
-def surrounding_graphs(graph: tf.Graph) -> Iterator[tf.Graph]:
+def surrounding_graphs(graph: tf.Graph | None) -> Iterator[tf.Graph]:
     """Yields the graph, the graph around it, and so on up to the outermost."""
-    current: tf.Graph | None = graph
-    while current is not None:
-        yield current
-        current = getattr(current, "outer_graph", None)
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)
 
 
 def keep_alive(thing: object) -> None:

@@ -118,14 +118,18 @@ def share_of_draw(
     whole = position.whole.by_name[name].sizes
     if whole == sizes:
         return None
+    count, examples = position.num_microbatches, position.microbatch_size
     differing = [dim for dim, (a, b) in enumerate(zip(sizes, whole, strict=False)) if a != b]
     dim = differing[0] if len(sizes) == len(whole) and len(differing) == 1 else None
-    count, examples = position.num_microbatches, position.microbatch_size
-    if (
-        dim is None
-        or sizes[dim] * count != whole[dim]
-        or (sizes[dim] % examples and examples % sizes[dim])
-    ):
+    if dim is not None and sizes[dim] * count != whole[dim]:
+        dim = None
+    if dim is not None and sequence_slice is not None and sequence_slice.dim == dim:
+        raise PipelineError(
+            f"layer {scope.layer!r} draws a random tensor of shape {sizes}, in whose dim {dim} "
+            "examples and positions of sequences are folded into one; draw in a shape where each "
+            "is a separate dim, or give a schedule without slices"
+        )
+    if dim is None or (sizes[dim] % examples and examples % sizes[dim]):
         raise PipelineError(
             f"layer {scope.layer!r} draws a random tensor of shape {sizes} for a microbatch and "
             f"{whole} for the whole batch; one dim may differ, by the factor {count} (the number "
@@ -133,12 +137,6 @@ def share_of_draw(
             "a microbatch. Draw in a shape with a batch dim"
         )
     if sequence_slice is not None:
-        if sequence_slice.dim == dim:
-            raise PipelineError(
-                f"layer {scope.layer!r} draws a random tensor of shape {sizes}, in whose dim {dim} "
-                "examples and positions of sequences are folded into one; draw in a shape where "
-                "each is a separate dim, or give a schedule without slices"
-            )
         cut = sequence_slice.dim
         whole = (*whole[:cut], sequence_slice.sizes[cut], *whole[cut + 1 :])
         sizes = sequence_slice.sizes

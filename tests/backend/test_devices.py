@@ -22,37 +22,26 @@ from pipemesh.mesh import LayoutRules, Mesh
 from tests.warm import warm
 
 
-@pytest.mark.slow
-def test_requested_devices_and_threads_exist():
-    code = """
-import tensorflow as tf
-from pipemesh.backend.devices import check_threads, start_cpu_devices
-start_cpu_devices(5)
-assert len(tf.config.list_logical_devices("CPU")) == 5
-assert tf.config.threading.get_inter_op_parallelism_threads() >= 5
-"""
-    subprocess.run(warm("-c", code), check=True, timeout=120)
-
-
 def test_too_late_is_an_error():
     tf.zeros([1])
     with pytest.raises(DeviceError, match="already started with 8"):
         start_cpu_devices(3)
 
 
-def test_graph_optimizer_runs_once_if_set_before_start():
+def test_devices_threads_and_graph_optimizer_are_set_before_the_start():
     # A function that the optimizer's second pass would find to be a constant still runs right.
     code = """
 import tensorflow as tf
 from pipemesh.errors import DeviceError
 from pipemesh.backend.devices import prepare_graphs_quickly, start_cpu_devices
 prepare_graphs_quickly()
-start_cpu_devices(2)
+start_cpu_devices(5)
 @tf.function(autograph=False)
 def f(x):
     return tf.reduce_sum(x * 2.0 + tf.reshape(tf.transpose(tf.transpose(x)), x.shape))
 assert float(f(tf.ones([3, 4]))) == 36.0
-assert tf.executing_eagerly() and len(tf.config.list_logical_devices("CPU")) == 2
+assert tf.executing_eagerly() and len(tf.config.list_logical_devices("CPU")) == 5
+assert tf.config.threading.get_inter_op_parallelism_threads() >= 5
 from tensorflow.python.eager import context
 rewrites = context.context().config.graph_options.rewrite_options
 assert rewrites.meta_optimizer_iterations == rewrites.ONE

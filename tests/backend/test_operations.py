@@ -96,33 +96,27 @@ def test_an_anchor_stays_on_its_device_with_one_user():
     assert run(tf.constant([4.0])).numpy().tolist() == [4]
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_a_call_captures_in_any_graph(eager):
-    outside = tf.constant(10.0) if eager else None
+def called(outside):
+    """A call of a function that captures a tensor."""
+    function = tf.function(lambda a, b: [a - b + outside, a * b])
+    spec = tf.TensorSpec([])
+    return Call(function.get_concrete_function(spec, spec))
 
-    def build():
-        captured = tf.constant(10.0) if outside is None else outside
-        function = tf.function(lambda a, b: [a - b + captured, a * b])
-        spec = tf.TensorSpec([])
-        return Call(function.get_concrete_function(spec, spec))
 
-    if eager:
-        call = build()
+def test_a_call_captures_in_any_graph():
+    call = called(tf.constant(10.0))
 
-        @tf.function
-        def run(*values):
-            inner = tf.while_loop(
-                lambda i, _: i < 2, lambda i, x: (i + 1, call([x, x])[0]), (0, values[0])
-            )
-            return [*call([values[2], values[0]]), inner[1]]
+    @tf.function
+    def run(*values):
+        inner = tf.while_loop(
+            lambda i, _: i < 2, lambda i, x: (i + 1, call([x, x])[0]), (0, values[0])
+        )
+        return [*call([values[2], values[0]]), inner[1]]
 
-        got = [float(t) for t in run(*map(tf.constant, (1.0, 2.0, 3.0)))]
-        assert got == [12.0, 3.0, 10.0]
-        return
+    assert [float(t) for t in run(*map(tf.constant, (1.0, 2.0, 3.0)))] == [12.0, 3.0, 10.0]
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        call = build()
-        got = session.run(call([tf.constant(3.0), tf.constant(1.0)]))
-    assert got == [12.0, 3.0]
+        call = called(tf.constant(10.0))
+        assert session.run(call([tf.constant(3.0), tf.constant(1.0)])) == [12.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -185,12 +179,9 @@ def test_add_n_of_tensorflow_depends_on_free_memory():
 
 def test_it_adds_from_the_first_to_the_last():
     assert value(sum_in_order, FIRST, SECOND, THIRD) == 1
-    assert float(sum_in_order([tf.constant(x) for x in (FIRST, SECOND, THIRD)])) == 1
-
-
-def test_one_tensor_is_its_own_sum():
-    x = tf.constant([3.0])
-    assert sum_in_order([x]) is x
+    tensors = [tf.constant(x) for x in (FIRST, SECOND, THIRD)]
+    assert float(sum_in_order(tensors)) == 1
+    assert sum_in_order(tensors[:1]) is tensors[0]
 
 
 def test_additions_before_it_are_not_merged_with_it():

@@ -109,11 +109,7 @@ class LayerPosition:
             return random.dropout(x, rate=rate, seed=seed)
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Makes the random `ops`, such as `ops.dropout`, draw like the methods here.
-
-        Draws of plain TensorFlow raise a LayoutError, because all processors would get the same
-        numbers.
-        """
+        """Makes random `ops` draw like the methods here; TensorFlow's draws are a LayoutError."""
         if scopes.stack and getattr(scopes.stack[-1].position, "num_microbatches", 1) > 1:
             raise PipelineError(
                 "a SimdPipeline runs inside of a stage of another pipeline, which has microbatches "

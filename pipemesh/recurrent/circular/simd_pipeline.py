@@ -73,18 +73,14 @@ class SimdPipeline:
         >>> from pipemesh.mesh import LayoutRules
         >>> mesh, rules = Mesh.from_text("layers:2"), LayoutRules.from_text("layers:layers")
         >>> pipeline = SimdPipeline(mesh, num_layers=4, num_microbatches=3)
-        >>> print(pipeline.schedule)
-        0: 0F0 0F1 0F2 0B2 0B1 0B0
-        1: 1F0 1F1 1F2 1B2 1B1 1B0
         >>> str(pipeline.stacked("io:1"))
         'virtual_stages:1;layers:2;layers_of_stage:2;io:1'
-        >>> def layer(x, weights, position):
-        ...     return x + weights["w"]
         >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
         >>> x = ops.import_tensor(lowering, tf.zeros([6, 1]), "batch:6;io:1")
         >>> w = tf.reshape(tf.constant([1.0, 2.0, 3.0, 4.0]), [1, 2, 2, 1])
         >>> w = ops.import_tensor(lowering, w, pipeline.stacked("io:1"))
-        >>> ops.export_tensor(pipeline(layer, x, {"w": w}))[0].numpy().tolist()
+        >>> y = pipeline(lambda x, weights, position: x + weights["w"], x, {"w": w})
+        >>> ops.export_tensor(y)[0].numpy().tolist()
         [10.0]
     """
 

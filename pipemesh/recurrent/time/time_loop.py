@@ -14,6 +14,7 @@ from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.options import sum_dtype
+from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.time.cell import (
     Arguments,
     CellOut,
@@ -35,43 +36,56 @@ class Rows:
     was written, the result is still a tensor of zeros.
     """
 
-    row_shape: tf.Tensor | np.ndarray  # int32; -1 for a size unknown before the first row
-    static_shape: tf.TensorShape
-    dtype: tf.DType
+    shapes: Sequence[tf.Tensor | np.ndarray]  # of rows, int32; -1 for a size unknown before
+    specs: Sequence[tf.TensorSpec]  # of rows
     size: tf.Tensor
 
     @classmethod
-    def like(cls, row: tf.Tensor, size: tf.Tensor) -> Rows:
-        """Returns rows of the shape and dtype of a tensor."""
-        return cls(tf.shape(row), row.shape, row.dtype, size)
+    def like(cls, rows: Sequence[tf.Tensor], size: tf.Tensor) -> Rows:
+        """Returns rows of the shapes and dtypes of tensors."""
+        return cls([tf.shape(row) for row in rows], specs_of(rows), size)
 
-    def new(self) -> tf.Tensor:
-        """Returns a handle of rows of zeros."""
-        return tf.raw_ops.TensorListReserve(
-            element_shape=self.row_shape, num_elements=self.size, element_dtype=self.dtype
-        )
+    def new(self) -> list[tf.Tensor]:
+        """Returns handles of rows of zeros."""
+        return [
+            tf.raw_ops.TensorListReserve(
+                element_shape=shape, num_elements=self.size, element_dtype=spec.dtype
+            )
+            for shape, spec in zip(self.shapes, self.specs, strict=True)
+        ]
 
-    def write(self, handle: tf.Tensor, number: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
-        """Returns the handle of the rows with one row replaced."""
-        return tf.raw_ops.TensorListSetItem(input_handle=handle, index=number, item=row)
+    def write(
+        self, handles: Sequence[tf.Tensor], number: tf.Tensor, rows: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns handles of the tensors with one row of each replaced."""
+        return [
+            tf.raw_ops.TensorListSetItem(input_handle=handle, index=number, item=row)
+            for handle, row in zip(handles, rows, strict=True)
+        ]
 
-    def read(self, handle: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """Returns one row."""
-        row = tf.raw_ops.TensorListGetItem(
-            input_handle=handle,
-            index=number,
-            element_shape=self.row_shape,
-            element_dtype=self.dtype,
-        )
-        return tf.ensure_shape(row, self.static_shape)
+    def read(self, handles: Sequence[tf.Tensor], number: tf.Tensor) -> list[tf.Tensor]:
+        """Returns one row of each tensor."""
+        rows = [
+            tf.raw_ops.TensorListGetItem(
+                input_handle=handle, index=number, element_shape=shape, element_dtype=spec.dtype
+            )
+            for handle, shape, spec in zip(handles, self.shapes, self.specs, strict=True)
+        ]
+        return [tf.ensure_shape(row, s.shape) for row, s in zip(rows, self.specs, strict=True)]
 
-    def stack(self, handle: tf.Tensor) -> tf.Tensor:
-        """Returns all rows as one tensor; unwritten rows are zeros."""
-        stacked = tf.raw_ops.TensorListStack(
-            input_handle=handle, element_shape=self.row_shape, element_dtype=self.dtype
-        )
-        size = tf.get_static_value(self.size)
-        return tf.ensure_shape(stacked, tf.TensorShape([size]).concatenate(self.static_shape))
+    def stack(self, handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors; unwritten rows are zeros."""
+        size = tf.TensorShape([tf.get_static_value(self.size)])
+        stacked = [
+            tf.raw_ops.TensorListStack(
+                input_handle=handle, element_shape=shape, element_dtype=spec.dtype
+            )
+            for handle, shape, spec in zip(handles, self.shapes, self.specs, strict=True)
+        ]
+        return [
+            tf.ensure_shape(tensor, size.concatenate(spec.shape))
+            for tensor, spec in zip(stacked, self.specs, strict=True)
+        ]
 
 
 # The recomputation of earlier time steps does not wait for the gradient. Without this limit many
@@ -139,14 +153,13 @@ class TimeLoop:
     def forward(self, arguments: Arguments, captures: Captures, span: Span) -> tuple[Results, Kept]:
         """Computes the time steps of a span until the stop condition; time is dim 0 of inputs."""
         size = sequence_length(arguments.inputs)
+        keeps_extras = self.return_extras or self.cell.cell.gradient is not None
+        out_specs = self.out.specs if self.out else []
         rows = [
-            [Rows.like(x, size) for x in arguments.state],
-            [Rows.like(x, size) for x in arguments.accumulators],
-            self._extras_rows(size) if self.cell.cell.gradient or self.return_extras else [],
-            [
-                Rows(np.array(spec.shape.as_list(), np.int32), spec.shape, spec.dtype, size)
-                for spec in (self.out.specs if self.out else [])
-            ],
+            Rows.like(arguments.state, size),
+            Rows.like(arguments.accumulators, size),
+            self._extras_rows(size) if keeps_extras else Rows([], [], size),
+            Rows([np.array(spec.shape.as_list(), np.int32) for spec in out_specs], out_specs, size),
         ]
 
         def proceed(t: tf.Tensor, state: list[tf.Tensor], *_: object) -> tf.Tensor:
@@ -168,28 +181,27 @@ class TimeLoop:
             if self.out:
                 out = self.out(span.first + t, step.state, captures=captures.out)
             # Accumulators are stored as the cell finds them; the next time step finds the new ones.
-            kept = [step.state, accumulators, step.extras if rows[2] else [], out]
-            acc = [_write(*columns, t) for columns in zip(rows, acc, kept, strict=True)]
+            kept = [step.state, accumulators, step.extras if keeps_extras else [], out]
+            acc = [row.write(old, t, new) for row, old, new in zip(rows, acc, kept, strict=True)]
             return t + 1, step.state, step.accumulators, acc
 
-        new = [[row.new() for row in part] for part in rows]
+        new = [row.new() for row in rows]
         end, state, accumulators, acc = tf.while_loop(
             proceed, body, (span.begin, arguments.state, arguments.accumulators, new)
         )
-        acc_state = _stacked(rows[0], acc[0])
+        acc_state = rows[0].stack(acc[0])
         results = Results(
             [] if self.out else acc_state,
-            _stacked(rows[3], acc[3]),
+            rows[3].stack(acc[3]),
             state,
             accumulators,
-            _stacked(rows[2], acc[2]) if self.return_extras else [],
+            rows[2].stack(acc[2]) if self.return_extras else [],
         )
         return results, Kept(acc_state, acc[2], acc[1], span._replace(end=end))
 
-    def _extras_rows(self, size: tf.Tensor) -> list[Rows]:
+    def _extras_rows(self, size: tf.Tensor) -> Rows:
         """Returns storage for the extras over time."""
-        specs = zip(self._extras_shapes, self.cell.extras_specs, strict=True)
-        return [Rows(shape, spec.shape, spec.dtype, size) for shape, spec in specs]
+        return Rows(self._extras_shapes, self.cell.extras_specs, size)
 
     def backward(
         self, arguments: Arguments, captures: Captures, kept: Kept, d_results: Results
@@ -208,17 +220,16 @@ class TimeLoop:
         keep_alive((gradient, out_gradient))
         size = sequence_length(arguments.inputs)
         first, begin, end = kept.span
-        accumulator_rows = [Rows.like(x, size) for x in arguments.accumulators]
-        extras_rows = self._extras_rows(size) if self.cell.cell.gradient else []
+        accumulator_rows = Rows.like(arguments.accumulators, size)
+        extras_rows = self._extras_rows(size)
         differentiable = [i for i, x in enumerate(arguments.state) if is_differentiable(x)]
         sources = [*arguments.theta, *captures.cell, *captures.out]
         symbolic = _summed(gradient.results, out_symbolic)
         summed = [i for i, grad in enumerate(symbolic) if grad is not None]
         with_row = [i for i, grad in enumerate(gradient.results.inputs) if grad is not None]
-        input_rows = [
-            Rows(tf.shape(x)[1:], x.shape[1:], x.dtype, size)
-            for x in (arguments.inputs[i] for i in with_row)
-        ]
+        inputs = [arguments.inputs[i] for i in with_row]
+        specs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in inputs]
+        input_rows = Rows([tf.shape(x)[1:] for x in inputs], specs, size)
 
         def state_before(t: tf.Tensor) -> list[tf.Tensor]:
             if not self.reads_state:
@@ -230,8 +241,8 @@ class TimeLoop:
             ]
 
         def body(t: tf.Tensor, d_state: Any, totals: Any, d_inputs: Any) -> Any:
-            accumulators = _read(accumulator_rows, kept.accumulators, t)
-            extras = _read(extras_rows, kept.extras, t) if self.cell.cell.gradient else []
+            accumulators = accumulator_rows.read(kept.accumulators, t)
+            extras = extras_rows.read(kept.extras, t) if self.cell.cell.gradient else []
             if d_results.acc_state:
                 d_state = [d + x[t] for d, x in zip(d_state, d_results.acc_state, strict=True)]
             out_grads = None
@@ -259,25 +270,24 @@ class TimeLoop:
                 else tf.ensure_shape(grads.state[i], arguments.state[i].shape)
                 for i in differentiable
             ]
-            d_inputs = _write(input_rows, d_inputs, [grads.inputs[i] for i in with_row], t)
+            d_inputs = input_rows.write(d_inputs, t, [grads.inputs[i] for i in with_row])
             return t - 1, new_d_state, totals, d_inputs
 
         zeros = [tf.zeros_like(sources[i], sum_dtype(sources[i].dtype)) for i in summed]
         _, d_state0, totals, d_inputs = tf.while_loop(
             lambda t, *_: t >= begin,
             body,
-            (end - 1, d_results.state, zeros, [row.new() for row in input_rows]),
+            (end - 1, d_results.state, zeros, input_rows.new()),
             parallel_iterations=_BACKWARD_STEPS_AT_ONCE,
         )
         sums = [tf.cast(x, sources[i].dtype) for x, i in zip(totals, summed, strict=True)]
         like = [arguments.theta, captures.cell, captures.out]
         of_theta, of_cell, of_out = groups(_spread(sums, summed, len(sources)), like)
-        d_inputs = _stacked(input_rows, d_inputs)
         return [
             *of_theta,
             *_spread(d_state0, differentiable, len(arguments.state)),
             *(None for _ in arguments.accumulators),
-            *_spread(d_inputs, with_row, len(arguments.inputs)),
+            *_spread(input_rows.stack(d_inputs), with_row, len(arguments.inputs)),
             *of_cell,
             *of_out,
             *(None for _ in captures.stop),
@@ -329,20 +339,6 @@ def sequence_length(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the size of dim 0 as int32 scalar, as a constant if it is static."""
     known = next((size for x in inputs if (size := x.shape[0]) is not None), None)
     return tf.shape(inputs[0])[0] if known is None else tf.constant(known)
-
-
-def _write(
-    rows: list[Rows], handles: Sequence[tf.Tensor], values: Sequence[tf.Tensor], t: tf.Tensor
-) -> list[tf.Tensor]:
-    return [row.write(h, t, x) for row, h, x in zip(rows, handles, values, strict=True)]
-
-
-def _read(rows: list[Rows], handles: Sequence[tf.Tensor], t: tf.Tensor) -> list[tf.Tensor]:
-    return [row.read(handle, t) for row, handle in zip(rows, handles, strict=True)]
-
-
-def _stacked(rows: list[Rows], handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    return [row.stack(handle) for row, handle in zip(rows, handles, strict=True)]
 
 
 def _summed(grads: StepGradients, out_grads: CellOutGradients | None) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Trains models as SIMD programs and prints what differs, a JSON line a pipeline.
+"""Trains pipelines as SIMD programs and prints what differs, a JSON line a pipeline.
 
 A process of its own, because an error in one collective makes all later ones fail. Its argument is
-JSON: `runs`, a list of model, mesh, microbatches and virtual stages, and `workers`, the addresses
+JSON: `runs`, a list of mesh, microbatches and virtual stages, and `workers`, the addresses
 of those that have the devices. Then `lost`, the process of one of them, is killed, and the error of
 the next step is printed.
 """
@@ -20,8 +20,7 @@ from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.lowering.simd.cores import Cores
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent.circular import SimdPipeline
-from tests.recurrent.circular.pipelined import MODELS
-from tests.recurrent.circular.pipelined.train import train_simd
+from tests.recurrent.circular.pipelined_mlp import LAYERS, differences, train_simd
 
 NUM_CORES = 8
 
@@ -35,16 +34,14 @@ def main():
     else:
         start_cpu_devices(NUM_CORES)
         devices = [f"CPU:{i}" for i in range(NUM_CORES)]
-    made = {}
-    for name, mesh_text, microbatches, virtual in todo["runs"]:
-        mesh, model = Mesh.from_text(mesh_text), MODELS[name]
-        cores = made.setdefault(mesh, Cores(mesh, devices[: mesh.num_devices]))
-        pipeline = SimdPipeline(mesh, model.layers, microbatches, virtual)
-        histories = train_simd(model, pipeline, cores)
+    for mesh_text, microbatches, virtual in todo["runs"]:
+        mesh = Mesh.from_text(mesh_text)
+        cores = Cores(mesh, devices[: mesh.num_devices])
+        pipeline = SimdPipeline(mesh, LAYERS, microbatches, virtual)
         found = []
-        for core, history in enumerate(histories):
-            found += model.differences(pipeline, core, history)
-        print(json.dumps([name, mesh_text, microbatches, virtual, found]), flush=True)
+        for core, history in enumerate(train_simd(pipeline, cores)):
+            found += differences(pipeline, core, history)
+        print(json.dumps([mesh_text, microbatches, virtual, found]), flush=True)
     if todo["workers"]:
         one_each = [[tf.constant(1.0)]] * cores.mesh.num_devices
         total = cores.function(

@@ -4,7 +4,6 @@ In processes of their own with time limits, because a collective that fails or w
 breaks its process.
 """
 
-import functools
 import json
 import subprocess
 
@@ -14,14 +13,9 @@ from tests.hosts.workers import started
 from tests.warm import warm
 
 SECONDS = 200
-# Model, mesh, microbatches, virtual stages. More combinations of them under placement.
-RUNS = [
-    ("mlp", "data:2", 1, 1),
-    ("mlp", "layers:2;model:2", 8, 2),
-    ("deep_mlp", "layers:4", 1, 2),
-    ("transformer", "layers:2;data:2;model:2", 4, 1),
-]
-ON_WORKERS = ("mlp", "layers:2;data:2;model:2", 4, 2)
+# Mesh, microbatches, virtual stages. More combinations of them under placement.
+RUNS = [("layers:2;model:2", 4, 2), ("layers:2;data:2;model:2", 4, 1)]
+ON_WORKERS = ("layers:2;data:2", 4, 2)
 
 
 def start(runs, workers=(), lost=None):
@@ -44,24 +38,16 @@ def finish(process):
     return [json.loads(line) for line in out.splitlines()], errors[-3000:]
 
 
-@functools.cache
-def results():
-    lines, errors = finish(start(RUNS))
-    return {tuple(run): found for *run, found in lines}, errors
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_training_on_cores_equals_the_plain_model(run):
-    done, errors = results()
-    assert run in done, f"the process hung or died: {errors}"
-    assert not done[run]
+def test_training_on_cores_equals_the_plain_model():
+    lines, errors = finish(start(RUNS))
+    assert lines == [[*run, []] for run in RUNS], errors
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_cores_of_workers_train_too_and_a_lost_worker_is_an_error():
-    with started(2, "--cpu_devices=4") as (workers, addresses):
+    with started(2, "--cpu_devices=2") as (workers, addresses):
         lines, errors = finish(start([ON_WORKERS], addresses, workers[1].pid))
     assert lines == [[*ON_WORKERS, []], "UnavailableError"], errors

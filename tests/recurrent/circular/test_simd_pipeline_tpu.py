@@ -1,4 +1,4 @@
-"""A whole training step of a pipelined transformer is lowered to a TPU's program."""
+"""A whole training step of a pipelined network is lowered to a TPU's program."""
 
 import collections
 import functools
@@ -9,8 +9,7 @@ import tensorflow as tf
 from pipemesh.mesh import Mesh
 from pipemesh.recurrent.circular import SimdPipeline
 from tests.lowering.legalize import legalize, not_lowered, numbers_after
-from tests.recurrent.circular.pipelined import TRANSFORMER
-from tests.recurrent.circular.pipelined.train import simd_args, simd_program
+from tests.recurrent.circular.pipelined_mlp import LAYERS, OWN, rules_of, simd_args, simd_program
 
 MESH = Mesh.from_text("layers:4;data:2;model:2")
 # Of four layers.
@@ -21,10 +20,9 @@ LAYERS_AND_DATA_GROUPS = [list(range(0, 16, 2)), list(range(1, 16, 2))]
 
 
 def program_text(microbatches):
-    pipeline = SimdPipeline(MESH, TRANSFORMER.layers, microbatches)
-    specs = [tf.TensorSpec.from_tensor(arg) for arg in simd_args(TRANSFORMER, pipeline, 0)]
-    program = simd_program(TRANSFORMER, pipeline)
-    return legalize(program, MESH, TRANSFORMER.rules(MESH), *specs)
+    pipeline = SimdPipeline(MESH, LAYERS, microbatches)
+    specs = [tf.TensorSpec.from_tensor(arg) for arg in simd_args(pipeline, 0)]
+    return legalize(simd_program(pipeline), MESH, rules_of(MESH), *specs)
 
 
 @functools.cache
@@ -69,8 +67,8 @@ def test_data_parallel_gradients_are_summed_once_and_not_each_tick():
     assert len(bodies) == 4
     inside = sum(str(DATA_GROUPS) in str(numbers_after("replica_groups", b)) for b in bodies)
     assert inside == 0
-    # One for each weight of a layer, the embedding's two uses, the last norm, and the loss.
-    assert count("replica_groups")[str(DATA_GROUPS)] == len(TRANSFORMER.own) + 4
+    # One for each weight of a layer, the weight before the stack, and the loss.
+    assert count("replica_groups")[str(DATA_GROUPS)] == len(OWN) + 2
 
 
 def test_the_program_does_not_grow_with_the_number_of_microbatches():

@@ -39,9 +39,7 @@ class Recorder:
         return (tuple(2.0 * part for part in grad_y[0]),), ()
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 3, 2), (2, 3, 1), (2, 3, 2), (3, 2, 2), (4, 1, 2), (2, 4, 3)]
-)
+@pytest.mark.parametrize("sizes", [(1, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2, 4, 3)])
 def test_the_loop_follows_the_schedule(sizes):
     num_cores, num_microbatches, _ = sizes
     schedule = looped_bfs(*sizes)
@@ -77,7 +75,7 @@ def test_ticks_of_a_ring_are_those_of_the_schedule(cores):
 
 @pytest.mark.parametrize(
     ("cores", "groups", "rounds"),
-    [(1, 1, 1), (1, 4, 2), (2, 1, 2), (2, 2, 1), (3, 2, 2), (3, 4, 1)],
+    [(1, 4, 2), (3, 2, 2), (3, 4, 1)],
 )
 def test_a_ring_returns_what_one_device_computes(cores, groups, rounds):
     """Stages that do not commute, a state of their own, and NaN wherever nobody is at work."""

@@ -68,8 +68,7 @@ def want():
     return run(plain)
 
 
-@pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize(("loop", "remat"), [(False, "none"), (True, "full")])
 def test_states_and_all_gradients_equal_the_plain_loop(want, loop, remat):
     got = run(lambda v: piped(v, Options(loop=loop, remat=remat)))
     tf.nest.map_structure(

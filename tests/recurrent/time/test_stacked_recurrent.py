@@ -1,8 +1,4 @@
-"""StackedRecurrent equals a plain loop over layers and time, on any number of devices.
-
-Building takes most of the time, so that what does not depend on it is tested with few chunks, and
-in one execution mode.
-"""
+"""StackedRecurrent equals its layers one after the other, however the time is cut into chunks."""
 
 import functools
 
@@ -21,7 +17,8 @@ from pipemesh.recurrent.passes.passes import Cuts
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.time.stacked_recurrent import LayerArguments, LayerStage
-from tests.pairwise import in_turn
+from tests.recurrent.time import runs
+from tests.recurrent.time.runs import Meter, loss_of, run_tf1, run_tf2
 
 CHUNK, SIZE = 5, 3
 INPUTS, STATES, STATE = (CHUNK, SIZE), "states over time", (SIZE,)
@@ -80,8 +77,28 @@ def test_a_chunk_keeps_its_inputs_and_the_states_that_are_read(
     assert large == want
 
 
-LAYERS, LENGTH, BATCH, WIDTH = 3, 5, 3, 4
-RNG = np.random.default_rng(0)
+assert_equal = functools.partial(runs.assert_equal, may_be_zero=True)
+
+
+def plain_stack(cells, outs, thetas, states, inputs, steps=None):
+    """Time outside, layers inside; other time steps than `steps` are skipped."""
+    states, over_time = list(states), []
+    for t in range(tf.nest.flatten(inputs)[0].shape[0]):
+        if steps is not None and t not in steps:
+            over_time.append(tf.nest.map_structure(tf.zeros_like, states[-1]))
+            continue
+        x = tf.nest.map_structure(lambda part, t=t: part[t], inputs)
+        for i, (cell_fn, cell_out) in enumerate(zip(cells, outs, strict=True)):
+            states[i], _ = cell_fn(thetas[i], states[i], x)
+            x = cell_out(states[i])
+        over_time.append(states[-1])
+    return outs[-1](tf.nest.map_structure(lambda *x: tf.stack(x), *over_time)), states
+
+
+# A stack of two small layers.
+
+LENGTH, BATCH, WIDTH = 7, 4, 3
+RNG = np.random.default_rng(1)
 
 
 def random(*shape):
@@ -89,16 +106,339 @@ def random(*shape):
 
 
 VALUES = {
-    **{f"gates{i}": random(2 * WIDTH, 4 * WIDTH) for i in range(LAYERS)},
-    **{f"bias{i}": random(4 * WIDTH) for i in range(LAYERS)},
-    **{f"c{i}": random(BATCH, WIDTH) for i in range(LAYERS)},
-    **{f"m{i}": random(BATCH, WIDTH) for i in range(LAYERS)},
+    "w0": random(WIDTH, WIDTH),
+    "w1": random(WIDTH, WIDTH),
+    "m0": random(BATCH, WIDTH),
+    "m1": random(BATCH, WIDTH),
     "x": random(LENGTH, BATCH, WIDTH),
 }
 
 
+def cell(theta, state, inputs):
+    return {"m": tf.tanh(tf.matmul(inputs["x"] + state["m"], theta["w"]))}, ()
+
+
+def out(state):
+    return {"x": state["m"]}
+
+
+def parts_of(v):
+    return [{"w": v["w0"]}, {"w": v["w1"]}], [{"m": v["m0"]}, {"m": v["m1"]}]
+
+
+def plain(v, cell_fns=cell, cell_outs=out, inputs=None, steps=None):
+    cells = cell_fns if isinstance(cell_fns, list) else [cell_fns] * 2
+    outs = cell_outs if isinstance(cell_outs, list) else [cell_outs] * 2
+    inputs = {"x": v["x"]} if inputs is None else inputs
+    return plain_stack(cells, outs, *parts_of(v), inputs, steps)
+
+
+def stacked(v, **changes):
+    thetas, init_states = parts_of(v)
+    arguments = {
+        "devices": ["CPU:0", "CPU:1"],
+        "cell_fns": cell,
+        "cell_grads": None,
+        "cell_outs": out,
+        "cell_out_grads": None,
+        "thetas": thetas,
+        "init_states": init_states,
+        "inputs": {"x": v["x"]},
+        "num_chunks": 2,
+        **changes,
+    }
+    return StackedRecurrent(**arguments)
+
+
+@pytest.fixture(scope="module")
+def want():
+    """What the plain loop gives."""
+    return run_tf2(plain, VALUES)
+
+
+@pytest.mark.parametrize(
+    ("run", "devices", "num_chunks", "remat"),
+    [
+        (run_tf1, ["CPU:0", "CPU:0"], None, "none"),
+        (run_tf2, ["CPU:0", "CPU:1"], 3, "full"),
+        (run_tf2, ["CPU:0", "CPU:1"], None, "none"),
+    ],
+)
+def test_results_do_not_depend_on_devices_chunks_or_remat(want, run, devices, num_chunks, remat):
+    build = functools.partial(stacked, devices=devices, num_chunks=num_chunks, remat=remat)
+    assert_equal(run(build, VALUES), want)
+
+
+@pytest.mark.slow
+def test_a_loss_of_one_final_state_trains_the_layers_up_to_it():
+    def loss(results):
+        return loss_of(results[1][0])
+
+    got = run_tf2(stacked, VALUES, loss)
+    assert_equal(got, run_tf2(plain, VALUES, loss))
+    assert np.any(got[1]["w0"]) and not np.any(got[1]["w1"])
+
+
+@tf.custom_gradient
+def tripled_gradient(x):
+    return tf.identity(x), lambda d: 3.0 * d
+
+
+def test_extras_and_accumulators_go_through_many_chunks():
+    """They are kept in lists of lists: one for each chunk, of one for each time step.
+
+    The gradient by hand of the first layer is thrice what TensorFlow would derive.
+    """
+
+    def build(v, num_chunks):
+        meters = [Meter(), Meter()]
+
+        def cell_of(meter, gradient=tf.identity):
+            def counting(theta, state, inputs):
+                seen = meter.GetAccumulatorValues()["total"]
+                meter.SetAccumulatorValues({"total": seen + 1.0})
+                x = inputs["x"] * (1.0 + seen) + state["m"]
+                m = tf.tanh(gradient(tf.matmul(x, theta["w"])))
+                return {"m": m}, {"m": m, "seen": seen}
+
+            return counting
+
+        def cell_grad(theta, state, inputs, extras, d_state1):
+            scale = 1.0 + extras["seen"]
+            d_z = 3.0 * d_state1["m"] * (1.0 - extras["m"] ** 2)
+            d_sum = tf.matmul(d_z, theta["w"], transpose_b=True)
+            d_w = tf.matmul(inputs["x"] * scale + state["m"], d_z, transpose_a=True)
+            return {"w": d_w}, {"m": d_sum}, {"x": d_sum * scale}
+
+        if num_chunks is None:
+            results = plain(v, [cell_of(meters[0], tripled_gradient), cell_of(meters[1])])
+        else:
+            results = stacked(
+                v,
+                cell_fns=list(map(cell_of, meters)),
+                cell_grads=[cell_grad, None],
+                accumulator_layers=meters,
+                num_chunks=num_chunks,
+            )
+        return results, [tf.stop_gradient(meter.values["total"]) for meter in meters]
+
+    want = run_tf1(functools.partial(build, num_chunks=None), VALUES)
+    assert want[0][1] == [LENGTH, LENGTH]
+    assert_equal(run_tf1(functools.partial(build, num_chunks=LENGTH), VALUES), want)
+
+
+def test_gradients_by_hand_may_use_tensors_from_outside():
+    """That of the last layer's output is TensorFlow's, as in lingvo."""
+
+    def build(v):
+        three = tf.add(v["w0"][0, 0] ** 2, 3.0) - v["w0"][0, 0] ** 2
+        return stacked(v, cell_out_grads=lambda d: {"m": three * d["x"]})
+
+    outs = [lambda state: {"x": tripled_gradient(state["m"])}, out]
+    want = run_tf2(functools.partial(plain, cell_outs=outs), VALUES)
+    assert_equal(run_tf2(build, VALUES), want, rtol=1e-4, atol=1e-4)
+
+
+def test_states_that_no_cell_reads_need_not_be_kept():
+    """As in lingvo's pipeline of microbatches: the state is only what a layer hands on."""
+
+    def reads_inputs(theta, state, inputs):
+        return {"m": tf.tanh(tf.matmul(inputs["x"], theta["w"]))}, ()
+
+    got = run_tf2(functools.partial(stacked, cell_fns=reads_inputs, unused_acc_state=True), VALUES)
+    assert_equal(got, run_tf2(functools.partial(plain, cell_fns=reads_inputs), VALUES))
+
+
+@pytest.mark.parametrize(("run", "inside"), [(run_tf1, False), (run_tf2, True)])
+@pytest.mark.slow
+def test_captured_tensors_and_variables_get_their_gradient(run, inside):
+    def build(v, stack):
+        outside = tf.exp(v["m0"][0])
+
+        def scaled(theta, state, inputs):
+            scale = tf.exp(v["m0"][0]) if inside else outside
+            return cell(theta, state, {"x": scale * inputs["x"]})
+
+        return stack(v, cell_fns=scaled)
+
+    want = run(functools.partial(build, stack=plain), VALUES)
+    assert_equal(run(functools.partial(build, stack=stacked), VALUES), want)
+
+
+@pytest.mark.slow
+def test_dropout_is_alike_on_any_devices_and_differs_in_time():
+    def dropped(theta, state, inputs):
+        state1, _ = cell(theta, state, inputs)
+        return {"m": tf.nn.dropout(state1["m"], 0.5)}, ()
+
+    def build(v, devices):
+        with plan_free_randomness(step=tf.constant(3, tf.int64)):
+            return stacked(v, devices=devices, num_chunks=None, cell_fns=dropped)
+
+    want = run_tf2(functools.partial(build, devices=["CPU:0"] * 2), VALUES)
+    assert_equal(run_tf2(functools.partial(build, devices=["CPU:0", "CPU:1"]), VALUES), want)
+    kept = {(row != 0).tobytes() for row in np.array(want[0][0]["x"])}
+    assert len(kept) == LENGTH
+
+
+@pytest.mark.slow
+def test_every_layer_is_computed_on_its_device_in_both_passes():
+    variables = {name: tf.Variable(value) for name, value in VALUES.items()}
+
+    @tf.function(autograph=False)
+    def run():
+        with tf.GradientTape() as tape:
+            loss = loss_of(stacked(variables))
+        return tape.gradient(loss, variables)
+
+    with record_placement() as graphs:
+        run()
+    nodes = [n for graph in graphs.partition_graphs for n in graph.node if "MatMul" in n.op]
+    used = [node.device.rsplit(":", 1)[1] for node in nodes]
+    counts = {device: used.count(device) for device in used}
+    assert sorted(counts) == ["0", "1"]
+    assert len(set(counts.values())) == 1, counts
+
+
+@pytest.mark.slow
+def test_the_graph_does_not_grow_with_length_or_chunks():
+    def size(length, num_chunks):
+        @tf.function(autograph=False)
+        def run(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = loss_of(stacked({**VALUES, "x": x}, num_chunks=num_chunks))
+            return tape.gradient(loss, x)
+
+        spec = tf.TensorSpec([length, BATCH, WIDTH])
+        graph = run.get_concrete_function(spec).graph.as_graph_def()
+        return len(graph.node) + sum(len(f.node_def) for f in graph.library.function)
+
+    assert size(6000, 3000) == size(600, 100)
+
+
+@pytest.mark.parametrize("steps", [range(3, 5), range(0)])
+def test_padding_may_fill_whole_chunks(steps):
+    padding = np.ones([LENGTH, BATCH], bool)
+    padding[list(steps), 1] = False
+
+    def build(v):
+        return stacked(v, inputs={"x": v["x"], "padding": tf.constant(padding)}, num_chunks=4)
+
+    assert_equal(run_tf2(build, VALUES), run_tf2(functools.partial(plain, steps=steps), VALUES))
+
+
+def test_without_time_steps_states_stay_the_initial_ones():
+    values = {**VALUES, "x": VALUES["x"][:0]}
+    build = functools.partial(stacked, num_chunks=None)
+    (output, states), grads = run_tf2(build, values)
+    assert output["x"].shape == (0, BATCH, WIDTH)
+    np.testing.assert_array_equal(states[1]["m"], VALUES["m1"])
+    assert np.all(np.abs(grads["m0"]) > 0) and grads["x"].shape == (0, BATCH, WIDTH)
+
+
+def test_what_cell_outs_capture_gets_its_gradient():
+    def build(v, stack):
+        scale = tf.exp(v["w0"][0, 0])
+        return stack(v, cell_outs=lambda state: {"x": scale * state["m"]})
+
+    want = run_tf2(functools.partial(build, stack=plain), VALUES)
+    assert_equal(run_tf2(functools.partial(build, stack=stacked), VALUES), want)
+    by_hand = functools.partial(stacked, cell_out_grads=lambda d: {"m": d["x"]})
+    with pytest.raises(PipelineError, match=r"cell_outs\[0\] uses tensors"):
+        run_tf2(functools.partial(build, stack=by_hand), VALUES)
+
+
+def test_states_may_be_complex():
+    values = {
+        name: (value + 0.5j * value[::-1]).astype(np.complex64) for name, value in VALUES.items()
+    }
+    want = run_tf2(plain, values)
+    assert_equal(run_tf2(stacked, values), want, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_half_precision_are_summed_in_float32():
+    """1/256 is lost beside 1 in bfloat16, be it from step to step or from chunk to chunk."""
+    x = np.ones([513, 1], np.float32) / 256
+    x[0] = 1.0
+
+    def multiply(theta, state, inputs):
+        return {"m": theta["w"] * inputs["x"]}, ()
+
+    @tf.function(autograph=False)
+    def run(weight):
+        with tf.GradientTape() as tape:
+            tape.watch(weight)
+            state = {"m": tf.zeros([1], tf.bfloat16)}
+            inputs = {"x": tf.cast(x, tf.bfloat16)}
+            output, states = StackedRecurrent(
+                *(["CPU:0"], multiply, None, out, None, [{"w": weight}], [state], inputs),
+                num_chunks=27,
+            )
+            assert len(states) == 1
+        return tape.gradient(output["x"], weight)
+
+    assert float(run(tf.ones([], tf.bfloat16))) == 3.0
+
+
+def test_a_dynamic_length_is_an_error():
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, BATCH, WIDTH])])
+    def run(x):
+        return stacked({**VALUES, "x": x})
+
+    with pytest.raises(PipelineError, match=r"inputs\.x has shape \(None, 4, 3\).*ensure_shape"):
+        run.get_concrete_function()
+
+
+ONE = Meter()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_chunks": 0}, "num_chunks is 0; 7 time steps"),
+        ({"num_chunks": 8}, "num_chunks is 8; 7 time steps can be cut into 1 to 7"),
+        ({"remat": "some"}, "remat is 'some'"),
+        ({"unused_acc_state": True}, r"depends on init_states\[0\]\.m; leave"),
+        ({"accumulator_layers": [ONE, ONE]}, "same layer twice"),
+        ({"accumulator_layers": [None]}, "1 accumulator_layers.*2"),
+        ({"devices": ["CPU:0"] * 3}, "2 thetas.*3 devices"),
+        ({"devices": []}, "at least one"),
+        ({"cell_fns": [cell] * 3}, "3 cell_fns.*2"),
+        ({"cell_outs": [out]}, "1 cell_outs.*2"),
+        ({"thetas": {"w": 1.0}}, "thetas is dict; it must be a list of 2"),
+        ({"init_states": []}, "0 init_states.*2"),
+        ({"init_states": [{}, {}]}, r"init_states\[0\] has no tensor"),
+        ({"cell_outs": lambda state: {}}, r"cell_outs\[0\] returned no tensor"),
+        ({"cell_out_grads": lambda d: {"c": d["x"]}}, r"the gradient of cell_outs\[0\] returned"),
+        ({"inputs": {}}, "inputs have no tensor"),
+        ({"inputs": {"x": VALUES["x"], "y": VALUES["x"][1:]}}, "differ in dim 0.*x: 7.*y: 6"),
+        ({"inputs": {"x": 1.0}}, r"inputs.x has shape \(\)"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_before_anything_runs(changes, message):
+    with pytest.raises(PipelineError, match=message):
+        run_tf2(functools.partial(stacked, **changes), VALUES)
+
+
+def test_eager_calls_are_errors():
+    with pytest.raises(PipelineError, match=r"inside a tf\.function"):
+        stacked(VALUES)
+
+
+# LSTMs of lingvo's containers on fewer devices, with a state that is an integer.
+
+LAYERS = 3
+LSTM_VALUES = {
+    **{f"gates{i}": random(2 * WIDTH, 4 * WIDTH) for i in range(LAYERS)},
+    **{f"c{i}": random(BATCH, WIDTH) for i in range(LAYERS)},
+    **{f"m{i}": random(BATCH, WIDTH) for i in range(LAYERS)},
+    "x": VALUES["x"][:4],
+}
+
+
 def lstm(theta, state, inputs):
-    z = tf.matmul(tf.concat([inputs.x, state.m], axis=1), theta.gates) + theta.bias
+    z = tf.matmul(tf.concat([inputs.x, state.m], axis=1), theta.gates)
     i, f, o, g = tf.split(z, 4, axis=1)
     c = tf.sigmoid(f) * state.c + tf.sigmoid(i) * tf.tanh(g)
     state1 = py_utils.NestedMap(c=c, m=tf.sigmoid(o) * tf.tanh(c), steps=state.steps + 1)
@@ -114,326 +454,40 @@ def lstm_out_grad(d_out):
     return py_utils.NestedMap(c=zeros, m=d_out.x, steps=tf.constant(0))
 
 
-def thetas_of(v):
-    return [py_utils.NestedMap(gates=v[f"gates{i}"], bias=v[f"bias{i}"]) for i in range(LAYERS)]
-
-
-def states_of(v):
-    return [
-        py_utils.NestedMap(c=v[f"c{i}"], m=v[f"m{i}"], steps=tf.constant(10 * i))
-        for i in range(LAYERS)
-    ]
-
-
-def devices_of(count):
-    """Layers lie on devices as evenly as may be, neighbours together."""
-    return [f"CPU:{i * count // LAYERS}" for i in range(LAYERS)]
-
-
-def plain(cell_fns, cell_outs, thetas, init_states, inputs):
-    """Time outside, layers inside; nothing on any special device."""
-    states, over_time = list(init_states), []
-    for t in range(tf.nest.flatten(inputs)[0].shape[0]):
-        x = tf.nest.map_structure(lambda part, t=t: part[t], inputs)
-        for i, (cell_fn, cell_out) in enumerate(zip(cell_fns, cell_outs, strict=True)):
-            states[i], _ = cell_fn(thetas[i], states[i], x)
-            x = cell_out(states[i])
-        over_time.append(states[-1])
-    return cell_outs[-1](tf.nest.map_structure(lambda *x: tf.stack(x), *over_time)), states
-
-
-def build_plain(v, cell_fns=None, cell_outs=None):
-    inputs = py_utils.NestedMap(x=v["x"])
-    return plain(
-        cell_fns or [lstm] * LAYERS,
-        cell_outs or [lstm_out] * LAYERS,
-        thetas_of(v),
-        states_of(v),
-        inputs,
-    )
-
-
-def build_stacked(v, num_devices=2, stacked=None, **changes):
-    arguments = {
-        "devices": devices_of(num_devices),
-        "cell_fns": lstm,
-        "cell_grads": None,
-        "cell_outs": lstm_out,
-        "cell_out_grads": lstm_out_grad,
-        "thetas": thetas_of(v),
-        "init_states": states_of(v),
-        "inputs": py_utils.NestedMap(x=v["x"]),
-        **({"num_chunks": 1} if stacked is None else {}),
-        **changes,
-    }
-    output, states = (stacked or StackedRecurrent)(**arguments)
-    return output, list(states)
-
-
-def loss_of(results):
-    """A loss that depends on the outputs and on every layer's final state."""
-    floating = [x for x in tf.nest.flatten(results) if x.dtype.is_floating]
-    return tf.add_n([tf.reduce_sum(tf.sin((i + 1.0) * x)) for i, x in enumerate(floating)])
-
-
-def outputs_only(results):
-    return loss_of(results[0])
-
-
-def run_tf1(build, values, loss=loss_of):
-    with tf.Graph().as_default():
-        variables = {
-            name: tf.compat.v1.get_variable(name, initializer=tf.constant(value))
-            for name, value in values.items()
-        }
-        results = build({name: tf.identity(variable) for name, variable in variables.items()})
-        found = tf.gradients(loss(results), list(variables.values()))
-        grads = {k: g for k, g in zip(variables, found, strict=True) if g is not None}
-        config = tf.compat.v1.ConfigProto(device_count={"CPU": LAYERS})
-        with tf.compat.v1.Session(config=config) as session:
-            session.run(tf.compat.v1.global_variables_initializer())
-            flat, grads = session.run([tf.nest.flatten(results), grads])
-    return tf.nest.pack_sequence_as(results, flat), {name: grads.get(name) for name in values}
-
-
-def run_tf2(build, values, loss=loss_of):
-    variables = {name: tf.Variable(value) for name, value in values.items()}
-
-    @tf.function(autograph=False)
-    def run():
-        with tf.GradientTape() as tape:
-            results = build({name: tf.identity(variable) for name, variable in variables.items()})
-            total = loss(results)
-        return results, tape.gradient(total, variables)
-
-    return run()
-
-
-RUNNERS = {"tf1": run_tf1, "tf2": run_tf2}
-
-
-@pytest.fixture(scope="module", params=RUNNERS)
-def mode(request):
-    """A way to run, and what the plain loop gives that way."""
-    return RUNNERS[request.param], RUNNERS[request.param](build_plain, VALUES)
-
-
-def assert_equal(got, want, **tolerance):
-    tolerance = {"rtol": 1e-5, "atol": 1e-5, **tolerance}
-    tf.nest.assert_same_structure(got[0], want[0])
-    tf.nest.map_structure(
-        lambda a, b: np.testing.assert_allclose(a, b, **tolerance), got[0], want[0]
-    )
-    for name, grad in want[1].items():
-        if grad is None:
-            assert got[1][name] is None or not np.any(got[1][name]), name
-        else:
-            np.testing.assert_allclose(got[1][name], grad, err_msg=name, **tolerance)
-
-
-@pytest.mark.parametrize(
-    ("mode", "num_devices", "num_chunks"),
-    in_turn(list(RUNNERS), [(1, None), (2, 3), (3, None)]),
-    indirect=["mode"],
-)
-def test_outputs_states_and_gradients_equal_the_plain_loop(mode, num_devices, num_chunks):
-    run, want = mode
-    assert all(np.any(grad) for grad in want[1].values())
-    build = functools.partial(build_stacked, num_devices=num_devices, num_chunks=num_chunks)
-    got = run(build, VALUES)
-    assert_equal(got, want)
-    output, states = got[0]
-    assert isinstance(output, py_utils.NestedMap) and output.x.shape == (LENGTH, BATCH, WIDTH)
-    assert [int(state.steps) for state in states] == [10 * i + LENGTH for i in range(LAYERS)]
-
-
-def test_a_loss_of_the_outputs_alone_trains_all_layers():
-    want = run_tf2(build_plain, VALUES, loss=outputs_only)
-    assert_equal(run_tf2(build_stacked, VALUES, loss=outputs_only), want)
-
-
-@pytest.mark.slow
-def test_a_loss_of_one_final_state_trains_the_layers_up_to_it():
-    def loss(results):
-        return tf.reduce_sum(tf.sin(results[1][1].c))
-
-    want = run_tf2(build_plain, VALUES, loss=loss)
-    got = run_tf2(build_stacked, VALUES, loss=loss)
-    assert_equal(got, want)
-    assert np.any(got[1]["gates0"]) and not np.any(got[1].get("gates2", 0))
-
-
-def test_a_single_layer_returns_a_list_of_one_final_state():
-    values = {name: VALUES[name] for name in ("gates0", "bias0", "c0", "m0", "x")}
-
-    def given(v):
-        theta = py_utils.NestedMap(gates=v["gates0"], bias=v["bias0"])
-        state = py_utils.NestedMap(c=v["c0"], m=v["m0"], steps=tf.constant(0))
-        return [theta], [state], py_utils.NestedMap(x=v["x"])
+def test_a_stack_of_lstms_is_trained_by_its_outputs_alone():
+    def arguments(v):
+        thetas = [py_utils.NestedMap(gates=v[f"gates{i}"]) for i in range(LAYERS)]
+        states = [
+            py_utils.NestedMap(c=v[f"c{i}"], m=v[f"m{i}"], steps=tf.constant(10 * i))
+            for i in range(LAYERS)
+        ]
+        return thetas, states, py_utils.NestedMap(x=v["x"])
 
     def build(v):
-        output, states = StackedRecurrent(["CPU:1"], lstm, None, lstm_out, lstm_out_grad, *given(v))
-        assert len(states) == 1
-        return output, states
-
-    assert_equal(
-        run_tf2(build, values), run_tf2(lambda v: plain([lstm], [lstm_out], *given(v)), values)
-    )
-
-
-@tf.custom_gradient
-def doubled_gradient(x):
-    return tf.identity(x), lambda d: 2.0 * d
-
-
-@pytest.mark.slow
-def test_the_gradients_that_the_user_gives_are_used():
-    def cell(theta, state, inputs):
-        m = tf.tanh(tf.matmul(inputs.x + state.m, theta.gates[:WIDTH, :WIDTH]))
-        return py_utils.NestedMap(c=state.c, m=m, steps=state.steps), py_utils.NestedMap(m1=m)
-
-    def cell_grad(theta, state, inputs, extras, d_state1):
-        weight = theta.gates[:WIDTH, :WIDTH]
-        d_z = 2.0 * d_state1.m * (1.0 - extras.m1**2)
-        d_weight = tf.matmul(inputs.x + state.m, d_z, transpose_a=True)
-        d_x = tf.matmul(d_z, weight, transpose_b=True)
-        d_theta = py_utils.NestedMap(
-            gates=tf.pad(d_weight, [[0, WIDTH], [0, 3 * WIDTH]]), bias=tf.zeros_like(theta.bias)
+        thetas, states, inputs = arguments(v)
+        lists = thetas, states, [lstm] * LAYERS, [lstm_out] * LAYERS
+        saved = list(map(list, lists))
+        output, final = StackedRecurrent(
+            ["CPU:0", "CPU:0", "CPU:1"], lists[2], None, lists[3], lstm_out_grad, *lists[:2], inputs
         )
-        d_state = py_utils.NestedMap(c=d_state1.c, m=d_x, steps=d_state1.steps)
-        return d_theta, d_state, py_utils.NestedMap(x=d_x), None
+        assert list(map(list, lists)) == saved, "the caller's lists have changed"
+        assert isinstance(output, py_utils.NestedMap)
+        return output, list(final)
 
-    def doubled_cell(theta, state, inputs):
-        z = tf.matmul(inputs.x + state.m, theta.gates[:WIDTH, :WIDTH])
-        m = tf.tanh(doubled_gradient(z))
-        return py_utils.NestedMap(c=state.c, m=m, steps=state.steps), py_utils.NestedMap()
+    def build_plain(v):
+        return plain_stack([lstm] * LAYERS, [lstm_out] * LAYERS, *arguments(v))
 
-    def half_out_grad(d_out):
-        return lstm_out_grad(py_utils.NestedMap(x=0.5 * d_out.x))
+    def outputs_only(results):
+        return loss_of(results[0])
 
-    @tf.custom_gradient
-    def half_gradient(x):
-        return tf.identity(x), lambda d: 0.5 * d
-
-    def half_out(state):
-        return py_utils.NestedMap(x=half_gradient(state.m))
-
-    # What the last layer gives to the outside has TensorFlow's gradient, as in lingvo.
-    outs = [half_out] * (LAYERS - 1) + [lstm_out]
-    plain_build = functools.partial(build_plain, cell_fns=[doubled_cell] * LAYERS, cell_outs=outs)
-    stacked = functools.partial(
-        build_stacked, cell_fns=cell, cell_grads=cell_grad, cell_out_grads=half_out_grad
-    )
-    assert_equal(run_tf2(stacked, VALUES), run_tf2(plain_build, VALUES))
-
-
-def test_states_that_no_cell_reads_need_not_be_kept():
-    """As in lingvo's pipeline of microbatches: the state is only what a layer hands on."""
-
-    def cell(theta, state, inputs):
-        m = tf.tanh(tf.matmul(inputs.x, theta.gates[:WIDTH, :WIDTH]))
-        return py_utils.NestedMap(c=m, m=m, steps=tf.constant(1)), py_utils.NestedMap()
-
-    want = run_tf2(functools.partial(build_plain, cell_fns=[cell] * LAYERS), VALUES)
-    got = run_tf2(functools.partial(build_stacked, cell_fns=cell, unused_acc_state=True), VALUES)
-    assert_equal(got, want)
-
-
-def test_a_state_that_a_cell_does_read_must_be_kept():
-    with pytest.raises(PipelineError, match=r"unused_acc_state.*(c|m|steps)"):
-        run_tf2(functools.partial(build_stacked, unused_acc_state=True), VALUES)
-
-
-@pytest.mark.parametrize(
-    ("mode", "inside"), in_turn(list(RUNNERS), [False, True]), indirect=["mode"]
-)
-@pytest.mark.slow
-def test_captured_tensors_and_variables_get_their_gradient(mode, inside):
-    run, _ = mode
-
-    def build(v, stacked):
-        scale = tf.exp(v["bias0"][0])
-
-        def cell(theta, state, inputs):
-            factor = tf.exp(v["bias0"][0]) if inside else scale
-            return lstm(theta, state, py_utils.NestedMap(x=factor * inputs.x))
-
-        return build_stacked(v, cell_fns=cell) if stacked else build_plain(v, [cell] * LAYERS)
-
-    want = run(functools.partial(build, stacked=False), VALUES)
-    assert_equal(run(functools.partial(build, stacked=True), VALUES), want)
-
-
-@pytest.mark.slow
-def test_dropout_is_alike_on_any_devices_and_differs_in_time():
-    def cell(theta, state, inputs):
-        state1, _ = lstm(theta, state, inputs)
-        state1.m = tf.nn.dropout(state1.m, 0.5)
-        return state1, py_utils.NestedMap()
-
-    def build(v, count):
-        with plan_free_randomness(step=tf.constant(3, tf.int64)):
-            return build_stacked(v, count, cell_fns=cell)
-
-    want = run_tf2(functools.partial(build, count=1), VALUES)
-    assert_equal(run_tf2(functools.partial(build, count=LAYERS), VALUES), want)
-    kept = {(row != 0).tobytes() for row in np.array(want[0][0].x)}
-    assert len(kept) == LENGTH
-
-
-def test_the_callers_lists_stay_as_they_are():
-    variables = {name: tf.constant(value) for name, value in VALUES.items()}
-    thetas, states = thetas_of(variables), states_of(variables)
-    saved = list(thetas), list(states)
-
-    @tf.function(autograph=False)
-    def run():
-        return build_stacked(variables, thetas=thetas, init_states=states)[0]
-
-    run()
-    for now, before in zip((thetas, states), saved, strict=True):
-        assert all(a is b for a, b in zip(now, before, strict=True))
-
-
-@pytest.mark.slow
-def test_every_layer_is_computed_on_its_device_in_both_passes():
-    variables = {name: tf.Variable(value) for name, value in VALUES.items()}
-
-    @tf.function(autograph=False)
-    def run():
-        with tf.GradientTape() as tape:
-            loss = loss_of(build_stacked(variables, LAYERS))
-        return tape.gradient(loss, variables)
-
-    with record_placement() as graphs:
-        run()
-    nodes = [n for graph in graphs.partition_graphs for n in graph.node if "MatMul" in n.op]
-    used = [node.device.rsplit(":", 1)[1] for node in nodes]
-    counts = {device: used.count(device) for device in used}
-    assert sorted(counts) == ["0", "1", "2"]
-    assert len(set(counts.values())) == 1, counts
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"devices": ["CPU:0"] * 2}, "3 thetas.*2 devices"),
-        ({"devices": []}, "at least one"),
-        ({"cell_fns": [lstm] * 2}, "2 cell_fns.*3"),
-        ({"cell_outs": [lstm_out] * 5}, "5 cell_outs.*3"),
-        ({"accumulator_layers": [None]}, "1 accumulator_layers.*3"),
-        ({"init_states": []}, "0 init_states.*3"),
-        ({"inputs": py_utils.NestedMap()}, "inputs have no tensor"),
-    ],
-)
-def test_lists_of_another_length_than_the_devices_are_errors(changes, message):
-    with pytest.raises(PipelineError, match=message):
-        run_tf2(functools.partial(build_stacked, **changes), VALUES)
+    got = run_tf2(build, LSTM_VALUES, outputs_only)
+    assert all(np.any(grad) for grad in got[1].values())
+    assert_equal(got, run_tf2(build_plain, LSTM_VALUES, outputs_only))
 
 
 @pytest.mark.slow
 def test_results_and_gradients_equal_lingvos_stack():
-    def cell(theta, state, inputs):
+    def lstm_cell(theta, state, inputs):
         # In lingvo no state may be an integer.
         state1, extras = lstm(theta, py_utils.NestedMap(**state, steps=0), inputs)
         del state1.steps
@@ -442,20 +496,17 @@ def test_results_and_gradients_equal_lingvos_stack():
     def out_grad(d_out):
         return py_utils.NestedMap(c=tf.zeros_like(d_out.x), m=d_out.x)
 
-    def build(v, stacked):
-        states = [py_utils.NestedMap(c=v[f"c{i}"], m=v[f"m{i}"]) for i in range(LAYERS)]
-        return build_stacked(
-            v,
-            stacked=stacked,
+    def build(v, stack):
+        output, states = stack(
             # lingvo wants whole names.
-            devices=[f"/job:localhost/replica:0/task:0/device:{d}" for d in devices_of(LAYERS)],
-            cell_fns=cell,
-            cell_out_grads=out_grad,
-            init_states=states,
+            [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(LAYERS)],
+            *(lstm_cell, None, lstm_out, out_grad),
+            [py_utils.NestedMap(gates=v[f"gates{i}"]) for i in range(LAYERS)],
+            [py_utils.NestedMap(c=v[f"c{i}"], m=v[f"m{i}"]) for i in range(LAYERS)],
+            py_utils.NestedMap(x=v["x"]),
         )
+        return output, list(states)
 
-    got = run_tf1(
-        functools.partial(build, stacked=functools.partial(StackedRecurrent, num_chunks=2)), VALUES
-    )
-    want = run_tf1(functools.partial(build, stacked=lingvo_recurrent.StackedRecurrent), VALUES)
-    assert_equal(got, want)
+    ours = functools.partial(build, stack=functools.partial(StackedRecurrent, num_chunks=2))
+    theirs = functools.partial(build, stack=lingvo_recurrent.StackedRecurrent)
+    assert_equal(run_tf1(ours, LSTM_VALUES), run_tf1(theirs, LSTM_VALUES))
