@@ -89,10 +89,6 @@ class CheckpointError(PipemeshError, ValueError):
 class DamagedError(CheckpointError):
     """A checkpoint differs from what was written.
 
-    Args:
-        path: the checkpoint.
-        what: the damaged file and the damage.
-
     Attributes:
         path: the checkpoint.
         what: the damaged file and the damage.

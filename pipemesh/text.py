@@ -78,22 +78,13 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Returns the known word that is most similar to `word`; None if none is similar.
 
     The least similarity `cutoff` is from 0 to 1, as in `difflib.get_close_matches`.
-
-    Example:
-        >>> nearest("gpip", ["gpipe", "zb_v"])
-        'gpipe'
     """
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
 def almost_equal(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name of which `name` is probably a misspelling; None if there is none.
-
-    Example:
-        >>> almost_equal("hiden", ["batch", "hidden"]), almost_equal("dim_in", ["dim_out"])
-        ('hidden', None)
-    """
+    """Returns the known name of which `name` is probably a misspelling; None if there is none."""
     return nearest(name, known, _ALMOST_EQUAL)
 
 
@@ -128,10 +119,10 @@ def several(noun: str) -> str:
     """Returns the plural of a noun.
 
     Example:
-        >>> several("worker"), several("process")
-        ('workers', 'processes')
+        >>> several("worker"), several("process"), several("microbatch")
+        ('workers', 'processes', 'microbatches')
     """
-    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
 
 
 def is_missing(module: str, error: ModuleNotFoundError) -> bool:
@@ -148,16 +139,11 @@ def is_missing(module: str, error: ModuleNotFoundError) -> bool:
 
 def count_text(number: int, what: str) -> str:
     """Returns a number of things, such as `1 stage` or `2 stages`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number} {what if number == 1 else several(what)}"
 
 
 def bytes_of(text: str) -> float:
-    """Returns the number of bytes for a text such as `16GiB`, `80GB` or `25e9`; raises ValueError.
-
-    Example:
-        >>> bytes_of("16GiB"), bytes_of("80 GB"), bytes_of("25e9")
-        (17179869184.0, 80000000000.0, 25000000000.0)
-    """
+    """Returns the bytes that a text such as `16GiB`, `80GB` or `25e9` means; raises ValueError."""
     digits, unit = text.strip(), ""
     while digits and digits[-1].isalpha():
         digits, unit = digits[:-1], digits[-1] + unit

@@ -26,6 +26,7 @@ from pipemesh.schedule import (
     simulate,
 )
 from pipemesh.schedule.builders import BUILDERS
+from pipemesh.schedule.names import NAMES
 
 DEVICES, MICROBATCHES = 8, 32
 FORWARD, BACKWARD = 0.020, 0.040  # Seconds of a device's share of the model.
@@ -61,7 +62,7 @@ class Table:
     def of(cls, name: str, devices: int = DEVICES, microbatches: int = MICROBATCHES) -> Table:
         """The table of that name; the searched one has two stages a device."""
         share = {SEARCHED: 2, RECOMPUTED: 1, SLICED: SLICED_SHARE}.get(name)
-        share = share or BUILDERS[name].virtual_stages
+        share = share or NAMES[name].stages_a_device
         costs = Costs(FORWARD / share, BACKWARD / share)
         if name == SEARCHED:
             schedule = list_schedule(costs, devices, microbatches, num_virtual_stages=share)

@@ -57,7 +57,7 @@ def main() -> None:
         timed(trainer.Trainer, "__init__", "model, datasets")
         timed(trainer.Trainer, "_train_step", "tracing the step")
         timed(machine.Machine, "_trace", "- stages and their gradients, evaluation included")
-        timed(replica, "differentiate", "  - gradients")
+        timed(replica.Replica, "differentiate", "  - gradients")
         timed(run.Run, "perform", "- actions, evaluation included")
         timed(trainer.Trainer, "train_step", "first step, tracing included")
         timed(trainer.Trainer, "_prepare_evaluation", "evaluation's graph, meanwhile")

@@ -13,6 +13,7 @@ from pathlib import Path
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Costs, list_schedule, simulate, zb_h1
 from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.names import NAMES
 
 # Costs of one device's share of the model. The ratios of "transformer" are typical of a large
 # language model: weight gradients lack the attention part of the backward pass.
@@ -35,10 +36,10 @@ CASES = {
 def schedules():
     rows = []
     for case, (num_devices, num_microbatches, costs) in CASES.items():
-        for name, builder in BUILDERS.items():
-            if not builder.trains:
+        for name in BUILDERS:
+            if not NAMES[name].trains:
                 continue
-            share = builder.virtual_stages
+            share = NAMES[name].stages_a_device
             fine = costs.refined(share)
             try:
                 rival = simulate(build(name, num_devices, num_microbatches), fine)

@@ -118,19 +118,22 @@ def program(
     interfaces: Sequence[int] = (),
 ) -> bytes:
     """Returns the filter's code, which checks sources (`peers`) or destinations of packets."""
-    four = [_match(n, _NET + (12 if peers else 16), interfaces) for n in allowed if n.version == 4]
-    six = [_match(n, _NET + (8 if peers else 24), interfaces) for n in allowed if n.version == 6]
-    refused = [(_RETURN, 0, 0, _NOTHING)]
-    four_lines = [line for lines in four for line in lines] + refused
-    six_lines = [line for lines in six for line in lines] + refused
+
+    def code(version: int, offset: int) -> list[tuple[int, int, int, int]]:
+        matches = [_match(n, _NET + offset, interfaces) for n in allowed if n.version == version]
+        return [line for lines in matches for line in lines] + [(_RETURN, 0, 0, _NOTHING)]
+
+    four_lines = code(4, 12 if peers else 16)
+    six_lines = code(6, 8 if peers else 24)
     # A conditional jump is short, so a second, long one skips the lines for IPv4.
-    begin = [
+    lines = [
         (_LOAD_BYTE, 0, 0, _NET),
         (_RIGHT, 0, 0, 4),
         (_IF_EQUAL, 1, 0, 4),
         (0x05, 0, 0, len(four_lines)),
+        *four_lines,
+        *six_lines,
     ]
-    lines = [*begin, *four_lines, *six_lines]
     return b"".join(struct.pack("HBBI", code, yes, no, k & _ALL) for code, yes, no, k in lines)
 
 

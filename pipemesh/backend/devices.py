@@ -154,8 +154,7 @@ def _fits(requested: tf.DeviceSpec, spec: tf.DeviceSpec) -> bool:
     elif requested.job is None and is_client():
         # With workers, a name without a job means this process.
         return False
-    parts = ("job", "replica", "task", "device_type", "device_index")
-    return all(getattr(requested, part) in (None, getattr(spec, part)) for part in parts)
+    return agree(requested, spec)
 
 
 def is_device(pinned: str, device: str) -> bool:

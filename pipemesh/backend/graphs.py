@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -60,10 +60,7 @@ class Bodies:
     """The functions of a serialized graph, as lists of nodes."""
 
     def __init__(self, graph_def: tf.compat.v1.GraphDef) -> None:
-        self._functions: Mapping[str, Sequence[tf.compat.v1.NodeDef]] = {
-            f.signature.name: f.node_def for f in graph_def.library.function
-        }
-        self._definitions = {f.signature.name: f for f in graph_def.library.function}
+        self._functions = {f.signature.name: f for f in graph_def.library.function}
 
     def called(self, node: tf.compat.v1.NodeDef) -> list[str]:
         """Returns the names of the functions that a node calls."""
@@ -79,7 +76,7 @@ class Bodies:
 
     def returns_argument(self, function: str, number: int) -> bool:
         """Returns True if a function returns the argument of the same number unchanged."""
-        definition = self._definitions[function]
+        definition = self._functions[function]
         nodes = {node.name: node for node in definition.node_def}
         name = definition.ret[definition.signature.output_arg[number].name].partition(":")[0]
         while name in nodes and nodes[name].op == "Identity":
@@ -96,7 +93,7 @@ class Bodies:
                 for name in self.called(node):
                     if name not in seen:
                         seen.add(name)
-                        todo.append(self._functions[name])
+                        todo.append(self._functions[name].node_def)
 
 
 def surrounding_graphs(graph: tf.Graph) -> Iterator[tf.Graph]:

@@ -15,9 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# All of TensorFlow's prints and summaries end in these generated modules. They are not public, but
-# they are the one place that catches every caller; the TensorFlow version is pinned to 2.21.
-from tensorflow.python.ops import gen_logging_ops, gen_summary_ops
+from pipemesh.backend.patches import wrap_operation
 
 KINDS = ("stage", "replica", "layer")
 
@@ -53,8 +51,6 @@ class _Scopes(threading.local):
 
 
 _scopes = _Scopes()
-_install_lock = threading.Lock()
-_installed = False
 
 
 @contextlib.contextmanager
@@ -63,7 +59,6 @@ def tagged(
 ) -> Iterator[None]:
     """Prefixes prints inside with stage and microbatch, and appends these to tags of summaries."""
     # `microbatch` and `part` (the sequence slice) are int64 scalars.
-    _install()
     numbers: list[tuple[str, Any]] = [
         ("microbatch", microbatch),
         ("slice", part),
@@ -132,32 +127,18 @@ def _summary(original: Callable[..., Any], name: str, position: int) -> Callable
 
 # Name and position of the argument that holds the tag.
 _TAGS = {
-    gen_logging_ops: {
-        "audio_summary_v2": ("tag", 0),
-        "histogram_summary": ("tag", 0),
-        "image_summary": ("tag", 0),
-        "scalar_summary": ("tags", 0),
-        "tensor_summary_v2": ("tag", 0),
-    },
-    gen_summary_ops: {
-        "write_audio_summary": ("tag", 2),
-        "write_histogram_summary": ("tag", 2),
-        "write_image_summary": ("tag", 2),
-        "write_scalar_summary": ("tag", 2),
-        "write_summary": ("tag", 3),
-    },
+    "audio_summary_v2": ("tag", 0),
+    "histogram_summary": ("tag", 0),
+    "image_summary": ("tag", 0),
+    "scalar_summary": ("tags", 0),
+    "tensor_summary_v2": ("tag", 0),
+    "write_audio_summary": ("tag", 2),
+    "write_histogram_summary": ("tag", 2),
+    "write_image_summary": ("tag", 2),
+    "write_scalar_summary": ("tag", 2),
+    "write_summary": ("tag", 3),
 }
-
-
-def _install() -> None:
-    """Installs the dispatchers once; they change nothing outside a scope."""
-    global _installed
-    with _install_lock:
-        if _installed:
-            return
-        gen_logging_ops.print_v2 = _print_v2(gen_logging_ops.print_v2)
-        gen_logging_ops._print = _print(gen_logging_ops._print)
-        for module, functions in _TAGS.items():
-            for function, (name, position) in functions.items():
-                setattr(module, function, _summary(getattr(module, function), name, position))
-        _installed = True
+wrap_operation("print_v2", _print_v2)
+wrap_operation("_print", _print)
+for _operation, (_name, _position) in _TAGS.items():
+    wrap_operation(_operation, functools.partial(_summary, name=_name, position=_position))

@@ -60,6 +60,18 @@ def pin_each(tensors: list[MaybeTensor], devices: str | Sequence[str]) -> list[M
     return result
 
 
+def pin_behind(
+    operations: Sequence[tf.Operation],
+    tensors: list[MaybeTensor],
+    devices: str | Sequence[str],
+) -> list[MaybeTensor]:
+    """Pins the tensors that are not None behind operations; without any, returns them as given."""
+    if not operations:
+        return tensors
+    with tf.control_dependencies(operations):
+        return pin_each(tensors, devices)
+
+
 def anchor(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor through an operation that stays on its device."""
     # The graph optimizer removes an identity or a pin that has a single user. This operation could
@@ -124,13 +136,11 @@ def list_set(handle: tf.Tensor, index: tf.Tensor, value: tf.Tensor) -> tf.Tensor
 class Call:
     """A call of a concrete function that has no gradient."""
 
-    # `taken` are the positions of the function's arguments among the tensors that the call gets;
     # `has_effects` says whether the function checks or prints.
 
-    def __init__(self, function: Any, taken: Sequence[int], has_effects: bool = False) -> None:
+    def __init__(self, function: Any, has_effects: bool = False) -> None:
         self._function = function
         self._has_effects = has_effects
-        self._taken = taken
         self._dtypes = [t.dtype for t in function.outputs]
         self._shapes = [t.shape for t in function.outputs]
         self._captures = function.captured_inputs
@@ -151,7 +161,7 @@ class Call:
         if graph is not self._known_to:
             self._function.add_to_graph(graph)
             self._known_to = graph
-        tensors = [*(arguments[i] for i in self._taken), *self._captures]
+        tensors = [*arguments, *self._captures]
         # A TF1 session folds stateless operations on constants before it runs. In functions of TF2
         # a stateful operation would wait for all others, across devices.
         orders_state = getattr(graph, "_add_control_dependencies", False)

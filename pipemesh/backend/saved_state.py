@@ -50,12 +50,7 @@ class SlicedVariable(Trackable):
     # device, and restored however the tensor was cut when it was written.
 
     def __init__(self, parts: Sequence[tuple[tf.Variable, Slice]]) -> None:
-        self._parts = list(parts)
-
-    @property
-    def parts(self) -> list[tuple[tf.Variable, Slice]]:
-        """Each variable with the part that it holds."""
-        return list(self._parts)
+        self.parts = list(parts)
 
     def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
         def saveables(name: str = "sliced") -> list[Any]:
@@ -63,7 +58,7 @@ class SlicedVariable(Trackable):
                 saveable_object_util.ResourceVariableSaveable(
                     variable, part.spec(static_sizes(variable)), name
                 )
-                for variable, part in self._parts
+                for variable, part in self.parts
             ]
 
         return {VARIABLE_VALUE_KEY: saveables}

@@ -117,7 +117,8 @@ class Checkpoints:
         self.wait()
         snapshot = Snapshot.of(self._entries, self._hosts_that_write())
         path = folders.path_of(self.folder, step)
-        self._writing = _Writing(self, path, snapshot, step, note, score)
+        self._writing = _Writing(self, path, [snapshot], step, note, score)
+        self._writing.start()
         return path
 
     def confirm(self) -> None:
@@ -131,14 +132,9 @@ class Checkpoints:
             self._writing.decide(good=False)
 
     @property
-    def is_undecided(self) -> bool:
-        """True while a checkpoint waits for `confirm` or `abandon`."""
-        return self._writing is not None and self._writing.is_undecided
-
-    @property
     def is_writing(self) -> bool:
         """True while a checkpoint is being written, or waits for a decision."""
-        return self._writing is not None and not self._writing.is_done
+        return self._writing is not None and self._writing.is_alive()
 
     def poll(self) -> None:
         """Raises the error of a checkpoint that has failed in the meantime.
@@ -146,7 +142,7 @@ class Checkpoints:
         Raises:
             SaveError: it could not be written; nothing is left of it, and older ones stay.
         """
-        if self._writing and self._writing.is_done:
+        if self._writing and not self._writing.is_alive():
             self.wait()
 
     def wait(self) -> str | None:
@@ -162,21 +158,13 @@ class Checkpoints:
         if writing:
             writing.decide(good=False)
             writing.join()
+            writing.check()
         return self.newest
 
     def save(self, step: int, note: Mapping[str, Any], score: float | None = None) -> str:
         """Saves everything, and waits until it is written.
 
-        Args:
-            step: see `begin`.
-            note: see `begin`.
-            score: see `begin`.
-
-        Returns:
-            The path of the checkpoint.
-
-        Raises:
-            SaveError: see `poll`.
+        Takes the arguments of `begin`, returns its path, and raises the errors of `poll`.
         """
         path = self.begin(step, note, score)
         self.confirm()
@@ -215,46 +203,34 @@ class Checkpoints:
         folders.list_for_tensorflow(self.folder, [f"ckpt-{step}" for step in steps])
 
 
-class _Writing:
+class _Writing(threading.Thread):
     """A thread that writes a checkpoint."""
 
     def __init__(
         self,
         owner: Checkpoints,
         path: str,
-        snapshot: Snapshot,
+        held: list[Snapshot],
         step: int,
         note: Mapping[str, Any],
         score: float | None,
     ) -> None:
+        # A daemon: the end of the program must not wait for a decision.
+        super().__init__(name="checkpoint", daemon=True)
         self._owner, self._path = owner, path
+        # A snapshot in a list, which is emptied: tensors are released once they are written.
+        self._held = held
+        self._step, self._note, self._score = step, note, score
         self._error: BaseException | None = None
         self._decided, self._good = threading.Event(), False
-        # A daemon: the end of the program must not wait for a decision.
-        self._thread = threading.Thread(
-            # In a list that the thread empties: it keeps its arguments until it ends.
-            target=self._run,
-            args=([snapshot], step, note, score),
-            name="checkpoint",
-            daemon=True,
-        )
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
-
-    @property
-    def is_undecided(self) -> bool:
-        return not self._decided.is_set()
 
     def decide(self, good: bool) -> None:
         if not self._decided.is_set():
             self._good = good
             self._decided.set()
 
-    def join(self) -> None:
-        self._thread.join()
+    def check(self) -> None:
+        """Raises the error of a thread that has ended."""
         error = self._error
         if error is None:
             return
@@ -262,13 +238,7 @@ class _Writing:
             raise SaveError(f"{self._path} cannot be written ({reason(error)})") from error
         raise error
 
-    def _run(
-        self,
-        held: list[Snapshot],
-        step: int,
-        note: Mapping[str, Any],
-        score: float | None,
-    ) -> None:
+    def run(self) -> None:
         folder = f"{self._path}_temp"
         temporary = os.path.join(folder, os.path.basename(self._path))
         try:
@@ -276,8 +246,9 @@ class _Writing:
             # Not the folder above it: if that was removed, it is an error.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder)
-            self._owner._files.write(held.pop(), temporary)
-            Manifest.of(temporary, step=step, note=note, score=score).write(temporary)
+            self._owner._files.write(self._held.pop(), temporary)
+            manifest = Manifest.of(temporary, self._step, self._note, self._score)
+            manifest.write(temporary)
             self._decided.wait()
             if self._good:
                 self._owner._finish(temporary, self._path)

@@ -88,11 +88,13 @@ def names_of(
 ) -> list[str]:
     """Returns names of tensors, with or without optimizer state and positions in data."""
     shapes, _ = contents(path)
-    return [
-        name
-        for name in _names(path, shapes, wanted)
-        if (state or not _is_state(name, shapes)) and (places or not name.startswith(DATA))
-    ]
+    names = _names(path, shapes, wanted)
+    if not state:
+        # The prefix of an optimizer's tensor is the name of a weight.
+        names = [
+            n for n in names if n.rpartition("/")[0] not in shapes and not _POWERS.fullmatch(n)
+        ]
+    return names if places else [name for name in names if not name.startswith(DATA)]
 
 
 def _differing(name: str, one: tf.Tensor, two: tf.Tensor) -> Iterator[tuple[str, ...]]:
@@ -101,17 +103,10 @@ def _differing(name: str, one: tf.Tensor, two: tf.Tensor) -> Iterator[tuple[str,
             yield name, "", "", "other content"
         return
     one, two = tf.cast(one, tf.float64), tf.cast(two, tf.float64)
-    apart = tf.abs(one - two)
-    same = bool(tf.reduce_all(tf.equal(one, two)))
-    if not same:
-        norm = float(tf.norm(one))
+    if not bool(tf.reduce_all(one == two)):
+        norm, greatest = float(tf.norm(one)), float(tf.reduce_max(tf.abs(one - two)))
         share = float(tf.norm(one - two)) / norm if norm else math.inf
-        yield name, f"{float(tf.reduce_max(apart)):.3g}", f"{share:.3g}", ""
-
-
-def _is_state(name: str, shapes: dict[str, list[int]]) -> bool:
-    """Returns whether a name is an optimizer's: its prefix is the name of a weight."""
-    return name.rpartition("/")[0] in shapes or _POWERS.fullmatch(name) is not None
+        yield name, f"{greatest:.3g}", f"{share:.3g}", ""
 
 
 def _names(path: str, shapes: dict[str, list[int]], wanted: Callable[[str], bool]) -> list[str]:
@@ -195,7 +190,9 @@ def convert(
     if like:
         _, note = _about(like)
     write(to, [(called, source.read) for called, source in sources.items()], step, note)
-    _list_first(to)
+    folder, name = os.path.split(to)
+    if not os.path.exists(os.path.join(folder, LIST)):
+        list_for_tensorflow(folder, [name])
     filled = [called for called in sources if called not in renamed]
     lost = sorted(renamed.keys() - sources.keys())
     return (
@@ -263,13 +260,6 @@ def _about(
         manifest = Manifest.read(path)
         return manifest.step, manifest.note
     return (int(step.read()) if step else default), {}
-
-
-def _list_first(path: str) -> None:
-    """Lets TensorFlow find the checkpoint, unless the folder already has a list."""
-    folder, name = os.path.split(path)
-    if not os.path.exists(os.path.join(folder, LIST)):
-        list_for_tensorflow(folder, [name])
 
 
 def _few(names: Sequence[str]) -> str:

@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 
 from pipemesh.checkpoint.files import check_path, write_whole
 from pipemesh.checkpoint.manifest import INDEX, SUFFIX, Manifest
@@ -26,6 +25,7 @@ _LIST = re.compile(r"\.checkpoint\.\d+", re.ASCII)
 DAMAGED = "damaged-"
 # The name of the list.
 LIST = "checkpoint"
+_DAMAGED = re.compile(rf"{DAMAGED}ckpt-\d+", re.ASCII)
 _MANIFEST = re.compile(rf"(?:{DAMAGED})?ckpt-\d+{re.escape(SUFFIX)}", re.ASCII)
 
 
@@ -90,7 +90,8 @@ def newest_whole(folder: str) -> tuple[str, Manifest] | None:
             return path, manifest
         except DamagedError as error:
             go_back(error)
-    if damaged := damaged_in(folder):
+    names = {name.partition(".")[0] for name in _names(folder)}
+    if damaged := sorted(filter(_DAMAGED.fullmatch, names)):
         raise CheckpointError(
             f"{folder} has no whole checkpoint, only damaged ones ({', '.join(damaged)}); "
             f"put a copy of one there, remove {DAMAGED}* to begin anew, or give another folder"
@@ -103,12 +104,6 @@ def go_back(error: DamagedError) -> None:
     aside = os.path.basename(set_aside(error.path))
     previous = newest(os.path.dirname(error.path))
     print(f"{error}; set aside as {aside}, going back to {previous or 'none'}", file=sys.stderr)
-
-
-def damaged_in(folder: str) -> list[str]:
-    """Returns the names of the checkpoints that were set aside."""
-    names = {name.partition(".")[0] for name in _names(folder)}
-    return sorted(name for name in names if re.fullmatch(rf"{DAMAGED}ckpt-\d+", name, re.ASCII))
 
 
 def set_aside(path: str) -> str:
@@ -325,12 +320,7 @@ class Folder:
         os.close(self._fd)
         self._fd = fd
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _held.remove(self)
         os.close(self._fd)
 

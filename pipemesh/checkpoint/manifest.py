@@ -49,34 +49,20 @@ class Manifest:
 
     @classmethod
     def of(
-        cls,
-        path: str,
-        *,
-        step: int,
-        note: Mapping[str, Any],
-        score: float | None = None,
+        cls, path: str, step: int, note: Mapping[str, Any], score: float | None = None
     ) -> Manifest:
-        """Returns the manifest of files that were just written.
-
-        Args:
-            path: the common prefix of the files' names.
-            step: see the class.
-            note: see the class.
-            score: see the class.
+        """Returns the manifest of files that were just written, with names that begin with `path`;
+        the other arguments are attributes.
         """
         folder, name = os.path.split(path)
-        ends = [file.removeprefix(name) for file in os.listdir(folder) if file.startswith(name)]
-        sizes = {
-            end: os.path.getsize(path + end) for end in sorted(ends) if end.startswith(".data")
-        }
+        files = sorted(file for file in os.listdir(folder) if file.startswith(f"{name}.data"))
+        ends = [file.removeprefix(name) for file in files]
+        sizes = {end: os.path.getsize(path + end) for end in ends}
         return cls(step, _digest(_content(path + INDEX)), sizes, note, score)
 
     @classmethod
     def read(cls, path: str) -> Manifest:
-        """Reads the manifest of a checkpoint.
-
-        Args:
-            path: the checkpoint, without any file ending.
+        """Reads the manifest of a checkpoint, whose `path` has no file ending.
 
         Raises:
             CheckpointError: the checkpoint or its manifest is missing, cannot be read now or has
@@ -110,14 +96,7 @@ class Manifest:
             ) from error
 
     def write(self, path: str) -> None:
-        """Writes the manifest beside a checkpoint.
-
-        Args:
-            path: the checkpoint, without any file ending.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Writes the manifest beside a checkpoint, whose `path` has no file ending."""
         content = json.dumps(dataclasses.asdict(self), indent=1).encode()
         write_whole(path + SUFFIX, _digest(content).encode() + b"\n" + content)
 
@@ -125,9 +104,6 @@ class Manifest:
         """Checks that all files exist with their sizes and the index that was written.
 
         A step in the checkpoint's name must be the step of the manifest. Tensors are not read.
-
-        Args:
-            path: the checkpoint, without any file ending.
 
         Raises:
             DamagedError: a file is missing or has changed.

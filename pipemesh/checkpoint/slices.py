@@ -243,19 +243,13 @@ def absolute(prefix: str, host: str) -> str:
     return prefix if host == own_host() else os.path.abspath(prefix)
 
 
-def host_name(host: str) -> str:
-    """Returns the name of a host for messages."""
-    task = task_of(host)
-    return "this process" if task is None else f"worker {task}"
-
-
 def say_once(doing: str, folder: str, host: str, why: str) -> None:
     """Reports once that this process reads or writes for a worker, and why."""
     if (doing, folder, host) not in _reported:
         _reported.add((doing, folder, host))
         print(
-            f"{folder}: {host_name(host)} {why}; this process {doing} for it. Put the folder on "
-            "a file system that all hosts share under one path to avoid this",
+            f"{folder}: worker {task_of(host)} {why}; this process {doing} for it. Put the folder "
+            "on a file system that all hosts share under one path to avoid this",
             file=sys.stderr,
         )
 

@@ -29,9 +29,9 @@ from pipemesh.commands import process
 from pipemesh.commands.flags import Command, Flag, FlagError, Flags, is_help, parse
 from pipemesh.errors import CheckpointError
 from pipemesh.example_models import example
+from pipemesh.plan.plan import DTYPES
 from pipemesh.text import columns, did_you_mean
 
-DTYPES = ("float32", "bfloat16", "float16")
 _NO_STAGES, _STAGES_OF_LIKE = "none", "like"
 # Notes by which programs resume, and the most values of a note that are listed.
 _INTERNAL = ("best", "decoded_by", "evaluated_by", "judged", "skip")

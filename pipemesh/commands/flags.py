@@ -18,11 +18,11 @@ import math
 import pathlib
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from pipemesh.errors import PipemeshError
-from pipemesh.text import did_you_mean, nearest, nearest_text
+from pipemesh.text import bytes_of, did_you_mean, nearest, nearest_text
 
 # The groups of flags that commands which train share, in the order of `--help`.
 FILES, TEXTS, MODEL = "model and files", "texts", "size and optimizer of the model"
@@ -118,9 +118,24 @@ def grouped(group: str, *flags: Flag) -> tuple[Flag, ...]:
     return tuple(flag if flag.group else dataclasses.replace(flag, group=group) for flag in flags)
 
 
-def without(flags: Iterable[Flag], names: Collection[str]) -> tuple[Flag, ...]:
-    """Returns the flags that do not have one of these names."""
-    return tuple(flag for flag in flags if flag.name not in names)
+# Flags of several commands that plan.
+NUM_MICROBATCHES = Flag(
+    "num_microbatches", int, value="M", help="Microbatches of a step.", former=["microbatches"]
+)
+NUM_VIRTUAL_STAGES = Flag(
+    "num_virtual_stages",
+    int,
+    value="V",
+    help="Stages of each device; default: the schedule's.",
+    former=["virtual_stages"],
+)
+DEVICE_MEMORY = Flag(
+    "device_memory",
+    bytes_of,
+    value="BYTES",
+    help="Memory of a device, such as 16GiB or 80GB.",
+    former=["memory"],
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +211,6 @@ class Flags:
         except KeyError:
             raise AttributeError(f"the command has no flag {name!r}") from None
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._flags
-
     def names(self) -> list[str]:
         """Returns the names of all flags."""
         return sorted(self._flags)
@@ -263,44 +275,25 @@ FLAGS = Flags()
 """The flags of the command that this process runs."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises its errors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise FlagError(message)
-
-
 def parse(argv: Sequence[str], command: Command) -> Flags:
     """Reads a command line into `FLAGS`; prints help and ends the program if that is requested."""
     if is_help(argv):
         print(command.help())
         sys.exit(0)
-    flags = {flag.name: flag for flag in command.flags}
     FLAGS.declare(command.flags)
-    parser = _Parser(prog=command.name, add_help=False, allow_abbrev=False)
+    words = _take_named(list(argv[1:]), command)
     for flag in command.flags:
-        if not flag.argument:
-            parser.add_argument(f"--{flag.name}", action="append")
-        elif flag.argument != "...":
-            # Missing ones are named below, with the flags that are missing.
-            parser.add_argument(flag.name, nargs="*" if flag.argument == "+" else "?")
-    words, left = _normalized(argv[1:], command.flags)
-    values, unknown = parser.parse_known_args(words)
-    _refuse_unknown(unknown, command)
-    for flag in command.flags:
-        if flag.argument == "..." and left:
-            FLAGS.set(flag.name, left)
-    for name, texts in vars(values).items():
-        flag = flags[name]
-        if flag.argument == "+":
-            if texts:
-                FLAGS.set(name, texts)
-        elif flag.argument:
-            if texts is not None:
-                FLAGS.set(name, flag.read(texts))
-        else:
-            for text in texts or ():
-                FLAGS.take(name, text)
+        if flag.argument in ("+", "...") and words:
+            FLAGS.set(flag.name, words)
+            words = []
+        elif flag.argument and words:
+            FLAGS.take(flag.name, words.pop(0))
+    if words:
+        raise FlagError(
+            f"{words[0]!r} is one argument too many; `{command.name} --help` shows the usage"
+            if any(flag.argument for flag in command.flags)
+            else f"{words[0]!r} is no flag; flags begin with --"
+        )
     for name, why in command.refused.items():
         if FLAGS.is_given(name):
             raise FlagError(f"--{name} {why}; leave it out")
@@ -326,22 +319,21 @@ def is_help(argv: Sequence[str]) -> bool:
     return bool(_HELP.intersection(words[1 : words.index("--") if "--" in words else None]))
 
 
-def _normalized(words: Sequence[str], flags: Sequence[Flag]) -> tuple[list[str], list[str]]:
-    """Returns a command line in which each known flag is one word, and what is left for `...`."""
-    named = {flag.name: flag for flag in flags if not flag.argument}
+def _take_named(left: list[str], command: Command) -> list[str]:
+    """Sets the flags of a command line that have names, and returns its other words."""
+    named = {flag.name: flag for flag in command.flags if not flag.argument}
     former = {old: flag for flag in named.values() for old in flag.former}
     short = {flag.short: flag for flag in named.values() if flag.short}
-    takes_rest = any(flag.argument == "..." for flag in flags)
-    done: list[str] = []
-    left = list(words)
+    takes_rest = any(flag.argument == "..." for flag in command.flags)
+    others: list[str] = []
     while left:
         word = left.pop(0)
-        if takes_rest and not word.startswith("-"):
-            return done, [word, *left]
         if word == "--":
-            return (done, left) if takes_rest else ([*done, word, *left], [])
+            return [*others, *left]
         if not word.startswith("-") or word == "-":
-            done.append(word)
+            others.append(word)
+            if takes_rest:
+                return [*others, *left]
             continue
         text, equals, value = word.lstrip("-").partition("=")
         name = text.replace("-", "_")
@@ -354,46 +346,35 @@ def _normalized(words: Sequence[str], flags: Sequence[Flag]) -> tuple[list[str],
         denied = flag is None and not equals and name.startswith("no")
         if denied:
             flag = named.get(name[2:].removeprefix("_"))
-            denied = flag is not None and flag.kind is bool
-            flag = flag if denied else None
+            flag = flag if flag is not None and flag.kind is bool else None
         if flag is None:
-            done.append(word)
-        elif flag.kind is bool and not equals:
-            done.append(f"--{flag.name}={'false' if denied else 'true'}")
-        elif not equals and not left:
-            raise FlagError(f"--{flag.name} has no value; write --{flag.name}={flag.value}")
-        else:
-            done.append(f"--{flag.name}={value if equals else left.pop(0)}")
-        if flag is not None and name in former:
+            raise _unknown(name, command)
+        if flag.kind is bool and not equals:
+            value = "false" if denied else "true"
+        elif not equals:
+            if not left:
+                raise FlagError(f"--{flag.name} has no value; write --{flag.name}={flag.value}")
+            value = left.pop(0)
+        FLAGS.take(flag.name, value)
+        if name in former:
             print(
                 f"note: --{name} is now --{flag.name}; the next release reads the new name alone",
                 file=sys.stderr,
             )
-    return done, []
+    return others
 
 
-def _refuse_unknown(words: Sequence[str], command: Command) -> None:
-    """Raises a `FlagError` if the command line has something that the command does not know."""
-    if not words:
-        return
-    word = next((word for word in words if word.startswith("-")), words[0])
-    if word.startswith("-") and word != "--":
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        known = [
-            flag.name
-            for flag in command.flags
-            if not (flag.argument or flag.hidden or flag.name in command.refused)
-        ]
-        near = nearest(name, known)
-        more = f"did you mean --{near}?" if near else f"`{command.name} --help` lists the flags"
-        if not near and len(known) <= _MOST_LISTED:
-            more = f"there are {', '.join(f'--{flag}' for flag in known)}"
-        raise FlagError(f"unknown flag --{name}; {more}")
-    raise FlagError(
-        f"{words[0]!r} is no flag; flags begin with --"
-        if not any(flag.argument for flag in command.flags)
-        else f"{words[0]!r} is one argument too many; `{command.name} --help` shows the usage"
-    )
+def _unknown(name: str, command: Command) -> FlagError:
+    known = [
+        flag.name
+        for flag in command.flags
+        if not (flag.argument or flag.hidden or flag.name in command.refused)
+    ]
+    near = nearest(name, known)
+    more = f"did you mean --{near}?" if near else f"`{command.name} --help` lists the flags"
+    if not near and len(known) <= _MOST_LISTED:
+        more = f"there are {', '.join(f'--{flag}' for flag in known)}"
+    return FlagError(f"unknown flag --{name}; {more}")
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -425,14 +406,13 @@ def _line(name: str, value: Any) -> str:
     return f"{name} = {text}"
 
 
-_SEEDS = range(-(2**63), 2**63)
 # The largest values of int32 and float32.
 _LARGEST = {int: 2**31 - 1, float: 3.4e38}
 
 
 def check_seed(seed: int) -> None:
     """Checks that TensorFlow accepts the value of `--seed`."""
-    if seed not in _SEEDS:
+    if not -(2**63) <= seed < 2**63:
         raise FlagError(f"--seed={seed}: it must fit into 64 bits, from -2**63 to 2**63 - 1")
 
 

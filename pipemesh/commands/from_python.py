@@ -115,17 +115,16 @@ def score(
 
     Args:
         texts: of one line each.
-        logdir: folder of a training, whose newest checkpoint is taken.
-        checkpoint: path of one, in place of the folder.
-        **flags: flags of `pipemesh score`, such as `mesh_shape="layers:2"`, `plain=True` or
-            `end_token=False`.
+        logdir: as in `decode`.
+        checkpoint: as in `decode`.
+        **flags: flags of `pipemesh score`, such as `plain=True` or `end_token=False`.
 
     Returns:
         The score of each, in their order.
 
     Raises:
-        DecodingError: the request cannot be satisfied; has the error of the command.
-        RuntimeError: the command failed otherwise; has its whole standard error.
+        DecodingError: as `decode`.
+        RuntimeError: as `decode`.
 
     Example:
         >>> score([])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pipemesh import __version__
 from pipemesh.commands import process
@@ -29,22 +28,16 @@ HELP = {
     "scale": "predict the time and memory of a training on thousands of devices",
     "report": "write the page of a run, or compare several runs",
 }
-# Module and function of each command; by default `main` in the module of the command's name.
-_FUNCTIONS = {
-    "train": ("runs", "train"),
-    "evaluate": ("runs", "evaluate"),
-    "predict": ("runs", "predict"),
-    "decode": ("texts", "decode"),
-    "score": ("texts", "score"),
-    "export": ("texts", "export"),
-    "launch": ("workers", "launch"),
-    "worker": ("workers", "worker"),
+# Commands that share a module, each a function there; others are `main` in a module of their name.
+_SHARED = {
+    "runs": ("train", "evaluate", "predict"),
+    "texts": ("decode", "score", "export"),
+    "workers": ("launch", "worker"),
 }
+MODULES = {name: module for module, names in _SHARED.items() for name in names}
 # They own the process: they end it at once, and answer Ctrl-C from the first moment on.
-PROGRAMS = ("train", "evaluate", "predict", "decode", "score", "export")
+PROGRAMS = _SHARED["runs"] + _SHARED["texts"]
 NEED_TENSORFLOW = frozenset([*PROGRAMS, "checkpoint", "launch", "worker"])
-# Commands that read files without TensorFlow load it by themselves where they need it.
-_LOAD_IT_LATER = frozenset(["checkpoint"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
-        return process.exit_code(lambda: _print_help(bool(words)))
+        return process.exit_code(lambda: _help(is_requested=bool(words)))
     name = words[0]
     if name in ("--version", "version"):
         print(f"pipemesh {__version__}")
@@ -71,43 +64,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, argv: list[str]) -> int:
     """Imports a command and runs it; only this one is imported, since others need TensorFlow."""
-    if name in NEED_TENSORFLOW - _LOAD_IT_LATER:
+    # `checkpoint` reads some files without it.
+    if name in NEED_TENSORFLOW and name != "checkpoint":
         importlib.import_module("pipemesh.needs_tensorflow")
     if name in PROGRAMS:
         process.look_here()
-    module_name, function = _FUNCTIONS.get(name, (name, "main"))
-    module: Any = importlib.import_module(f"pipemesh.commands.{module_name}")
-    command: Callable[[list[str]], int] = getattr(module, function)
+    module = importlib.import_module(f"pipemesh.commands.{MODULES.get(name, name)}")
+    command: Callable[[list[str]], int] = getattr(module, name if name in MODULES else "main")
     if name in PROGRAMS:
         process.run(command, argv)
     return command(argv)
 
 
-def _print_help(is_requested: bool) -> int:
-    print(_help(), file=sys.stdout if is_requested else sys.stderr)
-    return 0 if is_requested else process.BAD_INPUT
-
-
-def _help() -> str:
-    """Returns the list of commands, in two groups."""
+def _help(is_requested: bool) -> int:
+    """Prints the list of commands, in two groups; returns the exit code."""
     lines = columns([[f"  {name}", help] for name, help in HELP.items()], left=(0, 1))
     needing = [line for name, line in zip(HELP, lines, strict=True) if name in NEED_TENSORFLOW]
     pure = [line for name, line in zip(HELP, lines, strict=True) if name not in NEED_TENSORFLOW]
-    return "\n".join(
-        [
-            "usage: pipemesh COMMAND [--flag=value ...]",
-            "",
-            "Pipelined training on a named-dimension mesh.",
-            "",
-            "commands that train and use models (they need TensorFlow and lingvo):",
-            *needing,
-            "",
-            "commands that plan (NumPy is enough, except to measure a model):",
-            *pure,
-            "",
-            "`pipemesh COMMAND --help` describes a command; `pipemesh version` prints the version.",
-        ]
+    print(
+        "usage: pipemesh COMMAND [--flag=value ...]",
+        "",
+        "Pipelined training on a named-dimension mesh.",
+        "",
+        "commands that train and use models (they need TensorFlow and lingvo):",
+        *needing,
+        "",
+        "commands that plan (NumPy is enough, except to measure a model):",
+        *pure,
+        "",
+        "`pipemesh COMMAND --help` describes a command; `pipemesh version` prints the version.",
+        sep="\n",
+        file=sys.stdout if is_requested else sys.stderr,
     )
+    return 0 if is_requested else process.BAD_INPUT
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from pipemesh.errors import (
     DeviceError,
     LayoutError,
     MeshError,
-    PipemeshError,
     PlanError,
     ScheduleError,
 )
@@ -47,15 +46,6 @@ from pipemesh.training.run import Options, console
 
 # A class with this attribute gets the log directory in it: some models lie there in part.
 _LOGDIR = "LOGDIR"
-# The value of the plan that a param of a stack repeats.
-_OF_STACKS = {
-    "num_micro_batches": "num_microbatches",
-    "schedule": "schedule",
-    "remat": "remat",
-    "lowering": "lowering",
-    "mesh_shape": "mesh",
-    "layout": "layout",
-}
 CHECKPOINT_FLAG = Flag(
     "checkpoint",
     value="PATH",
@@ -219,11 +209,15 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
 
 def _changes(there: Any, now: Any) -> list[str]:
     """Lists the differences from a checkpoint's note, one per line."""
+    from pipemesh.layers.pipeline.stack_plan import PARAMS
+
+    values = {param: name for name, param in PARAMS.items()}
+    values |= {"mesh_shape": "mesh", "layout": "layout"}
     plan = _differences(there.get("plan", {}), now["plan"])
     changes = list(plan.items())
     for name, (before, after) in _differences(there.get("settings", {}), now["settings"]).items():
         # A stack's params repeat the plan, or are empty where the class leaves them out.
-        old, new = plan.get(_OF_STACKS.get(name.rpartition(".")[2], ""), (None, None))
+        old, new = plan.get(values.get(name.rpartition(".")[2], ""), (None, None))
         if _as_in_plan(before) != old and _as_in_plan(after) != new:
             changes.append((name, (before, after)))
     return [f"changed since the checkpoint: {name} {a} -> {b}" for name, (a, b) in changes]
@@ -236,14 +230,12 @@ def _as_in_plan(text: str) -> str:
 def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Returns the old and the new value of each name where they differ."""
     pairs = {name: (old.get(name) or "none", new.get(name) or "none") for name in {**old, **new}}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not _moved(*pair)}
+    return {name: (a, b) for name, (a, b) in pairs.items() if _class_name(a) != _class_name(b)}
 
 
-def _moved(old: str, new: str) -> bool:
-    """Returns whether both texts name one class of this library, which changed its module."""
-    return all(text.startswith("type/pipemesh.") for text in (old, new)) and (
-        old.rpartition("/")[2] == new.rpartition("/")[2]
-    )
+def _class_name(text: str) -> str:
+    """Returns a value; of a class of this library, which may have changed its module, the name."""
+    return text.rpartition("/")[2] if text.startswith("type/pipemesh.") else text
 
 
 def logdir() -> str:
@@ -300,7 +292,9 @@ def subject() -> Any:
                 _start(mesh)
             model = made(config, values)
         except (LayoutError, MeshError, PlanError, ScheduleError) as error:
-            raise _named(error, values) from error
+            if training_flags.value_of(error) in values:
+                raise training_flags.error_of(error, values) from error
+            raise FlagError(f"--model={FLAGS.model!r}: {error}") from error
         if FLAGS.trace_schedule and not model.has_actions():
             raise FlagError(
                 f"--trace_schedule: {FLAGS.model} has no pipeline of single actions to time; leave "
@@ -349,13 +343,6 @@ def check_note(note: Mapping[str, Any], folder: str) -> None:
             f"--logdir={folder!r} holds a checkpoint of another model ({there}, not "
             f"{FLAGS.model}); give another --logdir"
         )
-
-
-def _named(error: PipemeshError, values: Mapping[str, str]) -> FlagError:
-    """Returns an error of the plan as one of a flag, if a flag caused it."""
-    if training_flags.value_of(error) in values:
-        return training_flags.error_of(error, values)
-    return FlagError(f"--model={FLAGS.model!r}: {error}")
 
 
 def check_flags() -> None:

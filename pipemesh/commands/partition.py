@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import pathlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from pipemesh.commands.flags import Command, Flag, Flags, grouped, parse, write_output
+from pipemesh.commands.flags import (
+    DEVICE_MEMORY,
+    NUM_MICROBATCHES,
+    NUM_VIRTUAL_STAGES,
+    Command,
+    Flag,
+    Flags,
+    grouped,
+    parse,
+    write_output,
+)
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.costs import NUMBERS, LayerCost, number_problem
-from pipemesh.partition.memory import REMAT_POLICIES, SCHEDULES
+from pipemesh.partition.memory import REMAT_POLICIES, WITH_FORMULA
 from pipemesh.partition.options import METHODS
 from pipemesh.partition.result import MOST_ROWS, Partition, layers_text, table
 from pipemesh.partition.solve import partition
@@ -26,18 +37,15 @@ from pipemesh.text import bytes_of, columns, nearest, number_text
 COLUMNS = (*NUMBERS, "name")
 # Flags by the parameters of `partition`.
 _OPTIONS = {
-    "speeds": "speeds",
-    "bandwidth": "bandwidth",
-    "overlap_transfers": "overlap_transfers",
     "memory_limit": "device_memory",
-    "num_microbatches": "num_microbatches",
     "optimizer_bytes_per_parameter_byte": "optimizer_bytes",
-    "remat": "remat",
-    "num_virtual_stages": "num_virtual_stages",
-    "same_stage": "same_stage",
-    "min_layers": "min_layers",
-    "max_layers": "max_layers",
-    "fixed": "fixed",
+    **{
+        name: name
+        for name in (
+            *("speeds", "bandwidth", "overlap_transfers", "num_virtual_stages"),
+            *("num_microbatches", "remat", "same_stage", "min_layers", "max_layers", "fixed"),
+        )
+    },
 }
 # Parameters that messages name; others are words of their sentences as well.
 _NAMED = re.compile(r"\b(num_stages|" + "|".join(name for name in _OPTIONS if "_" in name) + r")\b")
@@ -77,30 +85,12 @@ COMMAND = Command(
                 help="Bytes per unit of time between devices.",
             ),
             Flag("overlap_transfers", bool, False, help="Transfers overlap with computation."),
-            Flag(
-                "num_virtual_stages",
-                int,
-                value="V",
-                help="Stages of each device; default: the schedule's.",
-                former=["virtual_stages"],
-            ),
+            NUM_VIRTUAL_STAGES,
         ),
         *grouped(
             "memory",
-            Flag(
-                "device_memory",
-                bytes_of,
-                value="BYTES",
-                help="Memory of a device, such as 16GiB or 80GB.",
-                former=["memory_limit"],
-            ),
-            Flag(
-                "num_microbatches",
-                int,
-                value="M",
-                help="Microbatches of a step.",
-                former=["microbatches"],
-            ),
+            dataclasses.replace(DEVICE_MEMORY, former=["memory_limit"]),
+            NUM_MICROBATCHES,
             Flag("schedule", help="Schedule that memory depends on; the spellings are below."),
             Flag("remat", default="none", help=f"Recomputation: {', '.join(REMAT_POLICIES)}."),
             Flag(
@@ -162,7 +152,11 @@ def main(argv: list[str]) -> int:
     write_output("--plot", flags.plot, partition_to_svg(partitions) if flags.plot else "")
     if flags.json:
         first = next(iter(partitions.values()))
-        print(_json(plans) if flags.compare else first.to_json(indent=2))
+        values = {
+            name: json.loads(plan.to_json()) if isinstance(plan, Partition) else {"error": plan}
+            for name, plan in plans.items()
+        }
+        print(json.dumps(values, indent=2) if flags.compare else first.to_json(indent=2))
     elif flags.compare:
         print(comparison(plans))
     else:
@@ -182,7 +176,7 @@ def _schedule(flags: Flags) -> dict[str, Any]:
     if flags.schedule is None:
         return {}
     try:
-        if parse_schedule(flags.schedule).name in SCHEDULES:
+        if parse_schedule(flags.schedule).name in WITH_FORMULA:
             return {"schedule": flags.schedule}
         if flags.num_microbatches is None:
             raise PartitionError(
@@ -192,16 +186,6 @@ def _schedule(flags: Flags) -> dict[str, Any]:
         return table_of(flags.schedule, flags.stages, flags.num_microbatches)
     except ScheduleError as error:
         raise PartitionError(str(error)) from error
-
-
-def _json(plans: dict[str, Partition | str]) -> str:
-    return json.dumps(
-        {
-            name: json.loads(plan.to_json()) if isinstance(plan, Partition) else {"error": plan}
-            for name, plan in plans.items()
-        },
-        indent=2,
-    )
 
 
 def _block() -> str:
@@ -237,28 +221,29 @@ def comparison(plans: Mapping[str, Partition | str]) -> str:
     lines: list[str] = []
     if found:
         stages = max(plan.num_stages for plan in found.values())
-        rows = [["stage"]]
-        for name in found:
-            rows[0] += [f"{name}: layers", "cost"]
-        for stage in range(stages):
-            row = [str(stage)]
-            for plan in found.values():
-                row += [layers_text(plan.stages[stage]), number_text(plan.stage_costs[stage])]
-            rows.append(row)
+        summary = ("bottleneck", "over the best", "balance", "empty stages")
+        table_columns = [["stage", *map(str, range(stages)), *summary]]
+        best = min(plan.bottleneck for plan in found.values())
+        for name, plan in found.items():
+            over = plan.bottleneck / best - 1 if best else 0.0
+            layers = map(layers_text, plan.stages)
+            table_columns.append([f"{name}: layers", *layers, *[""] * len(summary)])
+            table_columns.append(
+                [
+                    "cost",
+                    *map(number_text, plan.stage_costs),
+                    number_text(plan.bottleneck),
+                    f"{over:+.1%}" if over else "0%",
+                    f"{plan.balance:.3f}",
+                    str(sum(not layers for layers in plan.stages)),
+                ]
+            )
+        rows = list(zip(*table_columns, strict=True))
         if stages > MOST_ROWS:
             half = MOST_ROWS // 2
-            rows[half + 1 : -half] = [["...", *[""] * (len(rows[0]) - 1)]]
-        best = min(plan.bottleneck for plan in found.values())
-        summary = [["bottleneck"], ["over the best"], ["balance"], ["empty stages"]]
-        for plan in found.values():
-            over = plan.bottleneck / best - 1 if best else 0.0
-            empty = sum(not layers for layers in plan.stages)
-            summary[0] += ["", number_text(plan.bottleneck)]
-            summary[1] += ["", f"{over:+.1%}" if over else "0%"]
-            summary[2] += ["", f"{plan.balance:.3f}"]
-            summary[3] += ["", str(empty)]
-        lines = columns([*rows, *summary], left=())
-        lines.insert(len(rows), "-" * max(len(line) for line in lines))
+            rows[half + 1 : half + 1 + stages - MOST_ROWS] = [("...", *[""] * (len(rows[0]) - 1))]
+        lines = columns(rows, left=())
+        lines.insert(len(rows) - len(summary), "-" * max(len(line) for line in lines))
     lines += [f"{name}: {plan}" for name, plan in plans.items() if isinstance(plan, str)]
     return "\n".join(lines)
 
@@ -270,20 +255,26 @@ def read_costs(text: str, source: str) -> list[float] | list[LayerCost]:
     number a line, or has a header with these names, in any order; `name` may come with either.
     Empty lines and lines that begin with `#` are skipped.
     """
-    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PartitionError(f"the text of {source} is {type(text).__name__}, but must be str")
     stripped = text.lstrip("\ufeff").strip()
     if not stripped:
         raise PartitionError(f"{source} is empty; give one cost a line, or a JSON list")
     return _from_json(stripped, source) if stripped[0] in "[{" else _from_csv(stripped, source)
 
 
-def _unknown(name: str) -> str:
-    if any(mark in name for mark in ";\t "):
-        return f"{name!r} is no column name; separate columns with commas, one layer a line"
-    near = nearest(name, (*COLUMNS, "cost"))
-    hint = f"; did you mean {near}?" if near else ""
-    return f"{name!r} is no known column; known are cost, {', '.join(COLUMNS)}{hint}"
+def _check_names(names: Iterable[str], where: str) -> None:
+    """Raises PartitionError for a name that is no column."""
+    for name in names:
+        if any(mark in name for mark in ";\t "):
+            raise PartitionError(
+                f"{where}: {name!r} is no column name; separate columns with commas, one layer a "
+                "line"
+            )
+        if name not in (*COLUMNS, "cost"):
+            near = nearest(name, (*COLUMNS, "cost"))
+            hint = f"; did you mean {near}?" if near else ""
+            raise PartitionError(
+                f"{where}: {name!r} is no known column; known are cost, {', '.join(COLUMNS)}{hint}"
+            )
 
 
 _Records = list[tuple[str, dict[str, Any]]]
@@ -305,7 +296,8 @@ def _costs(records: _Records, source: str) -> list[float] | list[LayerCost]:
     for where, fields in records:
         if "cost" not in fields:
             raise PartitionError(f"{where} has no cost; every layer needs one")
-        _check(fields["cost"], "cost", where)
+        if problem := number_problem(fields["cost"]):
+            raise PartitionError(f"{where}: cost is {fields['cost']!r}, {problem}")
         numbers.append(fields["cost"])
     return numbers
 
@@ -341,9 +333,7 @@ def _from_json(text: str, source: str) -> list[float] | list[LayerCost]:
         where = f"{source}: layer {index}"
         if isinstance(item, dict):
             fields = cast("dict[str, Any]", item)
-            for name in fields:
-                if name not in (*COLUMNS, "cost"):
-                    raise PartitionError(f"{where}: {_unknown(name)}")
+            _check_names(fields, where)
         elif has_objects:
             raise PartitionError(
                 f"{where} is {item!r} among objects; give all numbers or all objects"
@@ -377,20 +367,17 @@ def _from_csv(text: str, source: str) -> list[float] | list[LayerCost]:
         head, body = ["cost"], rows
     else:
         head, body = [name.lower() for name in head], rows[1:]
-        for name in head:
-            if name not in (*COLUMNS, "cost"):
-                raise PartitionError(f"{source}: line {line}: {_unknown(name)}")
+        _check_names(head, f"{source}: line {line}")
         if len(set(head)) < len(head):
             raise PartitionError(f"{source}: line {line} names a column twice: {', '.join(head)}")
     if not body:
         raise PartitionError(f"{source} has a header and no layers; give one layer a line")
-    if "cost" not in head and "forward" not in head:
-        raise PartitionError(f"{source} has neither a column cost nor a column forward")
     records: _Records = []
     for line, cells in body:
+        where = f"{source}: line {line}"
         if len(cells) != len(head):
             raise PartitionError(
-                f"{source}: line {line} has {len(cells)} cells, but the header has {len(head)} "
+                f"{where} has {len(cells)} cells, but the header has {len(head)} "
                 f"({', '.join(head)})"
             )
         fields: dict[str, Any] = {}
@@ -398,8 +385,13 @@ def _from_csv(text: str, source: str) -> list[float] | list[LayerCost]:
             if name == "name":
                 fields[name] = cell
             elif cell or name in ("cost", "forward"):
-                fields[name] = _number(cell, name, f"{source}: line {line}")
-        records.append((f"{source}: line {line}", fields))
+                try:
+                    fields[name] = float(cell)
+                except ValueError:
+                    raise PartitionError(
+                        f"{where}: {name} is {cell!r}, but must be a number"
+                    ) from None
+        records.append((where, fields))
     return _costs(records, source)
 
 
@@ -409,18 +401,3 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _number(cell: str, name: str, where: str) -> float:
-    try:
-        number = float(cell)
-    except ValueError:
-        raise PartitionError(f"{where}: {name} is {cell!r}, but must be a number") from None
-    _check(number, name, where)
-    return number
-
-
-def _check(number: Any, name: str, where: str) -> None:
-    problem = number_problem(number)
-    if problem:
-        raise PartitionError(f"{where}: {name} is {number!r}, {problem}")

@@ -22,13 +22,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemesh.commands import process
-from pipemesh.commands.flags import Command, Flag, Flags, check_output, parse, write_output
+from pipemesh.commands.flags import (
+    DEVICE_MEMORY,
+    Command,
+    Flag,
+    Flags,
+    check_output,
+    parse,
+    write_output,
+)
 from pipemesh.errors import PlanError
 from pipemesh.plan.figures import PLAIN, Figures
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.search import SearchSpace, search
-from pipemesh.text import bytes_of, columns, nearest_text, number
+from pipemesh.text import columns, nearest_text, number
 
 _MB = 1e6
 # The share of a step that is round-off.
@@ -50,13 +58,7 @@ COMMAND = Command(
             help="Examples of a batch; default: the model's.",
             former=["batch"],
         ),
-        Flag(
-            "device_memory",
-            bytes_of,
-            value="BYTES",
-            help="Memory per device, such as 16GiB.",
-            former=["memory"],
-        ),
+        DEVICE_MEMORY,
         Flag(
             "fix",
             repeated=True,
@@ -64,9 +66,16 @@ COMMAND = Command(
             help="Fix one value of the plan, such as schedule=1f1b; may be repeated; names are "
             f"{', '.join(_NAMES)}.",
         ),
-        Flag("count", int, 5, value="N", help="Number of plans to show."),
+        Flag("count", int, 5, value="N", least=1, help="Number of plans to show."),
         Flag("seconds", float, 8.0, value="S", help="Time limit of the search."),
-        Flag("trials", int, 0, value="N", help="Number of plans to run steps of, with --model."),
+        Flag(
+            "trials",
+            int,
+            0,
+            value="N",
+            least=0,
+            help="Number of plans to run steps of, with --model.",
+        ),
         Flag("parts", bool, False, help="Show the parts of each step, too."),
         Flag("json", value="FILE", help="Write the plans there, too."),
     ),
@@ -178,10 +187,6 @@ def _check(flags: Flags) -> None:
         raise PlanError("--save is for what is measured; give --model alone, or leave it out")
     check_output("--save", flags.save)
     check_output("--json", flags.json)
-    if flags.count < 1:
-        raise PlanError(f"--count is {flags.count}; it must be at least 1")
-    if flags.trials < 0:
-        raise PlanError(f"--trials is {flags.trials}; it must be a number from 0 on")
     if flags.trials and flags.model is None:
         raise PlanError(
             f"--trials={flags.trials} runs steps of a model; give --model=package.module.Class"

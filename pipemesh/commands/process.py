@@ -7,6 +7,7 @@ whatever concerns their import waits for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.abc
 import importlib.machinery
@@ -41,7 +42,11 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> NoRe
             # Python writes it.
             raise
         code = end.code or 0
-    _end(code)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # At once: the system frees all memory, which takes Python seconds.
+    os._exit(code)
 
 
 def name_of_main() -> str:
@@ -89,14 +94,6 @@ def _leave(_number: int, _frame: Any) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def _end(code: int) -> NoReturn:
-    """Ends the program at once: the system frees all memory, which takes Python seconds."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
-
-
 def look_here() -> None:
     """Lets models be imported from the folder of the call, as `python -m` does."""
     if "" not in sys.path and os.getcwd() not in sys.path:
@@ -130,29 +127,8 @@ def _quiet_native_code() -> Iterator[None]:
             os.close(stderr)
 
 
-class _Prepared(importlib.abc.Loader):
-    """Loads a module as another loader does, with what it needs around or before it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        # The module is to know its own loader, as if nothing had stood in between.
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        with contextlib.ExitStack() as stack:
-            if os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0":
-                stack.enter_context(_quiet_native_code())
-            if module.__name__ == "lingvo":
-                from pipemesh.layers import lingvo_loader as lingvo_loader
-            self._loader.exec_module(module)
-
-
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds TensorFlow and lingvo where the other finders do."""
+    """Finds TensorFlow and lingvo where the other finders do, and lets them be imported quietly."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -161,9 +137,19 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         for finder in sys.meta_path:
             if not isinstance(finder, _Finder) and (spec := finder.find_spec(fullname, path)):
-                spec.loader = _Prepared(spec.loader)
+                loader: Any = spec.loader
+                loader.exec_module = functools.partial(_execute, loader.exec_module)
                 return spec
         return None
+
+
+def _execute(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+    """Executes a module, with what it needs around or before it."""
+    is_loud = os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0"
+    with contextlib.nullcontext() if is_loud else _quiet_native_code():
+        if module.__name__ == "lingvo":
+            from pipemesh.layers import lingvo_loader as lingvo_loader
+        execute(module)
 
 
 def import_quietly() -> None:

@@ -12,10 +12,8 @@ The page needs no network. Decoded text is shown if samples.jsonl in the log dir
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from pipemesh.commands.flags import Command, Flag, parse
-from pipemesh.errors import ReportError
+from pipemesh.commands.flags import Command, Flag, parse, write_output
 from pipemesh.report.record import PAGE, read
 from pipemesh.report.run_pages import comparison, page
 
@@ -43,11 +41,7 @@ def main(argv: list[str]) -> int:
     text = page(runs[0]) if len(runs) == 1 else comparison(runs)
     name = PAGE if len(runs) == 1 else COMPARISON
     path = flags.output or os.path.join(flags.logdir[-1], name)
-    try:
-        Path(path).write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ReportError(
-            f"{path!r} cannot be written ({error.strerror}); give another --output"
-        ) from error
+    # Names may have characters that are not UTF-8.
+    write_output("--output", path, text.encode(errors="replace").decode())
     print(f"report: {path}")
     return 0

@@ -118,7 +118,11 @@ def evaluate(
     name = note_of(argv).get("evaluated_by")
     kind = kind or (kind_called(name) if name else REGISTERED)
     subject, path = requested(argv, kind, about, "evaluating with the flags of {path}")
-    judge(subject, path)
+    from pipemesh.training import evaluation
+
+    with console.waiting("evaluating"):
+        step, score = evaluation.evaluate(subject, path)
+    print(f"{path}, step {step}: {score}")
     return 0
 
 
@@ -133,15 +137,6 @@ def requested(
     check_flags()
     take_up(kind.logdir(), FLAGS.checkpoint, OF_TRAINING, about)
     return kind.evaluation()
-
-
-def judge(subject: Any, path: str) -> None:
-    """Evaluates a checkpoint, and prints its score."""
-    from pipemesh.training import evaluation
-
-    with console.waiting("evaluating"):
-        step, score = evaluation.evaluate(subject, path)
-    print(f"{path}, step {step}: {score}")
 
 
 def predict(argv: list[str]) -> int:

@@ -16,6 +16,7 @@ import math
 from typing import Any
 
 from pipemesh.commands.flags import (
+    DEVICE_MEMORY,
     Command,
     Flag,
     Flags,
@@ -26,7 +27,7 @@ from pipemesh.commands.flags import (
 )
 from pipemesh.errors import PlanError
 from pipemesh.plan.figures import Figures
-from pipemesh.plan.many_devices import SCHEDULES, Forecast, Job, Reliability, forecast
+from pipemesh.plan.many_devices import SCALED_SCHEDULES, Forecast, Job, Reliability, forecast
 from pipemesh.plan.network import Link, Network
 from pipemesh.text import bytes_of, columns, number
 
@@ -34,20 +35,19 @@ _HOUR = 3600.0
 
 
 def _above_zero(text: str) -> float:
-    return _number(text, "above 0")
+    value = _from_zero(text)
+    if not value:
+        raise ValueError("it must be a number above 0")
+    return value
 
 
 def _from_zero(text: str) -> float:
-    return _number(text, "from 0 on")
-
-
-def _number(text: str, allowed: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and (value > 0 or (value == 0 and allowed == "from 0 on"))):
-        raise ValueError(f"it must be a number {allowed}")
+    if not 0 <= value < math.inf:
+        raise ValueError("it must be a number from 0 on, and finite")
     return value
 
 
@@ -86,9 +86,7 @@ COMMAND = Command(
                 help="Examples of a batch.",
                 former=["batch"],
             ),
-            Flag(
-                "rows", _above_zero, 1.0, help="Examples that a list of costs is for (default: 1)."
-            ),
+            Flag("rows", _above_zero, 1.0, help="Examples that a list of costs is for."),
             Flag(
                 "layers",
                 int,
@@ -127,13 +125,7 @@ COMMAND = Command(
                 value="S,B",
                 help="The same between a device and devices of other hosts (default: 1e-5,25e9).",
             ),
-            Flag(
-                "device_memory",
-                bytes_of,
-                value="BYTES",
-                help="Memory per device, such as 16GiB or 80GB.",
-                former=["memory"],
-            ),
+            DEVICE_MEMORY,
             Flag(
                 "faster",
                 _above_zero,
@@ -166,7 +158,7 @@ COMMAND = Command(
             ),
             Flag("start", _from_zero, 60.0, value="S", help="Seconds until the first step runs."),
         ),
-        Flag("schedules", default=",".join(SCHEDULES), help="Schedules to try."),
+        Flag("schedules", default=",".join(SCALED_SCHEDULES), help="Schedules to try."),
         Flag("parts", bool, False, help="Show the parts of each step, too."),
         Flag("json", value="FILE", help="Write all of it there, too."),
     ),
@@ -222,19 +214,9 @@ def job_of(figures: Figures, flags: Flags) -> Job:
 def _rows(job: Job, found: dict[int, Forecast]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         (
-            "devices",
-            "mesh",
-            "schedule",
-            "microbatches",
-            "remat",
-            "step s",
-            "bubble",
-            "memory GB",
-            "save every s",
-            "goodput",
-            "rows/s",
-            "of ideal",
-            "binds",
+            *("devices", "mesh", "schedule", "microbatches", "remat"),
+            *("step s", "bubble", "memory GB", "save every s", "goodput"),
+            *("rows/s", "of ideal", "binds"),
         )
     ]
     for devices, each in found.items():

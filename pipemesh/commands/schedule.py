@@ -19,19 +19,28 @@ import shutil
 import sys
 from pathlib import Path
 
-from pipemesh.commands.flags import Command, Flag, Flags, grouped, parse, write_output
+from pipemesh.commands.flags import (
+    NUM_MICROBATCHES,
+    NUM_VIRTUAL_STAGES,
+    Command,
+    Flag,
+    Flags,
+    grouped,
+    parse,
+    write_output,
+)
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.builders import BUILDERS, SLICED, build
 from pipemesh.schedule.costs import Costs, costs_from_text
 from pipemesh.schedule.csv import CSV_FORMS, write_csv
 from pipemesh.schedule.list_schedule import MemoryLimit, list_schedule
-from pipemesh.schedule.names import FILE, SEARCHED, help_text
+from pipemesh.schedule.names import FILE, NAMES, SEARCHED, help_text
 from pipemesh.schedule.names import parse as parse_schedule
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.spec import read_table, text_with_costs
 from pipemesh.schedule.timeline import Timeline
-from pipemesh.text import columns, number
+from pipemesh.text import columns, count_text, number
 
 COMMAND = Command(
     "pipemesh schedule",
@@ -46,20 +55,8 @@ COMMAND = Command(
         *grouped(
             "size and costs",
             Flag("devices", int, value="D", help="Number of devices."),
-            Flag(
-                "num_microbatches",
-                int,
-                value="M",
-                help="Number of microbatches.",
-                former=["microbatches"],
-            ),
-            Flag(
-                "num_virtual_stages",
-                int,
-                value="V",
-                help="Stages of a device.",
-                former=["virtual_stages"],
-            ),
+            NUM_MICROBATCHES,
+            NUM_VIRTUAL_STAGES,
             Flag(
                 "costs",
                 default="",
@@ -122,7 +119,10 @@ def main(argv: list[str]) -> int:
         _compare(arguments, costs)
         return 0
     if arguments.read:
-        schedule, kept = _read(arguments)
+        for option in ("devices", "num_microbatches", "num_virtual_stages", "memory_limit"):
+            if arguments.value(option) is not None:
+                raise ScheduleError(f"--{option} does not go with --read; the file says it all")
+        schedule, kept = read_table(arguments.read)
         title = Path(arguments.read).name
         if kept is None and not model_costs:
             print(
@@ -194,27 +194,18 @@ def _build(arguments: Flags, costs: Costs) -> tuple[Schedule, Costs]:
     return schedule, fitted
 
 
-def _read(arguments: Flags) -> tuple[Schedule, Costs | None]:
-    for option in ("devices", "num_microbatches", "num_virtual_stages", "memory_limit"):
-        if arguments.value(option) is not None:
-            raise ScheduleError(f"--{option} does not go with --read; the file says it all")
-    return read_table(arguments.read)
-
-
 def _report(title: str, timeline: Timeline, color: str) -> str:
     # Drawing loads other rooms, which a comparison does not need.
     from pipemesh.report import to_terminal
 
     schedule = timeline.schedule
-    counts = ", ".join(
-        f"{count} {noun}{'' if count == 1 else 's'}"
-        for count, noun in (
-            (schedule.num_devices, "device"),
-            (schedule.num_stages, "stage"),
-            (schedule.num_microbatches, "microbatch"),
-            *([(schedule.num_slices, "slice")] if schedule.num_slices > 1 else []),
-        )
-    ).replace("microbatchs", "microbatches")
+    counts = [
+        count_text(schedule.num_devices, "device"),
+        count_text(schedule.num_stages, "stage"),
+        count_text(schedule.num_microbatches, "microbatch"),
+    ]
+    if schedule.num_slices > 1:
+        counts.append(count_text(schedule.num_slices, "slice"))
     stage_costs = timeline.costs.per_stage(schedule.num_stages)
     costs = ", ".join(
         f"{name} {_values(values)}"
@@ -226,7 +217,7 @@ def _report(title: str, timeline: Timeline, color: str) -> str:
     width = max(40, shutil.get_terminal_size().columns) if terminal else None
     return "\n".join(
         [
-            f"{title}: {counts}",
+            f"{title}: {', '.join(counts)}",
             f"costs a stage: {costs}",
             "",
             to_terminal(timeline, color=colored, width=width),
@@ -302,11 +293,12 @@ def compare(
     """
     rows: list[Row] = []
     shares: set[int] = set()
-    for name, builder in (BUILDERS | SLICED).items():
-        if not builder.trains:
+    for name in BUILDERS | SLICED:
+        known = NAMES[name]
+        if not known.trains:
             continue
-        virtual_stages = builder.virtual_stages
-        if builder.takes_virtual_stages and num_virtual_stages is not None:
+        virtual_stages = known.stages_a_device
+        if known.is_open and num_virtual_stages is not None:
             virtual_stages = num_virtual_stages
         try:
             schedule = build(name, num_devices, num_microbatches, virtual_stages)
@@ -354,15 +346,8 @@ def table(rows: list[Row]) -> str:
     """
     lines = [
         [
-            "schedule",
-            "stages/device",
-            "makespan",
-            "bubble",
-            "bubble %",
-            "own-span",
-            "peak activations",
-            "in microbatches",
-            "above bound",
+            *("schedule", "stages/device", "makespan", "bubble", "bubble %", "own-span"),
+            *("peak activations", "in microbatches", "above bound"),
         ]
     ]
     notes: list[str] = []

@@ -93,11 +93,8 @@ def parse_for_texts(
 
     `taken` names the flags of a training that the command has, `why` the reasons against others.
     """
-    if is_help(argv) and not note_of(argv):
-        # No checkpoint says which kind it is.
-        kind: ModelKind = REGISTERED
-    else:
-        kind = _kind_of(argv)
+    # For help, no checkpoint has to say which kind it is.
+    kind = REGISTERED if is_help(argv) and not note_of(argv) else _kind_of(argv)
     takes = {*taken, *kind.takes(command)}
     refused = {
         flag.name: (why or {}).get(flag.name, "is for training")
@@ -204,16 +201,26 @@ OWN = (
     *("num_microbatches", "remat", "schedule", "strict_devices", "trace_schedule"),
     *("find_learning_rate", "boundaries", "lowering"),
 )
+
+
+def _text_flags(verb: str, formats: str) -> tuple[Flag, ...]:
+    """Returns the flags of texts that are to be continued or scored, and of their output."""
+    return (
+        Flag("prompt", help=f"The text to {verb}."),
+        Flag(
+            "file",
+            help=f"A file of texts to {verb}, one a line, or FILE.jsonl with a string of JSON a "
+            "line; blank lines are left out; - for standard input.",
+        ),
+        Flag("format", default="text", choices=["text", "json"], help=formats),
+    )
+
+
 # The default of the largest number of prompts in a group.
 _MOST_ROWS = 16
 DECODE_FLAGS = grouped(
     TEXTS,
-    Flag("prompt", help="The text to continue."),
-    Flag(
-        "file",
-        help="A file of texts to continue, one a line, or FILE.jsonl with a string of JSON a line; "
-        "blank lines are left out; - for standard input.",
-    ),
+    *_text_flags("continue", "Texts, or a line of JSON for each, with probabilities."),
     Flag("max_tokens", int, 24, least=1, help="Maximum number of tokens to add to a text."),
     Flag(
         "temperature",
@@ -245,12 +252,6 @@ DECODE_FLAGS = grouped(
         help=f"Maximum number of texts in a group; default: {_MOST_ROWS}, divided by --beams.",
     ),
     Flag(
-        "format",
-        default="text",
-        choices=["text", "json"],
-        help="Texts, or a line of JSON for each, with probabilities.",
-    ),
-    Flag(
         "stream",
         bool,
         help="Print text as it comes; default: on a terminal, unless --beams or JSON.",
@@ -259,27 +260,17 @@ DECODE_FLAGS = grouped(
 
 
 def decode(argv: list[str]) -> int:
-    """Decodes as the flags say; returns the exit code."""
+    """Continues texts as the flags say, and prints them in their order; returns the exit code."""
     process.import_quietly()
     kind = parse_for_texts("decode", argv, _ABOUT_DECODE, DECODE_FLAGS, TAKEN)
-    texts = requested_texts()
-    continue_texts(model_of(kind, "decode", texts, OWN), texts)
-    return 0
-
-
-def requested_texts() -> list[str]:
-    """Checks the values of flags without TensorFlow, and returns the texts."""
+    # Before TensorFlow is loaded.
     _settings(check_sampling, check_beams)
     _streams()
-    return read_texts("continued")
-
-
-def continue_texts(model: Texts, texts: Sequence[str]) -> None:
-    """Continues texts, and prints them in their order."""
+    texts = read_texts("continued")
+    subject, path, tokens, _ = model_of(kind, "decode", texts, OWN)
     from pipemesh.decoding import BeamSearch, Decoder, Sampler, generator_of
     from pipemesh.training.evaluation import restored
 
-    subject, path, tokens, _ = model
     console.output_matters()
     chooser, streams = _settings(Sampler, BeamSearch), _streams()
     ids = [tokens.encode(text) for text in texts]
@@ -313,11 +304,12 @@ def continue_texts(model: Texts, texts: Sequence[str]) -> None:
     if streams:
         # The stream prints the text.
         collections.deque(found, maxlen=0)
-        return
+        return 0
     with console.waiting("decoding"):
         first = next(found)
     for each, text, prompt in zip(itertools.chain([first], found), texts, ids, strict=True):
         print(_continuation_line(each, text, prompt, tokens), flush=True)
+    return 0
 
 
 def _sizes(plan: Any, generator: Any, number: int) -> tuple[int, int]:
@@ -441,43 +433,21 @@ class Stream:
 
 SCORE_FLAGS = grouped(
     TEXTS,
-    Flag("prompt", help="The text to score."),
-    Flag(
-        "file",
-        help="A file of texts to score, one a line, or FILE.jsonl with a string of JSON a line; "
-        "blank lines are left out; - for standard input.",
-    ),
-    Flag(
-        "end_token",
-        bool,
-        True,
-        help="Count the token that ends a text; default: yes.",
-    ),
-    Flag(
-        "format",
-        default="text",
-        choices=["text", "json"],
-        help="Columns, or a line of JSON for each text, token by token.",
-    ),
+    *_text_flags("score", "Columns, or a line of JSON for each text, token by token."),
+    Flag("end_token", bool, True, help="Count the token that ends a text; default: yes."),
 )
 
 
 def score(argv: list[str]) -> int:
-    """Scores as the flags say; returns the exit code."""
+    """Scores texts as the flags say, and prints scores in their order; returns the exit code."""
     process.import_quietly()
     taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices")
     kind = parse_for_texts("score", argv, _ABOUT_SCORE, SCORE_FLAGS, taken)
     texts = read_texts("scored")
-    score_texts(model_of(kind, "score", texts), texts)
-    return 0
-
-
-def score_texts(model: Texts, texts: Sequence[str]) -> None:
-    """Scores texts, and prints the scores in their order."""
+    subject, path, tokens, rows = model_of(kind, "score", texts)
     from pipemesh.decoding import Scorer
     from pipemesh.training.evaluation import Evaluation, restored
 
-    subject, path, tokens, rows = model
     console.output_matters()
     ids = [ended(tokens.encode(text), tokens.stop) for text in texts]
     with console.waiting("making the model"):
@@ -489,6 +459,7 @@ def score_texts(model: Texts, texts: Sequence[str]) -> None:
         scorer.check(text, number)
     for found, text in zip(scorer.score(ids), texts, strict=True):
         print(_score_line(found, text), flush=True)
+    return 0
 
 
 def ended(ids: Sequence[int], stop: Collection[int]) -> list[int]:
@@ -529,52 +500,21 @@ EXPORT_FLAGS = grouped(
 
 
 def export(argv: list[str]) -> int:
-    """Exports as the flags say; returns the exit code."""
+    """Writes a SavedModel as the flags say, and prints its signatures; returns the exit code."""
     process.import_quietly()
     why = dict.fromkeys(_OF_PLANS, "has no effect, since a model is exported for one device")
     taken = {*TAKEN}.difference(_OF_PLANS)
     kind = parse_for_texts("export", argv, _ABOUT_EXPORT, EXPORT_FLAGS, taken, why)
-    _set_plain()
-    write_export(model_of(kind, "export", ()))
-    return 0
-
-
-def _set_plain() -> None:
-    """Checks the folder, and sets the flags of a model without a pipeline."""
     _check_folder()
     FLAGS.set("plain", True)
     # Workers in TF_CONFIG are for computations.
     FLAGS.set("cluster", "none", given=False)
-
-
-def _check_folder() -> None:
-    """Checks that the folder can be made; it is made when there is something to write."""
-    if not FLAGS.to:
-        raise FlagError("the folder to write to is missing; give --to=FOLDER")
-    if is_pattern(FLAGS.to):
-        raise FlagError(f"--to={FLAGS.to!r}: TensorFlow loads no model from a path with [ or \\")
-    if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
-        raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
-    made, path = [], os.path.abspath(FLAGS.to)
-    while not os.path.lexists(path):
-        made.append(path)
-        path = os.path.dirname(path)
-    try:
-        os.makedirs(FLAGS.to, exist_ok=True)
-        for path in made:
-            os.rmdir(path)
-    except OSError as error:
-        raise _unwritable(error) from error
-
-
-def write_export(model: Texts) -> None:
-    """Writes a SavedModel, and prints its signatures."""
+    subject, path, tokens, _ = model_of(kind, "export", ())
     import tensorflow as tf
 
     from pipemesh.decoding import ExportedModel, Generator, Sampler
     from pipemesh.training.evaluation import restored
 
-    subject, path, tokens, _ = model
     to, length = FLAGS.to, FLAGS.length or tokens.length
     if length > tokens.length:
         raise FlagError(f"--length={length}: the model has {tokens.length} at most; give fewer")
@@ -600,6 +540,27 @@ def write_export(model: Texts) -> None:
         except (OSError, tf.errors.OpError) as error:
             raise _unwritable(error) from error
     print(f"{path} is exported to {to}: signatures score and decode, {length} tokens a row")
+    return 0
+
+
+def _check_folder() -> None:
+    """Checks that the folder can be made; it is made when there is something to write."""
+    if not FLAGS.to:
+        raise FlagError("the folder to write to is missing; give --to=FOLDER")
+    if is_pattern(FLAGS.to):
+        raise FlagError(f"--to={FLAGS.to!r}: TensorFlow loads no model from a path with [ or \\")
+    if os.path.exists(FLAGS.to) and (not os.path.isdir(FLAGS.to) or os.listdir(FLAGS.to)):
+        raise FlagError(f"--to={FLAGS.to!r} is there already; give a new or an empty folder")
+    made, path = [], os.path.abspath(FLAGS.to)
+    while not os.path.lexists(path):
+        made.append(path)
+        path = os.path.dirname(path)
+    try:
+        os.makedirs(FLAGS.to, exist_ok=True)
+        for path in made:
+            os.rmdir(path)
+    except OSError as error:
+        raise _unwritable(error) from error
 
 
 def _unwritable(error: Exception) -> FlagError:

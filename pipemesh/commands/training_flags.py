@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pipemesh.checkpoint import Manifest
@@ -35,10 +35,8 @@ from pipemesh.errors import (
     PlanError,
     ScheduleError,
 )
-from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan import Remat
 from pipemesh.plan.figures import FILE, Figures
-from pipemesh.plan.plan import LOWERINGS, OF_PIPELINES, Plan, value_text
+from pipemesh.plan.plan import DTYPES, LOWERINGS, OF_PIPELINES, Plan, parse_value, value_text
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
 from pipemesh.schedule.names import NAMES, listing, parse
@@ -46,32 +44,12 @@ from pipemesh.text import bytes_of, bytes_text, number
 from pipemesh.training.run import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE, console
 
 # The flag that changes each value of the plan.
-OF_PLAN = {
-    "mesh_shape": "mesh",
-    "layout": "layout",
-    "schedule": "schedule",
-    "num_microbatches": "num_microbatches",
-    "boundaries": "boundaries",
-    "remat": "remat",
-    "lowering": "lowering",
-    "compute_dtype": "compute_dtype",
-    "allow_idle": "allow_idle",
-}
-# Checks of single values, before TensorFlow is loaded.
-_PARSERS: dict[str, Callable[[str], object]] = {
-    "mesh": Mesh.from_text,
-    "layout": LayoutRules.from_text,
-    "schedule": parse,
-    "remat": Remat.from_text,
-}
+OF_PLAN = {"mesh_shape" if name == "mesh" else name: name for name in Plan().to_values()}
 # What one program for all devices runs by, where nobody says otherwise.
 OF_SIMD = {"schedule": "gpipe", "remat": "full"}
-
-
 AUTO = "auto"
-# They say how a plan is found; the plan itself is kept.
-CHOICE_NAMES = ("figures", "device_memory", "plan_trials")
 _CHOSEN = ("mesh_shape", "layout", "schedule", "num_microbatches", "boundaries", "remat")
+# They say how a plan is found; the plan itself is kept.
 CHOICE_FLAGS = grouped(
     PLAN,
     Flag(
@@ -94,16 +72,14 @@ CHOICE_FLAGS = grouped(
 )
 
 
-def plan_flags(
-    microbatches: str = "the model's", remat: str = "the model's", batch: str = "batch"
-) -> tuple[Flag, ...]:
+def plan_flags(microbatches: str = "the model's", remat: str = "the model's") -> tuple[Flag, ...]:
     """Returns the flags of the plan and of workers; the arguments are words of their help."""
     devices = device_flags(
         None,
         None,
         "Mesh of devices; its axis `layers` has stages; or auto, auto:8 for 8 devices: the plan "
         "with the shortest predicted step. Default: the model's.",
-        f"Dims that are split over the mesh's other axes: `{batch}:data` gives each stage a "
+        "Dims that are split over the mesh's other axes: `batch:data` gives each stage a "
         "replica for each index along the axis `data`.",
     )
     plan = (
@@ -131,7 +107,7 @@ def plan_flags(
         ),
         Flag(
             "compute_dtype",
-            choices=["float32", "bfloat16", "float16"],
+            choices=DTYPES,
             help="Type that stages compute in; weights are float32 in any case.",
         ),
         Flag(
@@ -160,10 +136,13 @@ def plan_values() -> dict[str, str]:
         for flag, name in OF_PLAN.items()
         if FLAGS.value(flag) is not None
     }
-    for name, parse_value in _PARSERS.items():
+    # Before TensorFlow is loaded.
+    for name in ("mesh", "layout", "schedule", "remat"):
         if name in values and not (name == "mesh" and is_auto()):
             try:
-                parse_value(values[name])
+                parse_value(name, values[name])
+                if name == "schedule":
+                    parse(values[name])
             except PipemeshError as error:
                 raise error_of(error, values) from error
     return OF_SIMD | values if FLAGS.lowering == "simd" else values
@@ -229,15 +208,6 @@ def is_auto() -> bool:
     return (FLAGS.value("mesh_shape") or "").partition(":")[0] == AUTO
 
 
-def refuse_auto(what: str) -> None:
-    """Raises a `FlagError` for `auto` in a program without forecasts, which is about `what`."""
-    if is_auto():
-        raise FlagError(
-            f"--mesh_shape={FLAGS.mesh_shape!r}: forecasts are of steps of training, not of "
-            f"{what}; give a mesh, such as layers:1"
-        )
-
-
 def choose_plan(logdir: str) -> None:
     """Replaces `auto` by the plan with the shortest predicted step, and prints it.
 
@@ -272,11 +242,12 @@ def choose_plan(logdir: str) -> None:
         raise FlagError(f"{asked}: {error}") from error
     values = best.plan.to_values()
     chosen: dict[str, str] = {}
-    for flag, name in OF_PLAN.items():
-        is_default = flag in ("boundaries", "layout") and not values[name]
-        if flag in _CHOSEN and not is_default and (flag == "mesh_shape" or name not in fixed):
-            chosen[flag] = values[name]
-            FLAGS.take(flag, values[name])
+    for flag in _CHOSEN:
+        value = values[OF_PLAN[flag]]
+        is_default = flag in ("boundaries", "layout") and not value
+        if flag not in fixed and not is_default:
+            chosen[flag] = value
+            FLAGS.take(flag, value)
     told = " ".join(f"--{flag}={value}" for flag, value in chosen.items())
     held = bytes_text(max(best.memory))
     print(
@@ -309,13 +280,6 @@ def check_memory(plan: Plan, logdir: str) -> None:
         f"{told}the nearest plan that fits is '{near.plan}', with "
         f"{bytes_text(max(near.memory))} and {number(1e3 * near.seconds)} ms a step"
     )
-
-
-def choice_options() -> dict[str, Any]:
-    """Returns the options of a training that are set here."""
-    if FLAGS.figures is not None:
-        Figures.read(FLAGS.figures)
-    return {"figures": FLAGS.figures, "device_memory": _memory()}
 
 
 def _memory() -> float | None:
@@ -429,20 +393,6 @@ def _run(words: Sequence[str], doing: str, devices: int, failed: str) -> None:
         raise FlagError(f"{failed}: {told}")
 
 
-_OF_OPTIONS = (
-    "steps",
-    "save_every",
-    "eval_every",
-    "eval_batches",
-    "early_stop",
-    "trace_schedule",
-    "find_learning_rate",
-    "on_nonfinite",
-    "max_to_keep",
-    "keep_best",
-    "log_format",
-    "histogram_every",
-)
 # With fewer a step of the test is as large as the range that is looked for.
 _FEWEST_RATES = 50
 # Those that say where a training lies, or what is to be done this time.
@@ -454,11 +404,9 @@ _OF_A_CALL = (
     "find_learning_rate",
     "log_format",
     "profile_steps",
-    *CHOICE_NAMES,
+    *(flag.name for flag in CHOICE_FLAGS),
     *workers.NAMES,
 )
-# Those that a program that does not train refuses.
-OF_TRAINING = (*_OF_OPTIONS, "profile_steps")
 
 
 def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
@@ -559,6 +507,10 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
     )
 
 
+# Those that a program that does not train refuses.
+OF_TRAINING = tuple(flag.name for flag in training_flags() if flag.group == TRAINING)
+
+
 def options() -> dict[str, Any]:
     """Returns the `Options` that the flags give, but the log directory."""
     if 0 < FLAGS.find_learning_rate < _FEWEST_RATES:
@@ -573,8 +525,15 @@ def options() -> dict[str, Any]:
             f"--log_format={FLAGS.log_format} is for training; leave it or --find_learning_rate "
             "out (learning_rates.csv is for programs)"
         )
-    found = {name: getattr(FLAGS, name) for name in _OF_OPTIONS}
-    return {**found, "profile_steps": _profile_steps(), **choice_options()}
+    profile_steps = _profile_steps()
+    if FLAGS.figures is not None:
+        Figures.read(FLAGS.figures)
+    return {
+        **{name: FLAGS.value(name) for name in OF_TRAINING},
+        "profile_steps": profile_steps,
+        "figures": FLAGS.figures,
+        "device_memory": _memory(),
+    }
 
 
 def _profile_steps() -> tuple[int, int] | None:
@@ -633,7 +592,11 @@ def take_up(
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = FLAGS.apply(kept, str(path))
     if about is None:
-        refuse_auto("texts")
+        if is_auto():
+            raise FlagError(
+                f"--mesh_shape={FLAGS.mesh_shape!r}: forecasts are of steps of training, not of "
+                "texts; give a mesh, such as layers:1"
+            )
         return
     if taken:
         words = " ".join(f"--{name}={value}" for name, value in taken.items())

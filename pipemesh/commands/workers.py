@@ -26,11 +26,6 @@ from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.search import fewer
 
-# They are of a call: what was trained on some workers goes on on others, or on none.
-NAMES = (
-    *("cluster", "spares", "client_address", "worker_answer", "worker_wait", "elastic"),
-    *("step_limit", "process", "listen"),
-)
 # Each logical device has threads of its own; a larger mesh is probably a typing error.
 _MOST_CPU_DEVICES = 64
 # Seconds to wait for workers that are not there: until it is an error, and until those that are
@@ -82,6 +77,8 @@ HOST_FLAGS = grouped(
     Flag("process", int, hidden=True),
     Flag("listen", hidden=True),
 )
+# They are of a call: what was trained on some workers goes on on others, or on none.
+NAMES = tuple(flag.name for flag in HOST_FLAGS)
 _REMOVED = (
     "this flag was removed: several processes no longer run one command. Start `pipemesh worker` "
     "on each host, and run the command once, with the workers' addresses as --cluster."

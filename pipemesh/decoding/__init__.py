@@ -2,14 +2,6 @@
 
 Every plan gives the same tokens. Keys and values are cached, and free rows take waiting prompts.
 `pipemesh decode` is the command line.
-
-Example:
-    >>> import tensorflow as tf
-    >>> from pipemesh.decoding import Sampler
-    >>> logits = tf.math.log([[0.2, 0.5, 0.3]])
-    >>> ids, log_probs = Sampler(temperature=0.7, top_k=2).drawn(logits, tf.constant([[3, 0]]))
-    >>> int(ids[0]) in (1, 2)
-    True
 """
 
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip

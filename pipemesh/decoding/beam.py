@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.decoding.choice import Choice, Continuation
+from pipemesh.decoding.choice import Choice, Continuation, Sampler
 from pipemesh.decoding_limits import check_beams
 from pipemesh.errors import DecodingError
 
@@ -91,10 +91,8 @@ class BeamSearch:
         is_nan = tf.reduce_any(tf.math.is_nan(totals), -1, keepdims=True)
         best = tf.where(is_nan, float("nan"), best)
         tokens, parents = indices % vocab, indices // vocab
-        ends = tf.zeros_like(tokens)
-        for token in sorted(stop):
-            ends += tf.cast(tokens == token, tf.int32)
-        going = tf.argsort(ends, stable=True)[:, : self.beams]
+        ends = tf.reduce_any(tokens[..., None] == tf.constant(sorted(stop), tf.int32), -1)
+        going = tf.argsort(tf.cast(ends, tf.int32), stable=True)[:, : self.beams]
         first_rows = kept * tf.range(prompts)[:, None]
 
         def continuing(values: tf.Tensor) -> tf.Tensor:
@@ -108,14 +106,15 @@ class BeamSearch:
         )
 
 
+# The ways to choose tokens.
+Chooser = Sampler | BeamSearch
+
+
 class _Prefix(NamedTuple):
     """A prefix, or a whole continuation."""
 
     tokens: tuple[int, ...]
     totals: tuple[float, ...]
-
-    def then(self, token: int, total: float) -> _Prefix:
-        return _Prefix((*self.tokens, token), (*self.totals, total))
 
 
 class Beams:
@@ -137,7 +136,8 @@ class Beams:
         tokens, parents, totals = results
         beams, going = self._search.beams, []
         for place, (token, parent, total) in enumerate(zip(tokens, parents, totals, strict=True)):
-            prefix = self._going[int(parent)].then(int(token), float(total))
+            tokens_before, totals_before = self._going[int(parent)]
+            prefix = _Prefix((*tokens_before, int(token)), (*totals_before, float(total)))
             if prefix.tokens[-1] not in self._stop:
                 going.append(prefix)
             elif place < beams:

@@ -1,10 +1,10 @@
-"""Choosing tokens: the interface of choosers, and one that takes or draws the next token."""
+"""Choosing tokens: a chooser that takes or draws the next token."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -18,8 +18,8 @@ class Choice(NamedTuple):
     """The next tokens of the rows of a group."""
 
     # `ids` and `parents` are `[rows]` int32. A parent is the row that a row continues; None if each
-    # row continues itself. `state` is for the next choice, `results` are for `Row.take`; the first
-    # dim of each is rows or prompts.
+    # row continues itself. `state` is for the next choice, `results` are for `take` of rows; the
+    # first dim of each is rows or prompts.
 
     ids: tf.Tensor
     parents: tf.Tensor | None
@@ -50,49 +50,13 @@ class Continuation:
     others: tuple[Continuation, ...] = ()
 
 
-class Row(Protocol):
-    """A prompt that a chooser continues."""
-
-    number: int
-
-    @property
-    def left(self) -> int:
-        """Returns the number of tokens that may still be added."""
-        ...
-
-    def take(self, *results: Any) -> Continuation | None:
-        """Takes the results of a step; returns the continuation if it is complete."""
-        ...
-
-
-class Chooser(Protocol):
-    """The interface of a way to choose tokens."""
-
-    @property
-    def width(self) -> int:
-        """Returns the number of rows of a prompt."""
-        ...
-
-    @property
-    def result_types(self) -> tuple[tf.DType, ...]:
-        """Returns the types of the results that rows take."""
-        ...
-
-    def check(self, vocab_size: int, stop: Collection[int]) -> None:
-        """Raises a DecodingError if the vocabulary is too small."""
-        ...
-
-    def row(self, number: int, most: int, stop: Collection[int]) -> Row:
-        """Returns a prompt that gets `most` tokens unless one of `stop` ends it."""
-        ...
-
-    def begin(self, logits: tf.Tensor, seeds: tf.Tensor, stop: Collection[int]) -> Choice:
-        """Chooses the first tokens from `[prompts, vocab]`, for `prompts * width` rows."""
-        ...
-
-    def choose(self, logits: tf.Tensor, state: tf.Tensor, stop: Collection[int]) -> Choice:
-        """Chooses the next tokens of `[rows, vocab]`."""
-        ...
+def check_ids(where: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises a DecodingError if an id is not in the vocabulary."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise DecodingError(
+                f"{where} has the token {token}; ids are from 0 to {vocab_size - 1}"
+            )
 
 
 def check_numbers(log_probs: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from pipemesh.decoding.choice import Continuation, Row, check_numbers
+from pipemesh.decoding.beam import Beams
+from pipemesh.decoding.choice import Continuation, Sampled, check_ids, check_numbers
 from pipemesh.decoding.generator import Generator, Group
 from pipemesh.errors import DecodingError
 
@@ -61,20 +63,16 @@ class Decoder:
         self._generator, self._length, self._vocab_size = generator, length, vocab_size
         self._seed = seed
         self._steps = steps or (_STEPS_A_LOOK if generator.stop else length)
-        self._slots: list[list[Row | None]] = [[None] * rows for _ in range(groups)]
+        self._slots: list[list[Sampled | Beams | None]] = [[None] * rows for _ in range(groups)]
         self._groups: list[Group | None] = [None] * groups
         self._error: DecodingError | None = None
 
     def check(self, prompt: Sequence[int], max_tokens: int, number: int = 0) -> None:
-        """Checks that a prompt can be continued.
-
-        Args:
-            prompt: ids.
-            max_tokens: maximum number of tokens to add.
-            number: the prompt's number, for errors.
+        """Checks that a prompt, given as ids, can be continued by `max_tokens` tokens.
 
         Raises:
-            DecodingError: the prompt is empty or too long, or an id is not in the vocabulary.
+            DecodingError: the prompt is empty or too long, or an id is not in the vocabulary. The
+                error names the prompt by `number`.
         """
         if max_tokens < 1:
             raise DecodingError(f"max_tokens is {max_tokens}; ask for 1 or more")
@@ -87,12 +85,7 @@ class Decoder:
                 f"the model's {self._length}; give a shorter one"
                 + (f", or ask for {left} at most" if left > 0 else "")
             )
-        for token in prompt:
-            if not 0 <= token < self._vocab_size:
-                raise DecodingError(
-                    f"prompt {number} has the token {token}; ids are from 0 to "
-                    f"{self._vocab_size - 1}"
-                )
+        check_ids(f"prompt {number}", prompt, self._vocab_size)
 
     def generate(self, prompts: Iterable[Sequence[int]], max_tokens: int) -> Iterator[Continuation]:
         """Continues prompts, and yields each when it is complete.
@@ -109,7 +102,8 @@ class Decoder:
                 continued first.
         """
         # Remove rows of an earlier call that was not exhausted.
-        self._clear()
+        self._slots = [[None] * len(slots) for slots in self._slots]
+        self._error = None
         waiting = enumerate(prompts)
         while True:
             yield from self._fill(waiting, max_tokens)
@@ -126,23 +120,15 @@ class Decoder:
             for number, tensors in enumerate(results):
                 yield from self._take(number, [tensor.numpy() for tensor in tensors])
 
-    def _clear(self) -> None:
-        self._slots = [[None] * len(slots) for slots in self._slots]
-        self._error = None
-
     def _fill(self, waiting: Iterator[Any], max_tokens: int) -> Iterator[Continuation]:
         """Puts waiting prompts into free rows until either run out."""
         while True:
             new: dict[int, dict[int, Sequence[int]]] = collections.defaultdict(dict)
             # In turn, so that each group gets some.
-            rows = range(len(self._slots[0]))
-            free = [
-                (group, row)
-                for row in rows
-                for group, slots in enumerate(self._slots)
-                if slots[row] is None
-            ]
-            for group, row in free:
+            places = itertools.product(range(len(self._slots[0])), range(len(self._slots)))
+            for row, group in places:
+                if self._slots[group][row] is not None:
+                    continue
                 number, prompt = next(waiting, (None, ()))
                 if number is None or self._error is not None:
                     break
@@ -173,12 +159,12 @@ class Decoder:
 
     def _size(self, lengths: Iterable[int]) -> int:
         """Returns the positions for prompts: a power of two, to limit the number of graphs."""
-        longest, size = max(lengths), _SHORTEST
-        while size < longest:
-            size *= 2
-        return min(size, self._length)
+        power = 1 << (max(lengths) - 1).bit_length()
+        return min(max(power, _SHORTEST), self._length)
 
-    def _prompt(self, slots: Sequence[Row | None], new: dict[int, Sequence[int]], size: int) -> Any:
+    def _prompt(
+        self, slots: Sequence[Sampled | Beams | None], new: dict[int, Sequence[int]], size: int
+    ) -> Any:
         """Returns ids, lengths and seeds of a group in which some rows are new."""
         ids = np.zeros([len(slots), size], np.int32)
         lengths = np.zeros([len(slots)], np.int32)

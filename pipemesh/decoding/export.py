@@ -121,10 +121,9 @@ class ExportedModel(tf.Module):
                 tf.concat([one, tf.reshape(more, [-1])], 0)
                 for one, more in zip(first, rest, strict=True)
             )
-            ends = tf.zeros_like(tokens)
-            for stop in sorted(self._generator.stop):
-                ends += tf.cast(tokens == stop, tf.int32)
-            is_kept = tf.cumsum(ends, exclusive=True) == 0
+            stop = tf.constant(sorted(self._generator.stop), tf.int32)
+            ends = tf.reduce_any(tokens[:, None] == stop, -1)
+            is_kept = tf.cumsum(tf.cast(ends, tf.int32), exclusive=True) == 0
             # Padded to a static size: with no rows the number of tokens is unknown.
             filling = [[0, self._length - max_tokens]]
             return (

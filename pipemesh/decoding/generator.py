@@ -10,20 +10,21 @@ the schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from pipemesh.backend.gradients import no_gradients
 from pipemesh.backend.operations import pin
-from pipemesh.decoding.choice import Choice, Chooser
+from pipemesh.decoding.beam import Chooser
+from pipemesh.decoding.choice import Choice
 from pipemesh.errors import DecodingError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.mesh_cluster import mesh_devices
 from pipemesh.layers.named import KeyValueCache, cache_scope
 from pipemesh.layers.pipeline.simd_ring import SimdRing
 from pipemesh.layers.pipeline.weights import plain_theta
-from pipemesh.recurrent.circular.tick_loop import Tick
+from pipemesh.recurrent.circular.tick_loop import Tick, put
 
 # Number of loop steps that may run at the same time.
 _STEPS_AT_ONCE = 4
@@ -45,61 +46,20 @@ class Group(NamedTuple):
     kept: Any
 
 
-class Turns:
-    """Gates that hold groups back at a stage until the previous group has left it."""
-
-    # Without gates TensorFlow would start every ready operation. Two groups at one stage share its
-    # device, and both would leave it late. `gates` has one scalar per device, computed when the
-    # previous group has left.
-
-    def __init__(self, gates: Sequence[tf.Tensor]) -> None:
-        self.gates = list(gates)
-
-    @classmethod
-    def free(cls, devices: Sequence[str]) -> Turns:
-        """Returns turns in which all devices, one for each replica of each stage, are free."""
-        gates = []
-        for device in devices:
-            with tf.device(device):
-                gates.append(tf.zeros([], tf.int32))
-        return cls(gates)
-
-    def enter(self, device: int, values: Any) -> Any:
-        """Returns the inputs of a stage, available when its device is free."""
-        with tf.control_dependencies([self.gates[device]]):
-            return tf.nest.pack_sequence_as(values, pin(tf.nest.flatten(values)))
-
-    def leave(self, device: int, values: Any) -> None:
-        """Records the results that make a device free again."""
-        gate = self.gates[device]
-        with tf.control_dependencies(tf.nest.flatten(values)), tf.device(gate.device):
-            (self.gates[device],) = pin([gate])
-
-
-class _Caches(Protocol):
-    """The operations on the caches of a group."""
-
-    def followed(self, kept: Any, parents: tf.Tensor) -> Any:
-        """Returns the caches of rows that continue the rows `parents`."""
-        ...
-
-    def merged(self, new: tf.Tensor, kept: Any, before: Any) -> Any:
-        """Returns the rows of `kept` where `new` is true, else those of `before`."""
-        ...
-
-
 class _StageCaches:
     """The caches of stages on devices of their own: nested tensors whose first dim is rows."""
 
     def followed(self, kept: Any, parents: tf.Tensor) -> Any:
-        """Gathers rows."""
-        return tf.nest.map_structure(
-            lambda cache: _beside(cache, lambda: tf.gather(cache, parents)), kept
-        )
+        """Returns the caches of rows that continue the rows `parents`."""
+        return _beside(lambda cache: tf.gather(cache, parents), kept)
 
     def merged(self, new: tf.Tensor, kept: Any, before: Any) -> Any:
-        """Chooses rows."""
-        return tf.nest.map_structure(lambda a, b: _rows_of(new, a, b), kept, before)
+        """Returns the rows of `kept` where `new` is true, else those of `before`."""
+
+        def rows(kept: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
+            return tf.where(tf.reshape(new, [-1] + [1] * (kept.shape.rank - 1)), kept, before)
+
+        return _beside(rows, kept, before)
 
 
 class Generator:
@@ -164,11 +124,7 @@ class Generator:
     def go_on(
         self, groups: Sequence[Group], steps: int | tf.Tensor
     ) -> tuple[list[Group], list[Any]]:
-        """Chooses tokens, one after the other.
-
-        Args:
-            groups: all groups.
-            steps: the number of tokens.
+        """Chooses `steps` tokens for each row of all groups, one after the other.
 
         Returns:
             The groups, and for each the results that its rows take; their first dims are steps and
@@ -189,80 +145,99 @@ class Generator:
         stack = self._stack
         return plain_theta(stack, stack.theta, stack.stage_names)
 
+    def _gates(self) -> list[tf.Tensor]:
+        """Returns a gate for each device: a scalar, computed when the device is free."""
+        gates = []
+        for device in self._devices:
+            with tf.device(device):
+                gates.append(tf.zeros([], tf.int32))
+        return gates
+
     def _through(
-        self, turns: Turns, theta: Any, number: int, ids: Any, places: Any, last: Any, kept: Any
+        self,
+        gates: list[tf.Tensor],
+        theta: Any,
+        number: int,
+        ids: Any,
+        places: Any,
+        last: Any,
+        kept: Any,
     ) -> tuple[tf.Tensor, list[Any]]:
-        """Passes tokens of a group through all stages; returns logits and caches."""
+        """Passes tokens of a group through all stages; returns logits and caches.
+
+        Gates hold the group back at a stage until the previous group has left it; those in the list
+        become its own. Without gates TensorFlow would start every ready operation. Two groups at
+        one stage share its device, and both would leave it late.
+        """
         # Prefill overwrites earlier caches.
-        args, after = self._task.DecodeArgs(ids, places), []
+        args, after = to_tuple(self._task.DecodeArgs(ids, places)), []
         replica = number % self.num_replicas
         for stage in range(len(self._stack.stage_names)):
             before = kept[stage] if kept else None
             device = stage * self.num_replicas + replica
-            args = turns.enter(device, to_tuple(args))
+            with tf.control_dependencies([gates[device]]):
+                args = tf.nest.pack_sequence_as(args, pin(tf.nest.flatten(args)))
             cache = KeyValueCache(self._length, places, before, last, overwrites=bool(kept))
             with cache_scope(cache):
-                args = self._stack.FPropStage(theta, stage, *args, replica=replica)
-            turns.leave(device, args)
+                outputs = self._stack.FPropStage(theta, stage, *args, replica=replica)
+            args = to_tuple(outputs)
+            with tf.control_dependencies(tf.nest.flatten(args)), tf.device(gates[device].device):
+                (gates[device],) = pin([gates[device]])
             after.append(cache.kept)
-        return args, after
+        return args[0], after
 
     def _begin_groups(self, numbers: tuple[int, ...], prompts: Any, before: Any) -> Any:
         # Gradients stay, although nothing differentiates here. Removing their operations makes
         # prefill of two groups 1.4 times slower; the cause is unknown.
         with self._cluster():
-            theta, turns = self._theta(), Turns.free(self._devices)
-            return [
-                self._begin_group(turns, theta, *group)
-                for group in zip(numbers, prompts, before, strict=True)
-            ]
-
-    def _begin_group(
-        self, turns: Turns, theta: Any, number: int, prompt: Any, before: Group | None
-    ) -> Any:
-        ids, lengths, seeds = prompt
-        rows, most = ids.shape
-        places = tf.tile(tf.range(most)[None], [rows, 1])
-        last = tf.maximum(lengths - 1, 0)
-        logits, kept = self._through(turns, theta, number, ids, places, last, None)
-        return self._begun(logits, lengths, seeds, kept, before, self._caches)
+            theta, gates, begun = self._theta(), self._gates(), []
+            for number, prompt, group in zip(numbers, prompts, before, strict=True):
+                ids, lengths, seeds = prompt
+                rows, most = ids.shape
+                places = tf.tile(tf.range(most)[None], [rows, 1])
+                last = tf.maximum(lengths - 1, 0)
+                logits, kept = self._through(gates, theta, number, ids, places, last, None)
+                begun.append(self._begun(logits, lengths, seeds, kept, group, self._caches))
+            return begun
 
     def _go_on_groups(self, groups: list[Group], steps: tf.Tensor) -> Any:
         with self._cluster(), no_gradients():
             theta = self._theta()
-            gates = Turns.free(self._devices).gates
             # Copy the caller's caches once, instead of for each token.
-            groups = [group._replace(kept=_copied(group.kept)) for group in groups]
+            groups = [
+                group._replace(kept=_beside(lambda cache: tf.raw_ops.DeepCopy(x=cache), group.kept))
+                for group in groups
+            ]
             arrays = [
                 [tf.TensorArray(dtype, steps) for dtype in self.chooser.result_types]
                 for _ in groups
             ]
 
             def body(step: tf.Tensor, gates: Any, groups: Any, arrays: Any) -> Any:
-                turns = Turns(gates)
+                gates = list(gates)
                 results = [
-                    self._step(turns, theta, number, group) for number, group in enumerate(groups)
+                    self._step(gates, theta, number, group) for number, group in enumerate(groups)
                 ]
                 written = [
                     [a.write(step, value) for a, value in zip(group_arrays, values, strict=True)]
                     for group_arrays, (_, values) in zip(arrays, results, strict=True)
                 ]
-                return step + 1, turns.gates, [group for group, _ in results], written
+                return step + 1, gates, [group for group, _ in results], written
 
             _, _, groups, arrays = tf.while_loop(
                 lambda step, *_: step < steps,
                 body,
-                (tf.constant(0), gates, groups, arrays),
+                (tf.constant(0), self._gates(), groups, arrays),
                 parallel_iterations=_STEPS_AT_ONCE,
             )
             return groups, [tuple(array.stack() for array in group) for group in arrays]
 
-    def _step(self, turns: Turns, theta: Any, number: int, group: Group) -> Any:
+    def _step(self, gates: list[tf.Tensor], theta: Any, number: int, group: Group) -> Any:
         # A complete row continues until the next check; it never moves beyond its last position.
         places = tf.minimum(group.places, self._length - 1)
         last = tf.zeros_like(places)
         ids = group.tokens[:, None]
-        logits, kept = self._through(turns, theta, number, ids, places[:, None], last, group.kept)
+        logits, kept = self._through(gates, theta, number, ids, places[:, None], last, group.kept)
         with tf.device(logits.device):
             choice = self.chooser.choose(logits, group.state, self.stop)
         return _after(choice, group.places + 1, kept, self._caches), choice.results
@@ -274,7 +249,7 @@ class Generator:
         seeds: tf.Tensor,
         kept: Any,
         before: Group | None,
-        caches: _Caches,
+        caches: _StageCaches | SimdRing,
     ) -> tuple[Group, tuple[tf.Tensor, ...]]:
         """Chooses the first tokens of new rows; rows without a prompt stay as they were."""
         with tf.device(logits.device):
@@ -283,12 +258,8 @@ class Generator:
         after = _after(choice, lengths, kept, caches)
         if before is not None:
             new = lengths > 0
-            after = Group(
-                _rows_of(new, after.tokens, before.tokens),
-                _rows_of(new, after.places, before.places),
-                _rows_of(new, after.state, before.state),
-                caches.merged(new, after.kept, before.kept),
-            )
+            tokens, places, state = _StageCaches().merged(new, after[:3], before[:3])
+            after = Group(tokens, places, state, caches.merged(new, after.kept, before.kept))
         return after, choice.results
 
 
@@ -366,17 +337,17 @@ class SimdGenerator(Generator):
                 group = last.microbatch
                 choice = self.chooser.choose(logits, states[group], self.stop)
 
-                def put(slots: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-                    value = tf.where(leaves, value, slots[group])
-                    return tf.tensor_scatter_nd_update(slots, [[group]], [value])
-
                 index = tf.where(leaves, last.turn * number + group, steps * number)
                 arrays = tuple(
                     array.write(index, value)
                     for array, value in zip(arrays, choice.results, strict=True)
                 )
-                new = put(tokens, choice.ids), put(places, places[group] + 1)
-                return (*new, put(states, choice.state), arrays), choice.parents
+                new = choice.ids, places[group] + 1, choice.state
+                slots = [
+                    put(slots, group, value, leaves)
+                    for slots, value in zip((tokens, places, states), new, strict=True)
+                ]
+                return (*slots, arrays), choice.parents
 
             arrays = tuple(
                 tf.TensorArray(dtype, steps * number + 1, clear_after_read=False)
@@ -407,15 +378,7 @@ def generator_of(
     chooser: Chooser,
     stop: Collection[int] = (),
 ) -> Generator:
-    """Returns the generator for a stack, by its lowering.
-
-    Args:
-        task: a lingvo task with `DecodeArgs`.
-        stack: its stack of stages.
-        cluster: makes a context to call the task in.
-        length: the positions of a row.
-        chooser: chooses tokens.
-        stop: ids that end a continuation.
+    """Returns the generator for a stack, by its lowering; arguments are those of `Generator`.
 
     Returns:
         A `SimdGenerator` for a stack with `lowering="simd"`, else a `Generator`.
@@ -424,26 +387,18 @@ def generator_of(
     return kind(task, stack, cluster, length, chooser, stop)
 
 
-def _after(choice: Choice, places: tf.Tensor, kept: Any, caches: _Caches) -> Group:
+def _after(choice: Choice, places: tf.Tensor, kept: Any, caches: _StageCaches | SimdRing) -> Group:
     """Returns a group after a choice. The rows of a prompt have the same position."""
     if choice.parents is not None:
         kept = caches.followed(kept, choice.parents)
     return Group(choice.ids, places, choice.state, kept)
 
 
-def _rows_of(chosen: tf.Tensor, new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of `new` where `chosen` is true, else those of `old`."""
-    with tf.device(new.device):
-        return tf.where(tf.reshape(chosen, [-1] + [1] * (new.shape.rank - 1)), new, old)
+def _beside(function: Callable[..., tf.Tensor], *values: Any) -> Any:
+    """Applies a function to tensors of values that are nested alike, on the first one's device."""
 
+    def compute(*tensors: tf.Tensor) -> tf.Tensor:
+        with tf.device(tensors[0].device):
+            return function(*tensors)
 
-def _copied(kept: Any) -> Any:
-    return tf.nest.map_structure(
-        lambda cache: _beside(cache, lambda: tf.raw_ops.DeepCopy(x=cache)), kept
-    )
-
-
-def _beside(tensor: tf.Tensor, compute: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Computes on the device of a tensor."""
-    with tf.device(tensor.device):
-        return compute()
+    return tf.nest.map_structure(compute, *values)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.decoding.choice import check_numbers
+from pipemesh.decoding.choice import check_ids, check_numbers
 from pipemesh.errors import DecodingError
 
 
@@ -77,14 +77,11 @@ class Scorer:
         self._shape = (rows, length)
 
     def check(self, text: Sequence[int], number: int = 0) -> None:
-        """Checks that a text can be scored.
-
-        Args:
-            text: ids.
-            number: the text's number, for errors.
+        """Checks that a text, given as ids, can be scored.
 
         Raises:
-            DecodingError: the text is too short or too long, or an id is not in the vocabulary.
+            DecodingError: the text is too short or too long, or an id is not in the vocabulary. The
+                error names the text by `number`.
         """
         length = self._shape[1]
         if len(text) < 2:
@@ -96,11 +93,7 @@ class Scorer:
                 f"text {number} has {len(text) - 1} tokens to be scored, which exceeds the "
                 f"model's {length}; give a shorter one, or cut it"
             )
-        for token in text:
-            if not 0 <= token < self._vocab_size:
-                raise DecodingError(
-                    f"text {number} has the token {token}; ids are from 0 to {self._vocab_size - 1}"
-                )
+        check_ids(f"text {number}", text, self._vocab_size)
 
     def score(self, texts: Iterable[Sequence[int]]) -> Iterator[ScoredText]:
         """Scores texts, in their order.

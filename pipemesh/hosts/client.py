@@ -72,14 +72,8 @@ after 0 s of waiting; start it there with `pipemesh worker`, or give other addre
     places, healths = gather(cluster, wait, answer, say, fewer)
     if has_begun_again() and len(places) == len(cluster.workers):
         say("all workers are there")
-    watched = watch.Watch(
-        places,
-        [health.start for health in healths],
-        answer,
-        begin_again if again else end,
-        limit=step_limit,
-        tell=say,
-    )
+    starts, lost = [health.start for health in healths], begin_again if again else end
+    watched = watch.Watch(places, starts, answer, lost, limit=step_limit, tell=say)
     watched.start()
     watch.make_current(watched)
     try:
@@ -113,14 +107,12 @@ def gather(
             check_distinct(healths)
             waited = time.monotonic() - begun
             spares = [a for a in cluster.spares if not healths[a].trouble]
-            places: dict[int, str] = {}
+            places = dict(enumerate(cluster.workers))
             missing: list[int] = []
             for number, address in enumerate(cluster.workers):
                 if healths[address].trouble and spares and waited >= answer:
                     places[number] = spares.pop(0)
-                    continue
-                places[number] = address
-                if healths[address].trouble:
+                elif healths[address].trouble:
                     missing.append(number)
             if missing and fewer is not None and waited >= fewer and len(missing) < len(places):
                 for number in missing:

@@ -110,8 +110,8 @@ class _Worker:
     address: str = ""
     process: subprocess.Popen[bytes] | None = None
     pair: socket.socket | None = None
+    # In a row, that ended before it listened.
     starts: int = 0
-    has_listened: bool = False
 
     def start(self) -> None:
         """Starts the process, at its earlier address if it had one."""
@@ -132,7 +132,7 @@ class _Worker:
             preexec_fn=ends_with_parent(),
         )
         theirs.close()
-        self.has_listened, self.starts = False, self.starts + 1
+        self.starts += 1
 
     def listens(self, limit: float) -> str:
         """Waits until the worker listens, and returns its address."""
@@ -146,14 +146,16 @@ class _Worker:
                 why = "has ended" if ready else f"does not listen after {_SECONDS_TO_START} s"
                 raise DeviceError(f"worker {self.number} {why}; its messages stand above")
             received += more
-        self.address, self.has_listened = received.decode().strip(), True
+        self.address, self.starts = received.decode().strip(), 0
         return self.address
 
     def keep(self) -> None:
         """Restarts the worker if it has ended."""
-        if self.process is None or self.process.poll() is None:
+        if self.pair is None or self.process is None or self.process.poll() is None:
             return
-        if self._did_listen():
+        # The socket keeps what an ended worker has written.
+        ready, _, _ = select.select([self.pair], [], [], 0.0)
+        if ready and self.pair.recv(100):
             self.starts = 0
         code, again = self.process.returncode, self.starts < _MOST_STARTS
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -163,14 +165,6 @@ class _Worker:
             self.start()
         else:
             self.process = None
-
-    def _did_listen(self) -> bool:
-        assert self.pair is not None
-        if not self.has_listened:
-            # The socket keeps what an ended worker has written.
-            ready, _, _ = select.select([self.pair], [], [], 0.0)
-            self.has_listened = bool(ready and self.pair.recv(100))
-        return self.has_listened
 
     def end(self) -> None:
         """Ends the worker."""

@@ -40,7 +40,9 @@ def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None =
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _leave)
     server, port = _serve(port, ip, cpu_devices)
-    address = f"{_reached(listen)}:{port}"
+    name = socket.gethostname() if listen in EVERYWHERE else listen
+    # As others write it.
+    address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
     _announce(address, ip)
     parent = None
     if parent_fd is not None:
@@ -101,25 +103,17 @@ def _announce(address: str, ip: str | None) -> None:
 
     own_address = address if ip else f"{LOOPBACK}:{address.rpartition(':')[2]}"
     limit = time.monotonic() + _SECONDS_TO_START
-    (health,) = ask([own_address], _SECONDS_TO_START)
-    while health.trouble and time.monotonic() < limit:
+    while (health := ask([own_address], _SECONDS_TO_START)[0]).trouble:
         # On a busy machine gRPC may drop a connection at once.
+        if time.monotonic() >= limit:
+            raise DeviceError(f"the worker on {address} {health.trouble}")
         time.sleep(_PAUSE)
-        (health,) = ask([own_address], _SECONDS_TO_START)
-    if health.trouble:
-        raise DeviceError(f"the worker on {address} {health.trouble}")
     who = "only programs on this machine can connect (--listen=ADDRESS lets others)"
     if ip is None or not is_loopback(ip):
         who = "everybody who reaches that address can connect, without authentication"
         if ip is not None and (interface := interfaces_by_address().get(ip)):
             who = f"{who}, through {socket.if_indextoname(interface)}"
     processes.say(f"pipemesh worker: {address}; {who}; devices {', '.join(health.devices)}")
-
-
-def _reached(listen: str) -> str:
-    """Returns the host of the address, as others write it."""
-    name = socket.gethostname() if listen in EVERYWHERE else listen
-    return f"[{name}]" if ":" in name else name
 
 
 def _leave(_number: int, _frame: Any) -> NoReturn:

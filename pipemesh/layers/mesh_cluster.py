@@ -22,7 +22,6 @@ from pipemesh.plan.homes import (
     home_of,
     num_replicas,
     unused_axes,
-    without,
 )
 from pipemesh.plan.network import over_hosts
 from pipemesh.recurrent import Home
@@ -125,7 +124,7 @@ def mesh_cluster(
         warnings.warn(
             f"mesh '{mesh}' has {mesh.num_devices} devices, but nothing is split "
             f"along {', '.join(axes)}: {', '.join(idle)} will idle. Use the mesh "
-            f"'{without(mesh, axes)}', or {split}cut the layers into "
+            f"'{mesh.without(*axes)}', or {split}cut the layers into "
             f"{mesh.num_stages * mesh.num_devices // len(used)} stages",
             stacklevel=2,
         )

@@ -23,7 +23,7 @@ from pipemesh.lowering.lowering import CommunicationCosts
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, Partition, partition, profile_costs
 from pipemesh.partition.costs import number_problem
-from pipemesh.partition.memory import SCHEDULES
+from pipemesh.partition.memory import WITH_FORMULA
 from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule, ScheduleSpec, simulate
 from pipemesh.schedule.names import parse
@@ -435,7 +435,7 @@ def _schedule(schedule: Any, num_stages: int, options: dict[str, Any]) -> dict[s
     if schedule is None:
         return {}
     if not isinstance(schedule, Schedule):
-        if parse(schedule).name in SCHEDULES:
+        if parse(schedule).name in WITH_FORMULA:
             return {"schedule": schedule}
         if options.get("num_microbatches") is None:
             raise PartitionError(

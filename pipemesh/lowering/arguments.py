@@ -407,14 +407,19 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def register(group: str, *communicates: str) -> Callable[[F], F]:
-    """Returns a decorator that registers a function as an operation and makes it `checked`."""
+def register(group: str, *communicates: str, arguments: str = "") -> Callable[[F], F]:
+    """Returns a decorator that registers a function as an operation and makes it `checked`.
+
+    `arguments` extends the docstring, for operations that describe the same arguments.
+    """
 
     # `communicates` does not list `vary`: every operation with several operands uses it.
     def add(function: F) -> F:
         name = function.__name__
         if name in OPS:
             raise ValueError(f"operation {name!r} is registered twice; give it another name")
+        if arguments:
+            function.__doc__ = f"{inspect.getdoc(function) or ''}\n\n{arguments}"
         careful = cast(F, checked(function))
         OPS[name] = Op(name, group, careful, communicates)
         return careful

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -159,6 +159,7 @@ def _pass_name(backward: bool) -> str:
     return "backward" if backward else "forward"
 
 
+T = TypeVar("T")
 # One tensor per processor that this program computes for: all processors in placement, one in SIMD.
 Slices = tuple[tf.Tensor, ...]
 # Reductions; only the sum has a gradient.
@@ -212,6 +213,15 @@ def join_slices(layout: TensorLayout, slice_of: Callable[[int], tf.Tensor]) -> t
     return join(0, {})
 
 
+def on_each(devices: Sequence[str], function: Callable[..., T], *values: Sequence[Any]) -> list[T]:
+    """Calls a function on each device, with the device's item of each of `values`."""
+    results: list[T] = []
+    for device, *args in zip(devices, *values, strict=True):
+        with tf.device(device):
+            results.append(function(*args))
+    return results
+
+
 class Lowering(abc.ABC):
     """The base of objects that turn operations on named dims into TensorFlow operations.
 
@@ -229,7 +239,9 @@ class Lowering(abc.ABC):
     The law also holds for gradients of gradients: the backward pass consists of the same
     primitives, each with its own gradient. The methods `raw_...` have none.
 
-    An axis of size 1 causes no communication.
+    Primitives take `x`, the slices of a tensor. `axis` is the name of a mesh axis, along which
+    processors communicate; an axis of size 1 causes no communication. `dim` is the position of a
+    dim in the tensor. If a primitive splits a dim, its size must be a multiple of the axis size.
 
     Attributes:
         mesh: the mesh.
@@ -250,6 +262,8 @@ class Lowering(abc.ABC):
         # The dim names of all tensors so far, and the rules that already caused a warning.
         self._dims: dict[str, None] = {}
         self._warned: set[str] = set()
+        # Whether calls now are those of a gradient, for `costs`.
+        self._is_backward = False
 
     @property
     @abc.abstractmethod
@@ -381,87 +395,8 @@ did you mean 'batch'? Known: 'batch'
         pieces = self.raw_all_to_all(pieces, axis, split_dim=dim + 1, concat_dim=0)
         return self.raw_map(lambda tensor: tf.reduce_sum(tensor, 0), pieces)
 
-    def group_size(self, axes: Sequence[str]) -> int:
-        """Returns the number of processors that differ along `axes`."""
-        return math.prod(self.mesh.size(axis) for axis in axes)
-
-    def _wide(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns the axes with more than one coordinate, in the order of the mesh."""
-        for axis in axes:
-            self.mesh.check_axis(axis)
-        return tuple(a for a in self.mesh.axis_names if a in axes and self.mesh.size(a) > 1)
-
-    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor, backward: bool) -> None:
-        self.costs.add(primitive, axes, x, backward)
-
-    # The gradient of each primitive is another one. `backward` selects the pass in the costs.
-
-    def _reduce(self, x: Slices, axes: Sequence[str], op: str, backward: bool) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("all_reduce", axes, y[0], backward)
-            return self.raw_all_reduce(y, axes, op)
-
-        return self.with_gradient(forward, lambda grad: self._vary(grad, axes), x)
-
-    def _vary(self, x: Slices, axes: Sequence[str]) -> Slices:
-        return self.with_gradient(
-            lambda y: y, lambda grad: self._reduce(grad, axes, "sum", backward=True), x
-        )
-
-    def _gather(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("all_gather", [axis], y[0], backward)
-            return self.raw_all_gather(y, axis, dim)
-
-        return self.with_gradient(forward, lambda grad: self._slice(grad, axis, dim), x)
-
-    def _slice(self, x: Slices, axis: str, dim: int) -> Slices:
-        return self.with_gradient(
-            lambda y: self._raw_slice(y, axis, dim),
-            lambda grad: self._gather(grad, axis, dim, backward=True),
-            x,
-        )
-
-    def _reduce_scatter(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("reduce_scatter", [axis], y[0], backward)
-            return self.raw_reduce_scatter(y, axis, dim)
-
-        return self.with_gradient(
-            forward, lambda grad: self._gather_varied(grad, axis, dim, backward=True), x
-        )
-
-    def _gather_varied(self, x: Slices, axis: str, dim: int, backward: bool) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("all_gather", [axis], y[0], backward)
-            return self.raw_all_gather(y, axis, dim)
-
-        return self.with_gradient(
-            forward, lambda grad: self._reduce_scatter(grad, axis, dim, backward=True), x
-        )
-
-    def _exchange(
-        self, x: Slices, axis: str, split_dim: int, concat_dim: int, backward: bool
-    ) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("all_to_all", [axis], y[0], backward)
-            return self.raw_all_to_all(y, axis, split_dim, concat_dim)
-
-        return self.with_gradient(
-            forward, lambda grad: self._exchange(grad, axis, concat_dim, split_dim, True), x
-        )
-
-    def _send(
-        self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]], backward: bool
-    ) -> Slices:
-        def forward(y: Slices) -> Slices:
-            self._count("permute", [axis], y[0], backward)
-            return self.raw_permute(y, axis, pairs)
-
-        back = tuple((b, a) for a, b in pairs)
-        return self.with_gradient(forward, lambda grad: self._send(grad, axis, back, True), x)
-
-    def _raw_slice(self, x: Slices, axis: str, dim: int) -> Slices:
+    def raw_slice(self, x: Slices, axis: str, dim: int) -> Slices:
+        """Takes each processor's part of a dim."""
         parts = self.mesh.size(axis)
 
         def cut(tensor: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
@@ -472,124 +407,142 @@ did you mean 'batch'? Known: 'batch'
 
         return self.raw_map(cut, x, self.coordinate(axis))
 
+    def group_size(self, axes: Sequence[str]) -> int:
+        """Returns the number of processors that differ along `axes`."""
+        return math.prod(self.mesh.size(axis) for axis in axes)
+
+    def _wide(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Returns the axes with more than one coordinate, in the order of the mesh."""
+        for axis in axes:
+            self.mesh.check_axis(axis)
+        return tuple(a for a in self.mesh.axis_names if a in axes and self.mesh.size(a) > 1)
+
+    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> None:
+        self.costs.add(primitive, axes, x, self._is_backward)
+
+    def _primitive(
+        self,
+        name: str | None,
+        axes: Sequence[str],
+        raw: Callable[[Slices], Slices],
+        gradient: Callable[[Slices], Slices],
+        x: Slices,
+    ) -> Slices:
+        """Computes a primitive whose gradient is another one, and counts it if it has a name."""
+        if not axes:
+            return x
+
+        def forward(y: Slices) -> Slices:
+            if name is not None:
+                self._count(name, axes, y[0])
+            return raw(y)
+
+        def backward(grad: Slices) -> Slices:
+            outside, self._is_backward = self._is_backward, True
+            try:
+                return gradient(grad)
+            finally:
+                self._is_backward = outside
+
+        return self.with_gradient(forward, backward, x)
+
     def all_reduce(self, x: Slices, axes: Sequence[str], op: str = "sum") -> Slices:
-        """Reduces over axes, so that the result is equal along them.
+        """Reduces over axes along which values differ. Gradient: the identity.
 
         Args:
-            x: values that differ along `axes`.
+            x: slices.
             axes: may be empty.
             op: `"sum"`, or `"max"` or `"min"`, which have no gradient.
 
         Returns:
-            The reduced value on every processor. Gradient: the identity.
+            The reduced value on every processor.
         """
         if op not in REDUCTIONS:
             raise ValueError(f"no reduction is called {op!r}; known: {', '.join(REDUCTIONS)}")
         wide = self._wide(axes)
         if op != "sum":
             x = self.map(tf.stop_gradient, x)
-        if not wide:
-            return x
-        return self._reduce(x, wide, op, backward=False)
+        return self._primitive(
+            "all_reduce",
+            wide,
+            lambda y: self.raw_all_reduce(y, wide, op),
+            lambda grad: self.vary(grad, wide),
+            x,
+        )
 
     def vary(self, x: Slices, axes: Sequence[str]) -> Slices:
         """Lets a value that is equal along axes enter computation that differs along them.
 
-        Args:
-            x: a value that is equal along `axes`.
-            axes: may be empty.
-
-        Returns:
-            The same values. Gradient: the sum over `axes`.
+        Gradient: the sum over `axes`, which may be empty.
         """
         wide = self._wide(axes)
-        if not wide or not x[0].dtype.is_floating:
-            return x
-        return self._vary(x, wide)
+        return self._primitive(None, wide, lambda y: y, lambda grad: self.all_reduce(grad, wide), x)
 
     def all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Joins the slices of a dim that is split over an axis.
+        """Joins a dim that is split over an axis, on every processor.
 
-        Args:
-            x: slices.
-            axis: the axis that splits `dim`.
-            dim: its position in the tensor.
-
-        Returns:
-            The whole dim on every processor. Gradient: the processor's slice.
+        Gradient: the processor's slice.
         """
-        if not self._wide([axis]):
-            return x
-        return self._gather(x, axis, dim, backward=False)
+        return self._primitive(
+            "all_gather",
+            self._wide([axis]),
+            lambda y: self.raw_all_gather(y, axis, dim),
+            lambda grad: self.slice_along(grad, axis, dim),
+            x,
+        )
 
     def reduce_scatter(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Sums over an axis and splits a dim of the sum over it.
-
-        Args:
-            x: values that differ along `axis`.
-            axis: the axis to sum over.
-            dim: position of the dim to split; its size must be a multiple of the axis size.
-
-        Returns:
-            Each processor's slice of the sum. Gradient: all-gather.
-        """
-        if not self._wide([axis]):
-            return x
+        """Sums over an axis and splits a dim of the sum over it. Gradient: all-gather."""
         self._check_divides(x, axis, dim)
-        return self._reduce_scatter(x, axis, dim, backward=False)
+        return self._primitive(
+            "reduce_scatter",
+            self._wide([axis]),
+            lambda y: self.raw_reduce_scatter(y, axis, dim),
+            lambda grad: self.gather_varied(grad, axis, dim),
+            x,
+        )
 
     def gather_varied(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Joins the slices of a dim for computation that differs along the axis.
+        """Joins a split dim for computation that differs along the axis.
 
-        The result equals `vary` after `all_gather`, but the gradient is sent once.
-
-        Args:
-            x: slices.
-            axis: the axis that splits `dim`.
-            dim: its position in the tensor.
-
-        Returns:
-            The whole dim on every processor. Gradient: reduce-scatter.
+        The result equals `vary` after `all_gather`, but the gradient is sent once. Gradient:
+        reduce-scatter.
         """
-        if not self._wide([axis]):
-            return x
-        return self._gather_varied(x, axis, dim, backward=False)
+        return self._primitive(
+            "all_gather",
+            self._wide([axis]),
+            lambda y: self.raw_all_gather(y, axis, dim),
+            lambda grad: self.reduce_scatter(grad, axis, dim),
+            x,
+        )
 
     def slice_along(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Splits a dim over an axis along which the value is equal.
-
-        Args:
-            x: a value that is equal along `axis`.
-            axis: the axis to split `dim` over.
-            dim: its position in the tensor; its size must be a multiple of the axis size.
-
-        Returns:
-            Each processor's slice. Gradient: all-gather.
-        """
-        if not self._wide([axis]):
-            return x
+        """Splits a dim over an axis along which the value is equal. Gradient: all-gather."""
         self._check_divides(x, axis, dim)
-        return self._slice(x, axis, dim)
+        return self._primitive(
+            None,
+            self._wide([axis]),
+            lambda y: self.raw_slice(y, axis, dim),
+            lambda grad: self.all_gather(grad, axis, dim),
+            x,
+        )
 
     def all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
-        """Moves a split from one dim to another.
+        """Moves the split over an axis from the dim `concat_dim` to `split_dim`.
 
-        Args:
-            x: slices of a tensor whose `concat_dim` is split over `axis`.
-            axis: the axis.
-            split_dim: position of the dim to split.
-            concat_dim: position of the dim to join.
-
-        Returns:
-            The new slices. Gradient: the reverse move.
+        Gradient: the reverse move.
         """
-        if not self._wide([axis]):
-            return x
         self._check_divides(x, axis, split_dim)
-        return self._exchange(x, axis, split_dim, concat_dim, backward=False)
+        return self._primitive(
+            "all_to_all",
+            self._wide([axis]),
+            lambda y: self.raw_all_to_all(y, axis, split_dim, concat_dim),
+            lambda grad: self.all_to_all(grad, axis, concat_dim, split_dim),
+            x,
+        )
 
     def permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
-        """Sends slices along an axis.
+        """Sends slices along an axis. Gradient: the reverse move.
 
         Args:
             x: slices.
@@ -597,8 +550,10 @@ did you mean 'batch'? Known: 'batch'
             pairs: source and target coordinates; each source and each target occurs at most once.
 
         Returns:
-            The received slices, or zeros on processors that receive nothing. Gradient: the reverse
-            move.
+            The received slices, or zeros on processors that receive nothing.
+
+        Raises:
+            LayoutError: a coordinate is invalid or occurs twice.
         """
         sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
         size = self.mesh.size(axis)
@@ -610,22 +565,20 @@ did you mean 'batch'? Known: 'batch'
                 f"{list(pairs)} is no permutation along axis {axis!r} of size {size}: coordinates "
                 "go from 0 to the size, and none may be source or target twice"
             )
-        pairs = tuple(pairs)
-        if not self._wide([axis]):
-            return x if pairs else self.map(tf.zeros_like, x)
-        return self._send(x, axis, pairs, backward=False)
+        if not pairs and size == 1:
+            return self.map(tf.zeros_like, x)
+        return self._primitive(
+            "permute",
+            self._wide([axis]),
+            lambda y: self.raw_permute(y, axis, pairs),
+            lambda grad: self.permute(grad, axis, [(b, a) for a, b in pairs]),
+            x,
+        )
 
     def shift(self, x: Slices, axis: str, offset: int, wrap: bool) -> Slices:
-        """Sends slices `offset` coordinates up an axis.
+        """Sends slices `offset` coordinates up an axis. Gradient: the reverse move.
 
-        Args:
-            x: slices.
-            axis: the axis.
-            offset: may be negative.
-            wrap: whether slices that leave at one end enter at the other; otherwise zeros enter.
-
-        Returns:
-            The received slices. Gradient: the reverse move.
+        With `wrap` slices that leave at one end enter at the other; otherwise zeros enter.
         """
         return self.permute(x, axis, self._shift_pairs(axis, offset, wrap))
 
@@ -640,9 +593,9 @@ did you mean 'batch'? Known: 'batch'
         return [(i, (i + offset) % size) for i in range(size) if wrap or 0 <= i + offset < size]
 
     def _check_divides(self, x: Slices, axis: str, dim: int) -> None:
-        size = static_sizes(x[0])[dim]
-        if size % self.mesh.size(axis):
+        size, parts = x[0].shape[dim], self.mesh.size(axis)
+        if size is not None and size % parts:
             raise LayoutError(
-                f"a dim of size {size} cannot be cut into {self.mesh.size(axis)} equal slices "
-                f"over axis {axis!r} of mesh '{self.mesh}'; change the rule that names this axis"
+                f"a dim of size {size} cannot be cut into {parts} equal slices over axis {axis!r} "
+                f"of mesh '{self.mesh}'; change the rule that names this axis"
             )

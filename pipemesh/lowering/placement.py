@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend import collectives
@@ -18,7 +20,7 @@ from pipemesh.backend.operations import sum_in_order
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import DeviceError
 from pipemesh.lowering.differentiate import local_gradient
-from pipemesh.lowering.lowering import Lowering, Slices, join_slices, whole_tensor
+from pipemesh.lowering.lowering import Lowering, Slices, join_slices, on_each, whole_tensor
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 _PAIRWISE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
@@ -80,20 +82,12 @@ class PlacementLowering(Lowering):
 
     def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function on each device, without a gradient."""
-        results: list[tf.Tensor] = []
-        for i, device in enumerate(self.devices):
-            with tf.device(device):
-                results.append(function(*(operand[i] for operand in operands)))
-        return tuple(results)
+        return tuple(on_each(self.devices, function, *operands))
 
     def coordinate(self, axis: str) -> Slices:
         """Returns constants, one for each device."""
         at = [self.mesh.coordinates(processor)[axis] for processor in range(self.num_slices)]
-        results: list[tf.Tensor] = []
-        for value, device in zip(at, self.devices, strict=True):
-            with tf.device(device):
-                results.append(tf.constant(value, tf.int32))
-        return tuple(results)
+        return tuple(on_each(self.devices, lambda value: tf.constant(value, tf.int32), at))
 
     def with_gradient(
         self,
@@ -123,63 +117,51 @@ class PlacementLowering(Lowering):
     # costs.
 
     def _import(self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool) -> Slices:
+        begins = [layout.slice_begin(processor) for processor in range(self.num_slices)]
+        vector = functools.partial(tf.constant, dtype=tf.int32, shape=[len(layout.axes)])
         with unrecorded():
-            slices = self._scatter(tensor, layout, name, backward)
-        if not tensor.dtype.is_floating:
-            return tuple(slices)
-
-        def back(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            return [self._export(tuple(grads), layout, name, backward=True)]
-
-        return tuple(attach_gradient(slices, [tensor], back, True))
+            # Cut on its own device, so that only the slices are sent.
+            with _beside(tensor):
+                cuts = {
+                    begin: tf.slice(tensor, vector(begin), vector(layout.slice_shape))
+                    for begin in dict.fromkeys(begins)
+                }
+            slices = on_each(self.devices, tf.identity, [cuts[begin] for begin in begins])
+        self._count_transfer(name, self.devices, layout, tensor.dtype, backward)
+        if tensor.dtype.is_floating:
+            slices = attach_gradient(
+                slices, [tensor], lambda g: [self._export(tuple(g), layout, name, True)], True
+            )
+        return tuple(slices)
 
     def _export(self, slices: Slices, layout: TensorLayout, name: str, backward: bool) -> tf.Tensor:
-        with unrecorded():
-            whole = self._join(slices, layout, name, backward)
-        if not whole.dtype.is_floating:
-            return whole
-
-        def back(grads: Sequence[tf.Tensor]) -> Slices:
-            return self._import(grads[0], layout, name, backward=True)
-
-        return attach_gradient([whole], slices, back, True)[0]
-
-    def _scatter(
-        self, tensor: tf.Tensor, layout: TensorLayout, name: str, backward: bool
-    ) -> list[tf.Tensor]:
-        """Cuts the tensor on its own device, so that only the slices are sent."""
-        tensor = tf.convert_to_tensor(tensor)
-        cuts: dict[tuple[int, ...], tf.Tensor] = {}
-        slices: list[tf.Tensor] = []
-        with _beside(tensor):
-            for processor in range(self.num_slices):
-                begin = layout.slice_begin(processor)
-                if begin not in cuts:
-                    cuts[begin] = tf.slice(tensor, *_begin_and_size(layout, processor))
-        for processor, device in enumerate(self.devices):
-            with tf.device(device):
-                slices.append(tf.identity(cuts[layout.slice_begin(processor)]))
-        away = sum(device != self.devices[0] for device in self.devices)
-        sent = away * math.prod(layout.slice_shape) * tensor.dtype.size
-        self.costs.add_transfer(name, sent, backward)
-        return slices
-
-    def _join(
-        self, slices: Sequence[tf.Tensor], layout: TensorLayout, name: str, backward: bool
-    ) -> tf.Tensor:
-        """Joins one copy of each slice on the first device."""
         used: list[int] = []
 
         def slice_of(processor: int) -> tf.Tensor:
             used.append(processor)
             return slices[processor]
 
-        with tf.device(self.devices[0]):
+        with unrecorded(), tf.device(self.devices[0]):
             whole = tf.identity(join_slices(layout, slice_of))
-        away = sum(self.devices[i] != self.devices[0] for i in used)
-        sent = away * math.prod(layout.slice_shape) * whole.dtype.size
-        self.costs.add_transfer(name, sent, backward)
+        senders = [self.devices[i] for i in used]
+        self._count_transfer(name, senders, layout, whole.dtype, backward)
+        if whole.dtype.is_floating:
+            (whole,) = attach_gradient(
+                [whole], slices, lambda g: self._import(g[0], layout, name, True), True
+            )
         return whole
+
+    def _count_transfer(
+        self,
+        name: str,
+        devices: Sequence[str],
+        layout: TensorLayout,
+        dtype: tf.DType,
+        backward: bool,
+    ) -> None:
+        """Counts the slices that move between the first device and others."""
+        away = sum(device != self.devices[0] for device in devices)
+        self.costs.add_transfer(name, away * math.prod(layout.slice_shape) * dtype.size, backward)
 
     def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
         """Reduces pairwise in a tree and copies the result back, or uses NCCL."""
@@ -196,38 +178,32 @@ class PlacementLowering(Lowering):
 
     def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
         """Joins the slices of each group on every device of it."""
-        results = list(x)
-        for group in self.mesh.groups([axis]):
-            for i in group:
-                with tf.device(self.devices[i]):
-                    results[i] = tf.concat([x[j] for j in group], dim)
-        return tuple(results)
+        joined = [[x[j] for j in group] for group in self._groups(axis)]
+        return tuple(on_each(self.devices, lambda parts: tf.concat(parts, dim), joined))
 
     def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
         """Splits on the sending device and joins on the receiving one."""
         parts = self.mesh.size(axis)
-        results = list(x)
-        for group in self.mesh.groups([axis]):
-            pieces: list[list[tf.Tensor]] = []
-            for i in group:
-                with tf.device(self.devices[i]):
-                    pieces.append(tf.split(x[i], parts, split_dim))
-            for at, i in enumerate(group):
-                with tf.device(self.devices[i]):
-                    results[i] = tf.concat([piece[at] for piece in pieces], concat_dim)
-        return tuple(results)
+        pieces = on_each(self.devices, lambda t: tf.split(t, parts, split_dim), x)
+        arrived = [
+            [pieces[j][group.index(i)] for j in group] for i, group in enumerate(self._groups(axis))
+        ]
+        return tuple(on_each(self.devices, lambda of_one: tf.concat(of_one, concat_dim), arrived))
 
     def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
         """Copies between devices."""
         source = {b: a for a, b in pairs}
-        results = list(x)
-        for group in self.mesh.groups([axis]):
-            for at, i in enumerate(group):
-                with tf.device(self.devices[i]):
-                    results[i] = (
-                        tf.identity(x[group[source[at]]]) if at in source else tf.zeros_like(x[i])
-                    )
-        return tuple(results)
+
+        def arrived(i: int, group: tuple[int, ...]) -> tf.Tensor:
+            at = group.index(i)
+            return tf.identity(x[group[source[at]]]) if at in source else tf.zeros_like(x[i])
+
+        return tuple(on_each(self.devices, arrived, range(len(x)), self._groups(axis)))
+
+    def _groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Returns for each processor those along an axis, itself among them."""
+        group_of = {i: group for group in self.mesh.groups([axis]) for i in group}
+        return [group_of[i] for i in range(self.num_slices)]
 
 
 def _beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -236,12 +212,6 @@ def _beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
         graph = tf.compat.v1.get_default_graph()
         return graph.colocate_with(tensor.op, ignore_existing=True)
     return tf.device(tensor.device)
-
-
-def _begin_and_size(layout: TensorLayout, processor: int) -> tuple[tf.Tensor, tf.Tensor]:
-    rank = len(layout.axes)
-    begin = tf.constant(layout.slice_begin(processor), tf.int32, shape=[rank])
-    return begin, tf.constant(layout.slice_shape, tf.int32, shape=[rank])
 
 
 def tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list[tf.Tensor]:
@@ -253,16 +223,7 @@ def tree(tensors: Sequence[tf.Tensor], devices: Sequence[str], op: str) -> list[
             with tf.device(devices[i]):
                 partial[i] = _PAIRWISE[op](partial[i], partial[i + step])
         step *= 2
-    return copies(partial[0], devices)
-
-
-def copies(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """Copies a tensor to each device, without a gradient."""
-    results: list[tf.Tensor] = []
-    for device in devices:
-        with tf.device(device):
-            results.append(tf.identity(tensor))
-    return results
+    return on_each(devices, lambda: tf.identity(partial[0]))
 
 
 Begin = tuple[int, ...]
@@ -292,24 +253,15 @@ class Handover:
         self._sources, self._targets = _first_holders(sender), _first_holders(receiver)
         self.pieces: list[Piece] = []
         for to, source in itertools.product(sorted(set(self._targets)), sorted(set(self._sources))):
-            starts, ends = (
-                [of(a, b) for a, b in zip(*both, strict=True)]
-                for of, both in (
-                    (max, (sender.slice_begin(source), receiver.slice_begin(to))),
-                    (min, (_end(sender, source), _end(receiver, to))),
-                )
+            sent, received = (
+                np.array(layout.slice_begin(processor), int)
+                for layout, processor in ((sender, source), (receiver, to))
             )
-            if all(a < b for a, b in zip(starts, ends, strict=True)):
-                self.pieces.append(
-                    Piece(
-                        source,
-                        to,
-                        tuple(starts),
-                        _minus(starts, sender.slice_begin(source)),
-                        _minus(starts, receiver.slice_begin(to)),
-                        _minus(ends, starts),
-                    )
-                )
+            begin = np.maximum(sent, received)
+            size = np.minimum(sent + sender.slice_shape, received + receiver.slice_shape) - begin
+            if np.all(size > 0):
+                places = (begin, begin - sent, begin - received, size)
+                self.pieces.append(Piece(source, to, *(tuple(place.tolist()) for place in places)))
 
     def send(self, slices: Slices, devices: Sequence[str]) -> list[tf.Tensor]:
         """Cuts the sender's slices into pieces, each on the device that sends it."""
@@ -321,31 +273,31 @@ class Handover:
                 for holder, device in zip(self._sources, devices, strict=True)
             ]
 
+        senders = [devices[piece.source] for piece in self.pieces]
         with unrecorded():
-            pieces = []
-            for piece in self.pieces:
-                with tf.device(devices[piece.source]):
-                    whole = slices[piece.source]
-                    pieces.append(_cut(whole, piece.in_source, piece.size))
+            pieces = on_each(
+                senders,
+                lambda piece: _cut(slices[piece.source], piece.in_source, piece.size),
+                self.pieces,
+            )
         if slices[0].dtype.is_floating:
             pieces = attach_gradient(pieces, slices, back, True)
         # The gradient is attached to this call, which has no device.
-        for number, piece in enumerate(self.pieces):
-            with tf.device(devices[piece.source]):
-                pieces[number] = tf.identity(pieces[number])
-        return pieces
+        return on_each(senders, tf.identity, pieces)
 
     def receive(self, pieces: Sequence[tf.Tensor], devices: Sequence[str]) -> Slices:
         """Joins the pieces and copies equal slices; dims that are not split may have any size."""
 
         def back(grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             """Cuts each piece's gradient from one holder: every holder has the whole gradient."""
-            grads_of_pieces = []
-            for piece, tensor in zip(self.pieces, pieces, strict=True):
-                with tf.device(devices[piece.target]):
-                    grad = grads[piece.target]
-                    grads_of_pieces.append(_cut(grad, piece.in_target, static_sizes(tensor)))
-            return grads_of_pieces
+            return on_each(
+                [devices[piece.target] for piece in self.pieces],
+                lambda piece, tensor: _cut(
+                    grads[piece.target], piece.in_target, static_sizes(tensor)
+                ),
+                self.pieces,
+                pieces,
+            )
 
         with unrecorded():
             slices: list[tf.Tensor] = []
@@ -394,11 +346,3 @@ def _first_holders(layout: TensorLayout) -> list[int]:
         first.setdefault(layout.slice_begin(processor), processor)
         for processor in range(layout.mesh.num_devices)
     ]
-
-
-def _end(layout: TensorLayout, processor: int) -> list[int]:
-    return [part.stop for part in layout.slice_ranges(processor)]
-
-
-def _minus(a: Sequence[int], b: Sequence[int]) -> Begin:
-    return tuple(x - y for x, y in zip(a, b, strict=True))

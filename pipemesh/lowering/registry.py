@@ -19,11 +19,6 @@ class Op:
     function: Callable[..., Any]
     communicates: tuple[str, ...]  # the primitives that it may use
 
-    @property
-    def summary(self) -> str:
-        """Returns the first line of the function's docstring."""
-        return (self.function.__doc__ or "").strip().splitlines()[0]
-
 
 OPS: dict[str, Op] = {}
 
@@ -33,5 +28,6 @@ def op_table() -> str:
     lines = ["| operation | group | communication | |", "|---|---|---|---|"]
     for op in OPS.values():
         sent = ", ".join(op.communicates) or "none"
-        lines.append(f"| `{op.name}` | {op.group} | {sent} | {op.summary} |")
+        summary = (op.function.__doc__ or "").strip().splitlines()[0]
+        lines.append(f"| `{op.name}` | {op.group} | {sent} | {summary} |")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_devices_exist
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
-from pipemesh.lowering.lowering import Lowering, check_real, join_slices, whole_tensor
+from pipemesh.lowering.lowering import Lowering, check_real, join_slices, on_each, whole_tensor
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape, TensorLayout
 from pipemesh.randomness.draws import RawDraw, draw_block
@@ -108,31 +108,20 @@ def _draw(
     dtype: tf.DType,
 ) -> tf.Tensor:
     """Draws a block, a few rows at a time if dims behind the first are split."""
-
-    def draw(first: Sequence[int], rows: Sequence[int]) -> tf.Tensor:
-        return draw_block(raw, sizes, first, rows, tf.constant(seed, tf.int64), dtype)
-
-    def pieces(dim: int, first: list[int], rows: list[int]) -> tf.Tensor:
-        behind = math.prod(sizes[dim + 1 :])
-        drawn = rows[dim] * behind
-        if drawn <= MOST_DRAWN or list(rows[dim + 1 :]) == list(sizes[dim + 1 :]):
-            return draw(first, rows)
-        step = max(1, MOST_DRAWN // behind)
-        parts: list[tf.Tensor] = []
-        for start in range(0, rows[dim], step):
-            size = min(step, rows[dim] - start)
-            start_of_part = [*first[:dim], first[dim] + start, *first[dim + 1 :]]
-            size_of_part = [*rows[:dim], size, *rows[dim + 1 :]]
-            parts.append(
-                pieces(dim + 1, start_of_part, size_of_part)
-                if size == 1
-                else draw(start_of_part, size_of_part)
-            )
-        return tf.concat(parts, dim)
-
-    if not block or math.prod(block) == 0:
-        return draw(begin, block)
-    return pieces(0, list(begin), list(block))
+    # `draw_block` draws all numbers of the dims behind the first with more than one row.
+    dim = next((i for i, size in enumerate(block) if size > 1), len(block))
+    behind = math.prod(sizes[dim + 1 :])
+    is_whole = list(block[dim + 1 :]) == list(sizes[dim + 1 :])
+    if is_whole or block[dim] * behind <= MOST_DRAWN:
+        return draw_block(raw, sizes, begin, block, tf.constant(seed, tf.int64), dtype)
+    step = max(1, MOST_DRAWN // behind)
+    parts: list[tf.Tensor] = []
+    for start in range(0, block[dim], step):
+        begin_of_part, size_of_part = list(begin), list(block)
+        begin_of_part[dim] += start
+        size_of_part[dim] = min(step, block[dim] - start)
+        parts.append(_draw(raw, sizes, begin_of_part, size_of_part, seed, dtype))
+    return tf.concat(parts, dim)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,13 +138,16 @@ class Variable:
         variables: one per processor of this process.
 
     Example:
-        >>> from pipemesh.lowering.variable import Normal
+        >>> from pipemesh.lowering import PlacementLowering
+        >>> from pipemesh.lowering.variable import Constant
         >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
         >>> mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model")
-        >>> layout = rules.tensor_layout(Shape.of(io=3, hidden=4), mesh)
-        >>> w = Variable.create("w", layout, ["CPU:0", "CPU:0"], Normal(0.1, seed=(1, 2)))
-        >>> [tuple(part.shape) for part in w.variables], tuple(w.value().shape)
-        ([(3, 2), (3, 2)], (3, 4))
+        >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
+        >>> layout = lowering.tensor_layout(Shape.of(hidden=4))
+        >>> w = Variable.create("w", layout, lowering.devices, Constant(1.0))
+        >>> w.assign(w.tensor(lowering) * 3.0)
+        >>> [tuple(part.shape) for part in w.variables], w.value().numpy().tolist()
+        ([(2,), (2,)], [3.0, 3.0, 3.0, 3.0])
     """
 
     name: str
@@ -264,10 +256,8 @@ class Variable:
                 f"variable {self.name!r} has {len(self.variables)} slices in this process, but the "
                 f"lowering computes for {lowering.num_slices} processors; pass a core its slice"
             )
-        slices: list[tf.Tensor] = []
-        for variable in self.variables:
-            with tf.device(variable.device):
-                slices.append(variable.read_value())
+        devices = [variable.device for variable in self.variables]
+        slices = on_each(devices, lambda variable: variable.read_value(), self.variables)
         return Tensor(lowering, tuple(slices), self.layout.shape)
 
     @property
@@ -294,24 +284,9 @@ class Variable:
             ShapeError: the dims, their order or the dtype differ.
             LayoutError: a tensor with named dims has another layout.
             DeviceError: the tensor has slices for other processors than this process.
-
-        Example:
-            >>> from pipemesh.lowering import PlacementLowering
-            >>> from pipemesh.lowering.variable import Constant
-            >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
-            >>> mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model")
-            >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
-            >>> layout = lowering.tensor_layout(Shape.of(hidden=4))
-            >>> w = Variable.create("w", layout, lowering.devices, Constant(1.0))
-            >>> w.assign(w.tensor(lowering) * 3.0)
-            >>> w.value().numpy().tolist()
-            [3.0, 3.0, 3.0, 3.0]
         """
-        operations: list[Any] = []
-        for variable, part in zip(self.variables, self._parts_of(value), strict=True):
-            with tf.device(variable.device):
-                operations.append(variable.assign(part))
-        return tf.group(*operations)
+        devices, parts = [v.device for v in self.variables], self._parts_of(value)
+        return tf.group(*on_each(devices, lambda v, part: v.assign(part), self.variables, parts))
 
     def _parts_of(self, value: Any) -> Sequence[tf.Tensor]:
         """Returns the slices of a new value, one per variable of this process."""

@@ -55,17 +55,10 @@ class LayoutRules:
 
     @classmethod
     def from_text(cls, text: str) -> LayoutRules:
-        """Returns the rules of a text: `dim:axis` pairs joined by semicolons.
-
-        Args:
-            text: for example `batch:data;heads:model`; empty for no rules.
+        """Returns the rules of a text: `dim:axis` pairs joined by semicolons; empty for no rules.
 
         Raises:
             LayoutError: `text` has another form.
-
-        Example:
-            >>> LayoutRules.from_text("batch:data").rules
-            (('batch', 'data'),)
         """
         if not text_of(text, LayoutError, "batch:data;heads:model").strip():
             return cls()
@@ -85,20 +78,10 @@ class LayoutRules:
         return dict(self.rules).get(dim)
 
     def check(self, mesh: Mesh, dims: Iterable[str] | None = None) -> None:
-        """Checks that every name is known.
-
-        Args:
-            mesh: the mesh with the known axes.
-            dims: all known names of dims; None to skip this check.
+        """Checks that the mesh has every axis, and unless they are None that `dims` hold every dim.
 
         Raises:
             LayoutError: a rule names an axis or a dim that is unknown.
-
-        Example:
-            >>> LayoutRules.from_text("batch:dta").check(Mesh.from_text("data:2"))
-            Traceback (most recent call last):
-            pipemesh.errors.LayoutError: rule 'batch:dta' names axis 'dta', which mesh 'data:2' \
-does not have; did you mean 'data'? Known: 'data'
         """
         check_mesh(mesh)
         known = None if dims is None else list(dict.fromkeys(dims))
@@ -116,10 +99,6 @@ does not have; did you mean 'data'? Known: 'data'
 
     def tensor_layout(self, shape: Shape, mesh: Mesh) -> TensorLayout:
         """Returns the layout of one tensor under the rules.
-
-        Args:
-            shape: of the tensor.
-            mesh: the mesh.
 
         Raises:
             LayoutError: two dims of `shape` are split over one axis, a size does not divide, or a
@@ -205,9 +184,6 @@ class TensorLayout:
 
     def slice_begin(self, processor: int) -> tuple[int, ...]:
         """Returns the begin of a processor's slice in the whole tensor, an index for each dim.
-
-        Args:
-            processor: its number.
 
         Raises:
             MeshError: the mesh has no such processor.

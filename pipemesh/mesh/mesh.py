@@ -89,15 +89,10 @@ class Mesh:
     def from_text(cls, text: str) -> Mesh:
         """Returns the mesh of a text: `name:size` pairs joined by semicolons.
 
-        Args:
-            text: for example `layers:4;data:2`, or with a size for each place `layers:2;model:4,1`.
+        An axis may have a size for each place along `layers`, with commas: `layers:2;model:4,1`.
 
         Raises:
             MeshError: `text` has another form.
-
-        Example:
-            >>> Mesh.from_text("layers:4;data:2").num_devices
-            8
         """
         axes: list[tuple[str, Size]] = []
         for part in text_of(text, MeshError, "layers:4;data:2").split(";"):
@@ -206,10 +201,7 @@ class Mesh:
         return sum(at * self.stride(axis) for axis, at in coordinates.items())
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns groups of processors that differ only along some axes, in ascending order.
-
-        Args:
-            axes: the axes along which members of a group differ.
+        """Returns groups of processors that differ only along `axes`, in ascending order.
 
         Raises:
             MeshError: an axis is unknown.
@@ -228,9 +220,9 @@ class Mesh:
             groups.setdefault(rest, []).append(processor)
         return tuple(map(tuple, groups.values()))
 
-    def without(self, axis: str) -> Mesh:
+    def without(self, *axes: str) -> Mesh:
         """Returns the mesh of the other axes."""
-        return Mesh(tuple(pair for pair in self.axes if pair[0] != axis))
+        return Mesh(tuple(pair for pair in self.axes if pair[0] not in axes))
 
     @property
     def num_stages(self) -> int:

@@ -50,15 +50,8 @@ class Dim:
     def from_text(cls, text: str) -> Dim:
         """Returns the dim of a text `name:size`.
 
-        Args:
-            text: for example `heads:8`.
-
         Raises:
             ShapeError: `text` has another form.
-
-        Example:
-            >>> Dim.from_text("heads:8").size
-            8
         """
         match = _DIM.fullmatch(text_of(text, ShapeError, "heads:8"))
         if match is None:
@@ -114,17 +107,10 @@ class Shape:
 
     @classmethod
     def from_text(cls, text: str) -> Shape:
-        """Returns the shape of a text: `name:size` pairs joined by semicolons.
-
-        Args:
-            text: for example `batch:4;io:3`; empty for the shape of a scalar.
+        """Returns the shape of a text: `name:size` pairs joined by semicolons; empty for a scalar.
 
         Raises:
             ShapeError: `text` has another form.
-
-        Example:
-            >>> Shape.from_text("batch:4;io:3").size
-            12
         """
         if not text_of(text, ShapeError, "batch:4;io:3").strip():
             return cls()
@@ -132,15 +118,7 @@ class Shape:
 
     @classmethod
     def of(cls, **sizes: int) -> Shape:
-        """Returns the shape of these names and sizes.
-
-        Args:
-            **sizes: the size of each dim by its name, in order.
-
-        Example:
-            >>> str(Shape.of(batch=4, io=2))
-            'batch:4;io:2'
-        """
+        """Returns the shape of these names and sizes, in order."""
         return cls(tuple(Dim(name, size) for name, size in sizes.items()))
 
     @property
@@ -162,10 +140,7 @@ class Shape:
         return self.dims[self.index(name)]
 
     def index(self, dim: Dim | str) -> int:
-        """Returns the position of a dim.
-
-        Args:
-            dim: its name, or the dim.
+        """Returns the position of a dim, given itself or its name.
 
         Raises:
             ShapeError: no dim has this name, or it has another size.

@@ -13,7 +13,6 @@ README.md has the proofs.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
 
 import numpy as np
 
@@ -49,7 +48,7 @@ def has_cut(problem: Problem, bottleneck: int) -> bool:
     if problem.monotone:
         single = singles_fit(problem)
         if single is not None and single <= bottleneck:
-            return Greedy(problem).forward(bottleneck)[0] is not None
+            return longest_stages(problem, bottleneck)[0] is not None
     return alive(problem, candidates, bottleneck) is not None
 
 
@@ -83,79 +82,47 @@ def dense_bottleneck(problem: Problem, candidates: Candidates, below: int) -> in
     return least if least < below else None
 
 
-class Greedy:
-    """Longest stages under a bottleneck, from the front and from the back."""
+def longest_stages(problem: Problem, bottleneck: int) -> tuple[list[int] | None, int]:
+    """Makes each stage as long as a bottleneck allows, from the first to the last.
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._first, self._last = (window.tolist() for window in problem.windows())
-        self._walls: Ints = np.asarray([0, *problem.barriers, problem.size])
+    Returns the place of each boundary, None if the last layer is out of reach, and the next
+    bottleneck that moves one.
+    """
+    first, last = problem.windows()
+    reached, following = [0], problem.forever
+    for stage in range(problem.num_stages):
+        begin, times = reached[-1], problem.prefix(stage)
+        most = min(int(last[stage + 1]), problem.last_wall(begin))
+        most = _longest_in_memory(problem, stage, begin, most)
+        end = min(most, int(search(times, times[begin] + bottleneck, "right")) - 1)
+        if end < most:
+            following = min(following, int(times[end + 1] - times[begin]))
+        if end <= begin or end < first[stage + 1]:
+            return None, following
+        reached.append(end)
+    return reached, following
 
-    def forward(self, bottleneck: int) -> tuple[list[int] | None, int]:
-        """Returns the farthest place of each boundary, and the next bottleneck with other ones."""
-        # Each stage is as long as possible, from the first to the last. The places are `None` if
-        # the last layer is out of reach.
-        problem, reached = self._problem, [0]
-        following = problem.forever
-        begin = 0
-        for stage in range(problem.num_stages):
-            times = problem.prefix(stage)
-            most = self._last[stage + 1]
-            if problem.max_layers is not None:
-                longest = problem.positions[begin] + problem.max_layers
-                most = min(most, int(search(problem.positions, longest, "right")) - 1)
-            if problem.barriers:
-                most = min(most, int(self._walls[search(self._walls, begin, "right")]))
-            most = self._longest_in_memory(stage, begin, most)
-            end = min(most, int(search(times, times[begin] + bottleneck, "right")) - 1)
-            if end < most:
-                following = min(following, int(times[end + 1] - times[begin]))
-            if end <= begin or end < self._first[stage + 1]:
-                return None, following
-            reached.append(end)
-            begin = end
-        return reached, following
 
-    def backward(self, bottleneck: int) -> list[int]:
-        """Makes each stage as long as possible, from the last to the first, if there is a cut."""
-        problem = self._problem
-        end = problem.size
-        reached = [end]
-        for stage in reversed(range(problem.num_stages)):
-            times = problem.prefix(stage)
-            least = self._first[stage]
-            if problem.max_layers is not None:
-                longest = problem.positions[end] - problem.max_layers
-                least = max(least, int(search(problem.positions, longest, "left")))
-            if problem.barriers:
-                least = max(least, int(self._walls[search(self._walls, end, "left") - 1]))
-            least = max(least, min(int(search(times, times[end] - bottleneck, "left")), end))
-            end = self._longest_before(stage, least, end)
-            reached.append(end)
-        reached.reverse()
-        return reached
+def _longest_in_memory(problem: Problem, stage: int, begin: int, most: int) -> int:
+    memory = problem.memory
+    if memory is None or most <= begin:
+        return most
 
-    def _fits(self, stage: int, begin: int, end: int) -> bool:
-        memory = self._problem.memory
-        return memory is None or int(memory.units(stage, begin, end)) <= (memory.limit or 0)
+    def too_large(end: int) -> bool:
+        return int(memory.units(stage, begin, end)) > (memory.limit or 0)
 
-    def _longest_in_memory(self, stage: int, begin: int, most: int) -> int:
-        if most <= begin or self._fits(stage, begin, most):
-            return most
+    return begin + bisect_left(range(begin, most + 1), True, key=too_large) - 1
 
-        def too_large(end: int) -> bool:
-            return not self._fits(stage, begin, end)
 
-        return begin + bisect_left(range(begin, most + 1), True, key=too_large) - 1
-
-    def _longest_before(self, stage: int, least: int, end: int) -> int:
-        if self._fits(stage, least, end):
-            return least
-
-        def fits(begin: int) -> bool:
-            return self._fits(stage, begin, end)
-
-        return least + bisect_left(range(least, end), True, key=fits)
+def earliest_places(problem: Problem, bottleneck: int) -> list[int]:
+    """Returns the first place of each boundary from which compute time permits to reach the end."""
+    first, _ = problem.windows()
+    places = [problem.size]
+    for stage in reversed(range(problem.num_stages)):
+        times = problem.prefix(stage)
+        place = int(search(times, times[places[-1]] - bottleneck, "left"))
+        places.append(max(place, int(first[stage])))
+    return places[::-1]
 
 
 UNDECIDED: tuple[int, Candidates] = (-1, [])
@@ -184,7 +151,6 @@ def greedy_bottleneck(problem: Problem) -> tuple[int, Candidates] | None:
     # An interval of bottlenecks is halved. One that works is replaced by the bottleneck of its cut,
     # one that does not by the least bottleneck that changes its cut. The result is `UNDECIDED` if
     # the least bottleneck may lie below `singles_fit`.
-    greedy = Greedy(problem)
 
     def attained(cut: list[int]) -> int:
         prefixes = map(problem.prefix, range(problem.num_stages))
@@ -194,15 +160,13 @@ def greedy_bottleneck(problem: Problem) -> tuple[int, Candidates] | None:
         )
 
     alike = len(set(problem.kind_of_stage)) == 1
-    prefix: Any = problem.prefix(0)
-    low = singles_fit(problem)
+    low, longest = singles_fit(problem), int(np.diff(problem.prefix(0)).max())
     assert low is not None
-    if alike:
-        low = max(low, -(-int(prefix[-1]) // problem.num_stages))
+    low = max(low, least_possible(problem))
     # The least bottleneck is often this bound itself, where one layer outweighs all the rest.
     step, high = 0, None
     while high is None:
-        cut, following = greedy.forward(min(low + step, problem.forever))
+        cut, following = longest_stages(problem, min(low + step, problem.forever))
         if cut is not None:
             high = attained(cut)
             if not alike and step == 0:
@@ -211,19 +175,18 @@ def greedy_bottleneck(problem: Problem) -> tuple[int, Candidates] | None:
         elif following >= problem.forever:
             return None
         else:
-            low, step = max(following, low), max(2 * step, int(np.diff(prefix).max()), 1)
+            low, step = max(following, low), max(2 * step, longest, 1)
     while low < high:
-        cut, following = greedy.forward((low + high) // 2)
+        cut, following = longest_stages(problem, (low + high) // 2)
         if cut is None:
             low = following
         else:
             high = attained(cut)
     high = problem.tied(high)
-    ends = greedy.forward(high)[0]
+    ends, _ = longest_stages(problem, high)
     assert ends is not None
-    return high, [
-        range(begin, end + 1) for begin, end in zip(greedy.backward(high), ends, strict=True)
-    ]
+    begins = earliest_places(problem, high)
+    return high, [range(begin, end + 1) for begin, end in zip(begins, ends, strict=True)]
 
 
 class StageIntervals:
@@ -329,21 +292,6 @@ def alive(problem: Problem, candidates: Candidates, bottleneck: int) -> Candidat
     return list(kept)
 
 
-def _some_cut(problem: Problem, candidates: Candidates, bottleneck: int) -> int:
-    """Returns the bottleneck of one cut through alive candidates."""
-    begin, worst = 0, 0
-    for stage in range(problem.num_stages):
-        ends = as_array(candidates[stage + 1])
-        begins = np.asarray([begin])
-        times = problem.stage_times(stage, begins, ends)
-        good = problem.allowed(stage, begins, ends)[0] & (times <= bottleneck)
-        # The last good end leaves least for the stages that follow.
-        index = int(np.flatnonzero(good)[-1])
-        worst = max(worst, int(times[index]))
-        begin = int(ends[index])
-    return worst
-
-
 def reachable_bottleneck(problem: Problem, candidates: Candidates) -> tuple[int, Candidates] | None:
     """Finds the least bottleneck of any problem with times in `int64`."""
     low, high = least_possible(problem), problem.forever
@@ -353,7 +301,7 @@ def reachable_bottleneck(problem: Problem, candidates: Candidates) -> tuple[int,
         trial = min(low + step, problem.forever)
         kept = alive(problem, candidates, trial)
         if kept is not None:
-            high = _some_cut(problem, kept, trial)
+            high = trial
         elif trial >= problem.forever:
             return None
         else:
@@ -364,7 +312,7 @@ def reachable_bottleneck(problem: Problem, candidates: Candidates) -> tuple[int,
         if fewer is None:
             low = trial + 1
         else:
-            kept, high = fewer, _some_cut(problem, fewer, trial)
+            kept, high = fewer, trial
     tied = problem.tied(high)
     kept = alive(problem, candidates if tied > high else kept, tied)
     assert kept is not None

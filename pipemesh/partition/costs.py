@@ -87,16 +87,13 @@ class LayerCost:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PartitionError(f"name of a layer is {self.name!r}, but must be a string")
+        label = f" of layer {self.name!r}" if self.name else ""
         for field in NUMBERS:
             value: Any = getattr(self, field)
-            if field == "backward" and value is None:
-                continue
-            problem = number_problem(value)
+            problem = "" if field == "backward" and value is None else number_problem(value)
             if problem:
-                label = f" of layer {self.name!r}" if self.name else ""
                 raise PartitionError(f"{field}{label} is {value!r}, {problem}")
         if float(self.shared_bytes) > float(self.activation_bytes):
-            label = f" of layer {self.name!r}" if self.name else ""
             raise PartitionError(
                 f"shared_bytes{label} is {self.shared_bytes}, but its activation_bytes are only "
                 f"{self.activation_bytes}; shared_bytes count among them"
@@ -187,18 +184,22 @@ def as_stack(costs: Sequence[float] | Sequence[LayerCost] | npt.NDArray[Any]) ->
     if len(costs) == 0:
         raise PartitionError("costs is empty; give one cost a layer")
     if isinstance(costs, np.ndarray) and costs.dtype != object:
-        stack = _from_numbers(costs)
-    else:
-        kinds = [isinstance(cost, LayerCost) for cost in costs]
-        if all(kinds):
-            stack = _from_layer_costs(list(costs))  # type: ignore[arg-type]
-        elif any(kinds):
+        if costs.ndim != 1 or costs.dtype.kind not in "iuf":
             raise PartitionError(
-                f"costs[{kinds.index(False)}] is a {type(costs[kinds.index(False)]).__name__} and "
-                f"costs[{kinds.index(True)}] a LayerCost; give numbers only or LayerCost only"
+                "costs must be a flat sequence of numbers; "
+                f"got an array of shape {costs.shape} and dtype {costs.dtype}"
             )
-        else:
-            stack = _from_list(list(costs))
+        costs = costs.tolist()
+    kinds = [isinstance(cost, LayerCost) for cost in costs]
+    if all(kinds):
+        stack = _from_layer_costs(list(costs))  # type: ignore[arg-type]
+    elif any(kinds):
+        raise PartitionError(
+            f"costs[{kinds.index(False)}] is a {type(costs[kinds.index(False)]).__name__} and "
+            f"costs[{kinds.index(True)}] a LayerCost; give numbers only or LayerCost only"
+        )
+    else:
+        stack = _from_numbers(list(costs))
     with np.errstate(over="ignore"):
         total = float(stack.forward.sum() + stack.backward.sum())
     if not math.isfinite(total):
@@ -213,33 +214,12 @@ def as_stack(costs: Sequence[float] | Sequence[LayerCost] | npt.NDArray[Any]) ->
     return stack
 
 
-def _from_list(costs: list[Any]) -> Stack:
-    try:
-        # Lists with strings or booleans in them are looked at one by one.
-        values = np.asarray(costs)
-    except ValueError:
-        values = np.empty(0, dtype=object)
-    if values.ndim == 1 and values.dtype.kind in "iuf" and bool not in set(map(type, costs)):
-        return _from_numbers(values)
+def _from_numbers(costs: list[Any]) -> Stack:
     for index, cost in enumerate(costs):
         problem = number_problem(cost)
         if problem:
             raise PartitionError(f"costs[{index}] is {cost!r}, {problem}")
-    return _from_numbers(np.asarray([float(cost) for cost in costs]))
-
-
-def _from_numbers(values: npt.NDArray[Any]) -> Stack:
-    if values.ndim != 1 or values.dtype.kind not in "iuf":
-        raise PartitionError(
-            "costs must be a flat sequence of numbers; "
-            f"got an array of shape {values.shape} and dtype {values.dtype}"
-        )
-    numbers = values.astype(np.float64)
-    bad = np.flatnonzero(~np.isfinite(numbers) | (numbers < 0) | (numbers >= _EXACT_INTEGERS))
-    for index in bad.tolist():
-        problem = number_problem(values[index])
-        if problem:
-            raise PartitionError(f"costs[{index}] is {values[index]}, {problem}")
+    numbers = np.asarray([float(cost) for cost in costs])
     zeros = np.zeros_like(numbers)
     return Stack(numbers, zeros, zeros, zeros, zeros, zeros, names=(), detailed=False)
 
@@ -296,6 +276,14 @@ def decimal(value: float | Fraction) -> Fraction:
 def search(rising: Ints, values: Any, side: Literal["left", "right"]) -> Ints:
     """Calls `np.searchsorted`; the result is an `int64` array for Python integers too."""
     return np.asarray(np.searchsorted(rising, values, side=side), dtype=np.int64)
+
+
+def expand(low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Returns all numbers from low to high of each row: the row of each, and the number."""
+    lengths = np.maximum(high - low + 1, 0)
+    owner = np.repeat(np.arange(low.size), lengths)
+    offsets = np.cumsum(lengths) - lengths
+    return owner, np.arange(owner.size) - offsets[owner] + low[owner]
 
 
 def prefix_sums(values: Ints) -> Ints:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from pipemesh.partition.costs import Floats, Ints, search
+from pipemesh.partition.costs import Floats, Ints, expand, search
 from pipemesh.partition.problem import FEW_PAIRS, Candidates, Problem, as_array, num_pairs
 
 _BLOCK = 256
-_STRIDE = 12
-_BLOCK_NUMBERS = 2_000_000
+# Up to so many pairs of places of two neighbouring boundaries, looking at all of them is fastest.
+_ALL_PAIRS = 20_000
 _INT64_SQUARES = 2**62
 _CORRIDOR = 16
 # The bounds are floats; this much more than their rounding error is left between them.
@@ -33,20 +33,12 @@ def even_cut(problem: Problem, candidates: Candidates, bottleneck: int) -> list[
         centers = bound.centers()
         while cut_and_squares is None:
             near = _corridor(candidates, centers, width)
-            cut_and_squares = _least_squares(problem, near, bottleneck)
+            cut_and_squares = least_squares(problem, near, bottleneck)
             width *= 4
         candidates = bound.prune(candidates, float(cut_and_squares[1]))
-    cut_and_squares = _least_squares(problem, candidates, bottleneck)
+    cut_and_squares = least_squares(problem, candidates, bottleneck)
     assert cut_and_squares is not None
     return cut_and_squares[0]
-
-
-def _least_squares(
-    problem: Problem, candidates: Candidates, bottleneck: int
-) -> tuple[list[int], Any] | None:
-    is_large = num_pairs(candidates) > FEW_PAIRS
-    squares = monge_squares if is_large and problem.monotone else least_squares
-    return squares(problem, candidates, bottleneck)
 
 
 def _corridor(candidates: Candidates, centers: Ints, width: int) -> Candidates:
@@ -79,127 +71,84 @@ def least_squares(
     """Returns the cut with the least sum of squared stage times, and the sum, if there is one."""
     dtype = dtype or squares_dtype(problem, candidates, bottleneck)
     top = infinity(dtype, problem, bottleneck)
-    total = np.zeros(1, dtype=dtype)
-    choices: list[Ints] = []
-    for stage in range(problem.num_stages):
-        begin, end = as_array(candidates[stage]), as_array(candidates[stage + 1])
-        if not begin.size or not end.size:
-            return None
-        best = np.full(end.size, top, dtype=dtype)
-        choice = np.zeros(end.size, dtype=np.int64)
-        prefix = problem.prefix(stage)
-        starts = prefix[begin]
-        for low in range(0, end.size, _BLOCK):
-            rows = end[low : low + _BLOCK]
-            # Skip all stages that compute for longer than the bottleneck.
-            left = int(search(starts, prefix[rows[0]] - bottleneck, side="left"))
-            right = int(search(begin, rows[-1], side="left"))
-            if left >= right:
-                continue
-            columns = begin[left:right]
-            times = problem.stage_times(stage, columns[:, None], rows[None, :])
-            allowed = problem.allowed(stage, columns, rows) & (times <= bottleneck)
-            if dtype is not np.int64:
-                times = times.astype(dtype)
-            sums = np.where(allowed, total[left:right, None] + times * times, top)
-            picked = np.argmin(sums, axis=0)
-            choice[low : low + _BLOCK] = picked + left
-            best[low : low + _BLOCK] = np.minimum(sums[picked, np.arange(rows.size)], top)
-        total = best
-        choices.append(choice)
-    if total[0] >= top:
-        return None
-    return follow(candidates, choices), total[0]
-
-
-def monge_squares(
-    problem: Problem, candidates: Candidates, bottleneck: int, dtype: Any = None
-) -> tuple[list[int], Any] | None:
-    """Does the same as `least_squares` for monotone problems, in row minima that move one way."""
-    # Over the places i of one boundary (columns) and j of the next (rows), the sums `total[i] +
-    # time(i, j)^2` form a Monge array, because a square is convex and the time is a difference of
-    # prefix sums. So the best column never moves left from one row to the next: a few rows are
-    # searched whole, and the rows between them only between the columns found.
-    dtype = dtype or squares_dtype(problem, candidates, bottleneck)
-    top = infinity(dtype, problem, bottleneck)
     total: Ints = np.zeros(1, dtype=dtype)
     choices: list[Ints] = []
-    limited = bool(problem.memory or problem.max_layers or problem.barriers)
     for stage in range(problem.num_stages):
         begin, end = as_array(candidates[stage]), as_array(candidates[stage + 1])
         if not begin.size or not end.size:
             return None
-        prefix = problem.prefix(stage)
-        starts, finals = prefix[begin], prefix[end]
-        low = np.searchsorted(starts, finals - bottleneck, side="left")
-        if limited:
-            last = problem.last_end(stage, begin)
-            low = np.maximum(low, np.searchsorted(last, end, side="left"))
-        high = np.searchsorted(begin, end, side="left") - 1
-        total, choice = _row_minima(total, starts, finals, low, high, top)
+        if problem.monotone and begin.size * end.size > _ALL_PAIRS:
+            total, choice = _of_monotone(problem, stage, total, begin, end, bottleneck, top)
+        else:
+            total, choice = _of_all_pairs(problem, stage, total, begin, end, bottleneck, top)
         choices.append(choice)
     if total[0] >= top:
         return None
     return follow(candidates, choices), total[0]
 
 
-def _row_minima(
-    total: Ints, starts: Ints, finals: Ints, low: Ints, high: Ints, top: Any
+def _of_all_pairs(
+    problem: Problem, stage: int, total: Ints, begin: Ints, end: Ints, bottleneck: int, top: Any
 ) -> tuple[Ints, Ints]:
-    """Returns the least sum of each row and its column, out of the columns from low to high."""
-    rows = int(finals.size)
-    best = np.full(rows, top, dtype=total.dtype)
-    choice = np.zeros(rows, dtype=np.int64)
-    stride = 1
-    while stride * _STRIDE < rows:
-        stride *= _STRIDE
-    done = np.zeros(0, dtype=np.int64)
-    while stride:
-        if done.size:
-            some_rows = np.arange(0, rows, stride)
-            some_rows = some_rows[some_rows % (stride * _STRIDE) != 0]
-            after = some_rows // (stride * _STRIDE)
-            # A row without any allowed column says nothing about its neighbours.
-            has_column = best[done] < top
-            left = np.maximum.accumulate(np.where(has_column, choice[done], 0))
-            right = np.minimum.accumulate(np.where(has_column, choice[done], starts.size)[::-1])[
-                ::-1
-            ]
-            right = np.append(right, starts.size)
-            begin = np.maximum(low[some_rows], left[after])
-            end = np.minimum(high[some_rows], right[after + 1])
-        else:
-            some_rows = np.arange(0, rows, stride)
-            begin, end = low[some_rows], high[some_rows]
-        block = max(_BLOCK_NUMBERS // max(int((end - begin).max(initial=0)) + 1, 1), 1)
-        for at in range(0, int(some_rows.size), block):
-            part = slice(at, at + block)
-            best[some_rows[part]], choice[some_rows[part]] = _minima(
-                total, starts, finals[some_rows[part]], begin[part], end[part], top
-            )
-        done = np.arange(0, rows, stride)
-        stride //= _STRIDE
+    """Returns the least sum for each end of a stage, and its begin, out of all pairs."""
+    best = np.full(end.size, top, dtype=total.dtype)
+    choice = np.zeros(end.size, dtype=np.int64)
+    prefix = problem.prefix(stage)
+    starts = prefix[begin]
+    for low in range(0, end.size, _BLOCK):
+        rows = end[low : low + _BLOCK]
+        # Skip all stages that compute for longer than the bottleneck.
+        left = int(search(starts, prefix[rows[0]] - bottleneck, side="left"))
+        right = int(search(begin, rows[-1], side="left"))
+        if left >= right:
+            continue
+        columns = begin[left:right]
+        times = problem.stage_times(stage, columns[:, None], rows[None, :])
+        allowed = problem.allowed(stage, columns, rows) & (times <= bottleneck)
+        if total.dtype != np.int64:
+            times = times.astype(total.dtype)
+        sums = np.where(allowed, total[left:right, None] + times * times, top)
+        picked = np.argmin(sums, axis=0)
+        choice[low : low + _BLOCK] = picked + left
+        best[low : low + _BLOCK] = np.minimum(sums[picked, np.arange(rows.size)], top)
     return best, choice
 
 
-def _minima(
-    total: Ints, starts: Ints, finals: Ints, begin: Ints, end: Ints, top: Any
+def _of_monotone(
+    problem: Problem, stage: int, total: Ints, begin: Ints, end: Ints, bottleneck: int, top: Any
 ) -> tuple[Ints, Ints]:
-    """Does the same for a few rows by looking at all their columns."""
-    width = int((end - begin).max(initial=-1)) + 1
-    if width <= 0:
-        return np.full(finals.size, top, dtype=total.dtype), np.zeros(finals.size, np.int64)
-    columns = begin[:, None] + np.arange(width)
-    outside = columns > end[:, None]
-    np.minimum(columns, total.size - 1, out=columns)
-    times = finals[:, None] - starts[columns]
-    if total.dtype != np.int64:
-        times = times.astype(total.dtype)
-    sums = total[columns] + times * times
-    sums[outside] = top
-    picked = np.argmin(sums, axis=1)
-    index = np.arange(finals.size)
-    return np.minimum(sums[index, picked], top), columns[index, picked]
+    """Returns the same for a monotone problem from few pairs."""
+    # Over the begins i (columns) and the ends j (rows), the sums `total[i] + time(i, j)^2` form a
+    # Monge array, because a square is convex and the time is a difference of prefix sums. So the
+    # best column never moves left from one row to the next: half of the rows are searched between
+    # the columns of the other half, of which half was searched before.
+    prefix = problem.prefix(stage)
+    starts, finals = prefix[begin], prefix[end]
+    low = search(starts, finals - bottleneck, side="left")
+    low = np.maximum(low, search(problem.last_end(stage, begin), end, side="left"))
+    high = search(begin, end, side="left") - 1
+    best = np.full(end.size, top, dtype=total.dtype)
+    choice = np.zeros(end.size, dtype=np.int64)
+    stride = 1 << (int(end.size).bit_length() - 1)
+    while stride:
+        rows = np.arange(stride - 1, end.size, 2 * stride)
+        owner, columns = expand(low[rows], high[rows])
+        times = finals[rows[owner]] - starts[columns]
+        if total.dtype != np.int64:
+            times = times.astype(total.dtype)
+        sums = total[columns] + times * times
+        firsts = np.flatnonzero(np.diff(owner, prepend=-1))
+        found = rows[owner[firsts]]
+        best[found] = np.minimum(np.minimum.reduceat(sums, firsts), top)
+        is_least = np.flatnonzero(sums == best[rows[owner]])[::-1]
+        choice[rows[owner[is_least]]] = columns[is_least]  # The last one written is the leftmost.
+        # A row without any allowed column says nothing about its neighbours.
+        is_known = best < top
+        low = np.maximum(low, np.maximum.accumulate(np.where(is_known, choice, 0)))
+        before = np.where(is_known, choice, begin.size)[::-1]
+        high = np.minimum(high, np.minimum.accumulate(before)[::-1])
+        stride //= 2
+    return best, choice
 
 
 def follow(candidates: Candidates, choices: list[Ints]) -> list[int]:
@@ -224,20 +173,10 @@ class SquaresBound:
     def __init__(self, problem: Problem, candidates: Candidates, bottleneck: int) -> None:
         self._bottleneck = float(bottleneck)
         kinds = problem.times.kinds
-        used = sorted(set(problem.kind_of_stage))
         self._speeds: Floats = np.asarray([float(kinds[kind][0]) for kind in problem.kind_of_stage])
         self._speeds /= self._speeds.max()
-        # Stages that recompute differ in more than speed: take each layer at its cheapest.
-        cheapest: Floats | None = None
-        fastest = max(float(kinds[kind][0]) for kind in used)
-        for again in sorted({kinds[kind][1] for kind in used}):
-            kind = next(kind for kind in used if kinds[kind][1] == again)
-            load = np.diff(problem.times.prefix(kind)).astype(np.float64)
-            load *= float(kinds[kind][0]) / fastest
-            cheapest = load if cheapest is None else np.minimum(cheapest, load)
-        assert cheapest is not None
-        self._loads = cheapest
-        self._equal = len(used) == 1
+        self._loads = problem.cheapest_loads()
+        self._equal = len(set(problem.kind_of_stage)) == 1
         ordered = np.sort(self._loads)
         self._ordered = ordered
         self._ordered_sums = np.concatenate([[0.0], np.cumsum(ordered)])

@@ -26,7 +26,7 @@ from pipemesh.partition.costs import (
 
 REMAT_POLICIES = ("none", "full", "except_last")
 
-SCHEDULES = (
+WITH_FORMULA = (
     "gpipe",
     "one_f_one_b",
     "interleaved_one_f_one_b",
@@ -52,7 +52,7 @@ def in_flight(
       each stage's own peak is counted by walking through the device's actions.
 
     Args:
-        schedule: one of `SCHEDULES`.
+        schedule: one of `WITH_FORMULA`.
         num_microbatches: M, one or more.
         num_stages: S, all stages, so D = S / V devices.
         num_virtual_stages: V, the stages of each device.
@@ -71,8 +71,10 @@ def in_flight(
     stages = whole("num_stages", num_stages, 1)
     microbatches = whole("num_microbatches", num_microbatches, 1)
     whole("num_virtual_stages", num_virtual_stages, 1)
-    if schedule not in SCHEDULES:
-        raise PartitionError(f"schedule is {schedule!r}, but must be one of {', '.join(SCHEDULES)}")
+    if schedule not in WITH_FORMULA:
+        raise PartitionError(
+            f"schedule is {schedule!r}, but must be one of {', '.join(WITH_FORMULA)}"
+        )
     if num_virtual_stages > 1 and schedule in ("one_f_one_b", "zb_h1"):
         raise PartitionError(
             f"schedule {schedule!r} runs one stage on each device, but num_virtual_stages is "
@@ -225,6 +227,11 @@ def memory_model(
         # The input at boundary i is the output of layer i - 1. The input of the whole stack belongs
         # to the input pipeline, and the last output to the loss.
         entry[1:layers] = output[:-1]
+    most_units = None
+    if limit is not None:
+        # A limit beyond every sum is no limit, and must not overflow when a sum is added to it.
+        units = int(decimal(limit) // unit)
+        most_units = units if exact else min(units, SUM_LIMIT)
     entry_weight = tuple(held if entry.any() else 0 for held in microbatches_in_flight)
     return MemoryModel(
         parameters=prefix_sums(parameters)[positions],
@@ -234,11 +241,5 @@ def memory_model(
         activation_weight=tuple(held if keeps_all else 1 for held in microbatches_in_flight),
         entry_weight=entry_weight,
         unit=unit,
-        limit=None if limit is None else _whole_units(limit, unit, exact),
+        limit=most_units,
     )
-
-
-def _whole_units(limit: float, unit: Fraction, exact: bool) -> int:
-    units = int(decimal(limit) // unit)
-    # A limit beyond every sum is no limit, and must not overflow when a sum is added to it.
-    return units if exact else min(units, SUM_LIMIT)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.costs import Stack, decimal, is_sequence, number_problem, whole
-from pipemesh.partition.memory import REMAT_POLICIES, SCHEDULES, at_once, in_flight
+from pipemesh.partition.memory import REMAT_POLICIES, WITH_FORMULA, at_once, in_flight
 from pipemesh.schedule.names import agreed_stages, parse
 from pipemesh.text import nearest
 
@@ -171,9 +171,17 @@ def check_options(stack: Stack, num_stages: object, arguments: Mapping[str, Any]
     groups = _same_stage(arguments["same_stage"], layers)
     fixed, pinned = _fixed(arguments["fixed"], layers, stages)
     _check_fixed_outside_groups((*fixed, *(layer for _, layer in pinned)), groups)
+    speeds = arguments["speeds"]
+    if speeds is not None:
+        speeds = tuple(
+            positive(f"speeds[{device}]", speed)
+            for device, speed in enumerate(
+                _one_each("speeds", speeds, options.num_devices, "device")
+            )
+        )
     return dataclasses.replace(
         options,
-        speeds=_speeds(arguments["speeds"], options.num_devices),
+        speeds=speeds,
         bandwidth=bandwidth,
         overlap_transfers=bool(overlap_transfers),
         memory_limit=memory_limit,
@@ -217,7 +225,7 @@ def check_schedule(stages: int, arguments: Mapping[str, Any]) -> Options:
     if held is not None:
         held = tuple(
             whole(f"in_flight[{stage}]", count, 0)
-            for stage, count in enumerate(_one_per_stage("in_flight", held, stages))
+            for stage, count in enumerate(_one_each("in_flight", held, stages))
         )
         if microbatches is not None:
             _check_at_most("in_flight", held, microbatches)
@@ -228,7 +236,7 @@ def check_schedule(stages: int, arguments: Mapping[str, Any]) -> Options:
             count
             if isinstance(count, Fraction) and count >= 0
             else decimal(positive(f"at_once[{stage}]", count, zero=True))
-            for stage, count in enumerate(_one_per_stage("at_once", turning, stages))
+            for stage, count in enumerate(_one_each("at_once", turning, stages))
         )
         if microbatches is None:
             raise PartitionError("at_once counts microbatches; give num_microbatches too")
@@ -254,9 +262,9 @@ def _named_schedule(schedule: object, rounds: int | None) -> tuple[str, int]:
         rounds = agreed_stages(str(schedule), parsed, rounds)
     except ScheduleError as error:
         raise PartitionError(str(error)) from error
-    if parsed.name not in SCHEDULES:
+    if parsed.name not in WITH_FORMULA:
         raise PartitionError(
-            f"schedule is {schedule!r}, but only {', '.join(SCHEDULES)} have a formula for the "
+            f"schedule is {schedule!r}, but only {', '.join(WITH_FORMULA)} have a formula for the "
             f"activations that a stage holds; for any other, give in_flight and stage_devices "
             f"({_HOW})"
         )
@@ -272,13 +280,13 @@ def _check_multiple(stages: int, rounds: int) -> None:
         )
 
 
-def _one_per_stage(name: str, values: object, stages: int) -> Collection[Any]:
+def _one_each(name: str, values: object, number: int, item: str = "stage") -> Collection[Any]:
     if not is_sequence(values):
-        raise PartitionError(f"{name} is {values!r}, but must be a sequence, one number a stage")
+        raise PartitionError(f"{name} is {values!r}, but must be a sequence, one number a {item}")
     numbers = cast("Collection[Any]", values)
-    if len(numbers) != stages:
+    if len(numbers) != number:
         raise PartitionError(
-            f"{name} has {len(numbers)} numbers for {stages} stages; give one a stage"
+            f"{name} has {len(numbers)} numbers for {number} {item}s; give one a {item}"
         )
     return numbers
 
@@ -302,7 +310,7 @@ def _placement(
         return (), rounds or 1
     devices = tuple(
         whole(f"stage_devices[{stage}]", device, 0)
-        for stage, device in enumerate(_one_per_stage("stage_devices", stage_devices, stages))
+        for stage, device in enumerate(_one_each("stage_devices", stage_devices, stages))
     )
     missing = set(range(max(devices))) - set(devices)
     if missing:
@@ -327,19 +335,6 @@ def _check_details(stack: Stack, option: str, fields: str) -> None:
             f"{option} needs costs with {fields}, but they are plain numbers; give LayerCost "
             "objects (in a file: columns of those names)"
         )
-
-
-def _speeds(speeds: Any, devices: int) -> tuple[float, ...] | None:
-    if speeds is None:
-        return None
-    if not is_sequence(speeds):
-        raise PartitionError(f"speeds is {speeds!r}, but must be a sequence, one number a device")
-    if len(speeds) != devices:
-        raise PartitionError(
-            f"speeds has {len(speeds)} numbers for {devices} devices; give one a device, in the "
-            "order of the stages"
-        )
-    return tuple(positive(f"speeds[{device}]", speed) for device, speed in enumerate(speeds))
 
 
 def _check_counts(layers: int, stages: int, min_layers: int, max_layers: int | None) -> None:

@@ -18,6 +18,7 @@ from pipemesh.partition.costs import (
     Stack,
     decimal,
     prefix_sums,
+    search,
     to_big_integers,
     to_integers,
 )
@@ -74,8 +75,10 @@ class ComputeTimes:
             sums = self._columns[0] * forward + self._columns[1] * backward
         else:
             # Scaling by a power of two loses only what falls below the unit.
-            layers = np.ldexp(self._layer_times(kind), self._shift)
-            sums = prefix_sums(np.rint(layers).astype(np.int64))[self._positions]
+            speed, again = self.kinds[kind]
+            layers = self._columns[0] * (1 + float(again)) + self._columns[1]
+            units = np.rint(np.ldexp(layers / float(speed), self._shift)).astype(np.int64)
+            sums = prefix_sums(units)[self._positions]
         if (len(self._cache) + 1) * sums.size <= _CACHED_NUMBERS:
             self._cache[kind] = sums
         return sums
@@ -89,10 +92,6 @@ class ComputeTimes:
         for kind in range(len(self.kinds)):
             copy._cache[kind] = self.prefix(kind).astype(object)
         return copy
-
-    def _layer_times(self, kind: int) -> Floats:
-        speed, again = self.kinds[kind]
-        return (self._columns[0] * (1 + float(again)) + self._columns[1]) / float(speed)
 
     @classmethod
     def build(
@@ -250,6 +249,19 @@ class Problem:
         """Returns the compute time before each boundary on the device of a stage."""
         return self.times.prefix(self.kind_of_stage[stage])
 
+    def cheapest_loads(self, shift: int = 0) -> Floats:
+        """Returns the least time of each layer, as on the fastest device; rounded, for bounds."""
+        # Stages of one share of recomputation differ in speed alone.
+        kinds = {self.times.kinds[kind][1]: kind for kind in self.kind_of_stage}
+        fastest = max(float(self.times.kinds[kind][0]) for kind in self.kind_of_stage)
+        loads = [
+            np.diff(self.times.prefix(kind) >> shift).astype(np.float64)
+            * (float(self.times.kinds[kind][0]) / fastest)
+            for kind in kinds.values()
+        ]
+        least: Floats = np.min(loads, axis=0)
+        return least
+
     def windows(self) -> tuple[Ints, Ints]:
         """Returns the first and last place of each boundary that leave every stage a layer."""
         index: Ints = np.arange(self.num_stages + 1)
@@ -274,15 +286,18 @@ class Problem:
 
     def last_end(self, stage: int, begin: Ints) -> Ints:
         """Returns the last boundary at which a stage may end, whatever its time is."""
-        last = np.full(begin.shape, self.size, dtype=np.int64)
+        last = self.last_wall(begin)
+        return last if self.memory is None else np.minimum(last, self.memory.last_end(stage, begin))
+
+    def last_wall(self, begin: Any) -> Any:
+        """Returns the last boundary that numbers of layers and barriers allow."""
+        last = np.full_like(begin, self.size)
         if self.max_layers is not None:
             most = self.positions[begin] + self.max_layers
-            last = np.minimum(last, np.searchsorted(self.positions, most, side="right") - 1)
+            last = np.minimum(last, search(self.positions, most, side="right") - 1)
         if self.barriers:
             walls = np.asarray((*self.barriers, self.size), dtype=np.int64)
-            last = np.minimum(last, walls[np.searchsorted(walls[:-1], begin, side="right")])
-        if self.memory is not None:
-            last = np.minimum(last, self.memory.last_end(stage, begin))
+            last = np.minimum(last, walls[search(walls[:-1], begin, side="right")])
         return last
 
     def stage_times(self, stage: int, begin: Ints, end: Ints) -> Ints:

@@ -96,10 +96,6 @@ def _as_tuple(tf: Any, values: Any) -> tuple[Any, ...]:
     return tuple(None if part is None else tf.convert_to_tensor(part) for part in parts)
 
 
-def _unchanged(*args: Any) -> list[Any]:
-    return [part for part in args if part is not None]
-
-
 def _name(layer: Any) -> str:
     # lingvo layers keep their name in params; their own attribute has a prefix of the framework.
     for owner, attribute in (
@@ -111,11 +107,6 @@ def _name(layer: Any) -> str:
         if isinstance(name, str) and name and name != "<lambda>":
             return name
     return ""
-
-
-def _call(layer: Any) -> Callable[..., Any]:
-    # lingvo layers keep their weights in theta and are called through FProp.
-    return getattr(layer, "FPropDefaultTheta", layer)
 
 
 def _weights(layer: Any) -> list[Any]:
@@ -139,7 +130,8 @@ def _measure(
     warm_up: int,
     repeats: int,
 ) -> tuple[MeasuredCost, tuple[Any, ...]]:
-    call = _call(layer)
+    # lingvo layers keep their weights in theta and are called through FProp.
+    call = getattr(layer, "FPropDefaultTheta", layer)
     # Once outside of a graph: layers create their weights in their first call.
     first = call(*inputs)
     outputs = _as_tuple(tf, first)
@@ -149,6 +141,9 @@ def _measure(
         )
     weights = _weights(layer)
     kept: list[int] = []
+
+    def unchanged(*args: Any) -> Any:
+        return [part for part in args if part is not None]
 
     def forward_of(*args: Any) -> Any:
         return [part for part in _as_tuple(tf, call(*args)) if part is not None]
@@ -167,7 +162,7 @@ def _measure(
 
     forward = tf.function(forward_of, autograph=False)
     both = tf.function(both_of, autograph=False)
-    empty = tf.function(_unchanged, autograph=False)
+    empty = tf.function(unchanged, autograph=False)
     for _ in range(warm_up):
         _run(tf, empty, inputs)
         _run(tf, forward, inputs)

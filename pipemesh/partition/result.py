@@ -137,19 +137,10 @@ class Partition:
         return math.fsum(self.device_costs) / self.num_devices / self.bottleneck
 
     def to_json(self, indent: int | None = None) -> str:
-        """Writes the partition as JSON.
+        """Returns all attributes as a JSON object, with `bottleneck` and `balance` beside them.
 
         Args:
             indent: spaces of each level; `None` puts everything on one line.
-
-        Returns:
-            An object with the attributes of this class, and `bottleneck` and `balance` for
-            readers in other languages.
-
-        Example:
-            >>> plan = Partition(boundaries=(0, 1, 3), stage_costs=(4.0, 3.0))
-            >>> Partition.from_json(plan.to_json()) == plan
-            True
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["bottleneck"] = self.bottleneck
@@ -158,13 +149,7 @@ class Partition:
 
     @classmethod
     def from_json(cls, text: str) -> Partition:
-        """Reads the text that `to_json` wrote.
-
-        Args:
-            text: the JSON text. `bottleneck` and `balance` are computed anew.
-
-        Returns:
-            The partition.
+        """Reads the text that `to_json` wrote; `bottleneck` and `balance` are computed anew.
 
         Raises:
             PartitionError: the text is not JSON, or does not describe a partition.

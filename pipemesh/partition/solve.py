@@ -276,16 +276,13 @@ def explain(stack: Stack, options: Options) -> str:
     if not culprits:
         return f"{start}; change at least two of these options"
     hints = [f"without {name}" for name in culprits]
-    if "max_layers" in culprits and options.max_layers is not None:
-        larger = range(options.max_layers + 1, stack.num_layers + 1)
-        nearest = _first_that_works(stack, options, "max_layers", larger)
+    for name, word, numbers in (
+        ("max_layers", "from", range((options.max_layers or 0) + 1, stack.num_layers + 1)),
+        ("min_layers", "with", range(options.min_layers - 1, 0, -1)),
+    ):
+        nearest = _first_that_works(stack, options, name, numbers) if name in culprits else None
         if nearest:
-            hints.insert(0, f"from max_layers={nearest}")
-    if "min_layers" in culprits:
-        smaller = range(options.min_layers - 1, 0, -1)
-        nearest = _first_that_works(stack, options, "min_layers", smaller)
-        if nearest:
-            hints.insert(0, f"with min_layers={nearest}")
+            hints.insert(0, f"{word} {name}={nearest}")
     stages = _nearest_stages(stack, options, downwards=True)
     if stages:
         hints.append(f"with {stages} stages")

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipemesh.errors import PartitionError
-from pipemesh.partition.costs import Ints, search
+from pipemesh.partition.costs import Ints, expand, search
 from pipemesh.partition.problem import Problem
 
 MOST_STATES = 8_000_000
@@ -94,13 +95,10 @@ def _walk(stage_devices: tuple[int, ...], starts: Sequence[int]) -> Walk | int:
 
 
 def _gaps(stages: int, done: set[int]) -> Iterator[tuple[int, int]]:
-    begin = None
-    for stage in range(stages + 1):
-        if stage < stages and stage not in done:
-            begin = stage if begin is None else begin
-        elif begin is not None:
-            yield begin, stage
-            begin = None
+    for is_done, run in itertools.groupby(range(stages), done.__contains__):
+        if not is_done:
+            first, *others = run
+            yield first, first + len(others) + 1
 
 
 @dataclasses.dataclass
@@ -125,32 +123,25 @@ class _Search:
         self,
         problem: Problem,
         bottleneck: int,
-        squares: bool,
-        most: Any,
+        most_squares: int | None = None,
         most_states: int | None = None,
     ) -> None:
         self._most_states = most_states or MOST_STATES
         self._problem = problem
         self._bottleneck = bottleneck
-        self._squares = squares
-        self._most = most
+        # With a bound on the squares of device sums they are minimized, else the largest sum.
+        self._most_squares = most_squares
         self._created = 0
         self._devices = problem.num_devices
         self._walk = Walk.over(problem.stage_devices)
         self._first, self._last = problem.windows()
         # Loads that no device can beat, for the bound on what is left: as floats, and with a
         # margin, because they only ever rule states out.
-        kinds = problem.times.kinds
         speeds = np.asarray(_device_speeds(problem))
-        fastest = float(speeds.max())
-        loads: Any = None
         self._shift = _shift(problem)
-        for kind in sorted(set(problem.kind_of_stage)):
-            load = np.diff(problem.times.prefix(kind) >> self._shift).astype(np.float64)
-            load *= float(kinds[kind][0]) / fastest
-            loads = load if loads is None else np.minimum(loads, load)
+        loads = problem.cheapest_loads(self._shift)
         self._loads = np.concatenate([[0.0], np.cumsum(loads)])
-        speeds /= fastest
+        speeds /= speeds.max()
         self._speeds = speeds * float((bottleneck >> self._shift) + 1)
         self._room = np.append(np.cumsum(self._speeds[::-1])[::-1], 0.0)
         self._weight = np.append(np.cumsum((speeds**2)[::-1])[::-1], 0.0)
@@ -211,7 +202,7 @@ class _Search:
             heaviest = self._loads[begin] + self._room_of(problem.stage_devices[before:boundary])
             high: Ints = search(self._loads, heaviest + self._slack, side="right") - 1
             high = np.minimum(high, int(self._last[boundary]))
-            owner, place = _expand(low, high)
+            owner, place = expand(low, high)
             self._count(owner.size)
             places = np.concatenate([places[:, owner], place[None]])
             before, begin = boundary, place
@@ -221,7 +212,7 @@ class _Search:
         zero = np.zeros(count if keep else 0, dtype=problem.times.dtype)
         return _States(
             places[:, : zero.size],
-            [zero, zero] if self._squares else [zero],
+            [zero] if self._most_squares is None else [zero, zero],
             np.zeros(zero.size, dtype=np.int64),
         )
 
@@ -272,7 +263,7 @@ class _Search:
             begin, end, spent = begin[keep], end[keep], spent[keep]
             grown = grown[keep]
             owner = owner[grown]
-            if self._squares:
+            if self._most_squares is not None:
                 squares = squares[grown] + times[keep] * times[keep]
             needed = needed[grown] - (self._loads[end] - self._loads[begin])
             chosen = {boundary: place[grown] for boundary, place in chosen.items()}
@@ -281,7 +272,7 @@ class _Search:
             if not turn.knows_end:
                 chosen[turn.stage + 1] = end
         values: list[Ints]
-        if self._squares:
+        if self._most_squares is not None:
             values = [states.values[0][owner] + spent * spent, states.values[1][owner] + squares]
         else:
             values = [np.maximum(states.values[0][owner], spent)]
@@ -289,11 +280,11 @@ class _Search:
         if self._bytes is not None:
             missing = left_of(device + 1, self._bytes)
             keep &= np.asarray(missing <= self._limit * (self._devices - 1 - device), dtype=bool)
-        if self._squares and self._most is not None and device + 1 < self._devices:
+        if self._most_squares is not None and device + 1 < self._devices:
             rest = np.maximum(left_of(device + 1, self._loads) - self._slack, 0.0)
             so_far: Ints = np.asarray(values[0] >> 2 * self._shift, dtype=np.float64)
             bound: Ints = so_far + rest**2 / self._weight[device + 1]
-            keep &= bound <= float((self._most >> 2 * self._shift) + 1) * (1 + 1e-9)
+            keep &= bound <= float((self._most_squares >> 2 * self._shift) + 1) * (1 + 1e-9)
         after_rows = [place_of(b) for b in (*walk.open[device + 1], *walk.closed[device + 1])]
         places = np.stack(after_rows) if after_rows else np.zeros((0, owner.size), dtype=np.int64)
         after = _States(places, values, owner).take(np.flatnonzero(keep))
@@ -324,7 +315,7 @@ class _Search:
             high = np.minimum(high, search(prefix, prefix[begin] + room, side="right") - 1)
             least = loads[begin] + needed if is_last else loads[beyond] - gap
             low = np.maximum(low, search(loads, least, side="left"))
-            grown, end = _expand(low, high)
+            grown, end = expand(low, high)
             return grown, begin[grown], end
         end = place_of(stage + 1)
         low = np.maximum(beyond + (stage - turn.beyond), int(self._first[stage]))
@@ -332,7 +323,7 @@ class _Search:
         high = np.minimum(end - 1, int(self._last[stage]))
         most = loads[end] - needed if is_last else loads[beyond] + gap
         high = np.minimum(high, search(loads, most, side="right") - 1)
-        grown, begin = _expand(low, high)
+        grown, begin = expand(low, high)
         return grown, begin, end[grown]
 
 
@@ -342,14 +333,6 @@ def _device_speeds(problem: Problem) -> list[float]:
     for device, kind in zip(problem.stage_devices, problem.kind_of_stage, strict=True):
         speeds[device] = float(problem.times.kinds[kind][0])
     return speeds
-
-
-def _expand(low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """Returns all numbers from low to high of each row: the row of each, and the number."""
-    lengths = np.maximum(high - low + 1, 0)
-    owner = np.repeat(np.arange(low.size), lengths)
-    offsets = np.cumsum(lengths) - lengths
-    return owner, np.arange(owner.size) - offsets[owner] + low[owner]
 
 
 def _best_of_each(states: _States, num_open: int, base: int) -> _States:
@@ -382,9 +365,8 @@ def virtual_cut(problem: Problem) -> tuple[list[int], int] | None:
     bottleneck = problem.tied(int(least[1][0]))
     devices = problem.num_devices
     if 4 * devices * bottleneck * bottleneck >= 2**62 and problem.times.dtype is np.int64:
-        problem = _with_big_integers(problem)
-    most = _device_squares(problem, least[0])
-    best = _Search(problem, bottleneck, squares=True, most=most).run()
+        problem = dataclasses.replace(problem, times=problem.times.as_objects())
+    best = _Search(problem, bottleneck, _device_squares(problem, least[0])).run()
     assert best is not None
     return best[0], bottleneck
 
@@ -397,7 +379,7 @@ def _least_bottleneck(
     step = max(low // 256, 1)
     while True:
         trial = min(low + step, forever)
-        search_ = _Search(problem, trial, squares=False, most=None, most_states=most_states)
+        search_ = _Search(problem, trial, most_states=most_states)
         if search_.too_much_memory:
             return None
         best = search_.run()
@@ -413,8 +395,7 @@ def virtual_has_cut(problem: Problem, bottleneck: int | None) -> bool:
     if bottleneck is None:
         # From below: without a bound on the sums there would be no bound on the states.
         return _least_bottleneck(problem, most_states) is not None
-    search_ = _Search(problem, bottleneck, squares=False, most=None, most_states=most_states)
-    return search_.run() is not None
+    return _Search(problem, bottleneck, most_states=most_states).run() is not None
 
 
 def _least_sum(problem: Problem) -> int:
@@ -442,7 +423,3 @@ def _device_squares(problem: Problem, cut: list[int]) -> int:
         time = problem.stage_times(stage, np.asarray(cut[stage]), np.asarray(cut[stage + 1]))
         sums[problem.stage_devices[stage]] += int(time)
     return sum(total * total for total in sums)
-
-
-def _with_big_integers(problem: Problem) -> Problem:
-    return dataclasses.replace(problem, times=problem.times.as_objects())

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from pipemesh.errors import PlanError
@@ -337,17 +337,7 @@ class Figures:
             raise PlanError(f"loads are {self.loads}; each is of F, B, I or W, and 0 or more")
 
     def can_share(self, devices: int) -> bool:
-        """Returns whether a number of devices can each have a slice of every divisible layer.
-
-        Args:
-            devices: at least 1.
-
-        Example:
-            >>> layers = figures_of_costs([LayerCost(1.0)] * 2, 1, split=6, summed=[8.0, 0.0])
-            >>> figures = Figures(tuple(layers), rules="heads:model")
-            >>> [n for n in range(1, 7) if figures.can_share(n)]
-            [1, 2, 3, 6]
-        """
+        """Returns whether a number of devices can each have a slice of every divisible layer."""
         splits = [
             layer.split for layer in self.layers if layer.split > 1 or layer.summed is not None
         ]
@@ -364,11 +354,6 @@ class Figures:
 
         Raises:
             PlanError: `plain_step` is not above 0, or these figures lack theirs.
-
-        Example:
-            >>> then = Figures(tuple(figures_of_costs([LayerCost(1.0)], rows=2)), plain_step=4.0)
-            >>> then.at_pace(5.0).layers[0].takes("F", 2)
-            1.25
         """
         if not (math.isfinite(plain_step) and plain_step > 0 and self.plain_step > 0):
             raise PlanError(
@@ -405,11 +390,7 @@ class Figures:
 
     @classmethod
     def read(cls, path: str, rows: float = 1.0) -> Figures:
-        """Reads a file of figures, or of costs of layers; see `from_json`.
-
-        Args:
-            path: the file.
-            rows: rows of the microbatch that a list of costs is for.
+        """Reads a file of figures, or of costs of layers for `rows` of them; see `from_json`.
 
         Raises:
             PlanError: the file is unreadable or malformed.
@@ -447,32 +428,11 @@ class Figures:
         values = cast("dict[str, Any]", content)
         # Older files have it; `crowding` replaces it.
         values.pop("handover", None)
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
+        if unknown := sorted(set(values) - {"layers", *_READERS}):
             raise PlanError(f"{source}: {unknown[0]!r} is nothing that figures have")
-        layers = tuple(layers_from_values(values.get("layers", []), source))
+        layers = tuple(layers_from_values(values.pop("layers", []), source))
         try:
-            numbers = {
-                name: float(values[name])
-                for name in (
-                    *("action", "fixed", "update", "optimizer"),
-                    *("crowding", "update_memory", "plain_step"),
-                )
-                if name in values
-            }
-            sums = values.get("sums")
-            cores, loads = values.get("cores"), values.get("loads", {})
-            return cls(
-                layers,
-                **numbers,
-                transfer=_link_of(values.get("transfer", (0.0, None))),
-                sums=sums and _link_of(sums),
-                cores=None if cores is None else float(cores),
-                loads={str(kind): float(load) for kind, load in loads.items()},
-                rules=str(values.get("rules", "")),
-                batch=int(values.get("batch", 0)),
-                about=str(values.get("about", "")),
-            )
+            return cls(layers, **{name: _READERS[name](value) for name, value in values.items()})
         except (AttributeError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: {error}") from error
 
@@ -484,6 +444,20 @@ def _link_values(link: Link) -> list[float | None]:
 def _link_of(values: Any) -> Link:
     latency, bandwidth = values
     return Link(latency, math.inf if bandwidth is None else bandwidth)
+
+
+# By a field of `Figures` besides the layers, the function that reads its JSON value.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("action", "fixed", "update", "optimizer", "crowding"), float),
+    **dict.fromkeys(("update_memory", "plain_step"), float),
+    "transfer": _link_of,
+    "sums": lambda values: values and _link_of(values),
+    "cores": lambda cores: None if cores is None else float(cores),
+    "loads": lambda loads: {str(kind): float(load) for kind, load in loads.items()},
+    "rules": str,
+    "batch": int,
+    "about": str,
+}
 
 
 def _of_costs(values: list[Any], source: str, rows: float) -> list[LayerFigures]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pipemesh.errors import LayoutError, MeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
@@ -101,11 +99,6 @@ def home_of(mesh: Mesh, layout: LayoutRules, place: int) -> list[int]:
     idle = [name for name in mesh.axis_names if name not in (LAYERS_AXIS, *order)]
     used = [p for p in at if not any(at[p][name] for name in idle)]
     return sorted(used, key=lambda p: [at[p][name] for name in order])
-
-
-def without(mesh: Mesh, axes: Sequence[str]) -> Mesh:
-    """Returns the mesh without some of its axes."""
-    return Mesh(tuple(axis for axis in mesh.axes if axis[0] not in axes))
 
 
 def unused_axes(mesh: Mesh, layout: LayoutRules) -> list[str]:

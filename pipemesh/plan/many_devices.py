@@ -63,14 +63,6 @@ class Job:
 
     Raises:
         PlanError: there are no layers or no rows, or a number is out of range.
-
-    Example:
-        >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan import Link, Network, figures_of_costs
-        >>> layers = figures_of_costs([LayerCost(1e-3, parameter_bytes=1000)] * 4, rows=1)
-        >>> link = Link(latency=1e-6, bandwidth=1e10)
-        >>> Job(tuple(layers), Network(8, link, link), batch=64).parameter_bytes
-        4000
     """
 
     layers: tuple[LayerFigures, ...]
@@ -148,7 +140,7 @@ def forecast_step(job: Job, split: Split) -> Step:
     return Step(**vars(forecast_of_stages), split=split)
 
 
-SCHEDULES = ("1f1b", "interleaved:2", "zb_h1", "zb_v")
+SCALED_SCHEDULES = ("1f1b", "interleaved:2", "zb_h1", "zb_v")
 # Number of top-rated splits that are simulated.
 _TRIED = 24
 
@@ -165,16 +157,6 @@ class Reliability:
 
     Raises:
         PlanError: a number is out of range.
-
-    Example:
-        >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan import Link, Network, figures_of_costs
-        >>> layers = figures_of_costs([LayerCost(1e-3, parameter_bytes=1e9)] * 4, rows=1)
-        >>> link = Link(latency=1e-6, bandwidth=1e10)
-        >>> job = Job(tuple(layers), Network(8, link, link), batch=64)
-        >>> failures = Reliability(device=1e8, storage=1e9).failures(job, num_devices=16)
-        >>> failures.between, failures.save, failures.restart
-        (6250000.0, 6.0, 96.0)
     """
 
     device: float
@@ -192,10 +174,6 @@ class Reliability:
         """Returns the failures of a run on a number of devices.
 
         Training waits while all hosts write their slices of weights and optimizer state.
-
-        Args:
-            job: the run.
-            num_devices: number of devices of the run.
 
         Raises:
             PlanError: see `Failures`.
@@ -216,13 +194,6 @@ class Forecast:
         interval: the best number of seconds between checkpoints, in whole steps.
         goodput: the share of the time that does lasting work.
         tight: the ratio of the step to one with unlimited memory.
-
-    Example:
-        >>> split = Split(layers=2, num_microbatches=4)
-        >>> step = Step(2.0, 0.2, (8e9, 6e9), 3.2, {"compute": 1.6, "bubble": 0.4}, split=split)
-        >>> found = Forecast(step, failures=None, interval=0.0, goodput=1.0, tight=1.0)
-        >>> found.binds, found.rows
-        ('bubble', 0.5)
     """
 
     step: Step
@@ -245,7 +216,9 @@ class Forecast:
         return max(costs, key=costs.__getitem__)
 
 
-def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> Iterator[Split]:
+def splits(
+    job: Job, num_devices: int, schedules: Sequence[str] = SCALED_SCHEDULES
+) -> Iterator[Split]:
     """Yields all splits with powers of two as numbers of homes, slices and microbatches."""
     # The number of replicas is the remaining factor of the devices.
     for model in _powers(job.network.host_size):
@@ -266,7 +239,7 @@ def splits(job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES) -> 
 
 
 def best_step(
-    job: Job, num_devices: int, schedules: Sequence[str] = SCHEDULES
+    job: Job, num_devices: int, schedules: Sequence[str] = SCALED_SCHEDULES
 ) -> tuple[Step, float]:
     """Returns the shortest step that fits, and its ratio to the one of unlimited memory."""
     # A formula rates all splits, and the best two dozen are simulated.
@@ -295,7 +268,9 @@ def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[S
     """Returns the first two dozen steps that are valid and fit, shortest first."""
     steps: list[Step] = []
     for split in rated:
-        if memory is not None and _least_memory(job, split) > memory:
+        # No device needs less.
+        weights = job.parameter_bytes / split.layers / split.model
+        if memory is not None and weights * (2 + job.optimizer / split.data) > memory:
             continue
         try:
             step = forecast_step(job, split)
@@ -309,12 +284,6 @@ def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[S
     return sorted(steps, key=lambda step: step.seconds)
 
 
-def _least_memory(job: Job, split: Split) -> float:
-    """Returns a lower bound of the bytes of the fullest device."""
-    weights = job.parameter_bytes / split.layers / split.model
-    return weights * (2 + job.optimizer / split.data)
-
-
 def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]
 
@@ -323,7 +292,7 @@ def forecast(
     job: Job,
     num_devices: int,
     reliability: Reliability | None = None,
-    schedules: Sequence[str] = SCHEDULES,
+    schedules: Sequence[str] = SCALED_SCHEDULES,
 ) -> Forecast:
     """Forecasts a run on a number of devices.
 
@@ -335,16 +304,6 @@ def forecast(
 
     Raises:
         PlanError: see `best_step`.
-
-    Example:
-        >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan import Link, Network, figures_of_costs
-        >>> layers = figures_of_costs([LayerCost(1e-3)] * 8, rows=1)
-        >>> link = Link(latency=1e-6, bandwidth=1e10)
-        >>> job = Job(tuple(layers), Network(8, link, link), batch=64)
-        >>> found = forecast(job, num_devices=4)
-        >>> found.goodput, found.interval, found.step.split.num_devices
-        (1.0, 0.0, 4)
     """
     step, tight = best_step(job, num_devices, schedules)
     if reliability is None:

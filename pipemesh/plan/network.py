@@ -42,11 +42,7 @@ class Link:
             )
 
     def seconds(self, size: float) -> float:
-        """Returns the seconds of sending a number of bytes; 0 for none.
-
-        Args:
-            size: in bytes.
-        """
+        """Returns the seconds of sending `size` bytes; 0 for none."""
         return self.latency + size / self.bandwidth if size else 0.0
 
     def all_reduce(self, members: int, size: float) -> float:
@@ -72,13 +68,9 @@ class Link:
         return min(ring, trees)
 
     def all_gather(self, members: int, size: float) -> float:
-        """Returns the seconds of an all-gather by a ring.
+        """Returns the seconds of an all-gather of `size` bytes from each member, by a ring.
 
         A reduce-scatter of a sum of `members * size` bytes takes the same time.
-
-        Args:
-            members: number of members of the group.
-            size: bytes of each member's input.
         """
         return (members - 1) * self.seconds(size)
 
@@ -110,21 +102,11 @@ class Network:
             raise PlanError(f"a host has {self.host_size} devices; it must have at least 1")
 
     def link(self, distance: int) -> Link:
-        """Returns the link between two devices.
-
-        Args:
-            distance: number of devices from one to the other, including both.
-        """
+        """Returns the link between the ends of a row of `distance` devices."""
         return self.inside if distance <= self.host_size else self.between
 
     def joining(self, here: int, there: int, number: int) -> Link:
-        """Returns the link from neighbouring devices to as many others, one to one.
-
-        Args:
-            here: the first of the sending devices.
-            there: the first of the receiving devices.
-            number: number of pairs.
-        """
+        """Returns the link from `number` devices, the first `here`, to as many from `there` on."""
         host = self.host_size
         near = all((here + i) // host == (there + i) // host for i in (0, number - 1))
         return self.inside if near else self.between

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from pipemesh.errors import LayoutError, PipemeshError, PlanError
@@ -198,10 +198,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         check_batch(rows, self.num_microbatches, self.num_replicas, axis=axis)
 
     def check_dims(self, dims: Iterable[str]) -> None:
-        """Checks that the model has the dim of every layout rule.
-
-        Args:
-            dims: the names of all dims of the model.
+        """Checks that the names `dims` of a model hold the dim of every layout rule.
 
         Raises:
             LayoutError: a rule names another dim.
@@ -237,7 +234,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
 
     def __str__(self) -> str:
         """Returns the mesh and all values that differ from their default; `from_text` parses it."""
-        defaults = _default().to_values()
+        defaults = {field.name: value_text(field.default) for field in dataclasses.fields(self)}
         chosen = {
             name: text
             for name, text in self.to_values().items()
@@ -262,11 +259,11 @@ replicas; num_microbatches may be 1, 2, 5, 10
         Raises:
             PipemeshError: as `from_text`.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
         parsed: dict[str, Any] = {}
         for name, text in values.items():
-            if name not in names:
-                raise PlanError(f"{name!r} is nothing that a plan has{nearest_text(name, names)}")
+            if name not in _PARSERS:
+                near = nearest_text(name, list(_PARSERS))
+                raise PlanError(f"{name!r} is nothing that a plan has{near}")
             try:
                 parsed[name] = parse_value(name, text)
             except PipemeshError as error:
@@ -284,7 +281,17 @@ replicas; num_microbatches may be 1, 2, 5, 10
         Raises:
             PipemeshError: as `from_text`, or the text is not a JSON object of texts.
         """
-        return cls.from_values(texts_of_json(text))
+        try:
+            content: Any = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"the plan is no JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise PlanError(f"the plan is {content!r}; it must be a JSON object of texts")
+        values = cast("dict[str, Any]", content)
+        for name, value in values.items():
+            if not isinstance(value, str):
+                raise PlanError(f"{name!r} of the plan is {value!r}; it must be a text")
+        return cls.from_values(values)
 
 
 def check_batch(
@@ -316,11 +323,6 @@ def divisors(number: int) -> list[int]:
     """Returns all divisors in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-@functools.cache
-def _default() -> Plan:
-    return Plan()
 
 
 def _built(schedule: str, homes: int, num_microbatches: int) -> Schedule:
@@ -357,44 +359,46 @@ def value_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def parse_value(name: str, text: str) -> Any:
-    """Parses the text of a plan's value."""
-    if name == "mesh":
-        return Mesh.from_text(text)
-    if name == "layout":
-        return LayoutRules.from_text(text)
-    if name == "remat":
-        return Remat.from_text(text)
-    if name == "schedule" and text.startswith(_TABLE):
-        return from_csv(text.removeprefix(_TABLE))
-    if name == "num_microbatches":
-        return _whole(text)
-    if name == "boundaries":
-        return tuple(map(_whole, text.split(","))) if text else None
-    if name == "compute_dtype":
-        return text or None
-    if name == "allow_idle":
-        if text not in ("true", "false"):
-            raise PlanError("it must be true or false")
-        return text == "true"
-    return text
-
-
 def _whole(text: str) -> int:
     if not text.strip().isdecimal():
         raise PlanError(f"{text!r} is no whole number")
     return int(text)
 
 
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise PlanError("it must be true or false")
+    return text == "true"
+
+
+# By a plan's value, what parses its text.
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "mesh": Mesh.from_text,
+    "layout": LayoutRules.from_text,
+    "schedule": lambda text: (
+        from_csv(text.removeprefix(_TABLE)) if text.startswith(_TABLE) else text
+    ),
+    "num_microbatches": _whole,
+    "boundaries": lambda text: tuple(map(_whole, text.split(","))) if text else None,
+    "remat": Remat.from_text,
+    "lowering": str,
+    "compute_dtype": lambda text: text or None,
+    "allow_idle": _truth,
+}
+
+
+def parse_value(name: str, text: str) -> Any:
+    """Parses the text of a plan's value."""
+    return _PARSERS[name](text)
+
+
 def join_texts(texts: Mapping[str, str]) -> str:
     """Joins pairs of name and text by blanks; texts with blanks are quoted as in a shell."""
-    return " ".join(f"{name}={_quoted(text)}" for name, text in texts.items())
-
-
-def _quoted(text: str) -> str:
     # Semicolons need no quotes, and every mesh has some.
-    return (
-        text if shlex.quote(text.replace(";", "")) == text.replace(";", "") else shlex.quote(text)
+    bare = {name: text.replace(";", "") for name, text in texts.items()}
+    return " ".join(
+        f"{name}={text if shlex.quote(bare[name]) == bare[name] else shlex.quote(text)}"
+        for name, text in texts.items()
     )
 
 
@@ -417,18 +421,3 @@ def split_text(text: str) -> dict[str, str]:
             raise PlanError(f"{name!r} is given twice in plan {text!r}")
         values[name] = value
     return values
-
-
-def texts_of_json(text: str) -> dict[str, str]:
-    """Reads a JSON object of texts."""
-    try:
-        content: Any = json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"the plan is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise PlanError(f"the plan is {content!r}; it must be a JSON object of texts")
-    values = cast("dict[str, Any]", content)
-    for name, value in values.items():
-        if not isinstance(value, str):
-            raise PlanError(f"{name!r} of the plan is {value!r}; it must be a text")
-    return cast("dict[str, str]", values)

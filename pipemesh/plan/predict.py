@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.network import Network
@@ -161,20 +162,12 @@ class _Run:
     def beyond(self, before: _Run, times: float) -> _Run:
         """Extrapolates from an earlier run by a multiple of the distance to it."""
 
-        def on(a: float, b: float) -> float:
-            return a + (a - b) * times
+        def on(here: Any, there: Any) -> Any:
+            if isinstance(here, tuple):
+                return tuple(map(on, cast("tuple[float, ...]", here), there))
+            return here + (here - there) * times
 
-        def on_all(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
-            return tuple(map(on, a, b))
-
-        return _Run(
-            on_all(self.lengths, before.lengths),
-            on_all(self.ends, before.ends),
-            on_all(self.memory, before.memory),
-            on(self.waiting, before.waiting),
-            on(self.done, before.done),
-            on(self.actions, before.actions),
-        )
+        return _Run(*map(on, vars(self).values(), vars(before).values()))
 
 
 def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:

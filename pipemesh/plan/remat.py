@@ -14,7 +14,7 @@ NAMES = ("full", "none", "except_last", "twice")
 """The policies that have names; `custom` stands for a policy in Python."""
 CUSTOM = "custom"
 
-Mode = Literal["full", "none", "twice"]
+ModeName = Literal["full", "none", "twice"]
 """Recomputation of one backward pass: all once, nothing, or all once more in its `W`."""
 
 
@@ -96,7 +96,7 @@ class Remat:
                 "stages; give one policy for each stage, or one for all"
             )
 
-    def modes(self, schedule: Schedule) -> dict[tuple[int, int], Mode]:
+    def modes(self, schedule: Schedule) -> dict[tuple[int, int], ModeName]:
         """Returns what the backward pass of each (stage, microbatch) recomputes.
 
         Args:
@@ -111,7 +111,7 @@ class Remat:
         if "except_last" in names:
             at_once = schedule.turns_at_once()
 
-        def mode(stage: int, microbatch: int) -> Mode:
+        def mode(stage: int, microbatch: int) -> ModeName:
             name = names[stage]
             if name == "none" or (name == "except_last" and (stage, microbatch) in at_once):
                 return "none"

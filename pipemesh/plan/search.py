@@ -16,7 +16,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition import LayerCost, partition
 from pipemesh.plan.figures import Figures
 from pipemesh.plan.homes import BATCH
-from pipemesh.plan.network import Network
+from pipemesh.plan.network import Link, Network
 from pipemesh.plan.plan import Plan, divisors
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.remat import Remat
@@ -193,6 +193,11 @@ def rough_seconds(
     # schedule, transfers, sums, gradients and the update.
     weights = sum(layer.parameter_bytes for layer in figures.layers)
 
+    def reduced(link: Link, members: int, stride: int, size: float) -> float:
+        if network is None:
+            return link.all_reduce(members, size)
+        return network.all_reduce(members, stride, size)
+
     @functools.cache
     def layers(rows: float, group: int, again: bool) -> tuple[float, float, float, float]:
         """Returns seconds of all layers, of the longest, and of sums, and the busy cores."""
@@ -202,12 +207,7 @@ def rough_seconds(
             if (shared := min(group, layer.split)) > 1 and layer.summed is not None:
                 size = layer.summed.at(rows) / layer.sums
                 link = figures.sums or figures.transfer
-                seconds_of_sum = (
-                    network.all_reduce(shared, 1, size)
-                    if network
-                    else (link.all_reduce(shared, size))
-                )
-                sums += (3 if again else 2) * layer.sums * seconds_of_sum
+                sums += (3 if again else 2) * layer.sums * reduced(link, shared, 1, size)
         if not any(layer.work for layer in figures.layers):
             return sum(costs), max(costs), sums, figures.loads.get("B", 1.0)
         core_seconds = sum(
@@ -232,11 +232,7 @@ def rough_seconds(
         link = network.link(2 * split.data * split.model) if network else figures.transfer
         sent = 2 * (split.layers - 1) * link.seconds(figures.layers[0].outputs.at(rows))
         stage_weights = weights / split.layers / split.model
-        gradients = (
-            network.all_reduce(split.data, split.model, stage_weights)
-            if network
-            else link.all_reduce(split.data, stage_weights)
-        )
+        gradients = reduced(link, split.data, split.model, stage_weights)
         return length + sent + gradients + stage_weights * figures.update / split.data
 
     return seconds

@@ -15,7 +15,7 @@ from pipemesh.plan.figures import Figures, LayerFigures
 from pipemesh.plan.homes import home_of
 from pipemesh.plan.network import Link, Network
 from pipemesh.plan.plan import Plan
-from pipemesh.plan.remat import Mode, Remat
+from pipemesh.plan.remat import ModeName, Remat
 from pipemesh.schedule import Action, Costs, Schedule
 from pipemesh.schedule.action import KINDS
 
@@ -38,7 +38,7 @@ class Stages:
     cast: float = 0.0
 
     @functools.cached_property
-    def modes(self) -> dict[tuple[int, int], Mode]:
+    def modes(self) -> dict[tuple[int, int], ModeName]:
         """Returns what the backward pass of each (stage, microbatch) recomputes."""
         return self.remat.modes(self.table)
 
@@ -244,7 +244,7 @@ def _takes(
     kind: str,
     measure: Callable[[LayerFigures, str, float, bool], float],
 ) -> float:
-    """Returns the seconds or the work of a layer for an action; `of` is `takes` or `computes`."""
+    """Returns the seconds or the work of a layer for an action, by `takes` or `computes`."""
     layers, rows = stages.layers[stage], stages.rows
     layer = layers[number]
     is_twice = kind == "W" and stage in stages.twice
@@ -301,15 +301,8 @@ def summed(
 def even_costs(costs: Costs, number: int) -> Costs:
     """Returns the costs of equal stages with the same total work, without transfers."""
     by_stage = costs.per_stage(number)
-    fields: Sequence[tuple[float, ...]] = (
-        by_stage.forward,
-        by_stage.backward,
-        by_stage.input_grad,
-        by_stage.weight_grad,
-        by_stage.recompute,
-    )
-    forward, backward, input_grad, weight_grad, again = (sum(field) / number for field in fields)
-    return Costs(forward, backward, input_grad, weight_grad, recompute=again)
+    kinds = ("forward", "backward", "input_grad", "weight_grad", "recompute")
+    return Costs(**{kind: sum(getattr(by_stage, kind)) / number for kind in kinds})
 
 
 def device_memory(stages: Stages, figures: Figures, place: int) -> float:
@@ -324,7 +317,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
     }
     apart = stages.table.recomputed()
     # By stage, kind, mode and whether there are no sums yet: the needed bytes and the held bytes.
-    known: dict[tuple[int, str, Mode, bool], tuple[float, float]] = {}
+    known: dict[tuple[int, str, ModeName, bool], tuple[float, float]] = {}
     summed: set[int] = set()
     held = most = 0.0
     for action in stages.table.rows[place]:
@@ -365,7 +358,7 @@ class _StageMemory:
         self._given = stages.given(stage)
         self.weights = stages.weights(stage)
 
-    def _left(self, kind: str, mode: Mode) -> float:
+    def _left(self, kind: str, mode: ModeName) -> float:
         """Returns the bytes of a microbatch that are held after its `F`, `R` or `I`."""
         if kind == "R" or (kind == "F" and mode == "none"):
             return sum(self._kept)
@@ -375,12 +368,12 @@ class _StageMemory:
         # forward pass, which a `W` that recomputes does not need.
         return self._given + sum(self._pending) / 2 if mode == "twice" else sum(self._pending)
 
-    def leaves(self, kind: str, mode: Mode) -> float:
+    def leaves(self, kind: str, mode: ModeName) -> float:
         """Returns the bytes that an action adds to those held, without gradient sums."""
         before = {"F": 0.0, "W": self._left("I", mode)}.get(kind, self._left("F", mode))
         return (self._left(kind, mode) if kind in "FRI" else 0.0) - before
 
-    def needs(self, kind: str, mode: Mode, is_first: bool) -> float:
+    def needs(self, kind: str, mode: ModeName, is_first: bool) -> float:
         """Returns the bytes that an action needs beside those held when it begins."""
         # Without the gradients of weights: if there are no sums to add to, they become the sums.
         less = [max(0.0, w - s) for w, s in zip(self._working, self._sums, strict=True)]

@@ -12,13 +12,6 @@ and a microbatch gets its slice of them:
 
 The batch dim of a random tensor is not guessed: the stage is also traced with the whole batch, and
 the dim whose size differs between the two traces is the batch dim.
-
-Example:
-    >>> import tensorflow as tf
-    >>> from pipemesh.randomness import plan_free_randomness
-    >>> with plan_free_randomness(step=tf.constant(7, tf.int64)):
-    ...     tf.random.uniform([2]).shape.as_list()
-    [2]
 """
 
 from __future__ import annotations

@@ -84,11 +84,10 @@ def unigram_weights(
     shard: int = 0,
     unigrams: Sequence[float] = (),
 ) -> tf.Tensor:
-    """Returns weights of classes with known frequencies, from a list or a file with a line for
-    each class.
-    """
-    # In the file the number after the last comma counts. The first `num_reserved_ids` classes are
-    # never sampled. Frequencies are raised to the power `distortion`.
+    """Returns weights of classes with known frequencies, from a list or a file."""
+    # The file has a line for each class, with the frequency after the last comma. The first
+    # `num_reserved_ids` classes are never sampled. Frequencies are raised to the power
+    # `distortion`.
     if (num_shards, shard) != (1, 0):
         raise PipelineError(
             f"fixed_unigram_candidate_sampler has num_shards={num_shards} and shard={shard}, "

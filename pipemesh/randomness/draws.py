@@ -68,9 +68,7 @@ class SliceOfDraw:
 
 
 def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
-    """Returns the part of the whole sequences' draw that a draw is, None if it is equal for all
-    slices.
-    """
+    """Returns the part of the whole sequences' draw that a draw is, None if slices are equal."""
     # Raises `NeedWholeDraws` while the draws of whole sequences are unknown.
     scope = scopes.stack[-1]
     position = scope.position
@@ -120,7 +118,20 @@ def share_of_draw(
     whole = position.whole.by_name[name].sizes
     if whole == sizes:
         return None
-    dim = _batch_dim(sizes, whole, position, scope.layer)
+    differing = [dim for dim, (a, b) in enumerate(zip(sizes, whole, strict=False)) if a != b]
+    dim = differing[0] if len(sizes) == len(whole) and len(differing) == 1 else None
+    count, examples = position.num_microbatches, position.microbatch_size
+    if (
+        dim is None
+        or sizes[dim] * count != whole[dim]
+        or (sizes[dim] % examples and examples % sizes[dim])
+    ):
+        raise PipelineError(
+            f"layer {scope.layer!r} draws a random tensor of shape {sizes} for a microbatch and "
+            f"{whole} for the whole batch; one dim may differ, by the factor {count} (the number "
+            f"of microbatches), and must be a multiple or a divisor of the {examples} examples of "
+            "a microbatch. Draw in a shape with a batch dim"
+        )
     if sequence_slice is not None:
         if sequence_slice.dim == dim:
             raise PipelineError(
@@ -131,40 +142,14 @@ def share_of_draw(
         cut = sequence_slice.dim
         whole = (*whole[:cut], sequence_slice.sizes[cut], *whole[cut + 1 :])
         sizes = sequence_slice.sizes
-    size, examples = sizes[dim], position.microbatch_size
+    size = sizes[dim]
     left, right = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
     if examples % size == 0:
         # An element for each example, or for several adjacent ones.
         return Share(whole, left, size, right, position)
-    if size % examples:
-        raise _cannot_cut(sizes, whole, position, scope.layer)
     folded = size // examples
     before = position.whole.before(name, dim, folded)
     return Share(whole, left * before, examples, folded // before * right, position)
-
-
-def _batch_dim(
-    sizes: tuple[int, ...], whole: tuple[int, ...], position: Position, layer: str
-) -> int:
-    differing = [dim for dim, (a, b) in enumerate(zip(sizes, whole, strict=False)) if a != b]
-    if (
-        len(sizes) != len(whole)
-        or len(differing) != 1
-        or sizes[differing[0]] * position.num_microbatches != whole[differing[0]]
-    ):
-        raise _cannot_cut(sizes, whole, position, layer)
-    return differing[0]
-
-
-def _cannot_cut(
-    sizes: tuple[int, ...], whole: tuple[int, ...], position: Position, layer: str
-) -> PipelineError:
-    return PipelineError(
-        f"layer {layer!r} draws a random tensor of shape {sizes} for a microbatch and {whole} for "
-        f"the whole batch; one dim may differ, by the factor {position.num_microbatches} (the "
-        f"number of microbatches), and must be a multiple or a divisor of the "
-        f"{position.microbatch_size} examples of a microbatch. Draw in a shape with a batch dim"
-    )
 
 
 def draw(
@@ -186,43 +171,22 @@ def draw(
         return numbers
     micro = _static_shape(shape)
     name = note_draw(micro)
-    sequence_slice = slice_of_draw(name, micro)
-    share = share_of_draw(name, micro, sequence_slice)
-    if sequence_slice is None:
-        if share is None:
-            return keyed(call(shape, key, counter))
-        return _drawn(share, micro, key, counter, grouped, call)
-    numbers = _drawn(share, sequence_slice.sizes, key, counter, grouped, call)
-    begin = tf.one_hot(
-        sequence_slice.dim, len(micro), sequence_slice.begin, tf.constant(0, tf.int64)
-    )
-    return tf.slice(numbers, begin, tf.constant(micro, tf.int64))
-
-
-def _drawn(
-    share: Share | None,
-    micro: tuple[int, ...],
-    key: Any,
-    counter: Any,
-    grouped: bool,
-    call: Callable[[Any, Any, Any], Any],
-) -> tf.Tensor:
-    """Draws a microbatch's numbers, of sizes `micro`."""
+    part = slice_of_draw(name, micro)
+    share = share_of_draw(name, micro, part)
+    sizes = micro if part is None else part.sizes
+    group = _GROUP if grouped else None
     if share is None:
-        return keyed(call(tf.constant(micro), key, counter))
-    whole, left, examples, right, position = share
-    block = examples * right
-    if left == 1 and grouped:
-        start = position.microbatch * block
-        counter = advance_counter(counter, start // _GROUP)
-        if block % _GROUP == 0:
-            return keyed(call(tf.constant(micro), key, counter))
-        numbers = keyed(call(tf.constant([block + _GROUP - 1]), key, counter))
-        return tf.reshape(tf.slice(numbers, [tf.math.floormod(start, _GROUP)], [block]), micro)
-    # The slice is not contiguous: draw the whole batch's numbers and cut it out.
-    numbers = keyed(call(tf.constant(whole), key, counter))
-    rows = tf.reshape(numbers, [left, position.num_microbatches, block])
-    return tf.reshape(tf.gather(rows, position.microbatch, axis=1), micro)
+        numbers = _block(call, key, counter, group, sizes, [], sizes)
+    else:
+        block = share.examples * share.right
+        whole = [share.left, share.position.num_microbatches, block]
+        begin = [0, share.position.microbatch, 0]
+        numbers = _block(call, key, counter, group, whole, begin, [share.left, 1, block])
+        numbers = tf.reshape(numbers, sizes)
+    if part is None:
+        return numbers
+    begin = tf.one_hot(part.dim, len(micro), part.begin, tf.constant(0, tf.int64))
+    return tf.slice(numbers, begin, tf.constant(micro, tf.int64))
 
 
 def keyed(numbers: tf.Tensor) -> tf.Tensor:
@@ -265,30 +229,47 @@ def draw_block(
     dtype: tf.DType,
 ) -> tf.Tensor:
     """Draws a block of the random tensor that `raw` would draw as a whole."""
-    # If only leading dims are cut, no other numbers are computed: Philox counts groups of numbers,
-    # so a draw can start anywhere (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
-    # 2011). Of the dims behind, all numbers are drawn and the block is cut out.
-    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-
-    def draw(shape: Sequence[int], first: tf.Tensor) -> tf.Tensor:
-        return keyed(
-            raw(
-                shape=tf.constant(shape, tf.int32, shape=[len(shape)]),
-                key=key,
-                counter=first,
-                alg=PHILOX,
-                dtype=dtype,
-            )
-        )
-
     if math.prod(block) == 0:
         return tf.zeros(block, dtype)
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    return _block(
+        lambda shape, key, counter: raw(
+            shape=shape, key=key, counter=counter, alg=PHILOX, dtype=dtype
+        ),
+        key,
+        counter,
+        # A count yields 128 bits, and a number takes at least 32 of them.
+        16 // max(4, dtype.size),
+        sizes,
+        begin,
+        block,
+    )
+
+
+def _block(
+    call: Callable[[Any, Any, Any], Any],
+    key: Any,
+    counter: Any,
+    group: int | None,
+    sizes: Sequence[int],
+    begin: Sequence[tf.Tensor | int],
+    block: Sequence[int],
+) -> tf.Tensor:
+    """Draws a block of the tensor that `call` would draw of shape, key and counter."""
+    # If only leading dims are cut, no other numbers are computed: Philox counts groups of numbers,
+    # so a draw can start anywhere (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+    # 2011). Of the dims behind, all numbers are drawn and the block is cut out. So are all dims
+    # without a `group`, the number of numbers that each count yields.
+
+    def draw(shape: Sequence[int], first: Any) -> tf.Tensor:
+        return keyed(call(tf.constant(shape, tf.int32, shape=[len(shape)]), key, first))
+
     if list(sizes) == list(block):
         return draw(sizes, counter)
     # Leading dims: up to the first in which the block has more than one element.
     lead = next((i for i, size in enumerate(block) if size > 1), len(block) - 1) + 1
-    # A count yields 128 bits, and a number takes at least 32 of them.
-    group = 16 // max(4, dtype.size)
+    if group is None:
+        lead, group = 0, 1
     begin = [_known(at) for at in begin]
     strides = [math.prod(sizes[i + 1 :]) for i in range(lead)]
     drawn = [*block[:lead], *sizes[lead:]]

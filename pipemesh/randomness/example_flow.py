@@ -101,12 +101,9 @@ class ExampleFlow:
         return self._flow.labels[tensor.name]
 
     def obstacle(self, supposed: Sequence[tuple[tf.Tensor, Label]]) -> str | None:
-        """Returns the type of the first operation behind these tensors whose result is unknown."""
+        """Returns the type of the first operation behind them whose result is unknown."""
         follow = _Follow(supposed, self._nodes)
-        try:
-            follow.run(self._graph, self._inputs, _Flow(), self._flow)
-        except ConflictError:
-            return None
+        follow.run(self._graph, self._inputs, _Flow(), self._flow)
         return follow.unknown
 
     def fits(self, supposed: Sequence[tuple[tf.Tensor, Label]]) -> bool:
@@ -131,9 +128,7 @@ class _Follow:
     def run(
         self, graph: tf.Graph, inputs: Sequence[Label | None], flow: _Flow, base: _Flow | None
     ) -> list[Label | None]:
-        """Fills `flow` with the labels that differ from `base`, and returns those of
-        the outputs.
-        """
+        """Fills `flow` with the labels that differ from `base`; returns those of the outputs."""
         # Raises a `ConflictError` if an element of one example in `base` belongs to others as well.
         for tensor, label in zip(graph.inputs, inputs, strict=True):
             self._note(tensor, label, flow, base)

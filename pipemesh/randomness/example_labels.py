@@ -135,7 +135,6 @@ def reshaped(label: Label, old: Sequence[int], new: Sequence[int]) -> Label:
 def concatenated(labels: Sequence[Label], sizes: Sequence[Sequence[int]], dim: int) -> Label:
     """Returns the label of tensors of these sizes, concatenated along a dim."""
     rank = len(sizes[0])
-    labels = [of_rank(label, rank) for label in labels]
     others = [max(label.shape[i] for label in labels) for i in range(rank)]
     parts: list[Label] = []
     for label, shape in zip(labels, sizes, strict=True):
@@ -143,7 +142,7 @@ def concatenated(labels: Sequence[Label], sizes: Sequence[Sequence[int]], dim: i
     return np.concatenate(parts, dim)
 
 
-# Takes an operation and the labels of its inputs, returns those of its outputs.
+# Takes an operation and the labels of its inputs, of equal ranks, and returns those of its outputs.
 Rule = Callable[[Any, Sequence[Label]], list[Label]]
 
 _ELEMENTWISE = """
@@ -155,12 +154,12 @@ _ELEMENTWISE = """
     Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan
     Ndtri Neg NextAfter NotEqual Pow PreventGradient QuantizeAndDequantizeV2
     QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 Real RealDiv Reciprocal Relu Relu6 RightShift
-    Rint Round Rsqrt Select SelectV2 Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Sqrt
+    Rint Round Rsqrt SelectV2 Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Sqrt
     Square SquaredDifference StopGradient Sub Tan Tanh TruncateDiv TruncateMod XlaSharding Xdivy
     Xlog1py Xlogy Zeta
 """.split()
 _REDUCTIONS = "All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum".split()
-_NEW = "Fill OnesLike Range Rank Shape ShapeN Size ZerosLike TensorListReserve EmptyTensorList"
+_NEW = "OnesLike Range Rank Shape ShapeN Size ZerosLike TensorListReserve EmptyTensorList"
 
 
 def sizes_of(tensor: tf.Tensor) -> list[int]:
@@ -185,35 +184,11 @@ def _full(operation: tf.Operation, label: Label, number: int = 0) -> Label:
     return whole(label, sizes_of(operation.inputs[number]))
 
 
-def _elementwise(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    if (
-        operation.type == "Select"
-        and operation.inputs[0].shape.rank != operation.inputs[1].shape.rank
-    ):
-        # The condition is a vector with an element for each row.
-        rest = [1] * (operation.inputs[1].shape.rank - operation.inputs[0].shape.rank)
-        labels = [labels[0].reshape([*labels[0].shape, *rest]), *labels[1:]]
-    return [joined(labels)]
-
-
-def _each(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    return list(labels)
-
-
-def _new(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    if operation.type == "Fill":
-        return [labels[1]]
-    return [NO_EXAMPLES] * len(operation.outputs)
-
-
-def _reshape(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    old, new = sizes_of(operation.inputs[0]), sizes_of(operation.outputs[0])
-    return [reshaped(labels[0], old, new)]
-
-
-def _transpose(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    order = [int(dim) for dim in _constant(operation.inputs[1])]
-    return [of_rank(labels[0], len(order)).transpose(order)]
+def _select(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
+    # The condition may be a vector with an element for each row.
+    condition, *values = labels
+    rest = [1] * (values[0].ndim - condition.ndim)
+    return [joined([condition.reshape([*condition.shape, *rest]), *values])]
 
 
 def _concat(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
@@ -225,7 +200,7 @@ def _concat(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
 def _pack(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     sizes = sizes_of(operation.inputs[0])
     dim = operation.get_attr("axis") % (len(sizes) + 1)
-    rows = [np.expand_dims(of_rank(label, len(sizes)), dim) for label in labels]
+    rows = [np.expand_dims(label, dim) for label in labels]
     return [concatenated(rows, [[*sizes[:dim], 1, *sizes[dim:]]] * len(rows), dim)]
 
 
@@ -252,8 +227,9 @@ def _slice(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     if begin is None:
         # Rows chosen at run time: correct if all rows have the same label.
         begin = [0] * label.ndim
-        small = of_rank(labels[0], label.ndim)
-        if any(a > 1 and b < c for a, b, c in zip(small.shape, sizes, label.shape, strict=True)):
+        if any(
+            a > 1 and b < c for a, b, c in zip(labels[0].shape, sizes, label.shape, strict=True)
+        ):
             raise UnknownLabelError
     return [label[tuple(slice(int(b), int(b) + n) for b, n in zip(begin, sizes, strict=True))]]
 
@@ -282,73 +258,42 @@ def _strided_slice(operation: tf.Operation, labels: Sequence[Label]) -> list[Lab
 
 
 def _tile(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    times = _constant(operation.inputs[1])
-    label = of_rank(labels[0], len(times))
-    return [
-        np.tile(label, [n if size > 1 else 1 for n, size in zip(times, label.shape, strict=True)])
-    ]
-
-
-def _broadcast(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    return [labels[0]]
+    sizes = zip(_constant(operation.inputs[1]), labels[0].shape, strict=True)
+    return [np.tile(labels[0], [times if size > 1 else 1 for times, size in sizes])]
 
 
 def _pad(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    pads = _constant(operation.inputs[1])
-    label = of_rank(labels[0], len(pads))
+    label, pads = labels[0], _constant(operation.inputs[1])
     # Along dims with equal labels, the padding may have that label, too.
     widths = [pad if size > 1 else (0, 0) for pad, size in zip(pads, label.shape, strict=True)]
     if operation.type == "MirrorPad":
-        if operation.get_attr("mode") == b"REFLECT":
-            return [np.pad(label, widths, "reflect")]
-        return [np.pad(label, widths, "symmetric")]
+        return [np.pad(label, widths, operation.get_attr("mode").decode().lower())]
     return [np.pad(label, widths, constant_values=NO_EXAMPLE)]
-
-
-def _reverse(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
-    return [np.flip(label, tuple(_dims(operation.inputs[1], label.ndim)))]
 
 
 def _gather(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     table, rows = operation.inputs[0], operation.inputs[1]
-    if operation.type == "ResourceGather":
-        return [_rows(operation, labels[1])]
+    label, chosen = labels[:2]
     sizes, batch = sizes_of(table), operation.get_attr("batch_dims")
     dim = _dims(operation.inputs[2], len(sizes))[0]
-    label, chosen = of_rank(labels[0], len(sizes)), of_rank(labels[1], rows.shape.rank)
     indices = tf.get_static_value(rows)
     if indices is not None and batch == 0:
-        return [
-            whole(
-                label,
-                [
-                    n if i == dim else m
-                    for i, (n, m) in enumerate(zip(sizes, label.shape, strict=True))
-                ],
-            ).take(indices, dim)
-        ]
+        expanded = [*label.shape[:dim], sizes[dim], *label.shape[dim + 1 :]]
+        return [whole(label, expanded).take(indices, dim)]
     if label.shape[dim] > 1:
         # The label depends on the indices.
         raise UnknownLabelError
-    inner = rows.shape.rank - batch
+    inner = chosen.ndim - batch
     label = label.reshape([*label.shape[:dim], *[1] * inner, *label.shape[dim + 1 :]])
     before, behind = [1] * (dim - batch), [1] * (len(sizes) - dim - 1)
     chosen = chosen.reshape([*chosen.shape[:batch], *before, *chosen.shape[batch:], *behind])
     return [joined([label, chosen])]
 
 
-def _rows(operation: tf.Operation, label: Label) -> Label:
+def _lookup(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     """Returns the label of rows looked up in a table that belongs to no example."""
-    rank = len(sizes_of(operation.outputs[0]))
-    label = of_rank(label, operation.inputs[1].shape.rank)
-    return label.reshape([*label.shape, *[1] * (rank - label.ndim)])
-
-
-def _one_hot(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    label = of_rank(labels[0], operation.inputs[0].shape.rank)
-    axis = operation.get_attr("axis")
-    return [np.expand_dims(label, label.ndim if axis == -1 else axis)]
+    rank, label = len(sizes_of(operation.outputs[0])), labels[1]
+    return [label.reshape([*label.shape, *[1] * (rank - label.ndim)])]
 
 
 def _contract(operands: Sequence[str], result: str, labels: Sequence[Label]) -> Label:
@@ -356,16 +301,14 @@ def _contract(operands: Sequence[str], result: str, labels: Sequence[Label]) -> 
     letters = result + "".join(sorted({*"".join(operands)} - {*result}))
     placed: list[Label] = []
     for dims, label in zip(operands, labels, strict=True):
-        label = of_rank(label, len(dims))
         if len({*dims}) < len(dims):
             raise UnknownLabelError
         order = [dims.index(letter) for letter in letters if letter in dims]
         sizes = iter(label.transpose(order).shape)
         shape = [next(sizes) if letter in dims else 1 for letter in letters]
         placed.append(label.transpose(order).reshape(shape))
-    label = of_rank(joined(placed), len(letters))
-    inner = list(range(len(result), len(letters)))
-    return reduced(label, inner).reshape(label.shape[: len(result)])
+    label = reduced(joined(placed), range(len(result), len(letters)))
+    return label.reshape(label.shape[: len(result)])
 
 
 def _matmul(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
@@ -394,29 +337,21 @@ def _einsum(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
 
 
 def _reduce(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
-    dims = _dims(operation.inputs[1], label.ndim)
-    label = reduced(label, dims)
+    dims = _dims(operation.inputs[1], labels[0].ndim)
+    label = reduced(labels[0], dims)
     if operation.type in ("ArgMax", "ArgMin") or not operation.get_attr("keep_dims"):
         label = label.reshape([n for dim, n in enumerate(label.shape) if dim not in dims])
     return [label]
 
 
-def _softmax(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
-    return [joined([label, reduced(label, [label.ndim - 1])])]
-
-
-def _cumulative(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
-    return [joined([label, reduced(label, _dims(operation.inputs[1], label.ndim))])]
+def _mixed(label: Label, dims: Sequence[int]) -> list[Label]:
+    """Returns the label of elements that depend on all others along dims."""
+    return [joined([label, reduced(label, dims)])]
 
 
 def _cross_entropy(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    logits, targets = of_rank(labels[0], 2), labels[1]
-    if operation.type.startswith("Sparse"):
-        targets = of_rank(targets, 1).reshape([-1, 1])
-    label = joined([logits, of_rank(targets, 2)])
+    logits, targets = labels
+    label = joined([logits, targets.reshape([-1, 1]) if targets.ndim == 1 else targets])
     return [reduced(label, [1]).reshape([-1]), label]
 
 
@@ -429,67 +364,81 @@ def _first(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
 
 def _by_rows(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     """Returns the label of convolutions and pooling, which keep only the first dim apart."""
-    if not all(has_no_example(label) for label in labels[1:]):
-        raise UnknownLabelError
-    label = of_rank(labels[0], operation.inputs[0].shape.rank)
+    label = _first(operation, labels)[0]
     return [reduced(label, range(1, label.ndim))]
-
-
-def _top(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    label = of_rank(labels[0], operation.inputs[0].shape.rank)
-    return [reduced(label, [label.ndim - 1])] * 2
 
 
 def _list_of(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
     """Returns the label of a list of tensors: that of all its elements."""
-    label = of_rank(labels[0], len(sizes_of(operation.inputs[0])))
-    if label.shape[0] > 1:
+    if labels[0].shape[0] > 1:
         raise UnknownLabelError
-    return [label[0]]
-
-
-def _list_set(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    return [joined([labels[0], labels[-1]])]
-
-
-def _list_pop(operation: tf.Operation, labels: Sequence[Label]) -> list[Label]:
-    return [labels[0]] * len(operation.outputs)
+    return [labels[0][0]]
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_ELEMENTWISE, lambda _, labels: [joined(labels)]),
     **dict.fromkeys(_REDUCTIONS, _reduce),
-    **dict.fromkeys(_NEW.split(), _new),
-    **dict.fromkeys(["Reshape", "ExpandDims", "Squeeze"], _reshape),
+    **dict.fromkeys(_NEW.split(), lambda operation, _: [NO_EXAMPLES] * len(operation.outputs)),
+    **dict.fromkeys(
+        ["Reshape", "ExpandDims", "Squeeze"],
+        lambda operation, labels: [
+            reshaped(labels[0], sizes_of(operation.inputs[0]), sizes_of(operation.outputs[0]))
+        ],
+    ),
     **dict.fromkeys(["Pad", "PadV2", "MirrorPad"], _pad),
     **dict.fromkeys(["Split", "SplitV"], _split),
     **dict.fromkeys(["MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"], _matmul),
-    **dict.fromkeys(["Softmax", "LogSoftmax"], _softmax),
-    **dict.fromkeys(["Cumsum", "Cumprod"], _cumulative),
-    **dict.fromkeys(["GatherV2", "ResourceGather"], _gather),
+    **dict.fromkeys(
+        ["Softmax", "LogSoftmax"], lambda _, labels: _mixed(labels[0], [labels[0].ndim - 1])
+    ),
+    **dict.fromkeys(
+        ["Cumsum", "Cumprod"],
+        lambda operation, labels: _mixed(labels[0], _dims(operation.inputs[1], labels[0].ndim)),
+    ),
     **dict.fromkeys(["BiasAdd", "FusedBatchNormV3", "MatrixBandPart"], _first),
     **dict.fromkeys(["Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool"], _by_rows),
     **dict.fromkeys(
         ["SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"], _cross_entropy
     ),
-    **dict.fromkeys(["TensorListGetItem", "TensorListPopBack"], _list_pop),
-    **dict.fromkeys(["TensorListSetItem", "TensorListPushBack"], _list_set),
-    "BroadcastTo": _broadcast,
+    **dict.fromkeys(
+        ["BroadcastTo", "TensorListGetItem", "TensorListPopBack", "TensorListStack"],
+        lambda operation, labels: [labels[0]] * len(operation.outputs),
+    ),
+    **dict.fromkeys(
+        ["TensorListSetItem", "TensorListPushBack"],
+        lambda _, labels: [joined([labels[0], labels[-1]])],
+    ),
     "ConcatV2": _concat,
     "Einsum": _einsum,
-    "IdentityN": _each,
-    "OneHot": _one_hot,
+    "Fill": lambda _, labels: [labels[1]],
+    "GatherV2": _gather,
+    "IdentityN": lambda _, labels: list(labels),
+    "OneHot": lambda operation, labels: [np.expand_dims(labels[0], operation.get_attr("axis"))],
     "Pack": _pack,
-    "ReverseV2": _reverse,
+    "ResourceGather": _lookup,
+    "ReverseV2": lambda operation, labels: [
+        np.flip(labels[0], tuple(_dims(operation.inputs[1], labels[0].ndim)))
+    ],
+    "Select": _select,
     "Slice": _slice,
     "StridedSlice": _strided_slice,
     "TensorListFromTensor": _list_of,
-    "TensorListStack": _broadcast,
     "Tile": _tile,
-    "TopKV2": _top,
-    "Transpose": _transpose,
+    "TopKV2": lambda _, labels: [reduced(labels[0], [labels[0].ndim - 1])] * 2,
+    "Transpose": lambda operation, labels: [
+        np.transpose(labels[0], _constant(operation.inputs[1]))
+    ],
     "Unpack": _unpack,
 }
+
+
+def _aligned(label: Label, tensor: tf.Tensor) -> Label:
+    """Returns the label with the rank of its tensor; a list has the label of its elements."""
+    if tensor.dtype == tf.variant:
+        return label
+    if tensor.shape.rank is None:
+        raise UnknownLabelError
+    return of_rank(label, tensor.shape.rank)
 
 
 def apply_rule(operation: tf.Operation, labels: Sequence[Label | None]) -> list[Label | None]:
@@ -506,6 +455,7 @@ def apply_rule(operation: tf.Operation, labels: Sequence[Label | None]) -> list[
     try:
         if rule is None:
             raise UnknownLabelError
-        return [compressed(label) for label in rule(operation, known)]
+        aligned = list(map(_aligned, known, operation.inputs))
+        return [compressed(label) for label in rule(operation, aligned)]
     except UnknownLabelError:
         return [None] * count

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -122,19 +121,17 @@ def _sampler(original: Callable[..., Any], weights: Callable[..., Any]) -> Calla
         name: Any = None,
         **weight_options: Any,
     ) -> Any:
+        seeds = {"seed": seed, "seed2": seed2}
         if not scopes.stack:
             arguments = (true_classes, num_true, num_sampled, unique, range_max)
-            return original(*arguments, seed=seed, seed2=seed2, name=name, **weight_options)
+            return original(*arguments, **seeds, name=name, **weight_options)
+
+        def uniform(shape: Sequence[int]) -> tf.Tensor:
+            return operation("random_uniform")(tf.constant(shape), tf.float64, **seeds)
+
         with tf.name_scope(name or original.__name__):
-            return candidates(
-                weights(range_max, **weight_options),
-                true_classes,
-                num_sampled,
-                unique,
-                lambda shape: operation("random_uniform")(
-                    tf.constant(shape), tf.float64, seed=seed, seed2=seed2
-                ),
-            )
+            weights_of_classes = weights(range_max, **weight_options)
+            return candidates(weights_of_classes, true_classes, num_sampled, unique, uniform)
 
     return dispatch
 
@@ -206,32 +203,28 @@ _LEARNED_SAMPLERS = (
     "learned_unigram_candidate_sampler",
     "thread_unsafe_unigram_candidate_sampler",
 )
-_install_lock = threading.Lock()
-_installed = False
 
 
+@functools.cache
 def install() -> None:
     """Installs the dispatchers once; they change nothing outside a scope."""
-    global _installed
-    with _install_lock:
-        if _installed:
-            return
-        for name, grouped in _STATELESS.items():
-            wrap_operation(name, functools.partial(_stateless, grouped_dtypes=grouped))
-        for name, stateless in _STATEFUL.items():
-            wrap_operation(name, functools.partial(_stateful, stateless=stateless))
-        for name in _UNCUTTABLE_STATEFUL:
-            wrap_operation(name, functools.partial(_uncuttable, stateful=True))
-        for name in _UNCUTTABLE_STATELESS:
-            wrap_operation(name, functools.partial(_uncuttable, stateful=False))
-        for name, weights in _SAMPLERS.items():
-            wrap_operation(name, functools.partial(_sampler, weights=weights))
-        for name in _LEARNED_SAMPLERS:
-            wrap_operation(name, _learned_sampler)
-        wrap_seeds(_seeds_without_counting)
-        install_retracing()
-        install_eager_loops()
-        _installed = True
+    for name, grouped in _STATELESS.items():
+        wrap_operation(name, functools.partial(_stateless, grouped_dtypes=grouped))
+    for name, stateless in _STATEFUL.items():
+        wrap_operation(name, functools.partial(_stateful, stateless=stateless))
+    for name in _UNCUTTABLE_STATEFUL:
+        wrap_operation(name, functools.partial(_uncuttable, stateful=True))
+    for name in _UNCUTTABLE_STATELESS:
+        wrap_operation(name, functools.partial(_uncuttable, stateful=False))
+    for name, weights in _SAMPLERS.items():
+        wrap_operation(name, functools.partial(_sampler, weights=weights))
+    for name in _LEARNED_SAMPLERS:
+        wrap_operation(name, _learned_sampler)
+    wrap_seeds(_seeds_without_counting)
+    wrap_functions(lambda call: _in_scope(call, _call), lambda trace: _in_scope(trace, _new_trace))
+    wrap_trace_lookup(_find_trace)
+    extend_trace_keys(lambda: (scopes.calls[-1].key,) if scopes.calls else ())
+    wrap_loops(_loop_in_scope)
 
 
 _NUMBERS_AFTER = "_pipemesh_numbers_after"
@@ -250,13 +243,6 @@ class _Call:
     key: Any
     # Whether later calls may find the trace.
     is_found_again: bool = False
-
-
-def install_retracing() -> None:
-    """Adds the scopes to the keys of traces; nothing changes outside a scope."""
-    wrap_functions(lambda call: _in_scope(call, _call), lambda trace: _in_scope(trace, _new_trace))
-    wrap_trace_lookup(_find_trace)
-    extend_trace_keys(lambda: (scopes.calls[-1].key,) if scopes.calls else ())
 
 
 def _in_scope(original: Callable[..., Any], make: Callable[[Any], _Call]) -> Callable[..., Any]:
@@ -309,11 +295,6 @@ def _find_trace(find: Callable[[], Any], is_of: Callable[[Any], bool]) -> Any:
     else:
         call.scope.numbers = after.copied()
     return trace
-
-
-def install_eager_loops() -> None:
-    """Adds the iterations of eager loops to the scope; nothing changes outside a scope."""
-    wrap_loops(_loop_in_scope)
 
 
 def _loop_in_scope(original: Callable[..., Any]) -> Callable[..., Any]:

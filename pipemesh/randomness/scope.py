@@ -22,9 +22,7 @@ class NeedWholeDraws(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class WholeDraw:
-    """A draw of the whole batch: its sizes, and its tensors with the index of their
-    first element.
-    """
+    """A draw of the whole batch: its sizes, and its tensors, each with its first index."""
 
     sizes: tuple[int, ...]
     parts: tuple[tuple[tf.Tensor, tuple[int, ...]], ...] = ()
@@ -165,9 +163,6 @@ def layer_scope(name: str) -> Iterator[None]:
 
     Args:
         name: the layer's name; scopes nest, and their names are joined by `/`.
-
-    Yields:
-        None.
 
     Example:
         >>> import tensorflow as tf

@@ -52,11 +52,10 @@ def pipeline(
         >>> import tensorflow as tf
         >>> from pipemesh.schedule import gpipe
         >>> def double(theta, carry, inputs, microbatch, step):
-        ...     return [inputs[0] * theta[0]], []
+        ...     return [inputs[0] * 2.0], []
         >>> @tf.function
         ... def run(x):
-        ...     two = [tf.constant(2.0)]
-        ...     stages = [Stage(f"s{i}", double, two, [], "CPU:0") for i in range(2)]
+        ...     stages = [Stage(f"s{i}", double, [], [], "CPU:0") for i in range(2)]
         ...     return pipeline(stages, [x], gpipe(2, 4))[0][0]
         >>> [float(y) for y in run(tf.range(4.0))]
         [0.0, 4.0, 8.0, 12.0]
@@ -72,7 +71,7 @@ def pipeline(
         )
     run.perform(forwards)
     outputs = run.outputs()
-    run.checks.forward(outputs, "an output", run.state.notes["forward"])
+    run.checks.forward(outputs, "an output", run.state.forward_notes)
     outputs = run.checks.after_forward(outputs, stages[-1].device)
     run.finish_carries(run.checks.after_forward)
     # The states of recurrent stages are results, too.
@@ -121,38 +120,30 @@ def pipeline_loss(
         stages: the stages, first to last. The first output of the last stage is a floating scalar:
             the loss of the microbatch (or of a replica's part of it), *summed* over its examples.
             Its other outputs are for monitoring and have no gradient.
-        inputs: tensors with static shapes; all are split along `options.batch_dim`.
         schedule: any valid schedule. Without backward actions the loss has no gradient.
-        step: int64 scalar, the global step. It is part of the key of random numbers.
-        options: settings of the run.
+        inputs, step, options: as for `pipeline`.
 
     Returns:
-        The loss, the other outputs, and the carries. The loss is summed over the batch, a scalar of
-        at least 32 bits. The other outputs of the last stage are for the whole batch; a scalar
-        becomes a vector with one element per microbatch and replica. The carries are those of each
-        stage after the last microbatch.
+        The loss, the other outputs, and the carries of `pipeline`. The loss is summed over the
+        batch, a scalar of at least 32 bits. The other outputs of the last stage are for the whole
+        batch; a scalar becomes a vector with one element per microbatch and replica.
 
     Raises:
-        PipelineError: the batch does not divide, a shape is not static, or no graph is being built.
-            Or the first output of the last stage is not a floating scalar, or another output is
-            neither a scalar nor split along the batch.
+        PipelineError: as for `pipeline`; or the first output of the last stage is not a floating
+            scalar, or another output is neither a scalar nor split along the batch.
         ScheduleError: the schedule does not fit the stages.
 
     Example:
         >>> import tensorflow as tf
         >>> from pipemesh.schedule import one_f_one_b
-        >>> def scale(theta, carry, inputs, microbatch, step):
-        ...     return [inputs[0] * theta[0]], []
-        >>> def square(theta, carry, inputs, microbatch, step):
-        ...     return [tf.reduce_sum(inputs[0] ** 2)], []
+        >>> def squares(theta, carry, inputs, microbatch, step):
+        ...     return [tf.reduce_sum((inputs[0] * theta[0]) ** 2)], []
         >>> weight = tf.Variable(3.0)
         >>> @tf.function
         ... def run(x):
         ...     with tf.GradientTape() as tape:
-        ...         theta = [tf.convert_to_tensor(weight)]
-        ...         stages = [Stage("a", scale, theta, [], "CPU:0"),
-        ...                   Stage("loss", square, [], [], "CPU:0")]
-        ...         loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(2, 4))
+        ...         stage = Stage("loss", squares, [tf.convert_to_tensor(weight)], [], "CPU:0")
+        ...         loss, _, _ = pipeline_loss([stage], [x], one_f_one_b(1, 4))
         ...     return loss, tape.gradient(loss, weight)
         >>> [float(y) for y in run(tf.range(4.0))]
         [126.0, 84.0]
@@ -174,7 +165,7 @@ def pipeline_loss(
     with tf.device(stages[-1].device):
         # In 16 bits, a sum over microbatches would lose precision.
         loss = tf.reduce_sum(tf.cast(losses, tf.float32) if losses.dtype.size < 4 else losses)
-    run.checks.forward([loss], "the loss", run.state.notes["forward"])
+    run.checks.forward([loss], "the loss", run.state.forward_notes)
     loss, *others = run.checks.after_forward([loss, *others], stages[-1].device)
     run.finish_carries(run.checks.after_both)
 

@@ -5,27 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
-from pipemesh.recurrent.table.machine import (
-    GRADS,
-    KEPT,
-    OUTPUTS,
-    PENDING,
-    REMADE,
-    Kind,
-    channels_read,
-    channels_written,
-)
+from pipemesh.recurrent.table.machine import channels_read, channels_written
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Action, Schedule
+from pipemesh.schedule.action import GRADS, KEPT, OUTPUTS, PENDING, REMADE
 from pipemesh.text import columns
 
 
@@ -83,43 +73,31 @@ class Sizes:
         """Returns the bytes of summed gradients sent from device to device of the home."""
         passes = self._machine.passes(stage, self._modes[stage, 0])
         sent = collections.Counter[tuple[int, int]]()
-        for spec, place, owner in zip(
-            passes.accumulator_specs,
-            passes.accumulator_places,
-            passes.accumulator_owners,
-            strict=True,
-        ):
-            sent[place, owner] += num_bytes([spec])
+        for total in passes.sums:
+            sent[total.place, total.owner] += num_bytes([total.spec])
         return sent
-
-    def carries(self, stage: int) -> int:
-        """Returns the bytes that go from microbatch to microbatch, and from replica to replica."""
-        return num_bytes(specs_of(self._machine.stages[stage].carry))
 
     def sums(self, stage: int, place: int) -> int:
         """Returns the bytes of summed gradients on a device of a stage's home."""
         passes = self._machine.passes(stage, self._modes[stage, 0])
-        return _of_place(passes.accumulator_specs, passes.accumulator_places, place)
+        return num_bytes([total.spec for total in passes.sums if total.place == place])
 
-    def values(self, kind: Kind[Any], stage: int, place: int, microbatch: int = 0) -> int:
+    def values(self, kind: str, stage: int, place: int, microbatch: int = 0) -> int:
         """Returns the bytes of a kind of value on a device of a stage's home."""
-        machine = self._machine
-        if stage < 0:
-            first = machine.traced[0]
-            return _of_place([*map(first.spec, first.inputs)], machine.input_places(0), place)
-        mode = self._modes[stage, microbatch]
+        machine, mode = self._machine, self._modes[stage, microbatch]
         specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
-        return _of_place(specs, places, place)
+        held = zip(specs, places, strict=True)
+        return num_bytes([spec for spec, at in held if at == place and spec is not None])
 
     def handed_on(self, action: Action) -> Mapping[tuple[int, int], int]:
         """Returns the bytes sent to another home, by device indices of sender and receiver."""
         machine, stage = self._machine, action.stage
         sent = collections.Counter[tuple[int, int]]()
         if action.kind == "F" and stage + 1 < len(machine.stages):
-            specs, targets = machine.specs(OUTPUTS, stage), machine.input_places(stage + 1)
+            specs, targets = machine.specs(OUTPUTS, stage), machine.places(GRADS, stage + 1)
             sources = machine.places(OUTPUTS, stage)
         elif action.kind in ("B", "I") and stage:
-            specs, sources = machine.specs(GRADS, stage), machine.input_places(stage)
+            specs, sources = machine.specs(GRADS, stage), machine.places(GRADS, stage)
             targets = machine.places(OUTPUTS, stage - 1)
         else:
             return sent
@@ -127,18 +105,17 @@ class Sizes:
             sent[source, target] += 0 if spec is None else num_bytes([spec])
         return sent
 
-    def crossing(self, action: Action) -> dict[tuple[int, int], int]:
+    def crossing(self, action: Action) -> Mapping[tuple[int, int], int]:
         """Returns the bytes sent inside a home while an action computes, by sender and receiver."""
         traced = self._machine.traced[action.stage]
-        crossing: dict[tuple[int, int], int] = {}
+        crossing = collections.Counter[tuple[int, int]]()
         sent: set[tuple[str, int]] = set()
         for tensor, node in traced.cut.uses(self._nodes(action)):
             source, target = traced.place(tensor), traced.place(f"{node}:0")
             # A tensor that several nodes of a device take is sent once.
             if source != target and (tensor, target) not in sent:
                 sent.add((tensor, target))
-                size = num_bytes([traced.spec(tensor)])
-                crossing[source, target] = crossing.get((source, target), 0) + size
+                crossing[source, target] += num_bytes([traced.spec(tensor)])
         return crossing
 
     def _nodes(self, action: Action) -> set[str]:
@@ -147,17 +124,6 @@ class Sizes:
         mode = self._modes[stage, action.microbatch]
         passes = self._machine.passes(stage, mode if action.kind in "FR" else mode.backward)
         return passes.cuts.nodes(action.kind, stage == 0)
-
-    def kept_names(self, stage: int) -> tuple[TracedStage, list[str]]:
-        """Returns a traced stage, and the tensors that its first forward pass keeps."""
-        passes = self._machine.passes(stage, self._modes[stage, 0])
-        return self._machine.traced[stage], passes.cuts.kept
-
-
-def _of_place(specs: Sequence[tf.TensorSpec | None], places: Sequence[int], place: int) -> int:
-    return num_bytes(
-        [s for s, number in zip(specs, places, strict=True) if number == place and s is not None]
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,19 +178,14 @@ def predict_memory(
     It traces the stages and runs nothing. Call it inside a `tf.function` or a TF1 graph.
 
     Args:
-        stages: as for `pipeline`.
-        inputs: as for `pipeline`.
-        schedule: as for `pipeline`.
-        step: as for `pipeline`.
-        options: as for `pipeline`; remat and compute dtype change the result.
+        stages, inputs, schedule, step, options: as for `pipeline`.
 
     Returns:
         The memory of each device, ordered by the rows of the schedule. For a device that a home
         names several times it includes all of its replicas, but the weights once.
 
     Raises:
-        PipelineError: see `pipeline`.
-        ScheduleError: see `pipeline`.
+        PipelineError, ScheduleError: as for `pipeline`.
 
     Example:
         >>> import tensorflow as tf
@@ -284,7 +245,8 @@ def memory_of(run: Run) -> list[DeviceMemory]:
 
 
 def _of_stage(run: Run, sizes: Sizes, stage: int, place: int) -> StageMemory:
-    traced, kept = sizes.kept_names(stage)
+    traced = run.machine.traced[stage]
+    kept = run.machine.passes(stage, run.modes[stage, 0]).cuts.kept
     # A kept input may have the name of an identity of it.
     names = {same for name in kept for same in traced.cut.same_value(name)}
     inputs, outputs = (
@@ -341,42 +303,31 @@ def predict_transfers(
     It traces the stages and runs nothing. Call it inside a `tf.function` or a TF1 graph.
 
     Args:
-        stages: as for `pipeline`.
-        inputs: as for `pipeline`.
-        schedule: as for `pipeline`.
-        step: as for `pipeline`.
-        options: as for `pipeline`.
+        stages, inputs, schedule, step, options: as for `pipeline`.
 
     Returns:
         One transfer for each kind and pair of devices with traffic.
 
     Raises:
-        PipelineError: see `pipeline`.
-        ScheduleError: see `pipeline`.
+        PipelineError, ScheduleError: as for `pipeline`.
 
     Example:
         >>> import tensorflow as tf
-        >>> from pipemesh.recurrent import Home, Stage
+        >>> from pipemesh.recurrent import Stage
         >>> from pipemesh.schedule import one_f_one_b
         >>> def scale(theta, carry, inputs, microbatch, step):
         ...     return [inputs[0] * theta[0]], []
-        >>> homes = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
         >>> with tf.Graph().as_default():
-        ...     stages = [Stage(f"s{i}", scale, [tf.ones([10])], [], homes[i]) for i in range(2)]
-        ...     found = predict_transfers(stages, [tf.ones([8, 10])], one_f_one_b(2, 4))
+        ...     home = ("CPU:0", "CPU:1")
+        ...     stage = Stage("scale", scale, [tf.ones([10])], [], home)
+        ...     found = predict_transfers([stage], [tf.ones([8, 10])], one_f_one_b(1, 4))
         >>> from pipemesh.recurrent.forecast import table
         >>> print(table(found))
         what              from   to     times  bytes
-        activations       CPU:0  CPU:2      4    160
-        activations       CPU:1  CPU:3      4    160
-        gradients         CPU:2  CPU:0      4    160
-        gradients         CPU:3  CPU:1      4    160
         inputs            CPU:0  CPU:1      4    160
-        outputs           CPU:3  CPU:2      4    160
+        outputs           CPU:1  CPU:0      4    160
         weight gradients  CPU:1  CPU:0      1     40
-        weight gradients  CPU:3  CPU:2      1     40
         weights           CPU:0  CPU:1      1     40
-        weights           CPU:2  CPU:3      1     40
     """
     return transfers_of(Run(stages, inputs, schedule, step, options or Options()))
 
@@ -408,7 +359,7 @@ def table(transfers: Sequence[Transfer]) -> str:
 def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
     """Yields kind, source, target and bytes of each tensor passed on, also within a device."""
     stages, schedule, sizes = run.stages, run.schedule, Sizes(run)
-    last = len(stages) - 1
+    first, last = run.machine.traced[0], len(stages) - 1
     for s, stage in enumerate(stages):
         for number, of in stage.copies.items():
             size = num_bytes(specs_of([stage.theta[number]]))
@@ -424,13 +375,20 @@ def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
         for place, device in enumerate(home.devices):
             if action.kind == "F":
                 if s == 0:
-                    yield "inputs", home.first, device, sizes.values(OUTPUTS, -1, place)
+                    inputs = [name for name in first.inputs if first.place(name) == place]
+                    size = num_bytes([*map(first.spec, inputs)])
+                    yield "inputs", home.first, device, size
                 if s == last:
                     to = home.devices[place % home.group]
                     yield "outputs", device, to, sizes.values(OUTPUTS, s, place)
                 if place % home.group == 0:
                     following = home.devices[(place + home.group) % len(home)]
-                    yield "accumulators", device, following, sizes.carries(s)
+                    yield (
+                        "accumulators",
+                        device,
+                        following,
+                        num_bytes(specs_of(run.machine.stages[s].carry)),
+                    )
         for (source, target), size in sizes.handed_on(action).items():
             what, to = ("activations", s + 1) if action.kind == "F" else ("gradients", s - 1)
             yield what, home.devices[source], stages[to].devices[target], size

@@ -7,14 +7,18 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.remat import AnyRemat, policy_of
 from pipemesh.recurrent.stage import Grads
-from pipemesh.recurrent.watch.clock import Stamps
-from pipemesh.recurrent.watch.finite_values import OF_GRADIENTS, check_policy
+from pipemesh.recurrent.watch.clock import ActionClock
+from pipemesh.recurrent.watch.finite_values import CHECKS, OF_GRADIENTS
+from pipemesh.recurrent.watch.marks import Marks
 
+# Any object with their method `stamp`.
+Clock = ActionClock | Marks
 COMPUTE_DTYPES = (tf.float32, tf.bfloat16, tf.float16)
 INITIAL_SCALE = 2.0**15
 _FACTOR = 2.0
@@ -55,13 +59,10 @@ class LossScale:
     def create(cls) -> LossScale:
         """Creates a scale with new variables, which a checkpoint should include."""
 
-        def variable(value: Any, name: str, dtype: tf.DType | None = None) -> tf.Variable:
-            return tf.Variable(value, dtype=dtype, trainable=False, name=name)
-
+        values: list[Any] = [INITIAL_SCALE, np.int64(0), True]
+        names = ("loss_scale", "good_steps", "finite")
         return cls(
-            variable(INITIAL_SCALE, "loss_scale"),
-            variable(0, "good_steps", tf.int64),
-            variable(True, "finite"),
+            *(tf.Variable(v, trainable=False, name=n) for v, n in zip(values, names, strict=True))
         )
 
     @property
@@ -206,7 +207,7 @@ class Options:
     uncast_inputs: frozenset[int] = frozenset()
     loss_scale: LossScale | None = None
     check_numerics: str | None = None
-    clock: Stamps | None = None
+    clock: Clock | None = None
     strict_devices: bool = False
     noted_run: Callable[[Any], None] | None = None
     rolled: dataclasses.InitVar[bool | str | None] = None
@@ -220,7 +221,11 @@ class Options:
                 f"loop={self.loop!r} is invalid. Use True, False, or None to choose by size."
             )
         default = "results" if self.loss_scale is None else "loss"
-        object.__setattr__(self, "check_numerics", check_policy(self.check_numerics or default))
+        object.__setattr__(self, "check_numerics", self.check_numerics or default)
+        if self.check_numerics not in CHECKS:
+            raise PipelineError(
+                f"check_numerics is {self.check_numerics!r}; allowed are {', '.join(CHECKS)}"
+            )
         if self.check_numerics in OF_GRADIENTS and self.loss_scale is not None:
             raise PipelineError(
                 f"check_numerics is {self.check_numerics!r}, but a loss_scale makes gradients "

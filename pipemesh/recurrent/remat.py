@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 from pipemesh.errors import PipelineError, PlanError
@@ -80,7 +82,8 @@ class Selective(RematPolicy):
         Raises:
             PipelineError: when the mode is used for a stage without layers.
         """
-        return dict.fromkeys(_pairs(schedule), Mode("selective", self._recomputed))
+        pairs = itertools.product(range(schedule.num_stages), range(schedule.num_microbatches))
+        return dict.fromkeys(pairs, Mode("selective", self._recomputed))
 
     def _recomputed(self, traced: TracedStage) -> Callable[[str], bool]:
         names = set(traced.layers.values())
@@ -123,8 +126,12 @@ class ByStage(RematPolicy):
                 f"remat has {len(self.policies)} policies, one a stage, but the schedule has "
                 f"{schedule.num_stages} stages; give as many, or a single one for all"
             )
-        every = [policy_of(policy).modes(schedule) for policy in self.policies]
-        return {pair: every[pair[0]][pair] for pair in _pairs(schedule)}
+        return {
+            pair: mode
+            for stage, policy in enumerate(self.policies)
+            for pair, mode in policy_of(policy).modes(schedule).items()
+            if pair[0] == stage
+        }
 
 
 REMAT_POLICIES = NAMES
@@ -143,12 +150,9 @@ def policy_of(remat: AnyRemat) -> RematPolicy:
     """Returns the policy for a text or a plan's value; a policy is returned as it is."""
     if isinstance(remat, RematPolicy):
         return remat
-    try:
-        value = remat_of(remat)
-    except PlanError:
-        value = Remat.CUSTOM
-    if not value.is_custom:
-        return _Planned(value)
+    with contextlib.suppress(PlanError):
+        if not (value := remat_of(remat)).is_custom:
+            return _Planned(value)
     allowed = ", ".join(REMAT_POLICIES)
     text = str(remat) if isinstance(remat, Remat) else remat
     raise PipelineError(
@@ -169,11 +173,3 @@ def modes_of(remat: AnyRemat, schedule: Schedule) -> dict[tuple[int, int], Mode]
         name = f"{mode.name}_apart"
         modes[pair] = dataclasses.replace(mode, name=name, is_apart=True, is_twice=False)
     return modes
-
-
-def _pairs(schedule: Schedule) -> list[tuple[int, int]]:
-    return [
-        (stage, microbatch)
-        for stage in range(schedule.num_stages)
-        for microbatch in range(schedule.num_microbatches)
-    ]

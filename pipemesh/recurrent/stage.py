@@ -258,20 +258,16 @@ class Slice:
     count: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    slice: Slice
-    # True if the carry belongs to one microbatch, so that it can be reset.
-    is_piece: bool
-
-
-_current_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("slice", default=None)
+# And True if the carry belongs to one microbatch, so that it can be reset.
+_current_call: contextvars.ContextVar[tuple[Slice, bool] | None] = contextvars.ContextVar(
+    "slice", default=None
+)
 
 
 @contextlib.contextmanager
 def calling_for(index: tf.Tensor, count: int, is_piece: bool = True) -> Iterator[None]:
     """Sets the slice that `current_slice` returns; `is_piece` is False for the whole batch."""
-    token = _current_call.set(_Call(Slice(index, count), is_piece))
+    token = _current_call.set((Slice(index, count), is_piece))
     try:
         yield
     finally:
@@ -287,7 +283,7 @@ def current_slice() -> Slice:
         1
     """
     call = _current_call.get()
-    return Slice(tf.constant(0, tf.int64), 1) if call is None else call.slice
+    return Slice(tf.constant(0, tf.int64), 1) if call is None else call[0]
 
 
 def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
@@ -342,8 +338,8 @@ def starting_anew(stage: Stage) -> Stage:
 
     def forward(theta: Any, carry: Any, *rest: Any) -> Any:
         call = _current_call.get()
-        if call is not None and call.is_piece and call.slice.count > 1:
-            begins = tf.equal(call.slice.index, 0)
+        if call is not None and call[1] and call[0].count > 1:
+            begins = tf.equal(call[0].index, 0)
             carry = [tf.where(begins, a, b) for a, b in zip(initial, carry, strict=True)]
         return stage.forward(theta, carry, *rest)
 

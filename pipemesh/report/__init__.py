@@ -22,26 +22,10 @@ Timelines of schedules are drawn as text, SVG and HTML; writing them to a file i
     >>> print(to_terminal(simulate(one_f_one_b(2, 2), Costs(forward=1, backward=2))))
     device 0 |0F0 0F1         0B0----     0B1----
     device 1 |    1F0 1B0---- 1F1 1B1----
-
-A timed step says which change of its plan would make a step shorter. Each change is simulated,
-none is run. The step corrects the figures of the model's layers, or makes some from their flops;
-with those `pipemesh.plan.predict` says how long a step takes under another plan:
-
-    >>> from pipemesh.partition import LayerCost
-    >>> from pipemesh.plan import Figures, Plan
-    >>> from pipemesh.plan.figures import figures_of_costs
-    >>> from pipemesh.report import changes, corrected
-    >>> flops = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=4)))
-    >>> plan = Plan("layers:2", num_microbatches=2, remat="none")
-    >>> step = simulate(one_f_one_b(2, 2), Costs(0.1, 0.2))
-    >>> figures = corrected(flops, plan, 8, step, seconds=1.0)
-    >>> best = changes(plan, figures, 8, knows_rows=False, knows_links=False)[0]
-    >>> best.flags, round(best.prediction.seconds, 3)
-    ('--num_microbatches=8', 0.775)
 """
 
 from pipemesh.report.measured_step import Part, corrected, parts_of
-from pipemesh.report.plan_changes import Basis, Change, basis_of, changes
+from pipemesh.report.plan_changes import Basis, Change, basis_of
 from pipemesh.report.record import Record, Run, read, to_line
 from pipemesh.report.run_pages import comparison, page
 from pipemesh.report.schedule_drawing import memory_to_svg, to_html, to_svg
@@ -54,7 +38,6 @@ __all__ = [
     "Record",
     "Run",
     "basis_of",
-    "changes",
     "comparison",
     "corrected",
     "memory_to_svg",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Any
@@ -12,15 +11,7 @@ from pipemesh.errors import PipemeshError
 from pipemesh.plan import predict
 from pipemesh.report.html_page import note, table
 from pipemesh.report.measured_step import parts_of
-from pipemesh.report.plan_changes import (
-    LEAST,
-    Basis,
-    Change,
-    basis_of,
-    best,
-    best_of_each,
-    least,
-)
+from pipemesh.report.plan_changes import LEAST, Basis, Change, basis_of, best, least
 from pipemesh.report.record import MEMORY, Run
 from pipemesh.schedule import Timeline
 from pipemesh.text import bytes_text
@@ -80,7 +71,7 @@ def forecast(run: Run) -> Iterator[str]:
     else:
         why = run.fact("forecast", "unpredicted", "the layers were not measured")
         yield note(f"Seconds were not predicted: {why}.")
-        if (usual := _usual(run)) is not None:
+        if (usual := run.median("seconds")) is not None:
             timed = run.fact("schedule", "seconds")
             beside = f"; the timed step took {1e3 * timed:.4g} ms" if timed else ""
             yield note(f"The median training step took {1e3 * usual:.4g} ms{beside}.")
@@ -114,7 +105,7 @@ def _in_seconds(run: Run, predicted: Mapping[str, Any]) -> list[Compared]:
     absent = {"overlap"} - measured.keys() | (set[str]() if parts["sums"] else {"collectives"})
     rows = [row for row in rows if row.name not in absent]
     rows.append(Compared("total, the timed step", predicted["seconds"], seconds))
-    usual = _usual(run)
+    usual = run.median("seconds")
     about = "training steps, which are not slowed down by timing"
     return [*rows, Compared("median step", predicted["seconds"], usual, about)]
 
@@ -134,25 +125,20 @@ def _shares(timeline: Timeline) -> dict[str, float]:
     return {part.name: part.time / whole for part in parts_of(timeline)}
 
 
-def _usual(run: Run) -> float | None:
-    """Returns the median seconds of a training step."""
-    values = [value for _, value in run.train.get("seconds", []) if value is not None]
-    return statistics.median(values) if values else None
+def _told(value: float | None, text: Callable[[float], str] = bytes_text) -> str:
+    return "not known" if value is None else text(value)
 
 
 def _table(rows: list[Compared], unit: str, text: Callable[[float], str]) -> str:
     """Returns a table of parts, each with the difference."""
-
-    def told(value: float | None) -> str:
-        return "not known" if value is None else text(value)
-
     lines: list[list[str]] = []
     for row in rows:
         off = ""
         if row.predicted is not None and row.measured is not None:
             difference = row.measured - row.predicted
             off = ("+" if difference >= 0 else "") + text(difference)
-        lines.append([row.name, told(row.predicted), told(row.measured), off, row.about])
+        texts = [_told(value, text) for value in (row.predicted, row.measured)]
+        lines.append([row.name, *texts, off, row.about])
     width = 5 if any(row.about for row in rows) else 4
     head = [unit, "predicted", "measured", "difference", ""]
     return table(head[:width], [line[:width] for line in lines], left=(0, 4))
@@ -168,29 +154,27 @@ def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
     if not (held or places):
         return
     is_cpu = not devices or "CPU" in str(devices[0]["device"])
-
-    def told(value: float | None) -> str:
-        return "not known" if value is None else bytes_text(value)
-
+    # Devices of one home hold equally much.
+    of_all = sum(places) * max(1, len(devices) // len(places)) if places else None
     rows = [
         [
             "the fullest device",
-            told(max(places) if places else None),
-            told(max(held) if held else None),
+            _told(max(places, default=None)),
+            _told(max(held, default=None)),
             "not known",
         ],
         [
             "all devices",
-            told(_of_all(run, places)),
-            told(sum(held) if held else None),
-            "not known" if is_cpu else told(peak),
+            _told(of_all),
+            _told(sum(held) if held else None),
+            _told(None if is_cpu else peak),
         ],
     ]
     if is_cpu:
         before = run.fact("begin", "peak_memory")
         more = sum(float(device[part]) for device in devices for part in _OF_STEPS)
         counted = float(before) + more if before and devices else None
-        rows.append(["the process", "not known", told(counted), told(peak)])
+        rows.append(["the process", "not known", _told(counted), _told(peak)])
     yield "<h3>Memory</h3>"
     yield table(
         ["", "predicted from figures of layers", "counted in the step's graph", "measured"], rows
@@ -204,26 +188,17 @@ def _memory(run: Run, predicted: Mapping[str, Any] | None) -> Iterator[str]:
         )
 
 
-def _of_all(run: Run, places: list[float]) -> float | None:
-    """Returns the bytes of all devices; those of one home hold equally much."""
-    devices: list[Any] = run.table("forecast", "devices")
-    if not places:
-        return None
-    return sum(places) * max(1, len(devices) // len(places))
-
-
 def advice(run: Run) -> Iterator[str]:
     """Names the change of the plan that would help most, with the next best ones."""
     if run.measured() is None:
         return
-    basis = basis_of(run)
-    try:
-        if isinstance(basis, Basis):
+    basis = why = basis_of(run)
+    if isinstance(basis, Basis):
+        try:
             yield from _advice(basis)
             return
-        why = basis
-    except PipemeshError as error:
-        why = str(error)
+        except PipemeshError as error:
+            why = error
     yield note(f"The best change of the plan is not known: {why}.")
 
 
@@ -272,8 +247,10 @@ def _flags(change: Change) -> str:
 def _shown(changes: list[Change], now: float) -> list[Change]:
     """Returns the named change, the best of each kind, and some more that help."""
     named = best(changes, now)
-    first = [named, *(change for change in best_of_each(changes) if change.kind != named.kind)]
-    chosen = list(first)
+    first = {named.kind: named}
+    for change in changes:
+        first.setdefault(change.kind, change)
+    chosen = list(first.values())
     for change in changes:
         seconds = change.prediction.seconds
         is_new = all(abs(seconds - e.prediction.seconds) > 1e-3 * now for e in chosen)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.figures import Curve, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.plan.stages import Stages, action_costs, stages_of
-from pipemesh.schedule import Costs, Schedule, Timeline, simulate
+from pipemesh.schedule import Costs, Timeline, simulate
 from pipemesh.schedule.simulate import run_table
 from pipemesh.schedule.table import NOTHING, Table, compile_table
-
-_COST_FIELDS = ("forward", "backward", "input_grad", "weight_grad")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,29 +59,30 @@ def parts_of(measured: Timeline) -> list[Part]:
         16.0
     """
     schedule, costs = measured.schedule, measured.costs
-    stage_costs = costs.per_stage(schedule.num_stages)
-    equal = Costs(*(statistics.fmean(getattr(stage_costs, name)) for name in _COST_FIELDS))
+    by_kind = costs.per_stage(schedule.num_stages).durations()
+    equal = Costs(*(statistics.fmean(by_kind[kind]) for kind in _KINDS))
     predicted = simulate(schedule, costs)
     table = compile_table(schedule)
     durations = [
         [end - start for start, end in zip(*row, strict=True)]
         for row in zip(measured.starts, measured.ends, strict=True)
     ]
-    delays, is_own = _delays(table, measured)
-    late = [[max(0.0, delay) for delay in row] for row in delays]
-    own_delays = [
-        [delay if mine else 0.0 for delay, mine in zip(row, theirs, strict=True)]
-        for row, theirs in zip(late, is_own, strict=True)
-    ]
-    nothing = [[0.0] * len(row) for row in durations]
+    delays = _delays(table, measured)
+
+    def replayed(waited: Callable[[float, bool], float]) -> float:
+        """Returns the makespan of actions with the measured durations that wait so long."""
+        waits = [[waited(delay, is_own) for delay, is_own in row] for row in delays]
+        _, ends = run_table(schedule, table, durations, delays=waits)
+        return max(row[-1] for row in ends if row)
+
     makespans = [
         sum(predicted.busy) / schedule.num_devices,
         simulate(schedule, equal).makespan,
         predicted.makespan,
-        _replay(schedule, table, durations, nothing),
-        _replay(schedule, table, durations, own_delays),
-        _replay(schedule, table, durations, late),
-        _replay(schedule, table, durations, delays),
+        replayed(lambda delay, is_own: 0.0),
+        replayed(lambda delay, is_own: max(0.0, delay) if is_own else 0.0),
+        replayed(lambda delay, is_own: max(0.0, delay)),
+        replayed(lambda delay, is_own: delay),
     ]
     names = (
         ("work", "all actions, if every device did an equal share and never waited"),
@@ -112,50 +112,30 @@ class Waits:
 
 def waits_of(measured: Timeline) -> Waits:
     """Returns the waits of a measured step that its schedule does not explain."""
-    delays, is_own = _delays(compile_table(measured.schedule), measured)
-    own_delays: list[float] = []
-    sent: list[float] = []
-    for row, theirs in zip(delays, is_own, strict=True):
-        for delay, mine in zip(row, theirs, strict=True):
-            own_delays.append(delay if mine else 0.0)
-            if not mine:
-                sent.append(delay)
+    delays = _delays(compile_table(measured.schedule), measured)
+    own = statistics.fmean(delay if is_own else 0.0 for row in delays for delay, is_own in row)
+    sent = [delay for row in delays for delay, is_own in row if not is_own]
     # An action begins with its first result's arrival, and may so begin before another has ended.
-    late = statistics.fmean(sent) if sent else 0.0
-    return Waits(max(0.0, statistics.fmean(own_delays)), max(0.0, late))
+    return Waits(max(0.0, own), max(0.0, statistics.fmean(sent)) if sent else 0.0)
 
 
-def _delays(table: Table, measured: Timeline) -> tuple[list[list[float]], list[list[bool]]]:
+def _delays(table: Table, measured: Timeline) -> list[list[tuple[float, bool]]]:
     """Returns the unexplained wait of each action, and whether its own device caused it."""
     end = [0.0] * table.num_codes
     for codes, ends in zip(table.codes, measured.ends, strict=True):
         for code, time in zip(codes, ends, strict=True):
             end[code] = time
-    delays: list[list[float]] = []
-    is_own: list[list[bool]] = []
+    delays: list[list[tuple[float, bool]]] = []
     for device, starts in enumerate(measured.starts):
         delays.append([])
-        is_own.append([])
         before = 0.0
         for tick, start in enumerate(starts):
             source = table.waits[device][tick]
             arrived = end[source] if source != NOTHING else 0.0
-            delay = start - max(before, arrived)
-            delays[-1].append(delay)
-            is_own[-1].append(arrived <= before or not table.remote[device][tick])
+            is_own = arrived <= before or not table.remote[device][tick]
+            delays[-1].append((start - max(before, arrived), is_own))
             before = measured.ends[device][tick]
-    return delays, is_own
-
-
-def _replay(
-    schedule: Schedule,
-    table: Table,
-    durations: Sequence[Sequence[float]],
-    delays: Sequence[Sequence[float]],
-) -> float:
-    """Returns the makespan of a table whose actions take these durations and wait these delays."""
-    _, ends = run_table(schedule, table, durations, delays=delays)
-    return max(row[-1] for row in ends if row)
+    return delays
 
 
 # Devices that share cores slow each other down, so durations are corrected in rounds.
@@ -238,9 +218,9 @@ def corrected(
         wanted = {
             kind: max(
                 _LEAST * durations[kind][stage],
-                durations[kind][stage] - beside - _sums(summed, expected, kind, stage),
+                durations[kind][stage] - beside - (summed[kind][stage] - expected[kind][stage]),
             )
-            for kind in "FBIW"
+            for kind in _KINDS
             if kind in ran
         }
         before = {kind: expected[kind][stage] for kind in "FBIW"}
@@ -278,16 +258,6 @@ def _again(stages: Stages, measured: Timeline) -> float:
         forward[action.stage] for row in stages.run.rows for action in row if action.kind == "R"
     )
     return total / sum(map(len, measured.schedule.rows))
-
-
-def _sums(
-    summed: Mapping[str, tuple[float, ...]],
-    expected: Mapping[str, tuple[float, ...]],
-    kind: str,
-    stage: int,
-) -> float:
-    """Returns the time of sums in an action."""
-    return summed[kind][stage] - expected[kind][stage]
 
 
 def _complete(
@@ -345,12 +315,9 @@ def _as_long(figures: Figures, plan: Plan, batch: int, makespan: float) -> Figur
     return figures
 
 
-Loads = dict[str, float]
-
-
 def alone(
     measured: Timeline, cores: float | None, home: int, others: Sequence[Timeline] = ()
-) -> tuple[Costs, Loads]:
+) -> tuple[Costs, dict[str, float]]:
     """Returns the durations of actions that run alone, and the cores that each kind keeps busy."""
     # While actions want more cores than there are, all of them run at the rate `cores / wanted`, as
     # in `pipemesh.schedule.simulate`. The more cores an action keeps busy, the faster it is while
@@ -392,42 +359,31 @@ def alone(
 def _works(
     steps: Sequence[Timeline], cores: float, home: int, loads: Mapping[str, float]
 ) -> dict[tuple[str, int], list[float]]:
-    """Returns the work of each action of several steps, in seconds that it takes alone."""
-    by_action: dict[tuple[str, int], list[float]] = {}
+    """Returns the work of each action of several steps, in seconds that it takes alone, by kind and
+    stage.
+    """
+    works: dict[tuple[str, int], list[float]] = collections.defaultdict(list)
     for step in steps:
-        for key, works in _works_of(step, cores, home, loads).items():
-            by_action.setdefault(key, []).extend(works)
-    return by_action
-
-
-def _works_of(
-    measured: Timeline, cores: float, home: int, loads: Mapping[str, float]
-) -> dict[tuple[str, int], list[float]]:
-    """Returns the work of each action of one step."""
-    spans = list(measured.spans())
-    changes: dict[float, float] = {0.0: 0.0}
-    for span in spans:
-        load = home * loads[span.action.kind]
-        changes[span.start] = changes.get(span.start, 0.0) + load
-        changes[span.end] = changes.get(span.end, 0.0) - load
-    times = sorted(changes)
-    done, wanted = {times[0]: 0.0}, 0.0
-    for before, now in itertools.pairwise(times):
-        wanted += changes[before]
-        rate = min(1.0, cores / wanted) if wanted > 0 else 1.0
-        done[now] = done[before] + rate * (now - before)
-    works: dict[tuple[str, int], list[float]] = {}
-    for span in spans:
-        key = span.action.kind, span.action.stage
-        works.setdefault(key, []).append(done[span.end] - done[span.start])
+        changes: dict[float, float] = collections.defaultdict(float, {0.0: 0.0})
+        for span in step.spans():
+            load = home * loads[span.action.kind]
+            changes[span.start] += load
+            changes[span.end] -= load
+        times = sorted(changes)
+        done, wanted = {times[0]: 0.0}, 0.0
+        for before, now in itertools.pairwise(times):
+            wanted += changes[before]
+            rate = min(1.0, cores / wanted) if wanted > 0 else 1.0
+            done[now] = done[before] + rate * (now - before)
+        for span in step.spans():
+            works[span.action.kind, span.action.stage].append(done[span.end] - done[span.start])
     return works
 
 
-def _differing(works: dict[tuple[str, int], list[float]]) -> float:
+def _differing(works: Mapping[tuple[str, int], Sequence[float]]) -> float:
     """Returns how much actions of a stage differ, as a sum of squared shares."""
-    return sum(map(_spread, works.values()))
-
-
-def _spread(values: Sequence[float]) -> float:
-    usual = statistics.median(values)
-    return sum(min(_CAP, (v / usual - 1) ** 2) for v in values) if usual else 0.0
+    differing = 0.0
+    for values in works.values():
+        if usual := statistics.median(values):
+            differing += sum(min(_CAP, (value / usual - 1) ** 2) for value in values)
+    return differing

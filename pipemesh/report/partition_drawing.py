@@ -24,7 +24,7 @@ _WIDTH, _PANEL, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 250, 74, 20, 46, 46
 _MOST_LABELS = 24
 
 
-def partition_to_svg(partitions: Mapping[str, Partition], unit: str = "") -> str:
+def partition_to_svg(partitions: Mapping[str, Partition]) -> str:
     """Draws the stage costs of partitions by their titles, a panel each, all on one scale."""
     # Stages of the slowest devices are orange, the dashed line is the mean.
     top = max(max(partition.stage_costs) for partition in partitions.values()) or 1.0
@@ -33,7 +33,7 @@ def partition_to_svg(partitions: Mapping[str, Partition], unit: str = "") -> str
     parts: list[str] = []
     descriptions: list[str] = []
     for index, (title, partition) in enumerate(partitions.items()):
-        parts += _panel(title, partition, index * _PANEL, step, ceiling, unit)
+        parts += _panel(title, partition, index * _PANEL, step, ceiling)
         costs = ", ".join(map(number_text, partition.stage_costs))
         descriptions.append(f"{title}: {_summary(partition)}; costs of its stages: {costs}")
     return picture(_WIDTH, _PANEL * len(partitions), "", parts, description="; ".join(descriptions))
@@ -43,9 +43,7 @@ def _summary(partition: Partition) -> str:
     return f"bottleneck {number_text(partition.bottleneck)}, balance {partition.balance:.3f}"
 
 
-def _panel(
-    title: str, partition: Partition, y: int, step: float, ceiling: float, unit: str
-) -> list[str]:
+def _panel(title: str, partition: Partition, y: int, step: float, ceiling: float) -> list[str]:
     """Draws a bar for each stage, over round costs in steps up to the ceiling."""
     left, right = _LEFT, _WIDTH - _RIGHT
     floor, height = y + _PANEL - _BOTTOM, _PANEL - _TOP - _BOTTOM
@@ -75,25 +73,12 @@ def _panel(
             parts.append(text(middle, floor + 28, layers, anchor="middle", is_muted=True))
     mean = floor - height * math.fsum(partition.stage_costs) / partition.num_stages / ceiling
     label = "stage (below: its layers)" if has_few else "stage"
-    axis = f"cost ({unit})" if unit else "cost"
-    middle = floor - height / 2
+    center, middle = (left + right) / 2, floor - height / 2
+    turned = f"rotate(-90 14 {middle:g})"
     return [
         *parts,
         line(left, floor, right, floor),
         line(left, mean, right, mean, **(stroked(5) | {"stroke_dasharray": "5 4"})),
-        text(
-            (left + right) / 2,
-            floor + 42,
-            f"{label}; dashed: mean",
-            anchor="middle",
-            is_muted=True,
-        ),
-        text(
-            14,
-            middle,
-            axis,
-            anchor="middle",
-            is_muted=True,
-            transform=f"rotate(-90 14 {middle:g})",
-        ),
+        text(center, floor + 42, f"{label}; dashed: mean", anchor="middle", is_muted=True),
+        text(14, middle, "cost", anchor="middle", is_muted=True, transform=turned),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipemesh.report.html_page import figure, note, table
@@ -32,6 +32,11 @@ def schedule(run: Run) -> Iterator[str]:
             "Predicted from the flops of layers. To measure a step, train with --trace_schedule."
         )
         return
+
+    def bubble(timeline: Timeline) -> str:
+        mean = timeline.total_bubble / timeline.schedule.num_devices
+        return f"{short(mean)} ({timeline.bubble_ratio:.1%})"
+
     # Simulated with the measured durations, so this is not the forecast before the step.
     shown = {"simulated": simulate(measured.schedule, measured.costs), "measured": measured}
     yield _drawn(shown, "milliseconds")
@@ -39,7 +44,7 @@ def schedule(run: Run) -> Iterator[str]:
         ["milliseconds", *shown],
         [
             ["makespan", *(short(timeline.makespan) for timeline in shown.values())],
-            ["bubble, mean of devices", *(_bubble(timeline) for timeline in shown.values())],
+            ["bubble, mean of devices", *map(bubble, shown.values())],
             ["largest own-span bubble", *(short(max(e.own_span_bubble)) for e in shown.values())],
             ["most activations held", *(str(max(e.peak_activations)) for e in shown.values())],
         ],
@@ -61,9 +66,9 @@ def schedule(run: Run) -> Iterator[str]:
         write=lambda value: f"{value:.4g} ms",
         falling=True,
     )
+    whole = measured.makespan or 1.0
     lines = [
-        [part.name, f"{part.time:.4g}", _share(part.time, measured.makespan), part.about]
-        for part in parts
+        [part.name, f"{part.time:.4g}", f"{part.time / whole:.1%}", part.about] for part in parts
     ]
     yield "<h3>Where the difference came from</h3>"
     yield figure(picture)
@@ -84,15 +89,6 @@ def _drawn(shown: Mapping[str, Timeline], unit: str) -> str:
         f"{to_svg(timeline, title=f'{name}, {unit}', scale=scale, until=until)}</figure>"
         for name, timeline in shown.items()
     )
-
-
-def _bubble(timeline: Timeline) -> str:
-    devices = timeline.schedule.num_devices
-    return f"{short(timeline.total_bubble / devices)} ({timeline.bubble_ratio:.1%})"
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else ""
 
 
 def memory(run: Run) -> Iterator[str]:
@@ -127,7 +123,10 @@ def memory(run: Run) -> Iterator[str]:
             [*MEMORY, "peak in use" if is_drawn else ""],
             write=lambda value: f"{value:.4g} {unit}",
         ),
-        fold=_memory_table(held),
+        fold=table(
+            ["device", *MEMORY, "total"],
+            [[name, *map(bytes_text, parts), bytes_text(sum(parts))] for name, parts in held],
+        ),
     )
     yield note(
         "Predicted: memory kept between actions. Temporary memory of a running action comes on top."
@@ -139,13 +138,6 @@ def memory(run: Run) -> Iterator[str]:
         )
     elif peak:
         yield note(f"Measured: all devices together used at most {bytes_text(float(peak))}.")
-
-
-def _memory_table(held: Sequence[tuple[str, Sequence[float]]]) -> str:
-    return table(
-        ["device", *MEMORY, "total"],
-        [[name, *map(bytes_text, parts), bytes_text(sum(parts))] for name, parts in held],
-    )
 
 
 def communication(run: Run) -> str:

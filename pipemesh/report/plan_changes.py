@@ -6,19 +6,21 @@ import dataclasses
 import json
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, Prediction, Remat, SearchSpace, predict
-from pipemesh.plan.figures import Curve, LayerFigures
+from pipemesh.plan.figures import figures_of_costs
 from pipemesh.plan.homes import home_of
 from pipemesh.plan.plan import divisors
 from pipemesh.plan.search import DATA, SCHEDULES, Split, with_better_cuts
 from pipemesh.plan.stages import bytes_of, evenly_cut
 from pipemesh.report.measured_step import corrected
 from pipemesh.report.record import Run
-from pipemesh.schedule import Costs, Timeline
+from pipemesh.schedule import Costs, Schedule, Timeline
 
 # How much smaller or larger microbatches may be if no times were measured for them: their actions
 # are then assumed to take time in proportion to their rows.
@@ -61,78 +63,6 @@ class Change:
         return " ".join(self.words)
 
 
-def changes(
-    plan: Plan,
-    figures: Figures,
-    batch: int,
-    *,
-    memory: float | None = None,
-    knows_rows: bool = True,
-    knows_halves: bool = True,
-    knows_layers: bool = True,
-    knows_links: bool = True,
-    cuts_given: bool = True,
-) -> list[Change]:
-    """Simulates all changes of one kind of setting.
-
-    Microbatches: all numbers that divide the batch. Schedules: those of the search of plans; layers
-    are cut again if a schedule has other stages. Cuts: stages of equal seconds, and layers moved
-    from there as long as that helps. Remat: none. Mesh: fewer stages, and more replicas.
-
-    Args:
-        plan: the plan of the step, with boundaries.
-        figures: figures by which the step takes as long as it did (`corrected`).
-        batch: rows of a batch.
-        memory: bytes of a device; plans that need more are left out. None for no limit.
-        knows_rows: whether figures say how times depend on rows.
-        knows_halves: whether figures have the times of `I` and `W`.
-        knows_layers: whether figures are of single layers; whole stages cannot be cut again.
-        knows_links: whether figures say how long sums over replicas take.
-        cuts_given: whether boundaries were given to the run. Then a change has to give others,
-            even for one stage.
-
-    Returns:
-        The changes that are possible, shortest step first.
-
-    Raises:
-        PlanError: no forecast exists for such a plan.
-
-    Example:
-        >>> from pipemesh.partition import LayerCost
-        >>> from pipemesh.plan.figures import figures_of_costs
-        >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=4)))
-        >>> plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 1, 2), remat="none")
-        >>> changes(plan, figures, batch=8, knows_links=False)[0].flags
-        '--num_microbatches=8'
-    """
-    possible: list[Change] = []
-    for kind, other in _others(plan, figures, batch, knows_rows, knows_layers, knows_links):
-        try:
-            prediction = predict(other, figures, batch, parts=False)
-        except PipemeshError:
-            # The batch or the layers cannot be split in this way.
-            continue
-        if memory is not None and max(prediction.memory) > memory:
-            continue
-        supposed: list[str] = []
-        if kind == "microbatches" and not knows_rows:
-            supposed.append("times are proportional to rows")
-        halves = any(action.kind in "IW" for row in other.table.rows for action in row)
-        if kind == "schedule" and halves and not knows_halves:
-            supposed.append("the halves of a backward pass take as long as the whole")
-        if other.num_stages > plan.num_stages and not knows_rows:
-            supposed.append("parts of a stage take no longer than the stage")
-        if kind == "remat" and not knows_rows:
-            supposed.append("recomputation takes time in proportion to its flops")
-        values = {name: now for name, (_, now) in plan.changes(other).items()}
-        if other.num_stages == 1 and not cuts_given:
-            values.pop("boundaries", None)
-        if any(each.values == values for each in possible):
-            continue
-        possible.append(Change(kind, values, prediction, "; ".join(supposed)))
-    return sorted(possible, key=lambda each: each.prediction.seconds)
-
-
 def best(ordered: Sequence[Change], now: float) -> Change:
     """Returns the change to name; `now` is the time of the current plan."""
     # A change without assumptions is preferred if it helps at least half as much as the best one.
@@ -155,146 +85,154 @@ def least(change: Change) -> float:
     return LEAST_SUPPOSED if change.supposed else LEAST
 
 
-def best_of_each(ordered: Sequence[Change]) -> list[Change]:
-    """Returns the first change of each kind, in their order."""
-    kinds: dict[str, Change] = {}
-    for change in ordered:
-        kinds.setdefault(change.kind, change)
-    return list(kinds.values())
-
-
-def _others(
-    plan: Plan,
-    figures: Figures,
-    batch: int,
-    knows_rows: bool,
-    knows_layers: bool,
-    knows_links: bool,
-) -> Iterator[tuple[str, Plan]]:
-    """Returns the plans to simulate, each with the kind of its change."""
-    for number in divisors(max(1, batch // plan.num_replicas)):
-        times = max(number / plan.num_microbatches, plan.num_microbatches / number)
-        if number != plan.num_microbatches and (knows_rows or times <= _FARTHEST):
-            yield from _made("microbatches", plan, num_microbatches=number)
-    if plan.mesh.num_stages > 1:
-        for name in SCHEDULES:
-            if name != plan.schedule:
-                yield from _scheduled(plan, name, figures, batch, knows_layers)
-    if knows_layers and plan.num_stages > 1:
-        yield from _recut(plan, figures, batch)
-    if not (plan.remat.is_custom or plan.remat.is_none):
-        yield from _made("remat", plan, remat=Remat.NONE)
-    if knows_layers and knows_links:
-        yield from _meshes(plan, figures, batch)
-
-
-def _made(kind: str, plan: Plan, **values: object) -> Iterator[tuple[str, Plan]]:
-    """Returns a plan with other values, or nothing if it is invalid."""
-    try:
-        yield kind, dataclasses.replace(plan, **values)
-    except PipemeshError:
-        # No such table for so many homes and microbatches.
-        return
-
-
-def _scheduled(
-    plan: Plan, name: str, figures: Figures, batch: int, knows_layers: bool
-) -> Iterator[tuple[str, Plan]]:
-    """Returns a plan with another schedule, cut again if it has other stages."""
-    for _, other in _made("schedule", plan, schedule=name, boundaries=None):
-        if other.table.stage_devices == plan.table.stage_devices:
-            yield "schedule", dataclasses.replace(other, boundaries=plan.boundaries)
-        elif knows_layers and other.num_stages <= len(figures.layers):
-            yield "schedule", evenly_cut(other, figures, batch)
-
-
-def _recut(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Plan]]:
-    """Returns plans with other boundaries."""
-    space = SearchSpace(plan.mesh.num_devices, batch)
-    end = time.monotonic() + _SECONDS
-    for begin in dict.fromkeys((evenly_cut(plan, figures, batch), plan)):
-        best = predict(begin, figures, batch, parts=False)
-        better = with_better_cuts(best, figures, space, end).plan
-        if better.boundaries != plan.boundaries:
-            yield "cuts", better
-
-
-def _meshes(plan: Plan, figures: Figures, batch: int) -> Iterator[tuple[str, Plan]]:
-    """Returns plans for the same devices with fewer stages and more replicas."""
-    num_homes, replicas = plan.mesh.num_stages, plan.num_replicas
-    group = plan.mesh.num_devices // num_homes // replicas
-    axes = {DATA} if plan.num_replicas > 1 else set[str]()
-    if not isinstance(plan.schedule, str) or group > 1 or {*_axes(plan)} - axes:
-        # Axes with other names, or layers split over devices, were chosen by the user.
-        return
-    fixed = {
-        name: text
-        for name, text in plan.to_values().items()
-        if name not in ("mesh", "layout", "boundaries", "schedule", "num_microbatches", "remat")
-    }
-    space = SearchSpace(plan.mesh.num_devices, batch, fixed=fixed)
-    for fewer in divisors(num_homes):
-        if fewer == num_homes:
-            continue
-        schedule = plan.schedule if fewer > 1 else "1f1b"
-        more = replicas * num_homes // fewer
-        # The same number of microbatches, and the same size.
-        for number in {plan.num_microbatches, max(1, plan.num_microbatches * fewer // num_homes)}:
-            candidate = Split(fewer, more, 1, schedule, number, plan.remat)
-            try:
-                yield "mesh", evenly_cut(candidate.plan(figures, space), figures, batch)
-            except PipemeshError:
-                # No such table for so many homes and microbatches.
-                continue
-
-
-def _axes(plan: Plan) -> list[str]:
-    return [name for name, _ in plan.mesh.axes if name != "layers"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Basis:
-    """A plan, and figures by which its step takes as long as the timed one.
+    """A plan, and figures by which its step takes as long as a timed one.
 
     Attributes:
-        plan: the plan of the run, with its boundaries.
-        figures: corrected by the timed step.
+        plan: the plan of the step, with boundaries.
+        figures: corrected by the timed step (`corrected`).
         batch: rows of a batch.
         memory: bytes of a device; None if the limit is not known.
-        knows_rows: whether the dependence of times on rows was measured.
-        knows_halves: whether `I` and `W` were measured.
-        knows_layers: whether figures are of single layers, and not of whole stages.
+        knows_rows: whether figures say how times depend on rows, and how long sums over replicas
+            take.
+        knows_halves: whether figures have the times of `I` and `W`.
+        knows_layers: whether figures are of single layers; whole stages cannot be cut again.
         knows_memory: whether the memory of layers is known.
-        cuts_given: whether boundaries were given to the run.
+        cuts_given: whether boundaries were given to the run. Then a change has to give others,
+            even for one stage.
     """
 
     plan: Plan
     figures: Figures
     batch: int
-    memory: float | None
-    knows_rows: bool
-    knows_halves: bool
-    knows_layers: bool
-    knows_memory: bool
-    cuts_given: bool
+    memory: float | None = None
+    knows_rows: bool = True
+    knows_halves: bool = True
+    knows_layers: bool = True
+    knows_memory: bool = True
+    cuts_given: bool = True
 
     def changes(self) -> list[Change]:
-        """Returns all changes that fit, shortest step first.
+        """Simulates all changes of one kind of setting.
+
+        Microbatches: all numbers that divide the batch. Schedules: those of the search of plans;
+        layers are cut again if a schedule has other stages. Cuts: stages of equal seconds, and
+        layers moved from there as long as that helps. Remat: none. Mesh: fewer stages, and more
+        replicas.
+
+        Returns:
+            The changes that are possible and fit into the memory, shortest step first.
 
         Raises:
             PlanError: no forecast exists for the plan.
+
+        Example:
+            >>> from pipemesh.partition import LayerCost
+            >>> from pipemesh.plan.figures import figures_of_costs
+            >>> figures = Figures(tuple(figures_of_costs([LayerCost(1.0)] * 2, rows=4)))
+            >>> plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 1, 2), remat="none")
+            >>> Basis(plan, figures, batch=8, knows_rows=False).changes()[0].flags
+            '--num_microbatches=8'
         """
-        return changes(
-            self.plan,
-            self.figures,
-            self.batch,
-            memory=self.memory if self.knows_memory else None,
-            knows_rows=self.knows_rows,
-            knows_halves=self.knows_halves,
-            knows_layers=self.knows_layers,
-            knows_links=self.knows_rows,
-            cuts_given=self.cuts_given,
-        )
+        possible: list[Change] = []
+        for kind, make in self._others():
+            try:
+                other = make()
+                prediction = predict(other, self.figures, self.batch, parts=False)
+            except PipemeshError:
+                # The batch or the layers cannot be split in this way, or no such schedule exists.
+                continue
+            fullest = max(prediction.memory)
+            if self.memory is not None and self.knows_memory and fullest > self.memory:
+                continue
+            supposed: list[str] = []
+            if kind == "microbatches" and not self.knows_rows:
+                supposed.append("times are proportional to rows")
+            if kind == "schedule" and _has_halves(other.table) and not self.knows_halves:
+                supposed.append("the halves of a backward pass take as long as the whole")
+            if other.num_stages > self.plan.num_stages and not self.knows_rows:
+                supposed.append("parts of a stage take no longer than the stage")
+            if kind == "remat" and not self.knows_rows:
+                supposed.append("recomputation takes time in proportion to its flops")
+            values = {name: now for name, (_, now) in self.plan.changes(other).items()}
+            if other.num_stages == 1 and not self.cuts_given:
+                values.pop("boundaries", None)
+            if all(each.values != values for each in possible):
+                possible.append(Change(kind, values, prediction, "; ".join(supposed)))
+        return sorted(possible, key=lambda each: each.prediction.seconds)
+
+    def _others(self) -> Iterator[tuple[str, Callable[[], Plan]]]:
+        """Yields the kind of each change, and a function that returns the changed plan; it raises a
+        PipemeshError if there is no such plan.
+        """
+        plan = self.plan
+        for number in divisors(max(1, self.batch // plan.num_replicas)):
+            times = max(number / plan.num_microbatches, plan.num_microbatches / number)
+            if number != plan.num_microbatches and (self.knows_rows or times <= _FARTHEST):
+                yield "microbatches", partial(dataclasses.replace, plan, num_microbatches=number)
+        if plan.mesh.num_stages > 1:
+            for name in SCHEDULES:
+                if name != plan.schedule:
+                    yield "schedule", partial(self._scheduled, name)
+        if self.knows_layers and plan.num_stages > 1:
+            for better in self._recut():
+                yield "cuts", partial(dataclasses.replace, plan, boundaries=better.boundaries)
+        if not (plan.remat.is_custom or plan.remat.is_none):
+            yield "remat", partial(dataclasses.replace, plan, remat=Remat.NONE)
+        if self.knows_layers and self.knows_rows:
+            yield from self._meshes()
+
+    def _scheduled(self, name: str) -> Plan:
+        """Returns a plan with another schedule, cut again if it has other stages."""
+        other = dataclasses.replace(self.plan, schedule=name, boundaries=None)
+        if other.table.stage_devices == self.plan.table.stage_devices:
+            return dataclasses.replace(other, boundaries=self.plan.boundaries)
+        if not self.knows_layers or other.num_stages > len(self.figures.layers):
+            raise PlanError("the layers cannot be cut into so many stages")
+        return evenly_cut(other, self.figures, self.batch)
+
+    def _recut(self) -> Iterator[Plan]:
+        """Returns plans with other boundaries."""
+        space = SearchSpace(self.plan.mesh.num_devices, self.batch)
+        end = time.monotonic() + _SECONDS
+        evenly = evenly_cut(self.plan, self.figures, self.batch)
+        for begin in dict.fromkeys((evenly, self.plan)):
+            best = predict(begin, self.figures, self.batch, parts=False)
+            better = with_better_cuts(best, self.figures, space, end).plan
+            if better.boundaries != self.plan.boundaries:
+                yield better
+
+    def _meshes(self) -> Iterator[tuple[str, Callable[[], Plan]]]:
+        """Yields meshes of the same devices with fewer stages and more replicas."""
+        plan, num_homes, replicas = self.plan, self.plan.mesh.num_stages, self.plan.num_replicas
+        group = plan.mesh.num_devices // num_homes // replicas
+        known = {"layers", DATA} if replicas > 1 else {"layers"}
+        axes = {name for name, _ in plan.mesh.axes}
+        if not isinstance(plan.schedule, str) or group > 1 or axes - known:
+            # Axes with other names, or layers split over devices, were chosen by the user.
+            return
+        fixed = {
+            name: text
+            for name, text in plan.to_values().items()
+            if name not in ("mesh", "layout", "boundaries", "schedule", "num_microbatches", "remat")
+        }
+        space = SearchSpace(plan.mesh.num_devices, self.batch, fixed=fixed)
+
+        def cut(split: Split) -> Plan:
+            return evenly_cut(split.plan(self.figures, space), self.figures, self.batch)
+
+        for fewer in divisors(num_homes)[:-1]:
+            schedule = plan.schedule if fewer > 1 else "1f1b"
+            more = replicas * num_homes // fewer
+            # The same number of microbatches, and the same size.
+            same_size = max(1, plan.num_microbatches * fewer // num_homes)
+            for number in {plan.num_microbatches, same_size}:
+                yield "mesh", partial(cut, Split(fewer, more, 1, schedule, number, plan.remat))
+
+
+def _has_halves(table: Schedule) -> bool:
+    return any(action.kind in "IW" for row in table.rows for action in row)
 
 
 def basis_of(run: Run) -> Basis | str:
@@ -353,26 +291,20 @@ def _basis(
         knows_memory = False
         layer_figures = _of_stages(measured, batch / plan.num_microbatches / plan.num_replicas)
         cuts = tuple(range(measured.schedule.num_stages + 1))
-    cores = forecast.get("cores")
-    layer_figures = dataclasses.replace(
-        layer_figures, cores=None if cores is None else float(cores)
-    )
+    layer_figures = dataclasses.replace(layer_figures, cores=forecast.get("cores"))
     cuts_given = plan.boundaries is not None
     plan = dataclasses.replace(plan, boundaries=cuts)
     if plan.table.rows != measured.schedule.rows:
         # The schedule was searched for on this machine, or its file has changed since.
         plan = dataclasses.replace(plan, schedule=measured.schedule)
-    timed = run.fact("schedule", "seconds")
-    seconds = None if timed is None else float(timed)
-    halves = any(action.kind in "IW" for row in measured.schedule.rows for action in row)
-    limit = forecast.get("device_memory")
+    seconds = run.fact("schedule", "seconds")
     return Basis(
         plan=plan,
         figures=corrected(layer_figures, plan, batch, measured, seconds, steps[1:]),
         batch=batch,
-        memory=None if limit is None else float(limit),
+        memory=forecast.get("device_memory"),
         knows_rows=figures is not None,
-        knows_halves=halves or figures is not None,
+        knows_halves=figures is not None or _has_halves(measured.schedule),
         knows_layers=figures is not None or bool(layers),
         knows_memory=knows_memory,
         cuts_given=cuts_given,
@@ -381,13 +313,12 @@ def _basis(
 
 def _in_seconds(measured: Timeline) -> Timeline:
     """Returns a timeline of milliseconds in seconds."""
-    costs = measured.costs.per_stage(measured.schedule.num_stages)
-    fields = (costs.forward, costs.backward, costs.input_grad, costs.weight_grad)
+    durations = measured.costs.per_stage(measured.schedule.num_stages).durations()
     starts, ends = (
         tuple(tuple(_MILLISECOND * time for time in row) for row in times)
         for times in (measured.starts, measured.ends)
     )
-    scaled = Costs(*([_MILLISECOND * value for value in field] for field in fields))
+    scaled = Costs(*([_MILLISECOND * value for value in durations[kind]] for kind in "FBIW"))
     return Timeline(measured.schedule, scaled, starts, ends)
 
 
@@ -406,40 +337,29 @@ def _of_flops(
     copies = 1 if wide == 1 else 1 + 1 / wide
     weights = sum(float(each["weights"]) for each in held) / copies
     states = sum(float(each["optimizer"]) for each in held)
-
-    def line(value: Any) -> Curve:
-        return Curve(((rows, float(value)),))
-
-    return Figures(
-        tuple(
-            LayerFigures(
-                name=str(layer.get("name", number)),
-                seconds={"F": line(layer["flops"]), "B": line(2 * layer["flops"])},
-                parameter_bytes=int((layer.get("parameter_bytes") or 0) / group),
-                kept=line(wide * (layer.get("activation_bytes") or 0) / group),
-                # A byte, so that something is sent.
-                outputs=line(wide * (layer.get("output_bytes") or 1)),
-            )
-            for number, layer in enumerate(layers)
-        ),
-        # Replicas share it.
-        optimizer=replicas * states / weights if weights else 0.0,
-    )
+    costs = [
+        LayerCost(
+            layer["flops"],
+            parameter_bytes=(layer.get("parameter_bytes") or 0) / group,
+            activation_bytes=wide * (layer.get("activation_bytes") or 0) / group,
+            # A byte, so that something is sent.
+            boundary_bytes=wide * (layer.get("output_bytes") or 1),
+            name=str(layer.get("name", "")),
+        )
+        for layer in layers
+    ]
+    # Replicas share the state of the optimizer.
+    optimizer = replicas * states / weights if weights else 0.0
+    return Figures(tuple(figures_of_costs(costs, rows)), optimizer=optimizer)
 
 
 def _of_stages(measured: Timeline, rows: float) -> Figures:
     """Returns each stage as one layer, with nothing but its times."""
     durations = measured.costs.per_stage(measured.schedule.num_stages).durations()
-    nothing, little = Curve(((rows, 0.0),)), Curve(((rows, 1.0),))
-    return Figures(
-        tuple(
-            LayerFigures(
-                name=f"stage {stage}",
-                seconds={kind: Curve(((rows, durations[kind][stage]),)) for kind in "FB"},
-                parameter_bytes=0,
-                kept=nothing,
-                outputs=little,
-            )
-            for stage in range(measured.schedule.num_stages)
+    costs = [
+        LayerCost(forward, backward=backward, boundary_bytes=1, name=f"stage {stage}")
+        for stage, (forward, backward) in enumerate(
+            zip(durations["F"], durations["B"], strict=True)
         )
-    )
+    ]
+    return Figures(tuple(figures_of_costs(costs, rows)))

@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -232,15 +233,21 @@ class Run:
 
     def table(self, kind: str, name: str) -> list[Any]:
         """Returns a list of the last line of a kind; empty if there is none."""
-        content: Any = self.fact(kind, name, [])
-        return list(content)
+        return list(self.fact(kind, name, []))
 
     def pairs(self, kind: str, name: str) -> dict[str, str]:
         """Returns texts by name of the last line of a kind; empty if there are none."""
         content: Any = self.fact(kind, name)
         if not isinstance(content, dict):
             return {}
-        return {str(key): _text(content[key]) for key in content}  # pyright: ignore
+        pairs = cast("dict[str, Any]", content).items()
+        # True and false as flags have them.
+        return {key: str(v).lower() if isinstance(v, bool) else str(v) for key, v in pairs}
+
+    def median(self, name: str) -> float | None:
+        """Returns the median of a value of training; None if it has none."""
+        values = [value for _, value in self.train.get(name, []) if value is not None]
+        return statistics.median(values) if values else None
 
     def measured(self) -> Timeline | None:
         """Returns the timed step in milliseconds; None if no step was timed."""
@@ -255,14 +262,11 @@ class Run:
         first = self.measured()
         if first is None:
             return []
-        others: list[Any] = self.table("schedule", "others")
-        return [
-            first,
-            *(
-                Timeline(first.schedule, first.costs, _rows(starts), _rows(ends))
-                for starts, ends in others
-            ),
+        others = [
+            dataclasses.replace(first, starts=_rows(starts), ends=_rows(ends))
+            for starts, ends in self.table("schedule", "others")
         ]
+        return [first, *others]
 
     def predicted(self) -> Timeline | None:
         """Returns the step that flops predict, in forward passes of a mean stage."""
@@ -281,15 +285,8 @@ class Run:
 MEMORY = ("weights", "optimizer", "gradients", "activations")
 """The memory of a device, by its names in a forecast."""
 EXPECTED = (
-    "compute",
-    "actions",
-    "bubble",
-    "imbalance",
-    "sums",
-    "transfers",
-    "gradients",
-    "optimizer",
-    "fixed",
+    *("compute", "actions", "bubble", "imbalance", "sums", "transfers"),
+    *("gradients", "optimizer", "fixed"),
 )
 """The parts of a predicted step, as in `pipemesh.plan.Prediction.parts`."""
 _COSTS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
@@ -309,7 +306,6 @@ def read(folder: str) -> Run:
 
     Example:
         >>> import tempfile
-        >>> from pipemesh.report import Record, read
         >>> folder = tempfile.mkdtemp()
         >>> _ = Record(folder).add("step", step=1, loss=2.0)
         >>> read(folder).train
@@ -399,7 +395,14 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
             for each in event.get("devices", ()):
                 sum((each[part] for part in MEMORY), 0.0)
                 str(each["device"])
-            _check_expected(event)
+            _ = int(event.get("rows") or 0), [cut + 0 for cut in event.get("cuts") or ()]
+            _ = (event.get("cores") or 0) + 0.0, (event.get("device_memory") or 0) + 0.0
+            for layer in event.get("layers") or ():
+                _ = layer["flops"] + 0.0, layer["output_bytes"] + 0.0
+                _ = (layer["parameter_bytes"] or 0) + 0.0, (layer["activation_bytes"] or 0) + 0.0
+            if (predicted := event.get("predicted")) is not None:
+                _ = predicted["seconds"] + 0.0, max(each + 0.0 for each in predicted["memory"])
+                _ = [predicted["parts"][name] + 0.0 for name in EXPECTED]
             for each in event.get("sent", ()):
                 _ = each["axes"], each["what"], f"{each['times']:,}", each["bytes"] + 0.0
         if kind == "workers":
@@ -409,10 +412,9 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
         if kind == "schedule" or (kind == "forecast" and "schedule" in event):
             schedule, costs = _schedule(event)
             simulate(schedule, costs)
-        if kind == "schedule":
-            rows, shown = _schedule(event)[0].rows, (event["starts"], event["ends"])
-            if not all(_are_times(rows, *each) for each in (shown, *event.get("others", ()))):
-                return False
+            if kind == "schedule":
+                steps = ((event["starts"], event["ends"]), *event.get("others", ()))
+                return all(_are_times(schedule.rows, *step) for step in steps)
     except (PipemeshError, AttributeError, KeyError, TypeError, ValueError):
         return False
     return True
@@ -429,18 +431,6 @@ def _are_times(rows: Sequence[Sequence[Any]], starts: Any, ends: Any) -> bool:
 
 def _rows(times: Any) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row) for row in times)
-
-
-def _check_expected(event: Mapping[str, Any]) -> None:
-    """Raises an error if a forecast has wrong types."""
-    _ = int(event.get("rows") or 0), [cut + 0 for cut in event.get("cuts") or ()]
-    _ = float(event.get("cores") or 0), float(event.get("device_memory") or 0)
-    for layer in event.get("layers") or ():
-        _ = layer["flops"] + 0.0, layer["output_bytes"] + 0.0
-        _ = (layer["parameter_bytes"] or 0) + 0.0, (layer["activation_bytes"] or 0) + 0.0
-    if (predicted := event.get("predicted")) is not None:
-        _ = predicted["seconds"] + 0.0, max(each + 0.0 for each in predicted["memory"])
-        _ = [predicted["parts"][name] + 0.0 for name in EXPECTED]
 
 
 def _schedule(line: Mapping[str, Any]) -> tuple[Schedule, Costs]:
@@ -473,8 +463,3 @@ def _samples(path: str) -> tuple[list[tuple[str, str]], int]:
             continue
         samples.append((str(prompt), str(text)))
     return samples, lost
-
-
-def _text(value: Any) -> str:
-    """Returns a value as flags have it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -77,9 +76,9 @@ def facts(run: Run) -> dict[str, str]:
     judged = {*run.heldout, *run.final} or {"loss"}
     if values := _last_values({name: run.train[name] for name in run.train if name in judged}):
         texts["training"] = values
-    if (speed := _median(run, f"{run.unit}_per_second")) is not None:
+    if (speed := run.median(f"{run.unit}_per_second")) is not None:
         texts["speed"] = f"{short(speed)} {run.unit}/s, median of all steps"
-    if (mfu := _median(run, "mfu")) is not None:
+    if (mfu := run.median("mfu")) is not None:
         texts["MFU"] = f"{mfu:.1%}, median of all steps"
     if peak := run.fact("measured", "peak_memory"):
         texts["peak memory"] = bytes_text(float(peak))
@@ -102,12 +101,6 @@ def _last_values(part: Mapping[str, Points]) -> str:
     step = max(point[0] for _, point in last)
     values = ", ".join(f"{spoken(name)} {short(point[1])}" for name, point in last)
     return f"{values} (step {step:,})"
-
-
-def _median(run: Run, name: str) -> float | None:
-    """Returns the median of a value of training; None if it has none."""
-    values = [value for _, value in run.train.get(name, []) if value is not None]
-    return statistics.median(values) if values else None
 
 
 def spoken(name: str) -> str:
@@ -194,21 +187,18 @@ def curves(run: Run) -> Iterator[str]:
 def curves_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
     """Draws each value of all runs over each other, training and held-out data apart."""
     until = max(run.step for run in runs)
-    for name in names_of(runs):
-        parts = {"training": [run.train for run in runs], "held out": [run.heldout for run in runs]}
-        shown = {
-            where: [
-                Series(title, part.get(name, []), look)
-                for look, (title, part) in enumerate(zip(names, of_runs, strict=True))
-            ]
-            for where, of_runs in parts.items()
-        }
-        shown["held out"] += [
-            Series(f"{title}, at the end", run.final.get(name, []), look, marks=True)
+
+    def drawn(part: str, name: str, end: str = "", marks: bool = False) -> list[Series]:
+        found = [
+            Series(f"{title}{end}", getattr(run, part).get(name, []), look, marks=marks)
             for look, (title, run) in enumerate(zip(names, runs, strict=True))
         ]
+        return [curve for curve in found if curve.values]
+
+    for name in names_of(runs):
         shown = {
-            where: [curve for curve in series if curve.values] for where, series in shown.items()
+            "training": drawn("train", name),
+            "held out": drawn("heldout", name) + drawn("final", name, ", at the end", marks=True),
         }
         values = [v for series in shown.values() for curve in series for v in curve.values]
         for where, series in shown.items():
@@ -310,7 +300,7 @@ def _results(runs: Sequence[Run]) -> Iterator[list[str]]:
         if any(heldout) and name == "loss":
             yield [f"{title}, held out, lowest while training", *map(_lowest, heldout)]
         if name.endswith("_per_second") or name == "mfu":
-            medians = [_median(run, name) for run in runs]
+            medians = [run.median(name) for run in runs]
             yield [f"{title}, median", *("" if m is None else short(m) for m in medians)]
     if not any(run.heldout or run.final for run in runs):
         yield ["loss, training", *(_last(run.train.get("loss", [])) for run in runs)]

@@ -7,7 +7,7 @@ wherever there is room, so that no picture depends on colour alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pipemesh.report.html_page import document, section, table
 from pipemesh.report.svg import (
@@ -93,11 +93,7 @@ def hexadecimal(colour: tuple[int, int, int]) -> str:
 
 def levels(stage_devices: tuple[int, ...]) -> tuple[float, ...]:
     """Returns how pale each stage is: 0 for the first stage of a device, 1 for the last of many."""
-    counts: dict[int, int] = {}
-    order: list[int] = []
-    for device in stage_devices:
-        order.append(counts.get(device, 0))
-        counts[device] = order[-1] + 1
+    order = [stage_devices[:stage].count(device) for stage, device in enumerate(stage_devices)]
     most = max(order, default=0)
     return tuple(index / most if most else 0.0 for index in order)
 
@@ -249,7 +245,8 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
         x, y = LEFT + span.start * scale, _TOP + span.device * (_ROW + _GAP)
         width = (span.end - span.start) * scale
         if width < _HAIR:
-            width = max(width, min(_HAIR, _time_to_next(timeline, span) * scale))
+            next_start = (*timeline.starts[span.device], timeline.makespan)[span.tick + 1]
+            width = max(width, min(_HAIR, (next_start - span.start) * scale))
         look = {"class_": "cell", "fill": background, "stroke": PAPER}
         about = tooltip(_described(span))
         edge = min(1.0, width / 8)
@@ -274,12 +271,6 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
             )
         parts.append(f"<g>{cell}{words}</g>")
     return parts
-
-
-def _time_to_next(timeline: Timeline, span: Span) -> float:
-    """Returns the time from an action's start to that of the next one on its device."""
-    starts = timeline.starts[span.device]
-    return (*starts, timeline.makespan)[span.tick + 1] - span.start
 
 
 def memory_to_svg(
@@ -420,28 +411,29 @@ def to_html(
     scale = fitting_scale(list(shown.values()), width=_SCREEN, widest=_WIDEST_ON_PAGE)
     until = max(drawn.makespan for drawn in shown.values())
 
-    def heading(words: str, name: str) -> str:
-        return f"{words}, {name}" if name else words
+    def sections(heading: str, draw: Callable[[Timeline], str]) -> list[str]:
+        return [
+            section(f"{heading}, {name}" if name else heading, draw(drawn))
+            for name, drawn in shown.items()
+        ]
 
-    pictures = [
-        section(heading("Timeline", name), to_svg(drawn, scale=scale, until=until))
-        for name, drawn in shown.items()
-    ]
-    memory = memory_to_svg(timeline, scale=scale, until=until)
-    pictures.append(section(heading("Memory", "predicted" if measured else ""), memory))
+    def path(drawn: Timeline) -> str:
+        return f"<p>{' &rarr; '.join(str(span.action) for span in drawn.critical_path)}</p>"
+
     is_long = until * scale > _SCREEN
     return document(
         title,
         [
             _summary(shown),
             f'<div class="scroll{" tall" if is_long else ""}">',
-            *pictures,
-            "</div>",
-            *(section(heading("Devices", name), _devices(drawn)) for name, drawn in shown.items()),
-            *(
-                section(heading("Critical path", name), _path(drawn))
-                for name, drawn in shown.items()
+            *sections("Timeline", lambda drawn: to_svg(drawn, scale=scale, until=until)),
+            section(
+                "Memory, predicted" if measured else "Memory",
+                memory_to_svg(timeline, scale=scale, until=until),
             ),
+            "</div>",
+            *sections("Devices", _devices),
+            *sections("Critical path", path),
             '<div id="tip" role="tooltip"></div>',
         ],
         style=_STYLE,
@@ -464,16 +456,10 @@ def _summary(shown: Mapping[str, Timeline]) -> str:
         ]
         for name, timeline in shown.items()
     ]
-    names = [
-        "",
-        "devices",
-        "stages",
-        "microbatches",
-        "makespan",
-        "bubble, all devices",
-        "largest own-span bubble",
-        "peak activations",
-    ]
+    names = (
+        *("", "devices", "stages", "microbatches", "makespan"),
+        *("bubble, all devices", "largest own-span bubble", "peak activations"),
+    )
     head, *rows = zip(names, *columns, strict=True)
     return table(head, rows)
 
@@ -491,8 +477,3 @@ def _devices(timeline: Timeline) -> str:
         for device in range(timeline.schedule.num_devices)
     ]
     return table(["device", "busy", "bubble", "own-span bubble", "peak activations"], rows)
-
-
-def _path(timeline: Timeline) -> str:
-    """Returns the actions of the critical path."""
-    return f"<p>{' &rarr; '.join(str(span.action) for span in timeline.critical_path)}</p>"

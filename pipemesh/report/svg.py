@@ -430,7 +430,7 @@ def _curve(
                 about = tooltip(f"{series.name}, {axis} {step:,}: {short(value)}")
                 parts.append(_ring(look, x_of(step), y_of(value), about))
         return parts
-    for means in _without_gaps(thinned(series.points)):
+    for means in thinned(series.points):
         points = [(x_of(step), y_of(mean)) for step, mean, _, _ in means]
         if any(least < most for _, _, least, most in means):
             upper = [(x_of(step), y_of(most)) for step, _, _, most in means]
@@ -462,29 +462,21 @@ Mean = tuple[float, float, float, float]
 
 def thinned(
     points: Sequence[tuple[int, float | None]], most: int = _MOST_POINTS
-) -> list[Mean | None]:
-    """Returns means over at most so many parts of equal length; None for a part without numbers."""
+) -> list[list[Mean]]:
+    """Returns means over at most so many equal parts, split where a part has no numbers."""
     size = max(1, math.ceil(len(points) / most))
-    means: list[Mean | None] = []
+    pieces: list[list[Mean]] = [[]]
     for begin in range(0, len(points), size):
         part = points[begin : begin + size]
         values = [value for _, value in part if value is not None]
+        if not values:
+            pieces.append([])
+            continue
         step = (part[0][0] + part[-1][0]) / 2
         # Divided first: a sum may be beyond what a float holds.
         mean = math.fsum(value / len(values) for value in values)
-        means.append((step, mean, min(values), max(values)) if values else None)
-    return means
-
-
-def _without_gaps(means: Sequence[Mean | None]) -> list[list[Mean]]:
-    """Splits means at each None."""
-    parts: list[list[Mean]] = [[]]
-    for mean in means:
-        if mean is None:
-            parts.append([])
-        else:
-            parts[-1].append(mean)
-    return [part for part in parts if part]
+        pieces[-1].append((step, mean, min(values), max(values)))
+    return [piece for piece in pieces if piece]
 
 
 def _curve_keys(series: Sequence[Series], notes: Sequence[tuple[int, str]]) -> list[Key]:

@@ -155,22 +155,11 @@ class Action:
 
     @classmethod
     def from_text(cls, text: str) -> Action:
-        """Parses what `str` prints.
-
-        Args:
-            text: a stage, a kind and a microbatch without blanks, such as `2F0`; for a slice
-                with a point and its index after them, such as `2F0.1`.
-
-        Returns:
-            The action.
+        """Parses what `str` prints: stage, kind and microbatch, then with a point the slice if any.
 
         Raises:
             ScheduleError: `text` is something else; the message points at the first column
                 that does not fit.
-
-        Example:
-            >>> Action.from_text("1W3")
-            Action(stage=1, kind='W', microbatch=3, slice=None)
         """
         match = _TEXT.fullmatch(check_type("an action's text", text, str))
         if match is None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from pipemesh.schedule.action import Action
@@ -70,7 +70,9 @@ def _pulled(
         _Board(times, len(devices) // 2, limit) for times, limit in zip(plain, limits, strict=True)
     ]
     order = sorted(
-        (tick, device, step) for device, board in enumerate(boards) for step, tick in board.steps()
+        (tick, device, step)
+        for device, board in enumerate(boards)
+        for step, tick in board.times.items()
     )
     for _, device, (place, number) in order:
         if (place, number) == (len(devices) - 1, 0):
@@ -81,7 +83,9 @@ def _pulled(
         if place > 0:
             ready = max(ready, boards[devices[place - 1]].times[place - 1, number] + 1)
         boards[device].pull((place, number), ready)
-    return [board.without_weights() for board in boards]
+    return [
+        {step: tick for step, tick in board.times.items() if step[0] != _WEIGHT} for board in boards
+    ]
 
 
 class _Board:
@@ -109,12 +113,6 @@ class _Board:
 
     def _gradients(self) -> list[int]:
         return sorted(t for (place, _), t in self.times.items() if place >= self._num_stages)
-
-    def steps(self) -> Iterable[tuple[_Step, int]]:
-        return self.times.items()
-
-    def without_weights(self) -> dict[_Step, int]:
-        return {step: tick for step, tick in self.times.items() if step[0] != _WEIGHT}
 
     def pull(self, step: _Step, ready: int) -> None:
         """Moves a step to the first free tick from `ready` on at which there is room for it."""

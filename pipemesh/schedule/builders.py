@@ -5,7 +5,7 @@ schedule leaves it open. In the docstrings `D` is the number of devices, `M` of 
 `V` of virtual stages; `f`, `b`, `i` and `w` are the durations of one action of one stage: forward,
 full backward, input gradient and weight gradient. Bubbles are idle time of one device, peak
 activations count (stage, microbatch) pairs of one device between the start of `F` and the end
-of `B` or `W`. Transfers are free in every formula.
+of `B` or `W`. Transfers are free in every formula. A count below 1 is a `ScheduleError`.
 
 Example:
     >>> from pipemesh.schedule.builders import BUILDERS, build
@@ -17,9 +17,12 @@ Example:
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import ParamSpec
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
@@ -29,6 +32,22 @@ from pipemesh.schedule.names import FILE, NAMES, agreed_stages, parse
 from pipemesh.schedule.schedule import Schedule, loop, vee
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.validate import validate
+
+_P = ParamSpec("_P")
+
+
+def _published(function: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
+    """Makes a builder check its counts first and validate its schedule last."""
+    signature = inspect.signature(function)
+    of_counts: Callable[..., Schedule] = function
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> Schedule:
+        counts = signature.bind(*args, **kwargs)
+        counts.apply_defaults()
+        return validate(of_counts(*check_counts(**counts.arguments)))
+
+    return checked
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
@@ -47,9 +66,6 @@ def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(gpipe(2, 3))
         0: 0F0 0F1 0F2 0B2 0B1 0B0
@@ -58,6 +74,7 @@ def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
     return looped_bfs(num_devices, num_microbatches, num_virtual_stages=1)
 
 
+@_published
 def looped_bfs(num_devices: int, num_microbatches: int, num_virtual_stages: int = 2) -> Schedule:
     """GPipe on a loop: each device finishes all microbatches of a stage, then its next stage.
 
@@ -82,19 +99,11 @@ def looped_bfs(num_devices: int, num_microbatches: int, num_virtual_stages: int 
     Returns:
         The validated schedule of `D V` stages.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(looped_bfs(2, 2, num_virtual_stages=2))
         0: 0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
         1: 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
     """
-    num_devices, num_microbatches, num_virtual_stages = check_counts(
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        num_virtual_stages=num_virtual_stages,
-    )
     stages = range(num_devices * num_virtual_stages)
     rows = tuple(
         tuple(
@@ -107,9 +116,10 @@ def looped_bfs(num_devices: int, num_microbatches: int, num_virtual_stages: int 
         )
         for device in range(num_devices)
     )
-    return validate(Schedule(rows, loop(num_devices, num_virtual_stages), num_microbatches))
+    return Schedule(rows, loop(num_devices, num_virtual_stages), num_microbatches)
 
 
+@_published
 def forward_only(num_devices: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
     """Inference: forwards only, in groups of `D` microbatches a stage.
 
@@ -129,19 +139,11 @@ def forward_only(num_devices: int, num_microbatches: int, num_virtual_stages: in
     Returns:
         The validated schedule of `D V` stages.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(forward_only(2, 3))
         0: 0F0 0F1 0F2
         1: 1F0 1F1 1F2
     """
-    num_devices, num_microbatches, num_virtual_stages = check_counts(
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        num_virtual_stages=num_virtual_stages,
-    )
     stages = range(num_devices * num_virtual_stages)
     groups = [
         range(start, min(start + num_devices, num_microbatches))
@@ -156,7 +158,7 @@ def forward_only(num_devices: int, num_microbatches: int, num_virtual_stages: in
         )
         for device in range(num_devices)
     )
-    return validate(Schedule(rows, loop(num_devices, num_virtual_stages), num_microbatches))
+    return Schedule(rows, loop(num_devices, num_virtual_stages), num_microbatches)
 
 
 def decode(num_devices: int, num_microbatches: int, num_virtual_stages: int = 4) -> Schedule:
@@ -177,9 +179,6 @@ def decode(num_devices: int, num_microbatches: int, num_virtual_stages: int = 4)
 
     Returns:
         The validated schedule of `D V` stages.
-
-    Raises:
-        ScheduleError: a count is below 1.
 
     Example:
         >>> print(decode(2, 2, 3))
@@ -206,9 +205,6 @@ def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(one_f_one_b(2, 3))
         0: 0F0 0F1 0B0 0F2 0B1 0B2
@@ -217,6 +213,7 @@ def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
     return interleaved_one_f_one_b(num_devices, num_microbatches, num_virtual_stages=1)
 
 
+@_published
 def interleaved_one_f_one_b(
     num_devices: int, num_microbatches: int, num_virtual_stages: int = 2
 ) -> Schedule:
@@ -246,11 +243,6 @@ def interleaved_one_f_one_b(
         0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
         1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
-    num_devices, num_microbatches, num_virtual_stages = check_counts(
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        num_virtual_stages=num_virtual_stages,
-    )
     looped = num_virtual_stages > 1
     if looped and num_microbatches % num_devices:
         lower = num_microbatches - num_microbatches % num_devices
@@ -268,24 +260,29 @@ def interleaved_one_f_one_b(
     ]
     rows: list[tuple[Action, ...]] = []
     for device in range(num_devices):
-        first_backward = num_devices - device - 1
+        ahead = num_devices - device - 1
         if looped:
             # A gradient comes back through all later devices, and while it does two groups of
             # other stages' forwards pass: twice the way, and all but one stage of the group.
-            first_backward = 2 * first_backward + (num_virtual_stages - 1) * num_devices
-        ahead = min(first_backward, len(forwards))
-        f = [Action(c * num_devices + device, "F", m) for c, m in forwards]
-        b = [
-            Action((num_virtual_stages - 1 - c) * num_devices + device, "B", m) for c, m in forwards
-        ]
-        row = f[:ahead]
-        for forward, backward in zip(f[ahead:], b, strict=False):
-            row += (forward, backward)
-        rows.append((*row, *b[len(f) - ahead :]))
+            ahead = 2 * ahead + (num_virtual_stages - 1) * num_devices
+        stages = range(device, num_devices * num_virtual_stages, num_devices)
+        f = [Action(stages[chunk], "F", m) for chunk, m in forwards]
+        b = [Action(stages[-1 - chunk], "B", m) for chunk, m in forwards]
+        rows.append(_in_turn(f, b, ahead))
     devices = loop(num_devices, num_virtual_stages)
-    return validate(Schedule(tuple(rows), devices, num_microbatches))
+    return Schedule(tuple(rows), devices, num_microbatches)
 
 
+def _in_turn(
+    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
+) -> tuple[Action, ...]:
+    """Returns some forwards ahead, then a forward and a backward in turn, then backwards alone."""
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    alone = backwards[max(0, len(forwards) - ahead) :]
+    return (*forwards[:ahead], *chain.from_iterable(pairs), *alone)
+
+
+@_published
 def seq_one_f_one_b(num_devices: int, num_microbatches: int, num_slices: int = 4) -> Schedule:
     """1F1B whose unit is a slice of a microbatch's sequences.
 
@@ -309,17 +306,11 @@ def seq_one_f_one_b(num_devices: int, num_microbatches: int, num_slices: int = 4
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(seq_one_f_one_b(2, 2, num_slices=2))
         0: 0F0.0 0F0.1 0F1.0 0B0.1 0F1.1 0B0.0 0B1.1 0B1.0
         1: 1F0.0 1F0.1 1B0.1 1F1.0 1B0.0 1F1.1 1B1.1 1B1.0
     """
-    num_devices, num_microbatches, num_slices = check_counts(
-        num_devices=num_devices, num_microbatches=num_microbatches, num_slices=num_slices
-    )
     if num_slices == 1:
         return one_f_one_b(num_devices, num_microbatches)
     rows: list[tuple[Action, ...]] = []
@@ -329,14 +320,11 @@ def seq_one_f_one_b(num_devices: int, num_microbatches: int, num_slices: int = 4
             for kind, slices in (("F", range(num_slices)), ("B", range(num_slices)[::-1]))
         )
         # The first gradient is that of the last slice, which comes behind all the others.
-        ahead = min(num_devices - device - 1 + num_slices - 1, len(forwards))
-        row = forwards[:ahead]
-        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-            row += (forward, backward)
-        rows.append((*row, *backwards[len(forwards) - ahead :]))
-    return validate(Schedule(tuple(rows), loop(num_devices), num_microbatches, num_slices))
+        rows.append(_in_turn(forwards, backwards, num_devices - device - 1 + num_slices - 1))
+    return Schedule(tuple(rows), loop(num_devices), num_microbatches, num_slices)
 
 
+@_published
 def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
     """Zero bubble within the memory of 1F1B: a third of its bubble.
 
@@ -354,9 +342,6 @@ def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(zb_h1(2, 3))
         0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
@@ -370,6 +355,7 @@ def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
     )
 
 
+@_published
 def zb_h2(num_devices: int, num_microbatches: int) -> Schedule:
     """Zero bubble with up to twice the memory of 1F1B: no device is idle between its actions.
 
@@ -388,9 +374,6 @@ def zb_h2(num_devices: int, num_microbatches: int) -> Schedule:
 
     Returns:
         The validated schedule.
-
-    Raises:
-        ScheduleError: a count is below 1.
 
     Example:
         >>> print(zb_h2(2, 3))
@@ -416,9 +399,6 @@ def _zero_bubble(
     A device holds `warm_up + delay` microbatches; both published schedules choose the delay so
     that this is the same number on every device.
     """
-    num_devices, num_microbatches = check_counts(
-        num_devices=num_devices, num_microbatches=num_microbatches
-    )
     rows: list[tuple[Action, ...]] = []
     for device in range(num_devices):
         ahead = min(num_microbatches, warm_up(device, num_devices))
@@ -432,7 +412,7 @@ def _zero_bubble(
                 row.append(Action(device, "F", m + ahead))
         row += [Action(device, "W", m) for m in range(num_microbatches - lag, num_microbatches)]
         rows.append(tuple(row))
-    return validate(Schedule(tuple(rows), loop(num_devices), num_microbatches))
+    return Schedule(tuple(rows), loop(num_devices), num_microbatches)
 
 
 class _Row:
@@ -451,43 +431,35 @@ class _Row:
         self._next = {(s, k): 0 for s in (self.down, self.up) for k in "FB"}
         self._owed: deque[Action] = deque()
 
-    def left(self, stage: int, kind: str) -> int:
-        """Returns the number of forwards (`F`) or backwards (`B`, also split) left on a stage."""
-        return self._num_microbatches - self._next[stage, kind]
+    def has_forwards(self, stage: int) -> bool:
+        """Returns True if forwards are left on a stage."""
+        return self._next[stage, "F"] < self._num_microbatches
 
-    def forward(self, stage: int) -> None:
-        """Adds the next forward of a stage."""
-        if self.left(stage, "F"):
-            self.actions.append(Action(stage, "F", self._next[stage, "F"]))
-            self._next[stage, "F"] += 1
+    def add(self, stage: int, kinds: str) -> None:
+        """Adds the next action of each kind; a `W` is the oldest that an `I` of the stage owes."""
+        for kind in kinds:
+            if kind == "W":
+                self._pay(next((a for a in self._owed if a.stage == stage), None))
+                continue
+            key = stage, "F" if kind == "F" else "B"
+            if self._next[key] < self._num_microbatches:
+                self.actions.append(Action(stage, kind, self._next[key]))
+                self._next[key] += 1
+                if kind == "I":
+                    self._owed.append(self.actions[-1].also("W"))
 
-    def backward(self, stage: int) -> None:
-        """Adds the next full backward of a stage."""
-        if self.left(stage, "B"):
-            self.actions.append(Action(stage, "B", self._next[stage, "B"]))
-            self._next[stage, "B"] += 1
+    def add_owed(self, most: int | None = None) -> None:
+        """Adds weight gradients that are still owed by either stage, oldest first."""
+        for action in list(self._owed)[:most]:
+            self._pay(action)
 
-    def input_grad(self, stage: int) -> None:
-        """Adds the next input gradient of a stage; its weight gradient is owed from now on."""
-        if self.left(stage, "B"):
-            self.actions.append(Action(stage, "I", self._next[stage, "B"]))
-            self._owed.append(Action(stage, "W", self._next[stage, "B"]))
-            self._next[stage, "B"] += 1
-
-    def weight_grad(self, stage: int | None = None) -> None:
-        """Adds the oldest weight gradient that is owed, of one stage or of either."""
-        for action in self._owed:
-            if stage in (None, action.stage):
-                self._owed.remove(action)
-                self.actions.append(action)
-                return
-
-    def all_weight_grads(self) -> None:
-        """Adds all weight gradients that are still owed, oldest first."""
-        while self._owed:
-            self.weight_grad()
+    def _pay(self, action: Action | None) -> None:
+        if action is not None:
+            self._owed.remove(action)
+            self.actions.append(action)
 
 
+@_published
 def zb_v(num_devices: int, num_microbatches: int) -> Schedule:
     """Zero bubble on a V within the memory of 1F1B: no device is idle between its actions.
 
@@ -512,49 +484,33 @@ def zb_v(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> zb_v(2, 4).stage_devices
         (0, 1, 1, 0)
     """
-    num_devices, num_microbatches = check_counts(
-        num_devices=num_devices, num_microbatches=num_microbatches
-    )
     rows: list[tuple[Action, ...]] = []
     for device in range(num_devices):
         row = _Row(device, num_devices, num_microbatches)
         to_turn = num_devices - device
-        for _ in range(2 * to_turn - 1):
-            row.forward(row.down)
+        row.add(row.down, "F" * (2 * to_turn - 1))
         for _ in range(device):
-            row.forward(row.up)
-            row.forward(row.down)
-        for _ in range(to_turn):
-            row.forward(row.up)
-            row.input_grad(row.up)
-            row.weight_grad(row.up)
-        while row.left(row.up, "F"):
-            row.forward(row.down)
-            row.input_grad(row.down)
-            row.weight_grad(row.down)
-            row.forward(row.up)
-            row.input_grad(row.up)
-            row.weight_grad(row.up)
+            row.add(row.up, "F")
+            row.add(row.down, "F")
+        row.add(row.up, "FIW" * to_turn)
+        while row.has_forwards(row.up):
+            row.add(row.down, "FIW")
+            row.add(row.up, "FIW")
         for _ in range(device):
-            row.input_grad(row.down)
-            row.input_grad(row.up)
-        for _ in range(to_turn):
-            row.input_grad(row.down)
-            row.weight_grad(row.down)
-        for _ in range(num_microbatches):
-            row.weight_grad(row.up)
-        row.all_weight_grads()
+            row.add(row.down, "I")
+            row.add(row.up, "I")
+        row.add(row.down, "IW" * to_turn)
+        row.add(row.up, "W" * num_microbatches)
+        row.add_owed()
         rows.append(tuple(row.actions))
-    return validate(Schedule(tuple(rows), vee(num_devices), num_microbatches))
+    return Schedule(tuple(rows), vee(num_devices), num_microbatches)
 
 
+@_published
 def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
     """DualPipe cut in half: a V whose steady state pairs each forward with a backward.
 
@@ -581,9 +537,6 @@ def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
         >>> dual_pipe_v(2, 4).stage_devices
         (0, 1, 1, 0)
     """
-    num_devices, num_microbatches = check_counts(
-        num_devices=num_devices, num_microbatches=num_microbatches
-    )
     if num_microbatches < 2 * num_devices:
         raise ScheduleError(
             f"num_microbatches is {num_microbatches}, but DualPipeV needs at least twice "
@@ -593,41 +546,31 @@ def dual_pipe_v(num_devices: int, num_microbatches: int) -> Schedule:
     for device in range(num_devices):
         row = _Row(device, num_devices, num_microbatches)
         after, upto = num_devices - device - 1, device + 1
-        for _ in range(2 * after):
-            row.forward(row.down)
+        row.add(row.down, "F" * (2 * after))
         for _ in range(upto):
-            row.forward(row.down)
-            row.forward(row.up)
-        for _ in range(after):
-            row.input_grad(row.up)
-            row.weight_grad(row.up)
-            row.forward(row.up)
+            row.add(row.down, "F")
+            row.add(row.up, "F")
+        row.add(row.up, "IWF" * after)
         for _ in range(num_microbatches - 2 * num_devices + upto):
-            row.forward(row.down)
-            row.backward(row.up)
-            row.forward(row.up)
-            row.backward(row.down)
+            row.add(row.down, "F")
+            row.add(row.up, "BF")
+            row.add(row.down, "B")
         for _ in range(after):
-            row.backward(row.up)
-            row.forward(row.up)
-            row.backward(row.down)
+            row.add(row.up, "BF")
+            row.add(row.down, "B")
         # The first half of these backwards stays whole, the second half leaves its weight
         # gradients for the gaps of the drain.
         for index in range(2 * upto):
-            stage = row.down if index % 2 else row.up
-            (row.backward if index < upto else row.input_grad)(stage)
+            row.add(row.down if index % 2 else row.up, "B" if index < upto else "I")
         for _ in range(after):
-            row.weight_grad()
-            row.input_grad(row.down)
-        row.all_weight_grads()
+            row.add_owed(1)
+            row.add(row.down, "I")
+        row.add_owed()
         rows.append(tuple(row.actions))
-    return validate(Schedule(tuple(rows), vee(num_devices), num_microbatches))
+    return Schedule(tuple(rows), vee(num_devices), num_microbatches)
 
 
-# Two stages a device, each with a forward, an input gradient and a weight gradient.
-_PERIOD = 6
-
-
+@_published
 def v_min(num_devices: int, num_microbatches: int) -> Schedule:
     """A third of 1F1B's memory: no device holds more than `(D + 4) // 3` microbatches' activations.
 
@@ -646,23 +589,18 @@ def v_min(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(v_min(2, 2))
         0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
         1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
     """
-    num_devices, num_microbatches = check_counts(
-        num_devices=num_devices, num_microbatches=num_microbatches
-    )
     # Without a gap, forwards and input gradients would meet if 3 divides D.
     gap = 0 if num_devices % 3 else 2
     offsets = [place + (gap if place >= 2 * num_devices else 0) for place in range(4 * num_devices)]
     return _shortest(offsets, num_microbatches, 2 * ((num_devices + 4) // 3))
 
 
+@_published
 def v_half(num_devices: int, num_microbatches: int) -> Schedule:
     """Half of 1F1B's memory: no device holds more than `D // 2 + 1` microbatches' activations.
 
@@ -680,17 +618,11 @@ def v_half(num_devices: int, num_microbatches: int) -> Schedule:
     Returns:
         The validated schedule.
 
-    Raises:
-        ScheduleError: a count is below 1.
-
     Example:
         >>> print(v_half(2, 2))
         0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
         1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
     """
-    num_devices, num_microbatches = check_counts(
-        num_devices=num_devices, num_microbatches=num_microbatches
-    )
     # Without a gap, forwards and input gradients would meet if 2 divides D.
     gap = 0 if num_devices % 2 else 3
     devices = range(num_devices)
@@ -706,54 +638,31 @@ def v_half(num_devices: int, num_microbatches: int) -> Schedule:
 def _shortest(offsets: Sequence[int], num_microbatches: int, limit: int) -> Schedule:
     """Returns the shortest of the ways to fill the ends, which depends on `M` and `D`."""
     num_devices = len(offsets) // 4
-    limits = [limit] * num_devices
-    schedules = repeated(vee(num_devices), offsets, _PERIOD, num_microbatches, limits)
-    return validate(min(schedules, key=lambda schedule: simulate(schedule).makespan))
+    # Two stages a device, each with a forward, an input gradient and a weight gradient.
+    period, limits = 6, [limit] * num_devices
+    schedules = repeated(vee(num_devices), offsets, period, num_microbatches, limits)
+    return min(schedules, key=lambda schedule: simulate(schedule).makespan)
 
 
-@dataclasses.dataclass(frozen=True)
-class Builder:
-    """A named builder and the number of stages that it puts on a device.
-
-    Attributes:
-        function: takes device and microbatch counts, and `num_virtual_stages` if it is open.
-        virtual_stages: stages a device, or the default where the caller may choose.
-        takes_virtual_stages: True if the caller may choose.
-        trains: True if it has backward actions.
-        num_slices: default number of slices of every sequence; 1 for whole sequences.
-    """
-
-    function: Callable[..., Schedule]
-    virtual_stages: int = 1
-    takes_virtual_stages: bool = False
-    trains: bool = True
-    num_slices: int = 1
-
-
-_FUNCTIONS: tuple[Callable[..., Schedule], ...] = (
-    gpipe,
-    one_f_one_b,
-    interleaved_one_f_one_b,
-    looped_bfs,
-    zb_h1,
-    zb_h2,
-    zb_v,
-    v_half,
-    v_min,
-    dual_pipe_v,
-    forward_only,
-    decode,
-)
-
-
-def _builder(function: Callable[..., Schedule]) -> Builder:
-    known = NAMES[function.__name__]
-    return Builder(function, known.stages_a_device, known.is_open, known.trains, known.num_slices)
-
-
-BUILDERS: dict[str, Builder] = {f.__name__: _builder(f) for f in _FUNCTIONS}
+BUILDERS: dict[str, Callable[..., Schedule]] = {
+    function.__name__: function
+    for function in (
+        gpipe,
+        one_f_one_b,
+        interleaved_one_f_one_b,
+        looped_bfs,
+        zb_h1,
+        zb_h2,
+        zb_v,
+        v_half,
+        v_min,
+        dual_pipe_v,
+        forward_only,
+        decode,
+    )
+}
 """Every published schedule of whole sequences by its name; it runs any stages."""
-SLICED: dict[str, Builder] = {f.__name__: _builder(f) for f in (seq_one_f_one_b,)}
+SLICED: dict[str, Callable[..., Schedule]] = {"seq_one_f_one_b": seq_one_f_one_b}
 """Schedules that cut sequences into slices, which only some stages take."""
 
 
@@ -787,17 +696,15 @@ def build(
             f"schedule {name!r} is not built from counts alone; "
             + ("use ScheduleSpec.from_text" if parsed.name == FILE else "use list_schedule(costs)")
         )
-    builder = BUILDERS.get(parsed.name) or SLICED[parsed.name]
+    function, known = (BUILDERS | SLICED)[parsed.name], NAMES[parsed.name]
     number = agreed_stages(name, parsed, num_virtual_stages)
-    if number in (None, 1) and builder.num_slices > 1:
-        return builder.function(num_devices, num_microbatches, parsed.slices())
-    if number is None:
-        return builder.function(num_devices, num_microbatches)
-    if builder.takes_virtual_stages:
-        return builder.function(num_devices, num_microbatches, number)
-    if number != builder.virtual_stages:
+    if number is not None and not known.is_open and number != known.stages_a_device:
         raise ScheduleError(
             f"num_virtual_stages is {number}, but {parsed.name} always has "
-            f"{builder.virtual_stages} a device; leave it out"
+            f"{known.stages_a_device} a device; leave it out"
         )
-    return builder.function(num_devices, num_microbatches)
+    if parsed.name in SLICED:
+        return function(num_devices, num_microbatches, parsed.slices())
+    if known.is_open and number is not None:
+        return function(num_devices, num_microbatches, number)
+    return function(num_devices, num_microbatches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
@@ -12,6 +13,7 @@ from pipemesh.schedule.checks import check_counts, check_name, short
 
 Cost = float | Sequence[float]
 """One number for every stage, or one number a stage."""
+_Values = float | tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,33 +54,28 @@ class Costs:
     recompute: Cost | None = None
 
     def __post_init__(self) -> None:
-        forward, backward, input_grad, weight_grad, transfer, recompute = (
-            None if value is None else _checked(name, value) for name, value in vars(self).items()
-        )
-        forward = 1.0 if forward is None else forward
-        transfer = 0.0 if transfer is None else transfer
-        if backward is None:
-            input_grad = forward if input_grad is None else input_grad
-            weight_grad = forward if weight_grad is None else weight_grad
-            backward = _combine(input_grad, weight_grad, 1.0)
-        elif input_grad is None and weight_grad is None:
-            input_grad = weight_grad = _combine(backward, backward, -0.5)
-        elif input_grad is None:
-            input_grad = _rest(backward, weight_grad or 0.0, "weight_grad")
-        elif weight_grad is None:
-            weight_grad = _rest(backward, input_grad, "input_grad")
-        recompute = forward if recompute is None else recompute
-        values = (forward, backward, input_grad, weight_grad, transfer, recompute)
-        for field, value in zip(dataclasses.fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)
-        lengths = {
-            field.name: len(value)
-            for field, value in zip(dataclasses.fields(self), values, strict=True)
-            if isinstance(value, tuple)
+        given = {
+            name: _checked(name, value) for name, value in vars(self).items() if value is not None
         }
+        lengths = {name: len(value) for name, value in given.items() if isinstance(value, tuple)}
         if len(set(lengths.values())) > 1:
             sizes = ", ".join(f"{name} has {length}" for name, length in lengths.items())
             raise ScheduleError(f"costs differ in length: {sizes}; give one value a stage to all")
+        forward = given.setdefault("forward", 1.0)
+        given.setdefault("transfer", 0.0)
+        given.setdefault("recompute", forward)
+        if "backward" not in given:
+            input_grad = given.setdefault("input_grad", forward)
+            given["backward"] = _combine(input_grad, given.setdefault("weight_grad", forward), 1.0)
+        elif "input_grad" not in given and "weight_grad" not in given:
+            half = _combine(given["backward"], given["backward"], -0.5)
+            given |= {"input_grad": half, "weight_grad": half}
+        elif "input_grad" not in given:
+            given["input_grad"] = _rest(given, "weight_grad")
+        elif "weight_grad" not in given:
+            given["weight_grad"] = _rest(given, "input_grad")
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
 
     @property
     def num_stages(self) -> int | None:
@@ -89,33 +86,20 @@ class Costs:
         return None
 
     def per_stage(self, num_stages: int) -> StageCosts:
-        """Spreads every cost to one value a stage.
-
-        Args:
-            num_stages: number of stages.
-
-        Returns:
-            The costs, each as a tuple of that length.
+        """Spreads every cost to one value for each of `num_stages` stages.
 
         Raises:
             ScheduleError: a cost has another length.
-
-        Example:
-            >>> Costs(forward=[1, 2], transfer=0.5).per_stage(2).transfer
-            (0.5, 0.5)
         """
         (num_stages,) = check_counts(num_stages=num_stages)
         spread: list[tuple[float, ...]] = []
-        for field in dataclasses.fields(self):
-            value: Any = getattr(self, field.name)
-            if not isinstance(value, tuple):
-                spread.append((value,) * num_stages)
-                continue
-            items = cast(tuple[float, ...], value)
+        for name in FIELDS:
+            value: _Values = getattr(self, name)
+            items = value if isinstance(value, tuple) else (value,) * num_stages
             if len(items) != num_stages:
                 raise ScheduleError(
-                    f"cost {field.name} has {len(items)} values, but the schedule has "
-                    f"{num_stages} stages; give one number, or one value a stage"
+                    f"cost {name} has {len(items)} values, but the schedule has {num_stages} "
+                    "stages; give one number, or one value a stage"
                 )
             spread.append(items)
         return StageCosts(*spread)
@@ -138,23 +122,16 @@ class Costs:
             >>> Costs(forward=[2, 4], transfer=1).refined(2).forward
             (1.0, 1.0, 2.0, 2.0)
         """
-
         pieces, num_slices = check_counts(pieces=pieces, num_slices=num_slices)
 
-        def cut(value: Any, divisor: int) -> Any:
+        def cut(name: str) -> Any:
+            value: _Values = getattr(self, name)
+            divisor = num_slices if name == "transfer" else pieces * num_slices
             if isinstance(value, tuple):
-                items = cast(tuple[float, ...], value)
-                return tuple(item / divisor for item in items for _ in range(pieces))
+                return tuple(item / divisor for item in value for _ in range(pieces))
             return value / divisor
 
-        return Costs(
-            cut(self.forward, pieces * num_slices),
-            cut(self.backward, pieces * num_slices),
-            cut(self.input_grad, pieces * num_slices),
-            cut(self.weight_grad, pieces * num_slices),
-            cut(self.transfer, num_slices),
-            cut(self.recompute, pieces * num_slices),
-        )
+        return Costs(*map(cut, FIELDS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +156,7 @@ class StageCosts:
         }
 
 
-def _checked(name: str, value: Any) -> float | tuple[float, ...]:
+def _checked(name: str, value: Any) -> _Values:
     if isinstance(value, str | bool | Mapping | Set):
         raise ScheduleError(
             f"cost {name} is {short(cast(object, value))}; give a number or one number a stage"
@@ -208,29 +185,21 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
     return checked
 
 
-def _combine(
-    one: float | tuple[float, ...], two: float | tuple[float, ...], sign: float
-) -> float | tuple[float, ...]:
+def _combine(one: _Values, two: _Values, sign: float) -> _Values:
     """Returns `one + sign * two`, spreading a single number over the values of the other."""
     if not isinstance(one, tuple) and not isinstance(two, tuple):
         return one + sign * two
-    length = len(one) if isinstance(one, tuple) else len(two) if isinstance(two, tuple) else 0
-    ones = one if isinstance(one, tuple) else (one,) * length
-    twos = two if isinstance(two, tuple) else (two,) * length
-    if len(ones) != len(twos):
-        raise ScheduleError(
-            f"costs differ in length: {len(ones)} and {len(twos)}; give one value a stage to all"
-        )
-    return tuple(a + sign * b for a, b in zip(ones, twos, strict=True))
+    ones = one if isinstance(one, tuple) else itertools.repeat(one)
+    twos = two if isinstance(two, tuple) else itertools.repeat(two)
+    return tuple(a + sign * b for a, b in zip(ones, twos, strict=False))
 
 
-def _rest(
-    backward: float | tuple[float, ...], part: float | tuple[float, ...], name: str
-) -> float | tuple[float, ...]:
-    rest = _combine(backward, part, -1.0)
+def _rest(given: Mapping[str, _Values], name: str) -> _Values:
+    """Returns what the part of a name leaves of the whole backward."""
+    rest = _combine(given["backward"], given[name], -1.0)
     if min(rest if isinstance(rest, tuple) else (rest,)) < 0:
         raise ScheduleError(
-            f"cost {name} is {part}, more than the whole backward, {backward}; "
+            f"cost {name} is {given[name]}, more than the whole backward, {given['backward']}; "
             "give both input_grad and weight_grad"
         )
     return rest
@@ -244,7 +213,7 @@ def costs_from_text(text: str) -> Costs:
     """Parses costs such as `1,2` or `f=1:1:1:2,t=0.1`; errors name the column."""
     # Several numbers with colons between are one a stage. Names may be cut to their first letter,
     # or left out if the values come in the order of `Costs`.
-    values: dict[str, float | tuple[float, ...]] = {}
+    values: dict[str, _Values] = {}
     column = 1
     for index, part in enumerate(text.split(",")):
         name, equals, value = part.partition("=")
@@ -273,12 +242,12 @@ def costs_to_text(costs: Costs) -> str:
     return ",".join(f"{name}={_joined(getattr(costs, name))}" for name in FIELDS)
 
 
-def _joined(value: float | tuple[float, ...]) -> str:
+def _joined(value: _Values) -> str:
     values = value if isinstance(value, tuple) else (value,)
     return ":".join(repr(item).removesuffix(".0") for item in values)
 
 
-def _values(text: str, where: str) -> float | tuple[float, ...]:
+def _values(text: str, where: str) -> _Values:
     values: list[float] = []
     for item in text.split(":"):
         try:

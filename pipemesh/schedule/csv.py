@@ -148,7 +148,11 @@ def _row(line: _Line, number: int) -> tuple[Action, ...]:
             others.append((len(row), start, text))
         else:
             row.append(parse_cell(text, number, start))
-    places = {(a.stage, "F" if a.kind == "F" else "B", a.microbatch): t for t, a in _senders(row)}
+    places = {
+        (action.stage, "F" if action.kind == "F" else "B", action.microbatch): tick
+        for tick, action in enumerate(row)
+        if action.kind in "FBI"
+    }
     stages = {action.stage for action in row}
     seen: set[str] = set()
     for place, start, text in others:
@@ -172,10 +176,6 @@ def _row(line: _Line, number: int) -> tuple[Action, ...]:
                 f"{'before' if sends else 'after'} it"
             )
     return tuple(row)
-
-
-def _senders(row: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    return ((tick, action) for tick, action in enumerate(row) if action.kind in "FBI")
 
 
 def _leg_stages(

@@ -16,6 +16,7 @@ from pipemesh.schedule.blocks import even_blocks, repeated
 from pipemesh.schedule.builders import BUILDERS, build
 from pipemesh.schedule.checks import check_counts, check_indices, check_number, check_type, short
 from pipemesh.schedule.costs import Costs, StageCosts
+from pipemesh.schedule.names import NAMES
 from pipemesh.schedule.schedule import Schedule, loop, vee
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.timeline import Timeline, peak_of_row
@@ -97,17 +98,12 @@ class Policy:
     cap: tuple[int, ...]  # For each device the most (stage, microbatch) pairs it may hold.
 
 
-def greedy(
-    costs: StageCosts, stage_devices: Sequence[int], num_microbatches: int, policy: Policy
-) -> list[list[Action]] | None:
-    """Lets every device choose by `policy` until all is done; None if the rule got stuck."""
-    # No device knows the future except for results that are on their way to it. A forward is
-    # admitted only if the device keeps one place free for each later stage of its own, so that the
-    # oldest microbatch can always get through.
-    return _Run(costs, stage_devices, num_microbatches, policy).rows()
+class Greedy:
+    """Devices that choose by a policy; they know nothing of the future but results on their way."""
 
+    # A forward is admitted only if the device keeps one place free for each later stage of its own,
+    # so that the oldest microbatch can always get through.
 
-class _Run:
     def __init__(
         self,
         costs: StageCosts,
@@ -115,7 +111,7 @@ class _Run:
         num_microbatches: int,
         policy: Policy,
     ) -> None:
-        self._costs = costs
+        self._durations, self._transfer = costs.durations(), costs.transfer
         self._homes = stage_devices
         self._policy = policy
         self._num_microbatches = num_microbatches
@@ -127,7 +123,7 @@ class _Run:
             s: len(stages) - 1 - index for stages in self._stages for index, s in enumerate(stages)
         }
         # Microbatches pass every stage in order, so counters say what has been done.
-        self._forwards, self._backwards, self._weights = ([0] * num_stages for _ in range(3))
+        self._done = {kind: [0] * num_stages for kind in "FIW"}
         # When the input of microbatch m arrives at a stage, for those that are on their way.
         self._inputs: list[list[float]] = [[] for _ in range(num_stages)]
         self._grads: list[list[float]] = [[] for _ in range(num_stages)]
@@ -138,18 +134,20 @@ class _Run:
         self._events = [(0.0, device) for device in range(num_devices)]
 
     def rows(self) -> list[list[Action]] | None:
+        """Lets every device choose until all is done; returns None if the rule got stuck."""
         while self._events:
             now, device = heapq.heappop(self._events)
             if now >= self._free[device]:
                 self._decide(device, now)
-        done = sum(map(sum, (self._forwards, self._backwards, self._weights)))
+        done = sum(map(sum, self._done.values()))
         return self._rows if done == 3 * len(self._homes) * self._num_microbatches else None
 
     def _decide(self, device: int, now: float) -> None:
         ready: list[tuple[str, int]] = []
         next_arrival = math.inf
         for stage in self._stages[device]:
-            for kind, arrival in (("F", self._forward_at(stage)), ("I", self._grad_at(stage))):
+            for kind in "FI":
+                arrival = self._arrival(kind, stage)
                 if arrival <= now:
                     ready.append((kind, stage))
                 else:
@@ -157,11 +155,12 @@ class _Run:
         if ready:
             self._do(device, now, *min(ready, key=lambda choice: self._rank(device, choice)))
             return
-        owed = [s for s in self._stages[device] if self._weights[s] < self._backwards[s]]
+        done = self._done["W"]
+        owed = [s for s in self._stages[device] if done[s] < self._done["I"][s]]
         if owed:
-            stage = min(owed, key=lambda s: (self._weights[s], -s))
+            stage = min(owed, key=lambda s: (done[s], -s))
             full = self._held[device] >= self._policy.cap[device]
-            ends = now + self._costs.weight_grad[stage]
+            ends = now + self._durations["W"][stage]
             if full or not self._policy.patient or ends <= next_arrival:
                 self._do(device, now, "W", stage)
                 return
@@ -176,52 +175,34 @@ class _Run:
         if kind == "F":
             order = -stage if self._policy.deep_first else stage
         else:
-            order = self._backwards[stage]
+            order = self._done["I"][stage]
         return (0 if kind == prefer else 1, order)
 
-    def _forward_at(self, stage: int) -> float:
-        """Returns when the next forward of a stage may start; infinite if not known yet."""
-        microbatch, device = self._forwards[stage], self._homes[stage]
+    def _arrival(self, kind: str, stage: int) -> float:
+        """Returns when the next `F` or `I` of a stage may start; infinite if not known yet."""
+        arrivals = (self._inputs if kind == "F" else self._grads)[stage]
+        microbatch, device = self._done[kind][stage], self._homes[stage]
         room = self._policy.cap[device] - self._room_for_later[stage]
-        if microbatch >= len(self._inputs[stage]) or self._held[device] >= room:
-            return math.inf
-        return self._inputs[stage][microbatch]
-
-    def _grad_at(self, stage: int) -> float:
-        microbatch = self._backwards[stage]
-        if microbatch >= len(self._grads[stage]):
-            return math.inf
-        return self._grads[stage][microbatch]
+        is_full = kind == "F" and self._held[device] >= room
+        return math.inf if microbatch >= len(arrivals) or is_full else arrivals[microbatch]
 
     def _do(self, device: int, now: float, kind: str, stage: int) -> None:
-        last = len(self._homes) - 1
-        if kind == "F":
-            microbatch = self._forwards[stage]
-            self._forwards[stage] += 1
-            self._held[device] += 1
-            end = now + self._costs.forward[stage]
-            if stage < last:
-                self._deliver(self._inputs, stage, stage + 1, end)
-            else:
-                self._grads[stage].append(end)
-        elif kind == "I":
-            microbatch = self._backwards[stage]
-            self._backwards[stage] += 1
-            end = now + self._costs.input_grad[stage]
-            if stage:
-                self._deliver(self._grads, stage, stage - 1, end)
-        else:
-            microbatch = self._weights[stage]
-            self._weights[stage] += 1
-            self._held[device] -= 1
-            end = now + self._costs.weight_grad[stage]
-        self._rows[device].append(Action(stage, kind, microbatch))
+        self._rows[device].append(Action(stage, kind, self._done[kind][stage]))
+        self._done[kind][stage] += 1
+        self._held[device] += {"F": 1, "I": 0, "W": -1}[kind]
+        end = now + self._durations[kind][stage]
         self._free[device] = end
         heapq.heappush(self._events, (end, device))
+        if kind == "F" and stage < len(self._homes) - 1:
+            self._deliver(self._inputs, stage, stage + 1, end)
+        elif kind == "F":
+            self._grads[stage].append(end)
+        elif kind == "I" and stage:
+            self._deliver(self._grads, stage, stage - 1, end)
 
     def _deliver(self, boxes: list[list[float]], source: int, target: int, end: float) -> None:
         if self._homes[source] != self._homes[target]:
-            end += self._costs.transfer[min(source, target)]
+            end += self._transfer[min(source, target)]
         boxes[target].append(end)
         heapq.heappush(self._events, (end, self._homes[target]))
 
@@ -302,7 +283,7 @@ def list_schedule(
             best = timeline
     assert best is not None, "one microbatch at a time always fits"
     trials = min(int(check_number("effort", effort)), _BUDGET // sum(map(len, best.schedule.rows)))
-    return validate(improve(best.schedule, costs, limits, trials))
+    return validate(improved(best, limits, trials).schedule)
 
 
 def _score(timeline: Timeline) -> tuple[float, int]:
@@ -319,11 +300,10 @@ def _candidates(
     num_devices = len(limits)
     num_stages = len(placements[0])
     yield _one_at_a_time(placements[0], num_devices, num_microbatches)
-    for name, builder in BUILDERS.items():
-        virtual_stages = num_stages // num_devices
-        if not builder.trains or not (
-            builder.takes_virtual_stages or builder.virtual_stages == virtual_stages
-        ):
+    virtual_stages = num_stages // num_devices
+    for name in BUILDERS:
+        known = NAMES[name]
+        if not known.trains or not (known.is_open or known.stages_a_device == virtual_stages):
             continue
         try:
             schedule = build(name, num_devices, num_microbatches, virtual_stages)
@@ -340,7 +320,7 @@ def _candidates(
     policies = zip(*(_policies(limits, placement) for placement in placements), strict=True)
     chosen = ((p, placements[i]) for row in policies for i, p in enumerate(row))
     for policy, placement in islice(chosen, runs):
-        rows = greedy(stage_costs, placement, num_microbatches, policy)
+        rows = Greedy(stage_costs, placement, num_microbatches, policy).rows()
         if rows is not None:
             yield Schedule(tuple(map(tuple, rows)), placement, num_microbatches)
 
@@ -373,42 +353,51 @@ def _one_at_a_time(
     stage_devices: tuple[int, ...], num_devices: int, num_microbatches: int
 ) -> Schedule:
     """Returns the schedule without any pipelining, which fits if one microbatch fits."""
+    rows: list[list[Action]] = [[] for _ in range(num_devices)]
     stages = range(len(stage_devices))
-    rows = tuple(
-        tuple(
-            action
-            for m in range(num_microbatches)
-            for action in (
-                *(Action(s, "F", m) for s in stages if stage_devices[s] == device),
-                *(Action(s, "B", m) for s in reversed(stages) if stage_devices[s] == device),
-            )
-        )
-        for device in range(num_devices)
-    )
-    return Schedule(rows, stage_devices, num_microbatches)
+    for m, (kind, order) in product(range(num_microbatches), (("F", stages), ("B", stages[::-1]))):
+        for stage in order:
+            rows[stage_devices[stage]].append(Action(stage, kind, m))
+    return Schedule(tuple(map(tuple, rows)), stage_devices, num_microbatches)
 
 
 # Moves of recomputations; each costs a simulation.
 _MAX_TRIALS = 2000
 
 
-def improve(schedule: Schedule, costs: Costs, limits: Sequence[int], max_trials: int) -> Schedule:
-    """Takes the first small change that makes the step shorter, and repeats."""
-    # Only the critical path is touched: no change elsewhere can shorten the step.
-    return _climbed(simulate(schedule, costs), limits, _changes, max_trials).schedule
+def _changes(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    """Yields changed rows that may shorten the critical path: no change elsewhere can."""
+    # A `B` is split, a `W` moves behind the next few actions, or two neighbours change places.
+    for span in timeline.critical_path:
+        device, tick, action = span.device, span.tick, span.action
+        row = timeline.schedule.rows[device]
+        if action.kind == "B":
+            split = (action.also("I"), action.also("W"))
+            yield device, (*row[:tick], *split, *row[tick + 1 :])
+        if action.kind == "W":
+            for reach in (1, 2, 4, len(row)):
+                after = row[tick + 1 :]
+                yield device, (*row[:tick], *after[:reach], action, *after[reach:])
+        elif tick and not _depends(action, row[tick - 1]):
+            yield device, (*row[: tick - 1], action, row[tick - 1], *row[tick + 1 :])
 
 
-def _climbed(
+def _depends(later: Action, earlier: Action) -> bool:
+    same = later.also("F") == earlier.also("F")
+    return same or (later.kind == earlier.kind and later.stage == earlier.stage)
+
+
+def improved(
     best: Timeline,
     limits: Sequence[int],
-    changes: Callable[[Timeline], Iterator[tuple[int, tuple[Action, ...]]]],
     max_trials: int,
+    changes: Callable[[Timeline], Iterator[tuple[int, tuple[Action, ...]]]] = _changes,
 ) -> Timeline:
     """Takes the first of `changes` (device, row) that shortens the step, and repeats."""
     trials = 0
-    improved = True
-    while improved:
-        improved = False
+    is_shorter = True
+    while is_shorter:
+        is_shorter = False
         for device, row in changes(best):
             if trials >= max_trials:
                 return best
@@ -422,7 +411,7 @@ def _climbed(
                 continue  # Out of order or a deadlock.
             if _climbing_score(timeline) < _climbing_score(best):
                 best = timeline
-                improved = True
+                is_shorter = True
                 break
     return best
 
@@ -430,35 +419,6 @@ def _climbed(
 def _climbing_score(timeline: Timeline) -> tuple[float, float]:
     # The second number lets changes that only help together be found one by one.
     return (timeline.makespan, sum(row[-1] for row in timeline.ends if row))
-
-
-def _changes(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """Yields changed rows that may shorten the critical path."""
-    # A `B` is split, a `W` moves behind the next few actions, or two neighbours change places.
-    for span in timeline.critical_path:
-        device, tick, action = span.device, span.tick, span.action
-        row = timeline.schedule.rows[device]
-        if action.kind == "B":
-            split = (action.also("I"), action.also("W"))
-            yield device, (*row[:tick], *split, *row[tick + 1 :])
-        if action.kind == "W":
-            for reach in (1, 2, 4, len(row)):
-                yield (
-                    device,
-                    (
-                        *row[:tick],
-                        *row[tick + 1 : tick + 1 + reach],
-                        action,
-                        *row[tick + 1 + reach :],
-                    ),
-                )
-        elif tick and not _depends(action, row[tick - 1]):
-            yield device, (*row[: tick - 1], action, row[tick - 1], *row[tick + 1 :])
-
-
-def _depends(later: Action, earlier: Action) -> bool:
-    same = later.also("F") == earlier.also("F")
-    return same or (later.kind == earlier.kind and later.stage == earlier.stage)
 
 
 def recompute(
@@ -525,7 +485,7 @@ def recompute(
                 f"memory_limits[{device}] is {limit}, but device {device} holds {need} even with "
                 "every recomputation right before its backward"
             )
-    return validate(_climbed(late, limits, _moves, _MAX_TRIALS).schedule)
+    return validate(improved(late, limits, _MAX_TRIALS, _moves).schedule)
 
 
 def _with_recomputation(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:
@@ -545,7 +505,5 @@ def _moves(timeline: Timeline) -> Iterator[tuple[int, tuple[Action, ...]]]:
         starts, ends = timeline.starts[device], timeline.ends[device]
         for tick in range(span.tick - 1, row.index(action.also("F")), -1):
             if starts[tick] > ends[tick - 1]:
-                yield (
-                    device,
-                    (*row[:tick], action, *row[tick : span.tick], *row[span.tick + 1 :]),
-                )
+                between = row[tick : span.tick]
+                yield device, (*row[:tick], action, *between, *row[span.tick + 1 :])

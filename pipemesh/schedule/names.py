@@ -98,10 +98,10 @@ def parse(text: object, for_layers: bool = False) -> ParsedName:
         return ParsedName(FILE, rest=rest)
     name = SEARCHED if word == SEARCHED else _CANONICAL.get(word)
     if name is None:
-        raise ScheduleError(
-            f"unknown schedule {text!r}; {_did_you_mean(word, for_layers)}there are "
-            f"{listing(for_layers)}"
-        )
+        spellings = [s for s, n in _CANONICAL.items() if NAMES[n].trains_layers or not for_layers]
+        spellings += [FILE] if for_layers else [FILE, SEARCHED]
+        hint = did_you_mean(word, spellings, cutoff=0.5)
+        raise ScheduleError(f"unknown schedule {text!r}; {hint}there are {listing(for_layers)}")
     if not colon:
         return ParsedName(name)
     known = NAMES.get(name)
@@ -142,7 +142,11 @@ def help_text() -> str:
         >>> print(help_text().splitlines()[1])
           1f1b (or one_f_one_b)                        a forward and a backward in turn
     """
-    rows = [(_spelling(name), known.summary + _default(known)) for name, known in NAMES.items()]
+    rows: list[tuple[str, str]] = []
+    for name, known in NAMES.items():
+        default = known.num_slices if known.num_slices > 1 else known.stages_a_device
+        number = f" ({default} by default)" if known.number else ""
+        rows.append((_spelling(name), known.summary + number))
     rows.append(("file:PATH", "a table of `pipemesh schedule --csv` or `--text`"))
     rows.append((SEARCHED, "searched for costs, by `pipemesh schedule` alone"))
     return "\n".join(f"  {spelling:44} {what}" for spelling, what in rows)
@@ -152,20 +156,3 @@ def _spelling(name: str) -> str:
     known = NAMES[name]
     number = {"slices": ":Q", "": ""}.get(known.number, ":V")
     return f"{known.short}{number} (or {name}{number})" if known.short else name + number
-
-
-def _default(known: ScheduleName) -> str:
-    if not known.number:
-        return ""
-    default = known.num_slices if known.num_slices > 1 else known.stages_a_device
-    return f" ({default} by default)"
-
-
-def _did_you_mean(word: str, for_layers: bool) -> str:
-    spellings = [
-        spelling
-        for spelling, name in _CANONICAL.items()
-        if NAMES[name].trains_layers or not for_layers
-    ]
-    spellings += [FILE] if for_layers else [FILE, SEARCHED]
-    return did_you_mean(word, spellings, cutoff=0.5)

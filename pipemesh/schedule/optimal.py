@@ -39,7 +39,6 @@ from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import simulate
 from pipemesh.schedule.validate import validate
 
-Rows = tuple[tuple[Action, ...], ...]
 # Time beyond that of the search, to start a process and to make the model.
 _SPARE_SECONDS = 120.0
 _SOLVER = "ortools.sat.python.cp_model"
@@ -166,14 +165,13 @@ def _on_placement(
         return best
     scale = _ticks_a_unit(costs.per_stage(len(placement)))
     ticks = _in_ticks(costs, scale, len(placement))
-    rows, bound = solve(ticks, start, limits, seconds, workers)
+    found, bound = solve(ticks, start, limits, seconds, workers)
     # Durations were rounded down, which makes no schedule longer: the bound holds for the costs.
     best = dataclasses.replace(best, lower_bound=max(known, float(bound / scale)))
-    if rows is not None:
-        schedule = validate(Schedule(rows, placement, num_microbatches))
-        makespan = simulate(schedule, costs).makespan
+    if found is not None:
+        makespan = simulate(validate(found), costs).makespan
         if makespan < best.makespan:
-            best = Optimum(schedule, makespan, best.lower_bound)
+            best = Optimum(found, makespan, best.lower_bound)
     assert best.lower_bound <= best.makespan * (1 + 1e-9), "the bound is none"
     return dataclasses.replace(best, lower_bound=min(best.lower_bound, best.makespan))
 
@@ -220,15 +218,13 @@ def check_installed() -> None:
 
 def solve(
     costs: StageCosts, start: Schedule, limits: tuple[int, ...], seconds: float, workers: int
-) -> tuple[Rows | None, Fraction]:
-    """Solves a `Question` in a process of its own, which has loaded OR-tools and no TensorFlow."""
+) -> tuple[Schedule | None, Fraction]:
+    """Answers a `Question` in a process of its own, which has loaded OR-tools and no TensorFlow."""
     # Both bring libraries of the same names: a process that has loaded TensorFlow 2.21 and then
     # solves with OR-tools 9.15 ends in a segmentation fault. So the caller loads neither.
     question = {
         "costs": dataclasses.astuple(costs),
-        "rows": [[str(action) for action in row] for row in start.rows],
-        "stage_devices": start.stage_devices,
-        "num_microbatches": start.num_microbatches,
+        "start": str(start),
         "limits": limits,
         "seconds": seconds,
         "workers": workers,
@@ -255,26 +251,18 @@ def solve(
             + (f": {lines[-1]}" if lines else "")
         )
     answer = json.loads(done.stdout)
-    rows = answer["rows"] and tuple(tuple(map(Action.from_text, row)) for row in answer["rows"])
-    return rows, Fraction(answer["bound"])
+    best = answer["best"] and Schedule.from_text(answer["best"])
+    return best, Fraction(answer["bound"])
 
 
 def main() -> None:
     """Solves the question on standard input and prints the answer."""
     question: Any = json.load(sys.stdin)
-    rows = tuple(tuple(map(Action.from_text, row)) for row in question["rows"])
-    placement, number = tuple(question["stage_devices"]), question["num_microbatches"]
-    problem = Question(
-        importlib.import_module(_SOLVER),
-        StageCosts(*map(tuple, question["costs"])),
-        placement,
-        number,
-        question["limits"],
-    )
-    start = Schedule(rows, placement, number)
-    best, bound = problem.answer(start, question["seconds"], question["workers"])
-    answer = None if best is None else [[str(action) for action in row] for row in best]
-    print(json.dumps({"rows": answer, "bound": str(bound)}))
+    costs, start = question["costs"], Schedule.from_text(question["start"])
+    solver = importlib.import_module(_SOLVER)
+    problem = Question(solver, StageCosts(*map(tuple, costs)), start, question["limits"])
+    best, bound = problem.answer(question["seconds"], question["workers"])
+    print(json.dumps({"best": best and str(best), "bound": str(bound)}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,25 +284,22 @@ class Question:
         self,
         solver: Any,
         costs: StageCosts,
-        placement: Sequence[int],
-        num_microbatches: int,
+        start: Schedule,
         limits: Sequence[int],
     ) -> None:
         self._solver = solver
         self._costs = costs
-        self._placement = placement
-        self._num_microbatches = num_microbatches
+        self._start = start
+        self._placement, self._num_microbatches = start.stage_devices, start.num_microbatches
         self._limits = limits
         self._model = solver.CpModel()
         self._horizon = 0
 
-    def answer(
-        self, start: Schedule, seconds: float, workers: int
-    ) -> tuple[tuple[tuple[Action, ...], ...] | None, Fraction]:
-        """Returns the best rows, None if none were found in time, and a bound in ticks."""
+    def answer(self, seconds: float, workers: int) -> tuple[Schedule | None, Fraction]:
+        """Returns the best schedule, None if none was found in time, and a bound in ticks."""
         model = self._model
         ticks = Costs(*dataclasses.astuple(self._costs))
-        timeline = simulate(start, ticks)
+        timeline = simulate(self._start, ticks)
         bound = math.ceil(
             lower_bound(ticks, self._placement, self._num_microbatches, self._limits) - 1e-6
         )
@@ -344,7 +329,7 @@ class Question:
         status = run.solve(model)
         proved = Fraction(max(bound, math.ceil(run.best_objective_bound - 1e-6)))
         if status in (self._solver.OPTIMAL, self._solver.FEASIBLE):
-            return self._rows(run, pairs), proved
+            return self._schedule(run, pairs), proved
         assert status == self._solver.UNKNOWN, f"{run.status_name(status)}: {model.validate()}"
         return None, Fraction(bound)
 
@@ -412,9 +397,7 @@ class Question:
         size = self._model.new_int_var(0, self._horizon, "")
         return self._model.new_interval_var(start, size, end, "")
 
-    def _rows(
-        self, run: Any, pairs: dict[tuple[int, int], _Pair]
-    ) -> tuple[tuple[Action, ...], ...]:
+    def _schedule(self, run: Any, pairs: dict[tuple[int, int], _Pair]) -> Schedule:
         rows: list[list[tuple[int, Action]]] = [[] for _ in self._limits]
         for (stage, m), pair in pairs.items():
             row = rows[self._placement[stage]]
@@ -423,4 +406,5 @@ class Question:
             row.append((run.value(pair.grad), Action(stage, "B" if whole else "I", m)))
             if not whole:
                 row.append((run.value(pair.weight), Action(stage, "W", m)))
-        return tuple(tuple(action for _, action in sorted(row)) for row in rows)
+        in_order = tuple(tuple(action for _, action in sorted(row)) for row in rows)
+        return dataclasses.replace(self._start, rows=in_order)

@@ -85,12 +85,7 @@ class Schedule:
         return not any(action.kind in "BIW" for row in self.rows for action in row)
 
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """Returns the (stage, piece) pairs that have an `R`; piece `m * num_slices + slice`.
-
-        Example:
-            >>> sorted(Schedule.from_text("0F0 0F1 0R0 0B0 0B1").recomputed())
-            [(0, 0)]
-        """
+        """Returns the (stage, piece) pairs that have an `R`; piece `m * num_slices + slice`."""
         return frozenset(
             (action.stage, self.piece(action))
             for row in self.rows
@@ -127,11 +122,6 @@ class Schedule:
         """Returns the (stage, piece) pairs whose backward follows their forward immediately.
 
         A piece is numbered as in `recomputed`: without slices it is a microbatch.
-
-        Example:
-            >>> from pipemesh.schedule import gpipe
-            >>> sorted(gpipe(2, 3).turns_at_once())
-            [(0, 2), (1, 2)]
         """
         return frozenset(
             (first.stage, self.piece(first))
@@ -141,14 +131,7 @@ class Schedule:
         )
 
     def only_forward(self) -> Schedule:
-        """Returns the forward actions alone, on the same devices, for inference.
-
-        Example:
-            >>> from pipemesh.schedule import one_f_one_b
-            >>> print(one_f_one_b(2, 2).only_forward())
-            0: 0F0 0F1
-            1: 1F0 1F1
-        """
+        """Returns the forward actions alone, on the same devices, for inference."""
         rows = tuple(tuple(a for a in row if a.kind == "F") for row in self.rows)
         return dataclasses.replace(self, rows=rows)
 
@@ -156,16 +139,7 @@ class Schedule:
         return self.to_text()
 
     def to_text(self) -> str:
-        """Writes one line a device: its index, a colon and its actions.
-
-        Returns:
-            Text that `from_text` parses back.
-
-        Example:
-            >>> from pipemesh.schedule import one_f_one_b
-            >>> one_f_one_b(2, 2).to_text()
-            '0: 0F0 0F1 0B0 0B1\\n1: 1F0 1B0 1F1 1B1'
-        """
+        """Returns one line a device, its index, a colon and its actions; `from_text` parses it."""
         return "\n".join(
             f"{device}: {' '.join(map(str, row))}".rstrip() for device, row in enumerate(self.rows)
         )

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule.builders import BUILDERS, SLICED, build
+from pipemesh.schedule.builders import SLICED, build
 from pipemesh.schedule.checks import check_indices, check_type
 from pipemesh.schedule.costs import Costs, costs_from_text, costs_to_text
 from pipemesh.schedule.csv import from_csv
@@ -51,7 +51,7 @@ class ScheduleSpec:
         """
         parsed = parse(text, for_layers=True)
         if parsed.name == FILE:
-            table = read_schedule(parsed.rest)
+            table, _ = read_table(parsed.rest)
             return cls(FILE, table.num_stages // table.num_devices, table)
         if parsed.name == SEARCHED:
             raise ScheduleError(
@@ -70,9 +70,7 @@ class ScheduleSpec:
         if self.name in SLICED:
             return build(f"{self.name}:{self.num_slices}", num_devices, num_microbatches)
         if self.table is None:
-            open_number = BUILDERS[self.name].takes_virtual_stages
-            virtual = self.stages_a_device if open_number else None
-            return build(self.name, num_devices, num_microbatches, virtual)
+            return build(self.name, num_devices, num_microbatches, self.stages_a_device)
         counts = self.table.num_devices, self.table.num_microbatches
         if counts != (num_devices, num_microbatches):
             raise ScheduleError(
@@ -88,10 +86,6 @@ class ScheduleSpec:
         Raises:
             ScheduleError: a count is bad, the stages cannot be spread over devices, or the file's
                 table is for other counts.
-
-        Example:
-            >>> ScheduleSpec.from_text("zb_v").for_stages(4, 4).num_devices
-            2
         """
         (num_stages,) = check_indices("num_stages", [num_stages])
         if self.table is not None and self.table.num_stages == num_stages:
@@ -115,11 +109,6 @@ _COSTS = re.compile(r"# costs of an action: (.*)")
 def text_with_costs(schedule: Schedule, costs: Costs) -> str:
     """Writes a table as text, with the costs of its actions in a comment before it."""
     return f"# costs of an action: {costs_to_text(costs)}\n{schedule.to_text()}\n"
-
-
-def read_schedule(path: str) -> Schedule:
-    """Reads the table of a file without its costs; see `read_table`."""
-    return read_table(path)[0]
 
 
 def read_table(path: str) -> tuple[Schedule, Costs | None]:

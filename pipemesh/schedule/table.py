@@ -125,13 +125,11 @@ def _check_complete(schedule: Schedule, ticks: list[int]) -> None:
         forward, full, input_grad, weight_grad, _ = (
             ticks[kind * block + unit] != NOTHING for kind in range(len(KINDS))
         )
-        if forward and (forward_only or full ^ (input_grad and weight_grad)):
-            if not (full and (input_grad or weight_grad)):
-                continue
+        is_twice = full and (input_grad or weight_grad)
+        if forward and not is_twice and (forward_only or full or (input_grad and weight_grad)):
+            continue
         stage, piece = divmod(unit, schedule.num_pieces)
-        if not forward:
-            raise _missing(schedule, _action(schedule, "F", stage, piece))
-        if full:
+        if forward and is_twice:
             other = "I" if input_grad else "W"
             tick = ticks[(INPUT_GRAD if input_grad else WEIGHT_GRAD) * block + unit]
             raise cell_error(
@@ -141,11 +139,8 @@ def _check_complete(schedule: Schedule, ticks: list[int]) -> None:
                 f"is part of {_action(schedule, 'B', stage, piece)}, which this device does too; "
                 f"keep either the B or the I and the W, so drop this {other} or that B",
             )
-        if input_grad:
-            raise _missing(schedule, _action(schedule, "W", stage, piece))
-        if weight_grad:
-            raise _missing(schedule, _action(schedule, "I", stage, piece))
-        raise _missing(schedule, _action(schedule, "B", stage, piece))
+        kind = "F" if not forward else "W" if input_grad else "I" if weight_grad else "B"
+        raise _missing(schedule, _action(schedule, kind, stage, piece))
 
 
 def _missing(schedule: Schedule, action: Action) -> ScheduleError:

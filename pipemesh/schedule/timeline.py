@@ -113,13 +113,7 @@ class Timeline:
 
     @cached_property
     def peak_inputs(self) -> tuple[int, ...]:
-        """For each device the most pairs of which only what `R` starts from is held.
-
-        Example:
-            >>> from pipemesh.schedule import Schedule, simulate
-            >>> simulate(Schedule.from_text("0F0 0F1 0R0 0B0 0R1 0B1")).peak_inputs
-            (2,)
-        """
+        """For each device the most pairs of which only what `R` starts from is held."""
         peaks: list[int] = []
         for row in self.schedule.rows:
             again = _recomputations(row)
@@ -182,11 +176,6 @@ class Timeline:
         slices, and as many recomputations on each stage. No more: on no device more (stage,
         microbatch) pairs than here. Proved in `pipemesh.schedule.bounds` for the costs as they
         are; a measured or jittered makespan may be below it.
-
-        Example:
-            >>> from pipemesh.schedule import one_f_one_b, simulate, zb_h1
-            >>> [simulate(build(4, 8)).lower_bound for build in (one_f_one_b, zb_h1)]
-            [30.0, 27.0]
         """
         schedule = self.schedule
         again = Counter(stage for stage, _ in schedule.recomputed())
@@ -214,13 +203,7 @@ class Timeline:
         return round(max(0.0, self.makespan - bound) / bound, 12) if bound else 0.0
 
     def spans(self) -> Iterator[Span]:
-        """Yields every action with its time, device by device.
-
-        Example:
-            >>> from pipemesh.schedule import forward_only, simulate
-            >>> [str(span.action) for span in simulate(forward_only(1, 2)).spans()]
-            ['0F0', '0F1']
-        """
+        """Yields every action with its time, device by device."""
         for device, row in enumerate(self.schedule.rows):
             times = zip(self.starts[device], self.ends[device], strict=True)
             for tick, (action, (start, end)) in enumerate(zip(row, times, strict=True)):
@@ -228,9 +211,6 @@ class Timeline:
 
     def activations(self, device: int) -> tuple[tuple[float, int], ...]:
         """Returns the number of (stage, microbatch) pairs that a device holds over time.
-
-        Args:
-            device: index of the device.
 
         Returns:
             (time, pairs held from then on) at every change, in order of time. A peak that lasts no

@@ -18,9 +18,7 @@ a device may hold a received value some rounds before it consumes it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.simulate import rounds
@@ -28,22 +26,22 @@ from pipemesh.schedule.table import compile_table
 
 
 @dataclasses.dataclass(frozen=True)
-class Send:
-    """A send of the result of `action` to `device`; it returns when `device` receives."""
+class Transfer:
+    """A result on its way; each end of it returns when the other device has come to it, too."""
 
     action: Action
     device: int
+
+
+class Send(Transfer):
+    """A send of the result of `action` to `device`."""
 
     def __str__(self) -> str:
         return f"send({self.action} to {self.device})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Receive:
-    """A receive of the result of `action` from `device`; it returns when `device` sends."""
-
-    action: Action
-    device: int
+class Receive(Transfer):
+    """A receive of the result of `action` from `device`."""
 
     def __str__(self) -> str:
         return f"receive({self.action} from {self.device})"
@@ -104,7 +102,7 @@ def validate(schedule: Schedule) -> Schedule:
         >>> print(validate(Schedule.from_text("0F0 0F1 0B0 0B1")))
         0: 0F0 0F1 0B0 0B1
     """
-    check_rendezvous(insert_transfers(schedule))
+    rounds(schedule)
     return schedule
 
 
@@ -127,30 +125,3 @@ def insert_transfers(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
                 steps[device].append(Send(action, target))
                 steps[target].append(Receive(action, device))
     return tuple(map(tuple, steps))
-
-
-def check_rendezvous(steps: Sequence[Sequence[Step]]) -> None:
-    """Runs the steps of all devices with blocking sends and receives."""
-    position = [0] * len(steps)
-    runnable = list(range(len(steps)))
-    while runnable:
-        device = runnable.pop()
-        row = steps[device]
-        while position[device] < len(row):
-            step = row[position[device]]
-            if not isinstance(step, Action):
-                peer = step.device
-                theirs = steps[peer]
-                wanted = (Receive if isinstance(step, Send) else Send)(step.action, device)
-                if position[peer] >= len(theirs) or theirs[position[peer]] != wanted:
-                    break  # The peer wakes this device when it comes to the matching step.
-                position[peer] += 1
-                runnable.append(peer)
-            position[device] += 1
-    stuck = [
-        f"device {device} waits at step {tick} in {steps[device][tick]}"
-        for device, tick in enumerate(position)
-        if tick < len(steps[device])
-    ]
-    if stuck:
-        raise ScheduleError("deadlock: " + "; ".join(stuck))

@@ -35,17 +35,8 @@ class Evaluation:
         self._evaluate = tf.function(lambda batch: trained.evaluate(batch, select), autograph=False)
 
     def outcome(self, batch: Any) -> Any:
-        """Returns what `wanted` selects of a batch's results."""
-        with watch.during("evaluation"):
-            try:
-                with self._trained.cluster(do_eval=True):
-                    return self._evaluate(batch)
-            except tf.errors.OpError as error:
-                watch.check_workers(error)
-                explained = self._trained.explain(error)
-                if explained is None:
-                    raise
-                raise TrainingError(f"evaluation: {explained}") from error
+        """Returns what `select` selects of a batch's results."""
+        return _computed(self._trained, "evaluation", self._evaluate, batch)
 
     def score(self, batch: Any) -> Score:
         """Returns the score of a batch."""
@@ -56,16 +47,11 @@ class Evaluation:
     ) -> Score | None:
         """Returns the score of batches, or None if `stopped` returned True before one of them."""
         total = self._subject.nothing()
-        iterator = iter(batches)
-        while not stopped():
-            try:
-                batch = next(iterator, None)
-            except tf.errors.OpError as error:
-                raise vanished(error) from error
-            if batch is None:
-                return total
+        for batch in _each(batches):
+            if stopped():
+                return None
             total += self.score(batch)
-        return None
+        return total
 
 
 def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
@@ -85,10 +71,7 @@ def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:
         DataError: there is no held-out data, or it cannot be read.
     """
     trained = restored(subject, checkpoint, subject.task_with_input(is_trained=False))
-    # Read the data after the model is built: its initializers reset the state of tokenizers.
-    batches = subject.heldout_data()
-    if batches is None:
-        raise DataError(f"{subject.name} has no held-out data; define Dev() or Test() of its class")
+    batches = _heldout(subject)
     score = Evaluation(subject, trained).of(batches)
     # Without `stopped` there is always a score.
     assert score is not None
@@ -100,11 +83,42 @@ def restored(subject: Subject, checkpoint: str, task: Any = None) -> TrainedTask
     trained = TrainedTask(
         task or subject.task(), subject.plan, subject.device_type, subject.seed, learns=False
     )
-    state = trained.state()
     if not os.path.exists(f"{checkpoint}.index"):
         raise CheckpointError(f"there is no checkpoint {checkpoint!r}")
-    restore(checkpoint, state)
+    restore(checkpoint, trained.state())
     return trained
+
+
+def _computed(trained: TrainedTask, doing: str, compute: Callable[[Any], Any], batch: Any) -> Any:
+    """Runs a graph that does not train; `doing` names it in errors."""
+    with watch.during(doing):
+        try:
+            with trained.cluster(do_eval=True):
+                return compute(batch)
+        except tf.errors.OpError as error:
+            watch.check_workers(error)
+            explained = trained.explain(error)
+            if explained is None:
+                raise
+            raise TrainingError(f"{doing}: {explained}") from error
+
+
+def _heldout(subject: Subject) -> Iterable[Any]:
+    """Returns the held-out batches; call it after the model is built, as its initializers reset the
+    state of tokenizers.
+    """
+    batches = subject.heldout_data()
+    if batches is None:
+        raise DataError(f"{subject.name} has no held-out data; define Dev() or Test() of its class")
+    return batches
+
+
+def _each(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields held-out batches."""
+    try:
+        yield from batches
+    except tf.errors.OpError as error:
+        raise vanished(error) from error
 
 
 def scored(subject: Subject, batch: Any, outcome: Any, loss: str) -> Score:
@@ -133,36 +147,18 @@ class Predictor:
                 "overridden)"
             )
         self._trained = restored(subject, checkpoint, subject.task_with_input(is_trained=False))
-        self._batches = subject.heldout_data()
-        if self._batches is None:
-            raise DataError(
-                f"{subject.name} has no held-out data; define Dev() or Test() of its class"
-            )
+        self._batches = _heldout(subject)
         self.left_out: set[str] = set()
         self._predict = tf.function(self._trained.predict, autograph=False)
 
     def examples(self) -> Iterator[dict[str, np.ndarray]]:
         """Yields the predictions for each held-out example in order, without padding."""
-        iterator = iter(self._batches or ())
-        while True:
-            try:
-                batch = next(iterator, None)
-            except tf.errors.OpError as error:
-                raise vanished(error) from error
-            if batch is None:
-                return
+        for batch in _each(self._batches):
             yield from self._of(batch)
 
     def _of(self, batch: Any) -> Iterator[dict[str, np.ndarray]]:
         rows = rows_of(batch)
-        try:
-            with self._trained.cluster(do_eval=True):
-                predictions = self._predict(batch)
-        except tf.errors.OpError as error:
-            explained = self._trained.explain(error)
-            if explained is None:
-                raise
-            raise TrainingError(f"prediction: {explained}") from error
+        predictions = _computed(self._trained, "prediction", self._predict, batch)
         # Values in a map need no prefix.
         named = {name.removeprefix(f"{_ONE}."): value for name, value in _arrays(_ONE, predictions)}
         kept = {name: value for name, value in named.items() if value.shape[:1] == (rows,)}

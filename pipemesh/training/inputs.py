@@ -53,10 +53,10 @@ def heldout_batches(params: Any) -> Iterable[Any]:
 
 def _batch_size(params: Any) -> int:
     """Returns the number of examples in each batch; 0 if unknown."""
-    limits = set(params.bucket_batch_limit) if "bucket_batch_limit" in params else set()
-    if "batch_size" not in params and len(limits) == 1:
-        return limits.pop()
-    return params.batch_size if "batch_size" in params else 0
+    if "batch_size" in params:
+        return params.batch_size
+    limits = {*params.bucket_batch_limit} if "bucket_batch_limit" in params else set()
+    return limits.pop() if len(limits) == 1 else 0
 
 
 def _dataset(params: Any, filters: list[str] | None = None) -> tf.data.Dataset:

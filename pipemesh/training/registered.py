@@ -20,6 +20,7 @@ from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.text import is_missing, nearest, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
+from pipemesh.training.lingvo_params import params_within
 from pipemesh.training.subject import Subject
 
 # The attribute of a class that receives the plan before its `Task` is called.
@@ -95,11 +96,7 @@ class RegisteredModel(Subject):
                 )
         plan = getattr(config, _PLAN, None)
         if isinstance(plan, Plan):
-            # Without a pipeline only the precision of the plan matters.
-            kept = (
-                {"compute_dtype": plan.to_values()["compute_dtype"]} if plain else plan.to_values()
-            )
-            self.plan = Plan.from_values({**kept, **values})
+            self.plan = Plan.from_values(_of_plan(plan.to_values(), plain) | values)
             setattr(config, _PLAN, self.plan)
             self._task = config.Task()
         else:
@@ -235,40 +232,29 @@ def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
     return plan.mesh if isinstance(plan, Plan) else None
 
 
-def stacks_of(params: Any, kind: type = PipeliningLayer) -> list[Any]:
+def stacks_of(params: Any) -> list[Any]:
     """Returns the params of the outermost pipelined stacks within a layer's params."""
-    stacks: list[Any] = []
-
-    def enter(_: str, value: Any) -> bool:
-        layer_class = getattr(value, "cls", None)
-        is_stack = inspect.isclass(layer_class) and issubclass(layer_class, kind)
-        if is_stack:
-            stacks.append(value)
-        return not is_stack
-
-    params.Visit(lambda *_: None, enter_fn=enter)
-    return stacks
+    return params_within(params, PipeliningLayer)
 
 
-def _lingvos(task: Any) -> str:
-    """Returns advice about stacks of lingvo's own pipeline class; "" if a task has none."""
-    if not stacks_of(task, gpipe.PipeliningLayer):
-        return ""
-    return (
-        "the PipeliningLayer of lingvo.core.gpipe; call pipemesh.layers.replace_gpipe() before its "
-        "module imports lingvo"
-    )
+def _of_plan(values: Mapping[str, str], plain: bool) -> dict[str, str]:
+    """Returns the values of a plan that count: without a pipeline only its precision."""
+    return {name: text for name, text in values.items() if name == "compute_dtype" or not plain}
 
 
 def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
     """Returns the plan of a task that declares its stages itself, and applies it to its stacks."""
     stacks = stacks_of(task)
     if not stacks:
+        lingvos = params_within(task, gpipe.PipeliningLayer) and (
+            "the PipeliningLayer of lingvo.core.gpipe; call pipemesh.layers.replace_gpipe() before "
+            "its module imports lingvo"
+        )
         of_pipelines = [n for n in (*PARAMS, "boundaries") if n in values]
         if of_pipelines:
             raise PlanError(
                 f"{of_pipelines[0]}={values[of_pipelines[0]]}: {name} has "
-                f"{_lingvos(task) or 'no PipeliningLayer, for which it is; leave it out'}"
+                f"{lingvos or 'no PipeliningLayer, for which it is; leave it out'}"
             )
         plan = Plan.from_values(values)
         if plan.mesh.num_devices > 1:
@@ -276,7 +262,7 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
                 "no PipeliningLayer, so it computes on one device; put its layers into one, or "
                 "leave the mesh out"
             )
-            raise PlanError(f"mesh={plan.mesh}: {name} has {_lingvos(task) or otherwise}")
+            raise PlanError(f"mesh={plan.mesh}: {name} has {lingvos or otherwise}")
         return plan
     if "boundaries" in values:
         raise PlanError(
@@ -291,15 +277,16 @@ def _plan_of(task: Any, name: str, values: dict[str, str], plain: bool) -> Plan:
                 "layouts of their own, but there is one cluster; leave mesh_shape and layout of "
                 "its stacks out"
             )
-    own = values_of(first)
-    if plain:
-        # Without a pipeline only the precision of the plan matters.
-        own = {name: text for name, text in own.items() if name == "compute_dtype"}
-    own |= values
+    own = _of_plan(values_of(first), plain) | values
     if "mesh" not in own:
         own["mesh"] = str(first.mesh_shape or f"layers:{_places(first, values, name)}")
     plan = Plan.from_values(own)
-    _check_no_idle_home(plan, stacks, values, name)
+    needed = max(_places(stack, values, name) for stack in stacks)
+    if plan.mesh.num_stages > needed and not plan.allow_idle:
+        raise PlanError(
+            f"mesh={plan.mesh}: the stages of {name} need {needed} along the axis 'layers', so "
+            f"other devices would idle; use layers:{needed}, or set allow_idle"
+        )
     for stack in stacks:
         set_plan(stack, plan, values)
         # The cluster carries both.
@@ -313,18 +300,6 @@ def _places(stack: Any, values: Mapping[str, str], name: str) -> int:
         return num_places(stack, values.get("schedule", stack.schedule))
     except PipelineError as error:
         raise PlanError(f"{stack.name} of {name}: {error}") from error
-
-
-def _check_no_idle_home(
-    plan: Plan, stacks: Sequence[Any], values: Mapping[str, str], name: str
-) -> None:
-    """Checks that the stages need all of the mesh's indices along `layers`."""
-    needed = max(_places(stack, values, name) for stack in stacks)
-    if plan.mesh.num_stages > needed and not plan.allow_idle:
-        raise PlanError(
-            f"mesh={plan.mesh}: the stages of {name} need {needed} along the axis 'layers', so "
-            f"other devices would idle; use layers:{needed}, or set allow_idle"
-        )
 
 
 def _heldout_of(config: Any, name: str, dataset: str | None) -> str | None:

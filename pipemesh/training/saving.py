@@ -61,13 +61,8 @@ class Saving:
     def restore(self, path: str) -> str:
         """Restores variables from a checkpoint; `Batches.go_to` restores the data position.
 
-        A damaged checkpoint is set aside with a warning, and the one before it is restored.
-
-        Args:
-            path: path of the checkpoint.
-
-        Returns:
-            Path of the restored checkpoint.
+        A damaged checkpoint is set aside with a warning, and the one before it is restored. Returns
+        the path of the restored one.
 
         Raises:
             CheckpointError: its tensors differ from the model's. Or it is damaged, and there is no
@@ -109,14 +104,8 @@ class Saving:
             self._checkpoints.track(**{NAME: batches.iterator})
 
     def begin(self, step: int, note: Mapping[str, Any], score: float | None = None) -> None:
-        """Begins to save the current state.
-
-        It becomes a checkpoint when `confirm` reports that the weights are good.
-
-        Args:
-            step: the number of finished steps.
-            note: see `Checkpoints.begin`.
-            score: score of the weights, lower is better; None if they were not evaluated.
+        """Begins to save the current state, which becomes a checkpoint when `confirm` reports that
+        the weights are good; for the arguments see `Checkpoints.begin`.
 
         Raises:
             SaveError: the checkpoint before cannot be written; this one has begun.
@@ -129,15 +118,12 @@ class Saving:
                 self._batches.saved(path)
 
     def save(self, step: int, note: Mapping[str, Any], check: Callable[[], None]) -> str:
-        """Saves the current state, unless the newest checkpoint has this step.
+        """Saves the current state, unless the newest checkpoint has this step; returns the path.
 
         Args:
             step: the number of finished steps.
             note: see `Checkpoints.begin`.
             check: raises an error if the weights are bad.
-
-        Returns:
-            Path of the checkpoint.
 
         Raises:
             SaveError: the checkpoint cannot be written.
@@ -156,12 +142,7 @@ class Saving:
         return path
 
     def judge(self, path: str, score: float) -> None:
-        """Notes the score of a saved checkpoint.
-
-        Args:
-            path: path of the checkpoint.
-            score: its score, lower is better.
-        """
+        """Notes the score of a saved checkpoint; lower is better."""
         # The score only decides which checkpoints are kept.
         with contextlib.suppress(OSError, CheckpointError):
             dataclasses.replace(Manifest.read(path), score=score).write(path)

@@ -63,13 +63,8 @@ class Means:
 
     @classmethod
     def of(cls, metrics: Mapping[str, tuple[Any, Any]], loss: str, amount: float) -> Means:
-        """Returns the score of a batch.
-
-        Args:
-            metrics: by name a scalar and its weight, as `FPropTower` returns them; others are left
-                out.
-            loss: the metric that ranks weights.
-            amount: examples in the batch.
+        """Returns the score of a batch of `amount` examples; `metrics` are those of `FPropTower`,
+        of which all but pairs of a scalar and its weight are left out.
         """
         sums = {}
         for name, (value, weight) in metrics.items():
@@ -162,20 +157,15 @@ class Subject(abc.ABC):
         """Returns the params of the lingvo task."""
 
     def task_with_input(self, is_trained: bool) -> Any:
-        """Returns the task's params with those of its input, which some tasks read.
-
-        Args:
-            is_trained: whether the input is for training, or held out.
+        """Returns the task's params with those of its training or held-out input, which some tasks
+        read.
         """
         del is_trained
         return self.task()
 
     @abc.abstractmethod
     def train_data(self, epoch: int) -> tf.data.Dataset:
-        """Returns an endless dataset of batches.
-
-        Args:
-            epoch: number of the first epoch, if the data differs by epoch.
+        """Returns an endless dataset of batches, from `epoch` on if the data differs by epoch.
 
         Raises:
             PipemeshError: the data cannot be read.
@@ -194,10 +184,8 @@ class Subject(abc.ABC):
         return ()
 
     def sample(self, batches: int) -> Sample:
-        """Returns batches for evaluation during the run: by default the first held-out ones.
-
-        Args:
-            batches: the largest number of batches.
+        """Returns at most `batches` batches for evaluation during the run: by default the first
+        held-out ones.
         """
         first = list(itertools.islice(self.heldout_data() or (), batches + 1))
         if len(first) <= batches:
@@ -206,22 +194,15 @@ class Subject(abc.ABC):
         return Sample(first[:batches], f"the first {batches} held-out batches")
 
     def outcome(self, metrics: Mapping[str, Any], per_example: Mapping[str, Any]) -> Any:
-        """Selects the results of a step that `score` needs; called while the graph is built.
-
-        Args:
-            metrics: the metrics from `FPropTower`, pairs of a scalar and its weight.
-            per_example: the tensors from `FPropTower` with one row for each example.
+        """Selects what `score` needs of the results of `FPropTower`: metrics, pairs of a scalar and
+        its weight, and tensors with a row for each example. It is called while the graph is built.
         """
         del per_example
         return dict(metrics)
 
     def score(self, batch: Any, outcome: Any, loss: str) -> Score:
-        """Returns the score of a batch.
-
-        Args:
-            batch: the batch.
-            outcome: the result of `outcome`, as arrays.
-            loss: name of the trained metric.
+        """Returns the score of a batch from the result of `outcome`, as arrays, and the name of the
+        trained metric.
         """
         return Means.of(outcome, loss, rows_of(batch))
 
@@ -245,12 +226,7 @@ class Subject(abc.ABC):
         return {}
 
     def epilogue(self, score: Score, batches: Iterable[Any]) -> Iterator[str]:
-        """Yields lines about the score at the end of a run.
-
-        Args:
-            score: score of the batches.
-            batches: the held-out batches.
-        """
+        """Yields lines about the score of held-out batches at the end of a run."""
         del score, batches
         return iter(())
 

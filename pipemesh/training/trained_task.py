@@ -30,8 +30,7 @@ from pipemesh.training.subject import SOURCE
 def prepare_optimizer(learner: Any, variables: Sequence[tf.Variable], step: tf.Variable) -> None:
     """Creates the optimizer's variables now.
 
-    A checkpoint can then be restored into them. TensorFlow traces the training function only once:
-    it retraces a function that creates variables.
+    A checkpoint can then be restored into them, and TensorFlow traces the training function once.
 
     Args:
         learner: a lingvo learner.
@@ -57,9 +56,8 @@ def all_or_none(
 ) -> Any:
     """Holds back all updates until all gradients are known to be finite.
 
-    lingvo checks each gradient separately, so a failed step leaves some weights new and some old.
-    Its optimizers also apply momentum of earlier steps, so zeros in place of a gradient do not
-    help.
+    lingvo checks each gradient separately, so a failed step leaves some weights new and some old;
+    its optimizers move weights by momentum even where a gradient is 0.
 
     Args:
         var_grads: a NestedMap of lingvo's pairs of variable and gradient; pass the function to

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledEr
 from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
 from pipemesh.layers.partition_layers import layer_flops
-from pipemesh.layers.pipeline.alike_stages import simd_cut
+from pipemesh.layers.pipeline.alike_stages import simd_split
 from pipemesh.recurrent import ActionClock, Marks, Placement, record_placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.text import columns
@@ -44,58 +45,46 @@ def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[st
     (inputs of a microbatch) are known, parameters, devices.
     """
     p = stack.params
-    cells = list(p.cell_tpl)
-    devices = [home.devices for home in stack.StageHomes()]
+    homes = [home.devices for home in stack.StageHomes()]
+    stages = [(str(i), cell, homes[i]) for i, cell in enumerate(p.cell_tpl)]
+    if p.lowering == "simd" and p.loss_inside and p.pipelined:
+        before, cells, behind = simd_split(p, p.cell_tpl)
+        everywhere = list(dict.fromkeys(device for home in homes for device in home))
+        stages = [
+            ("all", before, everywhere),
+            *((n, c, d) for (n, _, d), c in zip(stages, cells, strict=True)),
+            ("all", behind, everywhere),
+        ]
     flops = None
     if shapes is not None:
-        flops = layer_flops([layer for cell in cells for layer in layers_of(cell)], *shapes)
-    begin = 0
-    stages = [(str(number), cell, devices[number]) for number, cell in enumerate(cells)]
-    if p.lowering == "simd" and p.loss_inside and p.pipelined:
-        before, cells, behind = simd_cut(p).split(cells)
-        everywhere = list(dict.fromkeys(device for home in devices for device in home))
-        ends = [("all", cell, everywhere) for cell in (before, behind)]
-        stages = [
-            ends[0],
-            *((n, c, d) for (n, _, d), c in zip(stages, cells, strict=True)),
-            ends[1],
-        ]
-    last = "device" if len(devices[0]) == 1 else "devices"
+        flops = layer_flops([layer for cell in p.cell_tpl for layer in layers_of(cell)], *shapes)
+    last = "device" if len(homes[0]) == 1 else "devices"
     shares = () if flops is None else ("flops",)
     rows: list[tuple[str, ...]] = [("stage", "layers", *shares, "parameters", last)]
-    for number, cell, places in stages:
+    remaining = iter(flops or ())
+    for number, cell, devices in stages:
+        if cell is None:
+            continue
         layers = layers_of(cell)
-        end = begin + len(layers)
         if flops is not None:
-            shares = (f"{100 * sum(flops[begin:end]) / sum(flops):.1f}%",)
+            shares = (f"{sum(itertools.islice(remaining, len(layers))) / sum(flops):.1%}",)
+        runs = [(n, len(list(run))) for n, run in itertools.groupby(x.cls.__name__ for x in layers)]
         variables = stack.children[cell.name].vars.Flatten()
         rows.append(
             (
                 number,
-                _summary([layer.cls.__name__ for layer in layers]),
+                " + ".join(name if count == 1 else f"{count} {name}" for name, count in runs),
                 *shares,
                 f"{sum(v.shape.num_elements() for v in variables):,}",
-                " ".join(map(short_name, places)),
+                " ".join(map(short_name, devices)),
             )
         )
-        begin = end
     return rows
 
 
 def layers_of(cell: Any) -> list[Any]:
     """Returns the params of the layers in a stage's params."""
     return list(cell.sub) if "sub" in cell else [cell]
-
-
-def _summary(names: list[str]) -> str:
-    """Joins names, with repeated ones as `4 Block`."""
-    runs: list[tuple[int, str]] = []
-    for name in names:
-        if runs and runs[-1][1] == name:
-            runs[-1] = (runs[-1][0] + 1, name)
-        else:
-            runs.append((1, name))
-    return " + ".join(name if count == 1 else f"{count} {name}" for count, name in runs)
 
 
 # A healthy worker answers within milliseconds.
@@ -184,7 +173,8 @@ class Workers:
         for device in taken:
             if (task := task_of(device)) is not None:
                 by_task.setdefault(task, []).append(device)
-        expected = self._expected(costs) if costs and len(self._marks) == 1 else {}
+        # Flops of single devices are known of one pipeline.
+        expected = self._marks[0].shares(costs) if costs and len(self._marks) == 1 else {}
         rates = {
             task: sum(taken[d] for d in devices) / flops
             for task, devices in by_task.items()
@@ -199,11 +189,6 @@ class Workers:
             for task, devices in sorted(by_task.items())
         ]
 
-    def _expected(self, costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Returns each device's share of all flops."""
-        (marks,) = self._marks
-        return marks.shares(costs)
-
     def _name(self, device: str) -> str:
         task = task_of(device)
         return device if task is None else f"{self._watched.name(task)} {device[-5:]}"
@@ -211,15 +196,8 @@ class Workers:
 
 def _times(task: int, rates: Mapping[int, float]) -> float | None:
     others = [rate for other, rate in rates.items() if other != task]
-    if task not in rates or not others or not (usual := statistics.median(others)) > 0:
-        return None
-    return rates[task] / usual
-
-
-def followed(pipelines: Sequence[Any]) -> Workers | None:
-    """Follows the workers of pipelines whose graphs are not built yet; None if there are none."""
-    watched = watch.current()
-    return None if watched is None else Workers(pipelines, watched)
+    usual = statistics.median(others) if others else 0.0
+    return rates[task] / usual if task in rates and usual > 0 else None
 
 
 # Number of steps with timed actions.
@@ -246,6 +224,7 @@ class Trainer:
         workers: the workers that run its stages; None if this process does.
         best: the best score during the run, and the number of evaluations since without
             improvement.
+        batch: the last step's batch; None before the first step.
         judged: the step of the last evaluation during the run; 0 if there was none.
         keeps_place: whether it resumed at a position in the data.
         gradients: the last step's gradients by name, one for each variable of a weight; {} unless
@@ -307,8 +286,10 @@ class Trainer:
         self._skip = 0
         self.saving.follow(self._batches)
         self.report: Report | None = None
+        watched = watch.current()
         with self.trained.cluster():
-            self.workers = followed(self.trained.pipelines)
+            # Before graphs are built, which note the actions.
+            self.workers = watched and Workers(self.trained.pipelines, watched)
         for stack in self.trained.pipelines:
             stack.noted_run = lambda run, stack=stack: self._note_run(stack, run)
         self._tells_gradients = options.histogram_every > 0
@@ -316,7 +297,7 @@ class Trainer:
         self._train = tf.function(self._train_step, autograph=False)
         self._evaluation = Evaluation(subject, self.trained)
         self._is_first, self._was_skipped = True, False
-        self._last: Any = None
+        self.batch: Any = None
         # TensorFlow places graphs when they first run.
         self._check_placement = any(s.params.strict_devices for s in self.trained.pipelines)
 
@@ -400,7 +381,7 @@ class Trainer:
             TrainingError: an operation of a stage failed.
             DeviceError: with strict devices, a stage ran on another device.
         """
-        batch = self._last = self._next_batch()
+        batch = self.batch = self._next_batch()
         step = self.step + 1
         watch.begin(f"step {step}", is_step=True)
         graphs: Any = None
@@ -417,23 +398,21 @@ class Trainer:
         except tf.errors.OpError as error:
             # Variables on a lost worker cannot be restored.
             watch.check_workers(error)
-            if (rescaled := self.trained.take_back(error)) is not None:
-                self._check_devices(graphs)
+            rescaled, explained = self.trained.take_back(error), self.trained.explain(error)
+            if rescaled is None and not is_not_finite(f"{explained} {error.message}"):
+                if explained is None:
+                    raise
+                self.give_up(str(explained), step, error)
+            self._check_devices(graphs)
+            if rescaled is not None:
                 raise RescaledError(rescaled) from error
-            explained = self.trained.explain(error)
             if explained is None and LOSS_NOT_FINITE in error.message:
-                self._check_devices(graphs)
                 # The value arose outside of pipelines, which check their own.
                 raise NotFiniteError(LOSS_NOT_FINITE) from error
-            if is_not_finite(str(explained)) or is_not_finite(error.message):
-                self._check_devices(graphs)
-                # Locating it takes as long as the first step, so only the first of several such
-                # steps is located.
-                located = None if self._was_skipped else self._locate(batch)
-                raise NotFiniteError(str(located or explained or NOT_FINITE)) from error
-            if explained is None:
-                raise
-            self.give_up(str(explained), step, error)
+            # Locating it takes as long as the first step, so only the first of several such steps
+            # is located.
+            located = None if self._was_skipped else self._locate(batch)
+            raise NotFiniteError(str(located or explained or NOT_FINITE)) from error
         self._was_skipped = False
         watch.end_step()
         if self.workers:
@@ -482,20 +461,12 @@ class Trainer:
                 stack.locates_errors = False
         return None
 
-    @property
-    def batch(self) -> Any:
-        """Returns the last step's batch; None before the first step."""
-        return self._last
-
     def trace_schedule(self) -> tuple[Timeline, list[tuple[Timeline, float]]]:
-        """Trains six more steps with a clock, and returns when actions ran in the last five.
-
-        The first of the six builds the graph.
+        """Trains six more steps with a clock: one that builds the graph, and five that are timed.
 
         Returns:
-            The timeline predicted from the median duration of each stage's actions, and the
-            measured timelines with the seconds of their steps. Timelines are in milliseconds. The
-            step of median length comes first; the prediction starts from it.
+            The timeline predicted from the actions of the step of median length, and the measured
+            timelines, that step first, with the seconds of their steps; all in milliseconds.
         """
         stack = self.trained.pipelines[0]
         stack.clock = ActionClock()
@@ -529,14 +500,8 @@ class Trainer:
     def evaluate(
         self, batches: Iterable[Any], stopped: Callable[[], bool] = lambda: False
     ) -> Score | None:
-        """Scores held-out batches without dropout.
-
-        Args:
-            batches: `sample.batches`, or `whole`.
-            stopped: called before each batch; True stops the evaluation.
-
-        Returns:
-            The score; None if the evaluation was stopped.
+        """Scores held-out batches without dropout; returns None if `stopped`, which it calls before
+        each batch, is True.
 
         Raises:
             DataError: the held-out data cannot be read.
@@ -554,29 +519,18 @@ class Trainer:
             SaveError: the checkpoint cannot be written.
             TrainingError: the held-out loss of these weights is not finite; nothing is saved.
         """
+        return self.saving.save(self.step, self._note(), self._check_weights)
 
-        def check() -> None:
-            # A step's loss belongs to the weights before it, so the current weights are still
-            # unchecked.
-            batch = self.sample.batches[0] if self.sample.batches else self._last
-            if batch is None:
-                return
-            score = self.evaluate([batch])
-            if score is not None and not np.isfinite(score.judged):
-                self.give_up(f"the held-out loss is {score.judged}", self.step)
-
-        return self.saving.save(self.step, self._note(), check)
+    def _check_weights(self) -> None:
+        # A step's loss belongs to the weights before it, so the current weights are unchecked.
+        batch = self.sample.batches[0] if self.sample.batches else self.batch
+        score = None if batch is None else self.evaluate([batch])
+        if score is not None and not np.isfinite(score.judged):
+            self.give_up(f"the held-out loss is {score.judged}", self.step)
 
     def begin_save(self, score: float | None = None) -> None:
-        """Begins to save the current state.
-
-        It becomes a checkpoint when the next step shows that the weights are good.
-
-        Args:
-            score: score of the weights, lower is better; None if they were not evaluated.
-
-        Raises:
-            SaveError: the checkpoint before cannot be written; this one has begun.
+        """Begins to save the current state with its score, None if it was not evaluated. The next
+        step shows whether the weights are good; see `Saving.begin`.
         """
         self.saving.begin(self.step, self._note(), score)
 
@@ -593,16 +547,7 @@ class Trainer:
             self.workers.end_failed_step()
 
     def give_up(self, what: str, step: int, error: Exception | None = None) -> NoReturn:
-        """Ends the run with the last good state.
-
-        Args:
-            what: the failure.
-            step: the failed step.
-            error: the error that caused it.
-
-        Raises:
-            TrainingError: always.
-        """
+        """Ends the run with the last good state, by a TrainingError that names the failure."""
         self.saving.give_up()
         name = self.subject.rate_name or name_of_rate(self.subject.task())
         hint = f"; give a lower {name}" if is_not_finite(what) else ""

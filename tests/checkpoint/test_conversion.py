@@ -62,16 +62,8 @@ def test_the_step_of_another_programs_checkpoint_is_noted(tmp_path):
 @pytest.mark.parametrize(
     ("state", "more", "told"),
     [
-        (
-            {"w": None, "v": [1.0, 2.0]},
-            {},
-            "only .*ckpt-1 has 'w'; the nearest name in the other is ",
-        ),
-        (
-            {"w/Adam": [1.0, 2.0]},
-            {},
-            "only .*theirs has 'w/Adam'; the nearest name in the other is 'w'",
-        ),
+        ({"w": None, "v": [1.0, 2.0]}, {}, "only .*ckpt-1 has 'w'; the nearest name in the other"),
+        ({"w/Adam": [1.0, 2.0]}, {}, "only .*theirs has 'w/Adam'; the nearest .* other is 'w'"),
         ({"w": [1.0]}, {}, r"'w' of .*theirs is float32\[1\], but 'w' of .* is bfloat16\[2\]"),
         ({"w": [1, 2]}, {}, r"'w' of .*theirs is int32\[2\], but 'w' of .* is bfloat16\[2\]"),
         ({}, {"v": tf.Variable([1.0])}, "only .*ckpt-1 has 'v'"),

@@ -20,20 +20,9 @@ def names(tmp_path):
 
 
 def test_only_leftovers_are_removed(tmp_path):
-    stays = [
-        "ckpt-3.index",
-        f"ckpt-3.{DATA}",
-        "ckpt-3.manifest",
-        "ckpt-100.pt",
-        ".ckpt-notes.2",
-        f"damaged-ckpt-6.{DATA}",
-    ]
-    goes = [
-        f"ckpt-6_temp/ckpt-6.{DATA}",
-        "ckpt-6.manifest",
-        f"ckpt-6.{DATA}",
-        ".checkpoint.4711",
-    ]
+    stays = ["ckpt-3.index", f"ckpt-3.{DATA}", "ckpt-3.manifest", "ckpt-100.pt", ".ckpt-notes.2"]
+    stays.append(f"damaged-ckpt-6.{DATA}")
+    goes = [f"ckpt-6_temp/ckpt-6.{DATA}", "ckpt-6.manifest", f"ckpt-6.{DATA}", ".checkpoint.4711"]
     for name in [*stays, *goes]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

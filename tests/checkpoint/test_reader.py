@@ -37,15 +37,12 @@ def whole_of(sliced):
 @pytest.mark.parametrize("there", range(len(CUTS)))
 def test_every_cut_is_restored_from_every_other(tmp_path, there, dtype):
     path = Checkpoints(str(tmp_path), {"w": cut(*CUTS[there], WHOLE, dtype)}).save(1, {})
-    np.testing.assert_array_equal(tf.cast(read_whole(path), tf.float32), WHOLE)
+    whole = tf.constant(tf.train.load_checkpoint(path).get_tensor("w"))
+    np.testing.assert_array_equal(tf.cast(whole, tf.float32), WHOLE)
     for here, to in itertools.product(CUTS, (tf.float32, tf.bfloat16)):
         w = cut(*here, dtype=to)
         assert restore(path, {"w": w}) == []
         np.testing.assert_array_equal(whole_of(w), WHOLE)
-
-
-def read_whole(path):
-    return tf.constant(tf.train.load_checkpoint(path).get_tensor("w"))
 
 
 def test_an_iterator_goes_on_where_it_was(tmp_path):
@@ -71,14 +68,8 @@ def test_other_names_are_returned_missing_ones_are_errors(tmp_path):
     w.assign([0.0, 0.0])
     for wrong, told in (
         ({"a/v/var": w}, "has no 'a/v/var'; the nearest name that it has is 'a/w/var'"),
-        (
-            {"a/w/var": tf.Variable([0.0])},
-            r"'a/w/var' has shape \[2\] in the checkpoint, but .* \[1\];",
-        ),
-        (
-            {"a/n": tf.Variable(0.0)},
-            "'a/n' is int32 in the checkpoint, but the model needs float32;",
-        ),
+        ({"a/w/var": tf.Variable([0.0])}, r"'a/w/var' has shape \[2\] in the .*, but .* \[1\];"),
+        ({"a/n": tf.Variable(0.0)}, "'a/n' is int32 in the .*, but the model needs float32;"),
     ):
         with pytest.raises(CheckpointError, match=told):
             restore(path, {"a/w/var": w} | wrong)
@@ -104,25 +95,18 @@ def test_no_host_reads_all_at_once(tmp_path, monkeypatch):
     assert [v.numpy()[7] for v in tracked.values()] == list(range(10))
 
 
-def test_no_flipped_bit_of_a_tensor_or_the_index_passes(tmp_path):
+def test_no_flipped_bit_of_a_tensor_passes(tmp_path):
     w = tf.Variable(tf.random.stateless_normal([40, 50], [1, 2]))
     path = Checkpoints(str(tmp_path), {"w": w}).save(1, {})
-    rng = random.Random(0)
-    for name in (".data-00000-of-00001", ".index"):
-        with open(path + name, "rb") as file:
-            good = file.read()
-        for _ in range(60):
-            bad = bytearray(good)
-            bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
-            with open(path + name, "wb") as file:
-                file.write(bad)
-            if name == ".index":
-                # The manifest knows its digest; TensorFlow does not look at each of its bits.
-                continue
-            with pytest.raises(DamagedError, match=r"ckpt-1\.data-00000-\* cannot be read"):
-                restore(path, {"w": w})
-        with open(path + name, "wb") as file:
-            file.write(good)
+    data = tmp_path / "ckpt-1.data-00000-of-00001"
+    good, rng = data.read_bytes(), random.Random(0)
+    for _ in range(60):
+        bad = bytearray(good)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        data.write_bytes(bad)
+        with pytest.raises(DamagedError, match=r"ckpt-1\.data-00000-\* cannot be read"):
+            restore(path, {"w": w})
+    # The manifest has the digest of the index: TensorFlow does not look at each of its bits.
     os.truncate(f"{path}.index", 20)
     with pytest.raises(DamagedError, match=r"ckpt-1\.\* cannot be read"):
         contents(path)

@@ -11,7 +11,7 @@ from tests.models.one_billion_word.program import finish, open_process
 from tests.warm import warm
 
 SMALL = ["--steps=2", "--vocab_size=400", "--sequence_length=32", "--batch_size=4"]
-SMALL += ["--num_microbatches=2", "--eval_batches=1"]
+SMALL += ["--plain", "--eval_batches=1"]
 # The second one has characters that begin files and end lines elsewhere.
 TEXTS = ["The module", "\ufeffAn\u2028ex\x0bpression\r"]
 
@@ -27,7 +27,7 @@ def logdir(tmp_path_factory):
 
 @pytest.mark.slow
 def test_texts_are_continued_and_scored(logdir):
-    found = pipemesh.decode(TEXTS, logdir=logdir, max_tokens=3, beams=2, mesh_shape="layers:2")
+    found = pipemesh.decode(TEXTS, logdir=logdir, max_tokens=3, beams=2)
     assert [each.prompt for each in found] == TEXTS
     for each in found:
         assert len(each.tokens) == len(each.log_probs) == 3 or each.stopped
@@ -53,10 +53,9 @@ def test_texts_are_continued_and_scored(logdir):
         (["a"], {"logdir": "/no/such"}, "--logdir='/no/such' has no checkpoint; train first"),
     ],
 )
-@pytest.mark.parametrize("call", [pipemesh.decode, pipemesh.score])
-def test_what_cannot_be_had_is_an_error(call, texts, flags, message):
+def test_what_cannot_be_had_is_an_error(texts, flags, message):
     with pytest.raises(DecodingError, match=message):
-        call(texts, **flags)
+        pipemesh.decode(texts, **flags)
 
 
 def test_nothing_is_nothing():

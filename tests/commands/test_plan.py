@@ -69,28 +69,24 @@ def test_memory_limits_what_is_found(figures, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--devices", "2"], "give either --model"),
-        (["FIGURES", "--model", "a.B", "--devices", "2"], "give either --model"),
-        (
-            ["none.json", "--devices", "2"],
-            "none.json cannot be read: No such file or directory; give a file that `pipemesh plan",
-        ),
-        (["FIGURES", "--devices", "2", "--save", "x"], "--save is for what is measured"),
-        (["FIGURES", "--devices", "2", "--trials", "3"], "give --model=package.module.Class"),
-        (["FIGURES", "--devices", "2", "--trials", "-1"], "--trials is -1"),
-        (["FIGURES", "--devices", "2", "--fix", "schedule"], "must be NAME=VALUE"),
-        (["FIGURES", "--devices", "2", "--fix", "shedule=1f1b"], "did you mean 'schedule'?"),
-        (["FIGURES", "--devices", "2", "--fix", "schedule=1f1c"], "unknown schedule"),
-        (["FIGURES", "--devices", "0"], "devices is 0; it must be a whole number from 1 on"),
-        (["FIGURES", "--devices", "2", "--json", "/none/x"], "--json='/none/x' cannot be written"),
-        (["FIGURES", "--devices", "2", "--fix", "mesh=layers:4"], "4 devices, but there are 2"),
-        (["FIGURES", "--devices", "2", "--fix", "remat=fulll"], "did you mean 'full'?"),
-        (["FIGURES", "--devices", "2", "--count", "0"], "--count is 0"),
+        ("", "give either --model"),
+        ("FIGURES --model a.B", "give either --model"),
+        ("none.json", "none.json cannot be read: No such file or directory; give a file that `pip"),
+        ("FIGURES --save x", "--save is for what is measured"),
+        ("FIGURES --trials 3", "give --model=package.module.Class"),
+        ("FIGURES --trials -1", "--trials=-1: it must be at least 0"),
+        ("FIGURES --fix schedule", "must be NAME=VALUE"),
+        ("FIGURES --fix shedule=1f1b", "did you mean 'schedule'?"),
+        ("FIGURES --fix schedule=1f1c", "unknown schedule"),
+        ("FIGURES --devices 0", "devices is 0; it must be a whole number from 1 on"),
+        ("FIGURES --json /none/x", "--json='/none/x' cannot be written"),
+        ("FIGURES --fix mesh=layers:4", "4 devices, but there are 2"),
+        ("FIGURES --fix remat=fulll", "did you mean 'full'?"),
+        ("FIGURES --count 0", "--count=0: it must be at least 1"),
     ],
 )
 def test_mistakes_are_one_line(figures, words, told, capsys):
-    words = [figures if word == "FIGURES" else word for word in words]
-    assert main(["plan", *words]) == 2
+    assert main(["plan", "--devices=2", *words.replace("FIGURES", figures).split()]) == 2
     assert told in capsys.readouterr().err
 
 
@@ -228,7 +224,8 @@ def test_a_batch_that_nobody_knows_has_to_be_given(tmp_path, capsys):
 def test_figures_are_enough_without_tensorflow(figures):
     code = (
         "import sys; from pipemesh.commands.main import main; "
-        f"main(['plan', {figures!r}, '--devices', '2']); "
+        f"main(['plan', {figures!r}, '--devices=2']); "
+        f"main(['scale', {figures!r}, '--batch_size=8', '--devices=4', '--schedules=gpipe']); "
         "sys.exit('tensorflow' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)

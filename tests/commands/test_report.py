@@ -43,4 +43,4 @@ def test_errors_are_one_line(folders, tmp_path, capsys):
     assert refused(capsys, tmp_path).startswith(told)
     assert "does not exist" in refused(capsys, folders[0], tmp_path / "none")
     line = refused(capsys, folders[0], "--output", tmp_path / "no" / "page.html")
-    assert line.endswith("cannot be written (No such file or directory); give another --output")
+    assert line.endswith("cannot be written (No such file or directory); give another file")

@@ -13,7 +13,7 @@ from pipemesh.commands.texts import (
     EXPORT_FLAGS,
     SCORE_FLAGS,
     Stream,
-    _set_plain,
+    _check_folder,
     ended,
     read_texts,
 )
@@ -137,5 +137,5 @@ def test_a_model_is_not_written_where_tensorflow_cannot_load_it(tmp_path):
     FLAGS.declare(EXPORT_FLAGS)
     FLAGS.set("to", str(tmp_path / "lr[0.1]"))
     with pytest.raises(FlagError, match=r"loads no model from a path with \[ or"):
-        _set_plain()
+        _check_folder()
     assert not list(tmp_path.iterdir())

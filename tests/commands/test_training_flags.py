@@ -49,6 +49,8 @@ def test_the_best_plan_is_taken_said_kept_and_gone_on_with(tmp_path, figures):
 def test_of_the_best_plans_steps_are_run_if_that_is_asked_for(tmp_path, figures):
     _, path = figures
     flags = ["--mesh_shape=auto:2", f"--figures={path}", "--schedule=gpipe", "--plan_trials=2"]
+    # Small graphs.
+    flags += ["--num_microbatches=1", "--remat=none"]
     flags += ["--device_memory=1GB", "--steps=1", f"--logdir={tmp_path / 'run'}"]
     out = done("train", MODEL, *flags)
     (line,) = [line for line in out.splitlines() if line.startswith("chosen for 2 devices: ")]

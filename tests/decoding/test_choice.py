@@ -15,7 +15,7 @@ def shares(**options):
     """Returns the share of each token among the draws."""
     logits = tf.tile([tf.math.log(CHANCES)], [NUMBER, 1])
     seeds = tf.stack([tf.range(NUMBER), tf.ones([NUMBER], tf.int32)], -1)
-    ids, log_probs = Sampler(**options).drawn(logits, seeds)
+    ids, log_probs = tf.function(Sampler(**options).drawn)(logits, seeds)
     np.testing.assert_allclose(tf.exp(log_probs), CHANCES[ids.numpy()], rtol=1e-5)
     return np.bincount(ids.numpy(), minlength=5) / NUMBER
 

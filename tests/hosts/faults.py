@@ -40,11 +40,11 @@ def until(is_so, seconds):
         time.sleep(0.05)
 
 
-class Written:
-    """Output of a program so far, in files, so that it waits for no reader."""
+class Training:
+    """A training on workers; its output is in files, so it waits for no reader."""
 
-    def __init__(self, out, err):
-        self._out, self._err = out, err
+    def __init__(self, logdir, process, out, err):
+        self.logdir, self.process, self._out, self._err = logdir, process, out, err
 
     def events(self, kind):
         lines = self._out.read_text(encoding="utf-8").splitlines()
@@ -55,42 +55,29 @@ class Written:
     def err(self):
         return self._err.read_text(encoding="utf-8")
 
-
-class Training(Written):
-    """A training on workers that is under way."""
-
-    def __init__(self, logdir, process, out, err):
-        super().__init__(out, err)
-        self.logdir, self.process = logdir, process
-
     def workers(self):
         """The processes of those that a launcher has started."""
         return children(self.process.pid)
 
+    def _until(self, is_so, seconds):
+        def is_so_or_ended():
+            assert self.process.poll() is None, self.err[-3000:]
+            return is_so()
+
+        until(is_so_or_ended, seconds)
+
     def until_step(self, step, times=1, seconds=150):
         """Waits until a step was finished for so many times."""
-
-        def is_so():
-            assert self.process.poll() is None, self.err[-3000:]
-            return sum(event["step"] == step for event in self.events("step")) >= times
-
-        until(is_so, seconds)
+        self._until(
+            lambda: sum(event["step"] == step for event in self.events("step")) >= times, seconds
+        )
 
     def until_steps(self, number, seconds=150):
         """Waits until so many steps were finished, those counted that were lost again."""
-
-        def is_so():
-            assert self.process.poll() is None, self.err[-3000:]
-            return len(self.events("step")) >= number
-
-        until(is_so, seconds)
+        self._until(lambda: len(self.events("step")) >= number, seconds)
 
     def until_told(self, text, times=1, seconds=60):
-        def is_so():
-            assert self.process.poll() is None, self.err[-3000:]
-            return self.err.count(text) >= times
-
-        until(is_so, seconds)
+        self._until(lambda: self.err.count(text) >= times, seconds)
 
     def until_done(self, seconds=200):
         """Waits until it has ended well; returns its errors."""

@@ -91,13 +91,8 @@ def test_connecting_has_a_limit_and_names_the_worker():
         return lambda: b"" * ended.wait(60)
 
     with serving(answer) as address:
-        done = subprocess.run(
-            warm("-m", MODULE, address, "1"),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command = warm("-m", MODULE, address, "1")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         ended.set()
     assert done.returncode == 3, done.stderr[-3000:]
     told = f"connecting with worker 0 ({address})"

@@ -33,7 +33,9 @@ def test_invalid_workers_are_errors_at_once(words, told, capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
+)
 def test_a_worker_answers_unless_stopped_and_ends_by_a_signal(number):
     worker = start("--cpu_devices=3")
     try:

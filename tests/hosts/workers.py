@@ -15,12 +15,8 @@ SECONDS = 120
 
 def start(*arguments, command=COMMAND):
     """A worker that begins to start."""
-    return subprocess.Popen(
-        [*command, "--port=0", *arguments],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = [*command, "--port=0", *arguments]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def address_of(worker):

@@ -96,69 +96,26 @@ def instantiate(params):
 
 
 @pytest.mark.parametrize(
-    ("cells", "message"),
+    ("values", "message"),
     [
-        (lambda: stages()[0], r"cell_tpl is the Params of one layer; .*: \[params\]"),
-        (lambda: [Block, Block], r"cell_tpl\[0\] is .*Block.*; write Block\.Params\(\)"),
-        (lambda: [stage("s"), stage("s")], r"cell_tpl\[0\] and \[1\] are both named 's'"),
-    ],
-)
-@pytest.mark.parametrize("layer", [PipeliningLayer, SeqLayer])
-def test_what_is_no_list_of_stages_is_an_error(layer, cells, message):
-    params = layer.Params().Set(name="stack", cell_tpl=cells())
-    with pytest.raises(PipelineError, match=f"^stack: {message}"):
-        instantiate(params)
-
-
-def test_a_pipeline_without_stages_is_an_error():
-    with pytest.raises(PipelineError, match="cell_tpl is empty; a pipeline needs at least one st"):
-        instantiate(pipelined([]))
-
-
-@pytest.mark.parametrize(
-    ("before", "message"),
-    [
-        ([dense("")], r"before_tpl\[0\], a FCLayer, has no name"),
-        ([dense("s0")], "before_tpl and cell_tpl both have a layer named 's0'"),
-    ],
-    ids=["no name", "same name"],
-)
-def test_what_is_no_list_of_layers_before_the_stages_is_an_error(before, message):
-    with pytest.raises(PipelineError, match=f"^stack: {message}"):
-        instantiate(pipelined(stages(), before_tpl=before))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_micro_batches": "4"}, "num_micro_batches is '4'; it must be a whole number, 1 or"),
-        ({"num_micro_batches": 0}, "num_micro_batches is 0; it must be at least 1"),
-        ({"micro_batch_size": "2"}, "micro_batch_size is '2'; it must be a whole number"),
-        ({"batch_dim": -1}, "batch_dim is -1; it must be at least 0, .* 1 if time does"),
-        ({"loop": "yes"}, "loop is 'yes'; it must be True, False or None"),
-        ({"strict_devices": "no"}, "strict_devices is 'no'; it must be True or False"),
-        ({"loss_inside": "no"}, "loss_inside is 'no'; it must be True or False"),
-        ({"nested_map_fprop": "no"}, "nested_map_fprop is 'no'; it must be True or False"),
-        ({"state_dtype": "flaot32"}, "state_dtype is 'flaot32'; it must be a floating dtype"),
+        ({"cell_tpl": stages()[0]}, r"cell_tpl is the Params of one layer; .*: \[params\]"),
+        ({"before_tpl": [dense("")]}, r"before_tpl\[0\], a FCLayer, has no name"),
+        ({"before_tpl": [dense("s0")]}, "before_tpl and cell_tpl both have a layer named 's0'"),
         ({"fprop_dtype": "bf16"}, "fprop_dtype is 'bf16'; it must be a floating dtype"),
     ],
     ids=told,
 )
-def test_params_of_the_wrong_kind_are_errors_when_the_layer_is_made(kwargs, message):
+@pytest.mark.parametrize("layer", [PipeliningLayer, SeqLayer])
+def test_params_of_the_wrong_kind_are_errors_when_the_layer_is_made(layer, values, message):
+    params = layer.Params().Set(**{"name": "stack", "cell_tpl": stages(), **values})
     with pytest.raises(PipelineError, match=f"^stack: {message}"):
-        instantiate(pipelined(stages(), **kwargs))
+        instantiate(params)
 
 
-@pytest.mark.parametrize("schedule", [None, 3, gpipe, ["gpipe"], ""], ids=told)
+@pytest.mark.parametrize("schedule", [None, gpipe, ""], ids=told)
 def test_what_is_no_schedule_is_an_error_that_lists_them(schedule):
     with pytest.raises(ScheduleError, match=r"^stack: .*1f1b.* interleaved:V.* zb_h1"):
         instantiate(pipelined(stages(), schedule=schedule))
-
-
-def test_a_schedule_that_needs_the_loss_inside_says_which_params_to_set():
-    with pytest.raises(ScheduleError, match=r"'1f1b' .* set loss_inside=True .*'gpipe'") as found:
-        instantiate(pipelined(stages(), schedule="1f1b"))
-    assert "pipeline_loss" not in str(found.value)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +167,10 @@ def test_inputs_that_cannot_be_cut_are_errors_that_name_them(run, inputs, messag
     "function",
     [
         lambda x: tf.reduce_mean(x, axis=0, keepdims=True),
-        lambda x: tf.reduce_mean(x, axis=0),
-        lambda x: (x, tf.ones([2])),
         lambda x: np.ones([2, 3], np.float32),
         lambda x: tf.concat(tf.split(x, 2, axis=-1), axis=0),
     ],
-    ids=["kept", "rows", "constant", "numpy", "heads"],
+    ids=["kept", "numpy", "heads"],
 )
 def test_an_output_that_is_not_cut_along_the_batch_is_an_error_and_not_joined(run, function):
     with pytest.raises(
@@ -235,7 +190,7 @@ def test_an_output_of_unknown_size_is_an_error_that_says_how_to_set_its_shape(ru
     run(params, [X], num_devices=2).assert_close(expected)
 
 
-@pytest.mark.parametrize(("num_microbatches", "axis"), [(2, 1), (8, 1), (8, [1, 2])])
+@pytest.mark.parametrize(("num_microbatches", "axis"), [(2, 1), (8, [1, 2])])
 def test_an_output_that_has_the_size_of_a_microbatch_by_chance_is_an_error(
     run, num_microbatches, axis
 ):
@@ -247,11 +202,8 @@ def test_an_output_that_has_the_size_of_a_microbatch_by_chance_is_an_error(
         run(params, [X], num_devices=2)
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 8])
-def test_an_output_that_is_the_same_for_each_example_is_joined(run, num_microbatches):
-    params = pipelined(
-        stages(lambda x: (x, tf.ones([x.shape[0]]))), num_micro_batches=num_microbatches
-    )
+def test_an_output_that_is_the_same_for_each_example_is_joined(run):
+    params = pipelined(stages(lambda x: (x, tf.ones([x.shape[0]]))), num_micro_batches=8)
     assert run(params, [X], num_devices=2).outputs[1].shape == (8,)
 
 
@@ -259,42 +211,27 @@ def test_an_output_that_is_the_same_for_each_example_is_joined(run, num_microbat
     ("function", "message"),
     [
         (lambda x: None, "'s1' returns no tensor"),
-        (lambda x: "text", r"outputs\.0 is a str; .* give a tensor"),
-        (lambda x: tf.RaggedTensor.from_tensor(x), r"outputs\.0 is a RaggedTensor; .*to_tensor"),
         (lambda x: (x, [object()]), r"outputs\.1\.0 is an object"),
         (lambda x: 1.0, r"a scalar \(outputs\.0\).* set loss_inside=True"),
     ],
-    ids=["none", "str", "ragged", "object", "number"],
+    ids=["none", "object", "number"],
 )
 def test_outputs_that_are_no_tensors_are_errors_that_name_them(run, function, message):
     with pytest.raises(PipelineError, match=f"^stack: stage .*{message}"):
         run(pipelined(stages(function)), [X], num_devices=2)
 
 
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        (lambda x: (tf.reduce_sum(x), None), "and no weight after it"),
-        (lambda x: {"loss": tf.reduce_sum(x)}, r"outputs\.0\.loss: .* and no weight after it"),
-        (lambda x: (tf.reduce_sum(x), tf.constant("a")), r"string .*outputs\.1 is no weight"),
-        (lambda x: (tf.reduce_mean(x), float(x.shape[0])), "is a mean, Mean"),
-    ],
-)
-def test_a_head_that_returns_no_summed_loss_and_weight_is_told_what_to_return(run, head, message):
-    with pytest.raises(PipelineError, match=f"'s1'.*{message}.*summed weight.*return tf"):
-        run(pipelined(stages(head), loss_inside=True), [X], num_devices=2, loss=first)
+def test_a_head_that_returns_no_summed_loss_and_weight_is_told_what_to_return(run):
+    head = stages(lambda x: (tf.reduce_mean(x), float(x.shape[0])))
+    with pytest.raises(PipelineError, match=r"'s1'.*is a mean, Mean.*summed weight.*return tf"):
+        run(pipelined(head, loss_inside=True), [X], num_devices=2, loss=first)
+    # A mean for each microbatch with weight 1 is a loss.
+    params = pipelined(stages(lambda x: (tf.reduce_mean(x), 1)), loss_inside=True)
+    assert run(params, [X], num_devices=2, loss=first).outputs[1] == 4
 
 
-@pytest.mark.parametrize("weight", [1.0, 1])
-def test_a_mean_for_each_microbatch_with_weight_1_is_a_loss(run, weight):
-    head = stages(lambda x: (tf.reduce_mean(x), weight))
-    result = run(pipelined(head, loss_inside=True), [X], num_devices=2, loss=first)
-    assert result.outputs[1] == 4
-
-
-@pytest.mark.parametrize("metric", [lambda x: tf.ones([1]), lambda x: tf.reduce_sum(x, axis=0)])
-def test_a_metric_that_is_not_cut_along_the_batch_is_an_error(run, metric):
-    head = stages(lambda x: (tf.reduce_sum(x), 2.0, metric(x)))
+def test_a_metric_that_is_not_cut_along_the_batch_is_an_error(run):
+    head = stages(lambda x: (tf.reduce_sum(x), 2.0, tf.reduce_sum(x, axis=0)))
     with pytest.raises(
         PipelineError, match=r"output 2 of the last stage .* not cut along the batch"
     ):

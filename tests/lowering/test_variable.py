@@ -70,41 +70,6 @@ def test_numbers_are_spread_as_asked_for():
     assert uniform.min() >= -1 and uniform.max() < 3 and abs(uniform.mean() - 1) < 0.03
 
 
-def test_training_steps_are_equal_under_every_layout():
-    x, y = np.random.default_rng(0).standard_normal((2, 8, 4)).astype(np.float32)
-    found = []
-    for text in ("", "batch:a;hidden:b", "batch:b;io:a"):
-        rules = LayoutRules.from_text(text)
-        lowering = PlacementLowering(MESH, rules, DEVICES)
-
-        def variable(name, shape, seed, rules=rules):
-            layout = rules.tensor_layout(Shape.from_text(shape), MESH)
-            return Variable.create(name, layout, DEVICES, Normal(0.5, (seed, 0)))
-
-        weights = [variable("w1", "io:4;hidden:8", 1), variable("w2", "hidden:8;out:4", 2)]
-        parts = [part for weight in weights for part in weight.variables]
-
-        @tf.function(autograph=False)
-        def step(lowering=lowering, weights=weights, parts=parts):
-            with tf.GradientTape() as tape:
-                w1, w2 = (weight.tensor(lowering) for weight in weights)
-                inputs = ops.import_tensor(lowering, x, "batch:8;io:4")
-                hidden = ops.tanh(ops.einsum([inputs, w1], ["batch", "hidden"]))
-                out = ops.einsum([hidden, w2], ["batch", "out"])
-                error = out - ops.import_tensor(lowering, y, "batch:8;out:4")
-                loss = ops.reduce_mean(ops.square(error))
-            for part, grad in zip(parts, tape.gradient(loss.slices, parts), strict=True):
-                part.assign_sub(0.1 * grad)
-            return loss.slices[-1]
-
-        losses = [step().numpy() for _ in range(3)]
-        found.append((losses, weights[0].value().numpy()))
-    assert found[0][0][-1] < found[0][0][0]
-    for losses, value in found[1:]:
-        np.testing.assert_allclose(losses, found[0][0], rtol=1e-5)
-        np.testing.assert_allclose(value, found[0][1], rtol=1e-4, atol=1e-6)
-
-
 def test_slices_of_other_processes_are_missed_with_a_message():
     layout = LayoutRules().tensor_layout(SHAPE, MESH)
     half = Variable.create("w", layout, DEVICES[:4], Constant(0.0), first_processor=4)

@@ -1,5 +1,7 @@
 """The searches for the least bottleneck, against all cuts one after the other."""
 
+import operator
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,11 +9,12 @@ from hypothesis import strategies as st
 
 from pipemesh.partition.bottleneck import (
     UNDECIDED,
-    Greedy,
     alive,
     dense_bottleneck,
+    earliest_places,
     greedy_bottleneck,
     least_possible,
+    longest_stages,
     reachable_bottleneck,
     singles_fit,
 )
@@ -53,18 +56,20 @@ def test_longest_stages_bound_the_places_of_all_cuts(problem, bottleneck):
     if single is None or problem.size < problem.num_stages:
         return
     bottleneck += single
-    greedy = Greedy(problem)
-    ends, following = greedy.forward(bottleneck)
+    ends, following = longest_stages(problem, bottleneck)
     places = list(zip(*(cut for cut, _ in cuts_of(problem, bottleneck)), strict=True))
     if ends is None:
         assert not places
     else:
         assert ends == [max(column) for column in places]
-        assert greedy.backward(bottleneck) == [min(column) for column in places]
+        begins, least = earliest_places(problem, bottleneck), [min(column) for column in places]
+        assert all(map(operator.le, begins, least))
+        if not (problem.memory or problem.max_layers or problem.barriers or problem.pinned):
+            assert begins == least
     assert following > bottleneck or following == problem.forever
     for same in (bottleneck + 1, following - 1):
         if same < following:
-            assert greedy.forward(same)[0] == ends
+            assert longest_stages(problem, same)[0] == ends
 
 
 @settings(max_examples=200)

@@ -13,7 +13,6 @@ from pipemesh.partition.even_cut import (
     even_cut,
     infinity,
     least_squares,
-    monge_squares,
     squares_dtype,
 )
 from tests.partition.problems import (
@@ -86,34 +85,33 @@ def test_least_squares_in_numbers_and_blocks_of_all_kinds(problem, more, dtype):
         return
     sums = squares_by_cut(problem, best + more)
     for block in (1, 3, 256):
-        with mock.patch.object(searched, "_BLOCK", block):
+        with mock.patch.multiple(searched, _BLOCK=block, _ALL_PAIRS=10**6):
             cut, total = least_squares(problem, places_of(problem), best + more, dtype)
         assert total == sums[tuple(cut)] == min(sums.values())
     if best:
         assert least_squares(problem, places_of(problem), best - 1, dtype) is None
 
 
-@given(monotone_problems, st.integers(0, 20), st.sampled_from([np.int64, np.float64]))
+@given(monotone_problems, st.integers(0, 20), st.sampled_from([np.int64, object, np.float64]))
 def test_row_minima_that_move_one_way_find_the_least_squares(problem, more, dtype):
     best = optimum(problem)
     if best is None:
         return
     sums = squares_by_cut(problem, best + more)
-    for stride, block in ((2, 1), (2, 3), (12, 2_000_000)):
-        with mock.patch.multiple(searched, _STRIDE=stride, _BLOCK_NUMBERS=block):
-            cut, total = monge_squares(problem, places_of(problem), best + more, dtype)
-            assert total == sums[tuple(cut)] == min(sums.values())
-            if best:
-                assert monge_squares(problem, places_of(problem), best - 1, dtype) is None
+    with mock.patch.object(searched, "_ALL_PAIRS", 0):
+        cut, total = least_squares(problem, places_of(problem), best + more, dtype)
+        assert total == sums[tuple(cut)] == min(sums.values())
+        if best:
+            assert least_squares(problem, places_of(problem), best - 1, dtype) is None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_strides_over_many_rows_find_the_minimum_of_a_full_scan(seed):
+def test_row_minima_of_many_rows_find_the_minimum_of_a_full_scan(seed):
     random = np.random.default_rng(seed)
     problem = problem_of(random.integers(0, 9, 400).tolist(), 3)
     prefix = problem.prefix(0).astype(object)
     bottleneck = int(prefix[-1])
-    cut, total = monge_squares(problem, places_of(problem), bottleneck, np.int64)
+    cut, total = least_squares(problem, places_of(problem), bottleneck, np.int64)
     ends = np.arange(1, 400)
     first = prefix[ends][:, None] ** 2
     second = (prefix[ends][None, :] - prefix[ends][:, None]) ** 2
@@ -123,12 +121,11 @@ def test_strides_over_many_rows_find_the_minimum_of_a_full_scan(seed):
 
 
 @pytest.mark.parametrize("empty", [1, 2])
-@pytest.mark.parametrize("find", [least_squares, monge_squares])
-def test_a_boundary_without_places_allows_no_cut(find, empty):
+def test_a_boundary_without_places_allows_no_cut(empty):
     problem = problem_of([1.0] * 6, 3)
     places = places_of(problem)
     places[empty] = range(0)
-    assert find(problem, places, problem.forever) is None
+    assert least_squares(problem, places, problem.forever) is None
 
 
 def test_sums_of_squares_are_exact_where_that_is_affordable():

@@ -13,7 +13,7 @@ from pipemesh.schedule import Action, Schedule, ScheduleSpec, build, simulate, v
 from tests.partition.brute_force import best_key, key_of, number
 
 CASES = settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 MANY_CASES = settings(max_examples=8000, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -123,15 +123,7 @@ def large(monkeypatch):
         monkeypatch.setattr(f"pipemesh.partition.{module}.FEW_PAIRS", -1)
     monkeypatch.setattr("pipemesh.partition.even_cut._BLOCK", 2)
     monkeypatch.setattr("pipemesh.partition.even_cut._CORRIDOR", 1)
-    monkeypatch.setattr("pipemesh.partition.even_cut._STRIDE", 2)
-    monkeypatch.setattr("pipemesh.partition.even_cut._BLOCK_NUMBERS", 3)
-
-
-@CASES
-@given(st.data())
-def test_plain_costs(data):
-    layers = data.draw(stacks())
-    check(layers, data.draw(st.integers(1, min(5, len(layers)))), {})
+    monkeypatch.setattr("pipemesh.partition.even_cut._ALL_PAIRS", 2)
 
 
 def check_any_options(data, rounded=False):
@@ -151,17 +143,6 @@ def test_any_options(data):
 @pytest.mark.slow
 def test_any_options_in_large_problems(large, data):
     check_any_options(data, rounded=True)
-
-
-@CASES
-@given(st.data())
-@pytest.mark.slow
-def test_plain_costs_in_large_problems(large, data):
-    layers = data.draw(stacks())
-    stages = data.draw(st.integers(1, min(5, len(layers))))
-    keys = {"speeds", "max_layers", "fixed", "same_stage"}
-    options = data.draw(choices(layers, stages))
-    check(layers, stages, {k: v for k, v in options.items() if k in keys}, rounded=True)
 
 
 @CASES
@@ -253,7 +234,7 @@ def _stack_of(random, count):
     ]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_searches_of_large_problems_agree_with_the_dense_one(seed, request):
     random = np.random.default_rng(seed)
     layers = _stack_of(random, int(random.integers(40, 110)))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost, in_flight, partition
 from pipemesh.partition.costs import as_stack
-from pipemesh.partition.memory import SCHEDULES, at_once, memory_model
+from pipemesh.partition.memory import WITH_FORMULA, at_once, memory_model
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.schedule import build, simulate
 from pipemesh.schedule.names import NAMES
@@ -122,7 +122,7 @@ def test_invalid_schedules_are_refused():
         in_flight("pipe", 4, 4)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", WITH_FORMULA)
 @pytest.mark.parametrize("devices", [1, 2, 3, 5])
 def test_formulas_equal_the_tables(name, devices):
     for rounds in (1, 2, 3) if NAMES[name].is_open else (1,):
@@ -138,7 +138,7 @@ def test_formulas_equal_the_tables(name, devices):
 
 
 def test_an_unknown_number_of_microbatches_is_a_large_one():
-    for name in SCHEDULES:
+    for name in WITH_FORMULA:
         many = at_once(name, 10**9, 4)
         assert at_once(name, None, 4) == tuple(Fraction(round(share)) for share in many)
 

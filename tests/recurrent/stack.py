@@ -1,12 +1,14 @@
 """A stack of layers with every kind of gradient, plain and cut into stages with a loss."""
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Home, Options, Stage, pipeline_loss
 
-BATCH, WIDTH, VOCAB, LAYERS = 12, 4, 7, 8
+BATCH, WIDTH, VOCAB, LAYERS = 12, 4, 7, 4
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, VOCAB, [BATCH, 3])
 LABELS = RNG.normal(size=[BATCH, 3, WIDTH]).astype(np.float32)
@@ -140,6 +142,23 @@ def run_tf1(build, num_steps=3):
 
 
 RUNNERS = {"tf1": run_tf1, "tf2": run_tf2}
+
+
+@functools.cache
+def expected(mode):
+    return RUNNERS[mode](plain)
+
+
+def assert_equal(mode, build):
+    """Compares with the plain stack; returns the counts of microbatches, if there are some."""
+    loss, weight, grads, each, *counts, values = RUNNERS[mode](build)
+    plain_loss, plain_weight, plain_grads, plain_each, plain_values = expected(mode)
+    assert weight == plain_weight
+    wanted = [plain_loss, plain_each, *plain_grads, *plain_values]
+    for got, want in zip([loss, each, *grads, *values], wanted, strict=True):
+        # Sums of floats in another order differ relative to the largest ones.
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6 * max(1, np.abs(want).max()))
+    return [int(count) for of_stages in counts for count in of_stages]
 
 
 def as_numpy(tree):

@@ -1,45 +1,18 @@
 """What any pipeline must survive, seen from outside: one test a case."""
 
-import re
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import PipelineError, ScheduleError
+from pipemesh.errors import ScheduleError
 from pipemesh.randomness import layer_scope, plan_free_randomness
-from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
+from pipemesh.recurrent import Options, Stage, pipeline_loss
 from pipemesh.schedule import Schedule, gpipe, one_f_one_b, zb_h1
-from tests.pairwise import in_turn
-from tests.recurrent.stack import RUNNERS, pipelined
-from tests.recurrent.stack import plain as plain_stack
 
 WIDTH, BATCH = 3, 8
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[BATCH, WIDTH]).astype(np.float32)
 WEIGHTS = RNG.normal(size=[4, WIDTH, WIDTH]).astype(np.float32)
-
-
-@pytest.fixture(scope="module", params=RUNNERS)
-def mode(request):
-    run = RUNNERS[request.param]
-    return run, run(lambda theta: plain_stack(theta))
-
-
-@pytest.mark.parametrize(
-    ("mode", "num_stages", "num_microbatches"),
-    in_turn(list(RUNNERS), [(4, 2), (8, 3), (1, 4), (4, 1), (1, 1)]),
-    indirect=["mode"],
-)
-def test_few_microbatches_and_few_stages_equal_the_plain_model(mode, num_stages, num_microbatches):
-    run, (loss, weight, grads, each, weights) = mode
-    schedule = one_f_one_b(num_stages, num_microbatches)
-    got = run(lambda theta: pipelined(theta, schedule, remat="full"))
-    assert got[1] == weight
-    for a, b in zip(
-        [got[0], got[3], *got[2], *got[5]], [loss, each, *grads, *weights], strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * max(1, np.abs(b).max()))
 
 
 class Model:
@@ -126,7 +99,7 @@ def test_another_cut_changes_no_loss_and_no_gradients():
         return (tf.nn.dropout(dense(weight, h)[0], rate=0.3),)
 
     model = Model([noisy, noisy, noisy, squares])
-    for boundaries in ([0, 1, 4], [0, 3, 4], [0, 2, 3, 4], [0, 4]):
+    for boundaries in ([0, 1, 4], [0, 2, 3, 4]):
         model.assert_equal(boundaries, one_f_one_b(len(boundaries) - 1, 4))
 
 
@@ -136,35 +109,9 @@ def test_the_sum_of_a_loss_scales_exactly_with_its_mean():
         boundaries = [0, 2, 4]
         return model.loss_and_grads(lambda: model.pipelined(boundaries, schedule) / divisor)
 
-    for schedule in (one_f_one_b(2, 4), zb_h1(2, 8)):
-        for summed, mean in zip(grads(1, schedule), grads(BATCH, schedule), strict=True):
-            np.testing.assert_array_equal(summed, BATCH * mean)
-
-
-@pytest.mark.parametrize("remat", ["full", "none"])
-def test_the_backward_pass_drops_what_the_forward_pass_dropped(remat):
-    def drop(theta, carry, inputs, microbatch, step):
-        with layer_scope("drop"):
-            y = tf.nn.dropout(inputs[0], rate=0.5)
-        return [tf.reduce_sum(y), y], []
-
-    @tf.function(autograph=False)
-    def run(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss, (y,), _ = pipeline_loss(
-                [Stage("drop", drop, [], [], "CPU:0")],
-                [x],
-                one_f_one_b(1, 4),
-                step=tf.constant(3, tf.int64),
-                options=Options(remat=remat),
-            )
-        return y, tape.gradient(loss, x)
-
-    y, grad = run(tf.ones([8, 32]))
-    np.testing.assert_array_equal(y, grad)
-    assert 0.3 < np.mean(y.numpy() > 0) < 0.7
-    assert len(np.unique(y.numpy() > 0, axis=0)) == 8, "every example has a mask of its own"
+    schedule = zb_h1(2, 4)
+    for summed, mean in zip(grads(1, schedule), grads(BATCH, schedule), strict=True):
+        np.testing.assert_array_equal(summed, BATCH * mean)
 
 
 def test_a_tied_weight_has_one_gradient_and_one_entry(tmp_path):
@@ -195,58 +142,23 @@ def test_skip_connections_and_auxiliary_outputs_cross_stages():
         return (tf.reduce_sum((tf.matmul(h, weight) + skip) ** 2, axis=1) + 0.1 * auxiliary,)
 
     model = Model([start, middle, middle, end], inputs=(X, np.zeros(BATCH, np.float32)))
-    model.assert_equal([0, 1, 2, 3, 4], one_f_one_b(4, 4))
     model.assert_equal([0, 1, 2, 3, 4], zb_h1(4, 4), remat="none")
-
-
-def test_a_batch_that_does_not_divide_names_its_divisors():
-    model = Model([dense, squares], weights=WEIGHTS[:2])
-    with pytest.raises(PipelineError, match=r"batch of 8 does not divide into 3 .* 1, 2, 4, 8"):
-        model.loss_and_grads(lambda: model.pipelined([0, 1, 2], one_f_one_b(2, 3)))
-
-
-GOOD = zb_h1(2, 2)
-
-
-def changed(device, change):
-    rows = [list(map(str, row)) for row in GOOD.rows]
-    rows[device] = change(rows[device])
-    return "\n".join(" ".join(row) for row in rows)
-
-
-def without(cell):
-    return lambda row: [c for c in row if c != cell]
-
-
-def swapped(one, two):
-    return lambda row: [{one: two, two: one}.get(c, c) for c in row]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (changed(1, without("1F0")), r"device 1 never does 1F0; it belongs near tick \d"),
-        (changed(1, swapped("1I0", "1W0")), r"device 1, tick \d: .*1W0"),
-        (changed(1, swapped("1F0", "1I0")), r"device 1, tick 0: .*1I0"),
-        (changed(0, lambda row: ["1F1" if c == "0F1" else c for c in row]), r"device \d, tick \d"),
+        (
+            "0F0 0F1 0I0 0W0 0I1 0W1\n1I0 1W0 1F1 1I1 1W1",
+            r"device 1 never does 1F0; it belongs nea",
+        ),
+        ("0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1W0 1I0 1F1 1I1 1W1", r"device 1, tick 1: .*1W0"),
+        ("0F0 1F1 0I0 0W0 0I1 0W1\n1F0 1I0 1W0 1F1 1I1 1W1", r"device \d, tick \d"),
     ],
-    ids=["a missing F", "W before I", "swapped order", "a stage on two devices"],
+    ids=["a missing F", "W before I", "a stage on two devices"],
 )
 def test_a_corrupted_table_is_rejected_by_device_and_tick(text, message):
     schedule = Schedule.from_text(text)
     model = Model([dense, squares], weights=WEIGHTS[:2])
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(ScheduleError, match=message):
         model.loss_and_grads(lambda: model.pipelined([0, 1, 2], schedule))
-    assert re.search(message, str(caught.value)), str(caught.value)
-    if schedule.num_stages == 2:
-
-        @tf.function(autograph=False)
-        def outside():
-            stages = [
-                Stage(f"s{i}", lambda t, c, x, m, s: (list(x), []), [], [], "CPU:0")
-                for i in range(2)
-            ]
-            return pipeline(stages, [tf.constant(X)], schedule)
-
-        with pytest.raises(ScheduleError, match="device"):
-            outside()

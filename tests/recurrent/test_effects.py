@@ -9,7 +9,6 @@ import tensorflow as tf
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
 from pipemesh.schedule import gpipe, one_f_one_b
-from tests.pairwise import pairwise
 
 X = np.arange(8, dtype=np.float32)
 
@@ -40,10 +39,6 @@ def run_tf1(build):
         return session.run(build())
 
 
-MODES = pytest.mark.parametrize("run", [run_tf1, run_tf2])
-WAYS = [{}, {"loop": True}, {"remat": "none"}, {"check_numerics": "all"}]
-
-
 def asserted(x):
     tf.debugging.Assert(tf.reduce_all(x < 5), ["too large:", x])
     return x
@@ -60,7 +55,14 @@ def checked(x):
 @pytest.mark.filterwarnings("ignore:.*never used")
 @pytest.mark.parametrize(
     ("run", "body", "options"),
-    pairwise([run_tf1, run_tf2], [asserted, asserted_in_branch, checked], WAYS),
+    [
+        (run_tf1, asserted, {"loop": True}),
+        (run_tf1, asserted_in_branch, {}),
+        (run_tf1, checked, {"remat": "none"}),
+        (run_tf2, asserted, {"check_numerics": "all"}),
+        (run_tf2, asserted_in_branch, {"loop": True}),
+        (run_tf2, checked, {}),
+    ],
 )
 def test_an_assertion_in_a_stage_fires(run, body, options):
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
@@ -103,11 +105,14 @@ def test_an_assertion_in_a_stage_fires_without_a_gradient():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"loop": True}, {"remat": "none"}],
-    ids=["actions", "loop", "none"],
+    ("run", "options"),
+    [
+        (run_tf1, {}),
+        (run_tf1, {"loop": True}),
+        (run_tf2, {"remat": "none"}),
+        (run_tf2, {"loop": True}),
+    ],
 )
-@MODES
 def test_a_print_in_a_stage_says_which_microbatch_it_is_of(run, options, capfd):
     def body(x):
         tf.print("sees", x[0])

@@ -19,7 +19,6 @@ from pipemesh.recurrent import (
     predict_transfers,
 )
 from pipemesh.recurrent.forecast import DeviceMemory, Sizes
-from pipemesh.recurrent.table.machine import GRADS, KEPT, OUTPUTS
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import (
     Schedule,
@@ -31,6 +30,7 @@ from pipemesh.schedule import (
     recompute,
     zb_h1,
 )
+from pipemesh.schedule.action import GRADS, KEPT
 from tests.recurrent.sends import sends
 from tests.recurrent.table.small import MICROBATCHES, X, small_stages
 
@@ -45,8 +45,7 @@ def test_bytes_are_those_of_shapes_and_dtypes():
         sizes = Sizes(run_of(gpipe(2, MICROBATCHES)))
         assert (sizes.weights(1, [0]), sizes.sums(1, 0)) == (36, 36)
         assert sizes.values(KEPT, 1, 0) == 24
-        assert sizes.values(OUTPUTS, -1, 0) == sizes.values(GRADS, 1, 0) == 24
-        assert sizes.carries(0) == 4
+        assert sizes.values(GRADS, 1, 0) == 24
         half = Sizes(run_of(gpipe(2, MICROBATCHES), compute_dtype="bfloat16"))
         assert (half.weights(1, [0]), half.sums(1, 0)) == (18, 36)
 
@@ -131,8 +130,7 @@ def test_half_precision_halves_memory_except_gradients():
     assert half[0].gradients == full[0].gradients == np.prod([2, WIDTH, HIDDEN, FLOAT])
 
 
-@pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize(("remat", "loop"), [("full", True), ("none", False)])
 def test_constants_of_the_losses_gradient_are_not_kept(remat, loop):
     # Ones of the shape of y: a constant, if the optimizer can see it, of each backward action.
     microbatches, rows, width = 32, 1024, 256
@@ -270,7 +268,7 @@ def test_gradients_are_checked_where_they_lie():
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(("name", "owner"), [("1f1b", 0), ("zb_h1", 0), ("zb_h1", 1), ("zb_v", 1)])
+@pytest.mark.parametrize(("name", "owner"), [("1f1b", 0), ("zb_h1", 1), ("zb_v", 1)])
 def test_what_is_sent_is_what_is_predicted(name, owner):
     schedule = ScheduleSpec.from_text(name).build(2, 4)
     homes = [HOMES[device] for device in schedule.stage_devices]

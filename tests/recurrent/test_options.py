@@ -52,15 +52,14 @@ def test_gradients_are_checked_unless_their_overflow_is_expected(loss_scale):
     assert Options(loss_scale=loss_scale).check_numerics == "loss"
 
 
-@pytest.mark.parametrize("policy", CHECKS)
-def test_a_loss_scale_excludes_a_check_of_gradients(policy, loss_scale):
-    assert Options(check_numerics=policy).check_numerics == policy
-    if policy in ("all", "results"):
+def test_a_loss_scale_excludes_a_check_of_gradients(loss_scale):
+    for policy in CHECKS:
+        assert Options(check_numerics=policy).check_numerics == policy
+    for policy in ("all", "results"):
         with pytest.raises(PipelineError, match=f"check_numerics is '{policy}', but a loss_scale"):
             Options(check_numerics=policy, loss_scale=loss_scale)
-    else:
-        options = Options(check_numerics=policy, loss_scale=loss_scale)
-        assert options.check_numerics == policy
+    for policy in {*CHECKS} - {"all", "results"}:
+        assert Options(check_numerics=policy, loss_scale=loss_scale).check_numerics == policy
 
 
 @pytest.mark.parametrize(
@@ -87,12 +86,10 @@ def test_another_one_is_made_of_one_and_checked_again(loss_scale):
         options.batch_dim = 0
 
 
-TOLERANCE = {"bfloat16": 2e-2, "float16": 6e-3, "float32": 1e-6}
+TOLERANCE = {"bfloat16": 2e-2, "float16": 6e-3}
 
 
-@pytest.mark.parametrize(
-    ("mode", "dtype"), [("tf1", "float16"), ("tf2", "bfloat16"), ("tf2", "float32")]
-)
+@pytest.mark.parametrize(("mode", "dtype"), [("tf1", "float16"), ("tf2", "bfloat16")])
 def test_the_result_is_that_of_the_plain_model_in_that_precision(mode, dtype):
     """Dropout on: the masks of few bits are the same ones."""
     run = RUNNERS[mode]
@@ -112,7 +109,7 @@ def summed(theta, carry, inputs, microbatch, step):
 
 
 def test_gradients_are_summed_in_float32():
-    """In bfloat16, 256 + 1 is 256: a sum of a thousand ones would stop there."""
+    """In bfloat16, 256 + 1 is 256: a sum of ones would stop there."""
     weight = tf.Variable(1.0)
 
     @tf.function
@@ -120,12 +117,12 @@ def test_gradients_are_summed_in_float32():
         with tf.GradientTape() as tape:
             stages = [Stage("s", summed, [tf.convert_to_tensor(weight)], [], "CPU:0")]
             options = Options(compute_dtype="bfloat16")
-            loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 1000), options=options)
+            loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 300), options=options)
         return tape.gradient(loss, weight)
 
-    gradient = run(tf.ones([1000]))
+    gradient = run(tf.ones([300]))
     assert gradient.dtype == tf.float32
-    assert float(gradient) == 1000
+    assert float(gradient) == 300
 
 
 def tiny_gradient(loss_scale, inside):

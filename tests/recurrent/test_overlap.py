@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from pipemesh.recurrent import Options, Stage, current_slice, pipeline, pipeline_loss
 from pipemesh.schedule import Costs, gpipe, seq_one_f_one_b, simulate
+from tests.recurrent.calls import calling, calling_stages
 
 pytestmark = pytest.mark.serial
 WAIT = 0.02
@@ -22,38 +23,11 @@ class Clock:
         self.lock = threading.Lock()
         self.spans = []
 
-    def waiting(self, stage, kind):
-        def wait(x, microbatch, *_):
-            begin = time.perf_counter()
-            time.sleep(WAIT)
-            with self.lock:
-                self.spans.append((begin, time.perf_counter(), stage, kind, int(microbatch)))
-            return x
-
-        return wait
-
-
-def waiting_stage(clock, number):
-    def forward(theta, carry, inputs, microbatch, step):
-        @tf.custom_gradient
-        def cell(x):
-            y = tf.numpy_function(
-                clock.waiting(number, "F"), [x, microbatch], tf.float32, stateful=False
-            )
-            y.set_shape(x.shape)
-
-            def grad(dy):
-                dx = tf.numpy_function(
-                    clock.waiting(number, "B"), [dy, microbatch, y], tf.float32, stateful=False
-                )
-                dx.set_shape(dy.shape)
-                return dx
-
-            return y, grad
-
-        return [cell(inputs[0] * theta[0])], []
-
-    return forward
+    def wait(self, *action):
+        begin = time.perf_counter()
+        time.sleep(WAIT)
+        with self.lock:
+            self.spans.append((begin, time.perf_counter(), *action))
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -66,10 +40,7 @@ def test_waiting_stages_overlap_and_keep_the_order_of_their_rows(remat):
     @tf.function(autograph=False)
     def run(x):
         with tf.GradientTape() as tape:
-            stages = [
-                Stage(f"s{i}", waiting_stage(clock, i), [tf.convert_to_tensor(w)], [], f"CPU:{i}")
-                for i, w in enumerate(weights)
-            ]
+            stages = calling_stages(schedule, clock.wait, weights, has_loss=False)
             (y,), _ = pipeline(stages, [x], schedule, options=Options(remat=remat))
             loss = tf.reduce_sum(y * y)
         return tape.gradient(loss, weights)
@@ -105,12 +76,11 @@ def test_slices_take_as_long_as_their_simulation():
     weights = [tf.Variable(1.0) for _ in range(4)]
 
     def stage(number):
-        cell = waiting_stage(clock, number)
-
         def forward(theta, carry, inputs, microbatch, step):
             piece = current_slice()
             number_of_piece = microbatch * piece.count + piece.index
-            (y,), _ = cell(theta, [], [inputs[0] + carry[0]], number_of_piece, step)
+            x = (inputs[0] + carry[0]) * theta[0]
+            y = calling(x, number_of_piece, lambda *action: clock.wait(number, *action))
             return [tf.reduce_sum(y) if number == 3 else y], [0.5 * y]
 
         return Stage(

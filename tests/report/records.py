@@ -16,23 +16,10 @@ STAGES = [
 ]
 
 
-PLAN = {
-    "mesh": "layers:2",
-    "schedule": "1f1b",
-    "num_microbatches": "4",
-    "layout": "",
-    "remat": "none",
-}
-LAYERS = [
-    {
-        "name": "Block",
-        "flops": 1e9 * (1 + number),
-        "parameter_bytes": 1e6,
-        "activation_bytes": 1e6,
-        "output_bytes": 1e4,
-    }
-    for number in range(4)
-]
+PLAN = {"mesh": "layers:2", "schedule": "1f1b", "num_microbatches": "4", "layout": ""}
+PLAN["remat"] = "none"
+BYTES = {"parameter_bytes": 1e6, "activation_bytes": 1e6, "output_bytes": 1e4}
+LAYERS = [{"name": "Block", "flops": 1e9 * (1 + number), **BYTES} for number in range(4)]
 # Milliseconds of the step that was timed.
 TIMED = 200.0
 
@@ -66,13 +53,9 @@ def expected(told=()):
         del found["unpredicted"]
         ahead = predict(Plan("layers:2", num_microbatches=4, remat="none"), figures(), 16)
         found["figures"] = json.loads(figures().to_json())
-        found["predicted"] = {
-            "seconds": ahead.seconds,
-            "memory": ahead.memory,
-            "bubble": ahead.bubble,
-            "parts": ahead.parts,
-            "about": figures().about,
-        }
+        names = ("seconds", "memory", "bubble", "parts")
+        found["predicted"] = {name: getattr(ahead, name) for name in names}
+        found["predicted"]["about"] = figures().about
     return found
 
 

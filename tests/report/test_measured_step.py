@@ -6,7 +6,7 @@ import pytest
 
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, predict
-from pipemesh.plan.figures import Curve, LayerFigures, figures_of_costs
+from pipemesh.plan.figures import figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.stages import action_costs, stages_of
 from pipemesh.report import corrected, parts_of
@@ -28,45 +28,30 @@ def measured(real, costs=None):
     return Timeline(real.schedule, costs or real.costs, real.starts, real.ends)
 
 
+def paused(real, seconds):
+    """A step of one device that pauses before each action but the first."""
+    starts, ends = (
+        (tuple(time + seconds * n for n, time in enumerate(row)),)
+        for (row,) in (real.starts, real.ends)
+    )
+    return Timeline(real.schedule, real.costs, starts, ends)
+
+
 def test_step_as_simulated_has_no_other_parts():
-    found = times(measured(simulate(gpipe(4, 8), Costs(1, 2))))
+    found = times(simulate(gpipe(4, 8), Costs(1, 2)))
     assert found["work"] == 24 and found["filling and draining"] == 9
     assert [found[name] for name in NAMES[2:]] == [0] * 4
-
-
-def test_unequal_stages_are_imbalance():
-    found = times(measured(simulate(one_f_one_b(2, 4), Costs([1, 3], [2, 6]))))
+    found = times(simulate(one_f_one_b(2, 4), Costs([1, 3], [2, 6])))
     assert found["work"] == 24 and found["imbalance"] > 0
     assert [found[name] for name in NAMES[3:]] == [0] * 3
 
 
-def test_transfers_are_transfers():
-    costs = Costs(1, 2)
-    found = times(measured(simulate(gpipe(2, 3), Costs(1, 2, transfer=0.25)), costs))
+def test_transfers_pauses_and_slow_actions_are_told_apart():
+    found = times(measured(simulate(gpipe(2, 3), Costs(1, 2, transfer=0.25)), Costs(1, 2)))
     assert found["transfers"] == pytest.approx(0.5)
     assert [found[name] for name in NAMES[2:5]] == [0] * 3
-
-
-def test_early_start_is_overlap():
-    """The second stage begins with first results, 0.5 before the first stage's actions end."""
-    real = simulate(gpipe(2, 2), Costs(1, 2))
-    early = tuple(time - 0.5 for time in real.starts[1]), tuple(time - 0.5 for time in real.ends[1])
-    starts, ends = (
-        (rows[0], row) for rows, row in zip((real.starts, real.ends), early, strict=True)
-    )
-    found = times(Timeline(real.schedule, real.costs, starts, ends))
-    assert found["overhead"] >= 0 and found["transfers"] >= 0 > found["overlap"]
-
-
-def test_pauses_on_a_device_are_overhead():
-    real = simulate(gpipe(1, 2), Costs(1, 2))
-    starts = tuple(tuple(time + 0.5 * n for n, time in enumerate(row)) for row in real.starts)
-    ends = tuple(tuple(time + 0.5 * n for n, time in enumerate(row)) for row in real.ends)
-    found = times(Timeline(real.schedule, real.costs, starts, ends))
+    found = times(paused(simulate(gpipe(1, 2), Costs(1, 2)), 0.5))
     assert found["overhead"] == pytest.approx(1.5) and found["transfers"] == 0
-
-
-def test_slow_actions_are_variation():
     real = simulate(gpipe(1, 4), Costs(1, 2))
 
     def late(row, n):
@@ -76,6 +61,21 @@ def test_slow_actions_are_variation():
     found = times(Timeline(real.schedule, real.costs, starts, ends))
     assert found["variation"] == pytest.approx(3)
     assert found["overhead"] == found["transfers"] == pytest.approx(0)
+
+
+def test_early_start_is_overlap_and_no_wait():
+    """The second stage begins with first results, 0.5 before the first stage's actions end."""
+    real = simulate(gpipe(2, 2), Costs(1, 2))
+    early = tuple(time - 0.5 for time in real.starts[1]), tuple(time - 0.5 for time in real.ends[1])
+    starts, ends = (
+        (rows[0], row) for rows, row in zip((real.starts, real.ends), early, strict=True)
+    )
+    found = times(Timeline(real.schedule, real.costs, starts, ends))
+    assert found["overhead"] >= 0 and found["transfers"] >= 0 > found["overlap"]
+    real = simulate(gpipe(2, 1), Costs(1, 2))
+    early = real.starts[0], (real.starts[1][0] - 0.5, *real.starts[1][1:])
+    found = waits_of(Timeline(real.schedule, real.costs, early, real.ends))
+    assert (found.own, found.sent) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -94,42 +94,23 @@ def test_parts_of_any_step_add_up(schedule, seed):
 def test_waits_are_own_or_for_transfers():
     found = waits_of(simulate(one_f_one_b(2, 4), Costs(1, 2, transfer=0.25)))
     assert (found.own, found.sent) == (0, pytest.approx(0.25))
-    real = simulate(gpipe(1, 2), Costs(1, 2))
-    starts, ends = (
-        (tuple(time + 0.5 * n for n, time in enumerate(row)),)
-        for (row,) in (real.starts, real.ends)
-    )
-    found = waits_of(Timeline(real.schedule, real.costs, starts, ends))
+    found = waits_of(paused(simulate(gpipe(1, 2), Costs(1, 2)), 0.5))
     assert (found.own, found.sent) == (pytest.approx(0.5 * 3 / 4), 0)
-
-
-def test_early_start_is_no_wait():
-    real = simulate(gpipe(2, 1), Costs(1, 2))
-    early = [list(row) for row in real.starts]
-    early[1][0] -= 0.5
-    found = waits_of(Timeline(real.schedule, real.costs, tuple(map(tuple, early)), real.ends))
-    assert (found.own, found.sent) == (0, 0)
 
 
 BATCH = 16
 
 
-def flops(count=6, rows=4, **more):
+def flops(**more):
     """Layers whose seconds are flops, as a record has them."""
-    layers = figures_of_costs(
-        [LayerCost(1e9 * (1 + n), backward=2e9 * (1 + n)) for n in range(count)], rows
-    )
-    layers = [LayerFigures(e.name, e.seconds, 8, e.kept, Curve(((rows, 1.0),))) for e in layers]
-    return Figures(tuple(layers), **more)
+    costs = [LayerCost(1e9 * n, parameter_bytes=8, boundary_bytes=1) for n in range(1, 7)]
+    return Figures(tuple(figures_of_costs(costs, 4)), **more)
 
 
-def step_of(plan, figures, real):
+def step_of(plan, figures):
     """The step that figures make of a plan, without the time outside of its pipeline."""
     stages = stages_of(plan, figures, BATCH)
-    costs = action_costs(stages, figures)
-    if figures.cores is None:
-        return seen(simulate(stages.run, costs), plan) if real else costs
-    return seen(simulate(stages.run, costs, cores=figures.cores), plan)
+    return seen(simulate(stages.run, action_costs(stages, figures), cores=figures.cores), plan)
 
 
 def seen(timeline, plan):
@@ -147,18 +128,11 @@ def seen(timeline, plan):
 def truth(seed=0, cores=None):
     """Layers of which only a machine knows what they take."""
     draw = random.Random(seed)
+    held = {"parameter_bytes": 8.0, "activation_bytes": 4.0, "boundary_bytes": 1.0}
     costs = []
     for _ in range(6):
         forward = draw.uniform(0.01, 0.02)
-        costs.append(
-            LayerCost(
-                forward,
-                backward=draw.uniform(1.5, 2.5) * forward,
-                parameter_bytes=8.0,
-                activation_bytes=4.0,
-                boundary_bytes=1.0,
-            )
-        )
+        costs.append(LayerCost(forward, backward=draw.uniform(1.5, 2.5) * forward, **held))
     link = Link(2e-3, 1e9)
     return Figures(tuple(figures_of_costs(costs, 4)), fixed=0.05, transfer=link, cores=cores)
 
@@ -170,7 +144,7 @@ def test_timed_step_is_reproduced(schedule, remat, base):
     cuts = (0, 2, 6)
     plan = Plan("layers:2", schedule=schedule, num_microbatches=4, boundaries=cuts, remat=remat)
     real = truth()
-    timeline = step_of(plan, real, True)
+    timeline = step_of(plan, real)
     given = flops() if base == "flops" else truth(seed=5)
     found = corrected(given, plan, BATCH, timeline, timeline.makespan + 0.05)
     again = predict(plan, found, BATCH)
@@ -185,12 +159,7 @@ def test_timed_step_is_reproduced(schedule, remat, base):
 
 def test_pauses_become_overhead_of_actions():
     plan = Plan("layers:1", num_microbatches=8, boundaries=(0, 6), remat="none")
-    real = simulate(plan.table, Costs(0.1, 0.2))
-    starts, ends = (
-        (tuple(time + 0.03 * n for n, time in enumerate(row)),)
-        for (row,) in (real.starts, real.ends)
-    )
-    found = corrected(flops(), plan, BATCH, Timeline(plan.table, real.costs, starts, ends))
+    found = corrected(flops(), plan, BATCH, paused(simulate(plan.table, Costs(0.1, 0.2)), 0.03))
     # The first of sixteen has none before it.
     assert found.action == pytest.approx(0.03 * 15 / 16)
     assert predict(plan, found, BATCH).seconds == pytest.approx(8 * 0.3 + 15 * 0.03)
@@ -199,7 +168,7 @@ def test_pauses_become_overhead_of_actions():
 def test_sharing_of_cores_holds_under_other_plans():
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
     real = truth(cores=1.0)
-    shared = step_of(plan, real, True)
+    shared = step_of(plan, real)
     # A clock sees actions that were slowed down.
     taken = {}
     for span in shared.spans():
@@ -217,8 +186,7 @@ def test_sharing_of_cores_holds_under_other_plans():
 
 
 def test_layers_without_cost_are_equal():
-    nothing, line = Curve(((4, 0.0),)), Curve(((4, 1.0),))
-    layers = [LayerFigures(str(n), {"F": nothing, "B": nothing}, 0, nothing, line) for n in "abcd"]
+    layers = figures_of_costs([LayerCost(0.0, boundary_bytes=1)] * 4, 4)
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 4), remat="none")
     timeline = simulate(plan.table, Costs([0.3, 0.1], [0.6, 0.2]))
     found = corrected(Figures(tuple(layers)), plan, BATCH, timeline)
@@ -230,7 +198,7 @@ def test_optimizer_time_is_not_counted_twice():
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
     given = truth()
     update = Figures(given.layers, update=1e-3, optimizer=2.0, transfer=given.transfer)
-    timeline = step_of(plan, update, True)
+    timeline = step_of(plan, update)
     found = corrected(update, plan, BATCH, timeline, timeline.makespan + 0.03)
     parts = predict(plan, found, BATCH).parts
     assert parts["optimizer"] == pytest.approx(3 * 8 * 1e-3)
@@ -240,7 +208,7 @@ def test_optimizer_time_is_not_counted_twice():
 def test_layers_take_time_even_if_overhead_is_too_large():
     """Figures of a slower machine: without layers that take something nothing could be cut."""
     plan = Plan("layers:2", num_microbatches=4, boundaries=(0, 3, 6), remat="none")
-    measured = step_of(plan, truth(), real=True)
+    measured = step_of(plan, truth())
     found = corrected(flops(action=10.0), plan, BATCH, measured)
     assert all(layer.takes("F", 4) > 0 and layer.takes("B", 4) > 0 for layer in found.layers)
     assert predict(Plan("layers:3", num_microbatches=4), found, BATCH).seconds > 0

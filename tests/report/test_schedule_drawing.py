@@ -1,5 +1,6 @@
 """Pictures and pages of timelines: everything is drawn, readable, and to scale."""
 
+import itertools
 import re
 import xml.etree.ElementTree as ET
 
@@ -39,11 +40,8 @@ def test_every_action_is_drawn_once_without_overlap(name, num_devices, unit):
 
 
 def test_tooltips_say_stage_microbatch_and_times():
-    assert "<title>1B0: full backward" not in to_svg(
-        simulate(gpipe(2, 1))
-    ) and "<title>1B0: backward of stage 1, microbatch 0; device 1, time 2 to 4</title>" in to_svg(
-        simulate(gpipe(2, 1))
-    )
+    told = "<title>1B0: backward of stage 1, microbatch 0; device 1, time 2 to 4</title>"
+    assert told in to_svg(simulate(gpipe(2, 1)))
 
 
 @settings(max_examples=40)
@@ -152,12 +150,7 @@ def test_tables_and_path_follow_the_timeline():
         ["largest own-span bubble", number(max(timeline.own_span_bubble))],
         ["peak activations", str(max(timeline.peak_activations))],
     ]
-    columns = (
-        timeline.busy,
-        timeline.bubble,
-        timeline.own_span_bubble,
-        timeline.peak_activations,
-    )
+    columns = timeline.busy, timeline.bubble, timeline.own_span_bubble, timeline.peak_activations
     for device, row in enumerate(devices[1:]):
         assert row == [str(device), *(number(column[device]) for column in columns)]
     path = re.search(r"<h2>Critical path</h2>\s*<p>(.*?)</p>", page)[1]
@@ -184,12 +177,11 @@ def test_page_has_column_table_and_path_for_each_timeline():
     assert len(set(paths)) == 2
 
 
-@pytest.mark.parametrize("kind", "FBIW")
-@pytest.mark.parametrize("level", [0, 0.25, 0.5, 1])
-def test_text_on_every_colour_is_readable(kind, level):
-    background = fill(kind, level)
-    text = (0, 0, 0) if ink(background) == "#000000" else (255, 255, 255)
-    assert contrast(background, text) >= 4.5  # WCAG level AA.
+def test_text_on_every_colour_is_readable():
+    for kind, level in itertools.product("FBIW", [0, 0.25, 0.5, 1]):
+        background = fill(kind, level)
+        text = (0, 0, 0) if ink(background) == "#000000" else (255, 255, 255)
+        assert contrast(background, text) >= 4.5  # WCAG level AA.
 
 
 def test_later_stages_of_a_device_are_paler():
@@ -204,13 +196,13 @@ def test_ink_has_the_higher_contrast(rgb):
         assert ink(background) == ("#000000" if black > white else "#ffffff")
 
 
-@pytest.mark.parametrize("kind", "FBIW")
-def test_paler_is_nearer_to_white_in_every_part(kind):
-    steps = [fill(kind, level / 8) for level in range(9)]
-    for part in zip(*steps, strict=True):
-        assert list(part) == sorted(part)
-        # Six tenths of the way.
-        assert part[-1] - part[0] == pytest.approx(0.6 * (255 - part[0]), abs=0.5)
+def test_paler_is_nearer_to_white_in_every_part():
+    for kind in "FBIW":
+        steps = [fill(kind, level / 8) for level in range(9)]
+        for part in zip(*steps, strict=True):
+            assert list(part) == sorted(part)
+            # Six tenths of the way.
+            assert part[-1] - part[0] == pytest.approx(0.6 * (255 - part[0]), abs=0.5)
 
 
 def test_brief_actions_are_visible_but_do_not_set_the_scale():

@@ -12,6 +12,7 @@ import pytest
 
 from pipemesh.schedule import Costs, Schedule, from_csv, list_schedule, validate, write_csv
 from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.names import NAMES
 
 # Tests are collected where it is not installed, too.
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install -e '.[dev,peers]'")
@@ -39,11 +40,7 @@ THEIRS = {
 
 def tables():
     """Tables of ours by name."""
-    found = {
-        name: build(name, DEVICES, MICROBATCHES)
-        for name, builder in BUILDERS.items()
-        if builder.trains
-    }
+    found = {name: build(name, DEVICES, MICROBATCHES) for name in BUILDERS if NAMES[name].trains}
     uneven = Costs(forward=[1, 3, 1, 2, 1, 1], transfer=0.5)
     found["list_schedule"] = list_schedule(uneven, DEVICES, MICROBATCHES, effort=0)
     found["odd"] = validate(Schedule.from_text(ODD))

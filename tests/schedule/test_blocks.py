@@ -11,8 +11,8 @@ from pipemesh.schedule.schedule import loop, vee
 WAYS = st.sampled_from([loop, vee, lambda d: loop(d, 2)])
 
 
-@settings(max_examples=20)
-@given(WAYS, st.integers(1, 6), st.integers(2, 12))
+@settings(max_examples=10)
+@given(WAYS, st.integers(1, 4), st.integers(2, 8))
 def test_no_two_steps_of_a_device_meet(placed, num_devices, limit):
     placement = placed(num_devices)
     devices = (*placement, *reversed(placement))
@@ -54,8 +54,8 @@ def test_other_placements_have_none():
 PLACEMENTS = {"one stage": loop, "loop": lambda d: loop(d, 2), "v": vee}
 
 
-@settings(max_examples=20)
-@given(st.data(), st.sampled_from(sorted(PLACEMENTS)), st.integers(1, 5), st.integers(1, 12))
+@settings(max_examples=10)
+@given(st.data(), st.sampled_from(sorted(PLACEMENTS)), st.integers(1, 4), st.integers(1, 9))
 def test_every_way_is_valid_within_the_limits(data, name, num_devices, num_microbatches):
     placement = PLACEMENTS[name](num_devices)
     least = len(placement) // num_devices

@@ -27,18 +27,19 @@ from pipemesh.schedule import (
     zb_v,
 )
 from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.names import NAMES
 from pipemesh.schedule.schedule import vee
 
 devices = st.integers(1, 10)
 microbatches = st.integers(1, 40)
 virtual = st.integers(1, 4)
 time = st.integers(1, 9)
-few = settings(max_examples=40)
+few = settings(max_examples=20)
 
 
 @given(st.sampled_from(sorted(BUILDERS)), devices, microbatches, virtual)
 def test_valid_or_a_clear_demand(name, num_devices, num_microbatches, num_virtual_stages):
-    takes = BUILDERS[name].takes_virtual_stages
+    takes = NAMES[name].is_open
     try:
         schedule = build(name, num_devices, num_microbatches, num_virtual_stages if takes else None)
     except ScheduleError as error:
@@ -49,7 +50,7 @@ def test_valid_or_a_clear_demand(name, num_devices, num_microbatches, num_virtua
     assert schedule.num_devices == num_devices
     assert schedule.num_microbatches == num_microbatches
     per_device = [schedule.stage_devices.count(d) for d in range(num_devices)]
-    expected = num_virtual_stages if takes else BUILDERS[name].virtual_stages
+    expected = num_virtual_stages if takes else NAMES[name].stages_a_device
     assert per_device == [expected] * num_devices
 
 
@@ -66,20 +67,7 @@ def test_valid_or_a_clear_demand(name, num_devices, num_microbatches, num_virtua
 )
 def test_bad_counts_are_errors(name, counts, message):
     with pytest.raises(ScheduleError, match=message):
-        BUILDERS[name].function(*counts)
-
-
-@pytest.mark.parametrize(
-    ("builder", "name"),
-    [
-        *((each, "virtual_stages") for each in (interleaved_one_f_one_b, looped_bfs)),
-        *((each, "virtual_stages") for each in (forward_only, decode)),
-        (seq_one_f_one_b, "slices"),
-    ],
-)
-def test_a_third_count_below_1_is_an_error(builder, name):
-    with pytest.raises(ScheduleError, match=f"num_{name} is 0; it must be at least 1"):
-        builder(2, 2, 0)
+        BUILDERS[name](*counts)
 
 
 def test_build_by_name():
@@ -89,16 +77,21 @@ def test_build_by_name():
         build("one-f-one-C", 2, 2)
     with pytest.raises(ScheduleError, match="zb_h1 always has 1 a device"):
         build("zb_h1", 2, 2, 2)
+    for builder in (interleaved_one_f_one_b, looped_bfs, forward_only, decode):
+        with pytest.raises(ScheduleError, match="num_virtual_stages is 0; it must be at least 1"):
+            builder(2, 2, 0)
+    with pytest.raises(ScheduleError, match="num_slices is 0; it must be at least 1"):
+        seq_one_f_one_b(2, 2, 0)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_signatures_can_be_relied_on(name):
     builder = BUILDERS[name]
-    parameters = list(inspect.signature(builder.function).parameters)
+    parameters = list(inspect.signature(builder).parameters)
     expected = ["num_devices", "num_microbatches", "num_virtual_stages"]
-    assert parameters == expected[: 3 if builder.takes_virtual_stages else 2]
-    assert builder.function.__name__ == name
-    assert "Source:" in builder.function.__doc__
+    assert parameters == expected[: 3 if NAMES[name].is_open else 2]
+    assert builder.__name__ == name
+    assert "Source:" in builder.__doc__
 
 
 @pytest.mark.parametrize(
@@ -114,22 +107,15 @@ def test_files_and_searches_are_not_built_from_counts(name, message):
 
 
 @few
-@given(devices, microbatches, time, time)
-def test_gpipe(d, m, f, b):
-    timeline = simulate(gpipe(d, m), Costs(f, b))
-    assert timeline.makespan == (m + d - 1) * (f + b)
-    assert timeline.bubble == ((d - 1) * (f + b),) * d
-    assert timeline.peak_activations == (m,) * d
-
-
-@few
 @given(devices, microbatches, virtual, time, time)
 def test_looped_bfs(d, m, v, f, b):
     timeline = simulate(looped_bfs(d, m, v), Costs(f, b))
     long_enough = m >= d or v == 1
     units = v * m + d - 1 if long_enough else v * d + m - 1
     assert timeline.makespan == units * (f + b)
+    assert timeline.bubble == ((units - v * m) * (f + b),) * d
     assert timeline.peak_activations == (v * m,) * d
+    assert v > 1 or gpipe(d, m) == timeline.schedule
 
 
 @few
@@ -144,14 +130,10 @@ def test_forward_only(d, m, v, f):
 @few
 @given(devices, microbatches, virtual, time)
 def test_decode(d, g, t, f):
-    """A token of all groups takes as long as there are groups or stages, what there is more of."""
-    schedule = decode(d, g, t)
-    timeline = simulate(schedule, Costs(forward=f))
-    units = t * g + d - 1 if g >= d or t == 1 else t * d + g - 1
-    assert timeline.makespan == units * f
-    assert timeline.peak_activations == (1,) * d
-    # Every device sees the groups in the same order, over and over.
-    for row in schedule.rows:
+    """Every device sees the groups in the same order, over and over."""
+    timeline = simulate(decode(d, g, t), Costs(forward=f))
+    assert timeline.makespan == (t * g + d - 1 if g >= d or t == 1 else t * d + g - 1) * f
+    for row in timeline.schedule.rows:
         assert [action.microbatch for action in row] == list(range(g)) * t
 
 
@@ -208,15 +190,6 @@ def test_sliced_bubble_and_memory_follow_the_formulas(num_devices, num_microbatc
     assert timeline.bubble == pytest.approx([3 * (num_devices - 1)] * num_devices)
 
 
-def test_four_slices_at_eight_devices():
-    """The bubble is a quarter of that of 1F1B, at a third of its memory."""
-    timeline = simulate(seq_one_f_one_b(8, 32, 4), Costs(forward=1, backward=2).refined(1, 4))
-    assert timeline.makespan == 101.25
-    assert timeline.bubble_ratio <= 0.06
-    assert max(timeline.peak_activations) / 4 == 2.75
-    assert timeline.above_bound < 0.03
-
-
 @few
 @given(devices, microbatches)
 def test_memory_of_zero_bubble_tables(d, m):
@@ -265,54 +238,6 @@ def test_dual_pipe_v(d, more, f, i, w):
         assert timeline.bubble == ((d - 1) * max(f, f + i - w),) * d
 
 
-def blocks_of_dual_pipe_v(row):
-    """The row with each forward and the full backward right after it as one block."""
-    blocks, index = [], 0
-    while index < len(row):
-        pair = row[index : index + 2]
-        blocks.append(pair if [a.kind for a in pair] == ["F", "B"] else pair[:1])
-        index += len(blocks[-1])
-    return blocks
-
-
-@pytest.mark.parametrize("d", [2, 3, 4, 6])
-@pytest.mark.parametrize("more", [0, 1, 6])
-@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 2), (4, 5, 3)])
-def test_dual_pipe_v_with_paired_blocks_has_published_bubble(d, more, f, i, w):
-    """(D - 1)(F&B + b - 3 w), where a pair takes and gives all its values at once."""
-    m = 2 * d + more
-    schedule = dual_pipe_v(d, m)
-    duration = {"F": f, "B": i + w, "I": i, "W": w}
-    rows = [blocks_of_dual_pipe_v(row) for row in schedule.rows]
-    end, now = {}, [0] * d
-
-    def needs(action):
-        s, k = action.stage, action.microbatch
-        if action.kind == "F":
-            return [("F", s - 1, k)] if s else []
-        return [("G", s + 1, k)] if action.kind != "W" and s < 2 * d - 1 else []
-
-    position = [0] * d
-    while any(p < len(row) for p, row in zip(position, rows, strict=True)):
-        progress = False
-        for device, row in enumerate(rows):
-            while position[device] < len(row):
-                block = row[position[device]]
-                wanted = [n for a in block for n in needs(a)]
-                if not all(n in end for n in wanted):
-                    break
-                start = max([now[device], *(end[n] for n in wanted)])
-                now[device] = start + sum(duration[a.kind] for a in block)
-                for a in block:
-                    result = {"B": "G", "I": "G"}.get(a.kind, a.kind)
-                    end[result, a.stage, a.microbatch] = now[device]
-                position[device] += 1
-                progress = True
-        assert progress
-    bubble = max(now) - 2 * m * (f + i + w)
-    assert bubble == (d - 1) * ((f + i + w) + (i + w) - 3 * w)
-
-
 def test_dual_pipe_v_demands_twice_the_devices():
     with pytest.raises(ScheduleError, match="needs at least twice num_devices, 8"):
         dual_pipe_v(4, 7)
@@ -321,21 +246,6 @@ def test_dual_pipe_v_demands_twice_the_devices():
 up_to_12_devices = st.integers(1, 12)
 MEMORY = {v_half: lambda d: d // 2 + 1, v_min: lambda d: (d + 4) // 3}
 builders = st.sampled_from(list(MEMORY))
-
-
-@pytest.mark.parametrize(
-    ("builder", "size", "makespan", "held"),
-    [
-        (v_half, (4, 8), 26.5, 3),
-        (v_min, (4, 8), 29.5, 2),
-        (v_half, (8, 32), 104.5, 5),
-        (v_min, (8, 32), 109.5, 4),
-    ],
-)
-def test_published_figures(builder, size, makespan, held):
-    timeline = simulate(builder(*size), Costs().refined(2))
-    assert timeline.makespan == makespan
-    assert max(timeline.peak_activations) == 2 * held
 
 
 @few
@@ -361,7 +271,7 @@ def test_one_device_is_never_idle(builder, m):
     assert simulate(builder(1, m)).makespan == 6 * m
 
 
-@pytest.mark.parametrize("d", range(1, 13))
+@pytest.mark.parametrize("d", [1, 2, 3, 4, 7])
 def test_the_steady_state_is_the_published_block(d):
     """In the middle of a long table each device does the same six actions over and over."""
     for builder in MEMORY:

@@ -8,7 +8,7 @@ import pytest
 from pipemesh.commands.main import main
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition import partition
-from pipemesh.partition.memory import SCHEDULES
+from pipemesh.partition.memory import WITH_FORMULA
 from pipemesh.schedule import Schedule, ScheduleSpec, build, seq_one_f_one_b
 from pipemesh.schedule.builders import BUILDERS, SLICED
 from pipemesh.schedule.names import NAMES, help_text, listing, parse
@@ -31,13 +31,13 @@ def test_every_spelling_names_the_same_schedule_everywhere(spelling, capsys, tmp
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("spelling", [s for s in SPELLINGS if parse(s).name in SCHEDULES])
+@pytest.mark.parametrize("spelling", [s for s in SPELLINGS if parse(s).name in WITH_FORMULA])
 def test_the_partitioner_takes_every_spelling(spelling, tmp_path):
     name = parse(spelling).name
     plan = partition([1.0] * 8, 4, schedule=spelling)
-    assert plan.num_virtual_stages == BUILDERS[name].virtual_stages
+    assert plan.num_virtual_stages == NAMES[name].stages_a_device
     assert plan == partition(
-        [1.0] * 8, 4, schedule=name, num_virtual_stages=BUILDERS[name].virtual_stages
+        [1.0] * 8, 4, schedule=name, num_virtual_stages=NAMES[name].stages_a_device
     )
     costs = tmp_path / "costs.csv"
     costs.write_text("1\n" * 8)

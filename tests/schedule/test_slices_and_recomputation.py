@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
@@ -24,6 +24,8 @@ from pipemesh.schedule import (
 from pipemesh.schedule.action import needs
 from pipemesh.schedule.csv import CSV_FORMS
 from pipemesh.schedule.schedule import loop, vee
+from pipemesh.schedule.validate import insert_transfers
+from tests.schedule.rendezvous import check_rendezvous
 
 cost = st.integers(0, 6)
 
@@ -82,7 +84,6 @@ def schedules(draw):
     )
 
 
-@settings(max_examples=200)
 @given(schedules(), st.data())
 def test_no_schedule_is_shorter_than_the_bound(schedule, data):
     per_stage = st.lists(cost, min_size=schedule.num_stages, max_size=schedule.num_stages)
@@ -111,6 +112,7 @@ def test_actions_follow_their_inputs(schedule):
             assert needed in done or needed.also("B" if needed.kind == "I" else "I") in done
         done.add(action)
     assert len(done) == sum(map(len, schedule.rows))
+    check_rendezvous(insert_transfers(schedule))
 
 
 @given(schedules(), st.data())

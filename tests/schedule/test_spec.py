@@ -7,7 +7,8 @@ import pytest
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Schedule, ScheduleSpec, write_csv, zb_v
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.spec import read_schedule
+from pipemesh.schedule.names import NAMES
+from pipemesh.schedule.spec import read_table
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def table(tmp_path):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_spec_builds_from_devices_and_from_stages(name):
     spec = ScheduleSpec.from_text(name)
-    assert spec.build(2, 8) == build(name, 2, 8, BUILDERS[name].virtual_stages)
+    assert spec.build(2, 8) == build(name, 2, 8, NAMES[name].stages_a_device)
     assert spec.for_stages(2 * spec.stages_a_device, 8) == spec.build(2, 8)
 
 
@@ -87,14 +88,14 @@ TABLE = zb_v(2, 4)
 def test_csv_and_text_are_told_apart(tmp_path, name, text):
     file = tmp_path / name
     file.write_text(text)
-    assert read_schedule(str(file)) == TABLE
+    assert read_table(str(file)) == (TABLE, None)
 
 
 def test_a_name_ending_in_csv_means_csv(tmp_path):
     file = tmp_path / "a.CSV"
     file.write_text(TABLE.to_text())
     with pytest.raises(ScheduleError, match=r"line 1, column 2: '0: 0F0 .*' is not an action"):
-        read_schedule(str(file))
+        read_table(str(file))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_errors_name_the_file(tmp_path, content, message):
     file = tmp_path / "table.txt"
     file.write_bytes(content)
     with pytest.raises(ScheduleError, match=message) as error:
-        read_schedule(str(file))
+        read_table(str(file))
     assert str(file) in str(error.value).splitlines()[0]
     assert error.value.__cause__ is not None
 
@@ -123,4 +124,4 @@ def test_errors_name_the_file(tmp_path, content, message):
 )
 def test_unreadable_files_are_errors_with_the_reason(tmp_path, path, reason):
     with pytest.raises(ScheduleError, match=f"cannot read .*: {reason}"):
-        read_schedule(str(tmp_path / path))
+        read_table(str(tmp_path / path))

@@ -21,7 +21,8 @@ from pipemesh.schedule import (
 )
 from pipemesh.schedule.action import needs
 from pipemesh.schedule.builders import BUILDERS, build
-from pipemesh.schedule.validate import Receive, Send, check_rendezvous, insert_transfers
+from pipemesh.schedule.validate import Receive, Send, insert_transfers
+from tests.schedule.rendezvous import check_rendezvous
 
 A = Action.from_text
 

@@ -15,6 +15,7 @@ from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attenti
 from pipemesh.layers.named.cache import KeyValueCache, cached_attention, current_cache
 from pipemesh.layers.named.named_layer import (
     NamedLayer,
+    check_whole_dims,
     count_whole,
     split_names,
     whole,
@@ -136,19 +137,14 @@ class Attention(NamedLayer):
         segment_pos: Any = None,
         paddings: Any = None,
     ) -> Tensor:
-        """Computes the layer.
+        """Computes the layer on `batch;length;embed`; all other inputs are `batch;length`.
 
         Args:
             theta: weights.
-            x: `batch;length;embed`.
-            segment_ids: `batch;length`, integers from 0 on; tokens see only their own segment. By
-                default each row is one segment.
-            segment_pos: `batch;length`, integers: positions for rotations, by default positions in
-                the row.
-            paddings: `batch;length`, 1 at positions without a token, and 0 elsewhere.
-
-        Returns:
-            `batch;length;embed`.
+            x: the tokens.
+            segment_ids: integers from 0 on; tokens see only their own segment, by default the row.
+            segment_pos: integers, the positions for rotations; by default those in the row.
+            paddings: 1 at positions without a token, and 0 elsewhere.
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")
@@ -160,24 +156,20 @@ class Attention(NamedLayer):
         dims = [[*rows, name, "head_dim"] for name in ("heads", kv_name, kv_name)]
         projected = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims, renamed)
         q, k, v = (self._Biased(theta, *each) for each in zip(names, projected, strict=True))
-        optional = {
+        cache = current_cache()
+        rows_given = {
             "segments": segment_ids,
             "positions": segment_pos if p.use_rotary else None,
             "paddings": paddings,
         }
         given = {
             name: whole(self, value, "batch;length", renamed)
-            for name, value in optional.items()
+            for name, value in (rows_given if cache is None else {"places": cache.places}).items()
             if value is not None
         }
         if p.relative_buckets:
             given["table"] = self.Weight(theta, "relative_bias")
-        cache = current_cache()
-        if cache is None:
-            attended = self._Attend(q, k, v, given)
-        else:
-            places = whole(self, cache.places, "batch;length", renamed)
-            attended = self._Continue(q, k, v, cache, places, given.get("table"))
+        attended = self._Attend(q, k, v, given, cache)
         operands = [attended, self.Weight(theta, "w_out")]
         product = ops.einsum(operands, [*rows, "embed"], split_names(renamed))
         return self._Biased(theta, "out", product)
@@ -185,80 +177,59 @@ class Attention(NamedLayer):
     def _Biased(self, theta: Any, name: str, product: Tensor) -> Tensor:
         return product + self.Weight(theta, f"b_{name}") if self.params.use_bias else product
 
-    def _Attend(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """Attends with each processor's heads, on its device."""
+    def _Attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        given: dict[str, Tensor],
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        """Attends with each processor's heads, on its device; with a cache also to its tokens."""
         p, lowering = self.params, q.lowering
+        buckets = Buckets(p.relative_buckets, p.relative_max_distance)
+        # Whether a processor with some of the heads has all keys.
+        axis = lowering.rules.axis("heads")
+        is_cut = axis is not None and k.layout.axes[2] != axis
         # Values that are equal along an axis that splits another operand become varying there.
         axes = union_axes([q, k, v, *given.values()])
-        operands = [tensor.vary(axes) for tensor in (q, k, v, *given.values())]
-        buckets = Buckets(p.relative_buckets, p.relative_max_distance)
-        is_cut = self._KeysAreWhole(q, k)
+        q, k, v = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, k, v))
+        varied = {name: tensor.vary(axes) for name, tensor in given.items()}
+
+        def turned(x: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+            return rotated(x, places, p.rotary_base, p.rotary_scaling)
+
+        if cache is not None:
+            places = Tensor(lowering, varied["places"], given["places"].shape)
+            if p.use_rotary:
+                q, k = (
+                    Tensor(lowering, lowering.map(turned, x.slices, places.slices), x.shape)
+                    for x in (q, k)
+                )
+            k, v = cache.extend(self.path, k, v, places)
+        operands = [q.slices, k.slices, v.slices, *varied.values()]
         if is_cut:
-            operands.append(lowering.coordinate(str(lowering.rules.axis("heads"))))
+            operands.append(lowering.coordinate(str(axis)))
 
         def local(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
             named = dict(zip(given, rest, strict=False))
             if is_cut:
-                k, v = (_keys_of(p, x, static_sizes(q)[2], rest[-1]) for x in (k, v))
+                heads, dim = static_sizes(q)[2], 2 if cache is None else 1
+                k, v = (_keys_of(p, x, heads, rest[-1], dim) for x in (k, v))
+            scale = tf.cast(1 / math.sqrt(_head_dim(p)), q.dtype)
+            if cache is not None:
+                return cached_attention(
+                    q * scale, k, v, named["places"], named.get("table"), buckets
+                )
             if p.use_rotary:
                 places = named["positions"] if "positions" in named else tf.range(q.shape[1])
-                q, k = (rotated(x, places, p.rotary_base, p.rotary_scaling) for x in (q, k))
-            scale = tf.cast(1 / math.sqrt(_head_dim(p)), q.dtype)
+                q, k = turned(q, places), turned(k, places)
             segments = _segments(named.get("segments"), named.get("paddings"))
             return block_attention(
                 q * scale, k, v, segments, named.get("table"), buckets, p.block_size
             )
 
         return Tensor(lowering, lowering.map(local, *operands), q.shape)
-
-    def _Continue(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: KeyValueCache,
-        places: Tensor,
-        table: Tensor | None,
-    ) -> Tensor:
-        """Attends to the cache and to the new tokens."""
-        p, lowering = self.params, q.lowering
-        axes = union_axes([q, k, v, places, *([] if table is None else [table])])
-        q, k, v, places = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, k, v, places))
-        if p.use_rotary:
-            q, k = (self._Rotated(x, places) for x in (q, k))
-        keys, values = cache.extend(self.path, k, v, places)
-        operands = [x.slices for x in (q, keys, values, places)]
-        operands += [] if table is None else [table.vary(axes)]
-        buckets = Buckets(p.relative_buckets, p.relative_max_distance)
-        is_cut = self._KeysAreWhole(q, k)
-        if is_cut:
-            operands.append(lowering.coordinate(str(lowering.rules.axis("heads"))))
-
-        def local(
-            q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, places: tf.Tensor, *rest: tf.Tensor
-        ) -> tf.Tensor:
-            if is_cut:
-                k, v = (_keys_of(p, x, static_sizes(q)[2], rest[-1], axis=1) for x in (k, v))
-            scale = tf.cast(1 / math.sqrt(_head_dim(p)), q.dtype)
-            return cached_attention(
-                q * scale, k, v, places, rest[0] if p.relative_buckets else None, buckets
-            )
-
-        return Tensor(lowering, lowering.map(local, *operands), q.shape)
-
-    def _Rotated(self, x: Tensor, places: Tensor) -> Tensor:
-        p = self.params
-        turned = x.lowering.map(
-            lambda x, places: rotated(x, places, p.rotary_base, p.rotary_scaling),
-            x.slices,
-            places.slices,
-        )
-        return Tensor(x.lowering, turned, x.shape)
-
-    def _KeysAreWhole(self, q: Tensor, k: Tensor) -> bool:
-        """Returns whether a processor with some of the heads has all keys."""
-        axis = q.lowering.rules.axis("heads")
-        return axis is not None and k.layout.axes[2] != axis
 
     @classmethod
     def CountCosts(
@@ -322,15 +293,8 @@ class Attention(NamedLayer):
 def _check_layout(p: Any, lowering: Lowering) -> None:
     """Checks that each processor has the keys of its heads, and whole sequences."""
     rules = lowering.rules
-    for dim in ("length", "head_dim"):
-        axis = rules.axis(dim)
-        if axis is None or lowering.mesh.size(axis) == 1 or dim in whole_names(rules, "heads"):
-            continue
-        or_with = f", or add 'heads:{axis}' to it" if dim == "length" else ""
-        raise LayoutError(
-            f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which attention "
-            f"needs all on each processor; remove the rule{or_with}, or split 'heads' or 'batch'"
-        )
+    needed, ways = "attention needs all on each processor", "'heads' or 'batch'"
+    check_whole_dims(p, lowering, ["length", "head_dim"], ["heads"], needed, ways)
     heads_axis, kv_axis = rules.axis("heads"), rules.axis("kv_heads")
     if not _kv_heads(p) or heads_axis == kv_axis:
         return
@@ -364,7 +328,7 @@ def _head_dim(p: Any) -> int:
     return p.dim_per_head or p.input_dim // p.num_heads
 
 
-def _keys_of(p: Any, keys: tf.Tensor, heads: int, at: tf.Tensor, axis: int = 2) -> tf.Tensor:
+def _keys_of(p: Any, keys: tf.Tensor, heads: int, at: tf.Tensor, axis: int) -> tf.Tensor:
     """Selects the keys of one processor's heads: the heads `[at * heads, (at + 1) * heads)`."""
     shared = p.num_heads // p.num_kv_heads
     number = max(1, heads // shared)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.layers.named.block_attention import LOW, Buckets
 from pipemesh.layers.named.scope import current_lowering
-from pipemesh.lowering import Tensor
+from pipemesh.lowering import Lowering, Tensor
 from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import Dim, Shape
 
@@ -39,9 +39,6 @@ class KeyValueCache:
             loop copies the whole cache for each token.
 
     Attributes:
-        length: the number of positions in a row.
-        places: the position of each input.
-        last: the index of the input of each row that needs logits.
         kept: keys and values by the path of their layer, `batch;heads;cache;head_dim` each, as
             slices on the processors of the lowering.
 
@@ -71,7 +68,7 @@ class KeyValueCache:
         overwrites: bool = False,
     ) -> None:
         self.length, self.places, self.last = length, places, last
-        self._write = _written_there if overwrites else _written
+        self._overwrites = overwrites
         self.kept = dict(kept or {})
 
     def extend(self, path: str, keys: Tensor, values: Tensor, places: Tensor) -> list[Tensor]:
@@ -89,16 +86,23 @@ class KeyValueCache:
         lowering = current_lowering()
         batch, _, heads, head_dim = keys.shape
         shape = Shape((batch, heads, Dim(CACHE, self.length), head_dim))
-        before = self.kept.get(path) or (
-            lowering.map(self._nothing, keys.slices),
-            lowering.map(self._nothing, values.slices),
+        kept_keys, kept_values = self.kept.get(path, (None, None))
+        self.kept[path] = (
+            self._write(lowering, kept_keys, keys.slices, places.slices),
+            self._write(lowering, kept_values, values.slices, places.slices),
         )
-        after = (
-            lowering.map(self._write, before[0], keys.slices, places.slices),
-            lowering.map(self._write, before[1], values.slices, places.slices),
-        )
-        self.kept[path] = after
-        return [Tensor(lowering, slices, shape) for slices in after]
+        return [Tensor(lowering, self._read(lowering, kept), shape) for kept in self.kept[path]]
+
+    def _write(
+        self, lowering: Lowering, kept: Slices | None, new: Slices, places: Slices
+    ) -> Slices:
+        if kept is None:
+            kept = lowering.map(self._nothing, new)
+        return lowering.map(_written_there if self._overwrites else _written, kept, new, places)
+
+    def _read(self, lowering: Lowering, kept: Slices) -> Slices:
+        del lowering
+        return kept
 
     def _nothing(self, like: tf.Tensor) -> tf.Tensor:
         batch, _, heads, head_dim = static_sizes(like)
@@ -107,22 +111,33 @@ class KeyValueCache:
 
 def _written(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
     """Writes `[batch, length, heads, dim]` to positions of `[batch, heads, cache, dim]`."""
-    batch, length, heads, _ = static_sizes(new)
-    each = [batch, heads, length]
-    rows = tf.broadcast_to(tf.reshape(tf.range(batch), [batch, 1, 1]), each)
-    columns = tf.broadcast_to(tf.reshape(tf.range(heads), [1, heads, 1]), each)
-    at = tf.broadcast_to(tf.expand_dims(tf.cast(places, tf.int32), 1), each)
-    indices = tf.stack([rows, columns, at], -1)
-    return tf.tensor_scatter_nd_update(kept, indices, tf.transpose(new, [0, 2, 1, 3]))
+    new = tf.transpose(new, [0, 2, 1, 3])
+    rows, columns, _ = tf.meshgrid(*map(tf.range, static_sizes(new)[:3]), indexing="ij")
+    at = tf.broadcast_to(tf.expand_dims(tf.cast(places, tf.int32), 1), rows.shape)
+    return tf.tensor_scatter_nd_update(kept, tf.stack([rows, columns, at], -1), new)
 
 
-def _written_there(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-    """Does the same as `_written`, but changes `kept` in place."""
-    batch, heads, length, dim = static_sizes(kept)
-    first = tf.reshape(tf.range(batch * heads) * length, [batch, heads, 1])
+def _written_there(
+    kept: tf.Tensor,
+    new: tf.Tensor,
+    places: tf.Tensor,
+    slot: int | tf.Tensor = 0,
+    busy: tf.Tensor | None = None,
+) -> tf.Tensor:
+    """Does the same as `_written`, but changes `kept` in place.
+
+    If `kept` has several slots, writes to one of them, and only if `busy`.
+    """
+    sizes = static_sizes(kept)
+    batch, heads, length, dim = sizes[-4:]
+    first = (slot * batch * heads + tf.range(batch * heads)) * length
+    first = tf.reshape(first, [batch, heads, 1])
     at = tf.reshape(first + tf.expand_dims(tf.cast(places, tf.int32), 1), [-1])
-    rows = tf.reshape(kept, [batch * heads * length, dim])
-    return tf.reshape(overwritten(rows, at, as_rows(new)), [batch, heads, length, dim])
+    rows = tf.reshape(kept, [-1, dim])
+    values = tf.reshape(tf.transpose(new, [0, 2, 1, 3]), [-1, dim])
+    if busy is not None:
+        values = tf.where(busy, values, tf.gather(rows, at))
+    return tf.reshape(overwritten(rows, at, values), sizes)
 
 
 def overwritten(rows: tf.Tensor, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
@@ -130,11 +145,6 @@ def overwritten(rows: tf.Tensor, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     if rows.dtype in _OVERWRITTEN:
         return tf.raw_ops.InplaceUpdate(x=rows, i=at, v=values)
     return tf.tensor_scatter_nd_update(rows, at[:, None], values)
-
-
-def as_rows(new: tf.Tensor) -> tf.Tensor:
-    """Reorders `[batch, length, heads, head_dim]` to `[batch * heads * length, head_dim]`."""
-    return tf.reshape(tf.transpose(new, [0, 2, 1, 3]), [-1, static_sizes(new)[3]])
 
 
 _current: contextvars.ContextVar[KeyValueCache | None] = contextvars.ContextVar(
@@ -180,38 +190,14 @@ class SlottedCache(KeyValueCache):
         super().__init__(length, places, kept)
         self._slot, self._busy = slot, busy
 
-    def extend(self, path: str, keys: Tensor, values: Tensor, places: Tensor) -> list[Tensor]:
-        """Extends the slot of each processor; see `KeyValueCache.extend`."""
-        lowering = current_lowering()
-        batch, _, heads, head_dim = keys.shape
-        shape = Shape((batch, heads, Dim(CACHE, self.length), head_dim))
-        rest = places.slices, self._slot, self._busy
-        before = self.kept[path]
-        after = (
-            lowering.raw_map(_written_to_slot, before[0], keys.slices, *rest),
-            lowering.raw_map(_written_to_slot, before[1], values.slices, *rest),
-        )
-        self.kept[path] = after
-        return [
-            Tensor(
-                lowering, lowering.raw_map(lambda kept, slot: kept[slot], part, self._slot), shape
-            )
-            for part in after
-        ]
+    def _write(
+        self, lowering: Lowering, kept: Slices | None, new: Slices, places: Slices
+    ) -> Slices:
+        assert kept is not None
+        return lowering.raw_map(_written_there, kept, new, places, self._slot, self._busy)
 
-
-def _written_to_slot(
-    kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor, slot: tf.Tensor, busy: tf.Tensor
-) -> tf.Tensor:
-    """Writes to positions of one slot of `[slots, batch, heads, length, head_dim]`."""
-    sizes = static_sizes(kept)
-    batch, heads, length, dim = sizes[1:]
-    first = (slot * batch * heads + tf.range(batch * heads)) * length
-    first = tf.reshape(first, [batch, heads, 1])
-    at = tf.reshape(first + tf.expand_dims(tf.cast(places, tf.int32), 1), [-1])
-    rows = tf.reshape(kept, [-1, dim])
-    values = tf.where(busy, as_rows(new), tf.gather(rows, at))
-    return tf.reshape(overwritten(rows, at, values), sizes)
+    def _read(self, lowering: Lowering, kept: Slices) -> Slices:
+        return lowering.raw_map(lambda slots, slot: slots[slot], kept, self._slot)
 
 
 def cached_attention(

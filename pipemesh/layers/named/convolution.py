@@ -102,15 +102,9 @@ class Convolution(NamedLayer):
         return {"batch", *_WINDOW, "channels", "features"}
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
-        """Computes the layer.
+        """Computes the layer on `batch;height;width;channels`.
 
-        Args:
-            theta: weights.
-            x: `batch;height;width;channels`.
-
-        Returns:
-            The same dims; with padding 'SAME', height and width are divided by the strides and
-            rounded up.
+        With padding 'SAME', height and width are divided by the strides and rounded up.
         """
         p = self.params
         x = self.Named(x, _DIMS)

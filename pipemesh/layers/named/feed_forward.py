@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_choice, check_flags, check_whole
 from pipemesh.layers.named.cache import current_cache
 from pipemesh.layers.named.named_layer import (
     WHOLE,
     NamedLayer,
+    check_whole_dims,
     count_whole,
     split_names,
     whole,
@@ -28,6 +29,7 @@ from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.elementwise import broadcast
+from pipemesh.lowering.ops.relayout import NO_NAMES
 from pipemesh.mesh import Dim, LayoutRules, Shape
 
 # Functions of one hidden value, or of a hidden value and its gate.
@@ -47,6 +49,50 @@ READ_BY_GRADIENT = {
     "GELU_APPROXIMATE": (4, False),
     "SWIGLU": (3, False),
 }
+
+
+def _parts(p: Any) -> list[str]:
+    """Returns the names of the matmuls before the nonlinearity."""
+    return ["in", "gate"] if p.activation in GATED else ["in"]
+
+
+def _hidden(
+    layer: NamedLayer,
+    theta: Any,
+    x: Tensor,
+    dims: Sequence[str],
+    names: Mapping[str, str] = NO_NAMES,
+    use_bias: bool = False,
+) -> Tensor:
+    """Computes the matmuls before the nonlinearity, and the nonlinearity."""
+    p, parts = layer.params, _parts(layer.params)
+    weights = [layer.Weight(theta, f"w_{part}") for part in parts]
+    into = products(x, weights, [dims] * len(parts), names)
+    biases = [layer.Weight(theta, f"b_{part}") for part in parts] if use_bias else []
+    activation = ACTIVATIONS[p.activation]
+
+    def activated(*values: tf.Tensor) -> tf.Tensor:
+        into, biases = values[: len(parts)], values[len(parts) :]
+        return activation(*(map(tf.add, into, biases) if biases else into))
+
+    return broadcast(activated, [*into, *biases])
+
+
+def _count_hidden(
+    p: Any,
+    tally: Tally,
+    x: Value,
+    weights: Mapping[str, Value],
+    dims: str,
+    names: Mapping[str, str] = NO_NAMES,
+    use_bias: bool = False,
+) -> Value:
+    """Counts `_hidden`."""
+    parts = _parts(p)
+    matmuls = [weights[f"w_{part}"] for part in parts]
+    into = tally.products(x, matmuls, [dims] * len(parts), names)
+    biases = [weights[f"b_{part}"] for part in parts] if use_bias else []
+    return count_activation(p.activation, tally, into, biases)
 
 
 class FeedForward(NamedLayer):
@@ -85,33 +131,21 @@ class FeedForward(NamedLayer):
         first = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
         second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
         zero = py_utils.WeightInit.Constant(0.0)
-        weights: dict[str, Any] = {"w_in": (f"{embed};{hidden}", first)}
-        biases: dict[str, Any] = {"b_in": (hidden, zero)}
-        if p.activation in GATED:
-            weights["w_gate"], biases["b_gate"] = weights["w_in"], biases["b_in"]
-        weights["w_out"], biases["b_out"] = (f"{hidden};{embed}", second), (embed, zero)
-        return {**weights, **biases} if p.use_bias else weights
+        weights = {f"w_{part}": (f"{embed};{hidden}", first) for part in _parts(p)}
+        weights["w_out"] = (f"{hidden};{embed}", second)
+        biases = {f"b_{part}": (hidden, zero) for part in _parts(p)} | {"b_out": (embed, zero)}
+        return weights | biases if p.use_bias else weights
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
         """Computes the layer on `batch;length;embed`."""
         p = self.params
         x = self.Named(x, "batch;length;embed")
-        parts = ["in", "gate"] if p.activation in GATED else ["in"]
-        weights = [self.Weight(theta, f"w_{part}") for part in parts]
         names = whole_names(x.lowering.rules, "d_ff")
-        hidden_dims = [["batch", names.get("length", "length"), "d_ff"]] * len(parts)
-        into = products(x, weights, hidden_dims, names)
-        biases = [self.Weight(theta, f"b_{part}") for part in parts] if p.use_bias else []
-        activation = ACTIVATIONS[p.activation]
-
-        def activated(*values: tf.Tensor) -> tf.Tensor:
-            into, biases = values[: len(parts)], values[len(parts) :]
-            return activation(*(map(tf.add, into, biases) if biases else into))
-
-        hidden = broadcast(activated, [*into, *biases])
+        rows = ["batch", names.get("length", "length")]
+        hidden = _hidden(self, theta, x, [*rows, "d_ff"], names, p.use_bias)
         hidden = self.dropout.FProp(theta.dropout, hidden)
-        dims = [*hidden_dims[0][:2], "embed"]
-        result = ops.einsum([hidden, self.Weight(theta, "w_out")], dims, split_names(names))
+        operands = [hidden, self.Weight(theta, "w_out")]
+        result = ops.einsum(operands, [*rows, "embed"], split_names(names))
         return result + self.Weight(theta, "b_out") if p.use_bias else result
 
     @classmethod
@@ -119,12 +153,9 @@ class FeedForward(NamedLayer):
         """Counts the matmuls and the tensors that the nonlinearity's gradient reads."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
-        parts = ["in", "gate"] if p.activation in GATED else ["in"]
         names = whole_names(tally.lowering.rules, "d_ff")
-        dims = [whole_dims("batch;length;d_ff", names)] * len(parts)
-        products = tally.products(x, [weights[f"w_{part}"] for part in parts], dims, names)
-        biases = [weights[f"b_{part}"] for part in parts] if p.use_bias else []
-        hidden = count_activation(p.activation, tally, products, biases)
+        dims = whole_dims("batch;length;d_ff", names)
+        hidden = _count_hidden(p, tally, x, weights, dims, names, p.use_bias)
         hidden = cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, hidden)
         dims = whole_dims("batch;length;embed", names)
         result = tally.einsum([hidden, weights["w_out"]], dims, names=split_names(names))
@@ -178,10 +209,6 @@ def tokens_of(places: tf.Tensor, slots: int) -> tf.Tensor:
     empty = tf.fill([batch, slots + 1], -1)
     filled = tf.tensor_scatter_nd_update(empty, at, tf.reshape(tokens, [-1]))
     return filled[:, :slots]
-
-
-# The dims that routing needs whole.
-_WHOLE = (WHOLE, "router", "choice", "room", "slots")
 
 
 class Experts(NamedLayer):
@@ -246,18 +273,14 @@ class Experts(NamedLayer):
         second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
         # Each processor routes to all experts, so the router's dim has another name.
         weights = {"w_router": (f"{embed};router:{p.num_experts}", first)}
-        for name in ("w_in", "w_gate") if p.activation in GATED else ("w_in",):
-            weights[name] = (f"{experts};{embed};{hidden}", first)
+        weights |= {f"w_{part}": (f"{experts};{embed};{hidden}", first) for part in _parts(p)}
         weights["w_out"] = (f"{experts};{hidden};{embed}", second)
         return weights
 
     def FProp(self, theta: Any, x: Any, paddings: Any = None) -> tuple[Tensor, Tensor]:
-        """Computes the layer.
+        """Computes the layer on `batch;length;embed`.
 
-        Args:
-            theta: weights.
-            x: `batch;length;embed`.
-            paddings: `batch;length`, 1 at positions without a token, which take no capacity.
+        Paddings, `batch;length`, are 1 at positions without a token, which take no capacity.
 
         Returns:
             `batch;length;embed`, and a balance loss for each row of the batch. It is `num_experts`
@@ -275,50 +298,37 @@ class Experts(NamedLayer):
         gates, chosen = ops.top_k(chances, "router", Dim("choice", p.num_choices))
         if p.num_choices > 1:
             gates = gates / ops.reduce_sum(gates, "choice")
-        answers = self._Answers(theta, x, self._Places(chosen, paddings))
+        answers = self._Answers(theta, x, chosen, paddings)
         y = ops.einsum([answers, ops.cast(gates, x.dtype)], ["batch", WHOLE, "embed"])
         return ops.rename(y, split_names(names)), self._Balance(chances, chosen, paddings)
 
-    def _Places(self, chosen: Tensor, paddings: Tensor | None) -> Tensor:
-        p, lowering = self.params, chosen.lowering
-        room = self._RoomNow(chosen.shape[WHOLE].size)
-
-        def local(chosen: tf.Tensor, *skipped: tf.Tensor) -> tf.Tensor:
-            return places_of(chosen, skipped[0] if skipped else None, p.num_experts, room)
-
-        operands = [chosen.slices] if paddings is None else [chosen.slices, paddings.slices]
-        return Tensor(lowering, lowering.map(local, *operands), chosen.shape)
-
-    def _RoomNow(self, length: int) -> int:
-        # Otherwise the capacity would depend on which tokens arrive together.
-        return length if current_cache() is not None else self.Room(self.params, length)
-
-    def _Answers(self, theta: Any, x: Tensor, places: Tensor) -> Tensor:
+    def _Answers(self, theta: Any, x: Tensor, chosen: Tensor, paddings: Tensor | None) -> Tensor:
         """Returns the results of each token's experts: `batch;length;choice;embed`."""
         p, lowering = self.params, x.lowering
         batch, tokens, embed = x.shape
-        room = self._RoomNow(tokens.size)
+        # With a cache the capacity would depend on which tokens arrive together.
+        room = self.Room(p, tokens.size) if current_cache() is None else tokens.size
         slots = p.num_experts * room
-        each = Shape((batch, Dim("router", p.num_experts), Dim("room", room)))
+
+        def place(chosen: tf.Tensor, skipped: tf.Tensor | None = None) -> tf.Tensor:
+            return places_of(chosen, skipped, p.num_experts, room)
+
+        operands = [chosen.slices] if paddings is None else [chosen.slices, paddings.slices]
+        places = Tensor(lowering, lowering.map(place, *operands), chosen.shape)
         taken = lowering.map(
             lambda local: tf.reshape(tokens_of(local, slots), [-1, p.num_experts, room]),
             places.slices,
         )
+        each = Shape((batch, Dim("router", p.num_experts), Dim("room", room)))
         given = ops.gather(x, Tensor(lowering, taken, each), WHOLE)
         there = _there(lowering.rules)
-        answers = self._Meet(theta, ops.rename(given, there))
-        answers = ops.rename(answers, {new: old for old, new in there.items()})
+        given = ops.rename(given, there)
+        dims = given.shape.names[:3]
+        hidden = _hidden(self, theta, given, [*dims, "expert_ff"])
+        answers = ops.einsum([hidden, self.Weight(theta, "w_out")], [*dims, "embed"])
+        answers = ops.rename(answers, split_names(there))
         table = ops.reshape(answers, Shape((batch, Dim("slots", slots), embed)))
         return ops.gather(table, places, "slots")
-
-    def _Meet(self, theta: Any, x: Tensor) -> Tensor:
-        p = self.params
-        rows, experts, room, _ = x.shape.names
-        names = ("w_in", "w_gate") if p.activation in GATED else ("w_in",)
-        weights = [self.Weight(theta, name) for name in names]
-        into = products(x, weights, [[rows, experts, room, "expert_ff"]] * len(names))
-        hidden = broadcast(ACTIVATIONS[p.activation], into)
-        return ops.einsum([hidden, self.Weight(theta, "w_out")], [rows, experts, room, "embed"])
 
     def _Balance(self, chances: Tensor, chosen: Tensor, paddings: Tensor | None) -> Tensor:
         """Computes the loss of Fedus et al., 2021, section 2.2, row by row."""
@@ -357,7 +367,12 @@ class Experts(NamedLayer):
             gates = tally.made(choices, gates)
         slots = Shape((batch, Dim("router", p.num_experts), Dim("room", cls.Room(p, tokens.size))))
         given = tally.gather(x, tally.made(slots, chosen), WHOLE)
-        answers = cls._CountMet(p, tally, given, weights)
+        there = _there(tally.lowering.rules)
+        given = tally.rename(given, there)
+        dims = ";".join(given.shape.names[:3])
+        hidden = _count_hidden(p, tally, given, weights, f"{dims};expert_ff")
+        answers = tally.einsum([hidden, weights["w_out"]], f"{dims};embed")
+        answers = tally.rename(answers, split_names(there))
         table = tally.made(
             Shape((batch, Dim("slots", slots.without("batch").size), embed)), answers
         )
@@ -371,31 +386,13 @@ class Experts(NamedLayer):
             tally.keep(*(tally.made(dims, chances) for dims in (f"batch;{WHOLE}", "batch")))
         return tally.rename(y, split_names(names)), tally.made("batch", chances)
 
-    @classmethod
-    def _CountMet(cls, p: Any, tally: Tally, given: Value, weights: dict[str, Value]) -> Value:
-        there = _there(tally.lowering.rules)
-        given = tally.rename(given, there)
-        rows = given.shape.names[0]
-        names = ("w_in", "w_gate") if p.activation in GATED else ("w_in",)
-        dims = [f"{rows};experts;room;expert_ff"] * len(names)
-        products = tally.products(given, [weights[name] for name in names], dims)
-        hidden = count_activation(p.activation, tally, products)
-        answers = tally.einsum([hidden, weights["w_out"]], f"{rows};experts;room;embed")
-        return tally.rename(answers, {new: old for old, new in there.items()})
-
 
 def _check_layout(p: Any, lowering: Lowering) -> None:
     """Checks that each row is routed on one processor."""
-    gathered = whole_names(lowering.rules, "experts", "expert_ff")
-    for dim in _WHOLE if gathered else ("length", *_WHOLE):
-        axis = lowering.rules.axis(dim)
-        if axis is not None and lowering.mesh.size(axis) > 1:
-            or_with = f", or add 'experts:{axis}' to it" if dim == "length" else ""
-            raise LayoutError(
-                f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which each processor "
-                f"needs all to give tokens their places; remove the rule{or_with}, or split "
-                "'batch', 'experts', 'expert_ff' or 'embed'"
-            )
+    dims = ["length", WHOLE, "router", "choice", "room", "slots"]
+    needed = "each processor needs all to give tokens their places"
+    ways = "'batch', 'experts', 'expert_ff' or 'embed'"
+    check_whole_dims(p, lowering, dims, ["experts", "expert_ff"], needed, ways)
 
 
 def _there(rules: LayoutRules) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lingvo.compat as lingvo_tf
@@ -24,7 +23,7 @@ from pipemesh.layers.named.weight_slices import (
     weight_parts,
 )
 from pipemesh.layers.optimizers import check_learners
-from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.arguments import as_shape, dim_names
 from pipemesh.lowering.variable import Constant, Initializer, Normal, Uniform
 from pipemesh.mesh import LayoutRules, Shape
@@ -56,21 +55,15 @@ def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer
     return Uniform(-init.scale, init.scale, seed)
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockInit:
-    """A TensorFlow initializer that makes one block."""
+def _block_init(initializer: Initializer, whole: Shape, begin: Sequence[int]) -> Any:
+    """Returns a TensorFlow initializer that makes one block of a weight."""
 
-    initializer: Initializer
-    sizes: tuple[int, ...]  # of the whole weight
-    begin: tuple[int, ...]
-
-    def __call__(
-        self, shape: Any, dtype: Any = tf.float32, partition_info: Any = None
-    ) -> tf.Tensor:
-        """Makes the block of a shape."""
+    def block(shape: Any, dtype: Any = tf.float32, partition_info: Any = None) -> tf.Tensor:
         del partition_info
-        block = static_sizes(tf.TensorSpec(shape))
-        return self.initializer(self.sizes, self.begin, block, tf.as_dtype(dtype))
+        sizes = static_sizes(tf.TensorSpec(shape))
+        return initializer(whole.sizes, begin, sizes, tf.as_dtype(dtype))
+
+    return block
 
 
 # Activations may be split along `length` over the axis that splits weights. Between matmuls a
@@ -117,6 +110,22 @@ def count_whole(
     if isinstance(x, Value):
         return tally.rename(tally.given(x, dims, dtype), names)
     return tally.given(x, whole_dims(dims, names), dtype)
+
+
+def check_whole_dims(
+    p: Any, lowering: Lowering, dims: Sequence[str], beside: Sequence[str], needed: str, ways: str
+) -> None:
+    """Checks that processors have all of some dims; `whole` joins `length` beside a split dim."""
+    rules = lowering.rules
+    for dim in dims:
+        axis = rules.axis(dim)
+        if axis is None or lowering.mesh.size(axis) == 1 or dim in whole_names(rules, *beside):
+            continue
+        or_with = f", or add '{beside[0]}:{axis}' to it" if dim == "length" else ""
+        raise LayoutError(
+            f"{p.name}: the rule '{dim}:{axis}' splits dim {dim!r}, of which {needed}; remove the "
+            f"rule{or_with}, or split {ways}"
+        )
 
 
 class NamedLayer(base_layer.BaseLayer):
@@ -311,7 +320,7 @@ class NamedLayer(base_layer.BaseLayer):
         initializer = initializer_of(init, full_name, self.params.random_seed)
         for part in parts:
             self._parts[part.name] = part
-            block = BlockInit(initializer, shape.sizes, part.begin)
+            block = _block_init(initializer, shape, part.begin)
             weights = py_utils.WeightParams(
                 list(part.sizes),
                 py_utils.WeightInit.CustomVarInit(block),
@@ -347,9 +356,7 @@ class NamedLayer(base_layer.BaseLayer):
             )
         shape = layer._named_shapes[weight]
         wanted = as_shape(self.NamedWeights(p)[name][0])
-        if sorted(zip(shape.names, shape.sizes, strict=True)) != sorted(
-            zip(wanted.names, wanted.sizes, strict=True)
-        ):
+        if set(shape) != set(wanted):
             raise ShapeError(
                 f"weight {name!r} of layer {p.name!r} has dims '{wanted}', but {weight!r} of layer "
                 f"{layer.params.name!r}, which it is to share, has '{shape}'; give both layers the "

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PartitionError
 from pipemesh.lowering.arguments import dim_names
-from pipemesh.lowering.lowering import CommunicationCosts, Lowering
+from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.ops.convolution import windows_of
 from pipemesh.lowering.ops.relayout import (
     NO_NAMES,
@@ -42,11 +42,8 @@ class Tally:
     backward, and the tensors that its gradient reads. `keep` adds tensors that the gradient of
     another operation reads. A tensor that several gradients read counts once.
 
-    Args:
-        lowering: its mesh and rules define the splits.
-
     Attributes:
-        lowering: the same.
+        lowering: its mesh and rules define the splits.
         flops: flops of matmuls in the forward pass: two for each product of two numbers.
         parameter_bytes: bytes of weights, with each slice counted once.
         fetched_bytes: bytes of weights cut over replicas that one replica gets from others.
@@ -65,8 +62,9 @@ class Tally:
 
     def __init__(self, lowering: Lowering) -> None:
         self.flops = self.parameter_bytes = self.fetched_bytes = self.activation_bytes = 0
-        self.costs = CommunicationCosts(lowering.mesh)
         self.lowering = lowering
+        self._counting = _Counting(lowering.mesh, lowering.rules)
+        self.costs = self._counting.costs
         self._rules = lowering.rules
         self._mesh = lowering.mesh
         self._kept: dict[Value, int] = {}
@@ -134,7 +132,7 @@ class Tally:
             if value.differs and self._kept.get(value, 0) < number:
                 more = number - self._kept.get(value, 0)
                 self._kept[value] = number
-                self.activation_bytes += more * num_bytes([self._slice(value)])
+                self.activation_bytes += more * num_bytes(self._slices(value))
 
     def meet(self, *values: Value, axes: Sequence[str] = ()) -> tuple[str, ...]:
         """Counts the communication of operands that meet on each processor, and returns their axes.
@@ -150,13 +148,12 @@ class Tally:
 
     def vary(self, x: Value, axes: Sequence[str]) -> None:
         """Counts the sum of the gradient of a value that is equal along axes."""
-        if x.has_gradient:
-            own = self._axes(x)
-            self._send("all_reduce", x, [axis for axis in axes if axis not in own], backward=True)
+        own = self._axes(x)
+        self._counting.vary(self._slices(x), [axis for axis in axes if axis not in own])
 
     def all_reduce(self, x: Value, axes: Sequence[str]) -> None:
         """Counts an all-reduce along axes."""
-        self._send("all_reduce", x, axes, backward=False)
+        self._counting.all_reduce(self._slices(x), axes)
 
     def reduce(self, x: Value, dims: str, times: int = 1) -> Value:
         """Counts a reduction over dims, `times` times; keeps nothing."""
@@ -197,12 +194,8 @@ class Tally:
         """Counts a sum over axes under new names, as `relayout.summed` does."""
         result = Value(renamed_shape(x.shape, names), x.dtype)
         old, new = (self._rules.tensor_layout(v.shape, self._mesh).axes for v in (x, result))
-        sum_to_splits(*self._moving(x), axes, old, new)
+        sum_to_splits(self._counting, self._slices(x), axes, old, new)
         return result
-
-    def _moving(self, x: Value) -> tuple[Any, Any]:
-        """Returns stand-ins for a lowering and slices, which count only the traffic."""
-        return _Moves(self), (self._slice(x), x.has_gradient)
 
     def products(
         self,
@@ -217,7 +210,7 @@ class Tally:
             shape = renamed_shape(x.shape, names)
             met = set.intersection(*(set(self._axes(weight)) for weight in weights))
             old, new = (self._rules.tensor_layout(s, self._mesh).axes for s in (x.shape, shape))
-            _, gathered = gather_to_meet(*self._moving(x), old, new, met)
+            _, gathered = gather_to_meet(self._counting, self._slices(x), old, new, met)
             x = self.made(shape, x)
         own = (*self._axes(x), *gathered)
         lacking = [
@@ -257,8 +250,9 @@ class Tally:
 
         Its gradient reads the rows under the windows, including zeros and rows of neighbours.
         """
+        dilations = dict.fromkeys(window, 1)
         shape, runs = windows_of(
-            x.shape, filters.shape, window, padding, strides, self._rules, self._mesh
+            x.shape, filters.shape, window, padding, strides, dilations, self._rules, self._mesh
         )
         summed = filters.shape - shape
         self._rules.tensor_layout(x.shape | shape.without(*runs), self._mesh)
@@ -269,9 +263,8 @@ class Tally:
             axis, own = self._rules.axis(name), rows.shape[name].size
             parts = self._mesh.size(axis) if axis else 1
             for number in rows_sent(of, parts):
-                sent = self._slice(self._with_rows(rows, name, number * parts))
-                for backward in (False, True) if x.has_gradient else (False,):
-                    self.send("permute", [str(axis)], sent, backward)
+                sent = self._slices(self._with_rows(rows, name, number * parts))
+                self._counting.permute(sent, str(axis), ())
             if of.start or of.length * parts != own:
                 rows = self._with_rows(rows, name, of.length * parts)
         self.keep(rows, axes=axes)
@@ -287,76 +280,73 @@ class Tally:
         shape = renamed_shape(x.shape, names)
         renamed = self.made(shape, x)
         old, new = (self._rules.tensor_layout(s, self._mesh).axes for s in (x.shape, shape))
-        moved: Any = change_splits(*self._moving(x), old, new)
-        assert moved[0] == self._slice(renamed)
+        moved = change_splits(self._counting, self._slices(x), old, new)
+        assert moved == self._slices(renamed)
         return renamed
 
     def _axes(self, x: Value) -> tuple[str, ...]:
         return self._rules.tensor_layout(x.shape, self._mesh).split_axes
 
-    def _slice(self, x: Value) -> tf.TensorSpec:
-        return tf.TensorSpec(self._rules.tensor_layout(x.shape, self._mesh).slice_shape, x.dtype)
-
-    def _send(self, primitive: str, x: Value, axes: Sequence[str], backward: bool) -> None:
-        self.send(primitive, axes, self._slice(x), backward)
-
-    def send(
-        self, primitive: str, axes: Sequence[str], slice_: tf.TensorSpec, backward: bool
-    ) -> None:
-        """Counts a call along the axes that have more than one processor."""
-        wide = [axis for axis in axes if self._mesh.size(axis) > 1]
-        if wide:
-            self.costs.add(primitive, wide, cast(Any, slice_), backward)
+    def _slices(self, x: Value) -> Any:
+        layout = self._rules.tensor_layout(x.shape, self._mesh)
+        return (_Slice(tf.TensorShape(layout.slice_shape), x.dtype, x.has_gradient),)
 
 
-@dataclasses.dataclass
-class _Moves:
-    """A stand-in for a lowering, whose values are specs of slices and whether they have gradients.
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """A slice of a value."""
 
-    Forward moves are undone backward: a gather becomes a scatter, and the reverse.
-    """
+    shape: tf.TensorShape
+    dtype: tf.DType
+    has_gradient: bool
 
-    tally: Tally
 
-    def all_reduce(self, x: Any, axes: Sequence[str]) -> Any:
-        self.tally.send("all_reduce", axes, x[0], backward=False)
+class _Counting(Lowering):
+    """A lowering of slices without elements: primitives, and their gradients, are only counted."""
+
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("a tally computes nothing")
+
+    num_slices: Any = 1
+    import_tensor = export_tensor = map = raw_map = coordinate = _nothing
+
+    def with_gradient(self, forward: Any, backward: Any, slices: Any) -> Any:
+        """Counts both passes; there is no second derivative."""
+        results = forward(slices)
+        if slices[0].has_gradient and not self._is_backward:
+            backward(results)
+        return results
+
+    def raw_all_reduce(self, x: Any, axes: Sequence[str], op: str) -> Any:
+        """Keeps the sizes."""
+        del axes, op
         return x
 
-    def reduce_scatter(self, x: Any, axis: str, dim: int) -> Any:
-        self.tally.send("reduce_scatter", [axis], x[0], backward=False)
-        result = self._resized(x, axis, split=dim)
-        if x[1]:
-            self.tally.send("all_gather", [axis], result[0], backward=True)
-        return result
-
-    def gather_varied(self, x: Any, axis: str, dim: int) -> Any:
-        result = self.all_gather(x, axis, dim)
-        if x[1]:
-            self.tally.send("reduce_scatter", [axis], result[0], backward=True)
-        return result
-
-    def all_gather(self, x: Any, axis: str, dim: int) -> Any:
-        self.tally.send("all_gather", [axis], x[0], backward=False)
+    def raw_all_gather(self, x: Any, axis: str, dim: int) -> Any:
+        """Returns larger slices."""
         return self._resized(x, axis, whole=dim)
 
-    def all_to_all(self, x: Any, axis: str, split_dim: int, concat_dim: int) -> Any:
-        self.tally.send("all_to_all", [axis], x[0], backward=False)
-        if x[1]:
-            self.tally.send("all_to_all", [axis], x[0], backward=True)
+    def raw_all_to_all(self, x: Any, axis: str, split_dim: int, concat_dim: int) -> Any:
+        """Returns slices with one larger and one smaller dim."""
         return self._resized(x, axis, whole=concat_dim, split=split_dim)
 
-    def slice_along(self, x: Any, axis: str, dim: int) -> Any:
-        result = self._resized(x, axis, split=dim)
-        if x[1]:
-            self.tally.send("all_gather", [axis], result[0], backward=True)
-        return result
+    def raw_permute(self, x: Any, axis: str, pairs: Sequence[tuple[int, int]]) -> Any:
+        """Keeps the sizes."""
+        del axis, pairs
+        return x
+
+    def raw_reduce_scatter(self, x: Any, axis: str, dim: int) -> Any:
+        """Returns smaller slices."""
+        return self._resized(x, axis, split=dim)
+
+    raw_slice = raw_reduce_scatter
 
     def _resized(
         self, x: Any, axis: str, whole: int | None = None, split: int | None = None
     ) -> Any:
-        parts, sizes = self.tally.costs.mesh.size(axis), x[0].shape.as_list()
+        parts, sizes = self.mesh.size(axis), x[0].shape.as_list()
         if whole is not None:
             sizes[whole] *= parts
         if split is not None:
             sizes[split] //= parts
-        return tf.TensorSpec(sizes, x[0].dtype), x[1]
+        return (dataclasses.replace(x[0], shape=tf.TensorShape(sizes)),)

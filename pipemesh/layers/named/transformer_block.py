@@ -76,17 +76,9 @@ class TransformerBlock(NamedLayer):
         segment_pos: Any = None,
         paddings: Any = None,
     ) -> Any:
-        """Computes the block.
+        """Computes the block; arguments are those of `Attention.FProp`.
 
-        Args:
-            theta: weights.
-            x: `batch;length;embed`.
-            segment_ids: see `Attention.FProp`.
-            segment_pos: see `Attention.FProp`.
-            paddings: 1 at positions without a token.
-
-        Returns:
-            `batch;length;embed`; with experts also their balance loss, `batch`.
+        With experts the result has their balance loss too, `batch`.
         """
         x = self.Named(x, "batch;length;embed")
         y = self.attention_norm.FProp(theta.attention_norm, x)

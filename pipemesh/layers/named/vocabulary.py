@@ -162,15 +162,9 @@ class Embedding(NamedLayer):
         return weights
 
     def FProp(self, theta: Any, ids: Any, segment_pos: Any = None) -> Tensor:
-        """Computes the vectors.
+        """Computes the vectors, `batch;length;embed`, of `batch;length` integers.
 
-        Args:
-            theta: weights.
-            ids: `batch;length`, integers below `vocab_size`; others have zeros.
-            segment_pos: `batch;length`, integers below the length; by default positions in the row.
-
-        Returns:
-            `batch;length;embed`.
+        Ids outside of the vocabulary have zeros. `segment_pos` are by default positions in the row.
         """
         p = self.params
         table = self.Weight(theta, "table")
@@ -282,13 +276,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         return ops.cast(logits, tf.float32)
 
     def FProp(self, theta: Any, x: Any, labels: Any, weights: Any = None) -> Any:
-        """Computes the loss.
-
-        Args:
-            theta: weights of the layer.
-            x: `batch;length;embed`.
-            labels: `batch;length`, integers below `vocab_size`.
-            weights: `batch;length`, weights of the labels; 1 by default.
+        """Computes the loss for `batch;length;embed`, and `batch;length` labels and their weights.
 
         Returns:
             The weighted sum of cross entropies, the sum of the weights, and the cross entropy of

@@ -14,7 +14,7 @@ import tensorflow as tf
 from pipemesh.backend.gradients import attach_gradient, unrecorded
 from pipemesh.backend.saved_state import Slice, SlicedVariable, slice_of
 from pipemesh.errors import LayoutError, ShapeError
-from pipemesh.lowering.lowering import Lowering, Slices
+from pipemesh.lowering.lowering import Lowering, Slices, on_each
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
 
@@ -81,16 +81,6 @@ def current_replica_cut() -> ReplicaCut | None:
     return _current.get()
 
 
-@contextlib.contextmanager
-def staying() -> Iterator[None]:
-    """Keeps variables made inside on the device of the scope."""
-    token = _stays.set(True)
-    try:
-        yield
-    finally:
-        _stays.reset(token)
-
-
 def stays() -> bool:
     """Returns whether variables made now stay on the device of the scope."""
     return _stays.get()
@@ -126,11 +116,12 @@ class WeightPart:
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
         """Enters the device scope in which the variable must be made."""
-        with (
-            tf.device(self.device),
-            contextlib.nullcontext() if self.replica is None else staying(),
-        ):
-            yield
+        token = _stays.set(self.replica is not None)
+        try:
+            with tf.device(self.device):
+                yield
+        finally:
+            _stays.reset(token)
 
 
 def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart]:
@@ -240,11 +231,8 @@ def _spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
     """Copies a tensor to each device."""
     if len(devices) == 1:
         return [tensor]
-    copies: list[tf.Tensor] = []
     with unrecorded():
-        for device in devices:
-            with tf.device(device):
-                copies.append(tf.identity(tensor))
+        copies = on_each(devices, lambda: tf.identity(tensor))
     return attach_gradient(copies, [tensor], lambda grads: [_collect(grads, devices)], True)
 
 

@@ -16,39 +16,53 @@ import tensorflow as tf
 from lingvo.core import bn_layers, py_utils
 
 from pipemesh.errors import PipelineError
+from pipemesh.layers.pipeline.stage import all_layers
 
 # A layer's number of rows, their mean, and the sum of squared differences from it.
 _Moments = Sequence[tf.Tensor]
 _COUNT = 3
 
 
-def norms_of(stage: Any) -> list[Any]:
-    """Returns the layers of a stage that average batches in variables, each once."""
-    norms: dict[int, Any] = {}
-
-    def visit(layer: Any) -> None:
-        if isinstance(layer, bn_layers.BatchNormLayer):
-            norms[id(layer)] = layer
-        for child in layer.children.Flatten():
-            visit(child)
-
-    visit(stage)
-    return list(norms.values())
+def _norms(stage: Any) -> list[Any]:
+    """Returns the layers that average batches in variables, each once; none in evaluation."""
+    if stage.do_eval:
+        return []
+    norms = [each for each in all_layers(stage) if isinstance(each, bn_layers.BatchNormLayer)]
+    return list({id(norm): norm for norm in norms}.values())
 
 
-def no_moments(norms: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the moments of no rows, as a flat list."""
-    return [tf.zeros([size]) for norm in norms for size in (1, norm.params.dim, norm.params.dim)]
+def first_carry(stage: Any) -> list[tf.Tensor]:
+    """Returns the values of accumulators before a step, and the moments of no rows."""
+    sizes = [size for norm in _norms(stage) for size in (1, norm.params.dim, norm.params.dim)]
+    return [*stage.GetAccumulatorValues().Flatten(), *(tf.zeros([size]) for size in sizes)]
 
 
 @contextlib.contextmanager
-def merged_moments(norms: Sequence[Any], before: Sequence[tf.Tensor]) -> Iterator[list[_Moments]]:
-    """Stops `BatchNormLayer`s inside from assigning, and yields their moments.
+def carried(stage: Any, carry: Sequence[tf.Tensor]) -> Iterator[Callable[[], list[tf.Tensor]]]:
+    """Makes a stage compute with a carry; yields a function that returns the microbatch's carry.
 
-    `before` has the moments of earlier microbatches, as a flat list. In the end the yielded ones
-    include this microbatch.
+    Afterwards accumulators have their earlier state, even if it was empty, because values set
+    inside belong to the stage's graph. Restoring the result of `GetValue` would not work: for an
+    accumulator that was reset it makes a tensor in the current graph.
     """
-    moments: list[_Moments] = [before[i : i + _COUNT] for i in range(0, len(before), _COUNT)]
+    kept = [(accumulator, dict(vars(accumulator))) for accumulator in stage.accumulators.Flatten()]
+    count = len(kept)
+    moments = list(carry[count:])
+    try:
+        with _merging(_norms(stage), moments):
+            stage.SetAccumulatorValues(stage.accumulators.Pack(carry[:count]))
+            yield lambda: [
+                tf.convert_to_tensor(value)
+                for value in (*stage.GetAccumulatorValues().Flatten(), *moments)
+            ]
+    finally:
+        for accumulator, state in kept:
+            vars(accumulator).update(state)
+
+
+@contextlib.contextmanager
+def _merging(norms: Sequence[Any], moments: list[tf.Tensor]) -> Iterator[None]:
+    """Stops `BatchNormLayer`s inside from assigning, and merges their moments into `moments`."""
     numbers = {id(norm.vars.moving_mean): number for number, norm in enumerate(norms)}
     assigned = {id(norm.vars.moving_variance) for norm in norms}
     compute, update = bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars
@@ -68,33 +82,15 @@ def merged_moments(norms: Sequence[Any], before: Sequence[tf.Tensor]) -> Iterato
         number = numbers[id(variable)]
         _check_once(norms[number], number in updated)
         updated.add(number)
-        moments[number] = _merged(moments[number], _moments(*computed[id(value)]))
+        of_norm = slice(number * _COUNT, (number + 1) * _COUNT)
+        moments[of_norm] = _merged(moments[of_norm], _moments(*computed[id(value)]))
         return tf.no_op()
 
     bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars = compute_moments, update_average
     try:
-        yield moments
+        yield
     finally:
         bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars = compute, update
-
-
-def update_averages(norms: Sequence[Any], moments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Updates the moving averages of layers by the moments of the whole batch, and returns these.
-
-    In a TF1 graph lingvo runs only those updates that the loss depends on.
-    """
-    statistics = []
-    for number, norm in enumerate(norms):
-        rows, mean, squares = moments[number * _COUNT :][:_COUNT]
-        for variable, value in (
-            (norm.vars.moving_mean, mean),
-            (norm.vars.moving_variance, squares / tf.maximum(rows, 1.0)),
-        ):
-            # Without rows the average stays.
-            value = tf.where(rows > 0, value, tf.cast(variable, value.dtype))
-            py_utils.UpdateBatchNormVars(variable, value, norm.params.decay)
-            statistics.append(value)
-    return statistics
 
 
 def _check_once(norm: Any, is_second: bool) -> None:
@@ -128,36 +124,6 @@ def _merged(a: _Moments, b: _Moments) -> _Moments:
     return rows, a[1] + difference * share, squares
 
 
-def first_carry(stage: Any) -> list[tf.Tensor]:
-    """Returns the values of accumulators before a step, and the moments of an empty batch."""
-    return [*stage.GetAccumulatorValues().Flatten(), *no_moments(_norms(stage))]
-
-
-@contextlib.contextmanager
-def carried(stage: Any, carry: Sequence[tf.Tensor]) -> Iterator[Callable[[], list[tf.Tensor]]]:
-    """Makes a stage compute with a carry; yields a function that returns the microbatch's carry.
-
-    Afterwards accumulators have their earlier state, even if it was empty, because values set
-    inside belong to the stage's graph. Restoring the result of `GetValue` would not work: for an
-    accumulator that was reset it makes a tensor in the current graph.
-    """
-    kept = [(accumulator, dict(vars(accumulator))) for accumulator in stage.accumulators.Flatten()]
-    count = len(kept)
-    try:
-        with merged_moments(_norms(stage), carry[count:]) as moments:
-            stage.SetAccumulatorValues(stage.accumulators.Pack(carry[:count]))
-            yield lambda: [
-                tf.convert_to_tensor(value)
-                for value in (
-                    *stage.GetAccumulatorValues().Flatten(),
-                    *(value for three in moments for value in three),
-                )
-            ]
-    finally:
-        for accumulator, state in kept:
-            vars(accumulator).update(state)
-
-
 def finish_carries(
     stages: Sequence[Any], carries: Sequence[Sequence[tf.Tensor]], outputs: list[tf.Tensor]
 ) -> list[tf.Tensor]:
@@ -170,13 +136,18 @@ def finish_carries(
     for stage, carry in zip(stages, carries, strict=True):
         count = len(stage.accumulators.Flatten())
         stage.SetAccumulatorValues(stage.accumulators.Pack(carry[:count]))
-        statistics += update_averages(_norms(stage), carry[count:])
+        for number, norm in enumerate(_norms(stage)):
+            rows, mean, squares = carry[count + number * _COUNT :][:_COUNT]
+            for variable, value in (
+                (norm.vars.moving_mean, mean),
+                (norm.vars.moving_variance, squares / tf.maximum(rows, 1.0)),
+            ):
+                # Without rows the average stays.
+                value = tf.where(rows > 0, value, tf.cast(variable, value.dtype))
+                py_utils.UpdateBatchNormVars(variable, value, norm.params.decay)
+                statistics.append(value)
     if not statistics or tf.compat.v1.executing_eagerly_outside_functions():
         return outputs
+    # In a TF1 graph lingvo runs only those updates that the loss depends on.
     with tf.control_dependencies(statistics):
         return [tf.identity(t) for t in outputs]
-
-
-def _norms(stage: Any) -> list[Any]:
-    """Returns the layers whose moments are carried; none in evaluation."""
-    return [] if stage.do_eval else norms_of(stage)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import hyperparams
 
 from pipemesh.errors import PipelineError, PipemeshError
-from pipemesh.layers.check_params import check_choice, with_article
+from pipemesh.layers.check_params import with_article
 from pipemesh.layers.feature_extraction import is_stage
 from pipemesh.layers.named import NamedLayer
-from pipemesh.plan.plan import LOWERINGS
-from pipemesh.recurrent import pipeline
-from pipemesh.recurrent.circular.alike_pipeline import alike_pipeline, check_options, check_schedule
+from pipemesh.recurrent.circular.alike_pipeline import check_options, check_schedule
 from pipemesh.recurrent.options import Options
 from pipemesh.schedule import Schedule
 
@@ -23,26 +20,10 @@ from pipemesh.schedule import Schedule
 _NAMES = frozenset(
     ("name", "variable_name_prefix", "act_fetch_layers", "stage_scopes", "random_names")
 )
-_WAY_OUT = "make the stages alike, or use lowering='placement'"
-
-
-def pipeline_of(p: Any) -> Callable[..., Any]:
-    """Returns the function that runs a pipeline with the loss outside, by `lowering`."""
-    return alike_pipeline if p.lowering == "simd" else pipeline
-
-
-def check_predictable(p: Any) -> None:
-    """Raises a PipelineError if memory cannot be predicted."""
-    if p.lowering == "simd":
-        raise PipelineError(
-            f"{p.name}: memory is predicted for lowering='placement' only; with 'simd' a device "
-            "keeps the inputs of its stages, for each tick those of one microbatch"
-        )
 
 
 def check_lowering(p: Any, schedule: Schedule) -> None:
     """Checks that the lowering in the params can run the stages and the schedule."""
-    check_choice(p.name, "lowering", p.lowering, LOWERINGS)
     if p.lowering != "simd":
         return
     if not p.loss_inside and (p.layout or ";" in (p.mesh_shape or "")):
@@ -59,14 +40,15 @@ def check_lowering(p: Any, schedule: Schedule) -> None:
     except PipemeshError as error:
         raise type(error)(f"{p.name}: lowering is 'simd': {error}") from error
     if p.loss_inside:
+        _check_simd(p)
         return
     first = p.cell_tpl[0]
     for other in p.cell_tpl[1:]:
         difference = next(differences(first, other, "stage"), None)
         if difference is not None:
             raise PipelineError(
-                f"{p.name}: lowering='simd' runs stages that are alike, but {difference}; "
-                f"{_WAY_OUT}"
+                f"{p.name}: lowering='simd' runs stages that are alike, but {difference}; make the "
+                "stages alike, or use lowering='placement'"
             )
 
 
@@ -132,26 +114,26 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 and "\n" not in text else f"another {type(value).__name__}"
 
 
-@dataclasses.dataclass(frozen=True)
-class SimdCut:
-    """The number of layers before and behind the alike ones, in the first and the last stage."""
+def simd_split(p: Any, cells: Sequence[Any]) -> tuple[Any | None, list[Any], Any | None]:
+    """Splits cells: returns params of the layers before, of the alike layers, and of those behind.
 
-    before: int
-    behind: int
-
-    def split(self, stages: Sequence[Any]) -> tuple[Any | None, list[Any], Any | None]:
-        """Returns params of the layers before, of the alike layers' stages, and of those behind."""
-        cells = [stage.Copy() for stage in stages]
-        first, last = cells[0].Copy(), cells[-1].Copy()
-        first.Set(name=f"{first.name}_before", sub=first.sub[: self.before])
-        last.Set(name=f"{last.name}_behind", sub=last.sub[len(last.sub) - self.behind :])
-        cells[-1].sub = cells[-1].sub[: len(cells[-1].sub) - self.behind]
-        cells[0].sub = cells[0].sub[self.before :]
-        return first if self.before else None, cells, last if self.behind else None
+    The alike layers stay in their stages. The others are a cell, or None without such layers.
+    """
+    before, behind = simd_cut(p)
+    stages = [cell.Copy() for cell in cells]
+    first, last = stages[0].Copy(), stages[-1].Copy()
+    first.Set(name=f"{first.name}_before", sub=first.sub[:before])
+    last.Set(name=f"{last.name}_behind", sub=last.sub[len(last.sub) - behind :])
+    stages[-1].sub = stages[-1].sub[: len(stages[-1].sub) - behind]
+    stages[0].sub = stages[0].sub[before:]
+    return first if before else None, stages, last if behind else None
 
 
-def simd_cut(p: Any) -> SimdCut:
-    """Finds the longest run of alike layers, of which each stage has to have equally many."""
+def simd_cut(p: Any) -> tuple[int, int]:
+    """Returns the numbers of layers before and behind the longest run of alike layers.
+
+    Each stage has to have equally many of the alike layers.
+    """
     for cell in p.cell_tpl:
         if not is_stage(cell) or any(map(is_stage, cell.sub)):
             raise PipelineError(
@@ -200,10 +182,10 @@ def simd_cut(p: Any) -> SimdCut:
                     "layers, which lowering='simd' stacks; tie those of other layers, or use "
                     "lowering='placement'"
                 )
-    return SimdCut(begin, len(layers) - end)
+    return begin, len(layers) - end
 
 
-def check_simd(p: Any) -> None:
+def _check_simd(p: Any) -> None:
     """Checks that a stack with the loss inside can be one program; see `simd_cut`."""
     simd_cut(p)
     for name, wrong, why in (

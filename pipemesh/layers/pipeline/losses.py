@@ -62,7 +62,11 @@ def take_out(
     for is_scalar, loss in zip(structure.aux_losses, losses, strict=True):
         with tf.device(loss.device):
             if is_scalar:
-                loss = _accumulated(p, tf.reshape(loss, [_num_parts(p, home), -1])[:, 0])
+                parts = tf.reshape(loss, [_num_parts(p, home), -1])[:, 0]
+                wide = tf.cast(parts, tf.float32) if parts.dtype.size < 4 else parts
+                is_sum = p.loss_inside or p.aux_loss_microbatch_accumulation == "sum"
+                whole = tf.reduce_sum(wide) if is_sum else tf.reduce_mean(wide)
+                loss = tf.cast(whole, loss.dtype)
             if p.loss_inside:
                 loss = _without_gradient(p.name, outputs[0], loss)
         around.AddLoss(loss)
@@ -137,14 +141,6 @@ def _by_example(loss: tf.Tensor, size: int | None, p: Any, where: str) -> tf.Ten
     return loss
 
 
-def _accumulated(p: Any, parts: tf.Tensor) -> tf.Tensor:
-    """Returns the loss of the whole batch, given one for each part."""
-    is_sum = p.loss_inside or p.aux_loss_microbatch_accumulation == "sum"
-    reduce = tf.reduce_sum if is_sum else tf.reduce_mean
-    wide = tf.cast(parts, tf.float32) if parts.dtype.size < 4 else parts
-    return tf.cast(reduce(wide), parts.dtype)
-
-
 def _without_gradient(name: str, loss: tf.Tensor, aux_loss: tf.Tensor) -> tf.Tensor:
     """Returns a loss whose gradient is an error.
 
@@ -178,26 +174,15 @@ def check_head(
     where: str, names: Sequence[str], outputs: Sequence[tf.Tensor], loss_inside: bool
 ) -> None:
     """Checks the results of the last stage for one microbatch."""
-    if loss_inside:
-        _check_loss(where, names, outputs)
+    if not loss_inside:
+        for name, output in zip(names, outputs, strict=True):
+            if output.shape.rank == 0:
+                raise PipelineError(
+                    f"{where} returns a scalar ({name}), which cannot be joined over microbatches; "
+                    "return it for each example, with the batch dim, or, if it is the loss, set "
+                    "loss_inside=True and return the summed loss and the summed weight"
+                )
         return
-    for name, output in zip(names, outputs, strict=True):
-        if output.shape.rank == 0:
-            raise PipelineError(
-                f"{where} returns a scalar ({name}), which cannot be joined over microbatches; "
-                "return it for each example, with the batch dim, or, if it is the loss, set "
-                "loss_inside=True and return the summed loss and the summed weight"
-            )
-
-
-def with_total_weight(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns loss, weight and metrics of the whole batch; the weight is summed over the parts."""
-    loss, weight, *metrics = outputs
-    with tf.device(weight.device):
-        return [loss, tf.reduce_sum(tf.cast(weight, loss.dtype)), *metrics]
-
-
-def _check_loss(where: str, names: Sequence[str], outputs: Sequence[tf.Tensor]) -> None:
     described = ", ".join(
         f"{name}: {output.dtype.name} of shape {output.shape}"
         for name, output in zip(names, outputs, strict=True)

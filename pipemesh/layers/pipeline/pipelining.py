@@ -15,7 +15,6 @@ from pipemesh.layers.check_params import check_micro_batch_size, check_theta, is
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named.scope import exported
 from pipemesh.layers.pipeline.accumulators import carried, finish_carries, first_carry
-from pipemesh.layers.pipeline.alike_stages import check_predictable, pipeline_of
 from pipemesh.layers.pipeline.losses import (
     carrying,
     check_head,
@@ -23,7 +22,6 @@ from pipemesh.layers.pipeline.losses import (
     has_context,
     refused,
     take_out,
-    with_total_weight,
 )
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
@@ -51,15 +49,16 @@ from pipemesh.recurrent import (
     Transfer,
     current_devices,
     explain,
+    pipeline,
     pipeline_loss,
     predict_memory,
     predict_transfers,
 )
-from pipemesh.recurrent.options import INITIAL_SCALE
+from pipemesh.recurrent.circular.alike_pipeline import alike_pipeline
+from pipemesh.recurrent.options import INITIAL_SCALE, Clock
 from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.table.run import with_loss
 from pipemesh.recurrent.table.validation import microbatch_size
-from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.schedule import Schedule
 
 
@@ -124,7 +123,7 @@ class PipeliningLayer(SeqLayer):
         super().__init__(params)
         self._eager_runs: dict[Any, Any] = {}
         # Set it to an ActionClock or Marks before a graph is built to time its actions.
-        self.clock: Stamps | None = None
+        self.clock: Clock | None = None
         # Set it before a graph is built to locate values that are not finite.
         self.locates_errors = False
         # Set it before a graph is built to receive its run; see `pipemesh.recurrent.Options`.
@@ -136,7 +135,8 @@ class PipeliningLayer(SeqLayer):
         if p.pipelined and p.loss_inside and p.lowering == "simd":
             calls = self._fprop_before, self._fprop_cell
             self.simd = SimdStack(self, self.plan, tpls, pinned, *calls)
-            self._cell_names, create = self.simd.names, super()._create_cells
+            # These names are no part of the names of variables that are made next.
+            self.stage_names, create = self.simd.names, super()._create_cells
             self.simd.create(lambda stages: create(stages, homes, pinned))
         else:
             super()._create_cells(tpls, homes, pinned)
@@ -164,7 +164,7 @@ class PipeliningLayer(SeqLayer):
         # The pipeline casts the weights of stages, and sums their gradients before that.
         theta = super()._InternalGetTheta()
         if self.ema is None or not self.do_eval:
-            theta.update({name: uncast_theta(self.children[name]) for name in self._cell_names})
+            theta.update({name: uncast_theta(self.children[name]) for name in self.stage_names})
         return theta
 
     def _places(self) -> Sequence[int]:
@@ -172,10 +172,7 @@ class PipeliningLayer(SeqLayer):
         return self.schedule.stage_devices
 
     def Explain(self, error: tf.errors.OpError) -> PipelineError | None:
-        """Converts a TensorFlow error to one line with stage, layer and microbatch.
-
-        Args:
-            error: an error raised by a step that contains this layer.
+        """Converts an error of a step with this layer to one line with stage, layer and microbatch.
 
         Returns:
             The error to raise `from` the given one; None if it did not arise in a stage.
@@ -203,10 +200,8 @@ class PipeliningLayer(SeqLayer):
     def FProp(self, theta: Any, *args: Any) -> Any:
         """Runs the stack.
 
-        Args:
-            theta: weights of this layer and its children.
-            *args: tensors, each cut along `batch_dim`, or None, plain or nested; with
-                `nested_map_fprop` one NestedMap of these.
+        Arguments are tensors, each cut along `batch_dim`, or None, plain or nested; with
+        `nested_map_fprop` one NestedMap of these.
 
         Returns:
             The results of the last stage for the whole batch, nested in the same way; with
@@ -227,7 +222,7 @@ class PipeliningLayer(SeqLayer):
                 return self.simd.run(theta, args)
         alone = self.cluster.num_devices_per_split == 1
         if not p.pipelined or (self.do_eval and (alone or is_rest(p, args, self.StageHomes()))):
-            return super().FProp(plain_theta(self, theta, self._cell_names), *cast_first(p, args))
+            return super().FProp(plain_theta(self, theta, self.stage_names), *cast_first(p, args))
         schedule = self.schedule
         if self.do_eval and p.loss_inside:
             # With the loss outside, the backward pass is built only if a gradient is requested.
@@ -244,17 +239,20 @@ class PipeliningLayer(SeqLayer):
             thetas: Any, inputs: Any, carries: Any, step: Any, structures: list[StageStructure]
         ) -> Any:
             stages = self._stages(weights, homes, thetas, carries, structure, structures)
-            options = self._options(eagerly, self._uncast(args, inputs))
+            options = self._options(args, inputs, eagerly)
             if not p.loss_inside:
-                return pipeline_of(p)(stages, inputs, schedule, step=step, options=options)
-            loss, others, carries = pipeline_loss(
+                run = alike_pipeline if p.lowering == "simd" else pipeline
+                return run(stages, inputs, schedule, step=step, options=options)
+            loss, (weights_of_parts, *metrics), carries = pipeline_loss(
                 stages, inputs, schedule, step=step, options=options
             )
-            return with_total_weight([loss, *others]), carries
+            with tf.device(weights_of_parts.device):
+                weight = tf.reduce_sum(tf.cast(weights_of_parts, loss.dtype))
+            return [loss, weight, *metrics], carries
 
         if eagerly:
-            key = (structure.key(), self.do_eval, tuple(homes), self.clock, self.locates_errors)
-            key = (*key, has_context())
+            noted = self.clock, self.locates_errors, has_context()
+            key = (structure.key, self.do_eval, tuple(homes), *noted)
             if key not in self._eager_runs:
                 structures: list[StageStructure] = []
 
@@ -266,10 +264,7 @@ class PipeliningLayer(SeqLayer):
                 run = tf.function(traced, autograph=False)
                 self._eager_runs[key] = (run, structures)
             run, structures = self._eager_runs[key]
-            thetas = [
-                [tf.convert_to_tensor(t) for t in stage_weights.tensors]
-                for stage_weights in weights
-            ]
+            thetas = [[*map(tf.convert_to_tensor, each.tensors)] for each in weights]
             try:
                 outputs, carries = run(thetas, inputs, carries, step)
             except tf.errors.OpError as error:
@@ -279,10 +274,10 @@ class PipeliningLayer(SeqLayer):
                 raise explained from error
         else:
             structures = []
-            thetas = [stage_weights.tensors for stage_weights in weights]
+            thetas = [each.tensors for each in weights]
             outputs, carries = build(thetas, inputs, carries, step, structures)
         if not self.do_eval:
-            cells = [self.children[name] for name in self._cell_names]
+            cells = [self.children[name] for name in self.stage_names]
             outputs = finish_carries(cells, carries, outputs)
         return structures[-1].pack(take_out(p, homes[0], structures[-1], outputs))
 
@@ -302,10 +297,7 @@ class PipeliningLayer(SeqLayer):
         return self._predicted(predict_memory, args)
 
     def PredictTransfers(self, *args: Any) -> list[Transfer]:
-        """Predicts the transfers of a step between devices, before anything runs.
-
-        Args:
-            *args: as for `PredictMemory`.
+        """Predicts the transfers of a step between devices, with arguments as for `PredictMemory`.
 
         Returns:
             One entry for each kind and pair of devices; see `pipemesh.recurrent.predict_transfers`.
@@ -318,23 +310,26 @@ class PipeliningLayer(SeqLayer):
 
     def _predicted(self, predict: Callable[..., list[Any]], args: Any) -> list[Any]:
         """Traces the stages with these arguments and returns a prediction."""
-        check_predictable(self.params)
-        whole = self.theta
+        p, whole = self.params, self.theta
+        if p.lowering == "simd":
+            raise PipelineError(
+                f"{p.name}: memory is predicted for lowering='placement' only; with 'simd' a "
+                "device keeps the inputs of its stages, for each tick those of one microbatch"
+            )
         predictions: list[Any] = []
 
         def trace(flat: Any, args: Any) -> None:
             theta = whole.Pack(flat)
             homes = self.StageHomes()
-            with tf.device(homes[0].first):
-                with whole_batch_randomness():
-                    args = to_tuple(self._fprop_before(theta, *args))
+            with tf.device(homes[0].first), whole_batch_randomness():
+                args = to_tuple(self._fprop_before(theta, *args))
             structure, inputs, weights, carries = self._flat(theta, args, homes)
             thetas = [stage_weights.tensors for stage_weights in weights]
             stages = self._stages(weights, homes, thetas, carries, structure, [])
-            if self.params.loss_inside:
+            if p.loss_inside:
                 stages[-1] = with_loss(stages[-1])
             step = tf.constant(0, tf.int64)
-            options = self._options(False, self._uncast(args, inputs))
+            options = self._options(args, inputs, eagerly=False)
             schedule = self.schedule.only_forward() if self.do_eval else self.schedule
             predictions[:] = predict(stages, inputs, schedule, step=step, options=options)
 
@@ -355,10 +350,10 @@ class PipeliningLayer(SeqLayer):
         names, replicas = structure.leaf_names, homes[0].num_replicas
         microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
         check_micro_batch_size(p, inputs)
-        cells = [self.children[name] for name in self._cell_names]
+        cells = [self.children[name] for name in self.stage_names]
         weights = [
             StageWeights(cell, theta[name], home)
-            for cell, name, home in zip(cells, self._cell_names, homes, strict=True)
+            for cell, name, home in zip(cells, self.stage_names, homes, strict=True)
         ]
         return structure, inputs, weights, [*map(first_carry, cells)]
 
@@ -373,17 +368,11 @@ class PipeliningLayer(SeqLayer):
     ) -> list[Stage]:
         """Returns the stages as pure functions; their tracing fills `structures`."""
         structures[:] = [structure] + [None] * len(thetas)
-        cells = zip(self._cell_names, weights, homes, strict=True)
+        cells = zip(self.stage_names, weights, homes, strict=True)
         return [
             Stage(
                 name=name,
-                forward=carrying(
-                    self._stage_function(i, stage_weights, structures),
-                    i,
-                    self.params,
-                    home,
-                    structures,
-                ),
+                forward=self._stage_function(i, stage_weights, structures, home),
                 theta=thetas[i],
                 carry=carries[i],
                 home=home,
@@ -396,13 +385,11 @@ class PipeliningLayer(SeqLayer):
             for i, (name, stage_weights, home) in enumerate(cells)
         ]
 
-    def _uncast(self, args: tuple[Any, ...], inputs: list[tf.Tensor]) -> frozenset[int]:
-        """Returns the numbers of inputs that keep their dtype: all but the first argument."""
-        casts_first = args[0] is not None and not self.params.nested_map_fprop
-        return frozenset(range(int(casts_first), len(inputs)))
-
-    def _options(self, eagerly: bool, uncast: frozenset[int]) -> Options:
+    def _options(
+        self, args: tuple[Any, ...], inputs: Sequence[tf.Tensor], eagerly: bool
+    ) -> Options:
         p, remat = self.params, self._checked_plan.remat
+        casts_first = args[0] is not None and not p.nested_map_fprop
         return Options(
             batch_dim=p.batch_dim,
             # A plan has no more than the name of a policy that is Python code.
@@ -410,7 +397,7 @@ class PipeliningLayer(SeqLayer):
             loop=p.loop,
             rolled=p.rolled,
             compute_dtype=p.fprop_dtype,
-            uncast_inputs=uncast,
+            uncast_inputs=frozenset(range(int(casts_first), len(inputs))),
             loss_scale=None if self.do_eval else self.loss_scale,
             clock=None if self.do_eval else self.clock,
             noted_run=None if self.do_eval else self.noted_run,
@@ -426,9 +413,11 @@ class PipeliningLayer(SeqLayer):
             return chosen
         return "all" if self.loss_scale is None else "forward"
 
-    def _stage_function(self, number: int, weights: StageWeights, structures: list[Any]) -> Any:
+    def _stage_function(
+        self, number: int, weights: StageWeights, structures: list[Any], home: Home
+    ) -> Any:
         """Returns stage `number` as a pure function of flat lists of tensors."""
-        p, name, last = self.params, self._cell_names[number], len(self._cell_names) - 1
+        p, name, last = self.params, self.stage_names[number], len(self.stage_names) - 1
         cell = self.children[name]
 
         def forward(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
@@ -437,7 +426,7 @@ class PipeliningLayer(SeqLayer):
                 carried(cell, carry) as carry_out,
                 py_utils.RemoveAssertContext(remove=True),
                 keyed_seeds(global_step_in(step)),
-                self._lowerings[number].on(current_devices()),
+                self.stage_lowerings[number].on(current_devices()),
             ):
                 outputs = self._fprop_cell(
                     weights.pack(theta), name, *structures[number].pack_arguments(inputs)
@@ -446,7 +435,7 @@ class PipeliningLayer(SeqLayer):
                 if number == last:
                     outputs = exported(outputs)
                 else:
-                    outputs = handed_over(outputs, self._lowerings[number + 1].replica_mesh)
+                    outputs = handed_over(outputs, self.stage_lowerings[number + 1].replica_mesh)
                 carry = carry_out()
             where = f"{p.name}: stage {name!r}"
             structures[number + 1] = StageStructure(outputs, p.nested_map_fprop, where, "outputs")
@@ -459,4 +448,4 @@ class PipeliningLayer(SeqLayer):
                 flat = [tf.cast(t, p.state_dtype) if t.dtype.is_floating else t for t in flat]
             return flat, carry
 
-        return forward
+        return carrying(forward, number, p, home, structures)

@@ -28,9 +28,8 @@ from pipemesh.layers.feature_extraction import (
 )
 from pipemesh.layers.mesh_cluster import mesh_of, stage_homes, warn_of_places
 from pipemesh.layers.named.scope import exported
-from pipemesh.layers.pipeline.spread_weights import spread_weights
 from pipemesh.layers.pipeline.stage import StageLowering
-from pipemesh.layers.pipeline.weights import check_one_mesh, tie_weights, with_given_weights
+from pipemesh.layers.pipeline.weights import spread_weights, tie_weights, with_given_weights
 from pipemesh.layers.step_seed import name_in_task, step_of_call, whole_batch_randomness
 from pipemesh.randomness.scope import layer_aliases
 from pipemesh.recurrent import Home
@@ -103,12 +102,14 @@ class SeqLayer(base_layer.BaseLayer):
         tpls = with_given_weights(p.name, p.tied_weights, tpls)
         names = [tpl.name for tpl in tpls]
         num_before = len(p.before_tpl)
-        self._before_names, self._cell_names = names[:num_before], names[num_before:]
+        # The names of the stages are those in `children` and `theta`.
+        self._before_names, self.stage_names = names[:num_before], names[num_before:]
         self._random_names = dict(zip(names, random_names, strict=True))
         mesh, layout = mesh_of(self.cluster, p)
-        self._lowerings = [StageLowering(mesh, layout, place) for place in self._places()]
-        first = self._lowerings[0]
-        if first.cuts_weights and not py_utils.IsEagerMode():
+        # The splits of named dims inside a replica of each stage.
+        self.stage_lowerings = [StageLowering(mesh, layout, place) for place in self._places()]
+        first = self.stage_lowerings[0]
+        if first.replica_cut is not None and not py_utils.IsEagerMode():
             raise LayoutError(
                 f"{p.name}: layout '{layout}' cuts weights over the axis that "
                 "the batch is split over, but in a TF1 graph lingvo's trainer places variables, "
@@ -120,24 +121,25 @@ class SeqLayer(base_layer.BaseLayer):
                 self.CreateChild(tpl.name, tpl)
         if not pinned:
             # Without splits it may be made and called under different clusters.
-            homes = self.StageHomes() if first.splits else [Home(("",))] * len(p.cell_tpl)
+            splits = first.replica_mesh is not None
+            homes = self.StageHomes() if splits else [Home(("",))] * len(p.cell_tpl)
         self._create_cells(tpls[num_before:], homes, pinned)
-        cells = [self.children[name] for name in self._cell_names]
+        cells = [self.children[name] for name in self.stage_names]
         if p.tied_weights:
-            meshes = [lowering.replica_mesh for lowering in self._lowerings]
-            check_one_mesh(p.name, p.tied_weights, [*zip(cells, meshes, strict=False)])
+            meshes = [lowering.replica_mesh for lowering in self.stage_lowerings]
+            before = [self.children[name] for name in self._before_names]
             with self._tying(homes):
-                makers = [*self._before_names, *self._cell_names]
-                tie_weights(p.name, p.tied_weights, [self.children[name] for name in makers])
+                stages = zip(cells, meshes, strict=False)
+                tie_weights(p.name, p.tied_weights, [*before, *cells], stages)
         first.check(p.name, cells)
         # One program for all devices has more cells than positions, which are all alike.
-        for lowering, cell in zip(itertools.cycle(self._lowerings), cells, strict=False):
+        for lowering, cell in zip(itertools.cycle(self.stage_lowerings), cells, strict=False):
             lowering.warn_of_idle(p.name, cell)
         self._weights_are_its_own = False
 
     def _create_cells(self, tpls: Sequence[Any], homes: Sequence[Home], pinned: bool) -> None:
         """Makes the stages, each on its home; `pinned` says whether variables are placed there."""
-        for tpl, home, lowering in zip(tpls, homes, self._lowerings, strict=False):
+        for tpl, home, lowering in zip(tpls, homes, self.stage_lowerings, strict=False):
             replica = home.replica(0) if pinned else ("",) * home.group
             with (
                 tf.device(replica[0]),
@@ -151,12 +153,7 @@ class SeqLayer(base_layer.BaseLayer):
 
     def _tying(self, homes: Sequence[Home]) -> contextlib.AbstractContextManager[Any]:
         """Enters the scope in which layers of the stack share weights."""
-        return self._lowerings[0].on(homes[0].replica(0))
-
-    @property
-    def stage_lowerings(self) -> list[StageLowering]:
-        """Returns the lowering of each stage: the splits of named dims inside a replica."""
-        return self._lowerings
+        return self.stage_lowerings[0].on(homes[0].replica(0))
 
     def _places(self) -> Sequence[int]:
         """Returns the position of each stage along the axis `layers`; at least one."""
@@ -175,33 +172,20 @@ class SeqLayer(base_layer.BaseLayer):
         return [home.first for home in self.StageHomes()]
 
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
-        names = [*self._before_names, *self._cell_names]
+        names = [*self._before_names, *self.stage_names]
         return {**super()._child_variable_scope_override(), **{name: [] for name in names}}
 
     def FProp(self, theta: Any, *args: Any) -> Any:
-        """Runs the stack on the whole batch.
-
-        Args:
-            theta: weights of this layer and its children.
-            *args: inputs of the first layer.
-
-        Returns:
-            The results of the last stage.
-        """
+        """Runs the stack on the whole batch, and returns the results of the last stage."""
         check_theta(self.params.name, theta)
         with whole_batch_randomness(step_of_call(self)):
             args = self._fprop_before(theta, *args)
             # There is a device even without a stage.
-            homes = zip(self.StageHomes(), self._lowerings, strict=True)
-            for name, (home, lowering) in zip(self._cell_names, homes, strict=False):
+            homes = zip(self.StageHomes(), self.stage_lowerings, strict=True)
+            for name, (home, lowering) in zip(self.stage_names, homes, strict=False):
                 with tf.device(home.first), lowering.on(home.replica(0)):
                     args = exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
         return args
-
-    @property
-    def stage_names(self) -> list[str]:
-        """Returns the names of the stages in `children` and `theta`."""
-        return list(self._cell_names)
 
     def FPropStage(self, theta: Any, number: int, *args: Any, replica: int = 0) -> Any:
         """Runs one stage alone, on the devices of one of its replicas.
@@ -215,7 +199,7 @@ class SeqLayer(base_layer.BaseLayer):
         Returns:
             The results of the stage, without named dims, on the replica's first device.
         """
-        name, lowering = self._cell_names[number], self._lowerings[number]
+        name, lowering = self.stage_names[number], self.stage_lowerings[number]
         devices = self.StageHomes()[number].replica(replica)
         with (
             whole_batch_randomness(step_of_call(self)),
@@ -230,21 +214,15 @@ class SeqLayer(base_layer.BaseLayer):
             # A graph itself rejects a second variable of one name.
             check_weights_are_its_own(self, _is_transparent)
             self._weights_are_its_own = True
-        with layer_aliases({}, name_in_task(self)):
-            for name in self._before_names:
-                inputs = to_tuple(args)
-                with (
-                    randomness.layer_scope(self._random_names[name]),
-                    noted(self.params.name, name, inputs),
-                ):
-                    args = exported(self.children[name].FProp(theta[name], *inputs))
+        for name in self._before_names:
+            args = exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
         return args
 
     def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:
-        """Runs one stage inside randomness."""
+        """Runs one stage, or one layer before the stages, inside randomness."""
+        cell = self.children[name]
         with layer_aliases({}, name_in_task(self)):
-            cell = self.children[name]
-            if isinstance(cell, FeatureExtractionLayer):
+            if isinstance(cell, FeatureExtractionLayer) and name not in self._before_names:
                 return cell.FProp(theta, *args)
             with (
                 randomness.layer_scope(self._random_names[name]),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -20,7 +20,7 @@ from pipemesh.lowering import PlacementLowering, Tensor, ops
 from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.recurrent.circular.simd_pipeline import StackedWeight
-from pipemesh.recurrent.circular.tick_loop import Leaves, RingTicks, Tick, TickLoop
+from pipemesh.recurrent.circular.tick_loop import Leaves, RingTicks, Tick, TickLoop, put
 
 # The cache of a group: for each layer of a stage, by the path of attention, keys and values,
 # `[rounds, rows, heads, length, head_dim]` on each processor.
@@ -96,12 +96,11 @@ class SimdRing:
             sides, kept, state = all_
             group, enters = first.microbatch, first.busy & tf.equal(first.round, 0)
             x, new, _ = self._enter(*tokens(group, state)[:2])
-
-            def put(slots: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-                value = tf.where(enters, value, slots[group])
-                return tf.tensor_scatter_nd_update(slots, [[group]], [value])
-
-            return x, (tuple(map(functools.partial(raw_map, put), sides, new)), kept, state)
+            sides = tuple(
+                raw_map(lambda slots, value: put(slots, group, value, enters), *each)
+                for each in zip(sides, new, strict=True)
+            )
+            return x, (sides, kept, state)
 
         def stage(now: Tick, x: Leaves, all_: Any) -> tuple[Leaves, Any]:
             sides, kept, state = all_
@@ -133,38 +132,34 @@ class SimdRing:
             enter,
             leave,
         )
-        caches = [
-            self._map(
-                lambda slots, _, g=g: slots[g * self.rounds : (g + 1) * self.rounds], remembered
-            )
-            for g in range(groups)
-        ]
-        return caches, state
+        of_groups = [slice(g * self.rounds, (g + 1) * self.rounds) for g in range(groups)]
+        return [self._map(lambda _, slots, of=of: slots[of], remembered) for of in of_groups], state
 
     def followed(self, kept: Kept, parents: tf.Tensor) -> Kept:
         """Returns the cache of rows that continue the rows `parents`, `[new rows]` int32."""
         # Each processor has equally many rows before and after, and no row continues a row of
         # another processor.
         near = self._near(kept, parents)
-        return self._map(lambda slots, i: tf.gather(slots, near[i], axis=1), kept)
+        return self._map(lambda i, slots: tf.gather(slots, near[i], axis=1), kept)
 
     def merged(self, new: tf.Tensor, kept: Kept, before: Kept) -> Kept:
         """Returns the rows of `kept` where `new`, `[rows]`, is true, else those of `before`."""
-        old = iter(tf.nest.flatten(before))
         is_new = [tf.reshape(part, [1, -1, 1, 1, 1]) for part in self._rows_of(new)]
-        return self._map(lambda slots, i: tf.where(is_new[i], slots, next(old)), kept)
+        return self._map(lambda i, slots, old: tf.where(is_new[i], slots, old), kept, before)
+
+    @contextlib.contextmanager
+    def _calling(self, cache: KeyValueCache) -> Iterator[None]:
+        """Enters the scopes in which layers are called with a cache."""
+        with whole_batch_randomness(), lowering_scope(self.lowering), cache_scope(cache):
+            yield
 
     def _enter(self, ids: tf.Tensor, places: tf.Tensor) -> tuple[Leaves, Leaves, LayerArguments]:
         """Returns the inputs of the first stage for a group: travelling and side arguments."""
-        with (
-            tf.device(self._first),
-            whole_batch_randomness(),
-            lowering_scope(self.lowering),
-            cache_scope(KeyValueCache(self._length, places)),
-        ):
-            args = self._simd.before(self._theta, to_tuple(self._args(ids, places)))
-            args = self._simd.call_first(self._weights, args, self._theta)
-            named = self._simd.named_args(self.lowering, args)
+        with tf.device(self._first), self._calling(KeyValueCache(self._length, places)):
+            simd = self._simd
+            args = simd.run_before(self._theta, to_tuple(self._args(ids, places)))
+            args = to_tuple(simd.call_end(simd.first, self._weights, args, self._theta))
+            named = simd.named_args(self.lowering, args)
         rows, number = static_sizes(places)
         # Attention takes the positions from the cache.
         named[len(args)] = ops.import_tensor(
@@ -200,12 +195,7 @@ class SimdRing:
     def _layer(
         self, passed: _Passed, weights: dict[str, Tensor], args: list[Any], cache: KeyValueCache
     ) -> Leaves:
-        with (
-            whole_batch_randomness(),
-            lowering_scope(self.lowering),
-            py_utils.RemoveAssertContext(remove=True),
-            cache_scope(cache),
-        ):
+        with self._calling(cache), py_utils.RemoveAssertContext(remove=True):
             outputs = self._simd.call_alike(weights, args)
         return tuple(outputs[i].slices for i in passed.arguments.travels)
 
@@ -214,20 +204,15 @@ class SimdRing:
     ) -> tf.Tensor:
         """Returns the logits of the next tokens, on the first device."""
         *args, places = self._joined_args(passed, y, sides)
-        with (
-            tf.device(self._first),
-            whole_batch_randomness(),
-            lowering_scope(self.lowering),
-            cache_scope(KeyValueCache(self._length, places, last=last)),
-        ):
-            results = self._simd.call_last(self._weights, tuple(args), self._theta)
-            return exported(results)
+        cache, simd = KeyValueCache(self._length, places, last=last), self._simd
+        with tf.device(self._first), self._calling(cache):
+            return exported(simd.call_end(simd.last, self._weights, tuple(args), self._theta))
 
     def _follow(self, kept: Kept, group: tf.Tensor, leaves: tf.Tensor, parents: tf.Tensor) -> Kept:
         """Returns the cache of all groups after the rows of one continue other rows."""
         near = self._near(kept, parents)
 
-        def follow(slots: tf.Tensor, i: int) -> tf.Tensor:
+        def follow(i: int, slots: tf.Tensor) -> tf.Tensor:
             sizes = static_sizes(slots)
             by_group = tf.reshape(slots, [-1, self.rounds, *sizes[1:]])
             of_group = by_group[group]
@@ -252,35 +237,32 @@ class SimdRing:
         (rows,) = static_sizes(values)
         return ops.import_tensor(self.lowering, values, Shape.of(batch=rows)).slices
 
-    def _map(self, function: Callable[[tf.Tensor, int], tf.Tensor], kept: Kept) -> Kept:
-        """Applies a function to each slice and the number of its processor, on its device."""
+    def _map(self, function: Callable[..., tf.Tensor], *values: Any) -> Any:
+        """Applies a function to the number of each processor and its slices, on its device.
+
+        There are several slices if several values are given, nested alike.
+        """
         results: list[tf.Tensor] = []
-        for i, part in enumerate(tf.nest.flatten(kept)):
+        for i, parts in enumerate(zip(*map(tf.nest.flatten, values), strict=True)):
             processor = i % self.lowering.num_slices
             with tf.device(self.lowering.devices[processor]):
-                results.append(function(part, processor))
-        return tf.nest.pack_sequence_as(kept, results)
+                results.append(function(processor, *parts))
+        return tf.nest.pack_sequence_as(values[0], results)
 
     def _joined(self, kept: Sequence[Kept]) -> Kept:
         """Joins the caches of all groups into a copy, which the loop overwrites."""
-        others = iter(zip(*map(tf.nest.flatten, kept), strict=True))
+        if len(kept) == 1:
+            return self._map(lambda _, slots: tf.raw_ops.DeepCopy(x=slots), *kept)
+        return self._map(lambda _, *slots: tf.concat(slots, 0), *kept)
 
-        def join(part: tf.Tensor, _: int) -> tf.Tensor:
-            parts = next(others)
-            return tf.raw_ops.DeepCopy(x=part) if len(kept) == 1 else tf.concat(parts, 0)
+    def _zeros(self, specs: Any, *front: int) -> Any:
+        """Returns zeros on each processor, with further dims in front."""
 
-        return self._map(join, kept[0])
+        def zeros(_: int, spec: tf.TensorSpec) -> tf.Tensor:
+            # TensorFlow merges equal constants, and overwriting one would change all.
+            return tf.raw_ops.Empty(shape=[*front, *spec.shape], dtype=spec.dtype, init=True)
 
-    def _zeros(self, specs: Any, slots: int | None = None) -> Any:
-        """Returns zeros on each processor, with a dim of `slots` if given."""
-        front = [] if slots is None else [slots]
-        # One op for each: TensorFlow merges equal constants, and overwriting one would change all.
-        return self._map(
-            lambda spec, _: tf.raw_ops.Empty(
-                shape=[*front, *spec.shape], dtype=spec.dtype, init=True
-            ),
-            specs,
-        )
+        return self._map(zeros, specs)
 
     def _layer_weights(self, layer: int, rounds: Slices) -> dict[str, Tensor]:
         """Returns the weights of one layer of each processor's current stage."""

@@ -14,17 +14,10 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.mesh_cluster import mesh_devices
-from pipemesh.layers.named import lowering_scope
+from pipemesh.layers.named import NamedLayer, lowering_scope
 from pipemesh.layers.named.scope import exported, unnamed
-from pipemesh.layers.pipeline.alike_stages import simd_cut
+from pipemesh.layers.pipeline.alike_stages import simd_split
 from pipemesh.layers.pipeline.losses import check_head, has_context
-from pipemesh.layers.pipeline.simd_weights import (
-    alike_weights,
-    check_named,
-    named_shapes,
-    named_weights,
-    theta_of,
-)
 from pipemesh.layers.pipeline.stage import StageStructure
 from pipemesh.layers.pipeline.weights import cast_first, plain_theta
 from pipemesh.layers.step_seed import (
@@ -79,15 +72,15 @@ class SimdStack:
         call_before: Callable[..., Any],
         call_cell: Callable[..., Any],
     ) -> None:
-        before, stages, behind = simd_cut(stack.params).split(tpls)
+        before, stages, behind = simd_split(stack.params, tpls)
         self._stack, self._pinned = stack, pinned
         self._call_before, self._call_cell = call_before, call_cell
         self._tpls = stages
         self._ends = [tpl for tpl in (before, behind) if tpl is not None]
-        self._before, self._behind = before and before.name, behind and behind.name
+        # The names of the cells before and behind the alike layers; None without such layers.
+        self.first, self.last = before and before.name, behind and behind.name
         self._stages = tuple(stage.name for stage in stages)
-        names = self._before, *self._stages, self._behind
-        self.names = [name for name in names if name is not None]
+        self.names = [name for name in (self.first, *self._stages, self.last) if name is not None]
         mesh = plan.mesh
         layers_rule = ((LAYERS_AXIS, LAYERS_AXIS),) if LAYERS_AXIS in mesh.axis_names else ()
         self.rules = LayoutRules((*layers_rule, *plan.layout.rules))
@@ -105,7 +98,18 @@ class SimdStack:
             with self.made_on():
                 self._stack.CreateChild(tpl.name, tpl)
         create_stages(self._tpls)
-        check_named(self._stack.params.name, self._alike[0])
+        self._alike = [layer for name in self._stages for layer in self._layers(name)]
+        self._prefix = self._alike[0].params.name
+        for layer, _, _ in _inside(self._alike[0], None, ""):
+            named = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
+            for name in layer.vars:
+                if name not in layer.children and name not in named:
+                    raise PipelineError(
+                        f"{self._stack.params.name}: weight {name!r} of {layer.path!r}, a "
+                        f"{type(layer).__name__} in the alike layers, has no named dims, so "
+                        "lowering='simd' cannot stack it; make it by NamedWeights of a NamedLayer, "
+                        "or use lowering='placement'"
+                    )
 
     @contextlib.contextmanager
     def made_on(self) -> Iterator[None]:
@@ -124,27 +128,17 @@ class SimdStack:
         return [cell.children[sub.name] for sub in cell.params.sub]
 
     @property
-    def _alike(self) -> list[Any]:
-        """Returns the alike layers."""
-        return [layer for name in self._stages for layer in self._layers(name)]
-
-    @property
-    def _others(self) -> list[Any]:
-        """Returns the layers before and behind the alike ones."""
-        return [layer for tpl in self._ends for layer in self._layers(tpl.name)]
-
-    @property
     def shapes(self) -> dict[str, Shape]:
         """Returns the shapes of whole weights, by layer and path, such as `block0.norm.scale`."""
         # The weights of the alike layers are stacked, under the name of the first one. A shared
         # weight occurs once, under the layer that makes it.
         shapes = {}
-        for layer in self._others:
-            shapes |= named_shapes(layer, f"{layer.params.name}.")
+        for tpl in self._ends:
+            for layer in self._layers(tpl.name):
+                shapes |= _named_shapes(layer, layer.params.name)
         for name in self._stack.params.tied_weights:
             del shapes[name]
-        first = self._alike[0]
-        layer_shapes = named_shapes(first, f"{first.params.name}.")
+        layer_shapes = _named_shapes(self._alike[0], self._prefix)
         return shapes | {path: self.pipeline.stacked(shape) for path, shape in layer_shapes.items()}
 
     def run(self, theta: Any, args: tuple[Any, ...]) -> Any:
@@ -176,7 +170,7 @@ class SimdStack:
         p = self._stack.params
         lowering = PlacementLowering(self.pipeline.mesh, self.rules, devices)
         with tf.device(lowering.devices[0]), whole_batch_randomness(step):
-            args = self.before(theta, args)
+            args = self.run_before(theta, args)
             theta = self.computed_theta(theta)
             results = self(lowering, self.weights(lowering, theta), args, step, theta)
             outputs = to_tuple(exported(results))
@@ -194,17 +188,36 @@ class SimdStack:
 
     def weights(self, lowering: PlacementLowering, theta: Any) -> dict[str, Tensor]:
         """Returns all weights with the shapes `shapes`, on the devices that compute with them."""
-        shapes, weights = self.shapes, {}
+        shapes, weights, mesh = self.shapes, {}, lowering.mesh
         with lowering_scope(lowering):
             for tpl in self._ends:
                 for layer in self._layers(tpl.name):
                     name = layer.params.name
-                    layer_weights = named_weights(layer, theta[tpl.name][name], f"{name}.")
-                    weights |= {
-                        path: tensor for path, tensor in layer_weights.items() if path in shapes
-                    }
-        cells = [(theta[cell], self._layers(cell)) for cell in self._stages]
-        return weights | alike_weights(lowering, cells, shapes, f"{self._alike[0].params.name}.")
+                    weights |= _named_weights(layer, theta[tpl.name][name], name)
+        weights = {path: tensor for path, tensor in weights.items() if path in shapes}
+        inner = LayoutRules(tuple(rule for rule in lowering.rules.rules if rule[1] != LAYERS_AXIS))
+        # The weights of the alike layers at each position along the axis `layers`, by path.
+        held: list[list[dict[str, Tensor]]] = [[] for _ in range(mesh.num_stages)]
+        for number, cell in enumerate(self._stages):
+            position = number % mesh.num_stages
+            devices = [lowering.devices[i] for i in mesh.stage_processors(position)]
+            with lowering_scope(PlacementLowering(mesh.stage_mesh, inner, devices)):
+                held[position] += [
+                    _named_weights(layer, theta[cell][layer.params.name], self._prefix)
+                    for layer in self._layers(cell)
+                ]
+        for path in held[0][0]:
+            # Each is stacked where its layers are.
+            sizes = lowering.tensor_layout(shapes[path]).slice_shape
+            slices: dict[int, tf.Tensor] = {}
+            for position, layers in enumerate(held):
+                for i, processor in enumerate(mesh.stage_processors(position)):
+                    with tf.device(lowering.devices[processor]):
+                        stacked = tf.stack([layer[path].slices[i] for layer in layers])
+                        slices[processor] = tf.reshape(stacked, sizes)
+            in_order = tuple(slices[i] for i in sorted(slices))
+            weights[path] = Tensor(lowering, in_order, shapes[path])
+        return weights
 
     def __call__(
         self,
@@ -219,81 +232,11 @@ class SimdStack:
         `step` is the key of random numbers; enter `whole_batch_randomness` with it. `theta` is
         needed if layers before or behind have weights without named dims.
         """
-        with lowering_scope(lowering):
-            args = self.call_first(weights, args, theta)
-            return self.call_last(weights, self._run(lowering, weights, args, step), theta)
-
-    def before(self, theta: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Runs the layers before all stages on the stack's inputs, on the current device."""
-        return cast_first(self._stack.params, to_tuple(self._call_before(theta, *args)))
-
-    def computed_theta(self, theta: Any) -> Any:
-        """Returns weights in the dtypes of the layers before and behind the alike ones."""
-        return plain_theta(self._stack, theta, [tpl.name for tpl in self._ends])
-
-    def call_first(
-        self, weights: Mapping[str, Tensor], args: tuple[Any, ...], theta: Any = None
-    ) -> tuple[Any, ...]:
-        """Calls the layers before the alike ones; arguments as in `__call__`."""
-        if self._before is None:
-            return args
-        cell_theta = self._theta(self._before, weights, theta)
-        return to_tuple(self._call_cell(cell_theta, self._before, *args))
-
-    def call_last(
-        self, weights: Mapping[str, Tensor], args: tuple[Any, ...], theta: Any = None
-    ) -> Any:
-        """Calls the layers behind the alike ones; arguments as in `__call__`."""
-        if self._behind is None:
-            return args
-        return self._call_cell(self._theta(self._behind, weights, theta), self._behind, *args)
-
-    def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
-        """Calls one of the alike layers, and returns the arguments of the next one."""
-        first = self._alike[0]
-        theta = theta_of(first, weights.__getitem__, None, f"{first.params.name}.")
-        outputs = to_tuple(first.FProp(theta, *args))
-        self._check(args, outputs)
-        return outputs
-
-    def own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the stacked weights of the alike layers."""
-        prefix = f"{self._alike[0].params.name}."
-        return {path: tensor for path, tensor in weights.items() if path.startswith(prefix)}
-
-    def named_args(self, lowering: Lowering, args: Sequence[Any]) -> dict[int, Tensor]:
-        """Returns the alike layers' arguments with named dims, by number, without None."""
-        return {
-            i: self._as_named(lowering, i, arg) for i, arg in enumerate(args) if arg is not None
-        }
-
-    def _theta(self, cell: str, weights: Mapping[str, Tensor], theta: Any) -> Any:
-        """Returns the theta of a cell before or behind the alike layers."""
-        tied = self._stack.params.tied_weights
-        return py_utils.NestedMap(
-            {
-                layer.params.name: theta_of(
-                    layer,
-                    lambda path: weights[tied.get(path, path)],
-                    None if theta is None else theta[cell][layer.params.name],
-                    f"{layer.params.name}.",
-                )
-                for layer in self._layers(cell)
-            }
-        )
-
-    def _run(
-        self,
-        lowering: Lowering,
-        weights: Mapping[str, Tensor],
-        args: tuple[Any, ...],
-        step: tf.Tensor | None,
-    ) -> tuple[Any, ...]:
-        """Runs the alike layers."""
-        named = self.named_args(lowering, args)
-        arguments = LayerArguments(len(args), named)
-        stack, stacked = self._stack, self.own_weights(weights)
-        names = [name for cell in self._stages for name in self._random_names(cell)]
+        stack = self._stack
+        names: list[str] = []
+        for cell in self._stages:
+            p = stack.children[cell].params
+            names += [p.random_names.get(sub.name, sub.name) for sub in p.sub]
 
         def layer(
             x: tuple[Tensor, ...], weights: Mapping[str, Tensor], _: Any, *sides: Tensor
@@ -311,34 +254,51 @@ class SimdStack:
                 outputs = self.call_alike(weights, arguments.join(x, sides))
             return tuple(outputs[i] for i in arguments.travels)
 
-        travels, along = arguments.split(named)
-        results = list(args)
-        outputs = self.pipeline(layer, travels, stacked, along)
-        for i, tensor in zip(arguments.travels, outputs, strict=True):
-            results[i] = tensor
-        return tuple(results)
+        with lowering_scope(lowering):
+            args = to_tuple(self.call_end(self.first, weights, args, theta))
+            named = self.named_args(lowering, args)
+            arguments = LayerArguments(len(args), named)
+            travels, along = arguments.split(named)
+            results = list(args)
+            outputs = self.pipeline(layer, travels, self.own_weights(weights), along)
+            for i, tensor in zip(arguments.travels, outputs, strict=True):
+                results[i] = tensor
+            return self.call_end(self.last, weights, tuple(results), theta)
 
-    def _random_names(self, cell: str) -> list[str]:
-        p = self._stack.children[cell].params
-        return [p.random_names.get(sub.name, sub.name) for sub in p.sub]
+    def run_before(self, theta: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Runs the layers before all stages on the stack's inputs, on the current device."""
+        return cast_first(self._stack.params, to_tuple(self._call_before(theta, *args)))
 
-    def _as_named(self, lowering: Lowering, number: int, arg: Any) -> Tensor:
-        """Returns an argument of the alike layers with named dims; layers name unnamed ones."""
-        if isinstance(arg, Tensor):
-            return arg
-        p = self._stack.params
-        try:
-            tensor = tf.convert_to_tensor(arg)
-        except (TypeError, ValueError) as error:
-            raise PipelineError(
-                f"{p.name}: argument {number} of the alike layers is {arg!r}; under "
-                "lowering='simd' these take tensors and None, one by one, not nested"
-            ) from error
-        return ops.import_tensor(lowering, tensor, unnamed(static_sizes(tensor), p.batch_dim))
+    def computed_theta(self, theta: Any) -> Any:
+        """Returns weights in the dtypes of the layers before and behind the alike ones."""
+        return plain_theta(self._stack, theta, [tpl.name for tpl in self._ends])
 
-    def _check(self, args: Sequence[Any], outputs: tuple[Any, ...]) -> None:
-        """Checks that the next layer can take the results of a layer."""
-        name = f"{self._stack.params.name}: layer {self._alike[0].params.name!r}"
+    def call_end(
+        self,
+        cell: str | None,
+        weights: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        theta: Any = None,
+    ) -> Any:
+        """Calls the layers of `first` or `last`, if there are any; arguments as in `__call__`."""
+        if cell is None:
+            return args
+        tied, cell_theta = self._stack.params.tied_weights, py_utils.NestedMap()
+        for layer in self._layers(cell):
+            name = layer.params.name
+            cell_theta[name] = _theta_of(
+                layer,
+                lambda path: weights[tied.get(path, path)],
+                None if theta is None else theta[cell][name],
+                name,
+            )
+        return self._call_cell(cell_theta, cell, *args)
+
+    def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
+        """Calls one of the alike layers, and returns the arguments of the next one."""
+        theta = _theta_of(self._alike[0], weights.__getitem__, None, self._prefix)
+        outputs = to_tuple(self._alike[0].FProp(theta, *args))
+        name = f"{self._stack.params.name}: layer {self._prefix!r}"
         if len(outputs) != len(args):
             raise PipelineError(
                 f"{name} takes {len(args)} arguments and returns {len(outputs)}; under "
@@ -351,3 +311,82 @@ class SimdStack:
                     f"{name} returns {value!r} for argument {i}, {args[i]!r}; under "
                     "lowering='simd' layers hand on what is not floating as it is"
                 )
+        return outputs
+
+    def own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the stacked weights of the alike layers."""
+        prefix = f"{self._prefix}."
+        return {path: tensor for path, tensor in weights.items() if path.startswith(prefix)}
+
+    def named_args(self, lowering: Lowering, args: Sequence[Any]) -> dict[int, Tensor]:
+        """Returns the alike layers' arguments with named dims, by number, without None.
+
+        Layers name the dims of arguments that have no named ones.
+        """
+        p = self._stack.params
+        named: dict[int, Tensor] = {}
+        for number, arg in enumerate(args):
+            if arg is None:
+                continue
+            if not isinstance(arg, Tensor):
+                try:
+                    tensor = tf.convert_to_tensor(arg)
+                except (TypeError, ValueError) as error:
+                    raise PipelineError(
+                        f"{p.name}: argument {number} of the alike layers is {arg!r}; under "
+                        "lowering='simd' these take tensors and None, one by one, not nested"
+                    ) from error
+                shape = unnamed(static_sizes(tensor), p.batch_dim)
+                arg = ops.import_tensor(lowering, tensor, shape)
+            named[number] = arg
+        return named
+
+
+def _inside(layer: Any, theta: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yields a layer, or those of a list, and all below, each with its theta and its path."""
+    if isinstance(layer, list | tuple):
+        parts = {f"[{number}]": (part, number) for number, part in enumerate(layer)}
+    else:
+        yield layer, theta, path
+        parts = {f".{name}": (child, name) for name, child in layer.children.items()}
+    for end, (part, key) in parts.items():
+        yield from _inside(part, None if theta is None else theta[key], path + end)
+
+
+def _named_shapes(layer: Any, path: str) -> dict[str, Shape]:
+    """Returns the shapes of the whole weights by path, which begins with the given one."""
+    return {
+        f"{path}.{name}": shape
+        for layer, _, path in _inside(layer, None, path)
+        if isinstance(layer, NamedLayer)
+        for name, shape in layer.named_shapes.items()
+    }
+
+
+def _named_weights(layer: Any, theta: Any, path: str) -> dict[str, Tensor]:
+    """Returns the weights by path, which begins with the given one, under the current lowering."""
+    return {
+        f"{path}.{name}": layer.Weight(theta, name)
+        for layer, theta, path in _inside(layer, theta, path)
+        if isinstance(layer, NamedLayer)
+        for name in layer.named_shapes
+    }
+
+
+def _theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str) -> Any:
+    """Builds a layer's theta from the weights by path, and `theta` of those without named dims."""
+    if isinstance(layer, list | tuple):
+        thetas = [None] * len(layer) if theta is None else theta
+        return [
+            _theta_of(part, weight, part_theta, f"{path}[{number}]")
+            for number, (part, part_theta) in enumerate(zip(layer, thetas, strict=True))
+        ]
+    nested: dict[str, Any]
+    if isinstance(layer, NamedLayer):
+        nested = {name: weight(f"{path}.{name}") for name in layer.named_shapes}
+    else:
+        nested = {k: v for k, v in (theta or {}).items() if k not in layer.children}
+    for name, child in layer.children.items():
+        child_theta = None if theta is None else theta[name]
+        nested[name] = _theta_of(child, weight, child_theta, f"{path}.{name}")
+    return py_utils.NestedMap(nested)

@@ -18,7 +18,7 @@ from pipemesh.layers.check_params import (
 )
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.mesh_cluster import mesh_of
-from pipemesh.layers.pipeline.alike_stages import check_lowering, check_simd
+from pipemesh.layers.pipeline.alike_stages import check_lowering
 from pipemesh.layers.pipeline.losses import ACCUMULATIONS
 from pipemesh.mesh import Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
@@ -76,12 +76,9 @@ def define_pipelining(p: Any) -> None:
     p.Define(
         "remat",
         "full",
-        "What is computed again in the backward pass: 'full' keeps only the inputs of each "
-        "stage, 'none' keeps all that is needed, 'except_last' computes nothing again for a "
-        "microbatch whose backward pass follows its forward pass at once, 'twice' is as 'full' "
-        "but keeps less between the halves of a split backward pass, and Selective(predicate) "
-        "computes the layers again whose name the predicate picks. 'full,none', or "
-        "ByStage(policies), gives each stage its own.",
+        "What is computed again in the backward pass: 'full', 'none', 'except_last', 'twice', "
+        "Selective(predicate), or one for each stage: 'full,none' or ByStage(policies). See "
+        "pipemesh.recurrent.Options.",
     )
     p.Define(
         "loop",
@@ -93,12 +90,10 @@ def define_pipelining(p: Any) -> None:
     p.Define(
         "check_numerics",
         None,
-        "'results' makes it an error if the loss (without loss_inside, an output) or a "
-        "gradient is not finite, 'all' also says in which layer and microbatch that began; "
-        "'loss' and 'forward' are the same without gradients, as needed if the loss is scaled "
-        "until they overflow; 'off' checks nothing. By default 'loss' if the stages compute in "
-        "float16, else 'results'; where FProp is called eagerly, 'forward' or 'all', if the "
-        "lowering is 'placement'.",
+        "What must be finite: 'results', 'all', 'loss', 'forward' or 'off'; see "
+        "pipemesh.recurrent.Options. By default 'loss' if the stages compute in float16, else "
+        "'results'; where FProp is called eagerly, 'forward' or 'all', if the lowering is "
+        "'placement'.",
     )
     p.Define(
         "lowering",
@@ -124,13 +119,9 @@ def define_pipelining(p: Any) -> None:
 
 def set_plan(p: Any, plan: Plan, names: Collection[str] = PARAMS) -> None:
     """Sets the params of a stack to the values of a plan, of all names in `PARAMS` or of some."""
-    values = {
-        "schedule": plan.schedule,
-        "num_microbatches": plan.num_microbatches,
-        "remat": str(plan.remat),
-        "lowering": plan.lowering,
-        "compute_dtype": plan.compute_dtype and tf.as_dtype(plan.compute_dtype),
-    }
+    dtype = plan.compute_dtype
+    values = {name: getattr(plan, name) for name in PARAMS}
+    values |= {"remat": str(plan.remat), "compute_dtype": dtype and tf.as_dtype(dtype)}
     p.Set(**{PARAMS[name]: value for name, value in values.items() if name in names})
 
 
@@ -200,8 +191,6 @@ def checked_plan(p: Any, cluster: Any) -> Plan:
     _check_params(p)
     plan = plan_of(p, cluster)
     check_lowering(p, plan.table)
-    if p.lowering == "simd" and p.loss_inside:
-        check_simd(p)
     if not p.loss_inside:
         _check_loss_outside(p, plan.table)
     return plan
@@ -277,14 +266,11 @@ def _with_places(mesh: Mesh | None, number: int) -> Mesh:
         return Mesh(((LAYERS_AXIS, number),))
     if LAYERS_AXIS not in mesh.axis_names and number > 1:
         return Mesh(((LAYERS_AXIS, number), *mesh.axes))
-    return Mesh(
-        tuple(
-            (name, number if name == LAYERS_AXIS else _of_places(size, number))
-            for name, size in mesh.axes
-        )
-    )
 
+    def at_places(name: str, size: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        if name == LAYERS_AXIS:
+            return number
+        # Sizes at positions start again after the last.
+        return size if isinstance(size, int) else tuple(size[i % len(size)] for i in range(number))
 
-def _of_places(size: int | tuple[int, ...], number: int) -> int | tuple[int, ...]:
-    """Returns the size of an axis at each position, which wraps around after the last."""
-    return size if isinstance(size, int) else tuple(size[i % len(size)] for i in range(number))
+    return Mesh(tuple((name, at_places(name, size)) for name, size in mesh.axes))

@@ -18,7 +18,7 @@ from pipemesh.layers.check_params import with_article
 from pipemesh.layers.named import NamedLayer, current_lowering, lowering_scope
 from pipemesh.layers.named.scope import map_kind
 from pipemesh.layers.named.weight_slices import ReplicaCut, replica_cut_scope
-from pipemesh.layers.pipeline.spread_weights import replica_of
+from pipemesh.layers.pipeline.weights import replica_of
 from pipemesh.lowering import PlacementLowering, Tensor
 from pipemesh.lowering.placement import Handover
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
@@ -58,37 +58,32 @@ class StageStructure:
             )
         self._layer = layer
         self.aux_losses: list[bool] = []
-        values = _sliced(values)
+        values = handed_over(values, None)
         # In the order of traversal, without the tensors.
         self._noted: list[_Slices] = []
-        map_kind(_Slices, lambda s: self._noted.append(s.without_tensors()), values)
+        map_kind(_Slices, lambda s: self._noted.append(_Slices((), s.dims, s.handover)), values)
         self._nesting = Structure(values, what)
-        self._key = _key(values)
+        # Equal for equal structures.
+        self.key = _key(values)
         self.leaf_names = self._nesting.leaf_names
         self.flatten(values)
 
-    def key(self) -> Any:
-        """Returns a key that is equal for equal structures."""
-        return self._key
-
     def flatten(self, values: tuple[Any, ...]) -> list[tf.Tensor]:
         """Returns the tensors of values that have this structure."""
-        leaves = self._nesting.flatten(_sliced(values))
+        leaves = self._nesting.flatten(handed_over(values, None))
         pairs = zip(leaves, self.leaf_names, strict=True)
         return [self._tensor(leaf, name) for leaf, name in pairs]
 
     def _tensor(self, leaf: Any, name: str) -> tf.Tensor:
+        cause = None
         way_out = next((way for kind, way in _WAYS_OUT.items() if isinstance(leaf, kind)), None)
         if way_out is None:
             try:
                 return tf.convert_to_tensor(leaf)
             except (TypeError, ValueError) as error:
-                raise self._no_tensor(leaf, name, "give tensors") from error
-        raise self._no_tensor(leaf, name, way_out)
-
-    def _no_tensor(self, leaf: Any, name: str, way_out: str) -> PipelineError:
+                cause, way_out = error, "give tensors"
         kind = with_article(_kind(leaf))
-        return PipelineError(f"{self._layer}: {name} is {kind}; {_WHAT_MAY}: {way_out}")
+        raise PipelineError(f"{self._layer}: {name} is {kind}; {_WHAT_MAY}: {way_out}") from cause
 
     def pack_arguments(self, tensors: list[tf.Tensor]) -> tuple[Any, ...]:
         """Packs tensors as positional arguments; slices become tensors of the current lowering."""
@@ -130,40 +125,25 @@ class _Slices(list[Any]):
         self.dims = dims
         self.handover = handover
 
-    def without_tensors(self) -> _Slices:
-        """Returns the dims and the handover alone."""
-        return _Slices((), self.dims, self.handover)
-
-
-def _sliced(values: Any) -> Any:
-    """Replaces tensors with named dims by their slices."""
-
-    def slices(value: Tensor | _Slices) -> _Slices:
-        return value if isinstance(value, _Slices) else _slices_of(value)
-
-    return map_kind((Tensor, _Slices), slices, values)
-
-
-def _slices_of(tensor: Tensor) -> _Slices:
-    return _Slices(tensor.slices, tensor.shape.names)
-
 
 def handed_over(values: Any, mesh: Mesh | None) -> Any:
     """Replaces tensors with named dims by their slices, or by pieces for the next stage's mesh.
 
-    `mesh` is None if a replica of the next stage has one device.
+    `mesh` is None if a replica of the next stage has one device, or is not known here.
     """
 
-    def pieces(tensor: Tensor) -> _Slices:
-        if mesh in (None, tensor.layout.mesh):
-            return _slices_of(tensor)
-        handover = Handover(tensor.layout, TensorLayout(tensor.shape, mesh, tensor.layout.axes))
+    def pieces(value: Tensor | _Slices) -> _Slices:
+        if isinstance(value, _Slices):
+            return value
+        if mesh in (None, value.layout.mesh):
+            return _Slices(value.slices, value.shape.names)
+        handover = Handover(value.layout, TensorLayout(value.shape, mesh, value.layout.axes))
         # Stages have one device for each slice.
-        assert isinstance(tensor.lowering, PlacementLowering)
-        sent = handover.send(tensor.slices, tensor.lowering.devices)
-        return _Slices(sent, tensor.shape.names, handover)
+        assert isinstance(value.lowering, PlacementLowering)
+        sent = handover.send(value.slices, value.lowering.devices)
+        return _Slices(sent, value.shape.names, handover)
 
-    return map_kind(Tensor, pieces, values)
+    return map_kind((Tensor, _Slices), pieces, values)
 
 
 def _tensor_of(tensors: Sequence[tf.Tensor], noted: _Slices) -> Tensor:
@@ -197,30 +177,19 @@ class StageLowering:
     """The mesh and the rules that split the replicas of a stage of a stack."""
 
     def __init__(self, mesh: Mesh | None, layout: LayoutRules, place: int = 0) -> None:
-        self._layout, self._place = layout, place
-        self._mesh = mesh
-        self._inner = None if mesh is None else inner_mesh(mesh, layout, place % mesh.num_stages)
-        axis = None if mesh is None else replica_axis(mesh, layout)
-        self._cut: ReplicaCut | None = None
+        self._mesh, self._layout, self._place = mesh, layout, place
+        # The mesh of a replica, or None if only the batch is split.
+        self.replica_mesh: Mesh | None = None
+        # The way in which weights are cut over the replicas, if they are.
+        self.replica_cut: ReplicaCut | None = None
+        if mesh is None:
+            return
+        self.replica_mesh = inner_mesh(mesh, layout, place % mesh.num_stages)
+        axis = replica_axis(mesh, layout)
         if axis is not None and cut_rules(layout).rules:
-            axes = self._inner.axes if self._inner else ()
+            axes = self.replica_mesh.axes if self.replica_mesh else ()
             rules = LayoutRules((*inner_rules(layout).rules, *cut_rules(layout).rules))
-            self._cut = ReplicaCut(Mesh((axis, *axes)), rules)
-
-    @property
-    def replica_mesh(self) -> Mesh | None:
-        """Returns the mesh of a replica, or None if only the batch is split."""
-        return self._inner
-
-    @property
-    def splits(self) -> bool:
-        """Returns whether more than the batch is split."""
-        return self._inner is not None
-
-    @property
-    def cuts_weights(self) -> bool:
-        """Returns whether weights are cut over the replicas."""
-        return self._cut is not None
+            self.replica_cut = ReplicaCut(Mesh((axis, *axes)), rules)
 
     def whole_rows(self) -> StageLowering:
         """Returns the same without a rule for `length`, for decoding token by token."""
@@ -230,20 +199,21 @@ class StageLowering:
     @contextlib.contextmanager
     def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:
         """Enters the scopes that call named layers for a replica, or with `home` make them."""
-        needed = 1 if self._inner is None else self._inner.num_devices
+        mesh = self.replica_mesh
+        needed = 1 if mesh is None else mesh.num_devices
         if len(devices) != needed:
             raise PipelineError(
                 f"a stage that was made for replicas of {needed} devices "
                 f"(mesh '{self._mesh or 'none'}', layout '{self._layout}') is called on replicas "
                 f"of {len(devices)}; make it under the mesh and the layout that it is called under"
             )
+        cut = self.replica_cut
+        if cut is not None and home is not None:
+            cut = dataclasses.replace(cut, devices=home.devices)
         with contextlib.ExitStack() as scopes:
-            cut = self._cut
-            if cut is not None and home is not None:
-                cut = dataclasses.replace(cut, devices=home.devices)
             scopes.enter_context(replica_cut_scope(cut))
-            if self._inner is not None:
-                lowering = PlacementLowering(self._inner, inner_rules(self._layout), devices)
+            if mesh is not None:
+                lowering = PlacementLowering(mesh, inner_rules(self._layout), devices)
                 scopes.enter_context(lowering_scope(lowering))
             yield
 
@@ -251,12 +221,18 @@ class StageLowering:
         """Checks that the layout fits the layers of a stack."""
         if self._mesh is None:
             return
-        dims = set().union(*map(_dims, stages))
+        dims = {dim for stage in stages for layer in _named_layers(stage) for dim in layer.dims()}
         try:
             self._layout.check(self._mesh, [BATCH, *sorted(dims)])
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from error
-        of_weights = set().union(*map(_weight_dims, stages))
+        of_weights = {
+            dim
+            for stage in stages
+            for layer in _named_layers(stage)
+            for shape in layer.named_shapes.values()
+            for dim in shape.names
+        }
         for dim, axis in cut_rules(self._layout).rules:
             if dim not in of_weights:
                 raise LayoutError(
@@ -267,14 +243,26 @@ class StageLowering:
 
     def warn_of_idle(self, name: str, stage: Any) -> None:
         """Warns if there are several devices and no layer of the stage uses them."""
-        if self._inner is None or self._inner.num_devices == 1 or _dims(stage):
+        mesh = self.replica_mesh
+        if mesh is None or mesh.num_devices == 1:
+            return
+        if any(layer.dims() for layer in _named_layers(stage)):
             return
         warnings.warn(
             f"{name}: stage {stage.params.name!r} has no layer with named dims, so it runs on the "
-            f"first of the {self._inner.num_devices} devices of a replica along "
-            f"{', '.join(map(repr, self._inner.axis_names))}, and the others idle",
+            f"first of the {mesh.num_devices} devices of a replica along "
+            f"{', '.join(map(repr, mesh.axis_names))}, and the others idle",
             stacklevel=4,
         )
+
+
+def all_layers(layer: Any) -> list[Any]:
+    """Returns a layer and all below it."""
+    return [layer, *(inner for child in layer.children.Flatten() for inner in all_layers(child))]
+
+
+def _named_layers(stage: Any) -> list[NamedLayer]:
+    return [layer for layer in all_layers(stage) if isinstance(layer, NamedLayer)]
 
 
 class StageWeights:
@@ -291,15 +279,15 @@ class StageWeights:
         # The numbers of tensors that replicas fetch for each action, since they are cut over them.
         fetched: set[int] = set()
         self._counts: list[int] = []
-        for weight, held in zip(theta.Flatten(), _held(cell, theta).Flatten(), strict=True):
-            self._counts.append(len(held.holders))
-            replica = held.replica
+        for weight, held in zip(theta.Flatten(), _held(cell, theta), strict=True):
+            variable, holders, replica = held
+            self._counts.append(len(holders))
             if replica is None:
-                replica = replica_of(held.variable, home)
+                replica = replica_of(variable, home)
             else:
                 fetched.add(len(self.tensors))
             first = replica * home.group
-            for number, holder in enumerate(held.holders):
+            for number, holder in enumerate(holders):
                 if number:
                     self.copies[len(self.tensors)] = len(self.tensors) - number
                 with tf.device(home.devices[first + holder]):
@@ -322,50 +310,22 @@ class StageWeights:
         return self._theta.Pack(packed)
 
 
-def _dims(layer: Any) -> set[str]:
-    """Returns the names of the dims of a layer and its children."""
-    names = set(layer.dims()) if isinstance(layer, NamedLayer) else set()
-    return names.union(*map(_dims, _children(layer)))
+def _held(layer: Any, theta: Any) -> Iterator[tuple[Any, tuple[int, ...], int | None]]:
+    """Yields the variable, the holders and the replica of each weight, as `theta.Flatten()` does.
 
-
-def _weight_dims(layer: Any) -> set[str]:
-    """Returns the names of the dims of the weights of a layer and its children."""
-    shapes = layer.named_shapes.values() if isinstance(layer, NamedLayer) else ()
-    names = {name for shape in shapes for name in shape.names}
-    return names.union(*map(_weight_dims, _children(layer)))
-
-
-def _children(layer: Any) -> list[Any]:
-    children: list[Any] = []
-    for child in layer.children.values():
-        children += child if isinstance(child, list | tuple) else [child]
-    return children
-
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """A weight of a layer and its holders."""
-
-    # The devices of a replica that need it; plain layers compute on the first one.
-    holders: tuple[int, ...]
-    variable: Any
-    # The replica that has it, if it is cut over replicas.
-    replica: int | None = None
-
-
-def _held(layer: Any, theta: Any) -> Any:
-    """Returns the variable and the holders of each weight in a layer's theta."""
+    Holders are the devices of a replica that need the weight; plain layers compute on the first
+    one. The replica is None unless the weight is cut over replicas.
+    """
     if isinstance(layer, list | tuple):
-        return [_held(part, weights) for part, weights in zip(layer, theta, strict=True)]
+        for part, weights in zip(layer, theta, strict=True):
+            yield from _held(part, weights)
+        return
     parts = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
     variables = layer.vars
-    held = {}
-    for name, value in theta.items():
+    for name in sorted(theta):
         if name in layer.children:
-            held[name] = _held(layer.children[name], value)
+            yield from _held(layer.children[name], theta[name])
         elif name in parts:
-            part = parts[name]
-            held[name] = _Held(part.holders, variables.get(name), part.replica)
+            yield variables.get(name), parts[name].holders, parts[name].replica
         else:
-            held[name] = _Held((0,), variables.get(name))
-    return py_utils.NestedMap(held)
+            yield variables.get(name), (0,), None

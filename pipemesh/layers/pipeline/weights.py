@@ -1,18 +1,24 @@
-"""Weights of stages: their dtypes, and weights that stages share."""
+"""Weights of stages: their dtypes, their replicas, and weights that stages share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import collections
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.backend.devices import device_of_scope, is_device
 from pipemesh.backend.gradients import custom_gradient
+from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer, is_stage
 from pipemesh.layers.named import NamedLayer
+from pipemesh.layers.named.weight_slices import stays
 from pipemesh.mesh import Mesh
+from pipemesh.recurrent import Home
 from pipemesh.recurrent.options import cast_floating
 from pipemesh.text import nearest_text
 
@@ -72,6 +78,45 @@ def _private(layer: Any) -> Any:
     return py_utils.NestedMap(layer._private_theta) | layer._extra_theta
 
 
+@contextlib.contextmanager
+def spread_weights(home: Home) -> Iterator[None]:
+    """Spreads variables that are made inside, eagerly, over the replicas of a stage.
+
+    Each goes to the replica with the fewest bytes so far, at the same position among its devices.
+    Its optimizer state and the sum of all replicas' gradients are there. The other replicas get its
+    value from there once a step: stage 1 of ZeRO (Rajbhandari et al., 2020), weight by weight.
+    Slices of weights that named layers cut over the replicas are not moved.
+    """
+    held: collections.Counter[int] = collections.Counter()
+
+    def create(make: Callable[..., Any], **kwargs: Any) -> Any:
+        here = device_of_scope()
+        places = [n for n, name in enumerate(home.replica(0)) if here and is_device(here, name)]
+        if stays() or not places:
+            return make(**kwargs)
+        devices = [home.replica(number)[places[0]] for number in range(home.num_replicas)]
+        number = min(range(len(devices)), key=lambda n: held[n * home.group + places[0]])
+        with tf.device(devices[number]):
+            variable = make(**kwargs)
+        held[number * home.group + places[0]] += num_bytes([variable])
+        return variable
+
+    if home.num_replicas == 1:
+        yield
+        return
+    with tf.compat.v1.variable_creator_scope(create):
+        yield
+
+
+def replica_of(variable: Any, home: Home) -> int:
+    """Returns the number of the replica that a variable is on; 0 if it is on none."""
+    pinned = getattr(variable, "device", None)
+    if not pinned or home.num_replicas == 1:
+        return 0
+    numbers = [n for n, device in enumerate(home.devices) if is_device(pinned, device)]
+    return numbers[0] // home.group if numbers else 0
+
+
 def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any]:
     """Copies params of stages whose layers do not make the weights that `tied` gives them."""
     if not isinstance(tied, Mapping):
@@ -79,8 +124,6 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
             f"{owner}: tied_weights is {tied!r}; it is a dict such as "
             "{'softmax.w': 'embedding.table'}"
         )
-    if not tied:
-        return list(params)
     tied_by_layer: dict[str, list[str]] = {}
     for target, source in tied.items():
         layer, weight = _parse(owner, target)
@@ -91,11 +134,7 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
                 f"itself; name the one that is made: {tied[source]!r}"
             )
         _parse(owner, source)
-    changed = [_changed(p, tied_by_layer) for p in params]
-    names = [name for p in params for name in _names(p)]
-    for layer in tied_by_layer:
-        _check_known(owner, layer, names)
-    return changed
+    return [_changed(p, tied_by_layer) for p in params]
 
 
 def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
@@ -107,32 +146,28 @@ def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
     return p
 
 
-def _names(p: Any) -> list[str]:
-    return [name for sub in p.sub for name in _names(sub)] if is_stage(p) else [p.name]
+def tie_weights(
+    owner: str,
+    tied: Mapping[str, str],
+    layers: Sequence[Any],
+    stages: Iterable[tuple[Any, Mesh | None]],
+) -> None:
+    """Gives the layers of a stack the weights that they share, which must be cut in the same way.
 
-
-def tie_weights(owner: str, tied: Mapping[str, str], layers: Sequence[Any]) -> None:
-    """Gives the layers of a stack the weights that they share."""
+    `stages` are those of the layers that lie on meshes of their own, with these.
+    """
     known = [leaf for layer in layers for leaf in _leaves(layer)]
+    meshes = {leaf.params.name: mesh for stage, mesh in stages for leaf in _leaves(stage)}
     for target, source in tied.items():
         (to, name), (of, weight) = _parse(owner, target), _parse(owner, source)
-        _found(owner, to, known).ShareWeight(name, _found(owner, of, known), weight)
-
-
-def check_one_mesh(
-    owner: str, tied: Mapping[str, str], stages: Sequence[tuple[Any, Mesh | None]]
-) -> None:
-    """Checks that layers share weights only if these are cut in the same way."""
-    meshes = {leaf.params.name: mesh for stage, mesh in stages for leaf in _leaves(stage)}
-    for pair in tied.items():
-        names = [_parse(owner, text)[0] for text in pair]
-        here, there = (meshes.get(name) for name in names)
-        if here != there and all(name in meshes for name in names):
+        taker, giver = _found(owner, to, known), _found(owner, of, known)
+        if to in meshes and of in meshes and meshes[to] != meshes[of]:
             raise LayoutError(
-                f"{owner}: tied_weights gives {pair[0]!r} the weight {pair[1]!r}, but replicas of "
-                f"the one's stage are the mesh '{here}', of the other's '{there}', so it cannot be "
-                "cut alike; put both into stages of equal homes"
+                f"{owner}: tied_weights gives {target!r} the weight {source!r}, but replicas of "
+                f"the one's stage are the mesh '{meshes[to]}', of the other's '{meshes[of]}', so "
+                "it cannot be cut alike; put both into stages of equal homes"
             )
+        taker.ShareWeight(name, giver, weight)
 
 
 def _leaves(layer: Any) -> Iterator[Any]:
@@ -153,22 +188,18 @@ def _parse(owner: str, text: Any) -> tuple[str, str]:
     return layer, weight
 
 
-def _check_known(owner: str, name: str, names: Sequence[str]) -> None:
-    count = names.count(name)
-    if count != 1:
-        hint = nearest_text(name, names) if not count else "; give each a name of its own"
-        raise PipelineError(
-            f"{owner}: tied_weights names the layer {name!r}, of which there are {count}{hint}"
-        )
-
-
 def _found(owner: str, name: str, layers: Sequence[Any]) -> NamedLayer:
-    _check_known(owner, name, [layer.params.name for layer in layers])
-    layer = next(layer for layer in layers if layer.params.name == name)
-    if not isinstance(layer, NamedLayer):
+    found = [layer for layer in layers if layer.params.name == name]
+    if len(found) != 1:
+        names = [layer.params.name for layer in layers]
+        hint = "; give each a name of its own" if found else nearest_text(name, names)
         raise PipelineError(
-            f"{owner}: tied_weights names {name!r}, a {type(layer).__name__}, but only layers with "
-            "named dims take and give weights so; for others set child_variable_scope_override of "
-            "both stages"
+            f"{owner}: tied_weights names the layer {name!r}, of which there are {len(found)}{hint}"
         )
-    return layer
+    if not isinstance(found[0], NamedLayer):
+        raise PipelineError(
+            f"{owner}: tied_weights names {name!r}, a {type(found[0]).__name__}, but only layers "
+            "with named dims take and give weights so; for others set "
+            "child_variable_scope_override of both stages"
+        )
+    return found[0]

@@ -30,7 +30,28 @@ _CONV: dict[int, tuple[Any, Any, Any]] = {
 }
 
 
-@register("convolution", "permute", "all_reduce", "all_gather")
+_register = register(
+    "convolution",
+    "permute",
+    "all_reduce",
+    "all_gather",
+    arguments="""Args:
+    x: the images, for example `"batch:8;rows:28;cols:28;in:3"`.
+    filters: for example `"window_rows:3;window_cols:3;in:3;out:16"`.
+    window: maps dims of `x` to the dims of `filters` that slide over them: for example
+        `{"rows": "window_rows", "cols": "window_cols"}`.
+    padding: `"SAME"` adds the zeros around `x` that keep its size at stride 1; `"VALID"` uses only
+        windows that lie completely in `x`.
+    strides: steps of the window: one number, or one for each name in `window`.
+    dilations: steps within the window, in the same form.
+
+Raises:
+    ShapeError: the dims do not match, or a window is larger than `x`.
+    LayoutError: the rules cannot split the result; change the rule in the message.""",
+)
+
+
+@_register
 def conv1d(
     x: Tensor,
     filters: Tensor,
@@ -40,24 +61,11 @@ def conv1d(
     strides: Steps = 1,
     dilations: Steps = 1,
 ) -> Tensor:
-    """Convolves over one dim, as `tf.nn.conv1d` does; see `conv2d`.
-
-    Args:
-        x: the images.
-        filters: the filters.
-        window: maps the dim of `x` to the dim of `filters` that slides over it.
-        padding: `"SAME"` or `"VALID"`.
-        strides: steps of the window.
-        dilations: steps within the window.
-
-    Raises:
-        ShapeError: the dims do not match.
-        LayoutError: the rules cannot split the result.
-    """
+    """Convolves over one dim, as `tf.nn.conv1d` does; see `conv2d`."""
     return _conv(1, x, filters, window, padding, strides, dilations)
 
 
-@register("convolution", "permute", "all_reduce", "all_gather")
+@_register
 def conv2d(
     x: Tensor,
     filters: Tensor,
@@ -79,25 +87,11 @@ def conv2d(
     Strides and dilations are exact for split dims too. As for every tensor, the result's size must
     be a multiple of the number of slices. Sizes are those of TensorFlow: ceil(size / stride) for
     SAME, ceil((size - dilation * (window - 1)) / stride) for VALID.
-
-    Args:
-        x: the images, for example `"batch:8;rows:28;cols:28;in:3"`.
-        filters: for example `"window_rows:3;window_cols:3;in:3;out:16"`.
-        window: maps dims of `x` to the dims of `filters` that slide over them: for example
-            `{"rows": "window_rows", "cols": "window_cols"}`.
-        padding: `"SAME"` adds the zeros around `x` that keep its size at stride 1; `"VALID"` uses
-            only windows that lie completely in `x`.
-        strides: steps of the window: one number, or one for each name in `window`.
-        dilations: steps within the window, in the same form.
-
-    Raises:
-        ShapeError: the dims do not match, or a window is larger than `x`.
-        LayoutError: the rules cannot split the result; change the rule in the message.
     """
     return _conv(2, x, filters, window, padding, strides, dilations)
 
 
-@register("convolution", "permute", "all_reduce", "all_gather")
+@_register
 def conv3d(
     x: Tensor,
     filters: Tensor,
@@ -107,20 +101,7 @@ def conv3d(
     strides: Steps = 1,
     dilations: Steps = 1,
 ) -> Tensor:
-    """Convolves over three dims, as `tf.nn.conv3d` does; see `conv2d`.
-
-    Args:
-        x: the images.
-        filters: the filters.
-        window: maps dims of `x` to the dims of `filters` that slide over them.
-        padding: `"SAME"` or `"VALID"`.
-        strides: steps of the window.
-        dilations: steps within the window.
-
-    Raises:
-        ShapeError: the dims do not match.
-        LayoutError: the rules cannot split the result.
-    """
+    """Convolves over three dims, as `tf.nn.conv3d` does; see `conv2d`."""
     return _conv(3, x, filters, window, padding, strides, dilations)
 
 
@@ -144,23 +125,25 @@ def _conv(
     shared = x.shape.without(*window) & rest
     out = rest - shared
     batch = x.shape.without(*window, *shared.names)
-    shape, starts = _result(x.shape, filters.shape, window, padding, steps, spread)
+    shape, runs = windows_of(
+        x.shape, filters.shape, window, padding, steps, spread, lowering.rules, lowering.mesh
+    )
     layout = lowering.tensor_layout(shape)
     # All dims that meet in the matmuls; those of the window are whole.
     lowering.tensor_layout(Shape((*x.shape.dims, *out.dims)))
 
-    kernel_at = [filters.shape.index(name) for name in kernel.names]
-    whole = [None if i in kernel_at else axis for i, axis in enumerate(filters.layout.axes)]
+    whole = [
+        None if name in kernel.names else axis
+        for name, axis in zip(filters.shape.names, filters.layout.axes, strict=True)
+    ]
     weights = change_splits(lowering, filters.slices, filters.layout.axes, whole)
     weight_axes = [axis for axis in whole if axis is not None]
     axes = tuple(dict.fromkeys([*x.split_axes, *weight_axes]))
     weights = lowering.vary(weights, [axis for axis in axes if axis not in weight_axes])
     rows = x.vary(axes)
-    for name, filter_dim in window.items():
-        at, share = x.shape.index(name), layout.slice_shape[shape.index(name)]
-        reach = (kernel[filter_dim].size - 1) * spread[name] + 1
-        runs = _runs(x.shape[name], starts[name], share, steps[name], reach)
-        rows = take_windows(lowering, rows, x.layout.axes[at], at, runs)
+    for name, run in runs.items():
+        at = x.shape.index(name)
+        rows = take_windows(lowering, rows, x.layout.axes[at], at, run)
 
     x_order = [x.shape.index(name) for name in (*batch.names, *window, *shared.names)]
     order = [filters.shape.index(name) for name in (*kernel.names, *shared.names, *out.names)]
@@ -193,47 +176,27 @@ def windows_of(
     window: Mapping[str, str],
     padding: str,
     strides: Mapping[str, int],
+    dilations: Mapping[str, int],
     rules: LayoutRules,
     mesh: Mesh,
 ) -> tuple[Shape, dict[str, Windows]]:
     """Returns a convolution's shape, and the rows it needs of each dim under a window."""
-    shape, starts = _result(x, filters, window, padding, strides, dict.fromkeys(window, 1))
-    layout = rules.tensor_layout(shape, mesh)
-    runs = {
-        name: _runs(
-            x[name],
-            starts[name],
-            layout.slice_shape[shape.index(name)],
-            strides[name],
-            filters[filter_dim].size,
-        )
-        for name, filter_dim in window.items()
-    }
-    return shape, runs
-
-
-def _result(
-    x: Shape,
-    filters: Shape,
-    window: Mapping[str, str],
-    padding: str,
-    steps: Mapping[str, int],
-    spread: Mapping[str, int],
-) -> tuple[Shape, dict[str, int]]:
-    """Returns the result's shape, and for each dim the row where the first window begins."""
     rest = filters.without(*window.values())
     shared = x.without(*window) & rest
-    shape, starts = x.without(*shared.names), dict[str, int]()
+    shape = Shape((*x.without(*shared.names).dims, *(rest - shared).dims))
+    # The rows that one window covers, and the row where the first one begins.
+    reaches, starts = dict[str, int](), dict[str, int]()
     for name, filter_dim in window.items():
-        reach = (filters[filter_dim].size - 1) * spread[name] + 1
-        size, starts[name] = _output(x[name], reach, steps[name], padding)
+        reaches[name] = (filters[filter_dim].size - 1) * dilations[name] + 1
+        size, starts[name] = _output(x[name], reaches[name], strides[name], padding)
         shape = shape.replace(name, Dim(name, size))
-    return Shape((*shape.dims, *(rest - shared).dims)), starts
-
-
-def _runs(dim: Dim, start: int, share: int, step: int, reach: int) -> Windows:
-    """Returns the rows of a dim that the windows of each processor need."""
-    return Windows(dim.size, start, share * step, max(share - 1, 0) * step + reach)
+    layout = rules.tensor_layout(shape, mesh)
+    runs: dict[str, Windows] = {}
+    for name, reach in reaches.items():
+        share, step = layout.slice_shape[shape.index(name)], strides[name]
+        length = max(share - 1, 0) * step + reach
+        runs[name] = Windows(x[name].size, starts[name], share * step, length)
+    return shape, runs
 
 
 def _convolve(

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import check_operands, register
-from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.ops.relayout import import_tensor
 from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
@@ -96,13 +95,6 @@ def union_shape(shapes: Sequence[Shape]) -> Shape:
     return next((shape for shape in shapes if len(shape) == len(union)), union)
 
 
-def _imported(lowering: Lowering, operand: Operand, dtype: tf.DType) -> Operand:
-    """Converts a TensorFlow number, which may have a gradient, to a tensor without dims."""
-    if not isinstance(operand, tf.Tensor | tf.Variable):
-        return operand
-    return import_tensor(lowering, tf.convert_to_tensor(operand, dtype), Shape())
-
-
 def broadcast(
     function: Callable[..., tf.Tensor], operands: Sequence[Operand], shape: Shape | None = None
 ) -> Tensor:
@@ -117,9 +109,13 @@ def broadcast(
             )
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     lowering = check_same_lowering(tensors)
-    dtypes = [tensor.dtype for tensor in tensors]
-    number_dtype = next((dtype for dtype in dtypes if dtype != tf.bool), dtypes[0])
-    operands = [_imported(lowering, operand, number_dtype) for operand in operands]
+    number_dtype = next((x.dtype for x in tensors if x.dtype != tf.bool), tf.bool)
+    operands = [
+        import_tensor(lowering, tf.convert_to_tensor(operand, number_dtype), Shape())
+        if isinstance(operand, tf.Tensor | tf.Variable)
+        else operand
+        for operand in operands
+    ]
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
     union = union_shape([tensor.shape for tensor in tensors])
     if shape is not None and set(shape) != set(union):
@@ -129,14 +125,13 @@ def broadcast(
     axes = union_axes(tensors)
 
     def local(*slices: tf.Tensor) -> tf.Tensor:
-        pairs = iter(zip(slices, tensors, strict=True))
-        args: list[tf.Tensor] = []
-        for operand in operands:
-            if isinstance(operand, Tensor):
-                slice_, tensor = next(pairs)
-                args.append(align(slice_, tensor.shape.names, shape.names))
-            else:
-                args.append(tf.convert_to_tensor(operand, number_dtype))
+        rest = iter(slices)
+        args = [
+            align(next(rest), operand.shape.names, shape.names)
+            if isinstance(operand, Tensor)
+            else tf.convert_to_tensor(operand, number_dtype)
+            for operand in operands
+        ]
         return function(*args)
 
     slices = lowering.map(local, *(tensor.vary(axes) for tensor in tensors))
@@ -148,8 +143,23 @@ def _unary(name: str, function: Callable[[tf.Tensor], tf.Tensor], what: str) -> 
         return Tensor(x.lowering, x.lowering.map(function, x.slices), x.shape)
 
     op.__name__ = op.__qualname__ = name
-    op.__doc__ = f"{what}\n\nArgs:\n    x: any tensor of a fitting dtype.\n"
-    return register("elementwise")(op)
+    op.__doc__ = what
+    return register("elementwise", arguments="Args:\n    x: any tensor of a fitting dtype.")(op)
+
+
+_register_binary = register(
+    "elementwise",
+    arguments="""Args:
+    a: a tensor or a number.
+    b: the same; at least one of them is a tensor.
+
+Returns:
+    Dims in the order of the first operand that has all; if none has, from left to right.
+
+Raises:
+    ShapeError: a name has two sizes, or the dtypes differ.
+    LayoutError: the rules split two dims of the result over one axis.""",
+)
 
 
 def _binary(name: str, function: Callable[..., tf.Tensor], what: str) -> Callable[..., Any]:
@@ -158,13 +168,8 @@ def _binary(name: str, function: Callable[..., tf.Tensor], what: str) -> Callabl
         return broadcast(function, [a, b])
 
     op.__name__ = op.__qualname__ = name
-    op.__doc__ = (
-        f"{what}\n\nArgs:\n    a: a tensor, or a number.\n    b: the same; one of them is a "
-        "tensor.\n\nReturns:\n    Dims in the order of the first operand that has all; if "
-        "none has, from left to right.\n\nRaises:\n    ShapeError: a name has two sizes.\n    "
-        "LayoutError: the rules split two dims of the result over one axis.\n"
-    )
-    return register("elementwise")(op)
+    op.__doc__ = what
+    return _register_binary(op)
 
 
 abs = _unary("abs", tf.abs, "Absolute values.")
@@ -225,22 +230,9 @@ def _floating(operand: Operand) -> Operand:
     return operand
 
 
-@register("elementwise")
+@_register_binary
 def divide(a: Operand, b: Operand) -> Tensor:
-    """a / b; IEEE for 0: inf or NaN; float32 if both are integers.
-
-    Args:
-        a: a tensor or a number.
-        b: the same; at least one of them is a tensor.
-
-    Returns:
-        Dims in the order of the first operand that has all; if none has,
-        from left to right.
-
-    Raises:
-        ShapeError: a name has two sizes, or the dtypes differ.
-        LayoutError: the rules split two dims of the result over one axis.
-    """
+    """a / b; IEEE for 0: inf or NaN; float32 if both are integers."""
     if all(isinstance(operand, Tensor | tf.Tensor | tf.Variable) for operand in (a, b)):
         check_operands("divide", [a, b])
     a, b = _floating(a), _floating(b)

@@ -203,13 +203,11 @@ def argmax(x: Tensor, dim: str) -> Tensor:
         return Tensor(lowering, places, rest)
     start, _ = local_start(lowering, x.shape[dim])
 
-    def value(t: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
-        last = [*(i for i in range(len(x.shape)) if i != at), at]
-        values = tf.gather(tf.transpose(t, last), place, batch_dims=len(rest))
+    def value(t: tf.Tensor) -> tf.Tensor:
         # As for `tf.argmax`, NaN and -inf count as the lowest number.
-        return tf.where(values > values.dtype.min, values, values.dtype.min)
+        return tf.reduce_max(tf.where(t > t.dtype.min, t, t.dtype.min), at)
 
-    greatest = lowering.raw_map(value, x.slices, places)
+    greatest = lowering.raw_map(value, x.slices)
     everywhere = lowering.all_reduce(greatest, [axis], "max")
     first = lowering.raw_map(
         lambda place, begin, mine, best: tf.where(

@@ -107,39 +107,32 @@ def _draw_share(
     return tf.slice(numbers, [at if i == dim else 0 for i, at in enumerate(begin)], block)
 
 
-@register("random")
+_register_draw = register(
+    "random",
+    arguments="""Args:
+    lowering: the lowering of the new tensor.
+    shape: the shape of the whole tensor.
+    seed: two integers.
+    dtype: a floating dtype.
+
+Raises:
+    LayoutError: the rules cannot split the tensor.""",
+)
+
+
+@_register_draw
 def random_uniform(
     lowering: Lowering, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
 ) -> Tensor:
-    """Draws uniform numbers in [0, 1), equal to `tf.random.stateless_uniform` with Philox.
-
-    Args:
-        lowering: the lowering of the new tensor.
-        shape: the shape of the whole tensor.
-        seed: two integers.
-        dtype: a floating dtype.
-
-    Raises:
-        LayoutError: the rules cannot split the tensor.
-    """
+    """Draws uniform numbers in [0, 1), equal to `tf.random.stateless_uniform` with Philox."""
     return _draw(lowering, as_shape(shape), seed, dtype, tf.raw_ops.StatelessRandomUniformV2)
 
 
-@register("random")
+@_register_draw
 def random_normal(
     lowering: Lowering, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
 ) -> Tensor:
-    """Draws numbers of mean 0 and deviation 1, equal to `tf.random.stateless_normal` with Philox.
-
-    Args:
-        lowering: the lowering of the new tensor.
-        shape: the shape of the whole tensor.
-        seed: two integers.
-        dtype: a floating dtype.
-
-    Raises:
-        LayoutError: the rules cannot split the tensor.
-    """
+    """Draws standard normal numbers, equal to `tf.random.stateless_normal` with Philox."""
     return _draw(lowering, as_shape(shape), seed, dtype, tf.raw_ops.StatelessRandomNormalV2)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import tensorflow as tf
 
 from pipemesh.errors import ShapeError
-from pipemesh.lowering.arguments import register
+from pipemesh.lowering.arguments import F, register
 from pipemesh.lowering.ops import elementwise
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
@@ -26,56 +26,45 @@ __all__ = [
 ]
 
 Dims = str | Sequence[str] | None
+_EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min}
 
 
-class _Reduction(NamedTuple):
-    """The dims of a tensor that a reduction keeps, and those that it removes."""
+def _register(kind: str) -> Callable[[F], F]:
+    return register(
+        "reduction",
+        "all_reduce",
+        arguments=f"""Args:
+    x: {kind}.
+    dims: the names of the dims to reduce; None for all.
 
-    kept: Shape
-    positions: list[int]  # of the removed dims
-    axes: list[str]  # that split the removed dims
-    size: int  # of the removed dims together
+Raises:
+    ShapeError: a name is unknown.""",
+    )
 
 
-def _reduction(x: Tensor, dims: Dims) -> _Reduction:
-    names = x.shape.names if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
-    removed = x.shape.select(*names)
-    positions = [x.shape.index(name) for name in names]
+def _reduction(x: Tensor, dims: Dims) -> tuple[Shape, list[int], list[str]]:
+    """Returns the dims that stay, and the positions and axes of the others."""
+    removed = x.shape if dims is None else x.shape.select(*dims)
+    positions = [x.shape.index(name) for name in removed.names]
     axes = [axis for position in positions if (axis := x.layout.axes[position]) is not None]
-    return _Reduction(x.shape.without(*names), positions, axes, removed.size)
+    return x.shape - removed, positions, axes
 
 
-@register("reduction", "all_reduce")
+@_register("any numbers")
 def reduce_sum(x: Tensor, dims: Dims = None) -> Tensor:
-    """Sums over dims; 0 over nothing.
-
-    Args:
-        x: any numbers.
-        dims: the names of the dims to reduce; None for all.
-
-    Raises:
-        ShapeError: a name is unknown.
-    """
-    kept, at, axes, _ = _reduction(x, dims)
+    """Sums over dims; 0 over nothing."""
+    kept, at, axes = _reduction(x, dims)
     partial = x.lowering.map(lambda slice_: tf.reduce_sum(slice_, at), x.slices)
     return Tensor(x.lowering, x.lowering.all_reduce(partial, axes), kept)
 
 
-@register("reduction", "all_reduce")
+@_register("floating numbers")
 def reduce_mean(x: Tensor, dims: Dims = None) -> Tensor:
-    """Averages over dims; NaN over nothing.
-
-    Args:
-        x: floating numbers.
-        dims: the names of the dims to reduce; None for all.
-
-    Raises:
-        ShapeError: a name is unknown, or the numbers are not floating.
-    """
+    """Averages over dims; NaN over nothing."""
     if not x.dtype.is_floating:
         raise ShapeError(f"the mean of {x.dtype.name} numbers is not one of them; cast them first")
-    size = _reduction(x, dims).size
     total = reduce_sum(x, dims)
+    size = math.prod(dim.size for dim in x.shape - total.shape)
     slices = x.lowering.map(lambda slice_: slice_ / tf.cast(size, slice_.dtype), total.slices)
     return Tensor(x.lowering, slices, total.shape)
 
@@ -87,20 +76,18 @@ def widened(x: Tensor) -> Tensor:
 
 def extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
     """Computes the greatest or smallest elements, without gradient."""
-    kept, at, axes, _ = _reduction(x, dims)
-    reduce = tf.reduce_max if op == "max" else tf.reduce_min
-    partial = x.lowering.map(lambda s: tf.stop_gradient(reduce(s, at)), x.slices)
+    kept, at, axes = _reduction(x, dims)
+    partial = x.lowering.map(lambda s: tf.stop_gradient(_EXTREMES[op](s, at)), x.slices)
     return Tensor(x.lowering, x.lowering.all_reduce(partial, axes, op), kept)
 
 
 def _reduce_extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
-    kept, at, axes, _ = _reduction(x, dims)
+    kept, at, axes = _reduction(x, dims)
     lowering = x.lowering
     if not x.dtype.is_floating:
         return extreme(x, dims, op)
     if lowering.group_size(axes) == 1:
-        reduce = tf.reduce_max if op == "max" else tf.reduce_min
-        return Tensor(lowering, lowering.map(lambda s: reduce(s, at), x.slices), kept)
+        return Tensor(lowering, lowering.map(lambda s: _EXTREMES[op](s, at), x.slices), kept)
     result = extreme(x, dims, op)
 
     def is_extreme(slice_: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
@@ -129,49 +116,26 @@ def _expand(tensor: tf.Tensor, at: Sequence[int]) -> tf.Tensor:
     return tensor
 
 
-@register("reduction", "all_reduce")
+@_register("any numbers")
 def reduce_max(x: Tensor, dims: Dims = None) -> Tensor:
-    """Computes the greatest elements over dims; the dtype's lowest value (-inf) over nothing.
-
-    Args:
-        x: any numbers.
-        dims: the names of the dims to reduce; None for all.
-
-    Raises:
-        ShapeError: a name is unknown.
-    """
+    """Computes the greatest elements over dims; the dtype's lowest value (-inf) over nothing."""
     return _reduce_extreme(x, dims, "max")
 
 
-@register("reduction", "all_reduce")
+@_register("any numbers")
 def reduce_min(x: Tensor, dims: Dims = None) -> Tensor:
-    """Computes the smallest elements over dims; the dtype's highest value (inf) over nothing.
-
-    Args:
-        x: any numbers.
-        dims: the names of the dims to reduce; None for all.
-
-    Raises:
-        ShapeError: a name is unknown.
-    """
+    """Computes the smallest elements over dims; the dtype's highest value (inf) over nothing."""
     return _reduce_extreme(x, dims, "min")
 
 
-@register("reduction", "all_reduce")
+@_register("floating numbers")
 def reduce_logsumexp(x: Tensor, dims: Dims = None) -> Tensor:
     """Computes logarithms of sums of exponentials over dims, without overflow; -inf over nothing.
 
     Half precision is computed in float32.
-
-    Args:
-        x: floating numbers.
-        dims: the names of the dims to reduce; None for all.
-
-    Raises:
-        ShapeError: a name is unknown.
     """
     dtype, x = x.dtype, widened(x)
-    _, at, axes, _ = _reduction(x, dims)
+    _, at, axes = _reduction(x, dims)
     lowering = x.lowering
     greatest = extreme(x, dims, "max")
     top = lowering.map(
@@ -187,7 +151,7 @@ def reduce_logsumexp(x: Tensor, dims: Dims = None) -> Tensor:
 
 
 def _reduce_bools(x: Tensor, dims: Dims, reduce: Callable[..., tf.Tensor], op: str) -> Tensor:
-    kept, at, axes, _ = _reduction(x, dims)
+    kept, at, axes = _reduction(x, dims)
     lowering = x.lowering
     # Devices exchange numbers only.
     partial = lowering.map(lambda s: tf.cast(reduce(s, at), tf.int32), x.slices)
@@ -195,31 +159,15 @@ def _reduce_bools(x: Tensor, dims: Dims, reduce: Callable[..., tf.Tensor], op: s
     return Tensor(lowering, lowering.map(lambda s: tf.cast(s, tf.bool), total), kept)
 
 
-@register("reduction", "all_reduce")
+@_register("booleans")
 def reduce_all(x: Tensor, dims: Dims = None) -> Tensor:
-    """Returns whether all booleans over dims are true; true over nothing.
-
-    Args:
-        x: booleans.
-        dims: the names of the dims to reduce; None for all.
-
-    Raises:
-        ShapeError: a name is unknown.
-    """
+    """Returns whether all booleans over dims are true; true over nothing."""
     return _reduce_bools(x, dims, tf.reduce_all, "min")
 
 
-@register("reduction", "all_reduce")
+@_register("booleans")
 def reduce_any(x: Tensor, dims: Dims = None) -> Tensor:
-    """Returns whether any boolean over dims is true; false over nothing.
-
-    Args:
-        x: booleans.
-        dims: the names of the dims to reduce; None for all.
-
-    Raises:
-        ShapeError: a name is unknown.
-    """
+    """Returns whether any boolean over dims is true; false over nothing."""
     return _reduce_bools(x, dims, tf.reduce_any, "max")
 
 

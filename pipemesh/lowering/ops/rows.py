@@ -226,13 +226,6 @@ def local_rows(
     return take_windows(lowering, x, axis, dim, Windows(whole, begin, share, share))
 
 
-def sum_of(lowering: Lowering, tensors: Sequence[Slices]) -> Slices:
-    """Adds tensors element by element; joins booleans by logical or."""
-    if tensors[0][0].dtype == tf.bool:
-        return lowering.map(lambda *parts: tf.reduce_any(tf.stack(parts), 0), *tensors)
-    return lowering.map(lambda *parts: sum_in_order(parts), *tensors)
-
-
 @register("neighbours", "permute")
 def shift(x: Tensor, dim: str, offset: int, *, wrap: bool) -> Tensor:
     """Moves all rows of a dim by `offset` rows; sends only rows that cross a slice's border.
@@ -401,7 +394,13 @@ def concat(tensors: Sequence[Tensor], dim: str) -> Tensor:
         for i, tensor in enumerate(tensors)
         if sizes[i] or i == 0
     ]
-    return Tensor(lowering, sum_of(lowering, spread), shape)
+    # Booleans are joined by logical or.
+    is_bool = tensors[0].dtype == tf.bool
+    joined = lowering.map(
+        lambda *parts: tf.reduce_any(tf.stack(parts), 0) if is_bool else sum_in_order(parts),
+        *spread,
+    )
+    return Tensor(lowering, joined, shape)
 
 
 @register("resize", "permute")

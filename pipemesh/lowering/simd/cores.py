@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +24,6 @@ from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import check_mesh
 
-# Seconds until an error of any core but the first is noticed.
-_POLL_SECONDS = 0.1
 # Time limit for the other cores to end by themselves after one has failed.
 _PATIENCE_SECONDS = 5.0
 
@@ -126,8 +125,7 @@ class Cores:
             The program's result for each core.
 
         Raises:
-            LayoutError: a rule names an unknown axis, or the program splits a size that does not
-                divide.
+            LayoutError: as for `function`.
             ShapeError: the number of argument lists is not the number of cores.
             DeviceError: cores were not done at the time limit, for example because they call
                 different collectives.
@@ -137,8 +135,7 @@ class Cores:
         _check_program(program)
         _check_args(args, self.devices)
         instance_keys = eager_instance_keys()
-        results: list[Any] = [None] * len(self.devices)
-        errors: list[BaseException] = []
+        ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
         def run(i: int) -> None:
             core = self.numbers[i]
@@ -148,35 +145,38 @@ class Cores:
             lowering = SimdLowering(self.mesh, rules, collectives, core)
             try:
                 with tf.device(self.devices[i]):
-                    results[i] = _run_program(program, lowering, args[i], warns=not i)
+                    ended.put((i, _run_program(program, lowering, args[i], warns=not i), None))
             except BaseException as error:
-                errors.append(error)
+                ended.put((i, None, error))
 
         # The first core gets a thread too: the caller's graph and tapes belong to its thread, and
         # all cores must see the same. Daemon threads let a caller that gives up leave.
         threads = [
             threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(self.devices))
         ]
-        limit = None if self.time_limit_s is None else time.monotonic() + self.time_limit_s
+        until = None if self.time_limit_s is None else time.monotonic() + self.time_limit_s
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads) and not errors:
-            for thread in threads:
-                thread.join(_POLL_SECONDS / len(threads))
-            if limit is not None and time.monotonic() > limit and not errors:
-                errors.append(self._late(threads))
-        if errors:
-            _end(threads, f"another core failed: {type(errors[0]).__name__}: {errors[0]}")
-            raise errors[0]
-        return results
+        results: dict[int, Any] = {}
+        while len(results) < len(threads):
+            left = None if until is None else max(0.0, until - time.monotonic())
+            try:
+                core, result, error = ended.get(timeout=left)
+            except queue.Empty:
+                error = self._late(results)
+            else:
+                results[core] = result
+            if error is not None:
+                _end(threads, f"another core failed: {type(error).__name__}: {error}")
+                raise error
+        return [results[core] for core in range(len(threads))]
 
-    def _late(self, threads: Sequence[threading.Thread]) -> DeviceError:
-        waiting = [i for i, thread in enumerate(threads) if thread.is_alive()]
-        ended = [i for i, thread in enumerate(threads) if not thread.is_alive()]
+    def _late(self, ended: Mapping[int, Any]) -> DeviceError:
+        waiting = [core for core in range(len(self.devices)) if core not in ended]
         message = f"cores {_listed(waiting)} of mesh '{self.mesh}' were not done in "
         message += f"{self.time_limit_s:g} s"
         if ended:
-            message += f", while cores {_listed(ended)} were"
+            message += f", while cores {_listed(sorted(ended))} were"
         return DeviceError(
             f"{message}. Do all run the same program, as often? If it only takes longer, give "
             "Cores a higher time_limit_s"
@@ -237,20 +237,7 @@ class CoreFunction:
         self._run = tf.function(self._run_all, autograph=False)
 
     def __call__(self, args: Sequence[Sequence[tf.Tensor]]) -> list[Any]:
-        """Runs one step on each core.
-
-        Args:
-            args: one list of arguments per core.
-
-        Returns:
-            The program's result for each core.
-
-        Raises:
-            ShapeError: the number of argument lists is not the number of cores, or an argument does
-                not match its spec.
-            Exception: the error of the first core that failed. After an error in a collective,
-                TensorFlow fails all later collectives of the process.
-        """
+        """Runs one step, given a list of arguments per core, and returns each core's result."""
         devices = self._cores.devices
         _check_args(args, devices)
         # Cores see neither the caller's graph nor its tapes.

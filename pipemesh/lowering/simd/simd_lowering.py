@@ -112,9 +112,9 @@ class SimdLowering(Lowering):
                 slices = self.all_gather(slices, axis, dim)
         return slices[0]
 
-    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor, backward: bool) -> None:
+    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> None:
         sent = self.collectives.bytes_sent(primitive, axes, x)
-        self.costs.add(primitive, axes, x, backward, sent)
+        self.costs.add(primitive, axes, x, self._is_backward, sent)
 
     def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
         """Calls the collectives."""

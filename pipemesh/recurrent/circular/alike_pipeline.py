@@ -9,18 +9,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.static_shape import static_sizes
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.recurrent.circular.tick_loop import Leaves, ScheduledTicks, Sums, Tick, TickLoop
+from pipemesh.recurrent.circular.tick_loop import (
+    Leaves,
+    ScheduledTicks,
+    Sums,
+    Tick,
+    TickLoop,
+    join_from_front,
+    split_to_front,
+)
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
-from pipemesh.recurrent.passes.pieces import Cutting
-from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.remat import FULL, Mode, remat_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.table.machine import Machine, State
@@ -136,20 +141,21 @@ class Circular:
         schedule: Schedule,
         machine: Machine,
         state: State,
-        stages: Sequence[Stage],
-        inputs: Sequence[tf.Tensor],
-        cutting: Cutting,
         modes: Mapping[tuple[int, int], Mode],
     ) -> None:
         # All are `full`; the parameter makes performers exchangeable.
         del modes
         self.state = state
         self._machine = machine
-        self._inputs = inputs
-        self._cutting = cutting
+        self._inputs, self._cutting, stages = machine.inputs, machine.cutting, machine.stages
         self._devices = [stages[core].device for core in range(schedule.num_devices)]
         for traced in machine.traced:
-            _check_tells_nothing(traced)
+            if traced.summaries is not None:
+                raise PipelineError(
+                    f"stage {traced.stage.name!r} writes summaries, which a loop over ticks does "
+                    "not hand on; turn them off (the cluster's add_summary=False), or use "
+                    "lowering='placement'"
+                )
         for number, stage in enumerate(stages):
             home = self._devices[schedule.stage_devices[number]]
             if stage.device != home:
@@ -200,25 +206,17 @@ class Circular:
 
     def _cut(self, tensor: tf.Tensor) -> Slices:
         """Returns the microbatches, stacked, for the first core, and zeros for the others."""
-        dim, count = self._cutting.batch_dim, self._cutting.num_microbatches
-        sizes = static_sizes(tensor)
         with tf.device(self._devices[0]):
-            cut = tf.reshape(tensor, [*sizes[:dim], count, -1, *sizes[dim + 1 :]])
-            rest = [d for d in range(len(sizes) + 1) if d != dim]
-            slices = [tf.transpose(cut, [dim, *rest])]
+            cut = split_to_front(tensor, self._cutting.batch_dim, self._cutting.num_microbatches)
+        slices = [cut]
         for device in self._devices[1:]:
             with tf.device(device):
-                slices.append(tf.zeros(slices[0].shape, tensor.dtype))
+                slices.append(tf.zeros(cut.shape, tensor.dtype))
         return tuple(slices)
 
     def _join(self, leaf: Slices) -> tf.Tensor:
         """Returns the first core's slice, as a tensor of the whole batch."""
-        dim = self._cutting.batch_dim
-        slots = leaf[0]
-        sizes = static_sizes(slots)[1:]
-        order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
-        sizes[dim] *= self._cutting.num_microbatches
-        return tf.reshape(tf.transpose(slots, order), sizes)
+        return join_from_front(leaf[0], self._cutting.batch_dim)
 
 
 def _checked(stage: Stage) -> Stage:
@@ -252,14 +250,6 @@ def _check_alike(name: str, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.Te
                 "a loop over ticks they are alike: put layers that change them before or behind "
                 "the stack, or use lowering='placement'"
             )
-
-
-def _check_tells_nothing(traced: TracedStage) -> None:
-    if traced.summaries is not None:
-        raise PipelineError(
-            f"stage {traced.stage.name!r} writes summaries, which a loop over ticks does not hand "
-            "on; turn them off (the cluster's add_summary=False), or use lowering='placement'"
-        )
 
 
 class TracedStages:
@@ -365,20 +355,14 @@ class TracedStages:
         self, core: int, now: Tick, stage: Callable[[int], Tensors], idle: Tensors
     ) -> Tensors:
         """Returns the result of the stage that is due, or of `idle` at a tick without work."""
-        device = self._devices[core]
-
-        def branch(number: int) -> Callable[[], Tensors]:
-            def compute() -> Tensors:
-                with tf.device(device):
-                    return list(stage(number))
-
-            return compute
-
-        def hand_on() -> Tensors:
-            with tf.device(device):
-                return [tf.identity(t) for t in idle]
-
         numbers = range(core, len(self._stages), len(self._devices))
+        results = [lambda: [tf.identity(t) for t in idle]]
+        results += [functools.partial(stage, number) for number in numbers]
+
+        def on_device(result: Callable[[], Tensors]) -> Tensors:
+            with tf.device(self._devices[core]):
+                return list(result())
+
         which = tf.where(now.busy[core], now.round[core] + 1, 0)
-        results = tf.switch_case(which, [hand_on, *map(branch, numbers)])
-        return list(results)
+        branches = [functools.partial(on_device, result) for result in results]
+        return list(tf.switch_case(which, branches))

@@ -88,17 +88,7 @@ class LayerPosition:
     def random_normal(
         self, shape: Shape | str, *, seed: tf.Tensor, dtype: tf.DType = tf.float32
     ) -> Tensor:
-        """Returns normal numbers of mean 0 and deviation 1; otherwise like `random_uniform`.
-
-        Args:
-            shape: of the result.
-            seed: two integers.
-            dtype: floating.
-
-        Raises:
-            ShapeError: the batch dim has another size.
-            LayoutError: the layout rules cannot split the tensor.
-        """
+        """Returns normal numbers of mean 0 and deviation 1; otherwise like `random_uniform`."""
         return self._draw(shape, seed, dtype, tf.raw_ops.StatelessRandomNormalV2)
 
     def dropout(self, x: Tensor, *, rate: float, seed: tf.Tensor) -> Tensor:
@@ -144,13 +134,26 @@ class LayerPosition:
                 f"random numbers of shape '{shape}' were asked for inside of a pipeline, where "
                 f"dim {name!r} has the size {self.microbatch_size} of a microbatch"
             )
-        layout = self.lowering.tensor_layout(shape)
-        begins = [
-            self._begin(dim.name, size, axis)
-            for dim, size, axis in zip(shape, layout.slice_shape, layout.axes, strict=True)
-        ]
+        raw_map, layout = self.lowering.raw_map, self.lowering.tensor_layout(shape)
         sizes = [self.batch.size if dim.name == name else dim.size for dim in shape]
-        slices = self.lowering.raw_map(
+        begins: list[Slices] = []
+        for dim, whole, size, axis in zip(
+            shape, sizes, layout.slice_shape, layout.axes, strict=True
+        ):
+            if axis is None:
+                begin = raw_map(lambda: tf.constant(0))
+            else:
+                part = whole // self.lowering.mesh.size(axis)
+                begin = raw_map(lambda at, part=part: at * part, self.lowering.coordinate(axis))
+            if dim.name == name:
+                # Each processor has its part of the batch, and of that its microbatches.
+                begin = raw_map(
+                    lambda first, microbatch, size=size: first + microbatch * size,
+                    begin,
+                    self.microbatch,
+                )
+            begins.append(begin)
+        slices = raw_map(
             lambda layer, *begin: draw_block(
                 raw, sizes, begin, layout.slice_shape, layer_seed(seed, layer), dtype
             ),
@@ -158,18 +161,3 @@ class LayerPosition:
             *begins,
         )
         return Tensor(self.lowering, slices, shape)
-
-    def _begin(self, name: str, size: int, axis: str | None) -> Slices:
-        """Returns the start of each processor's part of a dim; each has its part of the batch."""
-        if axis is None:
-            begin = self.lowering.raw_map(lambda: tf.constant(0))
-        elif name == self.batch.name:
-            part = self.batch.size // self.lowering.mesh.size(axis)
-            begin = self.lowering.raw_map(lambda at: at * part, self.lowering.coordinate(axis))
-        else:
-            begin = self.lowering.raw_map(lambda at: at * size, self.lowering.coordinate(axis))
-        if name != self.batch.name:
-            return begin
-        return self.lowering.raw_map(
-            lambda first, microbatch: first + microbatch * size, begin, self.microbatch
-        )

@@ -26,7 +26,9 @@ from pipemesh.recurrent.circular.tick_loop import (
     Sums,
     Tick,
     TickLoop,
+    join_from_front,
     keep,
+    split_to_front,
 )
 from pipemesh.recurrent.options import sum_dtype
 from pipemesh.schedule import Schedule, looped_bfs
@@ -169,7 +171,11 @@ class SimdPipeline:
             raise PipelineError(f"layer is {layer!r}, which is no function")
         leaves = x if isinstance(x, tuple) else (x,)
         for leaf in leaves:
-            as_tensor(leaf, "x")
+            if not as_tensor(leaf, "x").dtype.is_floating:
+                raise PipelineError(
+                    f"the input has dtype {leaf.dtype.name}; activations are floating, and other "
+                    "tensors go along"
+                )
         if not leaves:
             raise PipelineError("x is an empty tuple; a pipeline needs activations")
         if not isinstance(weights, Mapping):
@@ -179,7 +185,7 @@ class SimdPipeline:
         for tensor in along:
             as_tensor(tensor, "what goes along")
         lowering = leaves[0].lowering
-        shapes = tuple(map(self._check_activations, leaves))
+        shapes = tuple(map(self._check_input, leaves))
         sides = [(self._check_input(tensor), self._cut(tensor)) for tensor in along]
         known = [self._describe(name, weight, leaves) for name, weight in weights.items()]
         make_stage = functools.partial(
@@ -187,7 +193,8 @@ class SimdPipeline:
             lowering,
             layer,
             self.layers_per_stage,
-            shapes if isinstance(x, tuple) else shapes[0],
+            shapes,
+            isinstance(x, tuple),
             leaves[0].shape[self.batch_dim],
             known,
             sides,
@@ -202,7 +209,10 @@ class SimdPipeline:
         outputs = tuple(
             Tensor(
                 lowering,
-                self._join(lowering, lowering.all_reduce(slices, self._layers_axes), leaf),
+                lowering.map(
+                    functools.partial(join_from_front, dim=leaf.shape.index(self.batch_dim)),
+                    lowering.all_reduce(slices, self._layers_axes),
+                ),
                 leaf.shape,
             )
             for slices, leaf in zip(results, leaves, strict=True)
@@ -212,16 +222,6 @@ class SimdPipeline:
     @property
     def _layers_axes(self) -> list[str]:
         return [LAYERS_AXIS] if self.mesh.num_stages > 1 else []
-
-    def _check_activations(self, x: Tensor) -> Shape:
-        """Checks the activations and returns the shape of a microbatch."""
-        shape = self._check_input(x)
-        if not x.dtype.is_floating:
-            raise PipelineError(
-                f"the input has dtype {x.dtype.name}; activations are floating, and other tensors "
-                "go along"
-            )
-        return shape
 
     def _check_input(self, x: Tensor) -> Shape:
         """Checks one input and returns its shape for a microbatch."""
@@ -280,23 +280,8 @@ class SimdPipeline:
         """Moves microbatches to the first dim; each processor splits its own part of the batch."""
         at = x.shape.index(self.batch_dim)
         return x.lowering.map(
-            lambda slice_: _split_to_front(slice_, at, self.num_microbatches), x.slices
+            lambda slice_: split_to_front(slice_, at, self.num_microbatches), x.slices
         )
-
-    def _join(self, lowering: Lowering, outputs: Slices, x: Tensor) -> Slices:
-        at, sizes = x.shape.index(self.batch_dim), x.layout.slice_shape
-
-        def join(slots: tf.Tensor) -> tf.Tensor:
-            order = [*range(1, at + 1), 0, *range(at + 1, len(sizes) + 1)]
-            return tf.reshape(tf.transpose(slots, order), sizes)
-
-        return lowering.map(join, outputs)
-
-
-def _split_to_front(slice_: tf.Tensor, at: int, parts: int) -> tf.Tensor:
-    sizes = static_sizes(slice_)
-    cut = tf.reshape(slice_, [*sizes[:at], parts, sizes[at] // parts, *sizes[at + 1 :]])
-    return tf.transpose(cut, [at, *range(at), *range(at + 1, len(sizes) + 1)])
 
 
 def _no_second(_: Any) -> list[tf.Tensor]:
@@ -389,37 +374,30 @@ class StackedWeight:
         )
 
 
+@dataclasses.dataclass
 class NamedStage:
     """The computation of one tick of a `SimdPipeline`: some layers, one after the other.
 
-    At ticks without work a core computes with whatever its buffer holds. `shapes` are those of one
-    microbatch, a single one if the layer takes one tensor; `batch` is the dim of the whole batch.
-    `along` has shapes of the layer's other inputs for a microbatch, and slices of all microbatches.
+    At ticks without work a core computes with whatever its buffer holds.
     """
 
-    def __init__(
-        self,
-        lowering: Lowering,
-        layer: LayerFunction,
-        layers_per_stage: int,
-        shapes: Shape | tuple[Shape, ...],
-        batch: Dim,
-        weights: Sequence[LoopWeight],
-        along: Sequence[tuple[Shape, Slices]],
-        slices: Sequence[Slices],
-    ) -> None:
-        self._lowering = lowering
-        self._layer = layer
-        self._layers_per_stage = layers_per_stage
-        self._is_one = isinstance(shapes, Shape)
-        self._shapes = (shapes,) if isinstance(shapes, Shape) else shapes
-        self._batch = batch
-        self._weights = tuple(weights)
-        self._along = tuple(along)
+    lowering: Lowering
+    layer: LayerFunction
+    layers_per_stage: int
+    shapes: tuple[Shape, ...]  # of the activations of one microbatch
+    takes_tuple: bool  # else the layer takes and returns one tensor
+    batch: Dim  # of the whole batch
+    weights: Sequence[LoopWeight]
+    # The layer's other inputs: their shapes for a microbatch, and slices of all microbatches.
+    along: Sequence[tuple[Shape, Slices]]
+    slices: dataclasses.InitVar[Sequence[Slices]]  # of the weights
+
+    def __post_init__(self, slices: Sequence[Slices]) -> None:
+        lowering = self.lowering
         self._slices = [lowering.raw_map(tf.identity, part) for part in slices]
         self._stacked = [
             StackedWeight(lowering, part) if weight.stacked else None
-            for weight, part in zip(weights, self._slices, strict=True)
+            for weight, part in zip(self.weights, self._slices, strict=True)
         ]
 
     def forward(self, now: Tick, x: Leaves) -> Leaves:
@@ -430,7 +408,7 @@ class NamedStage:
     def zero_sums(self) -> Sums:
         """Returns the sums of gradients before the first tick, at least in 32 bits."""
         return tuple(
-            self._lowering.raw_map(lambda w: tf.zeros(w.shape, sum_dtype(w.dtype)), part)
+            self.lowering.raw_map(lambda w: tf.zeros(w.shape, sum_dtype(w.dtype)), part)
             for part in self._slices
         )
 
@@ -439,7 +417,7 @@ class NamedStage:
         grad_x, grad_weights = self._gradient(now, x, grad_y)
         new_sums = tuple(
             self._add(weight, now, sum_, grad)
-            for weight, sum_, grad in zip(self._weights, sums, grad_weights, strict=True)
+            for weight, sum_, grad in zip(self.weights, sums, grad_weights, strict=True)
         )
         return grad_x, new_sums
 
@@ -448,12 +426,12 @@ class NamedStage:
         return [
             [
                 # A separate tensor for each use, so that their gradients stay separate.
-                self._lowering.raw_map(tf.identity, part)
+                self.lowering.raw_map(tf.identity, part)
                 if stacked is None
                 else stacked.at(j, now.round)
                 for stacked, part in zip(self._stacked, self._slices, strict=True)
             ]
-            for j in range(self._layers_per_stage)
+            for j in range(self.layers_per_stage)
         ]
 
     def _stage(
@@ -463,23 +441,23 @@ class NamedStage:
         whole: Sequence[Sequence[Slices]],
         partial: Sequence[Sequence[Slices]],
     ) -> Leaves:
-        lowering = self._lowering
+        lowering = self.lowering
         along = [
             Tensor(lowering, lowering.raw_map(tf.gather, slots, now.microbatch), shape)
-            for shape, slots in self._along
+            for shape, slots in self.along
         ]
         for j, (of_layer, shared) in enumerate(zip(whole, partial, strict=True)):
             numbers = lowering.raw_map(
-                lambda stage, j=j: stage * self._layers_per_stage + j, now.stage
+                lambda stage, j=j: stage * self.layers_per_stage + j, now.stage
             )
-            size = self._shapes[0][self._batch.name].size
-            position = LayerPosition(lowering, numbers, now.microbatch, self._batch, size)
+            size = self.shapes[0][self.batch.name].size
+            position = LayerPosition(lowering, numbers, now.microbatch, self.batch, size)
             weights = {
                 weight.name: StageWeight(lowering, a, weight.shape, b, weight.batch_axes)
-                for weight, a, b in zip(self._weights, of_layer, shared, strict=True)
+                for weight, a, b in zip(self.weights, of_layer, shared, strict=True)
             }
             x_in = tuple(
-                Tensor(lowering, leaf, shape) for leaf, shape in zip(x, self._shapes, strict=True)
+                Tensor(lowering, leaf, shape) for leaf, shape in zip(x, self.shapes, strict=True)
             )
             inputs = [part for parts in (*x, *of_layer, *shared) for part in parts]
             with check_no_layers_axis(lowering), position.entered():
@@ -499,9 +477,9 @@ class NamedStage:
         position: LayerPosition,
         along: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        activations = x[0] if self._is_one else x
-        y: Any = self._layer(activations, weights, position, *along)
-        leaves = (y,) if self._is_one else y
+        activations = x if self.takes_tuple else x[0]
+        y: Any = self.layer(activations, weights, position, *along)
+        leaves = y if self.takes_tuple else (y,)
         if not isinstance(leaves, tuple) or not _are_alike(leaves, x):
             raise PipelineError(
                 f"the layer function returned {y!r} for {activations!r}; all layers are alike, so "
@@ -511,7 +489,7 @@ class NamedStage:
 
     def _gradient(self, now: Tick, x: Leaves, grad_y: Leaves) -> tuple[Leaves, list[list[Slices]]]:
         """Recomputes a stage; returns gradients of its input and of each layer's weights."""
-        raw_map = self._lowering.raw_map
+        raw_map = self.lowering.raw_map
         whole = self._layer_weights(now)
         partial = [[raw_map(tf.identity, part) for part in row] for row in whole]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -525,8 +503,8 @@ class NamedStage:
         )
         grad_x, grad_whole, grad_partial = grads
         results: list[list[Slices]] = []
-        for i, weight in enumerate(self._weights):
-            copies = self._lowering.group_size(weight.batch_axes)
+        for i, weight in enumerate(self.weights):
+            copies = self.lowering.group_size(weight.batch_axes)
             results.append(
                 [
                     self._join(part[i], a[i], b[i], copies)
@@ -538,20 +516,20 @@ class NamedStage:
 
     def _or_zeros(self, grads: Sequence[Any], like: Slices) -> Slices:
         if any(grad is None for grad in grads):
-            return self._lowering.raw_map(tf.zeros_like, like)
+            return self.lowering.raw_map(tf.zeros_like, like)
         # Gradients of lookups are sparse.
-        return self._lowering.raw_map(tf.convert_to_tensor, tuple(grads))
+        return self.lowering.raw_map(tf.convert_to_tensor, tuple(grads))
 
     def _join(self, part: Slices, whole: Any, partial: Any, copies: int) -> Slices:
         """Adds a copy's contribution to a sum and its share of a tensor that copies have whole."""
         if any(grad is None for grad in whole):
             return self._or_zeros(partial, part)
-        share = self._lowering.raw_map(
+        share = self.lowering.raw_map(
             lambda grad: tf.convert_to_tensor(grad) / tf.cast(copies, grad.dtype), tuple(whole)
         )
         if any(grad is None for grad in partial):
             return share
-        return self._lowering.raw_map(tf.add, share, self._or_zeros(partial, part))
+        return self.lowering.raw_map(tf.add, share, self._or_zeros(partial, part))
 
     def _add(self, weight: LoopWeight, now: Tick, sums: Slices, grads: Sequence[Slices]) -> Slices:
         """Adds one tick's gradients of a weight."""
@@ -565,7 +543,7 @@ class NamedStage:
                 return sum_ + grad[None, None]
             return tf.tensor_scatter_nd_add(sum_, [[which]], grad[None, None])
 
-        return self._lowering.raw_map(add, sums, now.busy, now.round, *grads)
+        return self.lowering.raw_map(add, sums, now.busy, now.round, *grads)
 
 
 def _are_alike(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend.devices import place_beside_inputs
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.schedule import Schedule
@@ -43,23 +44,6 @@ class Tick(NamedTuple):
     busy: Any  # bool; if false, the numbers are arbitrary valid ones
 
 
-class Timetable(Protocol):
-    """The work of all cores at all ticks."""
-
-    @property
-    def num_ticks(self) -> Any:
-        """Returns the number of ticks, an int or an int32 scalar."""
-        ...
-
-    def of_core(self, core: Any) -> Any:
-        """Returns what `at` needs of a core, an int or an int32 scalar."""
-        ...
-
-    def at(self, number: Any, of_core: Any) -> Tick:
-        """Returns the work at a tick."""
-        ...
-
-
 class ScheduledTicks:
     """The forward passes of a schedule, looked up in its table; `turn` is always 0."""
 
@@ -75,7 +59,7 @@ class ScheduledTicks:
                     self._table[core, number] = 0, action.stage, round_, action.microbatch, 1
 
     def of_core(self, core: Any) -> tf.Tensor:
-        """Returns the core's part of the table."""
+        """Returns what `at` needs of a core (an int or an int32 scalar): its part of the table."""
         if isinstance(core, int):
             return tf.constant(self._table[core])
         return tf.gather(tf.constant(self._table), core)
@@ -123,6 +107,9 @@ class RingTicks:
         return max(self.num_microbatches, self.num_cores)
 
 
+Timetable = ScheduledTicks | RingTicks
+
+
 class TickStage(Protocol):
     """The computation of a core at a tick, with a gradient."""
 
@@ -160,6 +147,7 @@ class TickLoop:
         slots: Leaves = (),
         enter: Callable[[Tick, Any], tuple[Leaves, Any]] | None = None,
         leave: Callable[[Tick, Leaves, Any], Any] | None = None,
+        placed: bool = False,
     ) -> tuple[Leaves, Any]:
         """Runs all ticks; returns the slots and the state."""
         # `stage` takes the work and the inputs of each processor, and returns what each sends on.
@@ -169,30 +157,54 @@ class TickLoop:
         #
         # `buffer` is zeros like the tensors that stages exchange; `slots` are `[M, ...]` of these,
         # and not needed if `enter` makes all inputs of the first core, which then has one stage.
-        return self._loop(self._tick(stage, enter, leave), buffer, slots, state)
+        # With `placed`, operations without a device are placed beside their inputs.
+
+        def tick(number: tf.Tensor, buffer: Leaves, slots: Leaves, state: Any) -> Any:
+            now, first, last = self._now(number)
+            inputs = self._each(lambda leaf: leaf[first.microbatch], slots)
+            if enter is not None:
+                entering, state = enter(first, state)
+                if slots:
+                    entering = self._each(
+                        lambda new, old: tf.where(first.round > 0, old, new), entering, inputs
+                    )
+                inputs = entering
+            x = self._each(
+                lambda new, received, is_first: tf.where(is_first, new, received),
+                inputs,
+                buffer,
+                also=[self._is_first],
+            )
+            y, state = stage(now, x, state)
+            sent = tuple(self._shift(leaf, 1, backward=False) for leaf in y)
+            if slots:
+                slots = self._each(
+                    lambda leaf, new: put(leaf, last.microbatch, new, last.busy), slots, sent
+                )
+            if leave is not None:
+                state = leave(last, self._from_last(y), state)
+            return number + 1, sent, slots, state
+
+        return self._loop(_placed(tick) if placed else tick, buffer, slots, state)
 
     def forward(self, stage: TickStage, stream: Leaves) -> tuple[Leaves, Leaves]:
         """Runs microbatches through all stages; returns outputs, and tensors for `backward`.
 
         `stream` is `[M, ...]`, and so are the outputs: valid on the first cores only.
         """
-        raw_map = self._lowering.raw_map
         stream = self._pinned(stream)
 
         def saving(now: Tick, x: Leaves, saved: Leaves) -> tuple[Leaves, Leaves]:
-            saved = tuple(
-                raw_map(_put, slots, now.number, value)
-                for slots, value in zip(saved, x, strict=True)
+            saved = self._each(
+                lambda slots, value, number: put(slots, number, value), saved, x, also=[now.number]
             )
             return stage.forward(now, x), saved
 
         num_ticks = self._timetable.num_ticks
-        saved = tuple(
-            raw_map(lambda slots: tf.zeros([num_ticks, *slots.shape[1:]], slots.dtype), leaf)
-            for leaf in stream
+        saved = self._each(
+            lambda slots: tf.zeros([num_ticks, *slots.shape[1:]], slots.dtype), stream
         )
-        tick = _placed(self._tick(saving))
-        stream, saved = self._loop(tick, self._empty_buffer(stream), stream, saved)
+        stream, saved = self.run(saving, saved, self._empty_buffer(stream), stream, placed=True)
         return self._on_first(stream), saved
 
     def backward(self, stage: TickStage, grads: Leaves, saved: Leaves) -> tuple[Leaves, Sums]:
@@ -200,7 +212,7 @@ class TickLoop:
 
         `grads` has the gradients of the differentiable outputs; both count on first cores only.
         """
-        raw_map, is_first = self._lowering.raw_map, self._is_first
+        each, is_first = self._each, [self._is_first]
         grads, saved = self._pinned(grads), self._pinned(saved)
         last_tick = self._timetable.num_ticks - 1
 
@@ -208,40 +220,31 @@ class TickLoop:
             number = last_tick - count
             now, first, last = self._now(number)
             # The last core takes the gradient of what it sent to a slot of the first one.
-            sent = tuple(
-                raw_map(
-                    lambda first, slots, grad: tf.where(
-                        first, keep(last.busy, slots[last.microbatch]), grad
-                    ),
-                    is_first,
-                    *pair,
-                )
-                for pair in zip(slots, buffer, strict=True)
+            sent = each(
+                lambda slots, grad, is_first: tf.where(
+                    is_first, keep(last.busy, slots[last.microbatch]), grad
+                ),
+                slots,
+                buffer,
+                also=is_first,
             )
-            slots = tuple(
-                raw_map(
-                    lambda leaf: _put(leaf, last.microbatch, tf.zeros_like(leaf[0]), last.busy), s
-                )
-                for s in slots
+            slots = each(
+                lambda leaf: put(leaf, last.microbatch, tf.zeros_like(leaf[0]), last.busy), slots
             )
-            grad_y = tuple(
-                raw_map(keep, now.busy, self._shift(leaf, -1, backward=True)) for leaf in sent
-            )
-            x = tuple(raw_map(lambda leaf: leaf[number], leaf) for leaf in saved)
+            grad_y = tuple(self._shift(leaf, -1, backward=True) for leaf in sent)
+            grad_y = each(lambda leaf, busy: keep(busy, leaf), grad_y, also=[now.busy])
+            x = each(lambda leaf: leaf[number], saved)
             grad_x, sums = stage.backward(now, x, grad_y, sums)
-            grad_x = tuple(raw_map(keep, now.busy, leaf) for leaf in grad_x)
+            grad_x = each(lambda leaf, busy: keep(busy, leaf), grad_x, also=[now.busy])
             at = first.microbatch
-            slots = tuple(
-                raw_map(
-                    lambda leaf, grad, is_first: _put(leaf, at, leaf[at] + keep(is_first, grad)),
-                    *pair,
-                    is_first,
-                )
-                for pair in zip(slots, grad_x, strict=True)
+            slots = each(
+                lambda leaf, grad, is_first: put(leaf, at, leaf[at] + keep(is_first, grad)),
+                slots,
+                grad_x,
+                also=is_first,
             )
-            buffer = tuple(
-                raw_map(lambda first, grad: keep(tf.logical_not(first), grad), is_first, leaf)
-                for leaf in grad_x
+            buffer = each(
+                lambda grad, is_first: keep(tf.logical_not(is_first), grad), grad_x, also=is_first
             )
             return count + 1, buffer, slots, sums
 
@@ -250,52 +253,23 @@ class TickLoop:
         # The slots that were read last hold the gradients of the inputs.
         return self._on_first(slots), sums
 
-    def _pinned(self, leaves: Sequence[Slices]) -> Leaves:
+    def _pinned(self, leaves: Leaves) -> Leaves:
         """Pins tensors that enter a loop to their devices.
 
         TensorFlow places a loop's input on the device of the operation that made it. Calls made by
         `attach_gradient` have no device: with workers, all weights would go to the client and back
         at each tick.
         """
-        return tuple(self._lowering.raw_map(tf.identity, leaf) for leaf in leaves)
+        return self._each(tf.identity, leaves)
 
-    def _tick(
-        self,
-        stage: Callable[[Tick, Leaves, Any], tuple[Leaves, Any]],
-        enter: Callable[[Tick, Any], tuple[Leaves, Any]] | None = None,
-        leave: Callable[[Tick, Leaves, Any], Any] | None = None,
-    ) -> Callable[..., Any]:
-        """Returns the body of the loop for `run`."""
-        raw_map = self._lowering.raw_map
-
-        def tick(number: tf.Tensor, buffer: Leaves, slots: Leaves, state: Any) -> Any:
-            now, first, last = self._now(number)
-            inputs = tuple(raw_map(lambda leaf: leaf[first.microbatch], leaf) for leaf in slots)
-            if enter is not None:
-                entering, state = enter(first, state)
-                inputs = (
-                    entering
-                    if not slots
-                    else tuple(
-                        raw_map(lambda new, old: tf.where(first.round > 0, old, new), *pair)
-                        for pair in zip(entering, inputs, strict=True)
-                    )
-                )
-            x = tuple(
-                raw_map(tf.where, self._is_first, *pair)
-                for pair in zip(inputs, buffer, strict=True)
-            )
-            y, state = stage(now, x, state)
-            sent = tuple(self._shift(leaf, 1, backward=False) for leaf in y)
-            slots = tuple(
-                raw_map(lambda leaf, new: _put(leaf, last.microbatch, new, last.busy), *pair)
-                for pair in zip(slots, sent, strict=bool(slots))
-            )
-            if leave is not None:
-                state = leave(last, self._from_last(y), state)
-            return number + 1, sent, slots, state
-
-        return tick
+    def _each(
+        self, function: Callable[..., Any], *leaves: Leaves, also: Sequence[Slices] = ()
+    ) -> Leaves:
+        """Applies a function on each processor to its slices of each leaf, and to `also`."""
+        return tuple(
+            self._lowering.raw_map(function, *of_leaf, *also)
+            for of_leaf in zip(*leaves, strict=True)
+        )
 
     def _loop(self, tick: Callable[..., Any], *state: Any) -> Any:
         num_ticks = self._timetable.num_ticks
@@ -320,13 +294,13 @@ class TickLoop:
         first, last = (at(number, of_core(core)) for core in (0, self._num_cores - 1))
         return Tick(*zip(*now, strict=True)), first, last
 
-    def _on_first(self, leaves: Sequence[Slices]) -> Leaves:
-        return tuple(self._lowering.raw_map(keep, self._is_first, leaf) for leaf in leaves)
+    def _on_first(self, leaves: Leaves) -> Leaves:
+        return self._each(
+            lambda leaf, is_first: keep(is_first, leaf), leaves, also=[self._is_first]
+        )
 
     def _empty_buffer(self, stream: Leaves) -> Leaves:
-        return tuple(
-            self._lowering.raw_map(lambda slots: tf.zeros_like(slots[0]), leaf) for leaf in stream
-        )
+        return self._each(lambda slots: tf.zeros_like(slots[0]), stream)
 
     def _shift(self, x: Slices, offset: int, backward: bool) -> Slices:
         if self._num_cores == 1:
@@ -338,12 +312,11 @@ class TickLoop:
         if self._num_cores == 1:
             return y
         last = self._num_cores - 1
-        is_last = self._lowering.raw_map(lambda core: tf.equal(core, last), self._cores)
+        from_last = self._each(
+            lambda leaf, core: keep(tf.equal(core, last), leaf), y, also=[self._cores]
+        )
         return tuple(
-            self._lowering.raw_all_reduce(
-                self._lowering.raw_map(keep, is_last, leaf), [LAYERS_AXIS], "sum"
-            )
-            for leaf in y
+            self._lowering.raw_all_reduce(leaf, [LAYERS_AXIS], "sum") for leaf in from_last
         )
 
 
@@ -357,7 +330,7 @@ def _placed(tick: Callable[..., Any]) -> Callable[..., Any]:
     return placed
 
 
-def _put(
+def put(
     slots: tf.Tensor, at: tf.Tensor, value: tf.Tensor, condition: tf.Tensor | None = None
 ) -> tf.Tensor:
     """Replaces one slot, if the condition is true."""
@@ -369,3 +342,18 @@ def _put(
 def keep(condition: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     """Returns the value, or zeros if the condition is false; a product would keep NaN."""
     return tf.where(condition, value, tf.zeros_like(value))
+
+
+def split_to_front(tensor: tf.Tensor, dim: int, count: int) -> tf.Tensor:
+    """Cuts a dim of a tensor into equal parts, and stacks them along a new first dim."""
+    sizes = static_sizes(tensor)
+    cut = tf.reshape(tensor, [*sizes[:dim], count, sizes[dim] // count, *sizes[dim + 1 :]])
+    return tf.transpose(cut, [dim, *range(dim), *range(dim + 1, len(sizes) + 1)])
+
+
+def join_from_front(parts: tf.Tensor, dim: int) -> tf.Tensor:
+    """Joins the parts that `split_to_front` returns."""
+    count, *sizes = static_sizes(parts)
+    order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
+    sizes[dim] *= count
+    return tf.reshape(tf.transpose(parts, order), sizes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -13,6 +12,7 @@ from pipemesh.backend.static_shape import dtype_behind
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.graph_cut import tensor_name
+from pipemesh.recurrent.passes.pieces import Cutting
 
 _READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"))
 # Operations that look up rows of a variable, and of a tensor.
@@ -44,7 +44,7 @@ def captured_weights(graph: tf.Graph) -> list[Captured]:
                 weights.append(weight)
         elif _is_number(outer.dtype) and not is_constant(outer):
             # A TF1 variable that is not a resource is read here, once.
-            value = tf.identity(outer) if _is_ref(outer) else outer
+            value = outer if outer.dtype == outer.dtype.base_dtype else tf.identity(outer)
             weights.append(Captured(value, inner.name, inner, (), None))
     return weights
 
@@ -72,26 +72,21 @@ def _is_number(dtype: tf.DType) -> bool:
     return dtype.is_floating or dtype.is_complex or dtype.is_integer or dtype.is_bool
 
 
-def _is_ref(tensor: tf.Tensor) -> bool:
-    return tensor.dtype != tensor.dtype.base_dtype
-
-
-def check_batch(
-    graph: tf.Graph, what: str, batch_dim: int, part_size: int, num_parts: int, part: str
-) -> None:
+def check_batch(graph: tf.Graph, what: str, cutting: Cutting) -> None:
     """Checks that no captured tensor has a row for each example: a part would meet all of them."""
-    if num_parts == 1:
+    if cutting.num_parts == 1:
         return
-    batch = part_size * num_parts
+    batch, batch_dim = cutting.part_size * cutting.num_parts, cutting.batch_dim
     for outer, _ in graph.captures:
         shape = outer.shape
         if outer.dtype == tf.resource or shape.rank is None or shape.rank <= batch_dim:
             continue
-        if shape[batch_dim] == batch and not _depends_on_weights_alone(outer):
+        of_weights_alone = all(kind in VARIABLES or kind == "Const" for kind in _leaves(outer))
+        if shape[batch_dim] == batch and not of_weights_alone:
             raise PipelineError(
                 f"{what} uses the tensor {name_of(outer)!r} of shape {shape} without being given "
                 f"it; it has a row for each of the {batch} examples of the batch, of which "
-                f"{part} has {part_size}. Pass it in as an input of the pipeline, "
+                f"{cutting.part} has {cutting.part_size}. Pass it in as an input of the pipeline, "
                 "which is cut along the batch"
             )
 
@@ -107,7 +102,11 @@ def check_no_handle(
     }
     for operation in operations:
         for tensor in operation.inputs:
-            if tensor.name in handles and not _is_read(operation):
+            # `redirect` lets these use the value.
+            is_read = operation.type in _READS and not (
+                operation.type == "ResourceGather" and operation.get_attr("batch_dims")
+            )
+            if tensor.name in handles and not is_read:
                 raise PipelineError(
                     f"{what} has replicas and reads the variable of shape "
                     f"{handles[tensor.name].outer.shape} in {operation.name!r} "
@@ -115,13 +114,6 @@ def check_no_handle(
                     "reach from there; read it before that, as tf.convert_to_tensor(variable), or "
                     "give the stage one device"
                 )
-
-
-def _is_read(operation: tf.Operation) -> bool:
-    """Returns True if `redirect` lets an operation use the value of a variable."""
-    if operation.type == "ResourceGather" and operation.get_attr("batch_dims"):
-        return False
-    return operation.type in _READS
 
 
 def check_fresh(what: str, graph: tf.Graph) -> None:
@@ -138,45 +130,34 @@ def check_fresh(what: str, graph: tf.Graph) -> None:
 
 def is_constant(tensor: tf.Tensor) -> bool:
     """Returns True if a tensor is computed from constants alone, so that it needs no gradient."""
-    return all(op.type in WITHOUT_GRADIENT for op in _leaves(tensor))
+    return all(kind in WITHOUT_GRADIENT for kind in _leaves(tensor))
 
 
-def _depends_on_weights_alone(tensor: tf.Tensor) -> bool:
-    return all(op.type in VARIABLES or op.type == "Const" for op in _leaves(tensor))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """A stand-in for the operation of a tensor without one."""
-
-    type: str
-
-
-def _leaves(tensor: tf.Tensor) -> Iterator[Any]:
-    """Returns the operations without inputs that a tensor is computed from."""
+def _leaves(tensor: tf.Tensor) -> Iterator[str]:
+    """Returns the types of the operations without inputs that a tensor is computed from."""
     seen: set[int] = set()
     todo = [tensor]
     while todo:
         current = todo.pop()
         if not hasattr(current, "graph"):
             # An eager tensor: its source is unknown.
-            yield _Leaf("EagerTensor")
+            yield "EagerTensor"
             continue
         op = current.op
         if id(op) in seen:
             continue
         seen.add(id(op))
         if op.type == "StopGradient":
-            yield op
+            yield op.type
         elif op.inputs:
             todo.extend(op.inputs)
         else:
             captures = getattr(op.graph, "captures", ())
             outer = next((outer for outer, inner in captures if inner is current), None)
             if outer is None:
-                yield op
+                yield op.type
             elif outer.dtype == tf.resource:
-                yield _Leaf("VarHandleOp")
+                yield "VarHandleOp"
             else:
                 todo.append(outer)
 
@@ -195,19 +176,14 @@ def redirect(nodes: Sequence[tf.compat.v1.NodeDef], captured: Sequence[Captured]
     for node in nodes:
         if node.op in _LOOKUPS and tensor_name(node.input[0]) in tables:
             if node.attr["batch_dims"].i == 0:
-                _as_lookup(node, tables[tensor_name(node.input[0])].name)
+                # The variable may be elsewhere.
+                node.op, node.input[0] = _LOOKUPS[node.op], tables[tensor_name(node.input[0])].name
+                node.attr["Tparams"].type = node.attr["dtype"].type
+                for name in ("dtype", "batch_dims"):
+                    node.attr.pop(name, None)
         elif node.op == "VariableShape" and tensor_name(node.input[0]) in tables:
             node.op, node.input[0] = "Shape", tables[tensor_name(node.input[0])].name
             node.attr["T"].type = dtypes[node.input[0]]
         for number, source in enumerate(node.input):
             if not source.startswith("^") and tensor_name(source) in same:
                 node.input[number] = same[tensor_name(source)]
-
-
-def _as_lookup(node: tf.compat.v1.NodeDef, table: str) -> None:
-    """Replaces a lookup in a variable by one in a tensor, because the variable may be elsewhere."""
-    node.op = _LOOKUPS[node.op]
-    node.input[0] = table
-    node.attr["Tparams"].type = node.attr["dtype"].type
-    for name in ("dtype", "batch_dims"):
-        node.attr.pop(name, None)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -17,9 +16,11 @@ from pipemesh.backend.operations import Call, sum_in_order
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.replica import GradName, flat_names
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.passes.tracing import Specs
 from pipemesh.recurrent.stage import Grads, Tensors
 from pipemesh.recurrent.watch.finite_values import Probe, write_note
+
+# The name of a tensor of the stage's graph, or ("sum", its index), or ("note", replica).
+Name = str | tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +29,24 @@ class Part:
 
     device: str  # the first of the replica
     call: Callable[[], Call]  # with collectives, each time of a new function
-    has_note: bool
+    arguments: list[Name]
+    results: list[Name]
 
-    def __call__(self, arguments: Tensors, note: Any = None) -> tuple[Tensors, Any]:
-        """Returns the results and the note; without a note of its own it returns the given one."""
+    def run(self, values: dict[Name, tf.Tensor]) -> None:
+        """Adds the results to the values, or replaces sums and notes."""
         with tf.device(self.device):
-            if not self.has_note:
-                return self.call()(arguments), note
-            *results, note = self.call()([*arguments, note])
-            return results, note
+            results = self.call()([values[name] for name in self.arguments])
+        values.update(zip(self.results, results, strict=True))
+
+
+class WeightSum(NamedTuple):
+    """The sum of the gradients of a weight, or of its copy in one replica."""
+
+    grad: GradName
+    spec: tf.TensorSpec
+    place: int  # the index in the home of its device
+    owner: int  # the index of the device where the sums of all replicas are added
+    replica: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +62,17 @@ class BackwardResult:
 
 def accumulated(
     totals: Sequence[tf.Tensor | None],  # None before the first microbatch
-    grads: Sequence[GradName],
-    specs: Sequence[tf.TensorSpec],
+    sums: Sequence[WeightSum],
     devices: Sequence[str],
-    pasted: Iterator[tf.Tensor],  # the tensors of `grads`; a sparse gradient has two
+    pasted: Iterator[tf.Tensor],  # the tensors of the gradients; a sparse one has two
 ) -> Tensors:
     """Returns the sums of weights' gradients after a microbatch."""
     new = []
-    for total, grad, spec, device in zip(totals, grads, specs, devices, strict=True):
+    for total, weight_sum, device in zip(totals, sums, devices, strict=True):
+        spec = weight_sum.spec
         with tf.device(device):
             values = tf.cast(next(pasted), spec.dtype)
-            if isinstance(grad, str):
+            if isinstance(weight_sum.grad, str):
                 # Not `+`: the graph optimizer merges chains of additions into one at their end,
                 # even across the control dependencies that order actions, and so creates cycles.
                 new.append(values if total is None else tf.add_n([total, values]))
@@ -138,7 +148,7 @@ class Cuts:
     def upstream_names(self) -> list[str]:
         """Names of gradients that other actions wait for: of the inputs and of the carry."""
         grads = self._traced.gradients
-        return [name for name in [*grads.of_inputs, *grads.of_carry] if name is not None]
+        return flat_names([*grads.of_inputs, *grads.of_carry])
 
     def arguments(self, kind: str) -> list[str]:
         """Returns the tensors that an action of the backward pass starts from, besides weights."""
@@ -196,6 +206,9 @@ class Passes:
     All are parts of one graph. A part computes only nodes that no earlier part has computed, and
     the tensors on the cuts are passed on. Each part recomputes tensors that depend on weights
     alone: they are the same for every microbatch, so keeping them would waste memory.
+
+    Each replica has its own functions: a call ends when all of its checks and prints are done, and
+    a replica must not wait for another one.
     """
 
     def __init__(
@@ -214,38 +227,24 @@ class Passes:
         self._dtypes = [*accumulator_dtypes] * len(traced.replicas)
         self._made: dict[tuple[str, bool], list[Part]] = {}
 
-    # The passes. Each replica has its own functions: a call ends when all of its checks and prints
-    # are done, and a replica must not wait for another one.
-
     def forward(
         self, theta: Tensors, carry: Tensors, inputs: Tensors, scalars: Tensors, notes: Tensors
     ) -> tuple[Tensors, Tensors, Tensors, Tensors]:
         """Runs one microbatch and returns outputs, carry, tensors to keep, and notes."""
-        outputs: Tensors = []
-        new_notes: Tensors = []
-        # Kept tensors that are arguments are not passed through a function.
-        known: dict[str, tf.Tensor] = {}
-        parts = zip(self._traced.replicas, self._parts("F"), notes, strict=True)
-        for number, (replica, part, note) in enumerate(parts):
-            replica_inputs = inputs[number * len(replica.inputs) :][: len(replica.inputs)]
-            argument_names = [t.name for t in [*replica.carry, *replica.inputs]]
-            known.update(zip(argument_names, [*carry, *replica_inputs], strict=True))
-            results, note = part([*theta, *carry, *replica_inputs, *scalars], note)
-            count = len(replica.outputs)
-            outputs += results[:count]
-            carry, kept = results[count:][: len(carry)], results[count + len(carry) :]
-            known.update(zip(self._own(self.cuts.kept, number, self._given), kept, strict=True))
-            new_notes.append(note)
-        return outputs, carry, [known[name] for name in self.cuts.kept], new_notes
+        traced = self._traced
+        values = self._values(theta, scalars, notes)
+        values.update(zip(traced.inputs, inputs, strict=True))
+        for replica, part in zip(traced.replicas, self._parts("F"), strict=True):
+            values.update(zip([t.name for t in replica.carry], carry, strict=True))
+            part.run(values)
+            carry = [values[t.name] for t in replica.carry_out]
+        outputs, kept = ([values[n] for n in names] for names in (traced.outputs, self.cuts.kept))
+        return outputs, carry, kept, self._notes(values)
 
     def recompute(self, theta: Tensors, kept: Tensors, scalars: Tensors) -> Tensors:
         """Returns what `forward` would keep without recomputation; see `backward`."""
-        known = dict(zip(self.cuts.kept, kept, strict=True))
-        for number, part in enumerate(self._parts("R")):
-            results, _ = part([*theta, *kept, *scalars])
-            names = self._own(self.cuts.remade, number, self.cuts.kept)
-            known.update(zip(names, results, strict=True))
-        return [known[name] for name in self.cuts.remade]
+        values = self._run("R", theta, kept, scalars)
+        return [values[name] for name in self.cuts.remade]
 
     def backward(
         self,
@@ -257,64 +256,69 @@ class Passes:
         notes: Tensors,
     ) -> BackwardResult:
         """Runs the whole backward pass of one microbatch."""
-        parts = self._parts("B", accumulators is not None)
-        arguments = [*theta, *kept, *grads, *scalars, *(accumulators or ())]
-        sums: Tensors = []
-        upstream: Tensors = []
-        new_notes: Tensors = []
-        for number, (part, note) in enumerate(zip(parts, notes, strict=True)):
-            results, note = part(arguments, note)
-            count = self.accumulator_replicas.count(number)
-            sums += results[:count]
-            upstream += results[count:]
-            new_notes.append(note)
-        return self._result(sums, upstream, [], new_notes)
+        values = self._run("B", theta, [*kept, *grads], scalars, notes, accumulators)
+        return self._result(values, self._totals(values), [])
 
     def input_grad(
         self, theta: Tensors, kept: Tensors, grads: Tensors, scalars: Tensors, notes: Tensors
     ) -> BackwardResult:
         """Runs the half that other stages wait for; arguments as those of `backward`."""
-        argument_names = self.cuts.arguments("I")
-        known = dict(zip(argument_names, [*kept, *grads], strict=True))
-        upstream: Tensors = []
-        new_notes: Tensors = []
-        for number, (part, note) in enumerate(zip(self._parts("I"), notes, strict=True)):
-            results, note = part([*theta, *kept, *grads, *scalars], note)
-            count = len(self._upstream_names(number))
-            upstream += results[:count]
-            pending = self._own(self.cuts.pending, number, argument_names)
-            known.update(zip(pending, results[count:], strict=True))
-            new_notes.append(note)
-        pending = [known[name] for name in self.cuts.pending]
-        return self._result(None, upstream, pending, new_notes)
+        values = self._run("I", theta, [*kept, *grads], scalars, notes)
+        return self._result(values, None, [values[name] for name in self.cuts.pending])
 
     def weight_grad(
         self, theta: Tensors, pending: Tensors, scalars: Tensors, accumulators: Tensors | None
     ) -> Tensors:
         """Runs the other half; returns the sums of weight gradients."""
-        parts = self._parts("W", accumulators is not None)
-        arguments = [*theta, *pending, *scalars, *(accumulators or ())]
-        return [total for part in parts for total in part(arguments)[0]]
+        return self._totals(self._run("W", theta, pending, scalars, (), accumulators))
+
+    def _run(
+        self,
+        kind: str,
+        theta: Tensors,
+        tensors: Tensors,  # `Cuts.arguments`
+        scalars: Tensors,
+        notes: Sequence[tf.Tensor] = (),
+        accumulators: Tensors | None = None,
+    ) -> dict[Name, tf.Tensor]:
+        """Runs an action of the backward pass and returns its arguments and results."""
+        values = self._values(theta, scalars, notes)
+        values.update(zip(self.cuts.arguments(kind), tensors, strict=True))
+        values.update((("sum", i), total) for i, total in enumerate(accumulators or ()))
+        for part in self._parts(kind, accumulators is not None):
+            part.run(values)
+        return values
+
+    def _values(
+        self, theta: Tensors, scalars: Tensors, notes: Sequence[tf.Tensor]
+    ) -> dict[Name, tf.Tensor]:
+        names = [*self._traced.theta, *self._traced.scalars]
+        values: dict[Name, tf.Tensor] = dict(zip(names, [*theta, *scalars], strict=True))
+        values.update((("note", number), note) for number, note in enumerate(notes))
+        return values
+
+    def _notes(self, values: Mapping[Name, tf.Tensor]) -> Tensors:
+        return [values["note", number] for number in range(len(self._traced.replicas))]
+
+    def _totals(self, values: Mapping[Name, tf.Tensor]) -> Tensors:
+        return [values["sum", i] for i in range(len(self.sums))]
 
     def _result(
-        self,
-        accumulators: Tensors | None,
-        upstream: Tensors,
-        pending: Tensors,
-        notes: Tensors,
+        self, values: Mapping[Name, tf.Tensor], accumulators: Tensors | None, pending: Tensors
     ) -> BackwardResult:
         grads = self._traced.gradients
-        values = iter(upstream)
-        of_inputs = [None if name is None else next(values) for name in grads.of_inputs]
-        of_carry = [None if name is None else next(values) for name in grads.of_carry]
-        return BackwardResult(accumulators, of_inputs, of_carry, pending, notes)
+        of_inputs, of_carry = (
+            [None if name is None else values[name] for name in names]
+            for names in (grads.of_inputs, grads.of_carry)
+        )
+        return BackwardResult(accumulators, of_inputs, of_carry, pending, self._notes(values))
 
     def zero_gradients(self) -> Tensors:
         """Returns the accumulators before the first microbatch."""
         zeros = []
-        for spec, place in zip(self.accumulator_specs, self.accumulator_places, strict=True):
-            with tf.device(self._traced.stage.devices[place]):
-                zeros.append(tf.zeros(spec.shape, spec.dtype))
+        for total in self.sums:
+            with tf.device(self._traced.stage.devices[total.place]):
+                zeros.append(tf.zeros(total.spec.shape, total.spec.dtype))
         return zeros
 
     def theta_gradients(self, accumulators: Tensors) -> Grads:
@@ -332,47 +336,27 @@ class Passes:
         return totals
 
     @functools.cached_property
-    def accumulator_places(self) -> list[int]:
+    def sums(self) -> list[WeightSum]:
+        """The sum of each weight's gradients, for weights with a gradient."""
+        traced, owners = self._traced, [*self._traced.stage.owners] * len(self._traced.replicas)
+        return [
+            WeightSum(
+                grad,
+                tf.TensorSpec(traced.spec(theta).shape, dtype),
+                traced.place(theta),
+                owner,
+                traced.replica(theta),
+            )
+            for theta, dtype, owner, grad in zip(
+                traced.theta, self._dtypes, owners, traced.gradients.of_theta, strict=True
+            )
+            if grad is not None
+        ]
+
+    @property
+    def sum_places(self) -> list[int]:
         """The index in the home of the device of each sum of weight gradients."""
-        return [self._traced.place(theta) for theta in self._differentiated]
-
-    @functools.cached_property
-    def accumulator_owners(self) -> list[int]:
-        """The index in the home of the device where the sums of all replicas are added."""
-        traced = self._traced
-        owners = itertools.cycle(traced.stage.owners)
-        named = zip(owners, traced.gradients.of_theta)  # noqa: B905
-        return [owner for owner, name in named if name is not None]
-
-    @functools.cached_property
-    def accumulator_replicas(self) -> list[int]:
-        """The replica of each sum of weight gradients."""
-        return [self._traced.replica(theta) for theta in self._differentiated]
-
-    @functools.cached_property
-    def _differentiated(self) -> list[str]:
-        """Placeholders of the weights with a gradient."""
-        named = zip(self._traced.theta, self._traced.gradients.of_theta, strict=True)
-        return [theta for theta, name in named if name is not None]
-
-    @functools.cached_property
-    def _given(self) -> set[str]:
-        """Names of the arguments of forward functions, which need not be returned."""
-        return {*self._traced.carry, *self._traced.handed_on, *self._traced.inputs}
-
-    def _own(self, names: Sequence[str], number: int, arguments: Container[str]) -> list[str]:
-        """Returns the names that a replica computes, because they are not given."""
-        replica = self._traced.replica
-        return [name for name in names if name not in arguments and replica(name) == number]
-
-    def _upstream_names(self, number: int) -> list[str]:
-        """Returns the gradients of a replica that other actions wait for."""
-        grads, count = self._traced.gradients, len(self._traced.replicas[number].inputs)
-        names = grads.of_inputs[number * count :][:count]
-        names = [*names, *grads.of_carry] if number == 0 else names
-        return [name for name in names if name is not None]
-
-    # The functions, made on first use.
+        return [total.place for total in self.sums]
 
     def make(self) -> None:
         """Makes the functions of `forward` and `backward` now, for bodies of loops and branches."""
@@ -382,25 +366,34 @@ class Passes:
         """Returns the functions of a pass, one per replica; they take accumulators if it `adds`."""
         if (kind, adds) not in self._made:
             numbers = range(len(self._traced.replicas))
-            self._made[kind, adds] = [self._part_of(kind, number, adds) for number in numbers]
+            self._made[kind, adds] = [self._part(kind, number, adds) for number in numbers]
         return self._made[kind, adds]
 
-    def _part_of(self, kind: str, number: int, adds: bool) -> Part:
-        cuts, traced = self.cuts, self._traced
+    def _part(self, kind: str, number: int, adds: bool) -> Part:
+        """Returns a function of theta, tensors on the cuts, scalars, sums if it `adds`, and a note.
+
+        It returns the sums of the gradients of the replica's weights, tensors on the cuts, and the
+        note, which only replicas with probes have.
+        """
+        cuts, traced, replica = self.cuts, self._traced, self._traced.replicas[number]
+        arguments, probes = cuts.arguments(kind), self._backward_probes if kind in "BI" else ()
+        # Operations that the results wait for, and nodes whose values are not checked again.
+        effects: list[str] = []
+        checked: Container[str] = cuts.computed
+        results: list[str] = []
         if kind == "F":
-            replica = traced.replicas[number]
+            given = {*traced.carry, *traced.handed_on, *traced.inputs}
+            arguments = [t.name for t in [*replica.carry, *replica.inputs]]
             results = [t.name for t in [*replica.outputs, *replica.carry_out]]
-            return self._part(
-                number,
-                [t.name for t in [*replica.carry, *replica.inputs]],
-                [*results, *self._own(cuts.kept, number, self._given)],
-                probes=self._forward_probes,
-                effects=[n for n in traced.effects if traced.replica(f"{n}:0") == number],
-            )
-        arguments, probes = cuts.arguments(kind), self._backward_probes
-        results = self._upstream_names(number) if kind in "BI" else []
-        if kind == "R":
-            results += self._own(cuts.remade, number, arguments)
+            results += self._own(cuts.kept, number, given)
+            probes, checked = self._forward_probes, ()
+            effects = [name for name in traced.effects if traced.replica(f"{name}:0") == number]
+        elif kind == "R":
+            results = self._own(cuts.remade, number, arguments)
+        elif kind in "BI":
+            grads, count = traced.gradients, len(replica.inputs)
+            results = flat_names(grads.of_inputs[number * count :][:count])
+            results += flat_names(grads.of_carry) if number == 0 else []
         if kind == "I":
             results += self._own(cuts.pending, number, arguments)
             # Without the tensors that an `I` leaves for its `W`.
@@ -411,91 +404,54 @@ class Passes:
                 )
                 for probe in probes
             ]
-        return self._part(
-            number,
-            arguments,
-            results,
-            gradients=kind in "BW",
-            adds=adds,
-            probes=probes if kind in "BI" else (),
-            checked=cuts.computed,
-        )
-
-    @functools.cached_property
-    def accumulator_specs(self) -> Specs:
-        """Shapes and dtypes of the sums of weight gradients."""
-        named = zip(self._traced.theta, self._dtypes, self._traced.gradients.of_theta, strict=True)
-        return [
-            tf.TensorSpec(self._traced.spec(theta).shape, dtype)
-            for theta, dtype, name in named
-            if name is not None
-        ]
-
-    def _part(
-        self,
-        number: int,
-        arguments: list[str],
-        fetches: list[str],
-        gradients: bool = False,
-        adds: bool = False,
-        probes: Sequence[Probe] = (),
-        effects: Sequence[str] = (),
-        checked: Container[str] = (),
-    ) -> Part:
-        """Returns a function of theta, `arguments`, scalars, accumulators if it `adds`, and the
-        note.
-
-        It returns the gradients of the replica's weights (or its accumulators with them added),
-        `fetches`, and the note, which only replicas with probes have. Its results wait for the
-        `effects`. Values of nodes in `checked` are not checked again.
-        """
-        traced, device = self._traced, self._traced.replicas[number].device
         probes = [probe for probe in probes if probe.replica == number]
         probed = flat_names([probe.tensors for probe in probes])
-        num_theta = len(traced.theta) // len(traced.replicas)
-        grads = traced.gradients.of_theta[number * num_theta :][:num_theta] if gradients else []
-        grads = [grad for grad in grads if grad is not None]
-        wanted = flat_names(grads)
+        sums = {i: total for i, total in enumerate(self.sums) if total.replica == number}
+        sums = sums if kind in "BW" else {}
+        totals = [*sums.values()]
+        where = [traced.stage.devices[total.place] for total in totals]
+        fetches = [*flat_names([total.grad for total in totals]), *results, *probed]
         every = [*traced.theta, *arguments, *traced.scalars]
-        nodes = [f"{name}:0" for name in effects]
-        used = traced.cut.used([*wanted, *fetches, *probed, *nodes], every)
+        used = traced.cut.used([*fetches, *(f"{name}:0" for name in effects)], every)
         if probes or traced.cut.has_collectives:
             used.add(traced.scalars[0])
-        taken = [i for i, name in enumerate(every) if name in used]
-        names = [every[i] for i in taken]
-        sums = [i for i, replica in enumerate(self.accumulator_replicas) if replica == number]
-        totals = [self.accumulator_specs[i] for i in sums]
-        where = [traced.stage.devices[self.accumulator_places[i]] for i in sums]
-        specs = [*map(traced.spec, names), *(totals if adds else ())]
-        end = len(every) + (len(self.accumulator_specs) if adds else 0)
-        if adds:
-            taken += [len(every) + i for i in sums]
-        if probes:
-            taken, specs = [*taken, end], [*specs, tf.TensorSpec([], tf.int64)]
+        names = [name for name in every if name in used]
+        sum_names: list[Name] = [("sum", i) for i in sums]
+        note_name: list[Name] = [("note", number)] if probes else []
+        specs = [*map(traced.spec, names), *(total.spec for total in totals if adds)]
+        specs += [tf.TensorSpec([], tf.int64) for _ in note_name]
 
         def run(*tensors: tf.Tensor) -> Tensors:
-            values = dict(zip(names, tensors[: len(names)], strict=True))
+            values = dict(zip(names, tensors, strict=False))
             before = tensors[len(names) :][: len(totals)] if adds else [None] * len(totals)
-            with tf.device(device):
+            with tf.device(replica.device):
                 # Each result gets an identity, which waits for all checks and prints.
                 due = values[traced.scalars[0]] if traced.cut.has_collectives else None
-                pasted = iter(
-                    traced.cut.paste(values, [*wanted, *fetches, *probed], effects, checked, due)
-                )
-                results = accumulated(before, grads, totals, where, pasted) if gradients else []
-                results += [next(pasted) for _ in fetches]
+                pasted = iter(traced.cut.paste(values, fetches, effects, checked, due))
+                returned = accumulated(before, totals, where, pasted)
+                returned += [next(pasted) for _ in results]
                 if probes:
                     groups = [[next(pasted) for _ in probe.tensors] for probe in probes]
-                    results.append(write_note(tensors[-1], values[traced.scalars[0]], groups))
-                return results
+                    returned.append(write_note(tensors[-1], values[traced.scalars[0]], groups))
+                return returned
 
         def make() -> Call:
             several = traced.stage.of_home.group > 1
             with results_beside_sources() if several else contextlib.nullcontext():
                 function = tf.function(run, autograph=False).get_concrete_function(*specs)
-            return Call(function, taken, has_effects(function.graph.as_graph_def()))
+            return Call(function, has_effects(function.graph.as_graph_def()))
 
         if not traced.cut.has_collectives:
             make = functools.cache(make)
             make()
-        return Part(device, make, bool(probes))
+        return Part(
+            replica.device,
+            make,
+            [*names, *(sum_names if adds else []), *note_name],
+            [*sum_names, *results, *note_name],
+        )
+
+    def _own(self, names: Sequence[str], number: int, arguments: Container[str]) -> list[str]:
+        """Returns the names that a replica computes, because they are not given."""
+        replica = self._traced.replica
+        return [name for name in names if name not in arguments and replica(name) == number]

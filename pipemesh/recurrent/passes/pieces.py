@@ -47,25 +47,18 @@ class Cutting:
             return str(action)
         return str(Action(action.stage, action.kind, *divmod(action.microbatch, self.num_slices)))
 
-    def of_part(self, spec: tf.TensorSpec) -> tf.TensorSpec:
-        """Returns the spec of a replica's part of an input, for one piece."""
-        shape = spec.shape.as_list()
-        shape[self.batch_dim] = self.part_size
-        if self.is_sliced(spec.shape):
-            shape[self.sequence_dim] = self.slice_size
-        return tf.TensorSpec(shape, spec.dtype)
+    def of_part(
+        self, spec: tf.TensorSpec, batch: bool = True, sequences: bool = True
+    ) -> tf.TensorSpec:
+        """Returns the spec of a replica's part of an input, for one piece.
 
-    def with_whole_batch(self, spec: tf.TensorSpec) -> tf.TensorSpec:
-        """Returns the spec of one slice of an input, for all examples of the batch."""
+        Without `batch` it is for all examples, without `sequences` for whole sequences.
+        """
         shape = spec.shape.as_list()
-        if self.is_sliced(spec.shape):
+        if batch:
+            shape[self.batch_dim] = self.part_size
+        if sequences and self.is_sliced(spec.shape):
             shape[self.sequence_dim] = self.slice_size
-        return tf.TensorSpec(shape, spec.dtype)
-
-    def with_whole_sequences(self, spec: tf.TensorSpec) -> tf.TensorSpec:
-        """Returns the spec of one part's examples of an input, with whole sequences."""
-        shape = spec.shape.as_list()
-        shape[self.batch_dim] = self.part_size
         return tf.TensorSpec(shape, spec.dtype)
 
     def for_whole_batch(self, stage: Stage) -> list[Stage]:
@@ -112,9 +105,11 @@ class Cutting:
 def split(tensor: tf.Tensor, cutting: Cutting) -> list[list[tf.Tensor]]:
     """Returns for each piece the parts of its replicas."""
     rows = _equal_parts(tensor, cutting.num_parts, cutting.batch_dim)
-    columns = [[row] * cutting.num_slices for row in rows]
-    if cutting.is_sliced(tensor.shape) and cutting.num_slices > 1:
-        columns = [_equal_parts(row, cutting.num_slices, cutting.sequence_dim) for row in rows]
+    slices, is_sliced = cutting.num_slices, cutting.is_sliced(tensor.shape)
+    columns = [
+        _equal_parts(row, slices, cutting.sequence_dim) if is_sliced else [row] * slices
+        for row in rows
+    ]
     return [
         [columns[m * cutting.replicas + replica][q] for replica in range(cutting.replicas)]
         for m in range(cutting.num_microbatches)
@@ -174,15 +169,16 @@ def join(parts: Sequence[tf.Tensor], cutting: Cutting) -> tf.Tensor:
         return tf.stack(parts)
     replicas, slices = cutting.replicas, cutting.num_slices
     if slices > 1:
-        rows = []
-        for m in range(cutting.num_microbatches):
-            for replica in range(replicas):
-                pieces = parts[m * slices * replicas + replica :: replicas][:slices]
-                is_sliced = cutting.is_sliced(parts[0].shape)
-                rows.append(
-                    tf.concat(pieces, cutting.sequence_dim) if is_sliced else tf.add_n(pieces)
-                )
-        parts = rows
+        rows = [
+            parts[m * slices * replicas + replica :: replicas][:slices]
+            for m in range(cutting.num_microbatches)
+            for replica in range(replicas)
+        ]
+        is_sliced = cutting.is_sliced(parts[0].shape)
+        parts = [
+            tf.concat(pieces, cutting.sequence_dim) if is_sliced else tf.add_n(pieces)
+            for pieces in rows
+        ]
     return parts[0] if len(parts) == 1 else tf.concat(parts, axis=cutting.batch_dim)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,45 +32,6 @@ class StageGradients:
     of_inputs: list[str | None]
     of_carry: list[str | None]
     of_probes: list[str | None]
-
-
-def differentiate(
-    stage: Stage,
-    theta: list[tf.Tensor | None],  # None for weights without a gradient
-    carry: list[tf.Tensor],
-    inputs: list[tf.Tensor],
-    outputs: dict[int, tf.Tensor],  # those with an incoming gradient, by index
-    carry_out: list[tf.Tensor],
-    probed: list[tf.Tensor],  # other tensors whose gradient is needed
-    # of the gradients of the first of theta, and of all inputs; None for one device
-    devices: tuple[Sequence[str], Sequence[str]] | None = None,
-) -> StageGradients:
-    """Adds the gradient of a traced stage to its graph, which is being built."""
-    of_outputs = _grad_placeholders(outputs)
-    of_carry_out = _grad_placeholders(dict(enumerate(carry_out))) if stage.recurrent else {}
-    results = [outputs[i] for i in of_outputs] + [carry_out[i] for i in of_carry_out]
-    states = carry if stage.recurrent else []
-    sources = [*theta, *inputs, *states, *probed]
-    grads = _gradients(results, sources, [*of_outputs.values(), *of_carry_out.values()])
-    if devices is not None:
-        for first, names in ((0, devices[0]), (len(theta), devices[1])):
-            for i, device in enumerate(names, first):
-                grad = grads[i]
-                # A sparse gradient is on the device of the lookup.
-                if isinstance(grad, tf.Tensor):
-                    with tf.device(device):
-                        grads[i] = tf.identity(grad)
-    dense = [
-        None if grad is None else tf.convert_to_tensor(grad).name for grad in grads[len(theta) :]
-    ]
-    return StageGradients(
-        of_outputs={i: t.name for i, t in of_outputs.items()},
-        of_carry_out={i: t.name for i, t in of_carry_out.items()},
-        of_theta=[_grad_name(grad) for grad in grads[: len(theta)]],
-        of_inputs=dense[: len(inputs)],
-        of_carry=dense[len(inputs) :][: len(states)] if states else [None] * len(carry),
-        of_probes=dense[len(inputs) + len(states) :],
-    )
 
 
 def _grad_placeholders(tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
@@ -203,26 +164,44 @@ class Replica:
             self.replay.enter(self.replay.tensors),
             gradient_scope(),
         ):
-            gradients = differentiate(
-                stage,
+            theta = [
+                # The gradient of a copy is that of its original.
+                *(None if i in stage.copies else t for i, t in enumerate(self.theta)),
+                *(weight.source for weight in captured),
+            ]
+            of_outputs = _grad_placeholders({first_output + i: self.outputs[i] for i in live})
+            states = self.carry if stage.recurrent else []
+            of_carry_out = _grad_placeholders(dict(enumerate(self.carry_out if states else [])))
+            grads = _gradients(
                 [
-                    # The gradient of a copy is that of its original.
-                    *(None if i in stage.copies else t for i, t in enumerate(self.theta)),
-                    *(weight.source for weight in captured),
+                    *(self.outputs[i - first_output] for i in of_outputs),
+                    *(self.carry_out[i] for i in of_carry_out),
                 ],
-                self.carry,
-                self.inputs,
-                {
-                    first_output + i: self.outputs[i]
-                    for i in live
-                    if is_differentiable(self.outputs[i])
-                },
-                self.carry_out,
-                self.probes.sources,
-                self.devices,
+                [*theta, *self.inputs, *states, *self.probes.sources],
+                [*of_outputs.values(), *of_carry_out.values()],
             )
+            if self.devices is not None:
+                for first, devices in ((0, self.devices[0]), (len(theta), self.devices[1])):
+                    for i, device in enumerate(devices, first):
+                        grad = grads[i]
+                        # A sparse gradient is on the device of the lookup.
+                        if isinstance(grad, tf.Tensor):
+                            with tf.device(device):
+                                grads[i] = tf.identity(grad)
+            dense = [
+                None if grad is None else tf.convert_to_tensor(grad).name
+                for grad in grads[len(theta) :]
+            ]
         self.operations.append((begin, len(graph.get_operations())))
-        return gradients
+        after = len(self.inputs) + len(states)
+        return StageGradients(
+            of_outputs={i: t.name for i, t in of_outputs.items()},
+            of_carry_out={i: t.name for i, t in of_carry_out.items()},
+            of_theta=[_grad_name(grad) for grad in grads[: len(theta)]],
+            of_inputs=dense[: len(self.inputs)],
+            of_carry=dense[len(self.inputs) : after] if states else [None] * len(self.carry),
+            of_probes=dense[after:],
+        )
 
 
 @contextlib.contextmanager
@@ -238,18 +217,12 @@ def replica_scope(stage: str, device: str, number: int | None) -> Iterator[None]
 
 def joined(parts: Sequence[StageGradients]) -> StageGradients:
     """Returns the gradients of all replicas in one list; only the first one has a carry's."""
-    first = parts[0]
-
-    def all_of(get: Callable[[StageGradients], list[Any]]) -> list[Any]:
-        return [name for part in parts for name in get(part)]
-
-    return StageGradients(
+    return dataclasses.replace(
+        parts[0],
         of_outputs={i: name for part in parts for i, name in part.of_outputs.items()},
-        of_carry_out=first.of_carry_out,
-        of_theta=all_of(lambda part: part.of_theta),
-        of_inputs=all_of(lambda part: part.of_inputs),
-        of_carry=first.of_carry,
-        of_probes=all_of(lambda part: part.of_probes),
+        of_theta=[name for part in parts for name in part.of_theta],
+        of_inputs=[name for part in parts for name in part.of_inputs],
+        of_probes=[name for part in parts for name in part.of_probes],
     )
 
 

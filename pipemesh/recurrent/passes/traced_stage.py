@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import is_device
 from pipemesh.randomness.draws import check_no_draw_escaped
-from pipemesh.randomness.scope import LayerSpan, NeedWholeDraws, Position, WholeDraws
+from pipemesh.randomness.scope import NeedWholeDraws, Position, WholeDraws
 from pipemesh.recurrent.passes.captures import (
     Captured,
     captured_weights,
@@ -94,7 +94,7 @@ class TracedStage:
         except NeedWholeDraws:
             known = functools.partial(position, whole=whole_draws())
             self._trace = trace(stage, inputs, has_step, replicas, known, slices)
-        graph, self.replicas = self._trace.graph, self._trace.replicas
+        graph, self.replicas = self._trace.function.graph, self._trace.replicas
         if stage.of_home.group > 1:
             for number, replica in enumerate(self.replicas):
                 devices = stage.of_home.replica(number)
@@ -107,9 +107,7 @@ class TracedStage:
         # Placeholders of microbatch and step.
         self.scalars = [t.name for t in graph.inputs[end - 2 : end]]
         self._check_apart()
-        check_batch(
-            graph, what, cutting.batch_dim, cutting.part_size, cutting.num_parts, cutting.part
-        )
+        check_batch(graph, what, cutting)
         self._captured: list[Captured] = captured_weights(graph)
         check_no_draw_escaped(graph, stage.name, cutting.num_parts * cutting.num_slices)
         replicas, first = self.replicas, self.replicas[0]
@@ -140,9 +138,13 @@ class TracedStage:
         # Of each output the index of its device in a replica.
         self.output_places = [known.of(t.name) for t in first.outputs]
         # By node of the forward pass.
-        self.layers = _layers(graph, [span for replica in replicas for span in replica.spans])
-        # The layers that use each weight, and each input.
-        self.theta_layers, self.input_layers = first.probes.theta_layers, first.probes.input_layers
+        operations = graph.get_operations()
+        self.layers = {
+            operation.name: span.layer
+            for replica in replicas
+            for span in replica.spans
+            for operation in operations[span.begin : span.end]
+        }
         # Weights outside of theta become the last tensors of theta, so that gradients flow to them.
         self.captured = [weight.outer for weight in self._captured]
         with tf.device(stage.device):
@@ -158,7 +160,7 @@ class TracedStage:
 
     def differentiate(self, live: Iterable[int]) -> None:
         """Adds the gradient of `live` outputs to the graph, once, before any other method."""
-        graph, live = self._trace.graph, list(live)
+        graph, live = self._trace.function.graph, list(live)
         self.gradients = joined(
             [
                 replica.differentiate(
@@ -169,21 +171,25 @@ class TracedStage:
         )
         self._check_apart()
         self._replicas = self._find_replicas(graph)
-        self._places = Places(self.stage.of_home, self.replica, graph, self._given_places())
+        arguments = {
+            **dict(zip(self.theta, itertools.cycle(self.stage.theta_places))),
+            **dict(zip(self.inputs, itertools.cycle(self._input_places))),
+        }
+        self._places = Places(self.stage.of_home, self.replica, graph, arguments)
         probed = [name for replica in self.replicas for name in replica.probes.names]
         self.cut = GraphCut(
             graph,
             {inner.name: outer for outer, inner in graph.captures},
             self._prepare,
             self.layers,
-            [*self.outputs, *self.carry_out, *self.handed_on, *self._gradient_names(), *probed],
+            [*self._results(), *self.handed_on, *probed],
         )
         self.effects = self.cut.effects(self._num_forward)
 
     def _check_apart(self) -> None:
         """Raises if a replica uses a tensor of another one."""
         if len(self.replicas) > 1:
-            graph = self._trace.graph
+            graph = self._trace.function.graph
             microbatch = graph.get_tensor_by_name(self.scalars[0])
             check_apart(graph, self.replicas, microbatch, f"stage {self.given.name!r}")
 
@@ -206,14 +212,6 @@ class TracedStage:
             numbers.update((node_of(name), number) for name in names)
         return numbers
 
-    def _given_places(self) -> dict[str, int]:
-        """Returns for each placeholder of an argument the index of its device in a replica."""
-        of_theta, of_inputs = self.stage.theta_places, self._input_places
-        return {
-            **dict(zip(self.theta, itertools.cycle(of_theta))),
-            **dict(zip(self.inputs, itertools.cycle(of_inputs))),
-        }
-
     def _prepare(self, nodes: Sequence[tf.compat.v1.NodeDef]) -> None:
         """Makes the nodes of each replica use its own placeholders for captured weights."""
         redirect(nodes, self._captured)
@@ -234,28 +232,27 @@ class TracedStage:
     def spec(self, name: str) -> tf.TensorSpec:
         """Returns the shape and dtype of a tensor of the graph."""
         if name not in self._specs:
-            tensor = self._trace.graph.get_tensor_by_name(name)
+            tensor = self._trace.function.graph.get_tensor_by_name(name)
             self._specs[name] = tf.TensorSpec(tensor.shape, tensor.dtype)
         return self._specs[name]
 
     def nodes(self, place: int) -> Iterator[Any]:
         """Returns all nodes of the forward and backward pass on a device, given by its index."""
-        names = [*self.outputs, *self.carry_out, *self._gradient_names()]
-        return self.cut.nodes(names, lambda node: self.place(f"{node}:0") == place)
+        return self.cut.nodes(self._results(), lambda node: self.place(f"{node}:0") == place)
 
     def num_nodes(self) -> int:
         """Counts the operations of a microbatch, forward and backward, without recomputation."""
-        return len(self.cut.ancestors([*self.outputs, *self.carry_out, *self._gradient_names()]))
+        return len(self.cut.ancestors(self._results()))
 
     @property
     def handed_on(self) -> list[str]:
         """Names of the carry that replicas take from earlier ones."""
         return [t.name for replica in self.replicas[1:] for t in replica.carry]
 
-    def _gradient_names(self) -> list[str]:
+    def _results(self) -> list[str]:
         grads = self.gradients
-        names = [*flat_names(grads.of_theta), *grads.of_inputs, *grads.of_carry, *grads.of_probes]
-        return [name for name in names if name is not None]
+        names = [*grads.of_theta, *grads.of_inputs, *grads.of_carry, *grads.of_probes]
+        return [*self.outputs, *self.carry_out, *flat_names(names)]
 
     def forward_probes(self) -> list[Probe]:
         """Returns the probes of the forward pass."""
@@ -270,8 +267,7 @@ class TracedStage:
         """Returns the probes of the backward pass; the first stage has different ones."""
         grads = self.gradients
         upstream = [] if is_first else [*grads.of_inputs, *grads.of_carry]
-        wanted = [name for name in [*upstream, *flat_names(grads.of_theta)] if name is not None]
-        computed = self.cut.ancestors(wanted)
+        computed = self.cut.ancestors(flat_names([*upstream, *grads.of_theta]))
         of_probes, of_inputs = iter(grads.of_probes), iter(grads.of_inputs)
         return [
             dataclasses.replace(probe, replica=number)
@@ -283,12 +279,3 @@ class TracedStage:
                 lambda name: node_of(name) in computed,
             )
         ]
-
-
-def _layers(graph: tf.Graph, spans: Sequence[LayerSpan]) -> dict[str, str]:
-    operations = graph.get_operations()
-    return {
-        operation.name: span.layer
-        for span in spans
-        for operation in operations[span.begin : span.end]
-    }

@@ -53,11 +53,6 @@ class Trace:
     replicas: list[Replica]  # one for each call of the stage
     drawn: dict[str, WholeDraw]  # the random draws of the last call
 
-    @property
-    def graph(self) -> tf.Graph:
-        """The graph."""
-        return self.function.graph
-
 
 def trace(
     stage: Stage,
@@ -73,27 +68,21 @@ def trace(
     drawn: dict[str, WholeDraw] = {}
     scalar = tf.TensorSpec([], tf.int64)
 
-    def call(
-        number: int | None,
-        theta: list[tf.Tensor],
-        carry: list[tf.Tensor],
-        inputs: list[tf.Tensor],
-        microbatch: tf.Tensor,
-        step: tf.Tensor | None,
-    ) -> Replica:
+    def call(number: int, theta: Any, carry: Any, inputs: Any, piece: Any, step: Any) -> Replica:
         begin = len(tf.compat.v1.get_default_graph().get_operations())
-        slice_index: tf.Tensor | None = None
+        microbatch, slice_index = piece, None
         if num_slices > 1:
-            slice_index = tf.math.floormod(microbatch, num_slices)
-            microbatch = tf.math.floordiv(microbatch, num_slices)
-        part = microbatch if number is None else microbatch * num_replicas + number
+            slice_index = tf.math.floormod(piece, num_slices)
+            microbatch = tf.math.floordiv(piece, num_slices)
+        replica = number if num_replicas > 1 else None
+        part = microbatch if replica is None else microbatch * num_replicas + number
         where = position(part) if position else None
         if where is not None:
             where = dataclasses.replace(where, slice=slice_index)
         with plan_free_randomness(step, where) as draws:
             with contextlib.ExitStack() as tags:
                 if where is not None and where.num_microbatches * num_slices > 1:
-                    tags.enter_context(tagged(stage.name, microbatch, number, slice_index))
+                    tags.enter_context(tagged(stage.name, microbatch, replica, slice_index))
                 if slice_index is not None:
                     tags.enter_context(calling_for(slice_index, num_slices, where is not None))
                 outputs, carry_out = stage.forward(theta, carry, inputs, part, step)
@@ -106,8 +95,8 @@ def trace(
                 carry, carry_out = [*carry, summaries.before], [*carry_out, summaries.after]
             spans = layer_spans()
             return Replica(
-                device=stage.of_home.replica(number or 0)[0],
-                number=number,
+                device=stage.of_home.replica(number)[0],
+                number=replica,
                 theta=theta,
                 carry=carry,
                 inputs=inputs,
@@ -121,13 +110,12 @@ def trace(
             )
 
     def run(thetas: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
-        known_step = step if has_step else None
-        for number in range(num_replicas):
-            replica_number = number if num_replicas > 1 else None
+        step = step if has_step else None
+        for number, (theta, own) in enumerate(zip(thetas, inputs, strict=True)):
             devices = stage.of_home.replica(number)
-            with replica_scope(stage.name, devices[0], replica_number), calling_on(devices):
-                arguments = thetas[number], carry, inputs[number], microbatch, known_step
-                replicas.append(call(replica_number, *arguments))
+            replica = number if num_replicas > 1 else None
+            with replica_scope(stage.name, devices[0], replica), calling_on(devices):
+                replicas.append(call(number, theta, carry, own, microbatch, step))
                 # No gradient flows through it, as between microbatches.
                 carry = [tf.stop_gradient(t) for t in replicas[-1].carry_out[: len(stage.carry)]]
         _check_alike(stage.name, replicas)
@@ -159,11 +147,6 @@ def _text(specs: Specs) -> str:
     return ", ".join(f"{spec.dtype.name}{spec.shape}" for spec in specs) or "nothing"
 
 
-def output_specs(stage: Stage, inputs: Specs, has_step: bool) -> Specs:
-    """Returns the shapes and dtypes of a stage's outputs for given inputs, without its gradient."""
-    return specs_of(trace(stage, inputs, has_step).replicas[0].outputs)
-
-
 class WholeBatch:
     """The stages traced with the whole batch, on demand.
 
@@ -176,13 +159,13 @@ class WholeBatch:
         self, stages: Sequence[Stage], inputs: Specs, has_step: bool, cutting: Cutting
     ) -> None:
         self._stages = stages
-        self._inputs = [cutting.with_whole_batch(spec) for spec in inputs]
+        self._inputs = [cutting.of_part(spec, batch=False) for spec in inputs]
         self._has_step = has_step
         self._cutting = cutting
         self._draws: list[DrawsOfStage] = []
         self._traces: list[Trace] = []
         self._sequences: list[Trace] = []
-        self._of_sequences = [cutting.with_whole_sequences(spec) for spec in inputs]
+        self._of_sequences = [cutting.of_part(spec, sequences=False) for spec in inputs]
 
     def draws(self, stage: int) -> WholeDraws:
         """Returns all random draws of a stage."""
@@ -201,7 +184,7 @@ class WholeBatch:
             self._traces.append(traced)
             self._draws.append(
                 DrawsOfStage(
-                    traced.graph,
+                    traced.function.graph,
                     traced.drawn,
                     lambda inputs=inputs, labels=labels: dict(
                         zip([t.name for t in inputs], labels(), strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from pipemesh.backend.operations import MaybeTensor, pin_each, wait_for
+from pipemesh.backend.operations import MaybeTensor, pin_behind, wait_for
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.stage import Grads, Stage
@@ -55,13 +55,14 @@ class Checks:
             f for s in range(len(self._traced)) for f in self._findings("forward", s, notes)
         ]
         otherwise = place(last, (), f"forward: {what}")
-        self._forward = [self._raise_unless(is_finite, findings, otherwise, last.device)]
+        slices = self._cutting.num_slices
+        self._forward = [raise_unless(is_finite, findings, otherwise, last.device, slices)]
 
     def after_forward(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
     ) -> list[MaybeTensor]:
         """Returns the tensors, on their device or devices, once the check has passed."""
-        return _after(self._forward, tensors, devices)
+        return pin_behind(self._forward, tensors, devices)
 
     def after_both(
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
@@ -70,7 +71,7 @@ class Checks:
         if self._forward and not self._both:
             with tf.control_dependencies(self._forward):
                 self._both = [tf.no_op()]
-        return _after(self._both, tensors, devices)
+        return pin_behind(self._both, tensors, devices)
 
     def backward(self, grads: Sequence[Grads], notes: Notes) -> None:
         """Makes tensors that pass through `after_backward` wait for a check of the gradients."""
@@ -84,7 +85,9 @@ class Checks:
             device = self._traced[0].stage.device
             is_finite = tf.reduce_all(tf.stack([total.note for total in totals]) < 0)
             with tf.control_dependencies(before):
-                check = self._raise_unless(is_finite, findings, "a gradient", device)
+                check = raise_unless(
+                    is_finite, findings, "a gradient", device, self._cutting.num_slices
+                )
             before = [check]
             for guard in self._both:
                 if guard.graph is graph:
@@ -94,7 +97,7 @@ class Checks:
 
     def after_backward(self, tensors: Grads, devices: str | Sequence[str]) -> Grads:
         """Returns the tensors, on their device or devices, once the check has passed."""
-        return _after(self._backward, tensors, devices)
+        return pin_behind(self._backward, tensors, devices)
 
     def input_grads(self, grads: Grads) -> Grads:
         """Returns checked input gradients; weights' gradients wait for that check, too."""
@@ -105,17 +108,13 @@ class Checks:
                 for number, grad in enumerate(grads)
                 if grad is not None
             ]
-            with tf.device(first.stage.device):
+            device, slices = first.stage.device, self._cutting.num_slices
+            with tf.device(device):
                 is_finite = tf.reduce_all(tf.stack([f.note < 0 for f in findings]))
-            check = self._raise_unless(is_finite, findings, "a gradient", first.stage.device)
+            check = raise_unless(is_finite, findings, "a gradient", device, slices)
             (guard,) = self._backward
             wait_for(guard, check)
         return self.after_backward(grads, first.stage.device)
-
-    def _raise_unless(
-        self, is_finite: tf.Tensor, findings: Sequence[Finding], otherwise: str, device: str
-    ) -> tf.Operation:
-        return raise_unless(is_finite, findings, otherwise, device, self._cutting.num_slices)
 
     def _findings(self, direction: Direction, number: int, notes: Notes) -> list[Finding]:
         what = "its output" if direction == "forward" else "a gradient"
@@ -128,7 +127,7 @@ class Checks:
 
     def _total_finding(self, number: int, grads: Grads) -> Finding:
         traced = self._traced[number]
-        layers = traced.theta_layers
+        layers = traced.replicas[0].probes.theta_layers
         users = [*layers, *([()] * (len(grads) - len(layers)))]
         present = [(g, u) for g, u in zip(grads, users, strict=True) if g is not None]
         stage = traced.stage
@@ -172,7 +171,7 @@ class Checks:
                 ) * cutting.replicas + replica
             note = tf.where(tf.reduce_any(bad), where, empty_note())
         text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
-        layers = traced.input_layers[number]
+        layers = traced.replicas[0].probes.input_layers[number]
         return Finding(
             note,
             [place(traced.stage, layers, text, replica) for replica in range(cutting.replicas)],
@@ -185,12 +184,3 @@ def place(stage: Stage, layers: Sequence[str], rest: str, replica: int = 0) -> s
     device = f" ({name})" if name else ""
     layer = f", layer {' or '.join(map(repr, layers))}" if layers else ""
     return f"stage {stage.name!r}{device}{layer}, {rest}"
-
-
-def _after(
-    checks: Sequence[tf.Operation], tensors: list[MaybeTensor], devices: str | Sequence[str]
-) -> list[MaybeTensor]:
-    if not checks:
-        return tensors
-    with tf.control_dependencies(checks):
-        return pin_each(tensors, devices)

@@ -12,7 +12,6 @@ it. It stays in a buffer of the receiving home until it is read; other actions d
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,13 +27,14 @@ from pipemesh.backend.operations import (
     pin_present,
 )
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.recurrent.passes.pieces import Cutting, parts
+from pipemesh.recurrent.passes.pieces import parts
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.stage import Grads, Stage, Tensors
+from pipemesh.recurrent.stage import Grads, Tensors
 from pipemesh.recurrent.table.loop_program import (
     CLEARS,
     KEEPS,
     Access,
+    Column,
     HomeBuffer,
     HomeProgram,
     Role,
@@ -53,17 +53,9 @@ from pipemesh.recurrent.table.loop_variables import (
     merged,
     nothing,
 )
-from pipemesh.recurrent.table.machine import (
-    GRADS,
-    OUTPUTS,
-    Channel,
-    Key,
-    Kind,
-    Machine,
-    State,
-    key_of,
-)
+from pipemesh.recurrent.table.machine import Channel, Key, Machine, State, key_of
 from pipemesh.schedule import Action
+from pipemesh.schedule.action import GRADS, OUTPUTS
 
 # Returns the values of a channel for a microbatch, or piece (int64 scalar).
 Source = Callable[[tf.Tensor], Grads]
@@ -71,56 +63,34 @@ Source = Callable[[tf.Tensor], Grads]
 Numbers = Callable[[int, Any], tf.Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class Body:
-    """The body of the loop: at one tick each home performs the action that is due, if any."""
-
-    machine: Machine
-    programs: Mapping[int, HomeProgram]  # by home
-    variables: Variables
-    buffers: Buffers
-    # functions of the microbatch for channels that no action writes
-    sources: Mapping[Channel, Source]
-    state: State  # before the loop
-
-    def tick(self, values: dict[Name, Grads]) -> dict[Name, Grads]:
-        """Returns the values of the variables after a tick."""
-        sent: dict[Channel, list[Grads]] = {}
-        after = dict[Name, Grads]()
-        homes = {home: _Home(self, home, values, sent) for home in self.programs}
-        for home in homes.values():
-            after.update(home.act())
-        # Any home may send to any other.
-        for home in homes.values():
-            after.update(home.receive(after))
-        return after
-
-
 class _Home:
     """One home at a tick; values that it sends to other homes are added to `sent`."""
 
     def __init__(
         self,
-        body: Body,
+        loop: Loop,
+        variables: Variables,
         home: int,
+        program: HomeProgram,
         values: Mapping[Name, Grads],
         sent: dict[Channel, list[Grads]],
     ) -> None:
-        self.body = body
+        self.loop = loop
+        self.variables = variables
         self.number = home
         self.values = values
         self.sent = sent
-        self.program = body.programs[home]
-        self.devices = body.variables.devices[home]
+        self.program = program
+        self.devices = variables.devices[home]
         ticks = values[Name("tick", home)]
-        self.flag = body.variables.flags[home].row(ticks)
-        self.numbers = body.variables.numbers[home].row(ticks)
-        with tf.device(body.variables.named[Name("tick", home)].devices[0]):
+        self.flag = variables.flags[home].row(ticks)
+        self.numbers = variables.numbers[home].row(ticks)
+        with tf.device(variables.named[Name("tick", home)].devices[0]):
             self.microbatch = tf.cast(self.numbers(0, "microbatch"), tf.int64)
         count = len(self.program.roles)
         token = values[Name("token", home)]
         self.tokens = Fan(token, self.devices, range(len(token)), self._code, count)
-        handles = {buffer: values[Name("home", buffer)] for buffer in self.program.slots}
+        handles = {buffer: values[Name("home", buffer)] for buffer in self.program.buffers}
         self.buffers = HomeBuffers(handles, self.devices, self.numbers, count)
         self._branchings: dict[Name, Branching] = {}
         self._arrived: dict[ChannelGroup, Grads] = {}
@@ -138,20 +108,19 @@ class _Home:
     def branching(self, name: Name) -> Branching:
         """Returns a variable in transit through the actions."""
         if name not in self._branchings:
-            self._branchings[name] = self._branching(name, self.values[name])
+            self._branchings[name] = self.new_branching(name, self.values[name])
         return self._branchings[name]
 
-    def _branching(self, name: Name, values: Grads) -> Branching:
-        variable = self.body.variables.named[name]
+    def new_branching(self, name: Name, values: Grads) -> Branching:
+        """Returns values in transit through actions, on the devices of a variable."""
+        variable = self.variables.named[name]
         return Branching(values, variable.devices, variable.places)
 
     def act(self) -> dict[Name, Grads]:
         """Returns the home's variables after the action that is due."""
         name = Name("tick", self.number)
         counted: Grads = []
-        for tick, host in zip(
-            self.values[name], self.body.variables.named[name].devices, strict=True
-        ):
+        for tick, host in zip(self.values[name], self.variables.named[name].devices, strict=True):
             assert tick is not None
             with tf.device(host):
                 counted.append(tick + 1)
@@ -174,11 +143,11 @@ class _Home:
                 name = Name("arrival", channel, number)
                 received[name] = self._arrival_buffer(channel, number, column)
         for channel in self.program.indexed_arrivals:
-            key, buffers = key_of(channel), self.body.buffers
+            key, buffers = key_of(channel), self.loop.buffers
             name = Name("indexed", key)
-            branching = self._branching(name, after[name])
+            branching = self.new_branching(name, after[name])
             buffers.handles[key] = branching.enter(self.when("arrives", channel))
-            sent = self._sent(channel, self.body.variables.named[name].devices)
+            sent = self._sent(channel, self.variables.named[name].devices)
             buffers.put(key, self.numbers(0, ("arrives", channel)), sent)
             branching.leave(buffers.handles[key])
             received[name] = branching.merged()
@@ -186,33 +155,38 @@ class _Home:
 
     def _sent(self, channel: Channel, devices: Sequence[str]) -> Grads:
         """Returns the value that arrives at this tick with the group of a channel, if any."""
-        group = self.body.variables.groups[channel]
+        group = self.variables.groups[channel]
         if group not in self._arrived:
             sent = [values for member in group for values in self.sent[member]]
-            value = merged(sent, self.body.variables.sending_devices(channel))
+            value = merged(sent, self.variables.sending_devices(channel))
             # TensorFlow puts a `Switch` on the device that makes its data. So it would send a copy
-            # for each buffer, after the number of that buffer was sent there.
-            self._arrived[group] = _received(value, devices)
+            # for each buffer, after the number of that buffer was sent there. Nor may it move the
+            # operation that receives them.
+            received: Grads = []
+            for tensor, device in zip(value, devices, strict=True):
+                with tf.device(device):
+                    received.append(None if tensor is None else anchor(tensor))
+            self._arrived[group] = received
         return self._arrived[group]
 
-    def _arrival_buffer(self, channel: Channel, number: int, column: Sequence[int]) -> Grads:
+    def _arrival_buffer(self, channel: Channel, number: int, column: Column) -> Grads:
         name = Name("arrival", channel, number)
-        devices = self.body.variables.named[name].devices
-        group, sent = self.body.variables.groups[channel], self._sent(channel, devices)
-        takers = self.body.variables.takers(self.program, channel)
+        devices = self.variables.named[name].devices
+        group, sent = self.variables.groups[channel], self._sent(channel, devices)
+        takers = self.variables.takers(self.program, channel)
         if len(takers) > 1 or len(group) > 1:
             if group not in self._taken:
-                places = self.body.variables.named[name].places
+                places = self.variables.named[name].places
                 self._taken[group] = Fan(
                     sent, devices, places, lambda p: self.numbers(p, ("takes", group)), len(takers)
                 )
             sent = self._taken[group].to(takers.index((channel, number)))
         if group not in self._nothing:
-            self._nothing[group] = self.body.variables.nothing(channel, devices)
-        empty = self._branching(name, self._nothing[group])
+            self._nothing[group] = self.variables.nothing(channel, devices)
+        empty = self.new_branching(name, self._nothing[group])
         choices = [sent, empty.enter(self.when(channel, number, CLEARS))]
         if KEEPS in column:
-            kept = self._branching(name, self.values[name])
+            kept = self.new_branching(name, self.values[name])
             choices.append(kept.enter(self.when(channel, number, KEEPS)))
         return merged(choices, devices)
 
@@ -226,26 +200,20 @@ class _Act:
         self._number = number
         self._accesses = home.program.accesses[number]
         self._is_due = home.when("code", number)
-        self._microbatch = home.microbatch
-        self._state = home.body.state
-
-    @property
-    def state(self) -> State:
-        """The state, which the action changes."""
-        return self._state
+        # The action changes it.
+        self.state = State(*map(list, vars(home.loop.state).values()))
 
     def perform(self) -> None:
         """Adds the operations of the action and stores its results in the variables in transit."""
-        home, code, machine = self._home, self._role.code, self._home.body.machine
+        home, code, state = self._home, self._role.code, self.state
+        machine = home.loop.machine
         with machine.acting(f"{code.mode.name}/action_{code.stage}{code.kind}", code.stage):
             begins = pin_each(home.tokens.to(self._number), home.devices)
-            held = [name for name, _, _ in home.body.variables.held(code)]
-            self._state = state = _with(
-                home.body.state,
-                {name: home.branching(name).enter(self._is_due) for name in held},
-                (home.number, [[begin.op] for begin in begins if begin is not None]),
-            )
-            machine.act(code.kind, code.stage, code.mode, self._microbatch, self)
+            held = [name for name, _, _ in home.variables.held(code)]
+            for name in held:
+                vars(state)[name.what][name.key] = home.branching(name).enter(self._is_due)
+            state.tokens[home.number] = [[begin.op] for begin in begins if begin is not None]
+            machine.act(code.kind, code.stage, code.mode, self._home.microbatch, self)
             ends: Grads = []
             for begin, done, device in zip(
                 begins, state.tokens[home.number], home.devices, strict=True
@@ -254,25 +222,22 @@ class _Act:
                     ends += pin_present([begin])
         home.tokens.leave(self._number, ends)
         for name in held:
-            home.branching(name).leave(_of(state, name))
+            home.branching(name).leave(vars(state)[name.what][name.key])
 
-    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+    def read(self, kind: str, stage: int) -> list[Any]:
         """Returns a value of the microbatch."""
-        channel, body = Channel(kind, stage), self._home.body
-        value: list[Any]
-        if channel in body.sources:
-            value = body.sources[channel](self._microbatch)
-        elif channel in self._home.program.arrival_buffers:
-            value = self._arrived(channel)
-        else:
-            key = key_of(channel, self._role.code.mode)
-            if key in self._accesses:
-                specs = body.machine.specs(*key)
-                return self._home.buffers.take(self._number, self._accesses[key], specs)
-            value = self._indexed(key, lambda index: body.buffers.take(key, index))
-        return value
+        channel, loop = Channel(kind, stage), self._home.loop
+        if channel in loop.sources:
+            return loop.sources[channel](self._home.microbatch)
+        if channel in self._home.program.arrival_buffers:
+            return self._arrived(channel)
+        key = key_of(channel, self._role.code.mode)
+        if key in self._accesses:
+            specs = loop.machine.specs(*key)
+            return self._home.buffers.take(self._number, self._accesses[key], specs)
+        return self._indexed(key, lambda index: loop.buffers.take(key, index))
 
-    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+    def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for a later action."""
         channel = Channel(kind, stage)
         key = key_of(channel, self._role.code.mode)
@@ -280,12 +245,12 @@ class _Act:
             self._home.sent.setdefault(channel, []).append([*value])
         elif key in self._accesses:
             self._home.buffers.put(self._number, self._accesses[key], value)
-        elif key in self._role.puts:
-            self._indexed(key, lambda index: self._home.body.buffers.put(key, index, value))
+        elif key in self._role.leaves:
+            self._indexed(key, lambda index: self._home.loop.buffers.put(key, index, value))
 
     def _indexed(self, key: Any, use: Callable[[tf.Tensor], Any]) -> Any:
         """Uses an indexed buffer, at the index of the tick."""
-        handles = self._home.body.buffers.handles
+        handles = self._home.loop.buffers.handles
         branching = self._home.branching(Name("indexed", key))
         handles[key] = branching.enter(self._is_due)
         result = use(self._home.numbers(0, ("index", key)))
@@ -295,17 +260,17 @@ class _Act:
     def _arrived(self, channel: Channel) -> Grads:
         """Returns the value of the arrival buffer that is read at this tick, with its shape."""
         home, name = self._home, Name("arrival", channel)
-        variable = home.body.variables.named[name]
+        variable = home.variables.named[name]
         choices = [home.values[name]]
         if (count := len(home.program.arrival_buffers[channel])) > 1:
             choices = [
-                Branching(
-                    home.values[name._replace(number=i)], variable.devices, variable.places
-                ).enter(home.when("read", channel, i))
+                home.new_branching(name, home.values[name._replace(number=i)]).enter(
+                    home.when("read", channel, i)
+                )
                 for i in range(count)
             ]
         value: Grads = []
-        specs = home.body.machine.specs(channel.kind, channel.stage)
+        specs = home.loop.machine.specs(channel.kind, channel.stage)
         for tensor, spec, device, place in zip(
             merged(choices, variable.devices), specs, variable.devices, variable.places, strict=True
         ):
@@ -313,7 +278,7 @@ class _Act:
                 value.append(None)
                 continue
             # A buffer that is not read may hold nothing, which has another shape.
-            begins = self._state.tokens[home.number][place]
+            begins = self.state.tokens[home.number][place]
             with tf.device(device), tf.control_dependencies(begins):
                 value.append(tf.ensure_shape(tensor, spec.shape))
         return value
@@ -352,16 +317,24 @@ class HomeBuffers:
         """Takes the tensors of a value, so that the buffers no longer hold them."""
         values: list[tf.Tensor | None] = [None] * len(accesses)
         for buffer, numbered in _by_buffer(accesses).items():
-            (handle,) = self._fans[buffer].to(role)
+            handle: Any = self._fans[buffer].to(role)[0]
             with tf.device(self._devices[buffer.place]):
                 for i, access in numbered:
-                    values[i] = self._get(handle, access, specs[i])
+                    spec = specs[i]
+                    assert spec is not None
+                    sizes = static_sizes(spec)
+                    shape = self._once(
+                        buffer, tuple(sizes), lambda sizes=sizes: tf.constant(sizes, tf.int32)
+                    )
+                    value = list_get(handle, self._slot(access), shape, spec.dtype)
+                    value.set_shape(spec.shape)
+                    values[i] = value
                 gets = [t.op for i, _ in numbered if (t := values[i]) is not None]
                 empty = self._once(buffer, "nothing", lambda b=buffer: nothing(b.dtype))
                 # Else a list with unread values would be copied.
                 with tf.control_dependencies(gets):
                     for _, access in numbered:
-                        handle = self._set(handle, access, empty)
+                        handle = list_set(handle, self._slot(access), empty)
             self._fans[buffer].leave(role, [handle])
         return values
 
@@ -370,27 +343,16 @@ class HomeBuffers:
     ) -> None:
         """Puts the tensors of a value into the buffers."""
         for buffer, numbered in _by_buffer(accesses).items():
-            (handle,) = self._fans[buffer].to(role)
+            handle: Any = self._fans[buffer].to(role)[0]
             with tf.device(self._devices[buffer.place]):
                 for i, access in numbered:
                     if (value := values[i]) is not None:
-                        handle = self._set(handle, access, value)
+                        handle = list_set(handle, self._slot(access), value)
             self._fans[buffer].leave(role, [handle])
 
     def merged(self) -> dict[HomeBuffer, Grads]:
         """Returns the lists after the tick."""
         return {buffer: fan.merged() for buffer, fan in self._fans.items()}
-
-    def _get(self, handle: Any, access: Access, spec: tf.TensorSpec | None) -> tf.Tensor:
-        assert spec is not None
-        sizes = static_sizes(spec)
-        shape = self._once(access.buffer, tuple(sizes), lambda: tf.constant(sizes, tf.int32))
-        value = list_get(handle, self._slot(access), shape, spec.dtype)
-        value.set_shape(spec.shape)
-        return value
-
-    def _set(self, handle: Any, access: Access, value: tf.Tensor) -> tf.Tensor:
-        return list_set(handle, self._slot(access), value)
 
     def _slot(self, access: Access) -> tf.Tensor:
         return self._numbers(access.buffer.place, access)
@@ -410,44 +372,6 @@ def _by_buffer(accesses: Sequence[Access | None]) -> dict[HomeBuffer, list[tuple
     return by_buffer
 
 
-def _received(sent: Grads, devices: Sequence[str]) -> Grads:
-    """Returns the tensors on their devices, by operations that TensorFlow does not move."""
-    received: Grads = []
-    for tensor, device in zip(sent, devices, strict=True):
-        with tf.device(device):
-            received.append(None if tensor is None else anchor(tensor))
-    return received
-
-
-def _with(
-    state: State, values: Mapping[Name, Grads], tokens: tuple[int, list[list[tf.Operation]]]
-) -> State:
-    """Returns a copy of the state with some values replaced."""
-    copy = State(
-        [*state.carries],
-        [*state.carry_grads],
-        [*state.accumulators],
-        [*state.tokens],
-        {direction: [*notes] for direction, notes in state.notes.items()},
-    )
-    for name, tensors in values.items():
-        put(copy, name, tensors)
-    home, operations = tokens
-    copy.tokens[home] = operations
-    return copy
-
-
-def put(state: State, name: Name, tensors: Grads) -> None:
-    """Puts the values of a variable into the state."""
-    where: Any = state.notes if name.what in state.notes else vars(state)
-    where[name.what][name.key] = tensors
-
-
-def _of(state: State, name: Name) -> Grads:
-    where: Any = state.notes if name.what in state.notes else vars(state)
-    return [*where[name.what][name.key]]
-
-
 # An idle device runs ahead until it needs a value: about as many ticks as there are homes.
 _PARALLEL_ITERATIONS = 32
 
@@ -459,27 +383,24 @@ class Loop:
         self,
         machine: Machine,
         state: State,
-        stages: Sequence[Stage],
-        inputs: Sequence[tf.Tensor],
-        cutting: Cutting,
         modes: Mapping[tuple[int, int], Mode],
         order: Sequence[Action],
     ) -> None:
         self.state = state
-        self._machine = machine
-        self._stages = stages
-        self._cutting = cutting
+        self.machine = machine
+        self._stages = machine.stages
+        self._cutting = cutting = machine.cutting
         # Functions of the microbatch for channels that no action writes.
-        self._sources: dict[Channel, Source] = {
-            Channel(OUTPUTS, -1): lambda m: parts(inputs, m, cutting)
+        self.sources: dict[Channel, Source] = {
+            Channel(OUTPUTS, -1): lambda m: parts(machine.inputs, m, cutting)
         }
         self._roles = Roles(order, machine.stage_devices, modes)
         self._slots = Slots(order, self._roles, cutting.num_pieces, self._buffers_of)
-        self._buffers = Buffers(machine, stages, self._slots.sizes)
+        self.buffers = Buffers(machine, self._slots.sizes)
         self._after_forward: dict[Key, Grads] | None = None
 
     def _buffers_of(self, key: Key) -> list[HomeBuffer | None]:
-        home, machine = self._machine.stage_devices[key.stage], self._machine
+        home, machine = self.machine.stage_devices[key.stage], self.machine
         return [
             None if spec is None else HomeBuffer(home, place, spec.dtype)
             for spec, place in zip(machine.specs(*key), machine.places(*key), strict=True)
@@ -494,11 +415,11 @@ class Loop:
         self._begin_backward(lambda m: grads * self._cutting.replicas)
 
     def _begin_backward(self, source: Source) -> None:
-        self._sources[Channel(GRADS, len(self._stages))] = source
+        self.sources[Channel(GRADS, len(self._stages))] = source
         # A second backward pass takes the same values again.
         if self._after_forward is None:
-            self._after_forward = dict(self._buffers.handles)
-        self._buffers.handles = dict(self._after_forward)
+            self._after_forward = dict(self.buffers.handles)
+        self.buffers.handles = dict(self._after_forward)
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions as one loop."""
@@ -506,19 +427,27 @@ class Loop:
             return
         self.state.forget_tokens_of_other_graphs()
         for stage in sorted({action.stage for action in actions if action.kind not in "FR"}):
-            self._machine.begin(stage, self.state)
-        homes, buffers = self._machine.stage_devices, self._buffers
+            self.machine.begin(stage, self.state)
+        homes, buffers = self.machine.stage_devices, self.buffers
         programs, num_ticks = program(actions, homes, self._roles, self._slots)
-        variables = Variables(programs, self._machine, self._stages, homes, self.state, buffers)
-        body = Body(self._machine, programs, variables, buffers, self._sources, self.state)
+        variables = Variables(programs, self.machine, self.state, buffers)
 
         def tick(k: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
-            return [k + 1, *variables.flatten(body.tick(variables.pack(flat)))]
+            values, sent = variables.pack(flat), dict[Channel, list[Grads]]()
+            ticking = [
+                _Home(self, variables, home, program, values, sent)
+                for home, program in programs.items()
+            ]
+            after = {name: value for home in ticking for name, value in home.act().items()}
+            # Any home may send to any other.
+            for home in ticking:
+                after.update(home.receive(after))
+            return [k + 1, *variables.flatten(after)]
 
         count = tf.constant(num_ticks)
         start = {name: variable.start for name, variable in variables.named.items()}
         handles = dict(buffers.handles)
-        with self._machine.guarding(), without_automatic_order():
+        with self.machine.guarding(), without_automatic_order():
             results = tf.while_loop(
                 lambda k, *_: k < count,
                 tick,
@@ -537,15 +466,15 @@ class Loop:
                 pinned = pin_each(values[name], variable.devices)
                 self.state.tokens[name.key] = [[t.op] for t in pinned if t is not None]
             elif name.what in ("indexed", "home"):
-                self._buffers.handles[name.key] = values[name]
+                self.buffers.handles[name.key] = values[name]
             elif name.what not in ("tick", "arrival"):
-                put(self.state, name, values[name])
+                vars(self.state)[name.what][name.key] = values[name]
 
     def outputs(self) -> Tensors:
         """Returns the last stage's outputs for the whole batch."""
         key = key_of(Channel(OUTPUTS, len(self._stages) - 1))
-        return [t for t in self._buffers.joined(key, self._cutting) if t is not None]
+        return [t for t in self.buffers.joined(key, self._cutting) if t is not None]
 
     def input_grads(self) -> Grads:
         """Returns the gradients of the pipeline's inputs."""
-        return self._buffers.joined(key_of(Channel(GRADS, 0)), self._cutting)
+        return self.buffers.joined(key_of(Channel(GRADS, 0)), self._cutting)

@@ -6,22 +6,19 @@ a row per tick, say which role is due, for which microbatch, and where its value
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pipemesh.recurrent.remat import Mode
-from pipemesh.recurrent.table.machine import (
-    GRADS,
-    OUTPUTS,
-    Channel,
-    Key,
-    channels_read,
-    channels_written,
-    key_of,
-)
+from pipemesh.recurrent.table.machine import Channel, Key, channels_read, channels_written, key_of
 from pipemesh.schedule import Action
+from pipemesh.schedule.action import GRADS, OUTPUTS
 
 # Maximum number of one-value buffers for a channel that arrives at a home. A channel with more
 # values in transit has one indexed buffer. TensorFlow reads a list after everything that was put
@@ -30,7 +27,8 @@ MAX_ARRIVAL_BUFFERS = 4
 # The change of an arrival buffer at a tick.
 KEEPS, TAKES, CLEARS = 0, 1, 2
 NOTHING = -1
-Column = list[int]
+# A number for each tick.
+Column = np.ndarray
 
 
 class Code(NamedTuple):
@@ -46,8 +44,9 @@ class Role:
     """The values that a kind of action uses and makes; there is one role of each kind."""
 
     code: Code
-    takes: tuple[Key, ...]  # from buffers of its home
-    puts: tuple[Key, ...]  # into buffers of its home
+    takes: tuple[Key, ...]  # from home buffers
+    puts: tuple[Key, ...]  # into home buffers, until an action takes them
+    leaves: tuple[Key, ...]  # results of the pipeline, which no action takes
     receives: tuple[Channel, ...]  # read from other homes
     sends: tuple[Channel, ...]  # to another home
 
@@ -64,14 +63,12 @@ class Roles:
         self._homes = stage_devices
         self._modes = modes
         self._by_kind: dict[tuple[str, int, str], Role] = {}
-        # Values that no action takes are not kept: a forward-only schedule has no backward pass.
-        self._taken: set[Channel] = set()
         codes = {
             Code(action.kind, action.stage, modes[action.stage, action.microbatch])
             for action in order
         }
-        for code in codes:
-            self._taken.update(self._needs(code))
+        # Other values are not kept: a forward-only schedule has no backward pass.
+        self._taken = {channel for code in codes for channel in self._needs(code)}
 
     def of(self, action: Action) -> Role:
         """Returns the role of an action."""
@@ -81,36 +78,29 @@ class Roles:
             self._by_kind[key] = self._role(Code(action.kind, action.stage, mode))
         return self._by_kind[key]
 
-    def leaves(self, channel: Channel) -> bool:
-        """Returns True if no action takes the values of a channel: they leave the pipeline."""
-        return channel in (Channel(OUTPUTS, len(self._homes) - 1), Channel(GRADS, 0))
-
     def user(self, channel: Channel) -> int:
         """Returns the stage that takes the values of a channel."""
         return channel.stage + (1 if channel.kind == OUTPUTS else -1)
 
     def _role(self, code: Code) -> Role:
-        needed = self._needs(code)
-        made = [
-            channel
-            for channel in channels_written(code.kind, code.stage)
-            if channel in self._taken or self.leaves(channel)
-        ]
+        results = Channel(OUTPUTS, len(self._homes) - 1), Channel(GRADS, 0)
+        needed, written = self._needs(code), channels_written(code.kind, code.stage)
+        made = [channel for channel in written if channel in self._taken]
 
-        def local(channels: Sequence[Channel]) -> tuple[Key, ...]:
-            kept = [channel for channel in channels if not self._crosses(channel)]
-            return tuple(key_of(channel, code.mode) for channel in kept)
+        def keys(channels: Sequence[Channel]) -> tuple[Key, ...]:
+            return tuple(key_of(channel, code.mode) for channel in channels)
 
         return Role(
             code,
-            local(needed),
-            local(made),
-            tuple(filter(self._crosses, needed)),
-            tuple(filter(self._crosses, made)),
+            takes=keys([channel for channel in needed if not self._crosses(channel)]),
+            puts=keys([channel for channel in made if not self._crosses(channel)]),
+            leaves=keys([channel for channel in written if channel in results]),
+            receives=tuple(filter(self._crosses, needed)),
+            sends=tuple(filter(self._crosses, made)),
         )
 
     def _crosses(self, channel: Channel) -> bool:
-        if channel.kind not in (OUTPUTS, GRADS) or self.leaves(channel):
+        if channel.kind not in (OUTPUTS, GRADS):
             return False
         return self._homes[channel.stage] != self._homes[self.user(channel)]
 
@@ -144,24 +134,68 @@ BuffersOf = Callable[[Key], Sequence[HomeBuffer | None]]
 Accesses = Mapping[Key, Sequence[Access | None]]
 
 
-@dataclasses.dataclass
 class HomeProgram:
     """The actions of one home, tick by tick."""
 
-    roles: list[Role]
-    accesses: list[Accesses]  # of each role to home buffers
-    code: Column  # the number of a role, `NOTHING` if the home is idle
-    microbatch: Column
-    slots: dict[HomeBuffer, list[Column]]  # of each access of the action at a tick
-    # where the action at a tick puts or takes a value, by indexed buffer
-    indices: dict[Key, Column]
-    arrival_buffers: dict[Channel, list[Column]]  # the change of each one-value buffer at a tick
-    arrival_reads: dict[Channel, Column]  # the number of the buffer that is read at a tick
-    indexed_arrivals: dict[Channel, Column]  # the index of the put at a tick
+    def __init__(self, num_ticks: int) -> None:
+        self.roles: list[Role] = []
+        self.accesses: list[Accesses] = []  # of each role to home buffers
+        self.code: Column = np.full(num_ticks, NOTHING)  # the number of a role
+        self.microbatch: Column = np.zeros(num_ticks, int)
+        self.slots: dict[Access, Column] = {}
+        # where the action at a tick puts or takes a value, by indexed buffer
+        self.indices: dict[Key, Column] = {}
+        # the change of each one-value buffer at a tick
+        self.arrival_buffers: dict[Channel, list[Column]] = {}
+        self.arrival_reads: dict[Channel, Column] = {}  # the number of the buffer that is read
+        self.indexed_arrivals: dict[Channel, Column] = {}  # the index of the put at a tick
 
+    @property
+    def buffers(self) -> list[HomeBuffer]:
+        """The home buffers."""
+        return [*dict.fromkeys(access.buffer for access in self.slots)]
 
-# The home buffers of a value's tensors, and their slots by microbatch.
-_Move = tuple[Sequence[HomeBuffer], dict[int, list[int]]]
+    def add(
+        self, role: Role, ticks: Sequence[int], microbatches: Sequence[int], slots: Slots
+    ) -> None:
+        """Adds the actions of a role."""
+        count = len(self.code)
+        self.code[ticks], self.microbatch[ticks] = len(self.roles), microbatches
+        self.roles.append(role)
+        self.accesses.append(accesses := slots.accesses(role))
+        for key, of_key in accesses.items():
+            present = [access for access in of_key if access is not None]
+            chosen = np.reshape(
+                [slots.of(key)[m] for m in microbatches], [len(ticks), len(present)]
+            )
+            for access, column in zip(present, chosen.T, strict=True):
+                self.slots.setdefault(access, np.zeros(count, int))[ticks] = column
+        for key in role.leaves:
+            self.indices.setdefault(key, np.zeros(count, int))[ticks] = microbatches
+
+    def arrive(self, channel: Channel, spans: Sequence[tuple[int, int]]) -> int:
+        """Chooses buffers for the spans in which values wait; returns how many are needed."""
+        count = len(self.code)
+        until: list[int] = []
+        chosen: list[int] = []
+        for begin, end in spans:
+            buffer = next((b for b, busy in enumerate(until) if busy <= begin), len(until))
+            until[buffer:] = [end, *until[buffer + 1 :]]
+            chosen.append(buffer)
+        if len(until) > MAX_ARRIVAL_BUFFERS:
+            begins, ends = map(list, zip(*spans, strict=True))
+            put, take = np.full(count, NOTHING), np.zeros(count, int)
+            put[begins] = take[ends] = chosen
+            self.indexed_arrivals[channel], self.indices[key_of(channel)] = put, take
+            return len(until)
+        buffers = [np.full(count, CLEARS) for _ in until]
+        reads = np.full(count, NOTHING)
+        for (begin, end), buffer in zip(spans, chosen, strict=True):
+            buffers[buffer][begin] = TAKES
+            buffers[buffer][begin + 1 : end] = KEEPS
+            reads[end] = buffer
+        self.arrival_buffers[channel], self.arrival_reads[channel] = buffers, reads
+        return len(until)
 
 
 class Slots:
@@ -171,31 +205,19 @@ class Slots:
         self, order: Sequence[Action], roles: Roles, num_microbatches: int, buffers_of: BuffersOf
     ) -> None:
         self.sizes: dict[Key | HomeBuffer, int] = {}  # the maximum number of values at once
-        self._roles = roles
-        self._buffers_of = buffers_of
-        self._buffers: dict[Key, Sequence[HomeBuffer | None]] = {}
+        self._buffers_of = functools.cache(buffers_of)
         self._free: dict[HomeBuffer, list[int]] = {}
         self._slots: dict[Key, dict[int, list[int]]] = {}
-        # Looked up once per role, because there are many actions.
-        moves: dict[Role, tuple[list[_Move], list[_Move]]] = {}
         for action in order:
             role, m = roles.of(action), action.microbatch
-            if role not in moves:
-                moves[role] = self._moves(role.takes), self._moves(role.puts)
-                for key in role.puts:
-                    if not self.stays(key):
-                        # All of them are joined at the end.
-                        self.sizes[key] = num_microbatches
-            takes, puts = moves[role]
-            for buffers, slots in takes:
-                for buffer, slot in zip(buffers, slots[m], strict=True):
+            for key in role.takes:
+                for buffer, slot in zip(self._present(key), self._slots[key][m], strict=True):
                     heapq.heappush(self._free[buffer], slot)
-            for buffers, slots in puts:
-                slots[m] = [self._slot(buffer) for buffer in buffers]
-
-    def stays(self, key: Key) -> bool:
-        """Returns True if a value stays in home buffers until an action takes it."""
-        return not self._roles.leaves(Channel(key.kind, key.stage))
+            for key in role.puts:
+                taken = [self._slot(buffer) for buffer in self._present(key)]
+                self._slots.setdefault(key, {})[m] = taken
+            # All of them are joined at the end.
+            self.sizes.update(dict.fromkeys(role.leaves, num_microbatches))
 
     def of(self, key: Key) -> Mapping[int, Sequence[int]]:
         """Returns by microbatch the slots of the tensors of a value that stays."""
@@ -203,32 +225,20 @@ class Slots:
 
     def accesses(self, role: Role) -> dict[Key, list[Access | None]]:
         """Returns the accesses of an action to home buffers."""
-        counts: dict[HomeBuffer, int] = {}
+        counts = collections.Counter[HomeBuffer]()
         accesses: dict[Key, list[Access | None]] = {}
-        for key in filter(self.stays, (*role.takes, *role.puts)):
+        for key in (*role.takes, *role.puts):
             accesses[key] = []
-            for buffer in self._of(key):
+            for buffer in self._buffers_of(key):
                 if buffer is None:
                     accesses[key].append(None)
                     continue
-                accesses[key].append(Access(buffer, counts.get(buffer, 0)))
-                counts[buffer] = counts.get(buffer, 0) + 1
+                accesses[key].append(Access(buffer, counts[buffer]))
+                counts[buffer] += 1
         return accesses
 
-    def _of(self, key: Key) -> Sequence[HomeBuffer | None]:
-        if key not in self._buffers:
-            self._buffers[key] = self._buffers_of(key)
-        return self._buffers[key]
-
-    def _moves(self, keys: Sequence[Key]) -> list[_Move]:
-        return [
-            (
-                [buffer for buffer in self._of(key) if buffer is not None],
-                self._slots.setdefault(key, {}),
-            )
-            for key in keys
-            if self.stays(key)
-        ]
+    def _present(self, key: Key) -> list[HomeBuffer]:
+        return [buffer for buffer in self._buffers_of(key) if buffer is not None]
 
     def _slot(self, buffer: HomeBuffer) -> int:
         free = self._free.setdefault(buffer, [])
@@ -238,138 +248,34 @@ class Slots:
         return self.sizes[buffer] - 1
 
 
-def ticks_of(actions: Sequence[Action], roles: Roles, stage_devices: Sequence[int]) -> list[int]:
-    """Returns each action's tick: the first after its home's last action and all it receives."""
-    free = [0] * (max(stage_devices) + 1)
-    sent: dict[Channel, dict[int, int]] = {}
-    by_role: dict[Role, tuple[list[dict[int, int]], list[dict[int, int]]]] = {}
-    ticks: list[int] = []
-    for action in actions:
-        home, role, m = stage_devices[action.stage], roles.of(action), action.microbatch
-        if role not in by_role:
-            by_role[role] = (
-                [sent.setdefault(channel, {}) for channel in role.receives],
-                [sent.setdefault(channel, {}) for channel in role.sends],
-            )
-        receives, sends = by_role[role]
-        tick = max([free[home], *(ticks_sent[m] + 1 for ticks_sent in receives)])
-        for ticks_sent in sends:
-            ticks_sent[m] = tick
-        free[home] = tick + 1
-        ticks.append(tick)
-    return ticks
-
-
 def program(
     actions: Sequence[Action], stage_devices: Sequence[int], roles: Roles, slots: Slots
 ) -> tuple[dict[int, HomeProgram], int]:
-    """Returns the program of each home, and the number of ticks."""
-    ticks = ticks_of(actions, roles, stage_devices)
-    count = max(ticks) + 1
-    homes: dict[int, HomeProgram] = {}
-    sent: dict[Channel, dict[int, int]] = {}
-    spans: dict[Channel, list[tuple[int, int]]] = {}
-    columns: dict[Role, _RoleColumns] = {}
-    for action, tick in zip(actions, ticks, strict=True):
+    """Returns the program of each home, and the number of ticks.
+
+    An action's tick is the first after its home's last action and all that it receives.
+    """
+    free = [0] * (max(stage_devices) + 1)
+    sent: dict[Channel, dict[int, int]] = {}  # ticks, by microbatch
+    performed: dict[Role, tuple[list[int], list[int]]] = {}  # ticks, and their microbatches
+    for action in actions:
         home, role, m = stage_devices[action.stage], roles.of(action), action.microbatch
-        if role not in columns:
-            home_program = homes.setdefault(home, _idle(count))
-            columns[role] = _columns(home_program, role, slots, sent, spans)
-        _note(columns[role], tick, m)
+        tick = max([free[home], *(sent[channel][m] + 1 for channel in role.receives)])
+        free[home] = tick + 1
+        for channel in role.sends:
+            sent.setdefault(channel, {})[m] = tick
+        ticks, microbatches = performed.setdefault(role, ([], []))
+        ticks.append(tick)
+        microbatches.append(m)
+    homes: dict[int, HomeProgram] = {}
+    spans: dict[Channel, list[tuple[int, int]]] = {}
+    for role, (ticks, microbatches) in performed.items():
+        home_program = homes.setdefault(stage_devices[role.code.stage], HomeProgram(max(free)))
+        home_program.add(role, ticks, microbatches, slots)
+        for channel in role.receives:
+            waits = [(sent[channel][m], tick) for tick, m in zip(ticks, microbatches, strict=True)]
+            spans.setdefault(channel, []).extend(waits)
     for channel, waits in spans.items():
         home_program = homes[stage_devices[roles.user(channel)]]
-        slots.sizes[key_of(channel)] = _arrive(home_program, channel, sorted(waits), count)
-    return homes, count
-
-
-@dataclasses.dataclass(frozen=True)
-class _RoleColumns:
-    """The columns that actions of one role fill in."""
-
-    program: HomeProgram
-    number: int  # of the role in the program
-    # of values that stay, by microbatch, with their columns
-    slots: list[tuple[Mapping[int, Sequence[int]], list[Column]]]
-    indexed: list[Column]  # of values put into indexed buffers
-    # ticks of sends, and the first and last tick of each wait
-    receives: list[tuple[dict[int, int], list[tuple[int, int]]]]
-    sends: list[dict[int, int]]  # ticks of sends
-
-
-def _columns(
-    home: HomeProgram,
-    role: Role,
-    slots: Slots,
-    sent: dict[Channel, dict[int, int]],
-    spans: dict[Channel, list[tuple[int, int]]],
-) -> _RoleColumns:
-    """Adds a role to its home."""
-    count, accesses = len(home.code), slots.accesses(role)
-    home.roles.append(role)
-    home.accesses.append(accesses)
-
-    def column(access: Access) -> Column:
-        columns = home.slots.setdefault(access.buffer, [])
-        while len(columns) <= access.number:
-            columns.append([0] * count)
-        return columns[access.number]
-
-    return _RoleColumns(
-        home,
-        len(home.roles) - 1,
-        [
-            (slots.of(key), [column(access) for access in of_key if access is not None])
-            for key, of_key in accesses.items()
-        ],
-        [home.indices.setdefault(key, [0] * count) for key in role.puts if not slots.stays(key)],
-        [
-            (sent.setdefault(channel, {}), spans.setdefault(channel, []))
-            for channel in role.receives
-        ],
-        [sent.setdefault(channel, {}) for channel in role.sends],
-    )
-
-
-def _note(columns: _RoleColumns, tick: int, microbatch: int) -> None:
-    """Fills in an action."""
-    columns.program.code[tick] = columns.number
-    columns.program.microbatch[tick] = microbatch
-    for slots, of_slots in columns.slots:
-        for column, slot in zip(of_slots, slots[microbatch], strict=True):
-            column[tick] = slot
-    for column in columns.indexed:
-        column[tick] = microbatch
-    for sent, spans in columns.receives:
-        spans.append((sent[microbatch], tick))
-    for sent in columns.sends:
-        sent[microbatch] = tick
-
-
-def _idle(count: int) -> HomeProgram:
-    return HomeProgram([], [], [NOTHING] * count, [0] * count, {}, {}, {}, {}, {})
-
-
-def _arrive(
-    home: HomeProgram, channel: Channel, spans: Sequence[tuple[int, int]], count: int
-) -> int:
-    """Chooses buffers for the spans in which values wait; returns how many are needed at most."""
-    until: list[int] = []
-    chosen: list[int] = []
-    for begin, end in spans:
-        buffer = next((b for b, busy in enumerate(until) if busy <= begin), len(until))
-        until[buffer:] = [end, *until[buffer + 1 :]]
-        chosen.append(buffer)
-    if len(until) > MAX_ARRIVAL_BUFFERS:
-        put, take = [NOTHING] * count, [0] * count
-        for (begin, end), index in zip(spans, chosen, strict=True):
-            put[begin], take[end] = index, index
-        home.indexed_arrivals[channel], home.indices[key_of(channel)] = put, take
-        return len(until)
-    buffers = [[CLEARS] * count for _ in until]
-    reads = [NOTHING] * count
-    for (begin, end), buffer in zip(spans, chosen, strict=True):
-        buffers[buffer][begin] = TAKES
-        buffers[buffer][begin + 1 : end] = [KEEPS] * (end - begin - 1)
-        reads[end] = buffer
-    home.arrival_buffers[channel], home.arrival_reads[channel] = buffers, reads
-    return len(until)
+        slots.sizes[key_of(channel)] = home_program.arrive(channel, sorted(waits))
+    return homes, max(free)

@@ -21,19 +21,18 @@ from pipemesh.backend.operations import (
 )
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.recurrent.passes.pieces import Cutting, join_stacked
-from pipemesh.recurrent.stage import Grads, Stage
+from pipemesh.recurrent.stage import Grads
 from pipemesh.recurrent.table.loop_program import (
     CLEARS,
     KEEPS,
     NOTHING,
     TAKES,
-    Access,
     Code,
-    Column,
     HomeProgram,
     Role,
 )
-from pipemesh.recurrent.table.machine import OUTPUTS, Channel, Key, Machine, State, key_of
+from pipemesh.recurrent.table.machine import Channel, Key, Machine, State, key_of
+from pipemesh.schedule.action import GRADS, OUTPUTS
 
 
 class Buffers:
@@ -42,50 +41,57 @@ class Buffers:
     A put makes a new list, which shares all other elements with the old one.
     """
 
-    def __init__(self, machine: Machine, stages: Sequence[Stage], sizes: Mapping[Any, int]) -> None:
+    def __init__(self, machine: Machine, sizes: Mapping[Any, int]) -> None:
         # Lists of channels, with None for a missing tensor, and lists with other names.
         self.handles: dict[Any, Grads] = {}
         # Devices of buffers that are not beside what makes their values.
         self.elsewhere: dict[Key, list[str]] = {}
         self._machine = machine
-        self._stages = stages
         self._sizes = sizes
 
     def reserve(self, key: Key) -> None:
         """Makes the lists of a channel unless they exist."""
-        if key not in self.handles:
-            self.handles[key] = [
-                None if spec is None else self._empty(device, spec.dtype, key)
-                for spec, device in zip(self._machine.specs(*key), self._devices(key), strict=True)
-            ]
+        specs = self._machine.specs(*key)
+        dtypes = [None if spec is None else spec.dtype for spec in specs]
+        self.reserve_lists(key, dtypes, self._devices(key))
 
-    def reserve_one(self, name: Hashable, dtype: tf.DType, device: str) -> None:
-        """Makes a list for values of any shape unless it exists."""
-        if name not in self.handles:
-            self.handles[name] = [self._empty(device, dtype, name)]
+    def reserve_lists(
+        self, name: Hashable, dtypes: Sequence[tf.DType | None], devices: Sequence[str]
+    ) -> None:
+        """Makes lists for values of any shape unless they exist."""
+        if name in self.handles:
+            return
+        self.handles[name] = handles = list[Any]()
+        for dtype, device in zip(dtypes, devices, strict=True):
+            if dtype is None:
+                handles.append(None)
+                continue
+            with tf.device(device):
+                # Of any shape, because cleared elements have another one.
+                handles.append(
+                    tf.raw_ops.TensorListReserve(
+                        element_shape=tf.constant(-1),
+                        num_elements=tf.constant(self._sizes[name]),
+                        element_dtype=dtype,
+                    )
+                )
 
     def _devices(self, key: Key) -> list[str]:
         if key in self.elsewhere:
             return self.elsewhere[key]
-        devices = self._stages[key.stage].devices
+        devices = self._machine.stages[key.stage].devices
         return [devices[place] for place in self._machine.places(*key)]
-
-    def _empty(self, device: str, dtype: tf.DType, name: Hashable) -> tf.Tensor:
-        with tf.device(device):
-            # Of any shape, because cleared elements have another one.
-            return tf.raw_ops.TensorListReserve(
-                element_shape=tf.constant(-1),
-                num_elements=tf.constant(self._sizes[name]),
-                element_dtype=dtype,
-            )
 
     def put(self, key: Key, index: tf.Tensor, values: Sequence[tf.Tensor | None]) -> None:
         """Puts the tensors of a value at an index, an int32 scalar."""
-        handles = zip(self.handles[key], values, self._devices(key), strict=True)
-        self.handles[key] = [
-            handle if handle is None or value is None else _put(handle, index, value, device)
-            for handle, value, device in handles
-        ]
+        handles = [*self.handles[key]]
+        for i, (handle, value, device) in enumerate(
+            zip(handles, values, self._devices(key), strict=True)
+        ):
+            if handle is not None and value is not None:
+                with tf.device(device):
+                    handles[i] = list_set(handle, index, value)
+        self.handles[key] = handles
 
     def take(self, key: Key, index: tf.Tensor) -> Grads:
         """Takes the tensors of a value, so that the buffer no longer holds them."""
@@ -93,52 +99,42 @@ class Buffers:
         values: Grads = []
         cleared: Grads = []
         for handle, spec, device in known:
+            if handle is None or spec is None:
+                values.append(None)
+                cleared.append(None)
+                continue
             with tf.device(device):
-                if handle is None or spec is None:
-                    values.append(None)
-                    cleared.append(None)
-                else:
-                    values.append(_get(handle, index, spec))
-                    cleared.append(nothing(spec.dtype))
+                shape = tf.constant(static_sizes(spec), tf.int32)
+                value = list_get(handle, index, shape, spec.dtype)
+                value.set_shape(spec.shape)
+                values.append(value)
+                cleared.append(nothing(spec.dtype))
         self.put(key, index, cleared)
         return values
 
     def joined(self, key: Key, cutting: Cutting) -> Grads:
         """Returns the values of all pieces and replicas, joined to the whole batch."""
-        stage = self._stages[key.stage]
+        stage = self._machine.stages[key.stage]
         specs, handles = self._machine.specs(*key), self.handles[key]
         devices, count = self._devices(key), len(specs) // stage.of_home.num_replicas
         joined: Grads = []
-        for i in range(count):
-            stacked = [
-                _stacked(handle, spec, cutting.num_pieces, device)
-                for handle, device in zip(handles[i::count], devices[i::count], strict=True)
-                if handle is not None and (spec := specs[i]) is not None
-            ]
+        for i, spec in enumerate(specs[:count]):
+            stacked: list[tf.Tensor] = []
+            for handle, device in zip(handles[i::count], devices[i::count], strict=True):
+                if handle is None or spec is None:
+                    continue
+                with tf.device(device):
+                    stacked.append(
+                        tf.raw_ops.TensorListStack(
+                            input_handle=handle,
+                            element_shape=tf.constant(static_sizes(spec), tf.int32),
+                            element_dtype=spec.dtype,
+                            num_elements=cutting.num_pieces,
+                        )
+                    )
             with tf.device(devices[i]):
                 joined.append(join_stacked(stacked, cutting) if stacked else None)
         return joined
-
-
-def _stacked(handle: tf.Tensor, spec: tf.TensorSpec, count: int, device: str) -> tf.Tensor:
-    with tf.device(device):
-        return tf.raw_ops.TensorListStack(
-            input_handle=handle,
-            element_shape=tf.constant(static_sizes(spec), tf.int32),
-            element_dtype=spec.dtype,
-            num_elements=count,
-        )
-
-
-def _put(handle: tf.Tensor, index: tf.Tensor, value: tf.Tensor, device: str) -> tf.Tensor:
-    with tf.device(device):
-        return list_set(handle, index, value)
-
-
-def _get(handle: tf.Tensor, index: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
-    value = list_get(handle, index, tf.constant(static_sizes(spec), tf.int32), spec.dtype)
-    value.set_shape(spec.shape)
-    return value
 
 
 def nothing(dtype: tf.DType) -> tf.Tensor:
@@ -182,17 +178,15 @@ class Variables:
         self,
         programs: Mapping[int, HomeProgram],
         machine: Machine,
-        stages: Sequence[Stage],
-        homes: Sequence[int],  # of each stage
         state: State,
         buffers: Buffers,  # missing ones are added
     ) -> None:
         self._machine = machine
-        self._stages = stages
+        self._stages, homes = machine.stages, machine.stage_devices
         self._state = state
         self._buffers = buffers
         self.devices = {
-            home: list(stage.devices) for home, stage in zip(homes, stages, strict=True)
+            home: list(stage.devices) for home, stage in zip(homes, self._stages, strict=True)
         }
         self.named: dict[Name, Variable] = {}
         self.flags: dict[int, Table] = {}  # By home, a row per tick, on each of its devices.
@@ -200,10 +194,10 @@ class Variables:
         # For each arriving channel, all channels that are sent with it.
         self.groups: dict[Channel, ChannelGroup] = {}
         for home, program in programs.items():
-            self._add_groups([*program.arrival_buffers, *program.indexed_arrivals], homes)
+            self._add_groups([*program.arrival_buffers, *program.indexed_arrivals])
             self._add_home(home, program)
 
-    def _add_groups(self, channels: Sequence[Channel], homes: Sequence[int]) -> None:
+    def _add_groups(self, channels: Sequence[Channel]) -> None:
         """Groups a home's arrivals that come from one home and have the same specs.
 
         A home performs one action per tick, and an action sends at most one value. Sending a
@@ -216,7 +210,8 @@ class Variables:
                 for spec in self._machine.specs(*channel)
             ]
             places = self._machine.places(*channel), self.arrival_places(channel)
-            alike.setdefault(repr((homes[channel.stage], specs, places)), []).append(channel)
+            home = self._machine.stage_devices[channel.stage]
+            alike.setdefault(repr((home, specs, places)), []).append(channel)
         self.groups |= {c: tuple(group) for group in alike.values() for c in group}
 
     def sending_devices(self, channel: Channel) -> list[str]:
@@ -227,7 +222,10 @@ class Variables:
     def _add_home(self, home: int, program: HomeProgram) -> None:
         hosts = [processor_beside(device) for device in self.devices[home]]
         places = [*range(len(hosts))]
-        zeros: Grads = [_constant(0, tf.int32, host) for host in hosts]
+        zeros: Grads = []
+        for host in hosts:
+            with tf.device(host):
+                zeros.append(tf.constant(0))
         self.named[Name("tick", home)] = Variable(zeros, hosts, places)
         tokens: Grads = []
         for device, ends in zip(self.devices[home], self._state.tokens[home], strict=True):
@@ -238,26 +236,33 @@ class Variables:
             for name, tensors, places in self.held(role.code):
                 self._add(home, name, tensors, places)
         flags: dict[Any, Any] = {
-            ("code", i): _where(program.code, i)
+            ("code", i): program.code == i
             for i, role in enumerate(program.roles)
             if self._has_branch(role, program)
         }
         idle = len(program.roles)
         numbers: dict[Any, Any] = {
-            "code": [idle if code == NOTHING else code for code in program.code],
+            "code": np.where(program.code == NOTHING, idle, program.code),
             "microbatch": program.microbatch,
         }
         for channel, columns in program.arrival_buffers.items():
+            places = self.arrival_places(channel)
+            devices = [self.devices[home][place] for place in places]
             for number, column in enumerate(columns):
-                self._add_arrival_buffer(home, channel, number)
+                start = self.nothing(channel, devices)
+                name = Name("arrival", channel, number)
+                self.named[name] = Variable(start, devices, places, keeps_shapes=False)
                 for becomes in (KEEPS, CLEARS):
-                    flags[channel, number, becomes] = _where(column, becomes)
-                flags["read", channel, number] = _where(program.arrival_reads[channel], number)
+                    flags[channel, number, becomes] = column == becomes
+                flags["read", channel, number] = program.arrival_reads[channel] == number
             takers = self.takers(program, channel)
-            numbers["takes", self.groups[channel]] = self._taker(program, takers)
+            chosen = np.full(len(program.code), len(takers))
+            for i, (taker, number) in enumerate(takers):
+                chosen[program.arrival_buffers[taker][number] == TAKES] = i
+            numbers["takes", self.groups[channel]] = chosen
         for channel, column in program.indexed_arrivals.items():
-            flags["arrives", channel] = ~_where(column, NOTHING)
-            numbers["arrives", channel] = [max(0, index) for index in column]
+            flags["arrives", channel] = column != NOTHING
+            numbers["arrives", channel] = np.maximum(column, 0)
             places = self.arrival_places(channel)
             self._buffers.elsewhere[key_of(channel)] = [self.devices[home][p] for p in places]
             # The loop of an earlier phase has emptied it.
@@ -270,19 +275,17 @@ class Variables:
                 places = self.arrival_places(channel)
             self._buffers.reserve(key)
             self._add(home, Name("indexed", key), self._buffers.handles[key], places)
-        for buffer, columns in program.slots.items():
-            for number, column in enumerate(columns):
-                numbers[Access(buffer, number)] = column
-            self._buffers.reserve_one(buffer, buffer.dtype, self.devices[home][buffer.place])
+        numbers |= program.slots
+        for buffer in program.buffers:
+            self._buffers.reserve_lists(buffer, [buffer.dtype], [self.devices[home][buffer.place]])
             self._add(home, Name("home", buffer), self._buffers.handles[buffer], [buffer.place])
         self.flags[home] = Table(flags, hosts, np.bool_)
         self.numbers[home] = Table(numbers, hosts, np.int32)
 
     def _has_branch(self, role: Role, program: HomeProgram) -> bool:
         """Returns True if a role changes variables that not all roles change."""
-        puts = any(key in program.indices for key in role.puts)
         arrived = any(channel in program.indexed_arrivals for channel in role.receives)
-        return puts or arrived or bool(self.held(role.code))
+        return bool(role.leaves) or arrived or bool(self.held(role.code))
 
     def takers(self, program: HomeProgram, channel: Channel) -> list[tuple[Channel, int]]:
         """Returns the arrival buffers that may take the value of a channel's group."""
@@ -292,29 +295,16 @@ class Variables:
             for i in range(len(program.arrival_buffers.get(c, [])))
         ]
 
-    def _taker(self, program: HomeProgram, takers: Sequence[tuple[Channel, int]]) -> np.ndarray:
-        """Returns for each tick the index of the taker, or the number of takers if none."""
-        chosen = np.full(len(program.code), len(takers))
-        for i, (channel, number) in enumerate(takers):
-            chosen[_where(program.arrival_buffers[channel][number], TAKES)] = i
-        return chosen
-
     def _add(
         self, home: int, name: Name, start: Sequence[tf.Tensor | None], places: Sequence[int]
     ) -> None:
         devices = [self.devices[home][place] for place in places]
         self.named[name] = Variable(pin_each(list(start), devices), devices, [*places])
 
-    def _add_arrival_buffer(self, home: int, channel: Channel, number: int) -> None:
-        places = self.arrival_places(channel)
-        devices = [self.devices[home][place] for place in places]
-        start = self.nothing(channel, devices)
-        self.named[Name("arrival", channel, number)] = Variable(start, devices, places, False)
-
     def arrival_places(self, channel: Channel) -> list[int]:
         """Returns the indices of the devices of the user's home where a channel arrives."""
         if channel.kind == OUTPUTS:
-            return self._machine.input_places(channel.stage + 1)
+            return self._machine.places(GRADS, channel.stage + 1)
         return self._machine.places(OUTPUTS, channel.stage - 1)
 
     def nothing(self, channel: Channel, devices: Sequence[str]) -> Grads:
@@ -328,27 +318,24 @@ class Variables:
 
     def held(self, code: Code) -> list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]]:
         """Returns the parts of the state that an action changes, with their device indices."""
-        state, stage = self._state, code.stage
-        home = self._stages[stage].of_home
-        replicas = [replica * home.group for replica in range(home.num_replicas)]
-        held: list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]] = []
-        direction = "forward" if code.kind == "F" else "backward"
+        stage, home = code.stage, self._stages[code.stage].of_home
+        places: dict[str, Sequence[int]] = {}
         if code.kind == "F":
-            carry = state.carries[stage]
-            held.append((Name("carries", stage), carry, [0] * len(carry)))
+            places["carries"] = [0] * len(self._stages[stage].carry)
         if code.kind in "BI":
-            grads = state.carry_grads[stage]
-            held.append((Name("carry_grads", stage), grads, [0] * len(grads)))
+            places["carry_grads"] = [0] * len(self._stages[stage].carry)
+        direction = "forward" if code.kind == "F" else "backward"
         if code.kind not in "RW" and self._machine.probes[direction][stage]:
-            held.append((Name(direction, stage), state.notes[direction][stage], replicas))
+            replicas = range(home.num_replicas)
+            places[f"{direction}_notes"] = [replica * home.group for replica in replicas]
         if code.kind in "BW":
-            places = self._machine.passes(stage, code.mode.backward).accumulator_places
-            held.append((Name("accumulators", stage), state.accumulators[stage] or [], places))
-        return [
-            (name, tensors, places)
-            for name, tensors, places in held
-            if any(t is not None for t in tensors)
+            passes = self._machine.passes(stage, code.mode.backward)
+            places["accumulators"] = passes.sum_places
+        held = [
+            (Name(what, stage), vars(self._state)[what][stage] or [], of_part)
+            for what, of_part in places.items()
         ]
+        return [part for part in held if any(t is not None for t in part[1])]
 
     def flatten(self, values: Mapping[Name, Sequence[tf.Tensor | None]]) -> list[tf.Tensor]:
         """Returns the tensors of all variables."""
@@ -489,12 +476,3 @@ def _with_shapes(tensors: Grads, shapes: Sequence[tf.TensorShape | None]) -> Gra
         if tensor is not None:
             tensor.set_shape(shape)
     return tensors
-
-
-def _where(column: Column, number: int) -> np.ndarray:
-    return np.asarray(column) == number
-
-
-def _constant(value: Any, dtype: tf.DType, device: str) -> tf.Tensor:
-    with tf.device(device):
-        return tf.constant(value, dtype)

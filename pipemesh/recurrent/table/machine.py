@@ -5,66 +5,43 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
-from pipemesh.backend.operations import MaybeTensor, pin, pin_each
-from pipemesh.randomness.scope import WholeDraws
-from pipemesh.recurrent.options import sum_dtype
+from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present
+from pipemesh.recurrent.options import Clock, sum_dtype
 from pipemesh.recurrent.passes.passes import Passes
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
 from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
-from pipemesh.recurrent.watch.clock import Stamps
 from pipemesh.recurrent.watch.finite_values import LOCATING, Direction, Probe, empty_note
-from pipemesh.schedule.action import EFFECTS
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind(Generic[MaybeTensor]):
-    """A kind of value that an action leaves for each microbatch: a list of tensors, by replica."""
-
-    name: str
-    by_mode: bool = False  # the mode of remat decides which tensors it has
-
-
-# The outputs of a stage; the outputs of stage -1 are the pipeline's inputs.
-OUTPUTS: Kind[tf.Tensor] = Kind("outputs")
-# Tensors that an `F` keeps for the backward pass of its stage.
-KEPT: Kind[tf.Tensor] = Kind("kept", by_mode=True)
-# Tensors that an `R` recomputes for it instead.
-REMADE: Kind[tf.Tensor] = Kind("remade")
-# The gradients of a stage's inputs. The stage after the last one represents the loss.
-GRADS: Kind[tf.Tensor | None] = Kind("grads")
-# Tensors that an `I` leaves for the `W` of its stage.
-PENDING: Kind[tf.Tensor] = Kind("pending", by_mode=True)
+from pipemesh.schedule.action import EFFECTS, GRADS, KEPT, OUTPUTS, PENDING, REMADE
 
 
 class Channel(NamedTuple):
-    """A kind of value of a stage."""
+    """A kind of value of a stage: a list of tensors for each microbatch, ordered by replica.
 
-    kind: Kind[Any]
+    The outputs of stage -1 are the pipeline's inputs. The gradients of the inputs of the stage
+    after the last one come from the loss.
+    """
+
+    kind: str
     stage: int
-
-
-_BY_NAME: dict[str, Kind[Any]] = {k.name: k for k in (OUTPUTS, KEPT, REMADE, GRADS, PENDING)}
 
 
 def channels_read(kind: str, stage: int, is_recomputed: bool) -> list[Channel]:
     """Returns the channels that an action reads; `is_recomputed` if an `R` comes before it."""
-    return [
-        Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)
-    ]
+    return [Channel(name, stage + step) for name, step in EFFECTS[kind].taken(is_recomputed)]
 
 
 def channels_written(kind: str, stage: int) -> list[Channel]:
     """Returns the channels that an action of a kind writes."""
-    return [Channel(_BY_NAME[name], stage + step) for name, step in EFFECTS[kind].gives]
+    return [Channel(name, stage + step) for name, step in EFFECTS[kind].gives]
 
 
 Tokens = list[list[list[tf.Operation]]]
@@ -79,7 +56,8 @@ class State:
     accumulators: list[Tensors | None]  # sums of weights' gradients; None before the first
     tokens: Tokens  # for each home and device, the operations that end its latest action
     # where a value was not finite, by replica; see `finite_values`
-    notes: dict[Direction, list[Tensors]]
+    forward_notes: list[Tensors]
+    backward_notes: list[Tensors]
 
     @classmethod
     def before(cls, stages: Sequence[Stage], stage_devices: Sequence[int]) -> State:
@@ -90,7 +68,8 @@ class State:
             carry_grads=[[None] * len(stage.carry) for stage in stages],
             accumulators=[None] * len(stages),
             tokens=[[[] for _ in range(sizes[home])] for home in sorted(sizes)],
-            notes={"forward": empty_notes(stages), "backward": empty_notes(stages)},
+            forward_notes=empty_notes(stages),
+            backward_notes=empty_notes(stages),
         )
 
     def forget_tokens_of_other_graphs(self) -> None:
@@ -114,26 +93,25 @@ class Values(Protocol):
         """The state before the action; the action changes it."""
         ...
 
-    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+    def read(self, kind: str, stage: int) -> list[Any]:
         """Returns a value of the microbatch."""
         ...
 
-    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+    def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for a later action."""
-        ...
 
 
 class Key(NamedTuple):
     """The kind of a value, its stage, and the mode of remat that it depends on."""
 
-    kind: Kind[Any]
+    kind: str
     stage: int
     mode: Mode
 
 
 def key_of(channel: Channel, mode: Mode = FULL) -> Key:
     """Returns the key of a channel; only KEPT and PENDING depend on the mode."""
-    return Key(*channel, mode if channel.kind.by_mode else FULL)
+    return Key(*channel, mode if channel.kind in (KEPT, PENDING) else FULL)
 
 
 def of_every_replica(stage: Stage) -> list[tf.Tensor]:
@@ -149,45 +127,32 @@ def of_every_replica(stage: Stage) -> list[tf.Tensor]:
     return thetas
 
 
-def with_fetched(
-    stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
-) -> list[tf.Tensor]:
-    """Returns the weights for one action, and makes owners send the fetched ones.
-
-    An operation of the owner waits until the device of the action is free (`tokens`): TensorFlow
-    sends a tensor as soon as it exists, and only once to each device.
-    """
-    ways: dict[tuple[int, int], list[int]] = {}
-    for replica in range(stage.of_home.num_replicas):
-        for i in sorted(stage.fetched):
-            target = replica * stage.of_home.group + stage.theta_places[i]
-            ways.setdefault((stage.owners[i], target), []).append(replica * len(stage.theta) + i)
-    return _pinned(stage, thetas, tokens, ways)
-
-
-def guarded(
-    stage: Stage, thetas: Sequence[tf.Tensor], tokens: Sequence[Sequence[tf.Operation]]
-) -> list[tf.Tensor]:
-    """Returns the weights for one action, which are dead if the tokens of its home are."""
-    ways: dict[tuple[int, int], list[int]] = {}
-    for number in range(len(thetas)):
-        replica, i = divmod(number, len(stage.theta))
-        place = replica * stage.of_home.group + stage.theta_places[i]
-        place = stage.owners[i] if i in stage.fetched else place
-        ways.setdefault((place, place), []).append(number)
-    return _pinned(stage, thetas, tokens, ways)
-
-
-def _pinned(
+def for_action(
     stage: Stage,
     thetas: Sequence[tf.Tensor],
-    tokens: Sequence[Sequence[tf.Operation]],
-    ways: Mapping[tuple[int, int], Sequence[int]],  # by device, and device that it waits for
+    tokens: Sequence[Sequence[tf.Operation]],  # of its home
+    guards: bool,
 ) -> list[tf.Tensor]:
+    """Returns the weights for one action, which are dead if it `guards` and the tokens are.
+
+    Owners send the fetched ones. An operation of the owner waits until the device of the action is
+    free: TensorFlow sends a tensor as soon as it exists, and only once to each device.
+    """
+    # By device, and device that it waits for.
+    guarded: dict[tuple[int, int], list[int]] = {}
+    fetched: dict[tuple[int, int], list[int]] = {}
+    for number in range(len(thetas)):
+        replica, i = divmod(number, len(stage.theta))
+        target = replica * stage.of_home.group + stage.theta_places[i]
+        place = stage.owners[i] if i in stage.fetched else target
+        if guards:
+            guarded.setdefault((place, place), []).append(number)
+        if i in stage.fetched:
+            fetched.setdefault((place, target), []).append(number)
     pinned = [*thetas]
-    for (place, busy), numbers in ways.items():
+    for (place, busy), numbers in (*guarded.items(), *fetched.items()):
         with tf.device(stage.devices[place]), tf.control_dependencies(tokens[busy]):
-            tensors = pin([thetas[number] for number in numbers])
+            tensors = pin([pinned[number] for number in numbers])
         for number, tensor in zip(numbers, tensors, strict=True):
             pinned[number] = tensor
     return pinned
@@ -210,15 +175,17 @@ class Machine:
         # of the sums of each stage's weights' gradients
         accumulator_dtypes: Sequence[Sequence[tf.DType]],
         check_numerics: str,
-        clock: Stamps | None,
+        clock: Clock | None,
         is_forward_only: bool,
     ) -> None:
         self.stage_devices = stage_devices
+        self.inputs = inputs
+        self.cutting = cutting
         self._guards = False
         self.step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._clock = clock
         self._stamp: Callable[..., tf.Operation] | None = None
-        self.traced = self._trace(stages, inputs, cutting, step is not None, is_forward_only)
+        self.traced = self._trace(stages, step is not None, is_forward_only)
         self._stages = self.stages = [traced.stage for traced in self.traced]
         self._dtypes = [
             [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
@@ -239,24 +206,16 @@ class Machine:
         keep_alive(self)
 
     def _trace(
-        self,
-        stages: Sequence[Stage],
-        inputs: Sequence[tf.Tensor],
-        cutting: Cutting,
-        has_step: bool,
-        is_forward_only: bool,
+        self, stages: Sequence[Stage], has_step: bool, is_forward_only: bool
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
-        whole = specs_of(inputs)
+        cutting, whole = self.cutting, specs_of(self.inputs)
         whole_batch = WholeBatch(stages, whole, has_step, cutting)
         specs = [*map(cutting.of_part, whole)]
         places = [0] * len(specs)
         traced: list[TracedStage] = []
         for number, stage in enumerate(stages):
-
-            def draws(number: int = number) -> WholeDraws:
-                return whole_batch.draws(number)
-
+            draws = functools.partial(whole_batch.draws, number)
             places = stage.input_places(places)
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
             specs, places = traced[-1].output_specs, traced[-1].output_places
@@ -324,20 +283,13 @@ class Machine:
         if not self._guards:
             return pin_each(tensors, [devices[place] for place in places])
         # Without it, a result that depends on no argument of the action would stay alive.
-        home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
-        for place, device in enumerate(devices):
-            chosen = [i for i, number in enumerate(places) if number == place]
-            with tf.control_dependencies(home[place]):
-                results = pin_each([tensors[i] for i in chosen], device)
-            for i, result in zip(chosen, results, strict=True):
-                pinned[i] = result
-        return pinned
+        return self._behind_tokens(stage, tensors, places, state)
 
     def _forward(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
         inputs = values.read(OUTPUTS, stage - 1)
-        inputs = self._gate(stage, inputs, self.input_places(stage), state)
-        notes = state.notes["forward"]
+        inputs = self._gate(stage, inputs, self.places(GRADS, stage), state)
+        notes = state.forward_notes
         outputs, carry, kept, notes[stage] = passes.forward(
             self._theta(stage, state), state.carries[stage], inputs, scalars, notes[stage]
         )
@@ -366,15 +318,15 @@ class Machine:
         stage: int,
         scalars: Tensors,
         values: Values,
-        left: Kind[tf.Tensor],
+        left: str,
     ) -> None:
         state = values.state
         kept, grads = self._gated(passes, stage, values, left)
         arguments = self._theta(stage, state), kept, grads, scalars
-        notes = state.notes["backward"]
+        notes = state.backward_notes
         if kind == "B":
             result = passes.backward(*arguments, state.accumulators[stage], notes[stage])
-            places = passes.accumulator_places
+            places = passes.sum_places
             pending = self._pin(stage, result.accumulators or [], places, state)
             state.accumulators[stage] = pending
         else:
@@ -385,7 +337,7 @@ class Machine:
         notes[stage] = result.notes
         # No token waits for the gradients of the pipeline's inputs, so TensorFlow prunes them if
         # they are not used.
-        input_grads, where = result.input_grads, self.input_places(stage)
+        input_grads, where = result.input_grads, self.places(GRADS, stage)
         if stage:
             input_grads = self._pin(stage, input_grads, where, state)
         values.write(GRADS, stage, input_grads)
@@ -396,7 +348,7 @@ class Machine:
         self._finish(stage, state, (pending, places), sent, (carried, [0] * len(carried)))
 
     def _gated(
-        self, passes: Passes, stage: int, values: Values, left: Kind[tf.Tensor]
+        self, passes: Passes, stage: int, values: Values, left: str
     ) -> tuple[Tensors, Tensors]:
         """Returns the kept values and the gradients of the results, through gates.
 
@@ -405,17 +357,19 @@ class Machine:
         nodes that depend on them before the first step, and keep these for every microbatch.
         """
         kept, grads = values.read(left, stage), self._result_grads(stage, values)
-        place = self.traced[stage].place
-        late = [passes.cuts.recomputes and g.op.type not in _CONSTANT for g in grads]
-        of_grads = [*zip(grads, map(place, passes.cuts.grad_placeholders), late, strict=True)]
-        first = [*kept, *(g for g, _, is_late in of_grads if not is_late)]
-        places = [*map(place, passes.cuts.kept), *(p for _, p, is_late in of_grads if not is_late)]
-        first = self._gate(stage, first, places, values.state)
-        second = [g for g, _, is_late in of_grads if is_late]
-        places = [p for _, p, is_late in of_grads if is_late]
-        second = iter(self._gate(stage, second, places, values.state))
-        with_kept = iter(first[len(kept) :])
-        return first[: len(kept)], [next(second if is_late else with_kept) for is_late in late]
+        tensors, count = [*kept, *grads], len(kept)
+        places = [*map(self.traced[stage].place, passes.cuts.arguments("I"))]
+        late = [
+            i
+            for i, tensor in enumerate(tensors)
+            if i >= count and passes.cuts.recomputes and tensor.op.type not in _CONSTANT
+        ]
+        for chosen in ([i for i in range(len(tensors)) if i not in late], late):
+            given = [tensors[i] for i in chosen]
+            gated = self._gate(stage, given, [places[i] for i in chosen], values.state)
+            for i, tensor in zip(chosen, gated, strict=True):
+                tensors[i] = tensor
+        return tensors[:count], tensors[count:]
 
     def _weight_grad(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
         state = values.state
@@ -423,17 +377,14 @@ class Machine:
         pending = self._gate(stage, values.read(PENDING, stage), places, state)
         theta = self._theta(stage, state)
         new = passes.weight_grad(theta, pending, scalars, state.accumulators[stage])
-        new = self._pin(stage, new, passes.accumulator_places, state)
+        new = self._pin(stage, new, passes.sum_places, state)
         state.accumulators[stage] = new
-        self._finish(stage, state, (new, passes.accumulator_places))
+        self._finish(stage, state, (new, passes.sum_places))
 
     def _theta(self, stage: int, state: State) -> Tensors:
         """Returns the weights of each replica, for one action."""
         tokens = state.tokens[self.stage_devices[stage]]
-        thetas = self._thetas[stage]
-        if self._guards:
-            thetas = guarded(self._stages[stage], thetas, tokens)
-        return with_fetched(self._stages[stage], thetas, tokens)
+        return for_action(self._stages[stage], self._thetas[stage], tokens, self._guards)
 
     def _result_grads(self, stage: int, values: Values) -> Tensors:
         """Returns the gradients of all floating results of a stage, zeros for missing ones."""
@@ -444,41 +395,46 @@ class Machine:
             spec = traced.output_specs[i % len(traced.output_specs)]
             grad = arrived[i]
             grads.append(tf.zeros(spec.shape, spec.dtype) if grad is None else grad)
-        arrived = values.state.carry_grads[stage]
-        carried = [self._or_zeros(stage, i, arrived[i]) for i in traced.gradients.of_carry_out]
-        return [*grads, *carried]
+        carried = self._filled(stage, values.state.carry_grads[stage])
+        return [*grads, *(carried[i] for i in traced.gradients.of_carry_out)]
 
-    def _filled(self, stage: int, carry_grads: Grads) -> Grads:
+    def _filled(self, stage: int, carry_grads: Grads) -> list[Any]:
         """Returns the gradients of a recurrent stage's carry, zeros for missing ones."""
         filled = list(carry_grads)
         for i in self.traced[stage].gradients.of_carry_out:
-            filled[i] = self._or_zeros(stage, i, filled[i])
+            if filled[i] is None:
+                filled[i] = tf.zeros_like(self._stages[stage].carry[i])
         return filled
 
-    def _or_zeros(self, stage: int, number: int, carry_grad: tf.Tensor | None) -> tf.Tensor:
-        if carry_grad is None:
-            return tf.zeros_like(self._stages[stage].carry[number])
-        return carry_grad
-
     def _gate(self, stage: int, tensors: Tensors, places: Sequence[int], state: State) -> Tensors:
-        """Returns the tensors on their devices, once these have finished earlier actions."""
-        gated = list(tensors)
-        home = state.tokens[self.stage_devices[stage]]
+        """Returns the arguments of an action, once their devices have finished earlier actions."""
+        return self._behind_tokens(stage, tensors, places, state, starts=True)
+
+    def _behind_tokens(
+        self,
+        stage: int,
+        tensors: list[MaybeTensor],
+        places: Sequence[int],
+        state: State,
+        starts: bool = False,
+    ) -> list[MaybeTensor]:
+        """Pins tensors on their devices, behind the tokens of these and the stamp of a start."""
+        home, pinned = state.tokens[self.stage_devices[stage]], [*tensors]
         for number, device in enumerate(self._stages[stage].devices):
             chosen = [i for i, place in enumerate(places) if place == number]
             if not chosen:
                 continue
             with tf.device(device):
                 with tf.control_dependencies(home[number]):
-                    pinned = pin([tensors[i] for i in chosen])
-                if self._stamp is not None:
-                    with tf.control_dependencies([t.op for t in pinned]):
+                    results = pin_present([tensors[i] for i in chosen])
+                if starts and self._stamp is not None:
+                    with tf.control_dependencies([t.op for t in results if t is not None]):
                         start = self._stamp(is_end=False, device=device, replica=number)
                     with tf.control_dependencies([start]):
-                        pinned = pin(pinned)
-            for i, tensor in zip(chosen, pinned, strict=True):
-                gated[i] = tensor
-        return gated
+                        results = pin_present(results)
+            for i, tensor in zip(chosen, results, strict=True):
+                pinned[i] = tensor
+        return pinned
 
     def _finish(
         self, stage: int, state: State, *results: tuple[Sequence[tf.Tensor | None], Sequence[int]]
@@ -515,30 +471,25 @@ class Machine:
         made = (passes for (s, _), passes in self._passes.items() if s == stage)
         return next(made, None) or self.passes(stage, FULL)
 
-    def specs(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
+    def specs(self, kind: str, stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Returns shapes and dtypes of the values of a kind."""
         traced = self.traced[stage]
-        if kind == OUTPUTS:
-            return [*traced.output_specs] * len(traced.replicas)
-        if kind == GRADS:
-            named = zip(traced.inputs, traced.gradients.of_inputs, strict=True)
-            return [None if grad is None else traced.spec(name) for name, grad in named]
-        return [*map(traced.spec, self._cut(kind, stage, mode))]
+        specs: list[Any] = [*map(traced.spec, self._names(kind, stage, mode))]
+        if kind != GRADS:
+            return specs
+        named = zip(specs, traced.gradients.of_inputs, strict=True)
+        return [None if grad is None else spec for spec, grad in named]
 
-    def places(self, kind: Kind[Any], stage: int, mode: Mode = FULL) -> list[int]:
+    def places(self, kind: str, stage: int, mode: Mode = FULL) -> list[int]:
         """Returns the devices of the home, by number, of the values of a kind."""
-        traced = self.traced[stage]
+        return [*map(self.traced[stage].place, self._names(kind, stage, mode))]
+
+    def _names(self, kind: str, stage: int, mode: Mode) -> list[str]:
+        """Returns the tensors of a kind; for GRADS the inputs that they belong to."""
         if kind == OUTPUTS:
-            return [*map(traced.place, traced.outputs)]
+            return self.traced[stage].outputs
         if kind == GRADS:
-            return self.input_places(stage)
-        return [*map(traced.place, self._cut(kind, stage, mode))]
-
-    def input_places(self, stage: int) -> list[int]:
-        """Returns the devices of the home, by number, of a stage's inputs."""
-        return [*map(self.traced[stage].place, self.traced[stage].inputs)]
-
-    def _cut(self, kind: Kind[Any], stage: int, mode: Mode) -> list[str]:
+            return self.traced[stage].inputs
         if kind == REMADE:
             return self.passes(stage, NONE).cuts.kept
         if kind == KEPT:

@@ -11,23 +11,16 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_threads
 from pipemesh.backend.gradients import Sources, unchecked_gradients
-from pipemesh.backend.operations import MaybeTensor, pin_each
+from pipemesh.backend.operations import MaybeTensor, pin_behind
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options, cast_floating, sum_dtype
 from pipemesh.recurrent.passes.captures import is_constant
-from pipemesh.recurrent.passes.pieces import Cutting, join, split
+from pipemesh.recurrent.passes.pieces import join, split
 from pipemesh.recurrent.remat import Mode, modes_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors, starting_anew
 from pipemesh.recurrent.table.checks import Checks
 from pipemesh.recurrent.table.loop import Loop
-from pipemesh.recurrent.table.machine import (
-    GRADS,
-    OUTPUTS,
-    Kind,
-    Machine,
-    State,
-    empty_notes,
-)
+from pipemesh.recurrent.table.machine import Machine, State, empty_notes
 from pipemesh.recurrent.table.validation import (
     check_descending,
     check_joined,
@@ -38,6 +31,7 @@ from pipemesh.recurrent.table.validation import (
 )
 from pipemesh.recurrent.watch.placement import check_devices, check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
+from pipemesh.schedule.action import GRADS, OUTPUTS
 
 
 class ActionByAction:
@@ -47,19 +41,16 @@ class ActionByAction:
         self,
         machine: Machine,
         state: State,
-        stages: Sequence[Stage],
-        inputs: Sequence[tf.Tensor],
-        cutting: Cutting,
         modes: Mapping[tuple[int, int], Mode],
     ) -> None:
         self.state = state
         self._machine = machine
         self._microbatch = 0
         self._modes = modes
-        self._stages = stages
-        self._cutting = cutting
-        self._values: dict[tuple[Kind[Any], int, int], list[Any]] = {}
-        self._put(OUTPUTS, -1, inputs, stages[0].device)
+        self._stages = machine.stages
+        self._cutting = machine.cutting
+        self._values: dict[tuple[str, int, int], list[Any]] = {}
+        self._put(OUTPUTS, -1, machine.inputs, self._stages[0].device)
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions in order."""
@@ -74,11 +65,11 @@ class ActionByAction:
                     numbers[key] = tf.constant(action.microbatch, tf.int64)
                 self._machine.act(action.kind, action.stage, mode, numbers[key], self)
 
-    def read(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+    def read(self, kind: str, stage: int) -> list[Any]:
         """Returns a value of the current microbatch."""
         return self._values[kind, stage, self._microbatch]
 
-    def write(self, kind: Kind[MaybeTensor], stage: int, value: Sequence[MaybeTensor]) -> None:
+    def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for the current microbatch."""
         self._values[kind, stage, self._microbatch] = [*value]
 
@@ -99,7 +90,7 @@ class ActionByAction:
         """Returns the gradients of the pipeline's inputs."""
         return self._joined(GRADS, 0)
 
-    def _joined(self, kind: Kind[MaybeTensor], stage: int) -> list[MaybeTensor]:
+    def _joined(self, kind: str, stage: int) -> list[Any]:
         replicas = self._cutting.replicas
         by_part = []
         for m in range(self._cutting.num_pieces):
@@ -113,9 +104,7 @@ class ActionByAction:
                 joined.append(None if parts[0] is None else join(parts, self._cutting))
         return joined
 
-    def _put(
-        self, kind: Kind[MaybeTensor], stage: int, tensors: Sequence[MaybeTensor], device: str
-    ) -> None:
+    def _put(self, kind: str, stage: int, tensors: Sequence[tf.Tensor | None], device: str) -> None:
         """Gives each piece its parts of tensors, replica by replica."""
         none = [[None] * self._cutting.replicas] * self._cutting.num_pieces
         with tf.device(device):
@@ -143,11 +132,9 @@ class Performer(Protocol):
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions in order."""
-        ...
 
     def seed(self, output_grads: Grads) -> None:
         """Takes the gradients of the outputs of the whole batch."""
-        ...
 
     def outputs(self) -> Tensors:
         """Returns the last stage's outputs for the whole batch."""
@@ -222,14 +209,13 @@ class Run:
             )
         self.stages = stages
         self._stages = self.machine.stages
-        captured = [traced.captured for traced in self.machine.traced]
         # The tensors that get gradients.
         self.sources = [
             Sources(inputs, stages[0].device, lambda grads: self.checks.input_grads(grads)),
             *(
-                Sources([([*stage.theta, *weights])[i] for i in numbers], stage.devices[place])
-                for stage, weights in zip(stages, captured, strict=True)
-                for place, numbers in _by_place(stage, len(weights)).items()
+                Sources([[*stage.theta, *traced.captured][i] for i in numbers], device)
+                for stage, traced in zip(stages, self.machine.traced, strict=True)
+                for device, numbers in _by_place(traced.stage)
             ),
             *(Sources(stage.carry, stage.device) for stage in self.recurrent(stages)),
         ]
@@ -246,7 +232,7 @@ class Run:
         self.checks = Checks(policy, self.machine.traced, self.machine.probes, cutting)
         state = State.before(self._stages, schedule.stage_devices)
         self.modes = modes_of(options.remat, self.schedule)
-        arguments = (self.machine, state, self._stages, held, cutting, self.modes)
+        arguments = (self.machine, state, self.modes)
         order = tuple(map(schedule.as_piece, execution_order(schedule)))
         self.order: Sequence[Action] = order
         self._values: Performer
@@ -293,11 +279,8 @@ class Run:
         self, tensors: list[MaybeTensor], devices: str | Sequence[str]
     ) -> list[MaybeTensor]:
         """Ties a clock's last stamps to results; TensorFlow prunes operations without a user."""
-        if not self._has_clock:
-            return tensors
         tokens = [op for home in self.state.tokens for token in home for op in token]
-        with tf.control_dependencies(tokens):
-            return pin_each(tensors, devices)
+        return pin_behind(tokens if self._has_clock else [], tensors, devices)
 
     def recurrent(self, values: Sequence[Any]) -> list[Any]:
         """Returns the values of the recurrent stages whose state is a result."""
@@ -312,7 +295,7 @@ class Run:
         if self._loss_scale is not None:
             output_grads, state_grads = map(self._scaled, (output_grads, state_grads))
         self._values.seed(output_grads)
-        self.state.notes["backward"] = empty_notes(self._stages)
+        self.state.backward_notes = empty_notes(self._stages)
         gradients = iter(state_grads)
         for number, stage in enumerate(self._stages):
             self.state.accumulators[number] = None
@@ -341,46 +324,38 @@ class Run:
 
     def gradients(self, factor: tf.Tensor | None = None) -> list[Grads]:
         """Returns the gradients of all sources, multiplied by `factor`, in their dtypes."""
-        totals = [self.machine.total_gradients(s, self.state) for s in range(len(self._stages))]
-        states = [
-            grads if self._hands_out(stage) else []
-            for stage, grads in zip(self._stages, self.state.carry_grads, strict=True)
-        ]
-        both = [[*of_theta, *of_state] for of_theta, of_state in zip(totals, states, strict=True)]
-        self.checks.backward(both, self.state.notes["backward"])
+        totals = []
         for number, stage in enumerate(self._stages):
-            devices = [*stage.theta_devices, *(stage.device for _ in states[number])]
-            checked = self.checks.after_backward(both[number], devices)
-            checked = self._after_clock(checked, devices)
-            count = len(stage.theta)
-            totals[number], states[number] = checked[:count], checked[count:]
+            totals.append(self.machine.total_gradients(number, self.state))
+            if self._hands_out(stage):
+                totals[-1] += self.state.carry_grads[number]
+        self.checks.backward(totals, self.state.backward_notes)
+        for number, stage in enumerate(self._stages):
+            num_states = len(totals[number]) - len(stage.theta)
+            devices = [*stage.theta_devices, *[stage.device] * num_states]
+            checked = self.checks.after_backward(totals[number], devices)
+            totals[number] = self._after_clock(checked, devices)
         of_inputs = self._values.input_grads()
         of_inputs = self._after_clock(of_inputs, self._stages[0].device)
         of_theta = [
             [grads[i] for i in numbers]
             for grads, stage in zip(totals, self._stages, strict=True)
-            for numbers in _by_place(stage).values()
+            for _, numbers in _by_place(stage)
         ]
-        groups = [of_inputs, *of_theta, *self.recurrent(states)]
+        of_states = [
+            grads[len(stage.theta) :] for grads, stage in zip(totals, self._stages, strict=True)
+        ]
+        groups = [of_inputs, *of_theta, *self.recurrent(of_states)]
         if self._loss_scale is not None:
             scale = self._loss_scale.value
             factor = 1 / scale if factor is None else tf.cast(factor, scale.dtype) / scale
-        finished = [
-            self._multiplied(group, source, factor)
-            for group, source in zip(groups, self.sources, strict=True)
-        ]
-        return finished if self._loss_scale is None else self._loss_scale.checked(finished)
-
-    @staticmethod
-    def _multiplied(grads: Grads, source: Sources, factor: tf.Tensor | None) -> Grads:
-        result: Grads = []
-        with tf.device(source.device):
-            for grad, tensor in zip(grads, source.tensors, strict=True):
-                if grad is not None:
-                    grad = tf.cast(grad, tensor.dtype)
-                    grad = grad if factor is None else grad * tf.cast(factor, grad.dtype)
-                result.append(grad)
-        return result
+        for group, source in zip(groups, self.sources, strict=True):
+            with tf.device(source.device):
+                for i, (grad, tensor) in enumerate(zip(group, source.tensors, strict=True)):
+                    if grad is not None:
+                        grad = tf.cast(grad, tensor.dtype)
+                        group[i] = grad if factor is None else grad * tf.cast(factor, grad.dtype)
+        return groups if self._loss_scale is None else self._loss_scale.checked(groups)
 
 
 def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
@@ -405,13 +380,12 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
     return dataclasses.replace(stage, theta=theta, carry=carry)
 
 
-def _by_place(stage: Stage, num_more: int = 0) -> dict[int, list[int]]:
-    """Returns the indices of the weights on each device; `num_more` lie on the first device."""
-    places = [*stage.owners, *[0] * num_more]
-    return {
-        place: [i for i, owner in enumerate(places) if owner == place]
-        for place in sorted({0, *places})
-    }
+def _by_place(stage: Stage) -> list[tuple[str, list[int]]]:
+    """Returns the first device, and each other with weights, with the indices of its weights."""
+    return [
+        (stage.devices[place], [i for i, owner in enumerate(stage.owners) if owner == place])
+        for place in sorted({0, *stage.owners})
+    ]
 
 
 def loop_pays(

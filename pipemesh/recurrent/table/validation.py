@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -13,7 +13,7 @@ from pipemesh.plan.plan import check_batch
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.passes.tracing import Specs, output_specs
+from pipemesh.recurrent.passes.tracing import Specs, specs_of, trace
 from pipemesh.recurrent.stage import Stage
 from pipemesh.schedule import Schedule
 
@@ -111,51 +111,48 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
     """
     if traced.stage.recurrent and cutting.num_slices == 1:
         return
-    for along in _cuts(cutting):
+    if cutting.num_parts > 1:
+        numbers = cutting.batch_dim, cutting.part_size, cutting.num_parts
+        along = _Along("batch", "example", cutting.part, cutting.parts, *numbers)
+        _check_along(traced, along, cutting, has_step)
+    if cutting.num_slices > 1:
+        numbers = cutting.sequence_dim, cutting.slice_size, cutting.num_slices
+        along = _Along("sequence", "position", "a slice", "slices", *numbers)
         _check_along(traced, along, cutting, has_step)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Along:
+class _Along(NamedTuple):
     """A dim that outputs are split along, with the words for errors."""
 
+    whole: str
+    element: str
+    part: str
+    parts: str
     dim: int
-    name: str  # of its option
     size: int  # of a part
     count: int  # of parts
-    of: str  # "examples" or "positions"
-    part: str  # such as "a slice"
-    parts: str
-    whole: str
-    each: str  # one of `of`
 
-
-def _cuts(cutting: Cutting) -> Iterator[_Along]:
-    if cutting.num_parts > 1:
-        numbers = cutting.batch_dim, "batch_dim", cutting.part_size, cutting.num_parts
-        yield _Along(*numbers, "examples", cutting.part, cutting.parts, "batch", "example")
-    if cutting.num_slices > 1:
-        numbers = cutting.sequence_dim, "sequence_dim", cutting.slice_size, cutting.num_slices
-        yield _Along(*numbers, "positions", "a slice", "slices", "sequence", "position")
+    @property
+    def option(self) -> str:
+        return f"{self.whole}_dim"
 
 
 def _check_along(traced: TracedStage, along: _Along, cutting: Cutting, has_step: bool) -> None:
-    size, dim = along.size, along.dim
-    specs = traced.output_specs
+    size, dim, specs = along.size, along.dim, traced.output_specs
     for number, spec in enumerate(specs):
         if spec.shape.rank is None or (spec.shape.rank > dim and spec.shape[dim] is None):
             raise PipelineError(
                 f"output {number} of the last stage ({traced.stage.name!r}) has shape "
-                f"{spec.shape}; its size in dim {dim} ({along.name}) must be known before it runs: "
-                f"if there is one for each of the {size} {along.of} of {along.part}, set its shape "
-                "with tf.ensure_shape, or else pad it"
+                f"{spec.shape}; its size in dim {dim} ({along.option}) must be known before it "
+                f"runs: if there is one for each of the {size} {along.element}s of {along.part}, "
+                "set its shape with tf.ensure_shape, or else pad it"
             )
         if spec.shape.rank > dim and spec.shape[dim] != size:
             raise PipelineError(_not_cut(traced, along, number, f"has shape {spec.shape}"))
         if 0 < spec.shape.rank <= dim:
             raise PipelineError(
                 f"output {number} of the last stage ({traced.stage.name!r}) has shape "
-                f"{spec.shape} and no dim {dim} ({along.name}) along which {along.parts} can be "
+                f"{spec.shape} and no dim {dim} ({along.option}) along which {along.parts} can be "
                 "joined; add the dim, or return a scalar with the loss inside the pipeline"
             )
     doubtful = [
@@ -195,10 +192,10 @@ def _whole_outputs(
             shape[dim] = size * along.count
         specs.append(tf.TensorSpec(shape, spec.dtype))
     stage = traced.given
-    if along.name == "batch_dim":
+    if along.whole == "batch":
         stage = cutting.for_whole_batch(stage)[0]
     try:
-        return output_specs(stage, specs, has_step)
+        return specs_of(trace(stage, specs, has_step).replicas[0].outputs)
     except (ValueError, TypeError, tf.errors.OpError):
         # Tensors between stages need not be split along the batch; then this guess is wrong.
         return None
@@ -207,10 +204,10 @@ def _whole_outputs(
 def _not_cut(traced: TracedStage, along: _Along, number: int, problem: str) -> str:
     return (
         f"output {number} of the last stage ({traced.stage.name!r}) {problem}; {along.parts} have "
-        f"{along.size} {along.of} in dim {along.dim} ({along.name}), so it is not "
+        f"{along.size} {along.element}s in dim {along.dim} ({along.option}), so it is not "
         f"cut along the {along.whole}, and joined it would not be what the whole {along.whole} "
-        f"gives; return it once for each {along.each}, or compute it after the pipeline, or return "
-        f"scalars with the loss inside the pipeline, which come back as one for {along.part}"
+        f"gives; return it once for each {along.element}, or compute it after the pipeline, or "
+        f"return scalars with the loss inside the pipeline, which come back as one for {along.part}"
     )
 
 

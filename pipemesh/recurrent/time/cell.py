@@ -15,6 +15,7 @@ from pipemesh.backend.structure import Gradient, Structure, is_differentiable
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import loop_scope
 from pipemesh.recurrent.passes.captures import name_of
+from pipemesh.recurrent.passes.tracing import specs_of
 
 
 class OutsideReads:
@@ -47,28 +48,30 @@ class OutsideReads:
 
     def read(self, captured: tf.Tensor) -> tuple[Any, tf.Tensor] | None:
         """Returns the handle and the value of the variable of a captured value, if it is of one."""
-        handles = (handle for handle, value in self._values.values() if value is captured)
-        handle = next(handles, None)
-        if handle is None or self._place is not None:
-            return None if handle is None else (handle, captured)
-        # An eager tape does not record operations in an `init_scope`.
-        return handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=captured.dtype)
+        for handle, value in self._values.values():
+            if value is captured:
+                if self._place is None:
+                    # An eager tape does not record operations in an `init_scope`.
+                    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=captured.dtype)
+                return handle, value
+        return None
 
 
 class TracedFunction:
-    """A function of flat tensors, called once with symbolic ones."""
+    """A function of nested tensors, called once with symbolic ones."""
 
-    def __init__(self, run: Callable[..., Any], specs: Sequence[tf.TensorSpec], what: str) -> None:
-        # `what`: names it in errors.
+    def __init__(self, run: Callable[..., Any], arguments: Sequence[Any], what: str) -> None:
+        # `arguments`: nested specs of the arguments of `run`.
         # `run`: returns nested tensors, None, or IndexedSlices.
+        # `what`: names it in errors.
         reads = OutsideReads()
 
-        def run_with_reads(*arguments: tf.Tensor) -> Any:
+        def run_with_reads(*flat: tf.Tensor) -> Any:
             with reads.instead():
-                return run(*arguments)
+                return run(*tf.nest.pack_sequence_as(arguments, flat))
 
         function = tf.function(run_with_reads, autograph=False)
-        self._function = function.get_concrete_function(*specs)
+        self._function = function.get_concrete_function(*tf.nest.flatten(arguments))
         graph = self._function.graph
         names = {id(v.handle): v.name for v in graph.variables}
         self._variables: dict[int, str] = {}
@@ -135,13 +138,14 @@ class TracedFunction:
         """Returns a name for one of `captures`; eager tensors have no name."""
         return name_of(capture, self._variables)
 
-    def __call__(self, *arguments: tf.Tensor, captures: Sequence[tf.Tensor] | None = None) -> Any:
+    def __call__(self, *arguments: Any, captures: Sequence[tf.Tensor] | None = None) -> Any:
         """Calls the function, with other values for `captures` if given."""
+        flat = tf.nest.flatten(arguments)
         if captures is None:
-            return self._function(*arguments)
+            return self._function(*flat)
         self._function.set_external_captures(list(captures))
         try:
-            return self._function(*arguments)
+            return self._function(*flat)
         finally:
             self._function.set_external_captures(self.captures)
 
@@ -150,35 +154,40 @@ def _is_ref_variable(tensor: tf.Tensor) -> bool:
     return getattr(getattr(tensor, "op", None), "type", None) in REF_VARIABLES
 
 
-T = TypeVar("T")
 _TIME = tf.TensorSpec([], tf.int32)
 
 
+class StepFunction(TracedFunction):
+    """A pure function of a time step (int32 scalar) and other arguments.
+
+    Random numbers inside depend on the time step.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], arguments: Sequence[Any], what: str, device: str
+    ) -> None:
+        # Outside tensors that its random numbers depend on.
+        self._keyed_by: list[tf.Tensor] = []
+
+        def run_in_scope(t: tf.Tensor, *rest: Any) -> Any:
+            with tf.device(device), loop_scope(tf.cast(t, tf.int64)) as self._keyed_by:
+                return run(t, *rest)
+
+        super().__init__(run_in_scope, [_TIME, *arguments], what)
+        self.check_pure(what)
+
+    def is_key(self, capture: tf.Tensor) -> bool:
+        """Returns True if one of `captures` is used for random numbers alone."""
+        return any(capture is key for key in self._keyed_by)
+
+
 class Arguments(NamedTuple):
-    """The arguments of a cell, as flat lists."""
+    """The arguments of a cell: of each the flat tensors, their specs, or their structure."""
 
-    theta: list[tf.Tensor]
-    state: list[tf.Tensor]
-    accumulators: list[tf.Tensor]
-    inputs: list[tf.Tensor]
-
-
-class ArgumentSpecs(NamedTuple):
-    """Shapes and dtypes of the arguments."""
-
-    theta: list[tf.TensorSpec]
-    state: list[tf.TensorSpec]
-    accumulators: list[tf.TensorSpec]
-    inputs: list[tf.TensorSpec]
-
-
-class Structures(NamedTuple):
-    """Nesting of the arguments."""
-
-    theta: Structure
-    state: Structure
-    accumulators: Structure
-    inputs: Structure
+    theta: Any
+    state: Any
+    accumulators: Any
+    inputs: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,39 +222,28 @@ class StepGradients(NamedTuple):
     inputs: Sequence[Any]
 
 
-class TracedCell:
-    """A cell function that was called once, with symbolic tensors."""
+class TracedCell(StepFunction):
+    """A cell function that was called once; it takes the time step and flat `Arguments`."""
 
-    def __init__(self, cell: Cell, structures: Structures, specs: ArgumentSpecs) -> None:
+    def __init__(self, cell: Cell, structures: Arguments, specs: Arguments) -> None:
         self.cell, self.structures, self.specs = cell, structures, specs
         self.extras = Structure((), "extras")  # Structure of the extras, known after tracing.
-        keyed_by: list[tf.Tensor] = []
 
-        def run(t: tf.Tensor, *flat: tf.Tensor) -> Step:
-            with tf.device(cell.device), loop_scope(tf.cast(t, tf.int64)) as outside:
-                keyed_by[:] = outside
-                step = self._call(Arguments(*groups(flat, specs)))
-                # An output that is an input gets its own name.
-                return Step(*([tf.identity(x) for x in part] for part in step))
+        def run(t: tf.Tensor, arguments: Arguments) -> Step:
+            del t
+            # An output that is an input gets its own name.
+            return Step(*([tf.identity(x) for x in part] for part in self._call(arguments)))
 
-        what = f"the cell {cell.name!r}"
-        self._step = TracedFunction(run, [_TIME, *_flat(specs)], what)
-        self._step.check_pure(what)
-        extras = self._step.results.extras
-        self.extras_specs = [tf.TensorSpec(x.shape, x.dtype) for x in extras]
-        self.captures = self._step.captures
-        self._check_captures(keyed_by)
+        super().__init__(run, [specs], f"the cell {cell.name!r}", cell.device)
+        self.extras_specs = specs_of(self.results.extras)
+        self._check_captures()
         self._check_draws()
-
-    def step(self, t: tf.Tensor, arguments: Arguments, captures: Sequence[tf.Tensor]) -> Step:
-        """Computes time step `t` (int32 scalar), with values for `captures`."""
-        return self._step(t, *_flat(arguments), captures=captures)
 
     def state_read(self) -> list[str]:
         """Returns the names of the state's tensors that a result of the cell depends on."""
         # The time is the first argument.
         begin = 1 + len(self.specs.theta)
-        used = self._step.used_arguments()
+        used = self.used_arguments()
         names = enumerate(self.structures.state.leaf_names, begin)
         return [name for number, name in names if number in used]
 
@@ -288,11 +286,11 @@ class TracedCell:
         template = Structure(like, "the argument extras")
         return template.tensors_like(template.tensors(like), extras, "what the cell has as extras")
 
-    def _check_captures(self, keyed_by: list[tf.Tensor]) -> None:
-        refused = [x for x in self.captures if not self._is_allowed(x, keyed_by)]
+    def _check_captures(self) -> None:
+        refused = [x for x in self.captures if not self._is_allowed(x)]
         if not refused:
             return
-        names = ", ".join(f"{self._step.name_of(x)} (shape {x.shape})" for x in refused)
+        names = ", ".join(f"{self.name_of(x)} (shape {x.shape})" for x in refused)
         alternative = (
             "allow_implicit_capture is only for cells without a cell_grad"
             if self.cell.gradient
@@ -304,25 +302,22 @@ class TracedCell:
             f"{alternative}"
         )
 
-    def _is_allowed(self, tensor: tf.Tensor, keyed_by: list[tf.Tensor]) -> bool:
-        if any(tensor is key for key in keyed_by):
-            return True
-        # Such as the global step, which has no gradient.
-        if self._step.is_variable(tensor) and not is_differentiable(tensor):
-            return True
-        return self.cell.may_capture(tensor)
+    def _is_allowed(self, tensor: tf.Tensor) -> bool:
+        # A variable without a gradient is such as the global step.
+        is_step = self.is_variable(tensor) and not is_differentiable(tensor)
+        return self.is_key(tensor) or is_step or self.cell.may_capture(tensor)
 
     def _check_draws(self) -> None:
         """Checks that no random draw keyed by a variable repeats at every time step."""
-        count = 1 + len(_flat(self.specs))
+        count = 1 + len(tf.nest.flatten(self.specs))
         variables = {
             count + number: capture
             for number, capture in enumerate(self.captures)
-            if self._step.is_variable(capture)
+            if self.is_variable(capture)
         }
         of_weights = range(1, 1 + len(self.specs.theta))
-        for used in self._step.draws():
-            keys = [self._step.name_of(variables[n]) for n in used if n in variables]
+        for used in self.draws():
+            keys = [self.name_of(variables[n]) for n in used if n in variables]
             if keys and not any(n < count and n not in of_weights for n in used):
                 raise PipelineError(
                     f"the cell {self.cell.name!r} draws random numbers that depend on the variable "
@@ -332,109 +327,93 @@ class TracedCell:
                 )
 
 
-class StepGradient:
-    """The gradient of one time step, which recomputes the cell."""
+def step_gradient(traced: TracedCell, with_extras: bool) -> StepFunction:
+    """Returns the gradient of one time step, which recomputes the cell.
 
-    def __init__(self, traced: TracedCell, with_extras: bool) -> None:
-        self._traced = traced
-        self._with_extras = with_extras
-        specs, cell = traced.specs, traced.cell
-        parts = [
-            *specs,
-            [tf.TensorSpec(x.shape, x.dtype) for x in traced.captures],
-            traced.extras_specs if cell.gradient else [],
-            [x for x in specs.state if is_differentiable(x)],
-            [x for x in traced.extras_specs if with_extras and is_differentiable(x)],
-        ]
+    Its arguments are the time step, the cell's arguments, captures, the extras for a gradient by
+    the user, and the gradients of the differentiable state and, if `with_extras`, extras.
+    """
+    specs, cell = traced.specs, traced.cell
 
-        def run(t: tf.Tensor, *flat: tf.Tensor) -> StepGradients:
-            *leading, captures, extras, d_state, d_extras = groups(flat, parts)
-            arguments = Arguments(*leading)
-            with tf.device(cell.device), loop_scope(tf.cast(t, tf.int64)):
-                if cell.gradient:
-                    grads = self._by_user(cell.gradient, arguments, extras, d_state)
-                else:
-                    grads = self._derived(t, arguments, captures, [*d_state, *d_extras])
-                state, inputs = (
-                    [None if g is None else tf.convert_to_tensor(g) for g in part]
-                    for part in (grads.state, grads.inputs)
-                )
-                return StepGradients(grads.theta, grads.captures, state, inputs)
-
-        what = f"the gradient of the cell {cell.name!r}"
-        self._function = TracedFunction(run, [_TIME, *(x for part in parts for x in part)], what)
-        self._function.check_pure(what)
-        # None where there is no gradient.
-        self.symbolic: StepGradients = self._function.results
-
-    def __call__(
-        self,
+    def run(
         t: tf.Tensor,
         arguments: Arguments,
-        captures: Sequence[tf.Tensor],
-        extras: Sequence[tf.Tensor],  # empty unless the user provides the gradient
-        d_state: Sequence[tf.Tensor],  # of the differentiable state tensors
-        d_extras: Sequence[tf.Tensor],  # of the differentiable extras, if `with_extras`
-    ) -> StepGradients:
-        """Computes the gradients of one time step."""
-        return self._function(t, *_flat(arguments), *captures, *extras, *d_state, *d_extras)
-
-    def _derived(
-        self, t: tf.Tensor, arguments: Arguments, captures: list[tf.Tensor], d_ys: list[tf.Tensor]
-    ) -> StepGradients:
-        outputs = self._traced.step(t, arguments, captures)
-        candidates = [*outputs.state, *(outputs.extras if self._with_extras else [])]
-        ys = [y for y in candidates if is_differentiable(y)]
-        sources = [arguments.theta, captures, arguments.state, arguments.inputs]
-        xs = [x for part in sources for x in part if is_differentiable(x)]
-        grads = iter(tf.gradients(ys, xs, d_ys) if ys and xs else [None] * len(xs))
-        return StepGradients(
-            *([next(grads) if is_differentiable(x) else None for x in part] for part in sources)
-        )
-
-    def _by_user(
-        self,
-        gradient: Callable[..., Sequence[Any]],
-        arguments: Arguments,
+        captures: list[tf.Tensor],
         extras: list[tf.Tensor],
         d_state: list[tf.Tensor],
+        d_extras: list[tf.Tensor],
     ) -> StepGradients:
-        structures, specs, name = (
-            self._traced.structures,
-            self._traced.specs,
-            self._traced.cell.name,
-        )
-        d_values = iter(d_state)
-        d_state1 = [
-            next(d_values) if is_differentiable(x) else tf.zeros_like(x) for x in arguments.state
-        ]
-        returned = gradient(
-            structures.theta.pack(arguments.theta),
-            structures.state.pack(arguments.state),
-            structures.inputs.pack(arguments.inputs),
-            self._traced.extras.pack(extras),
-            structures.state.pack(d_state1),
-        )
-        if not isinstance(returned, (tuple, list)) or len(returned) not in (3, 4):
-            raise PipelineError(
-                f"the cell_grad of {name!r} must return (dtheta, dstate0, dinputs), or these and "
-                "None"
+        if cell.gradient:
+            theta, state, inputs = _by_user(traced, arguments, extras, d_state)
+            of_captures: list[Gradient] = [None for _ in captures]
+        else:
+            step = traced(t, arguments, captures=captures)
+            theta, of_captures, state, inputs = _derived(
+                [*step.state, *(step.extras if with_extras else [])],
+                [arguments.theta, captures, arguments.state, arguments.inputs],
+                [*d_state, *d_extras],
             )
-        if any(leaf is not None for leaf in tf.nest.flatten(returned[3:])):
-            raise PipelineError(
-                f"the cell_grad of {name!r} returned gradients of captured tensors, but a cell "
-                "with a cell_grad cannot capture any; pass them in theta"
-            )
-        return StepGradients(
-            structures.theta.gradients(specs.theta, returned[0], "dtheta"),
-            [None for _ in self._traced.captures],
-            structures.state.gradients(specs.state, returned[1], "dstate0"),
-            structures.inputs.gradients(specs.inputs, returned[2], "dinputs"),
-        )
+        return StepGradients(theta, of_captures, _dense(state), _dense(inputs))
+
+    parts = [
+        specs,
+        specs_of(traced.captures),
+        traced.extras_specs if cell.gradient else [],
+        [x for x in specs.state if is_differentiable(x)],
+        [x for x in traced.extras_specs if with_extras and is_differentiable(x)],
+    ]
+    return StepFunction(run, parts, f"the gradient of the cell {cell.name!r}", cell.device)
 
 
-def _flat(arguments: Iterable[Iterable[T]]) -> list[T]:
-    return [leaf for part in arguments for leaf in part]
+def _by_user(
+    traced: TracedCell, arguments: Arguments, extras: list[tf.Tensor], d_state: list[tf.Tensor]
+) -> list[list[Gradient]]:
+    """Returns the gradients of theta, state and inputs by the user's function."""
+    structures, cell = traced.structures, traced.cell
+    assert cell.gradient is not None
+    d_values = iter(d_state)
+    d_state1 = [
+        next(d_values) if is_differentiable(x) else tf.zeros_like(x) for x in arguments.state
+    ]
+    returned = cell.gradient(
+        structures.theta.pack(arguments.theta),
+        structures.state.pack(arguments.state),
+        structures.inputs.pack(arguments.inputs),
+        traced.extras.pack(extras),
+        structures.state.pack(d_state1),
+    )
+    if not isinstance(returned, (tuple, list)) or len(returned) not in (3, 4):
+        raise PipelineError(
+            f"the cell_grad of {cell.name!r} must return (dtheta, dstate0, dinputs), or these and "
+            "None"
+        )
+    if any(leaf is not None for leaf in tf.nest.flatten(returned[3:])):
+        raise PipelineError(
+            f"the cell_grad of {cell.name!r} returned gradients of captured tensors, but a cell "
+            "with a cell_grad cannot capture any; pass them in theta"
+        )
+    return [
+        structures.theta.gradients(traced.specs.theta, returned[0], "dtheta"),
+        structures.state.gradients(traced.specs.state, returned[1], "dstate0"),
+        structures.inputs.gradients(traced.specs.inputs, returned[2], "dinputs"),
+    ]
+
+
+def _derived(
+    ys: Sequence[tf.Tensor], sources: Sequence[Sequence[tf.Tensor]], d_ys: Sequence[tf.Tensor]
+) -> list[list[Gradient]]:
+    """Returns the gradients of lists of tensors, given those of the differentiable `ys`."""
+    ys = [y for y in ys if is_differentiable(y)]
+    xs = [x for part in sources for x in part if is_differentiable(x)]
+    grads = iter(tf.gradients(ys, xs, list(d_ys)) if ys and xs else [None] * len(xs))
+    return [[next(grads) if is_differentiable(x) else None for x in part] for part in sources]
+
+
+def _dense(gradients: Sequence[Gradient]) -> list[tf.Tensor | None]:
+    return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+
+
+T = TypeVar("T")
 
 
 def groups(flat: Iterable[T], like: Iterable[Sequence[object]]) -> Iterator[list[T]]:
@@ -444,33 +423,97 @@ def groups(flat: Iterable[T], like: Iterable[Sequence[object]]) -> Iterator[list
         yield [next(values) for _ in part]
 
 
-class StopCondition:
-    """A condition that is checked before each time step; it stops when all elements are true."""
+def stop_condition(
+    stop_fn: Callable[[tf.Tensor, Any, Any], Any], structures: Arguments, specs: Arguments
+) -> TracedFunction:
+    """Returns a function of time step, theta and state: True (a bool scalar) to stop before it."""
+
+    def run(t: tf.Tensor, theta: list[tf.Tensor], state: list[tf.Tensor]) -> tf.Tensor:
+        packed = structures.theta.pack(theta), structures.state.pack(state)
+        stop = tf.convert_to_tensor(stop_fn(tf.cast(t, tf.int64), *packed))
+        if stop.dtype != tf.bool:
+            raise PipelineError(f"stop_fn returned {stop.dtype.name}; it must return bool")
+        return tf.reduce_all(stop)
+
+    return TracedFunction(run, [_TIME, specs.theta, specs.state], "stop_fn")
+
+
+class CellOutGradients(NamedTuple):
+    """Gradients of the inputs of the function, flat; None where there is none."""
+
+    state: list[tf.Tensor | None]
+    captures: list[Gradient]
+
+
+class CellOut(StepFunction):
+    """A function from a cell's state to the inputs of the layer above, traced once."""
 
     def __init__(
         self,
-        stop_fn: Callable[[tf.Tensor, Any, Any], Any],  # of t, theta and state
-        structures: Structures,
-        specs: ArgumentSpecs,
+        name: str,
+        forward: Callable[[Any], Any],
+        gradient: Callable[[Any], Any] | None,  # of the state, given that of the results
+        state: Structure,
+        specs: Sequence[tf.TensorSpec],
+        device: str,
     ) -> None:
-        def run(t: tf.Tensor, *flat: tf.Tensor) -> tf.Tensor:
-            theta = structures.theta.pack(flat[: len(specs.theta)])
-            state = structures.state.pack(flat[len(specs.theta) :])
-            stop = tf.convert_to_tensor(stop_fn(tf.cast(t, tf.int64), theta, state))
-            if stop.dtype != tf.bool:
-                raise PipelineError(f"stop_fn returned {stop.dtype.name}; it must return bool")
-            return tf.reduce_all(stop)
+        self.name, self.gradient, self.device = name, gradient, device
+        self.state, self.state_specs = state, specs
+        self.structure = Structure((), name)
 
-        time = tf.TensorSpec([], tf.int32)
-        self._function = TracedFunction(run, [time, *specs.theta, *specs.state], "stop_fn")
-        self.captures = self._function.captures
+        def run(t: tf.Tensor, flat: list[tf.Tensor]) -> list[tf.Tensor]:
+            del t
+            outputs = forward(state.pack(flat))
+            self.structure = Structure(outputs, f"what {name} returned")
+            # An output that is an input gets its own name.
+            return [tf.identity(x) for x in self.structure.tensors(outputs)]
 
-    def __call__(
-        self,
+        super().__init__(run, [specs], name, device)
+        self.specs = specs_of(self.results)
+        if not self.specs:
+            raise PipelineError(f"{name} returned no tensor; the layer above needs inputs")
+        for spec, leaf in zip(self.specs, self.structure.leaf_names, strict=True):
+            if not spec.shape.is_fully_defined():
+                raise PipelineError(
+                    f"{leaf} has shape {spec.shape}; layers need inputs of static shapes: set it "
+                    "with tf.ensure_shape"
+                )
+        captured = [x for x in self.captures if not self.is_key(x)]
+        if gradient is not None and captured:
+            names = ", ".join(map(self.name_of, captured))
+            raise PipelineError(
+                f"{name} uses tensors that it was not given: {names}; they would get no gradient, "
+                "since the gradient is given by hand; leave it out or put them in the state"
+            )
+
+
+def cell_out_gradient(out: CellOut) -> StepFunction:
+    """Returns the gradient of a `CellOut`, for one time step.
+
+    Its arguments are the time step, the flat state, captures, and the gradients of the
+    differentiable outputs.
+    """
+
+    def run(
         t: tf.Tensor,
-        theta: Sequence[tf.Tensor],
-        state: Sequence[tf.Tensor],
-        captures: Sequence[tf.Tensor],
-    ) -> tf.Tensor:
-        """Returns True (a bool scalar) to stop before time `t` (int32 scalar)."""
-        return self._function(t, *theta, *state, captures=captures)
+        state: list[tf.Tensor],
+        captures: list[tf.Tensor],
+        d_outputs: list[tf.Tensor],
+    ) -> CellOutGradients:
+        if out.gradient is None:
+            outputs = out(t, state, captures=captures)
+            of_state, of_captures = _derived(outputs, [state, captures], d_outputs)
+            return CellOutGradients(_dense(of_state), of_captures)
+        d_values = iter(d_outputs)
+        full = [
+            next(d_values) if is_differentiable(spec) else tf.zeros(spec.shape, spec.dtype)
+            for spec in out.specs
+        ]
+        returned = out.gradient(out.structure.pack(full))
+        what = f"what the gradient of {out.name} returned"
+        of_state = out.state.gradients(out.state_specs, returned, what)
+        return CellOutGradients(_dense(of_state), [None for _ in captures])
+
+    d_specs = [spec for spec in out.specs if is_differentiable(spec)]
+    parts = [out.state_specs, specs_of(out.captures), d_specs]
+    return StepFunction(run, parts, f"the gradient of {out.name}", out.device)

@@ -13,16 +13,14 @@ from pipemesh.errors import PipelineError
 from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.time.cell import (
     Arguments,
-    ArgumentSpecs,
     Cell,
-    StopCondition,
-    Structures,
     TracedCell,
+    stop_condition,
 )
 from pipemesh.recurrent.time.time_loop import (
     Span,
     TimeLoop,
-    extras_shapes,
+    check_lengths,
     padding_bounds,
     run_loop,
     sequence_length,
@@ -59,14 +57,13 @@ def Recurrent(
 
     The cell is traced once, and the graph does not grow with the length. The backward pass
     recomputes each time step from its stored state. Gradients of half-precision theta are summed in
-    float32. You can call it in TF1 graphs, in a `tf.function` and eagerly. Eager calls trace the
-    cell each time, so a `tf.function` around them is faster. The signature is that of
-    `lingvo.core.recurrent.Recurrent`; the README of this package lists the differences.
+    float32. Eager calls trace the cell each time, so a `tf.function` around them is faster. The
+    signature is that of `lingvo.core.recurrent.Recurrent`; the README of this package lists the
+    differences.
 
     All of theta, states, inputs and extras are nested structures: dicts, lists, tuples, lingvo's
-    NestedMap. None may replace a tensor and is kept. Tensors of integers and other
-    dtypes without derivatives have no gradient. A cell gets the same containers, with its own
-    tensors.
+    NestedMap. None may replace a tensor. Tensors without derivatives, such as integers, have no
+    gradient.
 
     Args:
         theta: weights.
@@ -125,7 +122,7 @@ def Recurrent(
     accumulators0 = (
         accumulator_layer.GetAccumulatorValues() if accumulator_layer is not None else ()
     )
-    structures = Structures(
+    structures = Arguments(
         Structure(theta, "theta"),
         Structure(state0, "state0"),
         Structure(accumulators0, "the accumulators"),
@@ -147,13 +144,12 @@ def Recurrent(
             inputs=_of_one_length(arguments.inputs, structures.inputs.leaf_names)
         )
         step_inputs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in arguments.inputs]
-        of_theta, of_state, of_accumulators = map(specs_of, arguments[:3])
-        specs = ArgumentSpecs(of_theta, of_state, of_accumulators, step_inputs)
+        specs = Arguments(*[*map(specs_of, arguments[:3]), step_inputs])
         device = tf.zeros([]).device
         cell = Cell(name, cell_fn, cell_grad, accumulator_layer, extras, may_capture, device)
         traced = TracedCell(cell, structures, specs)
-        stop = StopCondition(stop_fn, structures, specs) if stop_fn else None
-        loop = TimeLoop(traced, stop, return_acc_extras, extras_shapes(traced, extras))
+        stop = stop_condition(stop_fn, structures, specs) if stop_fn else None
+        loop = TimeLoop(traced, stop, return_acc_extras)
         keep_alive(loop)
         packed = structures.inputs.pack(arguments.inputs)
         bounds = padding_bounds(packed, sequence_length(arguments.inputs))
@@ -169,24 +165,16 @@ def Recurrent(
 
 def _of_one_length(inputs: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:
     """Returns the inputs after a check that their dim 0 is the same."""
-    if not inputs:
-        raise PipelineError("the inputs have no tensor in them; dim 0 of the inputs is time")
-    for x, name in zip(inputs, names, strict=True):
-        if x.shape.rank is None or x.shape.rank == 0:
-            raise PipelineError(f"{name} has shape {x.shape}; it needs a dim 0, which is time")
-    known = {
-        name: x.shape[0] for x, name in zip(inputs, names, strict=True) if x.shape[0] is not None
-    }
-    if len(set(known.values())) > 1:
-        lengths = ", ".join(f"{name}: {length}" for name, length in known.items())
-        raise PipelineError(f"the inputs differ in dim 0, which is time: {lengths}")
-    if len(known) == len(inputs) or len(inputs) == 1:
+    check_lengths(inputs, names)
+    unknown = [number for number, x in enumerate(inputs) if x.shape[0] is None]
+    if not unknown or len(inputs) == 1:
         return inputs
     length = sequence_length(inputs)
     checks = [
-        tf.debugging.assert_equal(tf.shape(x)[0], length, f"{name} has another length in time")
-        for x, name in zip(inputs, names, strict=True)
-        if x.shape[0] is None
+        tf.debugging.assert_equal(
+            tf.shape(inputs[number])[0], length, f"{names[number]} has another length in time"
+        )
+        for number in unknown
     ]
     with tf.control_dependencies([check for check in checks if check is not None]):
         return [tf.identity(x) for x in inputs]

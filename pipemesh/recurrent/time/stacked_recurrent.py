@@ -17,18 +17,16 @@ from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.stage import Stage
 from pipemesh.recurrent.time.cell import (
     Arguments,
-    ArgumentSpecs,
     Cell,
-    Structures,
+    CellOut,
     TracedCell,
     groups,
 )
 from pipemesh.recurrent.time.time_loop import (
     Captures,
-    CellOut,
     Span,
     TimeLoop,
-    extras_shapes,
+    check_lengths,
     padding_bounds,
     run_loop,
 )
@@ -65,18 +63,24 @@ class LayerStage:
         accumulators = layer.GetAccumulatorValues() if layer is not None else ()
         parts = (arguments.theta, arguments.state0, accumulators)
         names = (f"thetas[{number}]", f"init_states[{number}]", f"the accumulators of {number}")
-        of_parts = [Structure(part, name) for part, name in zip(parts, names, strict=True)]
-        self.structures = Structures(of_parts[0], of_parts[1], of_parts[2], inputs)
+        of_parts = list(map(Structure, parts, names))
+        self.structures = Arguments(*[*of_parts, inputs])
         with tf.device(arguments.device):
-            self._theta, self._state0, values = (
+            self._theta, state, values = (
                 structure.tensors(part) for structure, part in zip(of_parts, parts, strict=True)
             )
-        self._accumulators0 = [tf.stop_gradient(x) for x in values]
-        if unused_state:
-            self._state0 = [tf.stop_gradient(x) for x in self._state0]
-        self._check_state()
-        of_theta, of_state, of_accumulators = map(specs_of, self._given())
-        specs = ArgumentSpecs(of_theta, of_state, of_accumulators, list(input_specs))
+        if not state:
+            raise PipelineError(
+                f"{names[1]} has no tensor in it, so that there is nothing to compute"
+            )
+        for structure, tensors in zip(of_parts, (self._theta, state, values), strict=True):
+            _check_static(structure.leaf_names, tensors)
+        # State and accumulators before the first time step.
+        self._carry = [
+            [tf.stop_gradient(x) for x in state] if unused_state else state,
+            [tf.stop_gradient(x) for x in values],
+        ]
+        specs = Arguments(*[*map(specs_of, [self._theta, *self._carry]), list(input_specs)])
         function = arguments.cell_fn
         cell = Cell(
             f"{getattr(function, '__name__', type(function).__name__)} of layer {number}",
@@ -95,33 +99,23 @@ class LayerStage:
                 f"but what the cell {cell.name!r} returns depends on {', '.join(read)}; leave "
                 "unused_acc_state out"
             )
+        # Structure of its outputs to the layer above; None for the last layer.
+        self.outputs, self.output_specs = None, []
         out = None
         if arguments.cell_out is not None:
-            name = f"cell_outs[{number}]"
-            state = self.structures.state
             out = CellOut(
-                name, arguments.cell_out, arguments.cell_out_grad, state, specs.state, cell.device
+                f"cell_outs[{number}]",
+                arguments.cell_out,
+                arguments.cell_out_grad,
+                self.structures.state,
+                specs.state,
+                cell.device,
             )
-        # Structure of its outputs to the layer above; None for the last layer.
-        self.outputs = out.structure if out else None
-        self.output_specs = out.specs if out else []
+            self.outputs, self.output_specs = out.structure, out.specs
         # A user-defined gradient may read more than the cell does.
         reads_state = bool(read) or (cell.gradient is not None and not unused_state)
-        self._loop = TimeLoop(traced, None, False, extras_shapes(traced, None), out, reads_state)
+        self._loop = TimeLoop(traced, out=out, reads_state=reads_state)
         keep_alive(self)
-
-    def _given(self) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        return self._theta, self._state0, self._accumulators0
-
-    def _check_state(self) -> None:
-        if not self._state0:
-            raise PipelineError(
-                f"init_states[{self._arguments.number}] has no tensor in it, so that there is "
-                "nothing to compute"
-            )
-        for part, structure in zip(self._given(), self.structures, strict=False):
-            for tensor, leaf in zip(part, structure.leaf_names, strict=True):
-                check_static(leaf, tensor)
 
     def stage(self, bounds: Sequence[tf.Tensor], chunk: int) -> Stage:
         """Returns the stage for chunks of time between `bounds`, the second one excluded."""
@@ -131,7 +125,7 @@ class LayerStage:
         def forward(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
             del step
             theta, cell_captures, out_captures, (begin, end) = groups(theta, weights)
-            state, accumulators = groups(carry, self._given()[1:])
+            state, accumulators = groups(carry, self._carry)
             first = tf.cast(microbatch, tf.int32) * chunk
             span = Span(
                 first,
@@ -152,14 +146,14 @@ class LayerStage:
             self._loop.cell.cell.name,
             forward,
             [x for part in weights for x in part],
-            [*self._state0, *self._accumulators0],
+            [x for part in self._carry for x in part],
             self._arguments.device,
             recurrent=True,
         )
 
     def finish(self, carry: Sequence[tf.Tensor]) -> Any:
         """Gives the accumulators to their layer and returns the nested final state."""
-        state, accumulators = groups(carry, self._given()[1:])
+        state, accumulators = groups(carry, self._carry)
         if self._arguments.accumulator_layer is not None:
             values = [tf.stop_gradient(x) for x in accumulators]
             packed = self.structures.accumulators.pack(values)
@@ -167,14 +161,14 @@ class LayerStage:
         return self.structures.state.pack(state)
 
 
-def check_static(name: str, tensor: tf.Tensor) -> None:
-    """Raises a PipelineError if a tensor has no static shape."""
-    if not tensor.shape.is_fully_defined():
-        raise PipelineError(
-            f"{name} has shape {tensor.shape}; StackedRecurrent needs static shapes, time "
-            "included: pad to a fixed length (padding steps are skipped) and set the shape with "
-            "tf.ensure_shape, or apply Recurrent layer by layer, which takes any length"
-        )
+def _check_static(names: Sequence[str], tensors: Sequence[tf.Tensor]) -> None:
+    for name, tensor in zip(names, tensors, strict=True):
+        if not tensor.shape.is_fully_defined():
+            raise PipelineError(
+                f"{name} has shape {tensor.shape}; StackedRecurrent needs static shapes, time "
+                "included: pad to a fixed length (padding steps are skipped) and set the shape "
+                "with tf.ensure_shape, or apply Recurrent layer by layer, which takes any length"
+            )
 
 
 Nested = Any
@@ -211,56 +205,48 @@ def StackedRecurrent(
         return cell_outs[N - 1](over_time), states
 
     The layers are the stages of a pipeline, and chunks of time are its microbatches: while a layer
-    computes a chunk, the layer below computes the next one. The state goes from chunk to chunk, and
-    its gradient back. Within a chunk a layer is a loop of the graph, as in `Recurrent`: the
-    backward pass recomputes each time step from its stored state. The graph does not grow with the
-    length. Random numbers under `plan_free_randomness` are keyed by the time step.
+    computes a chunk, the layer below computes the next one. Within a chunk a layer is a loop of the
+    graph, as in `Recurrent`: the backward pass recomputes each time step from its stored state.
+    Random numbers under `plan_free_randomness` are keyed by the time step.
 
-    Call it in a `tf.function` or a TF1 graph. The signature is that of
-    `lingvo.core.recurrent.StackedRecurrent`; the README of this package lists the differences.
-
-    Nested structures are as in `Recurrent`. All shapes must be static, including the length in
-    time. Any length is supported.
+    Call it in a `tf.function` or a TF1 graph. All shapes must be static, including the length in
+    time. The signature is that of `lingvo.core.recurrent.StackedRecurrent`; the README of this
+    package lists the differences. Nested structures, cells and their gradients are as in
+    `Recurrent`. Each of `cell_fns`, `cell_grads`, `cell_outs` and `cell_out_grads` is a list with
+    one per layer, or one for all.
 
     Args:
         devices: names of TensorFlow devices, one per layer; layers may share one.
-        cell_fns: the cells, as for `Recurrent`; a list with one per layer, or one for all.
-        cell_grads: gradients of one time step of the cells, as for `Recurrent`; None derives them
-            automatically. A list, or one for all.
+        cell_fns: the cells.
+        cell_grads: gradients of one time step of the cells; None derives them automatically.
         cell_outs: functions from a layer's state at one time step to the inputs of the layer above,
-            nested tensors; a list, or one for all. The last one gets all states over time at once,
-            so it should only rename tensors or compute element by element.
+            nested tensors. The last one gets all states over time at once, so it should only rename
+            tensors or compute element by element.
         cell_out_grads: gradients of `cell_outs`: each takes the gradient of its outputs and returns
-            a gradient of the state, which is added to the others; None derives it automatically. A
-            list, or one for all. The last one is ignored, because TensorFlow computes that
-            gradient.
+            a gradient of the state, which is added to the others; None derives it automatically.
+            The last one is ignored, because TensorFlow computes that gradient.
         thetas: the weights of each layer.
         init_states: the state of each layer before the first time step.
-        inputs: of the first layer, tensors whose dim 0 is time. They may be a dict with the key
-            `padding`, of shape [time, ...], where True or a nonzero number means padding. All
-            layers skip leading and trailing time steps that are padding for all examples: states
-            stay unchanged, and the last layer's states over time are zeros there.
-        accumulator_layers: for each layer an object with `GetAccumulatorValues` and
-            `SetAccumulatorValues`, or None. Accumulators go from time step to time step, without
-            gradient, and to the object.
+        inputs: of the first layer, tensors whose dim 0 is time, with `padding` as in `Recurrent`:
+            all layers skip leading and trailing time steps that are padding for all examples.
+            States stay unchanged, and the last layer's states over time are zeros there.
+        accumulator_layers: for each layer an object as in `Recurrent`, or None.
         unused_acc_state: promises that no cell reads its input state. Then only inputs are kept for
             the backward pass, and `init_states` get no gradient.
         num_chunks: number of chunks of time; the results do not depend on it. More chunks reduce
             the idle share of the devices, `(N - 1) / (num_chunks + N - 1)`, but add overhead. The
             default is four per layer, at most one per time step, and one if all layers share a
             device. All chunks but the last have the same length, so there may be fewer.
-        remat: `none` keeps the states of all time steps for the backward pass, as `Recurrent` does;
-            `full` keeps only the states between chunks and recomputes the others.
+        remat: `none` keeps the states of all time steps for the backward pass; `full` keeps only
+            the states between chunks and recomputes the others.
 
     Returns:
         The result of the last of `cell_outs` for the last layer's states over time, and the list of
         the layers' final states.
 
     Raises:
-        PipelineError: lists differ in length, a shape is not static, or no graph is being built. Or
-            a cell has side effects, reads variables in a branch or a loop, captures tensors
-            although it has a cell_grad, reads the state despite `unused_acc_state`, or returns an
-            invalid structure.
+        PipelineError: lists differ in length, a shape is not static, no graph is being built, a
+            cell reads the state despite `unused_acc_state`; or as in `Recurrent`.
 
     Example:
         >>> import tensorflow as tf
@@ -284,13 +270,13 @@ def StackedRecurrent(
     """
     layers = _layers(
         devices,
-        cell_fns,
-        cell_grads,
-        cell_outs,
-        cell_out_grads,
-        thetas,
-        init_states,
-        accumulator_layers,
+        cell_fns=cell_fns,
+        cell_grads=cell_grads,
+        cell_outs=cell_outs,
+        cell_out_grads=cell_out_grads,
+        thetas=thetas,
+        init_states=init_states,
+        accumulator_layers=accumulator_layers,
     )
     if tf.executing_eagerly():
         raise PipelineError("StackedRecurrent is part of a graph; call it inside a tf.function")
@@ -298,7 +284,9 @@ def StackedRecurrent(
     with tf.name_scope("stacked_recurrent"):
         with tf.device(devices[0]):
             sequence = structure.tensors(inputs)
-            length = _length(sequence, structure.leaf_names)
+            _check_static(structure.leaf_names, sequence)
+            check_lengths(sequence, structure.leaf_names)
+            length = static_sizes(sequence[0])[0]
             bounds = padding_bounds(structure.pack(sequence), tf.constant(length))
             count, chunk = _cut(length, num_chunks, devices)
             padded = [_pad(x, count * chunk - length) for x in sequence]
@@ -321,52 +309,26 @@ def StackedRecurrent(
             return _per_layer(cell_outs, "cell_outs", len(devices))[-1](output), states
 
 
-def _layers(
-    devices: Sequence[str],
-    cell_fns: PerLayer,
-    cell_grads: PerLayer,
-    cell_outs: PerLayer,
-    cell_out_grads: PerLayer,
-    thetas: Sequence[Nested],
-    init_states: Sequence[Nested],
-    accumulator_layers: Sequence[Any] | None,
-) -> list[LayerArguments]:
+def _layers(devices: Sequence[str], **arguments: PerLayer) -> list[LayerArguments]:
     """Returns the user's arguments for each layer."""
     count = len(devices)
     if count == 0:
         raise PipelineError("there are no devices; a stack needs at least one layer")
-    for name, argument in (("thetas", thetas), ("init_states", init_states)):
-        if not isinstance(argument, (list, tuple)):
-            raise PipelineError(
-                f"{name} is {type(argument).__name__}; it must be a list of {count}"
-            )
-    if len(thetas) != count:
-        raise PipelineError(
-            f"{count} devices, but {len(thetas)} thetas; each layer needs one of both"
-        )
-    meters = [None] * count if accumulator_layers is None else list(accumulator_layers)
-    present = [id(x) for x in meters if x is not None]
+    for name in ("thetas", "init_states"):
+        if not isinstance(arguments[name], (list, tuple)):
+            kind = type(arguments[name]).__name__
+            raise PipelineError(f"{name} is {kind}; it must be a list of {count}")
+    columns = [_per_layer(argument, name, count) for name, argument in arguments.items()]
+    layers = [
+        LayerArguments(number, *parts)
+        for number, parts in enumerate(zip(devices, *columns, strict=True))
+    ]
+    present = [id(x) for x in columns[-1] if x is not None]
     if len(set(present)) < len(present):
         raise PipelineError(
             "accumulator_layers has the same layer twice, whose accumulators would be those of one "
             "of them; give each layer of the stack its own"
         )
-    columns = [
-        _per_layer(argument, name, count)
-        for name, argument in (
-            ("cell_fns", cell_fns),
-            ("cell_grads", cell_grads),
-            ("cell_outs", cell_outs),
-            ("cell_out_grads", cell_out_grads),
-            ("thetas", thetas),
-            ("init_states", init_states),
-            ("accumulator_layers", meters),
-        )
-    ]
-    layers = [
-        LayerArguments(number, *parts)
-        for number, parts in enumerate(zip(devices, *columns, strict=True))
-    ]
     # The outputs of the last layer leave the pipeline, so TensorFlow computes their gradient.
     layers[-1] = layers[-1]._replace(cell_out=None, cell_out_grad=None)
     return layers
@@ -381,21 +343,6 @@ def _per_layer(argument: PerLayer, name: str, count: int) -> list[Any]:
             f"{len(argument)} {name}, but {count} devices; each layer needs one of both"
         )
     return list(argument)
-
-
-def _length(inputs: Sequence[tf.Tensor], names: Sequence[str]) -> int:
-    """Returns the number of time steps."""
-    if not inputs:
-        raise PipelineError("the inputs have no tensor in them; dim 0 of the inputs is time")
-    for tensor, name in zip(inputs, names, strict=True):
-        check_static(name, tensor)
-        if tensor.shape.rank == 0:
-            raise PipelineError(f"{name} is a scalar; it needs a dim 0, which is time")
-    lengths = {name: static_sizes(x)[0] for x, name in zip(inputs, names, strict=True)}
-    if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise PipelineError(f"the inputs differ in dim 0, which is time: {listed}")
-    return next(iter(lengths.values()))
 
 
 def _cut(length: int, num_chunks: int | None, devices: Sequence[str]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,21 +11,23 @@ import tensorflow as tf
 
 from pipemesh.backend.gradients import custom_gradient, without_colocation
 from pipemesh.backend.graphs import keep_alive
-from pipemesh.backend.structure import Gradient, Structure, is_differentiable
+from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import loop_scope
 from pipemesh.recurrent.options import sum_dtype
 from pipemesh.recurrent.time.cell import (
     Arguments,
-    StepGradient,
+    CellOut,
+    CellOutGradients,
     StepGradients,
-    StopCondition,
     TracedCell,
     TracedFunction,
+    cell_out_gradient,
     groups,
+    step_gradient,
 )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
     """Tensors with one row per time step, written row by row, as one loop variable each.
 
@@ -33,17 +35,10 @@ class Rows:
     was written, the result is still a tensor of zeros.
     """
 
-    def __init__(
-        self,
-        row_shape: tf.Tensor | np.ndarray,  # int32; -1 for a size unknown before the first row
-        static_shape: tf.TensorShape,
-        dtype: tf.DType,
-        size: tf.Tensor,
-    ) -> None:
-        self._row_shape = row_shape
-        self._static_shape = static_shape
-        self._dtype = dtype
-        self._size = size
+    row_shape: tf.Tensor | np.ndarray  # int32; -1 for a size unknown before the first row
+    static_shape: tf.TensorShape
+    dtype: tf.DType
+    size: tf.Tensor
 
     @classmethod
     def like(cls, row: tf.Tensor, size: tf.Tensor) -> Rows:
@@ -53,7 +48,7 @@ class Rows:
     def new(self) -> tf.Tensor:
         """Returns a handle of rows of zeros."""
         return tf.raw_ops.TensorListReserve(
-            element_shape=self._row_shape, num_elements=self._size, element_dtype=self._dtype
+            element_shape=self.row_shape, num_elements=self.size, element_dtype=self.dtype
         )
 
     def write(self, handle: tf.Tensor, number: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
@@ -65,148 +60,18 @@ class Rows:
         row = tf.raw_ops.TensorListGetItem(
             input_handle=handle,
             index=number,
-            element_shape=self._row_shape,
-            element_dtype=self._dtype,
+            element_shape=self.row_shape,
+            element_dtype=self.dtype,
         )
-        return tf.ensure_shape(row, self._static_shape)
+        return tf.ensure_shape(row, self.static_shape)
 
     def stack(self, handle: tf.Tensor) -> tf.Tensor:
         """Returns all rows as one tensor; unwritten rows are zeros."""
         stacked = tf.raw_ops.TensorListStack(
-            input_handle=handle, element_shape=self._row_shape, element_dtype=self._dtype
+            input_handle=handle, element_shape=self.row_shape, element_dtype=self.dtype
         )
-        size = tf.get_static_value(self._size)
-        return tf.ensure_shape(stacked, tf.TensorShape([size]).concatenate(self._static_shape))
-
-
-_TIME = tf.TensorSpec([], tf.int32)
-
-
-class CellOutGradients(NamedTuple):
-    """Gradients of the inputs of the function, flat; None where there is none."""
-
-    state: list[tf.Tensor | None]
-    captures: list[Gradient]
-
-
-class CellOut:
-    """A function from a cell's state to the inputs of the layer above, traced once."""
-
-    def __init__(
-        self,
-        name: str,
-        forward: Callable[[Any], Any],
-        gradient: Callable[[Any], Any] | None,  # of the state, given that of the results
-        state: Structure,
-        specs: Sequence[tf.TensorSpec],
-        device: str,
-    ) -> None:
-        self.name, self.gradient, self.device = name, gradient, device
-        self.state, self.state_specs = state, specs
-        self.structure = Structure((), name)
-        keyed_by: list[tf.Tensor] = []
-
-        def run(t: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
-            with tf.device(device), loop_scope(tf.cast(t, tf.int64)) as outside:
-                keyed_by[:] = outside
-                outputs = forward(state.pack(flat))
-                self.structure = Structure(outputs, f"what {name} returned")
-                # An output that is an input gets its own name.
-                return [tf.identity(x) for x in self.structure.tensors(outputs)]
-
-        self._function = TracedFunction(run, [_TIME, *specs], name)
-        self._function.check_pure(name)
-        self.captures = self._function.captures
-        self.specs = [tf.TensorSpec(x.shape, x.dtype) for x in self._function.results]
-        if not self.specs:
-            raise PipelineError(f"{name} returned no tensor; the layer above needs inputs")
-        for spec, leaf in zip(self.specs, self.structure.leaf_names, strict=True):
-            if not spec.shape.is_fully_defined():
-                raise PipelineError(
-                    f"{leaf} has shape {spec.shape}; layers need inputs of static shapes: set it "
-                    "with tf.ensure_shape"
-                )
-        captured = [x for x in self.captures if not any(x is key for key in keyed_by)]
-        if gradient is not None and captured:
-            names = ", ".join(self._function.name_of(x) for x in captured)
-            raise PipelineError(
-                f"{name} uses tensors that it was not given: {names}; they would get no gradient, "
-                "since the gradient is given by hand; leave it out or put them in the state"
-            )
-
-    def __call__(
-        self, t: tf.Tensor, state: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Computes the function for time `t` (int32 scalar)."""
-        return self._function(t, *state, captures=captures)
-
-    def rows(self, size: tf.Tensor) -> list[Rows]:
-        """Returns storage for its results over time."""
-        return [
-            Rows(np.array(spec.shape.as_list(), np.int32), spec.shape, spec.dtype, size)
-            for spec in self.specs
-        ]
-
-
-class CellOutGradient:
-    """The gradient of a `CellOut`, for one time step."""
-
-    def __init__(self, out: CellOut) -> None:
-        captures = [tf.TensorSpec(x.shape, x.dtype) for x in out.captures]
-        d_specs = [spec for spec in out.specs if is_differentiable(spec)]
-        num_state, num_captures = len(out.state_specs), len(captures)
-
-        def run(t: tf.Tensor, *flat: tf.Tensor) -> CellOutGradients:
-            state, rest = flat[:num_state], flat[num_state:]
-            captured, d_outputs = rest[:num_captures], rest[num_captures:]
-            with tf.device(out.device), loop_scope(tf.cast(t, tf.int64)):
-                if out.gradient is not None:
-                    return CellOutGradients(_by_user(out, d_outputs), [None] * num_captures)
-                ys = [y for y in out(t, state, captured) if is_differentiable(y)]
-                sources = [*state, *captured]
-                grads = _derived(ys, sources, d_outputs)
-                of_state = [
-                    None if g is None else tf.convert_to_tensor(g) for g in grads[:num_state]
-                ]
-                return CellOutGradients(of_state, grads[num_state:])
-
-        what = f"the gradient of {out.name}"
-        self._function = TracedFunction(run, [_TIME, *out.state_specs, *captures, *d_specs], what)
-        self._function.check_pure(what)
-        # None where there is no gradient.
-        self.symbolic: CellOutGradients = self._function.results
-        self.reads_state = any(n <= num_state for n in self._function.used_arguments() if n > 0)
-
-    def __call__(
-        self,
-        t: tf.Tensor,
-        state: Sequence[tf.Tensor],
-        captures: Sequence[tf.Tensor],
-        d_outputs: Sequence[tf.Tensor],
-    ) -> CellOutGradients:
-        """Computes the gradients for time `t`, given those of the differentiable outputs."""
-        return self._function(t, *state, *captures, *d_outputs)
-
-
-def _derived(
-    ys: list[tf.Tensor], sources: Sequence[tf.Tensor], d_ys: Sequence[tf.Tensor]
-) -> list[Gradient]:
-    xs = [x for x in sources if is_differentiable(x)]
-    grads = iter(tf.gradients(ys, xs, list(d_ys)) if ys and xs else [None] * len(xs))
-    return [next(grads) if is_differentiable(x) else None for x in sources]
-
-
-def _by_user(out: CellOut, d_outputs: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-    assert out.gradient is not None
-    gradients = iter(d_outputs)
-    full = [
-        next(gradients) if is_differentiable(spec) else tf.zeros(spec.shape, spec.dtype)
-        for spec in out.specs
-    ]
-    returned = out.gradient(out.structure.pack(full))
-    what = f"what the gradient of {out.name} returned"
-    grads = out.state.gradients(out.state_specs, returned, what)
-    return [None if g is None else tf.convert_to_tensor(g) for g in grads]
+        size = tf.get_static_value(self.size)
+        return tf.ensure_shape(stacked, tf.TensorShape([size]).concatenate(self.static_shape))
 
 
 # The recomputation of earlier time steps does not wait for the gradient. Without this limit many
@@ -230,35 +95,23 @@ class Captures(NamedTuple):
     stop: Sequence[tf.Tensor]
 
 
-class Forward(NamedTuple):
-    """The results of the forward loop; `acc_` means over time."""
+class Results(NamedTuple):
+    """The results of a loop, or their gradients, as flat lists; `acc_` means over time."""
 
-    acc_state: list[tf.Tensor]
+    acc_state: list[tf.Tensor]  # empty if `acc_out` replaces them
     acc_out: list[tf.Tensor]
     state: list[tf.Tensor]
-    accumulators: list[tf.Tensor]
-    acc_extras: list[tf.Tensor]  # handles of `Rows`
-    acc_accumulators: list[tf.Tensor]  # handles; their values before each time step
-    span: Span
+    accumulators: list[tf.Tensor]  # without gradient
+    acc_extras: list[tf.Tensor]  # empty unless requested
 
 
-class ResultGradients(NamedTuple):
-    """Gradients of the differentiable results; empty lists where a result has none."""
+class Kept(NamedTuple):
+    """Values that the backward loop needs."""
 
     acc_state: list[tf.Tensor]
-    acc_out: list[tf.Tensor]
-    state: list[tf.Tensor]
-    acc_extras: list[tf.Tensor]
-
-
-class Gradients(NamedTuple):
-    """Gradients of all arguments of the loop, None where there is none."""
-
-    theta: list[tf.Tensor | None]
-    captures: list[tf.Tensor | None]
-    out_captures: list[tf.Tensor | None]
-    state: list[tf.Tensor | None]
-    inputs: list[tf.Tensor | None]
+    extras: list[tf.Tensor]  # handles of `Rows`
+    accumulators: list[tf.Tensor]  # handles; their values before each time step
+    span: Span  # that was computed
 
 
 @dataclasses.dataclass
@@ -266,11 +119,13 @@ class TimeLoop:
     """A loop of a cell over time."""
 
     cell: TracedCell
-    stop: StopCondition | None
-    return_extras: bool
-    extras_shapes: Sequence[tf.Tensor | np.ndarray]  # int32; -1 for unknown sizes
+    stop: TracedFunction | None = None
+    return_extras: bool = False
     out: CellOut | None = None  # a function of each time step's state
     reads_state: bool = True  # if False, the backward pass does not need the states
+
+    def __post_init__(self) -> None:
+        self._extras_shapes = _extras_shapes(self.cell)
 
     @property
     def captures(self) -> Captures:
@@ -281,20 +136,23 @@ class TimeLoop:
             self.stop.captures if self.stop else [],
         )
 
-    def forward(self, arguments: Arguments, captures: Captures, span: Span) -> Forward:
+    def forward(self, arguments: Arguments, captures: Captures, span: Span) -> tuple[Results, Kept]:
         """Computes the time steps of a span until the stop condition; time is dim 0 of inputs."""
         size = sequence_length(arguments.inputs)
         rows = [
             [Rows.like(x, size) for x in arguments.state],
             [Rows.like(x, size) for x in arguments.accumulators],
-            self.extras_rows(size) if self.cell.cell.gradient or self.return_extras else [],
-            self.out.rows(size) if self.out else [],
+            self._extras_rows(size) if self.cell.cell.gradient or self.return_extras else [],
+            [
+                Rows(np.array(spec.shape.as_list(), np.int32), spec.shape, spec.dtype, size)
+                for spec in (self.out.specs if self.out else [])
+            ],
         ]
 
         def proceed(t: tf.Tensor, state: list[tf.Tensor], *_: object) -> tf.Tensor:
             if self.stop is None:
                 return t < span.end
-            stop = self.stop(span.first + t, arguments.theta, state, captures.stop)
+            stop = self.stop(span.first + t, arguments.theta, state, captures=captures.stop)
             return tf.logical_and(t < span.end, tf.logical_not(stop))
 
         def body(
@@ -305,8 +163,10 @@ class TimeLoop:
         ) -> Any:
             inputs = [x[t] for x in arguments.inputs]
             step_arguments = Arguments(arguments.theta, state, accumulators, inputs)
-            step = self.cell.step(span.first + t, step_arguments, captures.cell)
-            out = self.out(span.first + t, step.state, captures.out) if self.out else []
+            step = self.cell(span.first + t, step_arguments, captures=captures.cell)
+            out = []
+            if self.out:
+                out = self.out(span.first + t, step.state, captures=captures.out)
             # Accumulators are stored as the cell finds them; the next time step finds the new ones.
             kept = [step.state, accumulators, step.extras if rows[2] else [], out]
             acc = [_write(*columns, t) for columns in zip(rows, acc, kept, strict=True)]
@@ -316,40 +176,45 @@ class TimeLoop:
         end, state, accumulators, acc = tf.while_loop(
             proceed, body, (span.begin, arguments.state, arguments.accumulators, new)
         )
-        acc_state, acc_out = (
-            [row.stack(handle) for row, handle in zip(rows[i], acc[i], strict=True)] for i in (0, 3)
+        acc_state = _stacked(rows[0], acc[0])
+        results = Results(
+            [] if self.out else acc_state,
+            _stacked(rows[3], acc[3]),
+            state,
+            accumulators,
+            _stacked(rows[2], acc[2]) if self.return_extras else [],
         )
-        computed = span._replace(end=end)
-        return Forward(acc_state, acc_out, state, accumulators, acc[2], acc[1], computed)
+        return results, Kept(acc_state, acc[2], acc[1], span._replace(end=end))
 
-    def stacked_extras(self, arguments: Arguments, forward: Forward) -> list[tf.Tensor]:
-        """Returns the extras over time, if requested."""
-        if not self.return_extras:
-            return []
-        rows = self.extras_rows(sequence_length(arguments.inputs))
-        return [row.stack(handle) for row, handle in zip(rows, forward.acc_extras, strict=True)]
-
-    def extras_rows(self, size: tf.Tensor) -> list[Rows]:
+    def _extras_rows(self, size: tf.Tensor) -> list[Rows]:
         """Returns storage for the extras over time."""
-        specs = zip(self.extras_shapes, self.cell.extras_specs, strict=True)
+        specs = zip(self._extras_shapes, self.cell.extras_specs, strict=True)
         return [Rows(shape, spec.shape, spec.dtype, size) for shape, spec in specs]
 
     def backward(
-        self, arguments: Arguments, captures: Captures, forward: Forward, results: ResultGradients
-    ) -> Gradients:
-        """Runs the computed time steps backward, given gradients of the results."""
-        gradient = StepGradient(self.cell, with_extras=bool(results.acc_extras))
-        out_gradient = CellOutGradient(self.out) if self.out else None
+        self, arguments: Arguments, captures: Captures, kept: Kept, d_results: Results
+    ) -> list[tf.Tensor | None]:
+        """Returns the gradients of all tensors of `arguments` and `captures`, some of them None."""
+        # `d_results` are those of the differentiable results.
+        d_acc_extras = [] if self.cell.cell.gradient else d_results.acc_extras
+        gradient = step_gradient(self.cell, with_extras=bool(d_acc_extras))
+        out_gradient, out_symbolic, out_reads_state = None, None, False
+        if self.out:
+            out_gradient = cell_out_gradient(self.out)
+            out_symbolic = out_gradient.results
+            # The time is the first argument, the state comes next.
+            used = out_gradient.used_arguments()
+            out_reads_state = any(1 <= n <= len(arguments.state) for n in used)
         keep_alive((gradient, out_gradient))
         size = sequence_length(arguments.inputs)
-        first, begin, end = forward.span
+        first, begin, end = kept.span
         accumulator_rows = [Rows.like(x, size) for x in arguments.accumulators]
-        extras_rows = self.extras_rows(size) if self.cell.cell.gradient else []
+        extras_rows = self._extras_rows(size) if self.cell.cell.gradient else []
         differentiable = [i for i, x in enumerate(arguments.state) if is_differentiable(x)]
         sources = [*arguments.theta, *captures.cell, *captures.out]
-        symbolic = _summed(gradient.symbolic, out_gradient.symbolic if out_gradient else None)
+        symbolic = _summed(gradient.results, out_symbolic)
         summed = [i for i, grad in enumerate(symbolic) if grad is not None]
-        with_row = [i for i, grad in enumerate(gradient.symbolic.inputs) if grad is not None]
+        with_row = [i for i, grad in enumerate(gradient.results.inputs) if grad is not None]
         input_rows = [
             Rows(tf.shape(x)[1:], x.shape[1:], x.dtype, size)
             for x in (arguments.inputs[i] for i in with_row)
@@ -361,20 +226,19 @@ class TimeLoop:
             before = tf.maximum(t - 1, 0)
             return [
                 tf.ensure_shape(tf.where(t > begin, x[before], x0), x0.shape)
-                for x, x0 in zip(forward.acc_state, arguments.state, strict=True)
+                for x, x0 in zip(kept.acc_state, arguments.state, strict=True)
             ]
 
         def body(t: tf.Tensor, d_state: Any, totals: Any, d_inputs: Any) -> Any:
-            accumulators = _read(accumulator_rows, forward.acc_accumulators, t)
-            extras = _read(extras_rows, forward.acc_extras, t) if self.cell.cell.gradient else []
-            if results.acc_state:
-                d_state = [d + x[t] for d, x in zip(d_state, results.acc_state, strict=True)]
+            accumulators = _read(accumulator_rows, kept.accumulators, t)
+            extras = _read(extras_rows, kept.extras, t) if self.cell.cell.gradient else []
+            if d_results.acc_state:
+                d_state = [d + x[t] for d, x in zip(d_state, d_results.acc_state, strict=True)]
             out_grads = None
             if out_gradient:
                 # If the cell does not read its state, the states over time need not be kept.
-                reads = out_gradient.reads_state
-                state1 = [x[t] for x in forward.acc_state] if reads else arguments.state
-                d_out = [x[t] for x in results.acc_out]
+                state1 = [x[t] for x in kept.acc_state] if out_reads_state else arguments.state
+                d_out = [x[t] for x in d_results.acc_out]
                 out_grads = out_gradient(first + t, state1, captures.out, d_out)
                 added = [out_grads.state[i] for i in differentiable]
                 d_state = [d if x is None else d + x for d, x in zip(d_state, added, strict=True)]
@@ -385,7 +249,7 @@ class TimeLoop:
                 captures.cell,
                 extras,
                 d_state,
-                [x[t] for x in results.acc_extras],
+                [x[t] for x in d_acc_extras],
             )
             step_sums = _summed(grads, out_grads)
             totals = [_add(total, step_sums[i]) for total, i in zip(totals, summed, strict=True)]
@@ -402,20 +266,22 @@ class TimeLoop:
         _, d_state0, totals, d_inputs = tf.while_loop(
             lambda t, *_: t >= begin,
             body,
-            (end - 1, results.state, zeros, [row.new() for row in input_rows]),
+            (end - 1, d_results.state, zeros, [row.new() for row in input_rows]),
             parallel_iterations=_BACKWARD_STEPS_AT_ONCE,
         )
-        stacked = [row.stack(handle) for row, handle in zip(input_rows, d_inputs, strict=True)]
         sums = [tf.cast(x, sources[i].dtype) for x, i in zip(totals, summed, strict=True)]
         like = [arguments.theta, captures.cell, captures.out]
         of_theta, of_cell, of_out = groups(_spread(sums, summed, len(sources)), like)
-        return Gradients(
-            of_theta,
-            of_cell,
-            of_out,
-            _spread(d_state0, differentiable, len(arguments.state)),
-            _spread(stacked, with_row, len(arguments.inputs)),
-        )
+        d_inputs = _stacked(input_rows, d_inputs)
+        return [
+            *of_theta,
+            *_spread(d_state0, differentiable, len(arguments.state)),
+            *(None for _ in arguments.accumulators),
+            *_spread(d_inputs, with_row, len(arguments.inputs)),
+            *of_cell,
+            *of_out,
+            *(None for _ in captures.stop),
+        ]
 
 
 def padding_bounds(inputs: Any, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -431,9 +297,10 @@ def padding_bounds(inputs: Any, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return begin, end
 
 
-def extras_shapes(traced: TracedCell, like: Any) -> list[tf.Tensor | np.ndarray]:
-    """Returns the shapes of the extras, as far as they are known before the first time step."""
-    if tf.nest.flatten(like) and like is not None:
+def _extras_shapes(traced: TracedCell) -> list[tf.Tensor | np.ndarray]:
+    """Returns the shapes of the extras (int32), with -1 for a size that the first step tells."""
+    like = traced.cell.extras_like
+    if like is not None and tf.nest.flatten(like):
         return [tf.shape(x) for x in traced.extras.tensors(like)]
     return [
         np.array(
@@ -442,6 +309,20 @@ def extras_shapes(traced: TracedCell, like: Any) -> list[tf.Tensor | np.ndarray]
         )
         for spec in traced.extras_specs
     ]
+
+
+def check_lengths(inputs: Sequence[tf.Tensor], names: Sequence[str]) -> None:
+    """Checks that there are inputs and that they do not differ in dim 0, as far as it is known."""
+    if not inputs:
+        raise PipelineError("the inputs have no tensor in them; dim 0 of the inputs is time")
+    for x, name in zip(inputs, names, strict=True):
+        if x.shape.rank is None or x.shape.rank == 0:
+            raise PipelineError(f"{name} has shape {x.shape}; it needs a dim 0, which is time")
+    lengths = {name: x.shape[0] for x, name in zip(inputs, names, strict=True)}
+    known = {name: length for name, length in lengths.items() if length is not None}
+    if len(set(known.values())) > 1:
+        listed = ", ".join(f"{name}: {length}" for name, length in known.items())
+        raise PipelineError(f"the inputs differ in dim 0, which is time: {listed}")
 
 
 def sequence_length(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -458,6 +339,10 @@ def _write(
 
 def _read(rows: list[Rows], handles: Sequence[tf.Tensor], t: tf.Tensor) -> list[tf.Tensor]:
     return [row.read(handle, t) for row, handle in zip(rows, handles, strict=True)]
+
+
+def _stacked(rows: list[Rows], handles: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [row.stack(handle) for row, handle in zip(rows, handles, strict=True)]
 
 
 def _summed(grads: StepGradients, out_grads: CellOutGradients | None) -> list[Any]:
@@ -482,16 +367,6 @@ def _spread(
     return result
 
 
-class Results(NamedTuple):
-    """The results of a loop, as flat lists; `acc_` means over time."""
-
-    acc_state: list[tf.Tensor]  # empty if `acc_out` replaces them
-    acc_out: list[tf.Tensor]
-    state: list[tf.Tensor]
-    accumulators: list[tf.Tensor]  # without gradient
-    acc_extras: list[tf.Tensor]
-
-
 def run_loop(loop: TimeLoop, arguments: Arguments, captures: Captures, span: Span) -> Results:
     """Runs the loop forward, and backward when a gradient is requested."""
     loop_inputs = [*arguments, *captures]
@@ -505,37 +380,16 @@ def run_loop(loop: TimeLoop, arguments: Arguments, captures: Captures, span: Spa
         values = Arguments(*parts[: len(arguments)])
         captured = Captures(*parts[len(arguments) :])
         with tf.device(device):
-            forward = loop.forward(values, captured, span)
-            over_time = loop.stacked_extras(values, forward)
-        acc_state = [] if loop.out else forward.acc_state
-        results = Results(
-            acc_state, forward.acc_out, forward.state, forward.accumulators, over_time
-        )
+            results, kept = loop.forward(values, captured, span)
         sizes[:] = [len(part) for part in results]
 
         def grad(*d_results: tf.Tensor) -> list[Any]:
             with without_colocation(), tf.device(device):
-                given_grads = Results(*groups(d_results, results))
-                differentiable = Results(*map(_differentiable, given_grads, results))
-                grads = loop.backward(
-                    values,
-                    captured,
-                    forward,
-                    ResultGradients(
-                        differentiable.acc_state,
-                        differentiable.acc_out,
-                        differentiable.state,
-                        [] if loop.cell.cell.gradient else differentiable.acc_extras,
-                    ),
-                )
-                flat = [
-                    *(*grads.theta, *grads.state, *(None for _ in arguments.accumulators)),
-                    *(*grads.inputs, *grads.captures, *grads.out_captures),
-                    *(None for _ in captures.stop),
-                ]
+                parts = map(_differentiable, groups(d_results, results), results)
+                grads = loop.backward(values, captured, kept, Results(*parts))
                 # It depends on the states over time, which are constants here.
                 why = "Recurrent has no gradient of its gradient"
-                return [None if g is None else _without_gradient(g, why) for g in flat]
+                return [None if g is None else _without_gradient(g, why) for g in grads]
 
         return [x for part in results for x in part], grad
 

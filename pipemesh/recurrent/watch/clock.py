@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -15,24 +14,7 @@ from pipemesh.backend.devices import processor_beside
 from pipemesh.backend.operations import Call
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Action, Costs, Schedule, Timeline
-
-_KINDS = "FBIWR"
-
-
-class Stamps(Protocol):
-    """A maker of operations that record the actions of a pipeline."""
-
-    def stamp(
-        self,
-        kind: str,
-        stage: int,
-        microbatch: tf.Tensor,
-        is_end: bool,
-        device: str,
-        replica: int = 0,
-    ) -> tf.Operation:
-        """Returns an operation that records an action; see `ActionClock.stamp`."""
-        ...
+from pipemesh.schedule.action import KINDS
 
 
 class ActionClock:
@@ -87,7 +69,7 @@ class ActionClock:
             device: of the stage; the operation runs on the CPU next to it.
             replica: the number of the replica.
         """
-        place = [_KINDS.index(kind), stage, is_end, replica]
+        place = [KINDS.index(kind), stage, is_end, replica]
 
         def note(number: tf.Tensor) -> tf.Tensor:
             with tf.device(processor_beside(device)):
@@ -96,13 +78,13 @@ class ActionClock:
         # In its own function, because TensorFlow runs stateful operations of one function one after
         # the other. Without state it would prune this one.
         function = tf.function(note, autograph=False)
-        call = Call(function.get_concrete_function(tf.TensorSpec([], tf.int64)), [0])
+        call = Call(function.get_concrete_function(tf.TensorSpec([], tf.int64)))
         return call([microbatch])[0].op
 
     def _note(self, place: np.ndarray, microbatch: np.ndarray) -> np.int64:
         now = time.perf_counter()
         kind, stage, is_end, replica = (int(number) for number in place)
-        key = (Action(stage, _KINDS[kind], int(microbatch)), bool(is_end))
+        key = (Action(stage, KINDS[kind], int(microbatch)), bool(is_end))
         with self._lock:
             # If a replica waits for several tensors, the last one counts.
             self._times.setdefault(key, {})[replica] = now
@@ -126,40 +108,28 @@ class ActionClock:
                 step with another schedule.
         """
         timed = {(action.kind, action.stage) for action, _ in self._times}
+        rows: list[list[tuple[float, float]]] = []
         for row in schedule.rows:
+            rows.append([])
             for action in row:
-                if self._is_nothing(action, timed):
-                    continue
-                noted = schedule.as_piece(action)
-                if not {(noted, False), (noted, True)} <= self._times.keys():
+                noted, stage = schedule.as_piece(action), action.stage
+                if {(noted, False), (noted, True)} <= self._times.keys():
+                    rows[-1].append(self._mean_times(noted))
+                elif action.kind == "W" and ("W", stage) not in timed and ("I", stage) in timed:
+                    # The stage has no weights.
+                    end = rows[-1][-1][1]
+                    rows[-1].append((end, end))
+                else:
                     raise ScheduleError(
                         f"action {action} was not timed; run a step of this schedule with "
                         "Options(clock=...) first"
                     )
-        # The devices of a home drift apart, and the faster ones wait at the end. The first start
-        # and the last end would hide that waiting; means keep the mean share of waiting.
-        firsts: list[list[float]] = []
-        lasts: list[list[float]] = []
-        for row in schedule.rows:
-            firsts.append([])
-            lasts.append([])
-            for action in row:
-                nothing = self._is_nothing(action, timed)
-                noted = schedule.as_piece(action)
-                firsts[-1].append(lasts[-1][-1] if nothing else self._mean(noted, False))
-                lasts[-1].append(firsts[-1][-1] if nothing else self._mean(noted, True))
-        begin = min(time for row in firsts for time in row)
+        begin = min(start for row in rows for start, _ in row)
         starts, ends = (
-            tuple(tuple((time - begin) / unit for time in row) for row in times)
-            for times in (firsts, lasts)
+            tuple(tuple((times[i] - begin) / unit for times in row) for row in rows)
+            for i in range(2)
         )
         return Timeline(schedule, _median_costs(schedule, starts, ends), starts, ends)
-
-    @staticmethod
-    def _is_nothing(action: Action, timed: Set[tuple[str, int]]) -> bool:
-        """Returns True for a `W` of a stage without one, if its other actions were recorded."""
-        stage = action.stage
-        return action.kind == "W" and ("W", stage) not in timed and ("I", stage) in timed
 
     def durations(self) -> dict[Action, float]:
         """Returns the seconds of each recorded action; a stage without weights has no `W`.
@@ -170,12 +140,12 @@ class ActionClock:
             >>> ActionClock().durations()
             {}
         """
-        actions = {action for action, _ in self._times}
-        return {
-            action: self._mean(action, True) - self._mean(action, False)
-            for action in actions
-            if {(action, False), (action, True)} <= self._times.keys()
+        times = {
+            action: self._mean_times(action)
+            for action, is_end in self._times
+            if is_end and (action, False) in self._times
         }
+        return {action: end - start for action, (start, end) in times.items()}
 
     def span(self) -> tuple[float, float]:
         """Returns the first start and the last end of an action, in seconds of `time.perf_counter`.
@@ -188,11 +158,18 @@ class ActionClock:
             raise ScheduleError("no action was timed; run a step with Options(clock=...) first")
         return min(times), max(times)
 
-    def _mean(self, action: Action, is_end: bool) -> float:
-        """Returns the mean start or end of an action, over the devices that recorded both."""
+    def _mean_times(self, action: Action) -> tuple[float, float]:
+        """Returns the mean start and end of an action, over the devices that recorded both.
+
+        The devices of a home drift apart, and the faster ones wait at the end. The first start and
+        the last end would hide that waiting; means keep the mean share of waiting.
+        """
         starts, ends = self._times[action, False], self._times[action, True]
-        times = ends if is_end else starts
-        return statistics.fmean(times[number] for number in starts.keys() & ends.keys())
+        both = starts.keys() & ends.keys()
+        start, end = (
+            statistics.fmean(times[number] for number in both) for times in (starts, ends)
+        )
+        return start, end
 
 
 def _median_costs(

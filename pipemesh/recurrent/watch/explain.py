@@ -50,18 +50,15 @@ def explain(
     message = error.message or ""
     known = _NOT_FINITE.search(message)
     if known is not None:
-        return PipelineError(_unescaped(known[1]))
+        # TensorFlow escapes quotes and non-ASCII characters in printed text.
+        text = known[1].encode().decode("unicode_escape").encode("latin-1").decode()
+        return PipelineError(text)
     for node in _NODE.findall(message):
         stage = labelled("stage", node)
         if stage is not None:
             place = ", ".join(_place(node, stage, devices or {}))
             return PipelineError(f"{place}: {_reason(message)}")
     return None
-
-
-def _unescaped(text: str) -> str:
-    """Undoes TensorFlow's escapes of quotes and non-ASCII characters in printed text."""
-    return text.encode().decode("unicode_escape").encode("latin-1").decode()
 
 
 def _place(node: str, stage: str, devices: Mapping[str, Any]) -> Iterator[str]:

@@ -21,7 +21,6 @@ from typing import Literal
 
 import tensorflow as tf
 
-from pipemesh.errors import PipelineError
 from pipemesh.randomness.scope import LayerSpan
 
 # The dtypes that tf.math.is_finite supports.
@@ -57,18 +56,16 @@ class StageProbes:
         self._layers = {op: layer for layer, part in parts for op in part}
         returned = [(layer, _returned(part)) for layer, part in parts]
         input_refs = {t.ref() for t in inputs}
-        loose = [t.op.inputs[0] for t in outputs]
         loose = [
             t
-            for t in loose
-            if t.op not in self._layers
+            for t in (output.op.inputs[0] for output in outputs)
+            if t.dtype in _CHECKED
+            and t.op not in self._layers
             and t.op.type != "StopGradient"
             and t.ref() not in input_refs
         ]
-        self._forward = [
-            Probe((layer,), tuple(t.name for t in tensors)) for layer, tensors in returned
-        ]
-        self._forward.append(Probe((), tuple(t.name for t in loose if t.dtype in _CHECKED)))
+        groups = [*(((layer,), tensors) for layer, tensors in returned), ((), loose)]
+        self._forward = [Probe(layers, tuple(t.name for t in group)) for layers, group in groups]
         self.theta_layers = [self._users([t]) for t in theta]
         self.input_layers = [self._users([t]) for t in inputs]
         inner = [(self._users(tensors), tensors) for _, tensors in reversed(returned)]
@@ -164,13 +161,6 @@ _NOTHING = -1
 MICROBATCH = "{microbatch}"
 
 
-def check_policy(policy: str) -> str:
-    """Returns the policy of checks, or raises a PipelineError if it is unknown."""
-    if policy in CHECKS:
-        return policy
-    raise PipelineError(f"check_numerics is {policy!r}; allowed are {', '.join(CHECKS)}")
-
-
 def empty_note() -> tf.Tensor:
     """Returns the note of a replica whose values are all finite."""
     return tf.constant(_NOTHING, tf.int64)
@@ -180,13 +170,12 @@ def write_note(
     note: tf.Tensor,
     microbatch: tf.Tensor,
     groups: Sequence[Sequence[tf.Tensor]],  # the tensors of each probe
-    devices: Sequence[str] | None = None,
 ) -> tf.Tensor:
     """Returns the note after an action, which keeps the first finding.
 
     A finding is `microbatch * len(groups) + index` of the first probe that is not finite, int64.
     """
-    first = first_not_finite(groups, devices)
+    first = first_not_finite(groups)
     return tf.where((first >= 0) & (note < 0), microbatch * len(groups) + first, note)
 
 

@@ -64,35 +64,31 @@ def waits_of(schedule: Schedule, stands: Sequence[Stand]) -> list[Wait]:
     """
     split = {(a.stage, a.microbatch) for row in schedule.rows for a in row if a.kind == "I"}
     known = _used(schedule, stands, split)
-    stands = [dataclasses.replace(stand, ended=_ended(stand, known)) for stand in stands]
+    stands = [
+        dataclasses.replace(
+            stand,
+            ended=max([stand.ended, *(i for i, a in enumerate(stand.actions, 1) if a in known)]),
+        )
+        for stand in stands
+    ]
     lacking: dict[Action, list[str]] = {}
     for stand in stands:
         for action in stand.actions[stand.ended :]:
             lacking.setdefault(action, []).append(stand.name)
-    return [
-        _wait(stand, schedule, split, lacking)
-        for stand in stands
-        if stand.ended < len(stand.actions)
-    ]
-
-
-def _wait(
-    stand: Stand,
-    schedule: Schedule,
-    split: set[tuple[int, int]],
-    lacking: Mapping[Action, Sequence[str]],
-) -> Wait:
-    action = stand.actions[stand.ended]
-    needed = needs(action, schedule.num_stages, split, schedule.num_slices)
-    missing = [(other, tuple(lacking[other])) for other in needed if other in lacking]
-    return Wait(stand, action, stand.started > stand.ended, tuple(missing))
+    waits: list[Wait] = []
+    for stand in stands:
+        if stand.ended == len(stand.actions):
+            continue
+        action = stand.actions[stand.ended]
+        needed = needs(action, schedule.num_stages, split, schedule.num_slices)
+        missing = [(other, tuple(lacking[other])) for other in needed if other in lacking]
+        waits.append(Wait(stand, action, stand.started > stand.ended, tuple(missing)))
+    return waits
 
 
 def _used(schedule: Schedule, stands: Sequence[Stand], split: set[tuple[int, int]]) -> set[Action]:
     """Returns all actions that must be finished, because an action that needs them has started."""
-    order = {
-        row: {a: i for i, a in enumerate(actions)} for row, actions in enumerate(schedule.rows)
-    }
+    places = {a: (row, i) for row in schedule.rows for i, a in enumerate(row)}
     todo = [a for stand in stands for a in stand.actions[: stand.ended]]
     # A started forward pass has its inputs. A started backward pass may still recompute.
     begun = [a for stand in stands for a in stand.actions[stand.ended : stand.started]]
@@ -104,16 +100,11 @@ def _used(schedule: Schedule, stands: Sequence[Stand], split: set[tuple[int, int
             if needed in finished:
                 continue
             # Its home has finished the earlier actions, too.
-            row = order[next(r for r, places in order.items() if needed in places)]
-            before = [a for a, place in row.items() if place <= row[needed] and a not in finished]
+            row, i = places[needed]
+            before = [a for a in row[: i + 1] if a not in finished]
             finished.update(before)
             todo += before
     return finished
-
-
-def _ended(stand: Stand, known: set[Action]) -> int:
-    done = [i + 1 for i, action in enumerate(stand.actions) if action in known]
-    return max([stand.ended, *done])
 
 
 # For a device: number of started actions, number of finished actions, seconds in between.
@@ -204,26 +195,20 @@ class Marks:
     ) -> tf.Operation:
         """Returns an operation that counts an action when it runs; see `ActionClock.stamp`."""
         del replica
-        place, marked = (kind, stage), self._marked[device]
+        place, marked, earlier = (kind, stage), self._marked[device], microbatch
+        marked["ended" if is_end else "started"].add(place)
         if is_end:
-            marked["ended"].add(place)
             name = "end" if place in marked["started"] else "untimed"
-            return self._noted(device, name, microbatch, None)[0].op
-        marked["started"].add(place)
-        # An action that starts before all of its inputs arrive has two marks.
-        number, earlier = self._first.get((device, *place), (None, None))
-        name = "start" if number is not microbatch else "go on"
-        results = self._noted(device, name, microbatch, earlier if name == "go on" else None)
+        else:
+            # An action that starts before all of its inputs arrive has two marks.
+            number, begin = self._first.get((device, *place), (None, microbatch))
+            name, earlier = ("go on", begin) if number is microbatch else ("start", microbatch)
+        if (device, name) not in self._calls:
+            self._calls[device, name] = self._call(device, name)
+        results = self._calls[device, name]([microbatch, earlier])
         if name == "start":
             self._first[(device, *place)] = microbatch, results[1]
         return results[0].op
-
-    def _noted(
-        self, device: str, name: str, microbatch: tf.Tensor, earlier: tf.Tensor | None
-    ) -> list[tf.Tensor]:
-        if (device, name) not in self._calls:
-            self._calls[device, name] = self._call(device, name)
-        return self._calls[device, name]([microbatch, microbatch if earlier is None else earlier])
 
     def _call(self, device: str, name: str) -> Call:
         host = processor_beside(device)
@@ -254,7 +239,7 @@ class Marks:
         # In its own function, for the same reason as the record of a clock.
         function = tf.function(note, autograph=False)
         specs = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], _DTYPES[goes_on])]
-        return Call(function.get_concrete_function(*specs), [0, 1])
+        return Call(function.get_concrete_function(*specs))
 
     def _handle(self, device: str) -> tf.Tensor:
         name = f"{self._name}_{device}"
@@ -267,8 +252,7 @@ class Marks:
     def end_failed_step(self, seconds: float) -> None:
         """Records that a step has failed, so that some of its actions were never counted.
 
-        Args:
-            seconds: timeout for reading the counts.
+        It waits at most `seconds` for the counts, as do all other methods that read them.
         """
         self.look(seconds)
         with self._lock:
@@ -276,11 +260,7 @@ class Marks:
         self._steps = 0
 
     def look(self, seconds: float = 0.0) -> None:
-        """Reads the counts of all devices.
-
-        Args:
-            seconds: timeout. A device that exceeds it is not read again until it has answered.
-        """
+        """Reads the counts of all devices; a late one is not read again until it has answered."""
         places: dict[object, list[str]] = {}
         for device in self._handles:
             places.setdefault(self._place_of(device), []).append(device)
@@ -310,15 +290,7 @@ class Marks:
                 self._seen[device] = (float(counts[0]), float(counts[1]), float(counts[2]))
 
     def stands(self, seconds: float) -> list[Stand]:
-        """Returns the progress of each device.
-
-        Args:
-            seconds: timeout for reading the counts.
-
-        Returns:
-            The progress of each device of the pipeline; for a device that did not answer, the
-            latest known.
-        """
+        """Returns the progress of each device; the latest known if it does not answer."""
         self.look(seconds)
         progress: list[Stand] = []
         for device in self._handles:
@@ -337,32 +309,17 @@ class Marks:
         return progress
 
     def waits(self, seconds: float) -> list[Wait]:
-        """Returns the current action of each unfinished device; see `waits_of`.
-
-        Args:
-            seconds: timeout for reading the counts.
-        """
+        """Returns the current action of each unfinished device; see `waits_of`."""
         return waits_of(self.schedule, self.stands(seconds))
 
     def seconds_at_work(self, seconds: float) -> dict[str, float]:
-        """Returns each device's working time since the marks were made; call it between steps.
-
-        Args:
-            seconds: timeout for reading the counts.
-
-        Returns:
-            Seconds by device; for a device that does not answer, the latest known.
-        """
+        """Returns each device's seconds of work since the marks were made; call between steps."""
         self.look(seconds)
         with self._lock:
             return {device: counts[2] for device, counts in self._seen.items()}
 
     def shares(self, costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Returns the work of each device in a step.
-
-        Args:
-            costs: by kind of action, its cost on each stage.
-        """
+        """Returns the work of each device in a step, given costs by kind of action and stage."""
         return {
             device: sum(costs[a.kind][a.stage] for a in self._actions(device, "ended"))
             / len(self._homes[self._rows[device]])

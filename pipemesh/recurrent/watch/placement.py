@@ -35,36 +35,26 @@ def check_devices(name: str, device: str, nodes: Iterable[tf.compat.v1.NodeDef])
             "and number, such as CPU:0"
         )
     for node in nodes:
-        _check_node(node, name, device, wanted)
-
-
-def _check_node(node: tf.compat.v1.NodeDef, stage: str, device: str, wanted: tf.DeviceSpec) -> None:
-    what = f"operation {node.name!r} ({node.op}) of stage {stage!r}"
-    if not agree(tf.DeviceSpec.from_string(node.device), wanted):
+        what = f"operation {node.name!r} ({node.op}) of stage {name!r}"
+        if not agree(tf.DeviceSpec.from_string(node.device), wanted):
+            raise DeviceError(
+                f"strict_devices: {what} is pinned to {node.device}, but the stage is on "
+                f"{device}; take tf.device out of the stage's code"
+            )
+        device_type, kernels = str(wanted.device_type), registered_kernels(node.op)
+        if node.op in _GIVEN or any(
+            kernel.device_type in (device_type, "DEFAULT")
+            and all(_allows(constraint, node) for constraint in kernel.constraint)
+            for kernel in kernels
+        ):
+            continue
+        types = sorted({kernel.device_type for kernel in kernels} & {"CPU", "GPU", "TPU"})
+        elsewhere = f"it would run on {types[0]}" if types else "no device can run it"
         raise DeviceError(
-            f"strict_devices: {what} is pinned to {node.device}, but the stage is on {device}; "
-            "take tf.device out of the stage's code"
+            f"strict_devices: {what} has no kernel for {device_type} with these types, so "
+            f"{elsewhere}, but the stage is on {device}; use another operation or move it to a "
+            "stage of its own"
         )
-    device_type = str(wanted.device_type)
-    if node.op in _GIVEN or _has_kernel(node, device_type):
-        return
-    types = sorted(
-        {kernel.device_type for kernel in registered_kernels(node.op)} & {"CPU", "GPU", "TPU"}
-    )
-    elsewhere = f"it would run on {types[0]}" if types else "no device can run it"
-    raise DeviceError(
-        f"strict_devices: {what} has no kernel for {device_type} with these types, so "
-        f"{elsewhere}, but the stage is on {device}; use another operation or move it to a stage "
-        "of its own"
-    )
-
-
-def _has_kernel(node: tf.compat.v1.NodeDef, device_type: str) -> bool:
-    return any(
-        kernel.device_type in (device_type, "DEFAULT")
-        and all(_allows(constraint, node) for constraint in kernel.constraint)
-        for kernel in registered_kernels(node.op)
-    )
 
 
 def _allows(constraint: Any, node: tf.compat.v1.NodeDef) -> bool:

@@ -29,8 +29,7 @@ from pipemesh.training.measuring.timed_step import (
     ActionTimes,
     TimedStep,
     in_turn,
-    on_one_core,
-    times_of,
+    one_core,
     usual,
     working_memory,
 )
@@ -48,85 +47,93 @@ _NAMES = {
     "RB": "forward, recomputation and backward",
 }
 
+# Defaults: the least overhead of an action, and the speed of a link within one machine.
+_ACTION, _LINK, _CROWDING = 2e-5, Link(5e-5, 4e9), 0.5
+
 Make = Callable[[Plan], Subject]
 """A model under a plan."""
 
 
-class MeasuredLayers:
-    """Times and sizes of all layers of a model with `rows` examples in a microbatch, on its first
-    device; with two devices also of what a split layer does not split.
+def _layers_alone(
+    make: Make, batch: Any, devices: int, on_cpu: bool, say: Callable[[str], None]
+) -> Figures:
+    """Returns the figures of a model with each layer a stage on its first device, and with two
+    devices also of what a split layer does not split.
     """
-
-    def __init__(
-        self,
-        make: Make,
-        batch: Any,
-        rows: Sequence[int],
-        say: Callable[[str], None],
-        on_cpu: bool,
-        devices: int,
-    ) -> None:
-        number = number_of_layers(make)
-        middle = rows[len(rows) // 2]
-        # Assumes that the share of I and W in B does not depend on the size.
-        cases = [("B", size) for size in rows] + [("IW", middle), ("RB", middle)]
-        steps: list[TimedStep] = []
-        for kinds, size in cases:
-            say(f"{number} layers, {count_text(size, 'row')} a microbatch, {_NAMES[kinds]}")
-            steps.append(_step(make, batch, number, kinds, size))
-        say(f"{number} layers as one stage, {count_text(rows[0], 'row')} a microbatch")
-        whole = _step(make, batch, 1, "B", rows[0], number)
-        sizes = [size for _, size in cases]
-        alone = times_of(steps, sizes, number, whole)
-        # The overhead of an action in seconds.
-        self.action = alone.besides(rows[0])
-        seconds = alone.of_layers(self.action)
-        work: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
-        together = on_one_core(steps, sizes, number, whole) if on_cpu else None
-        if together is not None:
-            work = together.of_layers(together.besides(rows[0]))
-        step, halves = steps[0], steps[cases.index(("IW", middle))].memory[0].stages
-        held = [(size, timed.memory[0].stages) for size, timed in zip(rows, steps, strict=False)]
-        needed = {size: working_memory(timed) for size, timed in zip(rows, steps, strict=False)}
-        cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
-        dims = [_dims(cell) for cell in cells]
-        # Layout rules under which devices can share layers.
-        self.rules = ";".join(
-            f"{dim}:{AXIS}" for dim in SPLIT if any(dim in layer_dims for layer_dims in dims)
+    number, batch_rows = number_of_layers(make), rows_of(batch)
+    # Examples in a microbatch.
+    rows = sorted({1, *(max(1, batch_rows // n) for n in (16, 8, 4, 2)), batch_rows})
+    middle = rows[len(rows) // 2]
+    # Assumes that the share of I and W in B does not depend on the size.
+    cases = [("B", size) for size in rows] + [("IW", middle), ("RB", middle)]
+    steps: list[TimedStep] = []
+    for kinds, size in cases:
+        say(f"{number} layers, {count_text(size, 'row')} a microbatch, {_NAMES[kinds]}")
+        steps.append(_step(make, batch, number, kinds, size))
+    say(f"{number} layers as one stage, {count_text(rows[0], 'row')} a microbatch")
+    whole = _step(make, batch, 1, "B", rows[0], number)
+    sizes = [size for _, size in cases]
+    alone = ActionTimes(steps, sizes, number, whole)
+    overhead = alone.besides(rows[0])
+    seconds = alone.of_layers(overhead)
+    # On one core, time is the work that all cores would share.
+    together: ActionTimes | None = None
+    if on_cpu:
+        with one_core() as is_one:
+            together = ActionTimes(steps, sizes, number, whole) if is_one else None
+    work: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
+    if together is not None:
+        work = together.of_layers(together.besides(rows[0]))
+    step, halves = steps[0], steps[cases.index(("IW", middle))].memory[0].stages
+    held = [(size, timed.memory[0].stages) for size, timed in zip(rows, steps, strict=False)]
+    counted = [(size, working_memory(timed)) for size, timed in zip(rows, steps, strict=False)]
+    needed = {size: memory for size, memory in counted if memory is not None}
+    cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
+    dims = [_dims(cell) for cell in cells]
+    # Layout rules under which devices can share layers.
+    rules = ";".join(
+        f"{dim}:{AXIS}" for dim in SPLIT if any(dim in layer_dims for layer_dims in dims)
+    )
+    shared: Sequence[StageMemory] = ()
+    slices = math.gcd(*(size for layer_dims in dims for size in layer_dims.values()))
+    if rules and devices > 1 and slices % 2 == 0:
+        say(f"{number} layers on two devices, {count_text(middle, 'row')} a microbatch")
+        on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(rules)
+        shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
+    variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
+    weights = num_bytes(variables)
+    update, fixed = _outside(alone, together, weights)
+    layers = [
+        _figures(
+            step.stack.params.cell_tpl[layer].sub[0].name,
+            seconds[layer],
+            work[layer],
+            middle,
+            num_bytes(cells[layer].vars.Flatten()),
+            [(size, stages[layer]) for size, stages in held],
+            dims[layer],
+            halves[layer],
+            shared[layer] if shared else None,
+            {size: memory.stages[layer] for size, memory in needed.items()},
         )
-        shared: Sequence[StageMemory] = ()
-        slices = math.gcd(*(size for layer_dims in dims for size in layer_dims.values()))
-        if self.rules and devices > 1 and slices % 2 == 0:
-            say(f"{number} layers on two devices, {count_text(middle, 'row')} a microbatch")
-            on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(self.rules)
-            shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
-        variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
-        weights = num_bytes(variables)
-        # Bytes of state, seconds and peak bytes of an update, for each byte of weights; `fixed` is
-        # in seconds, and belongs to no device.
-        self.optimizer = num_bytes(step.trained.optimizer_variables()) / weights
-        self.update, self.fixed = _outside(alone, together, weights)
-        updates = [memory.update for memory in needed.values() if memory is not None]
-        self.update_memory = max([1.0, *(most / weights for most in updates)])
-        self.layers = [
-            _figures(
-                step.stack.params.cell_tpl[layer].sub[0].name,
-                seconds[layer],
-                work[layer],
-                middle,
-                num_bytes(cells[layer].vars.Flatten()),
-                [(size, stages[layer]) for size, stages in held],
-                dims[layer],
-                halves[layer],
-                shared[layer] if shared else None,
-                {
-                    size: memory.stages[layer]
-                    for size, memory in needed.items()
-                    if memory is not None
-                },
-            )
-            for layer in range(number)
-        ]
+        for layer in range(number)
+    ]
+    return Figures(
+        tuple(layers),
+        action=max(_ACTION, overhead),
+        fixed=fixed,
+        update=update,
+        optimizer=num_bytes(step.trained.optimizer_variables()) / weights,
+        update_memory=max([1.0, *(memory.update / weights for memory in needed.values())]),
+        transfer=_LINK,
+        sums=_LINK if rules else None,
+        crowding=_CROWDING,
+        cores=float(os.cpu_count() or 1) if on_cpu else None,
+        rules=rules,
+        batch=batch_rows,
+        about=f"{make(Plan()).name}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"{devices} devices",
+    )
 
 
 def _outside(alone: ActionTimes, together: ActionTimes | None, weights: int) -> tuple[float, float]:
@@ -265,9 +272,8 @@ def _dims(layer: Any) -> dict[str, int]:
 
 def _all(layer: Any) -> Iterator[Any]:
     yield layer
-    for child in layer.children.values():
-        for part in child if isinstance(child, list | tuple) else [child]:
-            yield from _all(part)
+    for child in layer.children.Flatten():
+        yield from _all(child)
 
 
 def in_rounds(
@@ -309,8 +315,6 @@ def seconds_of(
     return [seconds.get(i, math.inf) for i in range(len(plans))]
 
 
-# Defaults: the least overhead of an action, and the speed of a link within one machine.
-_ACTION, _LINK, _CROWDING = 2e-5, Link(5e-5, 4e9), 0.5
 _STEPS = 30
 
 
@@ -318,26 +322,8 @@ def measure(
     make: Make, batch: Any, devices: int, say: Callable[[str], None] = lambda text: None
 ) -> Figures:
     """Returns the figures of a model: each layer timed as a stage, the rest fitted to steps."""
-    rows = rows_of(batch)
-    sizes = sorted({1, *(max(1, rows // n) for n in (16, 8, 4, 2)), rows})
     on_cpu = make(Plan()).device_type == "CPU"
-    layers = MeasuredLayers(make, batch, sizes, say, on_cpu, devices)
-    figures = Figures(
-        tuple(layers.layers),
-        action=max(_ACTION, layers.action),
-        fixed=layers.fixed,
-        update=layers.update,
-        optimizer=layers.optimizer,
-        update_memory=layers.update_memory,
-        transfer=_LINK,
-        sums=_LINK if layers.rules else None,
-        crowding=_CROWDING,
-        cores=float(os.cpu_count() or 1) if on_cpu else None,
-        rules=layers.rules,
-        batch=rows,
-        about=f"{make(Plan()).name}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"{devices} devices",
-    )
+    figures = _layers_alone(make, batch, devices, on_cpu, say)
     plans = list(plans_to_fit(figures, devices))
     whole: list[TimedStep] = []
     for plan in plans:
@@ -350,10 +336,10 @@ def measure(
         plans, steps, in_turn(work), zip(*seconds, strict=True), strict=True
     ):
         spread = statistics.median(every) / usual(every) - 1
-        measurements.append(Measured(plan, rows, duration, spread=spread))
+        measurements.append(Measured(plan, figures.batch, duration, spread=spread))
         if on_cpu:
             # Other programs lengthen a step, but not its core time.
-            measurements.append(Measured(plan, rows, done, is_work=True))
+            measurements.append(Measured(plan, figures.batch, done, is_work=True))
     return dataclasses.replace(fitted(figures, measurements), plain_step=steps[plans.index(PLAIN)])
 
 

@@ -118,50 +118,38 @@ _LEAST = 0.1
 
 
 class ActionTimes:
-    """The times of actions in several clocked steps that run in turn, each layer a stage, against a
-    step with all layers in one stage (`whole`).
+    """The times of actions in several clocked steps, each layer a stage, against a step with all
+    layers in one stage (`whole`).
     """
 
     def __init__(
-        self,
-        steps: Sequence[TimedStep],
-        rows: Sequence[int],
-        number: int,
-        whole: TimedStep,
+        self, steps: Sequence[TimedStep], rows: Sequence[int], number: int, whole: TimedStep
     ) -> None:
-        self._steps, self._rows, self._whole = steps, rows, whole
         self._layers: list[dict[str, dict[int, list[float]]]] = [{} for _ in range(number)]
         self._together: dict[str, list[float]] = {}
-        self._before: list[float] = []
-        self._after: list[float] = []
+        before: list[float] = []
+        after: list[float] = []
+        # Steps run in turn, so that other load slows all of them equally.
+        for _ in range(ROUNDS):
+            for step, size in zip(steps, rows, strict=True):
+                step.run()
+                before.append(step.before)
+                after.append(step.after)
+                self._add(step, size)
+            whole.run()
+            for action, seconds in _later(whole):
+                self._together.setdefault(action.kind, []).append(seconds)
+        # Seconds of a step until its first action, and after its last one.
+        self.before, self.after = statistics.median(before), statistics.median(after)
 
-    def add(self) -> None:
-        """Runs each step once, in turn, so that other load slows all of them equally."""
-        for step, size in zip(self._steps, self._rows, strict=True):
-            step.run()
-            self._before.append(step.before)
-            self._after.append(step.after)
-            times = _later(step)
-            # With recomputation only R is counted: it takes work off the other actions.
-            again = any(action.kind == "R" for action, _ in times)
-            for action, seconds in times:
-                if again and action.kind != "R":
-                    continue
+    def _add(self, step: TimedStep, size: int) -> None:
+        times = _later(step)
+        # With recomputation only R is counted: it takes work off the other actions.
+        again = any(action.kind == "R" for action, _ in times)
+        for action, seconds in times:
+            if action.kind == "R" or not again:
                 by_rows = self._layers[action.stage].setdefault(action.kind, {})
                 by_rows.setdefault(size, []).append(seconds)
-        self._whole.run()
-        for action, seconds in _later(self._whole):
-            self._together.setdefault(action.kind, []).append(seconds)
-
-    @property
-    def before(self) -> float:
-        """Returns the seconds of a step until its first action."""
-        return statistics.median(self._before)
-
-    @property
-    def after(self) -> float:
-        """Returns the seconds of a step after its last action."""
-        return statistics.median(self._after)
 
     def besides(self, rows: int) -> float:
         """Returns the overhead of an action: one of all layers against one for each layer."""
@@ -199,31 +187,6 @@ class ActionTimes:
 def _later(step: TimedStep) -> list[tuple[Action, float]]:
     """Returns the actions from the second microbatch on, which add to existing gradients."""
     return [(action, seconds) for action, seconds in step.durations().items() if action.microbatch]
-
-
-def times_of(
-    steps: Sequence[TimedStep], rows: Sequence[int], number: int, whole: TimedStep
-) -> ActionTimes:
-    """Returns the times of steps, each of which runs `ROUNDS` times."""
-    times = ActionTimes(steps, rows, number, whole)
-    for _ in range(ROUNDS):
-        times.add()
-    return times
-
-
-def on_one_core(
-    steps: Sequence[TimedStep],
-    rows: Sequence[int],
-    number: int,
-    whole: TimedStep,
-) -> ActionTimes | None:
-    """Returns the times of steps on one core, where time is the work that all cores would share;
-    None if the process cannot be pinned.
-    """
-    with one_core() as is_one:
-        if not is_one:
-            return None
-        return times_of(steps, rows, number, whole)
 
 
 def in_turn(rounds: Sequence[Sequence[float]]) -> list[float]:

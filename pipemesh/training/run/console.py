@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,7 +24,6 @@ SECONDS_A_REFRESH = {False: 30.0, True: 1.0}
 _GRACE = 10.0
 # Shorter waits get no line.
 _PATIENCE = {False: 5.0, True: 0.5}
-_POLL = 0.05
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class _Steady:
             action()
         except (OSError, ValueError) as error:
             self._quiet = True
+            reason = getattr(error, "strerror", None) or error
             # Discard what is still buffered, and what native code writes.
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -60,10 +62,8 @@ class _Steady:
                 if isinstance(error, BrokenPipeError):
                     # The reader, such as `head`, has closed the pipe.
                     raise SystemExit(0) from error
-                reason = getattr(error, "strerror", None) or error
                 raise PipemeshError(f"standard output cannot be written to ({reason})") from error
             if self._name == "output":
-                reason = getattr(error, "strerror", None) or error
                 print(f"standard output is closed ({reason}); going on", file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
@@ -78,6 +78,34 @@ def stand_in() -> None:
     out = sys.stdout if sys.stdout is not None else open(os.devnull, "w")
     sys.stdout = _Steady(out, 1, "output")
     sys.stderr = _Steady(err, 2, "error")
+
+
+class Stops:
+    """The stop signals in a block: the first is noted, a second one ends the program at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> None:
+        for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Under nohup, SIGHUP stays ignored.
+            if signal.getsignal(stop) is not signal.SIG_IGN:
+                self._handlers[stop] = signal.signal(stop, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        for stop, handler in self._handlers.items():
+            signal.signal(stop, handler)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    @property
+    def exit_code(self) -> int:
+        """Returns 0 without a signal, else 128 plus its number, as shells report it."""
+        return 0 if self.signal is None else 128 + self.signal
 
 
 # The real standard output while it carries only objects.
@@ -193,22 +221,16 @@ def aside(work: Callable[[], T]) -> T:
     """Returns the result of `work`, run on another thread so that signals are handled at once."""
     # Python handles signals on the main thread between two bytecodes: native code that runs there
     # for a minute blocks them.
-    results: list[T] = []
-    errors: list[BaseException] = []
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            future.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL)
-    if errors:
-        raise errors[0]
-    return results[0]
+    threading.Thread(target=run, daemon=True).start()
+    return future.result()
 
 
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import itertools
 import json
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,12 +21,12 @@ from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, SaveError
-from pipemesh.plan import Figures, Prediction, predict
+from pipemesh.plan import Figures, predict
 from pipemesh.plan.figures import FILE
 from pipemesh.report import to_html, to_trace
-from pipemesh.text import bytes_text
+from pipemesh.text import bytes_text, count_text
 from pipemesh.training.run import Options
-from pipemesh.training.run.console import Progress, objects_alone, waiting
+from pipemesh.training.run.console import Progress, Stops, objects_alone, waiting
 from pipemesh.training.run.output import (
     Histograms,
     Profile,
@@ -79,76 +77,49 @@ _NOT_MEASURED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """A prediction for a step of a run with one pipeline."""
-
-    # From measured layers.
-    prediction: Prediction | None
-    # The reason for no prediction, or "".
-    why: str
-    # For the record.
-    values: dict[str, Any]
-
-    def __str__(self) -> str:
-        """Returns text for people; "" if there is no prediction and the user gave no figures."""
-        if (step := self.prediction) is not None:
-            return (
-                f"{1e3 * step.seconds:.4g} ms a step by what was measured of its layers, bubble "
-                f"{step.bubble:.1%}, {bytes_text(max(step.memory))} on the fullest device"
-                + (f"; supposed: {step.supposed}" if step.supposed else "")
-            )
-        return "" if self.why == _NOT_MEASURED else f"seconds are not predicted: {self.why}"
-
-
-def expected(trainer: Trainer, options: Options, batch: Any) -> Expected | None:
-    """Returns the prediction for a step, or None unless there is exactly one pipeline."""
+def expected(trainer: Trainer, options: Options) -> tuple[dict[str, Any], str]:
+    """Returns the prediction for a step, for the record and as text for people; nothing unless
+    there is exactly one pipeline, and no text if there are no figures.
+    """
     if len(trainer.trained.pipelines) != 1:
-        return None
-    stack: Any = trainer.trained.pipelines[0]
-    plan, rows = trainer.subject.plan, rows_of(batch)
-    sizes = [len(layers_of(cell)) for cell in stack.params.cell_tpl]
+        return {}, ""
+    rows = rows_of(trainer.batch)
+    sizes = [len(layers_of(cell)) for cell in trainer.trained.pipelines[0].params.cell_tpl]
     cuts = (0, *itertools.accumulate(sizes))
-    is_cpu = trainer.subject.device_type == "CPU"
     values: dict[str, Any] = {
         "rows": rows,
         "cuts": cuts,
         "device_memory": options.device_memory,
         # All devices of a process share them.
-        "cores": os.cpu_count() if is_cpu else None,
+        "cores": os.cpu_count() if trainer.subject.device_type == "CPU" else None,
     }
     if trainer.report is not None and trainer.report.layers:
         layers = itertools.chain.from_iterable(trainer.report.layers)
         values["layers"] = [dataclasses.asdict(layer) for layer in layers]
-    prediction, why = None, _NOT_MEASURED
-    try:
-        if (figures := _figures(options)) is not None:
-            plan = dataclasses.replace(plan, boundaries=cuts)
-            prediction, why = predict(plan, figures, rows), ""
-            values["figures"] = json.loads(figures.to_json())
-            values["predicted"] = {
-                "seconds": prediction.seconds,
-                "bubble": prediction.bubble,
-                "memory": prediction.memory,
-                "parts": prediction.parts,
-                "about": figures.about,
-            }
-    except PipemeshError as error:
-        why = str(error)
-    if why:
-        values["unpredicted"] = why
-    return Expected(prediction, why, values)
-
-
-def _figures(options: Options) -> Figures | None:
     path = options.figures or os.path.join(options.logdir, FILE)
-    is_there = options.figures is not None or os.path.exists(path)
-    return Figures.read(path) if is_there else None
+    if options.figures is None and not os.path.exists(path):
+        return {**values, "unpredicted": _NOT_MEASURED}, ""
+    try:
+        figures = Figures.read(path)
+        plan = dataclasses.replace(trainer.subject.plan, boundaries=cuts)
+        step = predict(plan, figures, rows)
+    except PipemeshError as error:
+        return {**values, "unpredicted": str(error)}, f"seconds are not predicted: {error}"
+    values["figures"] = json.loads(figures.to_json())
+    values["predicted"] = {
+        "seconds": step.seconds,
+        "bubble": step.bubble,
+        "memory": step.memory,
+        "parts": step.parts,
+        "about": figures.about,
+    }
+    supposed = f"; supposed: {step.supposed}" if step.supposed else ""
+    return values, (
+        f"{1e3 * step.seconds:.4g} ms a step by what was measured of its layers, bubble "
+        f"{step.bubble:.1%}, {bytes_text(max(step.memory))} on the fullest device{supposed}"
+    )
 
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A shell reports a signal as 128 plus its number.
-_BY_SIGNAL = 128
 # Number of first steps whose speed is reported once.
 _MEASURED_STEPS = 5
 # Most steps skipped in a row: more are no accident of the data.
@@ -170,7 +141,7 @@ class Loop:
         self, trainer: Trainer, options: Options, renew: Callable[[], object] = lambda: None
     ) -> None:
         self._trainer, self._options = trainer, options
-        self._stop: int | None = None
+        self._stops = Stops()
         self._rate: float | None = None
         self._spikes, self._in_a_row = Spikes(), 0
         # Flops of a step, peak flops per second of the devices, and the number and seconds of the
@@ -196,39 +167,34 @@ class Loop:
                 raise
 
     def _run(self) -> int:
-        # Under nohup, SIGHUP stays ignored.
-        stops = [s for s in _STOPS if signal.getsignal(s) is not signal.SIG_IGN]
-        old = {s: signal.signal(s, self._request_stop) for s in stops}
-        try:
+        with self._stops:
             try:
-                self._train()
-            finally:
-                # The profile ends early if the run does.
-                self._profile.close()
-                self._tell_profile()
-            if self._stop is not None:
-                path = self._save_at_last()
-                name = signal.Signals(self._stop).name
-                self._tell.say(f"{name}: saved {path}; run the same command again to go on")
-                self._tell_saved()
-                self._end(f"stopped by {name}", is_done=False)
-                return _BY_SIGNAL + self._stop
-        except DataError as error:
-            try:
-                kept = f"saved {self._trainer.save()}"
-            except SaveError as failed:
-                kept = f"nor can it be saved ({failed}), {self._trainer.saved or 'nothing'} is kept"
-            raise DataError(
-                f"step {self._trainer.step + 1}: {error}; {kept}: put the data back and run the "
-                "same command again to go on"
-            ) from error
-        except Exception:
-            # Write confirmed checkpoints before the process ends.
-            self._trainer.saving.give_up()
-            raise
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+                try:
+                    self._train()
+                finally:
+                    # The profile ends early if the run does.
+                    self._profile.close()
+                    self._tell_profile()
+                if (stop := self._stops.signal) is not None:
+                    self._save(is_last=True)
+                    saved = f"saved {self._trainer.saved}"
+                    self._tell.say(f"{stop.name}: {saved}; run the same command again to go on")
+                    self._end(f"stopped by {stop.name}", is_done=False)
+                    return self._stops.exit_code
+            except DataError as error:
+                try:
+                    kept = f"saved {self._trainer.save()}"
+                except SaveError as failed:
+                    saved = self._trainer.saved or "nothing"
+                    kept = f"nor can it be saved ({failed}), {saved} is kept"
+                raise DataError(
+                    f"step {self._trainer.step + 1}: {error}; {kept}: put the data back and run "
+                    "the same command again to go on"
+                ) from error
+            except Exception:
+                # Write confirmed checkpoints before the process ends.
+                self._trainer.saving.give_up()
+                raise
         gc.enable()
         self._tell_work()
         self._conclude()
@@ -263,7 +229,7 @@ class Loop:
                 score = self._evaluate()
                 if score is not None:
                     trainer.saving.judge(trainer.restored, score)
-            while trainer.step < steps and self._stop is None and not self._is_settled:
+            while trainer.step < steps and not (self._stops.signal or self._is_settled):
                 if self._rate is None:
                     with progress.busy("building the graph"):
                         self._one_step(progress)
@@ -271,13 +237,8 @@ class Loop:
                     self._report()
                 else:
                     self._one_step(progress)
-                done, judged = trainer.step, self._evaluate()
-                if done == steps or self._is_settled:
-                    self._save(self._save_now)
-                elif done % options.save_every == 0:
-                    self._save(functools.partial(self._begin_save, judged))
-                else:
-                    self._save(trainer.saving.poll)
+                judged = self._evaluate()
+                self._save(judged, is_last=trainer.step == steps or self._is_settled)
 
     def _evaluate(self) -> float | None:
         """Evaluates if it is due, and returns the score of the weights."""
@@ -287,7 +248,7 @@ class Loop:
         is_due = step % options.eval_every == 0 and step < options.steps
         if not (is_due and sample) or step == trainer.judged:
             return None
-        score = trainer.evaluate(sample, lambda: self._stop is not None)
+        score = trainer.evaluate(sample, lambda: self._stops.signal is not None)
         if score is None:
             return None
         trainer.judged = step
@@ -308,14 +269,13 @@ class Loop:
     def _report(self) -> None:
         """Reports memory and communication of a step, and writes the layout of the weights."""
         forecast = self._trainer.report
-        ahead = expected(self._trainer, self._options, self._trainer.batch)
-        values = ahead.values if ahead else {}
+        values, predicted = expected(self._trainer, self._options)
         if forecast is not None:
-            values = values | of_report(forecast)
+            values |= of_report(forecast)
         if values:
             self._tell("forecast", step=self._trainer.step, **values)
-        if ahead and (text := str(ahead)):
-            self._tell.say(f"predicted: {text}")
+        if predicted:
+            self._tell.say(f"predicted: {predicted}")
         if forecast is None:
             return
         path = os.path.join(self._options.logdir, "layout.txt")
@@ -334,7 +294,6 @@ class Loop:
         self._seconds += seconds
         number, is_last = self._measured_steps, self._trainer.step >= self._options.steps
         if number == _MEASURED_STEPS or (is_last and number < _MEASURED_STEPS):
-            plural = "" if number == 1 else "s"
             unit = self._trainer.subject.unit
             values: dict[str, Any] = {"steps": number, f"{unit}_per_second": self._rate}
             text = f"{self._rate:,.0f} {unit}/s"
@@ -348,7 +307,7 @@ class Loop:
             values["peak_memory"] = peak_memory(self._trainer.trained.all_devices())
             if values["peak_memory"]:
                 text += f", {bytes_text(values['peak_memory'])}"
-            text = f"measured over {number} step{plural}: {text}"
+            text = f"measured over {count_text(number, 'step')}: {text}"
             self._tell("measured", text, step=self._trainer.step, **values)
 
     def _mfu(self, seconds: float) -> float | None:
@@ -357,25 +316,25 @@ class Loop:
         """
         return share if (share := ratio(self._flops, seconds * self._peak)) <= 1 else None
 
-    def _save(self, act: Callable[[], object]) -> None:
+    def _save(self, judged: float | None = None, *, is_last: bool) -> None:
+        """Saves the last weights, or begins to save others where it is due."""
+        trainer = self._trainer
+        is_due = trainer.step % self._options.save_every == 0
         try:
-            act()
+            if is_last or is_due:
+                self._begun = trainer.step
+            if is_last:
+                trainer.save()
+            elif is_due:
+                trainer.begin_save(judged)
+            else:
+                trainer.saving.poll()
             self._tell_saved()
         except SaveError as error:
-            if self._trainer.step == self._options.steps or self._is_settled:
-                raise SaveError(
-                    f"{error}; of the checkpoints before, {self._trainer.kept}"
-                ) from error
-            text = f"{error}; training goes on, and {self._trainer.kept}"
-            self._tell("unsaved", text, is_warning=True, step=self._trainer.step, why=str(error))
-
-    def _save_now(self) -> str:
-        self._begun = self._trainer.step
-        return self._trainer.save()
-
-    def _begin_save(self, judged: float | None) -> None:
-        self._begun = self._trainer.step
-        self._trainer.begin_save(judged)
+            if is_last:
+                raise SaveError(f"{error}; of the checkpoints before, {trainer.kept}") from error
+            text = f"{error}; training goes on, and {trainer.kept}"
+            self._tell("unsaved", text, is_warning=True, step=trainer.step, why=str(error))
 
     def _tell_saved(self) -> None:
         """Reports checkpoints completed since the last call."""
@@ -388,18 +347,6 @@ class Loop:
             if self._saved < step <= self._begun:
                 self._saved = step
                 self._tell("checkpoint", step=step, path=path_of(folder, step))
-
-    def _save_at_last(self) -> str:
-        try:
-            return self._save_now()
-        except SaveError as error:
-            raise SaveError(f"{error}; of the checkpoints before, {self._trainer.kept}") from error
-
-    def _request_stop(self, number: int, _frame: Any) -> None:
-        if self._stop is not None:
-            # A second signal ends the run at once.
-            raise KeyboardInterrupt
-        self._stop = number
 
     def _one_step(self, progress: Progress) -> None:
         number = self._trainer.step + 1
@@ -478,7 +425,7 @@ class Loop:
         if self._in_a_row == 1 or is_rescaled:
             text = (
                 f"step {trainer.step}: {why}; skipped, its weights are those before "
-                f"({number} step{'' if number == 1 else 's'} skipped so far)"
+                f"({count_text(number, 'step')} skipped so far)"
             )
         values = {"why": why, "skipped_steps": number}
         self._tell("skipped", text, is_warning=True, step=trainer.step, **values)
@@ -495,10 +442,10 @@ class Loop:
             best, since = trainer.best
             than = "a number" if best is None else f"{best:.4g}"
             self._tell.say(f"stopped early: {since} evaluations were no better than {than}")
-        eval_batches = self._options.eval_batches
-        batches = trainer.sample.batches if eval_batches else trainer.whole
         if trainer.sample.batches:
-            what = str(trainer.sample) if eval_batches else "all of the held-out data"
+            batches, what = trainer.whole, "all of the held-out data"
+            if self._options.eval_batches:
+                batches, what = trainer.sample.batches, str(trainer.sample)
             with waiting("evaluating"):
                 score = trainer.evaluate(batches)
             # Without `stopped` there is always a score.

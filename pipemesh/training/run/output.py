@@ -209,9 +209,7 @@ class Histograms:
         is_due = self._every and step % self._every == 0
         self._before = self._values() if is_due else {}
 
-    def after(
-        self, gradients: Mapping[str, Sequence[tf.Tensor]] = types.MappingProxyType({})
-    ) -> dict[str, np.ndarray]:
+    def after(self, gradients: Mapping[str, Sequence[tf.Tensor]]) -> dict[str, np.ndarray]:
         """Returns weights, updates and gradients after a step, by tag; {} if none are due."""
         if not self._before:
             return {}
@@ -240,10 +238,7 @@ class Profile:
     """A profile of the steps from `steps[0]` to `steps[1]`; `warn` gets a line if it fails."""
 
     def __init__(
-        self,
-        folder: str,
-        steps: tuple[int, int] | None,
-        warn: Callable[[str], object] = print,
+        self, folder: str, steps: tuple[int, int] | None, warn: Callable[[str], object]
     ) -> None:
         self._folder, self._steps, self._warn = os.path.abspath(folder), steps, warn
         self._runs = False

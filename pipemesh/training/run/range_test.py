@@ -8,13 +8,12 @@ See Leslie Smith, "Cyclical learning rates for training neural networks", sectio
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
 import os
-import signal
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from pipemesh.checkpoint.files import write_whole
 from pipemesh.errors import NotFiniteError, RescaledError, TrainingError
 from pipemesh.training.lingvo_params import HIGH, LOW, peak_rate
 from pipemesh.training.run import Options
-from pipemesh.training.run.console import Progress, waiting
+from pipemesh.training.run.console import Progress, Stops, waiting
 from pipemesh.training.trainer import Trainer
 
 # Losses are averaged over a third of a decade.
@@ -39,8 +38,6 @@ _MOST_IN_A_ROW = 3
 # Rows of the table for each decade.
 _ROWS_A_DECADE = 2
 _BAR = 40
-# A shell reports a signal as 128 plus its number.
-_BY_SIGNAL = 128
 
 
 class Curve:
@@ -151,19 +148,14 @@ class RangeTest:
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
         self._trainer, self._options = trainer, options
-        self._stop: int | None = None
+        self._stops = Stops()
 
     def run(self) -> int:
         """Trains, prints the result, and writes `learning_rates.csv`; returns the exit code."""
         first = self._trainer.step
         curve = Curve(self._options.find_learning_rate)
-        stops = (signal.SIGINT, signal.SIGTERM)
-        old = {number: signal.signal(number, self._request_stop) for number in stops}
-        try:
+        with self._stops:
             end = self._try(curve)
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
         number = len(curve.rates)
         print(f"{number} steps from step {first} on, each with a higher learning rate:")
         if number > 1:
@@ -175,21 +167,18 @@ class RangeTest:
             write_whole(path, curve.to_csv().encode())
             print(f"all of them: {path}; no weights were saved")
         sys.stdout.flush()
-        return 0 if self._stop is None else _BY_SIGNAL + self._stop
-
-    def _request_stop(self, number: int, _frame: Any) -> None:
-        if self._stop is not None:
-            # A second signal ends the program at once.
-            raise KeyboardInterrupt
-        self._stop = number
+        return self._stops.exit_code
 
     def _try(self, curve: Curve) -> str:
         """Trains until the loss has risen; returns the reason for the end as text."""
         steps, in_a_row = self._options.find_learning_rate, 0
         with Progress(0, steps) as progress:
             for number in range(steps):
+                is_first = number == 0
+                doing = waiting("building the graph") if is_first else contextlib.nullcontext()
                 try:
-                    result = self._step(is_first=number == 0)
+                    with doing:
+                        result = self._trainer.train_step()
                 except RescaledError:
                     self._trainer.skip()
                     continue
@@ -199,13 +188,15 @@ class RangeTest:
                         return self._not_finite(curve, error)
                     self._trainer.skip()
                     continue
+                # As in the training loop: until the graph is built there is little garbage.
+                gc.enable()
                 in_a_row = 0
                 curve.add(result["learning_rate"], result["loss"])
                 text = f"rate {curve.rates[-1]:.1e}, loss {curve.losses[-1]:.3f}"
                 progress.advance(text)
                 if curve.has_risen:
                     return f"is well above that of the beginning at {curve.rates[-1]:.1e}"
-                if self._stop is not None:
+                if self._stops.signal is not None:
                     return f"was looked at up to {curve.rates[-1]:.1e}, until the test was stopped"
         return f"is {curve.losses[-1]:.4g} at the highest, {curve.rates[-1]:.1e}"
 
@@ -217,15 +208,6 @@ class RangeTest:
             ) from error
         # The rate of the step before, which produced the current weights.
         return f"is not finite beyond {curve.rates[-1]:.1e}"
-
-    def _step(self, is_first: bool) -> Any:
-        if not is_first:
-            return self._trainer.train_step()
-        with waiting("building the graph"):
-            result = self._trainer.train_step()
-        # As in the training loop: until here there is little garbage.
-        gc.enable()
-        return result
 
     def _advice(self, curve: Curve, end: str) -> list[str]:
         """Returns the result and the advice as lines."""

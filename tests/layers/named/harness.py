@@ -16,7 +16,6 @@ from tests.layers.harness import cluster
 
 # Of the layers' dims, along the axes that the mesh has.
 RULES = "batch:data;d_ff:model;heads:model;kv_heads:model;vocab:model;experts:model"
-MESHES = ("model:1", "model:2", "model:4", "data:2;model:2")
 
 
 @dataclasses.dataclass

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.named import Attention, lowering_scope
-from tests.layers.named.harness import MESHES, make_lowering, reference, run, value_of
+from tests.layers.named.harness import make_lowering, reference, run, value_of
 from tests.layers.named.test_block_attention import plain_attention
 
 X = value_of("x", [2, 6, 8])
@@ -47,25 +47,23 @@ def plain(p, segments=None, positions=None):
     return reference(attention, shapes)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_results_and_gradients_are_those_of_plain_tensorflow(mesh):
-    found = run(PARAMS, [X, SEGMENTS], mesh)
+# Other layouts equal one processor (tests/conformance).
+def test_results_and_gradients_are_those_of_plain_tensorflow():
+    found = run(PARAMS, [X, SEGMENTS], "model:4")
     found.assert_close(*plain(PARAMS, SEGMENTS))
-    calls, _ = found.lowering.costs.rows.get((("model",), "all_reduce", "forward"), (0, 0))
-    assert calls == (0 if mesh == "model:1" else 1)
+    assert found.lowering.costs.rows[("model",), "all_reduce", "forward"][0] == 1
 
 
-@pytest.mark.parametrize("mesh", ["model:1", "data:2;model:2"])
-def test_groups_of_heads_with_rotations_and_biases_by_distance(mesh):
+def test_groups_of_heads_with_rotations_and_biases_by_distance():
     params = PARAMS.Copy().Set(num_kv_heads=2, use_rotary=True, use_bias=False, **BUCKETS)
-    found = run(params, [X, SEGMENTS, POSITIONS], mesh)
+    found = run(params, [X, SEGMENTS, POSITIONS], "data:2;model:2")
     found.assert_close(*plain(params, SEGMENTS, POSITIONS))
 
 
-@pytest.mark.parametrize(("mesh", "kv_heads"), [("model:2", 1), ("model:4", 2)])
-def test_keys_may_stay_whole_where_heads_are_split(mesh, kv_heads):
-    params = PARAMS.Copy().Set(num_kv_heads=kv_heads)
-    run(params, [X], mesh, "heads:model").assert_close(*plain(params))
+def test_keys_may_stay_whole_where_heads_are_split():
+    """Two processors have heads of the same key."""
+    params = PARAMS.Copy().Set(num_kv_heads=2)
+    run(params, [X], "model:4", "heads:model").assert_close(*plain(params))
 
 
 def test_by_default_a_row_is_one_segment_and_positions_are_places():

@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.layers.named import (
-    Attention,
-    KeyValueCache,
-    TransformerBlock,
-    cache_scope,
-    current_cache,
-)
+from pipemesh.layers.named import Attention, KeyValueCache, cache_scope, current_cache
 from pipemesh.lowering import Tensor, ops
 from tests.layers.named.harness import run, value_of
 
@@ -19,12 +13,8 @@ X = value_of("x", [BATCH, LENGTH, 8])
 PARAMS = Attention.Params().Set(
     name="attention", input_dim=8, num_heads=4, dim_per_head=2, block_size=4
 )
-BLOCK = TransformerBlock.Params().Set(name="block", input_dim=8, num_heads=4, hidden_dim=16)
 KINDS = {
     "plain": {},
-    "groups": {"num_kv_heads": 2},
-    "rotary": {"use_rotary": True, "use_bias": False},
-    "buckets": {"relative_buckets": 6, "relative_max_distance": 9},
     "all": {"num_kv_heads": 2, "use_rotary": True, "relative_buckets": 4},
 }
 
@@ -46,40 +36,23 @@ def by_parts(*lengths):
     return call
 
 
-def same(params, mesh, rules=None, parts=(4, 1, 1, 1)):
-    more = {} if rules is None else {"rules": rules}
+def same(params, mesh, parts, **rules):
     wanted = run(params, [X], loss=None).outputs
-    found = run(params, [X], mesh, call=by_parts(*parts), loss=None, **more).outputs
+    found = run(params, [X], mesh, call=by_parts(*parts), loss=None, **rules).outputs
     np.testing.assert_allclose(found[0], wanted[0], rtol=2e-5, atol=2e-6)
 
 
-# Two groups of heads are for two processors; four have a test of their own.
 @pytest.mark.parametrize(
-    ("mesh", "kind"),
-    [
-        ("model:2", "plain"),
-        ("model:2", "groups"),
-        ("model:4", "rotary"),
-        ("model:4", "buckets"),
-        ("data:2;model:2", "all"),
-    ],
+    ("mesh", "kind", "parts"),
+    [("model:2", "plain", (7,)), ("data:2;model:2", "all", (1, 4, 2))],
 )
-def test_attention_goes_on_where_it_was(mesh, kind):
-    same(PARAMS.Copy().Set(**KINDS[kind]), mesh)
+def test_attention_goes_on_where_it_was(mesh, kind, parts):
+    same(PARAMS.Copy().Set(**KINDS[kind]), mesh, parts)
 
 
-@pytest.mark.parametrize(("mesh", "kv_heads"), [("model:2", 1), ("model:4", 2)])
-def test_keys_may_stay_whole_where_heads_are_split(mesh, kv_heads):
-    same(PARAMS.Copy().Set(num_kv_heads=kv_heads, use_rotary=True), mesh, "heads:model")
-
-
-@pytest.mark.parametrize("parts", [(7,), (1,) * 7, (2, 3, 2)])
-def test_any_parts_will_do(parts):
-    same(PARAMS.Copy().Set(**KINDS["all"]), "model:2", parts=parts)
-
-
-def test_a_block_goes_on_where_it_was():
-    same(BLOCK, "data:2;model:2", "batch:data;heads:model;d_ff:model")
+def test_keys_may_stay_whole_where_heads_are_split():
+    """Two processors have heads of the same key."""
+    same(PARAMS.Copy().Set(num_kv_heads=2, use_rotary=True), "model:4", (4, 3), rules="heads:model")
 
 
 def test_rows_may_stand_at_different_places():
@@ -102,8 +75,8 @@ def test_rows_may_stand_at_different_places():
                 found.append(ops.export_tensor(layer.FProp(theta, here)))
         return tf.concat(found, 1)
 
-    whole = run(PARAMS, [X], "model:1").outputs[0]
-    found = run(PARAMS, [X], "data:2;model:2", call=call).outputs[0]
+    whole = run(PARAMS, [X], "model:1", loss=None).outputs[0]
+    found = run(PARAMS, [X], "data:2;model:2", call=call, loss=None).outputs[0]
     wanted = [[whole[row, at + i] for i in range(2)] for row, at in enumerate(lengths)]
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-6)
 

@@ -10,7 +10,6 @@ from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.layers.named import Convolution, lowering_scope
 from tests.layers.harness import cluster
 from tests.layers.named.harness import make_lowering, reference, run, value_of
-from tests.pairwise import in_turn
 
 X = value_of("x", [4, 8, 6, 3])
 PARAMS = Convolution.Params().Set(name="conv", input_dim=3, output_dim=4)
@@ -18,10 +17,7 @@ PARAMS = Convolution.Params().Set(name="conv", input_dim=3, output_dim=4)
 
 @pytest.mark.parametrize(
     ("mesh", "strides", "window"),
-    in_turn(
-        ["rows:1", "rows:2", "rows:4", "rows:2;columns:2", "data:2;rows:2"],
-        [((1, 1), (3, 3)), ((2, 1), (5, 2))],
-    ),
+    [("rows:4", (1, 1), (3, 3)), ("rows:2;columns:2", (2, 1), (5, 2))],
 )
 def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, strides, window):
     def plain(w):
@@ -88,10 +84,7 @@ def stack_loss(mesh):
     stages = [
         FeatureExtractionLayer.Params().Set(
             name=f"stage{i}",
-            sub=[
-                Convolution.Params().Set(name=name, input_dim=3, output_dim=3, residual=True)
-                for name in (f"conv{i}a", f"conv{i}b")
-            ],
+            sub=[Convolution.Params().Set(name="conv", input_dim=3, output_dim=3, residual=True)],
         )
         for i in range(2)
     ]
@@ -117,7 +110,6 @@ def stack_loss(mesh):
 
 @pytest.mark.slow
 def test_stages_hand_parts_of_images_on():
-    wanted = stack_loss("layers:1")
-    for mesh in ("layers:2;rows:2 height:rows", "layers:2;data:2;rows:2 batch:data;height:rows"):
-        for mine, theirs in zip(stack_loss(mesh), wanted, strict=True):
-            np.testing.assert_allclose(mine, theirs, 1e-4, 1e-4)
+    found = stack_loss("layers:2;data:2;rows:2 batch:data;height:rows")
+    for mine, theirs in zip(found, stack_loss("layers:1"), strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-4)

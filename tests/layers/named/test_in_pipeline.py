@@ -55,6 +55,4 @@ def test_loss_and_gradients_do_not_depend_on_stages_and_microbatches():
     whole = pipeline(3, num_micro_batches=1)
     # Gradients of inputs and of weights at different times.
     cut = pipeline(2, 1, num_micro_batches=2, schedule="zb_h1", remat="none")
-    again = pipeline(1, 2, num_micro_batches=4, remat="full")
     whole.assert_close(cut, rtol=1e-3, atol=1e-4)
-    whole.assert_close(again, rtol=1e-3, atol=1e-4)

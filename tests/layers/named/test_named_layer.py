@@ -88,10 +88,9 @@ def test_without_splits_variables_have_the_logical_names():
     assert sorted(v.name for v in layer.vars.Flatten()) == ["product/b/var:0", "product/w/var:0"]
 
 
-@pytest.mark.parametrize("mesh", ["model:2", "model:4", "data:2;model:2"])
-def test_initial_values_do_not_depend_on_the_layout(mesh):
+def test_initial_values_do_not_depend_on_the_layout():
     params = Pair.Params().Set(name="pair", random_seed=7)
-    whole, found = whole_weights(params, "model:1"), whole_weights(params, mesh)
+    whole, found = whole_weights(params, "model:1"), whole_weights(params, "data:2;model:4")
     assert whole.keys() == found.keys() and len(whole) == 7
     for path, value in whole.items():
         np.testing.assert_array_equal(found[path], value)
@@ -221,11 +220,9 @@ def test_inputs_of_another_lowering_or_with_other_dims_are_errors():
         (lambda: tf.ones([2, 3, 8, 1]), "a tensor of 4 dims, of sizes"),
     ],
 )
-@pytest.mark.parametrize("rules", [{}, {"d_ff": "model"}, {"embed": "model"}], ids=str)
-def test_an_input_of_another_width_or_rank_is_refused(use, message, rules):
+def test_an_input_of_another_width_or_rank_is_refused(use, message):
     """A width of 6 was TensorFlow's error, and one of 1 an error about a slice."""
-    rules = LayoutRules(tuple(rules.items()))
-    lowering = PlacementLowering(Mesh.from_text("model:1"), rules, ["CPU:0"])
+    lowering = make_lowering("model:1", "embed:model")
     params = TransformerBlock.Params().Set(name="b", input_dim=8, num_heads=2, hidden_dim=4)
     layer = make(params, lowering)
     with lowering_scope(lowering), pytest.raises(ShapeError, match=message) as found:
@@ -342,12 +339,13 @@ def test_attention_needs_whole_sequences_of_its_heads():
 )
 def test_slices_of_tokens_go_from_stage_to_stage(run, mesh, options):
     def stack(cls, **changes):
-        blocks = [block(dropout_rate=0.3).Set(name=f"named_{i}") for i in range(2)]
-        cells = [FeatureExtractionLayer.Params().Set(name=f"s{b.name}", sub=[b]) for b in blocks]
+        layer = FeedForward.Params().Set(input_dim=EMBED, hidden_dim=HIDDEN, dropout_rate=0.3)
+        layers = [layer.Copy().Set(name=f"named_{i}") for i in range(2)]
+        cells = [FeatureExtractionLayer.Params().Set(name=f"s{p.name}", sub=[p]) for p in layers]
         return cls.Params().Set(name="stack", cell_tpl=cells, **changes)
 
     wanted = run(stack(SeqLayer), [SEQUENCES])
     params = stack(PipeliningLayer, num_micro_batches=2, **options)
-    found = run(params, [SEQUENCES], num_devices=f"{mesh} {SPLIT}")
+    found = run(params, [SEQUENCES], num_devices=f"{mesh} length:model;d_ff:model")
     np.testing.assert_allclose(found.outputs[0], wanted.outputs[0], rtol=1e-4, atol=1e-5)
     found.assert_close(wanted, rtol=2e-4, atol=2e-5)

@@ -13,7 +13,7 @@ from pipemesh.layers.named import (
     lowering_scope,
 )
 from pipemesh.layers.named.vocabulary import rotated
-from tests.layers.named.harness import MESHES, RULES, make_lowering, reference, run, value_of
+from tests.layers.named.harness import RULES, make_lowering, reference, run, value_of
 
 BASE, PAIRS = 1e4, 8
 
@@ -70,11 +70,11 @@ def test_numbers_that_are_none(numbers, told):
 def test_attention_heeds_it_under_a_layout():
     params = Attention.Params().Set(name="attention", input_dim=8, num_heads=2, use_rotary=True)
     x = [value_of("x", [2, 9, 8])]
-    plain = run(params, x, scale=None).outputs[0]
+    plain = run(params, x, scale=None, loss=None).outputs[0]
     params.rotary_scaling = RotaryScaling(3.0)
-    found = run(params, x, scale=None).outputs[0]
+    found = run(params, x, scale=None, loss=None).outputs[0]
     assert np.abs(found - plain).max() > 0.01
-    split = run(params, x, "model:2", "heads:model", scale=None).outputs[0]
+    split = run(params, x, "model:2", "heads:model", scale=None, loss=None).outputs[0]
     np.testing.assert_allclose(split, found, 1e-4, 1e-5)
     with pytest.raises(PipelineError, match="give a RotaryScaling, or None"):
         params.Set(rotary_scaling=3.0).Instantiate()
@@ -94,9 +94,10 @@ def waves(places):
     return found
 
 
+# Other layouts equal one processor (tests/conformance).
 @pytest.mark.parametrize(
     ("mesh", "positions"),
-    [*((mesh, "learned") for mesh in MESHES), ("model:2", "sinusoidal"), ("model:2", "none")],
+    [("data:2;model:2", "learned"), ("model:4", "sinusoidal"), ("model:2", "none")],
 )
 def test_results_and_gradients_are_those_of_plain_lookups(mesh, positions):
     params = EMBEDDING.Copy().Set(positions=positions, max_length=6, scale_sqrt_depth=True)
@@ -174,10 +175,7 @@ def plain(smoothing=0.0, weights=WEIGHTS, x=X):
     return reference(loss, {"w": [5, 8], "b": [8]})
 
 
-@pytest.mark.parametrize(
-    ("mesh", "smoothing"),
-    [*((mesh, 0.2) for mesh in MESHES), ("data:2;model:2", 0.0)],
-)
+@pytest.mark.parametrize(("mesh", "smoothing"), [("data:2;model:2", 0.2), ("model:4", 0.0)])
 def test_loss_and_gradients_are_those_of_plain_tensorflow(mesh, smoothing):
     params = SOFTMAX.Copy().Set(label_smoothing=smoothing)
     run(params, [X, LABELS, WEIGHTS], mesh).assert_close(*plain(smoothing))
@@ -187,14 +185,14 @@ def test_weights_are_one_by_default():
     run(SOFTMAX, [X, LABELS], "data:2").assert_close(*plain(weights=np.ones([2, 3], np.float32)))
 
 
-@pytest.mark.parametrize("mesh", ["model:1", "data:2;model:2"])
-def test_weights_are_not_rounded_to_what_products_are_computed_in(mesh):
+def test_weights_are_not_rounded_to_what_products_are_computed_in():
     """In bfloat16 a third and 257 were other numbers, and the loss was divided by their sum."""
     weights = np.array([[1 / 3, 257, 0], [1, 1, 2]], np.float32)
     params = SOFTMAX.Copy().Set(fprop_dtype=tf.bfloat16)
-    found = run(params, [X, LABELS, weights], mesh)
+    found = run(params, [X, LABELS, weights], "data:2;model:2", loss=None)
     np.testing.assert_allclose(found.outputs[1], weights.sum(), rtol=1e-7)
-    of_integers = run(params, [X, LABELS, np.array([[1, 300, 0], [1, 1, 2]])], mesh)
+    integers = np.array([[1, 300, 0], [1, 1, 2]])
+    of_integers = run(params, [X, LABELS, integers], "data:2;model:2", loss=None)
     assert of_integers.outputs[1] == 305
 
 

@@ -1,5 +1,7 @@
 """Stacks of alike stages as one loop over ticks equal the plain stack."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,11 +9,12 @@ from lingvo.core import layers, py_utils
 
 from pipemesh.errors import PipelineError, PipemeshError, ScheduleError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
-from pipemesh.layers.pipeline.alike_stages import SimdCut, simd_cut
+from pipemesh.layers.pipeline.alike_stages import simd_cut, simd_split
 from pipemesh.recurrent import ActionClock, Selective
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.test_pipelining import cut, plain
+from tests.layers.pipeline.stacks import plain
+from tests.layers.pipeline.test_pipelining import cut
 from tests.layers.pipeline.test_simd_stack import layers_of, stack
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
@@ -47,16 +50,9 @@ def simd(cells, num_micro_batches, **kwargs):
     )
 
 
-@pytest.fixture(scope="module")
-def expected():
-    cache = {}
-
-    def get(run):
-        if run not in cache:
-            cache[run] = run(plain(uncounted(4)), [X], steps=2)
-        return cache[run]
-
-    return get
+@functools.cache
+def expected(run):
+    return run(plain(uncounted(4)), [X], steps=2)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +65,7 @@ def expected():
     ],
 )
 def test_everything_equals_the_plain_model_with_dropout_on(
-    run, expected, num_stages, schedule, num_devices, num_micro_batches
+    run, num_stages, schedule, num_devices, num_micro_batches
 ):
     params = simd(cut(uncounted(4), num_stages), num_micro_batches, schedule=schedule)
     result = run(params, [X], steps=2, num_devices=num_devices)
@@ -137,11 +133,11 @@ class Strict(Uncounted):
 
 
 def test_at_ticks_without_work_no_check_fails():
-    sub = [Strict.Params().Set(name=f"block{i}", rate=0.0) for i in range(3)]
+    sub = [Strict.Params().Set(name=f"block{i}", rate=0.0) for i in range(2)]
     x = X + 2.0
     # A norm of a microbatch is not one of the batch, so the plain stack is another model.
-    wanted = run_tf1(simd(cut(sub, 3), 4, schedule="gpipe").Set(lowering="placement"), [x], steps=1)
-    result = run_tf1(simd(cut(sub, 3), 4), [x], steps=1, num_devices=3)
+    wanted = run_tf1(simd(cut(sub, 2), 2).Set(lowering="placement"), [x], steps=1)
+    result = run_tf1(simd(cut(sub, 2), 2), [x], steps=1, num_devices=2)
     result.assert_close(wanted, **CLOSE)
 
 
@@ -181,27 +177,26 @@ def stages(*subs):
     [
         (
             stages([fc("a")], [fc("b", activation="TANH")]),
-            ["layer 'a' has activation 'RELU' and layer 'b' has activation 'TANH'"],
+            "layer 'a' has activation 'RELU' and layer 'b' has activation 'TANH'",
         ),
         (
             stages([fc("a")], uncounted(1)),
-            ["layer 'a' is a FCLayer and layer 'block0' is an Uncounted"],
+            "layer 'a' is a FCLayer and layer 'block0' is an Uncounted",
         ),
         (
             stages([fc("a"), fc("b")], [fc("c")]),
-            ["stage 'stage0' has 2 layers and stage 'stage1' has 1"],
+            "stage 'stage0' has 2 layers and stage 'stage1' has 1",
         ),
         (
             stages([fc("a")], [fc("b", params_init=py_utils.WeightInit.Gaussian(0.5))]),
-            ["layer 'a' has params_init", "layer 'b' has params_init"],
+            "layer 'a' has params_init.*layer 'b' has params_init",
         ),
-        (stages([fc("a")], [fc("b", output_dim=5)]), ["layer 'b' has output_dim 5"]),
+        (stages([fc("a")], [fc("b", output_dim=5)]), "layer 'b' has output_dim 5"),
     ],
 )
 def test_layers_that_are_not_alike_are_named_with_what_differs(cells, words):
-    with pytest.raises(PipelineError) as found:
+    with pytest.raises(PipelineError, match=f"{words}.*lowering='placement'"):
         simd(cells, 2).Instantiate()
-    assert all(word in str(found.value) for word in [*words, "lowering='placement'"])
 
 
 @pytest.mark.parametrize(
@@ -256,19 +251,19 @@ def test_a_clock_and_a_forecast_of_memory_are_errors():
 
 
 def test_the_longest_run_of_alike_layers_is_found():
-    assert simd_cut(stack([0, 3, 6])) == SimdCut(1, 1)
+    assert simd_cut(stack([0, 3, 6])) == (1, 1)
     bare = layers_of()[1:-1]
-    assert simd_cut(stack([0, 2, 4], layers=bare)) == SimdCut(0, 0)
+    assert simd_cut(stack([0, 2, 4], layers=bare)) == (0, 0)
     # Two of one kind before four of another.
     other = [layer.Copy().Set(name=f"other{i}") for i, layer in enumerate(bare[:2])]
     for layer in other:
         layer.random_seed = 7
-    assert simd_cut(stack([0, 4, 6], layers=[*other, *bare])) == SimdCut(2, 0)
+    assert simd_cut(stack([0, 4, 6], layers=[*other, *bare])) == (2, 0)
 
 
 def test_params_are_split_at_the_run():
     params = stack([0, 3, 6])
-    before, stages, behind = simd_cut(params).split(params.cell_tpl)
+    before, stages, behind = simd_split(params, params.cell_tpl)
     assert [[layer.name for layer in cell.sub] for cell in (before, *stages, behind)] == [
         ["named_embedding"],
         ["named_block0", "named_block1"],

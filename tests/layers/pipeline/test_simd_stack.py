@@ -1,6 +1,6 @@
 """Stacks of layers with named dims and their loss as one program train as the plain stack does."""
 
-import itertools
+import functools
 
 import numpy as np
 import pytest
@@ -8,11 +8,12 @@ import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
 from pipemesh.errors import LayoutError, PipelineError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
+from pipemesh.layers import PipeliningLayer, SeqLayer
 from pipemesh.layers.named import Embedding, SoftmaxCrossEntropy
 from pipemesh.lowering import ops
 from pipemesh.recurrent import ActionClock
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
+from tests.layers.pipeline.stacks import first, stack_of
 from tests.layers.pipeline.test_stage import Residual
 
 VOCAB, WIDTH = 12, 4
@@ -67,33 +68,16 @@ def layers_of(number=4, block=Masked, head=Head, **kwargs):
 
 
 def stack(bounds, cls=PipeliningLayer, layers=None, tied=None, **kwargs):
-    layers = layers or layers_of()
-    cells = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=layers[a:b])
-        for i, (a, b) in enumerate(itertools.pairwise(bounds))
-    ]
-    params = cls.Params().Set(name="stack", cell_tpl=cells, tied_weights=tied or {})
-    if cls is PipeliningLayer:
-        params.Set(**{"loss_inside": True, "lowering": "simd", "num_micro_batches": 2, **kwargs})
-    return params
+    layers = layers or layers_of(bounds[-1] - 2)
+    options = {"loss_inside": True, "lowering": "simd", "num_micro_batches": 2, **kwargs}
+    return stack_of(layers, bounds, cls, tied, **options)
 
 
-def first(outputs):
-    return outputs[0]
-
-
-@pytest.fixture(scope="module")
-def expected():
+@functools.cache
+def expected(run, number, tied=False):
     """The plain stack's results, computed once for each mode."""
-    cache = {}
-
-    def get(run, tied=False):
-        if (run, tied) not in cache:
-            plain = stack([0, 6], cls=SeqLayer, tied=TIED if tied else {})
-            cache[run, tied] = run(plain, INPUTS, steps=3, loss=first)
-        return cache[run, tied]
-
-    return get
+    plain = stack([0, number], cls=SeqLayer, tied=TIED if tied else {})
+    return run(plain, INPUTS, steps=3, loss=first)
 
 
 SPLIT = "layers:2;data:2;model:2 vocab:model;d_ff:model"
@@ -104,9 +88,9 @@ LONG = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("run", "mesh", "bounds", "tied", "options"),
     [
-        (run_tf1, "layers:2", [0, 3, 6], False, {}),
-        (run_eagerly, "layers:2;model:2 vocab:model", [0, 3, 6], False, {}),
-        (run_tf2, SPLIT, [0, 3, 6], True, {}),
+        (run_tf1, "layers:2", [0, 2, 4], False, {}),
+        (run_eagerly, "layers:2;model:2 vocab:model", [0, 2, 4], False, {}),
+        (run_tf2, SPLIT, [0, 2, 4], True, {}),
         (run_tf2, "layers:2", [0, 2, 3, 4, 6], False, {"schedule": "looped_bfs:2"}),
         pytest.param(run_tf1, SPLIT, [0, 3, 6], False, {}, marks=LONG),
         pytest.param(run_tf1, SPLIT, [0, 3, 6], True, {}, marks=LONG),
@@ -114,29 +98,27 @@ LONG = pytest.mark.exhaustive
         pytest.param(run_tf2, "layers:1", [0, 6], False, {"num_micro_batches": 1}, marks=LONG),
     ],
 )
-def test_everything_equals_the_plain_stack_with_dropout_on(
-    expected, run, mesh, bounds, tied, options
-):
+def test_everything_equals_the_plain_stack_with_dropout_on(run, mesh, bounds, tied, options):
     params = stack(bounds, tied=TIED if tied else {}, **options)
     found = run(params, INPUTS, steps=3, loss=first, num_devices=mesh)
-    found.assert_close(expected(run_tf1 if run is run_tf1 else run_tf2, tied), **CLOSE)
+    found.assert_close(expected(run_tf1 if run is run_tf1 else run_tf2, bounds[-1], tied), **CLOSE)
 
 
 def test_evaluation_has_no_dropout_and_no_gradient():
     plain, found = (
         run_tf2(params, INPUTS, do_eval=True, loss=None, num_devices=devices)
         for params, devices in (
-            (stack([0, 6], cls=SeqLayer), 1),
-            (stack([0, 3, 6]), "layers:2;data:2"),
+            (stack([0, 4], cls=SeqLayer), 1),
+            (stack([0, 2, 4]), "layers:2;data:2"),
         )
     )
     found.assert_close(plain, **CLOSE)
 
 
 def test_the_head_may_be_a_layer_of_lingvo():
-    layers = layers_of(head=PlainHead)
-    plain = run_tf2(stack([0, 6], cls=SeqLayer, layers=layers), INPUTS, loss=first)
-    params, mesh = stack([0, 3, 6], layers=layers), "layers:2;model:2 d_ff:model"
+    layers = layers_of(2, head=PlainHead)
+    plain = run_tf2(stack([0, 4], cls=SeqLayer, layers=layers), INPUTS, loss=first)
+    params, mesh = stack([0, 2, 4], layers=layers), "layers:2;model:2 d_ff:model"
     with pytest.warns(UserWarning, match="'s1_behind' has no layer with named dims"):
         found = run_tf2(params, INPUTS, loss=first, num_devices=mesh)
     found.outputs[1] = found.outputs[1].astype(np.int32)
@@ -147,7 +129,7 @@ def test_the_head_may_be_a_layer_of_lingvo():
 def test_layers_compute_in_bfloat16_as_a_placement_does():
     found, wanted = (
         run_tf2(
-            stack([0, 3, 6], fprop_dtype=tf.bfloat16, lowering=lowering),
+            stack([0, 2, 4], fprop_dtype=tf.bfloat16, lowering=lowering),
             INPUTS,
             loss=first,
             num_devices=2,
@@ -161,15 +143,11 @@ def test_layers_compute_in_bfloat16_as_a_placement_does():
         assert np.abs(found.grads[name] - grad).max() < 0.02 * np.abs(grad).max(), name
 
 
-def test_each_weight_lies_with_its_stage_and_the_vocabulary_is_spread():
-    py_utils.SetEagerMode(True, test_mode=True)
-    try:
-        with cluster("layers:2;model:2 vocab:model;d_ff:model"):
-            py_utils.GetOrCreateGlobalStepVar()
-            layer = stack([0, 3, 6]).Instantiate()
-            lies = {v.name.split("/var")[0]: v.device[-1] for v in layer.vars.Flatten()}
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
+def test_each_weight_lies_with_its_stage_and_the_vocabulary_is_spread(eagerly):
+    with cluster("layers:2;model:2 vocab:model;d_ff:model"):
+        py_utils.GetOrCreateGlobalStepVar()
+        layer = stack([0, 3, 6]).Instantiate()
+        lies = {v.name.split("/var")[0]: v.device[-1] for v in layer.vars.Flatten()}
     parts = [f"named_block{i}/feed_forward/w_in_slice_{j}" for i in (0, 3) for j in (0, 1)]
     assert [lies[part] for part in parts] == ["0", "1", "2", "3"]
     tables = [f"named_embedding/table_slice_{j}" for j in (0, 1)]
@@ -179,13 +157,10 @@ def test_each_weight_lies_with_its_stage_and_the_vocabulary_is_spread():
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_an_error_that_says_so():
     bad = [IDS, LABELS, WEIGHTS * np.float32(np.nan), None]
-    for options in ({}, {"check_numerics": "off"}):
-        params = stack([0, 3, 6], **options)
-        if options:
-            assert np.isnan(run_tf2(params, bad, loss=first, num_devices=2).outputs[0])
-            continue
-        with pytest.raises(tf.errors.InvalidArgumentError, match="the loss is not finite"):
-            run_tf2(params, bad, loss=first, num_devices=2)
+    run = functools.partial(run_tf2, inputs=bad, do_eval=True, loss=None, num_devices=2)
+    assert np.isnan(run(stack([0, 2, 4], check_numerics="off")).outputs[0])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the loss is not finite"):
+        run(stack([0, 2, 4]))
 
 
 class Fickle(Masked):
@@ -215,9 +190,9 @@ class Unnamed(base_layer.BaseLayer):
 @pytest.mark.parametrize(
     ("params", "mesh", "words"),
     [
-        (stack([0, 3, 6], layers=layers_of(block=Fickle)), 2, "hand on what is not floating"),
-        (stack([0, 3, 6], layers=layers_of(block=Short)), 2, "takes 4 arguments and returns 3"),
-        (stack([0, 3, 6], layers=layers_of(block=Weighty)), 2, "weight 'w' of .*has no named dims"),
+        (stack([0, 2, 4], layers=layers_of(2, Fickle)), 2, "hand on what is not floating"),
+        (stack([0, 2, 4], layers=layers_of(2, Short)), 2, "takes 4 arguments and returns 3"),
+        (stack([0, 2, 4], layers=layers_of(2, Weighty)), 2, "weight 'w' of .*has no named dims"),
         (stack([0, 2, 3, 4, 6]), 2, "looped_bfs:2 has two stages a device"),
         (stack([0, 3, 6], num_micro_batches=3), 2, "cannot be cut into 3 equal microbatches"),
     ],
@@ -230,7 +205,7 @@ def test_what_cannot_be_one_program_is_an_error_before_the_first_step(params, me
 
 def test_weights_are_not_cut_over_the_axis_of_the_batch():
     with pytest.raises(LayoutError, match=r"rule 'embed:data' cuts weights .*'placement'"):
-        run_tf2(stack([0, 3, 6]), INPUTS, loss=first, num_devices="layers:2;data:2 embed:data")
+        run_tf2(stack([0, 2, 4]), INPUTS, loss=first, num_devices="layers:2;data:2 embed:data")
 
 
 def test_a_clock_and_a_forecast_of_memory_are_errors():

@@ -12,7 +12,7 @@ from pipemesh.layers.pipeline.stack_plan import checked_plan, set_plan, values_o
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Plan
 from pipemesh.recurrent import Selective
-from pipemesh.schedule import gpipe, interleaved_one_f_one_b, one_f_one_b
+from pipemesh.schedule import gpipe, interleaved_one_f_one_b, one_f_one_b, write_csv
 
 
 def params(num_stages=2, **kwargs):
@@ -33,9 +33,16 @@ def test_a_name_becomes_a_table_for_all_stages():
     assert found == interleaved_one_f_one_b(2, 4, 2)
 
 
-def test_a_table_is_taken_as_it_is():
+def test_a_table_is_taken_as_it_is(tmp_path):
     table = gpipe(2, 4)
     assert table_of(schedule=table) is table
+    path = tmp_path / "mine.csv"
+    path.write_text(write_csv(one_f_one_b(2, 4)), encoding="utf-8")
+    assert table_of(schedule=f"file:{path}", loss_inside=True) == one_f_one_b(2, 4)
+    with pytest.raises(
+        PipelineError, match=r"the schedule has 2 stages .* there are 3 in cell_tpl"
+    ):
+        table_of(3, schedule=f"file:{path}", loss_inside=True)
 
 
 def test_a_plan_is_set_whole():
@@ -77,6 +84,9 @@ def test_some_values_of_a_plan_are_set():
         (2, {"batch_dim": -1}, PipelineError, "batch_dim is -1"),
         (2, {"pipelined": None}, PipelineError, "pipelined is None; it must be True or False$"),
         (2, {"loop": 1}, PipelineError, "loop is 1; it must be True, False or None"),
+        (2, {"strict_devices": "no"}, PipelineError, "strict_devices is 'no'; it must be True or"),
+        (2, {"loss_inside": "no"}, PipelineError, "loss_inside is 'no'; it must be True or False"),
+        (2, {"nested_map_fprop": "no"}, PipelineError, "nested_map_fprop is 'no'; it must be True"),
         (2, {"state_dtype": tf.int32}, PipelineError, "state_dtype is"),
         (
             2,

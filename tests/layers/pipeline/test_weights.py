@@ -1,23 +1,30 @@
-"""Dtypes of weights, and shared weights."""
+"""Dtypes of weights, their replicas, and shared weights."""
 
-import itertools
+import collections
+import functools
 import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, layers, py_utils
+from lingvo.core import base_layer, layers, optimizer, py_utils
 
+from pipemesh.backend.saved_state import create_slots
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
+from pipemesh.layers import PipeliningLayer, SeqLayer
 from pipemesh.layers.named import Embedding, FeedForward, SoftmaxCrossEntropy
 from pipemesh.layers.pipeline.weights import (
     cast_first,
     compute_dtypes,
     plain_theta,
+    replica_of,
+    spread_weights,
     uncast_theta,
 )
+from pipemesh.recurrent import Home
+from tests.layers.blocks import blocks
 from tests.layers.harness import cluster, initial_value, run_tf1, run_tf2
+from tests.layers.pipeline.stacks import first, stack_of
 from tests.pairwise import in_turn
 
 
@@ -68,21 +75,14 @@ def test_without_a_compute_dtype_it_is_that_of_the_variable(eagerly):
     assert compute_dtypes(make(None)).low.w == tf.float32
 
 
-@pytest.fixture
-def eager():
-    py_utils.SetEagerMode(True, test_mode=True)
-    yield
-    py_utils.SetEagerMode(False, test_mode=True)
-
-
-def stack_of(layer, do_eval):
+def holder(layer, do_eval):
     return types.SimpleNamespace(children={"node": layer}, do_eval=do_eval)
 
 
 def test_weights_of_some_stages_are_cast_as_their_layers_compute_with_them(eagerly):
     layer, other = make(), tf.constant(3.0)
     theta = py_utils.NestedMap(node=uncast_theta(layer), other=other)
-    ready = plain_theta(stack_of(layer, do_eval=False), theta, ["node"])
+    ready = plain_theta(holder(layer, do_eval=False), theta, ["node"])
     assert dtypes_of(ready.node) == compute_dtypes(layer).FlattenItems()
     assert ready.other is other and theta.node.low.w.dtype == tf.float32
 
@@ -93,7 +93,7 @@ def test_a_row_that_is_looked_up_twice_has_a_dense_gradient_where_somebody_train
     with tf.GradientTape() as tape:
         theta = py_utils.NestedMap(node=uncast_theta(layer))
         tape.watch(theta.node.low.w)
-        ready = plain_theta(stack_of(layer, do_eval), theta, ["node"])
+        ready = plain_theta(holder(layer, do_eval), theta, ["node"])
         rows = tf.gather(ready.node.low.w, [1, 1])
     grad = tape.gradient(rows, theta.node.low.w)
     assert isinstance(grad, tf.IndexedSlices) == do_eval
@@ -113,6 +113,56 @@ def test_the_first_argument_is_cast_if_it_is_a_floating_tensor():
     assert cast() == () and cast(None, one) == (None, one)
     nested = py_utils.NestedMap(x=one)
     assert cast(nested, nested_map_fprop=True) == (nested,)
+
+
+HOME = Home(("CPU:0", "CPU:1", "CPU:2", "CPU:3"), 2)
+
+
+def number(name):
+    return int(name[-1])
+
+
+def test_each_variable_goes_where_the_fewest_bytes_lie():
+    with spread_weights(HOME):
+        with tf.device("CPU:0"):
+            first = [tf.Variable(tf.zeros([size])) for size in (6, 1, 2, 5)]
+        with tf.device("CPU:1"):
+            second = [tf.Variable(tf.zeros([size])) for size in (1, 1)]
+        with tf.device("CPU:7"):
+            elsewhere = tf.Variable(0.0)
+    assert [number(v.device) for v in first] == [0, 2, 2, 2]
+    assert [number(v.device) for v in second] == [1, 3]
+    assert number(elsewhere.device) == 7
+    assert [replica_of(v, HOME) for v in [*first, *second, elsewhere, None]] == [
+        *[0, 1, 1, 1],
+        *[0, 1],
+        *[0, 0],
+    ]
+
+
+def test_where_there_is_one_replica_nothing_moves():
+    with spread_weights(Home(("CPU:0", "CPU:1"), 1)), tf.device("CPU:0"):
+        variables = [tf.Variable(0.0) for _ in range(3)]
+    assert {number(v.device) for v in variables} == {0}
+
+
+@pytest.mark.parametrize("mesh", ["layers:2;data:2", "data:4;layers:2"])
+def test_the_optimizers_state_is_spread_over_the_replicas_of_each_stage(eagerly, mesh):
+    with cluster(mesh):
+        layer = stack_of(blocks(8), [0, 4, 8], num_micro_batches=2).Instantiate()
+        for name, home in zip(layer.stage_names, layer.StageHomes(), strict=True):
+            variables = layer.children[name].vars.Flatten()
+            adam = optimizer.Adam.ParamsB().Set(name="adam").Instantiate().GetOptimizer(0.1)
+            create_slots(adam, variables)
+            held = collections.Counter()
+            for variable in variables:
+                for slot in ("m", "v"):
+                    state = adam.get_slot(variable, slot)
+                    assert state.device == variable.device
+                    held[number(state.device)] += state.shape.num_elements()
+            assert held.keys() == set(map(number, home.devices))
+            largest = max(2 * v.shape.num_elements() for v in variables)
+            assert max(held.values()) - min(held.values()) <= largest
 
 
 VOCAB, WIDTH = 12, 4
@@ -148,32 +198,13 @@ def stack(bounds, cls=PipeliningLayer, tied=TIED, **kwargs):
         *(feed.Copy().Set(name=f"named_feed{i}") for i in range(2)),
         Head.Params().Set(name="named_head", vocab_size=VOCAB, input_dim=WIDTH),
     ]
-    cells = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=params[a:b])
-        for i, (a, b) in enumerate(itertools.pairwise(bounds))
-    ]
-    params = cls.Params().Set(name="stack", cell_tpl=cells, tied_weights=tied)
-    if cls is PipeliningLayer:
-        params.Set(loss_inside=True, **kwargs)
-    return params
+    return stack_of(params, bounds, cls, tied, loss_inside=True, **kwargs)
 
 
-def first(outputs):
-    return outputs[0]
-
-
-@pytest.fixture(scope="module")
-def expected():
+@functools.cache
+def expected(run):
     """The plain stack's results, computed once for each mode."""
-    cache = {}
-
-    def get(run):
-        if run not in cache:
-            plain = stack([0, 4], cls=SeqLayer)
-            cache[run] = run(plain, [IDS, LABELS], steps=3, loss=first)
-        return cache[run]
-
-    return get
+    return run(stack([0, 4], cls=SeqLayer), [IDS, LABELS], steps=3, loss=first)
 
 
 @pytest.mark.parametrize(
@@ -182,17 +213,16 @@ def expected():
         [run_tf1, run_tf2],
         [
             ("layers:2", [0, 2, 4], "1f1b"),
-            ("layers:2;data:2;model:2 vocab:model;d_ff:model", [0, 2, 4], "zb_h1"),
+            ("layers:2;data:2", [0, 2, 4], "zb_h1"),
             # The first and the last stage lie on one home.
             ("layers:2;model:2 vocab:model", [0, 1, 2, 3, 4], "zb_v"),
         ],
     ),
 )
-def test_one_table_for_the_first_and_the_last_layer(run, expected, mesh, bounds, schedule):
+def test_one_table_for_the_first_and_the_last_layer(run, mesh, bounds, schedule):
     params = stack(bounds, num_micro_batches=2, schedule=schedule)
     found = run(params, [IDS, LABELS], steps=3, loss=first, num_devices=mesh)
-    wanted = expected(run)
-    found.assert_close(wanted, rtol=2e-4, atol=2e-5)
+    found.assert_close(expected(run), rtol=2e-4, atol=2e-5)
     # It is one variable, with one entry in a checkpoint and one part in a norm.
     names = {name.partition("_slice")[0].partition("/var")[0] for name in found.weights}
     assert "named_embedding/table" in names and "named_head/w" not in names
@@ -263,11 +293,6 @@ def test_a_weight_is_shared_by_stages_that_cut_it_alike():
     with cluster(mesh), pytest.raises(LayoutError, match=r"the mesh 'model:1', .*'model:2', so it"):
         stack([0, 2, 4]).Instantiate()
     # A V has the first and the last stage on one home.
-    found = run_tf2(
-        stack([0, 1, 2, 3, 4], num_micro_batches=4, schedule="zb_v"),
-        [IDS, LABELS],
-        num_devices=mesh,
-        loss=first,
-    )
-    wanted = run_tf2(stack([0, 4], SeqLayer), [IDS, LABELS], loss=first)
-    found.assert_close(wanted, rtol=2e-4, atol=2e-5)
+    params = stack([0, 1, 2, 3, 4], num_micro_batches=2, schedule="zb_v")
+    found = run_tf2(params, [IDS, LABELS], steps=3, num_devices=mesh, loss=first)
+    found.assert_close(expected(run_tf2), rtol=2e-4, atol=2e-5)

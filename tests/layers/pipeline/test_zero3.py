@@ -1,54 +1,41 @@
 """Weights that are cut over the replicas of a stage: stage 3 of ZeRO, by a rule of the layout."""
 
 import collections
-import contextlib
+import functools
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import optimizer, py_utils, tshape
+from lingvo.core import optimizer, tshape
 
 from pipemesh.backend.saved_state import create_slots
 from pipemesh.errors import LayoutError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer, mesh_cluster
 from pipemesh.layers.named import FeedForward, ReplicaCut, by_logical_name, replica_cut_scope
 from pipemesh.mesh import LayoutRules, Mesh
-from tests.layers.harness import run_eagerly, run_tf1, run_tf2
+from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
+from tests.layers.pipeline.stacks import first, stack_of
 from tests.layers.pipeline.test_stage import WEIGHTS, X, plain, stack
+from tests.pairwise import in_turn
 
-WIDTH, HIDDEN, ROWS, MICROBATCHES = 4, 8, 16, 4
+WIDTH, HIDDEN, ROWS, MICROBATCHES = 4, 8, 8, 2
 # A feed-forward layer has two matrices and two biases.
 MATRICES = 2 * WIDTH * HIDDEN * 4
 BIASES = (WIDTH + HIDDEN) * 4
 
 
-@contextlib.contextmanager
-def on(mesh, layout):
-    """Eagerly on a mesh."""
-    py_utils.SetEagerMode(True, test_mode=True)
-    try:
-        with mesh_cluster(Mesh.from_text(mesh), layout=LayoutRules.from_text(layout)):
-            yield
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
-
-
-def two_layers(remat="full", input_dim=WIDTH):
+def two_layers(input_dim=WIDTH, **kwargs):
     """A stack of two stages with a feed-forward layer each."""
     feeds = [
         FeedForward.Params().Set(name=f"named_{i}", input_dim=input_dim, hidden_dim=HIDDEN)
         for i in range(2)
     ]
-    cells = [FeatureExtractionLayer.Params().Set(name=f"stage_{f.name}", sub=[f]) for f in feeds]
-    return PipeliningLayer.Params().Set(
-        name="stack", cell_tpl=cells, num_micro_batches=MICROBATCHES, remat=remat
-    )
+    return stack_of(feeds, [0, 1, 2], num_micro_batches=MICROBATCHES, **kwargs)
 
 
-def predicted(mesh, layout, remat="full"):
+def predicted(mesh, **kwargs):
     """Memory by device, and the bytes that are sent of each kind."""
-    with on(mesh, layout):
-        layer = two_layers(remat).Instantiate()
+    with cluster(mesh):
+        layer = two_layers(**kwargs).Instantiate()
         rows = tf.TensorSpec([ROWS, 2, WIDTH], tf.float32)
         sent = collections.Counter()
         for transfer in layer.PredictTransfers(rows):
@@ -64,31 +51,34 @@ def fetched_bytes(replicas):
         return FeedForward.FPropMeta(params, tshape.Shape([ROWS, 2, WIDTH])).fetched_bytes
 
 
-@pytest.fixture(scope="module")
-def expected():
-    """The plain model's results, with its own loss and with a head's."""
-    own = run_tf2(plain(), [X], steps=3)
-    head = run_tf2(plain(True), [X, WEIGHTS], steps=3, loss=lambda outputs: outputs[0])
-    return own, head
+@functools.cache
+def expected(head=False):
+    """The plain model's results, with its own loss or with a head's."""
+    if head:
+        return run_tf2(plain(True), [X, WEIGHTS], steps=3, loss=first)
+    return run_tf2(plain(), [X], steps=3)
 
 
 @pytest.mark.parametrize(
     ("mesh", "num_stages", "kwargs"),
     [
-        pytest.param("layers:2;data:2 embed:data", 2, {}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            *("layers:2;data:2 d_ff:data", 2, {"remat": "none"}), marks=pytest.mark.exhaustive
-        ),
-        pytest.param("layers:1;data:4 embed:data", 1, {"loop": True}, marks=pytest.mark.exhaustive),
-        ("data:2;layers:2 embed:data", 4, {"schedule": "looped_bfs:2"}),
-        ("layers:2;data:2;model:2 embed:data;d_ff:model", 2, {}),
         ("model:2;layers:1;data:2 embed:data;d_ff:model", 1, {"remat": "none", "loop": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("layers:2;data:2 embed:data", 2, {}),
+                ("layers:2;data:2 d_ff:data", 2, {"remat": "none"}),
+                ("layers:1;data:4 embed:data", 1, {"loop": True}),
+                ("data:2;layers:2 embed:data", 4, {"schedule": "looped_bfs:2"}),
+                ("layers:2;data:2;model:2 embed:data;d_ff:model", 2, {}),
+            )
+        ),
     ],
 )
-def test_everything_equals_the_plain_model_with_dropout_on(expected, mesh, num_stages, kwargs):
+def test_everything_equals_the_plain_model_with_dropout_on(mesh, num_stages, kwargs):
     found = run_tf2(stack(num_stages, 2, **kwargs), [X], steps=3, num_devices=mesh)
     assert any("_slice_" in name for name in found.weights)
-    found.assert_close(expected[0], rtol=2e-4, atol=2e-5)
+    found.assert_close(expected(), rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -100,39 +90,30 @@ def test_everything_equals_the_plain_model_with_dropout_on(expected, mesh, num_s
     ],
 )
 @pytest.mark.slow
-def test_every_schedule_trains_with_the_loss_inside(expected, schedule):
+def test_every_schedule_trains_with_the_loss_inside(schedule):
     params = stack(4 if schedule == "zb_v" else 2, 2, head=True, schedule=schedule)
-    found = run_tf2(
-        params,
-        [X, WEIGHTS],
-        steps=3,
-        num_devices="layers:2;data:2 embed:data",
-        loss=lambda outputs: outputs[0],
-    )
-    np.testing.assert_allclose(found.outputs[0], expected[1].outputs[0], rtol=1e-5)
-    found.assert_close(expected[1], rtol=2e-4, atol=2e-5)
+    mesh = "layers:2;data:2 embed:data"
+    found = run_tf2(params, [X, WEIGHTS], steps=3, num_devices=mesh, loss=first)
+    found.assert_close(expected(head=True), rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_without_microbatches_and_in_evaluation_it_is_the_same_model(expected):
+def test_without_microbatches_and_in_evaluation_it_is_the_same_model():
     mesh = "layers:2;data:2 embed:data"
-    for params in (stack(2, 2, pipelined=False), stack(2, 2, cls=SeqLayer)):
-        found = run_tf2(params, [X], steps=3, num_devices=mesh)
-        found.assert_close(expected[0], rtol=2e-4, atol=2e-5)
+    found = run_tf2(stack(2, 2, pipelined=False), [X], steps=3, num_devices=mesh)
+    found.assert_close(expected(), rtol=2e-4, atol=2e-5)
     evaluated = [
         run_eagerly(params, [X], num_devices=devices, do_eval=True, loss=None)
         for params, devices in ((stack(2, 2), mesh), (plain(), 1))
     ]
-    np.testing.assert_allclose(
-        evaluated[0].outputs[0], evaluated[1].outputs[0], rtol=1e-4, atol=1e-5
-    )
+    evaluated[0].assert_close(evaluated[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", ["layers:2;data:2", "data:4;layers:2"])
-def test_each_replica_holds_its_slice_and_the_optimizers_state_of_it(mesh):
-    with on(mesh, "batch:data;d_ff:data"):
+def test_each_replica_holds_its_slice_and_the_optimizers_state_of_it(eagerly, mesh):
+    with cluster(f"{mesh} d_ff:data"):
         layer = two_layers().Instantiate()
-        for name, home in zip(("stage_named_0", "stage_named_1"), layer.StageHomes(), strict=True):
+        for name, home in zip(("s0", "s1"), layer.StageHomes(), strict=True):
             variables = layer.children[name].vars.Flatten()
             adam = optimizer.Adam.ParamsB().Set(name="adam").Instantiate().GetOptimizer(0.1)
             create_slots(adam, variables)
@@ -146,12 +127,11 @@ def test_each_replica_holds_its_slice_and_the_optimizers_state_of_it(mesh):
             assert held == {device[-1]: 2 * share for device in home.devices}
 
 
-@pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_no_device_holds_the_weights_of_its_stage_through_the_step(replicas, remat):
+@pytest.mark.parametrize(("replicas", "remat"), in_turn([2, 4], ["full", "none"]))
+def test_no_device_holds_the_weights_of_its_stage_through_the_step(eagerly, replicas, remat):
     mesh = f"layers:2;data:{replicas}"
-    copied, once = predicted(mesh, "batch:data", remat)
-    cut, sent = predicted(mesh, "batch:data;embed:data", remat)
+    copied, once = predicted(mesh, remat=remat)
+    cut, sent = predicted(f"{mesh} embed:data", remat=remat)
     # The bias before the nonlinearity has no such dim.
     share = (MATRICES + WIDTH * 4) // replicas + HIDDEN * 4
     assert [d.weights for d in copied] == [MATRICES + BIASES] * 2 * replicas
@@ -172,9 +152,9 @@ def test_no_device_holds_the_weights_of_its_stage_through_the_step(replicas, rem
 
 
 @pytest.mark.slow
-def test_devices_of_a_replica_get_their_slices_from_those_at_the_same_place():
-    _, alone = predicted("layers:2;data:2", "batch:data;embed:data")
-    cut, sent = predicted("layers:2;data:2;model:2", "batch:data;embed:data;d_ff:model")
+def test_devices_of_a_replica_get_their_slices_from_those_at_the_same_place(eagerly):
+    _, alone = predicted("layers:2;data:2 embed:data")
+    cut, sent = predicted("layers:2;data:2;model:2 embed:data;d_ff:model")
     for what in ("weights", "weight gradients"):
         assert sent[what] == alone[what]
     # The first device of each replica has its slice of the second bias, too.
@@ -183,40 +163,35 @@ def test_devices_of_a_replica_get_their_slices_from_those_at_the_same_place():
 
 
 @pytest.mark.slow
-def test_with_a_smaller_dtype_the_casts_are_fetched():
-    params = two_layers().Set(fprop_dtype=tf.bfloat16)
-    x = np.concatenate([X, X])
+def test_with_a_smaller_dtype_the_casts_are_fetched(eagerly):
+    _, whole = predicted("layers:2;data:2 embed:data")
+    _, half = predicted("layers:2;data:2 embed:data", fprop_dtype=tf.bfloat16)
+    assert half["weights"] == whole["weights"] // 2
     copied, cut = (
-        run_eagerly(params, [x], num_devices=f"layers:2;data:2{rules}")
+        run_eagerly(two_layers(fprop_dtype=tf.bfloat16), [X], num_devices=f"layers:2;data:2{rules}")
         for rules in ("", " embed:data")
     )
     cut.assert_close(copied, rtol=2e-2, atol=2e-2)
     assert all(grad.dtype == np.float32 for grad in cut.grads.values())
-    _, whole = predicted("layers:2;data:2", "batch:data;embed:data")
-    with on("layers:2;data:2", "batch:data;embed:data"):
-        layer = params.Instantiate()
-        rows = tf.TensorSpec([ROWS, 2, WIDTH], tf.float32)
-        found = layer.PredictTransfers(rows)
-    assert sum(t.bytes for t in found if t.what == "weights") == whole["weights"] // 2
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_whole_weights_and_goes_from_any_cut_to_any_other(tmp_path):
+def test_a_checkpoint_holds_whole_weights_and_goes_from_any_cut_to_any_other(eagerly, tmp_path):
     cuts = [
-        ("layers:2;data:2", "batch:data;embed:data"),
-        ("layers:2;data:2;model:2", "batch:data;embed:data;d_ff:model"),
-        ("layers:2;data:4", "batch:data;d_ff:data"),
-        ("layers:2;data:2", "batch:data"),
+        "layers:2;data:2 embed:data",
+        "layers:2;data:2;model:2 embed:data;d_ff:model",
+        "layers:2;data:4 d_ff:data",
+        "layers:2;data:2",
     ]
     path, first = str(tmp_path / "weights"), None
-    for mesh, layout in [*cuts, cuts[0]]:
-        with on(mesh, layout):
-            layer = two_layers().Instantiate()
+    for mesh in [*cuts, cuts[0]]:
+        with cluster(mesh):
+            layer = two_layers(pipelined=False).Instantiate()
             variables = layer.vars.Flatten()
             tracked = tf.train.Checkpoint(**by_logical_name(layer, variables))
             if first is not None:
                 tracked.read(path).assert_consumed()
-            y = layer.FPropDefaultTheta(tf.constant(np.concatenate([X, X])))
+            y = layer.FPropDefaultTheta(tf.constant(X))
             first = y if first is None else first
             np.testing.assert_allclose(y, first, rtol=1e-5, atol=1e-6)
             tracked.write(path)
@@ -233,8 +208,8 @@ def test_a_checkpoint_holds_whole_weights_and_goes_from_any_cut_to_any_other(tmp
         ("embd:data", r"stack: .*'embd'.*did you mean 'embed'"),
     ],
 )
-def test_what_cannot_be_cut_is_an_error(layout, text):
-    with on("layers:2;data:4", f"batch:data;{layout}"):
+def test_what_cannot_be_cut_is_an_error(eagerly, layout, text):
+    with cluster(f"layers:2;data:4 {layout}"):
         with pytest.raises(LayoutError, match=text):
             two_layers(input_dim=6).Instantiate()
 

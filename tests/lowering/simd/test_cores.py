@@ -20,6 +20,7 @@ from tests.warm import warm
 COMMON = """
 import json
 import tensorflow as tf
+from pipemesh.lowering.simd import cores as cores_module
 from pipemesh.lowering.simd.cores import Cores
 from pipemesh.backend.devices import start_cpu_devices
 from pipemesh.mesh import LayoutRules, Mesh
@@ -123,34 +124,22 @@ def test_communication_of_a_two_layer_network_is_that_of_the_textbook():
     )
 
 
-def test_an_error_of_one_core_comes_out():
+def test_an_error_of_one_core_comes_out_and_ends_the_others():
     assert run("""
-cores = make("data:1")
-def program(lowering, x):
-    with tf.control_dependencies([tf.debugging.assert_less(x, 1.0)]):
-        return tf.identity(x)
-step = cores.function(program, LayoutRules(), tf.TensorSpec([], tf.float32))
-try:
-    step([[tf.constant(2.0)]])
-except tf.errors.InvalidArgumentError as error:
-    print(json.dumps("assert" in str(error).lower()))
-""")
-
-
-def test_an_error_of_one_core_ends_the_others_in_the_same_graph():
-    assert run("""
-cores = make("data:2")
+found = []
 def program(lowering, x):
     with tf.control_dependencies([tf.debugging.assert_less(x, 1.5)]):
         x = tf.identity(x)
     return lowering.all_reduce((x,), ["data"])[0]
-step = cores.function(program, LayoutRules(), tf.TensorSpec([], tf.float32))
-try:
-    step([[tf.constant(1.0)], [tf.constant(2.0)]])
-except (tf.errors.InvalidArgumentError, tf.errors.CancelledError):
-    # TensorFlow reports the error that comes first: the core's own, or that of what waits for it.
-    print(json.dumps(True))
-""")
+for number in (1, 2):
+    step = make(f"data:{number}").function(program, LayoutRules(), tf.TensorSpec([], tf.float32))
+    try:
+        step([[tf.constant(1.0)], [tf.constant(2.0)]][-number:])
+    except (tf.errors.InvalidArgumentError, tf.errors.CancelledError) as error:
+        # Of two cores the error that comes first: the core's own, or that of what waits for it.
+        found.append(number == 2 or "assert" in str(error).lower())
+print(json.dumps(found))
+""") == [True, True]
 
 
 @pytest.mark.slow
@@ -162,6 +151,7 @@ def program(lowering, x, good):
     if not good:
         raise KeyError("ill")
     return lowering.all_reduce((x,), ["data"])[0]
+cores_module._PATIENCE_SECONDS = 0.5
 begin = time.monotonic()
 try:
     cores.run_eagerly(program, LayoutRules(), [[tf.constant(1.0), True], [tf.constant(2.0), False]])
@@ -174,8 +164,9 @@ except KeyError as error:
 def test_cores_that_do_not_do_the_same_are_told_apart_when_the_time_limit_is_over():
     name, text, seconds = run("""
 import time
+cores_module._PATIENCE_SECONDS = 0.5
 mesh = Mesh.from_text("data:3")
-cores = Cores(mesh, ["CPU:0", "CPU:1", "CPU:2"], time_limit_s=3)
+cores = Cores(mesh, ["CPU:0", "CPU:1", "CPU:2"], time_limit_s=2)
 def program(lowering, x, meets):
     return lowering.all_reduce((x,), ["data"])[0] if meets else x
 args = [[tf.constant(1.0), i != 1] for i in range(3)]
@@ -186,7 +177,7 @@ except Exception as error:
     print(json.dumps([type(error).__name__, str(error), time.monotonic() - begin]))
 """)
     assert name == "DeviceError"
-    assert "cores 0, 2 of mesh 'data:3' were not done in 3 s, while cores 1 were." in text
+    assert "cores 0, 2 of mesh 'data:3' were not done in 2 s, while cores 1 were." in text
     assert "time_limit_s" in text
     assert seconds < 30
 

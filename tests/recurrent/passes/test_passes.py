@@ -13,7 +13,7 @@ from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.recurrent import Options, Stage, pipeline_loss
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.passes import Cuts, accumulated
+from pipemesh.recurrent.passes.passes import Cuts, WeightSum, accumulated
 from pipemesh.schedule import gpipe, one_f_one_b
 from tests.recurrent.passes.traced import (
     ROWS,
@@ -24,15 +24,15 @@ from tests.recurrent.passes.traced import (
     two_layers,
 )
 
-SPECS = [tf.TensorSpec([3]), tf.TensorSpec([3])]
 # A dense gradient of half precision, and rows 2, 0 and 2 of a sparse one.
-GRADS, PASTED = ["a:0", ("b:0", "i:0")], ([1, 2, 3], [10.0, 20.0, 40.0], [2, 0, 2])
+SUMS = [WeightSum(grad, tf.TensorSpec([3]), 0, 0, 0) for grad in ("a:0", ("b:0", "i:0"))]
+PASTED = [1, 2, 3], [10.0, 20.0, 40.0], [2, 0, 2]
 
 
 def sums(before):
     dense, rows, indices = PASTED
     pasted = iter([tf.constant(dense, tf.float16), tf.constant(rows), tf.constant(indices)])
-    return accumulated(before, GRADS, SPECS, ["CPU:0", "CPU:1"], pasted)
+    return accumulated(before, SUMS, ["CPU:0", "CPU:1"], pasted)
 
 
 def test_sums_are_no_chains_of_additions():
@@ -181,9 +181,15 @@ def groups(graph):
     )
 
 
-@pytest.mark.parametrize(("remat", "number"), [("none", 1), ("full", 2)])
-@pytest.mark.parametrize("build", [gpipe, one_f_one_b])
-@pytest.mark.parametrize(("loop", "count"), [(False, 4), (True, 1)])
+@pytest.mark.parametrize(
+    ("build", "remat", "number", "loop", "count"),
+    [
+        (gpipe, "none", 1, False, 4),
+        (one_f_one_b, "full", 2, False, 4),
+        (gpipe, "full", 2, True, 1),
+        (one_f_one_b, "none", 1, True, 1),
+    ],
+)
 def test_each_action_has_collectives_of_its_own(build, remat, number, loop, count):
     """In a loop, the kinds of actions; TensorFlow tells its repetitions apart."""
     found = groups(graph_of(split, build(2, 4), remat=remat, loop=loop))

@@ -6,41 +6,23 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.recurrent import Home, Stage, pipeline
-from pipemesh.recurrent.passes.replica import (
-    Summaries,
-    differentiate,
-)
+from pipemesh.recurrent.passes.replica import Summaries
 from pipemesh.schedule import gpipe
-from tests.recurrent.passes.traced import WEIGHTS, WIDTH, traced_stage
+from tests.recurrent.passes.traced import WEIGHTS, WIDTH, run, traced_stage
 
 X = np.float32([1.0, 2.0])
 
 
-def differentiated(forward, theta, carry, inputs, *, live=None, probed=None, recurrent=False):
-    """What `differentiate` names, once the stage's forward pass is in the current graph."""
-    theta, carry, inputs = ([*map(tf.constant, group)] for group in (theta, carry, inputs))
-    outputs, carry_out = forward(theta, carry, inputs)
-    stage = Stage("s", None, theta, carry, "CPU:0", recurrent=recurrent)
-    chosen = {i: outputs[i] for i in (range(len(outputs)) if live is None else live)}
-    looked_at = [] if probed is None else probed(outputs)
-    return differentiate(stage, theta, carry, inputs, chosen, carry_out, looked_at)
-
-
-def values(names, feeds):
-    """What the tensors are if all gradients that arrive are these."""
-    graph = tf.compat.v1.get_default_graph()
-    with tf.compat.v1.Session(graph=graph) as session:
-        return session.run(names, feeds)
-
-
 def test_looked_up_rows_of_an_input_have_a_dense_one():
-    def forward(theta, carry, inputs):
+    def forward(theta, carry, inputs, microbatch, step):
         return [tf.gather(inputs[0], [1])], carry
 
     with tf.Graph().as_default():
-        found = differentiated(forward, [], [], [X])
-        of_input = values(found.of_inputs[0], {found.of_outputs[0]: [4.0]})
-    np.testing.assert_array_equal(of_input, [0.0, 4.0])
+        stage = traced_stage(forward, theta=(), inputs=(X,))
+        of_outputs = stage.gradients.of_outputs
+        given = {stage.inputs[0]: tf.constant(X), of_outputs[0]: tf.constant([4.0])}
+        of_input = run(stage.cut.paste(given, stage.gradients.of_inputs))
+    np.testing.assert_array_equal(of_input, [[0.0, 4.0]])
 
 
 def traced(body):

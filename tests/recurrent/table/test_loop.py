@@ -18,12 +18,10 @@ from pipemesh.schedule import (
 )
 from tests.recurrent.passes.traced import run
 from tests.recurrent.table.small import (
-    CUTTING,
     DY,
     MICROBATCHES,
     MODES,
     SCHEDULE,
-    X,
     assert_close,
     small_machine,
     wanted,
@@ -151,7 +149,7 @@ def results_of(schedule, make, modes=MODES):
     order = execution_order(schedule)
     with tf.Graph().as_default() as graph:
         machine, state = small_machine()
-        values = make(machine, state, machine.stages, [tf.constant(X)], CUTTING, modes, order)
+        values = make(machine, state, modes, order)
         values.seed([tf.constant(DY)])
         values.perform(order)
         weights = [machine.total_gradients(s, values.state)[0] for s in range(2)]
@@ -162,8 +160,8 @@ def results_of(schedule, make, modes=MODES):
         return found, [op.type for op in graph.get_operations()]
 
 
-def action_by_action(machine, state, stages, inputs, cutting, modes, order):
-    return ActionByAction(machine, state, stages, inputs, cutting, modes)
+def action_by_action(machine, state, modes, order):
+    return ActionByAction(machine, state, modes)
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULE, gpipe(2, MICROBATCHES)], ids=["1f1b", "gpipe"])
@@ -182,13 +180,12 @@ def test_outputs_and_gradients_are_those_of_the_whole_batch(schedule, remat):
 ORDER = execution_order(gpipe(2, MICROBATCHES))
 
 
-@pytest.mark.parametrize("make", [Loop, lambda *arguments: ActionByAction(*arguments[:-1])])
+@pytest.mark.parametrize("make", [Loop, action_by_action])
 def test_a_second_backward_pass_takes_the_same_values(make):
     forwards = [action for action in ORDER if action.kind == "F"]
     with tf.Graph().as_default():
         machine, state = small_machine()
-        inputs = [tf.constant(X)]
-        values = make(machine, state, machine.stages, inputs, CUTTING, MODES, ORDER)
+        values = make(machine, state, MODES, ORDER)
         values.perform(forwards)
         found = []
         for factor in (1.0, 2.0):

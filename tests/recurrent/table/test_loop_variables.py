@@ -12,7 +12,8 @@ from pipemesh.recurrent.table.loop_variables import (
     Buffers,
     Fan,
 )
-from pipemesh.recurrent.table.machine import OUTPUTS, Channel, key_of
+from pipemesh.recurrent.table.machine import Channel, key_of
+from pipemesh.schedule.action import OUTPUTS
 from tests.recurrent.passes.traced import run
 
 DEVICES = ("CPU:1", "CPU:2")
@@ -22,9 +23,11 @@ KEY = key_of(Channel(OUTPUTS, 0))
 def buffers_of(specs, places=None, size=3, devices=DEVICES):
     """Buffers of a machine that knows these shapes alone."""
     machine = types.SimpleNamespace(
-        specs=lambda *key: specs, places=lambda *key: places or [0] * len(specs)
+        stages=[Stage("s", None, [], [], devices)],
+        specs=lambda *key: specs,
+        places=lambda *key: places or [0] * len(specs),
     )
-    buffers = Buffers(machine, [Stage("s", None, [], [], devices)], {KEY: size})
+    buffers = Buffers(machine, {KEY: size})
     buffers.reserve(KEY)
     return buffers
 

@@ -106,9 +106,8 @@ def step(schedule, **options):
 
 @pytest.mark.parametrize(
     ("name", "remat", "loop"),
-    [("gpipe", "full", True), ("1f1b", "none", False), ("zb_h1", "full", False),
-     ("zb_h1", "none", True)],
-)  # fmt: skip
+    [("gpipe", "full", True), ("1f1b", "none", False), ("zb_h1", "none", True)],
+)
 def test_loss_and_gradients_are_those_of_whole_weights(name, remat, loop):
     schedule = ScheduleSpec.from_text(name).build(2, MICROBATCHES)
     run, seen, slices = step(schedule, remat=remat, loop=loop)

@@ -5,42 +5,13 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.recurrent.remat import FULL
-from pipemesh.recurrent.table.run import ActionByAction, loop_pays, with_loss
+from pipemesh.recurrent.table.run import loop_pays, with_loss
 from pipemesh.schedule import execution_order, gpipe, interleaved_one_f_one_b, one_f_one_b
-from tests.recurrent.passes.traced import run
 from tests.recurrent.table.small import (
-    CUTTING,
-    DY,
-    MICROBATCHES,
-    MODES,
-    SCHEDULE,
     WEIGHTS,
     X,
-    assert_close,
-    small_machine,
     small_stages,
-    wanted,
 )
-
-
-def action_by_action(machine, state):
-    return ActionByAction(machine, state, machine.stages, [tf.constant(X)], CUTTING, MODES)
-
-
-def test_actions_give_outputs_and_gradients_of_the_whole_batch():
-    with tf.Graph().as_default() as graph:
-        machine, state = small_machine()
-        values = action_by_action(machine, state)
-        values.seed([tf.constant(DY)])
-        values.perform(execution_order(SCHEDULE))
-        weights = [machine.total_gradients(s, values.state)[0] for s in range(2)]
-        results = [*values.outputs(), *values.input_grads(), *weights]
-        names = {op.name.split("/")[0] for op in graph.get_operations()}
-        found = run([results, [carry[0] for carry in values.state.carries]])
-    assert_close(found[0], wanted())
-    assert found[1] == [MICROBATCHES] * 2
-    actions = {f"action_{action}" for action in execution_order(SCHEDULE)}
-    assert {name for name in names if name.startswith("action")} == actions
 
 
 def pays(schedule, nodes_of_action):

@@ -417,7 +417,7 @@ def test_every_layer_is_computed_on_its_device_in_both_passes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"devices": ["CPU:0"] * 2}, "2 devices.*3 thetas"),
+        ({"devices": ["CPU:0"] * 2}, "3 thetas.*2 devices"),
         ({"devices": []}, "at least one"),
         ({"cell_fns": [lstm] * 2}, "2 cell_fns.*3"),
         ({"cell_outs": [lstm_out] * 5}, "5 cell_outs.*3"),

@@ -7,52 +7,29 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import ScheduleError
-from pipemesh.recurrent import ActionClock, Options, Stage, pipeline, pipeline_loss
-from pipemesh.report import to_html, to_trace
+from pipemesh.recurrent import ActionClock, Options, pipeline, pipeline_loss
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b, simulate, zb_h1
+from tests.recurrent.calls import calling_stages
 
 pytestmark = pytest.mark.serial
 WAIT = 0.03
 
 
-@tf.custom_gradient
-def wait(x):
-    """Takes WAIT seconds forward and twice that backward, each call with data of its own."""
-
-    def sleep(seconds, value):
-        def run(v):
-            time.sleep(seconds)
-            return v
-
-        result = tf.numpy_function(run, [value], value.dtype, stateful=False)
-        return tf.ensure_shape(result, value.shape)
-
-    return sleep(WAIT, x), lambda grad: sleep(2 * WAIT, grad)
+def stages(schedule, **options):
+    """A forward pass takes WAIT seconds, a backward pass twice that."""
+    return calling_stages(
+        schedule, lambda stage, kind, m: time.sleep(WAIT * " FB".index(kind)), **options
+    )
 
 
-def stages(schedule, has_loss=True, bare=()):
-    last = schedule.num_stages - 1
-
-    def make(number):
-        def forward(theta, carry, inputs, microbatch, step):
-            x = wait(inputs[0] * theta[0] if theta else inputs[0])
-            return [tf.reduce_sum(x * x) if has_loss and number == last else x], []
-
-        device = f"CPU:{schedule.stage_devices[number]}"
-        theta = [] if number in bare else [tf.constant(1.0)]
-        return Stage(f"s{number}", forward, theta, [], device)
-
-    return [make(s) for s in range(schedule.num_stages)]
-
-
-def timed(schedule, bare=(), **options):
+def timed(schedule, weights=None, **options):
     clock = ActionClock()
 
     @tf.function
     def step(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            cells = stages(schedule, bare=bare)
+            cells = stages(schedule, weights=weights)
             arguments = Options(clock=clock, remat="none", **options)
             loss, _, _ = pipeline_loss(cells, [x], schedule, options=arguments)
         return tape.gradient(loss, x)
@@ -85,7 +62,7 @@ def test_both_halves_of_a_split_backward_pass_are_timed():
 @pytest.mark.parametrize("loop", [False, True])
 def test_a_stage_without_weights_has_a_W_of_no_time(loop):
     schedule = zb_h1(2, 4)
-    measured = timed(schedule, bare=(1,), loop=loop)
+    measured = timed(schedule, weights=[1.0, None], loop=loop)
     found = {
         action: end - start
         for row, starts, ends in zip(schedule.rows, measured.starts, measured.ends, strict=True)
@@ -102,7 +79,9 @@ def test_a_backward_pass_with_the_loss_outside_is_timed():
     def step(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            (y,), _ = pipeline(stages(schedule, False), [x], schedule, options=Options(clock=clock))
+            (y,), _ = pipeline(
+                stages(schedule, has_loss=False), [x], schedule, options=Options(clock=clock)
+            )
             loss = tf.reduce_sum(y * y)
         return tape.gradient(loss, x)
 
@@ -114,18 +93,6 @@ def test_a_backward_pass_with_the_loss_outside_is_timed():
     first, last = clock.span()
     assert begin < first < last < time.perf_counter()
     assert last - first == pytest.approx(clock.timeline(schedule).makespan)
-
-
-def test_predicted_and_measured_stand_side_by_side():
-    schedule = one_f_one_b(2, 2)
-    measured = timed(schedule)
-    predicted = simulate(schedule, measured.costs)
-    page = to_html(predicted, measured=measured)
-    assert page.count("<svg") == to_html(predicted).count("<svg") + 1
-    assert "Timeline, predicted" in page and "Timeline, measured" in page
-    assert len(measured.critical_path) >= 2
-    trace = to_trace(predicted, measured=measured)
-    assert trace.count('"ph": "X"') == 2 * len(list(predicted.spans()))
 
 
 def test_a_schedule_that_has_not_run_is_an_error():

@@ -50,8 +50,10 @@ def training(request):
     training.close()
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize(("layer", "microbatch"), [(0, 2), (1, 0), (2, 3), (5, 1)])
+@pytest.mark.parametrize(
+    ("layer", "microbatch", "direction"),
+    [(0, 2, "forward"), (1, 0, "backward"), (2, 3, "forward"), (5, 1, "backward")],
+)
 def test_stage_layer_and_microbatch_of_a_nan_are_named(training, layer, microbatch, direction):
     training.step(nothing())
     before = training.values()

@@ -14,6 +14,7 @@ from pipemesh.recurrent.watch.placement import check_devices, einsum_error
 from pipemesh.schedule import forward_only, one_f_one_b
 
 X = np.ones([4, 2], np.float32)
+WEIGHT = np.random.default_rng(0).normal(size=[4, 4]).astype(np.float32)
 
 
 def run(change, device="CPU:1", strict=True, schedule=None):
@@ -101,8 +102,10 @@ def test_types_count_as_well():
         ).get_concrete_function()
 
 
-@pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("homes", [["GPU:0", "GPU:1"], [("GPU:0", "GPU:1"), ("GPU:2", "GPU:3")]])
+@pytest.mark.parametrize(
+    ("homes", "loop"),
+    [(["GPU:0", "GPU:1"], False), ([("GPU:0", "GPU:1"), ("GPU:2", "GPU:3")], True)],
+)
 def test_every_operation_on_a_gpu_has_a_kernel(homes, loop):
     """Batches of integers were split, and checks compared, by operations that only CPUs have."""
 
@@ -145,10 +148,6 @@ def test_a_stage_without_device_is_an_error():
         run(tf.sin, device="").get_concrete_function()
 
 
-def test_without_strict_devices_the_same_runs():
-    np.testing.assert_allclose(run(on_another_device, strict=False)()[0], 8 * np.sin(2), rtol=1e-6)
-
-
 def test_a_step_that_stays_on_its_devices_passes_and_is_reported():
     step = run(tf.sin)
     with record_placement() as metadata:
@@ -159,12 +158,17 @@ def test_a_step_that_stays_on_its_devices_passes_and_is_reported():
     assert re.fullmatch(
         r"stage 0 on CPU:0: \d+ operations\nstage 1 on CPU:1: \d+ operations", str(placement)
     )
+    # TensorFlow places a function once.
+    with record_placement() as later:
+        step()
+    with pytest.raises(DeviceError, match="knows no operation of stage 0; record the first step"):
+        Placement.of(later, ["CPU:0", "CPU:1"])
 
 
 def test_the_report_finds_what_strayed():
     step = run(on_another_device, strict=False)
     with record_placement() as metadata:
-        step()
+        np.testing.assert_allclose(step()[0], 8 * np.sin(2), rtol=1e-6)
     placement = Placement.of(metadata, ["CPU:0", "CPU:1"])
     assert set(placement.found[1]) == {"CPU:1", "CPU:3"}
     assert "operations, and " in str(placement)
@@ -172,32 +176,35 @@ def test_the_report_finds_what_strayed():
         placement.check()
 
 
-def test_a_tf1_session_is_reported_too():
-    def square(theta, carry, inputs, microbatch, step):
-        return [tf.reduce_sum(inputs[0] ** 2)], []
+@pytest.mark.parametrize(("remat", "passes"), [("full", 4), ("none", 3)])
+def test_every_matmul_of_a_tf1_session_runs_on_its_stage_device(remat, passes):
+    def layer(theta, carry, inputs, microbatch, step):
+        return [tf.tanh(tf.matmul(inputs[0], theta[0]))], []
+
+    def squares(*arguments):
+        (y,), carry = layer(*arguments)
+        return [tf.reduce_sum(y**2)], carry
 
     with tf.Graph().as_default():
         x = tf.compat.v1.placeholder(tf.float32, X.shape)
-        stage = Stage("square", square, [], [], "CPU:2")
-        loss, _, _ = pipeline_loss([stage], [x], forward_only(1, 2))
+        weight = tf.constant(WEIGHT[:2, :2])
+        stages = [
+            Stage("layer", layer, [weight], [], "CPU:1"),
+            Stage("squares", squares, [weight], [], "CPU:2"),
+        ]
+        options = Options(remat=remat)
+        loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(2, 2), options=options)
         options = tf.compat.v1.RunOptions(output_partition_graphs=True)
         metadata = tf.compat.v1.RunMetadata()
         config = tf.compat.v1.ConfigProto(device_count={"CPU": 4})
         with tf.compat.v1.Session(config=config) as session:
-            session.run(loss, {x: X}, options=options, run_metadata=metadata)
-    assert list(Placement.of(metadata, ["CPU:2"]).found[0]) == ["CPU:2"]
-
-
-def test_a_step_that_was_placed_before_is_no_report_of_nothing():
-    step = run(tf.sin)
-    step()
-    with record_placement() as metadata:
-        step()
-    with pytest.raises(DeviceError, match="knows no operation of stage 0; record the first step"):
-        Placement.of(metadata, ["CPU:0", "CPU:1"])
-
-
-WEIGHT = np.random.default_rng(0).normal(size=[4, 4]).astype(np.float32)
+            fetches = [loss, *tf.gradients(loss, [x, weight])]
+            session.run(fetches, {x: X}, options=options, run_metadata=metadata)
+    placement = Placement.of(metadata, ["CPU:1", "CPU:2"])
+    placement.check()
+    nodes = [node for graph in metadata.partition_graphs for node in graph.node]
+    products = [node.device[-1] for node in nodes if "MatMul" in node.op]
+    assert sorted(products) == ["1"] * 2 * passes + ["2"] * 2 * passes
 
 
 def train(product, dtype=tf.float16):
@@ -235,15 +242,14 @@ def test_an_einsum_that_this_cpu_gets_wrong_is_refused(monkeypatch, product):
     train(product, tf.bfloat16)
 
 
-@pytest.mark.parametrize("equation", ["...i,ij->...j", "...j,ij...->...i", "...ij,...jk->...ik"])
-def test_what_is_tried_is_what_the_kernel_does(equation):
-    if equation == "...i,ij->...j":
-        x = np.random.default_rng(1).normal(size=[2, 3, 4]).astype(np.float16)
-        found = tf.einsum(equation, x, WEIGHT.astype(np.float16))
-        off = np.abs(np.einsum(equation, x.astype(np.float64), WEIGHT) - found).max()
-        assert (off > 0.1) == (einsum_error(equation) > 0.1)
-    else:
-        assert einsum_error(equation) >= 0
+def test_what_is_tried_is_what_the_kernel_does():
+    equation = "...i,ij->...j"
+    x = np.random.default_rng(1).normal(size=[2, 3, 4]).astype(np.float16)
+    found = tf.einsum(equation, x, WEIGHT.astype(np.float16))
+    off = np.abs(np.einsum(equation, x.astype(np.float64), WEIGHT) - found).max()
+    assert (off > 0.1) == (einsum_error(equation) > 0.1)
+    for other in ("...j,ij...->...i", "...ij,...jk->...ik"):
+        assert einsum_error(other) >= 0
 
 
 def test_a_trained_stage_with_an_ellipsis_is_right_or_refused():

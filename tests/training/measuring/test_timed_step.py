@@ -14,10 +14,9 @@ from pipemesh.backend.peak import TensorMemory
 from pipemesh.schedule import Action, Schedule
 from pipemesh.training.measuring.timed_step import (
     ROUNDS,
+    ActionTimes,
     in_turn,
-    on_one_core,
     one_core,
-    times_of,
     usual,
     working_memory,
 )
@@ -113,7 +112,7 @@ class Whole(Timed):
 
 def test_layer_times_exclude_the_overhead_of_actions():
     steps = [Timed(3, 1, 0.25), Timed(3, 4, 0.25)]
-    times = times_of(steps, [1, 4], 3, Whole(1, 1, 0.25))
+    times = ActionTimes(steps, [1, 4], 3, Whole(1, 1, 0.25))
     assert {step.runs for step in steps} == {ROUNDS}
     assert (times.before, times.after) == (0.25, 0.5)
     # Three actions have the overhead three times, and one has it once.
@@ -125,22 +124,16 @@ def test_layer_times_exclude_the_overhead_of_actions():
 
 def test_with_recomputation_only_r_counts():
     """The other actions of such a step have less to do, and others say what they take."""
-    times = times_of([Timed(2, 4, kinds="FB"), Timed(2, 8, kinds="FRB")], [4, 4], 2, Whole(1, 4))
+    times = ActionTimes([Timed(2, 4, kinds="FB"), Timed(2, 8, kinds="FRB")], [4, 4], 2, Whole(1, 4))
     layers = times.of_layers(0.0)
     assert layers[1]["F"] == pytest.approx({4: 8}) and layers[1]["B"] == pytest.approx({4: 8})
     assert layers[1]["R"] == pytest.approx({4: 16})
 
 
 def test_a_layer_has_a_share_of_its_actions_time():
-    times = times_of([Timed(1, 1)], [1], 1, Whole(1, 1))
+    times = ActionTimes([Timed(1, 1)], [1], 1, Whole(1, 1))
     assert times.besides(1) == 0.0
     assert times.of_layers(5.0)[0]["F"] == pytest.approx({1: 0.1})
-
-
-def test_on_one_core_times_are_those_of_the_same_steps():
-    step = Timed(2, 3)
-    times = on_one_core([step], [3], 2, Whole(1, 3))
-    assert times is None or times.of_layers(0.0)[1]["F"] == pytest.approx({3: 6})
 
 
 def test_the_usual_time_is_not_the_shortest():
@@ -162,7 +155,7 @@ def test_a_missing_backward_pass_takes_no_time():
         def durations(self):
             return {a: s for a, s in super().durations().items() if (a.stage, a.kind) != (0, "B")}
 
-    layers = times_of([Bare(2, 4)], [4], 2, Whole(1, 4)).of_layers(0.0)
+    layers = ActionTimes([Bare(2, 4)], [4], 2, Whole(1, 4)).of_layers(0.0)
     assert layers[0] == {"F": {4: 4.0}, "B": {4: 0.0}, "R": {4: 0.0}}
     assert layers[1]["B"] == pytest.approx({4: 8})
 

@@ -193,7 +193,7 @@ def test_a_weight_in_slices_is_one():
     # What was skipped is not looked at.
     seen.before(8)
     seen.before(9)
-    assert list(seen.after()) == ["weights/w", "updates/w"]
+    assert list(seen.after({})) == ["weights/w", "updates/w"]
 
 
 @pytest.mark.parametrize(
