@@ -58,6 +58,7 @@ LOSS = of_function(
 
 
 def test_bytes_are_those_of_weights_outputs_and_what_backward_passes_read():
+    """Layers of two functions were taken for alike: the second one had the bytes of the first."""
     embed, square, tanh, loss = layer_costs([EMBED, SQUARE, TANH, LOSS], IDS)
     vectors, ids = ROWS * LENGTH * WIDTH * FLOAT, ROWS * LENGTH * 4
     assert [cost.forward for cost in (embed, square, tanh, loss)] == [1, 10, 10, 5]
