@@ -27,7 +27,7 @@ WEIGHTS = tf.constant([1.0, 0.5, 0.0, 2.0, 1.0, 1.0])
 def keras_model(labels, outputs, weights, **compiled):
     """Returns the results of Keras for a model that returns its inputs."""
     model = keras.Sequential([keras.Input(outputs.shape[1:]), keras.layers.Identity()])
-    model.compile(**compiled)
+    model.compile(run_eagerly=True, **compiled)
     weights = None if weights is None else weights.numpy()
     return model.evaluate(
         outputs.numpy(), labels.numpy(), sample_weight=weights, verbose=0, return_dict=True

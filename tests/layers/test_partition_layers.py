@@ -7,7 +7,12 @@ import tensorflow as tf
 from lingvo.core import base_layer, layers, py_utils, tshape
 
 from pipemesh.errors import PartitionError
-from pipemesh.layers import FeatureExtractionLayer, PartitionSequentialLayers, PipeliningLayer
+from pipemesh.layers import (
+    FeatureExtractionLayer,
+    FunctionLayer,
+    PartitionSequentialLayers,
+    PipeliningLayer,
+)
 from pipemesh.layers import partition_layers as costs_module
 from pipemesh.layers.named import TransformerBlock
 from pipemesh.layers.partition_layers import layer_costs, named_layers
@@ -39,39 +44,22 @@ class Embed(base_layer.BaseLayer):
         return py_utils.NestedMap(flops=1, out_shapes=(vectors, ids))
 
 
-class Tanh(base_layer.BaseLayer):
-    """Keeps its output, where the next layer keeps its input: one tensor."""
-
-    def FProp(self, theta, x, *rest):
-        del theta
-        return (tf.nn.tanh(x), *rest) if rest else tf.nn.tanh(x)
-
-    @classmethod
-    def FPropMeta(cls, p, x, *rest):
-        return py_utils.NestedMap(flops=10, out_shapes=(x, *rest))
+def of_function(function, flops):
+    return FunctionLayer.Params().Set(name="f", function=function, flops=lambda *_: flops)
 
 
-class Square(Tanh):
-    def FProp(self, theta, x, *rest):
-        del theta
-        return (tf.square(x), *rest) if rest else tf.square(x)
-
-
-class Loss(base_layer.BaseLayer):
-    def FProp(self, theta, x, labels):
-        del theta
-        return tf.reduce_sum(tf.square(x)), tf.cast(tf.size(labels), tf.float32)
-
-    @classmethod
-    def FPropMeta(cls, p, x, labels):
-        scalar = tshape.Shape([])
-        return py_utils.NestedMap(flops=5, out_shapes=(scalar, scalar))
+EMBED = Embed.Params().Set(name="embed")
+# Keeps its output, where the next layer keeps its input: one tensor.
+TANH = of_function(lambda x, labels: (tf.nn.tanh(x), labels), 10)
+SQUARE = of_function(lambda x, labels: (tf.square(x), labels), 10)
+LOSS = of_function(
+    lambda x, labels: (tf.reduce_sum(tf.square(x)), tf.cast(tf.size(labels), tf.float32)), 5
+)
 
 
 def test_bytes_are_those_of_weights_outputs_and_what_backward_passes_read():
-    embed, square, tanh, loss = layer_costs(
-        [cls.Params().Set(name=cls.__name__) for cls in (Embed, Square, Tanh, Loss)], IDS
-    )
+    """Layers of two functions were taken for alike: the second one had the bytes of the first."""
+    embed, square, tanh, loss = layer_costs([EMBED, SQUARE, TANH, LOSS], IDS)
     vectors, ids = ROWS * LENGTH * WIDTH * FLOAT, ROWS * LENGTH * 4
     assert [cost.forward for cost in (embed, square, tanh, loss)] == [1, 10, 10, 5]
     assert (embed.parameter_bytes, embed.boundary_bytes) == (VOCAB * WIDTH * FLOAT, vectors + ids)
@@ -101,8 +89,7 @@ def test_layers_that_are_alike_are_traced_once_and_nothing_is_left_behind(monkey
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved:2"])
 def test_predicted_bytes_are_those_that_the_pipeline_predicts(name):
     number, boundaries = 4, (0, 1, 4, 6, 7)
-    params = [Embed.Params(), *(c.Params() for c in (Square, Tanh, Square, Tanh, Square))]
-    params = named_layers([p.Set(name="x") for p in [*params, Loss.Params()]])
+    params = named_layers([EMBED, SQUARE, TANH, SQUARE, TANH, SQUARE, LOSS])
     costs = layer_costs(params, IDS)
     table = build(name, number // (2 if ":" in name else 1), MICROBATCHES)
     plan = partition(
@@ -165,7 +152,7 @@ def test_what_fprop_meta_says_is_taken_and_need_not_be_traced():
             r"'cell_000' \(Says\) was traced .*float32 \[2, 3, 4\].*it was trac",
         ),
         (
-            [Embed.Params()],
+            [EMBED],
             [tshape.Shape([2, 3])],
             r"'cell_000' \(Embed\) was traced .* must be given as tf.TensorSpec\(shape, dtype\)",
         ),
