@@ -1,6 +1,7 @@
 """Runs as many cases of tests as are asked for, and each test in an empty folder of its own,
 whatever lies in the checkout and in the environment."""
 
+import collections
 import os
 import pathlib
 import shutil
@@ -11,9 +12,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent
 TESTS = ROOT / "tests"
-# Rooms whose tests are quick because they need no TensorFlow. Of all others, those that are new
-# included, `--cases=few` runs few.
+# Rooms whose tests are quick because they need no TensorFlow. Of each file of the others, those that
+# are new included, `--cases=few` runs one case of so many tests.
 PURE = [TESTS / room for room in ("mesh", "partition", "plan", "schedule")]
+_FEW = 3
 
 
 # The folder of all tests of a call, which its processes share.
@@ -58,34 +60,30 @@ def pytest_addoption(parser):
         choices=("few", "most", "all"),
         default="most",
         help="all; most: without those marked exhaustive; few: without those marked slow either, "
-        "and outside the pure rooms one case of each test",
+        f"and outside the pure rooms one case of {_FEW} tests a file",
     )
 
 
 def pytest_collection_modifyitems(config, items):
     """Leaves out what `--cases` does not ask for."""
     cases = config.option.cases
-    dropped = [
-        item
-        for item in items
-        if (cases != "all" and item.get_closest_marker("exhaustive"))
-        or (cases == "few" and item.get_closest_marker("slow"))
-    ]
+    marks = {"all": (), "most": ("exhaustive",), "few": ("exhaustive", "slow")}[cases]
+    kept = [item for item in items if not any(map(item.get_closest_marker, marks))]
     if cases == "few":
-        dropped += _repetitions([item for item in items if item not in set(dropped)])
-    gone = set(dropped)
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = [item for item in items if item not in gone]
+        kept = _few(kept)
+    left = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in left])
+    items[:] = kept
 
 
-def _repetitions(items):
-    """All cases but one of each test outside the pure rooms."""
-    seen, repetitions = set(), []
-    # Not the first one, which often is the simplest.
+def _few(items):
+    """All tests of the pure rooms, and one case of some tests of each file of the others."""
+    chosen = collections.defaultdict(dict)
+    # Not the first ones, which often are the simplest.
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
-        test = item.nodeid.partition("[")[0]
-        if test in seen:
-            repetitions.append(item)
-        elif not any(room in item.path.parents for room in PURE):
-            seen.add(test)
-    return repetitions
+        if len(chosen[item.path]) < _FEW:
+            chosen[item.path].setdefault(item.nodeid.partition("[")[0], item)
+    few = {item for tests in chosen.values() for item in tests.values()}
+    return [
+        item for item in items if item in few or any(room in item.path.parents for room in PURE)
+    ]
