@@ -117,8 +117,9 @@ class Checkpoints:
         self.wait()
         snapshot = Snapshot.of(self._entries, self._hosts_that_write())
         path = folders.path_of(self.folder, step)
-        self._writing = _Writing(self, path, [snapshot], step, note, score)
-        self._writing.start()
+        writing = _Writing(self, path, [snapshot], step, note, score)
+        writing.start()
+        self._writing = writing
         return path
 
     def confirm(self) -> None:

@@ -372,6 +372,8 @@ def _from_csv(text: str, source: str) -> list[float] | list[LayerCost]:
             raise PartitionError(f"{source}: line {line} names a column twice: {', '.join(head)}")
     if not body:
         raise PartitionError(f"{source} has a header and no layers; give one layer a line")
+    if "cost" not in head and "forward" not in head:
+        raise PartitionError(f"{source} has neither a column cost nor a column forward")
     records: _Records = []
     for line, cells in body:
         where = f"{source}: line {line}"

@@ -35,7 +35,10 @@ _HOUR = 3600.0
 
 
 def _above_zero(text: str) -> float:
-    value = _from_zero(text)
+    try:
+        value = _from_zero(text)
+    except ValueError:
+        value = 0.0
     if not value:
         raise ValueError("it must be a number above 0")
     return value

@@ -213,7 +213,9 @@ def layer_costs(
     before: StageMemory | None = None
     for layer, meta in zip(layers, metas, strict=True):
         is_head = layer is layers[-1] and _returns_scalar(meta)
-        given = str(tf.nest.map_structure(str, specs)), is_head
+        # `differences` leaves out what a layer fetches.
+        fetched = str(getattr(layer, "act_fetch_layers", None))
+        given = str(tf.nest.map_structure(str, specs)), is_head, fetched
         alike = (t for p, g, t in seen if g == given and not any(differences(p, layer, "layer")))
         traced = next(alike, None)
         if traced is None:

@@ -47,11 +47,13 @@ class Evaluation:
     ) -> Score | None:
         """Returns the score of batches, or None if `stopped` returned True before one of them."""
         total = self._subject.nothing()
-        for batch in _each(batches):
-            if stopped():
-                return None
+        iterator = _each(batches)
+        while not stopped():
+            batch = next(iterator, None)
+            if batch is None:
+                return total
             total += self.score(batch)
-        return total
+        return None
 
 
 def evaluate(subject: Subject, checkpoint: str) -> tuple[int, Score]:

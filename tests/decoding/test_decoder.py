@@ -145,7 +145,7 @@ def test_a_stop_token_frees_a_row_for_another_prompt(eagerly):
         ends = [i for i, token in enumerate(row) if token in stop]
         return row[: ends[0] + 1] if ends else row
 
-    made = decoder(unpiped(), 2, 2, stop=stop)
+    made = decoder(unpiped(), 3, 1, stop=stop)
     found = list(made.generate(PROMPTS, TOKENS))
     assert tokens(found) == [cut(row) for row in wanted]
     for each in found:

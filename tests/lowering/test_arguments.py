@@ -54,7 +54,8 @@ KNOWN = {
     "v": Variable.create("v", LAYOUT, DEVICES, Constant(0.0)),
 }
 
-# Arguments of one kind are checked by one function (`COERCERS`), so each kind is here once.
+# Arguments of one kind are checked by one function (`COERCERS`), so each kind is here once. Dtypes
+# are those of a table by operation (`_KINDS`).
 WRONG = [
     # Meshes, rules, devices and lowerings.
     ("Mesh('data:2')", "Mesh.from_text"),
@@ -75,6 +76,7 @@ WRONG = [
     ("Cores(MESH, DEVICES).function(lambda low: 1, 'batch:data')", "LayoutRules.from_text"),
     ("Cores(MESH, DEVICES).function(lambda low, x: x, RULES, [4, 6])", "tf.TensorSpec"),
     ("Cores(MESH, DEVICES).function(None, RULES)", "no function"),
+    ("CORES.run_eagerly(abs, LayoutRules.from_text('batch:dta'), [[bare], [bare]])", "mean 'data'"),
     ("connect_processes(['a:1', 'b:1'], 0)", "give `Cores` the devices"),
     # Dims and shapes.
     ("Dim.from_text(None)", "None is no text"),
@@ -154,6 +156,8 @@ WRONG = [
     ("ops.add(1.0, 2.0)", "named dims"),
     ("ops.exp(bare)", "import_tensor"),
     ("ops.exp(i)", "floating numbers"),
+    ("ops.is_nan(i)", "floating numbers"),
+    ("ops.relu(m)", "numbers"),
     ("ops.relu([x])", "one tensor"),
     ("ops.logical_not(x)", "booleans"),
     ("ops.where(x, 1.0, x)", "booleans"),
@@ -172,6 +176,7 @@ WRONG = [
     ("ops.reduce_sum(x, 'batch:3')", "size 3"),
     ("ops.reduce_sum(x, axis=0)", "'axis'; write ops.reduce_sum(x, dims=...)"),
     ("ops.reduce_sum(m, 'batch')", "numbers"),
+    ("ops.reduce_logsumexp(i, 'io')", "floating numbers"),
     ("ops.reduce_all(x)", "booleans"),
     # Order and lookups.
     ("ops.argmax(ops.slice(x, 'io', 0, 0), 'io')", "has no elements"),
@@ -179,6 +184,7 @@ WRONG = [
     ("ops.top_k(x, 'io', 3)", "Dim('name', 8)"),
     ("ops.top_k(x, 'io', 'best')", "no size"),
     ("ops.top_k(x, 'io', 'best:9')", "no 9 elements"),
+    ("ops.cumsum(m, 'io')", "numbers"),
     ("ops.one_hot(x, 'classes:10')", "integers"),
     ("ops.one_hot(i, 'io:10')", "twice"),
     ("ops.one_hot(i, 'classes:10', dtype=tf.string)", "dtype"),

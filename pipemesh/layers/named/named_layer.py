@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,15 +56,22 @@ def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer
     return Uniform(-init.scale, init.scale, seed)
 
 
-def _block_init(initializer: Initializer, whole: Shape, begin: Sequence[int]) -> Any:
-    """Returns a TensorFlow initializer that makes one block of a weight."""
+@dataclasses.dataclass(frozen=True)
+class _BlockInit:
+    """A TensorFlow initializer that makes one block of a weight."""
 
-    def block(shape: Any, dtype: Any = tf.float32, partition_info: Any = None) -> tf.Tensor:
+    # A dataclass, since lingvo compares its text where a variable is used again.
+    initializer: Initializer
+    sizes: tuple[int, ...]  # of the whole weight
+    begin: tuple[int, ...]
+
+    def __call__(
+        self, shape: Any, dtype: Any = tf.float32, partition_info: Any = None
+    ) -> tf.Tensor:
+        """Makes the block of a shape."""
         del partition_info
-        sizes = static_sizes(tf.TensorSpec(shape))
-        return initializer(whole.sizes, begin, sizes, tf.as_dtype(dtype))
-
-    return block
+        block = static_sizes(tf.TensorSpec(shape))
+        return self.initializer(self.sizes, self.begin, block, tf.as_dtype(dtype))
 
 
 # Activations may be split along `length` over the axis that splits weights. Between matmuls a
@@ -320,7 +328,7 @@ class NamedLayer(base_layer.BaseLayer):
         initializer = initializer_of(init, full_name, self.params.random_seed)
         for part in parts:
             self._parts[part.name] = part
-            block = _block_init(initializer, shape, part.begin)
+            block = _BlockInit(initializer, shape.sizes, part.begin)
             weights = py_utils.WeightParams(
                 list(part.sizes),
                 py_utils.WeightInit.CustomVarInit(block),

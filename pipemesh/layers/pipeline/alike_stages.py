@@ -61,15 +61,20 @@ def differences(a: Any, b: Any, what: str) -> Iterator[str]:
     if a.cls is not b.cls:
         yield told("is", with_article(a.cls.__name__), with_article(b.cls.__name__))
         return
-    a_layers, b_layers = list(getattr(a, "sub", ())), list(getattr(b, "sub", ()))
+    a_layers, b_layers = _layers_of(a), _layers_of(b)
     if len(a_layers) != len(b_layers):
         yield told("has", f"{len(a_layers)} layers", str(len(b_layers)))
         return
     for one, other in zip(a_layers, b_layers, strict=True):
-        if _is_layer(one) and _is_layer(other):
-            yield from differences(one, other, "layer")
+        yield from differences(one, other, "layer")
     for path, one, other in _values("", a, b, skip=("sub",) if a_layers else ()):
         yield told(f"has {path}", _short(one), _short(other))
+
+
+def _layers_of(p: Any) -> list[Any]:
+    """Returns the params in `sub`, unless the layer uses that name for something else."""
+    sub = getattr(p, "sub", None)
+    return list(sub) if isinstance(sub, list | tuple) and all(map(_is_layer, sub)) else []
 
 
 def _is_layer(value: Any) -> bool:

@@ -124,6 +124,8 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
             f"{owner}: tied_weights is {tied!r}; it is a dict such as "
             "{'softmax.w': 'embedding.table'}"
         )
+    if not tied:
+        return list(params)
     tied_by_layer: dict[str, list[str]] = {}
     for target, source in tied.items():
         layer, weight = _parse(owner, target)
@@ -134,7 +136,11 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
                 f"itself; name the one that is made: {tied[source]!r}"
             )
         _parse(owner, source)
-    return [_changed(p, tied_by_layer) for p in params]
+    changed = [_changed(p, tied_by_layer) for p in params]
+    names = [name for p in params for name in _names(p)]
+    for layer in tied_by_layer:
+        _check_known(owner, layer, names)
+    return changed
 
 
 def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
@@ -144,6 +150,10 @@ def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
     elif p.name in tied_by_layer and issubclass(p.cls, NamedLayer):
         p = p.Copy().Set(given_weights=tuple(tied_by_layer[p.name]))
     return p
+
+
+def _names(p: Any) -> list[str]:
+    return [name for sub in p.sub for name in _names(sub)] if is_stage(p) else [p.name]
 
 
 def tie_weights(
@@ -188,18 +198,22 @@ def _parse(owner: str, text: Any) -> tuple[str, str]:
     return layer, weight
 
 
+def _check_known(owner: str, name: str, names: Sequence[str]) -> None:
+    count = names.count(name)
+    if count != 1:
+        hint = "; give each a name of its own" if count else nearest_text(name, names)
+        raise PipelineError(
+            f"{owner}: tied_weights names the layer {name!r}, of which there are {count}{hint}"
+        )
+
+
 def _found(owner: str, name: str, layers: Sequence[Any]) -> NamedLayer:
-    found = [layer for layer in layers if layer.params.name == name]
-    if len(found) != 1:
-        names = [layer.params.name for layer in layers]
-        hint = "; give each a name of its own" if found else nearest_text(name, names)
+    _check_known(owner, name, [layer.params.name for layer in layers])
+    layer = next(layer for layer in layers if layer.params.name == name)
+    if not isinstance(layer, NamedLayer):
         raise PipelineError(
-            f"{owner}: tied_weights names the layer {name!r}, of which there are {len(found)}{hint}"
+            f"{owner}: tied_weights names {name!r}, a {type(layer).__name__}, but only layers with "
+            "named dims take and give weights so; for others set child_variable_scope_override of "
+            "both stages"
         )
-    if not isinstance(found[0], NamedLayer):
-        raise PipelineError(
-            f"{owner}: tied_weights names {name!r}, a {type(found[0]).__name__}, but only layers "
-            "with named dims take and give weights so; for others set "
-            "child_variable_scope_override of both stages"
-        )
-    return found[0]
+    return layer

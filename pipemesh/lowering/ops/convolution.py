@@ -38,8 +38,8 @@ _register = register(
     arguments="""Args:
     x: the images, for example `"batch:8;rows:28;cols:28;in:3"`.
     filters: for example `"window_rows:3;window_cols:3;in:3;out:16"`.
-    window: maps dims of `x` to the dims of `filters` that slide over them: for example
-        `{"rows": "window_rows", "cols": "window_cols"}`.
+    window: maps dims of `x` to the dims of `filters` that slide over them: for example, of two
+        dims, `{"rows": "window_rows", "cols": "window_cols"}`.
     padding: `"SAME"` adds the zeros around `x` that keep its size at stride 1; `"VALID"` uses only
         windows that lie completely in `x`.
     strides: steps of the window: one number, or one for each name in `window`.

@@ -197,16 +197,13 @@ def argmax(x: Tensor, dim: str) -> Tensor:
     at = x.shape.index(dim)
     axis = x.layout.axes[at]
     rest = x.shape.without(dim)
-    places = lowering.raw_map(lambda t: tf.argmax(t, at, tf.int32), x.slices)
+    # As for `tf.argmax` on CPUs, NaN and -inf count as the lowest number.
+    slices = lowering.raw_map(lambda t: tf.where(t > t.dtype.min, t, t.dtype.min), x.slices)
+    places = lowering.raw_map(lambda t: tf.argmax(t, at, tf.int32), slices)
     if axis is None:
         return Tensor(lowering, places, rest)
     start, _ = local_start(lowering, x.shape[dim])
-
-    def value(t: tf.Tensor) -> tf.Tensor:
-        # As for `tf.argmax`, NaN and -inf count as the lowest number.
-        return tf.reduce_max(tf.where(t > t.dtype.min, t, t.dtype.min), at)
-
-    greatest = lowering.raw_map(value, x.slices)
+    greatest = lowering.raw_map(lambda t: tf.reduce_max(t, at), slices)
     everywhere = lowering.all_reduce(greatest, [axis], "max")
     first = lowering.raw_map(
         lambda place, begin, mine, best: tf.where(

@@ -133,6 +133,8 @@ class Cores:
                 TensorFlow fails all later collectives of the process.
         """
         _check_program(program)
+        check_rules(rules)
+        rules.check(self.mesh)
         _check_args(args, self.devices)
         instance_keys = eager_instance_keys()
         ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()

@@ -230,6 +230,9 @@ def aside(work: Callable[[], T]) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    # A wait that ends now and then, in case another thread got the signal.
+    while not concurrent.futures.wait([future], timeout=0.5).done:
+        pass
     return future.result()
 
 

@@ -9,7 +9,7 @@ from lingvo.core import layers, py_utils
 
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
-from pipemesh.layers.pipeline.alike_stages import simd_cut, simd_split
+from pipemesh.layers.pipeline.alike_stages import differences, simd_cut, simd_split
 from pipemesh.recurrent import ActionClock
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
@@ -304,3 +304,26 @@ def test_unsupported_stacks_with_the_loss_inside_are_errors(params, words):
     with pytest.raises(PipemeshError, match=words) as found:
         params.Instantiate()
     assert isinstance(found.value, PipelineError) or "schedule" in words
+
+
+class Graph(base_layer.BaseLayer):
+    """Its `sub` are no layers, but pairs, as those of lingvo's GraphLayer."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("sub", None, "Pairs of a signature and a layer.")
+        return p
+
+
+def test_a_sub_that_is_no_list_of_layers_is_compared_too():
+    """Layers that differed in such a field were taken for alike."""
+    graphs = [
+        Graph.Params().Set(name=f"graph{width}", sub=[("x->y", Uncounted.Params().Set(width=width))])
+        if width
+        else Graph.Params().Set(name="none")
+        for width in (0, 4, 4, 5)
+    ]
+    found = [[*differences(graphs[1], other, "layer")] for other in graphs]
+    assert [len(texts) for texts in found] == [1, 0, 0, 1]
+    assert "sub[0][1].width 4" in found[3][0]

@@ -5,7 +5,7 @@ import functools
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import LayoutError
+from pipemesh.errors import LayoutError, MeshError
 from pipemesh.layers import PipeliningLayer, SeqLayer
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
 from tests.layers.pipeline import stacks
@@ -147,3 +147,11 @@ def test_a_plan_and_a_forecast_know_homes_of_their_own():
 def test_what_homes_cannot_have_is_an_error(mesh, text):
     with pytest.raises(LayoutError, match=text), cluster(mesh):
         stack([0, 1, 3], head=True).Instantiate()
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_one_program_for_all_devices_has_homes_of_one_size(head):
+    params = stack([0, 1, 2 + head], head=head, lowering="simd")
+    refused = pytest.raises(MeshError, match=r"'layers:2;model:2,1'.*lowering='placement'")
+    with refused, cluster("layers:2;model:2,1 d_ff:model"):
+        params.Instantiate()

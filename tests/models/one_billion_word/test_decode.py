@@ -53,6 +53,7 @@ def test_standard_output_has_the_texts_alone_whatever_the_plan(tmp_path, logdir)
     for text, prompt in zip(found, TEXTS, strict=True):
         assert text.startswith(prompt)
     assert said(where, *drawn, *SPLIT, "--groups=3", "--rows=1", "--stream") == found
+    assert said(where, *drawn, "--plain", "--sample_seed=1") != found
     # From a checkpoint alone, whose text is not looked for.
     lines = said(f"--checkpoint={logdir}/ckpt-3", *drawn, "--format=json")
     values = [json.loads(line) for line in lines]

@@ -5,6 +5,7 @@ import gzip
 import itertools
 import pathlib
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -481,6 +482,32 @@ def test_the_users_cache_folder(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert user_cache_dir() == "/home/someone/.cache/pipemesh"
+
+
+TRAINER = """
+import sys
+import numpy as np
+import tensorflow as tf
+from models.one_billion_word.lingvo_input import OneBillionWordInput
+
+tf.compat.v1.disable_v2_behavior()
+cache_dir, result = sys.argv[1:]
+p = OneBillionWordInput.Params()
+p.Set(cache_dir=cache_dir, vocab_size=600, seed=4, batch_size=4, sequence_length=32)
+with tf.compat.v1.Session() as session:
+    generator = p.Instantiate()
+    batch = generator.GetPreprocessedInputBatch()
+    generator.Initialize(session)
+    np.savez(result, **session.run(batch))
+"""
+
+
+@pytest.mark.slow
+def test_it_reads_with_the_switches_that_the_trainer_sets(cache_dir, expected, tmp_path):
+    # `lingvo.trainer` turns TensorFlow 2 off for the whole process.
+    result = str(tmp_path / "result.npz")
+    subprocess.run(warm("-c", TRAINER, cache_dir, result), check=True)
+    assert_same_batch(py_utils.NestedMap(np.load(result)), expected[0][0])
 
 
 def sentences(sample, vocabulary):

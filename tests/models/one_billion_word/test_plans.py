@@ -1,11 +1,11 @@
-"""Nothing but speed depends on the plan: each gives the losses of the plain model.
+"""Nothing but speed depends on the plan: each gives the losses of the plain model."""
 
-`python -m tests.layers.random_plans` draws plans of a smaller stack.
-"""
-
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies
 
+from pipemesh.errors import PipemeshError
 from pipemesh.plan import Plan
 from tests.models.one_billion_word.language_model import losses, random_batch, small
 
@@ -30,6 +30,47 @@ SPLIT = {
     "tied": ("heads", "d_ff", "vocab"),
     "experts": ("heads", "experts", "vocab"),
 }
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved:2", "zb_h1", "zb_v")
+NAMES = (("data", "model"), ("rows", "tensor"), ("b", "a"))
+
+
+# Each with as many blocks a stage.
+SIMD_SCHEDULES = ("gpipe", "looped_bfs:2")
+
+
+def plan_of(
+    model,
+    layers,
+    data,
+    size,
+    schedule,
+    microbatches,
+    names,
+    order,
+    lowering="placement",
+    with_rows=(),
+    with_tensor=(),
+):
+    """A plan of these sizes along its three axes; None if there is none.
+
+    The last size may be a text of several; further dims are split as the batch is, or as heads are.
+    """
+    rows, tensor = names
+    axes = [("layers", layers), (rows, data), (tensor, size)]
+    mesh = ";".join(f"{axes[i][0]}:{axes[i][1]}" for i in order)
+    rules = [f"{dim}:{rows}" for dim in ("batch", *with_rows)]
+    rules += [f"{dim}:{tensor}" for dim in (*SPLIT[model], *with_tensor)]
+    try:
+        plan = Plan(mesh, ";".join(rules), schedule, microbatches, lowering=lowering)
+        plan.check_batch(BATCHES[0]["ids"].shape[0])
+        plan.check_layers(blocks_of(plan) + 2)
+    except PipemeshError:
+        return None
+    if lowering == "simd" and blocks_of(plan) % plan.num_stages:
+        return None
+    return plan if 1 < plan.mesh.num_devices <= 8 else None
 
 
 def blocks_of(plan):
@@ -90,6 +131,41 @@ MORE_CASES = [
 )
 def test_losses_of_20_steps_are_those_of_the_plain_model(expected, model, plan):
     assert_equal(expected, model, plan)
+
+
+@strategies.composite
+def legal_plans(draw):
+    model = draw(strategies.sampled_from(list(MODELS)))
+    lowering = draw(strategies.sampled_from(["placement", "simd"]))
+    sizes = [draw(strategies.sampled_from((1, 2, 4))) for _ in range(3)]
+    # Layers that share a weight are cut alike.
+    if lowering == "placement" and model != "tied" and draw(strategies.booleans()):
+        sizes[2] = ",".join(str(draw(strategies.sampled_from((1, 2, 4)))) for _ in range(sizes[0]))
+    plan = plan_of(
+        model,
+        *sizes,
+        draw(strategies.sampled_from(SCHEDULES if lowering == "placement" else SIMD_SCHEDULES)),
+        draw(strategies.sampled_from((1, 2, 4, 8))),
+        draw(strategies.sampled_from(NAMES)),
+        draw(strategies.permutations(range(3))),
+        lowering,
+        draw(strategies.sampled_from([(), ("embed",)])),
+        draw(strategies.sampled_from([(), ("length",)])),
+    )
+    hypothesis.assume(plan is not None)
+    return model, plan
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+@hypothesis.settings(
+    max_examples=200,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    phases=[hypothesis.Phase.generate],
+)
+@hypothesis.given(legal_plans())
+def test_losses_under_any_legal_plan(expected, case):
+    assert_equal(expected, *case)
 
 
 @pytest.mark.slow

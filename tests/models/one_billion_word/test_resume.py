@@ -131,6 +131,8 @@ def test_settings_that_changed_are_listed(text, logdir, train, capsys):
         "learning_rate 0.4 -> 0.25\n"
     ) in out
     assert "the text is read from its beginning, in the order of epochs to come" in out
+    train(small_request(logdir, text, steps=7, **changes))
+    assert "changed since the checkpoint" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

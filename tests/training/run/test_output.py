@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.commands import training_flags
-from pipemesh.commands.flags import FlagError
+from pipemesh.commands.flags import FlagError, Flags
 from pipemesh.errors import TrainingError
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
@@ -288,3 +288,12 @@ def test_profile_steps_are_checked(monkeypatch, value, told):
     monkeypatch.setattr(training_flags, "FLAGS", flags)
     with pytest.raises(FlagError, match=f"^--profile_steps='{value}': .*{told}"):
         training_flags._profile_steps()
+
+
+def test_steps_to_profile_are_numbers(monkeypatch):
+    flags = Flags()
+    flags.declare(training_flags.training_flags())
+    flags.take("steps", "5")
+    flags.take("profile_steps", "3:4")
+    monkeypatch.setattr(training_flags, "FLAGS", flags)
+    assert training_flags.options()["profile_steps"] == (3, 4)
