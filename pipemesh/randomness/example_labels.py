@@ -143,6 +143,7 @@ def concatenated(labels: Sequence[Label], sizes: Sequence[Sequence[int]], dim: i
 
 
 # Takes an operation and the labels of its inputs, of equal ranks, and returns those of its outputs.
+# If the rank of an input is unknown, so are the results, except of the kinds in `_OF_ANY_RANK`.
 Rule = Callable[[Any, Sequence[Label]], list[Label]]
 
 _ELEMENTWISE = """
@@ -432,13 +433,20 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _aligned(label: Label, tensor: tf.Tensor) -> Label:
+# Their rules look at no dim of a label in particular.
+_OF_ANY_RANK = frozenset(
+    [*_ELEMENTWISE, "IdentityN", *(kind for kind in RULES if kind.startswith("TensorList"))]
+) - {"TensorListFromTensor"}
+
+
+def _aligned(kind: str, label: Label, tensor: tf.Tensor) -> Label:
     """Returns the label with the rank of its tensor; a list has the label of its elements."""
-    if tensor.dtype == tf.variant:
+    rank = tensor.shape.rank
+    if tensor.dtype == tf.variant or (rank is None and kind in _OF_ANY_RANK):
         return label
-    if tensor.shape.rank is None:
+    if rank is None:
         raise UnknownLabelError
-    return of_rank(label, tensor.shape.rank)
+    return of_rank(label, rank)
 
 
 def apply_rule(operation: tf.Operation, labels: Sequence[Label | None]) -> list[Label | None]:
@@ -455,7 +463,10 @@ def apply_rule(operation: tf.Operation, labels: Sequence[Label | None]) -> list[
     try:
         if rule is None:
             raise UnknownLabelError
-        aligned = list(map(_aligned, known, operation.inputs))
+        aligned = [
+            _aligned(operation.type, label, tensor)
+            for label, tensor in zip(known, operation.inputs, strict=True)
+        ]
         return [compressed(label) for label in rule(operation, aligned)]
     except UnknownLabelError:
         return [None] * count

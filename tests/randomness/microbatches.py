@@ -11,17 +11,17 @@ STEP = tf.constant(3, tf.int64)
 def whole_and_parts(draw, whole_shape, micro_shape, num_microbatches, size=None, before=None):
     with plan_free_randomness(STEP) as drawn, layer_scope("layer"):
         whole = draw(whole_shape)
-    parts = []
-    for m in range(num_microbatches):
-        position = Position(
-            tf.constant(m, tf.int64),
-            num_microbatches,
-            size or micro_shape[0],
-            WholeDraws(drawn, lambda name, dim, folded: before),
-        )
+    known = WholeDraws(drawn, lambda name, dim, folded: before)
+
+    # As in a pipeline, the number of the microbatch is known only at run time.
+    @tf.function(autograph=False)
+    def part(m):
+        position = Position(m, num_microbatches, size or micro_shape[0], known)
         with plan_free_randomness(STEP, position), layer_scope("layer"):
-            parts.append(draw(micro_shape).numpy())
-    return whole.numpy(), parts
+            return draw(micro_shape)
+
+    numbers = tf.range(num_microbatches, dtype=tf.int64)
+    return whole.numpy(), [part(m).numpy() for m in numbers]
 
 
 def position(whole_shapes, num_microbatches=2, layer="noisy"):

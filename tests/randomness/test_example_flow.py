@@ -26,6 +26,11 @@ def label_of(function, label=LABEL, sizes=(TIME, BATCH, WIDTH), dtype=tf.float32
     return None if found is None else np.broadcast_to(found, graph.outputs[0].shape)
 
 
+def loop_of_unknown_rank(x):
+    shapes = [tf.TensorShape([]), tf.TensorShape(None)]
+    return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, 1 * y), (0, x), shapes)[1]
+
+
 MOVES = {
     "reshape joins": lambda x: tf.reshape(x, [TIME * BATCH, WIDTH]),
     "reshape cuts": lambda x: tf.reshape(x, [TIME, BATCH, 2, 3]),
@@ -53,6 +58,7 @@ MOVES = {
     "cast": lambda x: tf.cast(tf.identity(x), tf.float64),
     "a function": lambda x: tf.function(lambda y: tf.transpose(y, [1, 0, 2]))(x),
     "a loop": lambda x: tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, 1 * y), (0, x))[1],
+    "a loop of unknown rank": lambda x: tf.ensure_shape(loop_of_unknown_rank(x), x.shape),
     "a branch": lambda x: tf.cond(tf.size(x) > 0, lambda: x[:, ::-1], lambda: 1 * x[:, ::-1]),
     "a custom gradient": lambda x: tf.custom_gradient(lambda y: (tf.identity(y), lambda g: g))(x),
 }

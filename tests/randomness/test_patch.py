@@ -212,7 +212,12 @@ def around():
     return tf.concat([before, looped(), looped(), tf.random.uniform([1, 4])], 0)
 
 
-@pytest.mark.parametrize("draw", [looped, nested, around])
+def mapped():
+    function = tf.function(lambda x: x + tf.random.uniform([4]), autograph=False)
+    return tf.map_fn(function, tf.zeros([3, 4]))
+
+
+@pytest.mark.parametrize("draw", [looped, nested, around, mapped])
 def test_eager_loops_draw_the_numbers_of_graph_loops(draw):
     def run():
         with plan_free_randomness(STEP), layer_scope("layer"):
