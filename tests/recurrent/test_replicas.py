@@ -43,11 +43,15 @@ def exhaustive(*case):
 )
 def test_replicas_equal_the_plain_model(mode, name, homes, microbatches, replicas, remat, loop):
     schedule = build(name, homes, microbatches)
+    options = {"remat": remat, "loop": loop, "clock": ActionClock() if mode == "tf2" else None}
     counts = stack.assert_equal(
-        mode, lambda theta: stack.pipelined(theta, schedule, replicas, remat=remat, loop=loop)
+        mode, lambda theta: stack.pipelined(theta, schedule, replicas, **options)
     )
     # What goes from microbatch to microbatch goes through all replicas.
     assert counts == [schedule.num_microbatches * replicas] * schedule.num_stages
+    if mode == "tf2":
+        spans = list(options["clock"].timeline(schedule).spans())
+        assert len(spans) == sum(map(len, schedule.rows))
 
 
 def product(theta, carry, inputs, microbatch, step):

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import PipelineError, ScheduleError
@@ -186,7 +186,20 @@ def two_recurrences_of_whole_sequences():
     return gradients_of(two_recurrences)
 
 
+def of_two_stages(text):
+    """A table of one device whose actions are those of the text, in both stages."""
+    cells = [stage + cell for cell in text.split() for stage in ("01" if cell[0] == "F" else "10")]
+    return Schedule.from_text(" ".join(cells))
+
+
+# The last microbatch first; and one in halves, across the other. Each begins with the same state.
+TURNED = of_two_stages("F1.0 F1.1 F1.2 B1.2 B1.1 B1.0 F0.0 F0.1 F0.2 B0.2 B0.1 B0.0")
+ACROSS = of_two_stages("F0.0 F0.1 F0.2 I0.2 W0.2 F1.0 I0.1 I0.0 W0.0 F1.1 F1.2 W0.1 B1.2 B1.1 B1.0")
+
+
 @pytest.mark.slow
+@example(TURNED, "none", False)
+@example(ACROSS, "none", False)
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(tables(), st.sampled_from(REMAT_POLICIES), st.sampled_from([False, True]))
 def test_any_table_that_a_state_can_take_gives_the_same(schedule, remat, loop):

@@ -81,8 +81,10 @@ def check_batch(graph: tf.Graph, what: str, cutting: Cutting) -> None:
         shape = outer.shape
         if outer.dtype == tf.resource or shape.rank is None or shape.rank <= batch_dim:
             continue
-        of_weights_alone = all(kind in VARIABLES or kind == "Const" for kind in _leaves(outer))
-        if shape[batch_dim] == batch and not of_weights_alone:
+        # The sizes first: to look for the leaves is to walk over all ancestors.
+        if shape[batch_dim] == batch and not all(
+            kind in VARIABLES or kind == "Const" for kind in _leaves(outer)
+        ):
             raise PipelineError(
                 f"{what} uses the tensor {name_of(outer)!r} of shape {shape} without being given "
                 f"it; it has a row for each of the {batch} examples of the batch, of which "

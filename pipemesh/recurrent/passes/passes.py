@@ -37,6 +37,8 @@ class Part:
         """Adds the results to the values, or replaces sums and notes."""
         with tf.device(self.device):
             results = self.call()([values[name] for name in self.arguments])
+        # Besides sums and notes, equal names mean equal values: a result may replace an argument,
+        # but outputs and carries have identities of their own from `tracing`.
         values.update(zip(self.results, results, strict=True))
 
 

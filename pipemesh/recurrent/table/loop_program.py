@@ -132,6 +132,8 @@ class Access(NamedTuple):
 # The home buffer of each tensor of a value; None for a missing tensor.
 BuffersOf = Callable[[Key], Sequence[HomeBuffer | None]]
 Accesses = Mapping[Key, Sequence[Access | None]]
+# The home buffers of a value's tensors, and their slots by microbatch.
+_Move = tuple[Sequence[HomeBuffer], dict[int, list[int]]]
 
 
 class HomeProgram:
@@ -208,16 +210,20 @@ class Slots:
         self._buffers_of = functools.cache(buffers_of)
         self._free: dict[HomeBuffer, list[int]] = {}
         self._slots: dict[Key, dict[int, list[int]]] = {}
+        # Looked up once per role, because there are many actions.
+        moves: dict[Role, tuple[list[_Move], list[_Move]]] = {}
         for action in order:
             role, m = roles.of(action), action.microbatch
-            for key in role.takes:
-                for buffer, slot in zip(self._present(key), self._slots[key][m], strict=True):
+            if role not in moves:
+                moves[role] = self._moves(role.takes), self._moves(role.puts)
+                # All of them are joined at the end.
+                self.sizes.update(dict.fromkeys(role.leaves, num_microbatches))
+            takes, puts = moves[role]
+            for buffers, slots in takes:
+                for buffer, slot in zip(buffers, slots[m], strict=True):
                     heapq.heappush(self._free[buffer], slot)
-            for key in role.puts:
-                taken = [self._slot(buffer) for buffer in self._present(key)]
-                self._slots.setdefault(key, {})[m] = taken
-            # All of them are joined at the end.
-            self.sizes.update(dict.fromkeys(role.leaves, num_microbatches))
+            for buffers, slots in puts:
+                slots[m] = [self._slot(buffer) for buffer in buffers]
 
     def of(self, key: Key) -> Mapping[int, Sequence[int]]:
         """Returns by microbatch the slots of the tensors of a value that stays."""
@@ -237,8 +243,14 @@ class Slots:
                 counts[buffer] += 1
         return accesses
 
-    def _present(self, key: Key) -> list[HomeBuffer]:
-        return [buffer for buffer in self._buffers_of(key) if buffer is not None]
+    def _moves(self, keys: Sequence[Key]) -> list[_Move]:
+        return [
+            (
+                [buffer for buffer in self._buffers_of(key) if buffer is not None],
+                self._slots.setdefault(key, {}),
+            )
+            for key in keys
+        ]
 
     def _slot(self, buffer: HomeBuffer) -> int:
         free = self._free.setdefault(buffer, [])

@@ -57,13 +57,13 @@ def Recurrent(
 
     The cell is traced once, and the graph does not grow with the length. The backward pass
     recomputes each time step from its stored state. Gradients of half-precision theta are summed in
-    float32. Eager calls trace the cell each time, so a `tf.function` around them is faster. The
-    signature is that of `lingvo.core.recurrent.Recurrent`; the README of this package lists the
-    differences.
+    float32. Call it in TF1 graphs, in a `tf.function` or eagerly. Eager calls trace the cell each
+    time, so a `tf.function` around them is faster. The signature is that of
+    `lingvo.core.recurrent.Recurrent`; the README of this package lists the differences.
 
     All of theta, states, inputs and extras are nested structures: dicts, lists, tuples, lingvo's
-    NestedMap. None may replace a tensor. Tensors without derivatives, such as integers, have no
-    gradient.
+    NestedMap. None may replace a tensor and is kept. A cell gets the same containers, with its
+    own tensors. Tensors without derivatives, such as integers, have no gradient.
 
     Args:
         theta: weights.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -314,7 +314,13 @@ def _layers(devices: Sequence[str], **arguments: PerLayer) -> list[LayerArgument
     count = len(devices)
     if count == 0:
         raise PipelineError("there are no devices; a stack needs at least one layer")
-    for name in ("thetas", "init_states"):
+    # Any iterable, such as the values of a dict.
+    accumulator_layers = arguments["accumulator_layers"]
+    if accumulator_layers is None:
+        arguments["accumulator_layers"] = [None] * count
+    elif isinstance(accumulator_layers, Iterable):
+        arguments["accumulator_layers"] = list(accumulator_layers)
+    for name in ("thetas", "init_states", "accumulator_layers"):
         if not isinstance(arguments[name], (list, tuple)):
             kind = type(arguments[name]).__name__
             raise PipelineError(f"{name} is {kind}; it must be a list of {count}")
@@ -323,7 +329,7 @@ def _layers(devices: Sequence[str], **arguments: PerLayer) -> list[LayerArgument
         LayerArguments(number, *parts)
         for number, parts in enumerate(zip(devices, *columns, strict=True))
     ]
-    present = [id(x) for x in columns[-1] if x is not None]
+    present = [id(x) for x in arguments["accumulator_layers"] if x is not None]
     if len(set(present)) < len(present):
         raise PipelineError(
             "accumulator_layers has the same layer twice, whose accumulators would be those of one "

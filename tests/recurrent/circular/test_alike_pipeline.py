@@ -62,7 +62,7 @@ def run(execute, weights, sizes, outside):
 
 
 # Also the gradient of a function that is called eagerly.
-@pytest.mark.parametrize(("sizes", "outside"), [((2, 4, 2), False), ((3, 1, 1), True)])
+@pytest.mark.parametrize(("sizes", "outside"), [((2, 4, 2), False), ((2, 2, 1), True)])
 def test_it_computes_what_the_table_does(sizes, outside):
     weights = weights_of(sizes[0] * sizes[2])
     wanted, got = (run(execute, weights, sizes, outside) for execute in (pipeline, alike_pipeline))

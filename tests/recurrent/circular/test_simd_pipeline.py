@@ -54,11 +54,11 @@ def add(x, weights, position):
     return x + weights["w"]
 
 
-def run(layer=add, x="batch:4;io:2", w="io:2", lowering=None, weights=None, **options):
+def run(layer=add, x="batch:4;io:2", w="io:2", lowering=None, weights=None, value=1.0, **options):
     lowering = lowering or make()
     pipeline = SimdPipeline(lowering.mesh, **{"num_layers": 2, "num_microbatches": 2, **options})
     weights = weights or {"w": imported(lowering, pipeline.stacked(w))}
-    return pipeline(layer, imported(lowering, x), weights)
+    return pipeline(layer, imported(lowering, x, value), weights)
 
 
 @pytest.mark.parametrize("batch_dim", ["batch", "examples"])
@@ -225,6 +225,7 @@ def test_a_layer_cannot_talk_to_other_stages():
     ("error", "call", "message"),
     [
         (PipelineError, lambda: run(num_layers=3), "multiple of 2"),
+        (PipelineError, lambda: run(value=1), "the input has dtype int32"),
         (PipelineError, lambda: run(num_microbatches=0), "num_microbatches is 0"),
         (PipelineError, lambda: run(num_microbatches=3), "4 examples, 4 on each .* multiple of 3"),
         (ShapeError, lambda: run(batch_dim="bach"), "did you mean 'batch'"),

@@ -217,7 +217,8 @@ def test_extras_and_accumulators_go_through_many_chunks():
                 v,
                 cell_fns=list(map(cell_of, meters)),
                 cell_grads=[cell_grad, None],
-                accumulator_layers=meters,
+                # Any iterable will do.
+                accumulator_layers=dict(enumerate(meters)).values(),
                 num_chunks=num_chunks,
             )
         return results, [tf.stop_gradient(meter.values["total"]) for meter in meters]
@@ -381,6 +382,17 @@ def test_gradients_of_half_precision_are_summed_in_float32():
     assert float(run(tf.ones([], tf.bfloat16))) == 3.0
 
 
+def test_inputs_may_be_integers_and_weights_a_table():
+    ids = tf.constant(RNG.integers(0, WIDTH, size=[LENGTH, BATCH]), tf.int32)
+
+    def embedding(theta, state, inputs):
+        return {"m": tf.gather(theta["w"], inputs["x"]) + 0.5 * state["m"]}, ()
+
+    changes = {"cell_fns": [embedding, cell], "inputs": {"x": ids}}
+    want = run_tf2(functools.partial(plain, **changes), VALUES)
+    assert_equal(run_tf2(functools.partial(stacked, **changes), VALUES), want)
+
+
 def test_a_dynamic_length_is_an_error():
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, BATCH, WIDTH])])
     def run(x):
@@ -401,6 +413,7 @@ ONE = Meter()
         ({"remat": "some"}, "remat is 'some'"),
         ({"unused_acc_state": True}, r"depends on init_states\[0\]\.m; leave"),
         ({"accumulator_layers": [ONE, ONE]}, "same layer twice"),
+        ({"accumulator_layers": ONE}, "accumulator_layers is Meter; it must be a list of 2"),
         ({"accumulator_layers": [None]}, "1 accumulator_layers.*2"),
         ({"devices": ["CPU:0"] * 3}, "2 thetas.*3 devices"),
         ({"devices": []}, "at least one"),
