@@ -12,8 +12,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent
 TESTS = ROOT / "tests"
-# Rooms whose tests are quick because they need no TensorFlow. Of each file of the others, those that
-# are new included, `--cases=few` runs one case of so many tests.
+# Rooms whose tests are quick because they need no TensorFlow. Of each file of the others, which new
+# rooms are too, `--cases=few` runs one case of so many tests.
 PURE = [TESTS / room for room in ("mesh", "partition", "plan", "schedule")]
 _FEW = 3
 

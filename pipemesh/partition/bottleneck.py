@@ -115,12 +115,17 @@ def _longest_in_memory(problem: Problem, stage: int, begin: int, most: int) -> i
 
 
 def earliest_places(problem: Problem, bottleneck: int) -> list[int]:
-    """Returns the first place of each boundary from which compute time permits to reach the end."""
+    """Returns the first place of each boundary from which compute time, and the number of layers of
+    a stage, permit to reach the end.
+    """
     first, _ = problem.windows()
     places = [problem.size]
     for stage in reversed(range(problem.num_stages)):
         times = problem.prefix(stage)
         place = int(search(times, times[places[-1]] - bottleneck, "left"))
+        if problem.max_layers is not None:
+            longest = problem.positions[places[-1]] - problem.max_layers
+            place = max(place, int(search(problem.positions, longest, "left")))
         places.append(max(place, int(first[stage])))
     return places[::-1]
 

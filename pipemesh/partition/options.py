@@ -286,7 +286,7 @@ def _one_each(name: str, values: object, number: int, item: str = "stage") -> Co
     numbers = cast("Collection[Any]", values)
     if len(numbers) != number:
         raise PartitionError(
-            f"{name} has {len(numbers)} numbers for {number} {item}s; give one a {item}"
+            f"{name} has {len(numbers)} numbers for {number} {item}s; give one a {item}, in order"
         )
     return numbers
 

@@ -413,6 +413,7 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
             schedule, costs = _schedule(event)
             simulate(schedule, costs)
             if kind == "schedule":
+                _ = (event.get("seconds") or 0) + 0.0
                 steps = ((event["starts"], event["ends"]), *event.get("others", ()))
                 return all(_are_times(schedule.rows, *step) for step in steps)
     except (PipemeshError, AttributeError, KeyError, TypeError, ValueError):

@@ -43,7 +43,10 @@ def _published(function: Callable[_P, Schedule]) -> Callable[_P, Schedule]:
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> Schedule:
-        counts = signature.bind(*args, **kwargs)
+        try:
+            counts = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}() {error}") from None
         counts.apply_defaults()
         return validate(of_counts(*check_counts(**counts.arguments)))
 

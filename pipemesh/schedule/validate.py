@@ -1,4 +1,5 @@
-"""Proves that a schedule runs to its end, also with sends and receives that block.
+"""Checks that a schedule runs to its end. So it does with sends and receives that block, as
+`tests/schedule/rendezvous.py` tries.
 
 A schedule says what a device computes, not when it talks. Whether blocking sends deadlock
 depends on where they are put. The obvious rule (send right after the action that produced the

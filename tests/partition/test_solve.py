@@ -356,3 +356,8 @@ def test_memory_errors_of_a_table_name_device_and_limit():
             **facts,
         )
     assert "stages," not in str(caught.value) and "microbatches" not in str(caught.value)
+
+
+def test_costs_of_devices_are_sums_over_their_stages():
+    plan = partition([6.0, 2, 3], 3, stage_devices=(1, 2, 0), speeds=[1, 3, 1])
+    assert plan.device_costs == (3.0, 2.0, 2.0)

@@ -109,3 +109,10 @@ def test_homes_of_different_sizes_lie_side_by_side():
 def test_too_few_devices_are_an_error():
     with pytest.raises(PlanError, match="it has 4 processors, but 2 workers have 3 devices"):
         places_of("layers:4", "", [1, 2])
+
+
+@given(links, st.integers(1, 64), st.floats(1, 1e9))
+def test_a_ring_gathers_as_it_reduces(link, members, size):
+    """An all-reduce by a ring is a reduce-scatter and an all-gather of the parts."""
+    ring = 2 * (members - 1) * (link.latency + size / members / link.bandwidth)
+    assert math.isclose(2 * link.all_gather(members, size / members), ring, abs_tol=1e-18)

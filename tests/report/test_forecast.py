@@ -7,7 +7,7 @@ import pytest
 
 from pipemesh.plan import Plan, Prediction, predict
 from pipemesh.report import Change, Record, page, read
-from pipemesh.report.forecast import advice, forecast, sentence
+from pipemesh.report.forecast import _shown, advice, forecast, sentence
 from tests.report import records
 from tests.report.records import made
 
@@ -49,6 +49,8 @@ def test_predicted_and_measured_parts_add_up(tmp_path):
     # The begin, and gradients and activations of both devices.
     counted = 200 + (4e6 + 9e6 + 4e6 + 5e6) / 2**20
     assert rows["the process"] == ["not known", f"{counted:.1f} MiB", "300.0 MiB"]
+    rows = cells("\n".join(forecast(made(tmp_path / "no beginning", told=KNOWN))))
+    assert rows["the process"] == ["not known", "not known", "300.0 MiB"]
 
 
 def test_all_gpus_are_measured(tmp_path):
@@ -117,6 +119,15 @@ def test_page_says_if_nothing_helps():
     assert "saves more than 5% of a step" in less and "saves 4.0%, if rows are alike" in less
     assert "would help most" in more and more.endswith(", if rows are alike.")
     assert "nothing to change" in sentence([], 1.0)
+
+
+def test_the_best_change_of_each_kind_is_shown():
+    kinds = [("remat", 0.8), ("remat", 0.9), ("cuts", 1.2), ("cuts", 1.3)]
+    plan = Plan("layers:2", num_microbatches=2)
+    changes = [
+        Change(kind, {}, Prediction(seconds, 0.0, (1.0,), plan=plan)) for kind, seconds in kinds
+    ]
+    assert [change.prediction.seconds for change in _shown(changes, 1.0)] == [0.8, 0.9, 1.2]
 
 
 def test_page_says_why_no_change_is_known(tmp_path):

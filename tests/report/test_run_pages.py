@@ -62,6 +62,12 @@ def test_many_skipped_steps_are_counted(tmp_path):
     assert text.count("skipped: not finite") == 20 and "Left out: 79 lines." in text
 
 
+def test_one_line_makes_a_page(tmp_path):
+    records.begin(Record(str(tmp_path)))
+    text = page(read(str(tmp_path)))
+    assert "no end is recorded" in text and "Curves" not in text
+
+
 def titles(figures):
     return [re.search("<title>(.*?)</title>", text)[1] for text in figures]
 

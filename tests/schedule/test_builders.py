@@ -332,3 +332,49 @@ def test_table_is_the_figure(name):
 def test_dual_pipe_v_does_the_figures_actions_in_order():
     rows = [[cell for cell in row if cell not in ".-"] for row in drawn("dual_pipe_v")]
     assert rows == figure("dual_pipe_v")
+
+
+def blocks_of_dual_pipe_v(row):
+    """The row with each forward and the full backward right after it as one block."""
+    blocks, index = [], 0
+    while index < len(row):
+        pair = row[index : index + 2]
+        blocks.append(pair if [a.kind for a in pair] == ["F", "B"] else pair[:1])
+        index += len(blocks[-1])
+    return blocks
+
+
+@pytest.mark.parametrize(("d", "more", "f", "i", "w"), [(3, 1, 4, 5, 3), (4, 0, 1, 1, 1)])
+def test_dual_pipe_v_with_paired_blocks_has_published_bubble(d, more, f, i, w):
+    """(D - 1)(F&B + b - 3 w), where a pair takes and gives all its values at once."""
+    m = 2 * d + more
+    schedule = dual_pipe_v(d, m)
+    duration = {"F": f, "B": i + w, "I": i, "W": w}
+    rows = [blocks_of_dual_pipe_v(row) for row in schedule.rows]
+    end, now = {}, [0] * d
+
+    def needs(action):
+        s, k = action.stage, action.microbatch
+        if action.kind == "F":
+            return [("F", s - 1, k)] if s else []
+        return [("G", s + 1, k)] if action.kind != "W" and s < 2 * d - 1 else []
+
+    position = [0] * d
+    while any(p < len(row) for p, row in zip(position, rows, strict=True)):
+        progress = False
+        for device, row in enumerate(rows):
+            while position[device] < len(row):
+                block = row[position[device]]
+                wanted = [n for a in block for n in needs(a)]
+                if not all(n in end for n in wanted):
+                    break
+                start = max([now[device], *(end[n] for n in wanted)])
+                now[device] = start + sum(duration[a.kind] for a in block)
+                for a in block:
+                    result = {"B": "G", "I": "G"}.get(a.kind, a.kind)
+                    end[result, a.stage, a.microbatch] = now[device]
+                position[device] += 1
+                progress = True
+        assert progress
+    bubble = max(now) - 2 * m * (f + i + w)
+    assert bubble == (d - 1) * ((f + i + w) + (i + w) - 3 * w)

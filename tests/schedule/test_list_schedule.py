@@ -115,6 +115,16 @@ def test_4_devices_holding_three_microbatches():
     assert simulate(found, Costs().refined(2)).makespan == 26.5
 
 
+def test_it_looks_at_the_costs_of_unequal_stages():
+    costs = Costs(
+        [1, 2, 1, 1, 3, 1, 1, 1],
+        input_grad=1.5,
+        weight_grad=[1, 1, 2, 1, 1, 1, 1, 1],
+        transfer=0.25,
+    )
+    assert simulate(list_schedule(costs, 4, 8), costs).makespan == 72
+
+
 def test_it_is_deterministic():
     costs = Costs([1, 2, 3], transfer=0.5)
     assert list_schedule(costs, 3, 7, 3) == list_schedule(costs, 3, 7, 3)
@@ -134,7 +144,11 @@ def test_stages_follow_from_costs_or_placement():
         ((Costs(), 0, 1), {}, "num_devices is 0"),
         ((Costs(), 1, 0), {}, "num_microbatches is 0"),
         ((Costs([1, 2, 3]), 2, 4), {}, "3 stages, which is not a multiple of 2 devices"),
-        ((Costs([1, 2]), 2, 4), {"num_virtual_stages": 2}, "has 2 values, .* 4 stages"),
+        (
+            (Costs([1, 2]), 2, 4),
+            {"num_virtual_stages": 2},
+            "cost forward has 2 values, .* 4 stages",
+        ),
         ((Costs(), 2, 4, 0), {}, "memory_limit of device 0 is 0, .* at least 1"),
         ((Costs(), 2, 4, [2, 1]), {"num_virtual_stages": 2}, "device 1 is 1, .* at least 2"),
         ((Costs(), 2, 4, [1, 2, 3]), {}, "memory_limit has 3 values, but there are 2 devices"),

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import layers, py_utils
+from lingvo.core import base_layer, layers, py_utils
 
 from pipemesh.errors import PipelineError, PipemeshError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
@@ -319,11 +319,11 @@ class Graph(base_layer.BaseLayer):
 def test_a_sub_that_is_no_list_of_layers_is_compared_too():
     """Layers that differed in such a field were taken for alike."""
     graphs = [
-        Graph.Params().Set(name=f"graph{width}", sub=[("x->y", Uncounted.Params().Set(width=width))])
+        Graph.Params().Set(name=f"graph{width}", sub=[("x->y", Uncounted.Params().Set(rate=width))])
         if width
         else Graph.Params().Set(name="none")
         for width in (0, 4, 4, 5)
     ]
     found = [[*differences(graphs[1], other, "layer")] for other in graphs]
     assert [len(texts) for texts in found] == [1, 0, 0, 1]
-    assert "sub[0][1].width 4" in found[3][0]
+    assert "sub[0][1].rate 4" in found[3][0]

@@ -28,6 +28,7 @@ from models.one_billion_word.input import InputError, heldout_dataset, train_dat
 from models.one_billion_word.lingvo_input import OneBillionWordInput, PackedRowsSource
 from models.one_billion_word.text_copy import user_cache_dir
 from models.one_billion_word.vocabulary import VocabularyError, load_vocabulary
+from tests.warm import warm
 
 
 @pytest.fixture(scope="module", params=["memory", "files"])
