@@ -27,7 +27,7 @@ def label_of(function, label=LABEL, sizes=(TIME, BATCH, WIDTH), dtype=tf.float32
 
 
 def loop_of_unknown_rank(x):
-    shapes = [tf.TensorShape([]), tf.TensorShape(None)]
+    shapes = (tf.TensorShape([]), tf.TensorShape(None))
     return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, 1 * y), (0, x), shapes)[1]
 
 
