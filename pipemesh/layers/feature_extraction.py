@@ -164,10 +164,8 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
     The last `num_act_inputs` arguments are activations that earlier stages fetched. They pass
     through the stage. The activations of the stage's own `act_fetch_layers` are appended to them.
 
-    The name of a stage is not part of the names of variables, so weights are valid under every
-    partition. The exception is a stack with two layers of one name: then they are `stage0/block/w`
-    and `stage1/block/w`, as in lingvo. `child_variable_scope_override` of a stage changes this:
-    with `{"block": []}` in both stages, the layers are tied.
+    The name of a stage is part of the names of variables only if the stack has two layers of one
+    name. With `child_variable_scope_override={"block": []}` in both stages such layers are tied.
 
     Example:
         >>> from lingvo.core import layers
@@ -185,11 +183,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         p.Define("num_act_inputs", 0, "Number of activation inputs.")
         p.Define("num_act_outputs", 0, "Number of activation outputs.")
         p.Define("act_fetch_layers", [], "Names of fetch layers whose activations are appended.")
-        p.Define(
-            "stage_scopes",
-            {},
-            "Set by the enclosing layer: what precedes the names of layers in those of variables.",
-        )
+        p.Define("stage_scopes", {}, "Set by the enclosing layer: scopes of the layers' variables.")
         p.Define("random_names", {}, "Set by the enclosing layer: what random numbers go by.")
         return p
 

@@ -182,12 +182,8 @@ def replace_gpipe() -> None:
         PipelineError: a module with subclasses of lingvo's layers is imported already.
 
     Example:
-        >>> from pipemesh.layers import PipeliningLayer, replace_gpipe
         >>> replace_gpipe()  # doctest: +SKIP
         >>> from lingvo.core import layers_with_gpipe  # doctest: +SKIP
-        >>> stack = layers_with_gpipe.GPipeBatchMajorTransformerStack  # doctest: +SKIP
-        >>> issubclass(stack, PipeliningLayer)  # doctest: +SKIP
-        True
     """
     replace_module("lingvo.core.gpipe", "pipemesh.layers")
 
@@ -234,8 +230,7 @@ def export_to_lingvo(
             with another `PartitionSequentialLayers` is also valid.
         path: path of the new checkpoint, without extension.
         stages: params of the stages of lingvo's model (its `cell_tpl`), or the boundaries of the
-            stages of `PartitionSequentialLayers`: `(0, 3, 7)` is a stage of the first three layers
-            and one of the next four. By default the stages of `like`.
+            stages of `PartitionSequentialLayers`, such as `(0, 3, 7)`. By default those of `like`.
         like: path of a checkpoint of lingvo's model, such as the one of its step 0. The result gets
             the same names. Without it, the result lacks values that only lingvo's model has.
 
@@ -247,14 +242,8 @@ def export_to_lingvo(
         CheckpointError: see `pipemesh.checkpoint.convert`.
 
     Example:
-        >>> import os, tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> state = {"lm/cell_003/w/var": tf.Variable([1.0]), "global_step": tf.Variable(300)}
-        >>> ours = tf.compat.v1.train.Saver(state).save(None, os.path.join(folder, "ours"))
-        >>> theirs = os.path.join(folder, "train", "ckpt-00000300")
-        >>> told = export_to_lingvo(ours, theirs, stages=(0, 3, 7))
-        >>> tf.train.list_variables(tf.train.latest_checkpoint(os.path.dirname(theirs)))
-        [('global_step', []), ('lm/d1/cell_003/w/var', [1])]
+        >>> theirs = "theirs/train/ckpt-00000300"
+        >>> export_to_lingvo("runs/lm/ckpt-300", theirs, stages=(0, 3, 7))  # doctest: +SKIP
     """
     if stages is None:
         if like is None:
@@ -289,13 +278,7 @@ def import_from_lingvo(
         CheckpointError: see `pipemesh.checkpoint.convert`.
 
     Example:
-        >>> import os, tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> weight = {"lm/d1/cell_003/w/var": tf.Variable([1.0])}
-        >>> theirs = tf.compat.v1.train.Saver(weight).save(None, os.path.join(folder, "theirs"))
-        >>> told = import_from_lingvo(theirs, os.path.join(folder, "ours"))
-        >>> tf.train.list_variables(os.path.join(folder, "ours"))
-        [('lm/cell_003/w/var', [1])]
+        >>> import_from_lingvo("theirs/train/ckpt-00000300", "runs/lm/ckpt-300")  # doctest: +SKIP
     """
     names = without_stages(names_of(checkpoint), stages)
     return convert(checkpoint, path, names, like=like)
@@ -309,8 +292,7 @@ def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None
 
     Args:
         checkpoint: path of a checkpoint of a model with `lingvo.core.gpipe`.
-        stages: params of the stages of that model, if they were written by hand; None for the
-            stages of `PartitionSequentialLayers`.
+        stages: as for `import_from_lingvo`.
 
     Returns:
         The rules, for `Task().train`.

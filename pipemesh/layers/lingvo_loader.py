@@ -7,9 +7,6 @@ explains the missing library. If the library loads, the real ops are used.
 
 lingvo's `VariableStore` stays open when a layer's `__init__` raises. Layers of one name made later
 would then share weights in eager mode. This module replaces it with one that closes.
-
-Every module of this project that imports lingvo imports this module first, or is in a package whose
-`__init__` does.
 """
 
 from __future__ import annotations

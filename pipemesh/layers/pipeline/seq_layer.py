@@ -38,11 +38,10 @@ from pipemesh.recurrent import Home
 class SeqLayer(base_layer.BaseLayer):
     """A stack that runs `before_tpl`, then the stages of `cell_tpl` one by one on their devices.
 
-    The name of a stage is part of the name of a variable only if layers of two stages have the same
-    name. So weights are valid under another partition.
+    Weights are valid under another partition; see `FeatureExtractionLayer`.
 
-    Random numbers are keyed by the global step and by the layer inside. This layer's path in its
-    model counts too, without the model's name. So do earlier calls of `FProp` in the same graph, or
+    Random numbers are keyed by the global step, the layer inside, this layer's path in its model
+    without the model's name, and the number of earlier calls of `FProp` in the same graph, or
     eagerly under the same tape.
 
     Example:
@@ -64,26 +63,16 @@ class SeqLayer(base_layer.BaseLayer):
         p.Define(
             "mesh_shape",
             None,
-            "A mesh, such as 'layers:2;data:2', whose processors are the devices of the cluster's "
-            "model split, in order; by default that of `mesh_cluster`, or one device a stage.",
+            "A mesh, such as 'layers:2;data:2', of the devices of the cluster's model split; by "
+            "default that of `mesh_cluster`, or one device a stage.",
         )
-        p.Define(
-            "layout",
-            None,
-            "Which axes of the mesh the batch and the dims of named layers are split over, such as "
-            "'batch:data;d_ff:model'; by default as in `mesh_cluster`.",
-        )
+        p.Define("layout", None, "Rules for batch and named dims; default: of `mesh_cluster`.")
         p.Define(
             "tied_weights",
             {},
-            "Weights that layers with named dims take from others of the stack, as "
-            "{'layer.weight': 'other.weight'}: {'softmax.w': 'embedding.table'}.",
+            "Weights that named layers take from others, as {'softmax.w': 'embedding.table'}.",
         )
-        p.Define(
-            "allow_idle",
-            False,
-            "Whether mesh_shape may have axes that nothing is split over, whose devices idle.",
-        )
+        p.Define("allow_idle", False, "Whether mesh_shape may have axes that nothing uses.")
         return p
 
     def __init__(self, params: Any) -> None:
@@ -188,17 +177,7 @@ class SeqLayer(base_layer.BaseLayer):
         return args
 
     def FPropStage(self, theta: Any, number: int, *args: Any, replica: int = 0) -> Any:
-        """Runs one stage alone, on the devices of one of its replicas.
-
-        Args:
-            theta: weights of this layer and its children.
-            number: the number of the stage.
-            *args: inputs of the stage.
-            replica: the number of the replica.
-
-        Returns:
-            The results of the stage, without named dims, on the replica's first device.
-        """
+        """Runs a stage alone, on the devices of a replica; the first one gets the whole results."""
         name, lowering = self.stage_names[number], self.stage_lowerings[number]
         devices = self.StageHomes()[number].replica(replica)
         with (
