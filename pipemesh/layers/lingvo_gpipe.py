@@ -155,23 +155,6 @@ def _renamed(
     return called
 
 
-class StandIn(types.ModuleType):
-    """A module with the name of a lingvo module and the names of `source`.
-
-    Names are looked up on use, because the modules may import each other.
-    """
-
-    def __init__(self, name: str, source: str) -> None:
-        super().__init__(name)
-        self._source = source
-
-    def __getattr__(self, name: str) -> Any:
-        source = importlib.import_module(self._source)
-        if name not in source.__all__:
-            raise AttributeError(f"{self._source} has no {name}")
-        return getattr(source, name)
-
-
 def replace_gpipe() -> None:
     """Runs lingvo's own pipelined models by pipemesh: `GPipeTransformerLm`, `layers_with_gpipe`.
 
@@ -191,10 +174,11 @@ def replace_gpipe() -> None:
 def replace_module(name: str, source: str) -> None:
     """Replaces a lingvo module by the names of a pipemesh module."""
     package, _, last = name.rpartition(".")
-    replaced = importlib.import_module(name)
-    if isinstance(replaced, StandIn):
+    replaced, ours = importlib.import_module(name), importlib.import_module(source)
+    doc = f"The names of {source} in place of lingvo's."
+    if replaced.__doc__ == doc:
         return
-    names = [n for n in importlib.import_module(source).__all__ if hasattr(replaced, n)]
+    names = [n for n in ours.__all__ if hasattr(replaced, n)]
     for cls in filter(inspect.isclass, [getattr(replaced, n) for n in names]):
         for sub in cls.__subclasses__():
             if sub.__module__ != name:
@@ -202,7 +186,12 @@ def replace_module(name: str, source: str) -> None:
                     f"{sub.__module__} is imported already, with a {cls.__name__} of {name}; call "
                     "replace_gpipe() before you import it"
                 )
-    module = StandIn(name, source)
+
+    def missing(attribute: str) -> Any:
+        raise AttributeError(f"{source} has no {attribute}")
+
+    module = types.ModuleType(name, doc)
+    vars(module).update({n: getattr(ours, n) for n in ours.__all__}, __getattr__=missing)
     places = {id(replaced): module} | {id(getattr(replaced, n)): getattr(module, n) for n in names}
     for other in list(sys.modules.values()):
         if not isinstance(other, types.ModuleType) or other is replaced:
