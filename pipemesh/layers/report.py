@@ -9,6 +9,7 @@ from typing import Any
 
 from pipemesh.backend.devices import short_name
 from pipemesh.backend.static_shape import num_bytes
+from pipemesh.layers.feature_extraction import all_layers
 from pipemesh.layers.named import NamedLayer
 from pipemesh.layers.partition_layers import Meta, layer_metas, output_bytes
 from pipemesh.mesh import Shape
@@ -139,7 +140,6 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         weight_grad=[(1 + times[1]) * f for times, f in zip(again, forward, strict=True)],
     )
     timeline = simulate(stack.schedule, costs)
-    dtype = stack.params.fprop_dtype
     return Report(
         memory=tuple(memory),
         optimizer=dict(held),
@@ -147,10 +147,19 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         sent=(*_between(transfers_of(run, inside=False), _coordinates(stack, homes)), *inside),
         bubble=timeline.bubble_ratio,
         flops=3 * number * homes[0].num_replicas * sum(flops),
-        weights=tuple(_layouts(stack)),
+        weights=tuple(layout for layer in all_layers(stack) for layout in _layouts(layer)),
         timeline=timeline,
         layers=tuple(
-            tuple(_size(*pair, dtype) for pair in zip(cell.sub, of_stage, strict=True))
+            tuple(
+                LayerSize(
+                    layer.cls.__name__,
+                    meta.flops,
+                    meta.parameter_bytes,
+                    meta.activation_bytes,
+                    output_bytes(meta, stack.params.fprop_dtype),
+                )
+                for layer, meta in zip(cell.sub, of_stage, strict=True)
+            )
             for cell, of_stage in zip(stack.params.cell_tpl, metas, strict=True)
         ),
     )
@@ -183,16 +192,6 @@ def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[lis
             metas.append(layer_metas([children[sub.name].params for sub in cell.sub], *shapes))
         shapes = metas[-1][-1].out_shapes if metas[-1] else shapes
     return metas
-
-
-def _size(layer: Any, meta: Meta, dtype: Any) -> LayerSize:
-    return LayerSize(
-        layer.cls.__name__,
-        meta.flops,
-        meta.parameter_bytes,
-        meta.activation_bytes,
-        output_bytes(meta, dtype),
-    )
 
 
 def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:
@@ -240,7 +239,7 @@ def _inside(
 
 
 def _layouts(layer: Any) -> Iterator[WeightLayout]:
-    """Yields the layouts of the weights of a layer and its children."""
+    """Yields the layouts of a layer's own weights."""
     shapes: dict[str, Shape] = layer.named_shapes if isinstance(layer, NamedLayer) else {}
     named = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
     weights: dict[str, list[Any]] = {}
@@ -261,6 +260,3 @@ def _layouts(layer: Any) -> Iterator[WeightLayout]:
             tuple(short_name(part.device) for part in parts),
             num_bytes(parts),
         )
-    for child in layer.children.values():
-        for part in child if isinstance(child, list | tuple) else [child]:
-            yield from _layouts(part)
