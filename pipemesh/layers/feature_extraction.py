@@ -78,13 +78,14 @@ def random_names_of(places: list[Place]) -> list[str]:
     return names
 
 
-def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool]) -> None:
+def check_weights_are_its_own(stack: Any, transparent: tuple[type, ...]) -> None:
     """Raises a PipelineError if a layer beside a stack shares a variable with it by name.
 
-    Eagerly, equal names mean the same variable, and names of stacks and stages are left out.
+    Eagerly, equal names mean the same variable. Names of `transparent` layers, which are stacks and
+    stages, are left out.
     """
     parent, child = stack.parent, stack
-    while parent is not None and is_transparent(parent):
+    while isinstance(parent, transparent):
         parent, child = parent.parent, parent
     if parent is None:
         return

@@ -57,11 +57,6 @@ def flops_of(op: tf.Operation) -> int:
     return 0
 
 
-def _define_flops(p: Any) -> None:
-    """Defines the param by which a user gives the costs of a layer."""
-    p.Define("flops", None, "A function from input shapes to flops; default: of the products.")
-
-
 class FunctionParams(hyperparams.InstantiableParams):
     """The params of a `FunctionLayer`; copies share the function, and so its variables."""
 
@@ -99,7 +94,7 @@ class FunctionLayer(base_layer.BaseLayer):
         # Params would treat any other attribute as a param.
         object.__setattr__(p, "__class__", FunctionParams)
         p.Define("function", None, "Takes tensors or None, returns one or several.")
-        _define_flops(p)
+        p.Define("flops", None, "A function from input shapes to flops; default: of the products.")
         return p
 
     def __init__(self, params: Any) -> None:
@@ -163,7 +158,7 @@ class KerasLayer(base_layer.BaseLayer):
             "layer", None, "A Keras layer, copied by its config, or a function that makes one."
         )
         p.Define("input_shapes", None, "Such as [[None, 3, 4]]; None for a layer that is built.")
-        _define_flops(p)
+        p.Define("flops", None, "As for a FunctionLayer.")
         return p
 
     def __init__(self, params: Any) -> None:

@@ -156,10 +156,6 @@ class SeqLayer(base_layer.BaseLayer):
         self.homes = homes
         return homes
 
-    def StageDevices(self) -> list[str]:
-        """Returns the first device of each stage."""
-        return [home.first for home in self.StageHomes()]
-
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
         names = [*self._before_names, *self.stage_names]
         return {**super()._child_variable_scope_override(), **{name: [] for name in names}}
@@ -191,7 +187,7 @@ class SeqLayer(base_layer.BaseLayer):
         """Runs the layers before the stages inside randomness."""
         if py_utils.IsEagerMode() and not self._weights_are_its_own:
             # A graph itself rejects a second variable of one name.
-            check_weights_are_its_own(self, _is_transparent)
+            check_weights_are_its_own(self, (SeqLayer, FeatureExtractionLayer))
             self._weights_are_its_own = True
         for name in self._before_names:
             args = exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
@@ -208,8 +204,3 @@ class SeqLayer(base_layer.BaseLayer):
                 noted(self.params.name, name, args),
             ):
                 return cell.FProp(theta, *args)
-
-
-def _is_transparent(layer: Any) -> bool:
-    """Returns whether the names of its children's variables leave out a layer's name."""
-    return isinstance(layer, (SeqLayer, FeatureExtractionLayer))
