@@ -130,8 +130,7 @@ class SimdStack:
         # weight occurs once, under the layer that makes it.
         shapes = {}
         for tpl in self._ends:
-            for layer in self._layers(tpl.name):
-                shapes |= _named_shapes(layer, layer.params.name)
+            shapes |= _named_shapes(self._stack.children[tpl.name], "")
         for name in self._stack.params.tied_weights:
             del shapes[name]
         layer_shapes = _named_shapes(self._alike[0], self._prefix)
@@ -187,9 +186,7 @@ class SimdStack:
         shapes, weights, mesh = self.shapes, {}, lowering.mesh
         with lowering_scope(lowering):
             for tpl in self._ends:
-                for layer in self._layers(tpl.name):
-                    name = layer.params.name
-                    weights |= _named_weights(layer, theta[tpl.name][name], name)
+                weights |= _named_weights(self._stack.children[tpl.name], theta[tpl.name], "")
         weights = {path: tensor for path, tensor in weights.items() if path in shapes}
         inner = LayoutRules(tuple(rule for rule in lowering.rules.rules if rule[1] != LAYERS_AXIS))
         # The weights of the alike layers at each position along the axis `layers`, by path.
@@ -280,15 +277,9 @@ class SimdStack:
         """Calls the layers of `first` or `last`, if there are any; arguments as in `__call__`."""
         if cell is None:
             return args
-        tied, cell_theta = self._stack.params.tied_weights, py_utils.NestedMap()
-        for layer in self._layers(cell):
-            name = layer.params.name
-            cell_theta[name] = _theta_of(
-                layer,
-                lambda path: weights[tied.get(path, path)],
-                None if theta is None else theta[cell][name],
-                name,
-            )
+        tied, rest = self._stack.params.tied_weights, None if theta is None else theta[cell]
+        layer = self._stack.children[cell]
+        cell_theta = _theta_of(layer, lambda path: weights[tied.get(path, path)], rest, "")
         return self._call_cell(cell_theta, cell, *args)
 
     def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
@@ -347,7 +338,8 @@ def _inside(layer: Any, theta: Any, path: str) -> Iterator[tuple[Any, Any, str]]
         yield layer, theta, path
         parts = {f".{name}": (child, name) for name, child in layer.children.items()}
     for end, (part, key) in parts.items():
-        yield from _inside(part, None if theta is None else theta[key], path + end)
+        part_theta = None if theta is None else theta[key]
+        yield from _inside(part, part_theta, (path + end).removeprefix("."))
 
 
 def _named_shapes(layer: Any, path: str) -> dict[str, Shape]:
@@ -385,5 +377,5 @@ def _theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str
         nested = {k: v for k, v in (theta or {}).items() if k not in layer.children}
     for name, child in layer.children.items():
         child_theta = None if theta is None else theta[name]
-        nested[name] = _theta_of(child, weight, child_theta, f"{path}.{name}")
+        nested[name] = _theta_of(child, weight, child_theta, f"{path}.{name}".removeprefix("."))
     return py_utils.NestedMap(nested)
