@@ -289,25 +289,23 @@ def is_stage(params: Any) -> bool:
 
 def with_distinct_names(params: list[Any]) -> tuple[list[Any], list[str]]:
     """Copies params with distinct names; also names the random numbers of bare layers."""
+    # With all layers inside.
+    params = [p.Copy() for p in params]
     places = places_of(params, is_stage)
     names = iter(zip(scopes_of(places), random_names_of(places), strict=True))
 
-    def visit(p: Any) -> tuple[Any, str]:
-        p = p.Copy()
+    def visit(p: Any) -> str:
         if not is_stage(p):
-            return p, next(names)[1]
-        p.stage_scopes, p.random_names, subs = {}, {}, []
+            return next(names)[1]
+        p.stage_scopes, p.random_names = {}, {}
         for sub in p.sub:
             name = p.variable_name_prefix + sub.name
             if is_stage(sub):
                 p.stage_scopes[name] = []
-                subs.append(visit(sub)[0])
+                visit(sub)
                 continue
             scope, p.random_names[name] = next(names)
             p.stage_scopes[name] = [py_utils.SanitizeScopeKey(stage) for stage in scope]
-            subs.append(sub)
-        p.sub = subs
-        return p, p.name
+        return p.name
 
-    copies, random_names = zip(*map(visit, params), strict=True) if params else ((), ())
-    return list(copies), list(random_names)
+    return params, [visit(p) for p in params]
