@@ -144,7 +144,7 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         memory=tuple(memory),
         optimizer=dict(held),
         # Traffic inside actions is listed by primitive.
-        sent=(*_between(transfers_of(run, inside=False), _coordinates(stack, homes)), *inside),
+        sent=(*_between(transfers_of(run, inside=False), stack, homes), *inside),
         bubble=timeline.bubble_ratio,
         flops=3 * number * homes[0].num_replicas * sum(flops),
         weights=tuple(layout for layer in all_layers(stack) for layout in _layouts(layer)),
@@ -194,19 +194,15 @@ def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[lis
     return metas
 
 
-def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:
-    """Returns the mesh coordinates of each device."""
+def _between(transfers: Sequence[Transfer], stack: Any, homes: Sequence[Home]) -> list[Sent]:
+    """Sums the traffic between actions, by the axes in which source and target differ."""
     mesh, rules = stack.plan.mesh, stack.plan.layout
-    coordinates: dict[str, dict[str, int]] = {}
+    # The mesh coordinates of each device.
+    at: dict[str, dict[str, int]] = {}
     for home, place in zip(homes, stack.schedule.stage_devices, strict=True):
         processors = home_of(mesh, rules, place % mesh.num_stages)
         for device, processor in zip(home.devices, processors, strict=True):
-            coordinates.setdefault(short_name(device), mesh.coordinates(processor))
-    return coordinates
-
-
-def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> list[Sent]:
-    """Sums the traffic between actions, by the axes in which source and target differ."""
+            at.setdefault(short_name(device), mesh.coordinates(processor))
     times: collections.Counter[tuple[str, str]] = collections.Counter()
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for transfer in transfers:
