@@ -12,7 +12,7 @@ from lingvo.core import py_utils
 from pipemesh import randomness
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
-from pipemesh.layers.feature_extraction import to_tuple
+from pipemesh.layers.feature_extraction import all_layers, to_tuple
 from pipemesh.layers.mesh_cluster import mesh_devices
 from pipemesh.layers.named import NamedLayer, lowering_scope
 from pipemesh.layers.named.scope import exported, unnamed
@@ -96,7 +96,7 @@ class SimdStack:
         create_stages(self._tpls)
         self._alike = [layer for name in self._stages for layer in self._layers(name)]
         self._prefix = self._alike[0].params.name
-        for layer, _, _ in _inside(self._alike[0], None, ""):
+        for layer in all_layers(self._alike[0]):
             named = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
             for name in layer.vars:
                 if name not in layer.children and name not in named:
@@ -330,36 +330,28 @@ class SimdStack:
         return named
 
 
-def _inside(layer: Any, theta: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yields a layer, or those of a list, and all below, each with its theta and its path."""
+def _named(layer: Any, theta: Any, path: str) -> Iterator[tuple[str, NamedLayer, str, Any]]:
+    """Yields the weights with named dims of a layer or a list: path, layer, name and its theta."""
     if isinstance(layer, list | tuple):
         parts = {f"[{number}]": (part, number) for number, part in enumerate(layer)}
     else:
-        yield layer, theta, path
+        for name in layer.named_shapes if isinstance(layer, NamedLayer) else ():
+            yield f"{path}.{name}", layer, name, theta
         parts = {f".{name}": (child, name) for name, child in layer.children.items()}
     for end, (part, key) in parts.items():
         part_theta = None if theta is None else theta[key]
-        yield from _inside(part, part_theta, (path + end).removeprefix("."))
+        yield from _named(part, part_theta, (path + end).removeprefix("."))
 
 
 def _named_shapes(layer: Any, path: str) -> dict[str, Shape]:
     """Returns the shapes of the whole weights by path, which begins with the given one."""
-    return {
-        f"{path}.{name}": shape
-        for layer, _, path in _inside(layer, None, path)
-        if isinstance(layer, NamedLayer)
-        for name, shape in layer.named_shapes.items()
-    }
+    return {at: owner.named_shapes[name] for at, owner, name, _ in _named(layer, None, path)}
 
 
 def _named_weights(layer: Any, theta: Any, path: str) -> dict[str, Tensor]:
     """Returns the weights by path, which begins with the given one, under the current lowering."""
-    return {
-        f"{path}.{name}": layer.Weight(theta, name)
-        for layer, theta, path in _inside(layer, theta, path)
-        if isinstance(layer, NamedLayer)
-        for name in layer.named_shapes
-    }
+    weights = _named(layer, theta, path)
+    return {at: owner.Weight(own_theta, name) for at, owner, name, own_theta in weights}
 
 
 def _theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str) -> Any:
