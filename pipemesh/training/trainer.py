@@ -261,7 +261,7 @@ class Trainer:
         # seed resets the state of operations, including tokenizers. Data that restarts continues
         # with new epochs.
         dataset = subject.train_data(self.step)
-        self.trained.filters = subject.variable_filters()
+        self.trained.filters = subject.filters
         try:
             self.sample = Sample((), "none, learning rates are tried")
             if not options.find_learning_rate:
