@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -93,22 +92,18 @@ _ANSWER = 1.0
 _SLOW = 2.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """The recent work of a worker."""
+class Work(NamedTuple):
+    """The recent work of a worker, as the record has it."""
 
     # Number, address and stages.
-    name: str
+    worker: str
     # Busy seconds of one of its devices, per step.
     seconds: float
     # Time for the same flops as a multiple of the other workers'; None if flops are unknown, or
     # there is no other.
     times: float | None
-
-    @property
-    def is_slow(self) -> bool:
-        """Returns whether it takes so much longer that the model cannot be the reason."""
-        return self.times is not None and self.times >= _SLOW
+    # Whether it takes so much longer that the model cannot be the reason.
+    is_slow: bool
 
 
 class Workers:
@@ -180,24 +175,19 @@ class Workers:
             for task, devices in by_task.items()
             if (flops := sum(expected.get(d, 0.0) for d in devices)) > 0
         }
-        return [
-            Work(
-                self._watched.name(task),
-                sum(taken[device] for device in devices) / len(devices) / steps,
-                _times(task, rates),
-            )
-            for task, devices in sorted(by_task.items())
-        ]
+        work: list[Work] = []
+        for task, devices in sorted(by_task.items()):
+            others = [rate for other, rate in rates.items() if other != task]
+            usual = statistics.median(others) if others else 0.0
+            times = rates[task] / usual if task in rates and usual > 0 else None
+            seconds = sum(taken[device] for device in devices) / len(devices) / steps
+            is_slow = times is not None and times >= _SLOW
+            work.append(Work(self._watched.name(task), seconds, times, is_slow))
+        return work
 
     def _name(self, device: str) -> str:
         task = task_of(device)
         return device if task is None else f"{self._watched.name(task)} {device[-5:]}"
-
-
-def _times(task: int, rates: Mapping[int, float]) -> float | None:
-    others = [rate for other, rate in rates.items() if other != task]
-    usual = statistics.median(others) if others else 0.0
-    return rates[task] / usual if task in rates and usual > 0 else None
 
 
 # Number of steps with timed actions.

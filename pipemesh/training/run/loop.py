@@ -35,7 +35,6 @@ from pipemesh.training.run.output import (
     of_beginning,
     of_measured,
     of_report,
-    of_work,
 )
 from pipemesh.training.subject import ratio, rows_of
 from pipemesh.training.trainer import Trainer, layers_of
@@ -395,12 +394,17 @@ class Loop:
         if not (work := self._trainer.work()):
             return
         slow = "; ".join(
-            f"{worker.name} is slow: it takes {worker.times:.1f} times as long as the others for "
+            f"{worker.worker} is slow: it takes {worker.times:.1f} times as long as the others for "
             "as many flops"
             for worker in work
             if worker.is_slow
         )
-        rows = of_work(work)
+        rows = [
+            worker._replace(
+                seconds=round(worker.seconds, 6), times=worker.times and round(worker.times, 3)
+            )._asdict()
+            for worker in work
+        ]
         self._tell("workers", slow or None, is_warning=True, step=self._trainer.step, workers=rows)
 
     def _tell_profile(self) -> None:
