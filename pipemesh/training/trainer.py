@@ -33,12 +33,6 @@ from pipemesh.training.subject import Sample, Score, Subject
 from pipemesh.training.trained_task import LOSS_NOT_FINITE, NOT_FINITE, TrainedTask, is_not_finite
 
 
-def stage_table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns the result of `stage_rows` as text."""
-    lines = columns(rows, left=(0, 1, len(rows[0]) - 1))
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
 def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[str, ...]]:
     """Returns the column names, and a row for each stage: layers, share of flops if `shapes`
     (inputs of a microbatch) are known, parameters, devices.
@@ -207,6 +201,7 @@ class Trainer:
     Attributes:
         subject: the subject.
         trained: the task and its variables.
+        batches: the batches to train on, and the position in them.
         sample: the held-out batches for evaluation during the run.
         saving: its checkpoints.
         restored: path of the checkpoint that it resumed from; None if there was none.
@@ -258,7 +253,7 @@ class Trainer:
                 self.sample = subject.sample(options.eval_batches or EVAL_BATCHES)
         except tf.errors.OpError as error:
             raise vanished(error) from error
-        self._batches = Batches(dataset, subject.read_ahead)
+        self.batches = Batches(dataset, subject.read_ahead)
         self.best: tuple[float | None, int] = (None, 0)
         self.judged, self.keeps_place = 0, False
         if self.restored:
@@ -270,11 +265,11 @@ class Trainer:
             only = bool(note.get(WEIGHTS_ONLY))
             if only:
                 self.trained.begin_averages()
-            self.keeps_place = keeps_place and self._batches.is_restorable and not only
+            self.keeps_place = keeps_place and self.batches.is_restorable and not only
             if self.keeps_place:
-                self._batches.go_to(self.restored, note.get("skip", 0))
+                self.batches.go_to(self.restored, note.get("skip", 0))
         self._skip = 0
-        self.saving.follow(self._batches)
+        self.saving.follow(self.batches)
         self.report: Report | None = None
         watched = watch.current()
         with self.trained.cluster():
@@ -299,7 +294,11 @@ class Trainer:
 
     def stage_table(self) -> str:
         """Returns a table of each stage's layers and devices; "" without a pipeline."""
-        return "\n\n".join(map(stage_table, self.stage_rows()))
+        tables: list[str] = []
+        for rows in self.stage_rows():
+            head, *lines = columns(rows, left=(0, 1, len(rows[0]) - 1))
+            tables.append("\n".join([head, "-" * len(head), *lines]))
+        return "\n\n".join(tables)
 
     def stage_rows(self) -> list[list[tuple[str, ...]]]:
         """Returns the rows of the table, for each pipeline."""
@@ -319,11 +318,6 @@ class Trainer:
         timeline = self.report.timeline if self.report else None
         costs = timeline and timeline.costs.per_stage(timeline.schedule.num_stages).durations()
         return self.workers.work(costs)
-
-    @property
-    def is_restorable(self) -> bool:
-        """Returns whether a position in the data can be saved."""
-        return self._batches.is_restorable
 
     @property
     def step(self) -> int:
@@ -348,14 +342,10 @@ class Trainer:
             raise vanished(error) from error
 
     @property
-    def saved(self) -> str | None:
-        """Returns the path of the newest checkpoint."""
-        return self.saving.newest
-
-    @property
     def kept(self) -> str:
         """Describes the last complete checkpoint."""
-        return f"{self.saved} is kept" if self.saved else "none was written yet"
+        saved = self.saving.newest
+        return f"{saved} is kept" if saved else "none was written yet"
 
     def train_step(self) -> dict[str, Any]:
         """Trains on the next batch.
@@ -428,10 +418,10 @@ class Trainer:
 
     def _next_batch(self) -> Any:
         try:
-            return self._batches.next()
+            return self.batches.next()
         except DataError:
-            self.saving.follow(self._batches)
-            self._skip = self._batches.skip
+            self.saving.follow(self.batches)
+            self._skip = self.batches.skip
             raise
 
     def _locate(self, batch: Any) -> PipemeshError | None:

@@ -176,7 +176,7 @@ class Loop:
                     self._tell_profile()
                 if (stop := self._stops.signal) is not None:
                     self._save(is_last=True)
-                    saved = f"saved {self._trainer.saved}"
+                    saved = f"saved {self._trainer.saving.newest}"
                     self._tell.say(f"{stop.name}: {saved}; run the same command again to go on")
                     self._end(f"stopped by {stop.name}", is_done=False)
                     return self._stops.exit_code
@@ -184,7 +184,7 @@ class Loop:
                 try:
                     kept = f"saved {self._trainer.save()}"
                 except SaveError as failed:
-                    saved = self._trainer.saved or "nothing"
+                    saved = self._trainer.saving.newest or "nothing"
                     kept = f"nor can it be saved ({failed}), {saved} is kept"
                 raise DataError(
                     f"step {self._trainer.step + 1}: {error}; {kept}: put the data back and run "
@@ -202,7 +202,7 @@ class Loop:
         # Report the page first, so that the checkpoint, the main result, is the last line.
         if not self._options.trace_schedule:
             self._end(reason, is_told=True)
-        self._tell.say(f"checkpoint: {self._trainer.saved}")
+        self._tell.say(f"checkpoint: {self._trainer.saving.newest}")
         if self._options.trace_schedule:
             self._trace_schedule()
             self._end(reason, is_told=True, step=steps)
