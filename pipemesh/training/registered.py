@@ -37,9 +37,8 @@ class RegisteredModel(Subject):
     """A `SingleTaskModelParams` of lingvo, pipelined or not.
 
     A class attribute `PLAN` (a `pipemesh.plan.Plan`) is set to the plan before `Task()` is called.
-    `Task()` can then partition its layers by it. For other classes the plan is applied to the
-    stacks that `Task()` declares, and their number of stages stays. If the class has an attribute
-    `DECODED_BY`, the name of a module, checkpoints note it: that module's `KIND` decodes with them.
+    For other classes the plan is applied to the stacks that `Task()` declares, and their number of
+    stages stays.
 
     Args:
         config: an instance of the class.
