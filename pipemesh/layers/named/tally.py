@@ -307,7 +307,7 @@ class _Counting(Lowering):
     def _nothing(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("a tally computes nothing")
 
-    num_slices: Any = 1
+    num_slices = 1
     import_tensor = export_tensor = map = raw_map = coordinate = _nothing
 
     def with_gradient(self, forward: Any, backward: Any, slices: Any) -> Any:

@@ -29,6 +29,8 @@ class SimdLowering(Lowering):
         LayoutError: a rule names an unknown axis.
     """
 
+    num_slices = 1
+
     def __init__(
         self,
         mesh: Mesh,
@@ -39,11 +41,6 @@ class SimdLowering(Lowering):
         super().__init__(mesh, rules)
         self.collectives = collectives
         self.core = core
-
-    @property
-    def num_slices(self) -> int:
-        """Returns 1."""
-        return 1
 
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function."""
