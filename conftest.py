@@ -5,6 +5,7 @@ import collections
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 import zlib
 
@@ -32,6 +33,9 @@ def pytest_configure(config):
         for name in os.environ.copy():
             if name.lower() in _FOREIGN or name.startswith("SLURM_"):
                 del os.environ[name]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts what runs in its background so, and what tests start would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ[_FOLDER], "cache")
     # A command that a test starts finds the packages of this checkout from any folder.
     os.environ["PYTHONPATH"] = str(ROOT)

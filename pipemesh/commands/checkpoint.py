@@ -165,18 +165,9 @@ def main(argv: list[str]) -> int:
 def _help() -> str:
     """Returns the help of all verbs."""
     lines = columns([[f"  {name}", verb.about or ""] for name, verb in VERBS.items()], left=(0, 1))
-    return "\n".join(
-        [
-            "usage: pipemesh checkpoint VERB ...",
-            "",
-            str(__doc__).strip(),
-            "",
-            "verbs:",
-            *lines,
-            "",
-            "`pipemesh checkpoint VERB --help` describes a verb.",
-        ]
-    )
+    verbs = "\n".join(["verbs:", *lines])
+    more = f"{verbs}\n\n`pipemesh checkpoint VERB --help` describes a verb."
+    return Command("pipemesh checkpoint VERB ...", __doc__, (), more).help()
 
 
 def _convert(path: str, wanted: Callable[[str], bool], flags: Flags) -> int:

@@ -10,7 +10,6 @@ This module needs neither TensorFlow nor absl.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import json
@@ -55,8 +54,8 @@ class Flag:
 
     # With underscores.
     name: str
-    # `str`, `int`, `float`, `bool`, or a function of the text that raises `ValueError` or
-    # `argparse.ArgumentTypeError` with a message.
+    # `str`, `int`, `float`, `bool`, or a function of the text that raises `ValueError` with a
+    # message.
     kind: Callable[[str], Any] = str
     default: Any = None
     help: str = ""
@@ -94,7 +93,7 @@ class Flag:
             raise FlagError(f"{given}: it must be one of {allowed}; {meant}".rstrip("; "))
         try:
             value = self.kind(text)
-        except (argparse.ArgumentTypeError, ValueError) as error:
+        except ValueError as error:
             why = f"it must be {_KINDS[self.kind]}" if self.kind in _KINDS else str(error)
             raise FlagError(f"{given}: {why}") from error
         if self.least is not None and not value >= self.least:

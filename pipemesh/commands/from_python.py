@@ -113,18 +113,8 @@ def score(
 ) -> list[TextScore]:
     """Scores texts with what was trained; `pipemesh score` for programs.
 
-    Args:
-        texts: of one line each.
-        logdir: as in `decode`.
-        checkpoint: as in `decode`.
-        **flags: flags of `pipemesh score`, such as `plain=True` or `end_token=False`.
-
-    Returns:
-        The score of each, in their order.
-
-    Raises:
-        DecodingError: as `decode`.
-        RuntimeError: as `decode`.
+    Arguments and errors are those of `decode`, but for flags of `pipemesh score`, such as
+    `plain=True` or `end_token=False`. Returns the score of each text, in their order.
 
     Example:
         >>> score([])

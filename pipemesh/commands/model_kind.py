@@ -195,7 +195,7 @@ def _trainer(folder: str) -> tuple[Any, Options]:
             print(line)
         if not trainer.keeps_place:
             print("the data is read from its beginning")
-    elif not trainer.is_restorable:
+    elif not trainer.batches.is_restorable:
         print(
             "the position in this data cannot be saved: a resumed run reads it from its beginning"
         )

@@ -13,11 +13,12 @@ a stage the costs are taken as they are.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from pipemesh.commands.flags import (
     NUM_MICROBATCHES,
@@ -171,7 +172,7 @@ def _compare(arguments: Flags, costs: Costs) -> None:
         raise ScheduleError("--jitter is for one schedule; give --name instead of --compare")
     num_devices, num_microbatches = _counts(arguments)
     limits = arguments.num_virtual_stages, arguments.memory_limit
-    print(table(compare(costs, num_devices, num_microbatches, *limits)))
+    print(table(*compare(costs, num_devices, num_microbatches, *limits)))
 
 
 def _build(arguments: Flags, costs: Costs) -> tuple[Schedule, Costs]:
@@ -248,16 +249,18 @@ def _write_files(arguments: Flags, title: str, timeline: Timeline) -> None:
             print(f"wrote {target}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A schedule and its simulation, or why it cannot be built."""
+class Row(NamedTuple):
+    """A schedule and its simulation."""
 
     name: str
     # Stages a device.
     virtual_stages: int
-    timeline: Timeline | None
-    # Why there is no timeline.
-    reason: str = ""
+    timeline: Timeline
+
+    def microbatches(self) -> float:
+        """Returns the largest number of microbatches of its share that a device holds."""
+        pieces = self.virtual_stages * self.timeline.schedule.num_slices
+        return max(self.timeline.peak_activations) / pieces
 
 
 def fit_costs(costs: Costs, num_devices: int, num_stages: int, num_slices: int = 1) -> Costs:
@@ -282,13 +285,14 @@ def compare(
     num_microbatches: int,
     num_virtual_stages: int | None = None,
     memory_limit: MemoryLimit = None,
-) -> list[Row]:
+) -> tuple[list[Row], dict[str, str]]:
     """Simulates every schedule on the same model, and searches one for each number of stages.
 
-    Costs are of one stage a device. Rows are sorted by makespan and memory; schedules that cannot
-    be built come last.
+    Costs are of one stage a device. Rows are sorted by makespan and memory; of other schedules it
+    returns why they cannot be built.
     """
     rows: list[Row] = []
+    reasons: dict[str, str] = {}
     shares: set[int] = set()
     for name in BUILDERS | SLICED:
         known = NAMES[name]
@@ -302,7 +306,7 @@ def compare(
             sizes = schedule.num_stages, schedule.num_slices
             fitted = fit_costs(costs, num_devices, *sizes)
         except ScheduleError as error:
-            rows.append(Row(name, virtual_stages, None, str(error).splitlines()[0]))
+            reasons[name] = str(error).splitlines()[0]
             continue
         shares.add(virtual_stages)
         rows.append(Row(name, virtual_stages, simulate(schedule, fitted)))
@@ -311,7 +315,8 @@ def compare(
         limit = scale_limit(memory_limit, share)
         found = list_schedule(fitted, num_devices, num_microbatches, limit, share)
         rows.append(Row("list_schedule", share, simulate(found, fitted)))
-    return sorted(rows, key=_order)
+    rows.sort(key=lambda row: (round(row.timeline.makespan, 9), row.microbatches(), row.name))
+    return rows, dict(sorted(reasons.items()))
 
 
 def scale_limit(memory_limit: MemoryLimit, share: int) -> MemoryLimit:
@@ -323,20 +328,8 @@ def scale_limit(memory_limit: MemoryLimit, share: int) -> MemoryLimit:
     return [limit * share for limit in memory_limit]
 
 
-def _order(row: Row) -> tuple[float, float, str]:
-    if row.timeline is None:
-        return (float("inf"), 0.0, row.name)
-    return (round(row.timeline.makespan, 9), _microbatches(row, row.timeline), row.name)
-
-
-def _microbatches(row: Row, timeline: Timeline) -> float:
-    """Returns the largest number of microbatches of its share that a device holds."""
-    pieces = row.virtual_stages * timeline.schedule.num_slices
-    return max(timeline.peak_activations) / pieces
-
-
-def table(rows: list[Row]) -> str:
-    """Writes the comparison as aligned text.
+def table(rows: Iterable[Row], reasons: Mapping[str, str]) -> str:
+    """Writes a comparison as aligned text.
 
     The last column says how far a schedule can be at most from the best one on its stages that
     holds no more on any device; see `Timeline.lower_bound`.
@@ -347,24 +340,20 @@ def table(rows: list[Row]) -> str:
             *("peak activations", "in microbatches", "above bound"),
         ]
     ]
-    notes: list[str] = []
     for row in rows:
-        if row.timeline is None:
-            notes.append(f"not possible: {row.name}: {row.reason}")
-            continue
-        timeline = row.timeline
-        peak = max(timeline.peak_activations)
+        name, virtual_stages, timeline = row
         lines.append(
             [
-                row.name,
-                str(row.virtual_stages),
+                name,
+                str(virtual_stages),
                 number(timeline.makespan),
                 number(max(timeline.bubble)),
                 f"{timeline.bubble_ratio:.1%}",
                 number(max(timeline.own_span_bubble)),
-                str(peak),
-                number(_microbatches(row, timeline)),
+                str(max(timeline.peak_activations)),
+                number(row.microbatches()),
                 f"{timeline.above_bound:.1%}",
             ]
         )
-    return "\n".join(columns(lines) + notes)
+    notes = [f"not possible: {name}: {reason}" for name, reason in reasons.items()]
+    return "\n".join([*columns(lines), *notes])

@@ -226,8 +226,7 @@ def choose_plan(logdir: str) -> None:
             f"--lowering={FLAGS.lowering} out"
         )
     devices = _devices(asked)
-    figures = _figures(logdir, devices, asked)
-    batch = _batch(figures, asked)
+    figures, batch = _figures(logdir, devices, asked)
     trial = ""
     try:
         if trials := _trials(figures, batch, asked):
@@ -264,8 +263,7 @@ def check_memory(plan: Plan, logdir: str) -> None:
     if memory is None:
         return
     asked, devices = f"--device_memory={FLAGS.device_memory}", plan.mesh.num_devices
-    figures = _figures(logdir, devices, asked)
-    batch = _batch(figures, asked)
+    figures, batch = _figures(logdir, devices, asked)
     held = max(predict(plan, figures, batch, parts=False).memory)
     if held <= memory:
         return
@@ -291,16 +289,6 @@ def _memory() -> float | None:
         raise FlagError(f"--device_memory: {error}") from error
 
 
-def _batch(figures: Figures, asked: str) -> int:
-    batch = FLAGS.value("batch_size") or figures.batch
-    if not batch:
-        raise FlagError(
-            f"{asked}: the figures do not say the batch size; measure them with "
-            "`pipemesh plan --model`"
-        )
-    return batch
-
-
 def _devices(asked: str) -> int:
     """Returns the number of devices: the one given, or that of GPUs, or of cores."""
     _, separator, text = FLAGS.mesh_shape.partition(":")
@@ -315,14 +303,30 @@ def _devices(asked: str) -> int:
     return os.cpu_count() or 1
 
 
-def _figures(logdir: str, devices: int, asked: str) -> Figures:
+def _figures(logdir: str, devices: int, asked: str) -> tuple[Figures, int]:
+    """Returns the figures of the model, measured here if there are none, and the batch size."""
     path = FLAGS.figures or os.path.join(logdir, FILE)
     if FLAGS.figures is None and not os.path.exists(path):
-        _measure(path, devices, asked)
+        if not _is_registered():
+            raise FlagError(
+                f"{asked}: nothing was measured of {FLAGS.model!r}; measure the model as it is "
+                f"registered, `pipemesh plan --model=package.module.Class --devices={devices} "
+                "--save=FILE`, and give --figures=FILE"
+            )
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        failed = f"{asked}: the model cannot be measured"
+        _run([f"--save={path}"], "measuring the model", devices, failed)
     try:
-        return Figures.read(path)
+        figures = Figures.read(path)
     except PlanError as error:
         raise FlagError(f"--figures: {error}") from error
+    batch = FLAGS.value("batch_size") or figures.batch
+    if not batch:
+        raise FlagError(
+            f"{asked}: the figures do not say the batch size; measure them with "
+            "`pipemesh plan --model`"
+        )
+    return figures, batch
 
 
 def _trials(figures: Figures, batch: int, asked: str) -> int:
@@ -357,18 +361,6 @@ def _fastest(
         _run([*words, f"--json={path}"], "running steps of the best plans", devices, asked)
         with open(path, encoding="utf-8") as file:
             return json.load(file)[0]
-
-
-def _measure(path: str, devices: int, asked: str) -> None:
-    if not _is_registered():
-        raise FlagError(
-            f"{asked}: nothing was measured of {FLAGS.model!r}; measure the model as it is "
-            f"registered, `pipemesh plan --model=package.module.Class --devices={devices} "
-            "--save=FILE`, and give --figures=FILE"
-        )
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    failed = f"{asked}: the model cannot be measured"
-    _run([f"--save={path}"], "measuring the model", devices, failed)
 
 
 def _is_registered() -> bool:

@@ -1,14 +1,7 @@
 """Layers for lingvo models: they cut a model into stages and pipeline it.
 
 The names are those of `lingvo.core.gpipe`. A model that imports them from there also works with an
-import from here.
-
-Example:
-    >>> from lingvo.core import layers, tshape
-    >>> from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
-    >>> dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4)
-    >>> stages = PartitionSequentialLayers([dense] * 4, 2, tshape.Shape([8, 4]))
-    >>> stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=stages, num_micro_batches=4)
+import from here. `PipeliningLayer` has an example.
 """
 
 # First: it raises the error for a missing TensorFlow.

@@ -30,8 +30,7 @@ class DatasetInput(base_input_generator.BaseInputGenerator):
     """Batches of a `tf.data.Dataset`, without end for training and one epoch for evaluation.
 
     Elements are whole batches: NestedMaps, dicts, or tuples (inputs, labels) or (inputs, labels,
-    weights). Tuples become NestedMaps with these names. The layer adds no batching, shuffling or
-    repeating to the dataset.
+    weights). Tuples become NestedMaps with these names.
 
     lingvo evaluates a finite dataset to its end, which raises `tf.errors.OutOfRangeError`. It
     starts again after `Reset(sess)`. To resume from a saved iterator, the dataset must depend on
@@ -56,11 +55,7 @@ class DatasetInput(base_input_generator.BaseInputGenerator):
         p.resettable = True
         # The whole dataset, unless the params set a number.
         p.eval_samples_per_summary = 0
-        p.Define(
-            "dataset",
-            None,
-            "A function without arguments that returns a tf.data.Dataset of batches.",
-        )
+        p.Define("dataset", None, "A function that returns a tf.data.Dataset of batches.")
         return p
 
     def CreateDatasource(self) -> None:

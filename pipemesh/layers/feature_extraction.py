@@ -78,13 +78,14 @@ def random_names_of(places: list[Place]) -> list[str]:
     return names
 
 
-def check_weights_are_its_own(stack: Any, is_transparent: Callable[[Any], bool]) -> None:
+def check_weights_are_its_own(stack: Any, transparent: tuple[type, ...]) -> None:
     """Raises a PipelineError if a layer beside a stack shares a variable with it by name.
 
-    Eagerly, equal names mean the same variable, and names of stacks and stages are left out.
+    Eagerly, equal names mean the same variable. Names of `transparent` layers, which are stacks and
+    stages, are left out.
     """
     parent, child = stack.parent, stack
-    while parent is not None and is_transparent(parent):
+    while isinstance(parent, transparent):
         parent, child = parent.parent, parent
     if parent is None:
         return
@@ -164,10 +165,8 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
     The last `num_act_inputs` arguments are activations that earlier stages fetched. They pass
     through the stage. The activations of the stage's own `act_fetch_layers` are appended to them.
 
-    The name of a stage is not part of the names of variables, so weights are valid under every
-    partition. The exception is a stack with two layers of one name: then they are `stage0/block/w`
-    and `stage1/block/w`, as in lingvo. `child_variable_scope_override` of a stage changes this:
-    with `{"block": []}` in both stages, the layers are tied.
+    The name of a stage is part of the names of variables only if the stack has two layers of one
+    name. With `child_variable_scope_override={"block": []}` in both stages such layers are tied.
 
     Example:
         >>> from lingvo.core import layers
@@ -185,11 +184,7 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         p.Define("num_act_inputs", 0, "Number of activation inputs.")
         p.Define("num_act_outputs", 0, "Number of activation outputs.")
         p.Define("act_fetch_layers", [], "Names of fetch layers whose activations are appended.")
-        p.Define(
-            "stage_scopes",
-            {},
-            "Set by the enclosing layer: what precedes the names of layers in those of variables.",
-        )
+        p.Define("stage_scopes", {}, "Set by the enclosing layer: scopes of the layers' variables.")
         p.Define("random_names", {}, "Set by the enclosing layer: what random numbers go by.")
         return p
 
@@ -294,25 +289,23 @@ def is_stage(params: Any) -> bool:
 
 def with_distinct_names(params: list[Any]) -> tuple[list[Any], list[str]]:
     """Copies params with distinct names; also names the random numbers of bare layers."""
+    # With all layers inside.
+    params = [p.Copy() for p in params]
     places = places_of(params, is_stage)
     names = iter(zip(scopes_of(places), random_names_of(places), strict=True))
 
-    def visit(p: Any) -> tuple[Any, str]:
-        p = p.Copy()
+    def visit(p: Any) -> str:
         if not is_stage(p):
-            return p, next(names)[1]
-        p.stage_scopes, p.random_names, subs = {}, {}, []
+            return next(names)[1]
+        p.stage_scopes, p.random_names = {}, {}
         for sub in p.sub:
             name = p.variable_name_prefix + sub.name
             if is_stage(sub):
                 p.stage_scopes[name] = []
-                subs.append(visit(sub)[0])
+                visit(sub)
                 continue
             scope, p.random_names[name] = next(names)
             p.stage_scopes[name] = [py_utils.SanitizeScopeKey(stage) for stage in scope]
-            subs.append(sub)
-        p.sub = subs
-        return p, p.name
+        return p.name
 
-    copies, random_names = zip(*map(visit, params), strict=True) if params else ((), ())
-    return list(copies), list(random_names)
+    return params, [visit(p) for p in params]

@@ -57,40 +57,21 @@ def flops_of(op: tf.Operation) -> int:
     return 0
 
 
-def _define_flops(p: Any) -> None:
-    """Defines the param by which a user gives the costs of a layer."""
-    p.Define(
-        "flops",
-        None,
-        "Flops of the forward pass for a whole input, as a function of the inputs' shapes; by "
-        "default those of the products of matrices and convolutions.",
-    )
+class _SharedParam(hyperparams._Param):
+    """A param whose value copies of the params share."""
 
-
-class FunctionParams(hyperparams.InstantiableParams):
-    """The params of a `FunctionLayer`; copies share the function, and so its variables."""
-
-    def Copy(self) -> FunctionParams:
-        """Copies all params but the function."""
-        copied: Any = self.cls.Params()
-        for name, value in self.IterParams():
-            if name not in copied:
-                copied.Define(name, None, "")
-            copied.Set(**{name: value if name == "function" else copy.deepcopy(value)})
-        return copied
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.copy(self)
 
 
 class FunctionLayer(base_layer.BaseLayer):
     """A layer that calls a function of tensors, for use in place of any lingvo layer.
 
-    The function may be any callable: a `tf.Module`, a bound method, a `functools.partial`. It is
-    never copied, so the variables that it reads get gradients. They are not in `vars`: lingvo's
-    learners and checkpoints skip them. Update and save them yourself, or write a layer with
-    weights.
+    The function may be any callable, also a `tf.Module`. It is never copied, so the variables that
+    it reads get gradients. They are not in `vars`: update and save them yourself.
 
     Random numbers that the function draws are the same under every plan. A list of layers for
-    `PartitionSequentialLayers` may contain plain functions. lingvo and Keras layers are errors
-    here: they have their own params.
+    `PartitionSequentialLayers` may contain plain functions.
 
     Example:
         >>> params = FunctionLayer.Params().Set(name="halve", function=lambda x: x / 2)
@@ -104,10 +85,10 @@ class FunctionLayer(base_layer.BaseLayer):
     def Params(cls) -> Any:
         """Defines `function` and `flops`."""
         p: Any = super().Params()
-        # Params would treat any other attribute as a param.
-        object.__setattr__(p, "__class__", FunctionParams)
-        p.Define("function", None, "Takes tensors or None, returns one or several.")
-        _define_flops(p)
+        about = "Takes tensors or None, returns one or several."
+        # A copy of the function would have other variables.
+        p._params["function"] = _SharedParam("function", None, about)
+        p.Define("flops", None, "A function from input shapes to flops; default: of the products.")
         return p
 
     def __init__(self, params: Any) -> None:
@@ -144,16 +125,13 @@ def as_layer(value: Any) -> Any:
 class KerasLayer(base_layer.BaseLayer):
     """A Keras 3 layer or model with its own weights, for use in place of any lingvo layer.
 
-    Its weights are lingvo variables, in `vars` and `theta`. They are trained, cut into stages and
-    saved like all others. Keras draws their initial values; with `random_seed` these depend on the
-    seed and the layer's name. Constraints are applied after each step (`PostTrainingStepUpdate`).
-    Random numbers are keyed by the layer and the global step, so dropout does not depend on the
-    plan.
+    Its weights are lingvo variables, in `vars` and `theta`. Keras draws their initial values; with
+    `random_seed` these depend on the seed and the layer's name. Constraints are applied after each
+    step (`PostTrainingStepUpdate`). Dropout does not depend on the plan.
 
-    Two things are errors while training. The layer must not update itself, as the averages of
-    `BatchNormalization` do, and must not add to the loss, as regularizers do. Neither is possible
-    microbatch by microbatch. Such layers can be evaluated, and `KerasTask` trains them as a whole
-    model.
+    A layer in training that updates itself, as `BatchNormalization` does, or adds to the loss, as
+    regularizers do, is an error: that is impossible microbatch by microbatch. `KerasTask` trains
+    such layers as a whole model.
 
     The layer needs TensorFlow 2 behaviour, as Keras does.
 
@@ -171,16 +149,10 @@ class KerasLayer(base_layer.BaseLayer):
         """Defines `layer`, `input_shapes` and `flops`."""
         p = super().Params()
         p.Define(
-            "layer",
-            None,
-            "A Keras layer, which is copied by its config, or a function that makes a new one.",
+            "layer", None, "A Keras layer, copied by its config, or a function that makes one."
         )
-        p.Define(
-            "input_shapes",
-            None,
-            "A shape for each input, such as [[None, 3, 4]]; None for a layer that is built.",
-        )
-        _define_flops(p)
+        p.Define("input_shapes", None, "Such as [[None, 3, 4]]; None for a layer that is built.")
+        p.Define("flops", None, "As for a FunctionLayer.")
         return p
 
     def __init__(self, params: Any) -> None:

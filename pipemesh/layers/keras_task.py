@@ -158,14 +158,12 @@ class KerasTask(base_model.BaseTask):
     """A Keras 3 model that is trained as a whole, for registration with lingvo in a few lines.
 
     Its weights are those of a `KerasLayer`. It computes the whole batch once, without a pipeline.
-    So everything that `keras.Model.fit` honours works here: regularizers and `add_loss` are part of
-    the loss, and constraints are applied after each step. Updates by layers, such as the averages
-    of `BatchNormalization`, happen once a step, in `PostTrainingStepUpdate`. It must run after the
-    weights are updated. So a step that fails changes nothing, and evaluation changes nothing. The
-    updated values are saved as variables that are not trainable.
+    Regularizers and `add_loss` are part of the loss. Constraints, and updates by layers such as
+    `BatchNormalization`, belong to `PostTrainingStepUpdate`, which must run after each update of
+    the weights.
 
-    A batch is a NestedMap with `inputs`, `labels` and optional `weights`, or a tuple of these. The
-    model is called with `inputs`. Nested inputs reach the model as dicts, lists and tuples.
+    A batch is a NestedMap with `inputs`, `labels` and optional `weights`, or a tuple of these.
+    Nested inputs reach the model as dicts, lists and tuples.
 
     The metric `loss` is the mean of `loss` over all examples, weighted by `weights`, plus the
     losses that the model adds. The other metrics are weighted means too. Keras divides by the
@@ -182,14 +180,7 @@ class KerasTask(base_model.BaseTask):
         >>> def model():
         ...     return keras.Sequential([keras.Input([2]), keras.layers.Dense(3)])
         >>> params = KerasTask.Params().Set(
-        ...     name="small", model=model, metrics=["accuracy"],
-        ...     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        >>> py_utils.SetEagerMode(True, test_mode=True)
-        >>> task = params.Instantiate()
-        >>> metrics, _ = task.FPropTower(task.theta, (tf.ones([4, 2]), tf.zeros([4], tf.int32)))
-        >>> sorted(metrics), metrics.loss[1].numpy()
-        (['accuracy', 'loss'], np.float32(4.0))
-        >>> py_utils.SetEagerMode(False, test_mode=True)
+        ...     name="small", model=model, loss="mse", metrics=["mean_absolute_error"])
     """
 
     @classmethod
@@ -198,16 +189,9 @@ class KerasTask(base_model.BaseTask):
         p = super().Params()
         p.name = "keras"
         p.Define(
-            "model",
-            None,
-            "A function that makes a new Keras model, or a model, which is copied by its config.",
+            "model", None, "A Keras model, copied by its config, or a function that makes one."
         )
-        p.Define(
-            "input_shapes",
-            None,
-            "A shape for each input, such as [[None, 28, 28, 1]]; None for a model that is built, "
-            "as one with a keras.Input is.",
-        )
+        p.Define("input_shapes", None, "As for a KerasLayer.")
         p.Define(
             "loss",
             None,
@@ -217,8 +201,7 @@ class KerasTask(base_model.BaseTask):
         p.Define(
             "metrics",
             [],
-            "Names of functions in keras.metrics, or 'accuracy'; or functions of labels and "
-            "outputs that return a value for each example.",
+            "Names of functions in keras.metrics, or 'accuracy'; or functions as for loss.",
         )
         return p
 

@@ -155,23 +155,6 @@ def _renamed(
     return called
 
 
-class StandIn(types.ModuleType):
-    """A module with the name of a lingvo module and the names of `source`.
-
-    Names are looked up on use, because the modules may import each other.
-    """
-
-    def __init__(self, name: str, source: str) -> None:
-        super().__init__(name)
-        self._source = source
-
-    def __getattr__(self, name: str) -> Any:
-        source = importlib.import_module(self._source)
-        if name not in source.__all__:
-            raise AttributeError(f"{self._source} has no {name}")
-        return getattr(source, name)
-
-
 def replace_gpipe() -> None:
     """Runs lingvo's own pipelined models by pipemesh: `GPipeTransformerLm`, `layers_with_gpipe`.
 
@@ -182,12 +165,8 @@ def replace_gpipe() -> None:
         PipelineError: a module with subclasses of lingvo's layers is imported already.
 
     Example:
-        >>> from pipemesh.layers import PipeliningLayer, replace_gpipe
         >>> replace_gpipe()  # doctest: +SKIP
         >>> from lingvo.core import layers_with_gpipe  # doctest: +SKIP
-        >>> stack = layers_with_gpipe.GPipeBatchMajorTransformerStack  # doctest: +SKIP
-        >>> issubclass(stack, PipeliningLayer)  # doctest: +SKIP
-        True
     """
     replace_module("lingvo.core.gpipe", "pipemesh.layers")
 
@@ -195,10 +174,11 @@ def replace_gpipe() -> None:
 def replace_module(name: str, source: str) -> None:
     """Replaces a lingvo module by the names of a pipemesh module."""
     package, _, last = name.rpartition(".")
-    replaced = importlib.import_module(name)
-    if isinstance(replaced, StandIn):
+    replaced, ours = importlib.import_module(name), importlib.import_module(source)
+    doc = f"The names of {source} in place of lingvo's."
+    if replaced.__doc__ == doc:
         return
-    names = [n for n in importlib.import_module(source).__all__ if hasattr(replaced, n)]
+    names = [n for n in ours.__all__ if hasattr(replaced, n)]
     for cls in filter(inspect.isclass, [getattr(replaced, n) for n in names]):
         for sub in cls.__subclasses__():
             if sub.__module__ != name:
@@ -206,7 +186,12 @@ def replace_module(name: str, source: str) -> None:
                     f"{sub.__module__} is imported already, with a {cls.__name__} of {name}; call "
                     "replace_gpipe() before you import it"
                 )
-    module = StandIn(name, source)
+
+    def missing(attribute: str) -> Any:
+        raise AttributeError(f"{source} has no {attribute}")
+
+    module = types.ModuleType(name, doc)
+    vars(module).update({n: getattr(ours, n) for n in ours.__all__}, __getattr__=missing)
     places = {id(replaced): module} | {id(getattr(replaced, n)): getattr(module, n) for n in names}
     for other in list(sys.modules.values()):
         if not isinstance(other, types.ModuleType) or other is replaced:
@@ -234,8 +219,7 @@ def export_to_lingvo(
             with another `PartitionSequentialLayers` is also valid.
         path: path of the new checkpoint, without extension.
         stages: params of the stages of lingvo's model (its `cell_tpl`), or the boundaries of the
-            stages of `PartitionSequentialLayers`: `(0, 3, 7)` is a stage of the first three layers
-            and one of the next four. By default the stages of `like`.
+            stages of `PartitionSequentialLayers`, such as `(0, 3, 7)`. By default those of `like`.
         like: path of a checkpoint of lingvo's model, such as the one of its step 0. The result gets
             the same names. Without it, the result lacks values that only lingvo's model has.
 
@@ -247,14 +231,8 @@ def export_to_lingvo(
         CheckpointError: see `pipemesh.checkpoint.convert`.
 
     Example:
-        >>> import os, tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> state = {"lm/cell_003/w/var": tf.Variable([1.0]), "global_step": tf.Variable(300)}
-        >>> ours = tf.compat.v1.train.Saver(state).save(None, os.path.join(folder, "ours"))
-        >>> theirs = os.path.join(folder, "train", "ckpt-00000300")
-        >>> told = export_to_lingvo(ours, theirs, stages=(0, 3, 7))
-        >>> tf.train.list_variables(tf.train.latest_checkpoint(os.path.dirname(theirs)))
-        [('global_step', []), ('lm/d1/cell_003/w/var', [1])]
+        >>> theirs = "theirs/train/ckpt-00000300"
+        >>> export_to_lingvo("runs/lm/ckpt-300", theirs, stages=(0, 3, 7))  # doctest: +SKIP
     """
     if stages is None:
         if like is None:
@@ -289,13 +267,7 @@ def import_from_lingvo(
         CheckpointError: see `pipemesh.checkpoint.convert`.
 
     Example:
-        >>> import os, tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> weight = {"lm/d1/cell_003/w/var": tf.Variable([1.0])}
-        >>> theirs = tf.compat.v1.train.Saver(weight).save(None, os.path.join(folder, "theirs"))
-        >>> told = import_from_lingvo(theirs, os.path.join(folder, "ours"))
-        >>> tf.train.list_variables(os.path.join(folder, "ours"))
-        [('lm/cell_003/w/var', [1])]
+        >>> import_from_lingvo("theirs/train/ckpt-00000300", "runs/lm/ckpt-300")  # doctest: +SKIP
     """
     names = without_stages(names_of(checkpoint), stages)
     return convert(checkpoint, path, names, like=like)
@@ -309,8 +281,7 @@ def lingvo_checkpoint_rules(checkpoint: str, stages: Iterable[Any] | None = None
 
     Args:
         checkpoint: path of a checkpoint of a model with `lingvo.core.gpipe`.
-        stages: params of the stages of that model, if they were written by hand; None for the
-            stages of `PartitionSequentialLayers`.
+        stages: as for `import_from_lingvo`.
 
     Returns:
         The rules, for `Task().train`.

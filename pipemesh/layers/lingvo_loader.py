@@ -7,9 +7,6 @@ explains the missing library. If the library loads, the real ops are used.
 
 lingvo's `VariableStore` stays open when a layer's `__init__` raises. Layers of one name made later
 would then share weights in eager mode. This module replaces it with one that closes.
-
-Every module of this project that imports lingvo imports this module first, or is in a package whose
-`__init__` does.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.graphs import surrounding_graphs
 from pipemesh.backend.static_shape import static_vector
 from pipemesh.errors import MissingPackageError, NativeOpError, PipemeshError
 
@@ -116,9 +114,8 @@ def close_variable_stores() -> None:
 
     @contextlib.contextmanager
     def variable_store(default_store: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        graph: Any = tf.compat.v1.get_default_graph()
-        while getattr(graph, "outer_graph", None):
-            graph = graph.outer_graph
+        graph: Any
+        *_, graph = surrounding_graphs(tf.compat.v1.get_default_graph())
         surrounding: Any = getattr(graph, "lingvo_variable_store", None)
         known = set(surrounding or ())
         try:

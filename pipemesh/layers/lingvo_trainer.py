@@ -2,12 +2,8 @@
 
     python -m pipemesh.layers.lingvo_trainer --run_locally=cpu --mode=sync --logdir=... --model=...
 
-It takes all flags of the trainer. `python -m lingvo.trainer` needs glibc 2.38 for lingvo's native
-ops; this wrapper does not (`lingvo_loader`).
-
-With `--run_locally=cpu`, a `--worker_split_size` of N gives the worker N CPU devices for the stages
-of a `PipeliningLayer`. lingvo itself gives a local worker one device and fails with an
-AssertionError.
+It takes all flags of the trainer, but does not need glibc 2.38 (`lingvo_loader`). With
+`--run_locally=cpu`, a `--worker_split_size` of N gives the worker N CPU devices; lingvo gives one.
 """
 
 from __future__ import annotations

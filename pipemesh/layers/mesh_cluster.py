@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 from absl import flags
-from lingvo.core import cluster_factory
+from lingvo.core import cluster_factory, hyperparams
 
 from pipemesh.backend.cluster import worker_devices
 from pipemesh.backend.devices import MORE_DEVICES
@@ -64,10 +64,9 @@ def mesh_cluster(
 ) -> Any:
     """Returns the lingvo cluster of one process whose model split is the mesh.
 
-    Enter it with `with`. `WorkerDeviceInModelSplit(i)` is then the first device of
-    `mesh.stage_processors(i)`. A layout `batch:data` gives each stage one replica for each position
-    along the axis `data`. Further rules split layers with named dims over other axes; they do not
-    split lingvo layers. Devices along axes without a rule idle, which gives a warning.
+    Enter it with `with`. A layout `batch:data` gives each stage one replica for each position along
+    the axis `data`. Further rules split layers with named dims, not lingvo layers. Devices along
+    axes without a rule idle, which gives a warning.
 
     Args:
         mesh: the mesh. Its devices belong to this process, or in equal numbers to the workers that
@@ -129,19 +128,18 @@ def mesh_cluster(
             stacklevel=2,
         )
     params = MeshCluster.Params()
-    for name, value in cluster_factory.Current().params.Copy().IterParams():
-        if name != "cls" and name in params:
-            params.Set(**{name: value})
-    params.mesh, params.layout, params.devices = mesh, layout, devices
-    params.mode = "sync"
-    params.job = "trainer_client"
-    params.do_eval = do_eval
-    params.worker.name = "/job:localhost"
-    params.worker.replicas = 1
-    params.worker.cpus_per_replica = mesh.num_devices
-    params.worker.gpus_per_replica = mesh.num_devices if device_type == "GPU" else 0
-    params.worker.tpus_per_replica = 0
-    params.worker.devices_per_split = mesh.num_devices
+    current = cluster_factory.Current().params.Copy()
+    hyperparams.CopyFieldsTo(current, params, ignore_unknown_keys=True)
+    params.Set(mesh=mesh, layout=layout, devices=devices, do_eval=do_eval)
+    params.Set(mode="sync", job="trainer_client")
+    params.worker.Set(
+        name="/job:localhost",
+        replicas=1,
+        cpus_per_replica=mesh.num_devices,
+        gpus_per_replica=mesh.num_devices if device_type == "GPU" else 0,
+        tpus_per_replica=0,
+        devices_per_split=mesh.num_devices,
+    )
     return MeshCluster(params)
 
 

@@ -1,11 +1,4 @@
-"""lingvo optimizers that are correct on weights that a layout cuts into slices.
-
-Example:
-    >>> from lingvo.core import learner
-    >>> from pipemesh.layers.optimizers import Adafactor
-    >>> adafactor = Adafactor.Params().Set(beta1=0.9, clipping_threshold=1.0)
-    >>> params = learner.Learner.Params().Set(name="loss", optimizer=adafactor)
-"""
+"""lingvo optimizers that are correct on weights that a layout cuts into slices."""
 
 from __future__ import annotations
 
@@ -80,18 +73,17 @@ def check_learner(p: Any, variables: Sequence[tf.Variable]) -> None:
     if not wholes:
         return
     where = f"learner {p.name!r} is given slices of weights, such as {next(iter(wholes))!r}, but"
-    if p.clip_gradient_single_norm_to_value:
+    clip, combiner = p.clip_gradient_single_norm_to_value, p.gradient_combiner
+    if clip:
         raise PipelineError(
-            f"{where} clip_gradient_single_norm_to_value={p.clip_gradient_single_norm_to_value} "
-            "would clip each slice by its own norm; use clip_gradient_norm_to_value, or a layout "
-            "that cuts no weights"
+            f"{where} clip_gradient_single_norm_to_value={clip} would clip each slice by its own "
+            "norm; use clip_gradient_norm_to_value, or a layout that cuts no weights"
         )
     if p.skip_zero_gradients == "variable":
         raise PipelineError(
             f"{where} skip_zero_gradients='variable' would look at each slice by itself; use "
             "'weight' or None, or a layout that cuts no weights"
         )
-    combiner = p.gradient_combiner
     if combiner is not None and not _says_so(combiner):
         raise PipelineError(
             f"{where} gradient_combiner {combiner.cls.__name__} is not known to combine gradients "
@@ -229,6 +221,7 @@ class Adafactor(optimizer.XLAShardingAdafactor):
 
     Example:
         >>> params = Adafactor.Params().Set(beta1=0.9, decay_exponent_pow=0.8)
+        >>> params = learner.Learner.Params().Set(name="loss", optimizer=params)
     """
 
     right_on_slices = True
@@ -285,15 +278,15 @@ class SlicedAdafactorOptimizer(optimizer.XLAShardingAdafactorOptimizer):
         super()._create_slots([v for v in var_list if slice_of(v) is None])
         cut = [v for v in var_list if slice_of(v) is not None]
         for name, weight in weights_of(cut, self._name).items():
-            if name not in self._statistics:
-                self._statistics[name] = self._make_statistics(name, weight)
-
-    def _make_statistics(self, name: str, weight: Pieces) -> dict[str, Pieces]:
-        dims = self._factored_dims(weight.whole)
-        second: dict[str, int | None] = {"vr": dims[0], "vc": dims[1]} if dims else {"v": None}
-        # In lingvo's order, because TensorFlow numbers the names.
-        kinds = {"m": None, **second} if self._beta1 else second
-        return {kind: self._make_statistic(name, weight, gone) for kind, gone in kinds.items()}
+            if name in self._statistics:
+                continue
+            dims = self._factored_dims(weight.whole)
+            # In lingvo's order, because TensorFlow numbers the names.
+            removed: dict[str, int | None] = {"m": None} if self._beta1 else {}
+            removed |= {"vr": dims[0], "vc": dims[1]} if dims else {"v": None}
+            self._statistics[name] = {
+                kind: self._make_statistic(name, weight, dim) for kind, dim in removed.items()
+            }
 
     def _make_statistic(self, name: str, weight: Pieces, removed: int | None) -> Pieces:
         """Makes zeros of the sizes of slices, without one dim, under the whole weight's name."""

@@ -161,10 +161,8 @@ def layer_costs(
 ) -> list[LayerCost]:
     """Returns the time and the bytes of each layer of a sequence, for one microbatch.
 
-    Times are the flops of `FPropMeta`, or measured seconds. Bytes are counted as in
-    `PipeliningLayer.PredictMemory`. Each layer is traced with its gradient as a separate stage, in
-    a temporary graph. Nothing is computed, and no weight takes memory. Alike layers are traced
-    once.
+    Times are the flops of `FPropMeta`, or measured seconds. Bytes are those of
+    `PipeliningLayer.PredictMemory` for each layer as a separate stage, traced in a temporary graph.
 
     If `FPropMeta` returns `parameter_bytes` or `activation_bytes`, these are used. If all layers
     return both, nothing is traced, and all outputs count as floating.
@@ -173,14 +171,12 @@ def layer_costs(
         params: params of a `SequentialLayer`, or a list of layers' params.
         *shapes: one for each input of the first layer, for one microbatch: a `tshape.Shape` if the
             input is floating, otherwise a `tf.TensorSpec`; a NestedMap of these; or None.
-        fprop_dtype: the dtype that the stages compute in, as in the params of the
-            `PipeliningLayer`.
+        fprop_dtype: the dtype that the stages compute in.
         measured: whether to run each layer, forward and backward, on this machine; see
             `pipemesh.partition.profile_costs`. The weights then take memory, one layer at a time.
 
     Returns:
-        One cost for each layer, named `cell_000`, `cell_001`, ... as in
-        `PartitionSequentialLayers`.
+        One cost for each layer, named as in `PartitionSequentialLayers`.
 
     Raises:
         PartitionError: a layer cannot be traced or run, or an error of `PartitionSequentialLayers`.
@@ -383,13 +379,10 @@ def PartitionSequentialLayers(
             inputs that are not floating need a `tf.TensorSpec`.
         measured: whether costs are seconds, measured by running each layer on this machine, instead
             of flops.
-        fprop_dtype: the dtype that the stages compute in, as in the params of the
-            `PipeliningLayer`; it affects bytes and measured times.
-        **options: options of `pipemesh.partition.partition`: `memory_limit`, `bandwidth`, `speeds`,
-            `remat`, `num_microbatches`, `num_virtual_stages`, `same_stage`, `fixed` and so on.
-            `schedule` may be any name, `file:x.csv`, or a `Schedule`. Bytes are counted (see
-            `layer_costs`) only if an option needs them. `bandwidth` is in bytes per unit of cost:
-            per second if costs are measured, else per flop.
+        fprop_dtype: the dtype that the stages compute in; it affects bytes and measured times.
+        **options: options of `pipemesh.partition.partition`. `schedule` may be any name,
+            `file:x.csv`, or a `Schedule`. Bytes are counted (see `layer_costs`) only if an option
+            needs them. `bandwidth` is in bytes per second if costs are measured, else per flop.
 
     Returns:
         Params of one `FeatureExtractionLayer` for each stage.
@@ -403,8 +396,7 @@ def PartitionSequentialLayers(
     Example:
         >>> from lingvo.core import layers, tshape
         >>> dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4)
-        >>> stages = PartitionSequentialLayers(
-        ...     [dense.Copy() for _ in range(4)], 2, tshape.Shape([8, 4]))
+        >>> stages = PartitionSequentialLayers([dense] * 4, 2, tshape.Shape([8, 4]))
         >>> [[layer.name for layer in stage.sub] for stage in stages]
         [['cell_000', 'cell_001'], ['cell_002', 'cell_003']]
     """

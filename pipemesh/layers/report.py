@@ -9,6 +9,7 @@ from typing import Any
 
 from pipemesh.backend.devices import short_name
 from pipemesh.backend.static_shape import num_bytes
+from pipemesh.layers.feature_extraction import all_layers
 from pipemesh.layers.named import NamedLayer
 from pipemesh.layers.partition_layers import Meta, layer_metas, output_bytes
 from pipemesh.mesh import Shape
@@ -139,18 +140,26 @@ def report(stack: Any, run: Any, shapes: Sequence[Any], optimizer: Sequence[Any]
         weight_grad=[(1 + times[1]) * f for times, f in zip(again, forward, strict=True)],
     )
     timeline = simulate(stack.schedule, costs)
-    dtype = stack.params.fprop_dtype
     return Report(
         memory=tuple(memory),
         optimizer=dict(held),
         # Traffic inside actions is listed by primitive.
-        sent=(*_between(transfers_of(run, inside=False), _coordinates(stack, homes)), *inside),
+        sent=(*_between(transfers_of(run, inside=False), stack, homes), *inside),
         bubble=timeline.bubble_ratio,
         flops=3 * number * homes[0].num_replicas * sum(flops),
-        weights=tuple(_layouts(stack)),
+        weights=tuple(layout for layer in all_layers(stack) for layout in _layouts(layer)),
         timeline=timeline,
         layers=tuple(
-            tuple(_size(*pair, dtype) for pair in zip(cell.sub, of_stage, strict=True))
+            tuple(
+                LayerSize(
+                    layer.cls.__name__,
+                    meta.flops,
+                    meta.parameter_bytes,
+                    meta.activation_bytes,
+                    output_bytes(meta, stack.params.fprop_dtype),
+                )
+                for layer, meta in zip(cell.sub, of_stage, strict=True)
+            )
             for cell, of_stage in zip(stack.params.cell_tpl, metas, strict=True)
         ),
     )
@@ -185,29 +194,15 @@ def _metas(stack: Any, homes: Sequence[Home], shapes: Sequence[Any]) -> list[lis
     return metas
 
 
-def _size(layer: Any, meta: Meta, dtype: Any) -> LayerSize:
-    return LayerSize(
-        layer.cls.__name__,
-        meta.flops,
-        meta.parameter_bytes,
-        meta.activation_bytes,
-        output_bytes(meta, dtype),
-    )
-
-
-def _coordinates(stack: Any, homes: Sequence[Home]) -> dict[str, dict[str, int]]:
-    """Returns the mesh coordinates of each device."""
+def _between(transfers: Sequence[Transfer], stack: Any, homes: Sequence[Home]) -> list[Sent]:
+    """Sums the traffic between actions, by the axes in which source and target differ."""
     mesh, rules = stack.plan.mesh, stack.plan.layout
-    coordinates: dict[str, dict[str, int]] = {}
+    # The mesh coordinates of each device.
+    at: dict[str, dict[str, int]] = {}
     for home, place in zip(homes, stack.schedule.stage_devices, strict=True):
         processors = home_of(mesh, rules, place % mesh.num_stages)
         for device, processor in zip(home.devices, processors, strict=True):
-            coordinates.setdefault(short_name(device), mesh.coordinates(processor))
-    return coordinates
-
-
-def _between(transfers: Sequence[Transfer], at: dict[str, dict[str, int]]) -> list[Sent]:
-    """Sums the traffic between actions, by the axes in which source and target differ."""
+            at.setdefault(short_name(device), mesh.coordinates(processor))
     times: collections.Counter[tuple[str, str]] = collections.Counter()
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     for transfer in transfers:
@@ -240,7 +235,7 @@ def _inside(
 
 
 def _layouts(layer: Any) -> Iterator[WeightLayout]:
-    """Yields the layouts of the weights of a layer and its children."""
+    """Yields the layouts of a layer's own weights."""
     shapes: dict[str, Shape] = layer.named_shapes if isinstance(layer, NamedLayer) else {}
     named = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
     weights: dict[str, list[Any]] = {}
@@ -261,6 +256,3 @@ def _layouts(layer: Any) -> Iterator[WeightLayout]:
             tuple(short_name(part.device) for part in parts),
             num_bytes(parts),
         )
-    for child in layer.children.values():
-        for part in child if isinstance(child, list | tuple) else [child]:
-            yield from _layouts(part)

@@ -15,6 +15,7 @@ from lingvo.core import py_utils
 
 from pipemesh import randomness
 from pipemesh.backend.gradients import outermost_tape
+from pipemesh.backend.graphs import surrounding_graphs
 from pipemesh.errors import PipelineError
 from pipemesh.randomness.scope import Replay
 
@@ -80,17 +81,12 @@ def _is_recomputed() -> bool:
 
 
 def _graph_of_step() -> Any:
-    graph: Any = tf.get_default_graph()
     # A function inside a function, such as a branch of `tf.cond`, belongs to the same step.
-    while getattr(graph, "building_function", False):
-        outer = getattr(graph, "outer_graph", None)
-        if outer is None or (
-            not getattr(outer, "building_function", False)
-            and tf.executing_eagerly_outside_functions()
-        ):
-            break
-        graph = outer
-    return graph
+    *inside, outermost = surrounding_graphs(tf.get_default_graph())
+    is_function = getattr(outermost, "building_function", False)
+    if inside and not is_function and tf.executing_eagerly_outside_functions():
+        return inside[-1]
+    return outermost
 
 
 def _count_in(graph_or_tape: Any, layer: Any) -> int:

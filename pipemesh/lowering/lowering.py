@@ -247,10 +247,13 @@ class Lowering(abc.ABC):
         mesh: the mesh.
         rules: the layout rules.
         costs: counts the communication while the program is built.
+        num_slices: the number of processors that this program computes for.
 
     Raises:
         LayoutError: a rule names an unknown axis.
     """
+
+    num_slices: int
 
     def __init__(self, mesh: Mesh, rules: LayoutRules) -> None:
         check_mesh(mesh)
@@ -264,11 +267,6 @@ class Lowering(abc.ABC):
         self._warned: set[str] = set()
         # Whether calls now are those of a gradient, for `costs`.
         self._is_backward = False
-
-    @property
-    @abc.abstractmethod
-    def num_slices(self) -> int:
-        """Returns the number of processors that this program computes for."""
 
     @abc.abstractmethod
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:

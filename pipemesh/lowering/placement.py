@@ -66,11 +66,7 @@ class PlacementLowering(Lowering):
                 f"{len(devices)} devices were given for mesh '{mesh}', which has "
                 f"{mesh.num_devices} processors; give one device for each"
             )
-
-    @property
-    def num_slices(self) -> int:
-        """Returns the number of devices."""
-        return len(self.devices)
+        self.num_slices = len(devices)
 
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function on each device."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,14 +22,9 @@ from pipemesh.randomness.draws import RawDraw, draw_block
 MOST_DRAWN = 1 << 22
 
 
-class Initializer(Protocol):
-    """An interface that computes any block of a variable's initial value."""
-
-    def __call__(
-        self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
-    ) -> tf.Tensor:
-        """Returns the block of sizes `block` at `begin` in a variable of sizes `sizes`."""
-        ...
+# Computes a block of a variable's initial value, given the sizes of the variable, the begin and the
+# sizes of the block, and the dtype.
+Initializer = Callable[[Sequence[int], Sequence[int], Sequence[int], tf.DType], tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +129,7 @@ class Variable:
     Attributes:
         name: the logical name, which does not depend on the layout.
         layout: the layout of the whole variable.
-        first_processor: the processor of the first slice.
-        variables: one per processor of this process.
+        variables: one per processor.
 
     Example:
         >>> from pipemesh.lowering import PlacementLowering
@@ -152,7 +146,6 @@ class Variable:
 
     name: str
     layout: TensorLayout
-    first_processor: int
     variables: tuple[tf.Variable, ...]
 
     __hash__ = object.__hash__
@@ -184,21 +177,19 @@ class Variable:
         initializer: Initializer,
         dtype: tf.DType = tf.float32,
         trainable: bool = True,
-        first_processor: int = 0,
     ) -> Variable:
-        """Creates the variables of this process; each device computes its own initial value.
+        """Creates the variables; each device computes its own initial value.
 
         Args:
             name: the logical name.
             layout: the layout of the whole variable.
-            devices: the devices of this process, in the order of their processor numbers.
+            devices: the device of each processor.
             initializer: computes any block of the initial value.
             dtype: the dtype of the elements.
             trainable: whether gradient tapes watch the variables.
-            first_processor: the processor number of the first device.
 
         Raises:
-            DeviceError: the mesh has fewer processors, or a device does not exist.
+            DeviceError: the number of devices is not that of the mesh, or one does not exist.
             LayoutError: the layout or the initializer is missing.
             ShapeError: the dtype is complex.
         """
@@ -214,19 +205,19 @@ class Variable:
             )
         check_real(tf.as_dtype(dtype), f"variable {name!r}")
         devices = check_devices_exist(devices)
-        if not 0 <= first_processor <= layout.mesh.num_devices - len(devices):
+        if len(devices) != layout.mesh.num_devices:
             raise DeviceError(
-                f"{len(devices)} devices from processor {first_processor} on were given for mesh "
-                f"'{layout.mesh}', which has {layout.mesh.num_devices}"
+                f"{len(devices)} devices were given for mesh '{layout.mesh}', which has "
+                f"{layout.mesh.num_devices} processors; give one device for each"
             )
         variables: list[tf.Variable] = []
-        for i, device in enumerate(devices, first_processor):
+        for i, device in enumerate(devices):
             with tf.device(device):
                 value = initializer(
                     layout.shape.sizes, layout.slice_begin(i), layout.slice_shape, dtype
                 )
                 variables.append(tf.Variable(value, trainable=trainable, name=name, dtype=dtype))
-        return cls(name, layout, first_processor, tuple(variables))
+        return cls(name, layout, tuple(variables))
 
     def tensor(self, lowering: Lowering) -> Tensor:
         """Returns the current values under a placement that has all of the mesh's devices.
@@ -239,7 +230,7 @@ class Variable:
 
         Raises:
             LayoutError: mesh or rules of `lowering` give another layout.
-            DeviceError: this process does not have all slices.
+            DeviceError: the lowering is that of a core.
         """
         if not isinstance(lowering, Lowering):
             raise LayoutError(f"{lowering!r} is no lowering; give the one of the other tensors")
@@ -283,20 +274,20 @@ class Variable:
         Raises:
             ShapeError: the dims, their order or the dtype differ.
             LayoutError: a tensor with named dims has another layout.
-            DeviceError: the tensor has slices for other processors than this process.
+            DeviceError: the tensor is one of a core.
         """
         devices, parts = [v.device for v in self.variables], self._parts_of(value)
         return tf.group(*on_each(devices, lambda v, part: v.assign(part), self.variables, parts))
 
     def _parts_of(self, value: Any) -> Sequence[tf.Tensor]:
-        """Returns the slices of a new value, one per variable of this process."""
+        """Returns the slices of a new value, one per variable."""
         if not isinstance(value, Tensor):
             if not isinstance(value, tf.Tensor | tf.Variable):
                 value = tf.convert_to_tensor(value, self.dtype)
             whole = whole_tensor(value, self.layout)
             self._check_dtype(whole.dtype)
-            processors = range(self.first_processor, self.first_processor + len(self.variables))
             sizes = self.layout.slice_shape
+            processors = range(len(self.variables))
             return [tf.slice(whole, self.layout.slice_begin(i), sizes) for i in processors]
         if value.shape != self.shape:
             raise ShapeError(
@@ -326,15 +317,5 @@ class Variable:
             )
 
     def value(self) -> tf.Tensor:
-        """Joins the whole variable on the current device.
-
-        Raises:
-            DeviceError: this process does not have all slices.
-        """
-        mesh = self.layout.mesh
-        if len(self.variables) != mesh.num_devices:
-            raise DeviceError(
-                f"variable {self.name!r} has {len(self.variables)} of {mesh.num_devices} slices in "
-                "this process, so it cannot be joined here"
-            )
+        """Joins the whole variable on the current device."""
         return join_slices(self.layout, lambda processor: self.variables[processor].read_value())

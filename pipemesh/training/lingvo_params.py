@@ -5,7 +5,6 @@ from __future__ import annotations
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable
@@ -37,79 +36,69 @@ _KNOWN = (base_model.__name__, "lingvo.core.gshard_builder", distillation_task._
 _LONGEST = 60
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Params that cannot be honoured, and the remedy."""
-
-    # The first word of each is the owner.
-    names: str
-    # Takes a value and the task's params.
-    refused: Callable[[Any, Any], bool]
-    advice: str
-
-
 def _is_given(value: Any, task: Any) -> bool:
     del task
     return bool(value)
 
 
-# The README lists all params; these are refused.
-RULES = (
-    Rule("task.task_global_step", _is_given, "there is one global step; leave it out"),
-    Rule(
+# The README lists all params; these are refused: their names, each after its owner, a function that
+# takes a value and the task's params, and the remedy.
+RULES: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
+    ("task.task_global_step", _is_given, "there is one global step; leave it out"),
+    (
         "task.defer_global_step_update",
         _is_given,
         "each step updates the weights; leave it out (more microbatches accumulate gradients)",
     ),
-    Rule(
+    (
         "train.early_stop",
         lambda value, _: bool(value and value.window > 0),
         "give --early_stop=N, for N evaluations without a better one, and leave its window 0",
     ),
-    Rule(
+    (
         "train.vn_std train.vn_start_step",
         lambda value, task: bool(task.train.vn_std > 0 and task.vn and task.vn.per_step_vn),
         "leave p.vn.per_step_vn out, whose noise would be in evaluations, too",
     ),
-    Rule(
+    (
         "train.init_from_checkpoint_rules train.init_from_checkpoint_override",
         _is_given,
         "it is for lingvo's trainer; put the checkpoint into the log directory instead (pipemesh "
         "checkpoint convert), and leave it out",
     ),
-    Rule("train.pruning_hparams_dict", _is_given, "weights are not pruned here; leave it out"),
-    Rule(
+    ("train.pruning_hparams_dict", _is_given, "weights are not pruned here; leave it out"),
+    (
         "train.enqueue_max_steps",
         lambda value, _: value is not None and value >= 0,
         "data without end is read; leave it out",
     ),
-    Rule(
+    (
         "train.learner",
         lambda value, _: isinstance(value, list | tuple) and len(value) != 1,
         "several, or none, could fail one by one; give it one",
     ),
-    Rule(
+    (
         "learner.loss_name",
         lambda value, _: isinstance(value, list | tuple),
         "let ComputeLoss add the losses up to one, and give its name",
     ),
-    Rule(
+    (
         "learner.gradient_combiner",
         _is_given,
         "there is one loss; let ComputeLoss add several up, and leave it out",
     ),
-    Rule(
+    (
         "learner.scale_gradients",
         lambda value, _: not value,
         "gradients that are not finite would be applied; leave it True",
     ),
-    Rule(
+    (
         "learner.optimizer",
         lambda value, _: issubclass(value.cls, _WRAPPING),
         "it keeps its state in steps that are not one, so it cannot be saved between them; use "
         "one that updates all weights in each step (more microbatches accumulate gradients, too)",
     ),
-    Rule(
+    (
         "learner.lr_schedule",
         lambda value, _: bool(params_within(value, schedule.DevBasedSchedule)),
         "a DevBasedSchedule reads what lingvo's evaler writes; give one that depends on the step",
@@ -131,18 +120,18 @@ def check_params(task: Any, learns: bool = True) -> None:
                 "instead"
             )
     owners = {"task": task, "train": task.train, "learner": _rates_of(task)[0]}
-    for rule in RULES:
-        for path in rule.names.split():
+    for names, is_refused, advice in RULES:
+        for path in names.split():
             owner, _, name = path.partition(".")
             holder = owners[owner]
             is_judged = path in ("train.learner", "learner.loss_name", "learner.gradient_combiner")
             if holder is None or name not in holder:
                 continue
-            if (learns or is_judged) and rule.refused(holder.Get(name), task):
+            if (learns or is_judged) and is_refused(holder.Get(name), task):
                 whose = "of its learner " if owner == "learner" else ""
                 shown = name if owner == "learner" else f"p.{path.removeprefix('task.')}"
                 value_text = _text(holder.Get(name))
-                raise TrainingError(f"{task.name}: {whose}{shown}{value_text}: {rule.advice}")
+                raise TrainingError(f"{task.name}: {whose}{shown}{value_text}: {advice}")
 
 
 def params_within(params: Any, kind: type) -> list[Any]:

@@ -6,7 +6,7 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -37,9 +37,8 @@ class RegisteredModel(Subject):
     """A `SingleTaskModelParams` of lingvo, pipelined or not.
 
     A class attribute `PLAN` (a `pipemesh.plan.Plan`) is set to the plan before `Task()` is called.
-    `Task()` can then partition its layers by it. For other classes the plan is applied to the
-    stacks that `Task()` declares, and their number of stages stays. If the class has an attribute
-    `DECODED_BY`, the name of a module, checkpoints note it: that module's `KIND` decodes with them.
+    For other classes the plan is applied to the stacks that `Task()` declares, and their number of
+    stages stays.
 
     Args:
         config: an instance of the class.
@@ -105,7 +104,6 @@ class RegisteredModel(Subject):
         for stack in stacks_of(self._task):
             stack.pipelined = stack.pipelined and not plain
             stack.strict_devices = stack.strict_devices or strict_devices
-        self._filters: Sequence[str] = ()
         # lingvo's default is not a limit that a user has set.
         if (most := self._task.train.max_steps) != _MAX_STEPS:
             self.most_steps = most
@@ -145,12 +143,8 @@ class RegisteredModel(Subject):
     def train_data(self, epoch: int) -> tf.data.Dataset:
         """Returns the batches of `Train()`, repeated without end."""
         with self._cluster():
-            dataset, self._filters = training_dataset(self._input("Train"))
+            dataset, self.filters = training_dataset(self._input("Train"))
             return dataset
-
-    def variable_filters(self) -> Sequence[str]:
-        """Returns the filters of `Train()`."""
-        return self._filters
 
     def heldout_data(self) -> Iterable[Any] | None:
         """Returns the batches of the dataset for evaluation."""

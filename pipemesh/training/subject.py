@@ -141,6 +141,7 @@ class Subject(abc.ABC):
         read_ahead: number of training batches to prefetch.
         most_steps: the last step that the model itself sets; None for no limit.
         rate_name: name of the setting of the learning rate; None for the task's param.
+        filters: the `filters` of `TrainedTask`, often none; known after `train_data`.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Subject(abc.ABC):
     read_ahead: int = 0
     most_steps: int | None = None
     rate_name: str | None = None
+    filters: Sequence[str] = ()
 
     @abc.abstractmethod
     def task(self) -> Any:
@@ -178,10 +180,6 @@ class Subject(abc.ABC):
         Raises:
             PipemeshError: the data cannot be read.
         """
-
-    def variable_filters(self) -> Sequence[str]:
-        """Returns the `filters` of `TrainedTask`, often none; call it after `train_data`."""
-        return ()
 
     def sample(self, batches: int) -> Sample:
         """Returns at most `batches` batches for evaluation during the run: by default the first

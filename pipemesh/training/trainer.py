@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -32,12 +31,6 @@ from pipemesh.training.run import EVAL_BATCHES, Options, console
 from pipemesh.training.saving import WEIGHTS_ONLY, Saving
 from pipemesh.training.subject import Sample, Score, Subject
 from pipemesh.training.trained_task import LOSS_NOT_FINITE, NOT_FINITE, TrainedTask, is_not_finite
-
-
-def stage_table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns the result of `stage_rows` as text."""
-    lines = columns(rows, left=(0, 1, len(rows[0]) - 1))
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def stage_rows(stack: Any, shapes: Sequence[Any] | None = None) -> list[tuple[str, ...]]:
@@ -93,22 +86,18 @@ _ANSWER = 1.0
 _SLOW = 2.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """The recent work of a worker."""
+class Work(NamedTuple):
+    """The recent work of a worker, as the record has it."""
 
     # Number, address and stages.
-    name: str
+    worker: str
     # Busy seconds of one of its devices, per step.
     seconds: float
     # Time for the same flops as a multiple of the other workers'; None if flops are unknown, or
     # there is no other.
     times: float | None
-
-    @property
-    def is_slow(self) -> bool:
-        """Returns whether it takes so much longer that the model cannot be the reason."""
-        return self.times is not None and self.times >= _SLOW
+    # Whether it takes so much longer that the model cannot be the reason.
+    is_slow: bool
 
 
 class Workers:
@@ -180,24 +169,19 @@ class Workers:
             for task, devices in by_task.items()
             if (flops := sum(expected.get(d, 0.0) for d in devices)) > 0
         }
-        return [
-            Work(
-                self._watched.name(task),
-                sum(taken[device] for device in devices) / len(devices) / steps,
-                _times(task, rates),
-            )
-            for task, devices in sorted(by_task.items())
-        ]
+        work: list[Work] = []
+        for task, devices in sorted(by_task.items()):
+            others = [rate for other, rate in rates.items() if other != task]
+            usual = statistics.median(others) if others else 0.0
+            times = rates[task] / usual if task in rates and usual > 0 else None
+            seconds = sum(taken[device] for device in devices) / len(devices) / steps
+            is_slow = times is not None and times >= _SLOW
+            work.append(Work(self._watched.name(task), seconds, times, is_slow))
+        return work
 
     def _name(self, device: str) -> str:
         task = task_of(device)
         return device if task is None else f"{self._watched.name(task)} {device[-5:]}"
-
-
-def _times(task: int, rates: Mapping[int, float]) -> float | None:
-    others = [rate for other, rate in rates.items() if other != task]
-    usual = statistics.median(others) if others else 0.0
-    return rates[task] / usual if task in rates and usual > 0 else None
 
 
 # Number of steps with timed actions.
@@ -217,6 +201,7 @@ class Trainer:
     Attributes:
         subject: the subject.
         trained: the task and its variables.
+        batches: the batches to train on, and the position in them.
         sample: the held-out batches for evaluation during the run.
         saving: its checkpoints.
         restored: path of the checkpoint that it resumed from; None if there was none.
@@ -261,14 +246,14 @@ class Trainer:
         # seed resets the state of operations, including tokenizers. Data that restarts continues
         # with new epochs.
         dataset = subject.train_data(self.step)
-        self.trained.filters = subject.variable_filters()
+        self.trained.filters = subject.filters
         try:
             self.sample = Sample((), "none, learning rates are tried")
             if not options.find_learning_rate:
                 self.sample = subject.sample(options.eval_batches or EVAL_BATCHES)
         except tf.errors.OpError as error:
             raise vanished(error) from error
-        self._batches = Batches(dataset, subject.read_ahead)
+        self.batches = Batches(dataset, subject.read_ahead)
         self.best: tuple[float | None, int] = (None, 0)
         self.judged, self.keeps_place = 0, False
         if self.restored:
@@ -280,11 +265,11 @@ class Trainer:
             only = bool(note.get(WEIGHTS_ONLY))
             if only:
                 self.trained.begin_averages()
-            self.keeps_place = keeps_place and self._batches.is_restorable and not only
+            self.keeps_place = keeps_place and self.batches.is_restorable and not only
             if self.keeps_place:
-                self._batches.go_to(self.restored, note.get("skip", 0))
+                self.batches.go_to(self.restored, note.get("skip", 0))
         self._skip = 0
-        self.saving.follow(self._batches)
+        self.saving.follow(self.batches)
         self.report: Report | None = None
         watched = watch.current()
         with self.trained.cluster():
@@ -309,7 +294,11 @@ class Trainer:
 
     def stage_table(self) -> str:
         """Returns a table of each stage's layers and devices; "" without a pipeline."""
-        return "\n\n".join(map(stage_table, self.stage_rows()))
+        tables: list[str] = []
+        for rows in self.stage_rows():
+            head, *lines = columns(rows, left=(0, 1, len(rows[0]) - 1))
+            tables.append("\n".join([head, "-" * len(head), *lines]))
+        return "\n\n".join(tables)
 
     def stage_rows(self) -> list[list[tuple[str, ...]]]:
         """Returns the rows of the table, for each pipeline."""
@@ -329,11 +318,6 @@ class Trainer:
         timeline = self.report.timeline if self.report else None
         costs = timeline and timeline.costs.per_stage(timeline.schedule.num_stages).durations()
         return self.workers.work(costs)
-
-    @property
-    def is_restorable(self) -> bool:
-        """Returns whether a position in the data can be saved."""
-        return self._batches.is_restorable
 
     @property
     def step(self) -> int:
@@ -358,14 +342,10 @@ class Trainer:
             raise vanished(error) from error
 
     @property
-    def saved(self) -> str | None:
-        """Returns the path of the newest checkpoint."""
-        return self.saving.newest
-
-    @property
     def kept(self) -> str:
         """Describes the last complete checkpoint."""
-        return f"{self.saved} is kept" if self.saved else "none was written yet"
+        saved = self.saving.newest
+        return f"{saved} is kept" if saved else "none was written yet"
 
     def train_step(self) -> dict[str, Any]:
         """Trains on the next batch.
@@ -438,10 +418,10 @@ class Trainer:
 
     def _next_batch(self) -> Any:
         try:
-            return self._batches.next()
+            return self.batches.next()
         except DataError:
-            self.saving.follow(self._batches)
-            self._skip = self._batches.skip
+            self.saving.follow(self.batches)
+            self._skip = self.batches.skip
             raise
 
     def _locate(self, batch: Any) -> PipemeshError | None:

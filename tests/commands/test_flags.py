@@ -1,7 +1,5 @@
 """The layer of all command lines: flags in; values, help, errors and TOML out."""
 
-import argparse
-
 import pytest
 
 from pipemesh.commands.flags import (
@@ -21,7 +19,7 @@ from pipemesh.commands.flags import (
 
 def _even(text):
     if int(text) % 2:
-        raise argparse.ArgumentTypeError("it must be even")
+        raise ValueError("it must be even")
     return int(text)
 
 

@@ -164,7 +164,7 @@ def test_forms_of_costs(text, costs):
         ("cost\n1\nx\n", "line 3: cost is 'x', but must be a number"),
         ("1,2\n", "2 columns and no header"),
         ("forwards\n1\n", "line 1: 'forwards' is no known column.*did you mean forward"),
-        ("name\na\n", "line 2 has no forward"),
+        ("name\na\n", "has neither a column cost nor a column forward"),
         ("cost,forward\n1,1\n", "has cost beside forward"),
         ("cost,cost\n1,1\n", "names a column twice"),
         ("forward,name\n1\n", "line 2 has 1 cells, but the header has 2"),

@@ -79,15 +79,15 @@ def test_a_schedule_with_two_stages_a_device_needs_half_the_places(eagerly):
     with mesh_cluster(Mesh.from_text("layers:2")):
         params = stack(PipeliningLayer, 4, num_micro_batches=2, schedule="zb_v", loss_inside=True)
         layer = params.Instantiate()
-        assert [device[-1] for device in layer.StageDevices()] == ["0", "1", "1", "0"]
+        assert [home.first[-1] for home in layer.StageHomes()] == ["0", "1", "1", "0"]
 
 
 @pytest.mark.filterwarnings("ignore:.*each place takes 2 in turn")
 @pytest.mark.parametrize(("text", "wanted"), [("layers:1", "0000"), ("layers:2", "0101")])
 def test_a_multiple_of_the_places_shares_them(eagerly, text, wanted):
     with mesh_cluster(Mesh.from_text(text)):
-        devices = stack(PipeliningLayer, 4, num_micro_batches=2).Instantiate().StageDevices()
-    assert "".join(device[-1] for device in devices) == wanted
+        homes = stack(PipeliningLayer, 4, num_micro_batches=2).Instantiate().StageHomes()
+    assert "".join(home.first[-1] for home in homes) == wanted
 
 
 def params(mesh_shape=None, layout=None, allow_idle=False):

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import DeviceError, LayoutError
-from pipemesh.lowering import PlacementLowering, ops
+from pipemesh.lowering import PlacementLowering, SimdLowering, ops
 from pipemesh.lowering import variable as variable_module
 from pipemesh.lowering.variable import Constant, Normal, Uniform, Variable
 from pipemesh.mesh import LayoutRules, Mesh, Shape
@@ -70,15 +70,13 @@ def test_numbers_are_spread_as_asked_for():
     assert uniform.min() >= -1 and uniform.max() < 3 and abs(uniform.mean() - 1) < 0.03
 
 
-def test_slices_of_other_processes_are_missed_with_a_message():
+def test_a_variable_has_a_slice_for_each_processor():
     layout = LayoutRules().tensor_layout(SHAPE, MESH)
-    half = Variable.create("w", layout, DEVICES[:4], Constant(0.0), first_processor=4)
-    with pytest.raises(DeviceError, match="4 of 8 slices"):
-        half.value()
+    with pytest.raises(DeviceError, match="4 devices were given for mesh"):
+        Variable.create("w", layout, DEVICES[:4], Constant(0.0))
+    core = SimdLowering(MESH, LayoutRules(), None, tf.constant(0))
     with pytest.raises(DeviceError, match="pass a core its slice"):
-        half.tensor(PlacementLowering(MESH, LayoutRules(), DEVICES))
-    with pytest.raises(DeviceError, match="from processor 5 on"):
-        Variable.create("w", layout, DEVICES[:4], Constant(0.0), first_processor=5)
+        create("", Constant(0.0)).tensor(core)
 
 
 @pytest.mark.parametrize("rules", ["x:b", "y:a", "", "x:a;y:b"])
@@ -124,9 +122,8 @@ def test_named_and_whole_values_are_assigned(rules):
         np.testing.assert_array_equal(session.run(variable.value()), np.full(SHAPE.sizes, 3.0))
 
 
-def test_slices_of_another_process_are_not_assigned():
-    layout = LayoutRules().tensor_layout(SHAPE, MESH)
-    half = Variable.create("w", layout, DEVICES[:4], Constant(0.0), first_processor=4)
-    lowering = PlacementLowering(MESH, LayoutRules(), DEVICES)
-    with pytest.raises(DeviceError, match="has 8; a core returns its slice"):
-        half.assign(ops.import_tensor(lowering, np.zeros(SHAPE.sizes, np.float32), SHAPE))
+def test_the_tensor_of_a_core_is_not_assigned():
+    core = SimdLowering(MESH, LayoutRules(), None, tf.constant(0))
+    named = ops.import_tensor(core, np.zeros(SHAPE.sizes, np.float32), SHAPE)
+    with pytest.raises(DeviceError, match="has 1; a core returns its slice"):
+        create("", Constant(0.0)).assign(named)

@@ -82,9 +82,9 @@ def test_the_readme_lists_all_params_of_lingvo_once():
     names = [name for row in rows for name in row]
     assert len(names) == len(set(names))
     assert set(names) == names_of_lingvo()
-    for rule in RULES:
-        treatment = rows[tuple(rule.names.split())]
-        assert "refused" in treatment, (rule.names, treatment)
+    for params, _, _ in RULES:
+        treatment = rows[tuple(params.split())]
+        assert "refused" in treatment, (params, treatment)
 
 
 REFUSED = {
@@ -115,16 +115,16 @@ REFUSED = {
 
 
 def test_unsupported_params_are_refused_by_name():
-    assert set(REFUSED) == {rule.names for rule in RULES}
+    assert set(REFUSED) == {names for names, _, _ in RULES}
     check_params(small_models.PlainPoints().Task())
-    for rule in RULES:
+    for names, _, advice in RULES:
         task = small_models.PlainPoints().Task()
-        REFUSED[rule.names](task)
+        REFUSED[names](task)
         with pytest.raises(TrainingError) as caught:
             check_params(task)
-        told, name = str(caught.value), rule.names.split()[-1].partition(".")[2]
-        assert rule.advice in told and "\n" not in told
-        assert any(n.partition(".")[2] in told for n in rule.names.split()), (name, told)
+        told, name = str(caught.value), names.split()[-1].partition(".")[2]
+        assert advice in told and "\n" not in told
+        assert any(n.partition(".")[2] in told for n in names.split()), (name, told)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_evaluation_sees_each_held_out_batch_once(eagerly, tmp_path):
 
 def test_an_input_without_a_dataset_has_no_position(eagerly, tmp_path):
     made = trainer(tmp_path, "DrawnPoints")
-    assert not made.is_restorable
+    assert not made.batches.is_restorable
     losses(made, 2)
     again = trainer(tmp_path, "DrawnPoints", restore=made.save())
     assert again.step == 2 and not again.keeps_place
@@ -276,7 +276,7 @@ def test_a_model_may_be_judged_by_nothing(eagerly, tmp_path):
     losses(made, 1)
     assert made.save().endswith("ckpt-1")
     with pytest.raises(DataError, match="has no held-out data"):
-        evaluate(subject(dataset="none"), made.saved)
+        evaluate(subject(dataset="none"), made.saving.newest)
 
 
 def test_an_uneven_last_batch_is_evaluated(eagerly, tmp_path):

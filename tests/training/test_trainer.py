@@ -65,9 +65,9 @@ def after(workers, *seconds, steps=10):
 
 def test_work_is_that_of_a_step_and_held_against_the_flops(workers):
     first, second, third = after(workers, 1.0, 2.0, 1.2)
-    assert first.name == "worker 0 (a:1, stage 0)"
+    assert first.worker == "worker 0 (a:1, stage 0)"
     # Workers have the numbers that they were named with, also if others are missing.
-    assert third.name == "worker 3 (c:1, stage 2)"
+    assert third.worker == "worker 3 (c:1, stage 2)"
     assert (first.seconds, second.seconds) == pytest.approx((0.1, 0.2))
     assert second.times == pytest.approx(1.0 / 1.1)
     assert not (first.is_slow or second.is_slow or third.is_slow)

@@ -323,6 +323,8 @@ class _Attention:
 class _Rows:
     """A list of rows of a float32 tensor; a write copies one row, where a scatter copies all."""
 
+    # A `tf.TensorArray` takes one write for each row in loops of old control flow.
+
     handle: tf.Tensor
     shape: tuple[int, ...]
 

@@ -300,28 +300,13 @@ class NamedLayer(base_layer.BaseLayer):
                 )
         for name, (shape, init) in weights.items():
             if name not in p.given_weights:
-                self.CreateNamedVariable(name, shape, init)
+                self._CreateNamedVariable(name, as_shape(shape), init)
 
-    def CreateNamedVariable(
-        self, name: str, shape: Shape | str, init: Any, dtype: Any = None
-    ) -> None:
-        """Creates a weight; call it in `_CreateLayerVariables`.
+    def _CreateNamedVariable(self, name: str, shape: Shape, init: Any) -> None:
+        """Creates the variables of a weight, one for each different slice.
 
-        If the current rules split none of its dims it is one variable, called `name`. Otherwise
-        each different slice is a variable `<name>_slice_<k>` on the device of the first processor
-        that holds it. Initial values are slices of one tensor under every layout.
-
-        Args:
-            name: the logical name.
-            shape: the shape of the whole weight.
-            init: see `initializer_of`.
-            dtype: by default that of the layer's params.
-
-        Raises:
-            LayoutError: the rules cannot split the weight.
-            PipelineError: `init` cannot be drawn slice by slice.
+        Initial values are slices of one tensor under every layout.
         """
-        shape = as_shape(shape)
         parts = weight_parts(current_lowering(), name, shape)
         with lingvo_tf.variable_scope(name, auxiliary_name_scope=False) as scope:
             full_name = py_utils.GetVariableName(scope.name)
@@ -332,7 +317,7 @@ class NamedLayer(base_layer.BaseLayer):
             weights = py_utils.WeightParams(
                 list(part.sizes),
                 py_utils.WeightInit.CustomVarInit(block),
-                self.params.dtype if dtype is None else dtype,
+                self.params.dtype,
             )
             with part.placed():
                 self.CreateVariable(part.name, weights)

@@ -307,7 +307,7 @@ class _Counting(Lowering):
     def _nothing(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("a tally computes nothing")
 
-    num_slices: Any = 1
+    num_slices = 1
     import_tensor = export_tensor = map = raw_map = coordinate = _nothing
 
     def with_gradient(self, forward: Any, backward: Any, slices: Any) -> Any:
@@ -317,36 +317,26 @@ class _Counting(Lowering):
             backward(results)
         return results
 
-    def raw_all_reduce(self, x: Any, axes: Sequence[str], op: str) -> Any:
-        """Keeps the sizes."""
-        del axes, op
+    def _same(self, x: Any, *_: Any, **__: Any) -> Any:
         return x
+
+    raw_all_reduce = raw_permute = _same
 
     def raw_all_gather(self, x: Any, axis: str, dim: int) -> Any:
         """Returns larger slices."""
-        return self._resized(x, axis, whole=dim)
-
-    def raw_all_to_all(self, x: Any, axis: str, split_dim: int, concat_dim: int) -> Any:
-        """Returns slices with one larger and one smaller dim."""
-        return self._resized(x, axis, whole=concat_dim, split=split_dim)
-
-    def raw_permute(self, x: Any, axis: str, pairs: Sequence[tuple[int, int]]) -> Any:
-        """Keeps the sizes."""
-        del axis, pairs
-        return x
+        return self._resized(x, dim, x[0].shape[dim] * self.mesh.size(axis))
 
     def raw_reduce_scatter(self, x: Any, axis: str, dim: int) -> Any:
         """Returns smaller slices."""
-        return self._resized(x, axis, split=dim)
+        return self._resized(x, dim, x[0].shape[dim] // self.mesh.size(axis))
 
     raw_slice = raw_reduce_scatter
 
-    def _resized(
-        self, x: Any, axis: str, whole: int | None = None, split: int | None = None
-    ) -> Any:
-        parts, sizes = self.mesh.size(axis), x[0].shape.as_list()
-        if whole is not None:
-            sizes[whole] *= parts
-        if split is not None:
-            sizes[split] //= parts
+    def raw_all_to_all(self, x: Any, axis: str, split_dim: int, concat_dim: int) -> Any:
+        """Returns slices with one larger and one smaller dim."""
+        return self.raw_all_gather(self.raw_slice(x, axis, split_dim), axis, concat_dim)
+
+    def _resized(self, x: Any, dim: int, size: int) -> Any:
+        sizes = x[0].shape.as_list()
+        sizes[dim] = size
         return (dataclasses.replace(x[0], shape=tf.TensorShape(sizes)),)

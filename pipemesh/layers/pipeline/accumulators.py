@@ -1,9 +1,8 @@
 """Values that stages sum or average over microbatches, such as the moments of batch norm.
 
-lingvo's `BatchNormLayer` updates its moving averages in `FProp`. In a stage this would happen once
-a microbatch, and again in recomputation. Here each stage merges the moments of its microbatches in
-its carry. After the pipeline, lingvo's own update is called once, with the moments of the whole
-batch.
+lingvo's `BatchNormLayer` updates its moving averages in `FProp`: in a stage once a microbatch, and
+again in recomputation. Here each stage merges the moments of its microbatches in its carry. After
+the pipeline, lingvo's own update is called once, with the moments of the whole batch.
 """
 
 from __future__ import annotations

@@ -165,10 +165,11 @@ def simd_cut(p: Any) -> tuple[int, int]:
             "multiple of the number of stages, or use lowering='placement'"
         )
     if numbers != wanted:
+        sizes, wanted_sizes = (", ".join(map(str, each)) for each in (numbers, wanted))
         raise PipelineError(
             f"{p.name}: lowering='simd' gives each stage {number} of the {end - begin} alike "
-            f"layers ({layers[begin].cls.__name__}), so that stages have {_listed(wanted)} layers, "
-            f"but in cell_tpl they have {_listed(numbers)}; cut them so, or use "
+            f"layers ({layers[begin].cls.__name__}), so that stages have {wanted_sizes} layers, "
+            f"but in cell_tpl they have {sizes}; cut them so, or use "
             "lowering='placement'"
         )
     run = layers[begin:end]
@@ -215,7 +216,3 @@ def _longest_run(layers: Sequence[Any]) -> tuple[int, int]:
                 best = begin, end
             begin = end
     return best
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

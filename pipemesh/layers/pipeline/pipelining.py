@@ -66,10 +66,9 @@ class PipeliningLayer(SeqLayer):
     """A stack that runs the stages of `cell_tpl` on their devices, microbatch by microbatch.
 
     With `fprop_dtype` bfloat16 or float16 the stages compute in it, from weights in float32.
-    Gradients are summed over microbatches in float32. A layer with its own `fprop_dtype` has its
-    weights in that dtype. Only the first argument is cast, not labels, example weights or a
-    NestedMap. With float16 the pipeline scales the loss (`pipemesh.recurrent.LossScale`, here
-    `self.loss_scale`).
+    Gradients are summed over microbatches in float32. A layer with its own `fprop_dtype` gets its
+    weights in that dtype. Only the first argument is cast, and no NestedMap. With float16 the
+    pipeline scales the loss (`self.loss_scale`).
 
     It replaces `lingvo.core.gpipe.PipeliningLayer`, with these differences. The outputs, gradients
     and weights are those of the plain stack for any number of microbatches, including dropout. A
@@ -77,14 +76,11 @@ class PipeliningLayer(SeqLayer):
     between stages keep their dtypes. Running needs no `FPropMeta`.
 
     Example:
-        >>> from lingvo.core import layers
+        >>> from lingvo.core import layers, tshape
         >>> from pipemesh.layers import PartitionSequentialLayers
-        >>> from lingvo.core import tshape
         >>> dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4)
-        >>> params = PipeliningLayer.Params().Set(
-        ...     name="stack",
-        ...     num_micro_batches=4,
-        ...     cell_tpl=PartitionSequentialLayers([dense] * 4, 2, tshape.Shape([8, 4])))
+        >>> stages = PartitionSequentialLayers([dense] * 4, 2, tshape.Shape([8, 4]))
+        >>> params = PipeliningLayer.Params().Set(cell_tpl=stages, num_micro_batches=4)
     """
 
     @classmethod
@@ -102,9 +98,8 @@ class PipeliningLayer(SeqLayer):
         the params have its mesh too, for lingvo's own clusters, which have devices but no axes.
 
         Args:
-            plan: the plan.
-            **params: values of further params. The boundaries of the stages are those of
-                `cell_tpl`, which the caller cuts as `plan.boundaries` says.
+            plan: the plan, except for its boundaries: these are those of `cell_tpl`.
+            **params: values of further params.
 
         Example:
             >>> from pipemesh.plan import Plan
@@ -282,30 +277,15 @@ class PipeliningLayer(SeqLayer):
         return structures[-1].pack(take_out(p, homes[0], structures[-1], outputs))
 
     def PredictMemory(self, *args: Any) -> list[DeviceMemory]:
-        """Predicts the memory of a step on each device, before anything runs.
+        """Predicts the memory of a step on each device, without the temporary memory of an action.
 
-        Args:
-            *args: as for `FProp`; a `tf.TensorSpec` may replace a tensor.
-
-        Returns:
-            One entry for each device, in bytes, without the temporary memory of an action.
-
-        Raises:
-            PipelineError: see `FProp`.
-            DeviceError: see `FProp`.
+        Nothing runs. Arguments and errors are as for `FProp`; a `tf.TensorSpec` may replace a
+        tensor.
         """
         return self._predicted(predict_memory, args)
 
     def PredictTransfers(self, *args: Any) -> list[Transfer]:
-        """Predicts the transfers of a step between devices, with arguments as for `PredictMemory`.
-
-        Returns:
-            One entry for each kind and pair of devices; see `pipemesh.recurrent.predict_transfers`.
-
-        Raises:
-            PipelineError: see `FProp`.
-            DeviceError: see `FProp`.
-        """
+        """Predicts the transfers of a step by kind and pair of devices, as `PredictMemory` does."""
         return self._predicted(predict_transfers, args)
 
     def _predicted(self, predict: Callable[..., list[Any]], args: Any) -> list[Any]:

@@ -38,11 +38,10 @@ from pipemesh.recurrent import Home
 class SeqLayer(base_layer.BaseLayer):
     """A stack that runs `before_tpl`, then the stages of `cell_tpl` one by one on their devices.
 
-    The name of a stage is part of the name of a variable only if layers of two stages have the same
-    name. So weights are valid under another partition.
+    Weights are valid under another partition; see `FeatureExtractionLayer`.
 
-    Random numbers are keyed by the global step and by the layer inside. This layer's path in its
-    model counts too, without the model's name. So do earlier calls of `FProp` in the same graph, or
+    Random numbers are keyed by the global step, the layer inside, this layer's path in its model
+    without the model's name, and the number of earlier calls of `FProp` in the same graph, or
     eagerly under the same tape.
 
     Example:
@@ -64,26 +63,16 @@ class SeqLayer(base_layer.BaseLayer):
         p.Define(
             "mesh_shape",
             None,
-            "A mesh, such as 'layers:2;data:2', whose processors are the devices of the cluster's "
-            "model split, in order; by default that of `mesh_cluster`, or one device a stage.",
+            "A mesh, such as 'layers:2;data:2', of the devices of the cluster's model split; by "
+            "default that of `mesh_cluster`, or one device a stage.",
         )
-        p.Define(
-            "layout",
-            None,
-            "Which axes of the mesh the batch and the dims of named layers are split over, such as "
-            "'batch:data;d_ff:model'; by default as in `mesh_cluster`.",
-        )
+        p.Define("layout", None, "Rules for batch and named dims; default: of `mesh_cluster`.")
         p.Define(
             "tied_weights",
             {},
-            "Weights that layers with named dims take from others of the stack, as "
-            "{'layer.weight': 'other.weight'}: {'softmax.w': 'embedding.table'}.",
+            "Weights that named layers take from others, as {'softmax.w': 'embedding.table'}.",
         )
-        p.Define(
-            "allow_idle",
-            False,
-            "Whether mesh_shape may have axes that nothing is split over, whose devices idle.",
-        )
+        p.Define("allow_idle", False, "Whether mesh_shape may have axes that nothing uses.")
         return p
 
     def __init__(self, params: Any) -> None:
@@ -167,10 +156,6 @@ class SeqLayer(base_layer.BaseLayer):
         self.homes = homes
         return homes
 
-    def StageDevices(self) -> list[str]:
-        """Returns the first device of each stage."""
-        return [home.first for home in self.StageHomes()]
-
     def _child_variable_scope_override(self) -> dict[str, list[Any]]:
         names = [*self._before_names, *self.stage_names]
         return {**super()._child_variable_scope_override(), **{name: [] for name in names}}
@@ -188,17 +173,7 @@ class SeqLayer(base_layer.BaseLayer):
         return args
 
     def FPropStage(self, theta: Any, number: int, *args: Any, replica: int = 0) -> Any:
-        """Runs one stage alone, on the devices of one of its replicas.
-
-        Args:
-            theta: weights of this layer and its children.
-            number: the number of the stage.
-            *args: inputs of the stage.
-            replica: the number of the replica.
-
-        Returns:
-            The results of the stage, without named dims, on the replica's first device.
-        """
+        """Runs a stage alone, on the devices of a replica; the first one gets the whole results."""
         name, lowering = self.stage_names[number], self.stage_lowerings[number]
         devices = self.StageHomes()[number].replica(replica)
         with (
@@ -212,7 +187,7 @@ class SeqLayer(base_layer.BaseLayer):
         """Runs the layers before the stages inside randomness."""
         if py_utils.IsEagerMode() and not self._weights_are_its_own:
             # A graph itself rejects a second variable of one name.
-            check_weights_are_its_own(self, _is_transparent)
+            check_weights_are_its_own(self, (SeqLayer, FeatureExtractionLayer))
             self._weights_are_its_own = True
         for name in self._before_names:
             args = exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
@@ -229,8 +204,3 @@ class SeqLayer(base_layer.BaseLayer):
                 noted(self.params.name, name, args),
             ):
                 return cell.FProp(theta, *args)
-
-
-def _is_transparent(layer: Any) -> bool:
-    """Returns whether the names of its children's variables leave out a layer's name."""
-    return isinstance(layer, (SeqLayer, FeatureExtractionLayer))

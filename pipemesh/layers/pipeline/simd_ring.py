@@ -105,8 +105,14 @@ class SimdRing:
         def stage(now: Tick, x: Leaves, all_: Any) -> tuple[Leaves, Any]:
             sides, kept, state = all_
             of_group = [raw_map(lambda slots, g: slots[g], part, now.microbatch) for part in sides]
-            x, kept = self._stage(passed, now, x, of_group, kept)
-            return x, (sides, kept, state)
+            slot = raw_map(lambda g, r: g * self.rounds + r, now.microbatch, now.round)
+            after = []
+            for j, of_layer in enumerate(kept):
+                *args, places = self._joined_args(passed, x, of_group)
+                cache = SlottedCache(self._length, places, of_layer, slot, now.busy)
+                x = self._layer(passed, self._layer_weights(j, now.round), args, cache)
+                after.append(cache.kept)
+            return x, (sides, tuple(after), state)
 
         def leave(last: Tick, y: Leaves, all_: Any) -> Any:
             sides, kept, state = all_
@@ -120,8 +126,11 @@ class SimdRing:
 
         if kept is None:
             remembered = self._zeros((passed.kept,) * self.layers, groups * self.rounds)
+        elif len(kept) == 1:
+            # The loop overwrites it.
+            remembered = self._map(lambda _, slots: tf.raw_ops.DeepCopy(x=slots), *kept)
         else:
-            remembered = self._joined(kept)
+            remembered = self._map(lambda _, *slots: tf.concat(slots, 0), *kept)
         # Returned tensors wait in slots until their group is due at the first core.
         slots = () if self.rounds == 1 else self._zeros(passed.x, groups)
         _, (_, remembered, state) = TickLoop(self.lowering, timetable).run(
@@ -176,19 +185,6 @@ class SimdRing:
         """Returns the arguments of a layer, then the positions of tokens."""
         pairs = zip((*x, *sides), passed.arguments.shapes, strict=True)
         return passed.arguments.join(Tensor(self.lowering, *pair) for pair in pairs)
-
-    def _stage(
-        self, passed: _Passed, now: Tick, x: Leaves, sides: Sequence[Slices], kept: Kept
-    ) -> tuple[Leaves, Kept]:
-        raw_map = self.lowering.raw_map
-        slot = raw_map(lambda g, r: g * self.rounds + r, now.microbatch, now.round)
-        after = []
-        for j, of_layer in enumerate(kept):
-            *args, places = self._joined_args(passed, x, sides)
-            cache = SlottedCache(self._length, places, of_layer, slot, now.busy)
-            x = self._layer(passed, self._layer_weights(j, now.round), args, cache)
-            after.append(cache.kept)
-        return x, tuple(after)
 
     def _layer(
         self, passed: _Passed, weights: dict[str, Tensor], args: list[Any], cache: KeyValueCache
@@ -246,12 +242,6 @@ class SimdRing:
             with tf.device(self.lowering.devices[processor]):
                 results.append(function(processor, *parts))
         return tf.nest.pack_sequence_as(values[0], results)
-
-    def _joined(self, kept: Sequence[Kept]) -> Kept:
-        """Joins the caches of all groups into a copy, which the loop overwrites."""
-        if len(kept) == 1:
-            return self._map(lambda _, slots: tf.raw_ops.DeepCopy(x=slots), *kept)
-        return self._map(lambda _, *slots: tf.concat(slots, 0), *kept)
 
     def _zeros(self, specs: Any, *front: int) -> Any:
         """Returns zeros on each processor, with further dims in front."""

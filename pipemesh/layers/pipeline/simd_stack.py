@@ -12,7 +12,7 @@ from lingvo.core import py_utils
 from pipemesh import randomness
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
-from pipemesh.layers.feature_extraction import to_tuple
+from pipemesh.layers.feature_extraction import all_layers, to_tuple
 from pipemesh.layers.mesh_cluster import mesh_devices
 from pipemesh.layers.named import NamedLayer, lowering_scope
 from pipemesh.layers.named.scope import exported, unnamed
@@ -96,7 +96,7 @@ class SimdStack:
         create_stages(self._tpls)
         self._alike = [layer for name in self._stages for layer in self._layers(name)]
         self._prefix = self._alike[0].params.name
-        for layer, _, _ in _inside(self._alike[0], None, ""):
+        for layer in all_layers(self._alike[0]):
             named = layer.weight_parts() if isinstance(layer, NamedLayer) else {}
             for name in layer.vars:
                 if name not in layer.children and name not in named:
@@ -130,8 +130,7 @@ class SimdStack:
         # weight occurs once, under the layer that makes it.
         shapes = {}
         for tpl in self._ends:
-            for layer in self._layers(tpl.name):
-                shapes |= _named_shapes(layer, layer.params.name)
+            shapes |= _named_shapes(self._stack.children[tpl.name], "")
         for name in self._stack.params.tied_weights:
             del shapes[name]
         layer_shapes = _named_shapes(self._alike[0], self._prefix)
@@ -187,9 +186,7 @@ class SimdStack:
         shapes, weights, mesh = self.shapes, {}, lowering.mesh
         with lowering_scope(lowering):
             for tpl in self._ends:
-                for layer in self._layers(tpl.name):
-                    name = layer.params.name
-                    weights |= _named_weights(layer, theta[tpl.name][name], name)
+                weights |= _named_weights(self._stack.children[tpl.name], theta[tpl.name], "")
         weights = {path: tensor for path, tensor in weights.items() if path in shapes}
         inner = LayoutRules(tuple(rule for rule in lowering.rules.rules if rule[1] != LAYERS_AXIS))
         # The weights of the alike layers at each position along the axis `layers`, by path.
@@ -280,15 +277,9 @@ class SimdStack:
         """Calls the layers of `first` or `last`, if there are any; arguments as in `__call__`."""
         if cell is None:
             return args
-        tied, cell_theta = self._stack.params.tied_weights, py_utils.NestedMap()
-        for layer in self._layers(cell):
-            name = layer.params.name
-            cell_theta[name] = _theta_of(
-                layer,
-                lambda path: weights[tied.get(path, path)],
-                None if theta is None else theta[cell][name],
-                name,
-            )
+        tied, rest = self._stack.params.tied_weights, None if theta is None else theta[cell]
+        layer = self._stack.children[cell]
+        cell_theta = _theta_of(layer, lambda path: weights[tied.get(path, path)], rest, "")
         return self._call_cell(cell_theta, cell, *args)
 
     def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
@@ -339,35 +330,28 @@ class SimdStack:
         return named
 
 
-def _inside(layer: Any, theta: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yields a layer, or those of a list, and all below, each with its theta and its path."""
+def _named(layer: Any, theta: Any, path: str) -> Iterator[tuple[str, NamedLayer, str, Any]]:
+    """Yields the weights with named dims of a layer or a list: path, layer, name and its theta."""
     if isinstance(layer, list | tuple):
         parts = {f"[{number}]": (part, number) for number, part in enumerate(layer)}
     else:
-        yield layer, theta, path
+        for name in layer.named_shapes if isinstance(layer, NamedLayer) else ():
+            yield f"{path}.{name}", layer, name, theta
         parts = {f".{name}": (child, name) for name, child in layer.children.items()}
     for end, (part, key) in parts.items():
-        yield from _inside(part, None if theta is None else theta[key], path + end)
+        part_theta = None if theta is None else theta[key]
+        yield from _named(part, part_theta, (path + end).removeprefix("."))
 
 
 def _named_shapes(layer: Any, path: str) -> dict[str, Shape]:
     """Returns the shapes of the whole weights by path, which begins with the given one."""
-    return {
-        f"{path}.{name}": shape
-        for layer, _, path in _inside(layer, None, path)
-        if isinstance(layer, NamedLayer)
-        for name, shape in layer.named_shapes.items()
-    }
+    return {at: owner.named_shapes[name] for at, owner, name, _ in _named(layer, None, path)}
 
 
 def _named_weights(layer: Any, theta: Any, path: str) -> dict[str, Tensor]:
     """Returns the weights by path, which begins with the given one, under the current lowering."""
-    return {
-        f"{path}.{name}": layer.Weight(theta, name)
-        for layer, theta, path in _inside(layer, theta, path)
-        if isinstance(layer, NamedLayer)
-        for name in layer.named_shapes
-    }
+    weights = _named(layer, theta, path)
+    return {at: owner.Weight(own_theta, name) for at, owner, name, own_theta in weights}
 
 
 def _theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str) -> Any:
@@ -385,5 +369,5 @@ def _theta_of(layer: Any, weight: Callable[[str], Tensor], theta: Any, path: str
         nested = {k: v for k, v in (theta or {}).items() if k not in layer.children}
     for name, child in layer.children.items():
         child_theta = None if theta is None else theta[name]
-        nested[name] = _theta_of(child, weight, child_theta, f"{path}.{name}")
+        nested[name] = _theta_of(child, weight, child_theta, f"{path}.{name}".removeprefix("."))
     return py_utils.NestedMap(nested)

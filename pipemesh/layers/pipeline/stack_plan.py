@@ -16,7 +16,7 @@ from pipemesh.layers.check_params import (
     check_floating,
     check_whole,
 )
-from pipemesh.layers.feature_extraction import FeatureExtractionLayer
+from pipemesh.layers.feature_extraction import is_stage
 from pipemesh.layers.mesh_cluster import mesh_of
 from pipemesh.layers.pipeline.alike_stages import check_lowering
 from pipemesh.layers.pipeline.losses import ACCUMULATIONS
@@ -45,11 +45,7 @@ def define_pipelining(p: Any) -> None:
     p.Define("num_micro_batches", 1, "Number of microbatches; must divide the batch.")
     p.Define("micro_batch_size", None, "Size of a microbatch; given or derived.")
     p.Define("batch_dim", 0, "The batch dimension of all inputs and outputs.")
-    p.Define(
-        "state_dtype",
-        None,
-        "If set, floating tensors between stages and returned ones have this dtype.",
-    )
+    p.Define("state_dtype", None, "If set, the dtype of floating tensors that stages return.")
     p.Define("nested_map_fprop", False, "Whether the stages take and return exactly one NestedMap.")
     p.Define(
         "schedule",
@@ -60,61 +56,38 @@ def define_pipelining(p: Any) -> None:
     p.Define(
         "loss_inside",
         False,
-        "Whether the last layer is a head, which returns the loss of its microbatch, summed "
-        "over examples or tokens; the summed weight; and metrics to look at, if any. FProp "
-        "then returns the same for the whole batch: metrics with a batch dim are joined, "
-        "scalar ones become a vector with one element a microbatch (with replicas, one for "
-        "each replica's part of it). Only the loss has a gradient.",
+        "Whether the last layer is a head, which returns a microbatch's summed loss, summed weight "
+        "and metrics. FProp then returns these for the whole batch: metrics with a batch dim are "
+        "joined, scalars have one element a microbatch and replica. Only the loss has a gradient.",
     )
     p.Define(
         "aux_loss_microbatch_accumulation",
         None,
-        "What becomes of scalars that layers add to an AuxLossContext around the pipeline: 'mean' "
-        "or 'sum' of those of all microbatches (and replicas). It must be what the layers do with "
-        "the examples of a batch; then the loss is that of the plain stack.",
+        "How scalars that layers add to an AuxLossContext are joined over microbatches: 'mean' or "
+        "'sum', as the layers join examples.",
     )
     p.Define(
         "remat",
         "full",
-        "What is computed again in the backward pass: 'full', 'none', 'except_last', 'twice', "
-        "Selective(predicate), or one for each stage: 'full,none' or ByStage(policies). See "
-        "pipemesh.recurrent.Options.",
+        "What is computed again in the backward pass, such as 'full', 'none', or 'full,none' for "
+        "two stages; see pipemesh.recurrent.Options.",
     )
-    p.Define(
-        "loop",
-        None,
-        "True: the schedule is one loop of the graph, which then grows with the number of stages "
-        "only. False: each action has operations of its own. None: chosen by size; see Options.",
-    )
+    p.Define("loop", None, "Whether the schedule is one loop of the graph; None: by size.")
     p.Define("rolled", None, "Old name of loop, for one release.")
     p.Define(
         "check_numerics",
         None,
-        "What must be finite: 'results', 'all', 'loss', 'forward' or 'off'; see "
-        "pipemesh.recurrent.Options. By default 'loss' if the stages compute in float16, else "
-        "'results'; where FProp is called eagerly, 'forward' or 'all', if the lowering is "
-        "'placement'.",
+        "What must be finite; see pipemesh.recurrent.Options. Where FProp is called eagerly, by "
+        "default 'all' with lowering='placement', in float16 'forward'.",
     )
     p.Define(
         "lowering",
         "placement",
-        "How the stages run: 'placement' by the schedule's actions, each an operation of its "
-        "own, or 'simd' as one loop over ticks, for stages that are alike but for their names. "
-        "With loss_inside all devices compute what stands before and behind the alike layers, "
-        "which have named dims.",
+        "How the stages run: 'placement', each action on its device; or 'simd', one loop over "
+        "ticks for stages that are alike but for their names.",
     )
-    p.Define(
-        "pipelined",
-        True,
-        "False runs the whole batch through one stage after the other, as SeqLayer does, for "
-        "comparison.",
-    )
-    p.Define(
-        "strict_devices",
-        False,
-        "Whether an operation of a stage that is pinned to another device, or has no kernel "
-        "for the device of its stage, is an error.",
-    )
+    p.Define("pipelined", True, "False runs the whole batch as SeqLayer does, for comparison.")
+    p.Define("strict_devices", False, "Whether an operation on another device is an error.")
 
 
 def set_plan(p: Any, plan: Plan, names: Collection[str] = PARAMS) -> None:
@@ -163,9 +136,7 @@ def plan_of(p: Any, cluster: Any) -> Plan:
     the cluster's axis: then several share a position.
     """
     mesh, layout = mesh_of(cluster, p)
-    sizes = [
-        len(cell.sub) if issubclass(cell.cls, FeatureExtractionLayer) else 1 for cell in p.cell_tpl
-    ]
+    sizes = [len(cell.sub) if is_stage(cell) else 1 for cell in p.cell_tpl]
     try:
         _check_counts(p)
         mesh = _with_places(mesh, num_places(p, p.schedule))

@@ -1,17 +1,4 @@
-"""Operations on tensors with named dims, which give the same result under every legal layout.
-
-Example:
-    >>> import tensorflow as tf
-    >>> from pipemesh.lowering import ops
-    >>> from pipemesh.lowering.placement import PlacementLowering
-    >>> from pipemesh.mesh import LayoutRules, Mesh, Shape
-    >>> mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model")
-    >>> lowering = PlacementLowering(mesh, rules, ["CPU:0", "CPU:0"])
-    >>> x = ops.import_tensor(lowering, tf.ones([3, 4]), "batch:3;hidden:4")
-    >>> w = ops.import_tensor(lowering, tf.ones([4, 5]), "hidden:4;out:5")
-    >>> ops.export_tensor(ops.einsum([x, w], ["batch", "out"])).numpy()[0].tolist()
-    [4.0, 4.0, 4.0, 4.0, 4.0]
-"""
+"""Operations on tensors with named dims, which give the same result under every legal layout."""
 
 from typing import TYPE_CHECKING
 

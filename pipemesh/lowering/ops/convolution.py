@@ -51,123 +51,94 @@ Raises:
 )
 
 
-@_register
-def conv1d(
-    x: Tensor,
-    filters: Tensor,
-    window: Mapping[str, str],
-    *,
-    padding: Padding,
-    strides: Steps = 1,
-    dilations: Steps = 1,
-) -> Tensor:
-    """Convolves over one dim, as `tf.nn.conv1d` does; see `conv2d`."""
-    return _conv(1, x, filters, window, padding, strides, dilations)
+def _convolution(rank: int, what: str):  # Its type is that of `op`.
+    def op(
+        x: Tensor,
+        filters: Tensor,
+        window: Mapping[str, str],
+        *,
+        padding: Padding,
+        strides: Steps = 1,
+        dilations: Steps = 1,
+    ) -> Tensor:
+        lowering = check_same_lowering([x, filters])
+        check_same_dtype([x, filters])
+        _check_window(rank, x, filters, window, padding)
+        _check_channels(x, filters, window)
+        steps = _by_name("strides", strides, window)
+        spread = _by_name("dilations", dilations, window)
+        kernel = filters.shape.select(*window.values())
+        rest = filters.shape.without(*kernel.names)
+        shared = x.shape.without(*window) & rest
+        out = rest - shared
+        batch = x.shape.without(*window, *shared.names)
+        shape, runs = windows_of(
+            x.shape, filters.shape, window, padding, steps, spread, lowering.rules, lowering.mesh
+        )
+        layout = lowering.tensor_layout(shape)
+        # All dims that meet in the matmuls; those of the window are whole.
+        lowering.tensor_layout(Shape((*x.shape.dims, *out.dims)))
+
+        whole = [
+            None if name in kernel.names else axis
+            for name, axis in zip(filters.shape.names, filters.layout.axes, strict=True)
+        ]
+        weights = change_splits(lowering, filters.slices, filters.layout.axes, whole)
+        weight_axes = [axis for axis in whole if axis is not None]
+        axes = tuple(dict.fromkeys([*x.split_axes, *weight_axes]))
+        weights = lowering.vary(weights, [axis for axis in axes if axis not in weight_axes])
+        rows = x.vary(axes)
+        for name, run in runs.items():
+            at = x.shape.index(name)
+            rows = take_windows(lowering, rows, x.layout.axes[at], at, run)
+
+        x_order = [x.shape.index(name) for name in (*batch.names, *window, *shared.names)]
+        order = [filters.shape.index(name) for name in (*kernel.names, *shared.names, *out.names)]
+        computed = (*batch.names, *window, *out.names)
+
+        def local(image: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+            image, weight = in_order(image, x_order), in_order(weight, order)
+            sizes, outs = static_sizes(image), static_sizes(weight)[rank + len(shared) :]
+            batches, spatial = sizes[: len(batch)], sizes[len(batch) : len(batch) + rank]
+            channels = math.prod(sizes[len(batch) + rank :])
+            result = _convolve(
+                tf.reshape(image, [math.prod(batches), *spatial, channels]),
+                tf.reshape(weight, [*kernel.sizes, channels, math.prod(outs)]),
+                [steps[name] for name in window],
+                [spread[name] for name in window],
+            )
+            # For an empty batch TensorFlow returns an image of wrong sizes, which is empty too.
+            slid = [layout.slice_shape[shape.index(name)] for name in window]
+            result = tf.reshape(result, [*batches, *slid, *outs])
+            return in_order(result, [computed.index(name) for name in shape.names])
+
+        partial = lowering.map(local, rows, weights)
+        summed = [axis for axis in axes if axis not in layout.split_axes]
+        return Tensor(lowering, lowering.all_reduce(partial, summed), shape)
+
+    op.__name__ = op.__qualname__ = f"conv{rank}d"
+    op.__doc__ = what
+    return _register(op)
 
 
-@_register
-def conv2d(
-    x: Tensor,
-    filters: Tensor,
-    window: Mapping[str, str],
-    *,
-    padding: Padding,
-    strides: Steps = 1,
-    dilations: Steps = 1,
-) -> Tensor:
+conv1d = _convolution(1, "Convolves over one dim, as `tf.nn.conv1d` does; see `conv2d`.")
+conv2d = _convolution(
+    2,
     """Convolves over two dims, as `tf.nn.conv2d` does.
 
-    Dims that `x` and `filters` share are the channels to sum over; there must be at least one.
-    Further dims of `filters` are the channels of the result, its last dims. All other dims of `x`
-    are batch dims.
+Dims that `x` and `filters` share are the channels to sum over; there must be at least one.
+Further dims of `filters` are the channels of the result, its last dims. All other dims of `x`
+are batch dims.
 
-    If a window slides over a split dim, each processor gets only the rows that its windows need
-    from its neighbours. The gradients of these rows go back and are added.
+If a window slides over a split dim, each processor gets only the rows that its windows need
+from its neighbours. The gradients of these rows go back and are added.
 
-    Strides and dilations are exact for split dims too. As for every tensor, the result's size must
-    be a multiple of the number of slices. Sizes are those of TensorFlow: ceil(size / stride) for
-    SAME, ceil((size - dilation * (window - 1)) / stride) for VALID.
-    """
-    return _conv(2, x, filters, window, padding, strides, dilations)
-
-
-@_register
-def conv3d(
-    x: Tensor,
-    filters: Tensor,
-    window: Mapping[str, str],
-    *,
-    padding: Padding,
-    strides: Steps = 1,
-    dilations: Steps = 1,
-) -> Tensor:
-    """Convolves over three dims, as `tf.nn.conv3d` does; see `conv2d`."""
-    return _conv(3, x, filters, window, padding, strides, dilations)
-
-
-def _conv(
-    rank: int,
-    x: Tensor,
-    filters: Tensor,
-    window: Mapping[str, str],
-    padding: str,
-    strides: Steps,
-    dilations: Steps,
-) -> Tensor:
-    lowering = check_same_lowering([x, filters])
-    check_same_dtype([x, filters])
-    _check_window(rank, x, filters, window, padding)
-    _check_channels(x, filters, window)
-    steps = _by_name("strides", strides, window)
-    spread = _by_name("dilations", dilations, window)
-    kernel = filters.shape.select(*window.values())
-    rest = filters.shape.without(*kernel.names)
-    shared = x.shape.without(*window) & rest
-    out = rest - shared
-    batch = x.shape.without(*window, *shared.names)
-    shape, runs = windows_of(
-        x.shape, filters.shape, window, padding, steps, spread, lowering.rules, lowering.mesh
-    )
-    layout = lowering.tensor_layout(shape)
-    # All dims that meet in the matmuls; those of the window are whole.
-    lowering.tensor_layout(Shape((*x.shape.dims, *out.dims)))
-
-    whole = [
-        None if name in kernel.names else axis
-        for name, axis in zip(filters.shape.names, filters.layout.axes, strict=True)
-    ]
-    weights = change_splits(lowering, filters.slices, filters.layout.axes, whole)
-    weight_axes = [axis for axis in whole if axis is not None]
-    axes = tuple(dict.fromkeys([*x.split_axes, *weight_axes]))
-    weights = lowering.vary(weights, [axis for axis in axes if axis not in weight_axes])
-    rows = x.vary(axes)
-    for name, run in runs.items():
-        at = x.shape.index(name)
-        rows = take_windows(lowering, rows, x.layout.axes[at], at, run)
-
-    x_order = [x.shape.index(name) for name in (*batch.names, *window, *shared.names)]
-    order = [filters.shape.index(name) for name in (*kernel.names, *shared.names, *out.names)]
-    computed = (*batch.names, *window, *out.names)
-
-    def local(image: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-        image, weight = in_order(image, x_order), in_order(weight, order)
-        sizes, outs = static_sizes(image), static_sizes(weight)[rank + len(shared) :]
-        batches, spatial = sizes[: len(batch)], sizes[len(batch) : len(batch) + rank]
-        channels = math.prod(sizes[len(batch) + rank :])
-        result = _convolve(
-            tf.reshape(image, [math.prod(batches), *spatial, channels]),
-            tf.reshape(weight, [*kernel.sizes, channels, math.prod(outs)]),
-            [steps[name] for name in window],
-            [spread[name] for name in window],
-        )
-        # For an empty batch TensorFlow returns an image of wrong sizes, which is empty too.
-        slid = [layout.slice_shape[shape.index(name)] for name in window]
-        result = tf.reshape(result, [*batches, *slid, *outs])
-        return in_order(result, [computed.index(name) for name in shape.names])
-
-    partial = lowering.map(local, rows, weights)
-    summed = [axis for axis in axes if axis not in layout.split_axes]
-    return Tensor(lowering, lowering.all_reduce(partial, summed), shape)
+Strides and dilations are exact for split dims too. As for every tensor, the result's size must
+be a multiple of the number of slices. Sizes are those of TensorFlow: ceil(size / stride) for
+SAME, ceil((size - dilation * (window - 1)) / stride) for VALID.
+""",
+)
+conv3d = _convolution(3, "Convolves over three dims, as `tf.nn.conv3d` does; see `conv2d`.")
 
 
 def windows_of(

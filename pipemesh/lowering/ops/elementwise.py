@@ -13,59 +13,9 @@ import tensorflow as tf
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import check_operands, register
 from pipemesh.lowering.ops.relayout import import_tensor
+from pipemesh.lowering.registry import OPS
 from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
 from pipemesh.mesh import Shape
-
-__all__ = [
-    "abs",
-    "add",
-    "broadcast_to",
-    "cast",
-    "ceil",
-    "cos",
-    "divide",
-    "equal",
-    "erf",
-    "exp",
-    "floor",
-    "floor_divide",
-    "floor_mod",
-    "gelu",
-    "greater",
-    "greater_equal",
-    "is_finite",
-    "is_nan",
-    "less",
-    "less_equal",
-    "log",
-    "log1p",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-    "maximum",
-    "minimum",
-    "multiply",
-    "negative",
-    "not_equal",
-    "power",
-    "reciprocal",
-    "relu",
-    "round",
-    "rsqrt",
-    "sigmoid",
-    "sign",
-    "silu",
-    "sin",
-    "softplus",
-    "sqrt",
-    "square",
-    "squared_difference",
-    "stop_gradient",
-    "subtract",
-    "tanh",
-    "where",
-]
 
 Operand = Any  # A Tensor, or a number: from Python or NumPy, or a 0-d tf.Tensor.
 
@@ -297,3 +247,9 @@ def broadcast_to(x: Tensor, shape: Shape) -> Tensor:
         return tf.broadcast_to(align(slice_, x.shape.names, shape.names), sizes)
 
     return Tensor(x.lowering, x.lowering.map(local, x.vary(layout.split_axes)), shape)
+
+
+# `ops` has these names.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name for name, op in OPS.items() if op.group == "elementwise"
+]

@@ -10,20 +10,9 @@ import tensorflow as tf
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import F, register
 from pipemesh.lowering.ops import elementwise
+from pipemesh.lowering.registry import OPS
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
-
-__all__ = [
-    "log_softmax",
-    "reduce_all",
-    "reduce_any",
-    "reduce_logsumexp",
-    "reduce_max",
-    "reduce_mean",
-    "reduce_min",
-    "reduce_sum",
-    "softmax",
-]
 
 Dims = str | Sequence[str] | None
 _EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min}
@@ -197,3 +186,9 @@ def log_softmax(x: Tensor, dims: Dims) -> Tensor:
     """
     wide = widened(x)
     return elementwise.cast(elementwise.subtract(wide, reduce_logsumexp(wide, dims)), x.dtype)
+
+
+# `ops` has these names.
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    name for name, op in OPS.items() if op.group in ("reduction", "softmax")
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -166,29 +167,16 @@ def rename(x: Tensor, names: Mapping[str, str]) -> Tensor:
     return Tensor(x.lowering, change_splits(x.lowering, x.slices, x.layout.axes, new), shape)
 
 
-def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
-    """Returns shortest runs of old and new dims with equal products; sizes are above 0."""
-    groups: list[tuple[range, range]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        first_i, first_j = i, j
-        left = right = 1
-        if i < len(old):
-            left, i = old[i], i + 1
-        if j < len(new):
-            right, j = new[j], j + 1
-        while left != right:
-            if left < right:
-                left, i = left * old[i], i + 1
-            else:
-                right, j = right * new[j], j + 1
-        groups.append((range(first_i, i), range(first_j, j)))
-    return groups
-
-
-def _leading(dims: range, sizes: Sequence[int]) -> int | None:
-    """Returns the first dim of a run whose size is not 1."""
-    return next((dim for dim in dims if sizes[dim] != 1), None)
+def _leading_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the first dims of shortest runs of old and new dims with equal products; sizes are
+    above 0.
+    """
+    # Runs begin where the products of all dims before are equal. Dims of size 1 lead no run.
+    old_dims, new_dims = (
+        {math.prod(sizes[:dim]): dim for dim, size in enumerate(sizes) if size != 1}
+        for sizes in (old, new)
+    )
+    return [(dim, new_dims[before]) for before, dim in old_dims.items() if before in new_dims]
 
 
 def _meeting_axes(lowering: Lowering, x: Tensor, shape: Shape) -> tuple[list[str | None], ...]:
@@ -201,12 +189,11 @@ def _meeting_axes(lowering: Lowering, x: Tensor, shape: Shape) -> tuple[list[str
     after: list[str | None] = [None] * len(new_sizes)
     if 0 in old_sizes:
         return before, after
-    groups = _groups(old_sizes, new_sizes)
+    leading = _leading_dims(old_sizes, new_sizes)
     # First axes that need not move at all, then those that move on one side only.
     for needs in (2, 1):
-        for old_run, new_run in groups:
-            lead, target = _leading(old_run, old_sizes), _leading(new_run, new_sizes)
-            if lead is None or target is None or before[lead] is not None:
+        for lead, target in leading:
+            if before[lead] is not None:
                 continue
             candidates = [old_axes[lead], new_axes[target]]
             for axis in candidates:

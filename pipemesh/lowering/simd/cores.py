@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -137,7 +136,8 @@ class Cores:
         rules.check(self.mesh)
         _check_args(args, self.devices)
         instance_keys = eager_instance_keys()
-        ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+        runs = [futures.Future[Any]() for _ in self.devices]
+        errors: list[BaseException] = []
 
         def run(i: int) -> None:
             core = self.numbers[i]
@@ -147,38 +147,30 @@ class Cores:
             lowering = SimdLowering(self.mesh, rules, collectives, core)
             try:
                 with tf.device(self.devices[i]):
-                    ended.put((i, _run_program(program, lowering, args[i], warns=not i), None))
+                    result = _run_program(program, lowering, args[i], warns=not i)
+                runs[i].set_result(result)
             except BaseException as error:
-                ended.put((i, None, error))
+                errors.append(error)
+                runs[i].set_exception(error)
 
         # The first core gets a thread too: the caller's graph and tapes belong to its thread, and
         # all cores must see the same. Daemon threads let a caller that gives up leave.
-        threads = [
-            threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(self.devices))
-        ]
-        until = None if self.time_limit_s is None else time.monotonic() + self.time_limit_s
-        for thread in threads:
-            thread.start()
-        results: dict[int, Any] = {}
-        while len(results) < len(threads):
-            left = None if until is None else max(0.0, until - time.monotonic())
-            try:
-                core, result, error = ended.get(timeout=left)
-            except queue.Empty:
-                error = self._late(results)
-            else:
-                results[core] = result
-            if error is not None:
-                _end(threads, f"another core failed: {type(error).__name__}: {error}")
-                raise error
-        return [results[core] for core in range(len(threads))]
+        for i in range(len(runs)):
+            threading.Thread(target=run, args=(i,), daemon=True).start()
+        _, late = futures.wait(runs, self.time_limit_s, futures.FIRST_EXCEPTION)
+        if errors or late:
+            error = errors[0] if errors else self._late([future in late for future in runs])
+            _end(runs, f"another core failed: {type(error).__name__}: {error}")
+            raise error
+        return [future.result() for future in runs]
 
-    def _late(self, ended: Mapping[int, Any]) -> DeviceError:
-        waiting = [core for core in range(len(self.devices)) if core not in ended]
+    def _late(self, is_late: Sequence[bool]) -> DeviceError:
+        waiting = [core for core, late in enumerate(is_late) if late]
+        ended = [core for core, late in enumerate(is_late) if not late]
         message = f"cores {_listed(waiting)} of mesh '{self.mesh}' were not done in "
         message += f"{self.time_limit_s:g} s"
         if ended:
-            message += f", while cores {_listed(sorted(ended))} were"
+            message += f", while cores {_listed(ended)} were"
         return DeviceError(
             f"{message}. Do all run the same program, as often? If it only takes longer, give "
             "Cores a higher time_limit_s"
@@ -189,18 +181,11 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _end(threads: Sequence[threading.Thread], why: str) -> None:
-    """Ends all threads after a core has failed; abandons a thread that keeps computing."""
-    _join(threads)
-    if any(thread.is_alive() for thread in threads):
+def _end(runs: Sequence[futures.Future[Any]], why: str) -> None:
+    """Ends all runs after a core has failed; abandons one that keeps computing."""
+    if futures.wait(runs, _PATIENCE_SECONDS).not_done:
         collectives.abort(why)
-    _join(threads)
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    until = time.monotonic() + _PATIENCE_SECONDS
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
+    futures.wait(runs, _PATIENCE_SECONDS)
 
 
 class CoreFunction:

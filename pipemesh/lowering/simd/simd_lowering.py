@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,36 +10,10 @@ import tensorflow as tf
 from pipemesh.backend.gradients import custom_gradient, install_branch_gradients
 from pipemesh.lowering.differentiate import call_local
 from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
+from pipemesh.lowering.simd.collectives import TfCollectives, TpuCollectives
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 install_branch_gradients()
-
-
-class Collectives(abc.ABC):
-    """The interface of communication between cores: the methods of `Lowering` on one core's tensor.
-
-    No method needs a gradient. All cores call the methods in the same order.
-    """
-
-    @abc.abstractmethod
-    def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
-        """Reduces over the cores that differ along `axes`; `op` is sum, max or min."""
-
-    @abc.abstractmethod
-    def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
-        """Joins the slices along `axis` in the dim at position `dim`."""
-
-    @abc.abstractmethod
-    def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
-        """Cuts `split_dim`, sends a piece to each core along `axis`, and joins in `concat_dim`."""
-
-    @abc.abstractmethod
-    def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
-        """Sends from coordinate to coordinate along `axis`; other cores get zeros."""
-
-    def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> int | None:
-        """Returns the bytes that a core sends in one call, or None for the usual number."""
-        return None
 
 
 class SimdLowering(Lowering):
@@ -49,23 +22,25 @@ class SimdLowering(Lowering):
     Attributes:
         core: int32 scalar, the number of the core that runs the program. It is an input of the
             program, which computes its coordinates from it.
-        collectives: the communication between cores.
+        collectives: the communication between cores, by the methods `raw_...` of `Lowering` on
+            one core's tensor. All cores call them in the same order.
 
     Raises:
         LayoutError: a rule names an unknown axis.
     """
 
+    num_slices = 1
+
     def __init__(
-        self, mesh: Mesh, rules: LayoutRules, collectives: Collectives, core: tf.Tensor
+        self,
+        mesh: Mesh,
+        rules: LayoutRules,
+        collectives: TfCollectives | TpuCollectives,
+        core: tf.Tensor,
     ) -> None:
         super().__init__(mesh, rules)
         self.collectives = collectives
         self.core = core
-
-    @property
-    def num_slices(self) -> int:
-        """Returns 1."""
-        return 1
 
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function."""

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
-from pipemesh.plan.figures import Figures
-
-if TYPE_CHECKING:
-    # This loads lingvo, which must not happen before devices exist.
-    from pipemesh.training.measuring.measure import Make
 
 
 class RegisteredSteps:
-    """Steps of a registered model under plans; create it before TensorFlow starts."""
+    """Steps of a registered model under plans; create it before TensorFlow starts.
+
+    Attributes:
+        rows: number of examples in a batch of the model.
+        figures: returns the model's figures; see `measure`.
+        seconds: returns the seconds of a step under each of some plans; see `seconds_of`.
+    """
 
     def __init__(self, name: str, num_devices: int, device_type: str = "CPU") -> None:
-        self._make = _started(name, num_devices, device_type)
-        self._devices = num_devices
-        self._batch = next(iter(self._make(Plan()).train_data(0)))
-
-    def figures(self) -> Figures:
-        """Returns the model's figures; see `measure`."""
-        from pipemesh.training.measuring.measure import measure
-
-        return measure(self._make, self._batch, self._devices, _say)
-
-    def seconds(self, plans: Sequence[Plan]) -> list[float]:
-        """Returns the seconds of a step under each plan, infinite for an impossible plan."""
-        from pipemesh.training.measuring.measure import seconds_of
-
-        return seconds_of(self._make, self._batch, plans, _say)
-
-    @property
-    def rows(self) -> int:
-        """Returns the number of examples in a batch of the model."""
+        make = _started(name, num_devices, device_type)
+        # They load lingvo, which must not happen before devices exist.
+        from pipemesh.training.measuring.measure import measure, seconds_of
         from pipemesh.training.subject import rows_of
 
-        return rows_of(self._batch)
+        batch = next(iter(make(Plan()).train_data(0)))
+        self.rows = rows_of(batch)
+        self.figures = functools.partial(measure, make, batch, num_devices, _say)
+        self.seconds = functools.partial(seconds_of, make, batch, say=_say)
 
 
-def _started(name: str, num_devices: int, device_type: str) -> Make:
+def _started(name: str, num_devices: int, device_type: str) -> Callable[[Plan], Any]:
     """Makes the devices, and returns a function that makes the model under a plan."""
     import tensorflow as tf
     from absl import flags, logging

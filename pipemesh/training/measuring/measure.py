@@ -103,23 +103,44 @@ def _layers_alone(
     variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
     weights = num_bytes(variables)
     update, fixed = _outside(alone, together, weights)
-    layers = [
-        _figures(
-            step.stack.params.cell_tpl[layer].sub[0].name,
-            seconds[layer],
-            work[layer],
-            middle,
+
+    def figures_of(layer: int) -> LayerFigures:
+        stages, half, layer_dims = step.stack.params.cell_tpl, halves[layer], dims[layer]
+        # Core time is the better measure: other programs disturb it least.
+        kinds = work[layer] or seconds[layer]
+
+        def whole(part: Callable[[StageMemory], int]) -> Curve | None:
+            # Each of two devices holds the unsplit part, and half of the rest.
+            if not shared:
+                return None
+            return Curve(((middle, max(0, 2 * part(shared[layer]) - part(half))),))
+
+        def curve(part: Callable[[StageMemory], float]) -> Curve:
+            return Curve(tuple((size, part(memory[layer])) for size, memory in held))
+
+        outputs = curve(lambda memory: num_bytes(memory.outputs))
+        summed = tuple((x, y * len(layer_dims)) for x, y in outputs.points)
+        working = tuple((size, memory.stages[layer]) for size, memory in needed.items())
+        return LayerFigures(
+            stages[layer].sub[0].name,
+            _with_halves(seconds[layer], middle),
             num_bytes(cells[layer].vars.Flatten()),
-            [(size, stages[layer]) for size, stages in held],
-            dims[layer],
-            halves[layer],
-            shared[layer] if shared else None,
-            {size: memory.stages[layer] for size, memory in needed.items()},
+            curve(lambda memory: memory.kept),
+            outputs,
+            # One all-reduce of the activations for each split dim.
+            summed=Curve(summed) if layer_dims else None,
+            sums=max(1, len(layer_dims)),
+            split=math.gcd(*layer_dims.values()) if layer_dims else 1,
+            working=Curve(working) if working else None,
+            whole=whole(lambda memory: memory.kept),
+            pending=Curve(((middle, half.pending),)),
+            pending_whole=whole(lambda memory: memory.pending),
+            work=_with_halves(work[layer], middle) if work[layer] else {},
+            again=min(1.0, kinds["R"][middle] / kinds["F"][middle]),
         )
-        for layer in range(number)
-    ]
+
     return Figures(
-        tuple(layers),
+        tuple(map(figures_of, range(number))),
         action=max(_ACTION, overhead),
         fixed=fixed,
         update=update,
@@ -201,52 +222,6 @@ def with_rows(batch: Any, rows: int) -> Any:
         return tf.concat([x] * times, 0)[:rows]
 
     return tf.nest.map_structure(some, batch)
-
-
-def _figures(
-    name: str,
-    seconds: dict[str, dict[int, float]],
-    work: dict[str, dict[int, float]],
-    middle: int,
-    parameter_bytes: int,
-    sizes: Sequence[tuple[int, StageMemory]],
-    dims: dict[str, int],
-    halves: StageMemory,
-    shared: StageMemory | None,
-    working: dict[int, int],
-) -> LayerFigures:
-    curves = _with_halves(seconds, middle)
-    # Core time is the better measure: other programs disturb it least.
-    kinds = work or seconds
-
-    def whole(part: Callable[[StageMemory], int]) -> Curve | None:
-        # Each of two devices holds the unsplit part, and half of the rest.
-        if shared is None:
-            return None
-        return Curve(((middle, max(0, 2 * part(shared) - part(halves))),))
-
-    def curve(part: Callable[[StageMemory], float]) -> Curve:
-        return Curve(tuple((size, part(memory)) for size, memory in sizes))
-
-    split = math.gcd(*dims.values()) if dims else 1
-    outputs = curve(lambda memory: num_bytes(memory.outputs))
-    return LayerFigures(
-        name,
-        curves,
-        parameter_bytes,
-        curve(lambda memory: memory.kept),
-        outputs,
-        # One all-reduce of the activations for each split dim.
-        summed=Curve(tuple((x, y * len(dims)) for x, y in outputs.points)) if dims else None,
-        sums=max(1, len(dims)),
-        split=split,
-        working=Curve(tuple(working.items())) if working else None,
-        whole=whole(lambda memory: memory.kept),
-        pending=Curve(((middle, halves.pending),)),
-        pending_whole=whole(lambda memory: memory.pending),
-        work=_with_halves(work, middle) if work else {},
-        again=min(1.0, kinds["R"][middle] / kinds["F"][middle]),
-    )
 
 
 def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str, Curve]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -125,8 +126,10 @@ class ActionTimes:
     def __init__(
         self, steps: Sequence[TimedStep], rows: Sequence[int], number: int, whole: TimedStep
     ) -> None:
-        self._layers: list[dict[str, dict[int, list[float]]]] = [{} for _ in range(number)]
-        self._together: dict[str, list[float]] = {}
+        self._number = number
+        # Seconds of actions by layer, kind and rows, and of those of all layers by kind.
+        self._alone: dict[tuple[int, str, int], list[float]] = collections.defaultdict(list)
+        self._together: dict[str, list[float]] = collections.defaultdict(list)
         before: list[float] = []
         after: list[float] = []
         # Steps run in turn, so that other load slows all of them equally.
@@ -135,48 +138,37 @@ class ActionTimes:
                 step.run()
                 before.append(step.before)
                 after.append(step.after)
-                self._add(step, size)
+                times = _later(step)
+                # With recomputation only R is counted: it takes work off the other actions.
+                again = any(action.kind == "R" for action, _ in times)
+                for action, seconds in times:
+                    if action.kind == "R" or not again:
+                        self._alone[action.stage, action.kind, size].append(seconds)
             whole.run()
             for action, seconds in _later(whole):
-                self._together.setdefault(action.kind, []).append(seconds)
+                self._together[action.kind].append(seconds)
         # Seconds of a step until its first action, and after its last one.
         self.before, self.after = statistics.median(before), statistics.median(after)
 
-    def _add(self, step: TimedStep, size: int) -> None:
-        times = _later(step)
-        # With recomputation only R is counted: it takes work off the other actions.
-        again = any(action.kind == "R" for action, _ in times)
-        for action, seconds in times:
-            if action.kind == "R" or not again:
-                by_rows = self._layers[action.stage].setdefault(action.kind, {})
-                by_rows.setdefault(size, []).append(seconds)
-
     def besides(self, rows: int) -> float:
         """Returns the overhead of an action: one of all layers against one for each layer."""
-        if len(self._layers) == 1:
+        if self._number == 1:
             return 0.0
         layers = self.of_layers(0.0)
         more = [
             (sum(times[kind][rows] for times in layers) - usual(self._together[kind]))
-            / (len(layers) - 1)
+            / (self._number - 1)
             for kind in "FB"
         ]
         return max(0.0, min(more))
 
     def of_layers(self, beside: float) -> list[dict[str, dict[int, float]]]:
         """Returns each layer's seconds without `beside`, by kind of action and rows."""
-
-        def without(times: list[float]) -> float:
+        layers: list[dict[str, dict[int, float]]] = [{} for _ in range(self._number)]
+        for (layer, kind, size), times in self._alone.items():
             seconds = usual(times)
-            return max(seconds - beside, _LEAST * seconds)
-
-        layers = [
-            {
-                kind: {size: without(times) for size, times in by_rows.items()}
-                for kind, by_rows in kinds.items()
-            }
-            for kinds in self._layers
-        ]
+            by_rows = layers[layer].setdefault(kind, {})
+            by_rows[size] = max(seconds - beside, _LEAST * seconds)
         # A first layer without weights has no backward pass.
         for kinds in layers:
             for kind in "BR":

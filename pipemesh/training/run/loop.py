@@ -35,7 +35,6 @@ from pipemesh.training.run.output import (
     of_beginning,
     of_measured,
     of_report,
-    of_work,
 )
 from pipemesh.training.subject import ratio, rows_of
 from pipemesh.training.trainer import Trainer, layers_of
@@ -177,7 +176,7 @@ class Loop:
                     self._tell_profile()
                 if (stop := self._stops.signal) is not None:
                     self._save(is_last=True)
-                    saved = f"saved {self._trainer.saved}"
+                    saved = f"saved {self._trainer.saving.newest}"
                     self._tell.say(f"{stop.name}: {saved}; run the same command again to go on")
                     self._end(f"stopped by {stop.name}", is_done=False)
                     return self._stops.exit_code
@@ -185,7 +184,7 @@ class Loop:
                 try:
                     kept = f"saved {self._trainer.save()}"
                 except SaveError as failed:
-                    saved = self._trainer.saved or "nothing"
+                    saved = self._trainer.saving.newest or "nothing"
                     kept = f"nor can it be saved ({failed}), {saved} is kept"
                 raise DataError(
                     f"step {self._trainer.step + 1}: {error}; {kept}: put the data back and run "
@@ -203,7 +202,7 @@ class Loop:
         # Report the page first, so that the checkpoint, the main result, is the last line.
         if not self._options.trace_schedule:
             self._end(reason, is_told=True)
-        self._tell.say(f"checkpoint: {self._trainer.saved}")
+        self._tell.say(f"checkpoint: {self._trainer.saving.newest}")
         if self._options.trace_schedule:
             self._trace_schedule()
             self._end(reason, is_told=True, step=steps)
@@ -395,12 +394,17 @@ class Loop:
         if not (work := self._trainer.work()):
             return
         slow = "; ".join(
-            f"{worker.name} is slow: it takes {worker.times:.1f} times as long as the others for "
+            f"{worker.worker} is slow: it takes {worker.times:.1f} times as long as the others for "
             "as many flops"
             for worker in work
             if worker.is_slow
         )
-        rows = of_work(work)
+        rows = [
+            worker._replace(
+                seconds=round(worker.seconds, 6), times=worker.times and round(worker.times, 3)
+            )._asdict()
+            for worker in work
+        ]
         self._tell("workers", slow or None, is_warning=True, step=self._trainer.step, workers=rows)
 
     def _tell_profile(self) -> None:

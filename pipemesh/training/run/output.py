@@ -27,7 +27,6 @@ from pipemesh.report.record import PAGE
 from pipemesh.schedule import Timeline
 from pipemesh.training.run import Options
 from pipemesh.training.run.console import say_object
-from pipemesh.training.trainer import Work
 
 # Digits to a thousandth of the unit of time.
 _DIGITS = 3
@@ -130,19 +129,6 @@ def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
         "ends": rounded(measured.ends),
         "others": [[rounded(timeline.starts), rounded(timeline.ends)] for timeline, _ in others],
     }
-
-
-def of_work(work: Sequence[Work]) -> list[dict[str, Any]]:
-    """Returns the work of each worker as plain values."""
-    return [
-        {
-            "worker": worker.name,
-            "seconds": round(worker.seconds, 2 * _DIGITS),
-            "times": None if worker.times is None else round(worker.times, _DIGITS),
-            "is_slow": worker.is_slow,
-        }
-        for worker in work
-    ]
 
 
 def _of_schedule(timeline: Timeline) -> dict[str, Any]:

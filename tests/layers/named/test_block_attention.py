@@ -146,3 +146,20 @@ def test_of_one_block_nothing_is_corrected():
     kinds = [op.type for op in run.get_concrete_function(*inputs(8)).graph.get_operations()]
     assert kinds.count("Exp") == 2
     assert not {"While", "TensorListFromTensor", "Maximum"} & set(kinds)
+
+
+def test_blocks_in_a_loop_of_old_control_flow():
+    """Its `tf.TensorArray` fails at the second write of a row."""
+    arrays = [x.numpy() for x in inputs(7)]
+    wanted = differentiated(plain_attention, inputs(7))
+    tf.compat.v1.disable_control_flow_v2()
+    try:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            args = [tf.constant(array) for array in arrays]
+            y = block_attention(*args, block_size=3)
+            loss = tf.reduce_sum(y * value_of("cotangent", y.shape))
+            found = session.run([y, *tf.gradients(loss, args)])
+    finally:
+        tf.compat.v1.enable_control_flow_v2()
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-5)

@@ -349,3 +349,10 @@ def test_slices_of_tokens_go_from_stage_to_stage(run, mesh, options):
     found = run(params, [SEQUENCES], num_devices=f"{mesh} length:model;d_ff:model")
     np.testing.assert_allclose(found.outputs[0], wanted.outputs[0], rtol=1e-4, atol=1e-5)
     found.assert_close(wanted, rtol=2e-4, atol=2e-5)
+
+
+def test_a_variable_is_not_used_again_by_a_layer_that_draws_it_otherwise():
+    with cluster(1), lowering_scope(make_lowering("data:1", "")), py_utils.VariableStore():
+        PRODUCT.Copy().Set(random_seed=1).Instantiate()
+        with pytest.raises(AssertionError, match="seed"):
+            PRODUCT.Copy().Set(random_seed=2).Instantiate()

@@ -136,7 +136,7 @@ def test_it_begins_at_the_restored_step(eagerly, tmp_path, damaged):
             file.write(b"damaged")
     test, trainer = range_test(tmp_path, restore=newest if damaged else path)
     assert trainer.step == 3
-    trainer._batches.go_to(path, 0)
+    trainer.batches.go_to(path, 0)
     test.run()
     rows = rows_of(tmp_path)
     assert rows["learning_rate"][0] == pytest.approx(1e-7)
