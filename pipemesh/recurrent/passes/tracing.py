@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -147,81 +147,55 @@ def _text(specs: Specs) -> str:
     return ", ".join(f"{spec.dtype.name}{spec.shape}" for spec in specs) or "nothing"
 
 
-class WholeBatch:
-    """The stages traced with the whole batch, on demand.
+def whole_draws(
+    stages: Sequence[Stage], inputs: Specs, has_step: bool, cutting: Cutting
+) -> Iterator[WholeDraws]:
+    """Yields all random draws of each stage, which is then traced with the whole batch.
 
     Only the random draws and the position of the batch dim in them are used. With slices, two
     traces distinguish the two dims along which draws are split: one has the whole batch and a
     slice, the other a part of the batch and whole sequences.
     """
+    specs = [cutting.of_part(spec, batch=False) for spec in inputs]
+    of_sequences = [cutting.of_part(spec, sequences=False) for spec in inputs]
+    num_examples = static_sizes(specs[0])[cutting.batch_dim]
+    labels = functools.partial(labels_of_batch, specs, cutting.batch_dim)
+    # Traces keep the functions inside their graphs alive.
+    traces: list[Trace] = []
+    for stage in stages:
+        traces.append(traced := _trace_whole(stage, specs, has_step, cutting))
+        names, outputs = [t.name for t in traced.replicas[0].inputs], traced.replicas[0].outputs
+        draws = DrawsOfStage(
+            traced.function.graph,
+            traced.drawn,
+            lambda names=names, labels=labels: dict(zip(names, labels(), strict=True)),
+            num_examples,
+        )
+        specs, labels = specs_of(outputs), functools.partial(draws.labels, outputs)
+        whole = draws.whole
+        if cutting.num_slices > 1:
+            traces.append(traced := trace(stage, of_sequences, has_step))
+            of_sequences = specs_of(traced.replicas[0].outputs)
+            whole = dataclasses.replace(whole, of_sequences=traced.drawn)
+        yield whole
 
-    def __init__(
-        self, stages: Sequence[Stage], inputs: Specs, has_step: bool, cutting: Cutting
-    ) -> None:
-        self._stages = stages
-        self._inputs = [cutting.of_part(spec, batch=False) for spec in inputs]
-        self._has_step = has_step
-        self._cutting = cutting
-        self._draws: list[DrawsOfStage] = []
-        self._traces: list[Trace] = []
-        self._sequences: list[Trace] = []
-        self._of_sequences = [cutting.of_part(spec, sequences=False) for spec in inputs]
 
-    def draws(self, stage: int) -> WholeDraws:
-        """Returns all random draws of a stage."""
-        cutting = self._cutting
-        while len(self._draws) <= stage:
-            number = len(self._draws)
-            if number == 0:
-                specs = self._inputs
-                labels = functools.partial(labels_of_batch, specs, cutting.batch_dim)
-            else:
-                results = self._traces[-1].replicas[0].outputs
-                specs = specs_of(results)
-                labels = functools.partial(self._draws[-1].labels, results)
-            traced = self._trace(self._stages[number], specs)
-            inputs = traced.replicas[0].inputs
-            self._traces.append(traced)
-            self._draws.append(
-                DrawsOfStage(
-                    traced.function.graph,
-                    traced.drawn,
-                    lambda inputs=inputs, labels=labels: dict(
-                        zip([t.name for t in inputs], labels(), strict=True)
-                    ),
-                    static_sizes(self._inputs[0])[cutting.batch_dim],
-                )
-            )
-        whole = self._draws[stage].whole
-        if cutting.num_slices == 1:
-            return whole
-        return dataclasses.replace(whole, of_sequences=self._drawn_for_sequences(stage))
-
-    def _trace(self, stage: Stage, specs: Specs) -> Trace:
-        """Returns the trace of a stage with a slice of the whole batch, if there are slices."""
-        errors: list[Exception] = []
-        for variant in self._cutting.for_whole_batch(stage):
-            try:
-                return trace(variant, specs, self._has_step, num_slices=self._cutting.num_slices)
-            except PipelineError:
-                raise
-            except (ValueError, TypeError) as error:
-                errors.append(error)
-        if self._cutting.num_slices == 1:
-            raise errors[0]
-        raise PipelineError(
-            f"stage {stage.name!r} draws random numbers, for which it is also called with a slice "
-            "of the whole batch, and cannot be: its carry has rows for a microbatch, and along "
-            f"which dim does not show ({_text(specs_of(stage.carry))}, of "
-            f"{self._cutting.part_size} examples); let them come first, or along the batch's dim "
-            "of the inputs"
-        ) from errors[0]
-
-    def _drawn_for_sequences(self, stage: int) -> dict[str, WholeDraw]:
-        while len(self._sequences) <= stage:
-            specs = self._of_sequences
-            if self._sequences:
-                specs = specs_of(self._sequences[-1].replicas[0].outputs)
-            traced = trace(self._stages[len(self._sequences)], specs, self._has_step)
-            self._sequences.append(traced)
-        return self._sequences[stage].drawn
+def _trace_whole(stage: Stage, specs: Specs, has_step: bool, cutting: Cutting) -> Trace:
+    """Returns the trace of a stage with a slice of the whole batch, if there are slices."""
+    errors: list[Exception] = []
+    for variant in cutting.for_whole_batch(stage):
+        try:
+            return trace(variant, specs, has_step, num_slices=cutting.num_slices)
+        except PipelineError:
+            raise
+        except (ValueError, TypeError) as error:
+            errors.append(error)
+    if cutting.num_slices == 1:
+        raise errors[0]
+    raise PipelineError(
+        f"stage {stage.name!r} draws random numbers, for which it is also called with a slice "
+        "of the whole batch, and cannot be: its carry has rows for a microbatch, and along "
+        f"which dim does not show ({_text(specs_of(stage.carry))}, of "
+        f"{cutting.part_size} examples); let them come first, or along the batch's dim "
+        "of the inputs"
+    ) from errors[0]

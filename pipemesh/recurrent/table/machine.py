@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present
+from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent.options import Options, sum_dtype
 from pipemesh.recurrent.passes.passes import Passes, by_name
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
+from pipemesh.recurrent.passes.tracing import specs_of, whole_draws
 from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.watch.finite_values import LOCATING, Direction, Probe, empty_note
@@ -208,13 +209,17 @@ class Machine:
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
         cutting, whole = self.cutting, specs_of(self.inputs)
-        whole_batch = WholeBatch(stages, whole, has_step, cutting)
+        of_stages = enumerate(whole_draws(stages, whole, has_step, cutting))
         specs = [*map(cutting.of_part, whole)]
         places = [0] * len(specs)
         traced: list[TracedStage] = []
+
+        def draws_of(stage: int) -> WholeDraws:
+            return next(draws for number, draws in of_stages if number == stage)
+
         for number, stage in enumerate(stages):
-            draws = functools.partial(whole_batch.draws, number)
             places = stage.input_places(places)
+            draws = functools.partial(draws_of, number)
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # A tensor without an incoming gradient gets none, not zeros.

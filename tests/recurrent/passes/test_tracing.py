@@ -7,7 +7,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Stage
 from pipemesh.recurrent.passes.pieces import Cutting
-from pipemesh.recurrent.passes.tracing import WholeBatch, trace
+from pipemesh.recurrent.passes.tracing import trace, whole_draws
 
 DEVICES = ("CPU:1", "CPU:2")
 X = tf.TensorSpec([2, 3])
@@ -55,10 +55,9 @@ def test_the_whole_batch_is_traced_only_as_far_as_needed():
 
     with tf.Graph().as_default():
         stages = [stage_of(drops(name), "CPU:0") for name in "abc"]
-        whole = WholeBatch(stages, [tf.TensorSpec([8, 3])], True, Cutting(4, 2, 0))
+        whole = whole_draws(stages, [tf.TensorSpec([8, 3])], True, Cutting(4, 2, 0))
         assert calls == []
-        draws = whole.draws(1)
+        one, two = next(whole), next(whole)
         assert calls == [("a", [8, 3]), ("b", [8, 2])]
-        assert whole.draws(1) is draws
-        assert whole.draws(0) is not draws
-        assert len(calls) == 2
+        assert [draw.sizes for draw in one.by_name.values()] == [(8, 3)]
+        assert [draw.sizes for draw in two.by_name.values()] == [(8, 2)]
