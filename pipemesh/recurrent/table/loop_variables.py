@@ -255,7 +255,7 @@ class Variables:
                 for becomes in (KEEPS, CLEARS):
                     flags[channel, number, becomes] = column == becomes
                 flags["read", channel, number] = program.arrival_reads[channel] == number
-            takers = self.takers(program, channel)
+            takers = self.takers(program, self.groups[channel])
             chosen = np.full(len(program.code), len(takers))
             for i, (taker, number) in enumerate(takers):
                 chosen[program.arrival_buffers[taker][number] == TAKES] = i
@@ -287,13 +287,9 @@ class Variables:
         arrived = any(channel in program.indexed_arrivals for channel in role.receives)
         return bool(role.leaves) or arrived or bool(self.held(role.code))
 
-    def takers(self, program: HomeProgram, channel: Channel) -> list[tuple[Channel, int]]:
-        """Returns the arrival buffers that may take the value of a channel's group."""
-        return [
-            (c, i)
-            for c in self.groups[channel]
-            for i in range(len(program.arrival_buffers.get(c, [])))
-        ]
+    def takers(self, program: HomeProgram, group: ChannelGroup) -> list[tuple[Channel, int]]:
+        """Returns the arrival buffers that may take the value of a group of channels."""
+        return [(c, i) for c in group for i in range(len(program.arrival_buffers.get(c, [])))]
 
     def _add(
         self, home: int, name: Name, start: Sequence[tf.Tensor | None], places: Sequence[int]
