@@ -196,15 +196,15 @@ class _Act:
 
     def perform(self) -> None:
         """Adds the operations of the action and stores its results in the variables in transit."""
-        home, code, state = self._home, self._role.code, self.state
+        home, role, state = self._home, self._role, self.state
         machine = home.loop.machine
-        with machine.acting(f"{code.mode.name}/action_{code.stage}{code.kind}", code.stage):
+        with machine.acting(f"{role.mode.name}/action_{role.stage}{role.kind}", role.stage):
             begins = pin_each(home.tokens.to(self._number), home.devices)
-            held = [name for name, _, _ in home.variables.held(code)]
+            held = [name for name, _, _ in home.variables.held(role)]
             for name in held:
                 vars(state)[name.what][name.key] = home.branching(name).enter(self._is_due)
             state.tokens[home.number] = [[begin.op] for begin in begins if begin is not None]
-            machine.act(code.kind, code.stage, code.mode, self._home.microbatch, self)
+            machine.act(role.kind, role.stage, role.mode, home.microbatch, self)
             ends: Grads = []
             for begin, done, device in zip(
                 begins, state.tokens[home.number], home.devices, strict=True
@@ -222,7 +222,7 @@ class _Act:
             return loop.sources[channel](self._home.microbatch)
         if channel in self._home.program.arrival_buffers:
             return self._arrived(channel)
-        key = key_of(channel, self._role.code.mode)
+        key = key_of(channel, self._role.mode)
         if key in self._accesses:
             specs = loop.machine.specs(*key)
             return self._home.buffers.take(self._number, self._accesses[key], specs)
@@ -231,7 +231,7 @@ class _Act:
     def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for a later action."""
         channel = Channel(kind, stage)
-        key = key_of(channel, self._role.code.mode)
+        key = key_of(channel, self._role.mode)
         if channel in self._role.sends:
             self._home.sent.setdefault(channel, []).append([*value])
         elif key in self._accesses:
