@@ -15,8 +15,8 @@ from pipemesh.backend.graphs import results_beside_sources
 from pipemesh.backend.operation_kinds import has_effects
 from pipemesh.backend.operations import Call, sum_in_order
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.replica import GradName, flat_names
 from pipemesh.recurrent.passes.traced_stage import TracedStage
+from pipemesh.recurrent.passes.tracing import GradName, flat_names
 from pipemesh.recurrent.stage import Grads, Tensors
 from pipemesh.recurrent.watch.finite_values import Probe, write_note
 

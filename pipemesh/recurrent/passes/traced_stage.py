@@ -22,8 +22,14 @@ from pipemesh.recurrent.passes.captures import (
 )
 from pipemesh.recurrent.passes.graph_cut import GraphCut, node_of, tensor_name
 from pipemesh.recurrent.passes.pieces import Cutting
-from pipemesh.recurrent.passes.replica import check_apart, flat_names, joined
-from pipemesh.recurrent.passes.tracing import Specs, specs_of, trace
+from pipemesh.recurrent.passes.tracing import (
+    Specs,
+    check_apart,
+    flat_names,
+    joined,
+    specs_of,
+    trace,
+)
 from pipemesh.recurrent.stage import Home, Stage
 from pipemesh.recurrent.watch.finite_values import Probe
 
