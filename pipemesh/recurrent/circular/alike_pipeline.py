@@ -261,6 +261,7 @@ class TracedStages:
     """
 
     def __init__(self, machine: Machine, devices: Sequence[str]) -> None:
+        self._machine = machine
         self._devices = devices
         self._stages = machine.stages
         self._traced = machine.traced
@@ -293,7 +294,8 @@ class TracedStages:
 
     def zero_sums(self) -> Sums:
         """Returns for each stage zero sums of the gradients of its weights."""
-        return tuple(tuple(passes.zero_gradients()) for passes in self._passes)
+        numbers = range(len(self._stages))
+        return tuple(tuple(self._machine.zero_gradients(number)) for number in numbers)
 
     def backward(self, now: Tick, x: Leaves, grad_y: Leaves, sums: Sums) -> tuple[Leaves, Sums]:
         """Recomputes the stages; returns gradients of their inputs, and the sums."""

@@ -13,11 +13,11 @@ import tensorflow as tf
 
 from pipemesh.backend.graphs import results_beside_sources
 from pipemesh.backend.operation_kinds import has_effects
-from pipemesh.backend.operations import Call, sum_in_order
+from pipemesh.backend.operations import Call
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import GradName, flat_names
-from pipemesh.recurrent.stage import Grads, Tensors
+from pipemesh.recurrent.stage import Tensors
 from pipemesh.recurrent.watch.finite_values import Probe, write_note
 
 # The name of a tensor of the stage's graph, or ("sum", its index), or ("note", replica).
@@ -34,6 +34,26 @@ class WeightSum(NamedTuple):
     place: int  # the index in the home of its device
     owner: int  # the index of the device where the sums of all replicas are added
     replica: int
+
+
+def weight_sums(traced: TracedStage, dtypes: Sequence[tf.DType]) -> list[WeightSum]:
+    """Returns the sum of each weight's gradients, for weights with a gradient."""
+    count = len(traced.replicas)
+    of_theta = traced.gradients.of_theta
+    owners = [*traced.stage.owners] * count
+    return [
+        WeightSum(
+            grad,
+            tf.TensorSpec(traced.spec(theta).shape, dtype),
+            traced.place(theta),
+            owner,
+            traced.replica(theta),
+        )
+        for theta, dtype, owner, grad in zip(
+            traced.theta, [*dtypes] * count, owners, of_theta, strict=True
+        )
+        if grad is not None
+    ]
 
 
 def by_name(values: Mapping[Name, tf.Tensor], names: Sequence[Name | None]) -> list[Any]:
@@ -198,7 +218,7 @@ class Passes:
         self,
         traced: TracedStage,
         recomputed: Callable[[str], bool],  # of a node of the forward pass
-        accumulator_dtypes: Sequence[tf.DType],  # of the sum of each theta's gradients
+        sums: Sequence[WeightSum],
         forward_probes: Sequence[Probe],
         backward_probes: Sequence[Probe],
         is_twice: bool = False,  # a `W` recomputes such nodes again
@@ -207,7 +227,7 @@ class Passes:
         self._forward_probes = forward_probes
         self._backward_probes = backward_probes
         self.cuts = Cuts(traced, recomputed, is_twice)
-        self._dtypes = [*accumulator_dtypes] * len(traced.replicas)
+        self.sums = sums
         self._made: dict[tuple[str, bool], list[Part]] = {}
 
     def run(
@@ -243,51 +263,6 @@ class Passes:
     def sum_names(self) -> list[Name]:
         """The names, in the results of a `B` or `W`, of the sums of weight gradients."""
         return [("sum", i) for i in range(len(self.sums))]
-
-    def zero_gradients(self) -> Tensors:
-        """Returns the accumulators before the first microbatch."""
-        zeros = []
-        for total in self.sums:
-            with tf.device(self._traced.stage.devices[total.place]):
-                zeros.append(tf.zeros(total.spec.shape, total.spec.dtype))
-        return zeros
-
-    def theta_gradients(self, accumulators: Tensors) -> Grads:
-        """Returns the gradient of each theta, summed over replicas; None if there is none."""
-        values = iter(accumulators)
-        of_theta = self._traced.gradients.of_theta
-        grads = [None if name is None else next(values) for name in of_theta]
-        count = len(grads) // len(self._traced.replicas)
-        totals: Grads = []
-        for i, device in enumerate(self._traced.stage.theta_devices):
-            part = [g for g in grads[i::count] if g is not None]
-            # Gradients of all replicas are summed on the weight's device, once per step.
-            with tf.device(device):
-                totals.append(sum_in_order(part) if part else None)
-        return totals
-
-    @functools.cached_property
-    def sums(self) -> list[WeightSum]:
-        """The sum of each weight's gradients, for weights with a gradient."""
-        traced, owners = self._traced, [*self._traced.stage.owners] * len(self._traced.replicas)
-        return [
-            WeightSum(
-                grad,
-                tf.TensorSpec(traced.spec(theta).shape, dtype),
-                traced.place(theta),
-                owner,
-                traced.replica(theta),
-            )
-            for theta, dtype, owner, grad in zip(
-                traced.theta, self._dtypes, owners, traced.gradients.of_theta, strict=True
-            )
-            if grad is not None
-        ]
-
-    @property
-    def sum_places(self) -> list[int]:
-        """The index in the home of the device of each sum of weight gradients."""
-        return [total.place for total in self.sums]
 
     def make(self) -> None:
         """Makes the functions of `F` and `B` now, for bodies of loops and branches."""

@@ -324,8 +324,7 @@ class Variables:
             replicas = range(home.num_replicas)
             places[f"{direction}_notes"] = [replica * home.group for replica in replicas]
         if role.kind in "BW":
-            passes = self._machine.passes(stage, role.mode.backward)
-            places["accumulators"] = passes.sum_places
+            places["accumulators"] = [total.place for total in self._machine.sums[stage]]
         held = [
             (Name(what, stage), vars(self._state)[what][stage] or [], of_part)
             for what, of_part in places.items()

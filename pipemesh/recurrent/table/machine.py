@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
-from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present
+from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present, sum_in_order
 from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent.options import Options, sum_dtype
-from pipemesh.recurrent.passes.passes import Passes, by_name
+from pipemesh.recurrent.passes.passes import Passes, by_name, weight_sums
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import specs_of, whole_draws
@@ -187,8 +187,8 @@ class Machine:
         self._stamp: Callable[..., tf.Operation] | None = None
         self.traced = self._trace(stages, step is not None, schedule.is_forward_only)
         self._stages = self.stages = [traced.stage for traced in self.traced]
-        self._dtypes = [
-            [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
+        self.sums = [
+            weight_sums(traced, [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)])
             for dtypes, traced in zip(accumulator_dtypes, self.traced, strict=True)
         ]
         self.probes: dict[Direction, list[list[Probe]]] = {
@@ -237,7 +237,7 @@ class Machine:
             self._passes[stage, mode] = Passes(
                 traced,
                 mode.recomputed(traced),
-                self._dtypes[stage],
+                self.sums[stage],
                 self.probes["forward"][stage],
                 self.probes["backward"][stage],
                 mode.is_twice,
@@ -276,7 +276,7 @@ class Machine:
             values.write(*channel, tensors)
         if kind in "BW":
             sums = by_name(results, passes.sum_names)
-            state.accumulators[stage] = pinned(sums, passes.sum_places)
+            state.accumulators[stage] = pinned(sums, [total.place for total in passes.sums])
         if kind in "BI":
             carried = self._filled(stage, by_name(results, traced.gradients.of_carry))
             state.carry_grads[stage] = pinned(carried, [0] * len(carried))
@@ -416,17 +416,28 @@ class Machine:
         """Starts the gradients of a stage with zeros before its first backward action."""
         with tf.device(self._stages[stage].device):
             if state.accumulators[stage] is None:
-                state.accumulators[stage] = self._any_passes(stage).zero_gradients()
+                state.accumulators[stage] = self.zero_gradients(stage)
             state.carry_grads[stage] = self._filled(stage, state.carry_grads[stage])
+
+    def zero_gradients(self, stage: int) -> Tensors:
+        """Returns the sums of the gradients of a stage's weights before the first microbatch."""
+        zeros = []
+        for total in self.sums[stage]:
+            with tf.device(self._stages[stage].devices[total.place]):
+                zeros.append(tf.zeros(total.spec.shape, total.spec.dtype))
+        return zeros
 
     def total_gradients(self, stage: int, state: State) -> Grads:
         """Returns the gradient of each theta of a stage, summed over microbatches and replicas."""
-        with tf.device(self._stages[stage].device):
-            return self._any_passes(stage).theta_gradients(state.accumulators[stage] or [])
-
-    def _any_passes(self, stage: int) -> Passes:
-        made = (passes for (s, _), passes in self._passes.items() if s == stage)
-        return next(made, None) or self.passes(stage, FULL)
+        traced, values = self.traced[stage], iter(state.accumulators[stage] or [])
+        grads = [None if name is None else next(values) for name in traced.gradients.of_theta]
+        count, totals = len(traced.stage.theta), list[Any]()
+        for i, device in enumerate(traced.stage.theta_devices):
+            part = [g for g in grads[i::count] if g is not None]
+            # Gradients of all replicas are summed on the weight's device, once per step.
+            with tf.device(traced.stage.device), tf.device(device):
+                totals.append(sum_in_order(part) if part else None)
+        return totals
 
     def specs(self, kind: str, stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Returns shapes and dtypes of the values of a kind."""
