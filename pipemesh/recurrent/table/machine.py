@@ -265,6 +265,9 @@ class Machine:
             ends.append((self._pin(stage, tensors, places, state), places))
             return ends[-1][0]
 
+        if kind in "BW":
+            sums = by_name(results, passes.sum_names)
+            state.accumulators[stage] = pinned(sums, [total.place for total in passes.sums])
         for channel in channels_written(kind, stage):
             names = self._names(*channel, mode)
             made = traced.gradients.of_inputs if channel.kind == GRADS else names
@@ -274,9 +277,6 @@ class Machine:
             if channel.kind != KEPT and channel != Channel(GRADS, 0):
                 tensors = pinned(tensors, [*map(traced.place, names)])
             values.write(*channel, tensors)
-        if kind in "BW":
-            sums = by_name(results, passes.sum_names)
-            state.accumulators[stage] = pinned(sums, [total.place for total in passes.sums])
         if kind in "BI":
             carried = self._filled(stage, by_name(results, traced.gradients.of_carry))
             state.carry_grads[stage] = pinned(carried, [0] * len(carried))
