@@ -145,13 +145,14 @@ class _Home:
     ) -> dict[Name, Grads]:
         """Returns the buffers of channels of which at most one has a value at this tick."""
         variables, buffers, program = self.variables, self.loop.buffers, self.program
-        places = variables.arrival_places(group[0])
+        first, *_ = group
+        places = variables.arrival_places(first)
         devices = [self.devices[place] for place in places]
         # TensorFlow puts a `Switch` on the device that makes its data. So it would send a copy for
         # each buffer, after the number of that buffer was sent there. Nor may it move the operation
         # that receives them.
         values = [value for channel in group for value in self.sent[channel]]
-        arriving, sent = merged(values, variables.sending_devices(group[0])), list[Any]()
+        arriving, sent = merged(values, variables.sending_devices(first)), list[Any]()
         for tensor, device in zip(arriving, devices, strict=True):
             with tf.device(device):
                 sent.append(None if tensor is None else anchor(tensor))
@@ -161,7 +162,7 @@ class _Home:
             column = "takes", group
             fan = Fan(sent, devices, places, lambda place: self.numbers(place, column), count)
             taken = [fan.to(user) for user in range(count)]
-        empty = variables.nothing(group[0], devices) if takers else []
+        empty = variables.nothing(first, devices) if takers else []
         received: dict[Name, Grads] = {}
         for (channel, number), value in zip(takers, taken, strict=True):
             name = Name("arrival", channel, number)
