@@ -197,8 +197,14 @@ def drop_unused_captures(graph: tf.Graph, ids: Container[int]) -> None:
 
 
 @contextlib.contextmanager
-def collected_graphs() -> Iterator[Any]:
-    """Yields a `RunMetadata` that gets the graphs of TF2 functions that first run inside."""
+def record_placement() -> Iterator[Any]:
+    """Records the graphs of TF2 functions that run for the first time inside the context.
+
+    TensorFlow reports a graph when it places it, which it does once. Later steps record nothing.
+
+    Yields:
+        A `RunMetadata`, which is filled when the context ends.
+    """
     metadata = tf.compat.v1.RunMetadata()
     eager = eager_context()
     eager.ensure_initialized()

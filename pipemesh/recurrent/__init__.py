@@ -6,6 +6,7 @@
 # First, because it reports a missing TensorFlow.
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
+from pipemesh.backend.graphs import record_placement
 from pipemesh.recurrent.executor import pipeline, pipeline_loss
 from pipemesh.recurrent.forecast import (
     DeviceMemory,
@@ -23,7 +24,7 @@ from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
 from pipemesh.recurrent.watch.clock import ActionClock
 from pipemesh.recurrent.watch.explain import explain
 from pipemesh.recurrent.watch.marks import Marks
-from pipemesh.recurrent.watch.placement import Placement, record_placement
+from pipemesh.recurrent.watch.placement import Placement
 
 __all__ = [
     "REMAT_POLICIES",

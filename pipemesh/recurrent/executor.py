@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from pipemesh.backend.gradients import with_gradient
+from pipemesh.backend.operations import pin_behind
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.passes.tracing import detached
@@ -72,8 +73,8 @@ def pipeline(
     run.perform(forwards)
     outputs = run.outputs()
     run.checks.forward(outputs, "an output", run.state.forward_notes)
-    outputs = run.checks.after_forward(outputs, stages[-1].device)
-    run.finish_carries(run.checks.after_forward)
+    outputs = pin_behind(run.checks.passed_forward, outputs, stages[-1].device)
+    run.finish_carries(run.checks.passed_forward)
     # The states of recurrent stages are results, too.
     states = [t for carry in run.recurrent(run.state.carries) for t in carry]
 
@@ -166,8 +167,8 @@ def pipeline_loss(
         # In 16 bits, a sum over microbatches would lose precision.
         loss = tf.reduce_sum(tf.cast(losses, tf.float32) if losses.dtype.size < 4 else losses)
     run.checks.forward([loss], "the loss", run.state.forward_notes)
-    loss, *others = run.checks.after_forward([loss, *others], stages[-1].device)
-    run.finish_carries(run.checks.after_both)
+    loss, *others = pin_behind(run.checks.passed_forward, [loss, *others], stages[-1].device)
+    run.finish_carries(run.checks.passed_both())
 
     def backward(output_grads: Grads) -> list[Grads]:
         if schedule.is_forward_only:

@@ -10,13 +10,13 @@ from tensorflow.python.eager import context
 from pipemesh.backend.graphs import (
     Bodies,
     called_functions,
-    collected_graphs,
     drop_unused_captures,
     is_in_old_loop,
     keep_alive,
     loop_counter,
     operations_within,
     reads_replaced,
+    record_placement,
     registered_kernels,
     surrounding_graphs,
 )
@@ -232,7 +232,7 @@ def test_graphs_of_first_runs_inside_are_collected():
     x = tf.random.stateless_uniform([2], [1, 2])
     context.context().enable_graph_collection()
     before(x)
-    with collected_graphs() as metadata:
+    with record_placement() as metadata:
         before(x)
         inside(x)
         assert not metadata.function_graphs, "it is filled when the context ends"
@@ -241,7 +241,7 @@ def test_graphs_of_first_runs_inside_are_collected():
 
 def test_nothing_is_collected_after_an_error():
     x = tf.random.stateless_uniform([2], [1, 2])
-    with pytest.raises(ValueError, match="mine"), collected_graphs():
+    with pytest.raises(ValueError, match="mine"), record_placement():
         raise ValueError("mine")
     tf.function(tf.sinh)(x)
     assert not kinds(context.context().export_run_metadata())
@@ -255,7 +255,7 @@ def test_a_graph_whose_first_run_fails_is_collected():
         with tf.control_dependencies([tf.debugging.assert_greater(x, 2.0)]):
             return tf.atan(x)
 
-    with pytest.raises(tf.errors.InvalidArgumentError), collected_graphs() as metadata:
+    with pytest.raises(tf.errors.InvalidArgumentError), record_placement() as metadata:
         failing(x)
     assert "Atan" in kinds(metadata)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.backend.graphs import record_placement
 from pipemesh.backend.operations import (
     Call,
     anchor,
@@ -19,7 +20,6 @@ from pipemesh.backend.operations import (
     table,
 )
 from pipemesh.recurrent import Options, Stage, pipeline_loss
-from pipemesh.recurrent.watch.placement import record_placement
 from pipemesh.schedule import one_f_one_b, zb_h1
 
 

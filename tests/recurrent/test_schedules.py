@@ -6,8 +6,8 @@ import functools
 import pytest
 import tensorflow as tf
 
+from pipemesh.backend.graphs import record_placement
 from pipemesh.errors import ScheduleError
-from pipemesh.recurrent.watch.placement import record_placement
 from pipemesh.schedule import Costs, forward_only, list_schedule, names, one_f_one_b, recompute
 from pipemesh.schedule.builders import BUILDERS, build
 from tests.conformance.remat_cases import REMAT

@@ -26,6 +26,7 @@ from pipemesh.recurrent.circular.tick_loop import (
 )
 from pipemesh.recurrent.executor import pipeline
 from pipemesh.recurrent.options import Options
+from pipemesh.recurrent.passes.passes import by_name
 from pipemesh.recurrent.remat import FULL, Mode, remat_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.table.machine import Machine, State
@@ -260,6 +261,7 @@ class TracedStages:
     """
 
     def __init__(self, machine: Machine, devices: Sequence[str]) -> None:
+        self._machine = machine
         self._devices = devices
         self._stages = machine.stages
         self._traced = machine.traced
@@ -283,7 +285,8 @@ class TracedStages:
 
             def stage(number: int) -> Tensors:
                 theta = list(self._stages[number].theta)
-                return self._passes[number].forward(theta, [], inputs, scalars, [empty_note()])[0]
+                values = self._passes[number].run("F", theta, inputs, scalars, [empty_note()])
+                return by_name(values, self._traced[number].outputs)
 
             return self._choose(core, now, stage, inputs)
 
@@ -291,7 +294,8 @@ class TracedStages:
 
     def zero_sums(self) -> Sums:
         """Returns for each stage zero sums of the gradients of its weights."""
-        return tuple(tuple(passes.zero_gradients()) for passes in self._passes)
+        numbers = range(len(self._stages))
+        return tuple(tuple(self._machine.zero_gradients(number)) for number in numbers)
 
     def backward(self, now: Tick, x: Leaves, grad_y: Leaves, sums: Sums) -> tuple[Leaves, Sums]:
         """Recomputes the stages; returns gradients of their inputs, and the sums."""
@@ -326,22 +330,17 @@ class TracedStages:
         sums: Sequence[tf.Tensor],
     ) -> tuple[Tensors, Tensors]:
         traced, passes = self._traced[number], self._passes[number]
-        by_name = dict(zip(traced.inputs, inputs, strict=True))
         by_place = dict(zip(self.floating, grads, strict=True))
-        result = passes.backward(
-            list(self._stages[number].theta),
-            [by_name[name] for name in passes.cuts.kept],
-            [by_place[i] for i in traced.gradients.of_outputs],
-            scalars,
-            list(sums),
-            [empty_note()],
-        )
+        kept = by_name(dict(zip(traced.inputs, inputs, strict=True)), passes.cuts.kept)
+        incoming = [by_place[i] for i in traced.gradients.of_outputs]
+        theta = list(self._stages[number].theta)
+        values = passes.run("B", theta, [*kept, *incoming], scalars, [empty_note()], list(sums))
+        input_grads = by_name(values, traced.gradients.of_inputs)
         grad_x = [
-            tf.zeros_like(inputs[i]) if grad is None else grad
+            tf.zeros_like(inputs[i]) if input_grads[i] is None else input_grads[i]
             for i in self.floating
-            for grad in [result.input_grads[i]]
         ]
-        return grad_x, result.accumulators or []
+        return grad_x, by_name(values, passes.sum_names)
 
     def _each_core(self, now: Tick, on_core: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
         results: list[Tensors] = []

@@ -7,39 +7,23 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from pipemesh.backend.graphs import results_beside_sources
 from pipemesh.backend.operation_kinds import has_effects
-from pipemesh.backend.operations import Call, sum_in_order
+from pipemesh.backend.operations import Call
 from pipemesh.recurrent.passes.graph_cut import node_of
-from pipemesh.recurrent.passes.replica import GradName, flat_names
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.stage import Grads, Tensors
+from pipemesh.recurrent.passes.tracing import GradName, flat_names
+from pipemesh.recurrent.stage import Tensors
 from pipemesh.recurrent.watch.finite_values import Probe, write_note
 
 # The name of a tensor of the stage's graph, or ("sum", its index), or ("note", replica).
 Name = str | tuple[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A function that is cut from the graph of a stage, on the devices of one of its replicas."""
-
-    device: str  # the first of the replica
-    call: Callable[[], Call]  # with collectives, each time of a new function
-    arguments: list[Name]
-    results: list[Name]
-
-    def run(self, values: dict[Name, tf.Tensor]) -> None:
-        """Adds the results to the values, or replaces sums and notes."""
-        with tf.device(self.device):
-            results = self.call()([values[name] for name in self.arguments])
-        # Besides sums and notes, equal names mean equal values: a result may replace an argument,
-        # but outputs and carries have identities of their own from `tracing`.
-        values.update(zip(self.results, results, strict=True))
+# Adds the results of one replica to the values, or replaces sums and notes.
+Part = Callable[[dict[Name, tf.Tensor]], None]
 
 
 class WeightSum(NamedTuple):
@@ -52,15 +36,29 @@ class WeightSum(NamedTuple):
     replica: int
 
 
-@dataclasses.dataclass(frozen=True)
-class BackwardResult:
-    """The results of a `B` or an `I`."""
+def weight_sums(traced: TracedStage, dtypes: Sequence[tf.DType]) -> list[WeightSum]:
+    """Returns the sum of each weight's gradients, for weights with a gradient."""
+    count = len(traced.replicas)
+    of_theta = traced.gradients.of_theta
+    owners = [*traced.stage.owners] * count
+    return [
+        WeightSum(
+            grad,
+            tf.TensorSpec(traced.spec(theta).shape, dtype),
+            traced.place(theta),
+            owner,
+            traced.replica(theta),
+        )
+        for theta, dtype, owner, grad in zip(
+            traced.theta, [*dtypes] * count, owners, of_theta, strict=True
+        )
+        if grad is not None
+    ]
 
-    accumulators: Tensors | None  # an `I` has none
-    input_grads: Grads
-    carry_grads: Grads
-    pending: Tensors  # after an `I`, for its `W`
-    notes: Tensors  # of each replica
+
+def by_name(values: Mapping[Name, tf.Tensor], names: Sequence[Name | None]) -> list[Any]:
+    """Returns the values with these names; None for None."""
+    return [None if name is None else values[name] for name in names]
 
 
 def accumulated(
@@ -154,7 +152,9 @@ class Cuts:
         return flat_names([*grads.of_inputs, *grads.of_carry])
 
     def arguments(self, kind: str) -> list[str]:
-        """Returns the tensors that an action of the backward pass starts from, besides weights."""
+        """Returns the tensors that an action starts from, besides weights."""
+        if kind == "F":
+            return [*self._traced.carry, *self._traced.inputs]
         if kind == "R":
             return self.kept
         return self.pending if kind == "W" else [*self.kept, *self.grad_placeholders]
@@ -218,7 +218,7 @@ class Passes:
         self,
         traced: TracedStage,
         recomputed: Callable[[str], bool],  # of a node of the forward pass
-        accumulator_dtypes: Sequence[tf.DType],  # of the sum of each theta's gradients
+        sums: Sequence[WeightSum],
         forward_probes: Sequence[Probe],
         backward_probes: Sequence[Probe],
         is_twice: bool = False,  # a `W` recomputes such nodes again
@@ -227,142 +227,45 @@ class Passes:
         self._forward_probes = forward_probes
         self._backward_probes = backward_probes
         self.cuts = Cuts(traced, recomputed, is_twice)
-        self._dtypes = [*accumulator_dtypes] * len(traced.replicas)
+        self.sums = sums
         self._made: dict[tuple[str, bool], list[Part]] = {}
 
-    def forward(
-        self, theta: Tensors, carry: Tensors, inputs: Tensors, scalars: Tensors, notes: Tensors
-    ) -> tuple[Tensors, Tensors, Tensors, Tensors]:
-        """Runs one microbatch and returns outputs, carry, tensors to keep, and notes."""
-        traced = self._traced
-        values = self._values(theta, scalars, notes)
-        values.update(zip(traced.inputs, inputs, strict=True))
-        for replica, part in zip(traced.replicas, self._parts("F"), strict=True):
-            values.update(zip([t.name for t in replica.carry], carry, strict=True))
-            part.run(values)
-            carry = [values[t.name] for t in replica.carry_out]
-        outputs, kept = ([values[n] for n in names] for names in (traced.outputs, self.cuts.kept))
-        return outputs, carry, kept, self._notes(values)
-
-    def recompute(self, theta: Tensors, kept: Tensors, scalars: Tensors) -> Tensors:
-        """Returns what `forward` would keep without recomputation; see `backward`."""
-        values = self._run("R", theta, kept, scalars)
-        return [values[name] for name in self.cuts.remade]
-
-    def backward(
-        self,
-        theta: Tensors,
-        kept: Tensors,
-        grads: Tensors,  # of floating outputs, then of the floating carry if recurrent
-        scalars: Tensors,  # microbatch and step, int64
-        accumulators: Tensors | None,  # None for the first microbatch
-        notes: Tensors,
-    ) -> BackwardResult:
-        """Runs the whole backward pass of one microbatch."""
-        values = self._run("B", theta, [*kept, *grads], scalars, notes, accumulators)
-        return self._result(values, self._totals(values), [])
-
-    def input_grad(
-        self, theta: Tensors, kept: Tensors, grads: Tensors, scalars: Tensors, notes: Tensors
-    ) -> BackwardResult:
-        """Runs the half that other stages wait for; arguments as those of `backward`."""
-        values = self._run("I", theta, [*kept, *grads], scalars, notes)
-        return self._result(values, None, [values[name] for name in self.cuts.pending])
-
-    def weight_grad(
-        self, theta: Tensors, pending: Tensors, scalars: Tensors, accumulators: Tensors | None
-    ) -> Tensors:
-        """Runs the other half; returns the sums of weight gradients."""
-        return self._totals(self._run("W", theta, pending, scalars, (), accumulators))
-
-    def _run(
+    def run(
         self,
         kind: str,
         theta: Tensors,
         tensors: Tensors,  # `Cuts.arguments`
-        scalars: Tensors,
-        notes: Sequence[tf.Tensor] = (),
-        accumulators: Tensors | None = None,
+        scalars: Tensors,  # microbatch and step, int64
+        notes: Tensors,  # of each replica
+        accumulators: Tensors | None = None,  # for `B` and `W`; None for the first microbatch
     ) -> dict[Name, tf.Tensor]:
-        """Runs an action of the backward pass and returns its arguments and results."""
-        values = self._values(theta, scalars, notes)
-        values.update(zip(self.cuts.arguments(kind), tensors, strict=True))
+        """Runs an action of one microbatch; returns its arguments and its results."""
+        traced = self._traced
+        names = [*traced.theta, *traced.scalars, *self.cuts.arguments(kind)]
+        given = [*theta, *scalars, *tensors]
+        values: dict[Name, tf.Tensor] = dict(zip(names, given, strict=True))
+        values.update(zip(self.note_names, notes, strict=True))
         values.update((("sum", i), total) for i, total in enumerate(accumulators or ()))
-        for part in self._parts(kind, accumulators is not None):
-            part.run(values)
+        parts = self._parts(kind, accumulators is not None)
+        for number, (replica, part) in enumerate(zip(traced.replicas, parts, strict=True)):
+            if kind == "F" and number:
+                carry = [values[t.name] for t in traced.replicas[number - 1].carry_out]
+                values.update(zip([t.name for t in replica.carry], carry, strict=True))
+            part(values)
         return values
-
-    def _values(
-        self, theta: Tensors, scalars: Tensors, notes: Sequence[tf.Tensor]
-    ) -> dict[Name, tf.Tensor]:
-        names = [*self._traced.theta, *self._traced.scalars]
-        values: dict[Name, tf.Tensor] = dict(zip(names, [*theta, *scalars], strict=True))
-        values.update((("note", number), note) for number, note in enumerate(notes))
-        return values
-
-    def _notes(self, values: Mapping[Name, tf.Tensor]) -> Tensors:
-        return [values["note", number] for number in range(len(self._traced.replicas))]
-
-    def _totals(self, values: Mapping[Name, tf.Tensor]) -> Tensors:
-        return [values["sum", i] for i in range(len(self.sums))]
-
-    def _result(
-        self, values: Mapping[Name, tf.Tensor], accumulators: Tensors | None, pending: Tensors
-    ) -> BackwardResult:
-        grads = self._traced.gradients
-        of_inputs, of_carry = (
-            [None if name is None else values[name] for name in names]
-            for names in (grads.of_inputs, grads.of_carry)
-        )
-        return BackwardResult(accumulators, of_inputs, of_carry, pending, self._notes(values))
-
-    def zero_gradients(self) -> Tensors:
-        """Returns the accumulators before the first microbatch."""
-        zeros = []
-        for total in self.sums:
-            with tf.device(self._traced.stage.devices[total.place]):
-                zeros.append(tf.zeros(total.spec.shape, total.spec.dtype))
-        return zeros
-
-    def theta_gradients(self, accumulators: Tensors) -> Grads:
-        """Returns the gradient of each theta, summed over replicas; None if there is none."""
-        values = iter(accumulators)
-        of_theta = self._traced.gradients.of_theta
-        grads = [None if name is None else next(values) for name in of_theta]
-        count = len(grads) // len(self._traced.replicas)
-        totals: Grads = []
-        for i, device in enumerate(self._traced.stage.theta_devices):
-            part = [g for g in grads[i::count] if g is not None]
-            # Gradients of all replicas are summed on the weight's device, once per step.
-            with tf.device(device):
-                totals.append(sum_in_order(part) if part else None)
-        return totals
-
-    @functools.cached_property
-    def sums(self) -> list[WeightSum]:
-        """The sum of each weight's gradients, for weights with a gradient."""
-        traced, owners = self._traced, [*self._traced.stage.owners] * len(self._traced.replicas)
-        return [
-            WeightSum(
-                grad,
-                tf.TensorSpec(traced.spec(theta).shape, dtype),
-                traced.place(theta),
-                owner,
-                traced.replica(theta),
-            )
-            for theta, dtype, owner, grad in zip(
-                traced.theta, self._dtypes, owners, traced.gradients.of_theta, strict=True
-            )
-            if grad is not None
-        ]
 
     @property
-    def sum_places(self) -> list[int]:
-        """The index in the home of the device of each sum of weight gradients."""
-        return [total.place for total in self.sums]
+    def note_names(self) -> list[Name]:
+        """The names, in the results of an action, of the notes of the replicas."""
+        return [("note", number) for number in range(len(self._traced.replicas))]
+
+    @property
+    def sum_names(self) -> list[Name]:
+        """The names, in the results of a `B` or `W`, of the sums of weight gradients."""
+        return [("sum", i) for i in range(len(self.sums))]
 
     def make(self) -> None:
-        """Makes the functions of `forward` and `backward` now, for bodies of loops and branches."""
+        """Makes the functions of `F` and `B` now, for bodies of loops and branches."""
         _ = self._parts("F"), self._parts("B", True)
 
     def _parts(self, kind: str, adds: bool = False) -> list[Part]:
@@ -444,15 +347,20 @@ class Passes:
                 function = tf.function(run, autograph=False).get_concrete_function(*specs)
             return Call(function, has_effects(function.graph.as_graph_def()))
 
+        # With collectives, each call has a new function.
         if not traced.cut.has_collectives:
             make = functools.cache(make)
             make()
-        return Part(
-            replica.device,
-            make,
-            [*names, *(sum_names if adds else []), *note_name],
-            [*sum_names, *results, *note_name],
-        )
+        given_names = [*names, *(sum_names if adds else []), *note_name]
+
+        def part(values: dict[Name, tf.Tensor]) -> None:
+            with tf.device(replica.device):
+                returned = make()([values[name] for name in given_names])
+            # Besides sums and notes, equal names mean equal values: a result may replace an
+            # argument, but outputs and carries have identities of their own from `tracing`.
+            values.update(zip([*sum_names, *results, *note_name], returned, strict=True))
+
+        return part
 
     def _own(self, names: Sequence[str], number: int, arguments: Container[str]) -> list[str]:
         """Returns the names that a replica computes, because they are not given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,47 +22,23 @@ from pipemesh.recurrent.passes.captures import (
 )
 from pipemesh.recurrent.passes.graph_cut import GraphCut, node_of, tensor_name
 from pipemesh.recurrent.passes.pieces import Cutting
-from pipemesh.recurrent.passes.replica import check_apart, flat_names, joined
-from pipemesh.recurrent.passes.tracing import Specs, specs_of, trace
+from pipemesh.recurrent.passes.tracing import (
+    Specs,
+    check_apart,
+    flat_names,
+    joined,
+    specs_of,
+    trace,
+)
 from pipemesh.recurrent.stage import Home, Stage
 from pipemesh.recurrent.watch.finite_values import Probe
 
 
-class Places:
-    """The device index of each tensor of a traced stage in its home.
-
-    A tensor without a known device is on the first one.
-    """
-
-    def __init__(
-        self,
-        home: Home,
-        replica: Callable[[str], int],
-        graph: Any,
-        argument_places: Mapping[str, int],  # of placeholders, within a replica
-    ) -> None:
-        self._home = home
-        self._replica = replica
-        self._graph = graph
-        self._given = argument_places
-        self._numbers: dict[tuple[str, int], int] = {}
-
-    def of(self, name: str) -> int:
-        """Returns the index, among all devices of the home, of a tensor's device."""
-        replica = self._replica(name)
-        if self._home.group == 1:
-            return replica
-        place = self._given.get(name)
-        if place is None:
-            place = self._number(self._graph.get_operation_by_name(node_of(name)).device, replica)
-        return replica * self._home.group + place
-
-    def _number(self, device: str, replica: int) -> int:
-        """Returns the index of a device within a replica; 0 for a device outside of it."""
-        if (device, replica) not in self._numbers:
-            known = [is_device(device, name) for name in self._home.replica(replica)]
-            self._numbers[device, replica] = known.index(True) if True in known else 0
-        return self._numbers[device, replica]
+@functools.cache
+def place_of(home: Home, replica: int, device: str) -> int:
+    """Returns the index of a device of a replica in the home; of other devices, the first one's."""
+    known = [is_device(device, name) for name in home.replica(replica)]
+    return replica * home.group + (known.index(True) if True in known else 0)
 
 
 class TracedStage:
@@ -134,9 +110,10 @@ class TracedStage:
         self.inputs = [t.name for replica in replicas for t in replica.inputs]
         self.output_specs = specs_of(first.outputs)
         self._replicas: dict[str, int] = {}
-        known = Places(stage.of_home, self.replica, graph, {})
+        # Of placeholders of arguments the index of the device in a replica.
+        self._argument_places: dict[str, int] = {}
         # Of each output the index of its device in a replica.
-        self.output_places = [known.of(t.name) for t in first.outputs]
+        self.output_places = [self.place(t.name) for t in first.outputs]
         # By node of the forward pass.
         operations = graph.get_operations()
         self.layers = {
@@ -171,11 +148,10 @@ class TracedStage:
         )
         self._check_apart()
         self._replicas = self._find_replicas(graph)
-        arguments = {
+        self._argument_places = {
             **dict(zip(self.theta, itertools.cycle(self.stage.theta_places))),
             **dict(zip(self.inputs, itertools.cycle(self._input_places))),
         }
-        self._places = Places(self.stage.of_home, self.replica, graph, arguments)
         probed = [name for replica in self.replicas for name in replica.probes.names]
         self.cut = GraphCut(
             graph,
@@ -227,7 +203,13 @@ class TracedStage:
 
     def place(self, name: str) -> int:
         """Returns the index, in the stage's home, of a tensor's device."""
-        return self._places.of(name)
+        home, replica = self.given.of_home, self.replica(name)
+        if home.group == 1:
+            return replica
+        if name in self._argument_places:
+            return replica * home.group + self._argument_places[name]
+        operation = self._trace.function.graph.get_operation_by_name(node_of(name))
+        return place_of(home, replica, operation.device)
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Returns the shape and dtype of a tensor of the graph."""

@@ -34,7 +34,6 @@ from pipemesh.recurrent.table.loop_program import (
     CLEARS,
     KEEPS,
     Access,
-    Column,
     HomeBuffer,
     HomeProgram,
     Role,
@@ -93,9 +92,6 @@ class _Home:
         handles = {buffer: values[Name("home", buffer)] for buffer in self.program.buffers}
         self.buffers = HomeBuffers(handles, self.devices, self.numbers, count)
         self._branchings: dict[Name, Branching] = {}
-        self._arrived: dict[ChannelGroup, Grads] = {}
-        self._taken: dict[ChannelGroup, Fan] = {}
-        self._nothing: dict[ChannelGroup, Grads] = {}
 
     def _code(self, place: int) -> tf.Tensor:
         """Returns the number of the role that is due, on a device of the home."""
@@ -137,58 +133,54 @@ class _Home:
 
     def receive(self, after: Mapping[Name, Grads]) -> dict[Name, Grads]:
         """Returns the buffers of arriving values, at the end of the tick."""
+        program, groups = self.program, self.variables.groups
+        channels = [*program.arrival_buffers, *program.indexed_arrivals]
         received: dict[Name, Grads] = {}
-        for channel, columns in self.program.arrival_buffers.items():
-            for number, column in enumerate(columns):
-                name = Name("arrival", channel, number)
-                received[name] = self._arrival_buffer(channel, number, column)
-        for channel in self.program.indexed_arrivals:
-            key, buffers = key_of(channel), self.loop.buffers
+        for group in dict.fromkeys(groups[channel] for channel in channels):
+            received |= self._receive_one_of(group, after)
+        return received
+
+    def _receive_one_of(
+        self, group: ChannelGroup, after: Mapping[Name, Grads]
+    ) -> dict[Name, Grads]:
+        """Returns the buffers of channels of which at most one has a value at this tick."""
+        variables, buffers, program = self.variables, self.loop.buffers, self.program
+        first, *_ = group
+        places = variables.arrival_places(first)
+        devices = [self.devices[place] for place in places]
+        # TensorFlow puts a `Switch` on the device that makes its data. So it would send a copy for
+        # each buffer, after the number of that buffer was sent there. Nor may it move the operation
+        # that receives them.
+        values = [value for channel in group for value in self.sent[channel]]
+        arriving, sent = merged(values, variables.sending_devices(first)), list[Any]()
+        for tensor, device in zip(arriving, devices, strict=True):
+            with tf.device(device):
+                sent.append(None if tensor is None else anchor(tensor))
+        takers = variables.takers(program, group)
+        taken, count = [sent] * len(takers), len(takers)
+        if takers and (count > 1 or len(group) > 1):
+            column = "takes", group
+            fan = Fan(sent, devices, places, lambda place: self.numbers(place, column), count)
+            taken = [fan.to(user) for user in range(count)]
+        empty = variables.nothing(first, devices) if takers else []
+        received: dict[Name, Grads] = {}
+        for (channel, number), value in zip(takers, taken, strict=True):
+            name = Name("arrival", channel, number)
+            cleared = self.new_branching(name, empty).enter(self.when(channel, number, CLEARS))
+            choices = [value, cleared]
+            if KEEPS in program.arrival_buffers[channel][number]:
+                kept = self.new_branching(name, self.values[name])
+                choices.append(kept.enter(self.when(channel, number, KEEPS)))
+            received[name] = merged(choices, devices)
+        for channel in [c for c in group if c in program.indexed_arrivals]:
+            key = key_of(channel)
             name = Name("indexed", key)
             branching = self.new_branching(name, after[name])
             buffers.handles[key] = branching.enter(self.when("arrives", channel))
-            sent = self._sent(channel, self.variables.named[name].devices)
             buffers.put(key, self.numbers(0, ("arrives", channel)), sent)
             branching.leave(buffers.handles[key])
             received[name] = branching.merged()
         return received
-
-    def _sent(self, channel: Channel, devices: Sequence[str]) -> Grads:
-        """Returns the value that arrives at this tick with the group of a channel, if any."""
-        group = self.variables.groups[channel]
-        if group not in self._arrived:
-            sent = [values for member in group for values in self.sent[member]]
-            value = merged(sent, self.variables.sending_devices(channel))
-            # TensorFlow puts a `Switch` on the device that makes its data. So it would send a copy
-            # for each buffer, after the number of that buffer was sent there. Nor may it move the
-            # operation that receives them.
-            received: Grads = []
-            for tensor, device in zip(value, devices, strict=True):
-                with tf.device(device):
-                    received.append(None if tensor is None else anchor(tensor))
-            self._arrived[group] = received
-        return self._arrived[group]
-
-    def _arrival_buffer(self, channel: Channel, number: int, column: Column) -> Grads:
-        name = Name("arrival", channel, number)
-        devices = self.variables.named[name].devices
-        group, sent = self.variables.groups[channel], self._sent(channel, devices)
-        takers = self.variables.takers(self.program, channel)
-        if len(takers) > 1 or len(group) > 1:
-            if group not in self._taken:
-                places = self.variables.named[name].places
-                self._taken[group] = Fan(
-                    sent, devices, places, lambda p: self.numbers(p, ("takes", group)), len(takers)
-                )
-            sent = self._taken[group].to(takers.index((channel, number)))
-        if group not in self._nothing:
-            self._nothing[group] = self.variables.nothing(channel, devices)
-        empty = self.new_branching(name, self._nothing[group])
-        choices = [sent, empty.enter(self.when(channel, number, CLEARS))]
-        if KEEPS in column:
-            kept = self.new_branching(name, self.values[name])
-            choices.append(kept.enter(self.when(channel, number, KEEPS)))
-        return merged(choices, devices)
 
 
 class _Act:
@@ -205,15 +197,15 @@ class _Act:
 
     def perform(self) -> None:
         """Adds the operations of the action and stores its results in the variables in transit."""
-        home, code, state = self._home, self._role.code, self.state
+        home, role, state = self._home, self._role, self.state
         machine = home.loop.machine
-        with machine.acting(f"{code.mode.name}/action_{code.stage}{code.kind}", code.stage):
+        with machine.acting(f"{role.mode.name}/action_{role.stage}{role.kind}", role.stage):
             begins = pin_each(home.tokens.to(self._number), home.devices)
-            held = [name for name, _, _ in home.variables.held(code)]
+            held = [name for name, _, _ in home.variables.held(role)]
             for name in held:
                 vars(state)[name.what][name.key] = home.branching(name).enter(self._is_due)
             state.tokens[home.number] = [[begin.op] for begin in begins if begin is not None]
-            machine.act(code.kind, code.stage, code.mode, self._home.microbatch, self)
+            machine.act(role.kind, role.stage, role.mode, home.microbatch, self)
             ends: Grads = []
             for begin, done, device in zip(
                 begins, state.tokens[home.number], home.devices, strict=True
@@ -231,7 +223,7 @@ class _Act:
             return loop.sources[channel](self._home.microbatch)
         if channel in self._home.program.arrival_buffers:
             return self._arrived(channel)
-        key = key_of(channel, self._role.code.mode)
+        key = key_of(channel, self._role.mode)
         if key in self._accesses:
             specs = loop.machine.specs(*key)
             return self._home.buffers.take(self._number, self._accesses[key], specs)
@@ -240,7 +232,7 @@ class _Act:
     def write(self, kind: str, stage: int, value: Sequence[tf.Tensor | None]) -> None:
         """Stores a value for a later action."""
         channel = Channel(kind, stage)
-        key = key_of(channel, self._role.code.mode)
+        key = key_of(channel, self._role.mode)
         if channel in self._role.sends:
             self._home.sent.setdefault(channel, []).append([*value])
         elif key in self._accesses:

@@ -31,19 +31,13 @@ NOTHING = -1
 Column = np.ndarray
 
 
-class Code(NamedTuple):
-    """A kind of action of a stage; its microbatch is data."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Role:
+    """A kind of action of a stage, whose microbatch is data, and the values it uses and makes."""
 
     kind: str
     stage: int
     mode: Mode
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Role:
-    """The values that a kind of action uses and makes; there is one role of each kind."""
-
-    code: Code
     takes: tuple[Key, ...]  # from home buffers
     puts: tuple[Key, ...]  # into home buffers, until an action takes them
     leaves: tuple[Key, ...]  # results of the pipeline, which no action takes
@@ -62,36 +56,39 @@ class Roles:
     ) -> None:
         self._homes = stage_devices
         self._modes = modes
-        self._by_kind: dict[tuple[str, int, str], Role] = {}
-        codes = {
-            Code(action.kind, action.stage, modes[action.stage, action.microbatch])
-            for action in order
-        }
+        codes = {self._code(action): modes[action.stage, action.microbatch] for action in order}
         # Other values are not kept: a forward-only schedule has no backward pass.
-        self._taken = {channel for code in codes for channel in self._needs(code)}
+        self._taken = {
+            channel
+            for (kind, stage, _), mode in codes.items()
+            for channel in self._needs(kind, stage, mode)
+        }
+        self._roles = {code: self._role(*code[:2], mode) for code, mode in codes.items()}
 
     def of(self, action: Action) -> Role:
         """Returns the role of an action."""
+        return self._roles[self._code(action)]
+
+    def _code(self, action: Action) -> tuple[str, int, str]:
         mode = self._modes[action.stage, action.microbatch]
-        key = action.kind, action.stage, mode.name
-        if key not in self._by_kind:
-            self._by_kind[key] = self._role(Code(action.kind, action.stage, mode))
-        return self._by_kind[key]
+        return action.kind, action.stage, mode.name
 
     def user(self, channel: Channel) -> int:
         """Returns the stage that takes the values of a channel."""
         return channel.stage + (1 if channel.kind == OUTPUTS else -1)
 
-    def _role(self, code: Code) -> Role:
+    def _role(self, kind: str, stage: int, mode: Mode) -> Role:
         results = Channel(OUTPUTS, len(self._homes) - 1), Channel(GRADS, 0)
-        needed, written = self._needs(code), channels_written(code.kind, code.stage)
+        needed, written = self._needs(kind, stage, mode), channels_written(kind, stage)
         made = [channel for channel in written if channel in self._taken]
 
         def keys(channels: Sequence[Channel]) -> tuple[Key, ...]:
-            return tuple(key_of(channel, code.mode) for channel in channels)
+            return tuple(key_of(channel, mode) for channel in channels)
 
         return Role(
-            code,
+            kind,
+            stage,
+            mode,
             takes=keys([channel for channel in needed if not self._crosses(channel)]),
             puts=keys([channel for channel in made if not self._crosses(channel)]),
             leaves=keys([channel for channel in written if channel in results]),
@@ -104,8 +101,8 @@ class Roles:
             return False
         return self._homes[channel.stage] != self._homes[self.user(channel)]
 
-    def _needs(self, code: Code) -> list[Channel]:
-        channels = channels_read(code.kind, code.stage, code.mode.is_apart)
+    def _needs(self, kind: str, stage: int, mode: Mode) -> list[Channel]:
+        channels = channels_read(kind, stage, mode.is_apart)
         return [channel for channel in channels if 0 <= channel.stage < len(self._homes)]
 
 
@@ -282,7 +279,7 @@ def program(
     homes: dict[int, HomeProgram] = {}
     spans: dict[Channel, list[tuple[int, int]]] = {}
     for role, (ticks, microbatches) in performed.items():
-        home_program = homes.setdefault(stage_devices[role.code.stage], HomeProgram(max(free)))
+        home_program = homes.setdefault(stage_devices[role.stage], HomeProgram(max(free)))
         home_program.add(role, ticks, microbatches, slots)
         for channel in role.receives:
             waits = [(sent[channel][m], tick) for tick, m in zip(ticks, microbatches, strict=True)]

@@ -27,7 +27,6 @@ from pipemesh.recurrent.table.loop_program import (
     KEEPS,
     NOTHING,
     TAKES,
-    Code,
     HomeProgram,
     Role,
 )
@@ -233,7 +232,7 @@ class Variables:
                 tokens.append(tf.ensure_shape(tf.zeros([]), []))
         self.named[Name("token", home)] = Variable(tokens, self.devices[home], places)
         for role in program.roles:
-            for name, tensors, places in self.held(role.code):
+            for name, tensors, places in self.held(role):
                 self._add(home, name, tensors, places)
         flags: dict[Any, Any] = {
             ("code", i): program.code == i
@@ -255,7 +254,7 @@ class Variables:
                 for becomes in (KEEPS, CLEARS):
                     flags[channel, number, becomes] = column == becomes
                 flags["read", channel, number] = program.arrival_reads[channel] == number
-            takers = self.takers(program, channel)
+            takers = self.takers(program, self.groups[channel])
             chosen = np.full(len(program.code), len(takers))
             for i, (taker, number) in enumerate(takers):
                 chosen[program.arrival_buffers[taker][number] == TAKES] = i
@@ -285,15 +284,11 @@ class Variables:
     def _has_branch(self, role: Role, program: HomeProgram) -> bool:
         """Returns True if a role changes variables that not all roles change."""
         arrived = any(channel in program.indexed_arrivals for channel in role.receives)
-        return bool(role.leaves) or arrived or bool(self.held(role.code))
+        return bool(role.leaves) or arrived or bool(self.held(role))
 
-    def takers(self, program: HomeProgram, channel: Channel) -> list[tuple[Channel, int]]:
-        """Returns the arrival buffers that may take the value of a channel's group."""
-        return [
-            (c, i)
-            for c in self.groups[channel]
-            for i in range(len(program.arrival_buffers.get(c, [])))
-        ]
+    def takers(self, program: HomeProgram, group: ChannelGroup) -> list[tuple[Channel, int]]:
+        """Returns the arrival buffers that may take the value of a group of channels."""
+        return [(c, i) for c in group for i in range(len(program.arrival_buffers.get(c, [])))]
 
     def _add(
         self, home: int, name: Name, start: Sequence[tf.Tensor | None], places: Sequence[int]
@@ -316,21 +311,20 @@ class Variables:
                 made.append(None if spec is None else nothing(spec.dtype))
         return made
 
-    def held(self, code: Code) -> list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]]:
+    def held(self, role: Role) -> list[tuple[Name, Sequence[tf.Tensor | None], Sequence[int]]]:
         """Returns the parts of the state that an action changes, with their device indices."""
-        stage, home = code.stage, self._stages[code.stage].of_home
+        stage, home = role.stage, self._stages[role.stage].of_home
         places: dict[str, Sequence[int]] = {}
-        if code.kind == "F":
+        if role.kind == "F":
             places["carries"] = [0] * len(self._stages[stage].carry)
-        if code.kind in "BI":
+        if role.kind in "BI":
             places["carry_grads"] = [0] * len(self._stages[stage].carry)
-        direction = "forward" if code.kind == "F" else "backward"
-        if code.kind not in "RW" and self._machine.probes[direction][stage]:
+        direction = "forward" if role.kind == "F" else "backward"
+        if role.kind not in "RW" and self._machine.probes[direction][stage]:
             replicas = range(home.num_replicas)
             places[f"{direction}_notes"] = [replica * home.group for replica in replicas]
-        if code.kind in "BW":
-            passes = self._machine.passes(stage, code.mode.backward)
-            places["accumulators"] = passes.sum_places
+        if role.kind in "BW":
+            places["accumulators"] = [total.place for total in self._machine.sums[stage]]
         held = [
             (Name(what, stage), vars(self._state)[what][stage] or [], of_part)
             for what, of_part in places.items()

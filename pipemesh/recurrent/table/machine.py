@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
-from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present
+from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present, sum_in_order
+from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent.options import Options, sum_dtype
-from pipemesh.recurrent.passes.passes import Passes
+from pipemesh.recurrent.passes.passes import Passes, by_name, weight_sums
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage
-from pipemesh.recurrent.passes.tracing import WholeBatch, specs_of
+from pipemesh.recurrent.passes.tracing import specs_of, whole_draws
 from pipemesh.recurrent.remat import FULL, NONE, Mode
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.watch.finite_values import LOCATING, Direction, Probe, empty_note
@@ -186,8 +187,8 @@ class Machine:
         self._stamp: Callable[..., tf.Operation] | None = None
         self.traced = self._trace(stages, step is not None, schedule.is_forward_only)
         self._stages = self.stages = [traced.stage for traced in self.traced]
-        self._dtypes = [
-            [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)]
+        self.sums = [
+            weight_sums(traced, [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)])
             for dtypes, traced in zip(accumulator_dtypes, self.traced, strict=True)
         ]
         self.probes: dict[Direction, list[list[Probe]]] = {
@@ -208,13 +209,17 @@ class Machine:
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
         cutting, whole = self.cutting, specs_of(self.inputs)
-        whole_batch = WholeBatch(stages, whole, has_step, cutting)
+        of_stages = enumerate(whole_draws(stages, whole, has_step, cutting))
         specs = [*map(cutting.of_part, whole)]
         places = [0] * len(specs)
         traced: list[TracedStage] = []
+
+        def draws_of(stage: int) -> WholeDraws:
+            return next(draws for number, draws in of_stages if number == stage)
+
         for number, stage in enumerate(stages):
-            draws = functools.partial(whole_batch.draws, number)
             places = stage.input_places(places)
+            draws = functools.partial(draws_of, number)
             traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # A tensor without an incoming gradient gets none, not zeros.
@@ -232,7 +237,7 @@ class Machine:
             self._passes[stage, mode] = Passes(
                 traced,
                 mode.recomputed(traced),
-                self._dtypes[stage],
+                self.sums[stage],
                 self.probes["forward"][stage],
                 self.probes["backward"][stage],
                 mode.is_twice,
@@ -241,22 +246,47 @@ class Machine:
 
     def act(self, kind: str, stage: int, mode: Mode, microbatch: tf.Tensor, values: Values) -> None:
         """Performs one action, whose microbatch (int64 scalar) is a piece if there are slices."""
-        scalars = [microbatch, self.step]
+        state, traced, scalars = values.state, self.traced[stage], [microbatch, self.step]
         passes = self.passes(stage, mode if kind in "FR" else mode.backward)
         if self._guards:
-            with tf.control_dependencies(values.state.tokens[self.stage_devices[stage]][0]):
+            with tf.control_dependencies(state.tokens[self.stage_devices[stage]][0]):
                 scalars = pin(scalars)
         if self._clock is not None:
             self._stamp = functools.partial(self._clock.stamp, kind, stage, microbatch)
+        arguments = self._arguments(kind, passes, stage, values, mode.is_apart)
+        theta = self._theta(stage, state)
+        notes = state.forward_notes if kind == "F" else state.backward_notes
+        sums = state.accumulators[stage] if kind in "BW" else None
+        results = passes.run(kind, theta, arguments, scalars, notes[stage], sums)
+        notes[stage] = by_name(results, passes.note_names)
+        ends: list[tuple[Grads, Sequence[int]]] = []
+
+        def pinned(tensors: list[Any], places: Sequence[int]) -> list[Any]:
+            ends.append((self._pin(stage, tensors, places, state), places))
+            return ends[-1][0]
+
+        if kind in "BW":
+            sums = by_name(results, passes.sum_names)
+            state.accumulators[stage] = pinned(sums, [total.place for total in passes.sums])
+        for channel in channels_written(kind, stage):
+            names = self._names(*channel, mode)
+            made = traced.gradients.of_inputs if channel.kind == GRADS else names
+            tensors = by_name(results, made)
+            # No token waits for the gradients of the pipeline's inputs, so TensorFlow prunes them
+            # if they are not used.
+            if channel.kind != KEPT and channel != Channel(GRADS, 0):
+                tensors = pinned(tensors, [*map(traced.place, names)])
+            values.write(*channel, tensors)
+        if kind in "BI":
+            carried = self._filled(stage, by_name(results, traced.gradients.of_carry))
+            state.carry_grads[stage] = pinned(carried, [0] * len(carried))
         if kind == "F":
-            self._forward(passes, stage, scalars, values)
-        elif kind == "R":
-            self._recompute(passes, stage, scalars, values)
-        elif kind == "W":
-            self._weight_grad(passes, stage, scalars, values)
-        else:
-            left = REMADE if mode.is_apart else KEPT
-            self._backward(kind, passes, stage, scalars, values, left)
+            carry = by_name(results, traced.carry_out)
+            state.carries[stage] = pinned(carry, [0] * len(carry))
+            # The carry from replica to replica delays only the operations that use it.
+            if len(traced.replicas) > 1:
+                ends.pop()
+        self._finish(stage, state, ends)
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
@@ -283,101 +313,34 @@ class Machine:
         # Without it, a result that depends on no argument of the action would stay alive.
         return self._behind_tokens(stage, tensors, places, state)
 
-    def _forward(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
-        state = values.state
-        inputs = values.read(OUTPUTS, stage - 1)
-        inputs = self._gate(stage, inputs, self.places(GRADS, stage), state)
-        notes = state.forward_notes
-        outputs, carry, kept, notes[stage] = passes.forward(
-            self._theta(stage, state), state.carries[stage], inputs, scalars, notes[stage]
-        )
-        outputs = self._pin(stage, outputs, where := self.places(OUTPUTS, stage), state)
-        carry = self._pin(stage, carry, [0] * len(carry), state)
-        state.carries[stage] = carry
-        values.write(OUTPUTS, stage, outputs)
-        values.write(KEPT, stage, kept)
-        # The carry from replica to replica delays only the operations that use it.
-        handed_on = carry if self._stages[stage].of_home.num_replicas == 1 else []
-        self._finish(stage, state, (outputs, where), (handed_on, [0] * len(handed_on)))
+    def _arguments(
+        self, kind: str, passes: Passes, stage: int, values: Values, is_recomputed: bool
+    ) -> Tensors:
+        """Returns the tensors that an action starts from, besides weights, through gates.
 
-    def _recompute(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
-        state, place = values.state, self.traced[stage].place
-        kept = values.read(KEPT, stage)
-        kept = self._gate(stage, kept, [*map(place, passes.cuts.kept)], state)
-        remade = passes.recompute(self._theta(stage, state), kept, scalars)
-        remade = self._pin(stage, remade, where := self.places(REMADE, stage), state)
-        values.write(REMADE, stage, remade)
-        self._finish(stage, state, (remade, where))
-
-    def _backward(
-        self,
-        kind: str,
-        passes: Passes,
-        stage: int,
-        scalars: Tensors,
-        values: Values,
-        left: str,
-    ) -> None:
-        state = values.state
-        kept, grads = self._gated(passes, stage, values, left)
-        arguments = self._theta(stage, state), kept, grads, scalars
-        notes = state.backward_notes
-        if kind == "B":
-            result = passes.backward(*arguments, state.accumulators[stage], notes[stage])
-            places = passes.sum_places
-            pending = self._pin(stage, result.accumulators or [], places, state)
-            state.accumulators[stage] = pending
-        else:
-            result = passes.input_grad(*arguments, notes[stage])
-            places = [*map(self.traced[stage].place, passes.cuts.pending)]
-            pending = self._pin(stage, result.pending, places, state)
-            values.write(PENDING, stage, pending)
-        notes[stage] = result.notes
-        # No token waits for the gradients of the pipeline's inputs, so TensorFlow prunes them if
-        # they are not used.
-        input_grads, where = result.input_grads, self.places(GRADS, stage)
-        if stage:
-            input_grads = self._pin(stage, input_grads, where, state)
-        values.write(GRADS, stage, input_grads)
-        carried = self._filled(stage, result.carry_grads)
-        carried = self._pin(stage, carried, [0] * len(carried), state)
-        state.carry_grads[stage] = carried
-        sent = (input_grads, where) if stage else ([], [])
-        self._finish(stage, state, (pending, places), sent, (carried, [0] * len(carried)))
-
-    def _gated(
-        self, passes: Passes, stage: int, values: Values, left: str
-    ) -> tuple[Tensors, Tensors]:
-        """Returns the kept values and the gradients of the results, through gates.
-
-        A recomputed stage has two gates, so that recomputation may start before the gradient
-        arrives. Constant gradients go through the first gate. Else TensorFlow would compute the
-        nodes that depend on them before the first step, and keep these for every microbatch.
+        A stage that is recomputed in its backward pass has two gates, so that recomputation may
+        start before the gradient arrives. Constant gradients go through the first gate. Else
+        TensorFlow would compute the nodes that depend on them before the first step, and keep these
+        for every microbatch.
         """
-        kept, grads = values.read(left, stage), self._result_grads(stage, values)
-        tensors, count = [*kept, *grads], len(kept)
-        places = [*map(self.traced[stage].place, passes.cuts.arguments("I"))]
-        late = [
-            i
-            for i, tensor in enumerate(tensors)
-            if i >= count and passes.cuts.recomputes and tensor.op.type not in _CONSTANT
-        ]
+        state, tensors, late = values.state, list[tf.Tensor](), list[int]()
+        for channel in channels_read(kind, stage, is_recomputed):
+            if channel.kind != GRADS:
+                tensors += values.read(*channel)
+                continue
+            grads, count = self._result_grads(stage, values), len(tensors)
+            if passes.cuts.recomputes:
+                late = [i for i, g in enumerate(grads, count) if g.op.type not in _CONSTANT]
+            tensors += grads
+        carry = state.carries[stage] if kind == "F" else []
+        names = passes.cuts.arguments(kind)[len(carry) :]
+        places = [*map(self.traced[stage].place, names)]
         for chosen in ([i for i in range(len(tensors)) if i not in late], late):
-            given = [tensors[i] for i in chosen]
-            gated = self._gate(stage, given, [places[i] for i in chosen], values.state)
+            given, at = [tensors[i] for i in chosen], [places[i] for i in chosen]
+            gated = self._behind_tokens(stage, given, at, state, starts=True)
             for i, tensor in zip(chosen, gated, strict=True):
                 tensors[i] = tensor
-        return tensors[:count], tensors[count:]
-
-    def _weight_grad(self, passes: Passes, stage: int, scalars: Tensors, values: Values) -> None:
-        state = values.state
-        places = [*map(self.traced[stage].place, passes.cuts.pending)]
-        pending = self._gate(stage, values.read(PENDING, stage), places, state)
-        theta = self._theta(stage, state)
-        new = passes.weight_grad(theta, pending, scalars, state.accumulators[stage])
-        new = self._pin(stage, new, passes.sum_places, state)
-        state.accumulators[stage] = new
-        self._finish(stage, state, (new, passes.sum_places))
+        return [*carry, *tensors]
 
     def _theta(self, stage: int, state: State) -> Tensors:
         """Returns the weights of each replica, for one action."""
@@ -403,10 +366,6 @@ class Machine:
             if filled[i] is None:
                 filled[i] = tf.zeros_like(self._stages[stage].carry[i])
         return filled
-
-    def _gate(self, stage: int, tensors: Tensors, places: Sequence[int], state: State) -> Tensors:
-        """Returns the arguments of an action, once their devices have finished earlier actions."""
-        return self._behind_tokens(stage, tensors, places, state, starts=True)
 
     def _behind_tokens(
         self,
@@ -435,7 +394,7 @@ class Machine:
         return pinned
 
     def _finish(
-        self, stage: int, state: State, *results: tuple[Sequence[tf.Tensor | None], Sequence[int]]
+        self, stage: int, state: State, results: Sequence[tuple[Grads, Sequence[int]]]
     ) -> None:
         """Makes each device's results its token for later actions."""
         home = state.tokens[self.stage_devices[stage]]
@@ -457,17 +416,28 @@ class Machine:
         """Starts the gradients of a stage with zeros before its first backward action."""
         with tf.device(self._stages[stage].device):
             if state.accumulators[stage] is None:
-                state.accumulators[stage] = self._any_passes(stage).zero_gradients()
+                state.accumulators[stage] = self.zero_gradients(stage)
             state.carry_grads[stage] = self._filled(stage, state.carry_grads[stage])
+
+    def zero_gradients(self, stage: int) -> Tensors:
+        """Returns the sums of the gradients of a stage's weights before the first microbatch."""
+        zeros = []
+        for total in self.sums[stage]:
+            with tf.device(self._stages[stage].devices[total.place]):
+                zeros.append(tf.zeros(total.spec.shape, total.spec.dtype))
+        return zeros
 
     def total_gradients(self, stage: int, state: State) -> Grads:
         """Returns the gradient of each theta of a stage, summed over microbatches and replicas."""
-        with tf.device(self._stages[stage].device):
-            return self._any_passes(stage).theta_gradients(state.accumulators[stage] or [])
-
-    def _any_passes(self, stage: int) -> Passes:
-        made = (passes for (s, _), passes in self._passes.items() if s == stage)
-        return next(made, None) or self.passes(stage, FULL)
+        traced, values = self.traced[stage], iter(state.accumulators[stage] or [])
+        grads = [None if name is None else next(values) for name in traced.gradients.of_theta]
+        count, totals = len(traced.stage.theta), list[Any]()
+        for i, device in enumerate(traced.stage.theta_devices):
+            part = [g for g in grads[i::count] if g is not None]
+            # Gradients of all replicas are summed on the weight's device, once per step.
+            with tf.device(traced.stage.device), tf.device(device):
+                totals.append(sum_in_order(part) if part else None)
+        return totals
 
     def specs(self, kind: str, stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Returns shapes and dtypes of the values of a kind."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,14 +12,13 @@ import tensorflow as tf
 
 from pipemesh.backend.devices import check_threads
 from pipemesh.backend.gradients import Sources, unchecked_gradients
-from pipemesh.backend.operations import MaybeTensor, pin_behind
+from pipemesh.backend.operations import MaybeTensor, pin_behind, wait_for
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options, cast_floating, sum_dtype
 from pipemesh.recurrent.passes.captures import is_constant
 from pipemesh.recurrent.passes.pieces import join, split
 from pipemesh.recurrent.remat import Mode, modes_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors, starting_anew
-from pipemesh.recurrent.table.checks import Checks
 from pipemesh.recurrent.table.loop import Loop
 from pipemesh.recurrent.table.machine import Machine, State, empty_notes
 from pipemesh.recurrent.table.validation import (
@@ -28,6 +28,16 @@ from pipemesh.recurrent.table.validation import (
     check_sliced,
     cutting_of,
     num_replicas,
+)
+from pipemesh.recurrent.watch.finite_values import (
+    MICROBATCH,
+    OF_GRADIENTS,
+    Direction,
+    Finding,
+    all_finite,
+    empty_note,
+    first_not_finite,
+    raise_unless,
 )
 from pipemesh.recurrent.watch.placement import check_devices, check_kernels
 from pipemesh.schedule import Action, Schedule, execution_order
@@ -145,6 +155,148 @@ class Performer(Protocol):
         ...
 
 
+# For each stage the notes of its replicas.
+Notes = Sequence[Sequence[tf.Tensor]]
+
+
+class Checks:
+    """The checks of one run for finite values."""
+
+    def __init__(self, policy: str, machine: Machine) -> None:
+        # One of `finite_values.CHECKS`.
+        self._policy = policy
+        self._traced, self._probes = machine.traced, machine.probes
+        self._cutting = machine.cutting
+        # Operations that end after the checks so far.
+        self.passed_forward: list[tf.Operation] = []
+        self.passed_backward: list[tf.Operation] = []
+        self._both: list[tf.Operation] = []
+
+    def forward(self, results: Sequence[tf.Tensor], what: str, notes: Notes) -> None:
+        """Makes `passed_forward` wait for a check of the results."""
+        if self._policy == "off":
+            return
+        last = self._traced[-1].stage
+        with tf.device(last.device):
+            is_finite = all_finite([t for t in results if t.dtype.is_floating])
+        findings = [
+            f for s in range(len(self._traced)) for f in self._findings("forward", s, notes)
+        ]
+        otherwise = place(last, (), f"forward: {what}")
+        slices = self._cutting.num_slices
+        self.passed_forward = [raise_unless(is_finite, findings, otherwise, last.device, slices)]
+
+    def passed_both(self) -> list[tf.Operation]:
+        """Returns operations that end after all checks; no gradient may depend on them."""
+        if self.passed_forward and not self._both:
+            with tf.control_dependencies(self.passed_forward):
+                self._both = [tf.no_op()]
+        return self._both
+
+    def backward(self, grads: Sequence[Grads], notes: Notes) -> None:
+        """Makes `passed_backward` wait for a check of the gradients."""
+        # The gradient of an eager function has another graph, which runs after this one.
+        graph = tf.compat.v1.get_default_graph()
+        before = [op for op in self.passed_forward if op.graph is graph]
+        if self._policy in OF_GRADIENTS:
+            order = range(len(self._traced) - 1, -1, -1)
+            totals = [self._total_finding(s, grads[s]) for s in order]
+            findings = [f for s in order for f in self._findings("backward", s, notes)] + totals
+            device = self._traced[0].stage.device
+            is_finite = tf.reduce_all(tf.stack([total.note for total in totals]) < 0)
+            with tf.control_dependencies(before):
+                check = raise_unless(
+                    is_finite, findings, "a gradient", device, self._cutting.num_slices
+                )
+            before = [check]
+            for guard in self._both:
+                if guard.graph is graph:
+                    wait_for(guard, check)
+        with tf.control_dependencies(before):
+            self.passed_backward = [tf.no_op()] if before else []
+
+    def input_grads(self, grads: Grads) -> Grads:
+        """Returns checked input gradients; weights' gradients wait for that check, too."""
+        first = self._traced[0]
+        if self._policy in OF_GRADIENTS and any(grad is not None for grad in grads):
+            findings = [
+                self._input_finding(number, grad)
+                for number, grad in enumerate(grads)
+                if grad is not None
+            ]
+            device, slices = first.stage.device, self._cutting.num_slices
+            with tf.device(device):
+                is_finite = tf.reduce_all(tf.stack([f.note < 0 for f in findings]))
+            check = raise_unless(is_finite, findings, "a gradient", device, slices)
+            (guard,) = self.passed_backward
+            wait_for(guard, check)
+        return pin_behind(self.passed_backward, grads, first.stage.device)
+
+    def _findings(self, direction: Direction, number: int, notes: Notes) -> list[Finding]:
+        what = "its output" if direction == "forward" else "a gradient"
+        rest = f"microbatch {MICROBATCH}, {direction}: {what}"
+        stage, probes = self._traced[number].stage, self._probes[direction][number]
+        return [
+            Finding(note, [place(stage, p.layers, rest, r) for p in probes if p.replica == r])
+            for r, note in enumerate(notes[number])
+        ]
+
+    def _total_finding(self, number: int, grads: Grads) -> Finding:
+        traced = self._traced[number]
+        stage, layers = traced.stage, traced.replicas[0].probes.theta_layers
+        present = [
+            (grad, users, device or stage.device)
+            for grad, users, device in itertools.zip_longest(grads, layers, stage.theta_devices)
+            if grad is not None
+        ]
+        # On the device of each tensor, so that a flag travels instead of a gradient.
+        at = [device for *_, device in present]
+        with tf.device(stage.device):
+            note = first_not_finite([[g] for g, *_ in present], at) if present else empty_note()
+        text = "backward: a gradient of shape {}, summed over the microbatches,"
+        places = [place(stage, users or (), text.format(g.shape)) for g, users, _ in present]
+        return Finding(note, places)
+
+    def _input_finding(self, number: int, grad: tf.Tensor) -> Finding:
+        traced, cutting = self._traced[0], self._cutting
+        of_slices = cutting.is_sliced(grad.shape)
+        kept = [cutting.batch_dim, *([cutting.sequence_dim] if of_slices else [])]
+        rest = [dim for dim in range(grad.shape.rank) if dim not in kept]
+        with tf.device(traced.stage.device):
+            real = tf.math.abs(grad) if grad.dtype.is_complex else grad
+            bad = tf.reduce_any(tf.logical_not(tf.math.is_finite(real)), axis=rest)
+            slice_number: tf.Tensor | int = 0
+            if of_slices:
+                rows = bad if cutting.batch_dim < cutting.sequence_dim else tf.transpose(bad)
+                bad = tf.reduce_any(rows, axis=1)
+                row = rows[tf.argmax(tf.cast(bad, tf.float32))]
+                slice_number = tf.argmax(tf.cast(row, tf.float32)) // cutting.slice_size
+            # GPUs have no kernel of `ArgMax` for integers.
+            # The number of the part; notes have the same form, `piece * replicas + replica`.
+            where = tf.argmax(tf.cast(bad, tf.float32)) // cutting.part_size
+            if cutting.num_slices > 1:
+                replica = tf.math.floormod(where, cutting.replicas)
+                microbatch = where // cutting.replicas
+                where = (
+                    microbatch * cutting.num_slices + slice_number
+                ) * cutting.replicas + replica
+            note = tf.where(tf.reduce_any(bad), where, empty_note())
+        text = f"microbatch {MICROBATCH}, backward: the gradient of input {number}"
+        layers = traced.replicas[0].probes.input_layers[number]
+        return Finding(
+            note,
+            [place(traced.stage, layers, text, replica) for replica in range(cutting.replicas)],
+        )
+
+
+def place(stage: Stage, layers: Sequence[str], rest: str, replica: int = 0) -> str:
+    """Returns the names of stage, device and layers."""
+    name = ", ".join(stage.of_home.replica(replica))
+    device = f" ({name})" if name else ""
+    layer = f", layer {' or '.join(map(repr, layers))}" if layers else ""
+    return f"stage {stage.name!r}{device}{layer}, {rest}"
+
+
 class Run:
     """One run of a schedule: prepares stages, performs actions and collects gradients."""
 
@@ -227,7 +379,7 @@ class Run:
         check_joined(self.machine.traced[-1], cutting, step is not None)
         for traced in self.machine.traced:
             traced.check_pure()
-        self.checks = Checks(policy, self.machine.traced, self.machine.probes, cutting)
+        self.checks = Checks(policy, self.machine)
         state = State.before(self._stages, schedule.stage_devices)
         self.modes = modes_of(options.remat, self.schedule)
         arguments = (self.machine, state, self.modes)
@@ -258,10 +410,10 @@ class Run:
         """Performs actions in order."""
         self._values.perform(actions)
 
-    def finish_carries(self, after: Callable[[Tensors, str], Tensors]) -> None:
+    def finish_carries(self, checks: Sequence[tf.Operation]) -> None:
         """Makes the carries wait for checks, and collects the summaries in them."""
         for number, traced in enumerate(self.machine.traced):
-            carry = after(self.state.carries[number], traced.stage.device)
+            carry = pin_behind(checks, self.state.carries[number], traced.stage.device)
             if traced.summaries is not None:
                 traced.summaries.collect(carry.pop())
             # A state that is reset for each microbatch is not a result of the pipeline.
@@ -331,7 +483,7 @@ class Run:
         for number, stage in enumerate(self._stages):
             num_states = len(totals[number]) - len(stage.theta)
             devices = [*stage.theta_devices, *[stage.device] * num_states]
-            checked = self.checks.after_backward(totals[number], devices)
+            checked = pin_behind(self.checks.passed_backward, totals[number], devices)
             totals[number] = self._after_clock(checked, devices)
         of_inputs = self._values.input_grads()
         of_inputs = self._after_clock(of_inputs, self._stages[0].device)

@@ -111,14 +111,14 @@ def check_joined(traced: TracedStage, cutting: Cutting, has_step: bool) -> None:
     """
     if traced.stage.recurrent and cutting.num_slices == 1:
         return
-    if cutting.num_parts > 1:
-        numbers = cutting.batch_dim, cutting.part_size, cutting.num_parts
-        along = _Along("batch", "example", cutting.part, cutting.parts, *numbers)
-        _check_along(traced, along, cutting, has_step)
-    if cutting.num_slices > 1:
-        numbers = cutting.sequence_dim, cutting.slice_size, cutting.num_slices
-        along = _Along("sequence", "position", "a slice", "slices", *numbers)
-        _check_along(traced, along, cutting, has_step)
+    of_batch = cutting.batch_dim, cutting.part_size, cutting.num_parts
+    of_sequences = cutting.sequence_dim, cutting.slice_size, cutting.num_slices
+    for along in (
+        _Along("batch", "example", cutting.part, cutting.parts, *of_batch),
+        _Along("sequence", "position", "a slice", "slices", *of_sequences),
+    ):
+        if along.count > 1:
+            _check_along(traced, along, cutting, has_step)
 
 
 class _Along(NamedTuple):
@@ -132,40 +132,41 @@ class _Along(NamedTuple):
     size: int  # of a part
     count: int  # of parts
 
-    @property
-    def option(self) -> str:
-        return f"{self.whole}_dim"
-
 
 def _check_along(traced: TracedStage, along: _Along, cutting: Cutting, has_step: bool) -> None:
-    size, dim, specs = along.size, along.dim, traced.output_specs
-    for number, spec in enumerate(specs):
-        if spec.shape.rank is None or (spec.shape.rank > dim and spec.shape[dim] is None):
+    size, dim, element = along.size, along.dim, along.element
+    at = f"dim {dim} ({along.whole}_dim)"
+    not_cut = (
+        f"; {along.parts} have {size} {element}s in {at}, so it is not cut along the "
+        f"{along.whole}, and joined it would not be what the whole {along.whole} gives; return it "
+        f"once for each {element}, or compute it after the pipeline, or return scalars with the "
+        f"loss inside the pipeline, which come back as one for {along.part}"
+    )
+    doubtful: dict[int, str] = {}
+    for number, shape in enumerate(spec.shape for spec in traced.output_specs):
+        text = f"output {number} of the last stage ({traced.stage.name!r}) has shape {shape}"
+        if shape.rank is None or (shape.rank > dim and shape[dim] is None):
             raise PipelineError(
-                f"output {number} of the last stage ({traced.stage.name!r}) has shape "
-                f"{spec.shape}; its size in dim {dim} ({along.option}) must be known before it "
-                f"runs: if there is one for each of the {size} {along.element}s of {along.part}, "
-                "set its shape with tf.ensure_shape, or else pad it"
+                f"{text}; its size in {at} must be known before it runs: if there is one for each "
+                f"of the {size} {element}s of {along.part}, set its shape with tf.ensure_shape, or "
+                "else pad it"
             )
-        if spec.shape.rank > dim and spec.shape[dim] != size:
-            raise PipelineError(_not_cut(traced, along, number, f"has shape {spec.shape}"))
-        if 0 < spec.shape.rank <= dim:
+        if shape.rank > dim and shape[dim] != size:
+            raise PipelineError(text + not_cut)
+        if 0 < shape.rank <= dim:
             raise PipelineError(
-                f"output {number} of the last stage ({traced.stage.name!r}) has shape "
-                f"{spec.shape} and no dim {dim} ({along.option}) along which {along.parts} can be "
-                "joined; add the dim, or return a scalar with the loss inside the pipeline"
+                f"{text} and no {at} along which {along.parts} can be joined; add the dim, or "
+                "return a scalar with the loss inside the pipeline"
             )
-    doubtful = [
-        n for n, spec in enumerate(specs) if spec.shape.rank and _doubtful(traced, n, along)
-    ]
+        if shape.rank and _doubtful(traced, number, along):
+            doubtful[number] = text
     whole = _whole_outputs(traced, along, cutting, has_step) if doubtful else None
     if whole is None:
         return
-    for number in doubtful:
+    for number, text in doubtful.items():
         shape = whole[number].shape
         if shape.rank is not None and shape[dim] not in (None, size * along.count):
-            problem = f"has shape {specs[number].shape} and for the whole {along.whole} {shape}"
-            raise PipelineError(_not_cut(traced, along, number, problem))
+            raise PipelineError(f"{text} and for the whole {along.whole} {shape}{not_cut}")
 
 
 def _doubtful(traced: TracedStage, number: int, along: _Along) -> bool:
@@ -199,16 +200,6 @@ def _whole_outputs(
     except (ValueError, TypeError, tf.errors.OpError):
         # Tensors between stages need not be split along the batch; then this guess is wrong.
         return None
-
-
-def _not_cut(traced: TracedStage, along: _Along, number: int, problem: str) -> str:
-    return (
-        f"output {number} of the last stage ({traced.stage.name!r}) {problem}; {along.parts} have "
-        f"{along.size} {along.element}s in dim {along.dim} ({along.option}), so it is not "
-        f"cut along the {along.whole}, and joined it would not be what the whole {along.whole} "
-        f"gives; return it once for each {along.element}, or compute it after the pipeline, or "
-        f"return scalars with the loss inside the pipeline, which come back as one for {along.part}"
-    )
 
 
 def cutting_of(

@@ -54,21 +54,12 @@ class ActionClock:
         self,
         kind: str,
         stage: int,
-        microbatch: tf.Tensor,
+        microbatch: tf.Tensor,  # int64 scalar
         is_end: bool,
         device: str,
         replica: int = 0,
     ) -> tf.Operation:
-        """Returns an operation that records the time when it runs.
-
-        Args:
-            kind: `F`, `R`, `B`, `I` or `W`.
-            stage: index of the stage.
-            microbatch: int64 scalar.
-            is_end: whether the action ends.
-            device: of the stage; the operation runs on the CPU next to it.
-            replica: the number of the replica.
-        """
+        """Returns an operation, on the CPU next to `device`, that records the time when it runs."""
         place = [KINDS.index(kind), stage, is_end, replica]
 
         def note(number: tf.Tensor) -> tf.Tensor:
@@ -135,10 +126,6 @@ class ActionClock:
         """Returns the seconds of each recorded action; a stage without weights has no `W`.
 
         Actions of slices are named as in `Schedule.by_pieces`.
-
-        Example:
-            >>> ActionClock().durations()
-            {}
         """
         times = {
             action: self._mean_times(action)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import re
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend.devices import agree, short_name
-from pipemesh.backend.graphs import collected_graphs, registered_kernels
+from pipemesh.backend.graphs import registered_kernels
 from pipemesh.errors import DeviceError, PipelineError
 
 # Placeholders of arguments are never executed.
@@ -203,19 +202,6 @@ class Placement:
             others = [f"{n} on {d}" for d, n in sorted(counts.items()) if d not in expected]
             lines.append(", and ".join([line, *others]))
         return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def record_placement() -> Iterator[Any]:
-    """Records the graphs of TF2 functions that run for the first time inside the context.
-
-    TensorFlow reports a graph when it places it, which it does once. Later steps record nothing.
-
-    Yields:
-        A `RunMetadata`, which is filled when the context ends.
-    """
-    with collected_graphs() as metadata:
-        yield metadata
 
 
 def _names(home: str | Sequence[str]) -> Sequence[str]:

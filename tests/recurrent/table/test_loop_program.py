@@ -67,7 +67,7 @@ def replayed(schedule):
             if home_program.code[tick] == NOTHING:
                 continue
             role, m = home_program.roles[home_program.code[tick]], home_program.microbatch[tick]
-            rows[home].append((role.code.stage, role.code.kind, m))
+            rows[home].append((role.stage, role.kind, m))
             accesses = home_program.accesses[home_program.code[tick]]
             for key in role.takes:
                 assert kept.pop(slot_of(home_program, accesses[key], tick)) == (key, m)
