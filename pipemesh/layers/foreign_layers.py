@@ -57,11 +57,17 @@ def flops_of(op: tf.Operation) -> int:
     return 0
 
 
-class _SharedParam(hyperparams._Param):
-    """A param whose value copies of the params share."""
+class FunctionParams(hyperparams.InstantiableParams):
+    """The params of a `FunctionLayer`; copies share the function, and so its variables."""
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return copy.copy(self)
+    def Copy(self) -> FunctionParams:
+        """Copies all params but the function."""
+        copied: Any = self.cls.Params()
+        for name, value in self.IterParams():
+            if name not in copied:
+                copied.Define(name, None, "")
+            copied.Set(**{name: value if name == "function" else copy.deepcopy(value)})
+        return copied
 
 
 class FunctionLayer(base_layer.BaseLayer):
@@ -85,9 +91,9 @@ class FunctionLayer(base_layer.BaseLayer):
     def Params(cls) -> Any:
         """Defines `function` and `flops`."""
         p: Any = super().Params()
-        about = "Takes tensors or None, returns one or several."
-        # A copy of the function would have other variables.
-        p._params["function"] = _SharedParam("function", None, about)
+        # Params would treat any other attribute as a param.
+        object.__setattr__(p, "__class__", FunctionParams)
+        p.Define("function", None, "Takes tensors or None, returns one or several.")
         p.Define("flops", None, "A function from input shapes to flops; default: of the products.")
         return p
 
