@@ -34,22 +34,25 @@ from pipemesh.text import bytes_of, columns, number
 _HOUR = 3600.0
 
 
-def _above_zero(text: str) -> float:
+def _finite(text: str) -> float:
+    """Returns a number; NaN if the text is none, or is not finite."""
     try:
-        value = _from_zero(text)
+        value = float(text)
     except ValueError:
-        value = 0.0
-    if not value:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+def _above_zero(text: str) -> float:
+    value = _finite(text)
+    if not value > 0:
         raise ValueError("it must be a number above 0")
     return value
 
 
 def _from_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
+    value = _finite(text)
+    if not value >= 0:
         raise ValueError("it must be a number from 0 on, and finite")
     return value
 

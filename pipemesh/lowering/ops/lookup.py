@@ -197,8 +197,10 @@ def argmax(x: Tensor, dim: str) -> Tensor:
     at = x.shape.index(dim)
     axis = x.layout.axes[at]
     rest = x.shape.without(dim)
-    # As for `tf.argmax` on CPUs, NaN and -inf count as the lowest number.
-    slices = lowering.raw_map(lambda t: tf.where(t > t.dtype.min, t, t.dtype.min), x.slices)
+    slices = x.slices
+    if axis is not None:
+        # As for `tf.argmax` on CPUs, NaN and -inf count as the lowest number.
+        slices = lowering.raw_map(lambda t: tf.where(t > t.dtype.min, t, t.dtype.min), slices)
     places = lowering.raw_map(lambda t: tf.argmax(t, at, tf.int32), slices)
     if axis is None:
         return Tensor(lowering, places, rest)

@@ -159,7 +159,7 @@ def cut_inputs(mesh, processor):
 
 
 def differences(pipeline, processor, history):
-    """What of a processor's steps (loss, output, gradients, parameters) is not as expected."""
+    """The losses, outputs, gradients and parameters of a processor that are not as expected."""
     found = []
     for step, (got, want) in enumerate(zip(history, plain_training(), strict=True)):
         loss, y, grads, params = want

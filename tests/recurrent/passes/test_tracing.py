@@ -1,4 +1,4 @@
-"""What Python's calls of a stage leave behind, and a replica's part of a traced graph."""
+"""State left behind by Python's calls of a stage, and a replica's part of a traced graph."""
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def test_looked_up_rows_of_an_input_have_a_dense_one():
 
 
 def traced(body):
-    """What `body` returns while a function is traced in the current graph."""
+    """The result of `body` while a function is traced in the current graph."""
     found = []
 
     def run():

@@ -48,7 +48,7 @@ def lstm(theta, state, inputs):
 
 
 def plain(theta, state0, inputs, cell_fn, return_acc_extras=False, steps=None):
-    """What Recurrent promises to equal; other time steps than `steps` are skipped."""
+    """The plain loop that Recurrent has to equal; other time steps than `steps` are skipped."""
 
     def stacked(parts):
         return tf.nest.map_structure(lambda *x: None if x[0] is None else tf.stack(x), *parts)

@@ -152,7 +152,7 @@ def stacked(v, **changes):
 
 @pytest.fixture(scope="module")
 def want():
-    """What the plain loop gives."""
+    """The results of the plain loop."""
     return run_tf2(plain, VALUES)
 
 
@@ -229,7 +229,7 @@ def test_extras_and_accumulators_go_through_many_chunks():
 
 
 def test_gradients_by_hand_may_use_tensors_from_outside():
-    """That of the last layer's output is TensorFlow's, as in lingvo."""
+    """The gradient of the last layer's output is TensorFlow's, as in lingvo."""
 
     def build(v):
         three = tf.add(v["w0"][0, 0] ** 2, 3.0) - v["w0"][0, 0] ** 2
