@@ -161,123 +161,91 @@ def test_loads_follow_from_work_and_time():
     assert action_loads(stages, known, action_costs(stages, known))["B"] == [1.5, 1.5]
 
 
-def memory(plan, *layers, batch=4, place=0, **more):
-    figures = Figures(layers, optimizer=2.0, **more)
-    return device_memory(stages_of(plan, figures, batch), figures, place)
-
-
 def keeping(weights, kept, **more):
     times = {"F": line(), "B": line()}
     return LayerFigures("a", times, weights, line(kept), line(), **more)
 
 
-def test_gradients_appear_as_kept_values_go():
-    """One microbatch: a layer's gradient is there before what it kept is gone."""
-    plan = Plan(remat="none")
-    states = 3 * 10 * 3
-    assert memory(plan, *[keeping(10, 10.0)] * 3, batch=1) == states + 4 * 10
-    # With few gradients the peak is the first forward pass.
-    small = [keeping(1, 10.0)] * 3
-    assert memory(plan, *small, batch=1) == 3 * 3 + 30 + 1
-    # Of several microbatches all but the first one find them.
-    several = Plan(schedule="gpipe", num_microbatches=4, remat="none")
-    assert memory(several, *[keeping(10, 10.0)] * 3) == states + 4 * 30 + 10
-    one_by_one = Plan(num_microbatches=4, remat="none")
-    assert memory(one_by_one, *[keeping(10, 10.0)] * 3) == states + 30 + 30
+def table(text):
+    schedule = Schedule.from_text(text)
+    return {"schedule": schedule, "num_microbatches": schedule.num_microbatches}
 
 
-def test_first_gradients_become_the_sums():
-    plan = Plan(remat="none")
-    assert memory(plan, keeping(10, 5.0, working=line(12.0)), batch=1) == 30 + 5 + 12
-    later = Plan(num_microbatches=4, remat="none")
-    assert memory(later, keeping(10, 5.0, working=line(12.0))) == 30 + 10 + 5 + 12
-
-
-def test_sums_are_made_by_the_first_half_that_has_weights():
-    table = Schedule.from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1")
-    plan = Plan(schedule=table, num_microbatches=2, remat="none")
-    # Both microbatches are pending when the first W begins.
-    found = memory(plan, keeping(10, 2.0, pending=line(3.0)), batch=2)
-    assert found == 30 + 2 * 3 + 10
-
-
-def test_an_update_may_need_more_than_all_actions():
-    plan = Plan(num_microbatches=4, remat="none")
-    assert memory(plan, keeping(10, 1.0)) == 30 + 10 + 1
-    assert memory(plan, keeping(10, 1.0), update_memory=1.5) == 30 + 15
-
-
-def test_each_stage_follows_its_own_policy():
-    layers = [keeping(10, 8.0)] * 2
-    for remat, held in (("full,none", (10 + 8, 10 + 8)), ("none,full", (10 + 16, 10 + 8))):
-        plan = Plan("layers:2", num_microbatches=4, remat=remat)
-        assert tuple(memory(plan, *layers, place=p) - 30 for p in (0, 1)) == held
-
-
-def test_a_w_that_computes_again_was_left_gradients_alone():
-    """Half of what is pending, and what the stage was given, a byte."""
-    table = Schedule.from_text("0F0 0F1 0I0 0I1 0W0 0W1\n1F0 1I0 1F1 1I1 1W0 1W1")
-    layers = [keeping(0, 8.0)] * 2
-    full, twice = (
-        memory(
-            Plan("layers:2", schedule=table, num_microbatches=2, remat=remat),
-            *layers,
-            batch=2,
-            place=1,
-        )
-        for remat in ("full", "twice")
-    )
-    assert full == 2 * 8
-    # The first one is pending while the second one's stage is computed again.
-    assert twice == (1 + 8 / 2) + 8
-
-
-def test_an_r_of_the_table_holds_all_from_there_on():
-    table = Schedule.from_text("0F0 0F1 0R0 0R1 0B0 0B1")
-    plan = Plan(schedule=table, num_microbatches=2, remat="none")
-    assert memory(plan, keeping(0, 8.0), batch=2) == 2 * 8
-
-
-def test_narrow_values_take_fewer_bytes_and_weights_a_copy():
-    plan = Plan("layers:1", schedule="gpipe", num_microbatches=4, remat="none")
-    wide, narrow = (
-        memory(dataclasses.replace(plan, compute_dtype=dtype), keeping(10, 8.0))
-        for dtype in (None, "bfloat16")
-    )
-    assert wide == 30 + 10 + 4 * 8 and narrow == 30 + 10 + 4 * 4 + 5
-
-
-def test_recomputed_values_include_the_inputs():
-    plan = Plan("layers:2", num_microbatches=4, remat="full")
-    layers = [keeping(10, 8.0), keeping(10, 8.0)]
-    # Two microbatches in flight have nothing that is given; one stage is computed again at a time.
-    assert memory(plan, *layers) == 30 + 10 + 8
-    assert memory(plan, *layers, place=1) == 30 + 10 + 8
-
-
-def test_replicas_have_fewer_rows_and_slices_less_of_each():
-    plan = Plan(
-        "layers:1;data:2;model:2", "batch:data;heads:model", num_microbatches=2, remat="none"
-    )
-    layers = [keeping(10, 4.0, split=2, summed=line())] * 4
+FOUR, GPIPE = {"num_microbatches": 4}, {"schedule": "gpipe", "num_microbatches": 4}
+SPLIT = {"mesh": "layers:1;data:2;model:2", "layout": "batch:data;heads:model"}
+REPLICAS = {"mesh": "layers:1;data:2", "layout": "batch:data"}
+SPLIT_LAYER = keeping(10, 4.0, split=2, summed=line())
+W_LATE = "0F0 0F1 0I0 0I1 0W0 0W1\n1F0 1I0 1F1 1I1 1W0 1W1"
+# Weights and what the optimizer keeps of them, of a layer with ten bytes of weights.
+ONE = 10 + 20
+MEMORY = [
+    # A layer's gradient is there before what it kept is gone; with few gradients the peak is the
+    # first forward pass. Of several microbatches all but the first find the gradients.
+    ("one", {}, [keeping(10, 10.0)] * 3, 3 * ONE + 4 * 10),
+    ("small gradients", {}, [keeping(1, 10.0)] * 3, 3 * 3 + 30 + 1),
+    ("all at once", GPIPE, [keeping(10, 10.0)] * 3, 3 * ONE + 4 * 30 + 10),
+    ("one by one", FOUR, [keeping(10, 10.0)] * 3, 3 * ONE + 30 + 30),
+    # The first gradients become the sums.
+    ("first sums", {}, [keeping(10, 5.0, working=line(12.0))], ONE + 5 + 12),
+    ("later sums", FOUR, [keeping(10, 5.0, working=line(12.0))], ONE + 10 + 5 + 12),
+    # Both microbatches are pending when the first W begins, and its half has the weights.
+    (
+        "W sums",
+        table("0: 0F0 0F1 0I0 0I1 0W0 0W1"),
+        [keeping(10, 2.0, pending=line(3.0))],
+        ONE + 16,
+    ),
+    ("no update", FOUR, [keeping(10, 1.0)], ONE + 10 + 1),
+    ("large update", FOUR | {"update_memory": 1.5}, [keeping(10, 1.0)], ONE + 15),
+    # Each stage follows its own policy. Two microbatches in flight have nothing that is given; one
+    # stage is computed again at a time.
+    ("full, none", FOUR | {"remat": "full,none"}, [keeping(10, 8.0)] * 2, (ONE + 18, ONE + 18)),
+    ("none, full", FOUR | {"remat": "none,full"}, [keeping(10, 8.0)] * 2, (ONE + 26, ONE + 18)),
+    ("full", FOUR | {"remat": "full"}, [keeping(10, 8.0)] * 2, (ONE + 18, ONE + 18)),
+    # A W that computes again was left gradients alone: half of what is pending, and what the stage
+    # was given, a byte. The first is pending while the second one's stage is computed again.
+    ("W kept", table(W_LATE) | {"remat": "full"}, [keeping(0, 8.0)] * 2, (None, 2 * 8)),
+    ("W again", table(W_LATE) | {"remat": "twice"}, [keeping(0, 8.0)] * 2, (None, 1 + 8 / 2 + 8)),
+    # An R of the table holds all from there on.
+    ("R", table("0F0 0F1 0R0 0R1 0B0 0B1"), [keeping(0, 8.0)], 2 * 8),
+    # Narrow values take fewer bytes, and weights a copy.
+    ("wide", GPIPE, [keeping(10, 8.0)], ONE + 10 + 4 * 8),
+    ("narrow", GPIPE | {"compute_dtype": "bfloat16"}, [keeping(10, 8.0)], ONE + 10 + 4 * 4 + 5),
     # Half of all weights and gradients, a quarter of the optimizer's state; of two rows half.
-    found = memory(plan, *layers, batch=8, rules="heads:model")
-    assert found == 20 + 20 + 20 + 4 * 2 * 4 / 2
+    ("slices", SPLIT | {"num_microbatches": 2, "batch": 8}, [SPLIT_LAYER] * 4, 60 + 4 * 2 * 4 / 2),
+    # An embedding makes the gradient of its whole table, but not in its forward pass: the peak is
+    # where the last block goes back.
+    (
+        "embedding",
+        {},
+        [keeping(100, 0.0, working=line(100.0)), *[keeping(1, 50.0, working=line(2.0))] * 3],
+        103 * 3 + 150 + 3,
+    ),
+    # Replicas have a whole gradient each, and half of what the update makes of it.
+    (
+        "shared update",
+        REPLICAS | {"num_microbatches": 2, "update_memory": 2.0},
+        [keeping(10, 0.1)],
+        30 + 5,
+    ),
+]
 
 
-def test_a_forward_pass_makes_no_gradients():
-    """As of an embedding, which makes the gradient of its whole table, and nothing else."""
-    table = keeping(100, 0.0, working=line(100.0))
-    blocks = [keeping(1, 50.0, working=line(2.0))] * 3
-    states = 103 * 3
-    # Where the last block goes back, before anything that the table makes; then where it does.
-    assert memory(Plan(remat="none"), table, *blocks, batch=1) == states + 150 + 3
-
-
-def test_replicas_share_the_update():
-    plan = Plan("layers:1;data:2", "batch:data", num_microbatches=2, remat="none")
-    # A whole gradient each, and a half of what is made of it.
-    assert memory(plan, keeping(10, 0.1), update_memory=2.0) == 10 + 10 + 10 + 5
+@pytest.mark.parametrize(
+    ("values", "layers", "held"), [row[1:] for row in MEMORY], ids=[row[0] for row in MEMORY]
+)
+def test_devices_hold_what_is_computed_by_hand(values, layers, held):
+    """Bytes of a device of each place, or of the only one; None is not looked at."""
+    values = {"remat": "none", **values}
+    held = held if isinstance(held, tuple) else (held,)
+    rows = values.get("num_microbatches", 1)
+    more = {name: values.pop(name) for name in ("update_memory",) if name in values}
+    batch = values.pop("batch", rows * (2 if "data" in values.get("mesh", "") else 1))
+    plan = Plan(values.pop("mesh", f"layers:{len(held)}"), **values)
+    known = Figures(tuple(layers), optimizer=2.0, rules="heads:model", **more)
+    stages = stages_of(plan, known, batch)
+    for place, wanted in enumerate(held):
+        assert wanted is None or device_memory(stages, known, place) == wanted
 
 
 def test_homes_may_have_different_sizes():
