@@ -129,39 +129,26 @@ def test_the_device_of_an_eager_scope_is_known():
         assert device_of_scope().endswith("CPU:1")
 
 
-def devices(function):
-    """The device of each named operation of a graph, after placement."""
-    with tf.Graph().as_default() as graph:
-        function()
-        place_beside_inputs(graph)
-    return {operation.name: operation.device[-5:] for operation in graph.get_operations()}
-
-
-def test_the_largest_input_decides():
+def test_devices_and_colocation_are_kept_and_else_the_largest_input_decides():
     def build():
         with tf.device("CPU:0"):
             rate = tf.zeros([], name="rate")
         with tf.device("CPU:1"):
-            gradient = tf.zeros([9], name="gradient")
-        tf.identity(tf.multiply(rate, gradient, name="scaled"), name="next")
-
-    found = devices(build)
-    assert (found["scaled"], found["next"]) == ("CPU:1", "CPU:1")
-
-
-def test_devices_and_colocation_are_kept():
-    def build():
-        with tf.device("CPU:1"):
             x = tf.zeros([9])
+        tf.identity(tf.multiply(rate, x, name="scaled"), name="next")
         with tf.device("CPU:0"):
             tf.identity(x, name="moved")
         with tf.compat.v1.get_default_graph().colocate_with(x.op):
             tf.identity(x, name="beside")
         tf.constant(1, name="alone")
 
-    found = devices(build)
-    assert found["moved"] == "CPU:0"
-    assert found["alone"] == ""
+    with tf.Graph().as_default() as graph:
+        build()
+        place_beside_inputs(graph)
+    found = {operation.name: operation.device[-5:] for operation in graph.get_operations()}
+    assert (found["scaled"], found["next"], found["moved"], found["alone"]) == (
+        *("CPU:1", "CPU:1", "CPU:0", ""),
+    )
 
 
 def test_a_loop_returns_values_where_they_entered():

@@ -10,13 +10,9 @@ from pipemesh.backend.graphs import record_placement
 from pipemesh.backend.operations import (
     Call,
     anchor,
-    list_get,
-    list_set,
-    merge,
     pin,
     pin_present,
     sum_in_order,
-    switch_to,
     table,
 )
 from pipemesh.recurrent import Options, Stage, pipeline_loss
@@ -39,30 +35,6 @@ def test_a_pin_keeps_values_and_shapes_in_its_own_operation():
 
     got = run(tf.constant([1.0, 2.0, 3.0]))
     assert [t.numpy().tolist() for t in got] == [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3]]
-
-
-def test_a_tensor_goes_to_the_side_of_a_number():
-    @tf.function
-    def run(x, number):
-        first, second, third = switch_to(x, number, 3)
-        return merge([first + 1, 2 * second, third])
-
-    assert [float(run(tf.constant(5.0), tf.constant(i))) for i in range(3)] == [6, 10, 5]
-
-
-@pytest.mark.parametrize("value", [[1.5, 2.5], [[3]], True])
-def test_lists_hold_values_of_any_dtype_and_shape(value):
-    @tf.function
-    def run(x):
-        empty = tf.raw_ops.TensorListReserve(
-            element_shape=-1, num_elements=2, element_dtype=x.dtype
-        )
-        held = list_set(empty, tf.constant(1), x)
-        return list_get(held, tf.constant(1), tf.constant(x.shape.as_list(), tf.int32), x.dtype)
-
-    given = tf.constant(value)
-    found = run(given)
-    assert (found.dtype, found.numpy().tolist()) == (given.dtype, given.numpy().tolist())
 
 
 def run_in_session(tensor):
@@ -194,17 +166,3 @@ def test_additions_before_it_are_not_merged_with_it():
         tf.function(total)(*given)
     nodes = [node for graph in graphs.partition_graphs for node in graph.node]
     assert sorted(node.attr["N"].i for node in nodes if node.op == "AddN") == [2, 3]
-
-
-def test_gradients_flow_to_each():
-    xs = [tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]), tf.constant([5.0, 6.0])]
-
-    @tf.function
-    def grads(*given):
-        with tf.GradientTape() as tape:
-            tape.watch(given)
-            total = tf.reduce_sum(tf.square(sum_in_order(given)))
-        return tape.gradient(total, given)
-
-    for found in grads(*xs):
-        np.testing.assert_array_equal(found, [18.0, 24.0])
