@@ -16,6 +16,7 @@ from tests.layers.harness import cluster
 
 # Of the layers' dims, along the axes that the mesh has.
 RULES = "batch:data;d_ff:model;heads:model;kv_heads:model;vocab:model;experts:model"
+SCALE = 0.3
 
 
 @dataclasses.dataclass
@@ -23,6 +24,22 @@ class Result:
     outputs: list[np.ndarray]
     grads: dict[str, np.ndarray]
     lowering: PlacementLowering
+    shapes: dict[str, list[int]]  # of whole weights by path
+
+    def assert_plain(self, function, **tolerance):
+        """Compares with a plain function of the weights that `run` gives, by path."""
+        weights = {path: tf.constant(SCALE * value_of(path, s)) for path, s in self.shapes.items()}
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            outputs = function(weights)
+            outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+            loss = loss_of(outputs)
+        grads = tape.gradient(loss, weights)
+        self.assert_close(
+            [tf.convert_to_tensor(y).numpy() for y in outputs],
+            {path: tf.convert_to_tensor(grad).numpy() for path, grad in grads.items()},
+            **tolerance,
+        )
 
     def assert_close(self, outputs, grads, rtol=2e-4, atol=2e-5):
         assert len(self.outputs) == len(outputs)
@@ -96,9 +113,8 @@ def run(
     mesh_text="model:1",
     rules=RULES,
     call=None,
-    scale=0.3,
+    scale=SCALE,
     step=3,
-    calls=None,
     values=None,
     loss=loss_of,
 ):
@@ -112,7 +128,6 @@ def run(
         call: takes layer, theta and inputs; by default `FProp`.
         scale: of the weights; None for their initial values.
         step: the global step.
-        calls: a lowering to call the layer with; by default the one that it was made with.
         values: whole weights by path, in place of those of the names.
         loss: of the outputs; what is differentiated. None: nothing is.
     """
@@ -139,7 +154,7 @@ def run(
         def compute(*args):
             given = iter(args)
             filled = [None if x is None else next(given) for x in inputs]
-            with cluster(1), lowering_scope(calls or lowering), tf.GradientTape() as tape:
+            with cluster(1), lowering_scope(lowering), tf.GradientTape() as tape:
                 # Tensors, as a pipeline passes them.
                 theta = layer.theta.Transform(tf.convert_to_tensor)
                 outputs = exported(call(layer, theta, *filled))
@@ -152,23 +167,7 @@ def run(
             for path, (layout, names) in weights.items()
             if grads.get(names[0]) is not None
         }
-        return Result([y.numpy() for y in outputs], grads, calls or lowering)
+        shapes = {path: layout.shape.sizes for path, (layout, _) in weights.items()}
+        return Result([y.numpy() for y in outputs], grads, lowering, shapes)
     finally:
         py_utils.SetEagerMode(False, test_mode=True)
-
-
-def reference(function, shapes, scale=0.3):
-    """Outputs of a plain function of the weights, and gradients, for the values that `run` gives.
-
-    Args:
-        function: takes a dict of weights; returns one output or a tuple.
-        shapes: sizes of the weights by path.
-    """
-    weights = {path: tf.constant(scale * value_of(path, s)) for path, s in shapes.items()}
-    with tf.GradientTape() as tape:
-        tape.watch(weights)
-        outputs = function(weights)
-        outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
-        loss = loss_of(outputs)
-    grads = {k: tf.convert_to_tensor(g).numpy() for k, g in tape.gradient(loss, weights).items()}
-    return [tf.convert_to_tensor(y).numpy() for y in outputs], grads
