@@ -34,6 +34,12 @@ sys.exit(7)
     assert (done.stderr, done.returncode) == ("from a pipe\n", 7)
 
 
+def test_an_exception_is_told_and_the_exit_code_1():
+    done = subprocess.run(warm("-c", "1 // 0"), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ZeroDivisionError")
+
+
 def test_a_signal_reaches_it_and_is_its_end():
     with start(WAITS, stderr=subprocess.DEVNULL) as process:
         process.stdout.readline()

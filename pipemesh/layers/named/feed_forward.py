@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,28 +33,32 @@ from pipemesh.lowering.ops.elementwise import broadcast
 from pipemesh.lowering.ops.relayout import NO_NAMES
 from pipemesh.mesh import Dim, LayoutRules, Shape
 
-# Functions of one hidden value, or of a hidden value and its gate.
-ACTIVATIONS: dict[str, Callable[..., tf.Tensor]] = {
-    "RELU": tf.nn.relu,
-    "GELU": tf.nn.gelu,
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """A nonlinearity, and what its gradient reads."""
+
+    # Takes a hidden value, or a hidden value and its gate.
+    function: Callable[..., tf.Tensor]
+    # The number of tensors of a hidden value's size, without the result.
+    read: int = 0
+    reads_result: bool = False
+    parts: tuple[str, ...] = ("in",)  # the names of the matmuls before it
+
+
+ACTIVATIONS = {
+    "RELU": Activation(tf.nn.relu, reads_result=True),
+    "GELU": Activation(tf.nn.gelu, read=3),
     # The tanh approximation, as in GPT-2; the name is lingvo's.
-    "GELU_APPROXIMATE": lambda hidden: tf.nn.gelu(hidden, approximate=True),
-    "SWIGLU": lambda hidden, gate: hidden * tf.nn.silu(gate),
-}
-GATED = ("SWIGLU",)
-# The number of tensors of a hidden value's size that the gradient reads, and whether it reads the
-# result too.
-READ_BY_GRADIENT = {
-    "RELU": (0, True),
-    "GELU": (3, False),
-    "GELU_APPROXIMATE": (4, False),
-    "SWIGLU": (3, False),
+    "GELU_APPROXIMATE": Activation(lambda hidden: tf.nn.gelu(hidden, approximate=True), read=4),
+    "SWIGLU": Activation(
+        lambda hidden, gate: hidden * tf.nn.silu(gate), read=3, parts=("in", "gate")
+    ),
 }
 
 
-def _parts(p: Any) -> list[str]:
-    """Returns the names of the matmuls before the nonlinearity."""
-    return ["in", "gate"] if p.activation in GATED else ["in"]
+def _parts(p: Any) -> tuple[str, ...]:
+    return ACTIVATIONS[p.activation].parts
 
 
 def _hidden(
@@ -69,11 +74,11 @@ def _hidden(
     weights = [layer.Weight(theta, f"w_{part}") for part in parts]
     into = products(x, weights, [dims] * len(parts), names)
     biases = [layer.Weight(theta, f"b_{part}") for part in parts] if use_bias else []
-    activation = ACTIVATIONS[p.activation]
+    function = ACTIVATIONS[p.activation].function
 
     def activated(*values: tf.Tensor) -> tf.Tensor:
         into, biases = values[: len(parts)], values[len(parts) :]
-        return activation(*(map(tf.add, into, biases) if biases else into))
+        return function(*(map(tf.add, into, biases) if biases else into))
 
     return broadcast(activated, [*into, *biases])
 
@@ -165,16 +170,13 @@ class FeedForward(NamedLayer):
 
 
 def count_activation(
-    activation: str, tally: Tally, products: Sequence[Value], biases: Sequence[Value] = ()
+    name: str, tally: Tally, products: Sequence[Value], biases: Sequence[Value] = ()
 ) -> Value:
     """Counts the tensors that the gradient of a nonlinearity reads, and returns its result."""
     tally.meet(*products, *biases)
-    read, reads_result = READ_BY_GRADIENT[activation]
-    shape = products[0].shape
-    tally.keep(*(tally.made(shape, products[0]) for _ in range(read)))
-    result = tally.made(shape, products[0])
-    if reads_result:
-        tally.keep(result)
+    activation = ACTIVATIONS[name]
+    *read, result = (tally.made(products[0].shape, products[0]) for _ in range(activation.read + 1))
+    tally.keep(*read, *([result] if activation.reads_result else []))
     return result
 
 
