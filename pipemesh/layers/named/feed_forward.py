@@ -88,7 +88,7 @@ def _count_hidden(
     tally: Tally,
     x: Value,
     weights: Mapping[str, Value],
-    dims: str,
+    dims: Sequence[str],
     names: Mapping[str, str] = NO_NAMES,
     use_bias: bool = False,
 ) -> Value:
@@ -146,7 +146,7 @@ class FeedForward(NamedLayer):
         p = self.params
         x = self.Named(x, "batch;length;embed")
         names = whole_names(x.lowering.rules, "d_ff")
-        rows = ["batch", names.get("length", "length")]
+        rows = whole_dims("batch;length", names)
         hidden = _hidden(self, theta, x, [*rows, "d_ff"], names, p.use_bias)
         hidden = self.dropout.FProp(theta.dropout, hidden)
         operands = [hidden, self.Weight(theta, "w_out")]
@@ -159,11 +159,11 @@ class FeedForward(NamedLayer):
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
         names = whole_names(tally.lowering.rules, "d_ff")
-        dims = whole_dims("batch;length;d_ff", names)
-        hidden = _count_hidden(p, tally, x, weights, dims, names, p.use_bias)
+        rows = whole_dims("batch;length", names)
+        hidden = _count_hidden(p, tally, x, weights, [*rows, "d_ff"], names, p.use_bias)
         hidden = cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, hidden)
-        dims = whole_dims("batch;length;embed", names)
-        result = tally.einsum([hidden, weights["w_out"]], dims, names=split_names(names))
+        operands = [hidden, weights["w_out"]]
+        result = tally.einsum(operands, [*rows, "embed"], names=split_names(names))
         if p.use_bias:
             tally.meet(result, weights["b_out"])
         return result
@@ -371,9 +371,9 @@ class Experts(NamedLayer):
         given = tally.gather(x, tally.made(slots, chosen), WHOLE)
         there = _there(tally.lowering.rules)
         given = tally.rename(given, there)
-        dims = ";".join(given.shape.names[:3])
-        hidden = _count_hidden(p, tally, given, weights, f"{dims};expert_ff")
-        answers = tally.einsum([hidden, weights["w_out"]], f"{dims};embed")
+        dims = given.shape.names[:3]
+        hidden = _count_hidden(p, tally, given, weights, [*dims, "expert_ff"])
+        answers = tally.einsum([hidden, weights["w_out"]], [*dims, "embed"])
         answers = tally.rename(answers, split_names(there))
         table = tally.made(
             Shape((batch, Dim("slots", slots.without("batch").size), embed)), answers
