@@ -35,7 +35,7 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(kind, rules, direct
 def test_moments_of_bfloat16_are_computed_in_float32():
     params = PARAMS.Copy().Set(fprop_dtype=tf.bfloat16)
     rounded = tf.cast(X, tf.bfloat16)
-    found = run(params, [rounded.numpy()], scale=None).outputs[0]
+    found = run(params, [rounded.numpy()], initial=True).outputs[0]
     mean, variance = tf.nn.moments(tf.cast(rounded, tf.float32), [2], keepdims=True)
     wanted = (tf.cast(rounded, tf.float32) - mean) / tf.sqrt(variance + 1e-6)
     assert found.dtype == tf.bfloat16.as_numpy_dtype
@@ -46,7 +46,7 @@ def test_moments_of_bfloat16_are_computed_in_float32():
 def test_a_new_norm_only_divides_by_the_root_with_epsilon(direct_scale):
     params = PARAMS.Copy().Set(epsilon=0.5, kind="rms", direct_scale=direct_scale)
     wanted = X / np.sqrt((X**2).mean(-1, keepdims=True) + 0.5)
-    np.testing.assert_allclose(run(params, [X], scale=None).outputs[0], wanted, 1e-5, 1e-6)
+    np.testing.assert_allclose(run(params, [X], initial=True).outputs[0], wanted, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])

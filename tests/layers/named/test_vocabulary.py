@@ -62,11 +62,11 @@ def test_numbers_that_are_none(numbers, told):
 def test_attention_heeds_it_under_a_layout():
     params = Attention.Params().Set(name="attention", input_dim=8, num_heads=2, use_rotary=True)
     x = [value_of("x", [2, 9, 8])]
-    plain = run(params, x, scale=None, loss=None).outputs[0]
+    plain = run(params, x, initial=True, loss=None).outputs[0]
     params.rotary_scaling = RotaryScaling(3.0)
-    found = run(params, x, scale=None, loss=None).outputs[0]
+    found = run(params, x, initial=True, loss=None).outputs[0]
     assert np.abs(found - plain).max() > 0.01
-    split = run(params, x, "model:2", "heads:model", scale=None, loss=None).outputs[0]
+    split = run(params, x, "model:2", "heads:model", initial=True, loss=None).outputs[0]
     np.testing.assert_allclose(split, found, 1e-4, 1e-5)
 
 
