@@ -57,28 +57,23 @@ ACTIVATIONS = {
 }
 
 
-def _parts(p: Any) -> tuple[str, ...]:
-    return ACTIVATIONS[p.activation].parts
-
-
 def _hidden(
     layer: NamedLayer,
     theta: Any,
     x: Tensor,
     dims: Sequence[str],
     names: Mapping[str, str] = NO_NAMES,
-    use_bias: bool = False,
 ) -> Tensor:
     """Computes the matmuls before the nonlinearity, and the nonlinearity."""
-    p, parts = layer.params, _parts(layer.params)
+    activation = ACTIVATIONS[layer.params.activation]
+    parts, has_biases = activation.parts, "b_in" in layer.named_shapes
     weights = [layer.Weight(theta, f"w_{part}") for part in parts]
     into = products(x, weights, [dims] * len(parts), names)
-    biases = [layer.Weight(theta, f"b_{part}") for part in parts] if use_bias else []
-    function = ACTIVATIONS[p.activation].function
+    biases = [layer.Weight(theta, f"b_{part}") for part in parts] if has_biases else []
 
     def activated(*values: tf.Tensor) -> tf.Tensor:
         into, biases = values[: len(parts)], values[len(parts) :]
-        return function(*(map(tf.add, into, biases) if biases else into))
+        return activation.function(*(map(tf.add, into, biases) if biases else into))
 
     return broadcast(activated, [*into, *biases])
 
@@ -90,13 +85,12 @@ def _count_hidden(
     weights: Mapping[str, Value],
     dims: Sequence[str],
     names: Mapping[str, str] = NO_NAMES,
-    use_bias: bool = False,
 ) -> Value:
     """Counts `_hidden`."""
-    parts = _parts(p)
+    parts = ACTIVATIONS[p.activation].parts
     matmuls = [weights[f"w_{part}"] for part in parts]
     into = tally.products(x, matmuls, [dims] * len(parts), names)
-    biases = [weights[f"b_{part}"] for part in parts] if use_bias else []
+    biases = [weights[f"b_{part}"] for part in parts] if "b_in" in weights else []
     return count_activation(p.activation, tally, into, biases)
 
 
@@ -136,9 +130,10 @@ class FeedForward(NamedLayer):
         first = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
         second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
         zero = py_utils.WeightInit.Constant(0.0)
-        weights = {f"w_{part}": (f"{embed};{hidden}", first) for part in _parts(p)}
+        parts = ACTIVATIONS[p.activation].parts
+        weights = {f"w_{part}": (f"{embed};{hidden}", first) for part in parts}
         weights["w_out"] = (f"{hidden};{embed}", second)
-        biases = {f"b_{part}": (hidden, zero) for part in _parts(p)} | {"b_out": (embed, zero)}
+        biases = {f"b_{part}": (hidden, zero) for part in parts} | {"b_out": (embed, zero)}
         return weights | biases if p.use_bias else weights
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
@@ -147,7 +142,7 @@ class FeedForward(NamedLayer):
         x = self.Named(x, "batch;length;embed")
         names = whole_names(x.lowering.rules, "d_ff")
         rows = whole_dims("batch;length", names)
-        hidden = _hidden(self, theta, x, [*rows, "d_ff"], names, p.use_bias)
+        hidden = _hidden(self, theta, x, [*rows, "d_ff"], names)
         hidden = self.dropout.FProp(theta.dropout, hidden)
         operands = [hidden, self.Weight(theta, "w_out")]
         result = ops.einsum(operands, [*rows, "embed"], split_names(names))
@@ -160,7 +155,7 @@ class FeedForward(NamedLayer):
         weights = cls.CountedWeights(p, tally)
         names = whole_names(tally.lowering.rules, "d_ff")
         rows = whole_dims("batch;length", names)
-        hidden = _count_hidden(p, tally, x, weights, [*rows, "d_ff"], names, p.use_bias)
+        hidden = _count_hidden(p, tally, x, weights, [*rows, "d_ff"], names)
         hidden = cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, hidden)
         operands = [hidden, weights["w_out"]]
         result = tally.einsum(operands, [*rows, "embed"], names=split_names(names))
@@ -275,7 +270,8 @@ class Experts(NamedLayer):
         second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
         # Each processor routes to all experts, so the router's dim has another name.
         weights = {"w_router": (f"{embed};router:{p.num_experts}", first)}
-        weights |= {f"w_{part}": (f"{experts};{embed};{hidden}", first) for part in _parts(p)}
+        parts = ACTIVATIONS[p.activation].parts
+        weights |= {f"w_{part}": (f"{experts};{embed};{hidden}", first) for part in parts}
         weights["w_out"] = (f"{experts};{hidden};{embed}", second)
         return weights
 

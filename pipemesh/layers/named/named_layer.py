@@ -189,8 +189,8 @@ class NamedLayer(base_layer.BaseLayer):
     @classmethod
     def ParameterBytes(cls, p: Any) -> int:
         """Returns the bytes of the weights that the layer makes, with each slice counted once."""
-        made = [n for n in cls.NamedWeights(p) if n not in p.given_weights]
-        sizes = [as_shape(cls.NamedWeights(p)[name][0]).size for name in made]
+        weights = cls.NamedWeights(p).items()
+        sizes = [as_shape(shape).size for n, (shape, _) in weights if n not in p.given_weights]
         return sum(sizes) * tf.as_dtype(p.dtype).size
 
     @classmethod

@@ -148,12 +148,16 @@ class Tally:
         own = self._axes(x)
         self._counting.vary(self._slices(x), [axis for axis in axes if axis not in own])
 
+    def all_reduce(self, x: Value, axes: Sequence[str]) -> None:
+        """Counts an all-reduce along axes."""
+        self._counting.all_reduce(self._slices(x), axes)
+
     def reduce(self, x: Value, dims: str | Sequence[str], times: int = 1) -> Value:
         """Counts a reduction over dims, `times` times; keeps nothing."""
         stay = self.made(x.shape.without(*dim_names(dims)), x)
         axes = [axis for axis in self._axes(x) if axis not in self._axes(stay)]
         for _ in range(times):
-            self._counting.all_reduce(self._slices(stay), axes)
+            self.all_reduce(stay, axes)
         return stay
 
     def einsum(
@@ -262,8 +266,7 @@ class Tally:
                 rows = self._with_rows(rows, name, of.length * parts)
         self.keep(rows, axes=axes)
         result = Value(shape, x.dtype)
-        summed_axes = [axis for axis in axes if axis not in self._axes(result)]
-        self._counting.all_reduce(self._slices(result), summed_axes)
+        self.all_reduce(result, [axis for axis in axes if axis not in self._axes(result)])
         return result
 
     def _with_rows(self, x: Value, name: str, number: int) -> Value:
