@@ -22,7 +22,7 @@ from pipemesh.layers.named import (
 )
 from pipemesh.lowering import ops
 from tests.layers.harness import cluster, run_tf1, run_tf2
-from tests.layers.named.harness import join, make_lowering, value_of, weights_of
+from tests.layers.named.harness import join, make_lowering, run, value_of, weights_of
 
 GAUSSIAN = py_utils.WeightInit.Gaussian(0.5)
 
@@ -105,6 +105,25 @@ def test_initial_values_depend_on_name_and_seed_and_not_on_the_layout():
     assert (whole["first.w"] != whole["rest[0].w"]).all()
     assert (whole["first.w"] != other["first.w"]).all()
     assert 0.3 < whole["first.w"].std() < 0.7
+
+
+def test_each_copy_that_the_caller_made_has_the_whole_gradient():
+    lowering = make_lowering("data:2;model:2")
+    layer = make(PRODUCT, lowering)
+    held = {
+        name: tuple(tf.identity(layer.vars[name]) for _ in part.holders)
+        for name, part in layer.weight_parts().items()
+    }
+    with lowering_scope(lowering), tf.GradientTape() as tape:
+        tape.watch(held)
+        y = ops.export_tensor(layer.FProp(py_utils.NestedMap(held), tf.constant(X)))
+        loss = tf.reduce_sum(y * value_of("cotangent 0", y.shape))
+    whole = run(PRODUCT, [X], initial=True)
+    np.testing.assert_allclose(y, whole.outputs[0], 1e-5, 1e-6)
+    b, w = whole.grads["b"], whole.grads["w"]
+    wanted = {"b": [b] * 4, "w_slice_0": [w[:, :4]] * 2, "w_slice_1": [w[:, 4:]] * 2}
+    for name, grads in tape.gradient(loss, held).items():
+        np.testing.assert_allclose(grads, wanted[name], 1e-5, 1e-6, err_msg=name)
 
 
 def test_weights_that_do_not_fit_are_errors():
