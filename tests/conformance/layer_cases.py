@@ -13,7 +13,6 @@ from lingvo.core import tshape
 from pipemesh.errors import LayoutError
 from pipemesh.layers import named
 from pipemesh.layers.named.feed_forward import ACTIVATIONS
-from pipemesh.layers.named.tally import Tally
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.named.harness import value_of
@@ -59,11 +58,6 @@ class Case:
     def meta(self, lowering):
         with named.lowering_scope(lowering):
             return self.params.cls.FPropMeta(self.params, *self.shapes())
-
-    def tally(self, lowering):
-        tally = Tally(lowering)
-        self.params.cls.Count(self.params, tally, *self.shapes())
-        return tally
 
     @functools.cached_property
     def layouts(self):

@@ -1,51 +1,27 @@
 """Runs the cases of layers: outputs, gradients of inputs and of whole weights, communication."""
 
-import dataclasses
 import functools
 
 import numpy as np
 import tensorflow as tf
 
 from pipemesh.layers.named import lowering_scope
-from pipemesh.layers.named.weight_slices import slice_groups
 from pipemesh.lowering import Cores, ops
-from pipemesh.mesh import LayoutRules
 from tests.conformance.layer_cases import CASES, MESH, alone, placement
 from tests.layers.harness import cluster, executing
-from tests.layers.named.harness import exported, join, loss_of, value_of, weights_of
+from tests.layers.named.harness import (
+    SCALE,
+    Result,
+    by_path,
+    exported,
+    floating,
+    loss_of,
+    made,
+    run,
+    value_of,
+)
 
-STEP, SCALE = 3, 0.3
-
-
-@dataclasses.dataclass
-class Result:
-    """The results of a case, and the lowering that counted."""
-
-    outputs: list[np.ndarray]
-    grads: dict[str, np.ndarray]
-    lowering: object = None
-
-    def assert_close(self, wanted, rtol=2e-4, atol=2e-5):
-        assert len(self.outputs) == len(wanted.outputs)
-        assert self.grads.keys() == wanted.grads.keys()
-        for mine, theirs in zip(self.outputs, wanted.outputs, strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol, atol)
-        for name, theirs in wanted.grads.items():
-            np.testing.assert_allclose(self.grads[name], theirs, rtol, atol, err_msg=name)
-
-
-def make(case, lowering):
-    """The layer, the values of its variables by name, and its weights."""
-    with lowering_scope(lowering):
-        layer = case.params.Copy().Instantiate()
-    weights = weights_of(layer, lowering)
-    values = {
-        name: SCALE * value_of(path, layout.shape.sizes)[layout.slice_ranges(group[0])]
-        for path, (layout, names) in weights.items()
-        for group, name in zip(slice_groups(layout), names, strict=True)
-    }
-    assert values.keys() == dict(layer.vars.FlattenItems()).keys()
-    return layer, values, weights
+STEP = 3
 
 
 def call(layer, lowering, theta, inputs):
@@ -55,54 +31,19 @@ def call(layer, lowering, theta, inputs):
     return outputs, loss_of(outputs)
 
 
-def _named(case, weights, inputs, variables):
-    """Gradients by the names of inputs and whole weights; of slices, which are joined."""
-    found = {f"input {i}": grad for i, grad in inputs.items() if grad is not None}
-    for path, (layout, names) in weights.items():
-        if variables[names[0]] is not None:
-            found[path] = join(layout, [variables[name] for name in names])
-    return found
-
-
-def floating(case):
-    return [i for i, x in enumerate(case.inputs) if x is not None and x.dtype.kind == "f"]
-
-
 def run_tf2(case, lowering, in_graph=True):
     """Under a tape; the whole step is a function or not."""
-    with executing(eager=True) as step:
-        step.assign(STEP)
-        layer, values, weights = make(case, lowering)
-        variables = dict(layer.vars.FlattenItems())
-        for name, value in values.items():
-            variables[name].assign(value)
-
-        def compute(*inputs):
-            sources = {i: inputs[i] for i in floating(case)}
-            with cluster(1), tf.GradientTape() as tape:
-                tape.watch(sources)
-                theta = layer.theta.Transform(tf.convert_to_tensor)
-                outputs, loss = call(layer, lowering, theta, inputs)
-            return outputs, tape.gradient(loss, [sources, variables])
-
-        if in_graph:
-            compute = tf.function(compute, autograph=False)
-        outputs, grads = compute(*(None if x is None else tf.constant(x) for x in case.inputs))
-        grads = [
-            {k: None if g is None else tf.convert_to_tensor(g).numpy() for k, g in of.items()}
-            for of in grads
-        ]
-        return Result([y.numpy() for y in outputs], _named(case, weights, *grads), lowering)
+    return run(case.params, case.inputs, lowering, in_graph=in_graph, of_inputs=True)
 
 
 def run_tf1(case, lowering):
     """In a graph of TensorFlow 1."""
     with executing(eager=False) as step:
-        layer, values, weights = make(case, lowering)
+        layer, values, weights = made(case.params, lowering)
         variables = dict(layer.vars.FlattenItems())
         inputs = [None if x is None else tf.constant(x) for x in case.inputs]
         outputs, loss = call(layer, lowering, layer.theta, inputs)
-        sources = {i: inputs[i] for i in floating(case)}
+        sources = {i: inputs[i] for i in floating(case.inputs)}
         found = tf.gradients(loss, [*sources.values(), *variables.values()])
         found = [None if grad is None else tf.convert_to_tensor(grad) for grad in found]
         with tf.compat.v1.Session() as session:
@@ -115,7 +56,7 @@ def run_tf1(case, lowering):
         grads = [None if grad is None else next(values) for grad in found]
         of_inputs = dict(zip(sources, grads[: len(sources)], strict=True))
         of_weights = dict(zip(variables, grads[len(sources) :], strict=True))
-        return Result(there[0], _named(case, weights, of_inputs, of_weights), lowering)
+        return Result(there[0], by_path(weights, of_inputs, of_weights), lowering)
 
 
 def run_simd(case, rules):
@@ -123,8 +64,8 @@ def run_simd(case, rules):
     lowering = placement(rules)
     with executing(eager=True) as step:
         step.assign(STEP)
-        layer, _, weights = make(case, lowering)
-        numbers = floating(case)
+        layer, _, weights = made(case.params, lowering)
+        numbers = floating(case.inputs)
 
         def program(core, *given):
             inputs = list(case.inputs)
@@ -172,7 +113,3 @@ def run_simd(case, rules):
 def plain(name):
     """The results on one processor."""
     return run_tf2(CASES[name], alone(), in_graph=False)
-
-
-def rules_of(text):
-    return LayoutRules.from_text(text)

@@ -10,16 +10,9 @@ from pipemesh.errors import LayoutError
 from pipemesh.layers.named import by_logical_name
 from pipemesh.mesh import LayoutRules
 from tests.conformance.layer_cases import CASES, CLASSES, MESH, of_classes, placement, with_layouts
-from tests.conformance.layer_runs import (
-    call,
-    make,
-    plain,
-    rules_of,
-    run_simd,
-    run_tf1,
-    run_tf2,
-)
+from tests.conformance.layer_runs import call, plain, run_simd, run_tf1, run_tf2
 from tests.layers.harness import executing
+from tests.layers.named.harness import made
 
 
 def test_every_layer_of_the_room_has_a_case():
@@ -29,13 +22,13 @@ def test_every_layer_of_the_room_has_a_case():
 
 @pytest.mark.parametrize(("name", "rules"), with_layouts())
 def test_outputs_and_gradients_do_not_depend_on_the_layout(name, rules):
-    case, lowering = CASES[name], placement(rules_of(rules))
+    case, lowering = CASES[name], placement(LayoutRules.from_text(rules))
     found = run_tf2(case, lowering, in_graph=False)
     found.assert_close(plain(name))
     # What was sent is what FPropMeta says.
-    assert case.tally(lowering).costs.rows == lowering.costs.rows
-    sent = MESH.num_devices * lowering.costs.total_bytes
-    assert case.meta(lowering).communication_bytes == sent
+    meta = case.meta(lowering)
+    assert meta.communication.rows == lowering.costs.rows
+    assert meta.communication_bytes == MESH.num_devices * lowering.costs.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -55,7 +48,7 @@ def test_what_cannot_be_split_is_an_error_and_no_other_number(name):
     for rules in (LayoutRules(tuple(sorted(rules))) for rules in smallest):
         with executing(eager=True), pytest.raises(LayoutError, match=r"remove|change|write"):
             lowering = placement(rules)
-            layer, _, _ = make(case, lowering)
+            layer, _, _ = made(case.params, lowering)
             call(layer, lowering, layer.theta, case.inputs)
 
 
@@ -81,7 +74,7 @@ def test_in_graphs_of_both_tensorflows(name, run):
     case = CASES[name]
     lowering = placement(case.most_split)
     run(case, lowering).assert_close(plain(name))
-    assert case.tally(lowering).costs.rows == lowering.costs.rows
+    assert case.meta(lowering).communication.rows == lowering.costs.rows
 
 
 @pytest.mark.parametrize(("name", "run"), in_turn(run_simd))
@@ -102,7 +95,7 @@ def test_what_one_layout_saved_another_one_restores(name, tmp_path):
     checkpoint = str(tmp_path / "weights")
     for i, rules in enumerate([layouts[-1], layouts[-2], layouts[0]]):
         with executing(eager=True):
-            layer, values, _ = make(case, placement(rules))
+            layer, values, _ = made(case.params, placement(rules))
             variables = dict(layer.vars.FlattenItems())
             tracked = tf.train.Checkpoint(**by_logical_name(layer, list(variables.values())))
             if i == 0:

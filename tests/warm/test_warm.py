@@ -34,11 +34,6 @@ sys.exit(7)
     assert (done.stderr, done.returncode) == ("from a pipe\n", 7)
 
 
-def test_a_module_runs_as_the_program():
-    done = subprocess.run(warm("-m", "timeit", "-n1", "-r1"), capture_output=True, text=True)
-    assert done.returncode == 0 and "1 loop" in done.stdout
-
-
 def test_an_exception_is_told_and_the_exit_code_1():
     done = subprocess.run(warm("-c", "1 // 0"), capture_output=True, text=True)
     assert done.returncode == 1

@@ -152,7 +152,7 @@ class Attention(NamedLayer):
         kv_name = _kv_name(p)
         names = ("q", "k", "v")
         renamed = whole_names(x.lowering.rules, "heads")
-        rows = ["batch", renamed.get("length", "length")]
+        rows = whole_dims("batch;length", renamed)
         dims = [[*rows, name, "head_dim"] for name in ("heads", kv_name, kv_name)]
         projected = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims, renamed)
         q, k, v = (self._Biased(theta, *each) for each in zip(names, projected, strict=True))
@@ -248,25 +248,25 @@ class Attention(NamedLayer):
         names = ("q", "k", "v")
         renamed = whole_names(tally.lowering.rules, "heads")
         rows = whole_dims("batch;length", renamed)
-        dims = [f"{rows};{name};head_dim" for name in ("heads", _kv_name(p), _kv_name(p))]
+        dims = [[*rows, name, "head_dim"] for name in ("heads", _kv_name(p), _kv_name(p))]
         q, k, v = tally.products(x, [weights[f"w_{name}"] for name in names], dims, renamed)
         if p.use_bias:
             for name, product in zip(names, (q, k, v), strict=True):
                 tally.meet(product, weights[f"b_{name}"])
-        tokens = q.shape.select(*rows.split(";"))
-        optional = (segment_ids, segment_pos if p.use_rotary else None, paddings)
-        for value in optional:
-            if isinstance(value, Value):
-                count_whole(tally, value, "batch;length", tf.int32, renamed)
         packed = [value for value in (segment_ids, paddings) if value is not None]
-        given = [tally.made(tokens, q, tf.int32) for _ in packed]
+        positions = segment_pos if p.use_rotary else None
+        given = [
+            tally.made(rows, count_whole(tally, value, "batch;length", tf.int32, renamed), tf.int32)
+            for value in (segment_ids, positions, paddings)
+            if value is not None
+        ]
         tally.meet(q, k, v, *given, *([weights["relative_bias"]] if p.relative_buckets else []))
-        if p.use_rotary and segment_pos is not None:
-            angles = Shape((*tokens, Dim("angles", _head_dim(p) // 2)))
+        if positions is not None:
+            angles = Shape((*q.shape.select(*rows), Dim("angles", _head_dim(p) // 2)))
             tally.keep(*(tally.made(angles, q, tf.float32) for _ in ("sines", "cosines")))
         attended = cls._CountAttended(p, tally, q, k, v, bool(packed))
         operands = [attended, weights["w_out"]]
-        result = tally.einsum(operands, f"{rows};embed", names=split_names(renamed))
+        result = tally.einsum(operands, [*rows, "embed"], names=split_names(renamed))
         if p.use_bias:
             tally.meet(result, weights["b_out"])
         return result

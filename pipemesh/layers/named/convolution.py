@@ -10,7 +10,7 @@ from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_choice, check_flags, check_whole
-from pipemesh.layers.named.feed_forward import ACTIVATIONS, GATED, count_activation
+from pipemesh.layers.named.feed_forward import ACTIVATIONS, count_activation
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
@@ -18,7 +18,7 @@ from pipemesh.lowering.ops.elementwise import broadcast
 
 _DIMS = "batch;height;width;channels"
 _WINDOW = {"height": "window_height", "width": "window_width"}
-_ACTIVATIONS = ("NONE", *(name for name in ACTIVATIONS if name not in GATED))
+_ACTIVATIONS = ("NONE", *(name for name, of in ACTIVATIONS.items() if of.parts == ("in",)))
 _PADDINGS = ("SAME", "VALID")
 
 
@@ -118,7 +118,7 @@ class Convolution(NamedLayer):
 
         def activated(value: tf.Tensor, *bias: tf.Tensor) -> tf.Tensor:
             value = value + bias[0] if bias else value
-            return value if p.activation == "NONE" else ACTIVATIONS[p.activation](value)
+            return value if p.activation == "NONE" else ACTIVATIONS[p.activation].function(value)
 
         if p.use_bias or p.activation != "NONE":
             y = broadcast(activated, [y, *([self.Weight(theta, "b")] if p.use_bias else [])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,28 +33,28 @@ from pipemesh.lowering.ops.elementwise import broadcast
 from pipemesh.lowering.ops.relayout import NO_NAMES
 from pipemesh.mesh import Dim, LayoutRules, Shape
 
-# Functions of one hidden value, or of a hidden value and its gate.
-ACTIVATIONS: dict[str, Callable[..., tf.Tensor]] = {
-    "RELU": tf.nn.relu,
-    "GELU": tf.nn.gelu,
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """A nonlinearity, and what its gradient reads."""
+
+    # Takes a hidden value, or a hidden value and its gate.
+    function: Callable[..., tf.Tensor]
+    # The number of tensors of a hidden value's size, without the result.
+    read: int = 0
+    reads_result: bool = False
+    parts: tuple[str, ...] = ("in",)  # the names of the matmuls before it
+
+
+ACTIVATIONS = {
+    "RELU": Activation(tf.nn.relu, reads_result=True),
+    "GELU": Activation(tf.nn.gelu, read=3),
     # The tanh approximation, as in GPT-2; the name is lingvo's.
-    "GELU_APPROXIMATE": lambda hidden: tf.nn.gelu(hidden, approximate=True),
-    "SWIGLU": lambda hidden, gate: hidden * tf.nn.silu(gate),
+    "GELU_APPROXIMATE": Activation(lambda hidden: tf.nn.gelu(hidden, approximate=True), read=4),
+    "SWIGLU": Activation(
+        lambda hidden, gate: hidden * tf.nn.silu(gate), read=3, parts=("in", "gate")
+    ),
 }
-GATED = ("SWIGLU",)
-# The number of tensors of a hidden value's size that the gradient reads, and whether it reads the
-# result too.
-READ_BY_GRADIENT = {
-    "RELU": (0, True),
-    "GELU": (3, False),
-    "GELU_APPROXIMATE": (4, False),
-    "SWIGLU": (3, False),
-}
-
-
-def _parts(p: Any) -> list[str]:
-    """Returns the names of the matmuls before the nonlinearity."""
-    return ["in", "gate"] if p.activation in GATED else ["in"]
 
 
 def _hidden(
@@ -62,18 +63,17 @@ def _hidden(
     x: Tensor,
     dims: Sequence[str],
     names: Mapping[str, str] = NO_NAMES,
-    use_bias: bool = False,
 ) -> Tensor:
     """Computes the matmuls before the nonlinearity, and the nonlinearity."""
-    p, parts = layer.params, _parts(layer.params)
+    activation = ACTIVATIONS[layer.params.activation]
+    parts, has_biases = activation.parts, "b_in" in layer.named_shapes
     weights = [layer.Weight(theta, f"w_{part}") for part in parts]
     into = products(x, weights, [dims] * len(parts), names)
-    biases = [layer.Weight(theta, f"b_{part}") for part in parts] if use_bias else []
-    activation = ACTIVATIONS[p.activation]
+    biases = [layer.Weight(theta, f"b_{part}") for part in parts] if has_biases else []
 
     def activated(*values: tf.Tensor) -> tf.Tensor:
         into, biases = values[: len(parts)], values[len(parts) :]
-        return activation(*(map(tf.add, into, biases) if biases else into))
+        return activation.function(*(map(tf.add, into, biases) if biases else into))
 
     return broadcast(activated, [*into, *biases])
 
@@ -83,15 +83,14 @@ def _count_hidden(
     tally: Tally,
     x: Value,
     weights: Mapping[str, Value],
-    dims: str,
+    dims: Sequence[str],
     names: Mapping[str, str] = NO_NAMES,
-    use_bias: bool = False,
 ) -> Value:
     """Counts `_hidden`."""
-    parts = _parts(p)
+    parts = ACTIVATIONS[p.activation].parts
     matmuls = [weights[f"w_{part}"] for part in parts]
     into = tally.products(x, matmuls, [dims] * len(parts), names)
-    biases = [weights[f"b_{part}"] for part in parts] if use_bias else []
+    biases = [weights[f"b_{part}"] for part in parts] if "b_in" in weights else []
     return count_activation(p.activation, tally, into, biases)
 
 
@@ -131,9 +130,10 @@ class FeedForward(NamedLayer):
         first = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.input_dim))
         second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
         zero = py_utils.WeightInit.Constant(0.0)
-        weights = {f"w_{part}": (f"{embed};{hidden}", first) for part in _parts(p)}
+        parts = ACTIVATIONS[p.activation].parts
+        weights = {f"w_{part}": (f"{embed};{hidden}", first) for part in parts}
         weights["w_out"] = (f"{hidden};{embed}", second)
-        biases = {f"b_{part}": (hidden, zero) for part in _parts(p)} | {"b_out": (embed, zero)}
+        biases = {f"b_{part}": (hidden, zero) for part in parts} | {"b_out": (embed, zero)}
         return weights | biases if p.use_bias else weights
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
@@ -141,8 +141,8 @@ class FeedForward(NamedLayer):
         p = self.params
         x = self.Named(x, "batch;length;embed")
         names = whole_names(x.lowering.rules, "d_ff")
-        rows = ["batch", names.get("length", "length")]
-        hidden = _hidden(self, theta, x, [*rows, "d_ff"], names, p.use_bias)
+        rows = whole_dims("batch;length", names)
+        hidden = _hidden(self, theta, x, [*rows, "d_ff"], names)
         hidden = self.dropout.FProp(theta.dropout, hidden)
         operands = [hidden, self.Weight(theta, "w_out")]
         result = ops.einsum(operands, [*rows, "embed"], split_names(names))
@@ -154,27 +154,24 @@ class FeedForward(NamedLayer):
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
         names = whole_names(tally.lowering.rules, "d_ff")
-        dims = whole_dims("batch;length;d_ff", names)
-        hidden = _count_hidden(p, tally, x, weights, dims, names, p.use_bias)
+        rows = whole_dims("batch;length", names)
+        hidden = _count_hidden(p, tally, x, weights, [*rows, "d_ff"], names)
         hidden = cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, hidden)
-        dims = whole_dims("batch;length;embed", names)
-        result = tally.einsum([hidden, weights["w_out"]], dims, names=split_names(names))
+        operands = [hidden, weights["w_out"]]
+        result = tally.einsum(operands, [*rows, "embed"], names=split_names(names))
         if p.use_bias:
             tally.meet(result, weights["b_out"])
         return result
 
 
 def count_activation(
-    activation: str, tally: Tally, products: Sequence[Value], biases: Sequence[Value] = ()
+    name: str, tally: Tally, products: Sequence[Value], biases: Sequence[Value] = ()
 ) -> Value:
     """Counts the tensors that the gradient of a nonlinearity reads, and returns its result."""
     tally.meet(*products, *biases)
-    read, reads_result = READ_BY_GRADIENT[activation]
-    shape = products[0].shape
-    tally.keep(*(tally.made(shape, products[0]) for _ in range(read)))
-    result = tally.made(shape, products[0])
-    if reads_result:
-        tally.keep(result)
+    activation = ACTIVATIONS[name]
+    *read, result = (tally.made(products[0].shape, products[0]) for _ in range(activation.read + 1))
+    tally.keep(*read, *([result] if activation.reads_result else []))
     return result
 
 
@@ -273,7 +270,8 @@ class Experts(NamedLayer):
         second = py_utils.WeightInit.Gaussian(1 / math.sqrt(p.hidden_dim))
         # Each processor routes to all experts, so the router's dim has another name.
         weights = {"w_router": (f"{embed};router:{p.num_experts}", first)}
-        weights |= {f"w_{part}": (f"{experts};{embed};{hidden}", first) for part in _parts(p)}
+        parts = ACTIVATIONS[p.activation].parts
+        weights |= {f"w_{part}": (f"{experts};{embed};{hidden}", first) for part in parts}
         weights["w_out"] = (f"{experts};{hidden};{embed}", second)
         return weights
 
@@ -369,9 +367,9 @@ class Experts(NamedLayer):
         given = tally.gather(x, tally.made(slots, chosen), WHOLE)
         there = _there(tally.lowering.rules)
         given = tally.rename(given, there)
-        dims = ";".join(given.shape.names[:3])
-        hidden = _count_hidden(p, tally, given, weights, f"{dims};expert_ff")
-        answers = tally.einsum([hidden, weights["w_out"]], f"{dims};embed")
+        dims = given.shape.names[:3]
+        hidden = _count_hidden(p, tally, given, weights, [*dims, "expert_ff"])
+        answers = tally.einsum([hidden, weights["w_out"]], [*dims, "embed"])
         answers = tally.rename(answers, split_names(there))
         table = tally.made(
             Shape((batch, Dim("slots", slots.without("batch").size), embed)), answers

@@ -96,9 +96,9 @@ def split_names(names: Mapping[str, str]) -> dict[str, str]:
     return {new: old for old, new in names.items()}
 
 
-def whole_dims(dims: str, names: Mapping[str, str]) -> str:
-    """Returns dims as text, with their new names."""
-    return ";".join(names.get(name, name) for name in dims.split(";"))
+def whole_dims(dims: str, names: Mapping[str, str]) -> list[str]:
+    """Returns the new names of dims."""
+    return [names.get(name, name) for name in dims.split(";")]
 
 
 def whole(
@@ -106,8 +106,7 @@ def whole(
 ) -> Tensor:
     """Returns an input, plain or with named dims, with all tokens on each processor."""
     if isinstance(x, Tensor):
-        named = layer.Named(x, dims, dtype)
-        return ops.rename(named, names) if names else named
+        return ops.rename(layer.Named(x, dims, dtype), names)
     return layer.Named(x, whole_dims(dims, names), dtype)
 
 
@@ -190,8 +189,8 @@ class NamedLayer(base_layer.BaseLayer):
     @classmethod
     def ParameterBytes(cls, p: Any) -> int:
         """Returns the bytes of the weights that the layer makes, with each slice counted once."""
-        made = [n for n in cls.NamedWeights(p) if n not in p.given_weights]
-        sizes = [as_shape(cls.NamedWeights(p)[name][0]).size for name in made]
+        weights = cls.NamedWeights(p).items()
+        sizes = [as_shape(shape).size for n, (shape, _) in weights if n not in p.given_weights]
         return sum(sizes) * tf.as_dtype(p.dtype).size
 
     @classmethod

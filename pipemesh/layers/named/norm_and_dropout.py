@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -171,17 +170,11 @@ class Dropout(NamedLayer):
         x = self.Named(x, x.shape)
         if self.do_eval or p.rate == 0:
             return x
-        with self._Randomness():
-            return ops.dropout(x, rate=p.rate, seed=GenerateStepSeedPair(p))
-
-    @contextlib.contextmanager
-    def _Randomness(self) -> Iterator[None]:
         if randomness.is_active():
-            yield
-            return
+            return ops.dropout(x, rate=p.rate, seed=GenerateStepSeedPair(p))
         # Outside a pipeline it is a stack of one layer.
         with whole_batch_randomness(step_of_call(self)), randomness.layer_scope(self.path):
-            yield
+            return ops.dropout(x, rate=p.rate, seed=GenerateStepSeedPair(p))
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:

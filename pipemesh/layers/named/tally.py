@@ -74,7 +74,7 @@ class Tally:
         """Returns the bytes that all processors send, in both passes together."""
         return self._mesh.num_devices * self.costs.total_bytes
 
-    def given(self, x: Any, dims: str, dtype: tf.DType) -> Value:
+    def given(self, x: Any, dims: str | Sequence[str], dtype: tf.DType) -> Value:
         """Returns an input as a value, given its sizes, such as a `tshape.Shape`, or a value.
 
         Integers have no gradient.
@@ -85,15 +85,16 @@ class Tally:
         """
         names = dim_names(dims)
         if isinstance(x, Value):
-            return self.transposed(x, names)
+            return x if x.shape.names == names else self.made(x.shape.select(*names), x)
+        text = ";".join(names)
         try:
             sizes = [int(size) for size in x]
         except TypeError as error:
-            raise PartitionError(f"the shape of '{dims}' is {x}; every size has to be known") from (
+            raise PartitionError(f"the shape of '{text}' is {x}; every size has to be known") from (
                 error
             )
         if len(sizes) != len(names):
-            raise PartitionError(f"the shape {x} was given for the dims '{dims}'; give one of each")
+            raise PartitionError(f"the shape {x} was given for the dims '{text}'; give one of each")
         shape = Shape(tuple(map(Dim, names, sizes)))
         # Raises if the rules cannot split it.
         self._rules.tensor_layout(shape, self._mesh)
@@ -103,7 +104,9 @@ class Tally:
         """Returns a weight as a value; the layer that has it counts its bytes."""
         return Value(Shape.from_text(shape) if isinstance(shape, str) else shape, dtype, False)
 
-    def made(self, dims: Shape | str, like: Value, dtype: tf.DType | None = None) -> Value:
+    def made(
+        self, dims: Shape | str | Sequence[str], like: Value, dtype: tf.DType | None = None
+    ) -> Value:
         """Returns a new value that is computed from another one, without communication.
 
         `dims` is its shape, or names of dims of the other value. Integers and booleans have no
@@ -113,10 +116,6 @@ class Tally:
         dtype = dtype or like.dtype
         has_gradient = like.has_gradient and dtype.is_floating
         return Value(shape, dtype, like.differs, has_gradient)
-
-    def transposed(self, x: Value, names: Sequence[str]) -> Value:
-        """Returns a transposed value, or the value itself if the order stays."""
-        return x if x.shape.names == tuple(names) else self.made(x.shape.select(*names), x)
 
     def keep(self, *values: Value, axes: Sequence[str] | None = None) -> None:
         """Counts tensors that a gradient reads.
@@ -134,17 +133,15 @@ class Tally:
                 self._kept[value] = number
                 self.activation_bytes += more * num_bytes(self._slices(value))
 
-    def meet(self, *values: Value, axes: Sequence[str] = ()) -> tuple[str, ...]:
+    def meet(self, *values: Value) -> tuple[str, ...]:
         """Counts the communication of operands that meet on each processor, and returns their axes.
 
-        Operands that are equal along axes become varying there. `axes` are those of other operands.
+        Operands that are equal along axes become varying there.
         """
-        all_axes = dict.fromkeys(axes)
+        axes = tuple(dict.fromkeys(axis for value in values for axis in self._axes(value)))
         for value in values:
-            all_axes |= dict.fromkeys(self._axes(value))
-        for value in values:
-            self.vary(value, tuple(all_axes))
-        return tuple(all_axes)
+            self.vary(value, axes)
+        return axes
 
     def vary(self, x: Value, axes: Sequence[str]) -> None:
         """Counts the sum of the gradient of a value that is equal along axes."""
@@ -155,7 +152,7 @@ class Tally:
         """Counts an all-reduce along axes."""
         self._counting.all_reduce(self._slices(x), axes)
 
-    def reduce(self, x: Value, dims: str, times: int = 1) -> Value:
+    def reduce(self, x: Value, dims: str | Sequence[str], times: int = 1) -> Value:
         """Counts a reduction over dims, `times` times; keeps nothing."""
         stay = self.made(x.shape.without(*dim_names(dims)), x)
         axes = [axis for axis in self._axes(x) if axis not in self._axes(stay)]
@@ -166,7 +163,7 @@ class Tally:
     def einsum(
         self,
         operands: Sequence[Value],
-        dims: str,
+        dims: str | Sequence[str],
         met: bool = False,
         names: Mapping[str, str] = NO_NAMES,
     ) -> Value:
@@ -201,7 +198,7 @@ class Tally:
         self,
         x: Value,
         weights: Sequence[Value],
-        dims: Sequence[str],
+        dims: Sequence[str | Sequence[str]],
         names: Mapping[str, str] = NO_NAMES,
     ) -> list[Value]:
         """Counts matmuls that share one operand, as in `pipemesh.lowering.ops.einsum.products`."""

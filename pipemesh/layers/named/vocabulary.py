@@ -269,7 +269,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         p = self.params
         x = self.Named(x, "batch;length;embed")
         names = whole_names(x.lowering.rules, "vocab")
-        dims = ["batch", names.get("length", "length"), "vocab"]
+        dims = [*whole_dims("batch;length", names), "vocab"]
         (logits,) = products(x, [self.Weight(theta, "w")], [dims], names)
         if p.use_bias:
             logits = logits + self.Weight(theta, "b")
@@ -320,7 +320,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         own = cls.CountedWeights(p, tally)
         names = whole_names(tally.lowering.rules, "vocab")
         rows = whole_dims("batch;length", names)
-        (logits,) = tally.products(x, [own["w"]], [f"{rows};vocab"], names)
+        (logits,) = tally.products(x, [own["w"]], [[*rows, "vocab"]], names)
         if p.use_bias:
             tally.meet(logits, own["b"])
         logits = tally.made(logits.shape, logits, tf.float32)

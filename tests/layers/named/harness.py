@@ -1,42 +1,58 @@
 """Runs a named layer under a layout: results, and gradients of whole weights by logical name."""
 
 import dataclasses
-import itertools
 import zlib
 
 import numpy as np
 import tensorflow as tf
-from lingvo.core import py_utils
 
 from pipemesh.layers.named import NamedLayer, lowering_scope
 from pipemesh.layers.named.weight_slices import slice_groups, slice_names
 from pipemesh.lowering import PlacementLowering, Tensor, ops
 from pipemesh.mesh import LayoutRules, Mesh
-from tests.layers.harness import cluster
+from tests.layers.harness import cluster, executing
 
 # Of the layers' dims, along the axes that the mesh has.
 RULES = "batch:data;d_ff:model;heads:model;kv_heads:model;vocab:model;experts:model"
+SCALE = 0.3
 
 
 @dataclasses.dataclass
 class Result:
     outputs: list[np.ndarray]
     grads: dict[str, np.ndarray]
-    lowering: PlacementLowering
+    lowering: PlacementLowering | None = None
+    shapes: dict[str, list[int]] | None = None  # of whole weights by path
 
-    def assert_close(self, outputs, grads, rtol=2e-4, atol=2e-5):
-        assert len(self.outputs) == len(outputs)
-        for mine, wanted in zip(self.outputs, outputs, strict=True):
-            np.testing.assert_allclose(mine, wanted, rtol, atol)
-        assert self.grads.keys() == grads.keys()
-        for name, wanted in grads.items():
-            np.testing.assert_allclose(self.grads[name], wanted, rtol, atol, err_msg=name)
+    def assert_plain(self, function, **tolerance):
+        """Compares with a plain function of the weights that `run` gives, by path."""
+        weights = {path: tf.constant(SCALE * value_of(path, s)) for path, s in self.shapes.items()}
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            outputs = function(weights)
+            outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+            loss = loss_of(outputs)
+        grads = _numpy(tape.gradient(loss, weights))
+        outputs = [tf.convert_to_tensor(y).numpy() for y in outputs]
+        self.assert_close(Result(outputs, grads), **tolerance)
+
+    def assert_close(self, wanted, rtol=2e-4, atol=2e-5):
+        assert len(self.outputs) == len(wanted.outputs)
+        assert self.grads.keys() == wanted.grads.keys()
+        for mine, theirs in zip(self.outputs, wanted.outputs, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol, atol)
+        for name, theirs in wanted.grads.items():
+            np.testing.assert_allclose(self.grads[name], theirs, rtol, atol, err_msg=name)
 
 
-def make_lowering(mesh_text, rules=RULES, first_device=0):
+def _numpy(grads):
+    return {k: None if g is None else tf.convert_to_tensor(g).numpy() for k, g in grads.items()}
+
+
+def make_lowering(mesh_text, rules=RULES):
     mesh = Mesh.from_text(mesh_text)
     parts = [rule for rule in rules.split(";") if rule.partition(":")[2] in mesh.axis_names]
-    devices = [f"CPU:{first_device + i}" for i in range(mesh.num_devices)]
+    devices = [f"CPU:{i}" for i in range(mesh.num_devices)]
     return PlacementLowering(mesh, LayoutRules.from_text(";".join(parts)), devices)
 
 
@@ -90,85 +106,87 @@ def loss_of(outputs):
     )
 
 
+def made(params, lowering, whole=None):
+    """A layer, values of its variables by name, and what `weights_of` returns.
+
+    `whole` are the values of weights by path; by default those of their paths.
+    """
+    with lowering_scope(lowering):
+        layer = params.Copy().Instantiate()
+    weights = weights_of(layer, lowering)
+    values = {}
+    for path, (layout, names) in weights.items():
+        value = whole[path] if whole else SCALE * value_of(path, layout.shape.sizes)
+        for group, name in zip(slice_groups(layout), names, strict=True):
+            values[name] = value[layout.slice_ranges(group[0])]
+    assert values.keys() == dict(layer.vars.FlattenItems()).keys()
+    return layer, values, weights
+
+
+def by_path(weights, of_inputs, of_variables):
+    """Gradients by the names of inputs and whole weights; of slices, which are joined."""
+    found = {f"input {i}": grad for i, grad in of_inputs.items() if grad is not None}
+    for path, (layout, names) in weights.items():
+        if of_variables.get(names[0]) is not None:
+            found[path] = join(layout, [of_variables[name] for name in names])
+    return found
+
+
+def floating(inputs):
+    """The numbers of the inputs that have a gradient."""
+    return [i for i, x in enumerate(inputs) if x is not None and x.dtype.kind == "f"]
+
+
 def run(
     params,
     inputs,
-    mesh_text="model:1",
+    mesh="model:1",
     rules=RULES,
     call=None,
-    scale=0.3,
+    initial=False,
     step=3,
-    calls=None,
     values=None,
     loss=loss_of,
+    in_graph=True,
+    of_inputs=False,
 ):
-    """Makes the layer, gives its weights the values of their names, and calls it in a function.
+    """Makes the layer, gives its weights the values of their paths, and calls it.
 
     Args:
         params: of the layer.
         inputs: arrays; None stays.
-        mesh_text: of a placement on logical CPUs.
+        mesh: of a placement on logical CPUs, as text; or a lowering.
         rules: those for axes that the mesh lacks are left out.
         call: takes layer, theta and inputs; by default `FProp`.
-        scale: of the weights; None for their initial values.
+        initial: whether the weights keep their initial values.
         step: the global step.
-        calls: a lowering to call the layer with; by default the one that it was made with.
-        values: whole weights by path, in place of those of the names.
+        values: whole weights by path, in place of those of the paths.
         loss: of the outputs; what is differentiated. None: nothing is.
+        in_graph: whether it is called in a function.
+        of_inputs: whether floating inputs have gradients, too.
     """
     call = call or (lambda layer, theta, *args: layer.FProp(theta, *args))
-    lowering = make_lowering(mesh_text, rules)
-    py_utils.SetEagerMode(True, test_mode=True)
-    try:
-        with cluster(1), lowering_scope(lowering), py_utils.VariableStore():
-            py_utils.GetOrCreateGlobalStepVar().assign(step)
-            layer = params.Copy().Instantiate()
+    lowering = make_lowering(mesh, rules) if isinstance(mesh, str) else mesh
+    with executing(eager=True) as global_step:
+        global_step.assign(step)
+        layer, chosen, weights = made(params, lowering, values)
         variables = dict(layer.vars.FlattenItems())
-        weights = weights_of(layer, lowering)
-        assert sorted(itertools.chain(*(names for _, names in weights.values()))) == sorted(
-            variables
-        )
-        assert values is None or values.keys() == weights.keys()
-        for path, (layout, names) in weights.items():
-            for group, name in zip(slice_groups(layout), names, strict=True):
-                if values is not None or scale is not None:
-                    whole = values[path] if values else scale * value_of(path, layout.shape.sizes)
-                    variables[name].assign(whole[layout.slice_ranges(group[0])])
+        for name, value in ({} if initial else chosen).items():
+            variables[name].assign(value)
 
-        @tf.function(autograph=False)
-        def compute(*args):
-            given = iter(args)
-            filled = [None if x is None else next(given) for x in inputs]
-            with cluster(1), lowering_scope(calls or lowering), tf.GradientTape() as tape:
+        def compute(*inputs):
+            sources = {i: inputs[i] for i in watched}
+            with cluster(1), lowering_scope(lowering), tf.GradientTape() as tape:
+                tape.watch(sources)
                 # Tensors, as a pipeline passes them.
                 theta = layer.theta.Transform(tf.convert_to_tensor)
-                outputs = exported(call(layer, theta, *filled))
+                outputs = exported(call(layer, theta, *inputs))
                 total = loss(outputs) if loss else None
-            return outputs, tape.gradient(total, variables) if loss else {}
+            return outputs, tape.gradient(total, [sources, variables]) if loss else [{}, {}]
 
-        outputs, grads = compute(*(tf.constant(x) for x in inputs if x is not None))
-        grads = {
-            path: join(layout, [tf.convert_to_tensor(grads[name]).numpy() for name in names])
-            for path, (layout, names) in weights.items()
-            if grads.get(names[0]) is not None
-        }
-        return Result([y.numpy() for y in outputs], grads, calls or lowering)
-    finally:
-        py_utils.SetEagerMode(False, test_mode=True)
-
-
-def reference(function, shapes, scale=0.3):
-    """Outputs of a plain function of the weights, and gradients, for the values that `run` gives.
-
-    Args:
-        function: takes a dict of weights; returns one output or a tuple.
-        shapes: sizes of the weights by path.
-    """
-    weights = {path: tf.constant(scale * value_of(path, s)) for path, s in shapes.items()}
-    with tf.GradientTape() as tape:
-        tape.watch(weights)
-        outputs = function(weights)
-        outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
-        loss = loss_of(outputs)
-    grads = {k: tf.convert_to_tensor(g).numpy() for k, g in tape.gradient(loss, weights).items()}
-    return [tf.convert_to_tensor(y).numpy() for y in outputs], grads
+        watched = floating(inputs) if of_inputs else []
+        compute = tf.function(compute, autograph=False) if in_graph else compute
+        outputs, grads = compute(*(None if x is None else tf.constant(x) for x in inputs))
+        grads = by_path(weights, *map(_numpy, grads))
+        shapes = {path: layout.shape.sizes for path, (layout, _) in weights.items()}
+        return Result([y.numpy() for y in outputs], grads, lowering, shapes)

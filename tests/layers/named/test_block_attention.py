@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import GradientError
-from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
+from pipemesh.layers.named.block_attention import Buckets, block_attention
 from tests.layers.named.harness import value_of
 
 BUCKETS = Buckets(6, 9)
@@ -86,7 +86,8 @@ def test_very_different_scores_do_not_overflow():
 
 
 def test_no_tensor_is_as_large_as_all_scores():
-    length, size = 60, 6
+    # The last block extends beyond the sequence.
+    length, size = 62, 6
 
     @tf.function(autograph=False)
     def run(q, k, v):
@@ -128,14 +129,6 @@ def test_second_derivatives_are_refused():
         grad = inner.gradient(y, q)
     with pytest.raises(GradientError, match="first derivatives alone"):
         outer.gradient(grad, q)
-
-
-@pytest.mark.parametrize(("length", "most"), [(1, 4), (7, 7), (7, 3), (512, 100)])
-def test_blocks_cover_the_length(length, most):
-    blocks = Blocks.of(length, most)
-    assert blocks.size <= most and blocks.number * blocks.size >= length
-    x = tf.reshape(tf.range(2 * length * 3), [2, length, 3])
-    np.testing.assert_array_equal(blocks.joined(blocks.padded(x)), x)
 
 
 def test_of_one_block_nothing_is_corrected():

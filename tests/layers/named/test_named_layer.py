@@ -1,4 +1,4 @@
-"""Variables of named layers, tensors made of them, and whole lengths."""
+"""Variables of named layers, params and inputs that they refuse, and whole lengths."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,18 @@ from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from pipemesh.layers.named import (
     Attention,
+    Convolution,
+    Dropout,
+    Embedding,
+    Experts,
     FeedForward,
     NamedLayer,
+    Norm,
+    SoftmaxCrossEntropy,
     TransformerBlock,
     lowering_scope,
 )
-from pipemesh.layers.named.named_layer import split_names, whole_dims, whole_names
-from pipemesh.lowering import Cores, PlacementLowering, ops
-from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.lowering import ops
 from tests.layers.harness import cluster, run_tf1, run_tf2
 from tests.layers.named.harness import join, make_lowering, run, value_of, weights_of
 
@@ -75,126 +79,64 @@ def whole_weights(params, mesh):
 
 def test_each_different_slice_is_a_variable_on_the_device_of_its_first_processor():
     layer = make(PRODUCT, make_lowering("data:2;model:2"))
-    found = {name: (v.shape.as_list(), v.device[-5:]) for name, v in layer.vars.FlattenItems()}
-    assert found == {
-        "b": ([4], "CPU:0"),
-        "w_slice_0": ([4, 4], "CPU:0"),
-        "w_slice_1": ([4, 4], "CPU:1"),
+    holders = {name: part.holders for name, part in layer.weight_parts().items()}
+    found = {
+        name: (v.shape.as_list(), v.device[-5:], holders[name])
+        for name, v in layer.vars.FlattenItems()
     }
+    assert found == {
+        "b": ([4], "CPU:0", (0, 1, 2, 3)),
+        "w_slice_0": ([4, 4], "CPU:0", (0, 2)),
+        "w_slice_1": ([4, 4], "CPU:1", (1, 3)),
+    }
+    assert layer.dims() == {"batch", "length", "embed", "d_ff"}
+    # Without splits variables have the logical names.
+    whole = make(PRODUCT, make_lowering("model:1"))
+    assert sorted(v.name for v in whole.vars.Flatten()) == ["product/b/var:0", "product/w/var:0"]
 
 
-def test_without_splits_variables_have_the_logical_names():
-    layer = make(PRODUCT, make_lowering("model:1"))
-    assert sorted(v.name for v in layer.vars.Flatten()) == ["product/b/var:0", "product/w/var:0"]
-
-
-def test_initial_values_do_not_depend_on_the_layout():
+def test_initial_values_depend_on_name_and_seed_and_not_on_the_layout():
     params = Pair.Params().Set(name="pair", random_seed=7)
     whole, found = whole_weights(params, "model:1"), whole_weights(params, "data:2;model:4")
     assert whole.keys() == found.keys() and len(whole) == 7
     for path, value in whole.items():
         np.testing.assert_array_equal(found[path], value)
+    other = whole_weights(params.Copy().Set(random_seed=8), "model:1")
+    assert (whole["first.w"] != whole["rest[0].w"]).all()
+    assert (whole["first.w"] != other["first.w"]).all()
+    assert 0.3 < whole["first.w"].std() < 0.7
 
 
-def test_initial_values_depend_on_name_and_seed():
-    values = whole_weights(Pair.Params().Set(name="pair", random_seed=7), "model:1")
-    again = whole_weights(Pair.Params().Set(name="pair", random_seed=8), "model:1")
-    assert (values["first.w"] != values["rest[0].w"]).all()
-    assert (values["first.w"] != again["first.w"]).all()
-    assert 0.3 < values["first.w"].std() < 0.7
-
-
-def test_a_layer_says_which_processors_hold_its_variables():
-    layer = make(Pair.Params().Set(name="pair"), make_lowering("data:2;model:2"))
-
-    def holders(layer):
-        return {name: part.holders for name, part in layer.weight_parts().items()}
-
-    assert holders(layer) == {"scale_slice_0": (0, 2), "scale_slice_1": (1, 3)}
-    product = {"b": (0, 1, 2, 3), "w_slice_0": (0, 2), "w_slice_1": (1, 3)}
-    assert holders(layer.first) == product
-    assert sorted(layer.first.weight_parts()) == sorted(layer.theta.first)
-    assert {"batch", "length"} < layer.dims()
-
-
-def test_a_call_may_have_other_devices_than_the_layer_was_made_with():
-    there = make_lowering("data:2;model:2", first_device=4)
-    found = run(PRODUCT, [X], "data:2;model:2", calls=there)
-    found.assert_close(*(lambda whole: (whole.outputs, whole.grads))(run(PRODUCT, [X])))
-
-
-def test_copies_that_the_caller_made_are_taken_as_they_are():
+def test_each_copy_that_the_caller_made_has_the_whole_gradient():
     lowering = make_lowering("data:2;model:2")
     layer = make(PRODUCT, lowering)
-    held = {}
-    for name, processors in {"b": range(4), "w_slice_0": (0, 2), "w_slice_1": (1, 3)}.items():
-        held[name] = tuple(tf.identity(layer.vars[name]) for _ in processors)
-
-    @tf.function(autograph=False)
-    def run_with(copies):
-        with lowering_scope(lowering), tf.GradientTape() as tape:
-            tape.watch(copies)
-            y = ops.export_tensor(layer.FProp(py_utils.NestedMap(copies), tf.constant(X)))
-            loss = tf.reduce_sum(y * value_of("cotangent 0", y.shape))
-        return y, tape.gradient(loss, copies)
-
-    y, grads = run_with(held)
-    whole = run(PRODUCT, [X], scale=None)
+    held = {
+        name: tuple(tf.identity(layer.vars[name]) for _ in part.holders)
+        for name, part in layer.weight_parts().items()
+    }
+    with lowering_scope(lowering), tf.GradientTape() as tape:
+        tape.watch(held)
+        y = ops.export_tensor(layer.FProp(py_utils.NestedMap(held), tf.constant(X)))
+        loss = tf.reduce_sum(y * value_of("cotangent 0", y.shape))
+    whole = run(PRODUCT, [X], initial=True)
     np.testing.assert_allclose(y, whole.outputs[0], 1e-5, 1e-6)
-    # Each copy has the whole gradient.
-    for copy in grads["b"]:
-        np.testing.assert_allclose(copy, whole.grads["b"], 1e-5, 1e-6)
-    for k, name in enumerate(["w_slice_0", "w_slice_1"]):
-        for copy in grads[name]:
-            np.testing.assert_allclose(copy, whole.grads["w"][:, 4 * k : 4 * k + 4], 1e-5, 1e-6)
+    b, w = whole.grads["b"], whole.grads["w"]
+    wanted = {"b": [b] * 4, "w_slice_0": [w[:, :4]] * 2, "w_slice_1": [w[:, 4:]] * 2}
+    for name, grads in tape.gradient(loss, held).items():
+        np.testing.assert_allclose(grads, wanted[name], 1e-5, 1e-6, err_msg=name)
 
 
-def test_a_core_of_simd_is_given_its_own_slices():
-    layer = make(PRODUCT, make_lowering("model:2"))
-    parts = {name: variable.read_value() for name, variable in layer.vars.FlattenItems()}
-
-    def program(lowering, x, w, b):
-        theta = py_utils.NestedMap(w=(w,), b=b)
-        with lowering_scope(lowering), tf.GradientTape() as tape:
-            tape.watch([w, b])
-            y = layer.FProp(theta, x)
-            loss = ops.reduce_sum(y * ops.import_tensor(lowering, cotangent, y.shape))
-        # The loss of a core is a copy of the whole one.
-        return ops.export_tensor(y), *tape.gradient(loss.slices[0], [w, b])
-
-    cotangent = value_of("cotangent 0", [4, 8])
-    cores = Cores(Mesh.from_text("model:2"), ["CPU:0", "CPU:1"])
-    rules = LayoutRules.from_text("d_ff:model")
-    specs = [tf.TensorSpec(shape) for shape in ([4, 4], [4, 4], [4])]
-    call = cores.function(program, rules, *specs)
-    results = call([[X, parts[f"w_slice_{core}"], parts["b"]] for core in range(2)])
-    whole = run(PRODUCT, [X], scale=None)
-    for core, (y, w, b) in enumerate(results):
-        np.testing.assert_allclose(y, whole.outputs[0], 1e-5, 1e-6)
-        np.testing.assert_allclose(w, whole.grads["w"][:, 4 * core : 4 * core + 4], 1e-5, 1e-6)
-        np.testing.assert_allclose(b, whole.grads["b"], 1e-5, 1e-6)
-
-
-def test_tuples_of_another_length_and_slices_for_a_core_are_errors():
-    lowering = make_lowering("data:2;model:2")
-    layer = make(PRODUCT, lowering)
+def test_weights_that_do_not_fit_are_errors():
+    layer = make(PRODUCT, make_lowering("data:2;model:2"))
     copies = py_utils.NestedMap(layer.theta, w_slice_0=(layer.vars.w_slice_0,) * 3, b=(X[0],))
-    with lowering_scope(lowering):
-        with pytest.raises(ShapeError, match=r"'b' was given as 1 tensors, .* for 4 processors"):
-            layer.Weight(copies, "b")
-        with pytest.raises(ShapeError, match=r"given as 3 copies, but processors \[0, 2\]"):
-            layer.Weight(copies, "w")
-
-
-def test_a_layer_called_under_a_mesh_that_splits_it_otherwise_is_an_error():
-    layer = make(PRODUCT, make_lowering("model:2"))
-    with (
-        lowering_scope(make_lowering("model:4")),
-        pytest.raises(
-            LayoutError, match=r"'w' of layer 'product' was created in 2 slices, .* has 4"
-        ),
-    ):
-        layer.FPropDefaultTheta(tf.constant(X))
+    for mesh, name, error, message in [
+        ("data:2;model:2", "b", ShapeError, "'b' was given as 1 tensors, .* for 4 processors"),
+        ("data:2;model:2", "w", ShapeError, r"given as 3 copies, but processors \[0, 2\]"),
+        ("model:4", "w", LayoutError, "'w' of layer 'product' was created in 2 slices, .* has 4"),
+        ("model:1", "c", ShapeError, "no weight 'c'; known: 'w', 'b'"),
+    ]:
+        with lowering_scope(make_lowering(mesh)), pytest.raises(error, match=message):
+            layer.Weight(copies, name)
 
 
 def test_inputs_of_another_lowering_or_with_other_dims_are_errors():
@@ -211,47 +153,27 @@ def test_inputs_of_another_lowering_or_with_other_dims_are_errors():
         assert layer.Named(x, "embed;batch").shape.names == ("embed", "batch")
 
 
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda: tf.ones([2, 3, 6]), r"'batch:2;length:3;embed:6', but its weight .* is 'embed:8"),
-        (lambda: tf.ones([2, 3, 1]), r"input_dim\) to 1, or give an input of 8"),
-        (lambda: tf.ones([3, 8]), "a tensor of 2 dims, of sizes"),
-        (lambda: tf.ones([2, 3, 8, 1]), "a tensor of 4 dims, of sizes"),
-    ],
-)
-def test_an_input_of_another_width_or_rank_is_refused(use, message):
+def test_an_input_of_another_width_is_refused_in_one_line():
     """A width of 6 was TensorFlow's error, and one of 1 an error about a slice."""
     lowering = make_lowering("model:1", "embed:model")
     params = TransformerBlock.Params().Set(name="b", input_dim=8, num_heads=2, hidden_dim=4)
     layer = make(params, lowering)
-    with lowering_scope(lowering), pytest.raises(ShapeError, match=message) as found:
-        layer.FPropDefaultTheta(use())
-    assert "\n" not in str(found.value)
-
-
-def test_a_layer_without_name_is_refused():
-    with pytest.raises(PipelineError, match=r"a FeedForward has no name; .*Set\(name='\.\.\.'"):
-        FeedForward.Params().Set(input_dim=2, hidden_dim=2).Instantiate()
+    for width, message in (
+        (6, r"'batch:2;length:3;embed:6', but its weight .* is 'embed:8'; set [^\n]*$"),
+        (1, r"input_dim\) to 1, or give an input of 8"),
+    ):
+        with lowering_scope(lowering), pytest.raises(ShapeError, match=message):
+            layer.FPropDefaultTheta(tf.ones([2, 3, width]))
 
 
 def test_a_rule_for_a_dim_that_no_layer_has_is_warned_of():
     """The rule `attention_heads:model` split nothing, and nothing was said."""
-    rules = LayoutRules.from_text("attention_heads:model")
-    lowering = PlacementLowering(Mesh.from_text("model:2"), rules, ["CPU:0", "CPU:1"])
+    lowering = make_lowering("model:2", "attention_heads:model")
     layer = make(Attention.Params().Set(name="a", input_dim=4, num_heads=2), lowering)
     with lowering_scope(lowering):
         y = layer.FPropDefaultTheta(tf.ones([1, 2, 4]))
     with pytest.warns(UserWarning, match=r"no tensor .* has had; .*mean 'heads:model'"):
         y.numpy()
-
-
-def test_an_unknown_weight_is_an_error_with_the_nearest_name():
-    layer = make(
-        FeedForward.Params().Set(name="f", input_dim=2, hidden_dim=2), make_lowering("a:1")
-    )
-    with pytest.raises(ShapeError, match="no weight 'w_inn'; did you mean 'w_in'"):
-        layer.Weight(layer.theta, "w_inn")
 
 
 @pytest.mark.parametrize("init", [py_utils.WeightInit.Xavier(1.0), None])
@@ -265,41 +187,127 @@ def test_initial_values_that_have_no_blocks_are_an_error(init):
         make(Other.Params().Set(name="other"), make_lowering("model:1"))
 
 
-BATCH, LENGTH, EMBED, HIDDEN = 4, 8, 16, 32
-MEGATRON = "heads:model;d_ff:model"
-SPLIT = f"length:model;{MEGATRON}"
-SEQUENCES = value_of("x", [BATCH, LENGTH, EMBED])
+SIZES = {
+    Attention: {"input_dim": 8, "num_heads": 4, "dim_per_head": 2},
+    Convolution: {"input_dim": 3, "output_dim": 4},
+    Dropout: {},
+    Embedding: {"vocab_size": 8, "embedding_dim": 4},
+    Experts: {"input_dim": 5, "hidden_dim": 2, "num_experts": 4},
+    FeedForward: {"input_dim": 6, "hidden_dim": 8},
+    Norm: {"input_dim": 8},
+    SoftmaxCrossEntropy: {"input_dim": 5, "vocab_size": 8},
+}
 
 
-def block(**changes):
-    return TransformerBlock.Params().Set(
-        name="block", input_dim=EMBED, num_heads=4, hidden_dim=HIDDEN, **changes
-    )
+@pytest.mark.parametrize(
+    ("cls", "changes", "message"),
+    [
+        (Attention, {"block_size": 0}, "block_size is 0"),
+        (Attention, {"num_heads": 3, "dim_per_head": None}, "input_dim 8 is no multiple of num_h"),
+        (Attention, {"num_kv_heads": 3}, "num_heads 4 is no multiple of num_kv_heads 3"),
+        (Attention, {"relative_buckets": 1}, "relative_buckets is 1"),
+        (Attention, {"rotary_base": 0}, "rotary_base is 0; it must be a number above 0"),
+        (Attention, {"rotary_scaling": 3.0}, "give a RotaryScaling, or None"),
+        (Attention, {"use_bias": "no"}, "use_bias is 'no'"),
+        (Attention, {"use_rotary": True, "dim_per_head": 3}, "have 3; make dim_per_head even"),
+        (Convolution, {"activation": "SWIGLU"}, "activation is 'SWIGLU'"),
+        (Convolution, {"output_dim": 0}, "output_dim"),
+        (Convolution, {"padding": "same"}, "padding is 'same'; did you mean 'SAME'"),
+        (Convolution, {"residual": True}, "residual adds the input .* input_dim 3, output_dim 4"),
+        (Convolution, {"strides": (1, 0)}, "strides"),
+        (Convolution, {"window": 3}, r"window is 3; give two numbers, as in \(3, 3\)"),
+        (Dropout, {"rate": -0.1}, "rate is -0.1; .* below 1"),
+        (Dropout, {"rate": 1.0}, "rate is 1.0; .* below 1"),
+        (Dropout, {"rate": "half"}, "rate is 'half'; .* below 1"),
+        (Embedding, {"positions": "learned"}, "max_length is None"),
+        (Embedding, {"positions": "learnt"}, "positions is 'learnt'; did you mean 'learned'"),
+        (Embedding, {"positions": "sinusoidal", "embedding_dim": 3}, "is 3; .* an even one"),
+        (Experts, {"activation": "RELLU"}, "did you mean 'RELU'"),
+        (Experts, {"capacity_factor": 0}, "factor is 0; it must be a number above 0, or None"),
+        (Experts, {"num_choices": 3}, "num_choices is 3; a token meets 1 or 2 of the 4"),
+        (Experts, {"num_experts": 1}, "num_choices is 2; a token meets 1 or 2 of the 1"),
+        (FeedForward, {"activation": "glu"}, "activation is 'glu'; did you mean 'GELU'"),
+        (FeedForward, {"name": ""}, r"a FeedForward has no name; .*Set\(name='\.\.\.'"),
+        (Norm, {"direct_scale": "no"}, "direct_scale is 'no'; it must be True or False"),
+        (Norm, {"epsilon": 0}, "epsilon is 0; it must be a number above 0"),
+        (Norm, {"kind": "layr"}, "kind is 'layr'; did you mean 'layer'"),
+        (SoftmaxCrossEntropy, {"label_smoothing": -0.1}, "label_smoothing is -0.1; .* below 1"),
+        (SoftmaxCrossEntropy, {"label_smoothing": 1.0}, "label_smoothing is 1.0; .* below 1"),
+        (SoftmaxCrossEntropy, {"label_smoothing": None}, "label_smoothing is None; .* below 1"),
+    ],
+)
+def test_params_that_do_not_fit_are_errors(cls, changes, message):
+    with pytest.raises(PipelineError, match=message):
+        cls.Params().Set(**{"name": "layer", **SIZES[cls], **changes}).Instantiate()
+
+
+GROUPS = {"num_kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("cls", "mesh", "rules", "changes", "message"),
+    [
+        (Attention, "model:2", "length:model", {}, "splits dim 'length'.*add 'heads:model'"),
+        (Attention, "a:2;b:2", "length:a;heads:b", {}, "'length:a' splits dim 'length'"),
+        (Attention, "model:2", "kv_heads:model", GROUPS, "'heads' has no rule; .* lie with"),
+        (
+            Attention,
+            "a:2;b:2",
+            "heads:a;kv_heads:b",
+            GROUPS,
+            "'heads' is split over 'a'; .* write 'heads:b;kv_heads:b'",
+        ),
+        (
+            Attention,
+            "model:2",
+            "heads:model",
+            {"num_heads": 6, "num_kv_heads": 3},
+            "leaves a processor 3 heads, of which 2 share a key",
+        ),
+        (Attention, "a:4", "heads:a", {"num_heads": 6}, "'heads' of .* size 6, which .* into 4"),
+        # Split rows were routed slice by slice, each with the room of the whole row: wrong numbers.
+        (Experts, "a:2", "length:a", {}, "'length:a' splits dim 'length', .* remove"),
+        (Experts, "a:2", "router:a", {}, "'router:a' splits dim 'router', .* remove"),
+        (Experts, "a:2", "room:a", {}, "'room:a' splits dim 'room', .* remove"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_errors_before_anything_runs(
+    cls, mesh, rules, changes, message
+):
+    with lowering_scope(make_lowering(mesh, rules)), pytest.raises(LayoutError, match=message):
+        cls.Params().Set(name="layer", **{**SIZES[cls], **changes}).Instantiate()
+
+
+BATCH, LENGTH, EMBED = 4, 8, 16
 
 
 def meta(layout, size):
-    mesh = Mesh.from_text(f"model:{size}")
-    lowering = PlacementLowering(
-        mesh, LayoutRules.from_text(layout), [f"CPU:{i}" for i in range(size)]
+    params = TransformerBlock.Params().Set(
+        name="block", input_dim=EMBED, num_heads=4, hidden_dim=32, dropout_rate=0.1
     )
-    with lowering_scope(lowering):
-        params = block(dropout_rate=0.1)
+    # Queries, keys and values, and both products of a gate, send one gradient together.
+    params.feed_forward_tpl.activation = "SWIGLU"
+    with lowering_scope(make_lowering(f"model:{size}", layout)):
         return TransformerBlock.FPropMeta(params, tshape.Shape([BATCH, LENGTH, EMBED]))
 
 
+# What is sent and kept is what is counted (tests/conformance).
 @pytest.mark.parametrize("size", [2, 4])
 def test_it_sends_what_megatrons_four_all_reduces_send(size):
-    whole, split = meta(MEGATRON, size).communication, meta(SPLIT, size).communication
+    whole, split = (
+        meta(layout, size)
+        for layout in ("heads:model;d_ff:model", "length:model;heads:model;d_ff:model")
+    )
     activation = BATCH * LENGTH * EMBED * 4
     share = activation * (size - 1) // size
     axes = ("model",)
-    assert whole.rows == {
+    assert whole.communication.rows == {
         (axes, "all_reduce", "forward"): (2, 2 * 2 * share),
         (axes, "all_reduce", "backward"): (2, 2 * 2 * share),
     }
     # Gradients of what is added to parts of tokens, or scales them: 2 norms and 2 biases.
     vectors = 6
-    assert split.rows == {
+    assert split.communication.rows == {
         **{
             (axes, primitive, which): (2, 2 * share)
             for primitive in ("all_gather", "reduce_scatter")
@@ -307,47 +315,41 @@ def test_it_sends_what_megatrons_four_all_reduces_send(size):
         },
         (axes, "all_reduce", "backward"): (vectors, vectors * 2 * EMBED * 4 * (size - 1) // size),
     }
-
-
-def test_less_is_kept_for_the_backward_pass():
-    whole, split = meta(MEGATRON, 4).activation_bytes, meta(SPLIT, 4).activation_bytes
-    # Of each: two normalized tensors, their scales, and two masks, which four devices had.
+    # Of each: two normalized tensors, their scales, and two masks, which all devices had.
     tokens = BATCH * LENGTH
-    assert whole - split == 3 * 2 * (tokens * EMBED * 4 + tokens * 4 + tokens * EMBED)
-
-
-def test_names_of_dims():
-    rules = LayoutRules.from_text(SPLIT)
-    assert whole_names(rules, "heads") == {"length": "tokens"}
-    assert whole_names(rules, "vocab") == {}
-    assert whole_names(LayoutRules.from_text("length:rows;heads:model"), "heads") == {}
-    assert split_names({"length": "tokens"}) == {"tokens": "length"}
-    assert whole_dims("batch;length;embed", {"length": "tokens"}) == "batch;tokens;embed"
-
-
-def test_attention_needs_whole_sequences_of_its_heads():
-    with pytest.raises(LayoutError, match=r"'length:model' splits dim 'length'.*add 'heads:model'"):
-        meta("length:model;d_ff:model", 2)
+    less = (size - 1) * 2 * (tokens * EMBED * 4 + tokens * 4 + tokens * EMBED)
+    assert whole.activation_bytes - split.activation_bytes == less
 
 
 @pytest.mark.parametrize(
-    ("run", "mesh", "options"),
+    ("run", "layer", "sizes", "mesh", "remat"),
     [
-        pytest.param(run_tf2, "layers:2;data:2;model:2", {"remat": "full"}, marks=pytest.mark.slow),
-        (run_tf1, "layers:2;model:2", {"remat": "none"}),
+        pytest.param(
+            run_tf2,
+            FeedForward.Params().Set(input_dim=EMBED, hidden_dim=32, dropout_rate=0.3),
+            [BATCH, LENGTH, EMBED],
+            "layers:2;data:2;model:2 length:model;d_ff:model",
+            "full",
+            marks=pytest.mark.slow,
+        ),
+        (
+            run_tf1,
+            Convolution.Params().Set(input_dim=3, output_dim=3, residual=True),
+            [BATCH, 8, 6, 3],
+            "layers:2;data:2;rows:2 height:rows",
+            "none",
+        ),
     ],
 )
-def test_slices_of_tokens_go_from_stage_to_stage(run, mesh, options):
-    def stack(cls, **changes):
-        layer = FeedForward.Params().Set(input_dim=EMBED, hidden_dim=HIDDEN, dropout_rate=0.3)
-        layers = [layer.Copy().Set(name=f"named_{i}") for i in range(2)]
-        cells = [FeatureExtractionLayer.Params().Set(name=f"s{p.name}", sub=[p]) for p in layers]
-        return cls.Params().Set(name="stack", cell_tpl=cells, **changes)
-
-    wanted = run(stack(SeqLayer), [SEQUENCES])
-    params = stack(PipeliningLayer, num_micro_batches=2, **options)
-    found = run(params, [SEQUENCES], num_devices=f"{mesh} length:model;d_ff:model")
-    np.testing.assert_allclose(found.outputs[0], wanted.outputs[0], rtol=1e-4, atol=1e-5)
+def test_slices_go_from_stage_to_stage(run, layer, sizes, mesh, remat):
+    layers = [layer.Copy().Set(name=f"named_{i}") for i in range(2)]
+    cells = [FeatureExtractionLayer.Params().Set(name=f"s{p.name}", sub=[p]) for p in layers]
+    plain = SeqLayer.Params().Set(name="stack", cell_tpl=cells)
+    split = PipeliningLayer.Params().Set(
+        name="stack", cell_tpl=cells, num_micro_batches=2, remat=remat
+    )
+    x = value_of("x", sizes)
+    wanted, found = run(plain, [x]), run(split, [x], num_devices=mesh)
     found.assert_close(wanted, rtol=2e-4, atol=2e-5)
 
 

@@ -1,34 +1,40 @@
 """The loss curves of the examples do not depend on mesh, layout and lowering."""
 
 import functools
-import json
-import subprocess
+import itertools
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import LayoutError
-from tests.models.named_dims import curves
-from tests.warm import warm
+from models.mnist.digits import load_digits
+from models.mnist.network import MnistNetwork
+from models.named_dims.trainer import TRAINERS
+from models.toy import network as toy
+from pipemesh.mesh import LayoutRules, Mesh
 
-PLANS = {
-    "mnist": [
-        ("data:1", ""),
-        ("data:4", "batch:data"),
-        ("model:2", "hidden:model"),
-        ("data:2;model:2", "batch:data;hidden:model"),
-        ("data:2;model:2", "rows:data;classes:model"),
-        ("data:2;model:2;space:2", "batch:data;hidden:model;cols:space"),
-    ],
-    "toy": [
-        ("data:8", "batch:data"),
-        ("model:2", "hidden:model"),
-        ("data:2;model:2", "io:data;hidden:model"),
-    ],
-    "toy relu": [("data:2;model:4", "batch:data;hidden:model")],
+STEPS, BATCH = 6, 16
+NETWORKS = {
+    "mnist": lambda: MnistNetwork(BATCH, hidden_size=64, seed=3),
+    "toy": lambda: toy.ToyNetwork(BATCH, io_size=8, hidden_size=24, activation="none", seed=3),
+    "toy relu": lambda: toy.ToyNetwork(BATCH, io_size=8, hidden_size=24, activation="relu", seed=3),
 }
-ALL = [(name, *plan) for name, plans in PLANS.items() for plan in plans]
+LEARNING_RATE = {"mnist": 0.1, "toy": 0.5, "toy relu": 0.5}
+
+
+@functools.cache
+def batches(name):
+    endless = load_digits()[0].batches(BATCH, 5) if name == "mnist" else toy.batches(BATCH, 8, 5)
+    return list(itertools.islice(endless, STEPS))
+
+
+def curve(name, lowering, mesh_text, layout):
+    """The loss of each step, then that after the last, and the table of communication."""
+    mesh, rules = Mesh.from_text(mesh_text), LayoutRules.from_text(layout)
+    devices = [f"CPU:{i}" for i in range(mesh.num_devices)]
+    trainer = TRAINERS[lowering](NETWORKS[name](), mesh, rules, devices, LEARNING_RATE[name])
+    losses = [trainer.train_step(batch) for batch in batches(name)]
+    return [*losses, trainer.forward(batches(name)[0])[0]], str(trainer.costs)
 
 
 def plain_loss(name, weights, batch):
@@ -48,47 +54,35 @@ def plain_loss(name, weights, batch):
 def plain_curve(name):
     """The same training with TensorFlow alone."""
     weights = []
-    for weight in curves.NETWORKS[name]().weights:
+    for weight in NETWORKS[name]().weights:
         sizes = weight.shape.sizes
         weights.append(tf.Variable(weight.initializer(sizes, [0] * len(sizes), sizes, tf.float32)))
-    data, losses = curves.batches(name), []
-    for batch in data:
+    losses = []
+    for batch in batches(name):
         with tf.GradientTape() as tape:
             losses.append(plain_loss(name, weights, batch))
         for weight, grad in zip(weights, tape.gradient(losses[-1], weights), strict=True):
-            weight.assign_sub(curves.LEARNING_RATE[name] * grad)
-    losses = np.array([*losses, plain_loss(name, weights, data[0])])
+            weight.assign_sub(LEARNING_RATE[name] * grad)
+    losses = np.array([*losses, plain_loss(name, weights, batches(name)[0])])
     assert losses[-1] < losses[0]
     return losses
 
 
-@pytest.fixture(scope="module")
-def simd():
-    """Curve and communication of each plan."""
-    plans = [(name, "simd", *plan) for name, *plan in ALL]
-    done = subprocess.run(
-        warm("-m", "tests.models.named_dims.curves"),
-        input=json.dumps(plans),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, f"after {len(lines)} plans:\n{done.stderr[-2000:]}"
-    return dict(zip(ALL, map(json.loads, lines), strict=True))
-
-
-@pytest.mark.parametrize(("name", "mesh", "layout"), ALL)
 @pytest.mark.slow
-def test_the_loss_curve_is_that_of_plain_tensorflow(name, mesh, layout, simd):
-    losses, costs = curves.curve(name, "placement", mesh, layout)
+@pytest.mark.parametrize(
+    ("name", "mesh", "layout"),
+    [
+        ("mnist", "data:1", ""),
+        ("mnist", "data:2;model:2", "rows:data;classes:model"),
+        ("mnist", "data:2;model:2;space:2", "batch:data;hidden:model;cols:space"),
+        ("toy", "data:2;model:2", "io:data;hidden:model"),
+        ("toy relu", "data:2;model:2", "batch:data;hidden:model"),
+    ],
+)
+def test_the_loss_curve_is_that_of_plain_tensorflow(name, mesh, layout):
+    (losses, costs), (simd_losses, simd_costs) = (
+        curve(name, lowering, mesh, layout) for lowering in ("placement", "simd")
+    )
     np.testing.assert_allclose(losses, plain_curve(name), rtol=2e-5)
-    simd_losses, simd_costs = simd[name, mesh, layout]
     np.testing.assert_allclose(simd_losses, plain_curve(name), rtol=2e-5)
     assert costs == simd_costs
-
-
-@pytest.mark.parametrize("lowering", ["placement", "simd"])
-def test_a_layout_that_splits_two_dims_of_a_product_over_one_axis_is_refused(lowering):
-    with pytest.raises(LayoutError, match="'rows:model' or 'hidden:model'"):
-        curves.trainer("mnist", lowering, "model:2", "rows:model;hidden:model")
