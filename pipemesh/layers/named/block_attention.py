@@ -75,6 +75,8 @@ class Blocks:
 
     def joined(self, blocks: Sequence[tf.Tensor] | tf.Tensor) -> tf.Tensor:
         """Joins the result of `padded` again."""
+        if self.number == 1:
+            return blocks[0]
         x = tf.convert_to_tensor(blocks)
         x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
         batch, _, _, *rest = static_sizes(x)
