@@ -52,28 +52,6 @@ def test_boundaries_are_read_from_names_as_they_were_put_in(boundaries):
     assert boundaries_in(reversed(with_stages(names, boundaries).values())) == boundaries
 
 
-def test_stages_are_params_of_lingvo_or_of_this_library_or_boundaries():
-    """The params of what was cut automatically say no more than its boundaries do."""
-    layers = [model.dense() for _ in range(5)]
-    cut = gpipe.PartitionSequentialLayers(layers, 2, SHAPE)
-    boundaries = (0, len(cut[0].sub), 5)
-    names = [f"lm/{stage}cell_00{i}/w/var" for i in range(5) for stage in ("", "d9/")]
-    for name in names:
-        assert with_stages([name], cut) == with_stages([name], boundaries)
-    for lib in (gpipe, ours):
-        stages = model.by_hand(lib.FeatureExtractionLayer.Params)
-        assert with_stages(["lm/first/w/var", "lm/last/block/w/var"], stages) == {
-            "lm/first/w/var": "lm/stage0/first/w/var",
-            "lm/last/block/w/var": "lm/stage1/last/block/w/var",
-        }
-        assert list(without_stages(["lm/stage0/first/w/var"], stages).values()) == [
-            "lm/first/w/var"
-        ]
-        # Layers of one name in two stages have lingvo's names already.
-        alike = {name: name for name in ("stage0/block/w/var", "stage1/block/w/var")}
-        assert without_stages(alike, stages) == with_stages(alike, stages) == alike
-
-
 @pytest.mark.parametrize(
     ("names", "stages", "told"),
     [

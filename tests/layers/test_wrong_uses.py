@@ -18,7 +18,7 @@ from pipemesh.layers import (
 )
 from pipemesh.schedule import gpipe
 from tests.layers.blocks import WIDTH, Block
-from tests.layers.harness import cluster, run_eagerly
+from tests.layers.harness import cluster, run_eagerly, run_tf2
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 SHAPE = tshape.Shape([8, 4])
@@ -59,10 +59,6 @@ def scale(name):
 
 def call(function, name="call"):
     return Call.Params().Set(name=name, function=function)
-
-
-def block(name="block"):
-    return Block.Params().Set(name=name)
 
 
 def dense(name="dense"):
@@ -147,95 +143,82 @@ def test_fetching_from_a_layer_that_keeps_nothing_is_an_error(run):
         run(params, [X])
 
 
+def positive(x):
+    return tf.boolean_mask(x, x[:, 0, 0] > -1e9)
+
+
+def mean_of_batch(axis, keepdims):
+    return lambda x: tf.reduce_mean(x, axis=axis, keepdims=keepdims)
+
+
+INSIDE = {"loss_inside": True}
+NOT_CUT = r"of the last stage \('s1'\) has shape .* once for eac"
+NESTED = "exactly one NestedMap in and out, but "
+
+
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    ("last", "kwargs", "inputs", "message"),
     [
-        ([], "was given no tensor"),
-        ([None], "was given no tensor"),
-        ([X, np.float32(1)], r"args\.1 has shape \(\) and no dim 0 \(batch_dim\)"),
-        ([X, X[:4]], r"batch sizes 4 \(args\.1\), 8 \(args\.0\) in dim 0 \(batch_dim\)"),
-        ([{"x": X, "y": X[:6]}], r"batch sizes 6 \(args\.0\.y\), 8 \(args\.0\.x\)"),
+        # Inputs that cannot be cut.
+        (None, {}, [], "was given no tensor"),
+        (None, {}, [None], "was given no tensor"),
+        (None, {}, [X, np.float32(1)], r"args\.1 has shape \(\) and no dim 0 \(batch_dim\)"),
+        (None, {}, [X, X[:4]], r"sizes 4 \(args\.1\), 8 \(args\.0\) in dim 0 \(batch_dim\)"),
+        (None, {}, [{"x": X, "y": X[:6]}], r"batch sizes 6 \(args\.0\.y\), 8 \(args\.0\.x\)"),
+        (None, {"nested_map_fprop": True}, [X], f"{NESTED}args are .*ensor"),
+        (None, {"nested_map_fprop": True}, [{"x": X}], f"{NESTED}args are dict"),
+        (None, {"nested_map_fprop": True}, [], f"{NESTED}args are nothing"),
+        # Outputs that cannot be joined.
+        (mean_of_batch(0, True), {}, [X], NOT_CUT),
+        (lambda x: np.ones([2, 3], np.float32), {}, [X], NOT_CUT),
+        (lambda x: tf.concat(tf.split(x, 2, axis=-1), axis=0), {}, [X], NOT_CUT),
+        (positive, {}, [X], r"shape \(None, 3, 4\); .* tf\.ensure_shape"),
+        # By chance they have the size of a microbatch.
+        (
+            mean_of_batch([0, 1], False),
+            {"num_micro_batches": 2},
+            [X],
+            "and for the whole batch",
+        ),
+        (
+            mean_of_batch([0, 1, 2], True),
+            {"num_micro_batches": 8},
+            [X],
+            "and for the whole batch",
+        ),
+        (lambda x: None, {}, [X], "^stack: stage .*'s1' returns no tensor"),
+        (lambda x: (x, [object()]), {}, [X], r"^stack: stage .*outputs\.1\.0 is an object"),
+        (lambda x: 1.0, {}, [X], r"a scalar \(outputs\.0\).* set loss_inside=True"),
+        # Heads.
+        (
+            lambda x: (tf.reduce_mean(x), float(x.shape[0])),
+            INSIDE,
+            [X],
+            r"'s1'.*is a mean, Mean.*summed weight.*return tf",
+        ),
+        (
+            lambda x: (tf.reduce_sum(x), 2.0, tf.reduce_sum(x, axis=0)),
+            INSIDE,
+            [X],
+            "output 2 of the last stage .* not cut along the batch",
+        ),
     ],
-    ids=["none", "None", "scalar", "sizes", "nested"],
 )
-def test_inputs_that_cannot_be_cut_are_errors_that_name_them(run, inputs, message):
+def test_what_cannot_be_cut_or_joined_is_an_error(last, kwargs, inputs, message):
     with pytest.raises(PipelineError, match=message):
-        run(pipelined(stages()), inputs, num_devices=2)
+        run_tf2(pipelined(stages(last), **kwargs), inputs, num_devices=2, loss=first)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: tf.reduce_mean(x, axis=0, keepdims=True),
-        lambda x: np.ones([2, 3], np.float32),
-        lambda x: tf.concat(tf.split(x, 2, axis=-1), axis=0),
-    ],
-    ids=["kept", "numpy", "heads"],
-)
-def test_an_output_that_is_not_cut_along_the_batch_is_an_error_and_not_joined(run, function):
-    with pytest.raises(
-        PipelineError, match=r"of the last stage \('s1'\) has shape .* once for eac"
-    ):
-        run(pipelined(stages(function)), [X], num_devices=2)
-
-
-def test_an_output_of_unknown_size_is_an_error_that_says_how_to_set_its_shape(run):
-    def positive(x):
-        return tf.boolean_mask(x, x[:, 0, 0] > -1e9)
-
-    with pytest.raises(PipelineError, match=r"shape \(None, 3, 4\); .* tf\.ensure_shape"):
-        run(pipelined(stages(positive)), [X], num_devices=2)
+def test_what_can_be_joined():
+    expected = run_tf2(pipelined(stages()), [X], num_devices=2)
     params = pipelined(stages(lambda x: tf.ensure_shape(positive(x), x.shape)))
-    expected = run(pipelined(stages()), [X], num_devices=2)
-    run(params, [X], num_devices=2).assert_close(expected)
-
-
-@pytest.mark.parametrize(("num_microbatches", "axis"), [(2, 1), (8, [1, 2])])
-def test_an_output_that_has_the_size_of_a_microbatch_by_chance_is_an_error(
-    run, num_microbatches, axis
-):
-    def mean(x):
-        return tf.reduce_mean(x, axis=[0, *np.atleast_1d(axis)], keepdims=num_microbatches == 8)
-
-    params = pipelined(stages(mean), num_micro_batches=num_microbatches)
-    with pytest.raises(PipelineError, match="and for the whole batch"):
-        run(params, [X], num_devices=2)
-
-
-def test_an_output_that_is_the_same_for_each_example_is_joined(run):
+    run_tf2(params, [X], num_devices=2).assert_close(expected)
+    # The same for each example.
     params = pipelined(stages(lambda x: (x, tf.ones([x.shape[0]]))), num_micro_batches=8)
-    assert run(params, [X], num_devices=2).outputs[1].shape == (8,)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x: None, "'s1' returns no tensor"),
-        (lambda x: (x, [object()]), r"outputs\.1\.0 is an object"),
-        (lambda x: 1.0, r"a scalar \(outputs\.0\).* set loss_inside=True"),
-    ],
-    ids=["none", "object", "number"],
-)
-def test_outputs_that_are_no_tensors_are_errors_that_name_them(run, function, message):
-    with pytest.raises(PipelineError, match=f"^stack: stage .*{message}"):
-        run(pipelined(stages(function)), [X], num_devices=2)
-
-
-def test_a_head_that_returns_no_summed_loss_and_weight_is_told_what_to_return(run):
-    head = stages(lambda x: (tf.reduce_mean(x), float(x.shape[0])))
-    with pytest.raises(PipelineError, match=r"'s1'.*is a mean, Mean.*summed weight.*return tf"):
-        run(pipelined(head, loss_inside=True), [X], num_devices=2, loss=first)
+    assert run_tf2(params, [X], num_devices=2).outputs[1].shape == (8,)
     # A mean for each microbatch with weight 1 is a loss.
-    params = pipelined(stages(lambda x: (tf.reduce_mean(x), 1)), loss_inside=True)
-    assert run(params, [X], num_devices=2, loss=first).outputs[1] == 4
-
-
-def test_a_metric_that_is_not_cut_along_the_batch_is_an_error(run):
-    head = stages(lambda x: (tf.reduce_sum(x), 2.0, tf.reduce_sum(x, axis=0)))
-    with pytest.raises(
-        PipelineError, match=r"output 2 of the last stage .* not cut along the batch"
-    ):
-        run(pipelined(head, loss_inside=True), [X], num_devices=2, loss=first)
+    params = pipelined(stages(lambda x: (tf.reduce_mean(x), 1)), **INSIDE)
+    assert run_tf2(params, [X], num_devices=2, loss=first).outputs[1] == 4
 
 
 class Nested(Block):
@@ -272,16 +255,6 @@ def test_a_nested_map_in_and_out_needs_no_flag(run):
     params = pipelined([stage("s0", call(function))])
     outputs = run(params, [py_utils.NestedMap(a=X)], loss=None).outputs
     np.testing.assert_array_equal(outputs, [X, X + 1])
-
-
-@pytest.mark.parametrize(
-    ("inputs", "given"),
-    [([X], "args are .*ensor"), ([{"x": X}], "args are dict"), ([], "args are nothing")],
-    ids=["tensor", "dict", "none"],
-)
-def test_nested_map_fprop_with_anything_else_is_an_error(run, inputs, given):
-    with pytest.raises(PipelineError, match=f"exactly one NestedMap in and out, but {given}"):
-        run(pipelined(stages(), nested_map_fprop=True), inputs, num_devices=2)
 
 
 def test_a_sequence_without_stages_is_what_comes_before_them(run):
@@ -370,9 +343,8 @@ def test_a_mesh_of_another_length_is_one_warning(eagerly):
                 stack.FPropDefaultTheta(tf.constant(X))
         found = [str(one.message) for one in told if "places along" in str(one.message)]
         assert len(found) == (message is not None) and all(message in text for text in found)
-    four = [stage(f"s{i}", block(f"block{i}")) for i in range(4)]
     with cluster(2), pytest.warns(UserWarning, match="each place takes 2 in turn; .*looped_bfs:2"):
-        pipelined(four).Instantiate()
+        pipelined([stage(f"s{i}", scale(f"scale{i}")) for i in range(4)]).Instantiate()
 
 
 def test_a_cell_of_lingvo_that_draws_is_refused_by_name(run):

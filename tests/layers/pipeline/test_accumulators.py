@@ -7,7 +7,7 @@ from lingvo.core import base_layer, bn_layers, layers, py_utils
 
 from pipemesh.errors import PipelineError
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.stacks import stack_of
+from tests.layers.stacks import stack_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 3, 4]).astype(np.float32)
@@ -42,10 +42,9 @@ def model(num_microbatches=1, **kwargs):
     return stack_of(layers, [0, 1, 2], num_micro_batches=num_microbatches, **kwargs)
 
 
-@pytest.mark.parametrize("run", [run_eagerly, pytest.param(run_tf2, marks=pytest.mark.exhaustive)])
-def test_one_microbatch_equals_the_plain_stack(run):
+def test_one_microbatch_equals_the_plain_stack():
     wanted, found = [
-        run(model(pipelined=pipelined), [X, PADDINGS], num_devices=2, steps=2)
+        run_eagerly(model(pipelined=pipelined), [X, PADDINGS], num_devices=2, steps=2)
         for pipelined in (False, True)
     ]
     # The averages are among the weights.

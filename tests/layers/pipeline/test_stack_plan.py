@@ -26,14 +26,10 @@ def table_of(*args, **kwargs):
     return checked_plan(params(*args, **kwargs), cluster_factory.Current()).table
 
 
-def test_a_name_becomes_a_table_for_all_stages():
+def test_a_schedule_is_a_name_a_table_or_a_file(tmp_path):
     assert table_of() == gpipe(2, 4)
-    assert table_of(schedule="1f1b", loss_inside=True) == one_f_one_b(2, 4)
     found = table_of(4, schedule="interleaved:2", loss_inside=True)
     assert found == interleaved_one_f_one_b(2, 4, 2)
-
-
-def test_a_table_is_taken_as_it_is(tmp_path):
     table = gpipe(2, 4)
     assert table_of(schedule=table) is table
     path = tmp_path / "mine.csv"
@@ -81,6 +77,7 @@ def test_some_values_of_a_plan_are_set():
             "the schedule cuts sequences into 2 slices, but layers take whole sequences",
         ),
         (2, {"micro_batch_size": 0}, PipelineError, "micro_batch_size is 0"),
+        (2, {"remat": "ful"}, PipelineError, "remat is 'ful'; allowed are full, none, "),
         (2, {"batch_dim": -1}, PipelineError, "batch_dim is -1"),
         (2, {"pipelined": None}, PipelineError, "pipelined is None; it must be True or False$"),
         (2, {"loop": 1}, PipelineError, "loop is 1; it must be True, False or None"),
@@ -186,8 +183,3 @@ def test_a_place_may_be_shared_and_an_axis_may_idle(eagerly):
     assert str(plan.mesh) == "layers:3;model:2" and plan.allow_idle
     with pytest.raises(PlanError, match="'model'"):
         dataclasses.replace(plan, allow_idle=False)
-
-
-def test_a_policy_that_is_none_is_an_error_before_the_first_step(eagerly):
-    with pytest.raises(PipelineError, match="stack: remat is 'ful'; allowed are full, none, "):
-        stack(2, remat="ful").Instantiate()
