@@ -29,16 +29,17 @@ SPLIT = "layers:2;data:2;model:2 vocab:model;d_ff:model"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("run", "mesh", "bounds", "options"),
+    ("run", "mesh", "bounds", "steps", "options"),
     [
-        (run_tf1, "layers:2", [0, 2, 4], {}),
-        (run_eagerly, "layers:2;model:2 vocab:model", [0, 2, 4], {}),
-        (run_tf2, SPLIT, [0, 2, 4], {"tied": TIED}),
-        (run_tf2, "layers:2", [0, 2, 3, 4, 6], {"schedule": "looped_bfs:2"}),
+        (run_tf1, "layers:2", [0, 2, 4], 3, {}),
+        (run_eagerly, "layers:2;model:2 vocab:model", [0, 2, 4], 1, {}),
+        (run_tf2, SPLIT, [0, 2, 4], 3, {"tied": TIED}),
+        (run_tf2, "layers:2", [0, 2, 3, 4, 6], 3, {"schedule": "looped_bfs:2"}),
     ],
 )
-def test_everything_equals_the_plain_stack_with_dropout_on(run, mesh, bounds, options):
-    equal_to_plain(run, language(bounds, **options), INPUTS, mesh, steps=3, loss=first, **CLOSE)
+def test_everything_equals_the_plain_stack_with_dropout_on(run, mesh, bounds, steps, options):
+    params = language(bounds, **options)
+    equal_to_plain(run, params, INPUTS, mesh, steps=steps, loss=first, **CLOSE)
 
 
 def test_evaluation_has_no_dropout_and_no_gradient():
