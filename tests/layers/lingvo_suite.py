@@ -5,8 +5,8 @@ lingvo's wheel has no tests; they come from a checkout of its sources at the ins
     git clone https://github.com/tensorflow/lingvo
     python -m tests.layers.lingvo_suite lingvo core/gpipe_test.py
 
-Further arguments are those of unittest, such as `-k NAME`. What fails with `--own-modules` too, which
-replaces nothing, says nothing. `--eager` runs the tests in lingvo's eager mode.
+Further arguments are those of unittest, such as `-k NAME`. What fails with `--own-modules` too,
+which replaces nothing, says nothing. `--eager` runs the tests in the eager mode of lingvo.
 `pipemesh/layers/README.md` has the results.
 """
 

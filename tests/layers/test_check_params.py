@@ -84,7 +84,7 @@ def test_what_is_wrong_is_an_error(function, value, message):
     [
         (
             lambda: check.check_distinct("stack", before=[A], cells=[B], after=[A]),
-            "before and after both have .* 'a'; rename",
+            "before and after both have .* 'a'; rename one .*",
         ),
         (lambda: check.check_above_zero("stack", "p", 0, ", or None"), "a number above 0, or None"),
         (

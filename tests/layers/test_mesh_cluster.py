@@ -8,26 +8,27 @@ import tensorflow as tf
 from lingvo.core import cluster_factory, layers
 
 from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, mesh_cluster
+from pipemesh.layers import mesh_cluster
 from pipemesh.layers.mesh_cluster import mesh_of, stage_homes, warn_of_places
 from pipemesh.mesh import LayoutRules, Mesh
+from tests.layers.stacks import stack_of
 
 
 def device_numbers(text, count):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cluster = mesh_cluster(Mesh.from_text(text))
-    names = [cluster.WorkerDeviceInModelsplit(i) for i in range(count)]
+    names = [cluster.WorkerDeviceInModelSplit(i) for i in range(count)]
     return [tf.DeviceSpec.from_string(name).device_index for name in names]
 
 
-def stack(cls, num_stages, **kwargs):
+def homes_of(mesh, **kwargs):
+    """The first device of each of four stages."""
     dense = layers.FCLayer.Params().Set(input_dim=2, output_dim=2)
-    cells = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=[dense.Copy().Set(name=f"l{i}")])
-        for i in range(num_stages)
-    ]
-    return cls.Params().Set(name="stack", cell_tpl=cells, **kwargs)
+    sub = [dense.Copy().Set(name=f"l{i}") for i in range(4)]
+    with mesh_cluster(Mesh.from_text(mesh)):
+        layer = stack_of(sub, range(5), num_micro_batches=2, **kwargs).Instantiate()
+        return "".join(home.first[-1] for home in layer.StageHomes())
 
 
 @pytest.mark.parametrize(
@@ -50,9 +51,9 @@ def test_copies_that_lingvo_makes_of_the_cluster_know_the_mesh():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cluster = mesh_cluster(Mesh.from_text("layers:2;model:2"))
-    with cluster, cluster_factory.SetEval(mode=True), cluster_factory.SetModelsplit(0) as copied:
+    with cluster, cluster_factory.SetEval(mode=True), cluster_factory.SetModelSplit(0) as copied:
         assert copied.do_eval
-        assert copied.WorkerDeviceInModelsplit(1).endswith("CPU:2")
+        assert copied.WorkerDeviceInModelSplit(1).endswith("CPU:2")
 
 
 def test_devices_that_idle_are_named():
@@ -75,19 +76,11 @@ def test_a_mesh_without_layers_is_an_error():
         mesh_cluster("layers:2")
 
 
-def test_a_schedule_with_two_stages_a_device_needs_half_the_places(eagerly):
-    with mesh_cluster(Mesh.from_text("layers:2")):
-        params = stack(PipeliningLayer, 4, num_micro_batches=2, schedule="zb_v", loss_inside=True)
-        layer = params.Instantiate()
-        assert [home.first[-1] for home in layer.StageHomes()] == ["0", "1", "1", "0"]
-
-
 @pytest.mark.filterwarnings("ignore:.*each place takes 2 in turn")
-@pytest.mark.parametrize(("text", "wanted"), [("layers:1", "0000"), ("layers:2", "0101")])
-def test_a_multiple_of_the_places_shares_them(eagerly, text, wanted):
-    with mesh_cluster(Mesh.from_text(text)):
-        homes = stack(PipeliningLayer, 4, num_micro_batches=2).Instantiate().StageHomes()
-    assert "".join(home.first[-1] for home in homes) == wanted
+def test_stages_share_devices_by_their_schedule_or_in_turn(eagerly):
+    assert homes_of("layers:2", schedule="zb_v", loss_inside=True) == "0110"
+    assert homes_of("layers:1") == "0000"
+    assert homes_of("layers:2") == "0101"
 
 
 def params(mesh_shape=None, layout=None, allow_idle=False):

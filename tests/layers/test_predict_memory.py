@@ -40,19 +40,6 @@ def test_full_remat_keeps_the_inputs_of_the_stages(eager, schedule, in_flight):
         assert [device.gradients for device in found] == weights
 
 
-def test_policies_and_dtypes_are_told_apart():
-    with executing(True, 2):
-        kept = {
-            remat: [device.kept for device in layer(remat=remat).PredictMemory(X)]
-            for remat in ("full", "none", "except_last")
-        }
-        half = [device.kept for device in layer(fprop_dtype=tf.bfloat16).PredictMemory(X)]
-    assert kept["none"][0] > kept["full"][0]
-    # The last stage's backward passes follow its forward passes at once.
-    assert kept["except_last"] == [kept["except_last"][0], kept["none"][1]]
-    assert [2 * number for number in half] == kept["full"]
-
-
 def test_nothing_is_made_in_the_callers_graph_and_bad_shapes_are_errors():
     with executing(False, 2):
         stack = layer()

@@ -165,7 +165,8 @@ NESTED = "exactly one NestedMap in and out, but "
         (None, {}, [X, np.float32(1)], r"args\.1 has shape \(\) and no dim 0 \(batch_dim\)"),
         (None, {}, [X, X[:4]], r"sizes 4 \(args\.1\), 8 \(args\.0\) in dim 0 \(batch_dim\)"),
         (None, {}, [{"x": X, "y": X[:6]}], r"batch sizes 6 \(args\.0\.y\), 8 \(args\.0\.x\)"),
-        (None, {"nested_map_fprop": True}, [X], f"{NESTED}args are .*ensor"),
+        (None, {"nested_map_fprop": True}, [X], f"{NESTED}args are .*ensor; wrap them"),
+        (None, {"nested_map_fprop": True}, [X, None], f"{NESTED}args are .*ensor, NoneType"),
         (None, {"nested_map_fprop": True}, [{"x": X}], f"{NESTED}args are dict"),
         (None, {"nested_map_fprop": True}, [], f"{NESTED}args are nothing"),
         # Outputs that cannot be joined.

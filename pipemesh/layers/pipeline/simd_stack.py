@@ -86,7 +86,6 @@ class SimdStack:
             plan.num_microbatches,
             len(stages) // mesh.num_stages,
         )
-        self._eager_runs: dict[Any, Callable[..., Any]] = {}
 
     def create(self, create_stages: Callable[[Sequence[Any]], None]) -> None:
         """Makes the cells; `create_stages` makes those with alike layers, each on its home."""
@@ -148,15 +147,14 @@ class SimdStack:
         if not tf.executing_eagerly():
             return self._placed(theta, args, devices, step)
         key = (stack.do_eval, has_context(), *devices, str(theta.Transform(lambda _: None)))
-        if key not in self._eager_runs:
 
-            def traced(flat: Any, args: Any, step: Any) -> Any:
-                return self._placed(theta.Pack(flat), args, devices, step)
+        def traced(flat: Any, args: Any, step: Any) -> Any:
+            return self._placed(theta.Pack(flat), args, devices, step)
 
-            self._eager_runs[key] = tf.function(traced, autograph=False)
+        run = stack.eager_runs.setdefault(key, tf.function(traced, autograph=False))
         flat = [tf.convert_to_tensor(weight) for weight in theta.Flatten()]
         args = tf.nest.map_structure(lambda t: None if t is None else tf.convert_to_tensor(t), args)
-        return self._eager_runs[key](flat, args, step)
+        return run(flat, args, step)
 
     def _placed(
         self, theta: Any, args: tuple[Any, ...], devices: Sequence[str], step: tf.Tensor | None

@@ -17,42 +17,8 @@ from tests.layers.stacks import equal_to_plain, first
 A, B, C = tf.constant(1.0), tf.constant([2]), tf.constant("c")
 
 
-def of(*values, nested_map_fprop=False, what="args"):
-    return StageStructure(values, nested_map_fprop, "layer", what)
-
-
-@pytest.mark.parametrize(
-    ("values", "names"),
-    [
-        ((A, B), ["args.0", "args.1"]),
-        (
-            (A, None, {"x": B, "n": None}, [C, (A,)]),
-            ["args.0", "args.2.x", "args.3.0", "args.3.1.0"],
-        ),
-        ((py_utils.NestedMap(b=A, a=B),), ["args.0.a", "args.0.b"]),
-        ((), []),
-    ],
-)
-def test_values_come_back_as_they_were(values, names):
-    structure = of(*values)
-    tensors = structure.flatten(values)
-    assert structure.leaf_names == names and len(tensors) == len(names)
-    packed = structure.pack_arguments(tensors)
-    tf.nest.assert_same_structure(packed, values)
-    for got, want in zip(tf.nest.flatten(packed), tf.nest.flatten(values), strict=True):
-        assert got is want
-
-
-def test_one_value_is_packed_bare_and_several_are_a_tuple():
-    assert of(A).pack([B]) is B
-    assert of([A]).pack([B]) == [B]
-    one, two = of(A, B).pack([A, B])
-    assert one is A and two is B
-    assert of().pack([]) == ()
-    (tensor,) = of(2.5).flatten((2.5,))
-    assert isinstance(tensor, tf.Tensor) and tensor.numpy() == 2.5
-    with pytest.raises(PipelineError):
-        of(A, B).flatten((A,))
+def of(*values):
+    return StageStructure(values, False, "layer", "outputs")
 
 
 def test_equal_structures_have_equal_keys():
@@ -66,14 +32,6 @@ def test_equal_structures_have_equal_keys():
         of({"x": A, "y": [B]}),
     ]:
         assert other.key != key
-
-
-def test_exactly_one_nested_map_where_it_should_be():
-    value = py_utils.NestedMap(x=A)
-    assert of(value, nested_map_fprop=True).pack([B]).x is B
-    for values, given in [((A, None), "tensor, NoneType"), ((), "nothing"), (({"x": A},), "dict")]:
-        with pytest.raises(PipelineError, match=f"^layer: nested_map_fprop .* args are {given};"):
-            of(*values, nested_map_fprop=True)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +50,7 @@ def test_exactly_one_nested_map_where_it_should_be():
 )
 def test_what_is_no_dense_tensor_is_an_error_with_a_way_out(value, message):
     with pytest.raises(PipelineError, match=rf"^layer: outputs\.1\.x is {message}"):
-        of(A, {"x": value}, what="outputs")
+        of(A, {"x": value})
 
 
 def lowering(text):
