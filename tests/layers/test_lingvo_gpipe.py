@@ -153,24 +153,21 @@ def test_lingvos_own_models_run_on_pipemesh():
     assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
 
 
+def run_lingvo(folder, *jobs):
+    """Jobs of `lingvo_checkpoint_process`."""
+    command = warm("-m", model.__name__, str(folder), *jobs)
+    done = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(jobs) :]]
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """What lingvo has written, in a process of its own, and how it went on."""
-    found = {}
-
-    def get(kind):
-        if kind not in found:
-            found[kind] = run_lingvo(tmp_path_factory.mktemp(kind), f"{kind}:2:")
-        return found[kind]
-
-    return get
+    """By the kind of stages what lingvo has written, in a process of its own, and went on to."""
+    jobs = ["automatic:2:", "by_hand:2:"]
+    return dict(zip(KINDS, run_lingvo(tmp_path_factory.mktemp("lingvo"), *jobs), strict=True))
 
 
-def run_lingvo(folder, job):
-    """A job of `lingvo_checkpoint_process`."""
-    command = warm("-m", model.__name__, str(folder / "run"), job)
-    done = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+KINDS = ["automatic", "by_hand"]
 
 
 def stages_of(kind, number):
@@ -200,7 +197,7 @@ def test_training_goes_on_from_a_checkpoint_of_lingvo_by_rules(written, kind, nu
     """With the optimizer's state and the step, through what lingvo.trainer restores by."""
     stages = stages_of(kind, number)
     given = None if kind == "automatic" else stages
-    rules = lingvo_checkpoint_rules(written(kind)["path"], given)
+    rules = lingvo_checkpoint_rules(written[kind]["path"], given)
 
     def restore(session, layer, variables):
         del layer
@@ -208,20 +205,20 @@ def test_training_goes_on_from_a_checkpoint_of_lingvo_by_rules(written, kind, nu
 
     step, losses = restored_and_trained(model.stack(ours.PipeliningLayer.Params, stages), restore)
     assert step == model.NUM_STEPS
-    assert losses == pytest.approx(written(kind)["losses"], rel=1e-4)
+    assert losses == pytest.approx(written[kind]["losses"], rel=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "number"), [("automatic", 4), ("by_hand", 2)])
 def test_weights_of_a_checkpoint_of_lingvo_are_restored_by_name(written, kind, number):
     params = model.stack(ours.PipeliningLayer.Params, stages_of(kind, number))
-    path = written(kind)["path"]
+    path = written[kind]["path"]
 
     def restore(session, layer, variables):
         del variables
         tf.compat.v1.train.Saver(lingvo_names(layer, path)).restore(session, path)
 
     _, losses = restored_and_trained(params, restore)
-    expected = written(kind)["losses"][0]
+    expected = written[kind]["losses"][0]
     assert losses[0] == pytest.approx(expected, rel=1e-4)
     with executing(True, len(params.cell_tpl)):
         layer = params.Instantiate()
@@ -230,32 +227,40 @@ def test_weights_of_a_checkpoint_of_lingvo_are_restored_by_name(written, kind, n
     assert float(tf.reduce_sum(tf.square(outputs - 0.5))) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "number"), [("automatic", 4), ("by_hand", 2)])
 @pytest.mark.slow
-def test_training_goes_from_lingvo_here_and_back(written, tmp_path, kind, number):
+def test_training_goes_from_lingvo_here_and_back(written, tmp_path):
     """What lingvo saved trains on here; what is saved here its saver restores, and it trains on."""
-    theirs, given = written(kind), None if kind == "automatic" else model.stages_of(kind, 2)
-    mine, later = str(tmp_path / "ours" / "ckpt-3"), str(tmp_path / "ours" / "ckpt-6")
-    import_from_lingvo(theirs["path"], mine, given)
-    step, losses, last = restored_and_trained(
-        model.stack(ours.PipeliningLayer.Params, stages_of(kind, 4)),
-        lambda session, _, all_of: tf.compat.v1.train.Saver(all_of).restore(session, mine),
-        lambda session, all_of: tf.compat.v1.train.Saver(all_of).save(session, later),
-    )
-    assert step == model.NUM_STEPS
-    assert losses == pytest.approx(theirs["losses"], rel=1e-4)
-
-    saved = tensors(later)
-    assert {name.rpartition("/")[2] for name in saved} >= {"Adam", "Adam_1", "var", "global_step"}
-    assert any(name.endswith("/ExponentialMovingAverage") for name in saved)
-    path = str(tmp_path / "theirs" / "ckpt-00000006")
-    export_to_lingvo(later, path, model.stages_of(kind, number))
-    found = run_lingvo(tmp_path / "lingvo", f"{kind}:{number}:{path}")
-    assert found["losses"] == pytest.approx(last, rel=1e-4)
-    # Saved by lingvo as it had restored it; and what comes back from there is what was here.
-    assert_same(tensors(found["path"]), tensors(path))
-    import_from_lingvo(found["path"], f"{path}-back", given)
-    assert_same(tensors(f"{path}-back"), saved)
+    jobs, exported, goes_on = [], [], []
+    for kind, number in zip(KINDS, (4, 2), strict=True):
+        given = None if kind == "automatic" else model.stages_of(kind, 2)
+        mine, later = str(tmp_path / kind / "ckpt-3"), str(tmp_path / kind / "ckpt-6")
+        import_from_lingvo(written[kind]["path"], mine, given)
+        step, losses, last = restored_and_trained(
+            model.stack(ours.PipeliningLayer.Params, stages_of(kind, 4)),
+            lambda session, _, all_of, path=mine: tf.compat.v1.train.Saver(all_of).restore(
+                session, path
+            ),
+            lambda session, all_of, path=later: tf.compat.v1.train.Saver(all_of).save(
+                session, path
+            ),
+        )
+        assert step == model.NUM_STEPS
+        assert losses == pytest.approx(written[kind]["losses"], rel=1e-4)
+        saved = tensors(later)
+        kinds = {name.rpartition("/")[2] for name in saved}
+        assert kinds >= {"Adam", "Adam_1", "var", "ExponentialMovingAverage", "global_step"}
+        path = str(tmp_path / f"{kind}_theirs" / "ckpt-00000006")
+        export_to_lingvo(later, path, model.stages_of(kind, number))
+        jobs.append(f"{kind}:{number}:{path}")
+        exported.append((path, given, saved))
+        goes_on.append(last)
+    found = run_lingvo(tmp_path / "lingvo", *jobs)
+    for theirs, (path, given, saved), last in zip(found, exported, goes_on, strict=True):
+        assert theirs["losses"] == pytest.approx(last, rel=1e-4)
+        # Saved by lingvo as it had restored it; and what comes back from there is what was here.
+        assert_same(tensors(theirs["path"]), tensors(path))
+        import_from_lingvo(theirs["path"], f"{path}-back", given)
+        assert_same(tensors(f"{path}-back"), saved)
 
 
 def tensors(path):

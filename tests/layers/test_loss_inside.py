@@ -58,8 +58,6 @@ NONE = {"remat": "none"}
         (run_tf2, "1f1b", 2, 2, SOME),
         (run_tf1, "gpipe", 4, 4, NONE),
         (run_tf2, "interleaved:2", 4, 2, NONE),
-        (run_tf1, "zb_h1", 4, 4, NONE),
-        (run_tf2, "zb_v", 4, 2, NONE),
         (run_tf1, list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0)), 4, 2, NONE),
     ],
 )

@@ -7,39 +7,20 @@ import warnings
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers, tshape
+from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers
 
-from pipemesh.errors import PartitionError, PipelineError, ScheduleError
+from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.layers import (
     FeatureExtractionLayer,
-    PartitionSequentialLayers,
+    FunctionLayer,
     PipeliningLayer,
     SeqLayer,
 )
 from pipemesh.schedule import gpipe
 from tests.layers.blocks import WIDTH, Block
-from tests.layers.harness import cluster, run_eagerly, run_tf2
+from tests.layers.harness import cluster, executing, run_eagerly, run_tf2
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
-SHAPE = tshape.Shape([8, 4])
-
-
-def told(value):
-    """What a test is called by: the same in every process, without addresses."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-class Call(base_layer.BaseLayer):
-    """Calls a function of its inputs."""
-
-    @classmethod
-    def Params(cls):
-        p = super().Params()
-        p.Define("function", None, "Of the inputs.")
-        return p
-
-    def FProp(self, theta, *args):
-        return self.params.function(*args)
 
 
 class Scale(base_layer.BaseLayer):
@@ -58,7 +39,7 @@ def scale(name):
 
 
 def call(function, name="call"):
-    return Call.Params().Set(name=name, function=function)
+    return FunctionLayer.Params().Set(name=name, function=function)
 
 
 def dense(name="dense"):
@@ -86,8 +67,7 @@ def first(outputs):
 
 
 def instantiate(params):
-    with tf.Graph().as_default(), cluster(2):
-        py_utils.GetOrCreateGlobalStepVar()
+    with executing(False, 2):
         params.Instantiate()
 
 
@@ -99,19 +79,18 @@ def instantiate(params):
         ({"before_tpl": [dense("s0")]}, "before_tpl and cell_tpl both have a layer named 's0'"),
         ({"fprop_dtype": "bf16"}, "fprop_dtype is 'bf16'; it must be a floating dtype"),
     ],
-    ids=told,
 )
-@pytest.mark.parametrize("layer", [PipeliningLayer, SeqLayer])
-def test_params_of_the_wrong_kind_are_errors_when_the_layer_is_made(layer, values, message):
-    params = layer.Params().Set(**{"name": "stack", "cell_tpl": stages(), **values})
-    with pytest.raises(PipelineError, match=f"^stack: {message}"):
-        instantiate(params)
+def test_params_of_the_wrong_kind_are_errors_when_the_layer_is_made(values, message):
+    for layer in (PipeliningLayer, SeqLayer):
+        params = layer.Params().Set(**{"name": "stack", "cell_tpl": stages(), **values})
+        with pytest.raises(PipelineError, match=f"^stack: {message}"):
+            instantiate(params)
 
 
-@pytest.mark.parametrize("schedule", [None, gpipe, ""], ids=told)
-def test_what_is_no_schedule_is_an_error_that_lists_them(schedule):
-    with pytest.raises(ScheduleError, match=r"^stack: .*1f1b.* interleaved:V.* zb_h1"):
-        instantiate(pipelined(stages(), schedule=schedule))
+def test_what_is_no_schedule_is_an_error_that_lists_them():
+    for schedule in (None, gpipe, ""):
+        with pytest.raises(ScheduleError, match=r"^stack: .*1f1b.* interleaved:V.* zb_h1"):
+            instantiate(pipelined(stages(), schedule=schedule))
 
 
 @pytest.mark.parametrize(
@@ -129,18 +108,16 @@ def test_what_is_no_schedule_is_an_error_that_lists_them(schedule):
         ([dense()], {"num_act_inputs": "1"}, "num_act_inputs is '1'; it must be a whole number"),
         ([dense()], {"num_act_inputs": -1}, "num_act_inputs is -1; it must be at least 0"),
     ],
-    ids=told,
 )
 def test_a_stage_of_the_wrong_parts_is_an_error(sub, kwargs, message):
-    params = FeatureExtractionLayer.Params().Set(name="stage", sub=sub, **kwargs)
     with pytest.raises(PipelineError, match=f"^stage: {message}"):
-        instantiate(params)
+        instantiate(stage("stage", *sub, **kwargs))
 
 
-def test_fetching_from_a_layer_that_keeps_nothing_is_an_error(run):
+def test_fetching_from_a_layer_that_keeps_nothing_is_an_error():
     params = stage("stage", dense(), act_fetch_layers=["dense"], num_act_outputs=1)
     with pytest.raises(PipelineError, match=r"a FCLayer keeps no activation .*FetchLayer"):
-        run(params, [X])
+        run_tf2(params, [X])
 
 
 def positive(x):
@@ -175,18 +152,8 @@ NESTED = "exactly one NestedMap in and out, but "
         (lambda x: tf.concat(tf.split(x, 2, axis=-1), axis=0), {}, [X], NOT_CUT),
         (positive, {}, [X], r"shape \(None, 3, 4\); .* tf\.ensure_shape"),
         # By chance they have the size of a microbatch.
-        (
-            mean_of_batch([0, 1], False),
-            {"num_micro_batches": 2},
-            [X],
-            "and for the whole batch",
-        ),
-        (
-            mean_of_batch([0, 1, 2], True),
-            {"num_micro_batches": 8},
-            [X],
-            "and for the whole batch",
-        ),
+        (mean_of_batch([0, 1], False), {"num_micro_batches": 2}, [X], "and for the whole batch"),
+        (mean_of_batch([0, 1, 2], True), {"num_micro_batches": 8}, [X], "and for the whole batch"),
         (lambda x: None, {}, [X], "^stack: stage .*'s1' returns no tensor"),
         (lambda x: (x, [object()]), {}, [X], r"^stack: stage .*outputs\.1\.0 is an object"),
         (lambda x: 1.0, {}, [X], r"a scalar \(outputs\.0\).* set loss_inside=True"),
@@ -271,67 +238,12 @@ def test_an_error_that_a_layer_raises_says_in_which_layer_and_with_what(run):
     assert re.fullmatch(r"in layer 'head' of 's1', which was given float32 \[[28], 3, 4\]", note)
 
 
-class NoMeta(base_layer.BaseLayer):
-    def FProp(self, theta, x):
-        return x
-
-
-class Meta(NoMeta):
-    """Says of itself what it is told."""
-
-    @classmethod
-    def Params(cls):
-        p = super().Params()
-        p.Define("meta", None, "A function of the shapes.")
-        return p
-
-    @classmethod
-    def FPropMeta(cls, p, *shapes):
-        return p.meta(*shapes)
-
-
-def meta(**fields):
-    return [Meta.Params().Set(name="m", meta=lambda *_: py_utils.NestedMap(fields))] * 2
-
-
-@pytest.mark.parametrize(
-    ("params", "num_stages", "shapes", "message"),
-    [
-        ([NoMeta.Params()] * 2, 2, [SHAPE], r"'cell_000' \(NoMeta\) has no FPropMeta, .*define it"),
-        (meta(out_shapes=(SHAPE,)), 2, [SHAPE], r"'cell_000' \(Meta\): FPropMeta returns .*flops="),
-        (meta(flops="a", out_shapes=(SHAPE,)), 2, [SHAPE], "FPropMeta returns .*flops=a number"),
-        (meta(flops=1, out_shapes=SHAPE), 2, [SHAPE], "returns out_shapes .*a tuple of"),
-        (meta(flops=-1, out_shapes=(SHAPE,)), 2, [SHAPE], r"costs\[0\] is -1"),
-        ([dense()] * 2, 2, [], "FPropMeta, given no shapes, failed with TypeError"),
-        ([dense()] * 2, 2, [[8, 4]], r"the shape of input 0 is \[8, 4\], a list; write .*tshape"),
-        ([dense()] * 2, 2, [], "given no shapes, .*; give a tshape.Shape for each input of the fi"),
-        (
-            [dense()] * 2,
-            2,
-            [tshape.Shape([8, 5])],
-            r"failed with AssertionError: assert inputs\[-1\] == p.input_dim; do the shapes fit",
-        ),
-        ([dense().Set(fprop_dtype="bf16")], 1, [SHAPE], "layer 0 of .*: fprop_dtype is 'bf16'"),
-        ([dense()] * 2, 2, [None], "given None, failed with .* do the shapes fit"),
-        ([dense()], 2, [SHAPE], "num_stages is 2, but 1 layers"),
-        ([dense()] * 2, "2", [SHAPE], "num_stages is '2', but must be a whole number"),
-        ([], 2, [SHAPE], "costs is empty"),
-        (None, 2, [SHAPE], r"what is to be cut is None, not the Params of a layer"),
-        ([Block], 1, [SHAPE], r"what is to be cut is .*; write Block\.Params\(\)"),
-    ],
-)
-def test_a_stack_that_cannot_be_cut_is_a_partition_error(params, num_stages, shapes, message):
-    with pytest.raises(PartitionError, match=message):
-        PartitionSequentialLayers(params, num_stages, *shapes)
-
-
-@pytest.mark.parametrize("is_pipelined", [True, False])
-def test_an_input_in_the_place_of_theta_is_an_error(is_pipelined):
-    with tf.Graph().as_default(), cluster(2):
-        py_utils.GetOrCreateGlobalStepVar()
-        stack = pipelined(stages(), pipelined=is_pipelined).Instantiate()
+@pytest.mark.parametrize("cls", [PipeliningLayer, SeqLayer])
+def test_an_input_in_the_place_of_theta_is_an_error(cls):
+    stack = cls.Params().Set(name="stack", cell_tpl=stages())
+    with executing(False, 2):
         with pytest.raises(PipelineError, match=r"argument of FProp is .* not theta; call FPropD"):
-            stack.FProp(tf.constant(X))
+            stack.Instantiate().FProp(tf.constant(X))
 
 
 def test_a_mesh_of_another_length_is_one_warning(eagerly):
