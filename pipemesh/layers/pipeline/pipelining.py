@@ -129,8 +129,7 @@ class PipeliningLayer(SeqLayer):
         p = self.params
         self.simd: SimdStack | None = None
         if p.pipelined and p.loss_inside and p.lowering == "simd":
-            calls = self._fprop_before, self._fprop_cell
-            self.simd = SimdStack(self, self.plan, tpls, pinned, *calls)
+            self.simd = SimdStack(self, self.plan, tpls, pinned)
             # These names are no part of the names of variables that are made next.
             self.stage_names, create = self.simd.names, super()._create_cells
             self.simd.create(lambda stages: create(stages, homes, pinned))
@@ -226,7 +225,7 @@ class PipeliningLayer(SeqLayer):
         homes = self.StageHomes()
         step = step_of_call(self)
         with tf.device(homes[0].first), whole_batch_randomness(step):
-            args = to_tuple(self._fprop_before(theta, *args))
+            args = to_tuple(self.FPropBefore(theta, *args))
         check_none_before(p)
         eagerly = tf.executing_eagerly()
         structure, inputs, weights, carries = self._flat(theta, args, homes)
@@ -300,7 +299,7 @@ class PipeliningLayer(SeqLayer):
             theta = whole.Pack(flat)
             homes = self.StageHomes()
             with tf.device(homes[0].first), whole_batch_randomness():
-                args = to_tuple(self._fprop_before(theta, *args))
+                args = to_tuple(self.FPropBefore(theta, *args))
             structure, inputs, weights, carries = self._flat(theta, args, homes)
             thetas = [stage_weights.tensors for stage_weights in weights]
             stages = self._stages(weights, homes, thetas, carries, structure, [])
@@ -411,7 +410,7 @@ class PipeliningLayer(SeqLayer):
                 keyed_seeds(global_step_in(step)),
                 self.stage_lowerings[number].on(current_devices()),
             ):
-                outputs = self._fprop_cell(
+                outputs = self.FPropCell(
                     weights.pack(theta), name, *structures[number].pack_arguments(inputs)
                 )
                 outputs = to_tuple(outputs)

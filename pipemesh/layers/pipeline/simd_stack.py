@@ -59,18 +59,9 @@ class SimdStack:
     All devices compute the layers before and behind together, each its slices, on the whole batch.
     """
 
-    def __init__(
-        self,
-        stack: Any,
-        plan: Plan,
-        tpls: Sequence[Any],
-        pinned: bool,
-        call_before: Callable[..., Any],
-        call_cell: Callable[..., Any],
-    ) -> None:
+    def __init__(self, stack: Any, plan: Plan, tpls: Sequence[Any], pinned: bool) -> None:
         before, stages, behind = simd_split(stack.params, tpls)
         self._stack, self._pinned = stack, pinned
-        self._call_before, self._call_cell = call_before, call_cell
         self._tpls = stages
         self._ends = [tpl for tpl in (before, behind) if tpl is not None]
         # The names of the cells before and behind the alike layers; None without such layers.
@@ -259,7 +250,7 @@ class SimdStack:
 
     def run_before(self, theta: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Runs the layers before all stages on the stack's inputs, on the current device."""
-        return cast_first(self._stack.params, to_tuple(self._call_before(theta, *args)))
+        return cast_first(self._stack.params, to_tuple(self._stack.FPropBefore(theta, *args)))
 
     def computed_theta(self, theta: Any) -> Any:
         """Returns weights in the dtypes of the layers before and behind the alike ones."""
@@ -278,7 +269,7 @@ class SimdStack:
         tied, rest = self._stack.params.tied_weights, None if theta is None else theta[cell]
         layer = self._stack.children[cell]
         cell_theta = _theta_of(layer, lambda path: weights[tied.get(path, path)], rest, "")
-        return self._call_cell(cell_theta, cell, *args)
+        return self._stack.FPropCell(cell_theta, cell, *args)
 
     def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
         """Calls one of the alike layers, and returns the arguments of the next one."""

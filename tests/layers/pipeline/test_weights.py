@@ -114,9 +114,7 @@ def test_each_variable_goes_where_the_fewest_bytes_lie():
         *[0, 1],
         *[0, 0],
     ]
-
-
-def test_where_there_is_one_replica_nothing_moves():
+    # Where there is one replica, nothing moves.
     with spread_weights(Home(("CPU:0", "CPU:1"), 1)), tf.device("CPU:0"):
         variables = [tf.Variable(0.0) for _ in range(3)]
     assert {number(v.device) for v in variables} == {0}
