@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, bn_layers, py_utils
+from lingvo.core import bn_layers, py_utils
 
 from pipemesh.errors import PipelineError
-from tests.layers.blocks import WIDTH
+from tests.layers.blocks import WIDTH, Weighted
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
 from tests.layers.stacks import stack_of
 
 X = np.random.default_rng(0).normal(size=[8, WIDTH]).astype(np.float32)
 
 
-class Dense(base_layer.BaseLayer):
+class Dense(Weighted):
     """A product with a weight that is reached as `way` says."""
 
     @classmethod
@@ -21,11 +21,6 @@ class Dense(base_layer.BaseLayer):
         p = super().Params()
         p.Define("way", "theta", "How the weight is reached.")
         return p
-
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        weights = py_utils.WeightParams([WIDTH, WIDTH], py_utils.WeightInit.Gaussian(0.3))
-        self.CreateVariable("w", weights)
 
     def FProp(self, theta, x):
         weight = {

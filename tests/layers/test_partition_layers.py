@@ -18,7 +18,7 @@ from pipemesh.layers.named import TransformerBlock
 from pipemesh.layers.partition_layers import layer_costs, named_layers
 from pipemesh.partition import partition
 from pipemesh.schedule import build, simulate, zb_v
-from tests.layers.blocks import WIDTH, blocks
+from tests.layers.blocks import WIDTH, Weighted, blocks
 from tests.layers.harness import executing
 
 ROWS, LENGTH, FLOAT, MICROBATCHES = 2, 3, 4, 4
@@ -27,16 +27,13 @@ IDS = tf.TensorSpec([ROWS, LENGTH], tf.int32)
 VOCAB = 50
 
 
-class Embed(base_layer.BaseLayer):
+class Embed(Weighted):
     """Ids to vectors; the ids go on as labels."""
 
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        init = py_utils.WeightInit.Gaussian(1.0)
-        self.CreateVariable("table", py_utils.WeightParams([VOCAB, WIDTH], init))
+    shape = (VOCAB, WIDTH)
 
     def FProp(self, theta, ids):
-        return tf.gather(theta.table, ids), ids
+        return tf.gather(theta.w, ids), ids
 
     @classmethod
     def FPropMeta(cls, p, ids):
@@ -202,23 +199,22 @@ DENSE_WIDTH = 4
 DENSE_SHAPE = tshape.Shape([8, DENSE_WIDTH])
 
 
-class Layer(base_layer.BaseLayer):
-    """A matrix product that says what it costs; a table of `rows` besides."""
+class Layer(Weighted):
+    """A product that says what it costs; its table of `rows` is nothing but large."""
 
     @classmethod
     def Params(cls):
         p = super().Params()
-        p.Define("rows", 1, "Rows of the table, which is nothing but large.")
+        p.Define("rows", 1, "Rows of the table.")
         p.Define("flops", 1.0, "What FPropMeta says.")
         return p
 
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        init = py_utils.WeightInit.Constant(1.0)
-        self.CreateVariable("table", py_utils.WeightParams([self.params.rows, DENSE_WIDTH], init))
+    @property
+    def shape(self):
+        return self.params.rows, DENSE_WIDTH
 
     def FProp(self, theta, x):
-        return tf.square(x) * tf.reduce_sum(theta.table)
+        return tf.square(x) * tf.reduce_sum(theta.w)
 
     @classmethod
     def FPropMeta(cls, p, x):

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers
+from lingvo.core import layers, py_utils, rnn_cell, rnn_layers
 
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.layers import (
@@ -17,18 +17,16 @@ from pipemesh.layers import (
     SeqLayer,
 )
 from pipemesh.schedule import gpipe
-from tests.layers.blocks import WIDTH, Block
+from tests.layers.blocks import WIDTH, Block, Weighted
 from tests.layers.harness import cluster, executing, run_eagerly, run_tf2
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 
 
-class Scale(base_layer.BaseLayer):
+class Scale(Weighted):
     """Multiplies by a weight, with little to trace."""
 
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        self.CreateVariable("w", py_utils.WeightParams([4], py_utils.WeightInit.Constant(2.0)))
+    shape = (WIDTH,)
 
     def FProp(self, theta, x, *rest):
         return (x * theta.w, *rest) if rest else x * theta.w

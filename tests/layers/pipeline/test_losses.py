@@ -7,6 +7,7 @@ from lingvo.core import base_layer, py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.pipeline.losses import check_head
+from tests.layers.blocks import Weighted
 from tests.layers.harness import run_eagerly, run_tf1, run_tf2
 from tests.layers.stacks import cells_of, first, stack_of
 
@@ -20,7 +21,7 @@ KINDS = {
 }
 
 
-class Dense(base_layer.BaseLayer):
+class Dense(Weighted):
     """Adds a loss of its activations; as a head it also returns their sum and their number."""
 
     @classmethod
@@ -30,10 +31,6 @@ class Dense(base_layer.BaseLayer):
         p.Define("head", False, "Whether it returns a loss that has the other losses in it.")
         p.Define("batch_dim", 0, "The batch's.")
         return p
-
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        self.CreateVariable("w", py_utils.WeightParams([4, 4], py_utils.WeightInit.Gaussian(0.3)))
 
     def FProp(self, theta, x):
         p = self.params
