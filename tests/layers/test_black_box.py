@@ -79,7 +79,7 @@ def test_a_weight_tied_across_first_and_last_stage_is_one_variable(run):
         for pipelined in (True, False)
     ]
     assert found.grads.keys() == {"tied/w/var:0", "b/w/var:0"}
-    found.assert_close(wanted, rtol=1e-4, atol=1e-5)
+    found.assert_close(wanted)
 
 
 class Log(Block):

@@ -12,7 +12,7 @@ from pipemesh.recurrent import ActionClock
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import executing, run_eagerly, run_tf1, run_tf2
 from tests.layers.pipeline.named_stacks import language, language_layers
-from tests.layers.stacks import equal_to_plain, stack_of
+from tests.layers.stacks import EXACT, equal_to_plain, stack_of
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 TWO = [0, 1, 2]
@@ -57,7 +57,7 @@ def test_everything_equals_the_plain_model_with_dropout_on(run, devices, bounds,
 
 
 def test_evaluation_has_no_dropout():
-    equal_to_plain(run_tf2, simd(uncounted(2), TWO), [X], 2, do_eval=True)
+    equal_to_plain(run_tf2, simd(uncounted(2), TWO), [X], 2, do_eval=True, **EXACT)
 
 
 def test_what_has_no_gradient_and_what_is_none_goes_along():
