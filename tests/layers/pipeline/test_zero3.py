@@ -1,6 +1,7 @@
 """Weights that are cut over the replicas of a stage: stage 3 of ZeRO, by a rule of the layout."""
 
 import collections
+import functools
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ def two_layers(input_dim=WIDTH, **kwargs):
     return stack_of(feeds, [0, 1, 2], num_micro_batches=MICROBATCHES, **kwargs)
 
 
+@functools.cache
 def predicted(mesh, **kwargs):
     """Memory by device, and the bytes that are sent of each kind."""
     with cluster(mesh):
