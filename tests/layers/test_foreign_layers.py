@@ -117,21 +117,12 @@ def test_live_objects_get_their_gradients(mode):
         assign = [w.assign(w * 2) for w in weights]
 
         def plain_functions(x):
-            for call in calls:
-                x = call(x)
-            return x
+            return functools.reduce(lambda y, call: call(y), calls, x)
 
-        functions = [plain_functions]
-        for pipelined in (True, False):
-            params = PipeliningLayer.Params().Set(
-                name=f"stack{pipelined}",
-                num_micro_batches=4,
-                pipelined=pipelined,
-                cell_tpl=PartitionSequentialLayers(calls, 2, tshape.Shape([8, 4])),
-            )
-            functions.append(params.Instantiate().FPropDefaultTheta)
+        cells = PartitionSequentialLayers(calls, 2, tshape.Shape([8, 4]))
+        params = PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, num_micro_batches=4)
         computed = []
-        for function in functions:
+        for function in (params.Instantiate().FPropDefaultTheta, plain_functions):
             compute = functools.partial(outputs_and_gradients, function, weights)
             if mode == "function":
                 compute = tf.function(compute, autograph=False)
@@ -141,10 +132,8 @@ def test_live_objects_get_their_gradients(mode):
                 session.run(tf.compat.v1.global_variables_initializer())
                 session.run(assign)
                 computed = session.run(computed)
-    wanted, *others = computed
-    for found in others:
-        for a, b in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+    for found, wanted in zip(*computed, strict=True):
+        np.testing.assert_allclose(found, wanted, 1e-5, 1e-6)
 
 
 RNG = np.random.default_rng(0)
