@@ -141,19 +141,6 @@ def check_flags(p: Any, fields: Sequence[str], or_none: Sequence[str] = ()) -> N
         raise PipelineError(f"{p.name}: {field} is {value!r}; it must be {allowed}")
 
 
-def check_micro_batch_size(p: Any, inputs: Sequence[tf.Tensor]) -> None:
-    """Checks that `micro_batch_size`, if set, fits the size of the batch."""
-    if p.micro_batch_size is None or not inputs:
-        return
-    batch = inputs[0].shape[p.batch_dim]
-    if p.micro_batch_size * p.num_micro_batches != batch:
-        raise PipelineError(
-            f"{p.name}: micro_batch_size {p.micro_batch_size} * num_micro_batches "
-            f"{p.num_micro_batches} is not the batch size {batch}; leave micro_batch_size "
-            "unset to derive it"
-        )
-
-
 def is_rest(p: Any, args: Any, homes: Sequence[Any]) -> bool:
     """Returns whether the batch does not divide into microbatches; False for other errors in it."""
     shapes = [tf.TensorShape(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(args)]

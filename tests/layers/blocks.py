@@ -11,7 +11,18 @@ class Counter(base_layer.Accumulator):
         return tf.constant(0.0)
 
 
-class Block(base_layer.BaseLayer):
+class Weighted(base_layer.BaseLayer):
+    """Has a weight `w`."""
+
+    shape = (WIDTH, WIDTH)
+    init = py_utils.WeightInit.Gaussian(0.3)
+
+    def _CreateLayerVariables(self):
+        super()._CreateLayerVariables()
+        self.CreateVariable("w", py_utils.WeightParams([*self.shape], self.init))
+
+
+class Block(Weighted):
     """Dense, dropout of three kinds, and a count of the examples seen."""
 
     @classmethod
@@ -29,11 +40,6 @@ class Block(base_layer.BaseLayer):
         self.CreateChild("keyed", keyed.Set(keep_prob=1 - p.rate))
         self.CreateChild("stateful", stateful.Set(keep_prob=1 - p.rate))
         self.RegisterAccumulator("seen", Counter())
-
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        weights = py_utils.WeightParams([WIDTH, WIDTH], py_utils.WeightInit.Gaussian(0.3))
-        self.CreateVariable("w", weights)
 
     def FProp(self, theta, x, *rest):
         p = self.params

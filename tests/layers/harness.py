@@ -129,16 +129,16 @@ def run_tf1(params, inputs, *, steps=0, num_devices=1, do_eval=False, loss=squar
             for variable in variables:
                 if (value := initial_value(variable)) is not None:
                     variable.load(value, session)
-            outputs, grad_values, accumulators = session.run(
-                [
-                    flat_tensors(outputs),
-                    {v.name: tf.convert_to_tensor(g) for g, v in grads if g is not None},
-                    layer.GetAccumulatorValues().Flatten(),
-                ]
-            )
-            for _ in range(steps):
-                session.run(train)
+            fetched = [
+                flat_tensors(outputs),
+                {v.name: tf.convert_to_tensor(g) for g, v in grads if g is not None},
+                layer.GetAccumulatorValues().Flatten(),
+                # With the others, because TensorFlow prepares each set of fetches anew.
+                train if steps else [],
+            ]
+            results = [session.run(fetched) for _ in range(max(steps, 1))]
             weights = session.run({v.name: v for v in variables})
+    outputs, grad_values, accumulators, _ = results[0]
     return Result(outputs, grad_values, weights, accumulators, slices_among(variables))
 
 

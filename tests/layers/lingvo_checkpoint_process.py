@@ -1,8 +1,9 @@
 """Trains with `lingvo.core.gpipe`, saves, trains on: what a checkpoint of lingvo's must go on to.
 
-Arguments: a new folder and a job such as `automatic:2:`, of the kind of stages and their number.
+Arguments: a new folder and jobs such as `automatic:2:`, of the kind of stages and their number.
 Behind the second colon there may be the path of a checkpoint to go on from, before anything is
-trained. Prints a line of JSON: the path of what lingvo's own saver has written, and later losses.
+trained. Prints a line of JSON a job: the path of what lingvo's own saver has written, and later
+losses.
 """
 
 import json
@@ -88,9 +89,10 @@ def run(folder, kind, number, restore):
 def main():
     flags.FLAGS.mark_as_parsed()
     py_utils.SetEagerMode(False)
-    folder, job = sys.argv[1:]
-    kind, number, restore = job.split(":")
-    print(json.dumps(run(folder, kind, int(number), restore)))
+    folder, *jobs = sys.argv[1:]
+    for i, job in enumerate(jobs):
+        kind, number, restore = job.split(":")
+        print(json.dumps(run(f"{folder}/{i}", kind, int(number), restore)))
 
 
 if __name__ == "__main__":

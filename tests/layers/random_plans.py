@@ -25,13 +25,12 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import PipemeshError
-from pipemesh.layers import PipeliningLayer, SeqLayer
 from pipemesh.schedule.names import NAMES
 from tests.layers import test_precision as dense
 from tests.layers.blocks import blocks
 from tests.layers.harness import Result, run_tf2
-from tests.layers.pipeline import test_simd_stack as named
-from tests.layers.pipeline.stacks import stack_of
+from tests.layers.pipeline import named_stacks as named
+from tests.layers.stacks import first, plain_results, stack_of
 
 STEPS = 2
 # Slices of sequences are for stages of functions.
@@ -39,7 +38,6 @@ SCHEDULES = [name for name, known in NAMES.items() if known.trains and known.num
 CLOSE = {"rtol": 5e-4, "atol": 5e-5}
 # Of the greatest gradient, where stages compute in bfloat16.
 BFLOAT16 = 0.1
-_plain: dict[Any, Result] = {}
 
 
 class Plan:
@@ -87,7 +85,7 @@ class Plan:
         if is_simd:
             cuts = [1 + i * self.num_blocks // stages for i in range(1, stages)]
         self.bounds = [0, *cuts, number]
-        self.tied = self.is_named and draw.random() < 0.3
+        self.tied = named.TIED if self.is_named and draw.random() < 0.3 else {}
         self.options: dict[str, Any] = {
             "schedule": name,
             "num_micro_batches": draw.choice(microbatches),
@@ -107,39 +105,25 @@ class Plan:
             f"seed {self.seed}: {kind}, mesh '{self.mesh}', bounds {self.bounds}, {options}{tied}"
         )
 
-    def _stack(self, cls: Any, bounds: Sequence[int], **options: Any) -> Any:
+    def _stack(self, bounds: Sequence[int], **options: Any) -> Any:
         if self.is_named:
-            layers = named.layers_of(self.num_blocks)
-            tied = named.TIED if self.tied else {}
-            return named.stack(bounds, cls, layers, tied, **options)
+            layers = named.language_layers(self.num_blocks)
+            return named.language(bounds, layers=layers, tied=self.tied, **options)
         layers = [*blocks(self.num_blocks - 1), dense.Head.Params().Set(name="head")]
-        return stack_of(layers, bounds, cls, **options)
+        return stack_of(layers, bounds, **options)
 
-    def _run(self, params: Any, mesh: Any) -> Result:
-        if self.is_named:
-            inputs, loss = named.INPUTS, named.first
-        else:
-            inputs, loss = [dense.X, dense.X], dense.mean
-        return run_tf2(params, inputs, steps=STEPS, num_devices=mesh, loss=loss)
-
-    def plain(self) -> Result:
-        """Results of the stack without a pipeline."""
-        dtype, whole = self.options.get("fprop_dtype"), [0, self.bounds[-1]]
-        key = self.is_named, self.num_blocks, self.tied, dtype
-        if key not in _plain:
-            params = self._stack(SeqLayer, whole)
-            if dtype is not None:
-                # Random numbers of plain TensorFlow depend on the dtype.
-                options = {"loss_inside": True, "lowering": "placement", "pipelined": False}
-                options |= {"fprop_dtype": dtype, "num_micro_batches": 1}
-                params = self._stack(PipeliningLayer, whole, **options)
-            _plain[key] = self._run(params, 1)
-        return _plain[key]
-
-    def planned(self) -> Result:
-        """Results under the plan."""
-        params = self._stack(PipeliningLayer, self.bounds, **self.options)
-        return self._run(params, self.mesh)
+    def results(self) -> tuple[Result, Result]:
+        """Returns the results under the plan, and those of the stack without a pipeline."""
+        inputs, loss = (named.INPUTS, first) if self.is_named else ([dense.X, dense.X], dense.mean)
+        params, dtype = self._stack(self.bounds, **self.options), self.options.get("fprop_dtype")
+        found = run_tf2(params, inputs, steps=STEPS, num_devices=self.mesh, loss=loss)
+        if dtype is None:
+            return found, plain_results(run_tf2, params, inputs, steps=STEPS, loss=loss)
+        # Random numbers of plain TensorFlow depend on the dtype.
+        options = {"loss_inside": True, "lowering": "placement", "num_micro_batches": 1}
+        whole = [0, self.bounds[-1]]
+        plain = self._stack(whole, pipelined=False, fprop_dtype=dtype, **options)
+        return found, run_tf2(plain, inputs, steps=STEPS, loss=loss)
 
 
 def check(seed: int) -> tuple[str | None, str | None]:
@@ -150,7 +134,7 @@ def check(seed: int) -> tuple[str | None, str | None]:
     """
     plan = Plan(seed)
     try:
-        found = plan.planned()
+        found, plain = plan.results()
     except PipemeshError as error:
         line = str(error)
         wrong = "\n" in line or len(line) > 600
@@ -159,9 +143,9 @@ def check(seed: int) -> tuple[str | None, str | None]:
         return "\n".join([str(plan), *traceback.format_exception(error, limit=-8)]), None
     try:
         if "fprop_dtype" in plan.options:
-            _assert_near(found, plan.plain())
+            _assert_near(found, plain)
         else:
-            found.assert_close(plan.plain(), **CLOSE)
+            found.assert_close(plain, **CLOSE)
     except AssertionError as error:
         return f"{plan}\n{error}", None
     return None, None

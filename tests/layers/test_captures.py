@@ -3,18 +3,17 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, bn_layers, py_utils
+from lingvo.core import bn_layers, py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
-from tests.layers.blocks import WIDTH
+from tests.layers.blocks import WIDTH, Weighted
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
-from tests.pairwise import in_turn
+from tests.layers.stacks import stack_of
 
 X = np.random.default_rng(0).normal(size=[8, WIDTH]).astype(np.float32)
 
 
-class Dense(base_layer.BaseLayer):
+class Dense(Weighted):
     """A product with a weight that is reached as `way` says."""
 
     @classmethod
@@ -22,11 +21,6 @@ class Dense(base_layer.BaseLayer):
         p = super().Params()
         p.Define("way", "theta", "How the weight is reached.")
         return p
-
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        weights = py_utils.WeightParams([WIDTH, WIDTH], py_utils.WeightInit.Gaussian(0.3))
-        self.CreateVariable("w", weights)
 
     def FProp(self, theta, x):
         weight = {
@@ -42,22 +36,19 @@ class Dense(base_layer.BaseLayer):
         return py_utils.NestedMap(flops=1, out_shapes=(x,))
 
 
-def stack(cls, way, **kwargs):
+def stack(way="theta"):
     ways = [way if way != "tied" else "theta"] * 2 + [way] * 2
     sub = [Dense.Params().Set(name=f"layer{i}", way=ways[i]) for i in range(4)]
-    cells = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=sub[2 * i : 2 * i + 2])
-        for i in range(2)
-    ]
-    return cls.Params().Set(name="stack", cell_tpl=cells, **kwargs)
+    return stack_of(sub, [0, 2, 4], num_micro_batches=4)
 
 
 @pytest.mark.parametrize(
-    ("run", "way"), in_turn([run_tf1, run_tf2, run_eagerly], ["self.theta", "self.vars", "tied"])
+    ("run", "way"), [(run_tf1, "self.theta"), (run_tf2, "self.vars"), (run_eagerly, "tied")]
 )
 def test_a_weight_trains_however_a_layer_reaches_it(run, way):
-    wanted = run_tf2(stack(SeqLayer, way), [X], steps=2)
-    got = run(stack(PipeliningLayer, way, num_micro_batches=4), [X], steps=2, num_devices=2)
+    params = stack(way)
+    wanted = run_tf2(params.Copy().Set(pipelined=False), [X], steps=2)
+    got = run(params, [X], steps=2, num_devices=2)
     got.assert_close(wanted, rtol=1e-4, atol=1e-5)
     assert len(got.grads) == (2 if way == "tied" else 4)
 
@@ -74,7 +65,7 @@ SCALE: list[tf.Tensor] = []
 
 @pytest.mark.parametrize("size", [1, 1000])
 def test_an_eager_tensor_that_would_keep_its_first_value_is_refused(size):
-    params = stack(PipeliningLayer, "theta", num_micro_batches=4)
+    params = stack()
     params.cell_tpl[1].sub[0].cls = Scaled
     SCALE[:] = [tf.fill([size], 2.0)]
     with pytest.raises(PipelineError, match=r"uses an eager tensor of shape .*tf\.Variable"):
@@ -96,40 +87,39 @@ class Averaging(Dense):
 
 @pytest.mark.parametrize("run", [run_tf1, run_tf2, run_eagerly])
 def test_a_layer_that_assigns_is_refused_with_the_way_out(run):
-    params = stack(PipeliningLayer, "theta", num_micro_batches=4)
+    params = stack()
     params.cell_tpl[1].sub[0].cls = Averaging
     with pytest.raises(PipelineError, match=r"stage 's1' contains .*layer\.layer2.*accumulators"):
         run(params, [X], num_devices=2)
 
 
+def normalizing(**kwargs):
+    layer = bn_layers.BatchNormLayerNoPadding.Params().Set(name="bn", dim=WIDTH)
+    return stack_of([layer], [0, 1], **kwargs)
+
+
+IMAGES = np.random.default_rng(1).normal(size=[8, 3, 3, WIDTH]).astype(np.float32)
+
+
 def test_batch_normalization_with_accumulators_has_the_statistics_of_the_whole_batch(run):
     """It normalizes by microbatch, as in GPipe, and averages over the whole batch."""
-
-    def norm(cls, **kwargs):
-        layer = bn_layers.BatchNormLayerNoPadding.Params().Set(name="bn", dim=WIDTH)
-        cells = [FeatureExtractionLayer.Params().Set(name="s0", sub=[layer])]
-        return cls.Params().Set(name="stack", cell_tpl=cells, **kwargs)
-
-    images = np.random.default_rng(1).normal(size=[8, 3, 3, WIDTH]).astype(np.float32)
-    wanted = run(norm(SeqLayer), [images])
-    got = run(norm(PipeliningLayer, num_micro_batches=4), [images])
+    whole = normalizing(pipelined=False)
+    wanted = run(whole, [IMAGES])
+    got = run(normalizing(num_micro_batches=4), [IMAGES])
     assert len(got.accumulators) == 3
     for a, b in zip(got.accumulators, wanted.accumulators, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    parts = [run(norm(SeqLayer), [part]).outputs[0] for part in np.split(images, 4)]
+    parts = [run(whole, [part]).outputs[0] for part in np.split(IMAGES, 4)]
     np.testing.assert_allclose(got.outputs[0], np.concatenate(parts), rtol=1e-4, atol=1e-5)
     assert np.abs(got.outputs[0] - wanted.outputs[0]).max() > 0.01
 
 
 def test_an_evaluation_before_the_first_step_leaves_accumulators_to_training(eagerly):
     """They kept tensors of the graph that evaluates, out of the scope of the one that trains."""
-    layer = bn_layers.BatchNormLayerNoPadding.Params().Set(name="bn", dim=WIDTH)
-    cells = [FeatureExtractionLayer.Params().Set(name="s0", sub=[layer])]
-    params = PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, num_micro_batches=2)
-    images = tf.constant(np.random.default_rng(1).normal(size=[4, 3, 3, WIDTH]), tf.float32)
+    images = tf.constant(IMAGES)
     with cluster(1):
         py_utils.GetOrCreateGlobalStepVar()
-        stack = params.Instantiate()
+        stack = normalizing(num_micro_batches=2).Instantiate()
 
     def call():
         outputs = stack.FPropDefaultTheta(images)

@@ -9,7 +9,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from pipemesh.layers.feature_extraction import Place, random_names_of, scopes_of
 from tests.layers.blocks import WIDTH, Block
-from tests.layers.harness import run_eagerly, run_tf1, run_tf2
+from tests.layers.harness import executing, run_eagerly, run_tf1, run_tf2
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 
@@ -61,15 +61,31 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_layers_of_one_name_have_weights_of_their_own(case):
+    """In TF2 they were one weight; a graph refused the second variable."""
+    cells, names = CASES[case]
+    with executing(True):
+        found = stack(cells).Instantiate().vars.Flatten()
+    assert {v.name for v in found} == {f"{name}/w/var:0" for name in names}
+    assert len(found) == len(set(map(id, found)))
+
+
 @pytest.mark.parametrize(
-    ("run", "case"), [(run_tf1, "two stages"), *((run_tf2, case) for case in CASES)]
+    ("run", "case"),
+    [
+        (run_tf1, "two stages"),
+        (run_tf2, "a stage in a stage"),
+        (run_tf2, "stages of one name in two stages"),
+        (run_tf2, "a bare cell"),
+    ],
 )
-def test_layers_of_one_name_have_weights_and_masks_of_their_own(run, case):
-    """In TF2 they were one weight, and some had one mask; a graph refused the second variable."""
+def test_layers_of_one_name_have_gradients_and_masks_of_their_own(run, case):
+    """Some had one mask."""
     cells, names = CASES[case]
     result = run(stack(cells), [X], num_devices=len(cells))
-    assert set(result.grads) == {f"{name}/w/var:0" for name in names}
     grads = list(result.grads.values())
+    assert len(grads) == len(names)
     assert all(not np.allclose(a, b) for i, a in enumerate(grads) for b in grads[:i])
     result.assert_close(run(stack(cells, SeqLayer), [X]), rtol=1e-4, atol=1e-5)
 
@@ -80,8 +96,7 @@ def test_a_layer_of_before_tpl_and_one_of_a_stage_may_have_one_name(run):
     assert set(result.grads) == {"block/w/var:0", "s0/block/w/var:0"}
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("prefix", ["", "p_"])
+@pytest.mark.parametrize(("nested", "prefix"), [(False, ""), (True, "p_")])
 def test_layers_of_one_name_have_masks_of_their_own(nested, prefix):
     def dropout(name):
         layer = layers.DropoutLayer.Params().Set(name="dropout", keep_prob=0.5)

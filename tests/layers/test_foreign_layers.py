@@ -17,8 +17,8 @@ from pipemesh.layers import (
     PartitionSequentialLayers,
     PipeliningLayer,
 )
-from pipemesh.layers.named import FeedForward
 from tests.layers.harness import cluster, executing, run_tf2
+from tests.layers.stacks import EXACT, equal_to_plain, stack_of
 
 VECTORS = np.random.default_rng(0).normal(size=[8, 4]).astype(np.float32)
 
@@ -39,14 +39,9 @@ def stages(number):
     )
 
 
-def plain_functions():
-    (stage,) = stages(1)
-    return FeatureExtractionLayer.Params().Set(name="plain", sub=stage.sub)
-
-
 def test_a_list_with_functions_is_cut_and_equals_the_plain_stack(run):
     stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=stages(3), num_micro_batches=4)
-    run(stack, [VECTORS], num_devices=3).assert_close(run(plain_functions(), [VECTORS]))
+    equal_to_plain(run, stack, [VECTORS], 3, **EXACT)
 
 
 def test_flops_of_functions_are_those_of_products():
@@ -122,21 +117,12 @@ def test_live_objects_get_their_gradients(mode):
         assign = [w.assign(w * 2) for w in weights]
 
         def plain_functions(x):
-            for call in calls:
-                x = call(x)
-            return x
+            return functools.reduce(lambda y, call: call(y), calls, x)
 
-        functions = [plain_functions]
-        for pipelined in (True, False):
-            params = PipeliningLayer.Params().Set(
-                name=f"stack{pipelined}",
-                num_micro_batches=4,
-                pipelined=pipelined,
-                cell_tpl=PartitionSequentialLayers(calls, 2, tshape.Shape([8, 4])),
-            )
-            functions.append(params.Instantiate().FPropDefaultTheta)
+        cells = PartitionSequentialLayers(calls, 2, tshape.Shape([8, 4]))
+        params = PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, num_micro_batches=4)
         computed = []
-        for function in functions:
+        for function in (params.Instantiate().FPropDefaultTheta, plain_functions):
             compute = functools.partial(outputs_and_gradients, function, weights)
             if mode == "function":
                 compute = tf.function(compute, autograph=False)
@@ -146,10 +132,8 @@ def test_live_objects_get_their_gradients(mode):
                 session.run(tf.compat.v1.global_variables_initializer())
                 session.run(assign)
                 computed = session.run(computed)
-    wanted, *others = computed
-    for found in others:
-        for a, b in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+    for found, wanted in zip(*computed, strict=True):
+        np.testing.assert_allclose(found, wanted, 1e-5, 1e-6)
 
 
 RNG = np.random.default_rng(0)
@@ -182,12 +166,9 @@ def block(dropout=0.3):
 
 
 def test_a_pipeline_equals_the_plain_stack_with_dropout_on():
-    params = [wrapped(f"keras{i}", block) for i in range(4)]
-    plain = FeatureExtractionLayer.Params().Set(name="plain", sub=params)
-    cells = [plain.Copy().Set(name=f"s{i}", sub=params[2 * i : 2 * i + 2]) for i in range(2)]
-    stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, num_micro_batches=2)
-    found = run_tf2(stack, [X], steps=2, num_devices="layers:2;data:2")
-    found.assert_close(run_tf2(plain, [X], steps=2), rtol=2e-4, atol=2e-5)
+    params = stack_of([wrapped(f"keras{i}", block) for i in range(4)], [0, 2, 4])
+    params.num_micro_batches = 2
+    equal_to_plain(run_tf2, params, [X], "layers:2;data:2", steps=2, rtol=2e-4, atol=2e-5)
 
 
 def test_it_computes_what_keras_does(eagerly):
@@ -223,23 +204,6 @@ def test_dropout_is_off_in_evaluation_and_another_one_in_each_step(eagerly):
     assert set(np.unique(np.round(np.asarray(first) / X, 3))) == {0.0, 2.0}
 
 
-def test_it_mixes_with_layers_with_named_dims(eagerly):
-    params = [
-        FeedForward.Params().Set(name="ff", input_dim=4, hidden_dim=8),
-        wrapped("dense", keras.layers.Dense(4)),
-    ]
-    results = []
-    for mesh in ("layers:1;model:2 d_ff:model", "layers:1"):
-        keras.utils.set_random_seed(3)
-        with cluster(mesh):
-            cell = FeatureExtractionLayer.Params().Set(name="s", sub=params)
-            stack = PipeliningLayer.Params().Set(name="p", cell_tpl=[cell], num_micro_batches=2)
-            py_utils.GetOrCreateGlobalStepVar()
-            layer = stack.Instantiate()
-            results.append(layer.FPropDefaultTheta(tf.constant(X)).numpy())
-    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
-
-
 def test_flops_are_those_of_products(eagerly):
     params = wrapped("dense", keras.layers.Dense(5))
     meta = KerasLayer.FPropMeta(params, tshape.Shape([8, 3, 4]))
@@ -255,35 +219,44 @@ def test_flops_are_those_of_products(eagerly):
 
 
 @pytest.mark.parametrize(
-    ("layer", "shapes", "text"),
+    ("layer", "params", "text"),
     [
-        (3, None, "layer is 3; give a Keras layer"),
-        (lambda: 3, None, r"layer\(\) returned 3, which is no Keras layer"),
-        (keras.layers.Dense(3), None, r"Dense makes its weights when .* set input_shapes"),
+        (3, {}, "layer is 3; give a Keras layer"),
+        (lambda: 3, {}, r"layer\(\) returned 3, which is no Keras layer"),
+        (keras.layers.Dense(3), {"input_shapes": None}, r"Dense makes its .* set input_shapes"),
+        (
+            keras.layers.Dense(4),
+            {"fprop_dtype": tf.bfloat16},
+            "computes in float32, but fprop_dtype is bfloat16",
+        ),
     ],
 )
-def test_wrong_params_say_what_to_give(eagerly, layer, shapes, text):
+def test_wrong_params_say_what_to_give(eagerly, layer, params, text):
     with pytest.raises(PipelineError, match=text):
-        KerasLayer.Params().Set(name="k", layer=layer, input_shapes=shapes).Instantiate()
-
-
-def test_state_that_training_updates_is_an_error(eagerly):
-    params = wrapped("norm", keras.layers.BatchNormalization())
-    layer = params.Instantiate()
-    with pytest.raises(PipelineError, match=r"BatchNormalization updates 'moving_mean'.*freeze it"):
-        layer.FPropDefaultTheta(tf.constant(X))
-    with cluster(1, do_eval=True):
-        assert layer.FPropDefaultTheta(tf.constant(X)).shape == X.shape
+        wrapped("k", layer).Set(**params).Instantiate().FPropDefaultTheta(tf.constant(X))
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"kernel_regularizer": "l2"}, {"activity_regularizer": "l1"}],
-    ids=["weights", "activities"],
+    ("make", "text"),
+    [
+        (
+            keras.layers.BatchNormalization,
+            r"BatchNormalization updates 'moving_mean'.*freeze it",
+        ),
+        (
+            lambda: keras.layers.Dense(4, kernel_regularizer="l2"),
+            r"k: a Dense adds to the loss .*KerasTask",
+        ),
+        (
+            lambda: keras.layers.Dense(4, activity_regularizer="l1"),
+            r"k: a Dense adds to the loss .*KerasTask",
+        ),
+    ],
+    ids=["state", "weights", "activities"],
 )
-def test_what_would_be_added_to_the_loss_is_an_error_instead_of_lost(eagerly, options):
-    layer = wrapped("dense", lambda: keras.layers.Dense(4, **options)).Instantiate()
-    with pytest.raises(PipelineError, match=r"dense: a Dense adds to the loss .*KerasTask"):
+def test_what_a_stage_cannot_hand_on_is_an_error_in_training(eagerly, make, text):
+    layer = wrapped("k", make).Instantiate()
+    with pytest.raises(PipelineError, match=text):
         layer.FPropDefaultTheta(tf.constant(X))
     with cluster(1, do_eval=True):
         assert layer.FPropDefaultTheta(tf.constant(X)).shape == X.shape
@@ -322,12 +295,6 @@ def test_initial_values_are_those_of_the_random_seed_and_the_name(eagerly):
     assert random.getstate() == state
     assert not np.array_equal(kernel("a", 1), kernel("a", 2))
     assert not np.array_equal(kernel("a", 1), kernel("b", 1))
-
-
-def test_another_dtype_is_an_error(eagerly):
-    params = wrapped("dense", keras.layers.Dense(4)).Set(fprop_dtype=tf.bfloat16)
-    with pytest.raises(PipelineError, match="computes in float32, but fprop_dtype is bfloat16"):
-        params.Instantiate().FPropDefaultTheta(tf.constant(X))
 
 
 def test_tf1_behaviour_is_an_error():

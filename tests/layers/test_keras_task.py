@@ -95,6 +95,8 @@ def test_steps_of_an_example_have_its_weight():
     assert total == 3 * tf.reduce_sum(WEIGHTS)
     one_each, _ = loss(labels, STEPS, tf.repeat(WEIGHTS[:, None], 3, axis=1))
     np.testing.assert_allclose(one_each, mean, rtol=1e-6)
+    mean, total = loss_mean("task", "mse")(ONE_HOT, LOGITS, tf.zeros([6]))
+    assert mean == total == 0
 
 
 def test_what_keras_masks_counts_nowhere():
@@ -108,28 +110,20 @@ def test_what_keras_masks_counts_nowhere():
     assert total == np.count_nonzero(ids)
 
 
-def test_without_weight_the_mean_is_0():
-    mean, total = loss_mean("task", "mse")(ONE_HOT, LOGITS, tf.zeros([6]))
-    assert mean == total == 0
-
-
 def accuracy(y_true, y_pred):
     """A function of the user's, with a name of Keras'."""
     return tf.fill(tf.shape(y_pred)[:1], 0.75)
 
 
-def test_a_function_of_the_users_is_called_whatever_its_name():
-    mean = metric_means("task", [accuracy])["accuracy"]
-    assert mean(ONE_HOT, LOGITS, None)[0] == 0.75
-
-
-def test_a_function_of_the_users_gets_all_outputs():
+def test_a_function_of_the_users_gets_all_outputs_whatever_its_name():
     def both(y_true, y_pred):
         return tf.abs(y_true[0] - y_pred[0])[:, 0] + tf.abs(y_true[1] - y_pred[1])[:, 0]
 
     labels = [PROBABILITY, PROBABILITY]
     mean, total = loss_mean("task", both)(labels, [PROBABILITY + 1, PROBABILITY - 2], None)
     np.testing.assert_allclose([mean, total], [3, 6], rtol=1e-6)
+    mean = metric_means("task", [accuracy])["accuracy"]
+    assert mean(ONE_HOT, LOGITS, None)[0] == 0.75
 
 
 def area(y_true, y_pred):
@@ -370,18 +364,6 @@ def test_dropout_is_another_one_in_each_step_and_the_same_in_a_step_made_again()
     assert float(again.train(batch)["loss"][0]) == losses[2]
 
 
-def test_weights_divide_by_their_sum():
-    weights = RNG.uniform(size=[12]).astype(np.float32)
-    training = Training(convolutional)
-    batch = tuple(map(tf.constant, (X[0], Y[0], weights)))
-    made = convolutional()
-    loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
-    wanted = loss(Y[0], made(X[0], training=True), weights)
-    loss, total = training.train(batch)["loss"]
-    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    np.testing.assert_allclose(total, weights.sum(), rtol=1e-6)
-
-
 def test_inputs_may_be_nested():
     def model():
         a, b = keras.Input([2], name="a"), keras.Input([3], name="b")
@@ -416,15 +398,12 @@ def test_it_computes_in_bfloat16_with_averages_in_float32():
     np.testing.assert_allclose(got, wanted, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("batch", "text"),
-    [
+def test_a_batch_without_its_parts_says_what_is_missing():
+    training = Training(convolutional)
+    for batch, text in (
         ({"labels": tf.zeros([4])}, r"task: the batch has no 'inputs', but \['labels'\]"),
         ({"inputs": tf.ones([4, 6, 6, 2])}, r"task: the batch has no 'labels', but \['inputs'\]"),
         (tf.ones([4]), "a batch is an? .*Tensor; it must be a NestedMap"),
-    ],
-)
-def test_a_batch_without_its_parts_says_what_is_missing(batch, text):
-    training = Training(convolutional)
-    with pytest.raises(PipelineError, match=text):
-        training.evaluate(batch)
+    ):
+        with pytest.raises(PipelineError, match=text):
+            training.evaluate(batch)

@@ -52,28 +52,6 @@ def test_boundaries_are_read_from_names_as_they_were_put_in(boundaries):
     assert boundaries_in(reversed(with_stages(names, boundaries).values())) == boundaries
 
 
-def test_stages_are_params_of_lingvo_or_of_this_library_or_boundaries():
-    """The params of what was cut automatically say no more than its boundaries do."""
-    layers = [model.dense() for _ in range(5)]
-    cut = gpipe.PartitionSequentialLayers(layers, 2, SHAPE)
-    boundaries = (0, len(cut[0].sub), 5)
-    names = [f"lm/{stage}cell_00{i}/w/var" for i in range(5) for stage in ("", "d9/")]
-    for name in names:
-        assert with_stages([name], cut) == with_stages([name], boundaries)
-    for lib in (gpipe, ours):
-        stages = model.by_hand(lib.FeatureExtractionLayer.Params)
-        assert with_stages(["lm/first/w/var", "lm/last/block/w/var"], stages) == {
-            "lm/first/w/var": "lm/stage0/first/w/var",
-            "lm/last/block/w/var": "lm/stage1/last/block/w/var",
-        }
-        assert list(without_stages(["lm/stage0/first/w/var"], stages).values()) == [
-            "lm/first/w/var"
-        ]
-        # Layers of one name in two stages have lingvo's names already.
-        alike = {name: name for name in ("stage0/block/w/var", "stage1/block/w/var")}
-        assert without_stages(alike, stages) == with_stages(alike, stages) == alike
-
-
 @pytest.mark.parametrize(
     ("names", "stages", "told"),
     [
@@ -123,46 +101,77 @@ replace_gpipe()
 replace_gpipe()
 assert gpipe.PipeliningLayer is PipeliningLayer
 
-from lingvo.core import base_layer, batch_major_attention, py_utils
+from lingvo.core import base_layer, batch_major_attention, layers_with_gpipe, py_utils
 from lingvo.tasks.lm import layers
 from tests.layers.harness import run_tf1
 
 assert batch_major_attention.gpipe.PipeliningLayer is PipeliningLayer
 
 
-class Loss(base_layer.BaseLayer):
+class Whole(base_layer.BaseLayer):
     @classmethod
     def Params(cls):
         p = super().Params()
-        p.Define("lm", None, "")
+        p.Define("child", None, "")
+        p.Define("call", None, "")
         return p
 
     def __init__(self, params):
         super().__init__(params)
-        self.CreateChild("lm", self.params.lm)
+        self.CreateChild("child", self.params.child)
 
-    def FProp(self, theta, ids, paddings):
-        labels = py_utils.NestedMap(class_ids=ids, class_weights=1 - paddings)
-        found, _ = self.lm.FProp(theta.lm, ids, paddings, labels=labels)
-        return found.total_xent, found.logits
+    def FProp(self, theta, *inputs):
+        return self.params.call(self.child, theta.child, *inputs)
 
 
-def model(pipelined):
-    lm = layers.GPipeTransformerLm.CommonParams(
+def lm(pipelined):
+    p = layers.GPipeTransformerLm.CommonParams(
         vocab_size=32, model_dim=8, hidden_dim=16, num_heads=2, num_layers=2, num_shards=1,
         splits=2, num_micro_batches=2, residual_dropout_prob=0.1)
-    lm.stack.pipelined = pipelined
-    return Loss.Params().Set(name="loss", lm=lm)
+    p.stack.pipelined = pipelined
+
+    def call(lm, theta, ids, paddings):
+        labels = py_utils.NestedMap(class_ids=ids, class_weights=1 - paddings)
+        found, _ = lm.FProp(theta, ids, paddings, labels=labels)
+        return found.total_xent, found.logits
+
+    return Whole.Params().Set(name="whole", child=p, call=call)
 
 
-ids = np.random.default_rng(0).integers(0, 32, [4, 5]).astype(np.int32)
+def transformer(pipelined):
+    p = layers_with_gpipe.GPipeTransformerStack.Params().Set(
+        model_dim=4, num_encoder_layers=1, num_decoder_layers=1, splits=2,
+        num_micro_batches=4 if pipelined else 1)
+    p.emb_tpl.Set(input_dropout_prob=0.3).token_emb.Set(vocab_size=7, embedding_dim=4)
+    p.emb_tpl.position_emb.embedding_dim = 4
+    p.softmax_tpl.Set(num_classes=7, input_dim=4)
+    for tpl in (p.encoder_tpl, p.decoder_tpl):
+        tpl.source_dim = 4
+        tpl.tr_atten_tpl.Set(
+            num_attention_heads=2, residual_dropout_prob=0.3, atten_dropout_prob=0.3)
+        tpl.tr_fflayer_tpl.Set(hidden_dim=6, residual_dropout_prob=0.3, relu_dropout_prob=0.3)
+
+    def call(stack, theta, source, target, paddings, weights):
+        return stack.FProp(
+            theta, source, paddings[:3], target, paddings, labels=target, label_weights=weights)
+
+    return Whole.Params().Set(name="whole", child=p, call=call)
+
+
+rng = np.random.default_rng(0)
+ids = rng.integers(0, 32, [4, 5]).astype(np.int32)
 paddings = np.array([[0, 0, 0, 0, n % 2] for n in range(4)], np.float32)
-wanted, found = [
-    run_tf1(model(pipelined), [ids, paddings], num_devices=2, loss=lambda y: y[0])
-    for pipelined in (False, True)
-]
-assert len(found.grads) > 20
-found.assert_close(wanted, atol=1e-5)
+source, target = (rng.integers(0, 7, [length, 8]).astype(np.int32) for length in (3, 4))
+zeros = np.zeros([4, 8], np.float32)
+for model, inputs, loss, rtol in (
+    (lm, [ids, paddings], lambda y: y[0], 2e-5),
+    (transformer, [source, target, zeros, 1 - zeros], None, 1e-4),
+):
+    wanted, found = [
+        run_tf1(model(pipelined), inputs, num_devices=2, loss=loss) for pipelined in (False, True)
+    ]
+    assert len(found.grads) > 20 or loss is None
+    found.assert_close(wanted, rtol=rtol, atol=1e-5)
 print("equal")
 """
 
@@ -175,24 +184,21 @@ def test_lingvos_own_models_run_on_pipemesh():
     assert done.stdout.endswith("equal\n"), done.stderr[-3000:]
 
 
+def run_lingvo(folder, *jobs):
+    """Jobs of `lingvo_checkpoint_process`."""
+    command = warm("-m", model.__name__, str(folder), *jobs)
+    done = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(jobs) :]]
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """What lingvo has written, in a process of its own, and how it went on."""
-    found = {}
-
-    def get(kind):
-        if kind not in found:
-            found[kind] = run_lingvo(tmp_path_factory.mktemp(kind), f"{kind}:2:")
-        return found[kind]
-
-    return get
+    """By the kind of stages what lingvo has written, in a process of its own, and went on to."""
+    jobs = ["automatic:2:", "by_hand:2:"]
+    return dict(zip(KINDS, run_lingvo(tmp_path_factory.mktemp("lingvo"), *jobs), strict=True))
 
 
-def run_lingvo(folder, job):
-    """A job of `lingvo_checkpoint_process`."""
-    command = warm("-m", model.__name__, str(folder / "run"), job)
-    done = subprocess.run(command, check=True, timeout=200, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+KINDS = ["automatic", "by_hand"]
 
 
 def stages_of(kind, number):
@@ -222,7 +228,7 @@ def test_training_goes_on_from_a_checkpoint_of_lingvo_by_rules(written, kind, nu
     """With the optimizer's state and the step, through what lingvo.trainer restores by."""
     stages = stages_of(kind, number)
     given = None if kind == "automatic" else stages
-    rules = lingvo_checkpoint_rules(written(kind)["path"], given)
+    rules = lingvo_checkpoint_rules(written[kind]["path"], given)
 
     def restore(session, layer, variables):
         del layer
@@ -230,20 +236,20 @@ def test_training_goes_on_from_a_checkpoint_of_lingvo_by_rules(written, kind, nu
 
     step, losses = restored_and_trained(model.stack(ours.PipeliningLayer.Params, stages), restore)
     assert step == model.NUM_STEPS
-    assert losses == pytest.approx(written(kind)["losses"], rel=1e-4)
+    assert losses == pytest.approx(written[kind]["losses"], rel=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "number"), [("automatic", 4), ("by_hand", 2)])
 def test_weights_of_a_checkpoint_of_lingvo_are_restored_by_name(written, kind, number):
     params = model.stack(ours.PipeliningLayer.Params, stages_of(kind, number))
-    path = written(kind)["path"]
+    path = written[kind]["path"]
 
     def restore(session, layer, variables):
         del variables
         tf.compat.v1.train.Saver(lingvo_names(layer, path)).restore(session, path)
 
     _, losses = restored_and_trained(params, restore)
-    expected = written(kind)["losses"][0]
+    expected = written[kind]["losses"][0]
     assert losses[0] == pytest.approx(expected, rel=1e-4)
     with executing(True, len(params.cell_tpl)):
         layer = params.Instantiate()
@@ -252,32 +258,40 @@ def test_weights_of_a_checkpoint_of_lingvo_are_restored_by_name(written, kind, n
     assert float(tf.reduce_sum(tf.square(outputs - 0.5))) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "number"), [("automatic", 4), ("by_hand", 2)])
 @pytest.mark.slow
-def test_training_goes_from_lingvo_here_and_back(written, tmp_path, kind, number):
+def test_training_goes_from_lingvo_here_and_back(written, tmp_path):
     """What lingvo saved trains on here; what is saved here its saver restores, and it trains on."""
-    theirs, given = written(kind), None if kind == "automatic" else model.stages_of(kind, 2)
-    mine, later = str(tmp_path / "ours" / "ckpt-3"), str(tmp_path / "ours" / "ckpt-6")
-    import_from_lingvo(theirs["path"], mine, given)
-    step, losses, last = restored_and_trained(
-        model.stack(ours.PipeliningLayer.Params, stages_of(kind, 4)),
-        lambda session, _, all_of: tf.compat.v1.train.Saver(all_of).restore(session, mine),
-        lambda session, all_of: tf.compat.v1.train.Saver(all_of).save(session, later),
-    )
-    assert step == model.NUM_STEPS
-    assert losses == pytest.approx(theirs["losses"], rel=1e-4)
-
-    saved = tensors(later)
-    assert {name.rpartition("/")[2] for name in saved} >= {"Adam", "Adam_1", "var", "global_step"}
-    assert any(name.endswith("/ExponentialMovingAverage") for name in saved)
-    path = str(tmp_path / "theirs" / "ckpt-00000006")
-    export_to_lingvo(later, path, model.stages_of(kind, number))
-    found = run_lingvo(tmp_path / "lingvo", f"{kind}:{number}:{path}")
-    assert found["losses"] == pytest.approx(last, rel=1e-4)
-    # Saved by lingvo as it had restored it; and what comes back from there is what was here.
-    assert_same(tensors(found["path"]), tensors(path))
-    import_from_lingvo(found["path"], f"{path}-back", given)
-    assert_same(tensors(f"{path}-back"), saved)
+    jobs, exported, goes_on = [], [], []
+    for kind, number in zip(KINDS, (4, 2), strict=True):
+        given = None if kind == "automatic" else model.stages_of(kind, 2)
+        mine, later = str(tmp_path / kind / "ckpt-3"), str(tmp_path / kind / "ckpt-6")
+        import_from_lingvo(written[kind]["path"], mine, given)
+        step, losses, last = restored_and_trained(
+            model.stack(ours.PipeliningLayer.Params, stages_of(kind, 4)),
+            lambda session, _, all_of, path=mine: tf.compat.v1.train.Saver(all_of).restore(
+                session, path
+            ),
+            lambda session, all_of, path=later: tf.compat.v1.train.Saver(all_of).save(
+                session, path
+            ),
+        )
+        assert step == model.NUM_STEPS
+        assert losses == pytest.approx(written[kind]["losses"], rel=1e-4)
+        saved = tensors(later)
+        kinds = {name.rpartition("/")[2] for name in saved}
+        assert kinds >= {"Adam", "Adam_1", "var", "ExponentialMovingAverage", "global_step"}
+        path = str(tmp_path / f"{kind}_theirs" / "ckpt-00000006")
+        export_to_lingvo(later, path, model.stages_of(kind, number))
+        jobs.append(f"{kind}:{number}:{path}")
+        exported.append((path, given, saved))
+        goes_on.append(last)
+    found = run_lingvo(tmp_path / "lingvo", *jobs)
+    for theirs, (path, given, saved), last in zip(found, exported, goes_on, strict=True):
+        assert theirs["losses"] == pytest.approx(last, rel=1e-4)
+        # Saved by lingvo as it had restored it; and what comes back from there is what was here.
+        assert_same(tensors(theirs["path"]), tensors(path))
+        import_from_lingvo(theirs["path"], f"{path}-back", given)
+        assert_same(tensors(f"{path}-back"), saved)
 
 
 def tensors(path):

@@ -8,9 +8,10 @@ import tensorflow as tf
 from lingvo.core import cluster_factory, layers
 
 from pipemesh.errors import LayoutError, MeshError, PipelineError, PlanError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, mesh_cluster
+from pipemesh.layers import mesh_cluster
 from pipemesh.layers.mesh_cluster import mesh_of, stage_homes, warn_of_places
 from pipemesh.mesh import LayoutRules, Mesh
+from tests.layers.stacks import stack_of
 
 
 def device_numbers(text, count):
@@ -21,13 +22,13 @@ def device_numbers(text, count):
     return [tf.DeviceSpec.from_string(name).device_index for name in names]
 
 
-def stack(cls, num_stages, **kwargs):
+def homes_of(mesh, **kwargs):
+    """The first device of each of four stages."""
     dense = layers.FCLayer.Params().Set(input_dim=2, output_dim=2)
-    cells = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=[dense.Copy().Set(name=f"l{i}")])
-        for i in range(num_stages)
-    ]
-    return cls.Params().Set(name="stack", cell_tpl=cells, **kwargs)
+    sub = [dense.Copy().Set(name=f"l{i}") for i in range(4)]
+    with mesh_cluster(Mesh.from_text(mesh)):
+        layer = stack_of(sub, range(5), num_micro_batches=2, **kwargs).Instantiate()
+        return "".join(home.first[-1] for home in layer.StageHomes())
 
 
 @pytest.mark.parametrize(
@@ -75,19 +76,11 @@ def test_a_mesh_without_layers_is_an_error():
         mesh_cluster("layers:2")
 
 
-def test_a_schedule_with_two_stages_a_device_needs_half_the_places(eagerly):
-    with mesh_cluster(Mesh.from_text("layers:2")):
-        params = stack(PipeliningLayer, 4, num_micro_batches=2, schedule="zb_v", loss_inside=True)
-        layer = params.Instantiate()
-        assert [home.first[-1] for home in layer.StageHomes()] == ["0", "1", "1", "0"]
-
-
 @pytest.mark.filterwarnings("ignore:.*each place takes 2 in turn")
-@pytest.mark.parametrize(("text", "wanted"), [("layers:1", "0000"), ("layers:2", "0101")])
-def test_a_multiple_of_the_places_shares_them(eagerly, text, wanted):
-    with mesh_cluster(Mesh.from_text(text)):
-        homes = stack(PipeliningLayer, 4, num_micro_batches=2).Instantiate().StageHomes()
-    assert "".join(home.first[-1] for home in homes) == wanted
+def test_stages_share_devices_by_their_schedule_or_in_turn(eagerly):
+    assert homes_of("layers:2", schedule="zb_v", loss_inside=True) == "0110"
+    assert homes_of("layers:1") == "0000"
+    assert homes_of("layers:2") == "0101"
 
 
 def params(mesh_shape=None, layout=None, allow_idle=False):
@@ -96,21 +89,17 @@ def params(mesh_shape=None, layout=None, allow_idle=False):
     )
 
 
-class Split:
-    """A cluster that is no mesh, whose model split has some devices."""
-
-    job = "trainer_client"
-
-    def __init__(self, number):
-        self.num_devices_per_split = number
-
-    def WorkerDeviceInModelSplit(self, index):
-        return f"D{index % self.num_devices_per_split}"
+def split(number, job="trainer_client"):
+    """A cluster of lingvo's own whose model split has some devices."""
+    p = cluster_factory.Current().params.Copy().Set(mode="sync", job=job)
+    p.worker.Set(name="/job:localhost", replicas=1, gpus_per_replica=0)
+    p.worker.Set(cpus_per_replica=number, devices_per_split=number)
+    return cluster_factory.Cluster(p)
 
 
 def devices(cluster, places, mesh_shape=None, layout=None):
     homes = stage_homes(cluster, places, params(mesh_shape, layout))
-    return " ".join("".join(device[1:] for device in home.devices) for home in homes)
+    return " ".join("".join(device[-1] for device in home.devices) for home in homes)
 
 
 UNEQUAL = ("layers:2;data:2;model:2,1", "batch:data;d_ff:model")
@@ -131,7 +120,7 @@ UNEQUAL = ("layers:2;data:2;model:2,1", "batch:data;d_ff:model")
     ],
 )
 def test_homes_are_the_devices_of_the_split_in_order(number, places, mesh, wanted):
-    assert devices(Split(number), places, *mesh) == wanted
+    assert devices(split(number), places, *mesh) == wanted
 
 
 @pytest.mark.parametrize(
@@ -144,19 +133,19 @@ def test_homes_are_the_devices_of_the_split_in_order(number, places, mesh, wante
 )
 def test_splits_that_do_not_fit_are_errors(number, places, mesh, message):
     with pytest.raises(PipelineError, match=f"^stack: {message}"):
-        devices(Split(number), places, *mesh)
+        devices(split(number), places, *mesh)
 
 
 def test_places_that_no_stage_uses_are_a_warning():
     with pytest.warns(UserWarning, match=r"^stack: mesh 'layers:4' has 4 places .* lie on 2: the"):
-        warn_of_places(Split(4), range(2), params("layers:4"))
+        warn_of_places(split(4), range(2), params("layers:4"))
 
 
 def test_what_params_ask_for_is_what_they_get():
-    assert mesh_of(Split(1), params()) == (None, LayoutRules())
-    mesh, rules = mesh_of(Split(1), params("layers:2;data:3", "batch:data"))
+    assert mesh_of(split(1), params()) == (None, LayoutRules())
+    mesh, rules = mesh_of(split(1), params("layers:2;data:3", "batch:data"))
     assert mesh == Mesh.from_text("layers:2;data:3") and rules.axis("batch") == "data"
-    mesh, rules = mesh_of(Split(1), params("layers:2;data:3", allow_idle=True))
+    mesh, rules = mesh_of(split(1), params("layers:2;data:3", allow_idle=True))
     assert mesh == Mesh.from_text("layers:2;data:3") and rules == LayoutRules()
 
 
@@ -173,7 +162,7 @@ def test_what_params_ask_for_is_what_they_get():
 )
 def test_params_that_fit_nothing_are_errors_that_name_the_stack(kwargs, error, message):
     with pytest.raises(error, match=f"^stack: .*{message}"):
-        mesh_of(Split(4), params(**kwargs))
+        mesh_of(split(4), params(**kwargs))
 
 
 def test_a_mesh_that_is_entered_is_the_one_of_the_stack():
@@ -191,6 +180,5 @@ def test_a_mesh_that_is_entered_is_the_one_of_the_stack():
 
 
 def test_a_controller_which_computes_nothing_has_one_device_for_all():
-    split = Split(1)
-    split.job = "controller"
-    assert devices(split, range(2), "layers:2;data:2", "batch:data") == "00 00"
+    controller = split(1, "controller")
+    assert devices(controller, range(2), "layers:2;data:2", "batch:data") == "00 00"

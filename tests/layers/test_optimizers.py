@@ -1,5 +1,6 @@
 """Optimizers on weights that are cut into slices."""
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -53,11 +54,7 @@ def join(shape, parts, values):
 
 
 def train(params, value, grads, cuts, *, eager, rate=0.1):
-    """Applies gradients, one a step.
-
-    Returns:
-        The whole weight after each step, and the names and sizes of the optimizer's variables.
-    """
+    """Applies gradients, one a step; returns the whole weight after each step."""
     with executing(eager) as step:
         made = make(value, cuts)
         parts = [(begin, lengths) for _, begin, lengths in made]
@@ -87,9 +84,7 @@ def train(params, value, grads, cuts, *, eager, rate=0.1):
                 for slices in slices_of:
                     session.run(update, dict(zip(feeds, slices, strict=True)))
                     found.append(join(value.shape, parts, session.run([v for v, _, _ in made])))
-        # One that hands gradients on has none of its own.
-        own = optimizer._optimizer.variables() if optimizer._optimizer else []
-        return found, {v.name: v.shape.as_list() for v in own}
+        return found
 
 
 SGD, SHAMPOO = optimizer.SGD.Params(), optimizer.DistributedShampoo.Params()
@@ -174,8 +169,10 @@ def test_what_is_not_is_an_error_that_says_what_to_change(options, told):
     check_learner(p, [tf.Variable([1.0])])
 
 
-@pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize(("mesh", "refused"), [("model:2", True), ("model:1", False)])
+@pytest.mark.parametrize(
+    ("eager", "mesh", "refused"),
+    [(True, "model:2", True), (False, "model:2", True), (False, "model:1", False)],
+)
 def test_learners_check_when_a_step_is_built(eager, mesh, refused):
     with executing(eager), lowering_scope(make_lowering(mesh)), tf.Graph().as_default():
         py_utils.GetOrCreateGlobalStepVar()
@@ -183,11 +180,8 @@ def test_learners_check_when_a_step_is_built(eager, mesh, refused):
         p = learner.Learner.Params().Set(name="loss", optimizer=Mine.Params())
         learned = p.Instantiate()
         y = tf.add_n([tf.reduce_sum(v) for v in layer.vars.Flatten()])
-        assert any(map(slice_of, layer.vars.Flatten())) == refused
-        if refused:
-            with pytest.raises(PipelineError, match="optimizer Mine would take"):
-                learned.Apply({"loss": (y, 1.0)}, layer.vars)
-        elif not eager:
+        told = pytest.raises(PipelineError, match="optimizer Mine would take")
+        with told if refused else contextlib.nullcontext():
             learned.Apply({"loss": (y, tf.constant(1.0))}, layer.vars)
 
 
@@ -231,9 +225,8 @@ def both(sizes, cuts, eager, outer=lambda inner: inner, infinite=False, **option
     whole = outer(optimizer.XLAShardingAdafactor.Params().Set(**options))
     mine = outer(Adafactor.Params().Set(**options))
     # lingvo's runs in graphs alone: eagerly its decay rate is a tensor of another graph.
-    theirs, _ = train(whole, value, grads, [1] * len(sizes), eager=False)
-    ours, _ = train(mine, value, grads, cuts, eager=eager)
-    return theirs, ours
+    theirs = train(whole, value, grads, [1] * len(sizes), eager=False)
+    return theirs, train(mine, value, grads, cuts, eager=eager)
 
 
 def assert_all_close(theirs, ours):
@@ -304,20 +297,6 @@ def test_a_step_that_is_not_finite_moves_no_slice(eager):
     assert_all_close(theirs, ours)
 
 
-@pytest.mark.parametrize(
-    ("eager", "columns", "rows"), [(True, 1, 3), (False, 2, 1), (True, 2, 3), (False, 2, 3)]
-)
-def test_what_slices_share_is_one_variable(eager, columns, rows):
-    value, grads = values((8, 6))
-    params = Adafactor.Params().Set(min_dim_size_to_factor=3)
-    _, kept = train(params, value, grads[:1], (columns, rows), eager=eager)
-    # Of the columns' sums, the larger dim is gone first.
-    assert kept == {
-        **{f"layer/w/var/Adafactor/slice_{i}:0": [6 // rows] for i in range(rows)},
-        **{f"layer/w/var/Adafactor_1/slice_{i}:0": [8 // columns] for i in range(columns)},
-    }
-
-
 def test_statistics_lie_beside_slices_and_are_whole_in_checkpoints(tmp_path):
     value = values((8, 6))[0]
     params = Adafactor.Params().Set(min_dim_size_to_factor=3, beta1=0.9)
@@ -336,6 +315,12 @@ def test_statistics_lie_beside_slices_and_are_whole_in_checkpoints(tmp_path):
         return weights, slots.variables(), tf.train.Checkpoint(**_safe(names)), names
 
     _, before, saved, names = made((2, 3), True)
+    # What slices share is one variable; of the columns' sums, the larger dim is gone first.
+    sizes = {v.name: v.shape.as_list() for v in before if "Adafactor/" not in v.name}
+    assert sizes == {
+        **{f"{NAME}/Adafactor_1/slice_{i}:0": [2] for i in range(3)},
+        **{f"{NAME}/Adafactor_2/slice_{i}:0": [4] for i in range(2)},
+    }
     assert sorted(names) == [f"{NAME}/Adafactor{end}" for end in ("", "_1", "_2")]
     path = saved.write(str(tmp_path / "ckpt"))
     wholes = {}

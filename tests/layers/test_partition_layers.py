@@ -18,7 +18,7 @@ from pipemesh.layers.named import TransformerBlock
 from pipemesh.layers.partition_layers import layer_costs, named_layers
 from pipemesh.partition import partition
 from pipemesh.schedule import build, simulate, zb_v
-from tests.layers.blocks import WIDTH, blocks
+from tests.layers.blocks import WIDTH, Weighted, blocks
 from tests.layers.harness import executing
 
 ROWS, LENGTH, FLOAT, MICROBATCHES = 2, 3, 4, 4
@@ -27,16 +27,13 @@ IDS = tf.TensorSpec([ROWS, LENGTH], tf.int32)
 VOCAB = 50
 
 
-class Embed(base_layer.BaseLayer):
+class Embed(Weighted):
     """Ids to vectors; the ids go on as labels."""
 
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        init = py_utils.WeightInit.Gaussian(1.0)
-        self.CreateVariable("table", py_utils.WeightParams([VOCAB, WIDTH], init))
+    shape = (VOCAB, WIDTH)
 
     def FProp(self, theta, ids):
-        return tf.gather(theta.table, ids), ids
+        return tf.gather(theta.w, ids), ids
 
     @classmethod
     def FPropMeta(cls, p, ids):
@@ -131,15 +128,20 @@ class Says(base_layer.BaseLayer):
 
     @classmethod
     def FPropMeta(cls, p, x):
-        return py_utils.NestedMap(flops=1, out_shapes=(x,), **p.said)
+        said = {"flops": 1, "out_shapes": (x,), **p.said}
+        return py_utils.NestedMap({k: v for k, v in said.items() if v is not None})
+
+
+def says(**said):
+    return [Says.Params().Set(said=said)] * 2
 
 
 def test_what_fprop_meta_says_is_taken_and_need_not_be_traced():
-    said = {"parameter_bytes": 10, "activation_bytes": 20}
-    [cost] = layer_costs([Says.Params().Set(said=said)], X)
+    params = says(parameter_bytes=10, activation_bytes=20)
+    cost, _ = layer_costs(params, X)
     assert (cost.parameter_bytes, cost.activation_bytes) == (10, 20)
     assert cost.boundary_bytes == ROWS * LENGTH * WIDTH * FLOAT
-    [half] = layer_costs([Says.Params().Set(said=said)], X, fprop_dtype=tf.bfloat16)
+    half, _ = layer_costs(params, X, fprop_dtype=tf.bfloat16)
     assert 2 * half.boundary_bytes == cost.boundary_bytes
 
 
@@ -147,7 +149,7 @@ def test_what_fprop_meta_says_is_taken_and_need_not_be_traced():
     ("params", "shapes", "message"),
     [
         (
-            [Says.Params()],
+            says(),
             [X],
             r"'cell_000' \(Says\) was traced .*float32 \[2, 3, 4\].*it was trac",
         ),
@@ -156,7 +158,7 @@ def test_what_fprop_meta_says_is_taken_and_need_not_be_traced():
             [tshape.Shape([2, 3])],
             r"'cell_000' \(Embed\) was traced .* must be given as tf.TensorSpec\(shape, dtype\)",
         ),
-        ([Says.Params().Set(said={"parameter_bytes": -1})], [X], "returns parameter_bytes=-1; it"),
+        (says(parameter_bytes=-1), [X], "returns parameter_bytes=-1; it"),
     ],
 )
 def test_errors_name_the_layer_and_what_it_was_given(params, shapes, message):
@@ -165,17 +167,16 @@ def test_errors_name_the_layer_and_what_it_was_given(params, shapes, message):
 
 
 def test_measured_costs_are_seconds_and_bytes_are_the_same():
-    dense = layers.FCLayer.Params().Set(input_dim=4, output_dim=4)
     spec = tf.TensorSpec([8, 4])
     [counted, _], [measured, twin] = (
-        layer_costs([dense, dense], spec, measured=flag) for flag in (False, True)
+        layer_costs([DENSE, DENSE], spec, measured=flag) for flag in (False, True)
     )
     assert 0 <= measured.forward < 10 and 0 <= measured.backward < 10
     assert measured.forward == twin.forward
     for name in ("parameter_bytes", "activation_bytes", "boundary_bytes"):
         assert getattr(measured, name) == getattr(counted, name)
     with tf.Graph().as_default(), pytest.raises(PartitionError, match="outside of any graph"):
-        layer_costs([dense], spec, measured=True)
+        layer_costs([DENSE], spec, measured=True)
 
 
 @pytest.mark.parametrize("dtype", [None, tf.bfloat16])
@@ -198,23 +199,22 @@ DENSE_WIDTH = 4
 DENSE_SHAPE = tshape.Shape([8, DENSE_WIDTH])
 
 
-class Layer(base_layer.BaseLayer):
-    """A matrix product that says what it costs; a table of `rows` besides."""
+class Layer(Weighted):
+    """A product that says what it costs; its table of `rows` is nothing but large."""
 
     @classmethod
     def Params(cls):
         p = super().Params()
-        p.Define("rows", 1, "Rows of the table, which is nothing but large.")
+        p.Define("rows", 1, "Rows of the table.")
         p.Define("flops", 1.0, "What FPropMeta says.")
         return p
 
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        init = py_utils.WeightInit.Constant(1.0)
-        self.CreateVariable("table", py_utils.WeightParams([self.params.rows, DENSE_WIDTH], init))
+    @property
+    def shape(self):
+        return self.params.rows, DENSE_WIDTH
 
     def FProp(self, theta, x):
-        return tf.square(x) * tf.reduce_sum(theta.table)
+        return tf.square(x) * tf.reduce_sum(theta.w)
 
     @classmethod
     def FPropMeta(cls, p, x):
@@ -295,6 +295,46 @@ def test_a_slow_link_is_crossed_where_little_crosses():
     assert cut(layers, 2) == [3, 3]
     # Four bytes take as long as a flop.
     assert cut(layers, 2, bandwidth=4.0) == [4, 2]
+
+
+NO_META = base_layer.BaseLayer.Params()
+DENSE = layers.FCLayer.Params().Set(input_dim=4, output_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("params", "num_stages", "shapes", "message"),
+    [
+        ([NO_META] * 2, 2, [X], r"'cell_000' \(BaseLayer\) has no FPropMeta, .*define it"),
+        (says(flops=None), 2, [X], r"'cell_000' \(Says\): FPropMeta returns .*flops="),
+        (says(flops="a"), 2, [X], "FPropMeta returns .*flops=a number"),
+        (says(out_shapes=X), 2, [X], "returns out_shapes .*a tuple of"),
+        (says(flops=-1), 2, [X], r"costs\[0\] is -1"),
+        ([DENSE] * 2, 2, [], "FPropMeta, given no shapes, failed with TypeError"),
+        ([DENSE] * 2, 2, [[8, 4]], r"the shape of input 0 is \[8, 4\], a list; write .*tshape"),
+        ([DENSE] * 2, 2, [], "given no shapes, .*; give a tshape.Shape for each input of the fi"),
+        (
+            [DENSE] * 2,
+            2,
+            [tshape.Shape([8, 5])],
+            r"failed with AssertionError: assert inputs\[-1\] == p.input_dim; do the shapes fit",
+        ),
+        (
+            [DENSE.Copy().Set(fprop_dtype="bf16")],
+            1,
+            [DENSE_SHAPE],
+            "layer 0 of .*: fprop_dtype is 'bf16'",
+        ),
+        ([DENSE] * 2, 2, [None], "given None, failed with .* do the shapes fit"),
+        ([DENSE], 2, [DENSE_SHAPE], "num_stages is 2, but 1 layers"),
+        ([DENSE] * 2, "2", [DENSE_SHAPE], "num_stages is '2', but must be a whole number"),
+        ([], 2, [DENSE_SHAPE], "costs is empty"),
+        (None, 2, [DENSE_SHAPE], r"what is to be cut is None, not the Params of a layer"),
+        ([Layer], 1, [DENSE_SHAPE], r"what is to be cut is .*; write Layer\.Params\(\)"),
+    ],
+)
+def test_a_stack_that_cannot_be_cut_is_a_partition_error(params, num_stages, shapes, message):
+    with pytest.raises(PartitionError, match=message):
+        PartitionSequentialLayers(params, num_stages, *shapes)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from lingvo.core import py_utils
 
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import run_tf1, run_tf2
-from tests.layers.pipeline.stacks import stack_of
-from tests.pairwise import in_turn
+from tests.layers.stacks import stack_of
 
 RNG = np.random.default_rng(1)
 X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
@@ -33,7 +32,7 @@ def mean(outputs):
     return outputs[0] / outputs[1]
 
 
-@pytest.mark.parametrize(("run", "dtype"), in_turn([run_tf2, run_tf1], [tf.bfloat16, tf.float16]))
+@pytest.mark.parametrize(("run", "dtype"), [(run_tf2, tf.bfloat16), (run_tf1, tf.float16)])
 def test_gradients_and_weights_are_float32_and_close_to_those_of_float32(run, dtype):
     wanted = run(pipelined(None), [X, X], steps=3, num_devices=2, loss=mean)
     got = run(pipelined(dtype), [X, X], steps=3, num_devices=2, loss=mean)
@@ -68,7 +67,7 @@ class Noting(Block):
 SEEN: list[tuple[str, tf.DType, tf.DType]] = []
 
 
-@pytest.mark.parametrize(("run", "do_eval"), in_turn([run_tf1, run_tf2], [False, True]))
+@pytest.mark.parametrize(("run", "do_eval"), [(run_tf1, False), (run_tf2, True)])
 def test_a_layer_with_a_dtype_of_its_own_computes_with_weights_in_it(run, do_eval):
     sub = [Noting.Params().Set(name=f"layer{i}", rate=0.0) for i in range(3)]
     sub[1].fprop_dtype = tf.float32
@@ -83,17 +82,6 @@ def test_a_layer_with_a_dtype_of_its_own_computes_with_weights_in_it(run, do_eva
     assert all(grad.dtype == np.float32 for grad in result.grads.values())
 
 
-def noisy(dtype, scale=0.5):
-    sub = []
-    for block in blocks(2, rate=0.0):
-        block.vn = py_utils.VariationalNoiseParams(
-            scale=scale, global_vn=True, deterministic=True, seed=7
-        )
-        block.cls = Noisy
-        sub.append(block)
-    return stack_of(sub, [0, 1, 2], num_micro_batches=2, fprop_dtype=dtype)
-
-
 class Noisy(Block):
     """A block whose weight has variational noise, as lingvo's layers add it."""
 
@@ -101,6 +89,13 @@ class Noisy(Block):
         theta = super().AddGlobalVN(theta)
         theta.w = self.AddVN(theta.w)
         return theta
+
+
+def noisy(dtype, scale=0.5):
+    noise = {"scale": scale, "global_vn": True, "deterministic": True, "seed": 7}
+    block = Noisy.Params().Set(rate=0.0, vn=py_utils.VariationalNoiseParams(**noise))
+    sub = [block.Copy().Set(name=f"block{i}") for i in range(2)]
+    return stack_of(sub, [0, 1, 2], num_micro_batches=2, fprop_dtype=dtype)
 
 
 def test_variational_noise_is_there_in_few_bits_too(run):

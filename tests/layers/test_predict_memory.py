@@ -5,9 +5,9 @@ import tensorflow as tf
 
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PipelineError
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import executing
+from tests.layers.stacks import stack_of
 
 MICROBATCHES, ROWS, LENGTH, FLOAT = 4, 2, 3, 4
 # A tensor between two stages, of one microbatch; and the weights of a block.
@@ -21,15 +21,10 @@ class Head(Block):
         return tf.reduce_sum(y), tf.cast(tf.size(y), tf.float32)
 
 
-def layer(schedule="1f1b", remat="full", **kwargs):
+def layer(schedule="1f1b", **kwargs):
     sub = [*blocks(3), Head.Params().Set(name="head")]
-    cells = [
-        FeatureExtractionLayer.Params().Set(name=f"s{i}", sub=sub[2 * i : 2 * i + 2])
-        for i in range(2)
-    ]
-    stack = PipeliningLayer.Params().Set(name="stack", cell_tpl=cells, loss_inside=True, **kwargs)
-    stack.Set(num_micro_batches=MICROBATCHES, schedule=schedule, remat=remat)
-    return stack.Instantiate()
+    kwargs |= {"num_micro_batches": MICROBATCHES, "loss_inside": True, "schedule": schedule}
+    return stack_of(sub, [0, 2, 4], **kwargs).Instantiate()
 
 
 @pytest.mark.parametrize(
@@ -45,32 +40,14 @@ def test_full_remat_keeps_the_inputs_of_the_stages(eager, schedule, in_flight):
         assert [device.gradients for device in found] == weights
 
 
-def test_policies_and_dtypes_are_told_apart():
-    with executing(True, 2):
-        kept = {
-            remat: [device.kept for device in layer(remat=remat).PredictMemory(X)]
-            for remat in ("full", "none", "except_last")
-        }
-        half = [device.kept for device in layer(fprop_dtype=tf.bfloat16).PredictMemory(X)]
-    assert kept["none"][0] > kept["full"][0]
-    # The last stage's backward passes follow its forward passes at once.
-    assert kept["except_last"] == [kept["except_last"][0], kept["none"][1]]
-    assert [2 * number for number in half] == kept["full"]
-
-
 def test_nothing_is_made_in_the_callers_graph_and_bad_shapes_are_errors():
     with executing(False, 2):
         stack = layer()
         stack.theta  # noqa: B018  (may cast)
         before = len(tf.compat.v1.get_default_graph().get_operations())
-        stack.PredictMemory(X)
+        found = {t.what: (t.times, t.bytes) for t in stack.PredictTransfers(X)}
         assert len(tf.compat.v1.get_default_graph().get_operations()) == before
+        # Each microbatch goes on once and its gradient comes back.
+        assert found == dict.fromkeys(("activations", "gradients"), (4, 4 * BETWEEN))
         with pytest.raises(PipelineError, match=r"9 .*4"):
             stack.PredictMemory(tf.TensorSpec([9, LENGTH, WIDTH]))
-
-
-def test_what_goes_between_devices_is_known_beforehand():
-    with executing(True, 2):
-        found = {t.what: (t.times, t.bytes) for t in layer().PredictTransfers(X)}
-    # Each microbatch goes on once and its gradient comes back.
-    assert found == dict.fromkeys(("activations", "gradients"), (4, 4 * BETWEEN))

@@ -6,10 +6,11 @@ import pytest
 import tensorflow as tf
 from lingvo.core import layers, py_utils, tshape
 
-from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, Report, report
+from pipemesh.layers import Report, report
 from pipemesh.layers.named import TransformerBlock
 from pipemesh.text import bytes_text
 from tests.layers.harness import executing
+from tests.layers.stacks import stack_of
 
 BATCH, LENGTH, EMBED, HEADS, HIDDEN = 8, 6, 8, 2, 16
 MICROBATCHES, STAGES = 2, 2
@@ -31,30 +32,17 @@ class Head(layers.base_layer.BaseLayer):
 def reported(mesh, **changes):
     """The report of two stages of one block each, and the layer."""
     block = TransformerBlock.Params().Set(input_dim=EMBED, num_heads=HEADS, hidden_dim=HIDDEN)
-    subs = [[block.Copy().Set(name=f"block{i}")] for i in range(STAGES)]
-    subs[-1].append(Head.Params().Set(name="head"))
-    params = PipeliningLayer.Params().Set(
-        name="stack",
-        num_micro_batches=MICROBATCHES,
-        loss_inside=True,
-        schedule="1f1b",
-        remat="none",
-        cell_tpl=[
-            FeatureExtractionLayer.Params().Set(name=f"stage{i}", sub=sub)
-            for i, sub in enumerate(subs)
-        ],
-        **changes,
-    )
+    sub = [*(block.Copy().Set(name=f"block{i}") for i in range(2)), Head.Params().Set(name="head")]
+    options = {"num_micro_batches": MICROBATCHES, "loss_inside": True, "schedule": "1f1b"}
+    params = stack_of(sub, [0, 1, 3], remat="none", **options, **changes)
     found = []
     with executing(True, mesh):
         layer = params.Instantiate()
         size = BATCH // MICROBATCHES // layer.StageHomes()[0].num_replicas
-
-        def note(run):
-            shape = tshape.Shape([size, LENGTH, EMBED])
-            found.append(report(layer, run, [shape], layer.vars.Flatten()))
-
-        layer.noted_run = note
+        shape = tshape.Shape([size, LENGTH, EMBED])
+        layer.noted_run = lambda run: found.append(
+            report(layer, run, [shape], layer.vars.Flatten())
+        )
 
         @tf.function(autograph=False)
         def step(x):
@@ -78,13 +66,6 @@ def bytes_of(layer):
     return sum(v.shape.num_elements() * 4 for v in layer.vars.Flatten())
 
 
-@pytest.mark.slow
-def test_along_layers_activations_go_and_gradients_come_back():
-    found, _ = reported("layers:2")
-    assert sent(found, "layers") == BETWEEN
-    assert {s.axes for s in found.sent} == {"layers"}
-
-
 def test_along_model_there_are_megatrons_four_reductions_a_block():
     found, layer = reported("layers:2;model:2 heads:model;d_ff:model")
     # Half a tensor twice on each of the two devices of each stage: as much as a tensor each.
@@ -96,11 +77,20 @@ def test_along_model_there_are_megatrons_four_reductions_a_block():
     }
     lying = {w.name: w for w in found.weights}
     assert sum(w.bytes for w in found.weights) == bytes_of(layer)
-    w_q = lying["stack.stage1.block1.attention.w_q"]
+    w_q = lying["stack.s1.block1.attention.w_q"]
     assert (w_q.shape, w_q.cut) == ("embed:8;heads:2;head_dim:4", "heads/2")
     assert w_q.devices == ("CPU:2", "CPU:3") and w_q.bytes == 4 * EMBED * EMBED
-    scale = lying["stack.stage0.block0.attention_norm.scale"]
+    scale = lying["stack.s0.block0.attention_norm.scale"]
     assert (scale.cut, scale.devices) == ("", ("CPU:0",))
+    # And it can be read.
+    lines = str(found).splitlines()
+    assert lines[0].split() == "device weights optimizer gradients activations in all".split()
+    assert len([line for line in lines if line.startswith("CPU:")]) == 4
+    assert any(line.split()[:4] == ["model", "all_reduce", "forward", "4"] for line in lines)
+    assert lines[-1] == "bubble 33.3%"
+    first = found.layout().splitlines()
+    assert first[0].split() == ["weight", "shape", "cut", "bytes", "devices"]
+    assert any("heads/2" in line for line in first)
 
 
 def test_homes_of_unequal_shape():
@@ -109,21 +99,22 @@ def test_homes_of_unequal_shape():
     assert sent(found, "layers") == BETWEEN
     assert sent(found, "model")["all_reduce forward"] == (2 * MICROBATCHES, 2 * 2 * SIZE)
     assert [m.device for m in found.memory] == ["CPU:0", "CPU:1", "CPU:2"]
-    assert found.memory[2].weights == bytes_of(layer.children["stage1"])
+    assert found.memory[2].weights == bytes_of(layer.children["s1"])
     # Two devices take half the time, so the other one is busy all the time but at the first turn.
     half, whole = 3 * MICROBATCHES / 2, 3 * MICROBATCHES
     makespan = whole + 3 / 2
     assert found.bubble == pytest.approx(1 - (half + whole) / (2 * makespan))
     lying = {w.name: w for w in found.weights}
-    assert lying["stack.stage0.block0.attention.w_q"].cut == "heads/2"
-    assert lying["stack.stage1.block1.attention.w_q"].devices == ("CPU:2",)
+    assert lying["stack.s0.block0.attention.w_q"].cut == "heads/2"
+    assert lying["stack.s1.block1.attention.w_q"].devices == ("CPU:2",)
 
 
-def test_memory_and_bubble_and_flops():
+def test_traffic_memory_bubble_and_flops():
     found, layer = reported("layers:2")
     assert isinstance(found, Report)
+    assert sent(found, "layers") == BETWEEN and {s.axes for s in found.sent} == {"layers"}
     assert [m.device for m in found.memory] == ["CPU:0", "CPU:1"]
-    weights = [bytes_of(layer.children[f"stage{i}"]) for i in range(STAGES)]
+    weights = [bytes_of(layer.children[f"s{i}"]) for i in range(STAGES)]
     assert [m.weights for m in found.memory] == weights
     # The variables themselves stand for the optimizer's here.
     assert found.optimizer == {f"CPU:{i}": weights[i] for i in range(STAGES)}
@@ -137,7 +128,7 @@ def test_memory_and_bubble_and_flops():
 
 def test_weights_count_in_both_dtypes():
     found, layer = reported("layers:2", fprop_dtype=tf.bfloat16)
-    size = bytes_of(layer.children["stage0"])
+    size = bytes_of(layer.children["s0"])
     memory = found.memory[0]
     assert (memory.weights, memory.variables) == (size // 2, size)
     row = str(found).splitlines()[1].split("  ")
@@ -150,18 +141,6 @@ def test_along_data_weights_go_out_and_gradients_come_back_once():
     assert along["weights"] == along["weight gradients"] == (1, bytes_of(layer))
 
 
-def test_it_can_be_read():
-    found, _ = reported("layers:2;model:2 heads:model;d_ff:model")
-    lines = str(found).splitlines()
-    assert lines[0].split() == "device weights optimizer gradients activations in all".split()
-    assert len([line for line in lines if line.startswith("CPU:")]) == 4
-    assert any(line.split()[:4] == ["model", "all_reduce", "forward", "4"] for line in lines)
-    assert lines[-1] == "bubble 33.3%"
-    first = found.layout().splitlines()
-    assert first[0].split() == ["weight", "shape", "cut", "bytes", "devices"]
-    assert any("heads/2" in line for line in first)
-
-
 def test_layers_say_what_they_take_and_hold_for_a_microbatch():
     found, layer = reported("layers:2")
     assert [[each.name for each in of_stage] for of_stage in found.layers] == [
@@ -172,7 +151,7 @@ def test_layers_say_what_they_take_and_hold_for_a_microbatch():
     assert 3 * MICROBATCHES * STAGES * block.flops == found.flops and head.flops == 0
     assert block.output_bytes == BATCH // MICROBATCHES * LENGTH * EMBED * 4
     assert head.output_bytes == 8
-    assert block.parameter_bytes == bytes_of(layer.children["stage0"])
+    assert block.parameter_bytes == bytes_of(layer.children["s0"])
     # Who does not say is not said to hold nothing.
     assert head.parameter_bytes is None and head.activation_bytes is None
     # A stage keeps of a microbatch what its layer says.

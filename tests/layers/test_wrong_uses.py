@@ -7,47 +7,26 @@ import warnings
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers, tshape
+from lingvo.core import layers, py_utils, rnn_cell, rnn_layers
 
-from pipemesh.errors import PartitionError, PipelineError, ScheduleError
+from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.layers import (
     FeatureExtractionLayer,
-    PartitionSequentialLayers,
+    FunctionLayer,
     PipeliningLayer,
     SeqLayer,
 )
 from pipemesh.schedule import gpipe
-from tests.layers.blocks import WIDTH, Block
-from tests.layers.harness import cluster, run_eagerly
+from tests.layers.blocks import WIDTH, Block, Weighted
+from tests.layers.harness import cluster, executing, run_eagerly, run_tf2
 
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
-SHAPE = tshape.Shape([8, 4])
 
 
-def told(value):
-    """What a test is called by: the same in every process, without addresses."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-class Call(base_layer.BaseLayer):
-    """Calls a function of its inputs."""
-
-    @classmethod
-    def Params(cls):
-        p = super().Params()
-        p.Define("function", None, "Of the inputs.")
-        return p
-
-    def FProp(self, theta, *args):
-        return self.params.function(*args)
-
-
-class Scale(base_layer.BaseLayer):
+class Scale(Weighted):
     """Multiplies by a weight, with little to trace."""
 
-    def _CreateLayerVariables(self):
-        super()._CreateLayerVariables()
-        self.CreateVariable("w", py_utils.WeightParams([4], py_utils.WeightInit.Constant(2.0)))
+    shape = (WIDTH,)
 
     def FProp(self, theta, x, *rest):
         return (x * theta.w, *rest) if rest else x * theta.w
@@ -58,11 +37,7 @@ def scale(name):
 
 
 def call(function, name="call"):
-    return Call.Params().Set(name=name, function=function)
-
-
-def block(name="block"):
-    return Block.Params().Set(name=name)
+    return FunctionLayer.Params().Set(name=name, function=function)
 
 
 def dense(name="dense"):
@@ -90,8 +65,7 @@ def first(outputs):
 
 
 def instantiate(params):
-    with tf.Graph().as_default(), cluster(2):
-        py_utils.GetOrCreateGlobalStepVar()
+    with executing(False, 2):
         params.Instantiate()
 
 
@@ -103,19 +77,18 @@ def instantiate(params):
         ({"before_tpl": [dense("s0")]}, "before_tpl and cell_tpl both have a layer named 's0'"),
         ({"fprop_dtype": "bf16"}, "fprop_dtype is 'bf16'; it must be a floating dtype"),
     ],
-    ids=told,
 )
-@pytest.mark.parametrize("layer", [PipeliningLayer, SeqLayer])
-def test_params_of_the_wrong_kind_are_errors_when_the_layer_is_made(layer, values, message):
-    params = layer.Params().Set(**{"name": "stack", "cell_tpl": stages(), **values})
-    with pytest.raises(PipelineError, match=f"^stack: {message}"):
-        instantiate(params)
+def test_params_of_the_wrong_kind_are_errors_when_the_layer_is_made(values, message):
+    for layer in (PipeliningLayer, SeqLayer):
+        params = layer.Params().Set(**{"name": "stack", "cell_tpl": stages(), **values})
+        with pytest.raises(PipelineError, match=f"^stack: {message}"):
+            instantiate(params)
 
 
-@pytest.mark.parametrize("schedule", [None, gpipe, ""], ids=told)
-def test_what_is_no_schedule_is_an_error_that_lists_them(schedule):
-    with pytest.raises(ScheduleError, match=r"^stack: .*1f1b.* interleaved:V.* zb_h1"):
-        instantiate(pipelined(stages(), schedule=schedule))
+def test_what_is_no_schedule_is_an_error_that_lists_them():
+    for schedule in (None, gpipe, ""):
+        with pytest.raises(ScheduleError, match=r"^stack: .*1f1b.* interleaved:V.* zb_h1"):
+            instantiate(pipelined(stages(), schedule=schedule))
 
 
 @pytest.mark.parametrize(
@@ -133,109 +106,85 @@ def test_what_is_no_schedule_is_an_error_that_lists_them(schedule):
         ([dense()], {"num_act_inputs": "1"}, "num_act_inputs is '1'; it must be a whole number"),
         ([dense()], {"num_act_inputs": -1}, "num_act_inputs is -1; it must be at least 0"),
     ],
-    ids=told,
 )
 def test_a_stage_of_the_wrong_parts_is_an_error(sub, kwargs, message):
-    params = FeatureExtractionLayer.Params().Set(name="stage", sub=sub, **kwargs)
     with pytest.raises(PipelineError, match=f"^stage: {message}"):
-        instantiate(params)
+        instantiate(stage("stage", *sub, **kwargs))
 
 
-def test_fetching_from_a_layer_that_keeps_nothing_is_an_error(run):
+def test_fetching_from_a_layer_that_keeps_nothing_is_an_error():
     params = stage("stage", dense(), act_fetch_layers=["dense"], num_act_outputs=1)
     with pytest.raises(PipelineError, match=r"a FCLayer keeps no activation .*FetchLayer"):
-        run(params, [X])
+        run_tf2(params, [X])
+
+
+def positive(x):
+    return tf.boolean_mask(x, x[:, 0, 0] > -1e9)
+
+
+def mean_of_batch(axis, keepdims):
+    return lambda x: tf.reduce_mean(x, axis=axis, keepdims=keepdims)
+
+
+INSIDE = {"loss_inside": True}
+NOT_CUT = r"of the last stage \('s1'\) has shape .* once for eac"
+NESTED = "exactly one NestedMap in and out, but "
 
 
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    ("last", "kwargs", "inputs", "message"),
     [
-        ([], "was given no tensor"),
-        ([None], "was given no tensor"),
-        ([X, np.float32(1)], r"args\.1 has shape \(\) and no dim 0 \(batch_dim\)"),
-        ([X, X[:4]], r"batch sizes 4 \(args\.1\), 8 \(args\.0\) in dim 0 \(batch_dim\)"),
-        ([{"x": X, "y": X[:6]}], r"batch sizes 6 \(args\.0\.y\), 8 \(args\.0\.x\)"),
+        # Inputs that cannot be cut.
+        (None, {}, [], "was given no tensor"),
+        (None, {}, [None], "was given no tensor"),
+        (None, {}, [X, np.float32(1)], r"args\.1 has shape \(\) and no dim 0 \(batch_dim\)"),
+        (None, {}, [X, X[:4]], r"sizes 4 \(args\.1\), 8 \(args\.0\) in dim 0 \(batch_dim\)"),
+        (None, {}, [{"x": X, "y": X[:6]}], r"batch sizes 6 \(args\.0\.y\), 8 \(args\.0\.x\)"),
+        (None, {"nested_map_fprop": True}, [X], f"{NESTED}args are .*ensor; wrap them"),
+        (None, {"nested_map_fprop": True}, [X, None], f"{NESTED}args are .*ensor, NoneType"),
+        (None, {"nested_map_fprop": True}, [{"x": X}], f"{NESTED}args are dict"),
+        (None, {"nested_map_fprop": True}, [], f"{NESTED}args are nothing"),
+        # Outputs that cannot be joined.
+        (mean_of_batch(0, True), {}, [X], NOT_CUT),
+        (lambda x: np.ones([2, 3], np.float32), {}, [X], NOT_CUT),
+        (lambda x: tf.concat(tf.split(x, 2, axis=-1), axis=0), {}, [X], NOT_CUT),
+        (positive, {}, [X], r"shape \(None, 3, 4\); .* tf\.ensure_shape"),
+        # By chance they have the size of a microbatch.
+        (mean_of_batch([0, 1], False), {"num_micro_batches": 2}, [X], "and for the whole batch"),
+        (mean_of_batch([0, 1, 2], True), {"num_micro_batches": 8}, [X], "and for the whole batch"),
+        (lambda x: None, {}, [X], "^stack: stage .*'s1' returns no tensor"),
+        (lambda x: (x, [object()]), {}, [X], r"^stack: stage .*outputs\.1\.0 is an object"),
+        (lambda x: 1.0, {}, [X], r"a scalar \(outputs\.0\).* set loss_inside=True"),
+        # Heads.
+        (
+            lambda x: (tf.reduce_mean(x), float(x.shape[0])),
+            INSIDE,
+            [X],
+            r"'s1'.*is a mean, Mean.*summed weight.*return tf",
+        ),
+        (
+            lambda x: (tf.reduce_sum(x), 2.0, tf.reduce_sum(x, axis=0)),
+            INSIDE,
+            [X],
+            "output 2 of the last stage .* not cut along the batch",
+        ),
     ],
-    ids=["none", "None", "scalar", "sizes", "nested"],
 )
-def test_inputs_that_cannot_be_cut_are_errors_that_name_them(run, inputs, message):
+def test_what_cannot_be_cut_or_joined_is_an_error(last, kwargs, inputs, message):
     with pytest.raises(PipelineError, match=message):
-        run(pipelined(stages()), inputs, num_devices=2)
+        run_tf2(pipelined(stages(last), **kwargs), inputs, num_devices=2, loss=first)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: tf.reduce_mean(x, axis=0, keepdims=True),
-        lambda x: np.ones([2, 3], np.float32),
-        lambda x: tf.concat(tf.split(x, 2, axis=-1), axis=0),
-    ],
-    ids=["kept", "numpy", "heads"],
-)
-def test_an_output_that_is_not_cut_along_the_batch_is_an_error_and_not_joined(run, function):
-    with pytest.raises(
-        PipelineError, match=r"of the last stage \('s1'\) has shape .* once for eac"
-    ):
-        run(pipelined(stages(function)), [X], num_devices=2)
-
-
-def test_an_output_of_unknown_size_is_an_error_that_says_how_to_set_its_shape(run):
-    def positive(x):
-        return tf.boolean_mask(x, x[:, 0, 0] > -1e9)
-
-    with pytest.raises(PipelineError, match=r"shape \(None, 3, 4\); .* tf\.ensure_shape"):
-        run(pipelined(stages(positive)), [X], num_devices=2)
+def test_what_can_be_joined():
+    expected = run_tf2(pipelined(stages()), [X], num_devices=2)
     params = pipelined(stages(lambda x: tf.ensure_shape(positive(x), x.shape)))
-    expected = run(pipelined(stages()), [X], num_devices=2)
-    run(params, [X], num_devices=2).assert_close(expected)
-
-
-@pytest.mark.parametrize(("num_microbatches", "axis"), [(2, 1), (8, [1, 2])])
-def test_an_output_that_has_the_size_of_a_microbatch_by_chance_is_an_error(
-    run, num_microbatches, axis
-):
-    def mean(x):
-        return tf.reduce_mean(x, axis=[0, *np.atleast_1d(axis)], keepdims=num_microbatches == 8)
-
-    params = pipelined(stages(mean), num_micro_batches=num_microbatches)
-    with pytest.raises(PipelineError, match="and for the whole batch"):
-        run(params, [X], num_devices=2)
-
-
-def test_an_output_that_is_the_same_for_each_example_is_joined(run):
+    run_tf2(params, [X], num_devices=2).assert_close(expected)
+    # The same for each example.
     params = pipelined(stages(lambda x: (x, tf.ones([x.shape[0]]))), num_micro_batches=8)
-    assert run(params, [X], num_devices=2).outputs[1].shape == (8,)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x: None, "'s1' returns no tensor"),
-        (lambda x: (x, [object()]), r"outputs\.1\.0 is an object"),
-        (lambda x: 1.0, r"a scalar \(outputs\.0\).* set loss_inside=True"),
-    ],
-    ids=["none", "object", "number"],
-)
-def test_outputs_that_are_no_tensors_are_errors_that_name_them(run, function, message):
-    with pytest.raises(PipelineError, match=f"^stack: stage .*{message}"):
-        run(pipelined(stages(function)), [X], num_devices=2)
-
-
-def test_a_head_that_returns_no_summed_loss_and_weight_is_told_what_to_return(run):
-    head = stages(lambda x: (tf.reduce_mean(x), float(x.shape[0])))
-    with pytest.raises(PipelineError, match=r"'s1'.*is a mean, Mean.*summed weight.*return tf"):
-        run(pipelined(head, loss_inside=True), [X], num_devices=2, loss=first)
+    assert run_tf2(params, [X], num_devices=2).outputs[1].shape == (8,)
     # A mean for each microbatch with weight 1 is a loss.
-    params = pipelined(stages(lambda x: (tf.reduce_mean(x), 1)), loss_inside=True)
-    assert run(params, [X], num_devices=2, loss=first).outputs[1] == 4
-
-
-def test_a_metric_that_is_not_cut_along_the_batch_is_an_error(run):
-    head = stages(lambda x: (tf.reduce_sum(x), 2.0, tf.reduce_sum(x, axis=0)))
-    with pytest.raises(
-        PipelineError, match=r"output 2 of the last stage .* not cut along the batch"
-    ):
-        run(pipelined(head, loss_inside=True), [X], num_devices=2, loss=first)
+    params = pipelined(stages(lambda x: (tf.reduce_mean(x), 1)), **INSIDE)
+    assert run_tf2(params, [X], num_devices=2, loss=first).outputs[1] == 4
 
 
 class Nested(Block):
@@ -274,16 +223,6 @@ def test_a_nested_map_in_and_out_needs_no_flag(run):
     np.testing.assert_array_equal(outputs, [X, X + 1])
 
 
-@pytest.mark.parametrize(
-    ("inputs", "given"),
-    [([X], "args are .*ensor"), ([{"x": X}], "args are dict"), ([], "args are nothing")],
-    ids=["tensor", "dict", "none"],
-)
-def test_nested_map_fprop_with_anything_else_is_an_error(run, inputs, given):
-    with pytest.raises(PipelineError, match=f"exactly one NestedMap in and out, but {given}"):
-        run(pipelined(stages(), nested_map_fprop=True), inputs, num_devices=2)
-
-
 def test_a_sequence_without_stages_is_what_comes_before_them(run):
     params = SeqLayer.Params().Set(name="seq", before_tpl=[dense()])
     run(stage("plain", dense()), [X]).assert_close(run(params, [X]))
@@ -297,67 +236,12 @@ def test_an_error_that_a_layer_raises_says_in_which_layer_and_with_what(run):
     assert re.fullmatch(r"in layer 'head' of 's1', which was given float32 \[[28], 3, 4\]", note)
 
 
-class NoMeta(base_layer.BaseLayer):
-    def FProp(self, theta, x):
-        return x
-
-
-class Meta(NoMeta):
-    """Says of itself what it is told."""
-
-    @classmethod
-    def Params(cls):
-        p = super().Params()
-        p.Define("meta", None, "A function of the shapes.")
-        return p
-
-    @classmethod
-    def FPropMeta(cls, p, *shapes):
-        return p.meta(*shapes)
-
-
-def meta(**fields):
-    return [Meta.Params().Set(name="m", meta=lambda *_: py_utils.NestedMap(fields))] * 2
-
-
-@pytest.mark.parametrize(
-    ("params", "num_stages", "shapes", "message"),
-    [
-        ([NoMeta.Params()] * 2, 2, [SHAPE], r"'cell_000' \(NoMeta\) has no FPropMeta, .*define it"),
-        (meta(out_shapes=(SHAPE,)), 2, [SHAPE], r"'cell_000' \(Meta\): FPropMeta returns .*flops="),
-        (meta(flops="a", out_shapes=(SHAPE,)), 2, [SHAPE], "FPropMeta returns .*flops=a number"),
-        (meta(flops=1, out_shapes=SHAPE), 2, [SHAPE], "returns out_shapes .*a tuple of"),
-        (meta(flops=-1, out_shapes=(SHAPE,)), 2, [SHAPE], r"costs\[0\] is -1"),
-        ([dense()] * 2, 2, [], "FPropMeta, given no shapes, failed with TypeError"),
-        ([dense()] * 2, 2, [[8, 4]], r"the shape of input 0 is \[8, 4\], a list; write .*tshape"),
-        ([dense()] * 2, 2, [], "given no shapes, .*; give a tshape.Shape for each input of the fi"),
-        (
-            [dense()] * 2,
-            2,
-            [tshape.Shape([8, 5])],
-            r"failed with AssertionError: assert inputs\[-1\] == p.input_dim; do the shapes fit",
-        ),
-        ([dense().Set(fprop_dtype="bf16")], 1, [SHAPE], "layer 0 of .*: fprop_dtype is 'bf16'"),
-        ([dense()] * 2, 2, [None], "given None, failed with .* do the shapes fit"),
-        ([dense()], 2, [SHAPE], "num_stages is 2, but 1 layers"),
-        ([dense()] * 2, "2", [SHAPE], "num_stages is '2', but must be a whole number"),
-        ([], 2, [SHAPE], "costs is empty"),
-        (None, 2, [SHAPE], r"what is to be cut is None, not the Params of a layer"),
-        ([Block], 1, [SHAPE], r"what is to be cut is .*; write Block\.Params\(\)"),
-    ],
-)
-def test_a_stack_that_cannot_be_cut_is_a_partition_error(params, num_stages, shapes, message):
-    with pytest.raises(PartitionError, match=message):
-        PartitionSequentialLayers(params, num_stages, *shapes)
-
-
-@pytest.mark.parametrize("is_pipelined", [True, False])
-def test_an_input_in_the_place_of_theta_is_an_error(is_pipelined):
-    with tf.Graph().as_default(), cluster(2):
-        py_utils.GetOrCreateGlobalStepVar()
-        stack = pipelined(stages(), pipelined=is_pipelined).Instantiate()
+@pytest.mark.parametrize("cls", [PipeliningLayer, SeqLayer])
+def test_an_input_in_the_place_of_theta_is_an_error(cls):
+    stack = cls.Params().Set(name="stack", cell_tpl=stages())
+    with executing(False, 2):
         with pytest.raises(PipelineError, match=r"argument of FProp is .* not theta; call FPropD"):
-            stack.FProp(tf.constant(X))
+            stack.Instantiate().FProp(tf.constant(X))
 
 
 def test_a_mesh_of_another_length_is_one_warning(eagerly):
@@ -370,9 +254,8 @@ def test_a_mesh_of_another_length_is_one_warning(eagerly):
                 stack.FPropDefaultTheta(tf.constant(X))
         found = [str(one.message) for one in told if "places along" in str(one.message)]
         assert len(found) == (message is not None) and all(message in text for text in found)
-    four = [stage(f"s{i}", block(f"block{i}")) for i in range(4)]
     with cluster(2), pytest.warns(UserWarning, match="each place takes 2 in turn; .*looped_bfs:2"):
-        pipelined(four).Instantiate()
+        pipelined([stage(f"s{i}", scale(f"scale{i}")) for i in range(4)]).Instantiate()
 
 
 def test_a_cell_of_lingvo_that_draws_is_refused_by_name(run):

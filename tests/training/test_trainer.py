@@ -7,7 +7,7 @@ from pipemesh.recurrent.watch.marks import Stand, waits_of
 from pipemesh.schedule import one_f_one_b
 from pipemesh.training.trainer import Workers, stage_rows
 from tests.layers.harness import cluster
-from tests.layers.pipeline.test_simd_stack import layers_of, stack
+from tests.layers.pipeline.named_stacks import language, language_layers
 
 DEVICES = [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(3)]
 
@@ -104,9 +104,9 @@ def test_waiting_workers_are_named(workers):
 def test_the_table_of_stages_has_what_every_device_computes_where_there_is_such():
     rows = {}
     for name, first in (("embedding", 0), ("none", 1)):
-        layers = layers_of()[first:]
+        layers = language_layers()[first:]
         bounds = [0, 3 - first, len(layers)]
         with cluster("layers:2"):
-            rows[name] = stage_rows(stack(bounds, layers=layers).Set(name=name).Instantiate())
+            rows[name] = stage_rows(language(bounds, layers=layers).Set(name=name).Instantiate())
     stages = {name: [row[0] for row in of_stack[1:]] for name, of_stack in rows.items()}
     assert stages == {"embedding": ["all", "0", "1", "all"], "none": ["0", "1", "all"]}

@@ -11,7 +11,7 @@ import lingvo.compat as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.check_params import check_micro_batch_size, check_theta, is_rest
+from pipemesh.layers.check_params import check_theta, is_rest
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named.scope import exported
 from pipemesh.layers.pipeline.accumulators import carried, finish_carries, first_carry
@@ -116,7 +116,8 @@ class PipeliningLayer(SeqLayer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self._eager_runs: dict[Any, Any] = {}
+        # The functions that eager calls have traced.
+        self.eager_runs: dict[Any, Any] = {}
         # Set it to an ActionClock or Marks before a graph is built to time its actions.
         self.clock: Clock | None = None
         # Set it before a graph is built to locate values that are not finite.
@@ -128,8 +129,7 @@ class PipeliningLayer(SeqLayer):
         p = self.params
         self.simd: SimdStack | None = None
         if p.pipelined and p.loss_inside and p.lowering == "simd":
-            calls = self._fprop_before, self._fprop_cell
-            self.simd = SimdStack(self, self.plan, tpls, pinned, *calls)
+            self.simd = SimdStack(self, self.plan, tpls, pinned)
             # These names are no part of the names of variables that are made next.
             self.stage_names, create = self.simd.names, super()._create_cells
             self.simd.create(lambda stages: create(stages, homes, pinned))
@@ -225,7 +225,7 @@ class PipeliningLayer(SeqLayer):
         homes = self.StageHomes()
         step = step_of_call(self)
         with tf.device(homes[0].first), whole_batch_randomness(step):
-            args = to_tuple(self._fprop_before(theta, *args))
+            args = to_tuple(self.FPropBefore(theta, *args))
         check_none_before(p)
         eagerly = tf.executing_eagerly()
         structure, inputs, weights, carries = self._flat(theta, args, homes)
@@ -245,20 +245,18 @@ class PipeliningLayer(SeqLayer):
                 weight = tf.reduce_sum(tf.cast(weights_of_parts, loss.dtype))
             return [loss, weight, *metrics], carries
 
+        structures: list[StageStructure] = []
         if eagerly:
             noted = self.clock, self.locates_errors, has_context()
             key = (structure.key, self.do_eval, tuple(homes), *noted)
-            if key not in self._eager_runs:
-                structures: list[StageStructure] = []
 
-                def traced(*tensors: Any) -> Any:
-                    results = build(*tensors, structures=structures)
-                    check_fresh(p.name, tf.get_default_graph())
-                    return results
+            def traced(*tensors: Any) -> Any:
+                results = build(*tensors, structures=structures)
+                check_fresh(p.name, tf.get_default_graph())
+                return results
 
-                run = tf.function(traced, autograph=False)
-                self._eager_runs[key] = (run, structures)
-            run, structures = self._eager_runs[key]
+            new_run = tf.function(traced, autograph=False), structures
+            run, structures = self.eager_runs.setdefault(key, new_run)
             thetas = [[*map(tf.convert_to_tensor, each.tensors)] for each in weights]
             try:
                 outputs, carries = run(thetas, inputs, carries, step)
@@ -268,7 +266,6 @@ class PipeliningLayer(SeqLayer):
                     raise
                 raise explained from error
         else:
-            structures = []
             thetas = [each.tensors for each in weights]
             outputs, carries = build(thetas, inputs, carries, step, structures)
         if not self.do_eval:
@@ -302,7 +299,7 @@ class PipeliningLayer(SeqLayer):
             theta = whole.Pack(flat)
             homes = self.StageHomes()
             with tf.device(homes[0].first), whole_batch_randomness():
-                args = to_tuple(self._fprop_before(theta, *args))
+                args = to_tuple(self.FPropBefore(theta, *args))
             structure, inputs, weights, carries = self._flat(theta, args, homes)
             thetas = [stage_weights.tensors for stage_weights in weights]
             stages = self._stages(weights, homes, thetas, carries, structure, [])
@@ -328,8 +325,13 @@ class PipeliningLayer(SeqLayer):
         structure = StageStructure(args, p.nested_map_fprop, p.name, "args")
         inputs = structure.flatten(args)
         names, replicas = structure.leaf_names, homes[0].num_replicas
-        microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
-        check_micro_batch_size(p, inputs)
+        size = microbatch_size(inputs, p.num_micro_batches, p.batch_dim, names, replicas)
+        if p.micro_batch_size not in (None, size):
+            raise PipelineError(
+                f"{p.name}: micro_batch_size {p.micro_batch_size} * num_micro_batches "
+                f"{p.num_micro_batches} is not the batch size {size * p.num_micro_batches}; leave "
+                "micro_batch_size unset to derive it"
+            )
         cells = [self.children[name] for name in self.stage_names]
         weights = [
             StageWeights(cell, theta[name], home)
@@ -408,7 +410,7 @@ class PipeliningLayer(SeqLayer):
                 keyed_seeds(global_step_in(step)),
                 self.stage_lowerings[number].on(current_devices()),
             ):
-                outputs = self._fprop_cell(
+                outputs = self.FPropCell(
                     weights.pack(theta), name, *structures[number].pack_arguments(inputs)
                 )
                 outputs = to_tuple(outputs)

@@ -164,12 +164,12 @@ class SeqLayer(base_layer.BaseLayer):
         """Runs the stack on the whole batch, and returns the results of the last stage."""
         check_theta(self.params.name, theta)
         with whole_batch_randomness(step_of_call(self)):
-            args = self._fprop_before(theta, *args)
+            args = self.FPropBefore(theta, *args)
             # There is a device even without a stage.
             homes = zip(self.StageHomes(), self.stage_lowerings, strict=True)
             for name, (home, lowering) in zip(self.stage_names, homes, strict=False):
                 with tf.device(home.first), lowering.on(home.replica(0)):
-                    args = exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
+                    args = exported(self.FPropCell(theta[name], name, *to_tuple(args)))
         return args
 
     def FPropStage(self, theta: Any, number: int, *args: Any, replica: int = 0) -> Any:
@@ -181,19 +181,19 @@ class SeqLayer(base_layer.BaseLayer):
             tf.device(devices[0]),
             lowering.whole_rows().on(devices),
         ):
-            return exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
+            return exported(self.FPropCell(theta[name], name, *to_tuple(args)))
 
-    def _fprop_before(self, theta: Any, *args: Any) -> Any:
+    def FPropBefore(self, theta: Any, *args: Any) -> Any:
         """Runs the layers before the stages inside randomness."""
         if py_utils.IsEagerMode() and not self._weights_are_its_own:
             # A graph itself rejects a second variable of one name.
             check_weights_are_its_own(self, (SeqLayer, FeatureExtractionLayer))
             self._weights_are_its_own = True
         for name in self._before_names:
-            args = exported(self._fprop_cell(theta[name], name, *to_tuple(args)))
+            args = exported(self.FPropCell(theta[name], name, *to_tuple(args)))
         return args
 
-    def _fprop_cell(self, theta: Any, name: str, *args: Any) -> Any:
+    def FPropCell(self, theta: Any, name: str, *args: Any) -> Any:
         """Runs one stage, or one layer before the stages, inside randomness."""
         cell = self.children[name]
         with layer_aliases({}, name_in_task(self)):

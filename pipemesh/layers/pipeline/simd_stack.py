@@ -59,18 +59,9 @@ class SimdStack:
     All devices compute the layers before and behind together, each its slices, on the whole batch.
     """
 
-    def __init__(
-        self,
-        stack: Any,
-        plan: Plan,
-        tpls: Sequence[Any],
-        pinned: bool,
-        call_before: Callable[..., Any],
-        call_cell: Callable[..., Any],
-    ) -> None:
+    def __init__(self, stack: Any, plan: Plan, tpls: Sequence[Any], pinned: bool) -> None:
         before, stages, behind = simd_split(stack.params, tpls)
         self._stack, self._pinned = stack, pinned
-        self._call_before, self._call_cell = call_before, call_cell
         self._tpls = stages
         self._ends = [tpl for tpl in (before, behind) if tpl is not None]
         # The names of the cells before and behind the alike layers; None without such layers.
@@ -86,7 +77,6 @@ class SimdStack:
             plan.num_microbatches,
             len(stages) // mesh.num_stages,
         )
-        self._eager_runs: dict[Any, Callable[..., Any]] = {}
 
     def create(self, create_stages: Callable[[Sequence[Any]], None]) -> None:
         """Makes the cells; `create_stages` makes those with alike layers, each on its home."""
@@ -148,15 +138,14 @@ class SimdStack:
         if not tf.executing_eagerly():
             return self._placed(theta, args, devices, step)
         key = (stack.do_eval, has_context(), *devices, str(theta.Transform(lambda _: None)))
-        if key not in self._eager_runs:
 
-            def traced(flat: Any, args: Any, step: Any) -> Any:
-                return self._placed(theta.Pack(flat), args, devices, step)
+        def traced(flat: Any, args: Any, step: Any) -> Any:
+            return self._placed(theta.Pack(flat), args, devices, step)
 
-            self._eager_runs[key] = tf.function(traced, autograph=False)
+        run = stack.eager_runs.setdefault(key, tf.function(traced, autograph=False))
         flat = [tf.convert_to_tensor(weight) for weight in theta.Flatten()]
         args = tf.nest.map_structure(lambda t: None if t is None else tf.convert_to_tensor(t), args)
-        return self._eager_runs[key](flat, args, step)
+        return run(flat, args, step)
 
     def _placed(
         self, theta: Any, args: tuple[Any, ...], devices: Sequence[str], step: tf.Tensor | None
@@ -261,7 +250,7 @@ class SimdStack:
 
     def run_before(self, theta: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Runs the layers before all stages on the stack's inputs, on the current device."""
-        return cast_first(self._stack.params, to_tuple(self._call_before(theta, *args)))
+        return cast_first(self._stack.params, to_tuple(self._stack.FPropBefore(theta, *args)))
 
     def computed_theta(self, theta: Any) -> Any:
         """Returns weights in the dtypes of the layers before and behind the alike ones."""
@@ -280,7 +269,7 @@ class SimdStack:
         tied, rest = self._stack.params.tied_weights, None if theta is None else theta[cell]
         layer = self._stack.children[cell]
         cell_theta = _theta_of(layer, lambda path: weights[tied.get(path, path)], rest, "")
-        return self._call_cell(cell_theta, cell, *args)
+        return self._stack.FPropCell(cell_theta, cell, *args)
 
     def call_alike(self, weights: Mapping[str, Tensor], args: Sequence[Any]) -> tuple[Any, ...]:
         """Calls one of the alike layers, and returns the arguments of the next one."""

@@ -136,11 +136,7 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
                 f"itself; name the one that is made: {tied[source]!r}"
             )
         _parse(owner, source)
-    changed = [_changed(p, tied_by_layer) for p in params]
-    names = [name for p in params for name in _names(p)]
-    for layer in tied_by_layer:
-        _check_known(owner, layer, names)
-    return changed
+    return [_changed(p, tied_by_layer) for p in params]
 
 
 def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
@@ -150,10 +146,6 @@ def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
     elif p.name in tied_by_layer and issubclass(p.cls, NamedLayer):
         p = p.Copy().Set(given_weights=tuple(tied_by_layer[p.name]))
     return p
-
-
-def _names(p: Any) -> list[str]:
-    return [name for sub in p.sub for name in _names(sub)] if is_stage(p) else [p.name]
 
 
 def tie_weights(
@@ -198,18 +190,15 @@ def _parse(owner: str, text: Any) -> tuple[str, str]:
     return layer, weight
 
 
-def _check_known(owner: str, name: str, names: Sequence[str]) -> None:
+def _found(owner: str, name: str, layers: Sequence[Any]) -> NamedLayer:
+    names = [layer.params.name for layer in layers]
     count = names.count(name)
     if count != 1:
         hint = "; give each a name of its own" if count else nearest_text(name, names)
         raise PipelineError(
             f"{owner}: tied_weights names the layer {name!r}, of which there are {count}{hint}"
         )
-
-
-def _found(owner: str, name: str, layers: Sequence[Any]) -> NamedLayer:
-    _check_known(owner, name, [layer.params.name for layer in layers])
-    layer = next(layer for layer in layers if layer.params.name == name)
+    layer = layers[names.index(name)]
     if not isinstance(layer, NamedLayer):
         raise PipelineError(
             f"{owner}: tied_weights names {name!r}, a {type(layer).__name__}, but only layers with "

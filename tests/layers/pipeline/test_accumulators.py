@@ -7,7 +7,7 @@ from lingvo.core import base_layer, bn_layers, layers, py_utils
 
 from pipemesh.errors import PipelineError
 from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.stacks import stack_of
+from tests.layers.stacks import stack_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 3, 4]).astype(np.float32)
@@ -42,10 +42,9 @@ def model(num_microbatches=1, **kwargs):
     return stack_of(layers, [0, 1, 2], num_micro_batches=num_microbatches, **kwargs)
 
 
-@pytest.mark.parametrize("run", [run_eagerly, pytest.param(run_tf2, marks=pytest.mark.exhaustive)])
-def test_one_microbatch_equals_the_plain_stack(run):
+def test_one_microbatch_equals_the_plain_stack():
     wanted, found = [
-        run(model(pipelined=pipelined), [X, PADDINGS], num_devices=2, steps=2)
+        run_eagerly(model(pipelined=pipelined), [X, PADDINGS], num_devices=2, steps=2)
         for pipelined in (False, True)
     ]
     # The averages are among the weights.
@@ -55,12 +54,10 @@ def test_one_microbatch_equals_the_plain_stack(run):
 @pytest.mark.slow
 def test_averages_are_those_of_the_whole_batch():
     wanted = run_tf2(model(pipelined=False), [X, PADDINGS], num_devices=2).weights
-    for devices, number, remat in ((2, 4, "none"), ("layers:2;data:2", 2, "full")):
-        found = run_tf2(model(number, remat=remat), [X, PADDINGS], num_devices=devices).weights
-        # Of the first layer: what comes later has been normalized by microbatch.
-        for name in ("mean", "variance"):
-            name = f"layer0/norm/moving_{name}/var:0"
-            np.testing.assert_allclose(found[name], wanted[name], 1e-5, 1e-6)
+    found = run_tf2(model(2), [X, PADDINGS], num_devices="layers:2;data:2").weights
+    # Of the first layer: what comes later has been normalized by microbatch.
+    for name in ("layer0/norm/moving_mean/var:0", "layer0/norm/moving_variance/var:0"):
+        np.testing.assert_allclose(found[name], wanted[name], 1e-5, 1e-6)
 
 
 def test_lingvos_learner_finds_the_updates_of_a_graph():

@@ -1,111 +1,68 @@
 """PipeliningLayer equals the plain stack and keeps what lingvo users rely on."""
 
-import functools
-import itertools
-
 import numpy as np
 import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, layers, py_utils, tshape
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers import (
-    FeatureExtractionLayer,
-    PartitionSequentialLayers,
-    PipeliningLayer,
-    SeqLayer,
-)
-from tests.layers.blocks import WIDTH, Block, blocks
+from pipemesh.layers import PartitionSequentialLayers, SeqLayer
+from tests.layers.blocks import WIDTH, Block, Counter, Weighted, blocks
 from tests.layers.harness import evaluated, executing, run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.stacks import plain
+from tests.layers.stacks import EXACT, cells_of, equal_to_plain, plain, stack_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
+HALVES, ALONE = [0, 2, 4], [0, 1, 2, 3, 4]
 
 
-def cut(sub, num_stages):
-    size = len(sub) // num_stages
-    return [
-        FeatureExtractionLayer.Params().Set(name=f"stage{i}", sub=sub[i * size : (i + 1) * size])
-        for i in range(num_stages)
-    ]
-
-
-def pipelined(cells, num_micro_batches, **kwargs):
-    return PipeliningLayer.Params().Set(
-        name="stack", cell_tpl=cells, num_micro_batches=num_micro_batches, **kwargs
-    )
-
-
-@functools.cache
-def expected(run):
-    """The plain model's results, computed once for each mode."""
-    return run(plain(blocks(4)), [X], steps=3)
-
-
-OFTEN = [(run_tf1, 2, 4), (run_tf2, 4, 1), (run_tf2, 1, 8), (run_tf1, 4, 8)]
+def stack(bounds=(0, 1, 2), **kwargs):
+    return stack_of(blocks(bounds[-1]), bounds, **{"num_micro_batches": 4, **kwargs})
 
 
 @pytest.mark.parametrize(
-    ("run", "num_stages", "num_micro_batches"),
+    ("run", "mesh", "bounds", "number", "options"),
     [
-        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive)
-        for case in itertools.product([run_tf1, run_tf2], [1, 2, 4], [1, 4, 8])
+        (run_tf1, "layers:3", [0, 1, 3, 4], 4, {}),
+        (run_tf2, "layers:4", ALONE, 1, {}),
+        (run_tf2, "layers:1", [0, 4], 8, {}),
+        (run_eagerly, "layers:2", HALVES, 2, {"remat": "none"}),
+        (run_tf1, "layers:2;data:2", HALVES, 2, {}),
+        (run_tf1, "layers:1;data:2", [0, 4], 4, {"loop": True}),
+        (run_tf2, "data:4;layers:2", HALVES, 1, {"remat": "none"}),
+        (run_tf2, "layers:2;data:2", ALONE, 2, {"schedule": "looped_bfs:2"}),
     ],
-    indirect=["run"],
 )
-def test_everything_equals_the_plain_model_with_dropout_on(run, num_stages, num_micro_batches):
-    params = pipelined(cut(blocks(4), num_stages), num_micro_batches)
-    result = run(params, [X], steps=3, num_devices=num_stages)
-    result.assert_close(expected(run), rtol=1e-4, atol=1e-5)
-    assert len(result.grads) == 4
-    assert result.accumulators == [8.0] * 4
-
-
-def test_both_execution_modes_agree():
-    params = pipelined(cut(blocks(4), 2), 2, remat="none")
-    found = run_eagerly(params, [X], steps=3, num_devices=2)
-    found.assert_close(expected(run_tf1), rtol=1e-4, atol=1e-5)
+def test_everything_equals_the_plain_model_with_dropout_on(run, mesh, bounds, number, options):
+    params = stack(bounds, num_micro_batches=number, **options)
+    found = equal_to_plain(run, params, [X], mesh, steps=3)
+    assert len(found.grads) == 4
+    # Layers count the whole batch.
+    np.testing.assert_allclose(found.accumulators, [8.0] * 4)
 
 
 def test_stages_beyond_the_devices_share_them(run):
-    params = pipelined(cut(blocks(4), 4), 2)
     with pytest.warns(UserWarning, match="each place takes 2 in turn"):
-        found = run(params, [X], steps=3, num_devices=2)
-    found.assert_close(expected(run), rtol=1e-4, atol=1e-5)
+        equal_to_plain(run, stack(ALONE, num_micro_batches=2), [X], 2, steps=3)
 
 
 def test_seq_layer_equals_the_pipeline(run):
-    params = SeqLayer.Params().Set(name="seq", cell_tpl=cut(blocks(4), 2))
-    run(params, [X], steps=3, num_devices=2).assert_close(expected(run), rtol=1e-4, atol=1e-5)
-
-
-def test_dropout_differs_from_step_to_step():
-    with executing(True, 2) as step:
-        layer = pipelined(cut(blocks(2), 2), 2).Instantiate()
-        call = tf.function(lambda: layer.FPropDefaultTheta(tf.constant(X)), autograph=False)
-        first, again = call(), call()
-        step.assign_add(1)
-        np.testing.assert_array_equal(first, again)
-        assert (call() != first).numpy().any()
+    equal_to_plain(run, stack_of(blocks(4), HALVES, SeqLayer), [X], 2, steps=3)
 
 
 def test_batch_dim_1_and_layers_before(run):
     x = np.ascontiguousarray(X.swapaxes(0, 1))
     before = Block.Params().Set(name="before", time_major=True)
-    wanted = run(plain([before.Copy(), *blocks(2, time_major=True)]), [x], steps=3)
-    cells = cut(blocks(2, time_major=True), 2)
-    found = run(pipelined(cells, 4, batch_dim=1, before_tpl=[before]), [x], steps=3, num_devices=2)
-    found.assert_close(wanted, rtol=1e-4, atol=1e-5)
+    sub = blocks(2, time_major=True)
+    params = stack_of(sub, [0, 1, 2], num_micro_batches=4, batch_dim=1, before_tpl=[before])
+    equal_to_plain(run, params, [x], 2, steps=3)
 
 
 def test_none_keeps_its_place_and_integers_their_type(run):
     ids = np.arange(8, dtype=np.int32)
-    result = run(pipelined(cut(blocks(2), 2), 4), [X, None, ids], steps=1, num_devices=2)
+    result = equal_to_plain(run, stack(), [X, None, ids], 2, steps=1)
     assert len(result.outputs) == 2
-    np.testing.assert_array_equal(result.outputs[1], ids)
     assert result.outputs[1].dtype == np.int32
-    result.assert_close(run(plain(blocks(2)), [X, None, ids], steps=1), rtol=1e-4, atol=1e-5)
 
 
 class MapBlock(Block):
@@ -119,97 +76,90 @@ class MapBlock(Block):
 def test_nested_map_in_and_out(run):
     sub = [MapBlock.Params().Set(name=f"block{i}") for i in range(4)]
     argument = py_utils.NestedMap(x=X, ids=np.arange(8), nothing=None, extra=None)
-    params = pipelined(cut(sub, 2), 4, nested_map_fprop=True)
-    result = run(params, [argument], steps=3, num_devices=2)
-    expected = run(plain(sub), [argument], steps=3)
-    result.assert_close(expected, rtol=1e-4, atol=1e-5)
-    assert len(result.outputs) == 3
+    params = stack_of(sub, HALVES, num_micro_batches=4, nested_map_fprop=True)
+    assert len(equal_to_plain(run, params, [argument], 2, steps=3).outputs) == 3
 
 
 def test_fetched_activations_cross_stages_and_carry_gradients(run):
-    def sub(i):
-        return [*blocks(4)[i : i + 1], layers.FetchLayer.Params().Set(name=f"fetch{i}")]
-
-    whole = plain(sub(0) + sub(1), act_fetch_layers=["fetch0", "fetch1"], num_act_outputs=2)
-    cells = [
-        FeatureExtractionLayer.Params().Set(
-            name="a", sub=sub(0), act_fetch_layers=["fetch0"], num_act_outputs=1
-        ),
-        FeatureExtractionLayer.Params().Set(
-            name="b",
-            sub=sub(1),
-            act_fetch_layers=["fetch1"],
-            num_act_inputs=1,
-            num_act_outputs=2,
-        ),
-    ]
-    expected = run(whole, [X], steps=3)
-    result = run(pipelined(cells, 4), [X], steps=3, num_devices=2)
+    sub = []
+    for i, block in enumerate(blocks(2)):
+        sub += [block, layers.FetchLayer.Params().Set(name=f"fetch{i}")]
+    params = stack_of(sub, HALVES, num_micro_batches=4)
+    params.cell_tpl[0].Set(act_fetch_layers=["fetch0"], num_act_outputs=1)
+    params.cell_tpl[1].Set(act_fetch_layers=["fetch1"], num_act_inputs=1, num_act_outputs=2)
+    whole = plain(sub, act_fetch_layers=["fetch0", "fetch1"], num_act_outputs=2)
+    result = run(params, [X], steps=3, num_devices=2)
     assert len(result.outputs) == 3
-    result.assert_close(expected, rtol=1e-4, atol=1e-5)
+    result.assert_close(run(whole, [X], steps=3), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_eval_mode_has_no_dropout_on_one_device_and_on_several(run, num_devices):
-    expected = run(plain(blocks(4)), [X], do_eval=True)
-    params = pipelined(cut(blocks(4), 2), 4)
-    result = run(params, [X], num_devices=num_devices, do_eval=True)
-    result.assert_close(expected)
-    without = run(plain(blocks(4, rate=0.0)), [X], do_eval=True)
-    result.assert_close(without)
+# Three rows are no multiple of the microbatches.
+@pytest.mark.parametrize(("mesh", "rows"), [(1, 3), (2, 3), (2, 8), ("layers:2;data:2", 8)])
+def test_evaluation_has_no_dropout_and_takes_any_batch(run, mesh, rows):
+    found = equal_to_plain(run, stack(HALVES), [X[:rows]], mesh, do_eval=True, **EXACT)
+    assert found.outputs[0].shape == (rows, 3, WIDTH)
 
 
-def test_eval_on_one_device_takes_any_batch(run):
-    params = pipelined(cut(blocks(4), 2), 4)
-    assert run(params, [X[:3]], do_eval=True).outputs[0].shape == (3, 3, WIDTH)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_micro_batches": 3}, "a batch of 8 does not divide into 3 microbatches"),
-        (
-            {"num_micro_batches": 2, "micro_batch_size": 3},
-            r"micro_batch_size 3 \* num_micro_batches 2 is not the batch size 8",
-        ),
-    ],
-)
-def test_bad_params_are_errors_before_the_first_step(run, kwargs, message):
-    params = pipelined(cut(blocks(2), 2), 1).Set(**kwargs)
-    with pytest.raises(PipelineError, match=message):
-        run(params, [X])
-
-
-def test_dynamic_shapes_are_an_error_that_says_what_to_do():
-    with tf.Graph().as_default():
-        py_utils.GetOrCreateGlobalStepVar()
-        stack = pipelined(cut(blocks(2), 2), 2).Instantiate()
-        x = tf.compat.v1.placeholder(tf.float32, [None, 3, WIDTH])
-        with pytest.raises(PipelineError, match="static shapes"):
-            stack.FPropDefaultTheta(x)
-
-
-def test_dropout_without_a_global_step_is_an_error():
-    with tf.Graph().as_default():
-        stack = pipelined(cut(blocks(2), 2), 2).Instantiate()
-        with pytest.raises(PipelineError, match="keyed by the global step"):
-            stack.FPropDefaultTheta(tf.constant(X))
-
-
-class _Shuffle(base_layer.BaseLayer):
+class Shuffle(base_layer.BaseLayer):
     def FProp(self, theta, x):
         return tf.random.shuffle(x)
 
 
-def test_random_operations_that_cannot_be_cut_are_errors():
-    stage = FeatureExtractionLayer.Params().Set(name="a", sub=[_Shuffle.Params().Set(name="s")])
+SHUFFLING = cells_of([Shuffle.Params().Set(name="s")], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kwargs", "rows", "message"),
+    [
+        (2, {"num_micro_batches": 3}, 8, "a batch of 8 does not divide into 3 microbatches"),
+        (2, {"micro_batch_size": 3}, 8, r"size 3 \* num_micro_batches 4 is not the batch size 8"),
+        (2, {}, None, "static shapes"),
+        (1, {"cell_tpl": SHUFFLING}, 8, r"'s' calls 'random_shuffle'"),
+        ("layers:2;data:4", {}, 8, r"8 does not divide into 4 microb.* of 4 replicas; .* 1, 2$"),
+    ],
+)
+def test_what_cannot_be_cut_is_an_error_before_the_first_step(mesh, kwargs, rows, message):
+    with executing(False, mesh):
+        layer = stack(**kwargs).Instantiate()
+        x = tf.compat.v1.placeholder(tf.float32, [rows, 3, WIDTH])
+        with pytest.raises(PipelineError, match=message):
+            layer.FPropDefaultTheta(x)
+
+
+def test_dropout_without_a_global_step_is_an_error():
     with tf.Graph().as_default():
-        py_utils.GetOrCreateGlobalStepVar()
-        with pytest.raises(PipelineError, match=r"'s' calls 'random_shuffle'"):
-            pipelined([stage], 2).Instantiate().FPropDefaultTheta(tf.constant(X))
+        layer = stack().Instantiate()
+        with pytest.raises(PipelineError, match="keyed by the global step"):
+            layer.FPropDefaultTheta(tf.constant(X))
 
 
-class _ToyConv(base_layer.BaseLayer):
+class Table(Weighted):
+    """Looks rows up, the same ones again and again."""
+
+    def FProp(self, theta, ids):
+        return tf.nn.embedding_lookup(theta.w, ids)
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_gradients_are_dense_with_and_without_a_pipeline(pipelined):
+    # Of rows that occur twice in a sparse one, lingvo's clipping would take the wrong norm.
+    params = stack(cell_tpl=cells_of([Table.Params().Set(name="table")], [0, 1]))
+    with executing(True):
+        layer = params.Set(pipelined=pipelined, num_micro_batches=2).Instantiate()
+
+        @tf.function(autograph=False)
+        def gradient(ids):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer.FPropDefaultTheta(ids))
+            (grad,) = tape.gradient(loss, layer.vars.Flatten())
+            assert isinstance(grad, tf.Tensor)
+            return grad
+
+        grad = gradient(tf.constant([[1, 1, 1, 3]] * 4))
+    np.testing.assert_array_equal(grad[:, 0], [0, 12, 0, 4])
+
+
+class ToyConv(base_layer.BaseLayer):
     """A 3 x 3 convolution with all weights 0.1 and a ReLU; counts its calls."""
 
     @classmethod
@@ -224,7 +174,7 @@ class _ToyConv(base_layer.BaseLayer):
             params_init=py_utils.WeightInit.Constant(0.1),
         )
         self.CreateChild("conv", conv)
-        self.RegisterAccumulator("calls", _Calls())
+        self.RegisterAccumulator("calls", Counter())
 
     def FProp(self, theta, x):
         self.accumulators.calls.SetValue(self.accumulators.calls.GetValue() + 1.0)
@@ -235,21 +185,16 @@ class _ToyConv(base_layer.BaseLayer):
         return py_utils.NestedMap(flops=1, out_shapes=(x,))
 
 
-class _Calls(base_layer.Accumulator):
-    def DefaultValue(self):
-        return tf.constant(0.0)
-
-
 def test_the_toy_cnn_has_the_gradient_norm_of_lingvos_own_test():
-    convs = [_ToyConv.Params().Set(name=f"layer{i}") for i in range(16)]
+    convs = [ToyConv.Params().Set(name=f"layer{i}") for i in range(16)]
     cells = PartitionSequentialLayers(convs, 4, tshape.Shape([2, 8, 8, 1]))
     with executing(False):
         tf.compat.v1.set_random_seed(1245)
         x = tf.compat.v1.random_uniform([16, 8, 8, 1], seed=12345)
-        stack = pipelined(cells, 8).Instantiate()
-        logits = stack.FPropDefaultTheta(x)
+        layer = stack(cell_tpl=cells, num_micro_batches=8).Instantiate()
+        logits = layer.FPropDefaultTheta(x)
         grads = tf.gradients(tf.reduce_mean(logits), tf.compat.v1.trainable_variables())
         norm = tf.sqrt(py_utils.SumSquared(grads))
-        got, calls = evaluated([norm, stack.GetAccumulatorValues().Flatten()])
+        got, calls = evaluated([norm, layer.GetAccumulatorValues().Flatten()])
     assert got == pytest.approx(0.268087, abs=1e-6)
     assert calls == [8.0] * 16

@@ -8,43 +8,12 @@ import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
 from pipemesh.errors import LayoutError, PipelineError
-from pipemesh.layers import PipeliningLayer, SeqLayer
-from pipemesh.layers.named import Embedding, SoftmaxCrossEntropy
-from pipemesh.lowering import ops
 from pipemesh.recurrent import ActionClock
 from tests.layers.harness import cluster, executing, run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.stacks import first, stack_of
-from tests.layers.pipeline.test_stage import Residual
+from tests.layers.pipeline.named_stacks import INPUTS, TIED, Masked, language, language_layers
+from tests.layers.stacks import equal_to_plain, first
 
-VOCAB, WIDTH = 12, 4
-RNG = np.random.default_rng(0)
-IDS = RNG.integers(0, VOCAB, [8, 6]).astype(np.int32)
-LABELS = RNG.integers(0, VOCAB, [8, 6]).astype(np.int32)
-WEIGHTS = RNG.uniform(size=[8, 6]).astype(np.float32)
-INPUTS = [IDS, LABELS, WEIGHTS, None]
-TIED = {"named_head.w": "named_embedding.table"}
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
-
-
-class Embed(Embedding):
-    def FProp(self, theta, ids, labels, weights, nothing):
-        return super().FProp(theta, ids), labels, weights, nothing
-
-
-class Masked(Residual):
-    """Reads what goes along, and what travels though no layer changes it."""
-
-    def FProp(self, theta, x, labels, weights, nothing):
-        y = super().FProp(theta, x)
-        odd = ops.cast(ops.equal(self.Named(labels, "batch;length"), 3), y.dtype)
-        y = y + odd * 0.1 + self.Named(weights, "batch;length") * 0.1
-        return y, labels, weights, nothing
-
-
-class Head(SoftmaxCrossEntropy):
-    def FProp(self, theta, x, labels, weights, nothing):
-        assert nothing is None
-        return super().FProp(theta, x, labels, weights)
 
 
 class PlainHead(base_layer.BaseLayer):
@@ -55,85 +24,41 @@ class PlainHead(base_layer.BaseLayer):
         return tf.reduce_sum(squares), tf.size(labels), squares
 
 
-def layers_of(number=4, block=Masked, head=Head, **kwargs):
-    sizes = {"vocab_size": VOCAB}
-    embed = Embed.Params().Set(
-        name="named_embedding", embedding_dim=WIDTH, dropout_rate=0.2, **sizes
-    )
-    head = head.Params().Set(name="named_head")
-    if head.cls is not PlainHead:
-        head.Set(input_dim=WIDTH, **sizes)
-    blocks = [block.Params().Set(name=f"named_block{i}", **kwargs) for i in range(number)]
-    return [embed, *blocks, head]
-
-
-def stack(bounds, cls=PipeliningLayer, layers=None, tied=None, **kwargs):
-    layers = layers or layers_of(bounds[-1] - 2)
-    options = {"loss_inside": True, "lowering": "simd", "num_micro_batches": 2, **kwargs}
-    return stack_of(layers, bounds, cls, tied, **options)
-
-
-@functools.cache
-def expected(run, number, tied=False):
-    """The plain stack's results, computed once for each mode."""
-    plain = stack([0, number], cls=SeqLayer, tied=TIED if tied else {})
-    return run(plain, INPUTS, steps=3, loss=first)
-
-
 SPLIT = "layers:2;data:2;model:2 vocab:model;d_ff:model"
-LONG = pytest.mark.exhaustive
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("run", "mesh", "bounds", "tied", "options"),
+    ("run", "mesh", "bounds", "steps", "options"),
     [
-        (run_tf1, "layers:2", [0, 2, 4], False, {}),
-        (run_eagerly, "layers:2;model:2 vocab:model", [0, 2, 4], False, {}),
-        (run_tf2, SPLIT, [0, 2, 4], True, {}),
-        (run_tf2, "layers:2", [0, 2, 3, 4, 6], False, {"schedule": "looped_bfs:2"}),
-        pytest.param(run_tf1, SPLIT, [0, 3, 6], False, {}, marks=LONG),
-        pytest.param(run_tf1, SPLIT, [0, 3, 6], True, {}, marks=LONG),
-        pytest.param(run_tf2, "layers:4;data:2", [0, 2, 3, 4, 6], False, {}, marks=LONG),
-        pytest.param(run_tf2, "layers:1", [0, 6], False, {"num_micro_batches": 1}, marks=LONG),
+        (run_tf1, "layers:2", [0, 2, 4], 3, {}),
+        (run_eagerly, "layers:2", [0, 2, 4], 1, {}),
+        (run_tf2, SPLIT, [0, 2, 4], 3, {"tied": TIED}),
+        (run_tf2, "layers:2", [0, 2, 3, 4, 6], 3, {"schedule": "looped_bfs:2"}),
     ],
 )
-def test_everything_equals_the_plain_stack_with_dropout_on(run, mesh, bounds, tied, options):
-    params = stack(bounds, tied=TIED if tied else {}, **options)
-    found = run(params, INPUTS, steps=3, loss=first, num_devices=mesh)
-    found.assert_close(expected(run_tf1 if run is run_tf1 else run_tf2, bounds[-1], tied), **CLOSE)
+def test_everything_equals_the_plain_stack_with_dropout_on(run, mesh, bounds, steps, options):
+    params = language(bounds, **options)
+    equal_to_plain(run, params, INPUTS, mesh, steps=steps, loss=first, **CLOSE)
 
 
 def test_evaluation_has_no_dropout_and_no_gradient():
-    plain, found = (
-        run_tf2(params, INPUTS, do_eval=True, loss=None, num_devices=devices)
-        for params, devices in (
-            (stack([0, 4], cls=SeqLayer), 1),
-            (stack([0, 2, 4]), "layers:2;data:2"),
-        )
-    )
-    found.assert_close(plain, **CLOSE)
+    options = {"do_eval": True, "loss": None}
+    equal_to_plain(run_tf2, language([0, 2, 4]), INPUTS, "layers:2;data:2", **options, **CLOSE)
 
 
 def test_the_head_may_be_a_layer_of_lingvo():
-    layers = layers_of(2, head=PlainHead)
-    plain = run_tf2(stack([0, 4], cls=SeqLayer, layers=layers), INPUTS, loss=first)
-    params, mesh = stack([0, 2, 4], layers=layers), "layers:2;model:2 d_ff:model"
+    layers = [*language_layers(2)[:-1], PlainHead.Params().Set(name="named_head")]
+    params, mesh = language([0, 2, 4], layers=layers), "layers:2;model:2 d_ff:model"
     with pytest.warns(UserWarning, match="'s1_behind' has no layer with named dims"):
-        found = run_tf2(params, INPUTS, loss=first, num_devices=mesh)
-    found.outputs[1] = found.outputs[1].astype(np.int32)
-    found.assert_close(plain, **CLOSE)
+        equal_to_plain(run_tf2, params, INPUTS, mesh, loss=first, **CLOSE)
 
 
 @pytest.mark.slow
 def test_layers_compute_in_bfloat16_as_a_placement_does():
+    params = language([0, 2, 4], fprop_dtype=tf.bfloat16)
     found, wanted = (
-        run_tf2(
-            stack([0, 2, 4], fprop_dtype=tf.bfloat16, lowering=lowering),
-            INPUTS,
-            loss=first,
-            num_devices=2,
-        )
+        run_tf2(params.Copy().Set(lowering=lowering), INPUTS, loss=first, num_devices=2)
         for lowering in ("simd", "placement")
     )
     np.testing.assert_allclose(found.outputs[0], wanted.outputs[0], rtol=1e-3)
@@ -146,7 +71,7 @@ def test_layers_compute_in_bfloat16_as_a_placement_does():
 def test_each_weight_lies_with_its_stage_and_the_vocabulary_is_spread(eagerly):
     with cluster("layers:2;model:2 vocab:model;d_ff:model"):
         py_utils.GetOrCreateGlobalStepVar()
-        layer = stack([0, 3, 6]).Instantiate()
+        layer = language([0, 3, 6]).Instantiate()
         lies = {v.name.split("/var")[0]: v.device[-1] for v in layer.vars.Flatten()}
     parts = [f"named_block{i}/feed_forward/w_in_slice_{j}" for i in (0, 3) for j in (0, 1)]
     assert [lies[part] for part in parts] == ["0", "1", "2", "3"]
@@ -156,11 +81,11 @@ def test_each_weight_lies_with_its_stage_and_the_vocabulary_is_spread(eagerly):
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_an_error_that_says_so():
-    bad = [IDS, LABELS, WEIGHTS * np.float32(np.nan), None]
+    bad = [*INPUTS[:2], INPUTS[2] * np.float32(np.nan), None]
     run = functools.partial(run_tf2, inputs=bad, do_eval=True, loss=None, num_devices=2)
-    assert np.isnan(run(stack([0, 2, 4], check_numerics="off")).outputs[0])
+    assert np.isnan(run(language([0, 2, 4], check_numerics="off")).outputs[0])
     with pytest.raises(tf.errors.InvalidArgumentError, match="the loss is not finite"):
-        run(stack([0, 2, 4]))
+        run(language([0, 2, 4]))
 
 
 class Fickle(Masked):
@@ -174,44 +99,47 @@ class Short(Masked):
 
 
 class Weighty(Masked):
-    """Has a layer inside whose weights have no names for dims."""
+    """Has a weight whose dims have no names."""
 
-    def __init__(self, params):
-        super().__init__(params)
-        self.CreateChild("inner", Unnamed.Params())
-
-
-class Unnamed(base_layer.BaseLayer):
     def _CreateLayerVariables(self):
         super()._CreateLayerVariables()
         self.CreateVariable("w", py_utils.WeightParams([2], py_utils.WeightInit.Constant(1.0)))
 
 
+def of_block(block):
+    return language([0, 2, 4], layers=language_layers(2, block))
+
+
 @pytest.mark.parametrize(
-    ("params", "mesh", "words"),
+    ("params", "mesh", "error", "words"),
     [
-        (stack([0, 2, 4], layers=layers_of(2, Fickle)), 2, "hand on what is not floating"),
-        (stack([0, 2, 4], layers=layers_of(2, Short)), 2, "takes 4 arguments and returns 3"),
-        (stack([0, 2, 4], layers=layers_of(2, Weighty)), 2, "weight 'w' of .*has no named dims"),
-        (stack([0, 2, 3, 4, 6]), 2, "looped_bfs:2 has two stages a device"),
-        (stack([0, 3, 6], num_micro_batches=3), 2, "cannot be cut into 3 equal microbatches"),
+        (of_block(Fickle), "layers:2", PipelineError, "hand on what is not floating"),
+        (of_block(Short), "layers:2", PipelineError, "takes 4 arguments and returns 3"),
+        (of_block(Weighty), "layers:2", PipelineError, "weight 'w' of .*has no named dims"),
+        (language([0, 2, 3, 4, 6]), "layers:2", PipelineError, ":2 has two stages a device"),
+        (
+            language([0, 3, 6], num_micro_batches=3),
+            *("layers:2", PipelineError, "cannot be cut into 3 equal microbatches"),
+        ),
+        (
+            language([0, 2, 4]),
+            *(
+                "layers:2;data:2 embed:data",
+                LayoutError,
+                r"'embed:data' cuts weights .*'placement'",
+            ),
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*each place takes 2 in turn")
-def test_what_cannot_be_one_program_is_an_error_before_the_first_step(params, mesh, words):
-    with pytest.raises(PipelineError, match=words):
+def test_what_cannot_be_one_program_is_an_error_before_the_first_step(params, mesh, error, words):
+    with pytest.raises(error, match=words):
         run_tf2(params, INPUTS, loss=first, num_devices=mesh)
-
-
-def test_weights_are_not_cut_over_the_axis_of_the_batch():
-    with pytest.raises(LayoutError, match=r"rule 'embed:data' cuts weights .*'placement'"):
-        run_tf2(stack([0, 2, 4]), INPUTS, loss=first, num_devices="layers:2;data:2 embed:data")
 
 
 def test_a_clock_is_an_error():
     with executing(False, 2):
-        layer = stack([0, 2, 4]).Instantiate()
-        inputs = [None if x is None else tf.constant(x) for x in INPUTS]
+        layer = language([0, 2, 4]).Instantiate()
         layer.clock = ActionClock()
         with pytest.raises(PipelineError, match="a clock is set"):
-            layer.FPropDefaultTheta(*inputs)
+            layer.FPropDefaultTheta(*INPUTS)

@@ -26,14 +26,10 @@ def table_of(*args, **kwargs):
     return checked_plan(params(*args, **kwargs), cluster_factory.Current()).table
 
 
-def test_a_name_becomes_a_table_for_all_stages():
+def test_a_schedule_is_a_name_a_table_or_a_file(tmp_path):
     assert table_of() == gpipe(2, 4)
-    assert table_of(schedule="1f1b", loss_inside=True) == one_f_one_b(2, 4)
     found = table_of(4, schedule="interleaved:2", loss_inside=True)
     assert found == interleaved_one_f_one_b(2, 4, 2)
-
-
-def test_a_table_is_taken_as_it_is(tmp_path):
     table = gpipe(2, 4)
     assert table_of(schedule=table) is table
     path = tmp_path / "mine.csv"
@@ -69,64 +65,60 @@ def test_some_values_of_a_plan_are_set():
     assert (p.num_micro_batches, p.schedule, p.remat) == (8, "gpipe", "none")
 
 
+INSIDE = {"loss_inside": True}
+
+
 @pytest.mark.parametrize(
-    ("num_stages", "kwargs", "error", "message"),
+    ("num_stages", "kwargs", "message"),
     [
-        (0, {}, PipelineError, "cell_tpl is empty"),
-        (2, {"num_micro_batches": 0}, PipelineError, "num_micro_batches is 0"),
-        (
-            2,
-            {"schedule": "seq1f1b:2", "loss_inside": True},
-            PlanError,
-            "the schedule cuts sequences into 2 slices, but layers take whole sequences",
-        ),
-        (2, {"micro_batch_size": 0}, PipelineError, "micro_batch_size is 0"),
-        (2, {"batch_dim": -1}, PipelineError, "batch_dim is -1"),
-        (2, {"pipelined": None}, PipelineError, "pipelined is None; it must be True or False$"),
-        (2, {"loop": 1}, PipelineError, "loop is 1; it must be True, False or None"),
-        (2, {"strict_devices": "no"}, PipelineError, "strict_devices is 'no'; it must be True or"),
-        (2, {"loss_inside": "no"}, PipelineError, "loss_inside is 'no'; it must be True or False"),
-        (2, {"nested_map_fprop": "no"}, PipelineError, "nested_map_fprop is 'no'; it must be True"),
-        (2, {"state_dtype": tf.int32}, PipelineError, "state_dtype is"),
-        (
-            2,
-            {"loss_inside": True, "nested_map_fprop": True},
-            PipelineError,
-            "with loss_inside the last layer returns scalars",
-        ),
+        (0, {}, "cell_tpl is empty"),
+        (2, {"num_micro_batches": 0}, "num_micro_batches is 0"),
+        (2, {"micro_batch_size": 0}, "micro_batch_size is 0"),
+        (2, {"remat": "ful"}, "remat is 'ful'; allowed are full, none, "),
+        (2, {"batch_dim": -1}, "batch_dim is -1"),
+        (2, {"pipelined": None}, "pipelined is None; it must be True or False$"),
+        (2, {"loop": 1}, "loop is 1; it must be True, False or None"),
+        (2, {"strict_devices": "no"}, "strict_devices is 'no'; it must be True or"),
+        (2, {"loss_inside": "no"}, "loss_inside is 'no'; it must be True or False"),
+        (2, {"nested_map_fprop": "no"}, "nested_map_fprop is 'no'; it must be True"),
+        (2, {"state_dtype": tf.int32}, "state_dtype is"),
+        (2, {**INSIDE, "nested_map_fprop": True}, "with loss_inside the last layer returns sca"),
         (
             2,
             {"pipelined": False, "fprop_dtype": tf.float16},
-            PipelineError,
             ".*the loss is not scaled, which float16 needs",
         ),
-        (2, {"schedule": "nonsense"}, ScheduleError, ".*1f1b"),
         (
             3,
-            {"schedule": "interleaved:2", "loss_inside": True},
-            PipelineError,
+            {"schedule": "interleaved:2", **INSIDE},
             r"schedule 'interleaved:2' has 2 stages a device, .* cut the layers into 2 stages",
         ),
-        (
-            1,
-            {"schedule": "interleaved:2", "loss_inside": True},
-            PipelineError,
-            r"schedule 'interleaved:2' .* into 2 stages",
-        ),
-        (3, {"schedule": gpipe(2, 4)}, PipelineError, "the schedule has 2 stages and 4 micro"),
-        (2, {"schedule": gpipe(2, 8)}, PipelineError, r".*2 stages and 8 microbatches, .* is 4"),
-        (
-            2,
-            {"schedule": "1f1b"},
-            ScheduleError,
-            "schedule '1f1b' starts backward .*loss_inside=Tr",
-        ),
-        (2, {"schedule": one_f_one_b(2, 4)}, ScheduleError, "its schedule starts backward passes"),
+        (1, {"schedule": "interleaved:2", **INSIDE}, "schedule 'interleaved:2' .* into 2 stages"),
+        (3, {"schedule": gpipe(2, 4)}, "the schedule has 2 stages and 4 micro"),
+        (2, {"schedule": gpipe(2, 8)}, ".*2 stages and 8 microbatches, .* is 4"),
     ],
 )
-def test_params_that_contradict_are_errors(num_stages, kwargs, error, message):
-    with pytest.raises(error, match=f"^stack: {message}"):
+def test_params_that_contradict_are_errors(num_stages, kwargs, message):
+    with pytest.raises(PipelineError, match=f"^stack: {message}"):
         table_of(num_stages, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"schedule": "nonsense"}, ScheduleError, ".*1f1b"),
+        ({"schedule": "1f1b"}, ScheduleError, "schedule '1f1b' starts backward .*loss_inside=Tr"),
+        ({"schedule": one_f_one_b(2, 4)}, ScheduleError, "its schedule starts backward passes"),
+        (
+            {"schedule": "seq1f1b:2", **INSIDE},
+            PlanError,
+            "the schedule cuts sequences into 2 slices, but layers take whole sequences",
+        ),
+    ],
+)
+def test_schedules_that_stacks_cannot_run_are_errors(kwargs, error, message):
+    with pytest.raises(error, match=f"^stack: {message}"):
+        table_of(**kwargs)
 
 
 def stack(num_stages, num_layers=6, **values):
@@ -186,8 +178,3 @@ def test_a_place_may_be_shared_and_an_axis_may_idle(eagerly):
     assert str(plan.mesh) == "layers:3;model:2" and plan.allow_idle
     with pytest.raises(PlanError, match="'model'"):
         dataclasses.replace(plan, allow_idle=False)
-
-
-def test_a_policy_that_is_none_is_an_error_before_the_first_step(eagerly):
-    with pytest.raises(PipelineError, match="stack: remat is 'ful'; allowed are full, none, "):
-        stack(2, remat="ful").Instantiate()

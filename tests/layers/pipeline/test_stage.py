@@ -1,65 +1,24 @@
 """Stages: lowerings, weights and values."""
 
-import functools
-
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import base_layer, layers, py_utils
+from lingvo.core import py_utils
 
 from pipemesh.errors import LayoutError, PipelineError
-from pipemesh.layers import PipeliningLayer, mesh_cluster
-from pipemesh.layers.named import FeedForward, NamedLayer, Norm, lowering_scope
+from pipemesh.layers.named import lowering_scope
 from pipemesh.layers.pipeline.stage import StageStructure, handed_over
 from pipemesh.lowering import PlacementLowering, ops
 from pipemesh.mesh import LayoutRules, Mesh
-from tests.layers.harness import run_tf1, run_tf2
-from tests.layers.pipeline import stacks
-from tests.layers.pipeline.stacks import first, stack_of
-from tests.pairwise import in_turn
+from tests.layers.harness import cluster, run_tf1, run_tf2, squared_sum
+from tests.layers.pipeline.named_stacks import WEIGHTS, WIDTH, X, residuals
+from tests.layers.stacks import equal_to_plain, first
 
 A, B, C = tf.constant(1.0), tf.constant([2]), tf.constant("c")
 
 
-def of(*values, nested_map_fprop=False, what="args"):
-    return StageStructure(values, nested_map_fprop, "layer", what)
-
-
-@pytest.mark.parametrize(
-    ("values", "names"),
-    [
-        ((A, B), ["args.0", "args.1"]),
-        (
-            (A, None, {"x": B, "n": None}, [C, (A,)]),
-            ["args.0", "args.2.x", "args.3.0", "args.3.1.0"],
-        ),
-        ((py_utils.NestedMap(b=A, a=B),), ["args.0.a", "args.0.b"]),
-        ((), []),
-    ],
-)
-def test_values_come_back_as_they_were(values, names):
-    structure = of(*values)
-    tensors = structure.flatten(values)
-    assert structure.leaf_names == names and len(tensors) == len(names)
-    packed = structure.pack_arguments(tensors)
-    tf.nest.assert_same_structure(packed, values)
-    for got, want in zip(tf.nest.flatten(packed), tf.nest.flatten(values), strict=True):
-        assert got is want
-
-
-def test_one_value_is_packed_bare_and_several_are_a_tuple():
-    assert of(A).pack([B]) is B
-    assert of([A]).pack([B]) == [B]
-    one, two = of(A, B).pack([A, B])
-    assert one is A and two is B
-    assert of().pack([]) == ()
-
-
-def test_numbers_become_tensors_and_later_values_have_the_same_structure():
-    (tensor,) = of(2.5).flatten((2.5,))
-    assert isinstance(tensor, tf.Tensor) and tensor.numpy() == 2.5
-    with pytest.raises(PipelineError):
-        of(A, B).flatten((A,))
+def of(*values):
+    return StageStructure(values, False, "layer", "outputs")
 
 
 def test_equal_structures_have_equal_keys():
@@ -73,14 +32,6 @@ def test_equal_structures_have_equal_keys():
         of({"x": A, "y": [B]}),
     ]:
         assert other.key != key
-
-
-def test_exactly_one_nested_map_where_it_should_be():
-    value = py_utils.NestedMap(x=A)
-    assert of(value, nested_map_fprop=True).pack([B]).x is B
-    for values, given in [((A, None), "tensor, NoneType"), ((), "nothing"), (({"x": A},), "dict")]:
-        with pytest.raises(PipelineError, match=f"^layer: nested_map_fprop .* args are {given};"):
-            of(*values, nested_map_fprop=True)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +50,7 @@ def test_exactly_one_nested_map_where_it_should_be():
 )
 def test_what_is_no_dense_tensor_is_an_error_with_a_way_out(value, message):
     with pytest.raises(PipelineError, match=rf"^layer: outputs\.1\.x is {message}"):
-        of(A, {"x": value}, what="outputs")
+        of(A, {"x": value})
 
 
 def lowering(text):
@@ -146,126 +97,33 @@ def test_a_dim_that_the_next_stage_cannot_split_is_an_error():
         handed_over((x,), Mesh.from_text("model:3"))
 
 
-WIDTH = 4
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=[8, 4, WIDTH]).astype(np.float32)
-WEIGHTS = RNG.uniform(size=[8]).astype(np.float32)
+def stack(bounds=(0, 2, 4), **kwargs):
+    return residuals(bounds, fc=(1,), **kwargs)
 
 
-class Residual(NamedLayer):
-    """Adds what a feed-forward layer makes of the normalized input; hands the rest through."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        self.CreateChild("norm", Norm.Params().Set(input_dim=WIDTH))
-        feed = FeedForward.Params().Set(input_dim=WIDTH, hidden_dim=8, dropout_rate=0.3)
-        self.CreateChild("feed_forward", feed.Set(activation="GELU"))
-
-    def FProp(self, theta, x, *rest):
-        x = self.Named(x, "batch;length;embed")
-        y = self.feed_forward.FProp(theta.feed_forward, self.norm.FProp(theta.norm, x))
-        return (x + y, *rest) if rest else x + y
-
-
-class Plain(base_layer.BaseLayer):
-    """A layer of lingvo between named ones."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        fc = layers.FCLayer.Params().Set(input_dim=WIDTH, output_dim=WIDTH, activation="TANH")
-        self.CreateChild("fc", fc)
-
-    def FProp(self, theta, x, *rest):
-        assert isinstance(x, tf.Tensor)
-        y = self.fc.FProp(theta.fc, x)
-        return (y, *rest) if rest else y
-
-
-class Head(base_layer.BaseLayer):
-    """The squares of each example, summed with its weight."""
-
-    def FProp(self, theta, x, weights):
-        each = tf.reduce_sum(x**2, axis=[1, 2])
-        return tf.reduce_sum(each * weights), tf.reduce_sum(weights)
-
-
-def sub(head):
-    params = [
-        Residual.Params().Set(name="named_a"),
-        Plain.Params().Set(name="fc_b"),
-        Residual.Params().Set(name="named_c"),
-        Residual.Params().Set(name="named_d"),
-        Residual.Params().Set(name="named_e"),
-    ]
-    return [*params, Head.Params().Set(name="head")] if head else params
-
-
-def plain(head=False):
-    return stacks.plain(sub(head))
-
-
-def stack(num_stages, num_micro_batches, head=False, cls=PipeliningLayer, **kwargs):
-    bounds = {1: [0, 6], 2: [0, 2, 6], 4: [0, 1, 3, 4, 6]}[num_stages]
-    kwargs |= {"num_micro_batches": num_micro_batches, "loss_inside": head}
-    return stack_of(sub(head), bounds, cls, **kwargs)
-
-
-@functools.cache
-def expected(run, head=False):
-    """The plain model's results, computed once for each mode and end."""
-    if head:
-        return run(plain(True), [X, WEIGHTS], steps=3, loss=first)
-    return run(plain(), [X], steps=3)
+V = {"schedule": "zb_v", "strict_devices": True}
 
 
 @pytest.mark.parametrize(
-    ("run", "mesh", "num_stages", "num_micro_batches", "kwargs"),
-    in_turn(
-        [run_tf1, run_tf2],
-        [
-            ("model:2;layers:2 d_ff:model", 2, 2, {"remat": "none"}),
-            ("layers:1;model:4 d_ff:model", 1, 2, {"loop": True}),
-            ("layers:2;sequence:2 length:sequence", 2, 2, {}),
-            ("data:2;layers:2;model:2 d_ff:model", 4, 2, {"schedule": "looped_bfs:2"}),
-        ],
-    ),
-)
-@pytest.mark.slow
-def test_everything_equals_the_plain_model_with_dropout_on(
-    run, mesh, num_stages, num_micro_batches, kwargs
-):
-    found = run(stack(num_stages, num_micro_batches, **kwargs), [X], steps=3, num_devices=mesh)
-    found.assert_close(expected(run), rtol=2e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("run", "schedule"),
+    ("run", "mesh", "bounds", "head", "options"),
     [
-        (run_tf2, "zb_v"),
-        pytest.param(run_tf1, "zb_h1", marks=pytest.mark.exhaustive),
-        pytest.param(run_tf1, "interleaved:2", marks=pytest.mark.exhaustive),
+        (run_tf1, "model:2;layers:2 d_ff:model", [0, 2, 4], False, {"remat": "none"}),
+        (run_tf2, "layers:1;model:4 d_ff:model", [0, 2], False, {"loop": True}),
+        (run_tf1, "layers:2;sequence:2 length:sequence", [0, 2, 4], False, {}),
+        (run_tf2, "data:2;layers:2;model:2 d_ff:model", [0, 1, 3, 4, 6], True, V),
     ],
 )
 @pytest.mark.slow
-def test_every_schedule_trains_named_layers_on_replicas(run, schedule):
-    num_stages = 4 if schedule in ("zb_v", "interleaved:2") else 2
-    params = stack(num_stages, 2, head=True, schedule=schedule, strict_devices=True)
-    found = run(
-        params,
-        [X, WEIGHTS],
-        steps=3,
-        num_devices="layers:2;model:2;data:2 d_ff:model",
-        loss=first,
-    )
-    found.assert_close(expected(run, head=True), rtol=2e-4, atol=2e-5)
+def test_everything_equals_the_plain_model_with_dropout_on(run, mesh, bounds, head, options):
+    inputs, loss = ([X, WEIGHTS], first) if head else ([X], squared_sum)
+    equal_to_plain(run, stack(bounds, head=head, **options), inputs, mesh, steps=3, loss=loss)
 
 
 def test_slices_of_weights_lie_on_the_devices_that_compute_with_them(eagerly):
-    rules = LayoutRules.from_text("batch:data;d_ff:model")
-    with mesh_cluster(Mesh.from_text("layers:2;data:2;model:2"), layout=rules):
-        layer = stack(2, 2).Instantiate()
+    with cluster("layers:2;data:2;model:2 d_ff:model"):
+        layer = stack().Instantiate()
         homes = [[name[-1] for name in home.devices] for home in layer.StageHomes()]
-        feed = layer.s1.named_c.feed_forward
+        feed = layer.s1.named_2.feed_forward
         found = {
             name: (v.device[-1], v.shape.as_list())
             for name, v in feed.vars.items()
@@ -283,26 +141,19 @@ def test_slices_of_weights_lie_on_the_devices_that_compute_with_them(eagerly):
 
 
 def test_a_rule_that_names_no_dim_of_the_layers_is_an_error(eagerly):
-    rules = LayoutRules.from_text("d_f:model")
-    with mesh_cluster(Mesh.from_text("layers:2;model:2"), layout=rules):
+    with cluster("layers:2;model:2 d_f:model"):
         with pytest.raises(LayoutError, match=r"stack: .*'d_f'.*did you mean 'd_ff'"):
-            stack(2, 2).Instantiate()
+            stack().Instantiate()
 
 
 def test_a_stage_whose_devices_idle_is_a_warning(eagerly):
-    params = stack(2, 2)
-    params.cell_tpl[0].sub = [Plain.Params().Set(name="fc_b")]
-    with mesh_cluster(
-        Mesh.from_text("layers:2;model:2"), layout=LayoutRules.from_text("d_ff:model")
-    ):
-        with pytest.warns(UserWarning, match=r"stage 's0' has no layer with named dims"):
-            params.Instantiate()
+    with cluster("layers:2;model:2 d_ff:model"):
+        with pytest.warns(UserWarning, match=r"stage 's1' has no layer with named dims"):
+            stack([0, 1, 2]).Instantiate()
 
 
 def test_a_stack_is_called_under_the_mesh_that_it_was_made_under(eagerly):
-    layer = stack(2, 2).Instantiate()
-    layout = LayoutRules.from_text("d_ff:model")
-    with mesh_cluster(Mesh.from_text("layers:2;model:2"), layout=layout) as cluster:
-        assert cluster.params.layout == layout
+    layer = stack().Instantiate()
+    with cluster("layers:2;model:2 d_ff:model"):
         with pytest.raises(PipelineError, match=r"for replicas of 1 devices .* on replicas of 2"):
             layer.FPropDefaultTheta(tf.constant(X))

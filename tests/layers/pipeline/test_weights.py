@@ -1,7 +1,6 @@
 """Dtypes of weights, their replicas, and shared weights."""
 
 import collections
-import functools
 import types
 
 import numpy as np
@@ -11,8 +10,8 @@ from lingvo.core import base_layer, layers, optimizer, py_utils
 
 from pipemesh.backend.saved_state import create_slots
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
-from pipemesh.layers import PipeliningLayer, SeqLayer
-from pipemesh.layers.named import Embedding, FeedForward, SoftmaxCrossEntropy
+from pipemesh.layers import SeqLayer
+from pipemesh.layers.named import FeedForward
 from pipemesh.layers.pipeline.weights import (
     cast_first,
     compute_dtypes,
@@ -23,9 +22,9 @@ from pipemesh.layers.pipeline.weights import (
 )
 from pipemesh.recurrent import Home
 from tests.layers.blocks import blocks
-from tests.layers.harness import cluster, initial_value, run_tf1, run_tf2
-from tests.layers.pipeline.stacks import first, stack_of
-from tests.pairwise import in_turn
+from tests.layers.harness import as_tensor, cluster, executing, run_tf1, run_tf2
+from tests.layers.pipeline.named_stacks import INPUTS, TIED, VOCAB, WIDTH, language
+from tests.layers.stacks import equal_to_plain, first, stack_of
 
 
 class Leaf(base_layer.BaseLayer):
@@ -68,29 +67,13 @@ def test_weights_have_the_dtypes_of_their_variables_and_layers_compute_in_their_
     assert compute_dtypes(make(None)).low.w == tf.float32
 
 
-def holder(layer, do_eval):
-    return types.SimpleNamespace(children={"node": layer}, do_eval=do_eval)
-
-
 def test_weights_of_some_stages_are_cast_as_their_layers_compute_with_them(eagerly):
     layer, other = make(), tf.constant(3.0)
+    stack = types.SimpleNamespace(children={"node": layer}, do_eval=False)
     theta = py_utils.NestedMap(node=uncast_theta(layer), other=other)
-    ready = plain_theta(holder(layer, do_eval=False), theta, ["node"])
+    ready = plain_theta(stack, theta, ["node"])
     assert dtypes_of(ready.node) == compute_dtypes(layer).FlattenItems()
     assert ready.other is other and theta.node.low.w.dtype == tf.float32
-
-
-@pytest.mark.parametrize("do_eval", [False, True])
-def test_a_row_that_is_looked_up_twice_has_a_dense_gradient_where_somebody_trains(eagerly, do_eval):
-    layer = make(None)
-    with tf.GradientTape() as tape:
-        theta = py_utils.NestedMap(node=uncast_theta(layer))
-        tape.watch(theta.node.low.w)
-        ready = plain_theta(holder(layer, do_eval), theta, ["node"])
-        rows = tf.gather(ready.node.low.w, [1, 1])
-    grad = tape.gradient(rows, theta.node.low.w)
-    assert isinstance(grad, tf.IndexedSlices) == do_eval
-    assert tf.convert_to_tensor(grad).numpy().tolist() == [[0, 0], [2, 2], [0, 0]]
 
 
 def test_the_first_argument_is_cast_if_it_is_a_floating_tensor():
@@ -131,9 +114,7 @@ def test_each_variable_goes_where_the_fewest_bytes_lie():
         *[0, 1],
         *[0, 0],
     ]
-
-
-def test_where_there_is_one_replica_nothing_moves():
+    # Where there is one replica, nothing moves.
     with spread_weights(Home(("CPU:0", "CPU:1"), 1)), tf.device("CPU:0"):
         variables = [tf.Variable(0.0) for _ in range(3)]
     assert {number(v.device) for v in variables} == {0}
@@ -158,64 +139,22 @@ def test_the_optimizers_state_is_spread_over_the_replicas_of_each_stage(eagerly,
             assert max(held.values()) - min(held.values()) <= largest
 
 
-VOCAB, WIDTH = 12, 4
-RNG = np.random.default_rng(0)
-IDS = RNG.integers(0, VOCAB, [8, 6]).astype(np.int32)
-LABELS = RNG.integers(0, VOCAB, [8, 6]).astype(np.int32)
-TIED = {"named_head.w": "named_embedding.table"}
-
-
-class Embed(Embedding):
-    """Hands the labels through."""
-
-    def FProp(self, theta, ids, labels):
-        return super().FProp(theta, ids), labels
-
-
-class Feed(FeedForward):
-    """Hands the labels through."""
-
-    def FProp(self, theta, x, labels):
-        return super().FProp(theta, x), labels
-
-
-class Head(SoftmaxCrossEntropy):
-    def FProp(self, theta, x, labels):
-        return super().FProp(theta, x, labels)[:2]
-
-
-def stack(bounds, cls=PipeliningLayer, tied=TIED, **kwargs):
-    feed = Feed.Params().Set(input_dim=WIDTH, hidden_dim=8, dropout_rate=0.2)
-    params = [
-        Embed.Params().Set(name="named_embedding", vocab_size=VOCAB, embedding_dim=WIDTH),
-        *(feed.Copy().Set(name=f"named_feed{i}") for i in range(2)),
-        Head.Params().Set(name="named_head", vocab_size=VOCAB, input_dim=WIDTH),
-    ]
-    return stack_of(params, bounds, cls, tied, loss_inside=True, **kwargs)
-
-
-@functools.cache
-def expected(run):
-    """The plain stack's results, computed once for each mode."""
-    return run(stack([0, 4], cls=SeqLayer), [IDS, LABELS], steps=3, loss=first)
+def tied_stack(bounds, schedule="gpipe"):
+    return language(bounds, tied=TIED, lowering="placement", schedule=schedule)
 
 
 @pytest.mark.parametrize(
     ("run", "mesh", "bounds", "schedule"),
-    in_turn(
-        [run_tf1, run_tf2],
-        [
-            ("layers:2", [0, 2, 4], "1f1b"),
-            ("layers:2;data:2", [0, 2, 4], "zb_h1"),
-            # The first and the last stage lie on one home.
-            ("layers:2;model:2 vocab:model", [0, 1, 2, 3, 4], "zb_v"),
-        ],
-    ),
+    [
+        (run_tf1, "layers:2", [0, 2, 4], "1f1b"),
+        (run_tf2, "layers:2;data:2", [0, 2, 4], "zb_h1"),
+        # The first and the last stage lie on one home.
+        (run_tf2, "layers:2;model:2,1 vocab:model", [0, 1, 2, 3, 4], "zb_v"),
+    ],
 )
 def test_one_table_for_the_first_and_the_last_layer(run, mesh, bounds, schedule):
-    params = stack(bounds, num_micro_batches=2, schedule=schedule)
-    found = run(params, [IDS, LABELS], steps=3, loss=first, num_devices=mesh)
-    found.assert_close(expected(run), rtol=2e-4, atol=2e-5)
+    params = tied_stack(bounds, schedule)
+    found = equal_to_plain(run, params, INPUTS, mesh, steps=3, loss=first, rtol=2e-4, atol=2e-5)
     # It is one variable, with one entry in a checkpoint and one part in a norm.
     names = {name.partition("_slice")[0].partition("/var")[0] for name in found.weights}
     assert "named_embedding/table" in names and "named_head/w" not in names
@@ -224,22 +163,19 @@ def test_one_table_for_the_first_and_the_last_layer(run, mesh, bounds, schedule)
 def gradients_of(tied):
     """Returns gradients by the layer and name of each weight; an untied head starts equal."""
     table = np.random.default_rng(1).normal(size=(VOCAB, WIDTH)).astype(np.float32)
-    with cluster(1, False):
-        py_utils.GetOrCreateGlobalStepVar().assign(0)
-        layer = stack([0, 4], cls=SeqLayer, tied=tied).Instantiate()
+    with executing(True):
+        layer = language([0, 3], cls=SeqLayer, tied=tied).Instantiate()
         variables = {"/".join(v.name.split("/")[-3:-1]): v for v in layer.vars.Flatten()}
         for name, variable in variables.items():
             if name in ("named_embedding/table", "named_head/w"):
                 variable.assign(table if "table" in name else table.T)
-            elif (value := initial_value(variable)) is not None:
-                variable.assign(value)
         with tf.GradientTape() as tape:
-            loss, _ = layer.FPropDefaultTheta(tf.constant(IDS), tf.constant(LABELS))
+            loss = layer.FPropDefaultTheta(*map(as_tensor, INPUTS))[0]
         grads = tape.gradient(loss, list(variables.values()))
     return {n: tf.convert_to_tensor(g).numpy() for n, g in zip(variables, grads, strict=True)}
 
 
-def test_the_gradient_is_the_sum_of_both_uses(eagerly):
+def test_the_gradient_is_the_sum_of_both_uses():
     tied, untied = gradients_of(TIED), gradients_of({})
     head = untied.pop("named_head/w")
     untied["named_embedding/table"] = untied["named_embedding/table"] + head.T
@@ -274,18 +210,16 @@ def test_the_gradient_is_the_sum_of_both_uses(eagerly):
     ],
 )
 def test_what_cannot_be_tied_is_an_error(tied, error, text):
-    params = stack([0, 4], cls=SeqLayer, tied=tied)
-    fc = layers.FCLayer.Params().Set(name="fc", input_dim=4, output_dim=4)
-    params.cell_tpl[0].sub.append(fc)
+    params = language([0, 3], cls=SeqLayer, tied=tied)
+    params.cell_tpl[0].sub += [
+        layers.FCLayer.Params().Set(name="fc", input_dim=4, output_dim=4),
+        *(FeedForward.Params().Set(name=f"named_feed{i}", input_dim=4, hidden_dim=8) for i in "01"),
+    ]
     with tf.Graph().as_default(), pytest.raises(error, match=text), py_utils.VariableStore():
         params.Instantiate()
 
 
-def test_a_weight_is_shared_by_stages_that_cut_it_alike():
+def test_stages_that_cut_a_weight_in_different_ways_cannot_share_it():
     mesh = "layers:2;model:2,1 vocab:model"
     with cluster(mesh), pytest.raises(LayoutError, match=r"the mesh 'model:1', .*'model:2', so it"):
-        stack([0, 2, 4]).Instantiate()
-    # A V has the first and the last stage on one home.
-    params = stack([0, 1, 2, 3, 4], num_micro_batches=2, schedule="zb_v")
-    found = run_tf2(params, [IDS, LABELS], steps=3, num_devices=mesh, loss=first)
-    found.assert_close(expected(run_tf2), rtol=2e-4, atol=2e-5)
+        tied_stack([0, 2, 4]).Instantiate()

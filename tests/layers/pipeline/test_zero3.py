@@ -12,12 +12,11 @@ from pipemesh.backend.saved_state import create_slots
 from pipemesh.errors import LayoutError
 from pipemesh.layers.named import FeedForward, ReplicaCut, by_logical_name, replica_cut_scope
 from pipemesh.mesh import LayoutRules, Mesh
-from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2
-from tests.layers.pipeline.stacks import first, stack_of
-from tests.layers.pipeline.test_stage import WEIGHTS, X, plain, stack
-from tests.pairwise import in_turn
+from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2, squared_sum
+from tests.layers.pipeline.named_stacks import WEIGHTS, WIDTH, X, residuals
+from tests.layers.stacks import equal_to_plain, first, stack_of
 
-WIDTH, HIDDEN, ROWS, MICROBATCHES = 4, 8, 8, 2
+HIDDEN, ROWS, MICROBATCHES = 8, 8, 2
 # A feed-forward layer has two matrices and two biases.
 MATRICES = 2 * WIDTH * HIDDEN * 4
 BIASES = (WIDTH + HIDDEN) * 4
@@ -32,6 +31,7 @@ def two_layers(input_dim=WIDTH, **kwargs):
     return stack_of(feeds, [0, 1, 2], num_micro_batches=MICROBATCHES, **kwargs)
 
 
+@functools.cache
 def predicted(mesh, **kwargs):
     """Memory by device, and the bytes that are sent of each kind."""
     with cluster(mesh):
@@ -51,62 +51,28 @@ def fetched_bytes(replicas):
         return FeedForward.FPropMeta(params, tshape.Shape([ROWS, 2, WIDTH])).fetched_bytes
 
 
-@functools.cache
-def expected(head=False):
-    """The plain model's results, with its own loss or with a head's."""
-    if head:
-        return run_tf2(plain(True), [X, WEIGHTS], steps=3, loss=first)
-    return run_tf2(plain(), [X], steps=3)
+V, LOOP = {"schedule": "zb_v"}, {"remat": "none", "loop": True}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "num_stages", "kwargs"),
+    ("mesh", "bounds", "head", "options"),
     [
-        ("model:2;layers:1;data:2 embed:data;d_ff:model", 1, {"remat": "none", "loop": True}),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (
-                ("layers:2;data:2 embed:data", 2, {}),
-                ("layers:2;data:2 d_ff:data", 2, {"remat": "none"}),
-                ("layers:1;data:4 embed:data", 1, {"loop": True}),
-                ("data:2;layers:2 embed:data", 4, {"schedule": "looped_bfs:2"}),
-                ("layers:2;data:2;model:2 embed:data;d_ff:model", 2, {}),
-            )
-        ),
+        ("model:2;layers:1;data:2 embed:data;d_ff:model", [0, 3], False, LOOP),
+        ("layers:2;data:2 embed:data", [0, 1, 2, 3, 4], True, V),
+        ("layers:2;data:2 d_ff:data", [0, 2, 4], False, {"pipelined": False}),
     ],
 )
-def test_everything_equals_the_plain_model_with_dropout_on(mesh, num_stages, kwargs):
-    found = run_tf2(stack(num_stages, 2, **kwargs), [X], steps=3, num_devices=mesh)
+@pytest.mark.slow
+def test_everything_equals_the_plain_model_with_dropout_on(mesh, bounds, head, options):
+    inputs, loss = ([X, WEIGHTS], first) if head else ([X], squared_sum)
+    params = residuals(bounds, head, fc=(1,), **options)
+    found = equal_to_plain(run_tf2, params, inputs, mesh, steps=3, loss=loss)
     assert any("_slice_" in name for name in found.weights)
-    found.assert_close(expected(), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        pytest.param("1f1b", marks=pytest.mark.exhaustive),
-        pytest.param("zb_h1", marks=pytest.mark.exhaustive),
-        "zb_v",
-    ],
-)
-@pytest.mark.slow
-def test_every_schedule_trains_with_the_loss_inside(schedule):
-    params = stack(4 if schedule == "zb_v" else 2, 2, head=True, schedule=schedule)
-    mesh = "layers:2;data:2 embed:data"
-    found = run_tf2(params, [X, WEIGHTS], steps=3, num_devices=mesh, loss=first)
-    found.assert_close(expected(head=True), rtol=2e-4, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_without_microbatches_and_in_evaluation_it_is_the_same_model():
-    mesh = "layers:2;data:2 embed:data"
-    found = run_tf2(stack(2, 2, pipelined=False), [X], steps=3, num_devices=mesh)
-    found.assert_close(expected(), rtol=2e-4, atol=2e-5)
-    evaluated = [
-        run_eagerly(params, [X], num_devices=devices, do_eval=True, loss=None)
-        for params, devices in ((stack(2, 2), mesh), (plain(), 1))
-    ]
-    evaluated[0].assert_close(evaluated[1], rtol=1e-4, atol=1e-5)
+def test_in_evaluation_it_is_the_same_model():
+    params, mesh = residuals([0, 2, 4], fc=(1,)), "layers:2;data:2 embed:data"
+    equal_to_plain(run_eagerly, params, [X], mesh, do_eval=True, loss=None)
 
 
 @pytest.mark.parametrize("mesh", ["layers:2;data:2", "data:4;layers:2"])
@@ -127,7 +93,7 @@ def test_each_replica_holds_its_slice_and_the_optimizers_state_of_it(eagerly, me
             assert held == {device[-1]: 2 * share for device in home.devices}
 
 
-@pytest.mark.parametrize(("replicas", "remat"), in_turn([2, 4], ["full", "none"]))
+@pytest.mark.parametrize(("replicas", "remat"), [(2, "full"), (4, "none")])
 def test_no_device_holds_the_weights_of_its_stage_through_the_step(eagerly, replicas, remat):
     mesh = f"layers:2;data:{replicas}"
     copied, once = predicted(mesh, remat=remat)
@@ -168,7 +134,7 @@ def test_with_a_smaller_dtype_the_casts_are_fetched(eagerly):
     _, half = predicted("layers:2;data:2 embed:data", fprop_dtype=tf.bfloat16)
     assert half["weights"] == whole["weights"] // 2
     copied, cut = (
-        run_eagerly(two_layers(fprop_dtype=tf.bfloat16), [X], num_devices=f"layers:2;data:2{rules}")
+        run_tf2(two_layers(fprop_dtype=tf.bfloat16), [X], num_devices=f"layers:2;data:2{rules}")
         for rules in ("", " embed:data")
     )
     cut.assert_close(copied, rtol=2e-2, atol=2e-2)
@@ -216,4 +182,4 @@ def test_what_cannot_be_cut_is_an_error(eagerly, layout, text):
 
 def test_in_a_graph_of_tf1_it_is_an_error():
     with pytest.raises(LayoutError, match=r"cuts weights .* in a TF1 graph .*use TF2"):
-        run_tf1(stack(2, 2), [X], num_devices="layers:2;data:2 embed:data")
+        run_tf1(two_layers(), [X], num_devices="layers:2;data:2 embed:data")
