@@ -136,15 +136,25 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
                 f"itself; name the one that is made: {tied[source]!r}"
             )
         _parse(owner, source)
-    return [_changed(p, tied_by_layer) for p in params]
+    names: list[str] = []
+    changed = [_changed(p, tied_by_layer, names) for p in params]
+    for layer in tied_by_layer:
+        _check_known(owner, layer, names)
+    return changed
 
 
-def _changed(p: Any, tied_by_layer: Mapping[str, list[str]]) -> Any:
+def _changed(
+    p: Any, tied_by_layer: Mapping[str, list[str]], names: list[str], prefix: str = ""
+) -> Any:
+    """Returns params whose layers do not make what they are given; adds all layers' `names`."""
     if is_stage(p):
         p = p.Copy()
-        p.sub = [_changed(sub, tied_by_layer) for sub in p.sub]
-    elif p.name in tied_by_layer and issubclass(p.cls, NamedLayer):
-        p = p.Copy().Set(given_weights=tuple(tied_by_layer[p.name]))
+        p.sub = [_changed(sub, tied_by_layer, names, p.variable_name_prefix) for sub in p.sub]
+        return p
+    name = prefix + p.name
+    names.append(name)
+    if name in tied_by_layer and issubclass(p.cls, NamedLayer):
+        p = p.Copy().Set(given_weights=tuple(tied_by_layer[name]))
     return p
 
 
@@ -190,15 +200,18 @@ def _parse(owner: str, text: Any) -> tuple[str, str]:
     return layer, weight
 
 
-def _found(owner: str, name: str, layers: Sequence[Any]) -> NamedLayer:
-    names = [layer.params.name for layer in layers]
+def _check_known(owner: str, name: str, names: Sequence[str]) -> None:
     count = names.count(name)
     if count != 1:
         hint = "; give each a name of its own" if count else nearest_text(name, names)
         raise PipelineError(
             f"{owner}: tied_weights names the layer {name!r}, of which there are {count}{hint}"
         )
-    layer = layers[names.index(name)]
+
+
+def _found(owner: str, name: str, layers: Sequence[Any]) -> NamedLayer:
+    _check_known(owner, name, [layer.params.name for layer in layers])
+    layer = next(layer for layer in layers if layer.params.name == name)
     if not isinstance(layer, NamedLayer):
         raise PipelineError(
             f"{owner}: tied_weights names {name!r}, a {type(layer).__name__}, but only layers with "

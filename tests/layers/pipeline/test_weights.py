@@ -215,8 +215,21 @@ def test_what_cannot_be_tied_is_an_error(tied, error, text):
         layers.FCLayer.Params().Set(name="fc", input_dim=4, output_dim=4),
         *(FeedForward.Params().Set(name=f"named_feed{i}", input_dim=4, hidden_dim=8) for i in "01"),
     ]
-    with tf.Graph().as_default(), pytest.raises(error, match=text), py_utils.VariableStore():
-        params.Instantiate()
+    with tf.Graph().as_default() as graph:
+        with pytest.raises(error, match=text), py_utils.VariableStore():
+            params.Instantiate()
+        # A misspelled layer is an error before anything is made.
+        assert "of which" not in text or not graph.get_operations()
+
+
+def test_a_layer_of_a_stage_with_a_prefix_is_tied_by_its_whole_name():
+    """No name was right: one was unknown before layers were made, the other one afterwards."""
+    params = language([0, 2, 3], cls=SeqLayer, tied={"own_named_head.w": "named_embedding.table"})
+    params.cell_tpl[1].variable_name_prefix = "own_"
+    with executing(True):
+        names = [variable.name for variable in params.Instantiate().vars.Flatten()]
+    assert any("named_embedding/table" in name for name in names)
+    assert not any("named_head/w" in name for name in names)
 
 
 def test_stages_that_cut_a_weight_in_different_ways_cannot_share_it():
