@@ -323,36 +323,3 @@ def test_texts_tell_a_replicas_part_from_a_microbatch():
 
     with pytest.raises(PipelineError, match="of which a replica's part of a microbatch has 2"):
         with_whole(tf.constant(X))
-
-
-@pytest.mark.parametrize("loop", [False, True])
-def test_the_batch_may_be_any_dim(loop):
-    x = np.random.default_rng(3).normal(size=[4, 12, 4]).astype(np.float32)
-
-    @tf.function(autograph=False)
-    def run(x):
-        stages = [Stage(f"s{i}", product, [tf.constant(W)], [], HOMES[i]) for i in range(2)]
-        options = Options(batch_dim=1, loop=loop)
-        y = pipeline(stages, [x], gpipe(2, 6), options=options)[0][0]
-        return y, tf.gradients(tf.reduce_sum(y * x), x)[0]
-
-    y, grad = run(tf.constant(x))
-    product_of_all = W @ W
-    np.testing.assert_allclose(y, x @ product_of_all, rtol=1e-4, atol=1e-4)
-    wanted = x @ product_of_all + x @ product_of_all.T
-    np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_prints_say_which_replica(capfd):
-    def told(theta, carry, inputs, microbatch, step):
-        tf.print("saw", tf.shape(inputs[0])[0], output_stream="file:///dev/stdout")
-        return [inputs[0] * 2.0], []
-
-    @tf.function(autograph=False)
-    def run(x):
-        return pipeline([Stage("s", told, [], [], HOMES[0])], [x], gpipe(1, 2))[0][0]
-
-    run(tf.constant(X))
-    lines = sorted(capfd.readouterr().out.splitlines())
-    assert len(lines) == 4 and len(set(lines)) == 4, lines
-    assert all("replica" in line and line.endswith("saw 2") for line in lines), lines
