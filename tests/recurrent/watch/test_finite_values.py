@@ -8,7 +8,7 @@ from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Options, Stage, explain, pipeline, pipeline_loss
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from tests.recurrent.passes.traced import traced_stage
-from tests.recurrent.poisoned import LAYERS, MODES, nothing, poison
+from tests.recurrent.poisoned import MODES, nothing, poison
 
 
 def everything(name):
@@ -77,11 +77,6 @@ def test_the_cause_is_named_and_not_its_effects(training):
     assert "layer 'layer3', microbatch 2, forward" in str(explain(caught.value))
 
 
-def test_there_are_as_many_variables_as_were_compared(training):
-    # Weights, two slots each, two powers of beta, and a count that comes out of the pipeline.
-    assert len(training.values()) == 3 * LAYERS + 2 + 1
-
-
 def test_gradients_can_be_left_to_whoever_scales_the_loss():
     training = MODES["tf2"](schedule=gpipe(3, 4), check_numerics="forward")
     training.step(poison(2, 1, "backward"))
@@ -90,22 +85,19 @@ def test_gradients_can_be_left_to_whoever_scales_the_loss():
         training.step(poison(2, 1, "forward"))
 
 
-@pytest.mark.parametrize(
-    ("direction", "message"),
-    [
-        ("forward", "stage 'stage2' (CPU:2), forward: the loss is not finite"),
-        ("backward", "backward: a gradient of shape"),
-    ],
-)
-def test_by_default_the_step_fails_without_saying_where_it_began(direction, message):
+def test_by_default_the_step_fails_without_saying_where_it_began():
     training = MODES["tf2"](schedule=one_f_one_b(3, 4), check_numerics=None)
     before = training.values()
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        training.step(poison(2, 1, direction))
-    assert message in str(explain(caught.value))
-    assert "microbatch 1" not in str(explain(caught.value))
-    for old, new in zip(before, training.values(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    for direction, message in [
+        ("forward", "stage 'stage2' (CPU:2), forward: the loss is not finite"),
+        ("backward", "backward: a gradient of shape"),
+    ]:
+        with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+            training.step(poison(2, 1, direction))
+        assert message in str(explain(caught.value))
+        assert "microbatch 1" not in str(explain(caught.value))
+        for old, new in zip(before, training.values(), strict=True):
+            np.testing.assert_array_equal(old, new)
 
 
 def test_nothing_is_checked_where_nobody_wants_it():
