@@ -14,6 +14,7 @@ from pipemesh.recurrent import (
     predict_memory,
     predict_transfers,
 )
+from pipemesh.recurrent.table.machine import State
 from pipemesh.schedule import ScheduleSpec
 from tests.recurrent.sends import sends, trained
 
@@ -21,6 +22,17 @@ HOMES = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
 INPUTS = np.random.default_rng(0).normal(size=[16, 4]).astype(np.float32)
 W = [np.random.default_rng(i).normal(size=[4, 4]).astype(np.float32) for i in (1, 2)]
 MICROBATCHES = 4
+
+
+def test_operations_of_another_graph_are_waited_for_by_none():
+    with tf.Graph().as_default():
+        before = tf.no_op()
+    with tf.Graph().as_default():
+        state = State.before([Stage("a", None, [], [], HOMES[0])] * 2, [0, 1])
+        here = tf.no_op()
+        state.tokens = [[[before, here], [before]], [[], [here]]]
+        state.forget_tokens_of_other_graphs()
+        assert state.tokens == [[[here], []], [[], [here]]]
 
 
 def product(theta, carry, inputs, microbatch, step):
