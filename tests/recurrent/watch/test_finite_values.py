@@ -33,7 +33,8 @@ def test_outputs_of_no_layer_are_looked_at_without_blame():
 def test_the_first_stage_is_checked_where_weights_meet_data():
     _, probes = probes_of()
     names = [f"g{i}" for i in range(len(probes.sources))]
-    found = probes.backward(names, ["input"], True, everything)
+    probes.gradients, probes.of_inputs = names, ["input"]
+    found = probes.backward(True, everything)
     assert found[-1].layers == ("first",) and "input" not in found[-1].tensors
     assert [name for probe in found for name in probe.tensors] == names
     assert "MatMul" in probes.sources[-1].name
