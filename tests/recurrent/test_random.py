@@ -8,6 +8,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import gpipe
+from tests.recurrent.gradients import assert_same, with_gradients
 
 BATCH, TIME, WIDTH, HEADS = 8, 3, 4, 2
 STEP = tf.constant(3, tf.int64)
@@ -26,7 +27,7 @@ def plain(function, x, weight):
     with plan_free_randomness(STEP):
         for number in range(2):
             x = layer(function, number, weight, x)
-    return x
+    return [x]
 
 
 def pipelined(function, x, weight, num_microbatches, **options):
@@ -37,27 +38,14 @@ def pipelined(function, x, weight, num_microbatches, **options):
         return Stage(f"stage{number}", forward, [weight], [], f"CPU:{number}")
 
     stages, schedule = [stage(0), stage(1)], gpipe(2, num_microbatches)
-    return pipeline(stages, [x], schedule, step=STEP, options=Options(**options))[0][0]
-
-
-def with_gradients(run, x, eagerly=False):
-    def compute(x, weight):
-        with tf.GradientTape() as tape:
-            tape.watch([x, weight])
-            y = run(x, weight)
-        return [y, *tape.gradient(y, [x, weight])]
-
-    return (compute if eagerly else tf.function(compute, autograph=False))(x, WEIGHT)
-
-
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    return pipeline(stages, [x], schedule, step=STEP, options=Options(**options))[0]
 
 
 def check(function, x, num_microbatches=4, **options):
-    want = with_gradients(lambda x, w: plain(function, x, w), x)
-    got = with_gradients(lambda x, w: pipelined(function, x, w, num_microbatches, **options), x)
+    want = with_gradients(lambda x, w: plain(function, x, w), x, WEIGHT)
+    got = with_gradients(
+        lambda x, w: pipelined(function, x, w, num_microbatches, **options), x, WEIGHT
+    )
     assert_same(got, want)
     return want
 
@@ -109,7 +97,7 @@ def test_functions_traced_before_draw_like_the_plain_model():
 
 
 def assert_eager_equals(function, want):
-    found = with_gradients(lambda x, w: plain(function, x, w), BATCH_FIRST, eagerly=True)
+    found = with_gradients(lambda *args: plain(function, *args), BATCH_FIRST, WEIGHT, eagerly=True)
     assert_same(found, want)
 
 
@@ -201,4 +189,4 @@ CONCRETE = tf.function(
 )
 def test_draws_that_cannot_be_cut_are_errors(function, message):
     with pytest.raises(PipelineError, match=message):
-        with_gradients(lambda x, w: pipelined(function, x, w, 4), BATCH_FIRST)
+        with_gradients(lambda x, w: pipelined(function, x, w, 4), BATCH_FIRST, WEIGHT)

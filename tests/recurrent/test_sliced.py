@@ -32,6 +32,7 @@ from pipemesh.schedule import (
 )
 from pipemesh.schedule.action import needs
 from tests.recurrent import sliced
+from tests.recurrent.gradients import with_gradients
 
 PICKED = Selective(lambda layer: layer == "layer1")
 CASES = {
@@ -162,19 +163,12 @@ def two_recurrences(weight, start, x, scales, schedule=None, **options):
     return pipeline_loss(made, inputs, schedule, step=sliced.STEP, options=options)[0]
 
 
+RNG = np.random.default_rng(1)
+VALUES = (RNG.normal(size=[WIDTH, WIDTH]), RNG.normal(size=[WIDTH]), INPUT, np.cos(INPUT))
+
+
 def gradients_of(build):
-    weight = tf.Variable(np.random.default_rng(1).normal(size=[WIDTH, WIDTH]).astype(np.float32))
-    start = tf.Variable(np.random.default_rng(2).normal(size=[WIDTH]).astype(np.float32))
-
-    @tf.function(autograph=False)
-    def step():
-        given = [tf.constant(INPUT), tf.constant(np.cos(INPUT))]
-        with tf.GradientTape() as tape:
-            tape.watch(given)
-            loss = build(weight, start, *given)
-        return [loss, *tape.gradient(loss, [weight, start, *given])]
-
-    return step()
+    return with_gradients(lambda *args: [build(*args)], *map(np.float32, VALUES))
 
 
 @functools.cache
