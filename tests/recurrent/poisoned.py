@@ -117,9 +117,6 @@ class Tf2:
     def values(self):
         return [v.numpy() for v in self._variables()]
 
-    def close(self):
-        pass
-
 
 class Tf1:
     """Trains with Adam in a session."""
@@ -146,9 +143,6 @@ class Tf1:
 
     def values(self):
         return self._session.run(self._variables)
-
-    def close(self):
-        self._session.close()
 
 
 MODES = {"tf1": Tf1, "tf2": Tf2}

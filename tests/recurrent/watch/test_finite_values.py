@@ -46,9 +46,7 @@ ALL = Options(check_numerics="all")
 @pytest.fixture(scope="module", params=MODES)
 def training(request):
     """One graph a mode: what is poisoned is fed."""
-    training = MODES[request.param](remat="none")
-    yield training
-    training.close()
+    return MODES[request.param](remat="none")
 
 
 @pytest.mark.parametrize(
