@@ -51,10 +51,7 @@ def homes(schedule, groups, replicas):
 
 
 def stages(theta, schedule, groups, replicas=1):
-    """The layers of each stage lie on its devices by turns; two slices go from stage to stage.
-
-    They lie on the first and the last device of each replica.
-    """
+    """Layers lie on a stage's devices by turns; slices lie on a replica's first and last one."""
     count = schedule.num_stages
     cuts = [LAYERS * s // count for s in range(count + 1)]
     of_stages = homes(schedule, groups, replicas)
