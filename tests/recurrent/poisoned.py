@@ -3,10 +3,11 @@
 import time
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from pipemesh.randomness import layer_scope
-from pipemesh.recurrent import Options, Stage, pipeline_loss
+from pipemesh.recurrent import Options, Stage, explain, pipeline_loss
 from pipemesh.schedule import zb_h1
 
 STAGES, LAYERS, BATCH, WIDTH, MICROBATCHES = 3, 6, 8, 4, 4
@@ -87,6 +88,13 @@ def loss_of(weights, x, where, schedule=None, spoil=nan, **options):
         options=Options(**{"check_numerics": "all", **options}),
     )
     return loss, carries[-1][0]
+
+
+def explained(run, *args, devices=None):
+    """The line that says why a step failed."""
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        run(*args)
+    return str(explain(caught.value, devices))
 
 
 class Tf2:

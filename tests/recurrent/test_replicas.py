@@ -1,5 +1,6 @@
 """Stages on several devices, each with rows of its own."""
 
+import functools
 import time
 
 import numpy as np
@@ -13,13 +14,13 @@ from pipemesh.recurrent import (
     Options,
     Placement,
     Stage,
-    explain,
     pipeline,
     pipeline_loss,
     predict_memory,
     record_placement,
 )
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
+from tests.recurrent import poisoned
 from tests.recurrent.sends import sent_by
 
 
@@ -201,10 +202,7 @@ def test_no_gradient_flows_through_what_replicas_hand_on(use, replicas):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-def explained(run):
-    with pytest.raises(tf.errors.InvalidArgumentError) as error:
-        run()
-    return str(explain(error.value, {"s0": HOMES[0]}))
+explained = functools.partial(poisoned.explained, devices={"s0": HOMES[0]})
 
 
 def with_one(value, replica):
