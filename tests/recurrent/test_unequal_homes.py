@@ -26,11 +26,11 @@ from tests.recurrent.stack import BATCH, IDS, LABELS, LAYERS, STEP, WIDTH, embed
 
 # Another number of devices of a replica by the row of the schedule.
 CASES = [
-    ("tf1", "gpipe", (2, 1), 2, "full", False),
     ("tf2", "zb_v", (1, 3, 2), 1, "full", True),
     *(
         pytest.param(*case, marks=pytest.mark.exhaustive)
         for case in [
+            ("tf1", "gpipe", (2, 1), 2, "full", False),
             ("tf2", "1f1b", (1, 2), 2, "none", False),
             ("tf1", "1f1b", (1, 3, 2), 1, "none", True),
             ("tf2", "interleaved:2", (2, 1), 1, "full", False),
