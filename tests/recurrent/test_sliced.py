@@ -36,11 +36,11 @@ from tests.recurrent.gradients import with_gradients
 
 PICKED = Selective(lambda layer: layer == "layer1")
 CASES = {
-    "actions": (seq_one_f_one_b(2, 2, 2), {"remat": "none", "loop": False}),
     "halves": (sliced.sliced(zb_h1(2, 4), 2), {"remat": "twice", "loop": True}),
-    "recomputed": (recompute(seq_one_f_one_b(2, 2, 2)), {"remat": PICKED, "loop": True}),
+    "recomputed": (recompute(seq_one_f_one_b(2, 2, 2)), {"remat": PICKED, "loop": False}),
 }
 MORE = {
+    "actions": (seq_one_f_one_b(2, 2, 2), {"remat": "none", "loop": False}),
     "loop": (seq_one_f_one_b(2, 2, 4), {"remat": "except_last", "loop": True}),
     "as many slices as microbatches": (seq_one_f_one_b(2, 4, 4), {"remat": "full", "loop": True}),
     "one microbatch": (seq_one_f_one_b(2, 1, 4), {"remat": "full"}),
