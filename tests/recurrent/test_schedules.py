@@ -65,7 +65,7 @@ CASES = {
         build("zb_h1", 1, 1),
         {**ACTIONS, "clock": ActionClock()},
         "none",
-        4,
+        3,
     ),
 }
 
