@@ -264,8 +264,8 @@ def _in_scope(original: Callable[..., Any], make: Callable[[Any], _Call]) -> Cal
 def _new_trace(function: Any) -> _Call:
     if scopes.slicewise:
         # Nothing is drawn inside, so all traces are equal.
-        return _Call(function, None, Numbers({}, {}), "slicewise")
-    return _Call(function, scopes.stack[-1], scopes.stack[-1].numbers.copied(), object())
+        return _Call(function, None, Numbers(), "slicewise")
+    return _Call(function, scopes.stack[-1], scopes.stack[-1].numbers.copy(), object())
 
 
 def _call(function: Any) -> _Call:
@@ -276,9 +276,9 @@ def _call(function: Any) -> _Call:
     if scope.position is not None or scope.iterations or scope.turns:
         # The current values of these tensors would become part of the trace.
         return new
-    state = [tuple(sorted(numbers.items())) for numbers in new.before]
-    names = (scope.stack, scope.layer, tuple(sorted(scope.aliases.items())))
-    return dataclasses.replace(new, key=(*names, *state), is_found_again=True)
+    counted = [tuple(sorted(items.items())) for items in (scope.aliases, new.before)]
+    key = (scope.stack, scope.layer, *counted)
+    return dataclasses.replace(new, key=key, is_found_again=True)
 
 
 def _find_trace(find: Callable[[], Any], is_of: Callable[[Any], bool]) -> Any:
@@ -287,13 +287,13 @@ def _find_trace(find: Callable[[], Any], is_of: Callable[[Any], bool]) -> Any:
     call = scopes.calls[-1] if scopes.calls else None
     if call is None or call.scope is None or not is_of(call.function):
         return find()
-    call.scope.numbers = call.before.copied()
+    call.scope.numbers = call.before.copy()
     trace = find()
     after = getattr(trace, _NUMBERS_AFTER, None)
     if after is None:
-        setattr(trace, _NUMBERS_AFTER, call.scope.numbers.copied())
+        setattr(trace, _NUMBERS_AFTER, call.scope.numbers.copy())
     else:
-        call.scope.numbers = after.copied()
+        call.scope.numbers = after.copy()
     return trace
 
 
@@ -323,11 +323,11 @@ class _Once:
     def __call__(self, *args: Any) -> Any:
         scope = self._scope
         if self._before is None:
-            self._before = scope.numbers.copied()
+            self._before = scope.numbers.copy()
             result = self._function(*args)
         else:
             after = scope.numbers
-            scope.numbers = self._before.copied()
+            scope.numbers = self._before.copy()
             result = self._function(*args)
             scope.numbers = after
         if self._counts:

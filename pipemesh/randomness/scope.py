@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -69,15 +70,8 @@ class LayerSpan:
     end: int
 
 
-class Numbers(NamedTuple):
-    """The number of keys and draws of each layer, which tracing a function changes."""
-
-    keys: dict[str, int]
-    draws: dict[str, int]
-
-    def copied(self) -> Numbers:
-        """Returns an independent copy."""
-        return Numbers(dict(self.keys), dict(self.draws))
+# The number of keys and draws of each layer, which tracing a function changes.
+Numbers = collections.Counter[tuple[str, str]]
 
 
 @dataclasses.dataclass
@@ -94,7 +88,7 @@ class Scope:
     iterations: tuple[tf.Tensor, ...] = ()
     # The iteration of each running eager `tf.while_loop`.
     turns: tuple[int, ...] = ()
-    numbers: Numbers = dataclasses.field(default_factory=lambda: Numbers({}, {}))
+    numbers: Numbers = dataclasses.field(default_factory=Numbers)
     drawn: dict[str, WholeDraw] = dataclasses.field(default_factory=dict)
     spans: list[LayerSpan] = dataclasses.field(default_factory=list)
     # Gradients may only repeat earlier draws.
@@ -144,17 +138,24 @@ def refuse_slicewise(operation: str) -> None:
 
 
 @contextlib.contextmanager
+def _changed(**values: Any) -> Iterator[None]:
+    """Changes attributes of the current scope inside."""
+    scope = scopes.stack[-1]
+    before = {name: getattr(scope, name) for name in values}
+    vars(scope).update(values)
+    try:
+        yield
+    finally:
+        vars(scope).update(before)
+
+
+@contextlib.contextmanager
 def layer_aliases(aliases: Mapping[str, str], stack: str | None = None) -> Iterator[None]:
     """Renames layers inside, where two layers of a stack share a name."""
     # `stack` names the stack itself, which distinguishes equal names in two stacks; None keeps its
     # name.
-    scope = scopes.stack[-1]
-    saved = scope.aliases, scope.stack
-    scope.aliases, scope.stack = aliases, scope.stack if stack is None else stack
-    try:
+    with _changed(aliases=aliases, stack=scopes.stack[-1].stack if stack is None else stack):
         yield
-    finally:
-        scope.aliases, scope.stack = saved
 
 
 @contextlib.contextmanager
@@ -177,29 +178,26 @@ def layer_scope(name: str) -> Iterator[None]:
         yield
         return
     scope = scopes.stack[-1]
-    saved = scope.layer
-    scope.layer = f"{saved}/{name}" if saved else scope.aliases.get(name, name)
-    begin = _num_operations(scope)
+    if scope.layer:
+        with _changed(layer=f"{scope.layer}/{name}"):
+            yield
+        return
+    layer, begin = scope.aliases.get(name, name), _num_operations(scope)
     try:
-        with contextlib.nullcontext() if saved else label_scope("layer", scope.layer):
+        with _changed(layer=layer), label_scope("layer", layer):
             yield
     finally:
-        if not saved and _num_operations(scope) is not None:
-            scope.spans.append(LayerSpan(scope.layer, begin or 0, _num_operations(scope) or 0))
-        scope.layer = saved
+        if _num_operations(scope) is not None:
+            scope.spans.append(LayerSpan(layer, begin or 0, _num_operations(scope) or 0))
 
 
 @contextlib.contextmanager
 def alike_layers_scope(names: Sequence[str]) -> Iterator[None]:
     """Makes draws inside belong to several layers at once, one on each processor."""
     # `draw_seed` then returns a row for each layer: its result in the `layer_scope` of that name.
-    scope = scopes.stack[-1]
-    with layer_scope(names[0]):
-        scope.alike = tuple(scope.aliases.get(name, name) for name in names)
-        try:
-            yield
-        finally:
-            scope.alike = ()
+    aliases = scopes.stack[-1].aliases
+    with layer_scope(names[0]), _changed(alike=tuple(aliases.get(name, name) for name in names)):
+        yield
 
 
 def layer_spans() -> list[LayerSpan]:
@@ -241,28 +239,17 @@ def loop_scope(iteration: tf.Tensor) -> Iterator[list[tf.Tensor]]:
         yield []
         return
     scope = scopes.stack[-1]
-    saved = (scope.layer, scope.iterations)
     outside = tensors_of(scope)
-    scope.layer = f"{scope.layer}/loop{_next_number(scope)}"
-    scope.iterations = (*scope.iterations, iteration)
-    try:
+    layer = f"{scope.layer}/loop{_next_number(scope)}"
+    with _changed(layer=layer, iterations=(*scope.iterations, iteration)):
         yield outside
-    finally:
-        scope.layer, scope.iterations = saved
 
 
 @contextlib.contextmanager
 def gradient_scope() -> Iterator[None]:
     """Refuses draws inside, where gradients are computed, except those that a `Replay` repeats."""
-    if not scopes.stack:
+    with _changed(is_gradient=True) if scopes.stack else contextlib.nullcontext():
         yield
-        return
-    scope = scopes.stack[-1]
-    scope.is_gradient = True
-    try:
-        yield
-    finally:
-        scope.is_gradient = False
 
 
 def tensors_of(scope: Scope) -> list[tf.Tensor]:
@@ -374,17 +361,17 @@ def draw_seed() -> tf.Tensor:
 
 def _next_number(scope: Scope) -> int:
     """Returns the number of earlier draws and loops of the layer, and counts this one."""
-    return _count(scope.numbers.keys, scope.layer)
+    return _count(scope, "key")
 
 
 def next_draw(scope: Scope) -> str:
     """Returns a name for a draw, the same for the whole batch and for each microbatch."""
-    return f"{scope.layer}:{_count(scope.numbers.draws, scope.layer)}"
+    return f"{scope.layer}:{_count(scope, 'draw')}"
 
 
-def _count(numbers: dict[str, int], key: str) -> int:
-    numbers[key] = numbers.get(key, 0) + 1
-    return numbers[key] - 1
+def _count(scope: Scope, what: str) -> int:
+    scope.numbers[what, scope.layer] += 1
+    return scope.numbers[what, scope.layer] - 1
 
 
 def _hash(text: str) -> int:
@@ -404,7 +391,7 @@ class Replay:
         self.tensors: list[tf.Tensor] = []
         if self._scope is not None:
             self._state = dataclasses.replace(
-                self._scope, numbers=self._scope.numbers.copied(), is_gradient=False
+                self._scope, numbers=self._scope.numbers.copy(), is_gradient=False
             )
             self.tensors = tensors_of(self._state)
 
@@ -416,14 +403,14 @@ class Replay:
             yield
             return
         again = _with_tensors(self._state, tensors)
-        again.numbers = self._state.numbers.copied()
+        again.numbers = self._state.numbers.copy()
         scopes.stack.append(again)
         try:
             yield
         finally:
             scopes.stack.pop()
-            for counts, replayed in zip(scope.numbers, again.numbers, strict=True):
-                counts.update({key: max(n, counts.get(key, 0)) for key, n in replayed.items()})
+            # What comes next counts the repeated draws once.
+            scope.numbers |= again.numbers
 
 
 def _with_tensors(scope: Scope, tensors: Sequence[tf.Tensor]) -> Scope:

@@ -1,5 +1,6 @@
 """Draws of a microbatch are a part of the whole batch's."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -127,12 +128,13 @@ def test_draws_that_cannot_be_cut_into_slices_are_errors(sizes, of_batch, of_seq
             uniform(sizes)
 
 
-def test_slices_need_the_draws_of_whole_sequences():
+def test_parts_need_the_draws_of_the_whole_batch():
     zero = tf.constant(0, tf.int64)
-    where = Position(zero, 1, 2, None, 2, 3, zero)
-    with plan_free_randomness(STEP, where), pytest.raises(NeedWholeDraws):
-        uniform([2, 3])
-    with plan_free_randomness(STEP, where), pytest.raises(PipelineError, match="gamma"):
+    sliced = Position(zero, 1, 2, None, 2, 3, zero)
+    for where in (sliced, position(None)):
+        with plan_free_randomness(STEP, where), pytest.raises(NeedWholeDraws):
+            uniform([2, 3])
+    with plan_free_randomness(STEP, sliced), pytest.raises(PipelineError, match="gamma"):
         tf.random.stateless_gamma([2, 3], [1, 2], 1.0)
 
 
@@ -144,26 +146,18 @@ def test_the_counter_is_one_number_of_128_bits(counter, steps):
     assert (high << 64) + low == (counter + steps) % 2**128
 
 
-def test_a_microbatch_needs_the_draws_of_the_whole_batch():
-    with pytest.raises(NeedWholeDraws), plan_free_randomness(STEP, position(None)):
-        tf.random.uniform([2])
-
-
 @pytest.mark.parametrize(
-    ("call", "whole", "message"),
+    ("sizes", "whole", "message"),
     [
-        (lambda: tf.random.uniform([2]), (), "more random tensors for a microbatch"),
-        (lambda: tf.random.uniform([2]), ((5,),), r"shape \(2,\) for a microbatch and \(5,\)"),
-        (lambda: tf.random.uniform([2, 2]), ((4, 4),), "one dim may differ, by the factor 2"),
+        ([2], (), "more random tensors for a microbatch"),
+        ([2], ((5,),), r"shape \(2,\) for a microbatch and \(5,\)"),
+        ([2, 2], ((4, 4),), "one dim may differ, by the factor 2"),
     ],
 )
-def test_draws_that_cannot_be_cut_are_errors_that_name_the_layer(call, whole, message):
-    with (
-        pytest.raises(PipelineError, match=message),
-        plan_free_randomness(STEP, position(whole)),
-        layer_scope("noisy"),
-    ):
-        call()
+def test_draws_that_cannot_be_cut_are_errors_that_name_the_layer(sizes, whole, message):
+    with plan_free_randomness(STEP, position(whole)), layer_scope("noisy"):
+        with pytest.raises(PipelineError, match=f"'noisy' draws .*{message}"):
+            uniform(sizes)
 
 
 def test_shapes_known_only_at_run_time_are_errors():
@@ -263,15 +257,6 @@ def test_a_block_may_begin_at_a_dynamic_index(sizes):
         np.testing.assert_array_equal(run(tf.constant(at)), whole[at : at + 1, 1:3])
 
 
-def check(function, num_microbatches=2):
-    def stage():
-        with plan_free_randomness(STEP):
-            return function()
-
-    graph = tf.function(stage, autograph=False).get_concrete_function().graph
-    check_no_draw_escaped(graph, "s0", num_microbatches)
-
-
 def stateful():
     return tf.raw_ops.RandomStandardNormal(shape=[2], dtype=tf.float32)
 
@@ -287,36 +272,29 @@ def drawing():
 
 
 @pytest.mark.parametrize(
-    "function",
+    ("function", "num_microbatches", "error"),
     [
-        lambda: tf.random.normal([2]),
-        lambda: tf.random.stateless_uniform([2], [1, 2]),
-        lambda: tf.nn.dropout(tf.ones([2]), 0.5),
-        drawing,
-        lambda: tf.cond(tf.constant(True), lambda: tf.random.normal([2]), lambda: tf.zeros([2])),
-        lambda: tf.sin(1.0),
+        (lambda: tf.random.normal([2]), 2, None),
+        (lambda: tf.random.stateless_uniform([2], [1, 2]), 2, None),
+        (lambda: tf.nn.dropout(tf.ones([2]), 0.5), 2, None),
+        (drawing, 2, None),
+        (lambda: tf.cond(tf.constant(True), lambda: uniform([2]), lambda: tf.zeros([2])), 2, None),
+        (lambda: tf.sin(1.0), 2, None),
+        (stateful, 1, r"^stage 's0' .* RandomStandardNormal .* would differ .*tf\.raw_ops"),
+        (stateless, 2, r"StatelessRandomUniformV2 .* the same for every microbatch.*raw_ops"),
+        (stateless, 1, None),
+        (
+            drawing.get_concrete_function(),
+            2,
+            r"in the function '.*drawing.*', which was .*outside",
+        ),
     ],
 )
-def test_draws_inside_a_scope_are_accepted(function):
-    check(function)
+def test_draws_outside_of_a_scope_are_errors(function, num_microbatches, error):
+    def stage():
+        with plan_free_randomness(STEP):
+            return function()
 
-
-def test_a_raw_draw_is_an_error_with_advice():
-    with pytest.raises(
-        PipelineError, match=r"^stage 's0' .* RandomStandardNormal .* would differ .*tf\.raw_ops"
-    ):
-        check(stateful, num_microbatches=1)
-    with pytest.raises(
-        PipelineError, match=r"StatelessRandomUniformV2 .* the same for every microbatch.*raw_ops"
-    ):
-        check(stateless)
-
-
-def test_a_draw_without_state_is_right_for_a_single_microbatch():
-    check(stateless, num_microbatches=1)
-
-
-def test_a_function_that_was_traced_before_is_named():
-    concrete = drawing.get_concrete_function()
-    with pytest.raises(PipelineError, match=r"in the function '.*drawing.*', which was .*outside"):
-        check(concrete)
+    graph = tf.function(stage, autograph=False).get_concrete_function().graph
+    with pytest.raises(PipelineError, match=error) if error else contextlib.nullcontext():
+        check_no_draw_escaped(graph, "s0", num_microbatches)

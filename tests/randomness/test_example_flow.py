@@ -141,11 +141,11 @@ def test_large_labels_are_not_looked_at():
     assert label_of(lambda x: tf.transpose(x) * x, along(0, 2, np.arange(sizes[0])), sizes) is None
 
 
-BATCH, HEADS = 4, 3
+HEADS = 3
 
 
-def draws_of(stage):
-    """Returns the draws of a stage with an input [BATCH, HEADS]."""
+def draws_of(stage, sizes=(BATCH, HEADS), dim=0):
+    """Returns the draws of a stage whose input has the batch in a dim, and its graph."""
     drawn = {}
 
     def run(x):
@@ -154,31 +154,68 @@ def draws_of(stage):
         drawn.update(noted)
         return y
 
-    spec = tf.TensorSpec([BATCH, HEADS])
-    graph = tf.function(run, autograph=False).get_concrete_function(spec).graph
-    (x,) = graph.inputs
-    labels = labels_of_batch([x], 0)
+    graph = tf.function(run, autograph=False).get_concrete_function(tf.TensorSpec(sizes)).graph
+    x = graph.inputs[0]
+    labels = labels_of_batch([x], dim)
     return DrawsOfStage(graph, drawn, lambda: {x.name: labels[0]}, BATCH), graph
+
+
+def before(stage, folded=HEADS, **given):
+    """Returns how many of the elements that are folded into dim 0 come before the examples."""
+    draws, _ = draws_of(stage, **given)
+    (name,) = draws.whole.by_name
+    return draws.whole.before(name, 0, folded)
 
 
 def noise(x):
     return x * tf.random.uniform([BATCH * HEADS])
 
 
-def before(stage):
-    draws, _ = draws_of(stage)
-    (name,) = draws.whole.by_name
-    return draws.whole.before(name, 0, HEADS)
+def heads_first(x):
+    return tf.transpose(tf.reshape(noise(tf.reshape(tf.transpose(x), [-1])), [HEADS, -1]))
+
+
+def beside(x):
+    """What meets is summed by a product of both."""
+    both = tf.stack([tf.reshape(x, [-1]), tf.random.uniform([BATCH * HEADS])], 1)
+    return tf.matmul(both, tf.ones([2, 1]))
+
+
+FOLDED = {
+    "examples first": (lambda x: noise(tf.reshape(x, [-1])), 1),
+    "heads first": (heads_first, HEADS),
+    "in a function": (lambda x: 1 * tf.function(heads_first, autograph=False)(x), HEADS),
+    "in a loop": (
+        lambda x: tf.while_loop(lambda i, _: i < 2, lambda i, h: (i + 1, heads_first(h)), (0, x))[
+            1
+        ],
+        HEADS,
+    ),
+    "in a branch": (
+        lambda x: tf.cond(tf.size(x) > 0, lambda: heads_first(x), lambda: 2 * x),
+        HEADS,
+    ),
+    "beside activations": (beside, 1),
+    # Statistics of the whole batch are nobody's; what is divided by them keeps its example.
+    "normalized": (lambda x: heads_first(x / tf.reduce_mean(x, 0, keepdims=True)), HEADS),
+}
+
+
+@pytest.mark.parametrize(("stage", "wanted"), FOLDED.values(), ids=FOLDED)
+def test_the_order_of_folded_dims_is_found(stage, wanted):
+    assert before(stage) == wanted
+
+
+def test_the_order_of_all_dims_folded_into_one_is_found():
+    def stage(x):
+        return tf.reshape(x, [-1]) * tf.random.uniform([TIME * BATCH * WIDTH])
+
+    assert before(stage, TIME * WIDTH, sizes=(TIME, BATCH, WIDTH), dim=1) == TIME
 
 
 def test_inputs_belong_to_the_examples_along_the_dim_that_is_cut():
     one, two = labels_of_batch([tf.zeros([2, 3]), tf.zeros([5, 4, 1])], 1)
     assert one.tolist() == [[0, 1, 2]] and two.tolist() == [[[0], [1], [2], [3]]]
-
-
-def test_examples_may_come_first_or_last():
-    assert before(lambda x: noise(tf.reshape(x, [-1]))) == 1
-    assert before(lambda x: noise(tf.reshape(tf.transpose(x), [-1]))) == HEADS
 
 
 def test_without_folded_dims_the_graph_is_not_followed():

@@ -27,14 +27,7 @@ def calling(x, microbatch, call):
 
 
 def calling_stages(schedule, call, weights=None, has_loss=True):
-    """Stages that multiply by their weights and call `call(stage, kind, microbatch)`.
-
-    Args:
-        schedule: gives their number and devices.
-        call: is called in each forward pass (kind F) and backward pass (B).
-        weights: one for each stage, None for a stage without one; by default 1.0.
-        has_loss: whether the last stage returns a sum of squares.
-    """
+    """Stages that multiply by their weights, if any, and call `call(stage, kind, microbatch)`."""
     last = schedule.num_stages - 1
     weights = weights or [1.0] * schedule.num_stages
 

@@ -3,10 +3,11 @@
 import time
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from pipemesh.randomness import layer_scope
-from pipemesh.recurrent import Options, Stage, pipeline_loss
+from pipemesh.recurrent import Options, Stage, explain, pipeline_loss
 from pipemesh.schedule import zb_h1
 
 STAGES, LAYERS, BATCH, WIDTH, MICROBATCHES = 3, 6, 8, 4, 4
@@ -89,6 +90,13 @@ def loss_of(weights, x, where, schedule=None, spoil=nan, **options):
     return loss, carries[-1][0]
 
 
+def explained(run, *args, devices=None):
+    """The line that says why a step failed."""
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        run(*args)
+    return str(explain(caught.value, devices))
+
+
 class Tf2:
     """Trains with Adam in a tf.function."""
 
@@ -117,9 +125,6 @@ class Tf2:
     def values(self):
         return [v.numpy() for v in self._variables()]
 
-    def close(self):
-        pass
-
 
 class Tf1:
     """Trains with Adam in a session."""
@@ -146,9 +151,6 @@ class Tf1:
 
     def values(self):
         return self._session.run(self._variables)
-
-    def close(self):
-        self._session.close()
 
 
 MODES = {"tf1": Tf1, "tf2": Tf2}

@@ -40,12 +40,14 @@ def trained(stages, inputs, schedule, step=None, **options):
 
 
 def sends(run):
-    """Runs a function for the first time; yields what is sent.
-
-    Each is the node that makes the tensor, its dtype, and the numbers of both devices.
-    """
+    """Runs a function for the first time; returns what it sends, as `sent_by` does."""
     with record_placement() as graphs:
         run()
+    return sent_by(graphs)
+
+
+def sent_by(graphs):
+    """Yields for each sent tensor its node, its dtype, and the numbers of both devices."""
     for graph in graphs.partition_graphs:
         nodes = {node.name: node for node in graph.node}
         for node in graph.node:

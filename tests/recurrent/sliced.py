@@ -8,6 +8,7 @@ import tensorflow as tf
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, current_slice, pipeline, pipeline_loss, write_slice
 from pipemesh.schedule import Schedule, validate
+from tests.recurrent import gradients
 
 BATCH, TIME, WIDTH, HEADS, LAYERS = 8, 8, 6, 2, 3
 DEPTH = WIDTH // HEADS
@@ -143,28 +144,17 @@ def pipelined_outputs(weights, x, schedule, **options):
 
 
 def with_gradients(build, *inputs):
-    """What it gives for inputs, and the gradients of its first result to weights and inputs."""
-    variables = {name: tf.Variable(value) for name, value in VALUES.items()}
+    """What it gives for weights and inputs, and the gradients to all of them."""
 
-    @tf.function(autograph=False)
-    def run():
-        given = [tf.constant(value) for value in inputs]
-        with tf.GradientTape() as tape:
-            tape.watch(given)
-            weights = {
-                name: v if name == "positions" else tf.unstack(tf.convert_to_tensor(v))
-                for name, v in variables.items()
-            }
-            results = build(weights, *given)
-            total = tf.reduce_sum(0.5 * results[0])
-        grads = tape.gradient(total, [*variables.values(), *given])
-        return [results, [None if g is None else tf.convert_to_tensor(g) for g in grads]]
+    def of_tensors(*tensors):
+        weights = {
+            name: tensor if name == "positions" else tf.unstack(tensor)
+            for name, tensor in zip(VALUES, tensors, strict=False)
+        }
+        return build(weights, *tensors[len(VALUES) :])
 
-    return run()
+    return gradients.with_gradients(of_tensors, *VALUES.values(), *inputs)
 
 
 def assert_same(got, want):
-    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+    gradients.assert_same(got, want, tolerance=2e-4)

@@ -8,6 +8,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import gpipe
+from tests.recurrent.gradients import assert_same, with_gradients
 
 BATCH, TIME, WIDTH, HEADS = 8, 3, 4, 2
 STEP = tf.constant(3, tf.int64)
@@ -26,7 +27,7 @@ def plain(function, x, weight):
     with plan_free_randomness(STEP):
         for number in range(2):
             x = layer(function, number, weight, x)
-    return x
+    return [x]
 
 
 def pipelined(function, x, weight, num_microbatches, **options):
@@ -37,27 +38,14 @@ def pipelined(function, x, weight, num_microbatches, **options):
         return Stage(f"stage{number}", forward, [weight], [], f"CPU:{number}")
 
     stages, schedule = [stage(0), stage(1)], gpipe(2, num_microbatches)
-    return pipeline(stages, [x], schedule, step=STEP, options=Options(**options))[0][0]
-
-
-def with_gradients(run, x, eagerly=False):
-    def compute(x, weight):
-        with tf.GradientTape() as tape:
-            tape.watch([x, weight])
-            y = run(x, weight)
-        return [y, *tape.gradient(y, [x, weight])]
-
-    return (compute if eagerly else tf.function(compute, autograph=False))(x, WEIGHT)
-
-
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    return pipeline(stages, [x], schedule, step=STEP, options=Options(**options))[0]
 
 
 def check(function, x, num_microbatches=4, **options):
-    want = with_gradients(lambda x, w: plain(function, x, w), x)
-    got = with_gradients(lambda x, w: pipelined(function, x, w, num_microbatches, **options), x)
+    want = with_gradients(lambda x, w: plain(function, x, w), x, WEIGHT)
+    got = with_gradients(
+        lambda x, w: pipelined(function, x, w, num_microbatches, **options), x, WEIGHT
+    )
     assert_same(got, want)
     return want
 
@@ -94,50 +82,23 @@ class MakesItsVariable(tf.Module):
         return tf.nn.dropout(x, 0.5) * tf.stop_gradient(self.scale)
 
 
-FUNCTIONS = {
-    "stateful": drop,
-    "stateless": drop_with_a_seed,
-    "called twice by another": drop_twice,
-}
+makes_its_variable = MakesItsVariable()
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_traced_before_draws_like_the_plain_model(name):
-    function = FUNCTIONS[name]
+def draws_of_functions(x):
+    return drop_with_a_seed(x) + drop_twice(x) + makes_its_variable(x)
+
+
+def test_functions_traced_before_draw_like_the_plain_model():
     # Outside of all pipelines, and with the shape of a microbatch: the trace could be found again.
-    function(tf.ones([BATCH, TIME, WIDTH]))
-    function(tf.ones([BATCH // 4, TIME, WIDTH]))
-    check(function, BATCH_FIRST)
-    eagerly = with_gradients(lambda x, w: plain(function, x, w), BATCH_FIRST, eagerly=True)
-    assert_same(eagerly, with_gradients(lambda x, w: plain(function, x, w), BATCH_FIRST))
+    draws_of_functions(tf.ones([BATCH, TIME, WIDTH]))
+    draws_of_functions(tf.ones([BATCH // 4, TIME, WIDTH]))
+    assert_eager_equals(draws_of_functions, check(draws_of_functions, BATCH_FIRST))
 
 
-def test_a_function_that_is_traced_twice_at_first_draws_once():
-    makes = MakesItsVariable()
-    makes(tf.ones([1]))
-    check(makes, BATCH_FIRST)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x: tf.nn.dropout(x, 0.5), "RandomUniform operation in the function.*would differ"),
-        (
-            lambda x: tf.nn.experimental.stateless_dropout(x, 0.5, seed=[1, 2]),
-            "the same for every microbatch; call the tf.function itself",
-        ),
-    ],
-)
-def test_draws_of_an_untraceable_function_are_errors(function, message):
-    traced = tf.function(function).get_concrete_function(tf.TensorSpec([None, TIME, WIDTH]))
-    with pytest.raises(PipelineError, match=f"'stage0' draws random numbers by .*{message}"):
-        with_gradients(lambda x, w: pipelined(traced, x, w, 4), BATCH_FIRST)
-
-
-def test_recompute_grad_with_random_draws_is_an_error():
-    function = tf.recompute_grad(lambda x: tf.nn.dropout(tf.tanh(x), 0.5))
-    with pytest.raises(PipelineError, match=r"drawn while gradients are computed.*recompute_grad"):
-        with_gradients(lambda x, w: pipelined(function, x, w, 4), BATCH_FIRST)
+def assert_eager_equals(function, want):
+    found = with_gradients(lambda *args: plain(function, *args), BATCH_FIRST, WEIGHT, eagerly=True)
+    assert_same(found, want)
 
 
 # Loops.
@@ -151,9 +112,7 @@ def drop_in_a_loop(x):
 
 
 def test_loops_draw_like_the_plain_model():
-    want = check(drop_in_a_loop, BATCH_FIRST)
-    eagerly = with_gradients(lambda x, w: plain(drop_in_a_loop, x, w), BATCH_FIRST, eagerly=True)
-    assert_same(eagerly, want)
+    assert_eager_equals(drop_in_a_loop, check(drop_in_a_loop, BATCH_FIRST))
 
 
 def test_a_loop_of_tf1s_old_kind_is_an_error():
@@ -175,10 +134,6 @@ def heads_first(x):
     return tf.concat(tf.split(parts, HEADS, 0), -1)
 
 
-def examples_first(x):
-    return tf.reshape(tf.nn.dropout(tf.reshape(x, [-1, WIDTH]), 0.5), x.shape)
-
-
 def attention(x):
     """Heads behind the batch; the mask meets probabilities, of which products are made."""
     split = [-1, TIME, HEADS, WIDTH // HEADS]
@@ -189,42 +144,8 @@ def attention(x):
     return tf.reshape(tf.transpose(heads, [0, 2, 1, 3]), x.shape)
 
 
-def in_a_function(x):
-    return tf.concat(tf.split(drop(tf.concat(tf.split(x, HEADS, -1), 0)), HEADS, 0), -1)
-
-
-def in_a_loop(x):
-    return tf.while_loop(lambda i, _: i < 2, lambda i, h: (i + 1, heads_first(h)), (0, x))[1]
-
-
-def in_a_branch(x):
-    return tf.cond(tf.size(x) > 0, lambda: heads_first(x), lambda: examples_first(x))
-
-
-def noise_beside_activations(x):
-    """What meets is summed by a product of both."""
-    noise = tf.reshape(tf.random.normal([x.shape[0] * TIME * 2]), [-1, 2])
-    both = tf.concat([tf.reshape(x, [-1, WIDTH]), noise], -1)
-    return tf.reshape(tf.matmul(both, tf.ones([WIDTH + 2, WIDTH]) / 9), x.shape)
-
-
-def normalized(x):
-    """Statistics of the whole batch are nobody's; what is divided by them keeps its example."""
-    scale = tf.stop_gradient(tf.reduce_max(tf.abs(WEIGHT)))
-    return heads_first(x / scale + 0 * tf.reduce_mean(x, 0, keepdims=True))
-
-
-FOLDS = [heads_first, attention, in_a_function, in_a_loop, noise_beside_activations, normalized]
-MORE = [examples_first, in_a_branch]
-
-
-@pytest.mark.parametrize(
-    ("function", "num_microbatches"),
-    [
-        *((function, (2, 8)[turn % 2]) for turn, function in enumerate(FOLDS)),
-        *(pytest.param(function, 4, marks=pytest.mark.exhaustive) for function in FOLDS + MORE),
-    ],
-)
+# Draws in functions, loops and branches: `tests/randomness/test_example_flow.py`.
+@pytest.mark.parametrize(("function", "num_microbatches"), [(heads_first, 2), (attention, 8)])
 def test_masks_of_dims_folded_into_the_batch(function, num_microbatches):
     check(function, BATCH_FIRST, num_microbatches)
 
@@ -233,38 +154,39 @@ def batch_times_heads(x):
     return tf.reshape(tf.nn.dropout(tf.reshape(x, [TIME, -1, WIDTH // HEADS]), 0.5), x.shape)
 
 
-def time_times_batch(x):
-    return tf.reshape(tf.nn.dropout(tf.reshape(x, [-1, WIDTH]), 0.5), x.shape)
-
-
-def all_in_one(x):
-    return tf.reshape(tf.nn.dropout(tf.reshape(x, [-1]), 0.5), x.shape)
-
-
 def batch_times_time(x):
     flat = tf.nn.dropout(tf.reshape(tf.transpose(x, [1, 0, 2]), [-1, WIDTH]), 0.5)
     return tf.transpose(tf.reshape(flat, [x.shape[1], TIME, WIDTH]), [1, 0, 2])
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        batch_times_heads,
-        batch_times_time,
-        pytest.param(time_times_batch, marks=pytest.mark.exhaustive),
-        pytest.param(all_in_one, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("function", [batch_times_heads, batch_times_time])
 def test_masks_of_dims_folded_into_a_second_batch_dim(function):
     check(function, TIME_FIRST, 4, batch_dim=1)
 
 
-def test_an_unprovable_order_of_folded_dims_is_an_error():
-    def function(x):
-        return x + tf.reduce_sum(tf.random.normal([HEADS * x.shape[0]]))
+CONCRETE = tf.function(
+    lambda x: tf.nn.experimental.stateless_dropout(x, 0.5, seed=[1, 2])
+).get_concrete_function(tf.TensorSpec([None, TIME, WIDTH]))
 
-    reason = "they meet no element that is known to belong to an example"
-    with pytest.raises(PipelineError, match=rf"'layer0' draws .*folded into dim 0.*{reason}"):
-        with_gradients(lambda x, w: pipelined(function, x, w, 4), BATCH_FIRST)
-    # A single microbatch draws what the whole batch draws.
-    check(function, BATCH_FIRST, 1)
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            CONCRETE,
+            r"'stage0' draws random numbers by .*the same for every microbatch; call the tf\.func",
+        ),
+        (
+            tf.recompute_grad(lambda x: tf.nn.dropout(tf.tanh(x), 0.5)),
+            r"drawn while gradients are computed.*recompute_grad",
+        ),
+        (
+            lambda x: x + tf.reduce_sum(tf.random.normal([HEADS * x.shape[0]])),
+            r"'layer0' draws .*folded into dim 0.*no element that is known to belong to an exa",
+        ),
+    ],
+    ids=["concrete function", "recompute_grad", "unknown order"],
+)
+def test_draws_that_cannot_be_cut_are_errors(function, message):
+    with pytest.raises(PipelineError, match=message):
+        with_gradients(lambda x, w: pipelined(function, x, w, 4), BATCH_FIRST, WEIGHT)

@@ -8,26 +8,12 @@ from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, Remat
 from pipemesh.plan.figures import figures_of_costs
 from pipemesh.plan.stages import stages_of
-from pipemesh.recurrent import REMAT_POLICIES, ByStage, RematPolicy, Selective
+from pipemesh.recurrent import REMAT_POLICIES, ByStage, Selective
 from pipemesh.recurrent.circular.alike_pipeline import check_options
 from pipemesh.recurrent.options import Options
 from pipemesh.recurrent.remat import FULL, NONE, modes_of, policy_of, remat_of
 from pipemesh.schedule import Schedule, forward_only, gpipe, one_f_one_b, recompute, zb_h1
 from tests.recurrent.passes.traced import traced_stage, two_layers
-
-
-def test_a_policy_of_ones_own_is_taken_as_it_is():
-    class FirstStage(RematPolicy):
-        def modes(self, schedule):
-            return {
-                (stage, m): NONE if stage else FULL
-                for stage in range(schedule.num_stages)
-                for m in range(schedule.num_microbatches)
-            }
-
-    policy = FirstStage()
-    assert policy_of(policy) is policy
-    assert policy.modes(gpipe(2, 1)) == {(0, 0): FULL, (1, 0): NONE}
 
 
 @pytest.mark.parametrize("text", [*REMAT_POLICIES, "twice,except_last"])
@@ -39,7 +25,8 @@ def test_a_plans_value_is_the_policy_of_its_text(text):
 
 
 def test_only_python_knows_a_custom_policy():
-    assert remat_of(Selective(bool)) == Remat.CUSTOM
+    policy = Selective(bool)
+    assert policy_of(policy) is policy and remat_of(policy) == Remat.CUSTOM
     with pytest.raises(PipelineError, match="remat is 'custom'; allowed are full"):
         policy_of(Remat.CUSTOM)
 

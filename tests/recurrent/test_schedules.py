@@ -1,4 +1,4 @@
-"""Every schedule, remat policy and execution mode gives what the plain model gives."""
+"""Every schedule, policy, form and number of replicas gives what the plain model gives."""
 
 import collections
 import functools
@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from pipemesh.backend.graphs import record_placement
 from pipemesh.errors import ScheduleError
+from pipemesh.recurrent import ActionClock
 from pipemesh.schedule import Costs, forward_only, list_schedule, names, one_f_one_b, recompute
 from pipemesh.schedule.builders import BUILDERS, build
 from tests.conformance.remat_cases import REMAT
@@ -17,97 +18,80 @@ from tests.recurrent.stack import RUNNERS, VALUES, pipelined, unstacked
 NAMES = [name for name in BUILDERS if names.NAMES[name].trains]
 
 
-def assert_equal(mode, schedule, **options):
-    counts = stack.assert_equal(mode, lambda theta: pipelined(theta, schedule, **options))
-    assert counts == [schedule.num_microbatches] * schedule.num_stages
+def assert_equal(mode, schedule, replicas=1, **options):
+    counts = stack.assert_equal(mode, lambda theta: pipelined(theta, schedule, replicas, **options))
+    # What goes from microbatch to microbatch goes through all replicas.
+    assert counts == [schedule.num_microbatches * replicas] * schedule.num_stages
+    if clock := options.get("clock"):
+        spans = list(clock.timeline(schedule).spans())
+        assert len(spans) == sum(map(len, schedule.rows))
 
 
-def exhaustive(*case):
-    return pytest.param(*case, marks=pytest.mark.exhaustive)
+ACTIONS, LOOP = {"loop": False}, {"loop": True}
+# Of the mode of execution, the schedule, the form with its options, the policy and replicas.
+# Policies under 1F1B are in `tests/conformance/test_remat.py`, orders in `table/test_loop_program`.
+CASES = {
+    "fewer microbatches than stages": ("tf2", build("1f1b", 4, 3), ACTIONS, "selective", 1),
+    "halves": ("tf1", build("zb_h1", 2, 3), ACTIONS, "twice", 1),
+    "both ways": ("tf2", build("dual_pipe_v", 2, 4), ACTIONS, "except_last", 1),
+    "loop": ("tf1", build("gpipe", 2, 6), LOOP, "twice", 1),
+    "loop of two stages a device": ("tf1", build("interleaved", 2, 6), LOOP, "except_last", 1),
+    "loop of halves": ("tf2", build("zb_h1", 2, 6), LOOP, "selective", 1),
+    "recomputed apart": ("tf1", recompute(build("zb_h1", 2, 4)), LOOP, "none", 1),
+    "another policy for each stage": (
+        "tf1",
+        recompute(one_f_one_b(4, 4), stages=[1, 3]),
+        {},
+        "full,none,twice,except_last",
+        1,
+    ),
+    "own table": (
+        "tf2",
+        list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0)),
+        ACTIONS,
+        "none",
+        1,
+    ),
+    "replicas": ("tf1", build("gpipe", 2, 2), ACTIONS, "full", 2),
+    "replicas in a loop": (
+        "tf2",
+        build("1f1b", 2, 3),
+        {**LOOP, "clock": ActionClock()},
+        "none",
+        2,
+    ),
+    "replicas of one stage and microbatch": (
+        "tf2",
+        build("zb_h1", 1, 1),
+        {**ACTIONS, "clock": ActionClock()},
+        "none",
+        3,
+    ),
+}
 
 
-# Every schedule action by action: (mode, name, policy, devices, microbatches). Schedules that
-# differ from others in their order alone are exhaustive: the program of their order is replayed
-# for each in `table/test_loop_program.py`.
-ACTIONS = [
-    ("tf1", "gpipe", "full", 2, 1),
-    ("tf2", "gpipe", "none", 1, 4),
-    ("tf2", "one_f_one_b", "selective", 4, 3),
-    ("tf1", "interleaved_one_f_one_b", "except_last", 2, 4),
-    ("tf1", "zb_h1", "twice", 2, 3),
-    ("tf2", "dual_pipe_v", "except_last", 2, 4),
-    exhaustive("tf1", "one_f_one_b", "except_last", 1, 1),
-    exhaustive("tf2", "looped_bfs", "twice", 3, 3),
-    exhaustive("tf2", "zb_h2", "none", 2, 6),
-    exhaustive("tf1", "zb_v", "none", 2, 4),
-    exhaustive("tf2", "v_half", "full", 2, 4),
-    exhaustive("tf1", "v_min", "selective", 2, 4),
-]
-
-
-@pytest.mark.parametrize(("mode", "name", "remat", "devices", "microbatches"), ACTIONS)
-def test_action_by_action_equals_the_plain_model(mode, name, remat, devices, microbatches):
-    schedule = build(name, devices, microbatches)
-    assert_equal(mode, schedule, remat=REMAT[remat], loop=False)
+@pytest.mark.parametrize(
+    ("mode", "schedule", "options", "remat", "replicas"), CASES.values(), ids=CASES
+)
+def test_pipelines_equal_the_plain_model(mode, schedule, options, remat, replicas):
+    assert_equal(mode, schedule, replicas, remat=REMAT.get(remat, remat), **options)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", RUNNERS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("remat", REMAT)
-def test_every_policy_equals_the_plain_model(mode, name, remat):
-    turn = list(BUILDERS).index(name) + list(REMAT).index(remat)
+def test_every_schedule_equals_the_plain_model_under_every_policy(mode, name, remat):
+    turn = NAMES.index(name) + list(REMAT).index(remat)
     # It selects layers of each stage.
     devices = 1 + turn % (2 if remat == "selective" else 4)
     microbatches = 12 if (name, devices) == ("dual_pipe_v", 4) else 4 if devices == 4 else 6
-    assert_equal(mode, build(name, devices, microbatches), remat=REMAT[remat])
-
-
-def test_every_schedule_is_run():
-    for cases in (ACTIONS, LOOPS):
-        assert {getattr(case, "values", case)[1] for case in cases} == {*NAMES}
-
-
-@pytest.mark.parametrize(
-    ("mode", "remat", "loop", "name"),
-    [
-        ("tf2", "full", False, "one_f_one_b"),
-        ("tf1", "none", True, "zb_h1"),
-        exhaustive("tf1", "none", True, "gpipe"),
-        exhaustive("tf1", "full", True, "interleaved"),
-        exhaustive("tf1", "none", False, "zb_v"),
-    ],
-)
-def test_recomputations_of_their_own_give_the_same(mode, remat, loop, name):
-    schedule = recompute(build(name, 2, 4))
-    assert schedule.recomputed()
-    assert_equal(mode, schedule, remat=remat, loop=loop)
-
-
-def test_another_policy_for_each_stage():
-    schedule = recompute(one_f_one_b(4, 4), stages=[1, 3])
-    assert_equal("tf1", schedule, remat="full,none,twice,except_last")
-
-
-# Every schedule as one loop.
-LOOPS = [
-    ("tf1", "gpipe", "twice"),
-    ("tf2", "one_f_one_b", "none"),
-    ("tf1", "interleaved_one_f_one_b", "except_last"),
-    ("tf2", "zb_h1", "selective"),
-    exhaustive("tf2", "looped_bfs", "full"),
-    exhaustive("tf2", "zb_h2", "full"),
-    exhaustive("tf1", "zb_v", "twice"),
-    exhaustive("tf2", "v_half", "except_last"),
-    exhaustive("tf1", "v_min", "none"),
-    exhaustive("tf2", "dual_pipe_v", "full"),
-]
-
-
-@pytest.mark.parametrize(("mode", "name", "remat"), LOOPS)
-def test_one_loop_gives_the_same(mode, name, remat):
-    devices, microbatches = (3, 12) if name == "looped_bfs" else (2, 6)
-    assert_equal(mode, build(name, devices, microbatches), remat=REMAT[remat], loop=True)
+    schedule = build(name, devices, microbatches)
+    if turn % 3 == 1:
+        schedule = recompute(schedule)
+    replicas = 1 + (microbatches == 6 and turn % 2)
+    loop = turn % 5 > 1
+    assert_equal(mode, schedule, replicas, remat=REMAT[remat], loop=loop)
 
 
 @functools.cache
@@ -130,8 +114,6 @@ def test_the_graph_of_a_loop_does_not_grow_with_the_schedule():
     """Neither with its microbatches nor with the square of the number of its stages."""
     few, more = (graph_size(2, m, loop=True) for m in (3, 6))
     assert abs(more - few) < 10
-    few, more = (graph_size(2, m, loop=False) for m in (3, 12))
-    assert more - few > 100
     two, three, four = (graph_size(s, 3, loop=True) for s in (2, 3, 4))
     assert four - three <= 1.1 * (three - two)
 
@@ -165,14 +147,10 @@ def test_a_tick_sends_one_actions_values_and_no_flags():
 
 @pytest.mark.slow
 def test_large_schedules_are_loops_by_default(monkeypatch):
-    assert graph_size(2, 3) == graph_size(2, 3, loop=False)
+    assert graph_size(2, 3) != graph_size(2, 3, loop=True)
     monkeypatch.setattr("pipemesh.recurrent.table.run.LOOP_ABOVE", 40)
     monkeypatch.setattr("pipemesh.recurrent.table.run._OWN_NODES_IN_LOOP", 0)
     assert graph_size(2, 6, loop=None) == graph_size(2, 6, loop=True)
-
-
-def test_a_table_of_ones_own():
-    assert_equal("tf2", list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0)), remat="none")
 
 
 def test_inference_has_a_loss_but_no_gradient():

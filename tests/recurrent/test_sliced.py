@@ -32,19 +32,19 @@ from pipemesh.schedule import (
 )
 from pipemesh.schedule.action import needs
 from tests.recurrent import sliced
+from tests.recurrent.gradients import with_gradients
 
 PICKED = Selective(lambda layer: layer == "layer1")
 CASES = {
-    "actions": (seq_one_f_one_b(2, 2, 2), {"remat": "none", "loop": False}),
-    "loop": (seq_one_f_one_b(2, 2, 4), {"remat": "except_last", "loop": True}),
     "halves": (sliced.sliced(zb_h1(2, 4), 2), {"remat": "twice", "loop": True}),
-    "recomputed": (recompute(seq_one_f_one_b(2, 2, 2)), {"remat": PICKED, "loop": True}),
+    "recomputed": (recompute(seq_one_f_one_b(2, 2, 2)), {"remat": PICKED, "loop": False}),
 }
 MORE = {
+    "actions": (seq_one_f_one_b(2, 2, 2), {"remat": "none", "loop": False}),
+    "loop": (seq_one_f_one_b(2, 2, 4), {"remat": "except_last", "loop": True}),
     "as many slices as microbatches": (seq_one_f_one_b(2, 4, 4), {"remat": "full", "loop": True}),
     "one microbatch": (seq_one_f_one_b(2, 1, 4), {"remat": "full"}),
     "one stage": (seq_one_f_one_b(1, 2, 4), {"remat": "none"}),
-    "gpipe": (sliced.sliced(gpipe(2, 4), 2), {"remat": PICKED, "loop": True}),
     "V": (sliced.sliced(zb_v(2, 2), 2), {"remat": "full", "loop": False}),
     "two stages a device": (
         sliced.sliced(interleaved_one_f_one_b(2, 4, 2), 2),
@@ -76,12 +76,9 @@ def test_loss_and_gradients_equal_those_of_whole_sequences(schedule, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_outputs_with_the_loss_outside_equal_whole_sequences(loop):
+def test_outputs_with_the_loss_outside_equal_whole_sequences():
     schedule = sliced.sliced(gpipe(2, 2), 2)
-    got = sliced.with_gradients(
-        lambda *args: sliced.pipelined_outputs(*args, schedule, loop=loop), sliced.X
-    )
+    got = sliced.with_gradients(lambda *args: sliced.pipelined_outputs(*args, schedule), sliced.X)
 
     def build(weights, x):
         return sliced.plain(weights, x, sliced.LABELS, sliced.SCALES)[3:]
@@ -166,19 +163,12 @@ def two_recurrences(weight, start, x, scales, schedule=None, **options):
     return pipeline_loss(made, inputs, schedule, step=sliced.STEP, options=options)[0]
 
 
+RNG = np.random.default_rng(1)
+VALUES = (RNG.normal(size=[WIDTH, WIDTH]), RNG.normal(size=[WIDTH]), INPUT, np.cos(INPUT))
+
+
 def gradients_of(build):
-    weight = tf.Variable(np.random.default_rng(1).normal(size=[WIDTH, WIDTH]).astype(np.float32))
-    start = tf.Variable(np.random.default_rng(2).normal(size=[WIDTH]).astype(np.float32))
-
-    @tf.function(autograph=False)
-    def step():
-        given = [tf.constant(INPUT), tf.constant(np.cos(INPUT))]
-        with tf.GradientTape() as tape:
-            tape.watch(given)
-            loss = build(weight, start, *given)
-        return [loss, *tape.gradient(loss, [weight, start, *given])]
-
-    return step()
+    return with_gradients(lambda *args: [build(*args)], *map(np.float32, VALUES))
 
 
 @functools.cache
@@ -223,18 +213,17 @@ def small_stages(home="CPU:0", **more):
     ]
 
 
-@pytest.mark.parametrize("loop", [False, True])
-def test_stages_without_a_state_have_replicas(loop):
+def test_stages_without_a_state_have_replicas_and_are_timed():
     x = np.arange(8 * 6, dtype=np.float32).reshape([8, 6])
+    clock, schedule = ActionClock(), seq_one_f_one_b(2, 2, 3)
 
     @tf.function(autograph=False)
     def run(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
             stages = small_stages(("CPU:0", "CPU:1"))
-            loss, (y,), carries = pipeline_loss(
-                stages, [x], seq_one_f_one_b(2, 2, 3), options=Options(loop=loop)
-            )
+            options = Options(loop=True, clock=clock)
+            loss, (y,), carries = pipeline_loss(stages, [x], schedule, options=options)
         return loss, y, carries[0][0], tape.gradient(loss, x)
 
     loss, y, count, grad = run(x)
@@ -243,36 +232,30 @@ def test_stages_without_a_state_have_replicas(loop):
     np.testing.assert_array_equal(grad, 18 * x)
     # Accumulators count pieces, of each replica.
     assert count == 2 * 3 * 2
+    timed = [span.action for span in clock.timeline(schedule).spans()]
+    assert sorted(map(str, timed)) == sorted(str(a) for row in schedule.rows for a in row)
 
 
-def test_actions_of_slices_are_timed():
-    clock, schedule = ActionClock(), seq_one_f_one_b(2, 2, 2)
-    tf.function(
-        lambda x: pipeline_loss(small_stages(), [x], schedule, options=Options(clock=clock))[0],
-        autograph=False,
-    )(tf.ones([4, 6]))
-    done = [span.action for span in clock.timeline(schedule.only_forward()).spans()]
-    assert sorted(map(str, done)) == sorted(
-        str(a) for r in schedule.rows for a in r if a.kind == "F"
-    )
-
-
-def build_pipeline(stages, schedule=None, shape=(4, 6), **options):
-    with tf.Graph().as_default():
-        x = tf.ones(shape)
-        pipeline(stages, [x], schedule or sliced.sliced(gpipe(2, 2), 2), options=Options(**options))
-
-
-def test_stages_that_do_not_take_slices_are_refused():
-    with pytest.raises(PipelineError, match=r"stage 'a' does not say that it can be given one"):
-        build_pipeline(small_stages(takes_slices=False))
-
-
-def test_an_order_that_a_state_cannot_take_is_refused():
-    stages = small_stages(recurrent=True)[1:]
-    schedule = Schedule.from_text("0F0.0 0F1.0 0F0.1 0F1.1 0B1.1 0B1.0 0B0.1 0B0.0")
-    with pytest.raises(ScheduleError, match=r"tick 1: 0F1.0 follows slice 0.0"):
-        build_pipeline(stages, schedule)
+@pytest.mark.parametrize(
+    ("changes", "schedule", "error", "text"),
+    [
+        (
+            {"takes_slices": False},
+            sliced.sliced(gpipe(2, 2), 2),
+            PipelineError,
+            "stage 'a' does not say that it can be given one",
+        ),
+        (
+            {"recurrent": True},
+            of_two_stages("F0.0 F1.0 F0.1 F1.1 B1.1 B1.0 B0.1 B0.0"),
+            ScheduleError,
+            "tick 2: 0F1.0 follows slice 0.0",
+        ),
+    ],
+)
+def test_stages_that_cannot_take_the_slices_are_refused(changes, schedule, error, text):
+    with tf.Graph().as_default(), pytest.raises(error, match=text):
+        pipeline(small_stages(**changes), [tf.ones([4, 6])], schedule)
 
 
 @pytest.mark.parametrize(
@@ -303,18 +286,18 @@ def test_what_is_not_finite_says_in_which_slice(function, value, text, batch_dim
         run(tf.constant(x if batch_dim == 0 else x.T))
 
 
-def test_what_is_printed_says_of_which_slice_it_is(capfd):
-    def tell(theta, carry, inputs, microbatch, step):
-        tf.print("seen")
+def test_prints_name_the_slice_and_the_replica(capfd):
+    def told(theta, carry, inputs, microbatch, step):
+        tf.print("saw", tf.shape(inputs[0])[0], output_stream="file:///dev/stdout")
         return inputs, []
 
     @tf.function(autograph=False)
     def run(x):
-        stages = [Stage("s", tell, [], [], "CPU:0", takes_slices=True)]
-        schedule = sliced.sliced(gpipe(1, 2), 2)
-        return pipeline(stages, [x], schedule)[0]
+        stage = Stage("s", told, [], [], ["CPU:0", "CPU:1"], takes_slices=True)
+        return pipeline([stage], [x], sliced.sliced(gpipe(1, 2), 2))[0]
 
-    run(tf.ones([4, 6]))
-    lines = capfd.readouterr().err.splitlines()
-    wanted = {f"stage 's', microbatch {m}, slice {q}: seen" for m in range(2) for q in range(2)}
-    assert wanted <= set(lines)
+    run(tf.ones([8, 6]))
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        f"stage 's', microbatch {m}, slice {q}, replica {r}: saw 2"
+        for m, q, r in np.ndindex(2, 2, 2)
+    ]

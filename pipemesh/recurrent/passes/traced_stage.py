@@ -233,7 +233,8 @@ class TracedStage:
 
     def _results(self) -> list[str]:
         grads = self.gradients
-        names = [*grads.of_theta, *grads.of_inputs, *grads.of_carry, *grads.of_probes]
+        of_probes = [name for replica in self.replicas for name in replica.probes.gradients]
+        names = [*grads.of_theta, *grads.of_inputs, *grads.of_carry, *of_probes]
         return [*self.outputs, *self.carry_out, *flat_names(names)]
 
     def forward_probes(self) -> list[Probe]:
@@ -250,14 +251,8 @@ class TracedStage:
         grads = self.gradients
         upstream = [] if is_first else [*grads.of_inputs, *grads.of_carry]
         computed = self.cut.ancestors(flat_names([*upstream, *grads.of_theta]))
-        of_probes, of_inputs = iter(grads.of_probes), iter(grads.of_inputs)
         return [
             dataclasses.replace(probe, replica=number)
             for number, replica in enumerate(self.replicas)
-            for probe in replica.probes.backward(
-                [next(of_probes) for _ in replica.probes.sources],
-                [next(of_inputs) for _ in replica.inputs],
-                is_first,
-                lambda name: node_of(name) in computed,
-            )
+            for probe in replica.probes.backward(is_first, lambda name: node_of(name) in computed)
         ]

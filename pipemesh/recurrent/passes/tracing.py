@@ -68,7 +68,6 @@ class StageGradients:
     of_theta: list[GradName]
     of_inputs: list[str | None]
     of_carry: list[str | None]
-    of_probes: list[str | None]
 
 
 def _grad_placeholders(tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
@@ -231,13 +230,13 @@ class Replica:
             ]
         self.operations.append((begin, len(graph.get_operations())))
         after = len(self.inputs) + len(states)
+        self.probes.of_inputs, self.probes.gradients = dense[: len(self.inputs)], dense[after:]
         return StageGradients(
             of_outputs={i: t.name for i, t in of_outputs.items()},
             of_carry_out={i: t.name for i, t in of_carry_out.items()},
             of_theta=[_grad_name(grad) for grad in grads[: len(theta)]],
-            of_inputs=dense[: len(self.inputs)],
+            of_inputs=self.probes.of_inputs,
             of_carry=dense[len(self.inputs) : after] if states else [None] * len(self.carry),
-            of_probes=dense[after:],
         )
 
 
@@ -259,7 +258,6 @@ def joined(parts: Sequence[StageGradients]) -> StageGradients:
         of_outputs={i: name for part in parts for i, name in part.of_outputs.items()},
         of_theta=[name for part in parts for name in part.of_theta],
         of_inputs=[name for part in parts for name in part.of_inputs],
-        of_probes=[name for part in parts for name in part.of_probes],
     )
 
 

@@ -43,21 +43,15 @@ class Buffers:
     def __init__(self, machine: Machine, sizes: Mapping[Any, int]) -> None:
         # Lists of channels, with None for a missing tensor, and lists with other names.
         self.handles: dict[Any, Grads] = {}
-        # Devices of buffers that are not beside what makes their values.
-        self.elsewhere: dict[Key, list[str]] = {}
+        self._devices: dict[Any, Sequence[str]] = {}
         self._machine = machine
         self._sizes = sizes
 
-    def reserve(self, key: Key) -> None:
-        """Makes the lists of a channel unless they exist."""
-        specs = self._machine.specs(*key)
-        dtypes = [None if spec is None else spec.dtype for spec in specs]
-        self.reserve_lists(key, dtypes, self._devices(key))
-
-    def reserve_lists(
+    def reserve(
         self, name: Hashable, dtypes: Sequence[tf.DType | None], devices: Sequence[str]
     ) -> None:
         """Makes lists for values of any shape unless they exist."""
+        self._devices[name] = devices
         if name in self.handles:
             return
         self.handles[name] = handles = list[Any]()
@@ -75,17 +69,11 @@ class Buffers:
                     )
                 )
 
-    def _devices(self, key: Key) -> list[str]:
-        if key in self.elsewhere:
-            return self.elsewhere[key]
-        devices = self._machine.stages[key.stage].devices
-        return [devices[place] for place in self._machine.places(*key)]
-
     def put(self, key: Key, index: tf.Tensor, values: Sequence[tf.Tensor | None]) -> None:
         """Puts the tensors of a value at an index, an int32 scalar."""
         handles = [*self.handles[key]]
         for i, (handle, value, device) in enumerate(
-            zip(handles, values, self._devices(key), strict=True)
+            zip(handles, values, self._devices[key], strict=True)
         ):
             if handle is not None and value is not None:
                 with tf.device(device):
@@ -94,7 +82,7 @@ class Buffers:
 
     def take(self, key: Key, index: tf.Tensor) -> Grads:
         """Takes the tensors of a value, so that the buffer no longer holds them."""
-        known = zip(self.handles[key], self._machine.specs(*key), self._devices(key), strict=True)
+        known = zip(self.handles[key], self._machine.specs(*key), self._devices[key], strict=True)
         values: Grads = []
         cleared: Grads = []
         for handle, spec, device in known:
@@ -115,7 +103,7 @@ class Buffers:
         """Returns the values of all pieces and replicas, joined to the whole batch."""
         stage = self._machine.stages[key.stage]
         specs, handles = self._machine.specs(*key), self.handles[key]
-        devices, count = self._devices(key), len(specs) // stage.of_home.num_replicas
+        devices, count = self._devices[key], len(specs) // stage.of_home.num_replicas
         joined: Grads = []
         for i, spec in enumerate(specs[:count]):
             stacked: list[tf.Tensor] = []
@@ -262,8 +250,6 @@ class Variables:
         for channel, column in program.indexed_arrivals.items():
             flags["arrives", channel] = column != NOTHING
             numbers["arrives", channel] = np.maximum(column, 0)
-            places = self.arrival_places(channel)
-            self._buffers.elsewhere[key_of(channel)] = [self.devices[home][p] for p in places]
             # The loop of an earlier phase has emptied it.
             self._buffers.handles.pop(key_of(channel), None)
         for key, column in program.indices.items():
@@ -272,12 +258,11 @@ class Variables:
             places = self._machine.places(*key)
             if channel in program.indexed_arrivals:
                 places = self.arrival_places(channel)
-            self._buffers.reserve(key)
-            self._add(home, Name("indexed", key), self._buffers.handles[key], places)
+            dtypes = [None if spec is None else spec.dtype for spec in self._machine.specs(*key)]
+            self._reserve(home, Name("indexed", key), dtypes, places)
         numbers |= program.slots
         for buffer in program.buffers:
-            self._buffers.reserve_lists(buffer, [buffer.dtype], [self.devices[home][buffer.place]])
-            self._add(home, Name("home", buffer), self._buffers.handles[buffer], [buffer.place])
+            self._reserve(home, Name("home", buffer), [buffer.dtype], [buffer.place])
         self.flags[home] = Table(flags, hosts, np.bool_)
         self.numbers[home] = Table(numbers, hosts, np.int32)
 
@@ -289,6 +274,17 @@ class Variables:
     def takers(self, program: HomeProgram, group: ChannelGroup) -> list[tuple[Channel, int]]:
         """Returns the arrival buffers that may take the value of a group of channels."""
         return [(c, i) for c in group for i in range(len(program.arrival_buffers.get(c, [])))]
+
+    def _reserve(
+        self,
+        home: int,
+        name: Name,
+        dtypes: Sequence[tf.DType | None],
+        places: Sequence[int],
+    ) -> None:
+        devices = [self.devices[home][place] for place in places]
+        self._buffers.reserve(name.key, dtypes, devices)
+        self._add(home, name, self._buffers.handles[name.key], places)
 
     def _add(
         self, home: int, name: Name, start: Sequence[tf.Tensor | None], places: Sequence[int]

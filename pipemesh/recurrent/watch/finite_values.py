@@ -73,8 +73,10 @@ class StageProbes:
         entries = _where_weights_meet_data(operations, first, {t.op for t in theta})
         entry = (((parts[0][0],) if parts else ()), entries)
         self._groups = [(users, tensors) for users, tensors in [*inner, entry] if tensors]
-        # `backward` needs the gradients of these.
         self.sources = [t for _, tensors in self._groups for t in tensors]
+        # Names of the gradients of `sources` and inputs, which `backward` needs; None for none.
+        self.gradients: list[str | None] = []
+        self.of_inputs: list[str | None] = []
         self._num_inner = sum(bool(tensors) for _, tensors in inner)
         self.names = [name for probe in self._forward for name in probe.tensors]
 
@@ -82,20 +84,15 @@ class StageProbes:
         """Returns the probes of the forward pass, first layer first, if computed anyway."""
         return _present((p.layers, filter(is_computed, p.tensors)) for p in self._forward)
 
-    def backward(
-        self,
-        gradients: Sequence[str | None],  # of `sources`, None where there is none
-        of_inputs: Sequence[str | None],
-        is_first: bool,
-        is_computed: Callable[[str], bool],
-    ) -> list[Probe]:
+    def backward(self, is_first: bool, is_computed: Callable[[str], bool]) -> list[Probe]:
         """Returns the probes of the backward pass, last layer first, if computed anyway."""
-        names = iter(gradients)
+        names = iter(self.gradients)
         probes = [(users, [next(names) for _ in tensors]) for users, tensors in self._groups]
         if not is_first:
             del probes[self._num_inner :]
             probes += [
-                (users, [name]) for users, name in zip(self.input_layers, of_inputs, strict=True)
+                (users, [name])
+                for users, name in zip(self.input_layers, self.of_inputs, strict=True)
             ]
         return _present(
             (users, (n for n in group if n is not None and is_computed(n)))

@@ -2,7 +2,6 @@
 
 import collections
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -19,7 +18,6 @@ from tests.recurrent.passes.traced import (
     ROWS,
     WEIGHTS,
     WIDTH,
-    X,
     traced_stage,
     two_layers,
 )
@@ -119,18 +117,6 @@ def test_without_input_gradients_I_computes_what_weights_share():
     assert "TanhGrad" in types(traced, [f"{name}:0" for name in cuts.input_grad_nodes])
     second = traced.cut.ancestors(cuts.theta_names, cuts.pending)
     assert not second & cuts.input_grad_nodes
-
-
-DY = np.random.default_rng(2).normal(size=[ROWS, WIDTH]).astype(np.float32)
-
-
-def wanted():
-    """Output, gradient of the input, and of both weights."""
-    x, weights = tf.constant(X), [tf.constant(w) for w in WEIGHTS]
-    with tf.GradientTape() as tape:
-        tape.watch([x, *weights])
-        y = tf.tanh(tf.matmul(tf.tanh(tf.matmul(x, weights[0])), weights[1]))
-    return [y, *tape.gradient(y, [x, *weights], tf.constant(DY))]
 
 
 GPUS = ["GPU:0", "GPU:1"]

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.recurrent import Stage
-from pipemesh.recurrent.passes.pieces import Cutting, join, parts, split
+from pipemesh.recurrent.passes.pieces import Cutting, join, join_stacked, parts, split
 
 # Four microbatches of six examples, two replicas, sequences of three slices of five positions.
 SLICED = Cutting(4, 6, 0, 2, 3, 5, 1)
@@ -25,27 +25,23 @@ def test_traced_with_the_whole_batch_a_carry_has_all_its_rows():
     assert carries(Cutting(4, 6, 0), [6, 2]) == [[[6, 2]]]
 
 
-def test_slices_are_joined_to_sequences_replica_by_replica():
+def test_gradients_of_what_every_slice_got_are_summed():
     cutting = Cutting(2, 2, 0, 2, 2, 3, 1)
-    whole = np.arange(4 * 6).reshape([4, 6])
-    parts = [
-        tf.constant(whole[2 * m + r : 2 * m + r + 1, 3 * q : 3 * q + 3])
-        for m in range(2)
-        for q in range(2)
-        for r in range(2)
-    ]
-    np.testing.assert_array_equal(join(parts, cutting), whole)
-    # What every slice was given as a whole gets the sum of their gradients.
-    np.testing.assert_array_equal(
-        join([tf.constant([float(i)]) for i in range(8)], cutting), [2, 4, 10, 12]
-    )
+    parts = [tf.constant([float(i)]) for i in range(8)]
+    np.testing.assert_array_equal(join(parts, cutting), [2, 4, 10, 12])
+    by_replica = [tf.stack(parts[0::2]), tf.stack(parts[1::2])]
+    np.testing.assert_array_equal(join_stacked(by_replica, cutting), [2, 4, 10, 12])
 
 
-@pytest.mark.parametrize("slices", [1, 3])
-def test_pieces_that_are_split_are_those_cut_by_number(slices):
+@pytest.mark.parametrize(("slices", "batch_dim"), [(1, 0), (1, 1), (3, 0), (3, 1)])
+def test_pieces_that_are_split_are_those_cut_by_number(slices, batch_dim):
     x = tf.reshape(tf.range(12 * 12), [12, 12])
-    cutting = Cutting(3, 4, 0, 2, slices, 12 // slices, 1)
-    for piece, pieces in enumerate(split(x, cutting)):
+    cutting = Cutting(3, 4, batch_dim, 2, slices, 12 // slices, 1 - batch_dim)
+    pieces = split(x, cutting)
+    for piece, own in enumerate(pieces):
         wanted = parts([x], tf.constant(piece, tf.int64), cutting)
-        for one, other in zip(pieces, wanted, strict=True):
+        for one, other in zip(own, wanted, strict=True):
             np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(join([part for own in pieces for part in own], cutting), x)
+    by_replica = [tf.stack(own) for own in zip(*pieces, strict=True)]
+    np.testing.assert_array_equal(join_stacked(by_replica, cutting), x)

@@ -8,7 +8,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import Home, Stage, pipeline
 from pipemesh.recurrent.passes.pieces import Cutting
-from pipemesh.recurrent.passes.tracing import Summaries, trace, whole_draws
+from pipemesh.recurrent.passes.tracing import trace, whole_draws
 from pipemesh.schedule import gpipe
 from tests.recurrent.passes.traced import WEIGHTS, WIDTH, run, traced_stage
 
@@ -81,33 +81,21 @@ def test_looked_up_rows_of_an_input_have_a_dense_one():
     np.testing.assert_array_equal(of_input, [[0.0, 4.0]])
 
 
-def traced(body):
-    """The result of `body` while a function is traced in the current graph."""
-    found = []
-
-    def run():
-        found.append(body())
-        return tf.constant(0)
-
-    tf.function(run, autograph=False).get_concrete_function()
-    return found[0]
-
-
-def test_in_a_function_of_tf2_nobody_collects_them():
-    found = []
-
-    def body():
+def test_in_a_function_of_tf2_nobody_collects_summaries():
+    def forward(theta, carry, inputs, microbatch, step):
         tf.raw_ops.ScalarSummary(tags="s", values=1.0)
-        return Summaries.found(0, None)
+        return [inputs[0]], carry
+
+    found = []
 
     @tf.function(autograph=False)
     def outer():
-        found.append(traced(body))
+        found.append(traced_stage(forward).summaries)
 
     outer.get_concrete_function()
-    assert found == [None]
     with tf.Graph().as_default():
-        assert traced(body) is not None
+        found.append(traced_stage(forward).summaries)
+    assert [summaries is None for summaries in found] == [True, False]
 
 
 HOME = Home(("CPU:1", "CPU:2"))

@@ -33,16 +33,7 @@ def cutting(replicas=1):
 def traced_stage(
     forward=two_layers, *, theta=WEIGHTS, carry=(0,), inputs=(X,), replicas=1, recurrent=False
 ):
-    """The stage `s` with its gradient.
-
-    Args:
-        forward: its function.
-        theta: values of the weights.
-        carry: values of the carry.
-        inputs: values of the inputs of a replica, one a microbatch.
-        replicas: how many there are.
-        recurrent: whether gradients flow through the carry.
-    """
+    """The stage `s` with its gradient; inputs are those of a replica for one microbatch."""
     stage = Stage(
         "s",
         forward,
@@ -58,12 +49,7 @@ def traced_stage(
 
 
 def run(fetches, optimizes=True):
-    """What a session gives for tensors of the current graph, wherever its devices are.
-
-    Args:
-        fetches: tensors.
-        optimizes: False leaves operations as they are, and so the last bits of results.
-    """
+    """The values of tensors of the current graph; to the last bit unless it `optimizes`."""
     config = tf.compat.v1.ConfigProto(device_count={"CPU": 4})
     if not optimizes:
         config.graph_options.rewrite_options.disable_meta_optimizer = True

@@ -16,7 +16,6 @@ from pipemesh.recurrent.table.loop_program import (
 )
 from pipemesh.recurrent.table.machine import Channel, key_of
 from pipemesh.schedule import (
-    Action,
     execution_order,
     forward_only,
     interleaved_one_f_one_b,
@@ -26,17 +25,6 @@ from pipemesh.schedule import (
 )
 from pipemesh.schedule.action import KEPT, OUTPUTS, PENDING
 from pipemesh.schedule.builders import BUILDERS, build
-
-
-def roles_of(schedule, mode=FULL):
-    order = execution_order(schedule)
-    modes = {(action.stage, action.microbatch): mode for action in order}
-    return Roles(order, schedule.stage_devices, modes)
-
-
-def test_what_nobody_takes_is_not_kept():
-    role = roles_of(forward_only(2, 3)).of(Action(0, "F", 0))
-    assert (role.puts, role.sends) == ((), (Channel(OUTPUTS, 0),))
 
 
 def buffers(schedule, widths=None):
@@ -50,11 +38,18 @@ def buffers(schedule, widths=None):
 
 
 def programmed(schedule, widths=None):
+    """The programs of homes, how many ticks they have, and the slots of values."""
     order = execution_order(schedule)
     modes = {(action.stage, action.microbatch): FULL for action in order}
     roles = Roles(order, schedule.stage_devices, modes)
     slots = Slots(order, roles, schedule.num_microbatches, buffers(schedule, widths))
     return (*program(order, schedule.stage_devices, roles, slots), slots)
+
+
+def test_what_nobody_takes_is_not_kept():
+    homes, _, _ = programmed(forward_only(2, 3))
+    (role,) = homes[0].roles
+    assert (role.puts, role.sends) == ((), (Channel(OUTPUTS, 0),))
 
 
 def replayed(schedule):
@@ -125,7 +120,7 @@ def test_every_action_finds_what_it_needs(name, num_devices):
     }
 
 
-def test_shelves_hold_what_is_in_flight_and_not_all():
+def test_buffers_hold_what_is_in_flight_and_not_all():
     _, _, slots = programmed(one_f_one_b(4, 32))
     assert [slots.sizes[HomeBuffer(home, 0, "float32")] for home in range(4)] == [4, 3, 2, 1]
     assert slots.sizes[key_of(Channel(OUTPUTS, 3), FULL)] == 32

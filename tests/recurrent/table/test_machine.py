@@ -6,44 +6,26 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.recurrent import (
-    Home,
-    Options,
-    Stage,
-    pipeline_loss,
-    predict_memory,
-    predict_transfers,
-)
-from pipemesh.recurrent.table.machine import (
-    State,
-)
+from pipemesh.recurrent import Home, Options, Stage, predict_memory, predict_transfers
+from pipemesh.recurrent.table.machine import State
 from pipemesh.schedule import ScheduleSpec
 from tests.recurrent.sends import sends, trained
 
-
-def stages():
-    two = ("CPU:0", "CPU:1")
-    return [
-        Stage("a", None, [], [tf.constant(1), tf.constant(2)], two),
-        Stage("b", None, [], [], two),
-    ]
+HOMES = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
+INPUTS = np.random.default_rng(0).normal(size=[16, 4]).astype(np.float32)
+W = [np.random.default_rng(i).normal(size=[4, 4]).astype(np.float32) for i in (1, 2)]
+MICROBATCHES = 4
 
 
 def test_operations_of_another_graph_are_waited_for_by_none():
     with tf.Graph().as_default():
         before = tf.no_op()
     with tf.Graph().as_default():
-        state = State.before(stages(), [0, 1])
+        state = State.before([Stage("a", None, [], [], HOMES[0])] * 2, [0, 1])
         here = tf.no_op()
         state.tokens = [[[before, here], [before]], [[], [here]]]
         state.forget_tokens_of_other_graphs()
         assert state.tokens == [[[here], []], [[], [here]]]
-
-
-HOMES = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
-INPUTS = np.random.default_rng(0).normal(size=[16, 4]).astype(np.float32)
-W = [np.random.default_rng(i).normal(size=[4, 4]).astype(np.float32) for i in (1, 2)]
-MICROBATCHES = 4
 
 
 def product(theta, carry, inputs, microbatch, step):
@@ -54,7 +36,7 @@ def squares(theta, carry, inputs, microbatch, step):
     return [tf.reduce_sum(product(theta, carry, inputs, microbatch, step)[0][0] ** 2)], []
 
 
-def stages_of(slices, homes):
+def stages_of(slices):
     return [
         Stage(
             f"s{i}",
@@ -66,63 +48,22 @@ def stages_of(slices, homes):
             fetched=frozenset({0, 1}),
         )
         for i, (forward, own, home) in enumerate(
-            zip((product, squares), slices, homes, strict=True)
+            zip((product, squares), slices, HOMES, strict=True)
         )
     ]
 
 
-def homes_of(schedule):
-    return [HOMES[device] for device in schedule.stage_devices]
-
-
-@pytest.mark.parametrize(
-    ("name", "remat", "loop"),
-    [("gpipe", "full", True), ("1f1b", "none", False), ("zb_h1", "none", True)],
-)
-def test_loss_and_gradients_are_those_of_whole_weights(name, remat, loop):
-    schedule = ScheduleSpec.from_text(name).build(2, MICROBATCHES)
-    slices = [[tf.Variable(part) for part in np.split(whole, 2)] for whole in W]
-
-    @tf.function(autograph=False)
-    def run():
-        options = Options(remat=remat, loop=loop)
-        with tf.GradientTape() as tape:
-            stages = stages_of(slices, homes_of(schedule))
-            found = pipeline_loss(stages, [tf.constant(INPUTS)], schedule, options=options)[0]
-        return found, tape.gradient(found, slices)
-
-    found, found_grads = run()
-    weights = [tf.constant(w) for w in W]
-    with tf.GradientTape() as tape:
-        tape.watch(weights)
-        loss = tf.reduce_sum(
-            tf.tanh(tf.matmul(tf.tanh(tf.matmul(INPUTS, weights[0])), weights[1])) ** 2
-        )
-    np.testing.assert_allclose(found, loss, rtol=1e-5)
-    for parts, grad in zip(found_grads, tape.gradient(loss, weights), strict=True):
-        np.testing.assert_allclose(np.concatenate(parts), grad, rtol=1e-5, atol=1e-5)
-
-
 def predicted(predict, schedule, **options):
     with tf.Graph().as_default():
-        slices = [np.split(whole, 2) for whole in W]
-        stages = stages_of(slices, homes_of(schedule))
+        stages = stages_of([np.split(whole, 2) for whole in W])
         return predict(stages, [tf.constant(INPUTS)], schedule, options=Options(**options))
 
 
-@pytest.mark.parametrize("remat", ["full", "none"])
-def test_each_device_holds_its_slice(remat):
-    schedule = ScheduleSpec.from_text("1f1b").build(2, MICROBATCHES)
-    found = predicted(predict_memory, schedule, remat=remat)
-    assert [device.weights for device in found] == [W[0].nbytes // 2] * 4
-    # Each replica sums up what its rows give, for all of the weight.
-    assert [device.gradients for device in found] == [W[0].nbytes] * 4
-
-
+# Their results: `tests/layers/pipeline/test_zero3.py`.
 @pytest.mark.parametrize(("name", "remat"), [("1f1b", "full"), ("zb_h1", "none")])
 def test_a_slice_is_sent_per_action_its_gradient_per_step(name, remat):
     schedule = ScheduleSpec.from_text(name).build(2, MICROBATCHES)
-    stages = stages_of([np.split(whole, 2) for whole in W], homes_of(schedule))
+    stages = stages_of([np.split(whole, 2) for whole in W])
     run = trained(stages, [INPUTS], schedule, remat=remat)
     slices = collections.Counter((f"CPU:{a}", f"CPU:{b}") for *_, a, b in sends(run))
     found = predicted(predict_transfers, schedule, remat=remat)
@@ -139,5 +80,9 @@ def test_a_slice_is_sent_per_action_its_gradient_per_step(name, remat):
         in_backward = source in ("CPU:2", "CPU:3") or remat == "full"
         assert transfer.times == MICROBATCHES * (1 + in_backward)
         assert transfer.bytes == transfer.times * W[0].nbytes // 2
+    memory = predicted(predict_memory, schedule, remat=remat)
+    assert [device.weights for device in memory] == [W[0].nbytes // 2] * 4
+    # Each replica sums up what its rows give, for all of the weight.
+    assert [device.gradients for device in memory] == [W[0].nbytes] * 4
     sums = [(t.times, t.bytes) for t in found if t.what == "weight gradients"]
     assert sums == [(1, W[0].nbytes // 2)] * 4

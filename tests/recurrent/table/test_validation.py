@@ -1,5 +1,7 @@
 """What does not fit a pipeline is said before it is built."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -25,6 +27,10 @@ from pipemesh.schedule import (
     seq_one_f_one_b,
 )
 from tests.recurrent.passes.traced import ROWS, WIDTH, cutting, traced_stage
+
+
+def refused(text):
+    return pytest.raises(PipelineError, match=text) if text else contextlib.nullcontext()
 
 
 def tensors(*shapes):
@@ -59,24 +65,19 @@ def stage_on(name, home, recurrent=False):
     return Stage(name, None, [], [], home, recurrent)
 
 
-def test_all_stages_have_as_many_replicas():
-    two = ("CPU:0", "CPU:1")
+def test_all_stages_have_as_many_replicas_and_stages_of_one_row_devices():
+    two, wide = ("CPU:0", "CPU:1"), Home(("CPU:0", "CPU:1"), 1)
     assert num_replicas([], []) == 1
     assert num_replicas([stage_on("a", "CPU:0"), stage_on("b", "CPU:0", True)], [0, 0]) == 1
     assert num_replicas([stage_on("a", two), stage_on("b", two)], [0, 1]) == 2
+    assert num_replicas([stage_on("a", wide), stage_on("b", "CPU:2")], [0, 1]) == 1
     text = r"'a' has 2 replicas \(CPU:0, CPU:1\), but stage 'b' has 1 \(CPU:2\)"
-    with pytest.raises(PipelineError, match=text):
+    with refused(text):
         num_replicas([stage_on("a", two), stage_on("b", "CPU:2")], [0, 1])
-    with pytest.raises(PipelineError, match=r"'b' is recurrent and has 2 replicas .*give it one"):
+    with refused(r"'b' is recurrent and has 2 replicas .*give it one"):
         num_replicas([stage_on("a", two), stage_on("b", two, True)], [0, 1])
-
-
-def test_stages_of_one_row_have_as_many_devices():
-    wide = Home(("CPU:0", "CPU:1"), 1)
-    both = [stage_on("a", wide), stage_on("b", "CPU:2")]
-    assert num_replicas(both, [0, 1]) == 1
-    with pytest.raises(PipelineError, match=r"'a' has 2 devices .*'b' has 1 .*one row of the"):
-        num_replicas(both, [0, 0])
+    with refused(r"'a' has 2 devices .*'b' has 1 .*one row of the"):
+        num_replicas([stage_on("a", wide), stage_on("b", "CPU:2")], [0, 0])
 
 
 def joined(output, *, shape=(ROWS, WIDTH), recurrent=False):
@@ -91,33 +92,23 @@ def joined(output, *, shape=(ROWS, WIDTH), recurrent=False):
 
 
 @pytest.mark.parametrize(
-    "output",
-    [
-        lambda x: x * 2,
-        lambda x: tf.reduce_sum(x, 1),
-        tf.reduce_sum,
-        lambda x: tf.transpose(tf.transpose(x)),
-    ],
-    ids=["all", "rows", "scalar", "there_and_back"],
-)
-def test_outputs_that_are_cut_along_the_batch_are_joined(output):
-    joined(output)
-    # A dim that is as large as a microbatch.
-    joined(output, shape=(ROWS, ROWS))
-
-
-@pytest.mark.parametrize(
     ("output", "text"),
     [
+        (lambda x: x * 2, None),
+        (lambda x: tf.reduce_sum(x, 1), None),
+        (tf.reduce_sum, None),
+        (lambda x: tf.transpose(tf.transpose(x)), None),
         (lambda x: tf.reduce_sum(x, 0), r"output 0 of the last stage \('s'\) has shape \(3,\)"),
         (lambda x: tf.boolean_mask(x, x[:, 0] > 0), "its size in dim 0 .* tf.ensure_shape"),
         (lambda x: tf.ones([ROWS]), r"has shape \(2,\) and for the whole batch \(2,\)"),
     ],
-    ids=["summed", "unknown", "constant"],
 )
-def test_others_are_errors(output, text):
-    with pytest.raises(PipelineError, match=text):
+def test_outputs_that_are_cut_along_the_batch_are_joined(output, text):
+    with refused(text):
         joined(output)
+    if text is None:
+        # A dim that is as large as a microbatch.
+        joined(output, shape=(ROWS, ROWS))
 
 
 def test_a_size_that_fits_by_chance_does_not_fit_the_whole_batch():
@@ -175,10 +166,7 @@ def test_outputs_of_slices_are_joined(output, text):
         specs = [tf.TensorSpec([ROWS, WIDTH, WIDTH])]
         traced = TracedStage(stage, specs, cutting, True, lambda: None)
         traced.differentiate([])
-        if text is None:
-            check_joined(traced, cutting, True)
-            return
-        with pytest.raises(PipelineError, match=text):
+        with refused(text):
             check_joined(traced, cutting, True)
 
 

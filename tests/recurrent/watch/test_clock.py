@@ -28,10 +28,9 @@ def timed(schedule, **options):
     return clock.timeline(schedule)
 
 
-@pytest.mark.parametrize("loop", [False, True])
-def test_actions_are_timed_in_the_order_of_their_rows(loop):
-    schedule = one_f_one_b(2, 8)
-    measured = timed(schedule, loop=loop)
+def test_actions_are_timed_in_the_order_of_their_rows():
+    schedule = one_f_one_b(2, 5)
+    measured = timed(schedule, loop=True)
     for starts, ends in zip(measured.starts, measured.ends, strict=True):
         assert list(starts) == sorted(starts)
         assert all(b >= a for a, b in zip(ends, starts[1:], strict=False))
@@ -42,15 +41,9 @@ def test_actions_are_timed_in_the_order_of_their_rows(loop):
     assert min(min(starts) for starts in measured.starts) == 0
 
 
-def test_both_halves_of_a_split_backward_pass_are_timed():
-    costs = timed(zb_h1(2, 4)).costs.per_stage(2)
-    assert min(costs.input_grad) >= 2 * WAIT > max(costs.weight_grad)
-
-
-@pytest.mark.parametrize("loop", [False, True])
-def test_a_stage_without_weights_has_a_W_of_no_time(loop):
+def test_halves_are_timed_and_a_stage_without_weights_has_a_W_of_no_time():
     schedule = zb_h1(2, 4)
-    measured = timed(schedule, weights=[1.0, None], loop=loop)
+    measured = timed(schedule, weights=[1.0, None], loop=False)
     found = {
         action: end - start
         for row, starts, ends in zip(schedule.rows, measured.starts, measured.ends, strict=True)
@@ -58,6 +51,7 @@ def test_a_stage_without_weights_has_a_W_of_no_time(loop):
     }
     assert {found[action] for action in found if action.kind == "W" and action.stage == 1} == {0.0}
     assert min(found[action] for action in found if action.kind == "I") >= 2 * WAIT
+    assert 2 * WAIT > max(measured.costs.per_stage(2).weight_grad) > 0
 
 
 def test_a_backward_pass_with_the_loss_outside_is_timed():
@@ -78,17 +72,14 @@ def test_a_backward_pass_with_the_loss_outside_is_timed():
 
     with pytest.raises(ScheduleError, match="no action was timed"):
         clock.span()
+    with pytest.raises(ScheduleError, match="action 0F0 was not timed; run a step"):
+        clock.timeline(schedule)
     begin = time.perf_counter()
     step(tf.constant([1.0, 2.0]))
     assert len(list(clock.timeline(schedule).spans())) == 8
     first, last = clock.span()
     assert begin < first < last < time.perf_counter()
     assert last - first == pytest.approx(clock.timeline(schedule).makespan)
-
-
-def test_a_schedule_that_has_not_run_is_an_error():
-    with pytest.raises(ScheduleError, match="action 0F0 was not timed; run a step"):
-        ActionClock().timeline(gpipe(1, 1))
 
 
 def test_devices_of_a_home_that_drift_apart_still_wait(monkeypatch):

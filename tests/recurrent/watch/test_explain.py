@@ -30,7 +30,6 @@ def test_an_exception_surfaces_promptly_and_changes_nothing(mode):
         assert str(explain(caught.value, {"stage1": "CPU:1"})) == f"{where}: {text}"
         for old, new in zip(before, training.values(), strict=True):
             np.testing.assert_array_equal(old, new)
-    training.close()
 
 
 def error(message):

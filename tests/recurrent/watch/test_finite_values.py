@@ -5,10 +5,10 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.randomness import layer_scope
-from pipemesh.recurrent import Options, Stage, explain, pipeline, pipeline_loss
+from pipemesh.recurrent import Options, Stage, pipeline, pipeline_loss
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from tests.recurrent.passes.traced import traced_stage
-from tests.recurrent.poisoned import LAYERS, MODES, nothing, poison
+from tests.recurrent.poisoned import MODES, explained, nothing, poison
 
 
 def everything(name):
@@ -33,7 +33,8 @@ def test_outputs_of_no_layer_are_looked_at_without_blame():
 def test_the_first_stage_is_checked_where_weights_meet_data():
     _, probes = probes_of()
     names = [f"g{i}" for i in range(len(probes.sources))]
-    found = probes.backward(names, ["input"], True, everything)
+    probes.gradients, probes.of_inputs = names, ["input"]
+    found = probes.backward(True, everything)
     assert found[-1].layers == ("first",) and "input" not in found[-1].tensors
     assert [name for probe in found for name in probe.tensors] == names
     assert "MatMul" in probes.sources[-1].name
@@ -45,9 +46,7 @@ ALL = Options(check_numerics="all")
 @pytest.fixture(scope="module", params=MODES)
 def training(request):
     """One graph a mode: what is poisoned is fed."""
-    training = MODES[request.param](remat="none")
-    yield training
-    training.close()
+    return MODES[request.param](remat="none")
 
 
 @pytest.mark.parametrize(
@@ -57,11 +56,9 @@ def training(request):
 def test_stage_layer_and_microbatch_of_a_nan_are_named(training, layer, microbatch, direction):
     training.step(nothing())
     before = training.values()
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        training.step(poison(layer, microbatch, direction))
     stage = layer // 2
     what = "its output" if direction == "forward" else "a gradient"
-    assert str(explain(caught.value)) == (
+    assert explained(training.step, poison(layer, microbatch, direction)) == (
         f"stage 'stage{stage}' (CPU:{stage}), layer 'layer{layer}', microbatch {microbatch}, "
         f"{direction}: {what} is not finite (NaN or infinite)"
     )
@@ -72,14 +69,7 @@ def test_stage_layer_and_microbatch_of_a_nan_are_named(training, layer, microbat
 
 def test_the_cause_is_named_and_not_its_effects(training):
     where = poison(4, 1, "forward") | poison(3, 2, "forward") | poison(0, 0, "backward")
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        training.step(where)
-    assert "layer 'layer3', microbatch 2, forward" in str(explain(caught.value))
-
-
-def test_there_are_as_many_variables_as_were_compared(training):
-    # Weights, two slots each, two powers of beta, and a count that comes out of the pipeline.
-    assert len(training.values()) == 3 * LAYERS + 2 + 1
+    assert "layer 'layer3', microbatch 2, forward" in explained(training.step, where)
 
 
 def test_gradients_can_be_left_to_whoever_scales_the_loss():
@@ -90,22 +80,18 @@ def test_gradients_can_be_left_to_whoever_scales_the_loss():
         training.step(poison(2, 1, "forward"))
 
 
-@pytest.mark.parametrize(
-    ("direction", "message"),
-    [
-        ("forward", "stage 'stage2' (CPU:2), forward: the loss is not finite"),
-        ("backward", "backward: a gradient of shape"),
-    ],
-)
-def test_by_default_the_step_fails_without_saying_where_it_began(direction, message):
+def test_by_default_the_step_fails_without_saying_where_it_began():
     training = MODES["tf2"](schedule=one_f_one_b(3, 4), check_numerics=None)
     before = training.values()
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        training.step(poison(2, 1, direction))
-    assert message in str(explain(caught.value))
-    assert "microbatch 1" not in str(explain(caught.value))
-    for old, new in zip(before, training.values(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    for direction, message in [
+        ("forward", "stage 'stage2' (CPU:2), forward: the loss is not finite"),
+        ("backward", "backward: a gradient of shape"),
+    ]:
+        found = explained(training.step, poison(2, 1, direction))
+        assert message in found
+        assert "microbatch 1" not in found
+        for old, new in zip(before, training.values(), strict=True):
+            np.testing.assert_array_equal(old, new)
 
 
 def test_nothing_is_checked_where_nobody_wants_it():
@@ -128,9 +114,8 @@ def test_outputs_are_checked_while_the_loss_is_outside():
         return pipeline([stage], [x], forward_only(1, 4), options=ALL)[0][0]
 
     run(tf.ones([4]))
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        run(tf.constant([1.0, 1.0, -1.0, 1.0]))
-    assert "layer 'only', microbatch 2, forward: its output" in str(explain(caught.value))
+    found = explained(run, tf.constant([1.0, 1.0, -1.0, 1.0]))
+    assert "layer 'only', microbatch 2, forward: its output" in found
 
 
 def test_a_weight_whose_gradient_alone_is_infinite_is_named():
@@ -147,9 +132,7 @@ def test_a_weight_whose_gradient_alone_is_infinite_is_named():
             loss, _, _ = pipeline_loss([first, second], [x], one_f_one_b(2, 2), options=ALL)
         return tape.gradient(loss, weight)
 
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        run(tf.ones([4, 2]))
-    assert str(explain(caught.value)) == (
+    assert explained(run, tf.ones([4, 2])) == (
         "stage 'stage' (CPU:0), layer 'only', backward: a gradient of shape (2,), summed over the "
         "microbatches, is not finite (NaN or infinite)"
     )
@@ -177,11 +160,8 @@ def test_the_gradient_of_the_inputs_counts_if_it_is_asked_for(asked):
         assert step() is None
         assert float(weight) == 2 - 3
         return
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        step()
-    assert "'only', microbatch 2, backward: the gradient of input 0 is" in str(
-        explain(caught.value)
-    )
+    text = "'only', microbatch 2, backward: the gradient of input 0 is"
+    assert text in explained(step)
     assert float(weight) == 2.0, "the weights wait for the gradient of the inputs, too"
 
 

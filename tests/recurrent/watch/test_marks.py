@@ -1,5 +1,6 @@
 """Marks say of a step that is under way how far each device has come."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -21,52 +22,55 @@ def stands(schedule, *ended, begun=(), silent=()):
     ]
 
 
-def told(*arguments, **keywords):
-    return [str(wait) for wait in waits_of(arguments[0], stands(*arguments, **keywords))]
-
-
-def test_each_device_says_what_it_waits_for():
-    # Rows: 0F0 0F1 0B0 ...; 1F0 1B0 1F1 ...
-    assert told(one_f_one_b(2, 4), 2, 0, begun="b") == [
-        "a: waits to begin 0B0, for 1B0 of b",
-        "b: in 1F0",
-    ]
-
-
-def test_a_chain_of_waits_ends_at_the_one_who_is_at_work():
-    found = told(gpipe(4, 2), 2, 2, 1, 0, begun="d")
-    assert found == [
-        "a: waits to begin 0B1, for 1B1 of b",
-        "b: waits to begin 1B1, for 2B1 of c",
-        "c: waits to begin 2F1, for what it needs to arrive",
-        "d: in 3F0",
-    ]
-
-
-def test_who_recomputes_has_begun_and_waits_for_the_gradient():
-    found = told(one_f_one_b(2, 4), 2, 1, begun="ab")
-    assert found == ["a: in 0B0, waits for 1B0 of b", "b: in 1B0"]
-
-
-def test_a_split_backward_pass_waits_for_the_first_half():
-    schedule = zb_h1(2, 2)
-    at = next(i for i, action in enumerate(schedule.rows[0]) if action.kind == "I")
-    assert told(schedule, at, 1)[0] == "a: waits to begin 0I0, for 1I0 of b"
-
-
-def test_a_silent_device_is_as_far_as_its_results_were_used():
-    schedule = one_f_one_b(2, 4)
+# Rows of 1F1B: 0F0 0F1 0B0 0F2 0B1 ...; 1F0 1B0 1F1 1B1 ...
+WAITS = {
+    "for a gradient": (
+        one_f_one_b(2, 4),
+        [2, 0],
+        {"begun": "b"},
+        ["a: waits to begin 0B0, for 1B0 of b", "b: in 1F0"],
+    ),
+    "a chain ends at the one at work": (
+        gpipe(4, 2),
+        [2, 2, 1, 0],
+        {"begun": "d"},
+        [
+            "a: waits to begin 0B1, for 1B1 of b",
+            "b: waits to begin 1B1, for 2B1 of c",
+            "c: waits to begin 2F1, for what it needs to arrive",
+            "d: in 3F0",
+        ],
+    ),
+    "recomputation has begun": (
+        one_f_one_b(2, 4),
+        [2, 1],
+        {"begun": "ab"},
+        ["a: in 0B0, waits for 1B0 of b", "b: in 1B0"],
+    ),
+    "for the first half": (
+        zb_h1(2, 2),
+        [2, 1],
+        {},
+        [
+            "a: waits to begin 0I0, for 1I0 of b",
+            "b: waits to begin 1I0, for what it needs to arrive",
+        ],
+    ),
     # The first stage has done 0B1, so the second one has done 1B1 and what stands before it.
-    done = schedule.rows[0].index(next(a for a in schedule.rows[0] if str(a) == "0B1")) + 1
-    found = told(schedule, done, 0, begun="a", silent="b")
-    assert found == ["a: in 0F3", "b: does not answer, in 1F2 or later"]
-    found = [wait.told(str.upper) for wait in waits_of(schedule, stands(schedule, 4, 0))]
-    assert found[0] == "A: waits to begin 0B1, for 1B1 of B"
+    "a silent device is as far as its results were used": (
+        one_f_one_b(2, 4),
+        [5, 0],
+        {"begun": "a", "silent": "b"},
+        ["a: in 0F3", "b: does not answer, in 1F2 or later"],
+    ),
+    "nobody": (one_f_one_b(2, 2), [4, 4], {}, []),
+}
 
 
-def test_who_is_done_waits_for_nobody():
-    schedule = one_f_one_b(2, 2)
-    assert told(schedule, 4, 4) == []
+@pytest.mark.parametrize(("schedule", "ended", "others", "wanted"), WAITS.values(), ids=WAITS)
+def test_each_device_says_what_it_waits_for(schedule, ended, others, wanted):
+    waits = waits_of(schedule, stands(schedule, *ended, **others))
+    assert [str(wait) for wait in waits] == wanted
 
 
 def test_of_a_home_with_two_devices_the_slower_is_named():
@@ -76,10 +80,10 @@ def test_of_a_home_with_two_devices_the_slower_is_named():
         Stand("a1", 0, schedule.rows[0], 1, 0),
         Stand("b", 1, schedule.rows[1], 0, 0),
     ]
-    assert [str(wait) for wait in waits_of(schedule, both)] == [
-        "a0: waits to begin 0F1, for what it needs to arrive",
-        "a1: in 0F0",
-        "b: waits to begin 1F0, for 0F0 of a1",
+    assert [wait.told(str.upper) for wait in waits_of(schedule, both)] == [
+        "A0: waits to begin 0F1, for what it needs to arrive",
+        "A1: in 0F0",
+        "B: waits to begin 1F0, for 0F0 of A1",
     ]
 
 
@@ -116,23 +120,22 @@ def marked(schedule, **options):
     return marks, door, calling_step(schedule, door.wait, clock=marks, **options)
 
 
-def hung(door, step, at):
-    """A step that hangs in an action, in a thread of its own."""
+@contextlib.contextmanager
+def hanging(door, step, at, seconds=0.3):
+    """Runs a step that hangs in an action, in a thread of its own; others do what they can."""
     door.shut = at
     door.reached.clear()
     door.opened.clear()
     thread = threading.Thread(target=step)
     thread.start()
-    assert door.reached.wait(SECONDS)
-    # What others may still do.
-    time.sleep(0.3)
-    return thread
-
-
-def freed(door, thread):
-    door.shut = None
-    door.opened.set()
-    thread.join(SECONDS)
+    try:
+        assert door.reached.wait(SECONDS)
+        time.sleep(seconds)
+        yield
+    finally:
+        door.shut = None
+        door.opened.set()
+        thread.join(SECONDS)
     assert not thread.is_alive()
 
 
@@ -145,42 +148,34 @@ def test_a_hanging_step_names_devices_and_actions(loop, remat):
         step()
         assert marks.waits(SECONDS) == []
         marks.end_step()
-    thread = hung(door, step, (1, "F", 3))
-    try:
+    with hanging(door, step, (1, "F", 3)):
         waits = [str(wait) for wait in marks.waits(SECONDS)]
         again = "in 0B3, waits" if remat == "full" else "waits to begin 0B3,"
         assert waits == [f"CPU:0: {again} for 1B3 of CPU:1", "CPU:1: in 1F3"]
-    finally:
-        freed(door, thread)
     assert marks.waits(SECONDS) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("make", [gpipe, zb_h1, lambda s, m: interleaved_one_f_one_b(s, m, 2)])
+@pytest.mark.parametrize("make", [zb_h1, interleaved_one_f_one_b])
 def test_every_schedule_has_marks(make):
     schedule = make(2, 4)
     marks, door, step = marked(schedule)
     step()
     assert [stand.ended for stand in marks.stands(SECONDS)] == [len(row) for row in schedule.rows]
     marks.end_step()
-    thread = hung(door, step, (0, "B", 1))
-    try:
+    with hanging(door, step, (0, "B", 1)):
         found = {str(wait.action) for wait in marks.waits(SECONDS) if not wait.missing}
         assert found & {"0B1", "0I1"}
-    finally:
-        freed(door, thread)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_after_a_step_that_failed_counting_begins_anew():
-    marks, door, step = marked(one_f_one_b(2, 4))
+    marks, _, step = marked(one_f_one_b(2, 4))
     step()
     marks.end_step()
-
-    thread = hung(door, step, (1, "B", 2))
-    freed(door, thread)
+    step()
     # As if it had failed: it was not counted.
     marks.end_failed_step(SECONDS)
     assert [(stand.started, stand.ended) for stand in marks.stands(SECONDS)] == [(0, 0)] * 2
@@ -196,9 +191,8 @@ def test_time_at_work_is_that_of_actions_and_not_of_waiting():
     step()
     marks.end_step()
     before = marks.seconds_at_work(SECONDS)
-    thread = hung(door, step, (1, "F", 1))
-    time.sleep(1.0)
-    freed(door, thread)
+    with hanging(door, step, (1, "F", 1), seconds=1.3):
+        pass
     after = marks.seconds_at_work(SECONDS)
     taken = {device: after[device] - before[device] for device in after}
     assert taken["CPU:1"] > 1.2
