@@ -27,7 +27,7 @@ COMMAND = Command(
     "pipemesh test",
     "Tests flags.",
     (
-        Flag("steps", int, 300, least=0, help="Number of steps.", former=["num_steps"]),
+        Flag("steps", int, 300, least=0, help="Number of steps."),
         Flag("rate", float),
         Flag("layout", help="A layout."),
         Flag("model", short="m"),
@@ -134,13 +134,6 @@ def test_errors_name_the_flag_and_what_is_allowed(words, told):
 def test_missing_flags_and_arguments_are_named():
     with pytest.raises(FlagError, match=r"missing: PATHS \.\.\., --devices=N; `pipemesh needy"):
         values(command=NEEDY)
-
-
-def test_a_former_name_is_read_with_a_note(capsys, tmp_path):
-    assert values("--num-steps=3") == {"steps": 3}
-    assert capsys.readouterr().err.startswith("note: --num_steps is now --steps; ")
-    (tmp_path / "old.toml").write_text("num_steps = 4\n")
-    assert values(f"--config={tmp_path / 'old.toml'}")["steps"] == 4
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "-help", "--helpfull", "--helpshort"])

@@ -116,17 +116,6 @@ def test_errors_are_one_line_on_standard_error_and_code_2(words, message, layers
     assert message in captured.err
 
 
-def test_former_names_of_flags_are_read_with_a_note(layers, capsys):
-    words = ["partition", layers, "--stages=3", "--schedule=1f1b", "--json"]
-    assert main([*words, "--num_microbatches=8", "--device_memory=16GB"]) == 0
-    new = capsys.readouterr()
-    assert main([*words, "--microbatches=8", "--memory-limit=16GB"]) == 0
-    old = capsys.readouterr()
-    assert (old.out, new.err) == (new.out, "")
-    assert "note: --microbatches is now --num_microbatches" in old.err
-    assert "note: --memory_limit is now --device_memory" in old.err
-
-
 @pytest.mark.parametrize(
     ("text", "costs"),
     [
