@@ -20,7 +20,7 @@ from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run.loop import Spikes
-from tests.commands.program import refused, run
+from tests.commands.program import done
 from tests.training import small_models
 from tests.training.small_models import StagedPoints
 
@@ -153,24 +153,35 @@ def test_without_a_pipeline_nothing_is_expected(eagerly, tmp_path, capsys):
     assert found is None
 
 
+_OF_A_CALL = ("--log_format=json", "--trace_schedule")
+
+
 @pytest.mark.slow
 def test_a_timed_step_suggests_changes(tmp_path):
     path = tmp_path / "figures.json"
     path.write_text(figures(len(small_models.stack_of(1)[0].sub)).to_json())
-    words = [PLANNED, f"--figures={path}", f"--logdir={tmp_path / 'run'}", "--steps=3"]
-    code, _, err = run("train", *words, "--trace_schedule")
-    assert code == 0, err
-    found = read(str(tmp_path / "run"))
-    assert found.fact("schedule", "seconds") > 1e-3 * found.measured().makespan
+    logdir = tmp_path / "run"
+    words = ["train", PLANNED, f"--figures={path}", f"--logdir={logdir}", "--steps=3"]
+    told = [json.loads(line) for line in done(*words, *_OF_A_CALL).splitlines()]
+    record = (logdir / "record.jsonl").read_text().splitlines()
+    assert told == [json.loads(line) for line in record]
+    assert [event["event"] for event in told].count("schedule") == 1
+    # They are none of the flags that a training was begun with.
+    assert not any(flag[2:12] in (logdir / "config.toml").read_text() for flag in _OF_A_CALL)
+    found = read(str(logdir))
+    assert found.step == 3 and found.state == "done, at step 3"
+    measured = found.measured()
+    assert measured.makespan > 0 and len(measured.starts) == 2
+    assert found.fact("schedule", "seconds") > 1e-3 * measured.makespan
     # That of the first step, which builds the graph, is none.
     assert [step for step, _ in found.train["seconds"]] == [2, 3]
     basis = basis_of(found)
     assert isinstance(basis, Basis) and basis.knows_rows
-    text = (tmp_path / "run" / "report.html").read_text()
+    text = (logdir / "report.html").read_text()
     assert "Predicted from measurements of the layers (five layers)." in text
     assert "changes were simulated with the durations of the timed step" in text
-    told = refused("train", PLANNED, f"--figures={tmp_path}", f"--logdir={tmp_path / 'other'}")
-    assert "cannot be read" in told
+    assert "Where the difference came from" in text
+    assert "checkpoint: " in done("train", f"--logdir={logdir}", "--steps=4")
 
 
 def made(logdir, strict_devices=False, **changes):

@@ -3,24 +3,18 @@
 import json
 import os
 import signal
-import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.commands import training_flags
-from pipemesh.commands.flags import FlagError, Flags
 from pipemesh.errors import TrainingError
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run.output import Histograms, Profile
-from tests.commands.program import done, refused, run
 from tests.models.one_billion_word.small_training import summaries
 from tests.training import small_models
-
-STAGED = "--model=tests.training.small_models.StagedPoints"
 
 
 def trained(logdir, steps=4, name="PlainPoints", restore=None, stop=None, **changes):
@@ -126,32 +120,6 @@ def test_an_unwritable_record_or_page_ends_nothing(eagerly, tmp_path, capsys):
     assert err.count("the report cannot be written (") == 1 and "report: " not in out
     # Steps before are unknown.
     assert [step for step, _ in read(str(tmp_path)).train["loss"]] == [5]
-
-
-@pytest.mark.slow
-def test_the_command_tells_programs_of_a_schedule(tmp_path):
-    flags = ["train", STAGED, f"--logdir={tmp_path}", "--steps=2"]
-    code, out, err = run(*flags, "--log_format=json", "--trace_schedule")
-    assert code == 0, err
-    told = [json.loads(line) for line in out.splitlines()]
-    assert told == events(tmp_path)
-    assert [event["event"] for event in told].count("schedule") == 1
-    found = read(str(tmp_path))
-    assert found.step == 2 and found.state == "done, at step 2"
-    measured = found.measured()
-    assert measured.makespan > 0 and len(measured.starts) == 2
-    assert "Where the difference came from" in (tmp_path / "report.html").read_text()
-    # It is none of the flags that a training was begun with.
-    assert "log_format" not in (tmp_path / "config.toml").read_text()
-    assert "checkpoint: " in done("train", f"--logdir={tmp_path}", "--steps=3")
-
-
-@pytest.mark.slow
-def test_programs_are_told_of_training_alone(tmp_path):
-    words = [STAGED, f"--logdir={tmp_path}", "--log_format=json"]
-    line = refused("train", *words, "--find_learning_rate=60")
-    assert "--log_format=json is for training; leave it or --find_learning_rate out" in line
-    assert "--log_format is for training; leave it out" in refused("evaluate", *words)
 
 
 KINDS = "weights", "gradients", "updates"
@@ -271,29 +239,3 @@ def test_only_one_profile_may_run(tmp_path):
         tf.profiler.experimental.stop()
     assert len(told) == 1 and told[0].startswith("there is no profile (")
     assert profile.written is None and os.listdir(tmp_path) == ["other"]
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ("10", "give the first and the last step, such as 10:15"),
-        ("a:b", "give the first and the last step, such as 10:15"),
-        ("0:3", "the first step is at least 1"),
-        ("5:4", "the last one not before it"),
-        ("2:10", "training ends at step 9; give more --steps"),
-    ],
-)
-def test_profile_steps_are_checked(monkeypatch, value, told):
-    flags = types.SimpleNamespace(profile_steps=value, steps=9, find_learning_rate=0)
-    monkeypatch.setattr(training_flags, "FLAGS", flags)
-    with pytest.raises(FlagError, match=f"^--profile_steps='{value}': .*{told}"):
-        training_flags._profile_steps()
-
-
-def test_steps_to_profile_are_numbers(monkeypatch):
-    flags = Flags()
-    flags.declare(training_flags.training_flags())
-    flags.take("steps", "5")
-    flags.take("profile_steps", "3:4")
-    monkeypatch.setattr(training_flags, "FLAGS", flags)
-    assert training_flags.options()["profile_steps"] == (3, 4)
