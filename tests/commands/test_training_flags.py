@@ -102,7 +102,7 @@ def test_a_model_that_cannot_be_measured_is_one_line(tmp_path, measuring):
 
     measuring(measured)
     parsed(MODEL, "--mesh_shape=auto:2")
-    with pytest.raises(FlagError, match="the model cannot be measured: it has no PLAN$"):
+    with pytest.raises(FlagError, match=r"the model cannot be measured: it has no PLAN$"):
         training_flags.choose_plan(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
