@@ -137,7 +137,7 @@ console.aside(lambda: vocabulary.train_vocabulary(text, 900))
     process = program(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout.readline() == "begins\n"
-        time.sleep(3)
+        time.sleep(1)
         begin = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -190,11 +190,12 @@ def test_objects_have_standard_output_for_themselves(capsys):
 
 CODE = """
 import time
+console.SECONDS_A_REFRESH[True] = 0.1
 with console.Progress(done=10, total=13) as shown:
     with shown.busy("building the graph"):
         time.sleep(0.1)
     for number in range(3):
-        time.sleep(1.1)
+        time.sleep(0.2)
         shown.advance(f"loss {number}")
 """
 

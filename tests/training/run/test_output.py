@@ -66,16 +66,6 @@ def test_a_run_is_recorded_from_begin_to_end(eagerly, tmp_path, capsys):
     assert "done, at step 4" in (tmp_path / "report.html").read_text()
 
 
-def test_json_output_is_the_record(eagerly, tmp_path, capsys):
-    assert trained(tmp_path, log_format="json") == 0
-    out, err = capsys.readouterr()
-    assert [json.loads(line) for line in out.splitlines()] == events(tmp_path)
-    assert "step 2: held out " in err and f"checkpoint: {tmp_path}/ckpt-4" in err
-    # Only as long as it trains.
-    print("text")
-    assert capsys.readouterr().out == "text\n"
-
-
 def test_a_resumed_run_has_the_same_curves(eagerly, tmp_path, capsys):
     assert trained(tmp_path / "whole", 6) == 0
     assert trained(tmp_path / "run", 6, stop=3) == 128 + signal.SIGTERM
