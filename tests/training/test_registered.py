@@ -165,19 +165,26 @@ def test_a_dataset_that_is_not_there_is_an_error():
             subject(dataset=dataset)
 
 
+def changed(base, change):
+    """A model whose task has the params that `change` makes of those of another one."""
+
+    class Model(base):
+        def Task(self):
+            return change(super().Task())
+
+    return Model()
+
+
 def trained_by(config, logdir):
     return Trainer(RegisteredModel(config, "Model"), Options(logdir=str(logdir), steps=1))
 
 
 def test_several_learners_are_an_error(eagerly, tmp_path):
-    class Several(small_models.PlainPoints):
-        def Task(self):
-            p = super().Task()
-            p.train.learner = [p.train.learner, p.train.learner.Copy().Set(name="second")]
-            return p
-
+    several = changed(
+        small_models.PlainPoints, lambda p: p.Set(**{"train.learner": [p.train.learner] * 2})
+    )
     with pytest.raises(TrainingError, match=r"p\.train\.learner: several, or none, could fail"):
-        trained_by(Several(), tmp_path)
+        trained_by(several, tmp_path)
 
 
 def test_a_nonfinite_loss_with_finite_gradients_fails(eagerly, tmp_path):
@@ -189,11 +196,7 @@ def test_a_nonfinite_loss_with_finite_gradients_fails(eagerly, tmp_path):
             metrics["loss"] = (loss + tf.constant(float("nan")), rows)
             return metrics, rest
 
-    class Model(small_models.PlainPoints):
-        def Task(self):
-            return small_models.trained(Offset.Params().Set(name="points"))
-
-    made = trained_by(Model(), tmp_path)
+    made = trained_by(changed(small_models.PlainPoints, lambda p: p.Set(cls=Offset)), tmp_path)
     before = [v.numpy() for v in made.trained.task.vars.Flatten()]
     with pytest.raises(NotFiniteError, match=r"^the loss is not finite$"):
         made.train_step()
@@ -225,27 +228,20 @@ def test_stacks_with_meshes_of_their_own_are_an_error():
             p.Define("second", None, "Another stack.")
             return p
 
-    class Model(small_models.StagedPoints):
-        def Task(self):
-            p = super().Task()
-            second = p.stack.Copy().Set(mesh_shape="layers:2;data:2", layout="batch:data")
-            return Two.Params().Set(name="two", stack=p.stack, second=second)
+    def two(p):
+        second = p.stack.Copy().Set(mesh_shape="layers:2;data:2", layout="batch:data")
+        return Two.Params().Set(name="two", stack=p.stack, second=second)
 
     with pytest.raises(PlanError, match="has stacks with meshes or layouts of their own"):
-        RegisteredModel(Model(), "Model")
+        RegisteredModel(changed(small_models.StagedPoints, two), "Model")
 
 
 def test_the_plan_has_the_params_of_a_stack():
-    class Model(small_models.StagedPoints):
-        def Task(self):
-            p = super().Task()
-            p.stack.schedule = one_f_one_b(2, 2)
-            p.stack.remat = Selective(lambda name: True)
-            return p
-
-    plan = RegisteredModel(Model(), "Model").plan
+    own = {"stack.schedule": one_f_one_b(2, 2), "stack.remat": Selective(lambda name: True)}
+    config = changed(small_models.StagedPoints, lambda p: p.Set(**own))
+    plan = RegisteredModel(config, "Model").plan
     assert plan.table == one_f_one_b(2, 2) and plan.remat.is_custom
-    plain = RegisteredModel(Model(), "Model", plain=True)
+    plain = RegisteredModel(config, "Model", plain=True)
     assert plain.plan.mesh.num_devices == 1 and not plain.has_actions()
 
 

@@ -1,12 +1,10 @@
 """The loop of a run: what it tells of its steps, expected ones, spikes and overflowed ones."""
 
 import dataclasses
-import functools
 import json
 import math
 import os
 import random
-import types
 
 import numpy as np
 import pytest
@@ -24,39 +22,6 @@ from pipemesh.training.run.loop import Spikes, expected
 from tests.commands.program import done
 from tests.training import small_models
 from tests.training.small_models import PlannedPoints, StagedPoints
-
-
-def told_flops(seconds):
-    """The report on a step of 1 GFLOP on devices of 1 GFLOP/s that takes `seconds`."""
-    trained = types.SimpleNamespace(all_devices=lambda: ["CPU:0"])
-    subject = types.SimpleNamespace(unit="rows")
-    found = {}
-    loop = types.SimpleNamespace(
-        _measured_steps=0,
-        _seconds=0.0,
-        _flops=1e9,
-        _peak=1e9,
-        _rate=1.0,
-        _options=types.SimpleNamespace(steps=1),
-        _trainer=types.SimpleNamespace(step=1, subject=subject, trained=trained),
-        _tell=lambda kind, text, **values: found.update(values, text=text),
-    )
-    loop._mfu = functools.partial(Loop._mfu, loop)
-    Loop._measured(loop, seconds)
-    return found
-
-
-def test_more_than_the_measured_peak_is_no_mfu(monkeypatch):
-    """Other programs ran when the peak was measured."""
-    found = told_flops(2.0)
-    assert found["mfu"] == 0.5 and "MFU 50.0% of 1 GFLOP/s" in found["text"]
-    found = told_flops(0.5)
-    assert "mfu" not in found
-    assert "MFU not known: more than the 1 GFLOP/s that were measured at the start" in found["text"]
-    # Memory of another process's GPUs is not known.
-    monkeypatch.setattr("pipemesh.training.run.loop.peak_memory", lambda devices: 0)
-    found = told_flops(2.0)
-    assert found["peak_memory"] == 0 and found["text"].endswith("of 1 GFLOP/s")
 
 
 def told_spikes(losses):
@@ -91,6 +56,29 @@ def figures(layers=5):
         )
     ] * layers
     return Figures(tuple(figures_of_costs(costs, 4)), action=1e-4, batch=8, about="five layers")
+
+
+def test_more_than_the_measured_peak_is_no_mfu(eagerly, tmp_path, capsys, monkeypatch):
+    """Other programs ran when the peak was measured."""
+    options = Options(logdir=str(tmp_path), steps=0)
+    loop = Loop(Trainer(RegisteredModel(small_models.PlainPoints(), "Points"), options), options)
+    loop._flops = loop._peak = 1e9
+
+    def told(seconds):
+        """The report on a step of 1 GFLOP on devices of 1 GFLOP/s."""
+        loop._measured_steps, loop._seconds, loop._rate = 0, 0.0, 1.0
+        loop._measured(seconds)
+        return read(str(tmp_path)).last["measured"], capsys.readouterr().out
+
+    found, text = told(2.0)
+    assert found["mfu"] == 0.5 and "MFU 50.0% of 1 GFLOP/s" in text
+    found, text = told(0.5)
+    assert "mfu" not in found
+    assert "MFU not known: more than the 1 GFLOP/s that were measured at the start" in text
+    # Memory of another process's GPUs is not known.
+    monkeypatch.setattr("pipemesh.training.run.loop.peak_memory", lambda devices: 0)
+    found, text = told(2.0)
+    assert found["peak_memory"] == 0 and text.endswith("of 1 GFLOP/s\n")
 
 
 @pytest.mark.slow
