@@ -10,7 +10,6 @@ import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
@@ -285,12 +284,3 @@ def host_of(device: str) -> str:
         return own_host()
     spec = tf.DeviceSpec.from_string(device)
     return spec.replace(device_type="CPU", device_index=0).to_string()
-
-
-def connect_processes(*_: object, **__: object) -> NoReturn:
-    """Raises a DeviceError: one client drives the devices of all hosts now."""
-    raise DeviceError(
-        "connect_processes was removed: several processes no longer run one program together. "
-        "Start `pipemesh worker` on each host, call connect_workers in one process, and give "
-        "`Cores` the devices that it returns"
-    )

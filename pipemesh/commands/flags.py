@@ -73,8 +73,6 @@ class Flag:
     repeated: bool = False
     # Given without a name: once, perhaps (`?`), at least once (`+`), or all words that are left.
     argument: Literal["", "once", "?", "+", "..."] = ""
-    # Names of earlier releases, which are read with a note that gives the new one.
-    former: Sequence[str] = ()
     # Not in `--help`.
     hidden: bool = False
 
@@ -118,22 +116,18 @@ def grouped(group: str, *flags: Flag) -> tuple[Flag, ...]:
 
 
 # Flags of several commands that plan.
-NUM_MICROBATCHES = Flag(
-    "num_microbatches", int, value="M", help="Microbatches of a step.", former=["microbatches"]
-)
+NUM_MICROBATCHES = Flag("num_microbatches", int, value="M", help="Microbatches of a step.")
 NUM_VIRTUAL_STAGES = Flag(
     "num_virtual_stages",
     int,
     value="V",
     help="Stages of each device; default: the schedule's.",
-    former=["virtual_stages"],
 )
 DEVICE_MEMORY = Flag(
     "device_memory",
     bytes_of,
     value="BYTES",
     help="Memory of a device, such as 16GiB or 80GB.",
-    former=["memory"],
 )
 
 
@@ -243,8 +237,6 @@ class Flags:
 
     def apply(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Sets flags that are not given yet, and returns their values; `where` is for errors."""
-        former = {old: flag.name for flag in self._flags.values() for old in flag.former}
-        values = {former.get(name, name): value for name, value in values.items()}
         for name, value in values.items():
             if name == CONFIG:
                 raise ConfigError(
@@ -321,7 +313,6 @@ def is_help(argv: Sequence[str]) -> bool:
 def _take_named(left: list[str], command: Command) -> list[str]:
     """Sets the flags of a command line that have names, and returns its other words."""
     named = {flag.name: flag for flag in command.flags if not flag.argument}
-    former = {old: flag for flag in named.values() for old in flag.former}
     short = {flag.short: flag for flag in named.values() if flag.short}
     takes_rest = any(flag.argument == "..." for flag in command.flags)
     others: list[str] = []
@@ -336,7 +327,7 @@ def _take_named(left: list[str], command: Command) -> list[str]:
             continue
         text, equals, value = word.lstrip("-").partition("=")
         name = text.replace("-", "_")
-        flag = named.get(name) or former.get(name)
+        flag = named.get(name)
         if flag is None and not word.startswith("--") and name[:1] in short:
             # -m VALUE and -mVALUE.
             flag = short[name[0]]
@@ -355,11 +346,6 @@ def _take_named(left: list[str], command: Command) -> list[str]:
                 raise FlagError(f"--{flag.name} has no value; write --{flag.name}={flag.value}")
             value = left.pop(0)
         FLAGS.take(flag.name, value)
-        if name in former:
-            print(
-                f"note: --{name} is now --{flag.name}; the next release reads the new name alone",
-                file=sys.stderr,
-            )
     return others
 
 

@@ -230,11 +230,15 @@ def _as_in_plan(text: str) -> str:
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Returns the old and the new value of each name as texts where they differ."""
     pairs = {n: (str(old.get(n) or "none"), str(new.get(n) or "none")) for n in {**old, **new}}
-    return {name: (a, b) for name, (a, b) in pairs.items() if _class_name(a) != _class_name(b)}
+    return {name: (a, b) for name, (a, b) in pairs.items() if _compared(a) != _compared(b)}
 
 
-def _class_name(text: str) -> str:
-    """Returns a value; of a class of this library, which may have changed its module, the name."""
+def _compared(text: str) -> str:
+    """Returns a value without what may differ between releases: the module of a class of this
+    library, and whether there is a param that is None.
+    """
+    if text == "NoneType":
+        return "none"
     return text.rpartition("/")[2] if text.startswith("type/pipemesh.") else text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 import pathlib
@@ -89,7 +88,7 @@ COMMAND = Command(
         ),
         *grouped(
             "memory",
-            dataclasses.replace(DEVICE_MEMORY, former=["memory_limit"]),
+            DEVICE_MEMORY,
             NUM_MICROBATCHES,
             Flag("schedule", help="Schedule that memory depends on; the spellings are below."),
             Flag("remat", default="none", help=f"Recomputation: {', '.join(REMAT_POLICIES)}."),

@@ -56,7 +56,6 @@ COMMAND = Command(
             int,
             value="ROWS",
             help="Examples of a batch; default: the model's.",
-            former=["batch"],
         ),
         DEVICE_MEMORY,
         Flag(

@@ -90,7 +90,6 @@ COMMAND = Command(
                 required=True,
                 value="ROWS",
                 help="Examples of a batch.",
-                former=["batch"],
             ),
             Flag("rows", _above_zero, 1.0, help="Examples that a list of costs is for."),
             Flag(

@@ -74,15 +74,9 @@ HOST_FLAGS = grouped(
         "after twice as long a training restarts from its last checkpoint, and other commands end. "
         "Default: 20 times the median of the last steps, at least 60.",
     ),
-    Flag("process", int, hidden=True),
-    Flag("listen", hidden=True),
 )
 # They are of a call: what was trained on some workers goes on on others, or on none.
 NAMES = tuple(flag.name for flag in HOST_FLAGS)
-_REMOVED = (
-    "this flag was removed: several processes no longer run one command. Start `pipemesh worker` "
-    "on each host, and run the command once, with the workers' addresses as --cluster."
-)
 # Whether the program goes on by itself from what it has saved; set by those that do.
 _again = False
 
@@ -180,9 +174,6 @@ def start_tensorflow(mesh: Mesh, device_type: str) -> None:
 
 def connect() -> bool:
     """Connects to workers before TensorFlow's first operation; returns whether there are any."""
-    for name in ("process", "listen"):
-        if (value := FLAGS.value(name)) is not None:
-            raise FlagError(f"--{name}={value}: {_REMOVED}")
     if FLAGS.value("cluster", "none") == "none":
         return False
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -196,7 +195,6 @@ class Options:
             has no kernel for the device of its stage; see also `placement`.
         noted_run: is called with the run before it is performed, for `memory_of` and
             `transfers_of`.
-        rolled: the old name of `loop`, for one release; `'ticks'` means True.
     """
 
     batch_dim: int = 0
@@ -210,12 +208,9 @@ class Options:
     clock: Clock | None = None
     strict_devices: bool = False
     noted_run: Callable[[Any], None] | None = None
-    rolled: dataclasses.InitVar[bool | str | None] = None
 
-    def __post_init__(self, rolled: bool | str | None) -> None:
+    def __post_init__(self) -> None:
         policy_of(self.remat)
-        if rolled is not None:
-            self._set_loop(rolled)
         if self.loop not in (None, False, True):
             raise PipelineError(
                 f"loop={self.loop!r} is invalid. Use True, False, or None to choose by size."
@@ -232,19 +227,3 @@ class Options:
                 "overflow now and then; use 'forward' or 'loss', or no loss_scale"
             )
         object.__setattr__(self, "compute_dtype", check_compute_dtype(self.compute_dtype))
-
-    def _set_loop(self, rolled: bool | str) -> None:
-        """Sets `loop` from its old name."""
-        if rolled not in (False, True, "ticks"):
-            raise PipelineError(f"rolled={rolled!r} is invalid. Use loop=True or loop=False.")
-        loop = bool(rolled)
-        if self.loop is not None:
-            raise PipelineError(
-                f"rolled={rolled!r} and loop={self.loop!r} were given. Use loop, the new name."
-            )
-        warnings.warn(
-            f"rolled={rolled!r} is the old name of an option; use loop={loop}",
-            FutureWarning,
-            stacklevel=4,
-        )
-        object.__setattr__(self, "loop", loop)

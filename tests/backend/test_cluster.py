@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.cluster import (
-    connect_processes,
     connect_workers,
     host_of,
     interfaces_of,
@@ -190,8 +189,3 @@ def test_a_process_that_is_alone_has_no_workers():
 
 def test_the_host_of_a_gpu_is_the_cpu_of_its_process():
     assert host_of("GPU:1") == "CPU:0"
-
-
-def test_the_former_way_to_several_processes_names_the_new_one():
-    with pytest.raises(DeviceError, match="call connect_workers in one process"):
-        connect_processes(["a:1", "b:1"], 0)

@@ -27,7 +27,7 @@ COMMAND = Command(
     "pipemesh test",
     "Tests flags.",
     (
-        Flag("steps", int, 300, least=0, help="Number of steps.", former=["num_steps"]),
+        Flag("steps", int, 300, least=0, help="Number of steps."),
         Flag("rate", float),
         Flag("layout", help="A layout."),
         Flag("model", short="m"),
@@ -94,6 +94,8 @@ def test_flags_that_are_not_given_have_their_defaults():
 
 
 def test_arguments_without_names_and_flags_may_be_mixed():
+    with pytest.raises(FlagError, match=r"missing: PATHS \.\.\., --devices=N; `pipemesh needy"):
+        values(command=NEEDY)
     assert values("a", "b", "--devices=2", command=NEEDY) == {"paths": ["a", "b"], "devices": 2}
     assert values("--devices", "2", "-", command=NEEDY) == {"paths": ["-"], "devices": 2}
 
@@ -129,18 +131,6 @@ def test_errors_name_the_flag_and_what_is_allowed(words, told):
     with pytest.raises(FlagError) as error:
         values(*words)
     assert told in str(error.value)
-
-
-def test_missing_flags_and_arguments_are_named():
-    with pytest.raises(FlagError, match=r"missing: PATHS \.\.\., --devices=N; `pipemesh needy"):
-        values(command=NEEDY)
-
-
-def test_a_former_name_is_read_with_a_note(capsys, tmp_path):
-    assert values("--num-steps=3") == {"steps": 3}
-    assert capsys.readouterr().err.startswith("note: --num_steps is now --steps; ")
-    (tmp_path / "old.toml").write_text("num_steps = 4\n")
-    assert values(f"--config={tmp_path / 'old.toml'}")["steps"] == 4
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "-help", "--helpfull", "--helpshort"])
@@ -210,12 +200,16 @@ def test_a_file_with_something_else_than_flags_is_an_error(tmp_path, text, told)
     assert f"--config={str(path)!r}" in str(error.value) and told in str(error.value)
 
 
-def test_a_file_that_is_missing_or_no_toml_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"no such.*cannot be read \(No such file"):
-        read_toml(str(tmp_path / "no such"))
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe = 3")
-    with pytest.raises(ConfigError, match="is no TOML"):
-        read_toml(str(tmp_path / "bytes"))
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(None, r"run\.toml.*cannot be read \(No such file"), (b"\xff\xfe = 3", "is no TOML")],
+)
+def test_a_file_that_is_missing_or_no_toml_is_an_error(tmp_path, content, told):
+    path = tmp_path / "run.toml"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=told):
+        read_toml(str(path))
 
 
 def test_checking_an_output_file_leaves_it_as_it_is(tmp_path):

@@ -10,23 +10,20 @@ from pipemesh.errors import DecodingError
 from tests.models.one_billion_word.program import finish, open_process
 from tests.warm import warm
 
-SMALL = ["--steps=2", "--vocab_size=400", "--sequence_length=32", "--batch_size=4"]
-SMALL += ["--plain", "--eval_batches=1"]
+FLAGS = ["--steps=2", "--vocab_size=400", "--sequence_length=32", "--batch_size=4"]
+FLAGS += ["--plain", "--eval_batches=1"]
 # The second one has characters that begin files and end lines elsewhere.
 TEXTS = ["The module", "\ufeffAn\u2028ex\x0bpression\r"]
 
 
-@pytest.fixture(scope="module")
-def logdir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts") / "run"
-    code = "import sys; from models.one_billion_word import train; train.main(sys.argv)"
-    code, _, err = finish(open_process(warm("-c", code, *SMALL, f"--logdir={folder}")))
-    assert code == 0, err
-    return folder
-
-
 @pytest.mark.slow
-def test_texts_are_continued_and_scored(logdir):
+def test_texts_are_continued_and_scored(tmp_path, monkeypatch):
+    code = "import sys; from models.one_billion_word import train; train.main(sys.argv)"
+    logdir = tmp_path / "run"
+    code, _, err = finish(open_process(warm("-c", code, *FLAGS, f"--logdir={logdir}")))
+    assert code == 0, err
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda words, **how: run(warm(*words[1:]), **how))
     found = pipemesh.decode(TEXTS, logdir=logdir, max_tokens=3, beams=2)
     assert [each.prompt for each in found] == TEXTS
     for each in found:
@@ -58,10 +55,7 @@ def test_what_cannot_be_had_is_an_error(texts, flags, message):
         pipemesh.decode(texts, **flags)
 
 
-def test_nothing_is_nothing():
+def test_nothing_is_nothing_and_loads_no_tensorflow():
     assert pipemesh.decode([]) == [] == pipemesh.score(iter(()))
-
-
-def test_it_loads_no_tensorflow():
     code = "import sys, pipemesh; pipemesh.decode([]); sys.exit('tensorflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -33,10 +33,8 @@ def figures(tmp_path):
 
 def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
     out = tmp_path / "plans.json"
-    code = main(
-        ["plan", figures, "--devices", "4", "--fix", "mesh=layers:4", "--parts", "--json", str(out)]
-    )
-    assert code == 0
+    words = ["plan", figures, "--devices=4", "--fix=mesh=layers:4", "--parts", f"--json={out}"]
+    assert main(words) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "figures: a test"
     assert told[1].split() == [
@@ -55,15 +53,14 @@ def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
     first = told[2].split()
     assert first[0] == "layers:4" and float(first[6]) == pytest.approx(1e3 * seconds[0], rel=1e-3)
     assert first[-1] == values[0]["binds"]
-
-
-def test_memory_limits_what_is_found(figures, tmp_path, capsys):
-    out = tmp_path / "plans.json"
-    words = ["plan", figures, "--devices", "4", "--fix", "schedule=1f1b", "--json", str(out)]
-    assert main([*words, "--device_memory", "100MB"]) == 0
+    # Memory limits what is found, and what is not forecast of a dtype is said.
+    words = ["plan", figures, "--devices=4", "--fix=schedule=1f1b", f"--json={out}"]
+    words += ["--device_memory=100MB", "--fix=compute_dtype=bfloat16"]
+    assert main(words) == 0
     assert all(max(each["memory"]) <= 100e6 for each in json.loads(out.read_text()))
-    assert main([*words, "--device_memory", "1MB"]) == 2
-    assert "no plan fits into 1,000,000 bytes a device" in capsys.readouterr().err
+    assert "as long in bfloat16 as it was measured" in capsys.readouterr().out
+    assert main([*words, "--fix=compute_dtype=float32"]) == 0
+    assert "note" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -83,10 +80,15 @@ def test_memory_limits_what_is_found(figures, tmp_path, capsys):
         ("FIGURES --fix mesh=layers:4", "4 devices, but there are 2"),
         ("FIGURES --fix remat=fulll", "did you mean 'full'?"),
         ("FIGURES --count 0", "--count=0: it must be at least 1"),
+        ("FIGURES --device_memory 1MB", "no plan fits into 1,000,000 bytes a device"),
+        ("COSTS", "give --batch_size"),
     ],
 )
-def test_mistakes_are_one_line(figures, words, told, capsys):
-    assert main(["plan", "--devices=2", *words.replace("FIGURES", figures).split()]) == 2
+def test_mistakes_are_one_line(figures, tmp_path, words, told, capsys):
+    costs = tmp_path / "costs.json"
+    costs.write_text('[{"forward": 1.0}, {"forward": 1.0}]')
+    words = words.replace("FIGURES", figures).replace("COSTS", str(costs))
+    assert main(["plan", "--devices=2", *words.split()]) == 2
     assert told in capsys.readouterr().err
 
 
@@ -107,14 +109,6 @@ def test_files_are_checked_before_anything_is_measured(tmp_path, run):
         with pytest.raises(FlagError, match=f"{flag}=.* cannot be written"):
             run(words, lambda *_: pytest.fail("measured"))
     assert not list(tmp_path.iterdir())
-
-
-def test_what_is_not_forecast_of_a_dtype_is_said(figures, capsys):
-    words = ["plan", figures, "--devices", "2", "--count", "1", "--fix", "mesh=layers:2"]
-    assert main([*words, "--fix", "compute_dtype=bfloat16"]) == 0
-    assert "as long in bfloat16 as it was measured" in capsys.readouterr().out
-    assert main([*words, "--fix", "compute_dtype=float32"]) == 0
-    assert "note" not in capsys.readouterr().out
 
 
 class Model:
@@ -214,18 +208,10 @@ def test_trials_beside_a_file_say_how_much_slower_the_machine_is_now(
     assert "a reference step" not in capsys.readouterr().out
 
 
-def test_a_batch_that_nobody_knows_has_to_be_given(tmp_path, capsys):
-    path = tmp_path / "costs.json"
-    path.write_text('[{"forward": 1.0}, {"forward": 1.0}]')
-    assert main(["plan", str(path), "--devices", "2"]) == 2
-    assert "give --batch_size" in capsys.readouterr().err
-    assert main(["plan", str(path), "--devices", "2", "--batch_size", "8"]) == 0
-
-
 def test_figures_are_enough_without_tensorflow(figures):
     code = (
         "import sys; from pipemesh.commands.main import main; "
-        f"main(['plan', {figures!r}, '--devices=2', '--fix=schedule=1f1b']); "
+        f"main(['plan', {figures!r}, '--devices=2', '--fix=schedule=1f1b', '--batch_size=8']); "
         f"main(['scale', {figures!r}, '--batch_size=8', '--devices=4', '--schedules=gpipe']); "
         "sys.exit('tensorflow' in sys.modules)"
     )

@@ -106,10 +106,7 @@ def test_texts_come_token_by_token_in_their_order():
     assert shown(["aé".encode()[:2]], 2, [0, 0])[-1] == "<a\ufffd\n"
     found = shown([b"ab", b"\0", b"xy"], 2, [2, 0, 1, 2, 0])
     assert found == ["", "<a", "<a", "<a", "<ab\n<\n<xy\n"]
-
-
-def test_text_that_changes_is_said_again():
-    """Some ways to spell have more tokens change what was said before."""
+    # Some ways to spell have more tokens change what was said before: it is said again.
     spell = dataclasses.replace(
         TOKENS, decode=lambda ids: "".join(map(chr, ids)).replace("ab", "Z")
     )

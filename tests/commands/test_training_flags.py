@@ -1,10 +1,19 @@
-"""`--mesh_shape=auto`: what is chosen, and that it is checked and kept like any other plan."""
+"""Flags of training; `--mesh_shape=auto`: the choice, checked and kept like any other plan."""
 
+import contextlib
+import io
 import json
-import re
+import subprocess
+import types
 
 import pytest
 
+from pipemesh.commands import plan as plan_command
+from pipemesh.commands import training_flags
+from pipemesh.commands.flags import FLAGS, Command, FlagError, parse
+from pipemesh.commands.main import main
+from pipemesh.commands.model_kind import REGISTERED
+from pipemesh.errors import PlanError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan, predict
 from pipemesh.plan.figures import Figures, figures_of_costs
@@ -12,6 +21,11 @@ from pipemesh.plan.search import SearchSpace, search
 from tests.commands.program import done, refused, without_tensorflow
 
 MODEL = "--model=tests.training.small_models.PlannedPoints"
+
+
+def parsed(*words):
+    """Sets the flags of `pipemesh train`."""
+    parse(["pipemesh train", *words], Command("pipemesh train", None, REGISTERED.flags))
 
 
 @pytest.fixture
@@ -45,19 +59,52 @@ def test_the_best_plan_is_taken_said_kept_and_gone_on_with(tmp_path, figures):
     assert f"--mesh_shape={best.mesh}" in out and "chosen" not in out and "changed" not in out
 
 
-@pytest.mark.slow
-def test_of_the_best_plans_steps_are_run_if_that_is_asked_for(tmp_path, figures):
-    _, path = figures
-    flags = ["--mesh_shape=auto:2", f"--figures={path}", "--schedule=gpipe", "--plan_trials=2"]
-    # Small graphs.
-    flags += ["--num_microbatches=1", "--remat=none"]
-    flags += ["--device_memory=1GB", "--steps=1", f"--logdir={tmp_path / 'run'}"]
-    out = done("train", MODEL, *flags)
-    (line,) = [line for line in out.splitlines() if line.startswith("chosen for 2 devices: ")]
-    trial = re.search(r"\(([\d.]+) ms a step in a trial, by forecast ([\d.e+]+) ms", line)
-    # Forecasts are of layers that take seconds.
-    assert trial and float(trial[1]) < 1e3 < float(trial[2]), line
-    assert "held out at step 1" in out
+@pytest.fixture
+def measuring(monkeypatch):
+    """Lets `pipemesh plan` run in this process, with this in place of a measured model."""
+
+    def run(words, **_):
+        before, err = dict(vars(FLAGS)), io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+            code = main(words[3:])
+        vars(FLAGS).update(before)
+        return subprocess.CompletedProcess(words, code, "", err.getvalue())
+
+    def measuring(model):
+        monkeypatch.setattr(plan_command, "measured", model)
+        monkeypatch.setattr(training_flags.subprocess, "run", run)
+
+    return measuring
+
+
+def test_steps_of_the_best_plans_are_run_if_that_is_requested(figures, measuring, capsys):
+    tried = []
+
+    def seconds(plans):
+        tried.extend(plans)
+        return [1.0, 0.5]
+
+    measuring(lambda *_: types.SimpleNamespace(rows=8, seconds=seconds))
+    flags = [f"--figures={figures[1]}", "--schedule=gpipe", "--device_memory=1GB"]
+    parsed(MODEL, "--mesh_shape=auto:2", "--plan_trials=2", *flags)
+    training_flags.choose_plan("run")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("chosen for 2 devices: --mesh_shape=")
+    assert "(500 ms a step in a trial, by forecast " in line
+    _, second = tried
+    assert FLAGS.given()["mesh_shape"] == str(second.mesh)
+    assert FLAGS.num_microbatches == second.num_microbatches
+
+
+def test_a_model_that_cannot_be_measured_is_one_line(tmp_path, measuring):
+    def measured(*_):
+        raise PlanError("it has no PLAN")
+
+    measuring(measured)
+    parsed(MODEL, "--mesh_shape=auto:2")
+    with pytest.raises(FlagError, match=r"the model cannot be measured: it has no PLAN$"):
+        training_flags.choose_plan(str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_chosen_is_one_line_without_tensorflow(tmp_path, figures):
@@ -80,43 +127,58 @@ def test_what_cannot_be_chosen_is_one_line_without_tensorflow(tmp_path, figures)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--figures=x"], "x cannot be read: No such file"),
-        (["--device_memory=10", "FIGURES"], "no plan fits into 10 bytes"),
-    ],
-)
-def test_figures_and_memory_of_a_mesh_are_checked(tmp_path, figures, words, told):
-    words = [f"--figures={figures[1]}" if word == "FIGURES" else word for word in words]
-    logdir = f"--logdir={tmp_path / 'run'}"
-    assert told in refused("train", MODEL, "--mesh_shape=layers:2", *words, logdir)
+def test_memory_is_checked_before_the_first_step(tmp_path, figures):
+    words = [MODEL, "--mesh_shape=layers:2", f"--figures={figures[1]}", "--device_memory=10"]
+    logdir = tmp_path / "run"
+    assert "no plan fits into 10 bytes" in refused("train", *words, f"--logdir={logdir}")
+    assert not list(logdir.glob("ckpt*"))
 
 
-@pytest.mark.slow
-def test_a_plan_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path, figures):
+def test_a_plan_that_does_not_fit_is_refused_with_the_nearest_that_does(figures):
     found, path = figures
     plan = Plan("layers:2", schedule="gpipe", num_microbatches=8, remat="none")
     held = max(predict(plan, found, 8).memory)
-    words = ["train", MODEL, f"--figures={path}", f"--logdir={tmp_path / 'run'}", "--steps=1"]
-    words += ["--schedule=gpipe", "--num_microbatches=8", "--remat=none"]
-    told = refused(*words, f"--device_memory={held * 0.99}")
-    assert "needs" in told and "the nearest plan that fits is 'mesh=layers:2 schedule=" in told
-    # All but the schedule is as it was asked for.
-    assert "num_microbatches=8" in told.partition("nearest")[2]
-    assert "remat=none" in told.partition("nearest")[2]
-    # Before the first step, so nothing was trained.
-    assert not list(tmp_path.glob("run/ckpt*"))
-    assert "held out at step 1" in done(*words, f"--device_memory={held * 1.01}")
+    parsed(MODEL, f"--figures={path}", f"--device_memory={held * 0.99}")
+    nearest = "needs .*the nearest plan that fits is 'mesh=layers:2 schedule="
+    with pytest.raises(FlagError, match=nearest) as error:
+        training_flags.check_memory(plan, "run")
+    # All but the schedule is as requested.
+    told = str(error.value).partition("nearest")[2]
+    assert "num_microbatches=8" in told and "remat=none" in told
+    parsed(MODEL, f"--figures={path}", f"--device_memory={held * 1.01}")
+    training_flags.check_memory(plan, "run")
 
 
-@pytest.mark.slow
-def test_models_that_cut_themselves_cannot_be_measured(tmp_path):
-    told = refused(
-        "train",
-        "--model=tests.training.small_models.StagedPoints",
-        "--mesh_shape=auto:2",
-        f"--logdir={tmp_path}",
-    )
-    assert "the model cannot be measured" in told and "has no attribute PLAN" in told
-    assert not (tmp_path / "figures.json").exists()
+STEPS = "give the first and the last step, such as 10:15"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--profile_steps=10", f"--profile_steps='10': {STEPS}"),
+        ("--profile_steps=a:b", f"--profile_steps='a:b': {STEPS}"),
+        ("--profile_steps=0:3", "'0:3': the first step is at least 1"),
+        ("--profile_steps=5:4", "'5:4': .*the last one not before it"),
+        ("--profile_steps=2:10", "training ends at step 9; give more --steps"),
+        ("--profile_steps=2:3 --find_learning_rate=60", "leave it or --find_learning_rate out"),
+        ("--find_learning_rate=5", "too few to find a range; give 50 or more"),
+        (
+            "--find_learning_rate=60 --trace_schedule",
+            "--trace_schedule is for training; leave it or --find_learning_rate out",
+        ),
+        (
+            "--find_learning_rate=60 --log_format=json",
+            "--log_format=json is for training; leave it or --find_learning_rate out",
+        ),
+        ("--figures=x", "x cannot be read: No such file"),
+    ],
+)
+def test_invalid_options_of_training_are_errors(words, told):
+    parsed(MODEL, "--steps=9", *words.split())
+    with pytest.raises((FlagError, PlanError), match=told):
+        training_flags.options()
+
+
+def test_steps_to_profile_are_numbers():
+    parsed(MODEL, "--profile_steps=3:4")
+    assert training_flags.options()["profile_steps"] == (3, 4)

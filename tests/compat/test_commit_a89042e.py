@@ -74,7 +74,8 @@ def losses_after(folder, step):
 )
 def test_a_run_resumes_with_the_same_losses(name, folder, module):
     """Weights, optimizer, position in the data and flags are those of the old run."""
-    done(*module, f"--logdir={folder}", "--steps=6")
+    out = done(*module, f"--logdir={folder}", "--steps=6")
+    assert "changed since the checkpoint" not in out
     expected = EXPECTED[name]
     assert events(folder, "begin")[-1]["restored"] == f"{folder}/ckpt-3"
     assert losses_after(folder, 3) == pytest.approx([*expected["losses"].values()], rel=1e-5)

@@ -1,69 +1,55 @@
-"""The documentation builds without a warning, and has every public name."""
+"""The reference has every public name; `make docs` builds it, and fails at a warning."""
 
 import importlib
 import inspect
 import pathlib
-import pickle
 import pkgutil
-import subprocess
-import sys
-
-import pytest
+import re
 
 import pipemesh
 import pipemesh.errors
 from pipemesh.lowering import ops
 from pipemesh.lowering.registry import OPS
 
-ROOT = pathlib.Path(__file__).parents[2]
+PAGES = (pathlib.Path(__file__).parents[2] / "docs" / "api").glob("*.md")
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+# Modules with all their names, or with some of them; and names by themselves.
+MODULES = dict(re.findall(r"^\.\. automodule:: (\S+)\n +:members:(.*)$", TEXT, re.MULTILINE))
+NAMES = set(re.findall(r"^\.\. (?:auto|py:)(?:function|class|data):: (\S+)$", TEXT, re.MULTILINE))
 
 
 def public_names():
-    """Names at doors; of those that several doors have, the first."""
-    seen, names = [], [f"pipemesh.lowering.ops.{name}" for name in (*OPS, "gradients")]
+    """Modules and names of doors; of names that several doors have, the first."""
+    seen, names = [], [(ops.__name__, name) for name in (*OPS, "gradients")]
     for module in pkgutil.walk_packages(pipemesh.__path__, "pipemesh."):
         door = importlib.import_module(module.name) if module.ispkg else None
         for name in getattr(door, "__all__", ()):
             thing = getattr(door, name)
             if not inspect.ismodule(thing) and not any(thing is other for other in seen):
                 seen.append(thing)
-                names.append(f"{module.name}.{name}")
+                names.append((module.name, name))
     errors = inspect.getmembers(pipemesh.errors, inspect.isclass)
-    return [*names, *(f"pipemesh.errors.{name}" for name, _ in errors)]
+    return [*names, *(("pipemesh.errors", name) for name, _ in errors)]
 
 
-@pytest.fixture(scope="module")
-def documented(tmp_path_factory):
-    """The names that the documentation has a place for."""
-    out = tmp_path_factory.mktemp("docs")
-    # All pages are read and their references resolved; no page is written.
-    options = ["-b", "dummy", "-c", "docs", "-d", str(out), "-W", "--keep-going", "-n", "-q"]
-    built = subprocess.run(
-        [sys.executable, "-m", "sphinx", *options, ".", str(out)],
-        **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 280},
-    )
-    assert built.returncode == 0, built.stderr[-4000:]
-    environment = pickle.loads((out / "environment.pickle").read_bytes())
-    return set(environment.domaindata["py"]["objects"])
+def is_documented(module, name):
+    """Whether a page has a name, which needs a docstring to be taken with its module."""
+    if {name, f"{module}.{name}"} & NAMES:
+        return True
+    thing, chosen = getattr(importlib.import_module(module), name), MODULES.get(module)
+    is_taken = chosen == "" or name in re.findall(r"\w+", chosen or "")
+    return is_taken and callable(thing) and bool(thing.__doc__)
 
 
-@pytest.mark.slow
-def test_every_public_name_is_in_the_reference(documented):
-    assert [name for name in public_names() if name not in documented] == []
-
-
-@pytest.mark.slow
-def test_what_is_not_public_is_not_in_the_reference(documented):
-    assert "pipemesh.text.columns" not in documented
-
-
-def test_public_names_are_those_of_all_doors():
+def test_every_public_name_is_in_the_reference():
     names = public_names()
+    assert [each for each in names if not is_documented(*each)] == []
     assert {
-        "pipemesh.partition.partition",
-        "pipemesh.plan.Plan",
-        "pipemesh.recurrent.REMAT_POLICIES",
-        "pipemesh.layers.PipeliningLayer",
-        "pipemesh.errors.PlanError",
-        f"{ops.__name__}.einsum",
+        ("pipemesh.partition", "partition"),
+        ("pipemesh.plan", "Plan"),
+        ("pipemesh.recurrent", "REMAT_POLICIES"),
+        ("pipemesh.layers", "PipeliningLayer"),
+        ("pipemesh.errors", "PlanError"),
+        (ops.__name__, "einsum"),
     } <= set(names)
+    assert not is_documented("pipemesh.text", "columns")

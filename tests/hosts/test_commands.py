@@ -81,14 +81,3 @@ def test_the_report_with_workers_is_like_any_other(logdir):
     assert "layers:2" in page
     assert main(["report", str(logdir), f"--output={logdir / 'again.html'}"]) == 0
     assert (logdir / "again.html").read_text(encoding="utf-8") == page
-
-
-@pytest.mark.parametrize("flag", ["--process=0", "--listen=10.0.0.1"])
-def test_removed_flags_name_the_new_way(flag):
-    command = warm("-m", "models.one_billion_word.train", flag, "--logdir=runs/a")
-    code, _, err = finish(open_process(command))
-    assert code == 2
-    assert (
-        f"error: {flag}: this flag was removed: several processes no longer run one command. Start"
-        in err
-    )

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.cluster import connect_processes
 from pipemesh.errors import PipemeshError
 from pipemesh.lowering import Cores, PlacementLowering, ops
 from pipemesh.lowering.arguments import COERCERS, register
@@ -34,7 +33,7 @@ def made(text, dtype=np.float32):
 KNOWN = {
     **{"np": np, "tf": tf, "ops": ops, "Cores": Cores, "PlacementLowering": PlacementLowering},
     **{"Constant": Constant, "Normal": Normal, "Uniform": Uniform, "Variable": Variable},
-    **{"Tensor": Tensor, "SimdPipeline": SimdPipeline, "connect_processes": connect_processes},
+    **{"Tensor": Tensor, "SimdPipeline": SimdPipeline},
     **{"Dim": Dim, "LayoutRules": LayoutRules, "Mesh": Mesh, "Shape": Shape, "made": made},
     **{"LAYOUT": LAYOUT, "LOW": LOW, "MESH": MESH, "RULES": RULES, "DEVICES": DEVICES},
     "CORES": CORES,
@@ -77,7 +76,6 @@ WRONG = [
     ("Cores(MESH, DEVICES).function(lambda low, x: x, RULES, [4, 6])", "tf.TensorSpec"),
     ("Cores(MESH, DEVICES).function(None, RULES)", "no function"),
     ("CORES.run_eagerly(abs, LayoutRules.from_text('batch:dta'), [[bare], [bare]])", "mean 'data'"),
-    ("connect_processes(['a:1', 'b:1'], 0)", "give `Cores` the devices"),
     # Dims and shapes.
     ("Dim.from_text(None)", "None is no text"),
     ("Shape('batch:4')", "Shape.from_text"),

@@ -28,23 +28,9 @@ def loss_scale():
     return LossScale(tf.constant(8.0), tf.constant(0), tf.constant(True))
 
 
-@pytest.mark.parametrize(("rolled", "loop"), [(False, False), (True, True), ("ticks", True)])
-def test_the_old_name_of_loop_is_taken_with_a_warning(rolled, loop):
-    with pytest.warns(FutureWarning, match=f"old name of an option; use loop={loop}") as warned:
-        options = Options(rolled=rolled)
-    assert options.loop is loop
-    assert warned[0].filename == __file__
-    # A copy is not asked for the old name.
-    assert dataclasses.replace(options, batch_dim=1).loop is loop
-
-
 def test_wrong_values_of_loop_are_errors():
     with pytest.raises(PipelineError, match=r"loop='ticks' is invalid\. Use True, False, or None"):
         Options(loop="ticks")
-    with pytest.raises(PipelineError, match=r"rolled='yes' is invalid\. Use loop=True"):
-        Options(rolled="yes")
-    with pytest.raises(PipelineError, match=r"rolled=True and loop=False were given\. Use loop"):
-        Options(rolled=True, loop=False)
 
 
 def test_gradients_are_checked_unless_their_overflow_is_expected(loss_scale):

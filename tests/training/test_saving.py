@@ -1,13 +1,12 @@
 """Checkpoints of a run, and resuming from them."""
 
-import os
 import threading
 
 import pytest
 import tensorflow as tf
 
 from pipemesh.checkpoint import Manifest, checkpoints
-from pipemesh.errors import CheckpointError, DamagedError, SaveError
+from pipemesh.errors import CheckpointError, SaveError
 from pipemesh.training import Batches, Saving
 from pipemesh.training.saving import WEIGHTS_ONLY
 
@@ -15,10 +14,6 @@ from pipemesh.training.saving import WEIGHTS_ONLY
 @pytest.fixture
 def state():
     return {"global_step": tf.Variable(0), "w/var": tf.Variable([0.0, 0.0])}
-
-
-def nothing():
-    """All is well."""
 
 
 def train(state, folder, steps, notes=None):
@@ -29,7 +24,7 @@ def train(state, folder, steps, notes=None):
     for step in steps:
         state["w/var"].assign_add([1.0, float(batches.next())])
         state["global_step"].assign(step)
-        saving.save(step, (notes or {}).get(step, {"lr": 1, "skip": step}), nothing)
+        saving.save(step, (notes or {}).get(step, {"lr": 1, "skip": step}), lambda: None)
     return saving
 
 
@@ -60,14 +55,6 @@ def test_one_of_other_settings_is_not_taken_under_these(state, tmp_path):
     with pytest.raises(CheckpointError, match="ckpt-1 was made with other settings, so run the"):
         saving.restore(str(tmp_path / "ckpt-2"))
     assert saving.restore(str(tmp_path / "ckpt-1")).endswith("ckpt-1")
-
-
-def test_a_run_never_restarts_without_checkpoints(state, tmp_path):
-    saving = train(state, tmp_path, [1])
-    damage(tmp_path, 1)
-    with pytest.raises((DamagedError, CheckpointError), match="damaged"):
-        saving.restore(str(tmp_path / "ckpt-1"))
-    assert (tmp_path / "damaged-ckpt-1.index").exists()
 
 
 def test_unknown_tensors_in_a_checkpoint_are_an_error(state, tmp_path):
@@ -144,18 +131,15 @@ def test_a_failed_write_does_not_lose_the_next_checkpoint(state, tmp_path, monke
     saving.confirm()
     saving.give_up()
     assert saving.newest in (str(tmp_path / "ckpt-3"), str(tmp_path / "ckpt-1"))
-    assert not [name for name in os.listdir(tmp_path) if "ckpt-2" in name]
-
-
-def test_the_last_save_is_tried_after_a_failed_one(state, tmp_path, monkeypatch, full_disk):
-    saving = train(state, tmp_path, [1])
+    assert not list(tmp_path.glob("*ckpt-2*"))
+    # So is the last one.
     full_disk()
-    saving.begin(2, {})
+    saving.begin(4, {})
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
             thread.join()
     monkeypatch.undo()
-    assert saving.save(3, {}, nothing) == str(tmp_path / "ckpt-3") == saving.newest
+    assert saving.save(5, {}, lambda: None) == str(tmp_path / "ckpt-5") == saving.newest
 
 
 def test_a_save_begun_before_a_data_error_is_dropped(state, tmp_path):
@@ -163,5 +147,5 @@ def test_a_save_begun_before_a_data_error_is_dropped(state, tmp_path):
     saving = train(state, tmp_path, [1])
     saving.begin(2, {"place": "failed"})
     saving.follow(Batches(tf.data.Dataset.range(1000)))
-    assert saving.save(2, {"place": "good"}, nothing) == str(tmp_path / "ckpt-2")
+    assert saving.save(2, {"place": "good"}, lambda: None) == str(tmp_path / "ckpt-2")
     assert Manifest.read(str(tmp_path / "ckpt-2")).note == {"place": "good"}

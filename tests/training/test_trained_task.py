@@ -60,7 +60,7 @@ def test_all_weights_move_or_none(clip):
     variables = [*weights.Flatten(), *made.optimizer._optimizer.variables()]
     before = [v.numpy() for v in variables]
     assert (before[0] < 1).all()
-    for bad in (np.nan, np.inf, 1e30) * 5:
+    for bad in (np.nan, np.inf, 1e30) * 2:
         with pytest.raises(tf.errors.InvalidArgumentError, match=f"{NOT_FINITE}|not finite"):
             train(tf.constant(bad, tf.float32))
         for variable, value in zip(variables, before, strict=True):

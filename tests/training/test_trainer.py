@@ -64,6 +64,8 @@ def after(workers, *seconds, steps=10):
 
 
 def test_work_is_that_of_a_step_and_held_against_the_flops(workers):
+    # That of the first step does not count.
+    workers._marks[0].seconds = [0.0, 0.0, 30.0]
     first, second, third = after(workers, 1.0, 2.0, 1.2)
     assert first.worker == "worker 0 (a:1, stage 0)"
     # Workers have the numbers that they were named with, also if others are missing.
@@ -71,16 +73,11 @@ def test_work_is_that_of_a_step_and_held_against_the_flops(workers):
     assert (first.seconds, second.seconds) == pytest.approx((0.1, 0.2))
     assert second.times == pytest.approx(1.0 / 1.1)
     assert not (first.is_slow or second.is_slow or third.is_slow)
+    assert workers.work(None) == []
 
 
 def test_twice_the_time_for_its_flops_is_slow(workers):
     assert [each.is_slow for each in after(workers, 1.0, 2.0, 2.5)] == [False, False, True]
-
-
-def test_the_first_step_does_not_count(workers):
-    workers._marks[0].seconds = [0.0, 0.0, 30.0]
-    assert [each.is_slow for each in after(workers, 1.0, 2.0, 1.0)] == [False] * 3
-    assert workers.work(None) == []
 
 
 def test_without_flops_no_worker_is_slow(workers):

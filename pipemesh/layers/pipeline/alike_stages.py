@@ -34,9 +34,7 @@ def check_lowering(p: Any, schedule: Schedule) -> None:
         )
     try:
         check_schedule(schedule)
-        check_options(
-            Options(remat=p.remat, loop=p.loop, rolled=p.rolled, check_numerics=p.check_numerics)
-        )
+        check_options(Options(remat=p.remat, loop=p.loop, check_numerics=p.check_numerics))
     except PipemeshError as error:
         raise type(error)(f"{p.name}: lowering is 'simd': {error}") from error
     if p.loss_inside:

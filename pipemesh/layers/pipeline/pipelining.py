@@ -377,7 +377,6 @@ class PipeliningLayer(SeqLayer):
             # A plan has no more than the name of a policy that is Python code.
             remat=p.remat if remat.is_custom else remat,
             loop=p.loop,
-            rolled=p.rolled,
             compute_dtype=p.fprop_dtype,
             uncast_inputs=frozenset(range(int(casts_first), len(inputs))),
             loss_scale=None if self.do_eval else self.loss_scale,

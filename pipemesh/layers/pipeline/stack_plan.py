@@ -73,7 +73,6 @@ def define_pipelining(p: Any) -> None:
         "two stages; see pipemesh.recurrent.Options.",
     )
     p.Define("loop", None, "Whether the schedule is one loop of the graph; None: by size.")
-    p.Define("rolled", None, "Old name of loop, for one release.")
     p.Define(
         "check_numerics",
         None,
@@ -178,7 +177,7 @@ def _check_params(p: Any) -> None:
     check_flags(
         p,
         ("loss_inside", "nested_map_fprop", "pipelined", "strict_devices"),
-        or_none=("loop", "rolled"),
+        or_none=("loop",),
     )
     check_floating(p.name, "state_dtype", p.state_dtype)
     if p.aux_loss_microbatch_accumulation is not None:

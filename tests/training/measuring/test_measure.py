@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from pipemesh.commands.main import main
 from pipemesh.errors import PlanError
+from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan
-from pipemesh.plan.figures import Figures
-from pipemesh.training.measuring import measure
+from pipemesh.plan.figures import Figures, figures_of_costs
+from pipemesh.training.measuring import RegisteredSteps, measure
 from pipemesh.training.measuring.measure import (
     _with_halves,
     number_of_layers,
@@ -72,6 +73,13 @@ def test_layers_are_those_of_the_pipeline():
         number_of_layers(lambda plan: RegisteredModel(StagedPoints(), "points"))
 
 
+def test_a_model_without_a_plan_is_refused(monkeypatch, eagerly):
+    for name in ("prepare_graphs_quickly", "start_cpu_devices"):
+        monkeypatch.setattr(f"pipemesh.backend.devices.{name}", lambda *_: None)
+    with pytest.raises(PlanError, match="StagedPoints' has no attribute PLAN"):
+        RegisteredSteps("tests.training.small_models.StagedPoints", 2)
+
+
 def test_halves_of_a_backward_pass_are_scaled():
     """On two cores more than the whole, which does both at once; without weights one is nothing."""
     seconds = {"F": {1: 1.0, 4: 4.0}, "B": {1: 2.0, 4: 5.0}, "I": {4: 4.0}, "W": {4: 3.5}}
@@ -90,21 +98,20 @@ def test_rows_are_cut_and_repeated():
     assert with_rows(batch, 4)["x"].numpy().tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
 
 
-def test_plans_to_fit_use_the_devices_and_rules(tmp_path):
-    from pipemesh.partition import LayerCost
-    from pipemesh.plan.figures import figures_of_costs
-
+def test_plans_to_fit_use_the_devices_and_rules():
     costs = [LayerCost(1.0)] * 3
     plain = Figures(tuple(figures_of_costs(costs, 1)), batch=12)
     shared = Figures(
         tuple(figures_of_costs(costs, 1, split=4, summed=[1] * 3)), rules="heads:model", batch=12
     )
-    assert {plan.mesh.num_devices for plan in plans_to_fit(plain, 1)} == {1}
-    assert "layers:1;model:4" in {str(plan.mesh) for plan in plans_to_fit(shared, 4)}
-    assert "layers:1;model:4" not in {str(plan.mesh) for plan in plans_to_fit(shared, 6)}
-    assert "layers:1;data:2" in {str(plan.mesh) for plan in plans_to_fit(plain, 2)}
-    assert "layers:1;model:2" not in {str(plan.mesh) for plan in plans_to_fit(plain, 2)}
-    assert "layers:1;model:2" in {str(plan.mesh) for plan in plans_to_fit(shared, 2)}
+
+    def meshes(figures, devices):
+        return {str(plan.mesh) for plan in plans_to_fit(figures, devices)}
+
+    assert meshes(plain, 1) == {"layers:1"}
+    assert "layers:1;model:4" in meshes(shared, 4) - meshes(shared, 6)
+    assert "layers:1;data:2" in meshes(plain, 2)
+    assert "layers:1;model:2" in meshes(shared, 2) - meshes(plain, 2)
     for plan in plans_to_fit(shared, 2):
         plan.check_batch(12)
     assert Plan(num_microbatches=6, remat="none") in list(plans_to_fit(plain, 2))

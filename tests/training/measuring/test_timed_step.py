@@ -36,26 +36,19 @@ def cores_of_all():
 
 def test_all_threads_share_a_core_and_get_all_back():
     before, stop = os.sched_getaffinity(0), threading.Event()
-    old = threading.Thread(target=stop.wait)
+    old, new = (threading.Thread(target=stop.wait) for _ in range(2))
     old.start()
-    new = threading.Thread(target=stop.wait)
     try:
-        with one_core() as is_one:
+        with pytest.raises(KeyError), one_core() as is_one:
             assert is_one
             new.start()
             assert all(cores == {min(before)} for cores in cores_of_all())
+            raise KeyError
         assert all(cores == before for cores in cores_of_all())
     finally:
         stop.set()
         old.join()
         new.join()
-
-
-def test_cores_come_back_after_an_error():
-    before = os.sched_getaffinity(0)
-    with pytest.raises(KeyError), one_core():
-        raise KeyError
-    assert os.sched_getaffinity(0) == before
 
 
 def test_two_threads_take_as_long_as_both_compute():
@@ -78,11 +71,15 @@ def test_two_threads_take_as_long_as_both_compute():
 
 
 class Timed:
-    """A step whose actions take a second for each row of each layer, and something more."""
+    """A step whose actions take a second for each row of each layer, and `more` each."""
 
-    def __init__(self, layers, rows, more=0.0, kinds="FB"):
+    def __init__(self, seconds, rows, more=0.0, kinds="FB", without=()):
         self.before, self.after, self.runs = 0.25, 0.5, 0
-        self._own = [(layer, kind) for layer in range(layers) for kind in kinds]
+        self._own = [
+            (layer, kind, each)
+            for (layer, each), kind in itertools.product(enumerate(seconds), kinds)
+            if (layer, kind) not in without
+        ]
         self._rows, self._more = rows, more
 
     def run(self):
@@ -93,26 +90,14 @@ class Timed:
         # The first microbatch adds up no gradients, and some steps take longer.
         late = 10.0 if self.runs % 3 == 0 else 0.0
         return {
-            Action(layer, kind, m): self._rows * (layer + 1) * (m or 0.1) + self._more + late
-            for (layer, kind), m in itertools.product(self._own, (0, 1))
-        }
-
-
-class Whole(Timed):
-    """All layers in one action of 1 + 2 + 3 seconds a row; the first microbatch takes less."""
-
-    def durations(self):
-        late = 10.0 if self.runs % 3 == 0 else 0.0
-        return {
-            Action(0, k, m): 6 * self._rows * (m or 0.1) + self._more + late
-            for k in "FB"
-            for m in (0, 1)
+            Action(layer, kind, m): self._rows * seconds * (m or 0.1) + self._more + late
+            for (layer, kind, seconds), m in itertools.product(self._own, (0, 1))
         }
 
 
 def test_layer_times_exclude_the_overhead_of_actions():
-    steps = [Timed(3, 1, 0.25), Timed(3, 4, 0.25)]
-    times = ActionTimes(steps, [1, 4], 3, Whole(1, 1, 0.25))
+    steps = [Timed([1, 2, 3], 1, 0.25), Timed([1, 2, 3], 4, 0.25)]
+    times = ActionTimes(steps, [1, 4], 3, Timed([6], 1, 0.25))
     assert {step.runs for step in steps} == {ROUNDS}
     assert (times.before, times.after) == (0.25, 0.5)
     # Three actions have the overhead three times, and one has it once.
@@ -124,40 +109,34 @@ def test_layer_times_exclude_the_overhead_of_actions():
 
 def test_with_recomputation_only_r_counts():
     """The other actions of such a step have less to do, and others say what they take."""
-    times = ActionTimes([Timed(2, 4, kinds="FB"), Timed(2, 8, kinds="FRB")], [4, 4], 2, Whole(1, 4))
-    layers = times.of_layers(0.0)
+    steps = [Timed([1, 2], 4), Timed([1, 2], 8, kinds="FRB")]
+    layers = ActionTimes(steps, [4, 4], 2, Timed([6], 4)).of_layers(0.0)
     assert layers[1]["F"] == pytest.approx({4: 8}) and layers[1]["B"] == pytest.approx({4: 8})
     assert layers[1]["R"] == pytest.approx({4: 16})
 
 
 def test_a_layer_has_a_share_of_its_actions_time():
-    times = ActionTimes([Timed(1, 1)], [1], 1, Whole(1, 1))
+    times = ActionTimes([Timed([1], 1)], [1], 1, Timed([6], 1))
     assert times.besides(1) == 0.0
     assert times.of_layers(5.0)[0]["F"] == pytest.approx({1: 0.1})
 
 
-def test_the_usual_time_is_not_the_shortest():
-    assert usual([5.0]) == 5.0
-    assert usual([1.0, 1.2, 90.0, 80.0]) == pytest.approx(1.1)
+def test_a_missing_backward_pass_takes_no_time():
+    bare = Timed([1, 2], 4, without=[(0, "B")])
+    layers = ActionTimes([bare], [4], 2, Timed([6], 4)).of_layers(0.0)
+    assert layers[0] == {"F": {4: 4.0}, "B": {4: 0.0}, "R": {4: 0.0}}
+    assert layers[1]["B"] == pytest.approx({4: 8})
 
 
 def test_times_in_turn_ignore_slow_phases():
     """Half of the rounds on a machine half as fast, and one time that was disturbed."""
-    rounds = [[1.0, 3.0, 4.0], [1.0, 3.0, 4.0], [1.0, 3.0, 4.0], [2.0, 6.0, 8.0], [2.0, 6.0, 8.0]]
+    rounds = [[1.0, 3.0, 4.0]] * 3 + [[2.0, 6.0, 8.0]] * 2
     assert in_turn(rounds) == pytest.approx([1.0, 3.0, 4.0])
-    rounds.append([1.0, 3.0, 90.0])
-    found = in_turn(rounds)
+    found = in_turn([*rounds, [1.0, 3.0, 90.0]])
     assert [each / found[0] for each in found] == pytest.approx([1, 3, 4])
-
-
-def test_a_missing_backward_pass_takes_no_time():
-    class Bare(Timed):
-        def durations(self):
-            return {a: s for a, s in super().durations().items() if (a.stage, a.kind) != (0, "B")}
-
-    layers = ActionTimes([Bare(2, 4)], [4], 2, Whole(1, 4)).of_layers(0.0)
-    assert layers[0] == {"F": {4: 4.0}, "B": {4: 0.0}, "R": {4: 0.0}}
-    assert layers[1]["B"] == pytest.approx({4: 8})
+    # The usual time is not the shortest.
+    assert usual([5.0]) == 5.0
+    assert usual([1.0, 1.2, 90.0, 80.0]) == pytest.approx(1.1)
 
 
 MB = 2**20
@@ -203,8 +182,6 @@ def test_memory_of_actions_and_update_is_measured():
         need * MB <= size < 2 * need * MB for need, size in zip((3, 5), found.stages, strict=True)
     )
     assert 9 * MB <= found.update < 18 * MB
-
-
-def test_uncounted_memory_is_unknown():
+    # Of a device that is not counted it is unknown.
     step = Counted("CPU:99")
     assert working_memory(step) is None and not step.runs

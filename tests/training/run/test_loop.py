@@ -1,11 +1,10 @@
 """The loop of a run: what it tells of its steps, expected ones, spikes and overflowed ones."""
 
-import functools
+import dataclasses
 import json
 import math
 import os
 import random
-import types
 
 import numpy as np
 import pytest
@@ -19,45 +18,10 @@ from pipemesh.report import Basis, basis_of, read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.registered import RegisteredModel
-from pipemesh.training.run.loop import Spikes
-from tests.commands.program import refused, run
+from pipemesh.training.run.loop import Spikes, expected
+from tests.commands.program import done
 from tests.training import small_models
-from tests.training.small_models import StagedPoints
-
-
-def told_flops(seconds):
-    """The report on a step of 1 GFLOP on devices of 1 GFLOP/s that takes `seconds`."""
-    trained = types.SimpleNamespace(all_devices=lambda: ["CPU:0"])
-    subject = types.SimpleNamespace(unit="rows")
-    found = {}
-    loop = types.SimpleNamespace(
-        _measured_steps=0,
-        _seconds=0.0,
-        _flops=1e9,
-        _peak=1e9,
-        _rate=1.0,
-        _options=types.SimpleNamespace(steps=1),
-        _trainer=types.SimpleNamespace(step=1, subject=subject, trained=trained),
-        _tell=lambda kind, text, **values: found.update(values, text=text),
-    )
-    loop._mfu = functools.partial(Loop._mfu, loop)
-    Loop._measured(loop, seconds)
-    return found
-
-
-def test_more_than_the_measured_peak_is_no_mfu():
-    """Other programs ran when the peak was measured."""
-    found = told_flops(2.0)
-    assert found["mfu"] == 0.5 and "MFU 50.0% of 1 GFLOP/s" in found["text"]
-    found = told_flops(0.5)
-    assert "mfu" not in found
-    assert "MFU not known: more than the 1 GFLOP/s that were measured at the start" in found["text"]
-
-
-def test_memory_of_another_processs_gpus_is_not_told(monkeypatch):
-    monkeypatch.setattr("pipemesh.training.run.loop.peak_memory", lambda devices: 0)
-    found = told_flops(2.0)
-    assert found["peak_memory"] == 0 and found["text"].endswith("of 1 GFLOP/s")
+from tests.training.small_models import PlannedPoints, StagedPoints
 
 
 def told_spikes(losses):
@@ -75,21 +39,11 @@ def test_a_spike_is_told_and_noise_is_not():
         spiked = list(losses)
         spiked[step] += 4
         assert told_spikes(spiked) == [step]
-
-
-def test_a_loss_that_falls_is_no_spike():
-    assert told_spikes([9.0] * 100 + [1.0] * 100) == []
-
-
-def test_a_loss_that_stays_high_is_told_of_until_it_is_usual():
+    assert told_spikes([9.0] * 100 + [1.0] * 100) == [], "it falls"
+    assert told_spikes([1.0] * 100 + [1.0001] + [1.0] * 100) == [], "noise of a constant"
+    # One that stays high is told of until it is usual.
     found = told_spikes([2.0 + 0.01 * (step % 2) for step in range(200)] + [4.0] * 200)
-    assert found[0] == 200
-    assert found == list(range(200, 200 + len(found)))
-    assert len(found) < 20
-
-
-def test_noise_of_a_constant_is_no_spike():
-    assert told_spikes([1.0] * 100 + [1.0001] + [1.0] * 100) == []
+    assert found == list(range(200, 200 + len(found))) and 0 < len(found) < 20
 
 
 PLANNED = "--model=tests.training.small_models.PlannedPoints"
@@ -104,30 +58,46 @@ def figures(layers=5):
     return Figures(tuple(figures_of_costs(costs, 4)), action=1e-4, batch=8, about="five layers")
 
 
-def forecast(logdir, capsys, name="StagedPoints", mesh="layers:1", **changes):
-    """The forecast of a training in this process, and what it says."""
-    options = Options(logdir=str(logdir), steps=2, eval_batches=1, **changes)
-    values = {} if name == "PlainPoints" else {"mesh": mesh}
-    subject = RegisteredModel(getattr(small_models, name)(), name, values)
-    assert Loop(Trainer(subject, options), options).run() == 0
-    return read(str(logdir)).last.get("forecast"), capsys.readouterr().out
+def test_more_than_the_measured_peak_is_no_mfu(eagerly, tmp_path, capsys, monkeypatch):
+    """Other programs ran when the peak was measured."""
+    options = Options(logdir=str(tmp_path), steps=0)
+    loop = Loop(Trainer(RegisteredModel(small_models.PlainPoints(), "Points"), options), options)
+    loop._flops = loop._peak = 1e9
 
+    def told(seconds):
+        """The report on a step of 1 GFLOP on devices of 1 GFLOP/s."""
+        loop._measured_steps, loop._seconds, loop._rate = 0, 0.0, 1.0
+        loop._measured(seconds)
+        last = (tmp_path / "record.jsonl").read_text().splitlines()[-1]
+        return json.loads(last), capsys.readouterr().out
 
-@pytest.mark.slow
-def test_without_figures_a_step_is_not_predicted(eagerly, tmp_path, capsys):
-    found, out = forecast(tmp_path, capsys, "PlannedPoints")
-    assert "predicted" not in found and "was not measured" in found["unpredicted"]
-    assert (found["rows"], found["device_memory"]) == (8, None)
-    assert found["cuts"][0] == 0 and found["cores"] == os.cpu_count()
-    # Nobody asked.
-    assert "predicted:" not in out
+    found, text = told(2.0)
+    assert found["mfu"] == 0.5 and "MFU 50.0% of 1 GFLOP/s" in text
+    found, text = told(0.5)
+    assert "mfu" not in found
+    assert "MFU not known: more than the 1 GFLOP/s that were measured at the start" in text
+    # Memory of another process's GPUs is not known.
+    monkeypatch.setattr("pipemesh.training.run.loop.peak_memory", lambda devices: 0)
+    found, text = told(2.0)
+    assert found["peak_memory"] == 0 and text.endswith("of 1 GFLOP/s\n")
 
 
 @pytest.mark.slow
 def test_measured_figures_predict_a_step(eagerly, tmp_path, capsys):
+    options = Options(logdir=str(tmp_path), steps=2, eval_batches=1, device_memory=1e9)
+    trainer = Trainer(RegisteredModel(PlannedPoints(), "Points", {"mesh": "layers:1"}), options)
+    loop = Loop(trainer, options)
+    assert loop.run() == 0
+    found, out = read(str(tmp_path)).last["forecast"], capsys.readouterr().out
+    # Without figures nobody asked for a prediction.
+    assert "predicted" not in found and "was not measured" in found["unpredicted"]
+    assert (found["rows"], found["device_memory"]) == (8, 1e9)
+    assert found["cuts"][0] == 0 and found["cores"] == os.cpu_count()
+    assert "predicted:" not in out
     count = len(small_models.stack_of(1)[0].sub)
     (tmp_path / "figures.json").write_text(figures(count).to_json())
-    found, out = forecast(tmp_path, capsys, "PlannedPoints", device_memory=1e9)
+    loop._report()
+    found, out = read(str(tmp_path)).last["forecast"], capsys.readouterr().out
     plan = Plan("layers:1", num_microbatches=2, boundaries=tuple(found["cuts"]))
     ahead = predict(plan, figures(count), 8)
     assert found["predicted"]["seconds"] == pytest.approx(ahead.seconds)
@@ -137,40 +107,45 @@ def test_measured_figures_predict_a_step(eagerly, tmp_path, capsys):
     there = Figures.from_json(json.dumps(found["figures"]), "the record")
     assert there == figures(count)
     assert f"predicted: {1e3 * ahead.seconds:.4g} ms a step by what was measured" in out
-
-
-@pytest.mark.slow
-def test_figures_of_another_model_are_said_to_be_none(eagerly, tmp_path, capsys):
+    # Figures of another model.
     path = tmp_path / "of_another.json"
     path.write_text(figures(50).to_json())
-    found, out = forecast(tmp_path, capsys, "PlannedPoints", figures=str(path))
+    found, out = expected(trainer, dataclasses.replace(options, figures=str(path)))
     assert "there are 50 layers" in found["unpredicted"] and "predicted" not in found
-    assert "predicted: seconds are not predicted: boundaries end at" in out
+    assert out.startswith("seconds are not predicted: boundaries end at")
+    trainer = Trainer(RegisteredModel(small_models.PlainPoints(), "Points"), options)
+    assert expected(trainer, options) == ({}, ""), "without a pipeline"
 
 
-def test_without_a_pipeline_nothing_is_expected(eagerly, tmp_path, capsys):
-    found, _ = forecast(tmp_path, capsys, "PlainPoints")
-    assert found is None
+_OF_A_CALL = ("--log_format=json", "--trace_schedule")
 
 
 @pytest.mark.slow
 def test_a_timed_step_suggests_changes(tmp_path):
     path = tmp_path / "figures.json"
     path.write_text(figures(len(small_models.stack_of(1)[0].sub)).to_json())
-    words = [PLANNED, f"--figures={path}", f"--logdir={tmp_path / 'run'}", "--steps=3"]
-    code, _, err = run("train", *words, "--trace_schedule")
-    assert code == 0, err
-    found = read(str(tmp_path / "run"))
-    assert found.fact("schedule", "seconds") > 1e-3 * found.measured().makespan
+    logdir = tmp_path / "run"
+    words = ["train", PLANNED, f"--figures={path}", f"--logdir={logdir}", "--steps=3"]
+    told = [json.loads(line) for line in done(*words, *_OF_A_CALL).splitlines()]
+    record = (logdir / "record.jsonl").read_text().splitlines()
+    assert told == [json.loads(line) for line in record]
+    assert [event["event"] for event in told].count("schedule") == 1
+    # They are none of the flags that a training was begun with.
+    assert not any(flag[2:12] in (logdir / "config.toml").read_text() for flag in _OF_A_CALL)
+    found = read(str(logdir))
+    assert found.step == 3 and found.state == "done, at step 3"
+    measured = found.measured()
+    assert measured.makespan > 0 and len(measured.starts) == 2
+    assert found.fact("schedule", "seconds") > 1e-3 * measured.makespan
     # That of the first step, which builds the graph, is none.
     assert [step for step, _ in found.train["seconds"]] == [2, 3]
     basis = basis_of(found)
     assert isinstance(basis, Basis) and basis.knows_rows
-    text = (tmp_path / "run" / "report.html").read_text()
+    text = (logdir / "report.html").read_text()
     assert "Predicted from measurements of the layers (five layers)." in text
     assert "changes were simulated with the durations of the timed step" in text
-    told = refused("train", PLANNED, f"--figures={tmp_path}", f"--logdir={tmp_path / 'other'}")
-    assert "cannot be read" in told
+    assert "Where the difference came from" in text
+    assert "checkpoint: " in done("train", f"--logdir={logdir}", "--steps=4")
 
 
 def made(logdir, strict_devices=False, **changes):

@@ -3,24 +3,18 @@
 import json
 import os
 import signal
-import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.commands import training_flags
-from pipemesh.commands.flags import FlagError, Flags
 from pipemesh.errors import TrainingError
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run.output import Histograms, Profile
-from tests.commands.program import done, refused, run
 from tests.models.one_billion_word.small_training import summaries
 from tests.training import small_models
-
-STAGED = "--model=tests.training.small_models.StagedPoints"
 
 
 def trained(logdir, steps=4, name="PlainPoints", restore=None, stop=None, **changes):
@@ -72,16 +66,6 @@ def test_a_run_is_recorded_from_begin_to_end(eagerly, tmp_path, capsys):
     assert "done, at step 4" in (tmp_path / "report.html").read_text()
 
 
-def test_json_output_is_the_record(eagerly, tmp_path, capsys):
-    assert trained(tmp_path, log_format="json") == 0
-    out, err = capsys.readouterr()
-    assert [json.loads(line) for line in out.splitlines()] == events(tmp_path)
-    assert "step 2: held out " in err and f"checkpoint: {tmp_path}/ckpt-4" in err
-    # Only as long as it trains.
-    print("text")
-    assert capsys.readouterr().out == "text\n"
-
-
 def test_a_resumed_run_has_the_same_curves(eagerly, tmp_path, capsys):
     assert trained(tmp_path / "whole", 6) == 0
     assert trained(tmp_path / "run", 6, stop=3) == 128 + signal.SIGTERM
@@ -104,11 +88,9 @@ def test_steps_that_are_skipped_are_told_each(eagerly, tmp_path, capsys):
     (step,) = run.told["skipped"]
     assert "not finite" in run.told["skipped"][step]["why"]
     assert [number for number, _ in run.train["loss"]] == sorted({*range(1, 7)} - {step})
-
-
-def test_how_it_failed_is_told(eagerly, tmp_path, capsys):
+    capsys.readouterr()
     with pytest.raises(TrainingError):
-        trained(tmp_path, 6, "SpoiledPoints", on_nonfinite="stop", log_format="json")
+        trained(tmp_path / "stopped", 6, "SpoiledPoints", on_nonfinite="stop", log_format="json")
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["event"] == "end" and not last["is_done"] and "not finite" in last["reason"]
 
@@ -126,32 +108,6 @@ def test_an_unwritable_record_or_page_ends_nothing(eagerly, tmp_path, capsys):
     assert err.count("the report cannot be written (") == 1 and "report: " not in out
     # Steps before are unknown.
     assert [step for step, _ in read(str(tmp_path)).train["loss"]] == [5]
-
-
-@pytest.mark.slow
-def test_the_command_tells_programs_of_a_schedule(tmp_path):
-    flags = ["train", STAGED, f"--logdir={tmp_path}", "--steps=2"]
-    code, out, err = run(*flags, "--log_format=json", "--trace_schedule")
-    assert code == 0, err
-    told = [json.loads(line) for line in out.splitlines()]
-    assert told == events(tmp_path)
-    assert [event["event"] for event in told].count("schedule") == 1
-    found = read(str(tmp_path))
-    assert found.step == 2 and found.state == "done, at step 2"
-    measured = found.measured()
-    assert measured.makespan > 0 and len(measured.starts) == 2
-    assert "Where the difference came from" in (tmp_path / "report.html").read_text()
-    # It is none of the flags that a training was begun with.
-    assert "log_format" not in (tmp_path / "config.toml").read_text()
-    assert "checkpoint: " in done("train", f"--logdir={tmp_path}", "--steps=3")
-
-
-@pytest.mark.slow
-def test_programs_are_told_of_training_alone(tmp_path):
-    words = [STAGED, f"--logdir={tmp_path}", "--log_format=json"]
-    line = refused("train", *words, "--find_learning_rate=60")
-    assert "--log_format=json is for training; leave it or --find_learning_rate out" in line
-    assert "--log_format is for training; leave it out" in refused("evaluate", *words)
 
 
 KINDS = "weights", "gradients", "updates"
@@ -199,13 +155,10 @@ def test_a_weight_in_slices_is_one():
     assert list(seen.after({})) == ["weights/w", "updates/w"]
 
 
-@pytest.mark.parametrize(
-    "name", ["SplitPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
-)
-def test_gradients_are_the_plain_models(eagerly, tmp_path, name):
+def test_gradients_are_the_plain_models(eagerly, tmp_path):
     def gradients(plain):
         options = Options(logdir=str(tmp_path), steps=1, histogram_every=1)
-        model = RegisteredModel(getattr(small_models, name)(), name, plain=plain)
+        model = RegisteredModel(small_models.SplitPoints(), "Points", plain=plain)
         trainer = Trainer(model, options)
         trainer.train_step()
         assert trainer.gradients.keys() == trainer.trained.learned().keys()
@@ -244,19 +197,15 @@ def test_steps_that_do_not_come_are_missing_in_it(eagerly, tmp_path, capsys):
 
 
 def test_profiled_steps_may_be_done_already(eagerly, tmp_path, capsys):
-    assert trained(tmp_path, 2) == 0
-    # By default there are summaries, and no histograms.
-    assert histograms(tmp_path) == {} and list(summaries(tmp_path))
-    path = tmp_path / "ckpt-2"
-    assert trained(tmp_path, 3, restore=path, profile_steps=(1, 2)) == 0
-    assert "are done; there is no profile" in capsys.readouterr().err
-    assert files(tmp_path) == []
-
-
-def test_an_unwritable_profile_ends_nothing(eagerly, tmp_path, capsys):
     (tmp_path / "plugins").write_text("a file stands in its place")
     assert trained(tmp_path, 3, profile_steps=(2, 3)) == 0
     assert "there is no profile (" in capsys.readouterr().err
+    # By default there are summaries, and no histograms.
+    assert histograms(tmp_path) == {} and list(summaries(tmp_path))
+    (tmp_path / "plugins").unlink()
+    assert trained(tmp_path, 4, restore=tmp_path / "ckpt-3", profile_steps=(1, 2)) == 0
+    assert "are done; there is no profile" in capsys.readouterr().err
+    assert files(tmp_path) == []
 
 
 def test_only_one_profile_may_run(tmp_path):
@@ -271,29 +220,3 @@ def test_only_one_profile_may_run(tmp_path):
         tf.profiler.experimental.stop()
     assert len(told) == 1 and told[0].startswith("there is no profile (")
     assert profile.written is None and os.listdir(tmp_path) == ["other"]
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ("10", "give the first and the last step, such as 10:15"),
-        ("a:b", "give the first and the last step, such as 10:15"),
-        ("0:3", "the first step is at least 1"),
-        ("5:4", "the last one not before it"),
-        ("2:10", "training ends at step 9; give more --steps"),
-    ],
-)
-def test_profile_steps_are_checked(monkeypatch, value, told):
-    flags = types.SimpleNamespace(profile_steps=value, steps=9, find_learning_rate=0)
-    monkeypatch.setattr(training_flags, "FLAGS", flags)
-    with pytest.raises(FlagError, match=f"^--profile_steps='{value}': .*{told}"):
-        training_flags._profile_steps()
-
-
-def test_steps_to_profile_are_numbers(monkeypatch):
-    flags = Flags()
-    flags.declare(training_flags.training_flags())
-    flags.take("steps", "5")
-    flags.take("profile_steps", "3:4")
-    monkeypatch.setattr(training_flags, "FLAGS", flags)
-    assert training_flags.options()["profile_steps"] == (3, 4)

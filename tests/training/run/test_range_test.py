@@ -50,7 +50,7 @@ def drawn(steps, noise, seed, begin=8.0):
 
 @pytest.mark.parametrize(("steps", "noise"), in_turn([50, 100, 300], [0.2, 0.05, 0.0]))
 def test_a_curve_is_read_through_its_noise(steps, noise):
-    for seed in range(12):
+    for seed in range(6):
         curve = drawn(steps, noise, seed)
         assert curve.has_risen and curve.has_fallen
         # The loss is back where it was at 0.4.
@@ -61,26 +61,13 @@ def test_a_curve_is_read_through_its_noise(steps, noise):
 
 def test_a_loss_that_only_varies_suggests_nothing():
     """As that of a model that has learned what there is."""
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         curve = Curve(100)
         for number in range(70):
             curve.add(1e-7 * 10 ** (8 * number / 99), 0.1 * math.exp(rng.gauss(0, 0.5)))
             assert not curve.has_risen, seed
         assert not curve.has_fallen, seed
-
-
-def test_rates_grow_and_nothing_is_saved(eagerly, tmp_path, capsys):
-    test, trainer = range_test(tmp_path)
-    assert test.run() == 0
-    assert os.listdir(tmp_path) == ["learning_rates.csv"]
-    rows = rows_of(tmp_path)
-    count = len(rows["loss"])
-    assert 20 < count == trainer.step <= STEPS
-    np.testing.assert_allclose(
-        rows["learning_rate"], 1e-7 * 10 ** (8 * np.arange(count) / (STEPS - 1)), rtol=1e-4
-    )
-    assert f"{count} steps from step 0 on" in capsys.readouterr().out
 
 
 def test_advice_compares_with_the_models_rates(eagerly, tmp_path):
@@ -100,13 +87,18 @@ def test_advice_compares_with_the_models_rates(eagerly, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "name", ["PlainPoints", pytest.param("StagedPoints", marks=pytest.mark.exhaustive)]
-)
-def test_a_step_moves_the_weights_by_its_rate(eagerly, tmp_path, name):
+def test_a_step_moves_the_weights_by_its_rate(eagerly, tmp_path, capsys):
     """The losses are those of a training with the rates, one after the other."""
-    test, trainer = range_test(tmp_path, name)
-    test.run()
+    test, trainer = range_test(tmp_path)
+    assert test.run() == 0
+    assert os.listdir(tmp_path) == ["learning_rates.csv"], "nothing is saved"
+    rows = rows_of(tmp_path)
+    count = len(rows["loss"])
+    assert 20 < count == trainer.step <= STEPS
+    np.testing.assert_allclose(
+        rows["learning_rate"], 1e-7 * 10 ** (8 * np.arange(count) / (STEPS - 1)), rtol=1e-4
+    )
+    assert f"{count} steps from step 0 on" in capsys.readouterr().out
     task = trainer.subject.task()
     # The rates of the last steps change most.
     rates = [float(rate) for rate in rows_of(tmp_path)["learning_rate"]]
@@ -118,23 +110,20 @@ def test_a_step_moves_the_weights_by_its_rate(eagerly, tmp_path, name):
     np.testing.assert_allclose(rows_of(tmp_path)["loss"], losses, rtol=1e-4)
 
 
-@pytest.mark.parametrize("damaged", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_it_begins_at_the_restored_step(eagerly, tmp_path, damaged):
-    """If the newest checkpoint is damaged, at the one before."""
+def test_it_begins_at_the_restored_step(eagerly, tmp_path):
+    """The newest checkpoint is damaged, so it is the one before."""
     subject = RegisteredModel(small_models.PlainPoints(), "points")
     before = Trainer(subject, Options(logdir=str(tmp_path), steps=50))
     for _ in range(3):
         before.train_step()
     path = before.save()
     wanted = before.train_step()["loss"]
-    if damaged:
-        for _ in range(4):
-            before.train_step()
-        newest = before.save()
-        with open(f"{newest}.data-00000-of-00001", "r+b") as file:
-            file.seek(200)
-            file.write(b"damaged")
-    test, trainer = range_test(tmp_path, restore=newest if damaged else path)
+    before.train_step()
+    newest = before.save()
+    with open(f"{newest}.data-00000-of-00001", "r+b") as file:
+        file.seek(200)
+        file.write(b"damaged")
+    test, trainer = range_test(tmp_path, restore=newest)
     assert trainer.step == 3
     trainer.batches.go_to(path, 0)
     test.run()
@@ -142,16 +131,13 @@ def test_it_begins_at_the_restored_step(eagerly, tmp_path, damaged):
     assert rows["learning_rate"][0] == pytest.approx(1e-7)
     assert rows["learning_rate"][-1] > 1e-3
     np.testing.assert_allclose(rows["loss"][0], wanted, rtol=1e-5)
-    assert [name for name in os.listdir(tmp_path) if name.startswith("ckpt-3.i")]
-
-
-def test_a_batch_that_is_not_finite_is_no_matter_of_rates(eagerly, tmp_path):
-    test, trainer = range_test(tmp_path, "SpoiledPoints")
-    test.run()
-    assert len(rows_of(tmp_path)) > 20 and trainer.skipped == 1
+    assert (tmp_path / "ckpt-3.index").exists()
 
 
 def test_a_loss_that_is_not_finite_ends_it(eagerly, tmp_path, capsys):
+    test, trainer = range_test(tmp_path, "SpoiledPoints")
+    test.run()
+    assert len(rows_of(tmp_path)) > 20 and trainer.skipped == 1, "one is no matter of rates"
     test, _ = range_test(tmp_path, "SpoiledPoints", on_nonfinite="stop")
     test.run()
     assert len(rows_of(tmp_path)) == 3
