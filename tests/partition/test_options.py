@@ -14,6 +14,7 @@ from pipemesh.partition.options import (
     check_options,
     check_schedule,
 )
+from pipemesh.schedule import zb_v
 from tests.partition.problems import DEFAULTS
 
 
@@ -136,10 +137,12 @@ V = {"in_flight": (4, 3, 2, 1), "stage_devices": (0, 1, 1, 0)}
         ({"stage_devices": (0, 1, 1, 0), "memory_limit": 9}, "memory_limit needs in_flight beside"),
         ({**V, "remat": "except_last"}, "remat='except_last' needs at_once beside in_flight"),
         ({**V, "speeds": [1, 1, 1, 1]}, "speeds has 4 numbers for 2 devices"),
-        (
-            {**V, "schedule": "gpipe"},
-            "schedule is 'gpipe' and in_flight is given too, but both say",
-        ),
+        ({**V, "schedule": "gpipe"}, "schedule and in_flight are given, but both say"),
+        ({"schedule": "zb_v"}, "schedule 'zb_v' is simulated .*; give num_microbatches"),
+        ({"schedule": zb_v(3, 6)}, "schedule has 6 stages, but num_stages is 4; make them equal"),
+        ({"schedule": zb_v(2, 4), "num_microbatches": 8}, "has 4 microbatches, but num_microbatch"),
+        ({"schedule": "interleaved:3"}, "use 3 or 6 stages"),
+        ({"schedule": "v_half:2"}, "v_half always has 2 stages a device"),
         ({"in_flight": (1, 2)}, "in_flight has 2 numbers for 4 stages; give one a stage"),
         ({"in_flight": 3}, "in_flight is 3, but must be a sequence"),
         ({"in_flight": (1, 2, 3, 0.5)}, r"in_flight\[3\] is 0\.5, but must be a whole number"),
@@ -152,7 +155,6 @@ V = {"in_flight": (4, 3, 2, 1), "stage_devices": (0, 1, 1, 0)}
             {"at_once": (0, 0, 0, 2), "num_microbatches": 1},
             r"at_once\[3\] is 2, but num_microbatch",
         ),
-        ({"schedule": "zb_v"}, r"schedule is 'zb_v', .* give in_flight and stage_devices \(from"),
     ],
 )
 def test_numbers_of_a_table_are_checked(options, message):
