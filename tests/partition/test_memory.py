@@ -90,31 +90,6 @@ def test_stage_memory_is_the_sum_of_its_tensors(
             assert expected <= found <= expected + most * model.unit
 
 
-def test_shared_bytes_count_once_per_stage():
-    layers = [LayerCost(1, activation_bytes=5, shared_bytes=2)] * 4
-    # Nothing is in front of the first layer, so the first stage shares once and the second too.
-    plan = partition(layers, 2, in_flight=(3, 1))
-    assert plan.stage_memory == (3 * 8.0, 8.0)
-    with pytest.raises(
-        PartitionError, match="shared_bytes of layer 'a' is 3, but its activation_bytes are only 2"
-    ):
-        LayerCost(1, activation_bytes=2, shared_bytes=3, name="a")
-
-
-def test_shared_bytes_count_at_the_begin_of_a_stage_with_remat():
-    layers = [
-        LayerCost(0, boundary_bytes=5),
-        LayerCost(0, activation_bytes=6, shared_bytes=1),
-        LayerCost(1),
-    ]
-    options = {"num_microbatches": 3, "schedule": "gpipe", "remat": "full"}
-    options |= {"optimizer_bytes_per_parameter_byte": 0, "fixed": [1, 2]}
-    # Three inputs of 5 bytes, and of one microbatch all 6.
-    assert partition(layers, 3, memory_limit=21, **options).boundaries == (0, 1, 2, 3)
-    with pytest.raises(PartitionError, match="needs 21 B, limit is 20 B"):
-        partition(layers, 3, memory_limit=20, **options)
-
-
 def test_invalid_schedules_are_refused():
     with pytest.raises(PartitionError, match="runs one stage on each device"):
         in_flight("zb_h1", 4, 4, 2)
