@@ -17,8 +17,14 @@ from pipemesh.text import nearest
 
 METHODS = ("exact", "lingvo", "uniform")
 
-CONSTRAINTS = ("memory_limit", "same_stage", "fixed", "min_layers", "max_layers")
-"""Options that forbid cuts."""
+CONSTRAINTS = {
+    "memory_limit": None,
+    "same_stage": (),
+    "fixed": (),
+    "min_layers": 1,
+    "max_layers": None,
+}
+"""Options that forbid cuts, with the value that forbids none; `pinned` belongs to `fixed`."""
 
 _FROM_TABLE = ("in_flight", "stage_devices", "at_once")
 
@@ -81,21 +87,18 @@ class Options:
 
     def without(self, constraint: str) -> Options:
         """Returns the options without one of `CONSTRAINTS`, or without `"bandwidth"`."""
+        changed: dict[str, Any] = {constraint: CONSTRAINTS.get(constraint)}
         if constraint == "fixed":
-            return dataclasses.replace(self, fixed=(), pinned=())
-        unconstrained: dict[str, Any] = {"same_stage": (), "min_layers": 1}
-        return dataclasses.replace(self, **{constraint: unconstrained.get(constraint)})
+            changed["pinned"] = ()
+        return dataclasses.replace(self, **changed)
 
     def active(self) -> tuple[str, ...]:
         """Returns those of `CONSTRAINTS` that were given."""
-        is_active = {
-            "memory_limit": self.memory_limit is not None,
-            "same_stage": bool(self.same_stage),
-            "fixed": bool(self.fixed or self.pinned),
-            "min_layers": self.min_layers > 1,
-            "max_layers": self.max_layers is not None,
-        }
-        return tuple(name for name in CONSTRAINTS if is_active[name])
+        return tuple(
+            name
+            for name, free in CONSTRAINTS.items()
+            if getattr(self, name) != free or (name == "fixed" and self.pinned)
+        )
 
 
 def round_robin(num_stages: int, num_virtual_stages: int) -> tuple[int, ...]:
