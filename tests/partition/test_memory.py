@@ -17,19 +17,7 @@ from pipemesh.partition.memory import WITH_FORMULA, at_once, memory_model
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.schedule import build, simulate
 from pipemesh.schedule.names import NAMES
-
-
-def held(layers, begin, end, microbatches, remat, optimizer, number):
-    """Bytes of a stage, tensor by tensor."""
-    inside = layers[begin:end]
-    parameters = sum(number(layer.parameter_bytes) for layer in inside)
-    kept = sum(number(layer.activation_bytes) for layer in inside)
-    kept -= sum(number(layer.shared_bytes) for layer in inside[1:])
-    if remat == "none":
-        kept *= microbatches
-    elif begin:
-        kept += microbatches * number(layers[begin - 1].boundary_bytes)
-    return (1 + Fraction(str(optimizer))) * parameters + kept
+from tests.partition.brute_force import bytes_of
 
 
 def layers_of(seed, digits):
@@ -76,17 +64,12 @@ def test_stage_memory_is_the_sum_of_its_tensors(
         exact=exact,
     )
     assert model.limit * model.unit <= Fraction(41, 2) < (model.limit + 1) * model.unit
-
-    def number(value):
-        """Decimals as they are read, long ones as floats are."""
-        return Fraction(value) if digits is None else Fraction(str(value))
-
-    for stage, microbatches in enumerate(held_by_stage):
+    for stage, held in enumerate(held_by_stage):
         for begin, end in itertools.combinations(range(len(layers) + 1), 2):
             found = int(model.units(stage, begin, end)) * model.unit
-            expected = held(layers, begin, end, microbatches, remat, optimizer, number)
+            expected = bytes_of(layers, begin, end, held, remat, optimizer)
             # Rounded up, by at most a unit for each number.
-            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * microbatches)
+            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * held)
             assert expected <= found <= expected + most * model.unit
 
 
