@@ -17,20 +17,18 @@ from pipemesh.commands.flags import (
     NUM_VIRTUAL_STAGES,
     Command,
     Flag,
-    Flags,
     grouped,
     parse,
     write_output,
 )
-from pipemesh.errors import PartitionError, ScheduleError
+from pipemesh.errors import PartitionError
 from pipemesh.partition.costs import NUMBERS, LayerCost, number_problem
-from pipemesh.partition.memory import REMAT_POLICIES, WITH_FORMULA
+from pipemesh.partition.memory import REMAT_POLICIES
 from pipemesh.partition.options import METHODS
 from pipemesh.partition.result import MOST_ROWS, Partition, layers_text, table
 from pipemesh.partition.solve import partition
 from pipemesh.report.partition_drawing import partition_to_svg
 from pipemesh.schedule.names import help_text
-from pipemesh.schedule.names import parse as parse_schedule
 from pipemesh.text import bytes_of, columns, nearest, number_text
 
 COLUMNS = (*NUMBERS, "name")
@@ -42,7 +40,8 @@ _OPTIONS = {
         name: name
         for name in (
             *("speeds", "bandwidth", "overlap_transfers", "num_virtual_stages"),
-            *("num_microbatches", "remat", "same_stage", "min_layers", "max_layers", "fixed"),
+            *("schedule", "num_microbatches", "remat", "same_stage", "min_layers", "max_layers"),
+            "fixed",
         )
     },
 }
@@ -134,7 +133,7 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     flags = parse(argv, COMMAND)
     costs = read_costs(*_read(flags.costs))
-    options = {name: flags.value(flag) for name, flag in _OPTIONS.items()} | _schedule(flags)
+    options = {name: flags.value(flag) for name, flag in _OPTIONS.items()}
     if flags.compare and flags.method != "exact":
         raise PartitionError("--compare shows all methods; leave --method out")
     plans: dict[str, Partition | str] = {}
@@ -170,23 +169,6 @@ def _by_flags(text: str) -> str:
     return _NAMED.sub(lambda match: f"--{_OPTIONS.get(match[1], 'stages')}", text)
 
 
-def _schedule(flags: Flags) -> dict[str, Any]:
-    """Returns the schedule by its name where that is enough, else facts from its table."""
-    if flags.schedule is None:
-        return {}
-    try:
-        if parse_schedule(flags.schedule).name in WITH_FORMULA:
-            return {"schedule": flags.schedule}
-        if flags.num_microbatches is None:
-            raise PartitionError(
-                f"--schedule={flags.schedule} is simulated to count what its stages hold; give "
-                "--num_microbatches"
-            )
-        return table_of(flags.schedule, flags.stages, flags.num_microbatches)
-    except ScheduleError as error:
-        raise PartitionError(str(error)) from error
-
-
 def _block() -> str:
     try:
         "█".encode(sys.stdout.encoding or "ascii")
@@ -204,14 +186,6 @@ def _read(path: str) -> tuple[str, str]:
         raise PartitionError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PartitionError(f"cannot read {path}: it is no UTF-8 text") from error
-
-
-def table_of(text: str, num_stages: int, num_microbatches: int) -> dict[str, Any]:
-    """Returns what `pipemesh.partition.partition` takes of a schedule's table."""
-    from pipemesh.schedule import ScheduleSpec, simulate
-
-    table = ScheduleSpec.from_text(text).for_stages(num_stages, num_microbatches)
-    return simulate(table).for_partition()
 
 
 def comparison(plans: Mapping[str, Partition | str]) -> str:

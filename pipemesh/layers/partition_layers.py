@@ -24,10 +24,7 @@ from pipemesh.lowering.lowering import CommunicationCosts
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, Partition, partition, profile_costs
 from pipemesh.partition.costs import number_problem
-from pipemesh.partition.memory import WITH_FORMULA
 from pipemesh.recurrent.forecast import StageMemory
-from pipemesh.schedule import Schedule, ScheduleSpec, simulate
-from pipemesh.schedule.names import parse
 from pipemesh.text import did_you_mean
 
 
@@ -380,9 +377,9 @@ def PartitionSequentialLayers(
         measured: whether costs are seconds, measured by running each layer on this machine, instead
             of flops.
         fprop_dtype: the dtype that the stages compute in; it affects bytes and measured times.
-        **options: options of `pipemesh.partition.partition`. `schedule` may be any name,
-            `file:x.csv`, or a `Schedule`. Bytes are counted (see `layer_costs`) only if an option
-            needs them. `bandwidth` is in bytes per second if costs are measured, else per flop.
+        **options: options of `pipemesh.partition.partition`. Bytes are counted (see `layer_costs`)
+            only if an option needs them. `bandwidth` is in bytes per second if costs are measured,
+            else per flop.
 
     Returns:
         Params of one `FeatureExtractionLayer` for each stage.
@@ -391,7 +388,6 @@ def PartitionSequentialLayers(
         PartitionError: `params` are not params of layers, or there are fewer layers than stages. A
             shape has another type. A layer's `FPropMeta` is missing, fails or returns no cost. An
             option is unknown or invalid, or no cut satisfies the options.
-        ScheduleError: the schedule does not support the number of stages and microbatches.
 
     Example:
         >>> from lingvo.core import layers, tshape
@@ -407,7 +403,6 @@ def PartitionSequentialLayers(
                 f"{name!r} is no option; {hint}there are {', '.join([*_OPTIONS, 'measured'])}"
             )
     layers = named_layers(params)
-    options |= _schedule(options.pop("schedule", None), num_partitions, options)
     costs: list[float] | list[LayerCost]
     if measured or any(options.get(name) is not None for name in ("memory_limit", "bandwidth")):
         costs = layer_costs(layers, *shapes, measured=measured, fprop_dtype=fprop_dtype)
@@ -425,35 +420,6 @@ def PartitionSequentialLayers(
             "SequentialLayer of them all"
         ) from error
     return stage_params(layers, plan)
-
-
-def _schedule(schedule: Any, num_stages: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that the partitioner needs for a schedule: its name if that is enough."""
-    if schedule is None:
-        return {}
-    if not isinstance(schedule, Schedule):
-        if parse(schedule).name in WITH_FORMULA:
-            return {"schedule": schedule}
-        if options.get("num_microbatches") is None:
-            raise PartitionError(
-                f"schedule {schedule!r} is simulated to count what its stages hold; give "
-                "num_microbatches"
-            )
-        spec = ScheduleSpec.from_text(schedule)
-        schedule = spec.for_stages(num_stages, options["num_microbatches"])
-    if schedule.num_stages != num_stages:
-        raise PartitionError(
-            f"the schedule has {schedule.num_stages} stages, but num_partitions is {num_stages}; "
-            "make them equal"
-        )
-    facts = simulate(schedule).for_partition()
-    number = options.get("num_microbatches")
-    if number not in (None, schedule.num_microbatches):
-        raise PartitionError(
-            f"the schedule has {schedule.num_microbatches} microbatches, but num_microbatches is "
-            f"{number}; leave it out"
-        )
-    return facts
 
 
 def stage_params(layers: list[Any], plan: Partition) -> list[Any]:

@@ -72,8 +72,6 @@ def dense_bottleneck(problem: Problem, candidates: Candidates, below: int) -> in
     bound: Ints = np.asarray(below, dtype=dtype)
     for stage in range(problem.num_stages):
         begin, end = as_array(candidates[stage]), as_array(candidates[stage + 1])
-        if not begin.size or not end.size:
-            return None
         times = problem.stage_times(stage, begin[:, None], end[None, :])
         worst = np.maximum(best[:, None], times)
         worst = np.where(problem.allowed(stage, begin, end), worst, bound)

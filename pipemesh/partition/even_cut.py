@@ -66,17 +66,15 @@ def infinity(dtype: Any, problem: Problem, bottleneck: int) -> Any:
 
 
 def least_squares(
-    problem: Problem, candidates: Candidates, bottleneck: int, dtype: Any = None
+    problem: Problem, candidates: Candidates, bottleneck: int
 ) -> tuple[list[int], Any] | None:
     """Returns the cut with the least sum of squared stage times, and the sum, if there is one."""
-    dtype = dtype or squares_dtype(problem, candidates, bottleneck)
+    dtype = squares_dtype(problem, candidates, bottleneck)
     top = infinity(dtype, problem, bottleneck)
     total: Ints = np.zeros(1, dtype=dtype)
     choices: list[Ints] = []
     for stage in range(problem.num_stages):
         begin, end = as_array(candidates[stage]), as_array(candidates[stage + 1])
-        if not begin.size or not end.size:
-            return None
         if problem.monotone and begin.size * end.size > _ALL_PAIRS:
             total, choice = _of_monotone(problem, stage, total, begin, end, bottleneck, top)
         else:

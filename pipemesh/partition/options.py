@@ -11,16 +11,22 @@ from typing import Any, cast
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.costs import Stack, decimal, is_sequence, number_problem, whole
 from pipemesh.partition.memory import REMAT_POLICIES, WITH_FORMULA, at_once, in_flight
+from pipemesh.schedule import Schedule, ScheduleSpec, simulate
 from pipemesh.schedule.names import agreed_stages, parse
 from pipemesh.text import nearest
 
 METHODS = ("exact", "lingvo", "uniform")
 
-CONSTRAINTS = ("memory_limit", "same_stage", "fixed", "min_layers", "max_layers")
-"""Options that forbid cuts."""
+CONSTRAINTS = {
+    "memory_limit": None,
+    "same_stage": (),
+    "fixed": (),
+    "min_layers": 1,
+    "max_layers": None,
+}
+"""Options that forbid cuts, with the value that forbids none; `pinned` belongs to `fixed`."""
 
 _FROM_TABLE = ("in_flight", "stage_devices", "at_once")
-_HOW = "from pipemesh.schedule.simulate(table).for_partition()"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,21 +87,18 @@ class Options:
 
     def without(self, constraint: str) -> Options:
         """Returns the options without one of `CONSTRAINTS`, or without `"bandwidth"`."""
+        changed: dict[str, Any] = {constraint: CONSTRAINTS.get(constraint)}
         if constraint == "fixed":
-            return dataclasses.replace(self, fixed=(), pinned=())
-        unconstrained: dict[str, Any] = {"same_stage": (), "min_layers": 1}
-        return dataclasses.replace(self, **{constraint: unconstrained.get(constraint)})
+            changed["pinned"] = ()
+        return dataclasses.replace(self, **changed)
 
     def active(self) -> tuple[str, ...]:
         """Returns those of `CONSTRAINTS` that were given."""
-        is_active = {
-            "memory_limit": self.memory_limit is not None,
-            "same_stage": bool(self.same_stage),
-            "fixed": bool(self.fixed or self.pinned),
-            "min_layers": self.min_layers > 1,
-            "max_layers": self.max_layers is not None,
-        }
-        return tuple(name for name in CONSTRAINTS if is_active[name])
+        return tuple(
+            name
+            for name, free in CONSTRAINTS.items()
+            if getattr(self, name) != free or (name == "fixed" and self.pinned)
+        )
 
 
 def round_robin(num_stages: int, num_virtual_stages: int) -> tuple[int, ...]:
@@ -200,25 +203,30 @@ def check_options(stack: Stack, num_stages: object, arguments: Mapping[str, Any]
 
 
 def check_schedule(stages: int, arguments: Mapping[str, Any]) -> Options:
-    """Checks the arguments that say what the stages hold: a schedule's name, or its numbers."""
+    """Checks the arguments that say what the stages hold: a schedule, or the numbers of one."""
     microbatches, rounds = arguments["num_microbatches"], arguments["num_virtual_stages"]
     if microbatches is not None:
         microbatches = whole("num_microbatches", microbatches, 1)
     if rounds is not None:
         rounds = whole("num_virtual_stages", rounds, 1)
+    schedule = arguments["schedule"]
     numbers = [name for name in _FROM_TABLE if arguments[name] is not None]
-    if not numbers:
-        name, rounds = _named_schedule(arguments["schedule"], rounds)
+    if numbers and schedule is not None:
+        raise PartitionError(
+            f"schedule and {numbers[0]} are given, but both say what the stages hold; give one of "
+            "them"
+        )
+    simulated = {} if schedule is None else _simulated(schedule, stages, microbatches)
+    if simulated:
+        arguments = {**arguments, **simulated}
+        microbatches = simulated["num_microbatches"]
+    elif not numbers:
+        name, rounds = _named_schedule(schedule, rounds)
         _check_multiple(stages, rounds)
         # Raises an error if the schedule does not allow so many virtual stages.
         in_flight(name, 1, stages, rounds)
         return Options(
             stages, schedule=name, num_virtual_stages=rounds, num_microbatches=microbatches
-        )
-    if arguments["schedule"] is not None:
-        raise PartitionError(
-            f"schedule is {arguments['schedule']!r} and {numbers[0]} is given too, but both say "
-            f"what the stages hold; give either the name, or the numbers of a table ({_HOW})"
         )
     placement, rounds = _placement(arguments["stage_devices"], stages, rounds)
     held = arguments["in_flight"]
@@ -252,22 +260,44 @@ def check_schedule(stages: int, arguments: Mapping[str, Any]) -> Options:
     )
 
 
+def _simulated(schedule: object, stages: int, microbatches: int | None) -> dict[str, Any]:
+    """Returns the numbers of a schedule's table; none for a name that has a formula."""
+    try:
+        if not isinstance(schedule, Schedule):
+            if parse(schedule).name in WITH_FORMULA:
+                return {}
+            spec = ScheduleSpec.from_text(str(schedule))
+            if microbatches is None:
+                raise PartitionError(
+                    f"schedule {schedule!r} is simulated to count what its stages hold; give "
+                    "num_microbatches"
+                )
+            schedule = spec.for_stages(stages, microbatches)
+        if schedule.num_stages != stages:
+            raise PartitionError(
+                f"the schedule has {schedule.num_stages} stages, but num_stages is {stages}; make "
+                "them equal"
+            )
+        if microbatches not in (None, schedule.num_microbatches):
+            raise PartitionError(
+                f"the schedule has {schedule.num_microbatches} microbatches, but num_microbatches "
+                f"is {microbatches}; leave it out"
+            )
+        return simulate(schedule).for_partition()
+    except ScheduleError as error:
+        raise PartitionError(str(error)) from error
+
+
 def _named_schedule(schedule: object, rounds: int | None) -> tuple[str, int]:
     """Returns the full name of a schedule and the number of stages that a device has under it."""
     if schedule is None:
         rounds = rounds or 1
         return ("one_f_one_b" if rounds == 1 else "interleaved_one_f_one_b"), rounds
+    parsed = parse(schedule)
     try:
-        parsed = parse(schedule)
         rounds = agreed_stages(str(schedule), parsed, rounds)
     except ScheduleError as error:
         raise PartitionError(str(error)) from error
-    if parsed.name not in WITH_FORMULA:
-        raise PartitionError(
-            f"schedule is {schedule!r}, but only {', '.join(WITH_FORMULA)} have a formula for the "
-            f"activations that a stage holds; for any other, give in_flight and stage_devices "
-            f"({_HOW})"
-        )
     return parsed.name, parsed.stages() if rounds is None else rounds
 
 

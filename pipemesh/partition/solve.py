@@ -20,6 +20,7 @@ from pipemesh.partition.options import METHODS, Options, check_options, choice
 from pipemesh.partition.problem import Problem, allowed_positions, build_memory, build_problem
 from pipemesh.partition.result import Partition
 from pipemesh.partition.virtual_stages import virtual_cut, virtual_has_cut
+from pipemesh.schedule import Schedule
 from pipemesh.text import bytes_text, count_text
 
 _MOST_STAGE_COUNTS = 40
@@ -36,7 +37,7 @@ def partition(
     bandwidth: float | None = None,
     overlap_transfers: bool = False,
     memory_limit: float | None = None,
-    schedule: str | None = None,
+    schedule: str | Schedule | None = None,
     in_flight: Sequence[int] | None = None,
     stage_devices: Sequence[int] | None = None,
     at_once: Sequence[int | Fraction] | None = None,
@@ -65,11 +66,11 @@ def partition(
             boundaries, where activations and gradients cross.
         overlap_transfers: a stage takes the longer of computing and transferring, not the sum.
         memory_limit: bytes of a device, for parameters, optimizer state and activations.
-        schedule: the name of the pipeline schedule, which determines the activations in flight:
-            `"gpipe"`, `"1f1b"` (default), `"interleaved:V"` (default with virtual stages),
-            `"looped_bfs:V"` or `"zb_h1"`; see `pipemesh.schedule.names`. For any other, leave it
-            out and give `**pipemesh.schedule.simulate(table).for_partition()`: the next three
-            arguments and `num_microbatches`.
+        schedule: the pipeline schedule, which determines the activations in flight: a `Schedule`,
+            `"file:PATH"` of one, or any name of `pipemesh.schedule.names`; by default `"1f1b"`, or
+            with virtual stages `"interleaved:V"`. For `"gpipe"`, `"looped_bfs:V"`, `"zb_h1"` and
+            the defaults there are formulas at any size; any other one is simulated, which needs
+            `num_microbatches`. It says the next three arguments, so give it or them.
         in_flight: for each stage the most microbatches whose activations it holds at once.
         stage_devices: the device of each stage, such as `(0, 1, 1, 0)`; by default stages go round
             the devices.

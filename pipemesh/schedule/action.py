@@ -25,8 +25,7 @@ from pipemesh.schedule.checks import check_type
 KINDS = "FBIWR"
 # Nine digits are plenty, and keep hostile text from making huge numbers.
 _TEXT = re.compile(rf"(\d{{1,9}})([{KINDS}])(\d{{1,9}})(?:\.(\d{{1,9}}))?", re.ASCII)
-_PARTS = (r"\d{1,9}", f"[{KINDS}]", r"\d{1,9}", r"\.", r"\d{1,9}")
-_PREFIXES = tuple("".join(_PARTS[:length]) for length in range(len(_PARTS), 0, -1))
+_PREFIX = re.compile(rf"(\d{{1,9}}([{KINDS}](\d{{1,9}}(\.(\d{{1,9}})?)?)?)?)?", re.ASCII)
 
 OUTPUTS = "outputs"
 """Outputs of a stage, for the stage after it."""
@@ -199,11 +198,8 @@ def needs(
 
 def misfit(text: str) -> int:
     """Returns the index of the first character at which `text` stops being an action."""
-    for pattern in _PREFIXES:
-        match = re.match(pattern, text, re.ASCII)
-        if match is not None:
-            return match.end()
-    return 0
+    match = _PREFIX.match(text)
+    return match.end() if match else 0
 
 
 def parse_cell(text: str, line: int, start: int) -> Action:

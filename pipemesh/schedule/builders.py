@@ -647,25 +647,10 @@ def _shortest(offsets: Sequence[int], num_microbatches: int, limit: int) -> Sche
     return min(schedules, key=lambda schedule: simulate(schedule).makespan)
 
 
-BUILDERS: dict[str, Callable[..., Schedule]] = {
-    function.__name__: function
-    for function in (
-        gpipe,
-        one_f_one_b,
-        interleaved_one_f_one_b,
-        looped_bfs,
-        zb_h1,
-        zb_h2,
-        zb_v,
-        v_half,
-        v_min,
-        dual_pipe_v,
-        forward_only,
-        decode,
-    )
-}
+_ALL: dict[str, Callable[..., Schedule]] = {name: globals()[name] for name in NAMES}
+BUILDERS = {name: builder for name, builder in _ALL.items() if NAMES[name].num_slices == 1}
 """Every published schedule of whole sequences by its name; it runs any stages."""
-SLICED: dict[str, Callable[..., Schedule]] = {"seq_one_f_one_b": seq_one_f_one_b}
+SLICED = {name: builder for name, builder in _ALL.items() if name not in BUILDERS}
 """Schedules that cut sequences into slices, which only some stages take."""
 
 
@@ -694,12 +679,12 @@ def build(
         4
     """
     parsed = parse(name)
-    if parsed.name not in BUILDERS and parsed.name not in SLICED:
+    if parsed.name not in NAMES:
         raise ScheduleError(
             f"schedule {name!r} is not built from counts alone; "
             + ("use ScheduleSpec.from_text" if parsed.name == FILE else "use list_schedule(costs)")
         )
-    function, known = (BUILDERS | SLICED)[parsed.name], NAMES[parsed.name]
+    function, known = _ALL[parsed.name], NAMES[parsed.name]
     number = agreed_stages(name, parsed, num_virtual_stages)
     if number is not None and not known.is_open and number != known.stages_a_device:
         raise ScheduleError(

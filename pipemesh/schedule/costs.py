@@ -161,28 +161,22 @@ def _checked(name: str, value: Any) -> _Values:
         raise ScheduleError(
             f"cost {name} is {short(cast(object, value))}; give a number or one number a stage"
         )
+    one_a_stage = hasattr(value, "__len__")
     try:
-        if hasattr(value, "__len__"):
-            items = tuple(float(item) for item in value)
-            if not items:
-                raise ScheduleError(f"cost {name} is empty; give one number or one value a stage")
-            checked = items
-        else:
-            checked = float(value)
-            items = (checked,)
-    except (TypeError, ValueError, OverflowError) as error:
-        if isinstance(error, ScheduleError):
-            raise
+        items = tuple(float(item) for item in (value if one_a_stage else (value,)))
+    except (TypeError, ValueError, OverflowError):
         raise ScheduleError(
             f"cost {name} is {short(value)}; give a number or one number a stage"
         ) from None
+    if not items:
+        raise ScheduleError(f"cost {name} is empty; give one number or one value a stage")
     for index, item in enumerate(items):
         if not (math.isfinite(item) and item >= 0):
-            where = f" of stage {index}" if isinstance(checked, tuple) else ""
+            where = f" of stage {index}" if one_a_stage else ""
             raise ScheduleError(
                 f"cost {name}{where} is {item}; durations are finite and not negative"
             )
-    return checked
+    return items if one_a_stage else items[0]
 
 
 def _combine(one: _Values, two: _Values, sign: float) -> _Values:

@@ -114,16 +114,14 @@ class Timeline:
     @cached_property
     def peak_inputs(self) -> tuple[int, ...]:
         """For each device the most pairs of which only what `R` starts from is held."""
-        peaks: list[int] = []
-        for row in self.schedule.rows:
+        change = {"F": 1, "R": -1}
+
+        def peak(row: tuple[Action, ...]) -> int:
             again = _recomputations(row)
-            held = peak = 0
-            for action in row:
-                if action.also("R") in again:
-                    held += {"F": 1, "R": -1}.get(action.kind, 0)
-                peak = max(peak, held)
-            peaks.append(peak)
-        return tuple(peaks)
+            changes = (change.get(a.kind, 0) for a in row if a.also("R") in again)
+            return max(itertools.accumulate(changes), default=0)
+
+        return tuple(map(peak, self.schedule.rows))
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:

@@ -84,7 +84,9 @@ def test_schedules_that_only_a_table_tells_of_are_simulated(layers, capsys, tmp_
     ):
         told = run(schedule, 3, "--num_microbatches=4")
         assert f"3 stages were requested, but the {what}" in told
-    assert "--schedule=zb_v is simulated" in run("zb_v", 4)
+    assert "schedule 'zb_v' is simulated to count what its stages hold; give --num_m" in run(
+        "zb_v", 4
+    )
 
 
 @pytest.mark.parametrize(

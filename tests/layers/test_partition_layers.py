@@ -341,7 +341,7 @@ def test_a_stack_that_cannot_be_cut_is_a_partition_error(params, num_stages, sha
     ("number", "options", "message"),
     [
         (2, {"memorylimit": 3}, "'memorylimit' is no option; did you mean 'memory_limit'"),
-        (3, {"schedule": zb_v(2, 4)}, "schedule has 4 stages, but num_partitions is 3"),
+        (3, {"schedule": zb_v(2, 4)}, "schedule has 4 stages, but num_stages is 3"),
         (4, {"schedule": zb_v(2, 4), "num_microbatches": 8}, "has 4 microbatches, but num_micro"),
         (4, {"schedule": "zb_v"}, "simulated to count what its stages hold; give num_microb"),
         (2, {"memory_limit": 10}, "memory_limit needs num_microbatches"),

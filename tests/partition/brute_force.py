@@ -34,6 +34,19 @@ def spared(options, stage, stages, devices):
     return Fraction(int(turns))
 
 
+def bytes_of(layers, begin, end, held, remat, optimizer):
+    """Bytes of a stage with so many microbatches in flight."""
+    inside = layers[begin:end]
+    kept = sum(number(layer.activation_bytes) for layer in inside)
+    # What two layers of a stage share is kept once.
+    kept -= sum(number(layer.shared_bytes) for layer in inside[1:])
+    if remat == "none":
+        kept *= held
+    elif begin:
+        kept += held * number(layers[begin - 1].boundary_bytes)
+    return (1 + number(optimizer)) * sum(number(layer.parameter_bytes) for layer in inside) + kept
+
+
 def key_of(cut, layers, options, in_flight=None):
     stages = len(cut) - 1
     rounds = options.get("num_virtual_stages", 1)
@@ -74,17 +87,9 @@ def key_of(cut, layers, options, in_flight=None):
         else:
             times.append(compute + crossing)
         if options.get("memory_limit") is not None:
-            factor = 1 + number(options.get("optimizer_bytes_per_parameter_byte", 2.0))
-            held = factor * sum(number(layer.parameter_bytes) for layer in layers[begin:end])
-            kept = sum(number(layer.activation_bytes) for layer in layers[begin:end])
-            # What two layers of a stage share is kept once.
-            kept -= sum(number(layer.shared_bytes) for layer in layers[begin + 1 : end])
-            if remat == "none":
-                held += in_flight[stage] * kept
-            else:
-                entry = number(layers[begin - 1].boundary_bytes) if begin else 0
-                held += in_flight[stage] * entry + kept
-            memory[homes[stage]] += held
+            optimizer = options.get("optimizer_bytes_per_parameter_byte", 2.0)
+            held = in_flight[stage]
+            memory[homes[stage]] += bytes_of(layers, begin, end, held, remat, optimizer)
     if options.get("memory_limit") is not None and max(memory) > number(options["memory_limit"]):
         return None
     for group in options.get("same_stage", ()):

@@ -1,5 +1,6 @@
 """Costs: defaults, checks, and numbers as integers."""
 
+import json
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -29,6 +30,10 @@ def test_backward_is_twice_forward_unless_given():
         ({"forward": 1, "parameter_bytes": None}, "parameter_bytes is None"),
         ({"forward": 1, "activation_bytes": -2}, "activation_bytes is -2"),
         ({"forward": 1, "boundary_bytes": True}, "boundary_bytes is True"),
+        (
+            {"forward": 1, "activation_bytes": 2, "shared_bytes": 3, "name": "a"},
+            "shared_bytes of layer 'a' is 3, but its activation_bytes are only 2",
+        ),
     ],
 )
 def test_wrong_numbers_are_named(fields, message):
@@ -84,11 +89,35 @@ def test_any_kind_of_number_is_a_cost():
         shared_bytes=Fraction(1),
     )
     assert (layer.total, as_stack([layer] * 2).shared_bytes.tolist()) == (1.5, [0.0, 1.0])
-    options = {"memory_limit": Decimal(1000), "num_microbatches": np.int32(4), "remat": "full"}
-    plan = partition(
-        [layer] * 4, 2, speeds=[Fraction(1, 2), 2], bandwidth=Fraction(3, 2), **options
+    any_kind = {
+        "memory_limit": Decimal(1000),
+        "num_microbatches": np.int32(4),
+        "speeds": np.asarray([0.5, 2]),
+        "bandwidth": Fraction(3, 2),
+        "overlap_transfers": 1,
+        "in_flight": np.asarray([4, 2]),
+        "stage_devices": np.asarray([1, 0]),
+        "max_layers": np.int32(3),
+        "same_stage": [[1, np.int64(0)]],
+        "fixed": {1: np.int64(2)},
+    }
+    plan = partition([layer] * 4, 2, remat="full", **any_kind)
+    assert plan == partition(
+        [layer] * 4,
+        2,
+        memory_limit=1000,
+        num_microbatches=4,
+        speeds=(0.5, 2.0),
+        bandwidth=1.5,
+        overlap_transfers=True,
+        in_flight=(4, 2),
+        stage_devices=(1, 0),
+        max_layers=3,
+        same_stage=((0, 1),),
+        fixed={1: 2},
+        remat="full",
     )
-    assert plan == partition([layer] * 4, 2, speeds=[0.5, 2], bandwidth=1.5, **options)
+    assert json.loads(plan.to_json())["placement"] == [1, 0]
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=5), st.integers(0, 6))

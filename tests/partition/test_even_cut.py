@@ -59,73 +59,43 @@ def test_bounds_keep_every_place_of_cuts_that_are_even_enough(problem, more):
                 assert all(place in column for place, column in zip(cut, kept, strict=True))
 
 
-def test_the_bound_on_equal_layers_leaves_one_cut():
-    problem = problem_of([1.0] * 12, 4)
-    bottleneck = optimum(problem)
+@pytest.mark.parametrize(
+    ("costs", "centers", "times"),
+    [
+        ([1.0] * 12, [0, 3, 6, 9, 12], [3] * 4),
+        # A large layer fills a stage alone.
+        ([1.0] * 6 + [50] + [1.0] * 6, [0, 3, 6, 7, 10, 13], [50, 3, 3, 3, 3]),
+    ],
+)
+def test_the_bound_is_sharp(costs, centers, times):
+    problem = problem_of(costs, len(times))
+    unit, bottleneck = max(times), optimum(problem)
     bound = SquaresBound(problem, places_of(problem), bottleneck)
-    assert bound.least() == pytest.approx(4 * bottleneck**2, rel=1e-11)
-    assert bound.centers().tolist() == [0, 3, 6, 9, 12]
-    kept = bound.prune(places_of(problem), float(4 * bottleneck**2))
-    assert [list(column) for column in kept] == [[0], [3], [6], [9], [12]]
+    assert bound.centers().tolist() == centers
+    least = sum((bottleneck * time // unit) ** 2 for time in times)
+    assert bound.least() == pytest.approx(least, rel=1e-11)
+    kept = bound.prune(places_of(problem), float(least))
+    assert [list(column) for column in kept] == [[place] for place in centers]
 
 
-def test_a_large_layer_fills_a_stage_alone():
-    problem = problem_of([1.0] * 6 + [50] + [1.0] * 6, 5)
-    bottleneck = optimum(problem)
-    bound = SquaresBound(problem, places_of(problem), bottleneck)
-    assert bound.centers().tolist() == [0, 3, 6, 7, 10, 13]
-    squares_of_best = bottleneck**2 + 4 * (bottleneck * 3 // 50) ** 2
-    assert bound.least() == pytest.approx(squares_of_best, rel=1e-11)
-
-
-@given(problems, st.integers(0, 20), st.sampled_from([np.int64, object, np.float64, None]))
-def test_least_squares_in_numbers_and_blocks_of_all_kinds(problem, more, dtype):
+@given(
+    problems | monotone_problems,
+    st.integers(0, 20),
+    st.sampled_from([np.int64, object, np.float64]),
+    st.sampled_from([0, 10**6]),
+    st.sampled_from([1, 3, 256]),
+)
+def test_least_squares_in_numbers_and_blocks_of_all_kinds(problem, more, dtype, all_pairs, block):
     best = optimum(problem)
     if best is None:
         return
-    sums = squares_by_cut(problem, best + more)
-    for block in (1, 3, 256):
-        with mock.patch.multiple(searched, _BLOCK=block, _ALL_PAIRS=10**6):
-            cut, total = least_squares(problem, places_of(problem), best + more, dtype)
+    sums, places = squares_by_cut(problem, best + more), places_of(problem)
+    with mock.patch.multiple(
+        searched, _ALL_PAIRS=all_pairs, _BLOCK=block, squares_dtype=lambda *_: dtype
+    ):
+        cut, total = least_squares(problem, places, best + more)
         assert total == sums[tuple(cut)] == min(sums.values())
-    if best:
-        assert least_squares(problem, places_of(problem), best - 1, dtype) is None
-
-
-@given(monotone_problems, st.integers(0, 20), st.sampled_from([np.int64, object, np.float64]))
-def test_row_minima_that_move_one_way_find_the_least_squares(problem, more, dtype):
-    best = optimum(problem)
-    if best is None:
-        return
-    sums = squares_by_cut(problem, best + more)
-    with mock.patch.object(searched, "_ALL_PAIRS", 0):
-        cut, total = least_squares(problem, places_of(problem), best + more, dtype)
-        assert total == sums[tuple(cut)] == min(sums.values())
-        if best:
-            assert least_squares(problem, places_of(problem), best - 1, dtype) is None
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_row_minima_of_many_rows_find_the_minimum_of_a_full_scan(seed):
-    random = np.random.default_rng(seed)
-    problem = problem_of(random.integers(0, 9, 400).tolist(), 3)
-    prefix = problem.prefix(0).astype(object)
-    bottleneck = int(prefix[-1])
-    cut, total = least_squares(problem, places_of(problem), bottleneck, np.int64)
-    ends = np.arange(1, 400)
-    first = prefix[ends][:, None] ** 2
-    second = (prefix[ends][None, :] - prefix[ends][:, None]) ** 2
-    third = (prefix[-1] - prefix[ends])[None, :] ** 2
-    sums = np.where(ends[:, None] < ends[None, :], first + second + third, bottleneck**2 * 3)
-    assert total == sums.min() == sums[cut[1] - 1, cut[2] - 1]
-
-
-@pytest.mark.parametrize("empty", [1, 2])
-def test_a_boundary_without_places_allows_no_cut(empty):
-    problem = problem_of([1.0] * 6, 3)
-    places = places_of(problem)
-    places[empty] = range(0)
-    assert least_squares(problem, places, problem.forever) is None
+        assert not best or least_squares(problem, places, best - 1) is None
 
 
 def test_sums_of_squares_are_exact_where_that_is_affordable():

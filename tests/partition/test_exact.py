@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 
 from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost, in_flight, partition
-from pipemesh.schedule import Action, Schedule, ScheduleSpec, build, simulate, validate
+from pipemesh.schedule import Action, Schedule, ScheduleSpec, simulate, validate
 from tests.partition.brute_force import best_key, key_of, number
 
-CASES = settings(
-    max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
-MANY_CASES = settings(max_examples=8000, deadline=None, suppress_health_check=list(HealthCheck))
-
+SLOW = pytest.mark.slow
 sizes = st.integers(0, 6)
 
 
@@ -126,29 +122,21 @@ def large(monkeypatch):
     monkeypatch.setattr("pipemesh.partition.even_cut._ALL_PAIRS", 2)
 
 
-def check_any_options(data, rounded=False):
+def any_problem(data):
     layers = data.draw(stacks())
     stages = data.draw(st.integers(1, min(5, len(layers))))
-    check(layers, stages, data.draw(choices(layers, stages)), rounded=rounded)
+    return layers, stages, data.draw(choices(layers, stages))
 
 
-@CASES
-@given(st.data())
-def test_any_options(data):
-    check_any_options(data)
+def check_small(data):
+    check(*any_problem(data))
 
 
-@CASES
-@given(st.data())
-@pytest.mark.slow
-def test_any_options_in_large_problems(large, data):
-    check_any_options(data, rounded=True)
+def check_large(data):
+    check(*any_problem(data), rounded=True)
 
 
-@CASES
-@given(st.data())
-@pytest.mark.slow
-def test_any_options_with_virtual_stages(data):
+def check_virtual(data):
     rounds = data.draw(st.integers(2, 3))
     layers = data.draw(stacks().filter(lambda layers: len(layers) >= rounds))
     devices = data.draw(st.integers(1, min(6, len(layers)) // rounds))
@@ -183,14 +171,10 @@ def tables(draw, layers):
     return validate(Schedule(rows, homes, 2))
 
 
-@CASES
-@given(st.data())
-@pytest.mark.slow
-def test_numbers_of_any_table_with_any_options(data):
+def check_table(data):
     layers = data.draw(stacks().filter(lambda layers: len(layers) >= 2))
     table = data.draw(tables(len(layers)))
     stages, devices = table.num_stages, table.num_devices
-    facts = simulate(table).for_partition()
     options = data.draw(choices(layers, stages))
     for name in ("schedule", "num_virtual_stages", "num_microbatches"):
         options.pop(name, None)
@@ -198,25 +182,23 @@ def test_numbers_of_any_table_with_any_options(data):
         options["speeds"] = data.draw(st.lists(speed, min_size=devices, max_size=devices))
     if "memory_limit" not in options and data.draw(st.booleans()):
         options["memory_limit"] = data.draw(st.sampled_from([20, 40, 80, 160, 300.5]))
-    check(layers, stages, {**options, **facts})
+    check(layers, stages, {**options, **simulate(table).for_partition()})
 
 
-@pytest.mark.parametrize("name", ["zb_v", "interleaved"])
-def test_a_memory_limit_moves_layers_in_a_v_and_in_a_loop(name):
-    # Layers that keep much come first: in both tables the first stage holds them longest.
-    layers = [
-        LayerCost(1, backward=2, parameter_bytes=1, activation_bytes=8 - index, boundary_bytes=1)
-        for index in range(8)
-    ]
-    facts = simulate(build(name, 2, 4)).for_partition()
-    free = partition(layers, 4, **facts)
-    assert free.device_costs == (12.0, 12.0)
-    limit = max(free.device_memory) - 1
-    tight = partition(layers, 4, memory_limit=limit, **facts)
-    assert max(tight.device_memory) <= limit < max(free.device_memory)
-    assert tight.stage_devices == facts["stage_devices"]
-    options = {"memory_limit": limit, **facts}
-    assert key_of(tight.boundaries, layers, options) == best_key(layers, 4, options)
+@pytest.mark.parametrize("count", [80, pytest.param(8000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "check_one",
+    [
+        check_small,
+        *(pytest.param(c, marks=SLOW) for c in (check_large, check_virtual, check_table)),
+    ],
+)
+def test_random_problems_with_any_options(check_one, count, request):
+    if check_one is check_large:
+        request.getfixturevalue("large")
+    examples = {"max_examples": count, "derandomize": count == 80}
+    cases = settings(deadline=None, suppress_health_check=list(HealthCheck), **examples)
+    cases(given(st.data())(check_one))()
 
 
 def _stack_of(random, count):
@@ -256,24 +238,3 @@ def test_searches_of_large_problems_agree_with_the_dense_one(seed, request):
     assert large.bottleneck == pytest.approx(exact.bottleneck, rel=1e-12)
     squares = [sum(cost * cost for cost in plan.stage_costs) for plan in (exact, large)]
     assert squares[0] == pytest.approx(squares[1], rel=1e-12)
-
-
-@pytest.mark.exhaustive
-@MANY_CASES
-@given(st.data())
-def test_any_options_many_times(data):
-    check_any_options(data)
-
-
-@pytest.mark.exhaustive
-@MANY_CASES
-@given(st.data())
-def test_any_options_in_large_problems_many_times(large, data):
-    check_any_options(data, rounded=True)
-
-
-@pytest.mark.exhaustive
-@MANY_CASES
-@given(st.data())
-def test_any_options_with_virtual_stages_many_times(data):
-    test_any_options_with_virtual_stages.hypothesis.inner_test(data)

@@ -17,19 +17,7 @@ from pipemesh.partition.memory import WITH_FORMULA, at_once, memory_model
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.schedule import build, simulate
 from pipemesh.schedule.names import NAMES
-
-
-def held(layers, begin, end, microbatches, remat, optimizer, number):
-    """Bytes of a stage, tensor by tensor."""
-    inside = layers[begin:end]
-    parameters = sum(number(layer.parameter_bytes) for layer in inside)
-    kept = sum(number(layer.activation_bytes) for layer in inside)
-    kept -= sum(number(layer.shared_bytes) for layer in inside[1:])
-    if remat == "none":
-        kept *= microbatches
-    elif begin:
-        kept += microbatches * number(layers[begin - 1].boundary_bytes)
-    return (1 + Fraction(str(optimizer))) * parameters + kept
+from tests.partition.brute_force import bytes_of
 
 
 def layers_of(seed, digits):
@@ -76,43 +64,13 @@ def test_stage_memory_is_the_sum_of_its_tensors(
         exact=exact,
     )
     assert model.limit * model.unit <= Fraction(41, 2) < (model.limit + 1) * model.unit
-
-    def number(value):
-        """Decimals as they are read, long ones as floats are."""
-        return Fraction(value) if digits is None else Fraction(str(value))
-
-    for stage, microbatches in enumerate(held_by_stage):
+    for stage, held in enumerate(held_by_stage):
         for begin, end in itertools.combinations(range(len(layers) + 1), 2):
             found = int(model.units(stage, begin, end)) * model.unit
-            expected = held(layers, begin, end, microbatches, remat, optimizer, number)
+            expected = bytes_of(layers, begin, end, held, remat, optimizer)
             # Rounded up, by at most a unit for each number.
-            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * microbatches)
+            most = 0 if exact or digits is not None else (end - begin + 1) * (2 + 3 * held)
             assert expected <= found <= expected + most * model.unit
-
-
-def test_shared_bytes_count_once_per_stage():
-    layers = [LayerCost(1, activation_bytes=5, shared_bytes=2)] * 4
-    # Nothing is in front of the first layer, so the first stage shares once and the second too.
-    plan = partition(layers, 2, in_flight=(3, 1))
-    assert plan.stage_memory == (3 * 8.0, 8.0)
-    with pytest.raises(
-        PartitionError, match="shared_bytes of layer 'a' is 3, but its activation_bytes are only 2"
-    ):
-        LayerCost(1, activation_bytes=2, shared_bytes=3, name="a")
-
-
-def test_shared_bytes_count_at_the_begin_of_a_stage_with_remat():
-    layers = [
-        LayerCost(0, boundary_bytes=5),
-        LayerCost(0, activation_bytes=6, shared_bytes=1),
-        LayerCost(1),
-    ]
-    options = {"num_microbatches": 3, "schedule": "gpipe", "remat": "full"}
-    options |= {"optimizer_bytes_per_parameter_byte": 0, "fixed": [1, 2]}
-    # Three inputs of 5 bytes, and of one microbatch all 6.
-    assert partition(layers, 3, memory_limit=21, **options).boundaries == (0, 1, 2, 3)
-    with pytest.raises(PartitionError, match="needs 21 B, limit is 20 B"):
-        partition(layers, 3, memory_limit=20, **options)
 
 
 def test_invalid_schedules_are_refused():

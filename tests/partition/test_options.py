@@ -9,11 +9,8 @@ import pytest
 from pipemesh.errors import PartitionError
 from pipemesh.partition import LayerCost, partition
 from pipemesh.partition.costs import as_stack
-from pipemesh.partition.options import (
-    Options,
-    check_options,
-    check_schedule,
-)
+from pipemesh.partition.options import check_options
+from pipemesh.schedule import zb_v
 from tests.partition.problems import DEFAULTS
 
 
@@ -33,6 +30,7 @@ from tests.partition.problems import DEFAULTS
         ),
         (6, 2, {"remat": 3}, "remat is 3, but must be one of none, full"),
         (6, 3, {"num_virtual_stages": 2}, "use 2 or 4 stages"),
+        (6, 2, {"method": "exakt"}, "method is 'exakt', but must be .* did you mean 'exact'"),
         (6, 2, {"schedule": "1f2b"}, "did you mean '1f1b'"),
         (6, 2, {"num_microbatches": 0}, "num_microbatches is 0, but must be 1 or more"),
         (
@@ -75,30 +73,6 @@ def test_invalid_options_name_the_allowed_values(num_layers, num_stages, options
         partition([1.0] * num_layers, num_stages, **options)
 
 
-def test_all_that_is_given_is_kept_in_one_form():
-    asked = DEFAULTS | {
-        "same_stage": [[5, 3], (0, np.int64(1))],
-        "fixed": {2: np.int64(6), 1: 2},
-        "max_layers": np.int32(4),
-        "speeds": np.asarray([1, 2, 4]),
-        "bandwidth": 2,
-        "overlap_transfers": 1,
-    }
-    options = check_options(as_stack([LayerCost(1)] * 8), 3, asked)
-    assert options.overlap_transfers is True
-    assert options == Options(
-        3,
-        speeds=(1.0, 2.0, 4.0),
-        bandwidth=2.0,
-        overlap_transfers=True,
-        same_stage=((3, 5), (0, 1)),
-        max_layers=4,
-        pinned=((1, 2), (2, 6)),
-    )
-    asked = DEFAULTS | {"fixed": [8, 1, 8]}
-    assert check_options(as_stack([1.0] * 9), 3, asked) == Options(3, fixed=(1, 8))
-
-
 def test_suggested_numbers_of_layers_are_allowed():
     for layers, stages, least, most in itertools.product(
         range(1, 8), range(1, 8), range(1, 5), (None, *range(1, 8))
@@ -136,10 +110,12 @@ V = {"in_flight": (4, 3, 2, 1), "stage_devices": (0, 1, 1, 0)}
         ({"stage_devices": (0, 1, 1, 0), "memory_limit": 9}, "memory_limit needs in_flight beside"),
         ({**V, "remat": "except_last"}, "remat='except_last' needs at_once beside in_flight"),
         ({**V, "speeds": [1, 1, 1, 1]}, "speeds has 4 numbers for 2 devices"),
-        (
-            {**V, "schedule": "gpipe"},
-            "schedule is 'gpipe' and in_flight is given too, but both say",
-        ),
+        ({**V, "schedule": "gpipe"}, "schedule and in_flight are given, but both say"),
+        ({"schedule": "zb_v"}, "schedule 'zb_v' is simulated .*; give num_microbatches"),
+        ({"schedule": zb_v(3, 6)}, "schedule has 6 stages, but num_stages is 4; make them equal"),
+        ({"schedule": zb_v(2, 4), "num_microbatches": 8}, "has 4 microbatches, but num_microbatch"),
+        ({"schedule": "interleaved:3"}, "use 3 or 6 stages"),
+        ({"schedule": "v_half:2"}, "v_half always has 2 stages a device"),
         ({"in_flight": (1, 2)}, "in_flight has 2 numbers for 4 stages; give one a stage"),
         ({"in_flight": 3}, "in_flight is 3, but must be a sequence"),
         ({"in_flight": (1, 2, 3, 0.5)}, r"in_flight\[3\] is 0\.5, but must be a whole number"),
@@ -152,36 +128,11 @@ V = {"in_flight": (4, 3, 2, 1), "stage_devices": (0, 1, 1, 0)}
             {"at_once": (0, 0, 0, 2), "num_microbatches": 1},
             r"at_once\[3\] is 2, but num_microbatch",
         ),
-        ({"schedule": "zb_v"}, r"schedule is 'zb_v', .* give in_flight and stage_devices \(from"),
     ],
 )
 def test_numbers_of_a_table_are_checked(options, message):
     with pytest.raises(PartitionError, match=message):
         partition(LAYERS, 4, **options)
-
-
-def checked(stages, **asked):
-    nothing = dict.fromkeys(
-        ("schedule", "in_flight", "stage_devices", "at_once", "num_microbatches"), None
-    )
-    return check_schedule(stages, nothing | {"num_virtual_stages": None} | asked)
-
-
-@pytest.mark.parametrize(
-    ("asked", "name", "rounds"),
-    [
-        ({}, "one_f_one_b", 1),
-        ({"num_virtual_stages": 1}, "one_f_one_b", 1),
-        ({"num_virtual_stages": 3}, "interleaved_one_f_one_b", 3),
-        ({"schedule": "interleaved"}, "interleaved_one_f_one_b", 2),
-        ({"schedule": "Looped-BFS:3"}, "looped_bfs", 3),
-        ({"schedule": "looped_bfs", "num_virtual_stages": 6}, "looped_bfs", 6),
-        ({"schedule": "zb_h1"}, "zb_h1", 1),
-    ],
-)
-def test_names_and_stages_of_a_device_imply_each_other(asked, name, rounds):
-    found = checked(6, **asked)
-    assert found == Options(6, schedule=name, num_virtual_stages=rounds)
 
 
 @pytest.mark.parametrize(
@@ -196,13 +147,6 @@ def test_names_and_stages_of_a_device_imply_each_other(asked, name, rounds):
     ],
 )
 def test_a_placement_says_how_many_stages_a_device_has_at_most(homes, placement, rounds):
-    found = checked(4, stage_devices=homes)
-    assert (found.placement, found.num_virtual_stages, found.schedule) == (placement, rounds, None)
-    assert found.stage_devices == tuple(homes)
-
-
-def test_numbers_of_a_table_are_kept_as_pythons():
-    counts = {"in_flight": np.asarray([3, 2]), "at_once": [0, 3], "num_microbatches": np.int64(3)}
-    found = checked(2, **counts)
-    assert found == Options(2, schedule=None, in_flight=(3, 2), at_once=(0, 3), num_microbatches=3)
-    assert all(type(count) is int for count in (*found.in_flight, found.num_microbatches))
+    plan = partition([1.0] * 4, 4, stage_devices=homes)
+    assert (plan.placement, plan.num_virtual_stages) == (placement, rounds)
+    assert plan.stage_devices == tuple(homes)

@@ -8,17 +8,14 @@ from pipemesh.partition import partition, profile_costs
 tf = pytest.importorskip("tensorflow")
 
 
-@pytest.fixture(scope="module")
-def measured():
+def test_bytes_are_counted_and_times_are_measured():
     layers = [
         tf.keras.layers.Dense(64, name="small"),
         tf.keras.layers.Dense(2048, activation="relu", name="large"),
         lambda x: tf.reduce_mean(x, axis=1, keepdims=True),
     ]
-    return profile_costs(layers, tf.ones([128, 32]), repeats=5, names=["small", "large", "mean"])
-
-
-def test_bytes_are_counted_and_not_measured(measured):
+    names = ["small", "large", "mean"]
+    measured = profile_costs(layers, tf.ones([128, 32]), repeats=5, names=names)
     assert [cost.parameter_bytes for cost in measured] == [
         4 * (32 * 64 + 64),
         4 * (64 * 2048 + 2048),
@@ -28,14 +25,8 @@ def test_bytes_are_counted_and_not_measured(measured):
     # A dense layer keeps its input; one with a ReLU also its output.
     assert measured[0].activation_bytes == 4 * 128 * 32
     assert measured[1].activation_bytes == 4 * 128 * (64 + 2048)
-
-
-def test_times_are_positive_and_say_how_far_they_spread(measured):
     assert measured[1].total > 0
     assert all(cost.forward_spread >= 0 and cost.backward_spread >= 0 for cost in measured)
-
-
-def test_measured_costs_can_be_partitioned(measured):
     assert partition(measured, 2).layer_names == ("small", "large", "mean")
 
 

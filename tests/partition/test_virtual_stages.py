@@ -87,15 +87,6 @@ def homes(draw):
     return tuple(sorted(set(drawn)).index(home) for home in drawn)
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-@pytest.mark.parametrize("num_devices", [2, 3, 5])
-def test_walkers_that_go_round_know_the_start_of_each(num_devices, rounds):
-    walk = Walk.over(tuple(range(num_devices)) * rounds)
-    assert walk.starts == tuple(num_devices * walker for walker in range(1, rounds))
-    # Of each walker the place, and of all but the first where it started.
-    assert {len(boundaries) for boundaries in walk.open[1:-1]} == {2 * rounds - 1}
-
-
 @pytest.mark.parametrize("num_devices", [1, 2, 5])
 def test_in_a_v_two_walkers_meet_and_nothing_else_is_open(num_devices):
     walk = Walk.over((*range(num_devices), *reversed(range(num_devices))))

@@ -8,20 +8,26 @@ from pipemesh.schedule import simulate, validate
 from pipemesh.schedule.blocks import even_blocks, repeated
 from pipemesh.schedule.schedule import loop, vee
 
-WAYS = st.sampled_from([loop, vee, lambda d: loop(d, 2)])
+PLACEMENTS = {"one stage": loop, "loop": lambda d: loop(d, 2), "v": vee}
 
 
-@settings(max_examples=10)
-@given(WAYS, st.integers(1, 4), st.integers(2, 8))
-def test_no_two_steps_of_a_device_meet(placed, num_devices, limit):
-    placement = placed(num_devices)
+@settings(max_examples=20)
+@given(st.data(), st.sampled_from(sorted(PLACEMENTS)), st.integers(1, 4), st.integers(1, 9))
+def test_no_two_steps_meet_and_every_way_keeps_the_limits(data, name, num_devices, microbatches):
+    placement = PLACEMENTS[name](num_devices)
     devices = (*placement, *reversed(placement))
-    for period, offsets in even_blocks(placement, num_devices, [limit] * num_devices, 4):
+    least = len(placement) // num_devices
+    limits = [data.draw(st.integers(least, 2 * num_devices + 2)) for _ in range(num_devices)]
+    for period, offsets in even_blocks(placement, num_devices, limits, 3):
         assert len(offsets) == len(devices) and list(offsets) == sorted(offsets)
         slots = {(d, t % period) for d, t in zip(devices, offsets, strict=True)}
         assert len(slots) == len(devices)
         # There is a tick left for every weight gradient.
-        assert period >= 3 * len(placement) // num_devices
+        assert period >= 3 * least
+        for schedule in repeated(placement, offsets, period, microbatches, limits):
+            assert schedule.num_microbatches == microbatches
+            held = simulate(validate(schedule)).peak_activations
+            assert all(mine <= limit for mine, limit in zip(held, limits, strict=True))
 
 
 def test_v_half_and_v_min_are_among_them():
@@ -49,22 +55,6 @@ def test_other_placements_have_none():
     assert even_blocks(loop(2, 3), 2, [9, 9], 5) == []
     assert even_blocks((0, 0, 1, 1), 2, [9, 9], 5) == []
     assert even_blocks((0, 1, 1), 2, [9, 9], 5) == []
-
-
-PLACEMENTS = {"one stage": loop, "loop": lambda d: loop(d, 2), "v": vee}
-
-
-@settings(max_examples=10)
-@given(st.data(), st.sampled_from(sorted(PLACEMENTS)), st.integers(1, 4), st.integers(1, 9))
-def test_every_way_is_valid_within_the_limits(data, name, num_devices, num_microbatches):
-    placement = PLACEMENTS[name](num_devices)
-    least = len(placement) // num_devices
-    limits = [data.draw(st.integers(least, 2 * num_devices + 2)) for _ in range(num_devices)]
-    for period, offsets in even_blocks(placement, num_devices, limits, 3):
-        for schedule in repeated(placement, offsets, period, num_microbatches, limits):
-            assert schedule.num_microbatches == num_microbatches
-            held = simulate(validate(schedule)).peak_activations
-            assert all(mine <= limit for mine, limit in zip(held, limits, strict=True))
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 7])

@@ -1,6 +1,5 @@
 """Checks of arguments, and texts of any kind."""
 
-import re
 from decimal import Decimal
 from fractions import Fraction
 
@@ -19,40 +18,15 @@ from pipemesh.schedule import (
     list_schedule,
     lower_bound,
     one_f_one_b,
+    optimal_schedule,
     recompute,
     simulate,
     validate,
     write_csv,
 )
-from pipemesh.schedule.checks import check_counts, check_name
+from pipemesh.schedule.checks import check_name
 from pipemesh.schedule.costs import costs_from_text
 from pipemesh.schedule.spec import ScheduleSpec, read_table
-
-NUMPY = st.sampled_from([int, np.int8, np.int32, np.uint64])
-
-
-@given(st.lists(st.tuples(st.integers(1, 100), NUMPY), max_size=4))
-def test_counts_come_back_as_pythons_integers_in_the_order_given(given_counts):
-    counts = {f"c{index}": kind(value) for index, (value, kind) in enumerate(given_counts)}
-    checked = check_counts(**counts)
-    assert checked == tuple(value for value, _ in given_counts)
-    assert all(type(count) is int for count in checked)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (0, "stages is 0; it must be at least 1"),
-        (np.int64(-2), "stages is -2; it must be at least 1"),
-        (2.0, "stages is 2.0; it must be an integer"),
-        (None, "stages is None; it must be an integer"),
-        ("3", "stages is '3'; it must be an integer"),
-    ],
-)
-def test_the_first_that_is_none_is_named(bad, message):
-    with pytest.raises(ScheduleError, match=re.escape(message)):
-        check_counts(devices=1, stages=bad, microbatches=0)
-
 
 KNOWN = ["zb_v", "one_f_one_b", "gpipe"]
 
@@ -134,6 +108,46 @@ MISUSES = [
     (lambda: list_schedule(Costs(), 2, 4, effort="a"), "effort is 'a'; it must be a number"),
     (lambda: ScheduleSpec.from_text("1f1b").for_stages("a", 4), "num_stages is ['a'];"),
     (lambda: simulate(TABLE).activations(7), "device is 7; it must be from 0 to 1"),
+    (lambda: Action(0, "FB", 0), "action kind is 'FB'; allowed are"),
+    (lambda: Action(-1, "F", 0), "stage -1, microbatch 0 must be whole numbers from 0 on"),
+    (lambda: Action(0, "F", 0, -1), "slice -1 must be whole numbers from 0 on"),
+    (lambda: validate(Schedule((), (), 1)), "no stages"),
+    (lambda: Schedule(TABLE.rows, (0, 5), 1), "stage 1 is on device 5, but there are 2 rows"),
+    (lambda: simulate(TABLE, loads=2.0), "cores is None; give cores, or leave them out"),
+    (lambda: simulate(TABLE, loads={"F": 1}), "cores is None; give cores, or leave them out"),
+    (lambda: simulate(TABLE, crowding=0.5), "cores is None; give cores, or leave them out"),
+    (lambda: simulate(TABLE, cores=0), "cores is 0; it must be a number above 0"),
+    (lambda: simulate(TABLE, cores=float("inf")), "cores is inf;"),
+    (lambda: simulate(TABLE, cores=1, loads=-1.0), "the load of F is -1.0;"),
+    (lambda: simulate(TABLE, cores=1, loads={"F": [1.0]}), "the load of F has 1 values, but the"),
+    (lambda: simulate(TABLE, cores=2, crowding=1.1), "crowding is 1.1; it must be a number from"),
+    (lambda: list_schedule(Costs(), 0, 1), "num_devices is 0"),
+    (lambda: list_schedule(Costs(), 1, 0), "num_microbatches is 0"),
+    (lambda: list_schedule(Costs([1, 2, 3]), 2, 4), "3 stages, which is not a multiple of 2 devi"),
+    (lambda: list_schedule(Costs([1, 2]), 2, 4, None, 2), "cost forward has 2 values, but the sch"),
+    (lambda: list_schedule(Costs(), 2, 4, 0), "memory_limit of device 0 is 0, but it has 1 stages"),
+    (lambda: list_schedule(Costs(), 2, 4, [2, 1], 2), "device 1 is 1, but it has 2 stages"),
+    (lambda: list_schedule(Costs(), 2, 4, [1, 2, 3]), "memory_limit has 3 values, but there are 2"),
+    (lambda: list_schedule(Costs(), 2, 4, 1.5), "memory_limit is 1.5; give an integer"),
+    (lambda: list_schedule(Costs(), 2, 4, stage_devices=[0, 0]), "every device from 0 to 1"),
+    (lambda: list_schedule(Costs(), 2, 4, stage_devices=[0, 1, 2]), "every device from 0 to 1"),
+    (lambda: list_schedule(Costs(), 2, 4, None, 0), "num_virtual_stages is 0"),
+    (lambda: optimal_schedule(Costs(), 0, 1), "num_devices is 0"),
+    (lambda: optimal_schedule(Costs(), 2, 2, workers=0), "workers is 0"),
+    (
+        lambda: optimal_schedule(Costs(), 2, 2, time_limit=0),
+        "time_limit is 0; it must be a number a",
+    ),
+    (lambda: optimal_schedule(Costs(), 2, 2, 0), "memory_limit of device 0 is 0"),
+    (lambda: optimal_schedule(Costs([1, 0]), 2, 2), "cost forward of stage 1 is 0.0; optimal_sche"),
+    (lambda: optimal_schedule(Costs([1, 0]), 2, 2), "needs durations above 0, at least 4e-08 here"),
+    (lambda: optimal_schedule(Costs(1, 1, 1), 2, 2), "cost weight_grad of stage 0 is 0.0"),
+    (lambda: optimal_schedule(Costs(0, 0), 2, 2), "cost forward of stage 0 is 0.0"),
+    (lambda: recompute(TABLE.only_forward()), "no backward actions"),
+    (lambda: recompute(recompute(TABLE)), "has recomputations already"),
+    (lambda: recompute(TABLE, {2}), "stages has 2, but stages are from 0 to 1"),
+    (lambda: recompute(TABLE, None, None, [1]), "memory_limits has 1 values, but there are 2 devi"),
+    (lambda: recompute(TABLE, {0}, None, [2, 0]), "device 1 holds 1 even with"),
 ]
 
 

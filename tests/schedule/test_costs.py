@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipemesh.commands.schedule import fit_costs
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule import Costs
 from pipemesh.schedule.costs import FIELDS, costs_from_text
@@ -14,27 +13,21 @@ from pipemesh.schedule.costs import FIELDS, costs_from_text
 @pytest.mark.parametrize(
     ("given_costs", "expected"),
     [
-        ({}, (1, 2, 1, 1, 0)),
-        ({"forward": 3}, (3, 6, 3, 3, 0)),
-        ({"backward": 3}, (1, 3, 1.5, 1.5, 0)),
-        ({"backward": 3, "input_grad": 1}, (1, 3, 1, 2, 0)),
-        ({"backward": 3, "weight_grad": 1}, (1, 3, 2, 1, 0)),
-        ({"input_grad": 2, "weight_grad": 1}, (1, 3, 2, 1, 0)),
-        ({"forward": 2, "weight_grad": 1}, (2, 3, 2, 1, 0)),
-        ({"backward": 2, "input_grad": 3, "weight_grad": 4}, (1, 2, 3, 4, 0)),
-        ({"forward": [1, 2]}, ((1, 2), (2, 4), (1, 2), (1, 2), 0)),
-        ({"backward": [2, 4], "input_grad": 1}, (1, (2, 4), 1, (1, 3), 0)),
+        ({}, (1, 2, 1, 1, 0, 1)),
+        ({"forward": 3}, (3, 6, 3, 3, 0, 3)),
+        ({"backward": 3}, (1, 3, 1.5, 1.5, 0, 1)),
+        ({"backward": 3, "input_grad": 1}, (1, 3, 1, 2, 0, 1)),
+        ({"backward": 3, "weight_grad": 1}, (1, 3, 2, 1, 0, 1)),
+        ({"input_grad": 2, "weight_grad": 1}, (1, 3, 2, 1, 0, 1)),
+        ({"forward": 2, "weight_grad": 1}, (2, 3, 2, 1, 0, 2)),
+        ({"backward": 2, "input_grad": 3, "weight_grad": 4}, (1, 2, 3, 4, 0, 1)),
+        ({"forward": [1, 2]}, ((1, 2), (2, 4), (1, 2), (1, 2), 0, (1, 2))),
+        ({"backward": [2, 4], "input_grad": 1}, (1, (2, 4), 1, (1, 3), 0, 1)),
     ],
 )
 def test_omitted_costs_follow_from_the_others(given_costs, expected):
     costs = Costs(**given_costs)
-    assert (
-        costs.forward,
-        costs.backward,
-        costs.input_grad,
-        costs.weight_grad,
-        costs.transfer,
-    ) == expected
+    assert tuple(getattr(costs, name) for name in FIELDS) == expected
 
 
 def test_arrays_are_sequences_and_the_value_hashes():
@@ -63,38 +56,15 @@ def test_bad_costs_are_errors(bad, message):
         Costs(**bad)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4))
-def test_refined_costs_are_the_same_model(forward, pieces):
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 3))
+def test_refined_costs_are_the_same_model(forward, pieces, num_slices):
     costs = Costs(forward=forward, transfer=0.5)
-    fine = costs.refined(pieces)
+    fine = costs.refined(pieces, num_slices)
     assert fine.num_stages == len(forward) * pieces
-    assert sum(fine.forward) == pytest.approx(sum(forward))
-    assert sum(fine.backward) == pytest.approx(sum(costs.backward))
-    assert fine.transfer == 0.5
-
-
-def test_costs_fit_devices_or_stages():
-    per_device = Costs(forward=[2, 4])
-    assert fit_costs(per_device, 2, 4).forward == (1, 1, 2, 2)
-    per_stage = Costs(forward=[1, 2, 3, 4])
-    assert fit_costs(per_stage, 2, 4) == per_stage
-    with pytest.raises(ScheduleError, match=r"costs have 3 values, .* 2 devices and 4 stages"):
-        fit_costs(Costs(forward=[1, 2, 3]), 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "costs"),
-    [
-        ("1", Costs(1)),
-        ("1,2", Costs(1, 2)),
-        ("1,2,0.5,1.5,0.1", Costs(1, 2, 0.5, 1.5, 0.1)),
-        ("forward=1,backward=2", Costs(1, 2)),
-        ("f=1:2,b=2,t=.1", Costs([1, 2], 2, transfer=0.1)),
-        ("i=2, w=1", Costs(input_grad=2, weight_grad=1)),
-    ],
-)
-def test_cost_text(text, costs):
-    assert costs_from_text(text) == costs
+    for name in ("forward", "backward", "recompute"):
+        total = sum(getattr(costs, name)) / num_slices
+        assert sum(getattr(fine, name)) == pytest.approx(total)
+    assert fine.transfer == 0.5 / num_slices
 
 
 @pytest.mark.parametrize(
@@ -128,3 +98,8 @@ def test_costs_parse_back_in_any_order_and_abbreviated(fields, order):
     assert costs_from_text(",".join(f"{name}={written[name]}" for name in order)) == costs
     assert costs_from_text(", ".join(f"{name[0]}={written[name]}" for name in order)) == costs
     assert costs_from_text(",".join(written[name] for name in FIELDS)) == costs
+
+
+def test_any_cost_may_be_left_out_of_the_text():
+    assert costs_from_text("1,2") == Costs(1, 2)
+    assert costs_from_text("f=1:2,t=.1") == Costs([1, 2], transfer=0.1)

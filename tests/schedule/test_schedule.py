@@ -1,40 +1,21 @@
 """The table as a value, and its text."""
 
-import dataclasses
-
 import pytest
+from hypothesis import given
 
 from pipemesh.errors import ScheduleError
-from pipemesh.schedule import (
-    Action,
-    Schedule,
-    forward_only,
-    gpipe,
-    validate,
-    zb_v,
-)
-from pipemesh.schedule.schedule import loop, vee
+from pipemesh.schedule import Action, Schedule, gpipe, recompute, seq_one_f_one_b, validate
+from tests.schedule.random_schedules import schedules
 
 
-def test_a_schedule_is_a_value():
-    one, two = zb_v(2, 4), zb_v(2, 4)
-    assert one == two
-    assert hash(one) == hash(two)
-    assert len({one, two, gpipe(2, 4)}) == 2
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        one.num_microbatches = 3
+@given(schedules)
+def test_text_gives_it_back(schedule):
+    assert Schedule.from_text(str(schedule)) == schedule
 
 
 def test_lists_become_tuples_so_that_the_value_hashes():
-    rows = [[Action(0, "F", 0), Action(0, "B", 0)]]
-    schedule = Schedule(rows, [0], 1)
-    assert hash(schedule) == hash(gpipe(1, 1))
-    assert schedule == gpipe(1, 1)
-
-
-def test_a_stage_on_a_device_that_does_not_exist_is_an_error():
-    with pytest.raises(ScheduleError, match="stage 1 is on device 5, but there are 2 rows"):
-        dataclasses.replace(gpipe(2, 2), stage_devices=(0, 5))
+    schedule = Schedule([[Action(0, "F", 0), Action(0, "B", 0)]], [0], 1)
+    assert hash(schedule) == hash(gpipe(1, 1)) and schedule == gpipe(1, 1)
 
 
 def test_text_may_look_like_a_figure():
@@ -46,11 +27,8 @@ def test_text_may_look_like_a_figure():
     """
     assert validate(Schedule.from_text(text)) == gpipe(2, 1)
     assert Schedule.from_text("0F0 0B0") == gpipe(1, 1)
-
-
-def test_a_device_may_have_nothing_to_do():
-    schedule = Schedule.from_text("0: 0F0 0B0\n1:\n2: 1F0 1B0")
-    assert validate(schedule).to_text() == "0: 0F0 0B0\n1:\n2: 1F0 1B0"
+    idle = "0: 0F0 0B0\n1:\n2: 1F0 1B0"
+    assert validate(Schedule.from_text(idle)).to_text() == idle
 
 
 @pytest.mark.parametrize(
@@ -71,11 +49,11 @@ def test_malformed_text_names_line_and_column(text, message):
         Schedule.from_text(text)
 
 
-def test_forward_only_is_recognized():
-    assert forward_only(2, 3).is_forward_only
-    assert not gpipe(2, 3).is_forward_only
-
-
-def test_small_ones_by_hand():
-    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
-    assert vee(3) == (0, 1, 2, 2, 1, 0)
+def test_by_pieces_slices_are_microbatches():
+    schedule = seq_one_f_one_b(2, 2, 3)
+    pieces = schedule.by_pieces()
+    assert (pieces.num_microbatches, pieces.num_slices) == (6, 1)
+    assert str(pieces).splitlines()[1] == "1: 1F0 1F1 1F2 1B2 1F3 1B1 1F4 1B0 1F5 1B5 1B4 1B3"
+    assert pieces.recomputed() == frozenset()
+    assert recompute(schedule).by_pieces().recomputed() == recompute(schedule).recomputed()
+    assert gpipe(2, 3).by_pieces() == gpipe(2, 3)

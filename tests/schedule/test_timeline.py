@@ -8,38 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipemesh.partition import LayerCost, partition
+from pipemesh.report import to_html, to_svg, to_terminal, to_trace
 from pipemesh.schedule import (
     Costs,
     Schedule,
-    forward_only,
     gpipe,
     one_f_one_b,
+    recompute,
     seq_one_f_one_b,
     simulate,
-    zb_v,
+    validate,
 )
-from pipemesh.schedule.builders import BUILDERS, build
+from tests.schedule.random_schedules import costs_for, schedules
 
 
-def test_the_two_bubbles_of_zb_v_differ():
-    timeline = simulate(zb_v(4, 8))
-    assert timeline.own_span_bubble == (0, 0, 0, 0)
-    assert timeline.bubble == (3, 3, 3, 3)
-    assert timeline.total_bubble == 12
-    assert timeline.bubble_ratio == pytest.approx(12 / (4 * 51))
-
-
-def test_curve_of_activations():
-    timeline = simulate(one_f_one_b(2, 3), Costs(1, 2))
-    assert timeline.activations(1) == (
-        (1.0, 1), (4.0, 1), (7.0, 1), (10.0, 0)
-    )  # fmt: skip
-    assert simulate(forward_only(1, 2)).activations(0) == ((0.0, 1), (1.0, 1), (2.0, 0))
-
-
-@given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
-def test_the_critical_path_explains_the_makespan(name, num_devices, factor, transfer):
-    schedule = build(name, num_devices, 2 * factor * num_devices)
+@given(schedules, st.integers(0, 3))
+def test_the_critical_path_explains_the_makespan(schedule, transfer):
     timeline = simulate(schedule, Costs(2, 5, 2, 3, transfer))
     path = timeline.critical_path
     assert path[0].start == 0
@@ -47,6 +31,17 @@ def test_the_critical_path_explains_the_makespan(name, num_devices, factor, tran
     for one, two in itertools.pairwise(path):
         gap = two.start - one.end
         assert gap == (0 if one.device == two.device else transfer)
+
+
+@given(st.data(), schedules)
+def test_peaks_are_those_of_a_count_over_time(data, schedule):
+    # Where an action takes no time, what it holds is a peak of no duration.
+    timeline = simulate(schedule, data.draw(costs_for(schedule)))
+    for device in range(schedule.num_devices):
+        curve = timeline.activations(device)
+        assert curve[-1][1] == 0 and curve == tuple(sorted(curve, key=lambda point: point[0]))
+        assert max(held for _, held in curve) == timeline.peak_activations[device]
+    assert sum(timeline.in_flight) >= max(timeline.peak_activations)
 
 
 def test_a_device_without_actions_is_idle_all_the_time():
@@ -58,9 +53,7 @@ def test_a_device_without_actions_is_idle_all_the_time():
 
 def test_free_actions_have_no_bubble():
     timeline = simulate(gpipe(2, 2), Costs(0, 0))
-    assert timeline.makespan == 0
-    assert timeline.bubble_ratio == 0
-    assert timeline.critical_path[0].start == 0
+    assert timeline.makespan == timeline.bubble_ratio == timeline.critical_path[0].start == 0
 
 
 def test_in_flight_counts_by_stage():
@@ -75,7 +68,25 @@ def test_slices_turn_one_by_one():
     schedule = seq_one_f_one_b(2, 6, 4)
     assert schedule.turns_at_once() == {(1, 4 * m + 3) for m in range(6)}
     assert schedule.turns_at_once() == schedule.by_pieces().turns_at_once()
-    facts = simulate(schedule).for_partition()
-    assert facts["at_once"] == (0, Fraction(6, 4))
-    plan = partition([LayerCost(1.0)] * 4, 2, remat="except_last", **facts)
+    assert simulate(schedule).for_partition()["at_once"] == (0, Fraction(6, 4))
+    plan = partition([LayerCost(1.0)] * 4, 2, remat="except_last", schedule=schedule)
     assert plan.stage_costs == (8.0, 2 * (3 + 0.75))
+
+
+def test_memory_with_recomputation_by_hand():
+    schedule = validate(Schedule.from_text("0F0 0F1 0R1 0B1 0R0 0B0"))
+    timeline = simulate(schedule, Costs(forward=1, backward=2, recompute=0.5))
+    assert timeline.ends == ((1, 2, 2.5, 4.5, 5, 7),)
+    assert timeline.activations(0) == ((0, 1), (1, 1), (2, 1), (4.5, 1), (7, 0))
+    assert timeline.peak_activations == (1,) == timeline.in_flight
+    assert timeline.peak_inputs == (2,)
+
+
+@pytest.mark.parametrize("schedule", [seq_one_f_one_b(2, 2, 2), recompute(gpipe(2, 3))])
+def test_pictures_show_slices_and_recomputations(schedule):
+    timeline = simulate(schedule)
+    sliced = schedule.num_slices > 1
+    assert ("0F0.1" if sliced else "0R1") in to_terminal(timeline)
+    for picture in (to_svg(timeline), to_html(timeline)):
+        assert ("microbatch 0, slice 1;" if sliced else "recomputation of stage 0") in picture
+    assert ('"slice": 1' if sliced else "recomputation") in to_trace(timeline)
