@@ -42,10 +42,10 @@ def run_eagerly(build, values, loss=loss_of):
     return results, _dense(tape.gradient(total, variables))
 
 
-def run_tf2(build, values, loss=loss_of):
+def run_tf2(build, values, loss=loss_of, jit_compile=False):
     variables = {name: tf.Variable(value) for name, value in values.items()}
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False, jit_compile=jit_compile)
     def run():
         with tf.GradientTape() as tape:
             results = build(variables)
@@ -64,19 +64,16 @@ def run_tf1(build, values, loss=loss_of):
             for name, value in values.items()
         }
         results = build(variables)
-        found = tf.gradients(loss(results), list(variables.values()))
-        grads = dict(zip(variables, found, strict=True))
-        fetches = [
-            tf.nest.flatten(results),
-            {name: g for name, g in _dense(grads).items() if g is not None},
-        ]
+        grads = tf.gradients(loss(results), list(variables.values()))
+        both = results, _dense(dict(zip(variables, grads, strict=True)))
+        fetches = [x for x in tf.nest.flatten(both) if x is not None]
         config = tf.compat.v1.ConfigProto(device_count={"CPU": NUM_DEVICES})
         with tf.compat.v1.Session(config=config) as session:
             session.run(tf.compat.v1.global_variables_initializer())
-            flat, values = session.run(fetches)
-            again, _ = session.run(fetches)
-        tf.nest.map_structure(np.testing.assert_array_equal, flat, again)
-        return tf.nest.pack_sequence_as(results, flat), {k: values.get(k) for k in grads}
+            first, second = session.run(fetches), session.run(fetches)
+        tf.nest.map_structure(np.testing.assert_array_equal, first, second)
+        found = iter(second)
+        return tf.nest.map_structure(lambda x: None if x is None else next(found), both)
 
 
 def assert_equal(got, want, may_be_zero=False, **tolerance):
