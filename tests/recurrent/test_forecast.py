@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.peak import TensorMemory
-from pipemesh.backend.static_shape import num_bytes
 from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import (
     Home,
@@ -18,8 +17,7 @@ from pipemesh.recurrent import (
     predict_memory,
     predict_transfers,
 )
-from pipemesh.recurrent.forecast import DeviceMemory, Sizes
-from pipemesh.recurrent.table.run import Run
+from pipemesh.recurrent.forecast import DeviceMemory
 from pipemesh.schedule import (
     Schedule,
     ScheduleSpec,
@@ -30,25 +28,7 @@ from pipemesh.schedule import (
     recompute,
     zb_h1,
 )
-from pipemesh.schedule.action import GRADS, KEPT
 from tests.recurrent.sends import sends, trained
-from tests.recurrent.table.small import MICROBATCHES, X, small_stages
-
-
-def run_of(schedule, stages=None, **options):
-    return Run(stages or small_stages(), [tf.constant(X)], schedule, None, Options(**options))
-
-
-def test_bytes_are_those_of_shapes_and_dtypes():
-    assert num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)]) == 32
-    with tf.Graph().as_default():
-        sizes = Sizes(run_of(gpipe(2, MICROBATCHES)))
-        assert (sizes.weights(1, [0]), sizes.sums(1, 0)) == (36, 36)
-        assert sizes.values(KEPT, 1, 0) == 24
-        assert sizes.values(GRADS, 1, 0) == 24
-        half = Sizes(run_of(gpipe(2, MICROBATCHES), compute_dtype="bfloat16"))
-        assert (half.weights(1, [0]), half.sums(1, 0)) == (18, 36)
-
 
 ROWS, WIDTH, HIDDEN, FLOAT = 2, 4, 32, 4
 WEIGHTS = 2 * WIDTH * HIDDEN * FLOAT

@@ -213,15 +213,11 @@ def test_predicted_memory_and_transfers_know_slices():
     assert found["gradients", "CPU:7", "CPU:3"] == (4, 4 * part)
 
 
-@pytest.mark.parametrize(
-    ("places", "text"),
-    [
-        ([0, 1, 2], r"3 weights and the places \[0, 1, 2\].* from 0 to 1"),
-        ([0], r"3 weights and the places \[0\]"),
-    ],
-)
-def test_a_weight_lies_on_a_device_of_the_home(places, text):
-    with pytest.raises(PipelineError, match=text):
+@pytest.mark.parametrize("places", [[0, 1, 2], [0]])
+def test_a_weight_lies_on_a_device_of_the_home(places):
+    with pytest.raises(
+        PipelineError, match=rf"3 weights and the places \[{places[0]}.* from 0 to 1"
+    ):
         Stage("s", None, [tf.zeros([])] * 3, [], Home(("CPU:0", "CPU:1"), 1), places=places)
 
 

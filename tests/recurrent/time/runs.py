@@ -2,6 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
+from lingvo.core import py_utils
 
 NUM_DEVICES = 3
 
@@ -17,6 +18,14 @@ class Meter:
 
     def SetAccumulatorValues(self, values):
         self.values = dict(values)
+
+
+def lstm(theta, state, inputs):
+    """A cell on lingvo's containers."""
+    z = tf.matmul(tf.concat([inputs.x, state.m], axis=1), theta.gates)
+    i, f, o, g = tf.split(z, 4, axis=1)
+    c = tf.sigmoid(f) * state.c + tf.sigmoid(i) * tf.tanh(g)
+    return py_utils.NestedMap(c=c, m=tf.sigmoid(o) * tf.tanh(c)), py_utils.NestedMap()
 
 
 def loss_of(results):

@@ -13,7 +13,15 @@ from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.recurrent import Recurrent, Stage, pipeline
 from pipemesh.schedule import gpipe
-from tests.recurrent.time.runs import Meter, assert_equal, loss_of, run_eagerly, run_tf1, run_tf2
+from tests.recurrent.time.runs import (
+    Meter,
+    assert_equal,
+    loss_of,
+    lstm,
+    run_eagerly,
+    run_tf1,
+    run_tf2,
+)
 
 LENGTH, BATCH, WIDTH = 5, 3, 4
 RNG = np.random.default_rng(0)
@@ -494,13 +502,10 @@ def test_lengths_that_turn_out_to_differ_are_errors():
 
 
 def lingvo_cell(theta, state0, inputs):
-    z = tf.matmul(tf.concat([inputs.x, state0.m], axis=1), theta.gates) + theta.bias
-    i, f, o, g = tf.split(z, 4, axis=1)
-    c = tf.sigmoid(f) * state0.c + tf.sigmoid(i) * tf.tanh(g)
-    state1 = {"c": c, "m": tf.sigmoid(o) * tf.tanh(c)}
-    keep = 1.0 - inputs.padding
+    state1, _ = lstm(theta, state0, inputs)
+    keep, z = 1.0 - inputs.padding, state1.c
     state1 = {k: keep * v + inputs.padding * state0[k] for k, v in state1.items()}
-    return py_utils.NestedMap(t=state0.t + 1, **state1), py_utils.NestedMap(z=c)
+    return py_utils.NestedMap(t=state0.t + 1, **state1), py_utils.NestedMap(z=z)
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -510,7 +515,7 @@ def test_results_and_gradients_are_those_of_lingvos_recurrent(stops):
 
     def build(recurrent, v):
         results = recurrent(
-            py_utils.NestedMap(gates=v["gates"], bias=v["bias"]),
+            py_utils.NestedMap(gates=v["gates"]),
             py_utils.NestedMap(c=v["c"], m=v["m"], t=tf.constant(0)),
             py_utils.NestedMap(x=v["x"], padding=tf.constant(padding)),
             lingvo_cell,
@@ -523,7 +528,6 @@ def test_results_and_gradients_are_those_of_lingvos_recurrent(stops):
         **VALUES,
         "c": random(BATCH, WIDTH),
         "gates": random(2 * WIDTH, 4 * WIDTH),
-        "bias": random(4 * WIDTH),
     }
     del values["w"]
     want = run_tf1(functools.partial(build, lingvo_recurrent.Recurrent), values)
