@@ -55,29 +55,36 @@ def predict(schedule, compute_dtype=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("remat", "bytes_each"),
+    ("schedule", "remat", "kept"),
     [
-        ("full", INPUT),
-        ("none", INPUT + INSIDE),
-        (Selective(lambda name: name == "wide"), INPUT),
-        (Selective(lambda name: name == "narrow"), INPUT + INSIDE),
+        (gpipe(4, 8), "full", [8 * INPUT] * 4),
+        (one_f_one_b(4, 8), "none", [count * (INPUT + INSIDE) for count in (4, 3, 2, 1)]),
+        (
+            interleaved_one_f_one_b(2, 4, 2),
+            Selective(lambda name: name == "wide"),
+            [5 * INPUT, 3 * INPUT],
+        ),
+        (
+            one_f_one_b(2, 8),
+            Selective(lambda name: name == "narrow"),
+            [2 * (INPUT + INSIDE), INPUT + INSIDE],
+        ),
+        # The last stage keeps all of the microbatch that turns.
+        (one_f_one_b(2, 8), "except_last", [2 * INPUT, INPUT + INSIDE]),
+        # What an `R` computes is held until its backward pass.
+        (
+            recompute(one_f_one_b(3, 8), stages=[0]),
+            "none",
+            [3 * INPUT + INSIDE, 2 * (INPUT + INSIDE), INPUT + INSIDE],
+        ),
+        (forward_only(2, 4), "none", [0, 0]),
     ],
 )
-def test_a_device_holds_kept_tensors_of_microbatches_in_flight(remat, bytes_each):
-    for schedule, in_flight in [
-        (gpipe(4, 8), [8, 8, 8, 8]),
-        (one_f_one_b(4, 8), [4, 3, 2, 1]),
-        (interleaved_one_f_one_b(2, 4, 2), [5, 3]),
-    ]:
-        assert [device.kept for device in predict(schedule, remat=remat)] == [
-            count * bytes_each for count in in_flight
-        ]
-
-
-def test_except_last_keeps_all_of_the_turning_microbatch():
-    first, last = predict(one_f_one_b(2, 8), remat="except_last")
-    assert first.kept == 2 * INPUT
-    assert last.kept == INPUT + INSIDE
+def test_a_device_holds_kept_tensors_of_microbatches_in_flight(schedule, remat, kept):
+    found = predict(schedule, remat=remat)
+    assert [device.kept for device in found] == kept
+    if schedule.is_forward_only:
+        assert found == [DeviceMemory(WEIGHTS, 0, 0)] * 2
 
 
 def test_a_recomputing_second_half_is_left_only_gradients():
@@ -87,17 +94,6 @@ def test_a_recomputing_second_half_is_left_only_gradients():
     assert [o.kept - t.kept for o, t in zip(once, twice, strict=True)] == [
         count * INSIDE for count in (1, 2, 3, 4)
     ]
-
-
-def test_what_an_R_computes_is_held_until_its_backward_pass():
-    schedule = recompute(one_f_one_b(4, 8), stages=[0])
-    first, second, *_ = predict(schedule, remat="none")
-    assert first.kept == 4 * INPUT + INSIDE
-    assert second.kept == 3 * (INPUT + INSIDE)
-
-
-def test_inference_keeps_nothing():
-    assert predict(forward_only(2, 4), remat="none") == [DeviceMemory(WEIGHTS, 0, 0)] * 2
 
 
 def test_half_precision_halves_memory_except_gradients():
