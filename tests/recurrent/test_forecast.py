@@ -44,14 +44,12 @@ def block(theta, carry, inputs, microbatch, step):
         return [tf.matmul(h, theta[1])], []
 
 
-def predict(schedule, compute_dtype=None, **options):
+def predict(schedule, forward=block, more_dims=(), **options):
     with tf.Graph().as_default():
         theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
-        stages = [Stage(f"s{i}", block, theta, [], "CPU:0") for i in range(schedule.num_stages)]
-        x = tf.ones([ROWS * schedule.num_microbatches, WIDTH])
-        return predict_memory(
-            stages, [x], schedule, options=Options(compute_dtype=compute_dtype, **options)
-        )
+        stages = [Stage(f"s{i}", forward, theta, [], "CPU:0") for i in range(schedule.num_stages)]
+        x = tf.ones([ROWS * schedule.num_microbatches, *more_dims, WIDTH])
+        return predict_memory(stages, [x], schedule, options=Options(**options))
 
 
 @pytest.mark.parametrize(
@@ -150,11 +148,7 @@ def test_a_tensor_that_is_needed_in_several_shapes_counts_once():
         flat = tf.reshape(h, [2 * ROWS, HIDDEN // 2])
         return [tf.reshape(tf.matmul(flat, tf.reshape(theta[1], [HIDDEN // 2, 8])), [ROWS, 16])], []
 
-    with tf.Graph().as_default():
-        theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
-        stage = Stage("s", reshaped, theta, [], "CPU:0")
-        x = tf.ones([ROWS, WIDTH])
-        (device,) = predict_memory([stage], [x], gpipe(1, 1), options=Options(remat="none"))
+    (device,) = predict(gpipe(1, 1), reshaped, remat="none")
     assert device.kept == INPUT + INSIDE
 
 
@@ -165,14 +159,9 @@ def test_between_halves_a_tensor_in_several_shapes_counts_once():
         h = tf.nn.relu(tf.einsum("rlw,wh->rlh", inputs[0], theta[0]))
         return [tf.einsum("rlh,hw->rlw", h, theta[1])], []
 
-    with tf.Graph().as_default():
-        theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
-        stages = [Stage(f"s{i}", flat, theta, [], "CPU:0") for i in range(2)]
-        x = tf.ones([2 * ROWS, 3, WIDTH])
-        options = Options(remat="none")
-        devices = predict_memory(stages, [x], zb_h1(2, 2), options=options)
+    _, last = predict(zb_h1(2, 2), flat, more_dims=[3], remat="none")
     # The input, what the rectifier gives, and the gradients of what both products give.
-    assert devices[1].stages[0].pending == 3 * 2 * (INPUT + INSIDE)
+    assert last.stages[0].pending == 3 * 2 * (INPUT + INSIDE)
 
 
 HOMES = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]

@@ -85,17 +85,23 @@ def summed(theta, carry, inputs, microbatch, step):
     return [tf.reduce_sum(inputs[0] * theta[0])], []
 
 
+def gradient_of(weight, x, num_microbatches, forwards=(summed,), **options):
+    """The gradient of a weight that all stages have."""
+    with tf.GradientTape() as tape:
+        theta = [tf.convert_to_tensor(weight)]
+        stages = [Stage(f"s{i}", f, theta, [], f"CPU:{i}") for i, f in enumerate(forwards)]
+        schedule = one_f_one_b(len(stages), num_microbatches)
+        loss, _, _ = pipeline_loss(stages, [x], schedule, options=Options(**options))
+    return tape.gradient(loss, weight)
+
+
 def test_gradients_are_summed_in_float32():
     """In bfloat16, 256 + 1 is 256: a sum of ones would stop there."""
     weight = tf.Variable(1.0)
 
     @tf.function
     def run(x):
-        with tf.GradientTape() as tape:
-            stages = [Stage("s", summed, [tf.convert_to_tensor(weight)], [], "CPU:0")]
-            options = Options(compute_dtype="bfloat16", loop=True)
-            loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 300), options=options)
-        return tape.gradient(loss, weight)
+        return gradient_of(weight, x, 300, compute_dtype="bfloat16", loop=True)
 
     gradient = run(tf.ones([300]))
     assert gradient.dtype == tf.float32
@@ -139,11 +145,7 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale():
 
     @tf.function
     def step(x):
-        with tf.GradientTape() as tape:
-            stages = [Stage("s", summed, [tf.convert_to_tensor(weight)], [], "CPU:0")]
-            options = Options(compute_dtype="float16", loss_scale=scale_of_loss)
-            loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 2), options=options)
-        gradient = tape.gradient(loss, weight)
+        gradient = gradient_of(weight, x, 2, compute_dtype="float16", loss_scale=scale_of_loss)
         return gradient, scale_of_loss.when_finite(lambda: weight.assign_sub(gradient))
 
     seen = []
@@ -169,15 +171,8 @@ def test_checks_inside_of_a_stage_let_scaled_gradients_overflow():
 
     @tf.function
     def gradient(x):
-        with tf.GradientTape() as tape:
-            theta = [tf.convert_to_tensor(weight)]
-            stages = [
-                Stage("a", checked, theta, [], "CPU:0"),
-                Stage("b", summed, theta, [], "CPU:0"),
-            ]
-            options = Options(compute_dtype="float16", loss_scale=scale_of_loss)
-            loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(2, 2), options=options)
-        return tape.gradient(loss, weight)
+        options = {"compute_dtype": "float16", "loss_scale": scale_of_loss}
+        return gradient_of(weight, x, 2, (checked, summed), **options)
 
     assert float(gradient(tf.fill([4], 8.0))) == 0.0 and float(scale_of_loss.value) == 2.0**14
     with pytest.raises(tf.errors.InvalidArgumentError, match="product"):
@@ -202,11 +197,9 @@ def test_a_tf1_graph_updates_the_scale_with_every_gradient():
             for n, v in names.items()
         ]
         weight = tf.compat.v1.get_variable("w", initializer=3.0, use_resource=True)
-        stages = [Stage("s", summed, [tf.convert_to_tensor(weight)], [], "CPU:0")]
-        options = Options(compute_dtype="float16", loss_scale=LossScale(*variables))
         x = tf.compat.v1.placeholder(tf.float32, [4])
-        loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 2), options=options)
-        (gradient,) = tf.compat.v1.gradients(loss, [weight])
+        scale_of_loss = LossScale(*variables)
+        gradient = gradient_of(weight, x, 2, compute_dtype="float16", loss_scale=scale_of_loss)
         with tf.compat.v1.Session() as session:
             session.run(tf.compat.v1.global_variables_initializer())
             assert session.run(gradient, {x: [1.0] * 4}) == 0.0

@@ -77,15 +77,15 @@ def build_all(recurrent, v, listed=False, padding=None, stops=False):
         z = tf.matmul(state[1]["m"], theta["list"][0] + scale) + shift * inputs["x"] + bias
         z += tf.gather(theta["table"], inputs["ids"])
         # The value found matters, and its gradient is cut.
-        m = tf.tanh(z) + 0.1 * tf.stop_gradient(total)
+        m = tf.tanh(z + 0.1 * tf.stop_gradient(total))
         flag, count = tf.logical_not(state[1]["flag"]), state[1]["count"] + inputs["ids"]
         return (None, {"m": m, "flag": flag, "count": count}), {"z": z, "none": None}
 
     def stop(t, theta, state):
         # For each example; all have to agree.
-        return tf.stack([t >= 1, t >= tf.cast(theta["list"][1], tf.int64)]) & state[1]["flag"]
+        return tf.stack([t >= 0, t >= tf.cast(theta["list"][1], tf.int64)]) & state[1]["flag"]
 
-    theta = {"none": None, "list": [v["w"], tf.constant(2)], "table": v["table"], "u": v["unused"]}
+    theta = {"none": None, "list": [v["w"], tf.constant(1)], "table": v["table"], "u": v["unused"]}
     state0 = (None, {"m": v["m"], "flag": tf.constant(True), "count": tf.zeros([BATCH], tf.int64)})
     inputs = {"x": v["x"], "none": None, "ids": tf.constant(IDS)}
     if padding is not None:
@@ -248,7 +248,7 @@ def try_cell(cell, **options):
         (cell_with(lambda m: m + LARGE[:WIDTH]), {}, not_given(1000)),
         (
             cell_with(lambda m: m + SMALL),
-            {"allowed_tensor_captures": [tf.ones([2])]},
+            {"allow_implicit_capture": True, "allowed_tensor_captures": [tf.ones([2])]},
             not_given(WIDTH),
         ),
         (
