@@ -16,7 +16,6 @@ from pipemesh.recurrent.table.machine import channels_read, channels_written
 from pipemesh.recurrent.table.run import Run
 from pipemesh.schedule import Action, Schedule
 from pipemesh.schedule.action import GRADS, KEPT, OUTPUTS, PENDING, REMADE
-from pipemesh.text import columns
 
 
 class Sizes:
@@ -321,13 +320,12 @@ def predict_transfers(
         ...     home = ("CPU:0", "CPU:1")
         ...     stage = Stage("scale", scale, [tf.ones([10])], [], home)
         ...     found = predict_transfers([stage], [tf.ones([8, 10])], one_f_one_b(1, 4))
-        >>> from pipemesh.recurrent.forecast import table
-        >>> print(table(found))
-        what              from   to     times  bytes
-        inputs            CPU:0  CPU:1      4    160
-        outputs           CPU:1  CPU:0      4    160
-        weight gradients  CPU:1  CPU:0      1     40
-        weights           CPU:0  CPU:1      1     40
+        >>> for t in found:
+        ...     print(t.what, "from", t.source, "to", t.target, t.times, "times", t.bytes, "bytes")
+        inputs from CPU:0 to CPU:1 4 times 160 bytes
+        outputs from CPU:1 to CPU:0 4 times 160 bytes
+        weight gradients from CPU:1 to CPU:0 1 times 40 bytes
+        weights from CPU:0 to CPU:1 1 times 40 bytes
     """
     return transfers_of(Run(stages, inputs, schedule, step, options or Options()))
 
@@ -347,13 +345,6 @@ def transfers_of(run: Run, inside: bool = True) -> list[Transfer]:
             times[what, source, target] += 1
             sums[what, source, target] += size
     return [Transfer(*key, times[key], sums[key]) for key in sorted(sums)]
-
-
-def table(transfers: Sequence[Transfer]) -> str:
-    """Returns transfers as a table, one per line."""
-    rows = [("what", "from", "to", "times", "bytes")]
-    rows += [(t.what, t.source, t.target, str(t.times), f"{t.bytes:,}") for t in transfers]
-    return "\n".join(columns(rows, left=(0, 1, 2)))
 
 
 def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:

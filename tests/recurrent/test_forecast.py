@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.peak import TensorMemory
-from pipemesh.backend.static_shape import num_bytes
 from pipemesh.randomness import layer_scope
 from pipemesh.recurrent import (
     Home,
@@ -18,8 +17,7 @@ from pipemesh.recurrent import (
     predict_memory,
     predict_transfers,
 )
-from pipemesh.recurrent.forecast import DeviceMemory, Sizes
-from pipemesh.recurrent.table.run import Run
+from pipemesh.recurrent.forecast import DeviceMemory
 from pipemesh.schedule import (
     Schedule,
     ScheduleSpec,
@@ -30,25 +28,7 @@ from pipemesh.schedule import (
     recompute,
     zb_h1,
 )
-from pipemesh.schedule.action import GRADS, KEPT
 from tests.recurrent.sends import sends, trained
-from tests.recurrent.table.small import MICROBATCHES, X, small_stages
-
-
-def run_of(schedule, stages=None, **options):
-    return Run(stages or small_stages(), [tf.constant(X)], schedule, None, Options(**options))
-
-
-def test_bytes_are_those_of_shapes_and_dtypes():
-    assert num_bytes([tf.TensorSpec([2, 3]), tf.TensorSpec([], tf.int64)]) == 32
-    with tf.Graph().as_default():
-        sizes = Sizes(run_of(gpipe(2, MICROBATCHES)))
-        assert (sizes.weights(1, [0]), sizes.sums(1, 0)) == (36, 36)
-        assert sizes.values(KEPT, 1, 0) == 24
-        assert sizes.values(GRADS, 1, 0) == 24
-        half = Sizes(run_of(gpipe(2, MICROBATCHES), compute_dtype="bfloat16"))
-        assert (half.weights(1, [0]), half.sums(1, 0)) == (18, 36)
-
 
 ROWS, WIDTH, HIDDEN, FLOAT = 2, 4, 32, 4
 WEIGHTS = 2 * WIDTH * HIDDEN * FLOAT
@@ -64,40 +44,45 @@ def block(theta, carry, inputs, microbatch, step):
         return [tf.matmul(h, theta[1])], []
 
 
-def predict(schedule, compute_dtype=None, **options):
+def predict(schedule, forward=block, more_dims=(), **options):
     with tf.Graph().as_default():
         theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
-        stages = [Stage(f"s{i}", block, theta, [], "CPU:0") for i in range(schedule.num_stages)]
-        x = tf.ones([ROWS * schedule.num_microbatches, WIDTH])
-        return predict_memory(
-            stages, [x], schedule, options=Options(compute_dtype=compute_dtype, **options)
-        )
+        stages = [Stage(f"s{i}", forward, theta, [], "CPU:0") for i in range(schedule.num_stages)]
+        x = tf.ones([ROWS * schedule.num_microbatches, *more_dims, WIDTH])
+        return predict_memory(stages, [x], schedule, options=Options(**options))
 
 
 @pytest.mark.parametrize(
-    ("remat", "bytes_each"),
+    ("schedule", "remat", "kept"),
     [
-        ("full", INPUT),
-        ("none", INPUT + INSIDE),
-        (Selective(lambda name: name == "wide"), INPUT),
-        (Selective(lambda name: name == "narrow"), INPUT + INSIDE),
+        (gpipe(4, 8), "full", [8 * INPUT] * 4),
+        (one_f_one_b(4, 8), "none", [count * (INPUT + INSIDE) for count in (4, 3, 2, 1)]),
+        (
+            interleaved_one_f_one_b(2, 4, 2),
+            Selective(lambda name: name == "wide"),
+            [5 * INPUT, 3 * INPUT],
+        ),
+        (
+            one_f_one_b(2, 8),
+            Selective(lambda name: name == "narrow"),
+            [2 * (INPUT + INSIDE), INPUT + INSIDE],
+        ),
+        # The last stage keeps all of the microbatch that turns.
+        (one_f_one_b(2, 8), "except_last", [2 * INPUT, INPUT + INSIDE]),
+        # What an `R` computes is held until its backward pass.
+        (
+            recompute(one_f_one_b(3, 8), stages=[0]),
+            "none",
+            [3 * INPUT + INSIDE, 2 * (INPUT + INSIDE), INPUT + INSIDE],
+        ),
+        (forward_only(2, 4), "none", [0, 0]),
     ],
 )
-def test_a_device_holds_kept_tensors_of_microbatches_in_flight(remat, bytes_each):
-    for schedule, in_flight in [
-        (gpipe(4, 8), [8, 8, 8, 8]),
-        (one_f_one_b(4, 8), [4, 3, 2, 1]),
-        (interleaved_one_f_one_b(2, 4, 2), [5, 3]),
-    ]:
-        assert [device.kept for device in predict(schedule, remat=remat)] == [
-            count * bytes_each for count in in_flight
-        ]
-
-
-def test_except_last_keeps_all_of_the_turning_microbatch():
-    first, last = predict(one_f_one_b(2, 8), remat="except_last")
-    assert first.kept == 2 * INPUT
-    assert last.kept == INPUT + INSIDE
+def test_a_device_holds_kept_tensors_of_microbatches_in_flight(schedule, remat, kept):
+    found = predict(schedule, remat=remat)
+    assert [device.kept for device in found] == kept
+    if schedule.is_forward_only:
+        assert found == [DeviceMemory(WEIGHTS, 0, 0)] * 2
 
 
 def test_a_recomputing_second_half_is_left_only_gradients():
@@ -107,17 +92,6 @@ def test_a_recomputing_second_half_is_left_only_gradients():
     assert [o.kept - t.kept for o, t in zip(once, twice, strict=True)] == [
         count * INSIDE for count in (1, 2, 3, 4)
     ]
-
-
-def test_what_an_R_computes_is_held_until_its_backward_pass():
-    schedule = recompute(one_f_one_b(4, 8), stages=[0])
-    first, second, *_ = predict(schedule, remat="none")
-    assert first.kept == 4 * INPUT + INSIDE
-    assert second.kept == 3 * (INPUT + INSIDE)
-
-
-def test_inference_keeps_nothing():
-    assert predict(forward_only(2, 4), remat="none") == [DeviceMemory(WEIGHTS, 0, 0)] * 2
 
 
 def test_half_precision_halves_memory_except_gradients():
@@ -174,11 +148,7 @@ def test_a_tensor_that_is_needed_in_several_shapes_counts_once():
         flat = tf.reshape(h, [2 * ROWS, HIDDEN // 2])
         return [tf.reshape(tf.matmul(flat, tf.reshape(theta[1], [HIDDEN // 2, 8])), [ROWS, 16])], []
 
-    with tf.Graph().as_default():
-        theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
-        stage = Stage("s", reshaped, theta, [], "CPU:0")
-        x = tf.ones([ROWS, WIDTH])
-        (device,) = predict_memory([stage], [x], gpipe(1, 1), options=Options(remat="none"))
+    (device,) = predict(gpipe(1, 1), reshaped, remat="none")
     assert device.kept == INPUT + INSIDE
 
 
@@ -189,14 +159,9 @@ def test_between_halves_a_tensor_in_several_shapes_counts_once():
         h = tf.nn.relu(tf.einsum("rlw,wh->rlh", inputs[0], theta[0]))
         return [tf.einsum("rlh,hw->rlw", h, theta[1])], []
 
-    with tf.Graph().as_default():
-        theta = [tf.ones([WIDTH, HIDDEN]), tf.ones([HIDDEN, WIDTH])]
-        stages = [Stage(f"s{i}", flat, theta, [], "CPU:0") for i in range(2)]
-        x = tf.ones([2 * ROWS, 3, WIDTH])
-        options = Options(remat="none")
-        devices = predict_memory(stages, [x], zb_h1(2, 2), options=options)
+    _, last = predict(zb_h1(2, 2), flat, more_dims=[3], remat="none")
     # The input, what the rectifier gives, and the gradients of what both products give.
-    assert devices[1].stages[0].pending == 3 * 2 * (INPUT + INSIDE)
+    assert last.stages[0].pending == 3 * 2 * (INPUT + INSIDE)
 
 
 HOMES = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]

@@ -18,7 +18,7 @@ from pipemesh.recurrent import (
     predict_memory,
     predict_transfers,
 )
-from pipemesh.schedule import one_f_one_b, zb_h1, zb_v
+from pipemesh.schedule import one_f_one_b, zb_h1
 from tests.recurrent.sends import sends, trained
 
 BATCH, WIDTH, HIDDEN = 16, 6, 8
@@ -30,13 +30,6 @@ def weights(seed):
         rng.normal(size=shape).astype(np.float32) / 3
         for shape in ([WIDTH, HIDDEN], [HIDDEN, WIDTH], [WIDTH])
     ]
-
-
-def lowering_of_call():
-    """Of the two devices that a stage's function is called for."""
-    return PlacementLowering(
-        Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model"), current_devices()
-    )
 
 
 def layer(lowering, x, theta):
@@ -57,8 +50,8 @@ def stage_function(is_first, is_last):
     """Between stages, activations lie on both devices; what comes in and goes out on the first."""
 
     def forward(theta, carry, inputs, microbatch, step):
-        del microbatch, step
-        lowering = lowering_of_call()
+        mesh, rules = Mesh.from_text("model:2"), LayoutRules.from_text("hidden:model")
+        lowering = PlacementLowering(mesh, rules, current_devices())
         shape = Shape.of(batch=inputs[0].shape[0], io=WIDTH)
         if is_first:
             x = ops.import_tensor(lowering, inputs[0], shape)
@@ -86,44 +79,33 @@ def cut(own):
 
 PLACES = [0, 1, 0, 1, 0, 1]
 FLOAT = tf.float32.as_datatype_enum
-SCHEDULES = {"1f1b": one_f_one_b(2, 4), "zb_h1": zb_h1(2, 4), "zb_v": zb_v(2, 4)}
-
-
-def homes(schedule, replicas):
-    size = 2 * replicas
-    names = [[f"CPU:{row * size + i}" for i in range(size)] for row in range(schedule.num_devices)]
-    return [Home(tuple(names[row]), replicas) for row in schedule.stage_devices]
 
 
 def stages_of(schedule, variables, replicas=1):
-    last = schedule.num_stages - 1
-    return [
-        Stage(
-            f"s{i}",
-            stage_function(i == 0, i == last),
+    size, last = 2 * replicas, schedule.num_stages - 1
+
+    def stage(number, own):
+        devices = tuple(f"CPU:{number * size + i}" for i in range(size))
+        return Stage(
+            f"s{number}",
+            stage_function(number == 0, number == last),
             cut(own),
             [],
-            home,
+            Home(devices, replicas),
             places=PLACES,
             copies={5: 4},
         )
-        for i, (own, home) in enumerate(zip(variables, homes(schedule, replicas), strict=True))
-    ]
+
+    return [stage(*pair) for pair in enumerate(variables)]
 
 
 # Pipelines of layers with named dims, in `tests/layers/named`, meet more schedules.
 @pytest.mark.parametrize(
-    ("name", "replicas", "remat", "loop"),
-    [
-        ("1f1b", 2, "full", False),
-        ("zb_h1", 1, "none", True),
-        pytest.param("zb_v", 1, "none", False, marks=pytest.mark.exhaustive),
-    ],
+    ("schedule", "replicas", "remat", "loop"),
+    [(one_f_one_b(2, 4), 2, "full", False), (zb_h1(2, 4), 1, "none", True)],
 )
-def test_slices_of_weights_and_activations_equal_the_plain_model(name, replicas, remat, loop):
-    schedule = SCHEDULES[name]
-    count = schedule.num_stages
-    variables = [[tf.Variable(w) for w in weights(i)] for i in range(count)]
+def test_slices_of_weights_and_activations_equal_the_plain_model(schedule, replicas, remat, loop):
+    variables = [[tf.Variable(w) for w in weights(i)] for i in range(2)]
     x = tf.constant(np.random.default_rng(9).normal(size=[BATCH, WIDTH]), tf.float32)
 
     @tf.function
@@ -170,9 +152,11 @@ def test_slices_go_from_slice_to_slice_and_weights_once_a_step():
     }
 
 
-@pytest.mark.parametrize(("name", "remat"), [("1f1b", "none"), ("zb_h1", "full")])
-def test_no_needless_transfers_inside_a_replica(name, remat):
-    schedule, part = SCHEDULES[name], BATCH // 4 * WIDTH * 4
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [(one_f_one_b(2, 4), "none"), (zb_h1(2, 4), "full")]
+)
+def test_no_needless_transfers_inside_a_replica(schedule, remat):
+    part = BATCH // 4 * WIDTH * 4
     with tf.Graph().as_default():
         stages = stages_of(schedule, [weights(i) for i in range(2)])
         found = predict_transfers(
@@ -213,15 +197,11 @@ def test_predicted_memory_and_transfers_know_slices():
     assert found["gradients", "CPU:7", "CPU:3"] == (4, 4 * part)
 
 
-@pytest.mark.parametrize(
-    ("places", "text"),
-    [
-        ([0, 1, 2], r"3 weights and the places \[0, 1, 2\].* from 0 to 1"),
-        ([0], r"3 weights and the places \[0\]"),
-    ],
-)
-def test_a_weight_lies_on_a_device_of_the_home(places, text):
-    with pytest.raises(PipelineError, match=text):
+@pytest.mark.parametrize("places", [[0, 1, 2], [0]])
+def test_a_weight_lies_on_a_device_of_the_home(places):
+    with pytest.raises(
+        PipelineError, match=rf"3 weights and the places \[{places[0]}.* from 0 to 1"
+    ):
         Stage("s", None, [tf.zeros([])] * 3, [], Home(("CPU:0", "CPU:1"), 1), places=places)
 
 

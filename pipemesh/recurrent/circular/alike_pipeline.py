@@ -17,7 +17,7 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.recurrent.circular.tick_loop import (
     Leaves,
-    ScheduledTicks,
+    RingTicks,
     Sums,
     Tick,
     TickLoop,
@@ -167,7 +167,9 @@ class Circular:
         self._ticking = TracedStages(machine, self._devices)
         mesh = Mesh(((LAYERS_AXIS, len(self._devices)),))
         lowering = PlacementLowering(mesh, LayoutRules(), self._devices)
-        self._loop = TickLoop(lowering, ScheduledTicks(schedule))
+        rounds = schedule.num_stages // schedule.num_devices
+        ticks = RingTicks(schedule.num_devices, schedule.num_microbatches, rounds)
+        self._loop = TickLoop(lowering, ticks)
         self._outputs: Leaves = ()
         self._saved: Leaves = ()
         self._seeds: Grads = []

@@ -22,7 +22,7 @@ from pipemesh.mesh.mesh import LAYERS_AXIS, check_mesh
 from pipemesh.recurrent.circular.layer_position import LayerPosition
 from pipemesh.recurrent.circular.tick_loop import (
     Leaves,
-    ScheduledTicks,
+    RingTicks,
     Sums,
     Tick,
     TickLoop,
@@ -195,7 +195,8 @@ class SimdPipeline:
             known,
             sides,
         )
-        loop = TickLoop(lowering, ScheduledTicks(self.schedule))
+        sizes = self.mesh.num_stages, self.num_microbatches, self.num_virtual_stages
+        loop = TickLoop(lowering, RingTicks(*sizes))
         streams = [lowering.vary(self._cut(leaf), self._layers_axes) for leaf in leaves]
         weight_slices = [
             lowering.vary(weight.slices, about.summed_later)

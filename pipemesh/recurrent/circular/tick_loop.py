@@ -14,18 +14,16 @@ inputs of the first one. It has no gradient.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import tensorflow as tf
 
 from pipemesh.backend.devices import place_beside_inputs
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.schedule import Schedule
-from pipemesh.schedule.simulate import lockstep
 
 # For each tensor of the activations its slices.
 Leaves = tuple[Slices, ...]
@@ -44,43 +42,19 @@ class Tick(NamedTuple):
     busy: Any  # bool; if false, the numbers are arbitrary valid ones
 
 
-class ScheduledTicks:
-    """The forward passes of a schedule, looked up in its table; `turn` is always 0."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        rows = lockstep(schedule.only_forward())
-        self.num_ticks = len(rows[0])
-        # Turn, stage, round, microbatch and busy flag of each core at each tick.
-        self._table = np.zeros([len(rows), self.num_ticks, 5], np.int32)
-        for core, row in enumerate(rows):
-            for number, action in enumerate(row):
-                if action is not None:
-                    round_ = action.stage // schedule.num_devices
-                    self._table[core, number] = 0, action.stage, round_, action.microbatch, 1
-
-    def of_core(self, core: Any) -> tf.Tensor:
-        """Returns what `at` needs of a core (an int or an int32 scalar): its part of the table."""
-        if isinstance(core, int):
-            return tf.constant(self._table[core])
-        return tf.gather(tf.constant(self._table), core)
-
-    def at(self, number: Any, of_core: tf.Tensor) -> Tick:
-        """Looks up the work."""
-        turn, stage, round_, microbatch, busy = tf.unstack(of_core[number])
-        return Tick(number, turn, stage, round_, microbatch, tf.equal(busy, 1))
-
-
 @dataclasses.dataclass(frozen=True)
 class RingTicks:
-    """The schedule `pipemesh.schedule.decode`, computed: microbatches go round and round.
+    """The forward passes of `looped_bfs`, or with more turns `decode`, of `pipemesh.schedule`.
 
-    A microbatch returns to a core after `max(num_microbatches, num_cores)` ticks.
+    Microbatches go round and round: one returns to a core after
+    `max(num_microbatches, num_cores)` ticks.
     """
 
     num_cores: int
     num_microbatches: int
     num_rounds: int  # stages per core
-    num_turns: Any  # an int, or an int32 scalar that is known only at run time; at least 1
+    # An int, or an int32 scalar that is known only at run time; at least 1.
+    num_turns: Any = 1
 
     @property
     def num_ticks(self) -> Any:
@@ -88,13 +62,9 @@ class RingTicks:
         last = (self.num_turns * self.num_rounds - 1) * self._period
         return last + self.num_microbatches + self.num_cores - 1
 
-    def of_core(self, core: Any) -> Any:
-        """Returns the core's number."""
-        return core
-
-    def at(self, number: Any, of_core: Any) -> Tick:
-        """Computes the work."""
-        core, since = of_core, number - of_core
+    def at(self, number: Any, core: Any) -> Tick:
+        """Returns the work of a core at a tick; both are ints or int32 scalars."""
+        since = number - core
         index = tf.maximum(since, 0)
         passed, microbatch = index // self._period, index % self._period
         turn, round_ = passed // self.num_rounds, passed % self.num_rounds
@@ -105,9 +75,6 @@ class RingTicks:
     @property
     def _period(self) -> int:
         return max(self.num_microbatches, self.num_cores)
-
-
-Timetable = ScheduledTicks | RingTicks
 
 
 class TickStage(Protocol):
@@ -129,7 +96,7 @@ class TickStage(Protocol):
 class TickLoop:
     """A loop over all ticks of a timetable, on one core per index of the axis `layers`."""
 
-    def __init__(self, lowering: Lowering, timetable: Timetable) -> None:
+    def __init__(self, lowering: Lowering, timetable: RingTicks) -> None:
         self._lowering, self._timetable = lowering, timetable
         self._num_cores = lowering.mesh.num_stages
         if self._num_cores > 1:
@@ -137,7 +104,6 @@ class TickLoop:
         else:
             self._cores = lowering.raw_map(lambda: tf.constant(0))
         self._is_first = lowering.raw_map(lambda core: tf.equal(core, 0), self._cores)
-        self._work = lowering.raw_map(timetable.of_core, self._cores)
 
     def run(
         self,
@@ -288,11 +254,10 @@ class TickLoop:
 
     def _now(self, number: tf.Tensor) -> tuple[Tick, Tick, Tick]:
         """Returns the work of all processors, of the first core, and of the last core."""
-        at, of_core = self._timetable.at, self._timetable.of_core
+        at = functools.partial(self._timetable.at, number)
         # The function returns several tensors, which types cannot express.
-        now: Any = self._lowering.raw_map(lambda work: at(number, work), self._work)  # pyright: ignore
-        first, last = (at(number, of_core(core)) for core in (0, self._num_cores - 1))
-        return Tick(*zip(*now, strict=True)), first, last
+        now: Any = self._lowering.raw_map(at, self._cores)  # pyright: ignore
+        return Tick(*zip(*now, strict=True)), at(0), at(self._num_cores - 1)
 
     def _on_first(self, leaves: Leaves) -> Leaves:
         return self._each(

@@ -44,29 +44,12 @@ def test_each_processor_draws_its_rows_of_what_its_layer_draws_for_the_whole_bat
         np.testing.assert_array_equal(part, whole[tuple(held[d.name] for d in drawn.shape)])
 
 
-def test_normal_numbers_are_those_of_the_layer():
-    drawn = make().random_normal("batch:6;io:3", seed=SEED)
-    whole = tf.random.stateless_normal([24, 3], layer_seed(SEED, 5), alg="philox")
-    np.testing.assert_array_equal(drawn.slices[7], whole[rows_of(7)])
-
-
-def test_dropout_has_the_mask_of_tensorflow():
-    position = make()
-    x = ops.import_tensor(position.lowering, tf.ones([6, 4]), "batch:6;heads:4")
-    dropped = position.dropout(x, rate=0.5, seed=SEED)
-    whole = tf.nn.experimental.stateless_dropout(
-        tf.ones([24, 4]), 0.5, seed=layer_seed(SEED, 4), rng_alg="philox"
-    )
-    np.testing.assert_array_equal(dropped.slices[0], whole[rows_of(0), :2])
-    assert position.dropout(x, rate=0, seed=SEED) is x
-
-
-def test_a_row_of_seeds_for_each_layer_gives_each_its_own():
+def test_normal_numbers_are_those_of_the_layer_and_its_row_of_seeds():
     rows = tf.constant([[3, number] for number in (7, 1, 9, 2, 8, 5)], tf.int64)
-    drawn = make().random_uniform("batch:6;io:3", seed=rows)
-    for processor, layer in ((0, 4), (7, 5)):
-        whole = tf.random.stateless_uniform([24, 3], rows[layer], alg="philox").numpy()
-        np.testing.assert_array_equal(drawn.slices[processor], whole[rows_of(processor)])
+    for seeds, of_layer in ((SEED, layer_seed(SEED, 5)), (rows, rows[5])):
+        drawn = make().random_normal("batch:6;io:3", seed=seeds)
+        whole = tf.random.stateless_normal([24, 3], of_layer, alg="philox")
+        np.testing.assert_array_equal(drawn.slices[7], whole[rows_of(7)])
 
 
 def test_seeds_of_layers_and_draws_all_differ():
@@ -79,14 +62,12 @@ def test_seeds_of_layers_and_draws_all_differ():
     assert len(seeds) == 300
 
 
-def test_a_batch_dim_of_another_size_is_an_error():
+def test_a_batch_dim_of_another_size_and_a_rate_that_is_no_probability_are_errors():
     with pytest.raises(ShapeError, match="size 6 of a microbatch"):
         make().random_uniform("batch:24;io:3", seed=SEED)
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.0])
-def test_a_rate_that_is_no_probability_is_an_error(rate):
     position = make()
     x = ops.import_tensor(position.lowering, tf.ones([6]), "batch:6")
-    with pytest.raises(ShapeError, match="probability of being dropped"):
-        position.dropout(x, rate=rate, seed=SEED)
+    assert position.dropout(x, rate=0, seed=SEED) is x
+    for rate in (-0.1, 1.0):
+        with pytest.raises(ShapeError, match="probability of being dropped"):
+            position.dropout(x, rate=rate, seed=SEED)

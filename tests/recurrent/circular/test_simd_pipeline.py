@@ -1,11 +1,10 @@
 """Pipelines under placement equal the plain model; what cannot be a pipeline is an error."""
 
-import re
+import collections
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.lowering import ops
@@ -14,10 +13,11 @@ from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.scope import Position, WholeDraws
+from pipemesh.recurrent import record_placement
 from pipemesh.recurrent.circular import SimdPipeline
 from pipemesh.recurrent.circular.layer_position import layer_seed
 from pipemesh.recurrent.circular.simd_pipeline import StageWeight
-from tests.recurrent.circular.pipelined_mlp import LAYERS, differences, train_placement
+from tests.recurrent.circular.pipelined_mlp import LAYERS, differences, under_placement
 
 
 # M >= S with two stages a core; M < S; one core.
@@ -30,10 +30,9 @@ from tests.recurrent.circular.pipelined_mlp import LAYERS, differences, train_pl
         pytest.param("layers:4", 8, 1, marks=pytest.mark.exhaustive),
     ],
 )
-def test_training_equals_the_plain_model(mesh_text, microbatches, virtual):
+def test_all_gradients_equal_the_plain_model(mesh_text, microbatches, virtual):
     pipeline = SimdPipeline(Mesh.from_text(mesh_text), LAYERS, microbatches, virtual)
-    for i, history in enumerate(train_placement(pipeline)):
-        assert not differences(pipeline, i, history)
+    assert not differences(pipeline, under_placement(pipeline))
 
 
 # Small pipelines of one layer or two.
@@ -45,6 +44,10 @@ def make(mesh_text="layers:2", rules="layers:layers", first_device=0):
     return PlacementLowering(mesh, LayoutRules.from_text(rules), devices)
 
 
+LOWERING, OTHER = make(), make("data:1", "")
+WIDE = make(rules="layers:layers;wide:layers")
+
+
 def imported(lowering, shape, value=1.0):
     shape = Shape.from_text(shape) if isinstance(shape, str) else shape
     return ops.import_tensor(lowering, tf.fill(shape.sizes, value), shape)
@@ -54,11 +57,11 @@ def add(x, weights, position):
     return x + weights["w"]
 
 
-def run(layer=add, x="batch:4;io:2", w="io:2", lowering=None, weights=None, value=1.0, **options):
-    lowering = lowering or make()
+def run(layer=add, x="batch:4;io:2", w="io:2", lowering=LOWERING, weights=None, **options):
     pipeline = SimdPipeline(lowering.mesh, **{"num_layers": 2, "num_microbatches": 2, **options})
+    x = imported(lowering, x) if isinstance(x, str) else x
     weights = weights or {"w": imported(lowering, pipeline.stacked(w))}
-    return pipeline(layer, imported(lowering, x, value), weights)
+    return pipeline(layer, x, weights)
 
 
 @pytest.mark.parametrize("batch_dim", ["batch", "examples"])
@@ -85,27 +88,6 @@ def assert_alike(meshed, plain, *values):
 
 def random(*sizes):
     return np.random.default_rng(sum(sizes)).standard_normal(sizes).astype(np.float32)
-
-
-def test_nan_in_bubbles_reaches_nothing():
-    def layer(x, weights, position):
-        # Zeros, with which the cores begin, give NaN, and gradients of NaN.
-        return x / ops.sqrt(ops.reduce_mean(x * x, "io")) * weights["w"]
-
-    lowering = make("layers:4")
-    pipeline = SimdPipeline(lowering.mesh, num_layers=4, num_microbatches=1)
-
-    def meshed(x, w):
-        x = ops.import_tensor(lowering, x, "batch:2;io:3")
-        w = ops.import_tensor(lowering, w[None, :, None], pipeline.stacked("io:3"))
-        return ops.export_tensor(pipeline(layer, x, {"w": w}))
-
-    def plain(x, w):
-        for i in range(4):
-            x = x / tf.sqrt(tf.reduce_mean(x * x, -1, keepdims=True)) * w[i]
-        return x
-
-    assert_alike(meshed, plain, random(2, 3), random(4, 3))
 
 
 def test_what_comes_before_and_after_may_be_split_over_the_stages_too():
@@ -145,22 +127,12 @@ def test_a_stage_and_its_gradient_are_computed_on_its_own_device():
             y = pipeline(layer, x, {"wi": wi, "wo": wo})
         return tape.gradient(y.slices, slices)
 
-    slices = [imported(lowering, shape).slices for shape in shapes]
-    context.context().enable_run_metadata()
-    context.context().export_run_metadata()  # What others left.
-    try:
-        step(*slices)
-        metadata = context.context().export_run_metadata()
-    finally:
-        context.context().disable_run_metadata()
-    products = {}
-    for graphs in metadata.function_graphs:
-        for node in (node for part in graphs.partition_graphs for node in part.node):
-            if "MatMul" in node.op:
-                device = re.search(r"CPU:\d", node.device)[0]
-                products[device] = products.get(device, 0) + 1
+    with record_placement() as graphs:
+        step(*(imported(lowering, shape).slices for shape in shapes))
+    nodes = [node for graph in graphs.partition_graphs for node in graph.node]
+    products = collections.Counter(node.device[-1] for node in nodes if "MatMul" in node.op)
     # Two forward; backward the first again, whose result the second needs, and two for each.
-    assert products == {f"CPU:{i}": 7 for i in range(1, 5)}
+    assert products == dict.fromkeys("1234", 7)
 
 
 def test_communication_is_counted_for_every_tick():
@@ -185,47 +157,41 @@ def test_communication_is_counted_for_every_tick():
     }
 
 
-def from_outside(x, weights, position):
-    return x + OUTSIDE["tensor"]
+def test_a_tensor_from_outside_would_lose_its_gradient():
+    def step(value, change):
+        tensor = change(ops.import_tensor(LOWERING, value, "io:2"))
+        return ops.export_tensor(run(lambda x, w, p: x + tensor))
 
-
-OUTSIDE = {}
-
-
-@pytest.mark.parametrize("stop", [False, True])
-def test_a_tensor_from_outside_would_lose_its_gradient(stop):
-    lowering = make()
-
-    @tf.function(autograph=False)
-    def step(value):
-        tensor = ops.import_tensor(lowering, value, "io:2")
-        OUTSIDE["tensor"] = ops.stop_gradient(tensor) if stop else tensor
-        return ops.export_tensor(run(from_outside, lowering=lowering))
-
+    step = tf.function(step, autograph=False)
     value = tf.constant([1.0, 2.0])
-    if stop:
-        np.testing.assert_array_equal(step(value)[0], [3, 5])
-    else:
-        with pytest.raises(PipelineError, match="from outside, which would get no gradient"):
-            step(value)
+    np.testing.assert_array_equal(step(value, ops.stop_gradient)[0], [3, 5])
+    with pytest.raises(PipelineError, match="from outside, which would get no gradient"):
+        step(value, lambda tensor: tensor)
 
 
-def test_a_layer_cannot_talk_to_other_stages():
-    def layer(x, weights, position):
-        table = ops.import_tensor(x.lowering, tf.ones([2, 4]), "io:2;wide:4")
-        hidden = ops.einsum([x, table], ["batch", "wide"])
-        return ops.einsum([hidden, table], ["batch", "io"])
+def talking(x, weights, position):
+    table = ops.import_tensor(x.lowering, tf.ones([2, 4]), "io:2;wide:4")
+    hidden = ops.einsum([x, table], ["batch", "wide"])
+    return ops.einsum([hidden, table], ["batch", "io"])
 
-    lowering = make(rules="layers:layers;wide:layers")
-    with pytest.raises(PipelineError, match="communicates along axis 'layers'"):
-        run(layer, lowering=lowering)
+
+def with_weight(lowering, shape, value=1.0):
+    return run(weights={"w": imported(lowering, shape, value)})
+
+
+X, TWO_STAGES = imported(LOWERING, "batch:4;io:2"), "layers:2;layers_of_stage:1;io:2"
 
 
 @pytest.mark.parametrize(
     ("error", "call", "message"),
     [
         (PipelineError, lambda: run(num_layers=3), "multiple of 2"),
-        (PipelineError, lambda: run(value=1), "the input has dtype int32"),
+        (
+            PipelineError,
+            lambda: run(x=imported(LOWERING, "batch:4;io:2", 1)),
+            "the input has dtype int32; .* other tensors go along",
+        ),
+        (PipelineError, lambda: run(x=()), "empty tuple"),
         (PipelineError, lambda: run(num_microbatches=0), "num_microbatches is 0"),
         (PipelineError, lambda: run(num_microbatches=3), "4 examples, 4 on each .* multiple of 3"),
         (ShapeError, lambda: run(batch_dim="bach"), "did you mean 'batch'"),
@@ -233,8 +199,13 @@ def test_a_layer_cannot_talk_to_other_stages():
         (LayoutError, lambda: run(lowering=make(rules="")), "add the rule 'layers:layers'"),
         (
             LayoutError,
-            lambda: run(x="batch:4;wide:2", lowering=make(rules="layers:layers;wide:layers")),
+            lambda: run(x="batch:4;wide:2", lowering=WIDE),
             "dim 'wide'.* axis 'layers'",
+        ),
+        (
+            PipelineError,
+            lambda: run(talking, lowering=WIDE),
+            "communicates along axis 'layers'",
         ),
         (
             PipelineError,
@@ -242,6 +213,20 @@ def test_a_layer_cannot_talk_to_other_stages():
             "returned .*float64",
         ),
         (PipelineError, lambda: run(lambda x, w, p: x.slices[0]), "the shape and dtype of"),
+        (PipelineError, lambda: run(lambda x, w, p: x[0], (X, X)), "all layers are alike"),
+        (LayoutError, lambda: SimdPipeline(OTHER.mesh, 2, 2)(add, X, {}), "for mesh 'data:1'"),
+        (
+            PipelineError,
+            lambda: with_weight(LOWERING, f"virtual_stages:2;{TWO_STAGES}"),
+            "begin with the dims 'virtual_stages:1;layers:2",
+        ),
+        (PipelineError, lambda: with_weight(LOWERING, "layers:2;io:2"), "begin with the dims"),
+        (
+            PipelineError,
+            lambda: with_weight(OTHER, "io:2"),
+            "weights are floating tensors of the lowering",
+        ),
+        (PipelineError, lambda: with_weight(LOWERING, "io:2", 1), "int32"),
     ],
 )
 def test_what_cannot_be_a_pipeline_is_an_error_that_says_why(error, call, message):
@@ -249,50 +234,31 @@ def test_what_cannot_be_a_pipeline_is_an_error_that_says_why(error, call, messag
         call()
 
 
-def test_a_mesh_or_weights_of_another_pipeline_are_errors():
-    lowering, other = make(), make("data:1", "")
-    x = imported(lowering, "batch:4;io:2")
-    with pytest.raises(LayoutError, match="made for mesh 'data:1'"):
-        SimdPipeline(other.mesh, 2, 2)(add, x, {})
-    pipeline = SimdPipeline(lowering.mesh, 2, 2)
-    for weight, message in [
-        (
-            imported(lowering, "virtual_stages:2;layers:2;layers_of_stage:1;io:2"),
-            "'virtual_stages:1;layers:2",
-        ),
-        (imported(lowering, "layers:2;io:2"), "begin with the dims"),
-        (imported(other, "io:2"), "weights are floating tensors of the lowering"),
-        (imported(lowering, "io:2", 1), "int32"),
-    ]:
-        with pytest.raises(PipelineError, match=message):
-            pipeline(add, x, {"w": weight})
-
-
 # Random numbers.
 
 
-DRAWN = {
-    "ops": lambda x, position: ops.dropout(x, rate=0.5, seed=tf.constant([7, 1])),
-    "position": lambda x, position: position.dropout(x, rate=0.5, seed=tf.constant([7, 1])),
-}
-
-
-@pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize(
     ("mesh_text", "rules"),
     [("layers:1", ""), ("layers:2;data:2", "layers:layers;batch:data")],
 )
-def test_every_layer_and_every_microbatch_has_the_mask_of_the_plain_model(name, mesh_text, rules):
+def test_every_layer_and_every_microbatch_has_the_mask_of_the_plain_model(mesh_text, rules):
+    seeds = tf.constant([7, 1]), tf.constant([7, 2])
+
     def layer(x, weights, position):
-        return DRAWN[name](x, position) + weights["w"]
+        x = ops.dropout(x, rate=0.5, seed=seeds[0]) + weights["w"]
+        return position.dropout(x, rate=0.5, seed=seeds[1])
 
     y = run(layer, "batch:8;io:16", "io:16", make(mesh_text, rules), num_microbatches=4)
-    want = tf.ones([8, 16])
+    x = tf.ones([8, 16])
     for number in range(2):
-        seed = layer_seed(tf.constant([7, 1]), number)
-        mask = tf.nn.experimental.stateless_dropout(tf.ones([8, 16]), 0.5, seed, rng_alg="philox")
-        want = want * mask + 1
-    np.testing.assert_array_equal(ops.export_tensor(y), want)
+        first, second = (
+            tf.nn.experimental.stateless_dropout(
+                tf.ones([8, 16]), 0.5, layer_seed(seed, number), rng_alg="philox"
+            )
+            for seed in seeds
+        )
+        x = (x * first + 1) * second
+    np.testing.assert_array_equal(ops.export_tensor(y), x)
 
 
 def plain_draw(x, weights, position):
@@ -317,7 +283,7 @@ def drawn_in_a_function(x, weights, position):
 @pytest.mark.parametrize("layer", [plain_draw, drawn_in_map, drawn_in_a_function])
 def test_draws_of_plain_tensorflow_in_a_layer_function_are_errors(layer):
     traced_before(tf.ones([2, 2]))
-    for lowering in (make("layers:1", ""), make()):
+    for lowering in (make("layers:1", ""), LOWERING):
         with pytest.raises(LayoutError, match=r"uniform_v2|random_uniform.*draw with ops\.dropout"):
             run(layer, lowering=lowering)
 
@@ -367,24 +333,7 @@ def test_several_activations_travel_and_others_go_along():
     assert_alike(meshed, plain, random(8, 2), random(8), random(4, 2))
 
 
-def test_a_layer_returns_as_many_activations_as_it_takes():
-    lowering = make()
-    pipeline = SimdPipeline(lowering.mesh, num_layers=2, num_microbatches=2)
-    x = imported(lowering, "batch:4;io:2")
-    with pytest.raises(PipelineError, match="all layers are alike"):
-        pipeline(lambda x, w, p: x[0], (x, x), {})
-    with pytest.raises(PipelineError, match="other tensors go along"):
-        pipeline(add, imported(lowering, "batch:4;io:2", 1), {})
-    with pytest.raises(PipelineError, match="empty tuple"):
-        pipeline(add, (), {})
-
-
 # Gradients of weights.
-
-
-LOWERING = PlacementLowering(
-    Mesh.from_text("layers:2"), LayoutRules.from_text("layers:layers"), ["CPU:0", "CPU:1"]
-)
 
 
 def gradients(layer, x, weights, cotangent):
@@ -418,21 +367,13 @@ def test_many_small_gradients_of_bfloat16_are_not_lost():
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("shared", [2.0, [2.0, 2.0]])
-def test_a_shared_weight_gets_the_gradients_of_all_layers(shared, eager, monkeypatch):
+def test_weights_of_one_layer_of_all_and_of_none_have_their_gradients(eager, monkeypatch):
     if eager:
         monkeypatch.setattr(tf, "function", lambda **_: lambda function: function)
     x = tf.constant([1.0, 3.0])
-    weights = {"w": tf.constant(shared)}
-    got = gradients(lambda x, w, _: x * w["w"], x, weights, tf.ones([2]))
-    each = 2.0 * 4.0
-    assert got == {"w": 2 * each if shared == 2.0 else [each, each]}
-
-
-def test_a_weight_that_is_not_used_has_no_gradient():
-    weights = {"w": tf.constant([1.0, 2.0]), "unused": tf.constant([1.0, 1.0])}
-    got = gradients(lambda x, w, _: x * w["w"], tf.ones([2]), weights, tf.ones([2]))
-    assert got == {"w": [4.0, 2.0], "unused": [0.0, 0.0]}
+    weights = {"own": tf.constant([2.0, 5.0]), "all": tf.constant(3.0), "none": tf.ones([2])}
+    got = gradients(lambda x, w, _: x * w["own"] * w["all"], x, weights, tf.ones([2]))
+    assert got == {"own": [4 * 5 * 9, 4 * 2 * 9], "all": 4 * 10 * 6, "none": [0, 0]}
 
 
 def test_a_weight_is_told_apart_where_it_meets_examples_and_where_not():

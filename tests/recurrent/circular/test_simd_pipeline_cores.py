@@ -1,53 +1,62 @@
-"""Pipelines as the program of one core: training equals that of the plain model.
+"""Pipelines as the program of one core of a worker compute what the plain model does.
 
-In processes of their own with time limits, because a collective that fails or waits for nobody
+In a process of its own with a time limit, because a collective that fails or waits for nobody
 breaks its process.
 """
 
 import json
+import os
+import signal
 import subprocess
+import sys
 
 import pytest
+import tensorflow as tf
 
+from pipemesh.backend.cluster import connect_workers
+from pipemesh.lowering.simd.cores import Cores
+from pipemesh.mesh import LayoutRules, Mesh
+from pipemesh.recurrent.circular import SimdPipeline
 from tests.hosts.workers import started
+from tests.recurrent.circular.pipelined_mlp import LAYERS, differences, on_cores
 from tests.warm import warm
 
-SECONDS = 200
-# Mesh, microbatches, virtual stages. More combinations of them under placement.
-RUNS = [("layers:2;model:2", 4, 2), ("layers:2;data:2;model:2", 4, 1)]
-ON_WORKERS = ("layers:2;data:2", 4, 2)
 
-
-def start(runs, workers=(), lost=None):
-    todo = {"runs": runs, "workers": workers, "lost": lost}
-    return subprocess.Popen(
-        warm("-m", "tests.recurrent.circular.pipeline_process", json.dumps(todo)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def main():
+    addresses, lost = json.loads(sys.argv[1])
+    # Optimizing each program again for each core would take most of the time.
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    mesh = Mesh.from_text("layers:2;data:2;model:2")
+    cores = Cores(mesh, connect_workers(addresses))
+    pipeline = SimdPipeline(mesh, LAYERS, num_microbatches=4, num_virtual_stages=2)
+    print(json.dumps(differences(pipeline, on_cores(pipeline, cores))), flush=True)
+    total = cores.function(
+        lambda lowering, x: lowering.all_reduce((x,), mesh.axis_names)[0],
+        LayoutRules(),
+        tf.TensorSpec([]),
     )
-
-
-def finish(process):
-    """Its lines, and the end of its errors; a process that hangs is ended."""
+    os.kill(lost, signal.SIGKILL)
     try:
-        out, errors = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, errors = process.communicate()
-    return [json.loads(line) for line in out.splitlines()], errors[-3000:]
+        total([[tf.constant(1.0)]] * mesh.num_devices)
+    except tf.errors.OpError as error:
+        print(json.dumps(type(error).__name__), flush=True)
+    os._exit(0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_training_on_cores_equals_the_plain_model():
-    lines, errors = finish(start(RUNS))
-    assert lines == [[*run, []] for run in RUNS], errors
+def test_cores_of_workers_equal_the_plain_model_and_a_lost_worker_is_an_error():
+    with started(2, "--cpu_devices=4") as (workers, addresses):
+        argument = json.dumps([addresses, workers[1].pid])
+        done = subprocess.run(
+            warm("-m", "tests.recurrent.circular.test_simd_pipeline_cores", argument),
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    assert done.stdout.splitlines() == ["[]", '"UnavailableError"'], done.stderr[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_cores_of_workers_train_too_and_a_lost_worker_is_an_error():
-    with started(2, "--cpu_devices=2") as (workers, addresses):
-        lines, errors = finish(start([ON_WORKERS], addresses, workers[1].pid))
-    assert lines == [[*ON_WORKERS, []], "UnavailableError"], errors
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A whole training step of a pipelined network is lowered to a TPU's program."""
+"""A pipelined network and its gradient are lowered to a TPU's program."""
 
 import collections
 import functools

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.recurrent.circular.tick_loop import RingTicks, ScheduledTicks, TickLoop
+from pipemesh.recurrent.circular.tick_loop import RingTicks, TickLoop
 from pipemesh.schedule import decode, looped_bfs
 from pipemesh.schedule.simulate import lockstep
 
@@ -41,12 +41,12 @@ class Recorder:
 
 @pytest.mark.parametrize("sizes", [(1, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2, 4, 3)])
 def test_the_loop_follows_the_schedule(sizes):
-    num_cores, num_microbatches, _ = sizes
+    num_cores, num_microbatches, rounds = sizes
     schedule = looped_bfs(*sizes)
     mesh = Mesh.from_text(f"layers:{num_cores}")
     lowering = PlacementLowering(mesh, LayoutRules(), ["CPU:0"] * num_cores)
     stage = Recorder()
-    loop = TickLoop(lowering, ScheduledTicks(schedule))
+    loop = TickLoop(lowering, RingTicks(num_cores, num_microbatches, rounds))
     x = tf.range(1.0, num_microbatches + 1)[:, None]
     (outputs,), saved = loop.forward(stage, ((x,) * num_cores,))
     np.testing.assert_array_equal(outputs[0], x * 2.0**schedule.num_stages)
@@ -65,7 +65,7 @@ def test_ticks_of_a_ring_are_those_of_the_schedule(cores):
         table = lockstep(decode(cores, groups, rounds * turns))
         assert ticks.num_ticks == len(table[0])
         for core, row in enumerate(table):
-            now = ticks.at(tf.range(ticks.num_ticks), ticks.of_core(core))
+            now = ticks.at(tf.range(ticks.num_ticks), core)
             stages = (now.turn * rounds + now.round) * cores + core
             assert [
                 (int(stage), int(group)) if busy else None

@@ -2,6 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
+from lingvo.core import py_utils
 
 NUM_DEVICES = 3
 
@@ -17,6 +18,14 @@ class Meter:
 
     def SetAccumulatorValues(self, values):
         self.values = dict(values)
+
+
+def lstm(theta, state, inputs):
+    """A cell on lingvo's containers."""
+    z = tf.matmul(tf.concat([inputs.x, state.m], axis=1), theta.gates)
+    i, f, o, g = tf.split(z, 4, axis=1)
+    c = tf.sigmoid(f) * state.c + tf.sigmoid(i) * tf.tanh(g)
+    return py_utils.NestedMap(c=c, m=tf.sigmoid(o) * tf.tanh(c)), py_utils.NestedMap()
 
 
 def loss_of(results):
@@ -42,10 +51,10 @@ def run_eagerly(build, values, loss=loss_of):
     return results, _dense(tape.gradient(total, variables))
 
 
-def run_tf2(build, values, loss=loss_of):
+def run_tf2(build, values, loss=loss_of, jit_compile=False):
     variables = {name: tf.Variable(value) for name, value in values.items()}
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False, jit_compile=jit_compile)
     def run():
         with tf.GradientTape() as tape:
             results = build(variables)
@@ -64,19 +73,16 @@ def run_tf1(build, values, loss=loss_of):
             for name, value in values.items()
         }
         results = build(variables)
-        found = tf.gradients(loss(results), list(variables.values()))
-        grads = dict(zip(variables, found, strict=True))
-        fetches = [
-            tf.nest.flatten(results),
-            {name: g for name, g in _dense(grads).items() if g is not None},
-        ]
+        grads = tf.gradients(loss(results), list(variables.values()))
+        both = results, _dense(dict(zip(variables, grads, strict=True)))
+        fetches = [x for x in tf.nest.flatten(both) if x is not None]
         config = tf.compat.v1.ConfigProto(device_count={"CPU": NUM_DEVICES})
         with tf.compat.v1.Session(config=config) as session:
             session.run(tf.compat.v1.global_variables_initializer())
-            flat, values = session.run(fetches)
-            again, _ = session.run(fetches)
-        tf.nest.map_structure(np.testing.assert_array_equal, flat, again)
-        return tf.nest.pack_sequence_as(results, flat), {k: values.get(k) for k in grads}
+            first, second = session.run(fetches), session.run(fetches)
+        tf.nest.map_structure(np.testing.assert_array_equal, first, second)
+        found = iter(second)
+        return tf.nest.map_structure(lambda x: None if x is None else next(found), both)
 
 
 def assert_equal(got, want, may_be_zero=False, **tolerance):
