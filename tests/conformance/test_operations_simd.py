@@ -1,12 +1,11 @@
 """Every operation as the program of one core equals plain TensorFlow on every core.
 
-Generated from the registry and `tests/lowering/cases`, on meshes of one, two and three axes with up
-to 8 logical CPU devices that talk to each other by TensorFlow's collectives. Every layout is run
-without a graph, each core in its thread; layouts that differ only by exchanging axes of one size
-are run once, a different one for each case. By default that is on a small mesh, and for each third
-case on the mesh of axes of two sizes. Tracing takes its time, so as a graph each case runs on the
-mesh of three axes only, under the layout that splits most dims. Cases that are marked `thin`, which
-share their code with others, are `exhaustive`, as is the rest.
+Generated from the registry and `tests/lowering/cases`, on up to 8 logical CPU devices that talk to
+each other by TensorFlow's collectives. Only the primitives differ from placement, so a case runs
+under the few layouts that split most dims: without a graph, each core in its thread, on a small
+mesh, each third one also on the mesh of axes of two sizes; and each second one as a graph. Cases
+that are marked `thin`, which share their code with others, are `exhaustive`, as is the rest. As
+graphs, `test_operations_tpu.py` builds all of them.
 """
 
 import json
@@ -17,7 +16,7 @@ import threading
 import pytest
 
 from tests.lowering.cases import ALL
-from tests.lowering.cases.case import LARGE_MESH, on_large_mesh, sampled
+from tests.lowering.cases.case import GRAPH_MESH, not_thin, sampled
 from tests.warm import warm
 
 SECONDS_WITHOUT_A_RESULT = 60
@@ -78,9 +77,9 @@ def test_eagerly_results_and_gradients_equal_tensorflows(server, mesh_text, name
     assert not server.ask(mesh_text, name, False)
 
 
-@pytest.mark.parametrize("name", on_large_mesh(ALL))
+@pytest.mark.parametrize("name", not_thin(ALL, every=2))
 def test_in_a_graph_results_and_gradients_equal_tensorflows(server, name):
-    assert not server.ask(LARGE_MESH, name, True)
+    assert not server.ask(GRAPH_MESH, name, True)
 
 
 @pytest.mark.slow

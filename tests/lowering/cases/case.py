@@ -22,6 +22,7 @@ MESHES = ("a:1", "a:2", "a:4", "a:2;b:2", "a:8", "a:2;b:4", "a:2;b:2;c:2")
 LARGE_MESH = MESHES[-1]
 # A case meets one of these by default, another one under each lowering.
 SMALL_MESHES = MESHES[:5]
+GRAPH_MESH = "a:2;b:2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +30,14 @@ class Case:
     """One way to call an operation."""
 
     op: str
-    # Arrays with their named shapes, such as "x:4;y:2".
-    inputs: tuple[tuple[np.ndarray, str], ...]
+    # Arrays with their named shapes, such as "x:4;y:2"; a shape alone has random numbers.
+    inputs: Sequence[Any]
     # Takes the lowering and the imported inputs.
     call: Callable[..., Tensor]
     # Plain TensorFlow on the whole inputs.
     reference: Callable[..., tf.Tensor]
-    # The names of the dims of the reference's result, in order.
-    out: tuple[str, ...]
+    # The names of the dims of the reference's result, in order, with blanks between.
+    out: str
     # Shapes whose dims meet in one tensor or computation, also dims that only results have; by
     # default all dims of the inputs meet.
     together: tuple[str, ...] = ()
@@ -47,6 +48,13 @@ class Case:
     # Also the absolute tolerance, for values around 1.
     rtol: float = 2e-5
     label: str = ""
+
+    def __post_init__(self) -> None:
+        inputs = [
+            (numbers(given, i), given) if isinstance(given, str) else given
+            for i, given in enumerate(self.inputs)
+        ]
+        object.__setattr__(self, "inputs", inputs)
 
     @property
     def name(self) -> str:
@@ -83,10 +91,6 @@ class Case:
                 chosen[orbit] = rules
         return sorted(chosen.values(), key=lambda r: (-len(r.rules), _hash(self.name, r)))
 
-    def widest_layouts(self, mesh_text: str, number: int) -> list[LayoutRules]:
-        """The layouts that split most dims; only one of a thin case."""
-        return self.layouts(mesh_text)[: 1 if self.thin else number]
-
     def run(self, lowering: Lowering, arrays: Sequence[tf.Tensor], cotangent: tf.Tensor) -> Any:
         """The result, and the gradients of all sources."""
         sources = [arrays[i] for i in self.sources]
@@ -98,7 +102,7 @@ class Case:
             ]
             result = self.call(lowering, *imported)
             # Reads the tensors at all splits that they have.
-            result = ops.transpose(result, self.out)
+            result = ops.transpose(result, self.out.split())
             value = ops.export_tensor(result)
         return value, _gradients(tape, value, sources, cotangent)
 
@@ -109,7 +113,6 @@ class Case:
         with tf.GradientTape() as tape:
             tape.watch(sources)
             value = self.reference(*arrays)
-        assert len(value.shape) == len(self.out), f"{self.name}: {value.shape} is not {self.out}"
         seed = np.random.default_rng(_hash(self.name, LayoutRules()))
         cotangent = tf.cast(tf.constant(seed.standard_normal(value.shape)), value.dtype)
         return value, _gradients(tape, value, sources, cotangent), cotangent
@@ -181,11 +184,12 @@ def booleans(shape: str, seed: int = 0, share: float = 0.5) -> np.ndarray:
     return np.random.default_rng(seed).random(sizes) < share
 
 
-def on_large_mesh(cases: Mapping[str, Case]) -> list[Any]:
-    """pytest's params: names of cases; thin ones are `exhaustive`."""
+def not_thin(cases: Mapping[str, Case], every: int = 1) -> list[Any]:
+    """pytest's params: names of cases; but each `every`th that is not thin is `exhaustive`."""
+    thick = [name for name, case in cases.items() if not case.thin]
     return [
-        pytest.param(name, marks=pytest.mark.exhaustive if case.thin else ())
-        for name, case in cases.items()
+        pytest.param(name, marks=() if name in thick[::every] else pytest.mark.exhaustive)
+        for name in cases
     ]
 
 
