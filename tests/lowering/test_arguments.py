@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import connect_processes
 from pipemesh.errors import PipemeshError
-from pipemesh.lowering import Cores, PlacementLowering, SimdLowering, ops
+from pipemesh.lowering import Cores, PlacementLowering, ops
 from pipemesh.lowering.arguments import COERCERS, register
 from pipemesh.lowering.registry import OPS, op_table
+from pipemesh.lowering.simd.collectives import TpuLowering
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.variable import Constant, Normal, Uniform, Variable
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
@@ -23,7 +24,7 @@ RULES = LayoutRules.from_text("batch:data;late:data")
 DEVICES = ["CPU:0", "CPU:1"]
 LOW = PlacementLowering(MESH, RULES, DEVICES)
 CORES = Cores(MESH, DEVICES)
-CORE = SimdLowering(MESH, RULES, None, tf.constant(0))
+CORE = TpuLowering(MESH, RULES, tf.constant(0))
 LAYOUT = RULES.tensor_layout(Shape.of(batch=4, io=6), MESH)
 
 

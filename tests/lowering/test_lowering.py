@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from pipemesh.errors import LayoutError
 from pipemesh.lowering import Cores, PlacementLowering, ops
-from pipemesh.lowering.simd.collectives import GroupKeys, TfCollectives, TpuCollectives
-from pipemesh.lowering.simd.simd_lowering import SimdLowering
+from pipemesh.lowering.simd.collectives import GroupKeys, TfLowering, TpuLowering
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
 MESH = Mesh.from_text("rows:2;cols:4")
@@ -158,9 +157,7 @@ def test_permutes_of_tensorflow_count_as_all_gathers(dtype):
     core = tf.constant(0)
     token = tf.Variable(0.0)
 
-    def sent(collectives):
-        lowering = SimdLowering(mesh, LayoutRules(), collectives, core)
-
+    def sent(lowering):
         @tf.function(autograph=False)
         def program(x):
             return lowering.shift((x,), "ring", 1, wrap=True)
@@ -170,6 +167,6 @@ def test_permutes_of_tensorflow_count_as_all_gathers(dtype):
         assert key == (("ring",), "permute", "forward")
         return value
 
-    tensorflow = TfCollectives(mesh, core, token.handle, GroupKeys(mesh))
+    tensorflow = TfLowering(mesh, LayoutRules(), core, token.handle, GroupKeys(mesh))
     assert sent(tensorflow) == (1, 3 * 10 * 4)
-    assert sent(TpuCollectives(mesh)) == (1, 10 * dtype.size)
+    assert sent(TpuLowering(mesh, LayoutRules(), core)) == (1, 10 * dtype.size)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.lowering import PlacementLowering, SimdLowering, Tensor, ops
+from pipemesh.lowering import PlacementLowering, Tensor, ops
+from pipemesh.lowering.simd.collectives import TpuLowering
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
 MESH = Mesh.from_text("data:2")
@@ -13,7 +14,7 @@ MESH = Mesh.from_text("data:2")
 def make(lowers, rules="batch:data"):
     if lowers == "placement":
         return PlacementLowering(MESH, LayoutRules.from_text(rules), ["CPU:0", "CPU:1"])
-    return SimdLowering(Mesh.from_text("data:1"), LayoutRules(), None, tf.constant(0))
+    return TpuLowering(Mesh.from_text("data:1"), LayoutRules(), tf.constant(0))
 
 
 UNKNOWN = [tf.TensorSpec([None, 3]), tf.TensorSpec([None, None]), tf.TensorSpec(None)]
