@@ -7,21 +7,14 @@ of two, under the layout that splits most dims. Cases that are marked `thin`, wh
 with others, run eagerly on a small mesh; the rest is `exhaustive`.
 """
 
-import functools
-
 import pytest
 import tensorflow as tf
 
-from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.lowering import PlacementLowering, ops
 from pipemesh.lowering.registry import OPS
 from pipemesh.mesh import Mesh
 from tests.lowering.cases import ALL
 from tests.lowering.cases.case import GRAPH_MESH, LARGE_MESH, not_thin, sampled
-
-
-@functools.cache
-def expected(name):
-    return ALL[name].expected()
 
 
 def make(mesh_text, rules):
@@ -30,8 +23,6 @@ def make(mesh_text, rules):
 
 
 def test_every_operation_has_cases_and_every_case_an_operation():
-    import pipemesh.lowering.ops as ops
-
     assert {case.op for case in ALL.values()} == set(OPS)
     for op in OPS.values():
         assert getattr(ops, op.name) is op.function
@@ -40,7 +31,7 @@ def test_every_operation_has_cases_and_every_case_an_operation():
 @pytest.mark.parametrize(("mesh_text", "name"), sampled(ALL, LARGE_MESH, every=3))
 def test_eagerly_results_and_gradients_equal_tensorflows(mesh_text, name):
     case = ALL[name]
-    *wanted, cotangent = expected(name)
+    *wanted, cotangent = case.expected
     arrays = [tf.constant(array) for array, _ in case.inputs]
     for rules in case.layouts(mesh_text):
         got = case.run(make(mesh_text, rules), arrays, cotangent)
@@ -50,7 +41,7 @@ def test_eagerly_results_and_gradients_equal_tensorflows(mesh_text, name):
 @pytest.mark.parametrize("name", not_thin(ALL))
 def test_in_a_graph_results_and_gradients_equal_tensorflows(name):
     case = ALL[name]
-    *wanted, cotangent = expected(name)
+    *wanted, cotangent = case.expected
     rules = case.layouts(GRAPH_MESH)[0]
 
     @tf.function(autograph=False)

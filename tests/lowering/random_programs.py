@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import random
 import sys
 import traceback
@@ -125,13 +126,10 @@ class Program:
             (step.exact or not value.dtype.is_floating) and all(self.exact[i] for i in step.sources)
         )
 
-    def fits(self, *shapes: Shape) -> bool:
-        """True if the rules can split all dims of these shapes together."""
+    def fits(self, shape: Shape) -> bool:
+        """True if the rules can split a tensor of this shape."""
         try:
-            union = Shape()
-            for shape in shapes:
-                union |= shape
-            self.rules.tensor_layout(union, self.mesh)
+            self.rules.tensor_layout(shape, self.mesh)
         except PipemeshError:
             return False
         return True
@@ -142,13 +140,6 @@ class Program:
         if not found:
             raise Unfit
         return found[max(self.draw.randrange(len(found)), self.draw.randrange(len(found)))]
-
-    def pick_dim(self, x: Tensor, least: int = 0) -> Dim:
-        """A random dim of a value."""
-        dims = [dim for dim in x.shape if dim.size >= least]
-        if not dims:
-            raise Unfit
-        return self.draw.choice(dims)
 
     def new_name(self, *shapes: Shape) -> str:
         """A name that none of the shapes has."""
@@ -168,10 +159,7 @@ class Program:
                 for i, x in enumerate(values)
                 if x is not None and x.dtype.is_floating
             ]
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            return total
+            return functools.reduce(operator.add, parts)
 
         with tf.GradientTape() as outer:
             outer.watch(differentiable)
@@ -340,10 +328,7 @@ def _alike(g: Program, x: Tensor) -> tuple[str, Callable[[Tensor], Tensor]]:
         ("half", lambda y: 0.5 * y),
         ("less mean", lambda y: y - ops.reduce_mean(y) if y.shape.size else y),
     ]
-    for dim in x.shape:
-        if not dim.size:
-            continue
-        n = dim.name
+    for n in [dim.name for dim in x.shape if dim.size]:
         found += [
             (f"softmax {n}", lambda y, n=n: ops.softmax(y, n)),
             (f"shift {n}", lambda y, n=n: ops.shift(y, n, 1, wrap=True)),
@@ -360,48 +345,35 @@ def _alike(g: Program, x: Tensor) -> tuple[str, Callable[[Tensor], Tensor]]:
     return " then ".join(text for text, _ in chosen), function
 
 
-def _looped(g: Program) -> Step:
+def _nested(kind: str, g: Program) -> Step:
+    """A loop, a branch or a function."""
     i = g.pick(lambda x: x.dtype.is_floating)
+    j = g.pick(lambda x: x.dtype.is_bool) if kind == "if any" else i
     text, function = _alike(g, g.values[i])
+    other_text, other = _alike(g, g.values[i])
     turns = g.draw.randint(0, 3)
-
-    def call(low: Lowering, x: Tensor) -> Tensor:
-        counted = (tf.constant(0), x)
-        return tf.while_loop(
-            lambda n, y: n < turns, lambda n, y: (n + 1, function(y)), counted
-        )[1]  # fmt: skip
-
-    return Step(f"{turns} times ({text})", (i,), call, exact=False)
-
-
-def _branched(g: Program) -> Step:
-    i = g.pick(lambda x: x.dtype.is_floating)
-    j = g.pick(lambda x: x.dtype.is_bool)
-    texts, functions = zip(*(_alike(g, g.values[i]) for _ in range(2)), strict=True)
-
-    def call(low: Lowering, x: Tensor, condition: Tensor) -> Tensor:
-        first = ops.reduce_any(condition).slices[0]
-        return tf.cond(first, lambda: functions[0](x), lambda: functions[1](x))
-
-    return Step(f"if any ({texts[0]}) else ({texts[1]})", (i, j), call, exact=False)
-
-
-def _in_function(g: Program) -> Step:
-    i = g.pick(lambda x: x.dtype.is_floating)
-    text, function = _alike(g, g.values[i])
     traced = {}
 
-    def call(low: Lowering, x: Tensor) -> Tensor:
+    def call(lowering: Lowering, x: Tensor, condition: Tensor) -> Tensor:
+        if kind == "times":
+            counted = (tf.constant(0), x)
+            return tf.while_loop(
+                lambda n, y: n < turns, lambda n, y: (n + 1, function(y)), counted
+            )[1]  # fmt: skip
+        if kind == "if any":
+            first = ops.reduce_any(condition).slices[0]
+            return tf.cond(first, lambda: function(x), lambda: other(x))
         # One for each lowering: that of a core is traced by all cores where they run eagerly.
-        wrapped = traced.setdefault(id(low), tf.function(lambda y: function(y), autograph=False))
-        return wrapped(x)
+        wrapped = tf.function(lambda y: function(y), autograph=False)
+        return traced.setdefault(id(lowering), wrapped)(x)
 
-    return Step(f"function ({text})", (i,), call, exact=False)
+    text = {"times": f"{turns} times ({text})", "if any": f"if any ({text}) else ({other_text})"}
+    return Step(text.get(kind, f"function {text}"), (i, j), call, exact=False)
 
 
 MAKERS = [
     *(functools.partial(_operation, op) for op in OPS.values() if op.name not in LEFT_OUT),
-    *[_looped, _branched, _in_function] * 2,
+    *(functools.partial(_nested, kind) for kind in ("times", "if any", "function") * 2),
 ]
 
 
@@ -411,26 +383,17 @@ def compute(program: Program) -> list[Any]:
     devices = [f"CPU:{i}" for i in range(mesh.num_devices)]
     arrays = [tf.constant(array) for array, _ in program.inputs]
     if program.mode in ("eager", "function"):
-        lowering = PlacementLowering(mesh, rules, devices)
-
-        def run(*given: tf.Tensor) -> list[Any]:
-            return program.whole(lowering, given)
-
-        return (
-            run(*arrays) if program.mode == "eager" else tf.function(run, autograph=False)(*arrays)
-        )
-    cores = Cores(mesh, devices, time_limit_s=120.0)
+        run = functools.partial(program.whole, PlacementLowering(mesh, rules, devices))
+        return (run if program.mode == "eager" else tf.function(run, autograph=False))(arrays)
+    cores, args = Cores(mesh, devices, time_limit_s=120.0), [arrays] * mesh.num_devices
 
     def of_core(lowering: Lowering, *given: tf.Tensor) -> list[Any]:
         return program.whole(lowering, given)
 
-    args = [arrays] * mesh.num_devices
-    if program.mode == "cores":
-        specs = [tf.TensorSpec(array.shape, array.dtype) for array in arrays]
-        found = cores.function(of_core, rules, *specs)(args)
-    else:
-        found = cores.run_eagerly(of_core, rules, args)
-    return found[-1]
+    if program.mode == "cores eagerly":
+        return cores.run_eagerly(of_core, rules, args)[-1]
+    specs = [tf.TensorSpec.from_tensor(array) for array in arrays]
+    return cores.function(of_core, rules, *specs)(args)[-1]
 
 
 def differences(program: Program) -> list[str]:
@@ -438,9 +401,8 @@ def differences(program: Program) -> list[str]:
     arrays = [tf.constant(array) for array, _ in program.inputs]
     want = program.whole(program.one, arrays)
     got = compute(program)
-    number = len(program.steps)
     sources = [i for i, array in enumerate(arrays) if array.dtype.is_floating]
-    labels = [f"v{i + len(arrays)}" for i in range(number)]
+    labels = [f"v{i + len(arrays)}" for i in range(len(program.steps))]
     labels += [f"{kind} gradient of v{i}" for kind in ("first", "second") for i in sources]
     found = []
     for label, a, b in zip(labels, got, want, strict=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -91,22 +92,26 @@ class Case:
                 chosen[orbit] = rules
         return sorted(chosen.values(), key=lambda r: (-len(r.rules), _hash(self.name, r)))
 
+    def value(self, lowering: Lowering, arrays: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The whole result."""
+        imported = [
+            ops.import_tensor(lowering, array, shape)
+            for array, (_, shape) in zip(arrays, self.inputs, strict=True)
+        ]
+        result = self.call(lowering, *imported)
+        # Reads the tensors at all splits that they have.
+        return ops.export_tensor(ops.transpose(result, self.out.split()))
+
     def run(self, lowering: Lowering, arrays: Sequence[tf.Tensor], cotangent: tf.Tensor) -> Any:
         """The result, and the gradients of all sources."""
         sources = [arrays[i] for i in self.sources]
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            imported = [
-                ops.import_tensor(lowering, array, shape)
-                for array, (_, shape) in zip(arrays, self.inputs, strict=True)
-            ]
-            result = self.call(lowering, *imported)
-            # Reads the tensors at all splits that they have.
-            result = ops.transpose(result, self.out.split())
-            value = ops.export_tensor(result)
+            value = self.value(lowering, arrays)
         return value, _gradients(tape, value, sources, cotangent)
 
-    def expected(self, cotangent: np.ndarray | None = None) -> Any:
+    @functools.cached_property
+    def expected(self) -> Any:
         """The results of plain TensorFlow, and a cotangent."""
         arrays = [tf.constant(array) for array, _ in self.inputs]
         sources = [arrays[i] for i in self.sources]
@@ -119,30 +124,27 @@ class Case:
 
     def differences(self, got: Any, expected: Any) -> list[str]:
         """Describes the results that differ."""
-        differing = []
         pairs = [("value", got[0], expected[0])]
         pairs += [
             (f"gradient {i}", g, e)
             for i, g, e in zip(self.sources, got[1], expected[1], strict=True)
         ]
-        for what, a, b in pairs:
-            if (a is None) != (b is None):
-                differing.append(f"{what}: {a} is not {b}")
-                continue
-            if a is None:
-                continue
-            a, b = np.asarray(a), np.asarray(b)
-            if a.shape != b.shape or a.dtype != b.dtype:
-                differing.append(f"{what}: {a.dtype}{a.shape} is not {b.dtype}{b.shape}")
-                continue
-            if a.dtype.kind in "biu":
-                equal = (a == b).all()
-            else:
-                a, b = a.astype(np.float64), b.astype(np.float64)
-                equal = np.allclose(a, b, rtol=self.rtol, atol=self.rtol, equal_nan=True)
-            if not equal:
-                differing.append(f"{what}: {a.ravel()[:4]}... is not {b.ravel()[:4]}...")
-        return differing
+        return [
+            f"{what}: {str(a)[:200]} is not {str(b)[:200]}"
+            for what, a, b in pairs
+            if not self._is_close(a, b)
+        ]
+
+    def _is_close(self, a: Any, b: Any) -> bool:
+        if a is None or b is None:
+            return a is b
+        a, b = np.asarray(a), np.asarray(b)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.dtype.kind in "biu":
+            return bool((a == b).all())
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        return np.allclose(a, b, rtol=self.rtol, atol=self.rtol, equal_nan=True)
 
 
 def _gradients(tape: Any, value: Any, sources: Any, cotangent: Any) -> Any:
