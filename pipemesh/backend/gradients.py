@@ -114,10 +114,12 @@ def custom_gradient(function: _F) -> _F:
     def call(*args: Any) -> Any:
         if tf.executing_eagerly():
             return decorated(*args)
-        registry = _registry()
-        before = len(registry)
-        results = decorated(*args)
-        _hand_over(list(itertools.islice(registry, before, None)), tf.compat.v1.get_default_graph())
+        outside, _local.registered = getattr(_local, "registered", None), []
+        try:
+            results = decorated(*args)
+            _hand_over(_local.registered, tf.compat.v1.get_default_graph())
+        finally:
+            _local.registered = outside
         return results
 
     return cast("_F", call)
@@ -146,6 +148,19 @@ def _unless_unchecked(gradient: Callable[..., Any]) -> Callable[..., Any]:
         return gradient(operation, grad)
 
     return call
+
+
+class _Registry(dict[str, Any]):
+    """Gradients by name; notes those of each thread, since several build graphs at once."""
+
+    def __setitem__(self, name: str, entry: Any) -> None:
+        super().__setitem__(name, entry)
+        registered = getattr(_local, "registered", None)
+        if registered is not None:
+            registered.append(name)
+
+
+ops.gradient_registry._registry = _Registry(ops.gradient_registry._registry)
 
 
 def _registry() -> dict[str, Any]:

@@ -38,7 +38,7 @@ class CommunicationCosts:
     ==============  ====================
 
     An operation that communicates in another way counts its real bytes. For example,
-    `TfCollectives` has no permute kernel, so its permutes count as all-gathers.
+    `TfLowering` has no permute kernel, so its permutes count as all-gathers.
 
     Attributes:
         mesh: the mesh.

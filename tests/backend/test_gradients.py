@@ -1,5 +1,6 @@
 """Tapes, and custom gradients of tensors that stay on their devices."""
 
+import gc
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ import tensorflow as tf
 from pipemesh.backend.gradients import (
     Sources,
     attach_gradient,
+    custom_gradient,
     is_recorded,
     is_recorded_twice,
     no_gradients,
@@ -216,3 +218,26 @@ def test_a_gradient_of_one_device_is_computed_on_it(mode):
     lie = {op.type: op.device for op in graph.get_operations()}
     assert lie["Cos"] == lie["IdentityN"] == lie["Sin"] == there
     assert run(tf.constant(0.0)).numpy() == 1
+
+
+def test_a_graph_does_not_free_gradients_of_other_threads():
+    """Of cores that run without a graph, each traces functions in its thread."""
+    graph, found = tf.Graph(), []
+
+    def other():
+        with graph.as_default():
+            x = tf.constant(1.0)
+            found.extend([tf.nn.silu(x), x])
+
+    @custom_gradient
+    def function(x):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return 2.0 * x, lambda grad: grad
+
+    with tf.Graph().as_default():
+        function(tf.constant(1.0))
+    gc.collect()
+    with graph.as_default():
+        assert tf.gradients(*found)[0] is not None

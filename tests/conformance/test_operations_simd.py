@@ -1,90 +1,77 @@
 """Every operation as the program of one core equals plain TensorFlow on every core.
 
-Generated from the registry and `tests/lowering/cases`, on meshes of one, two and three axes with up
-to 8 logical CPU devices that talk to each other by TensorFlow's collectives. Every layout is run
-without a graph, each core in its thread; layouts that differ only by exchanging axes of one size
-are run once, a different one for each case. By default that is on a small mesh, and for each third
-case on the mesh of axes of two sizes. Tracing takes its time, so as a graph each case runs on the
-mesh of three axes only, under the layout that splits most dims. Cases that are marked `thin`, which
-share their code with others, are `exhaustive`, as is the rest.
+Generated from the registry and `tests/lowering/cases`, on up to 8 logical CPU devices that talk to
+each other by TensorFlow's collectives. Only the primitives differ from placement, so a case runs
+under the few layouts that split most dims: without a graph, each core in its thread, on a small
+mesh, each third one also on the mesh of axes of two sizes; and each second one as a graph. Cases
+that are marked `thin`, which share their code with others, are `exhaustive`, as is the rest. As
+graphs, `test_operations_tpu.py` builds all of them.
+
+After an error in a collective all later ones of the process fail: the first failure counts.
 """
 
-import json
-import subprocess
-import tempfile
-import threading
+import functools
 
 import pytest
+import tensorflow as tf
 
+from pipemesh.lowering import Cores
+from pipemesh.mesh import LayoutRules, Mesh
 from tests.lowering.cases import ALL
-from tests.lowering.cases.case import LARGE_MESH, on_large_mesh, sampled
-from tests.warm import warm
+from tests.lowering.cases.case import GRAPH_MESH, not_thin, sampled
 
-SECONDS_WITHOUT_A_RESULT = 60
-
-
-class Server:
-    """Runs one case after the other in a process, and in a new one after it hung or died."""
-
-    def __init__(self):
-        self.process = None
-
-    def ask(self, *case):
-        """The differences of a case."""
-        if self.process is None:
-            self.errors = tempfile.TemporaryFile("w+")
-            self.process = subprocess.Popen(
-                warm("-m", "tests.conformance.simd_process"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self.errors,
-                text=True,
-            )
-            # It says when TensorFlow is loaded, which takes minutes on a busy machine.
-            self.process.stdout.readline()
-        self.process.stdin.write(json.dumps(case) + "\n")
-        self.process.stdin.flush()
-        watch = threading.Timer(SECONDS_WITHOUT_A_RESULT, self.process.kill)
-        watch.start()
-        line = self.process.stdout.readline()
-        watch.cancel()
-        if line:
-            return json.loads(line)
-        self.errors.seek(0)
-        errors = self.errors.read()
-        self.close()
-        return [f"the process hung or died: {errors[-2000:]}"]
-
-    def close(self):
-        """Ends the process."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.errors.close()
-            self.process = None
+MOST_LAYOUTS = 5
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = Server()
-    yield server
-    server.close()
+@functools.cache
+def make(mesh_text):
+    mesh = Mesh.from_text(mesh_text)
+    return Cores(mesh, [f"CPU:{i}" for i in range(mesh.num_devices)], time_limit_s=60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unoptimized():
+    """Optimizing each program again for each core would take most of the time."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    yield
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+
+
+def check(case, layouts, run):
+    """Runs all layouts in one program, so that threads and graphs are made once for them."""
+    *wanted, cotangent = case.expected
+    arrays = [tf.constant(array) for array, _ in case.inputs]
+
+    def program(lowering, *arrays):
+        results = []
+        for rules in layouts:
+            lowering.rules = rules
+            results.append(case.run(lowering, arrays, cotangent))
+        return results
+
+    for core, results in enumerate(run(program, arrays)):
+        for rules, got in zip(layouts, results, strict=True):
+            assert not case.differences(got, wanted), f"core {core}, layout '{rules}'"
 
 
 @pytest.mark.parametrize(
     ("mesh_text", "name"), sampled(ALL, "a:2;b:4", shift=2, every=3, thin=False)
 )
-def test_eagerly_results_and_gradients_equal_tensorflows(server, mesh_text, name):
-    assert not server.ask(mesh_text, name, False)
+def test_eagerly_results_and_gradients_equal_tensorflows(mesh_text, name):
+    cores, layouts = make(mesh_text), ALL[name].layouts(mesh_text)[:MOST_LAYOUTS]
+
+    def run(program, arrays):
+        return cores.run_eagerly(program, LayoutRules(), [arrays] * len(cores.devices))
+
+    check(ALL[name], layouts, run)
 
 
-@pytest.mark.parametrize("name", on_large_mesh(ALL))
-def test_in_a_graph_results_and_gradients_equal_tensorflows(server, name):
-    assert not server.ask(LARGE_MESH, name, True)
+@pytest.mark.parametrize("name", not_thin(ALL, every=2))
+def test_in_a_graph_results_and_gradients_equal_tensorflows(name):
+    cores, layouts = make(GRAPH_MESH), ALL[name].layouts(GRAPH_MESH)[:1]
 
+    def run(program, arrays):
+        specs = [tf.TensorSpec.from_tensor(array) for array in arrays]
+        return cores.function(program, LayoutRules(), *specs)([arrays] * len(cores.devices))
 
-@pytest.mark.slow
-def test_next_case_runs_after_one_that_kills_the_process(server):
-    (found,) = server.ask("a:2", "no operation", False)
-    assert found.startswith("the process hung or died: ") and "KeyError: 'no operation'" in found
-    assert not server.ask("a:2", next(iter(ALL)), False)
+    check(ALL[name], layouts, run)

@@ -24,7 +24,7 @@ def one_axis_apart(source, target):
 @pytest.mark.parametrize("name", ALL)
 def test_forward_and_backward_no_operation_stays(name):
     case = ALL[name]
-    *_, cotangent = case.expected()
+    *_, cotangent = case.expected
     specs = [tf.TensorSpec(array.shape, array.dtype) for array, _ in case.inputs]
     text = legalize(
         lambda lowering, *arrays: case.run(lowering, arrays, cotangent),

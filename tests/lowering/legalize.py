@@ -4,8 +4,7 @@ import re
 
 import tensorflow as tf
 
-from pipemesh.lowering.simd.collectives import TpuCollectives
-from pipemesh.lowering.simd.simd_lowering import SimdLowering
+from pipemesh.lowering.simd.collectives import TpuLowering
 
 # Lists of tensors become tensors; this pass looks at functions from `main` on alone.
 LISTS = "tf-tensor-list-ops-decomposition"
@@ -20,7 +19,7 @@ def legalize(program, mesh, rules, *specs):
     """
 
     def core_program(core, *args):
-        lowering = SimdLowering(mesh, rules, TpuCollectives(mesh), core)
+        lowering = TpuLowering(mesh, rules, core)
         return [t for t in tf.nest.flatten(program(lowering, *args)) if t is not None]
 
     function = tf.function(core_program, autograph=False)

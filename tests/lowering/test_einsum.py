@@ -23,64 +23,47 @@ def kinds(terms, result, *inputs):
     return {op.type for op in graph.get_operations()} & {"MatMul", "Einsum"}
 
 
+MATMULS = (
+    "ak,kb->ab ka,kb->ab ak,bk->ab ka,bk->ab ak,kb->ba bk,ka->ab abk,kcd->abcd abcd,cdk->abk "
+    "cdab,kcd->kab k,ka->a ak,k->a ab,ab->"
+).split()
+OTHERS = [
+    "abk,kab->ab",  # dims of both that stay
+    "akb,kc->abc",  # what is summed lies between
+    "ak,kb->a",  # a dim of one operand alone is summed
+    "abcd,dck->abk",  # summed dims in two orders
+    "a,b->ab",  # nothing is summed
+    "ak,kb,b->ab",
+    "ak->k",
+]
+
+
 @pytest.mark.parametrize(
-    ("left", "right", "result"),
-    [
-        ("ak", "kb", "ab"),
-        ("ka", "kb", "ab"),
-        ("ak", "bk", "ab"),
-        ("ka", "bk", "ab"),
-        ("ak", "kb", "ba"),
-        ("bk", "ka", "ab"),
-        ("abk", "kcd", "abcd"),
-        ("abcd", "cdk", "abk"),
-        ("cdab", "kcd", "kab"),
-        ("k", "ka", "a"),
-        ("ak", "k", "a"),
-        ("ab", "ab", ""),
-    ],
+    ("equation", "kind"),
+    [*((each, "MatMul") for each in MATMULS), *((each, "Einsum") for each in OTHERS)],
 )
-def test_runs_of_dims_make_a_product_of_matrices(left, right, result):
-    x, y = random(left), random(right)
+def test_runs_of_dims_make_a_product_of_matrices(equation, kind):
+    """Other products are left to einsum."""
+    terms, result = equation.split("->")[0].split(","), equation.split("->")[1]
+    operands = [random(term) for term in terms]
     with tf.GradientTape(persistent=True) as tape:
-        tape.watch([x, y])
-        got = local_product([left, right], result)(x, y)
-        want = tf.einsum(f"{left},{right}->{result}", x, y)
+        tape.watch(operands)
+        got = local_product(terms, result)(*operands)
+        want = tf.einsum(equation, *operands)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    weights = random(result)
-    found, wanted = (tape.gradient(out, [x, y], weights) for out in (got, want))
+    found, wanted = (tape.gradient(out, operands, random(result)) for out in (got, want))
     for mine, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
-    assert kinds([left, right], result, x, y) == {"MatMul"}
-
-
-@pytest.mark.parametrize(
-    ("terms", "result"),
-    [
-        (["abk", "kab"], "ab"),  # dims of both that stay
-        (["akb", "kc"], "abc"),  # what is summed lies between
-        (["ak", "kb"], "a"),  # a dim of one operand alone is summed
-        (["abcd", "dck"], "abk"),  # summed dims in two orders
-        (["a", "b"], "ab"),  # nothing is summed
-        (["ak", "kb", "b"], "ab"),
-        (["ak"], "k"),
-    ],
-)
-def test_other_products_are_left_to_einsum(terms, result):
-    operands = [random(term) for term in terms]
-    got = local_product(terms, result)(*operands)
-    want = np.einsum(f"{','.join(terms)}->{result}", *operands)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    assert kinds(terms, result, *operands) == {"Einsum"}
+    assert kinds(terms, result, *operands) == {kind}
 
 
 def test_integers_and_unknown_sizes_are_left_to_einsum():
-    terms, result = ["ak", "kb"], "ba"
-    x, y = (random(term, tf.int32) for term in terms)
-    np.testing.assert_array_equal(local_product(terms, result)(x, y), np.einsum("ak,kb->ba", x, y))
-    assert kinds(terms, result, x, y) == {"Einsum"}
-    unknown = tf.TensorSpec([None, 6])
-    assert kinds(terms, result, unknown, tf.TensorSpec([6, 3])) == {"Einsum"}
+    x, y = random("ak", tf.int32), random("kb", tf.int32)
+    got = local_product(["ak", "kb"], "ba")(x, y)
+    np.testing.assert_array_equal(got, np.einsum("ak,kb->ba", x, y))
+    assert kinds(["ak", "kb"], "ba", x, y) == {"Einsum"}
+    unknown = tf.TensorSpec([None, 6]), tf.TensorSpec([6, 3])
+    assert kinds(["ak", "kb"], "ba", *unknown) == {"Einsum"}
 
 
 def test_the_gradient_of_a_common_operand_is_sent_once():

@@ -14,31 +14,39 @@ from tests.pairwise import in_turn
 STEP = tf.constant(3, tf.int64)
 SEED = tf.constant([5, 6])
 NUM_MICROBATCHES = 4
+# The draw on named dims, and TensorFlow's.
 DRAWS = {
-    "uniform": lambda lowering, shape: ops.random_uniform(lowering, shape, seed=SEED),
-    "normal": lambda lowering, shape: ops.random_normal(lowering, shape, seed=SEED),
-    "double": lambda lowering, shape: ops.random_normal(
-        lowering, shape, seed=SEED, dtype=tf.float64
+    "uniform": (
+        lambda lowering, shape: ops.random_uniform(lowering, shape, seed=SEED),
+        lambda sizes: tf.random.stateless_uniform(sizes, SEED, alg="philox"),
     ),
-    "dropout": lambda lowering, shape: ops.dropout(
-        ops.import_tensor(lowering, tf.ones(shape.sizes), shape), rate=0.4, seed=SEED
+    "normal": (
+        lambda lowering, shape: ops.random_normal(lowering, shape, seed=SEED),
+        lambda sizes: tf.random.stateless_normal(sizes, SEED, alg="philox"),
+    ),
+    "double": (
+        lambda lowering, shape: ops.random_normal(lowering, shape, seed=SEED, dtype=tf.float64),
+        lambda sizes: tf.random.stateless_normal(sizes, SEED, dtype=tf.float64, alg="philox"),
+    ),
+    "dropout": (
+        lambda lowering, shape: ops.dropout(
+            ops.import_tensor(lowering, tf.ones(shape.sizes), shape), rate=0.4, seed=SEED
+        ),
+        lambda sizes: tf.nn.experimental.stateless_dropout(
+            tf.ones(sizes), 0.4, SEED, rng_alg="philox"
+        ),
     ),
 }
-PLAIN = {
-    "uniform": lambda sizes: tf.random.stateless_uniform(sizes, SEED, alg="philox"),
-    "normal": lambda sizes: tf.random.stateless_normal(sizes, SEED, alg="philox"),
-    "double": lambda sizes: tf.random.stateless_normal(sizes, SEED, dtype=tf.float64, alg="philox"),
-    "dropout": lambda sizes: tf.nn.experimental.stateless_dropout(
-        tf.ones(sizes), 0.4, SEED, rng_alg="philox"
-    ),
-}
-# Of a microbatch of 2: the shape, the dim that is cut, and what is folded into it in front.
-SHAPES = {
-    "batch first": ("batch:2;time:3;io:2", 0, 1),
-    "batch second": ("time:4;batch:2;io:3", 1, 1),
-    "time folded into the batch": ("batch:8;io:2", 0, 1),
-    "batch folded into time": ("time:8;io:2", 0, 4),
-}
+# Of a microbatch of 2: the shape, the dim that is cut, what is folded into it in front, layouts.
+BATCH_FIRST = "batch:2;time:3;io:2", 0, 1, ["", "batch:data", "batch:data;io:model", "io:data"]
+BATCH_SECOND = "time:4;batch:2;io:3", 1, 1, ["", "time:data", "time:model;batch:data"]
+TIME_FOLDED = "batch:8;io:2", 0, 1, ["", "batch:data;io:model"]
+BATCH_FOLDED = "time:8;io:2", 0, 4, ["", "time:data", "time:data;io:model"]
+CASES = [
+    (*case, rules)
+    for *case, layouts in (BATCH_FIRST, BATCH_SECOND, TIME_FOLDED, BATCH_FOLDED)
+    for rules in layouts
+]
 
 
 def make(rules):
@@ -46,9 +54,8 @@ def make(rules):
     return PlacementLowering(mesh, LayoutRules.from_text(rules), [f"CPU:{i}" for i in range(4)])
 
 
-def whole_shape(shape, dim):
-    name, size = shape.dims[dim].name, shape.dims[dim].size
-    return shape.replace(name, Dim(name, size * NUM_MICROBATCHES))
+def drawn_value(draw, lowering, shape):
+    return ops.export_tensor(DRAWS[draw][0](lowering, shape)).numpy()
 
 
 def position(m, drawn, before=1):
@@ -56,39 +63,22 @@ def position(m, drawn, before=1):
     return Position(tf.constant(m, tf.int64), NUM_MICROBATCHES, 2, whole)
 
 
-def parts_of(whole, dim, folded):
-    """The microbatches of the whole batch's numbers; `folded` rows come before the batch."""
-    sizes = whole.shape
-    view = whole.reshape([*sizes[:dim], folded, NUM_MICROBATCHES, -1, *sizes[dim + 1 :]])
-    for m in range(NUM_MICROBATCHES):
-        part = np.take(view, m, dim + 1)
-        yield part.reshape([*sizes[:dim], sizes[dim] // NUM_MICROBATCHES, *sizes[dim + 1 :]])
-
-
-LAYOUTS = {
-    "batch first": ["", "batch:data", "batch:data;io:model", "io:data"],
-    "batch second": ["", "time:data", "time:model;batch:data"],
-    "time folded into the batch": ["", "batch:data;io:model"],
-    "batch folded into time": ["", "time:data", "time:data;io:model"],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "rules", "draw"),
-    in_turn([(name, rules) for name in SHAPES for rules in LAYOUTS[name]], list(DRAWS)),
-)
-def test_microbatch_draws_its_slice_of_the_whole_batchs_draw(name, rules, draw):
-    text, dim, before = SHAPES[name]
-    shape = Shape.from_text(text)
-    lowering = make(rules)
-    whole = whole_shape(shape, dim)
+@pytest.mark.parametrize(("text", "dim", "folded", "rules", "draw"), in_turn(CASES, list(DRAWS)))
+def test_microbatch_draws_its_slice_of_the_whole_batchs_draw(text, dim, folded, rules, draw):
+    lowering, shape = make(rules), Shape.from_text(text)
+    name, size = shape.dims[dim].name, shape.dims[dim].size
+    whole = shape.replace(name, Dim(name, size * NUM_MICROBATCHES))
     with plan_free_randomness(STEP) as drawn:
-        value = ops.export_tensor(DRAWS[draw](lowering, whole)).numpy()
-    np.testing.assert_array_equal(value, PLAIN[draw](whole.sizes).numpy())
-    for m, wanted in enumerate(parts_of(value, dim, before)):
-        with plan_free_randomness(STEP, position(m, drawn, before)):
-            got = ops.export_tensor(DRAWS[draw](lowering, shape))
-        np.testing.assert_array_equal(got.numpy(), wanted)
+        value = drawn_value(draw, lowering, whole)
+    np.testing.assert_array_equal(value, DRAWS[draw][1](whole.sizes).numpy())
+    # `folded` rows come before the batch.
+    view = value.reshape(
+        [*whole.sizes[:dim], folded, NUM_MICROBATCHES, -1, *shape.sizes[dim + 1 :]]
+    )
+    for m in range(NUM_MICROBATCHES):
+        with plan_free_randomness(STEP, position(m, drawn, folded)):
+            got = drawn_value(draw, lowering, shape)
+        np.testing.assert_array_equal(got, np.take(view, m, dim + 1).reshape(shape.sizes))
 
 
 @pytest.mark.parametrize(
@@ -98,19 +88,19 @@ def test_microbatch_draws_its_slice_of_the_whole_batchs_draw(name, rules, draw):
 def test_a_draw_for_a_slice_is_that_of_whole_sequences(draw, rules):
     lowering, slices = make(rules), 2
     shape, whole = Shape.from_text("batch:2;time:4;io:2"), Shape.from_text("batch:8;time:8;io:2")
-    value = ops.export_tensor(DRAWS[draw](lowering, whole)).numpy()
+    value = drawn_value(draw, lowering, whole)
     with plan_free_randomness(STEP) as drawn:
-        DRAWS[draw](lowering, Shape.from_text("batch:8;time:4;io:2"))
+        drawn_value(draw, lowering, Shape.from_text("batch:8;time:4;io:2"))
     with plan_free_randomness(STEP) as of_sequences:
-        DRAWS[draw](lowering, Shape.from_text("batch:2;time:8;io:2"))
+        drawn_value(draw, lowering, Shape.from_text("batch:2;time:8;io:2"))
     known = WholeDraws(drawn, lambda name, dim, folded: 1, of_sequences)
     for m, rows in enumerate(np.split(value, NUM_MICROBATCHES)):
         for q, wanted in enumerate(np.split(rows, slices, axis=1)):
             numbers = [tf.constant(number, tf.int64) for number in (m, q)]
             where = Position(numbers[0], NUM_MICROBATCHES, 2, known, slices, 4, numbers[1])
             with plan_free_randomness(STEP, where):
-                got = ops.export_tensor(DRAWS[draw](lowering, shape))
-            np.testing.assert_array_equal(got.numpy(), wanted)
+                got = drawn_value(draw, lowering, shape)
+            np.testing.assert_array_equal(got, wanted)
 
 
 def test_draws_of_tensorflow_and_named_dims_share_one_count():

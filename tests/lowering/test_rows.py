@@ -1,24 +1,21 @@
-"""Communication and errors of operations on rows."""
+"""Communication of operations on rows."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import LayoutError
 from pipemesh.lowering import PlacementLowering, ops
-from pipemesh.mesh import Dim, LayoutRules, Mesh
+from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
+
+MESH = Mesh.from_text("rows:4")
 
 
-def make(rules, mesh_text="rows:4"):
-    mesh = Mesh.from_text(mesh_text)
-    devices = [f"CPU:{i}" for i in range(mesh.num_devices)]
-    return PlacementLowering(mesh, LayoutRules.from_text(rules), devices)
+def make(rules):
+    return PlacementLowering(MESH, LayoutRules.from_text(rules), [f"CPU:{i}" for i in range(4)])
 
 
 def given(lowering, shape):
-    sizes = [int(part.split(":")[1]) for part in shape.split(";")]
-    numbers = np.arange(np.prod(sizes), dtype=np.float32).reshape(sizes)
-    return ops.import_tensor(lowering, numbers, shape)
+    return ops.import_tensor(lowering, np.ones(Shape.from_text(shape).sizes, np.float32), shape)
 
 
 def sent(lowering):
@@ -26,34 +23,30 @@ def sent(lowering):
     return {key[1:]: value for key, value in lowering.costs.rows.items()}
 
 
-def test_a_halo_exchange_sends_one_row_to_each_neighbour():
-    lowering = make("blocks:rows")
-    ops.halo_exchange(given(lowering, "blocks:8;y:6;io:2"), "blocks", "y", 1)
-    # A row of two numbers up and one down, although a slice has two blocks of six rows.
-    assert sent(lowering) == {("permute", "forward"): (2, 2 * 2 * 4)}
-
-
-def test_gradient_of_a_halo_is_added_to_its_row():
-    lowering = make("blocks:rows")
-    x = tf.zeros([4, 3])
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        named = ops.import_tensor(lowering, x, "blocks:4;y:3")
-        y = ops.export_tensor(ops.halo_exchange(named, "blocks", "y", 1))
-    assert y.shape == (4, 5)
-    got = tape.gradient(y, x).numpy().tolist()
-    # A first row is the halo of the block before, a last row of the block behind.
-    assert got == [[1, 1, 2], [2, 1, 2], [2, 1, 2], [2, 1, 1]]
-    assert sent(lowering)["permute", "backward"] == (2, 2 * 4)
-
-
-def test_convolution_gets_only_the_border_rows():
+@pytest.mark.parametrize(
+    ("call", "shape", "primitive", "calls", "numbers"),
+    [
+        # A row of two numbers up and one down, although a slice has two blocks of six rows.
+        (lambda x, _: ops.halo_exchange(x, "y", "x", 1), "y:8;x:6;io:2", "permute", 2, 2 * 2),
+        # A convolution gets only the border rows, of a batch of two.
+        (
+            lambda x, w: ops.conv1d(x, w, {"y": "window"}, padding="SAME"),
+            *("batch:2;y:16;io:3", "permute", 2, 2 * 2 * 3),
+        ),
+        (lambda x, _: ops.shift(x, "y", 1, wrap=True), "y:16;io:3", "permute", 1, 3),
+        (lambda x, _: ops.shift(x, "y", 8, wrap=True), "y:16;io:3", "permute", 1, 4 * 3),
+        # One row in one and two steps.
+        (lambda x, _: ops.cumsum(x, "y"), "y:16;io:3", "permute", 3, 3 * 3),
+        # Two of each slice's four rows go one slice on.
+        (lambda x, _: ops.slice(x, "y", 2, 8), "y:16", "permute", 1, 2),
+        # Values and indices of each slice's greatest, to three others.
+        (lambda x, _: ops.top_k(x, "y", Dim("k", 2)), "y:400", "all_gather", 2, 2 * 3 * 2),
+    ],
+)
+def test_only_rows_that_others_need_are_sent(call, shape, primitive, calls, numbers):
     lowering = make("y:rows")
-    x = given(lowering, "batch:2;y:16;io:3")
-    filters = given(lowering, "window:3;io:3;out:5")
-    ops.conv1d(x, filters, {"y": "window"}, padding="SAME")
-    row = 2 * 3 * 4
-    assert sent(lowering) == {("permute", "forward"): (2, 2 * row)}
+    call(given(lowering, shape), given(lowering, "window:3;io:3;out:5"))
+    assert sent(lowering) == {(primitive, "forward"): (calls, 4 * numbers)}
 
 
 def test_a_convolution_whose_windows_lie_in_slices_sends_nothing():
@@ -63,55 +56,14 @@ def test_a_convolution_whose_windows_lie_in_slices_sends_nothing():
     assert not sent(lowering)
 
 
-def test_a_shift_sends_the_rows_that_cross_a_border():
-    lowering = make("y:rows")
-    ops.shift(given(lowering, "y:16;io:3"), "y", 1, wrap=True)
-    assert sent(lowering) == {("permute", "forward"): (1, 3 * 4)}
-    lowering.costs.clear()
-    ops.shift(given(lowering, "y:16;io:3"), "y", 8, wrap=True)
-    assert sent(lowering) == {("permute", "forward"): (1, 4 * 3 * 4)}
-
-
-def test_a_slice_sends_less_than_all_rows():
-    lowering = make("y:rows")
-    ops.slice(given(lowering, "y:16"), "y", 2, 8)
-    # Two rows of each slice's four, at two distances, up and down; all rows would be 48 bytes.
-    assert sent(lowering)["permute", "forward"][1] < 4 * 4 * 3
-
-
-def test_a_cumulative_sum_sends_one_row_in_one_and_two_steps():
-    lowering = make("y:rows")
-    ops.cumsum(given(lowering, "y:16;io:3"), "y")
-    assert sent(lowering) == {("permute", "forward"): (3, 3 * 3 * 4)}
-
-
-def test_top_k_sends_the_greatest_elements_of_each_slice():
-    lowering = make("y:rows")
-    ops.top_k(given(lowering, "y:400"), "y", Dim("k", 2))
-    # Values and indices, to three others.
-    assert sent(lowering) == {("all_gather", "forward"): (2, 2 * 3 * 2 * 4)}
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, _: ops.slice(x, "y", 0, 6),
-        lambda x, _: ops.pad(x, "y", 1, 1),
-        lambda x, _: ops.concat([x, ops.slice(x, "y", 0, 2)], "y"),
-        lambda x, _: ops.split(x, "y", [2, 14]),
-        lambda x, f: ops.conv1d(x, f, {"y": "window"}, padding="VALID"),
-        lambda x, f: ops.conv1d(x, f, {"y": "window"}, padding="SAME", strides=3),
-    ],
-)
-def test_result_must_divide(call):
-    lowering = make("y:rows")
-    x, filters = given(lowering, "y:16;io:3"), given(lowering, "window:3;io:3;out:5")
-    with pytest.raises(LayoutError, match="remove or change the rule 'y:rows'"):
-        call(x, filters)
-
-
-def test_channels_and_rows_split_over_one_axis_are_an_error():
-    lowering = make("y:rows;out:rows")
-    x, filters = given(lowering, "y:16;io:3"), given(lowering, "window:3;io:3;out:4")
-    with pytest.raises(LayoutError, match="'y:rows' or 'out:rows'"):
-        ops.conv1d(x, filters, {"y": "window"}, padding="SAME")
+def test_gradient_of_a_halo_is_added_to_its_row():
+    lowering = make("blocks:rows")
+    x = tf.zeros([4, 3])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        named = ops.import_tensor(lowering, x, "blocks:4;y:3")
+        y = ops.export_tensor(ops.halo_exchange(named, "blocks", "y", 1))
+    # A first row is the halo of the block before, a last row of the block behind.
+    want = [[1, 1, 2], [2, 1, 2], [2, 1, 2], [2, 1, 1]]
+    assert tape.gradient(y, x).numpy().tolist() == want
+    assert sent(lowering)["permute", "backward"] == (2, 2 * 4)

@@ -4,18 +4,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import ShapeError
-from pipemesh.lowering import PlacementLowering, SimdLowering, Tensor, ops
-from pipemesh.lowering.lowering import Lowering
+from pipemesh.lowering import PlacementLowering, Tensor, ops
+from pipemesh.lowering.simd.collectives import TpuLowering
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
 MESH = Mesh.from_text("data:2")
 
 
-def make(lowers: str, rules: str = "batch:data") -> Lowering:
+def make(lowers, rules="batch:data"):
     if lowers == "placement":
         return PlacementLowering(MESH, LayoutRules.from_text(rules), ["CPU:0", "CPU:1"])
-    return SimdLowering(Mesh.from_text("data:1"), LayoutRules(), None, tf.constant(0))
+    return TpuLowering(Mesh.from_text("data:1"), LayoutRules(), tf.constant(0))
 
 
 UNKNOWN = [tf.TensorSpec([None, 3]), tf.TensorSpec([None, None]), tf.TensorSpec(None)]
@@ -42,14 +41,6 @@ def test_batch_of_unknown_size_is_checked_at_run_time(lowers, spec, rules):
 
 
 @pytest.mark.parametrize("lowers", ["placement", "simd"])
-def test_a_lowering_checks_what_it_cuts(lowers):
-    lowering = make(lowers)
-    layout = lowering.tensor_layout(Shape.of(batch=4))
-    with pytest.raises(ShapeError, match=r"sizes \(8,\) cannot have the shape 'batch:4'"):
-        lowering.import_tensor(tf.ones([8]), layout)
-
-
-@pytest.mark.parametrize("lowers", ["placement", "simd"])
 def test_slices_of_unknown_size_are_checked_at_run_time(lowers):
     lowering = make(lowers)
     size = 4 // lowering.mesh.num_devices
@@ -58,12 +49,8 @@ def test_slices_of_unknown_size_are_checked_at_run_time(lowers):
     def total(part):
         x = Tensor(lowering, (part,) * lowering.num_slices, Shape.of(batch=4))
         assert all(slice_.shape == [size] for slice_ in x.slices)
-        with tf.GradientTape() as tape:
-            tape.watch(part)
-            x = Tensor(lowering, (part,) * lowering.num_slices, Shape.of(batch=4))
-            loss = ops.reduce_sum(x)
-        return ops.export_tensor(loss), tape.gradient(loss, part)
+        return ops.export_tensor(ops.reduce_sum(x))
 
-    assert total(tf.ones([size]))[0] == 4
+    assert total(tf.ones([size])) == 4
     with pytest.raises(tf.errors.InvalidArgumentError, match="not compatible with expected shape"):
         total(tf.ones([2 * size]))

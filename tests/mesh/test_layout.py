@@ -22,28 +22,14 @@ def at(row, col):
     return MESH.processor({"processor_rows": row, "processor_cols": col})
 
 
-def test_without_rules_every_processor_holds_the_whole_tensor():
-    layout = image_layout("")
-    assert layout.slice_shape == (100, 28, 28, 3)
-    assert {layout.slice_begin(p) for p in range(8)} == {(0, 0, 0, 0)}
-
-
-def test_a_batch_split_over_columns_is_the_same_in_both_rows():
+def test_batch_or_images_are_split():
     layout = image_layout("batch:processor_cols")
     assert layout.slice_shape == (25, 28, 28, 3)
     assert layout.slice_ranges(at(0, 3))[0] == slice(75, 100)
     assert layout.slice_ranges(at(1, 3)) == layout.slice_ranges(at(0, 3))
-
-
-def test_images_split_in_rows_and_columns():
     layout = image_layout("rows:processor_rows;cols:processor_cols")
-    assert layout.slice_shape == (100, 14, 7, 3)
-    assert layout.slice_ranges(at(0, 1)) == (
-        slice(0, 100),
-        slice(0, 14),
-        slice(7, 14),
-        slice(0, 3),
-    )
+    rows_and_cols = slice(0, 14), slice(7, 14)
+    assert layout.slice_ranges(at(0, 1)) == (slice(0, 100), *rows_and_cols, slice(0, 3))
     assert str(layout) == "batch:100;rows:28/processor_rows;cols:28/processor_cols;channels:3"
 
 
@@ -65,26 +51,29 @@ def test_illegal_rules_name_dims_axes_sizes_and_the_rule(rules, words):
         assert word in str(error.value)
 
 
-def test_a_dim_has_one_axis():
-    with pytest.raises(LayoutError, match="'batch:processor_rows' or 'batch:processor_cols'"):
-        LayoutRules.from_text("batch:processor_rows;batch:processor_cols")
-
-
-def test_a_rule_for_a_dim_that_no_tensor_has_is_an_error():
-    with pytest.raises(LayoutError, match=r"'bacth'.*did you mean 'batch'"):
-        LayoutRules.from_text("bacth:processor_rows").check(MESH, IMAGES.names)
-
-
-@pytest.mark.parametrize("rule", [("batch", 2), ("ba tch", "data"), (None, "data")])
-def test_rules_are_pairs_of_names(rule):
-    with pytest.raises(LayoutError, match="is not a pair of names"):
-        LayoutRules((rule,))
-
-
-@pytest.mark.parametrize("text", ["batch", "batch:data;", "batch=data", ":", "batch:2"])
-def test_malformed_rules_are_named(text):
-    with pytest.raises(LayoutError, match="is not dim:axis"):
-        LayoutRules.from_text(text)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: LayoutRules.from_text("batch:processor_rows;batch:processor_cols"),
+            "'batch:processor_rows' or 'batch:processor_cols'",
+        ),
+        (
+            lambda: LayoutRules.from_text("bacth:processor_rows").check(MESH, IMAGES.names),
+            r"'bacth'.*did you mean 'batch'",
+        ),
+        (lambda: LayoutRules((("batch", 2),)), "is not a pair of names"),
+        (lambda: LayoutRules((("ba tch", "data"),)), "is not a pair of names"),
+        (lambda: LayoutRules(((None, "data"),)), "is not a pair of names"),
+        *(
+            (lambda text=text: LayoutRules.from_text(text), "is not dim:axis")
+            for text in ("batch", "batch:data;", "batch=data", ":", "batch:2")
+        ),
+    ],
+)
+def test_wrong_rules_are_named(call, message):
+    with pytest.raises(LayoutError, match=message):
+        call()
 
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True)

@@ -1,9 +1,8 @@
-"""Collectives of cores: TensorFlow's operations on CPUs and GPUs, and those of TPUs."""
+"""Kinds of `SimdLowering`: by TensorFlow's collectives on CPUs and GPUs, and by those of TPUs."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,8 +11,9 @@ import tensorflow as tf
 from pipemesh.backend import collectives
 from pipemesh.backend.collectives import Meeting
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.lowering.lowering import usual_bytes
-from pipemesh.mesh import Mesh
+from pipemesh.lowering.lowering import Slices, usual_bytes
+from pipemesh.lowering.simd.simd_lowering import SimdLowering
+from pipemesh.mesh import LayoutRules, Mesh
 
 MERGE = {"sum": "Add", "max": "Max", "min": "Min"}
 # Dtypes that all kernels can send. Other dtypes are converted to one of these without loss.
@@ -64,82 +64,82 @@ class GroupKeys:
         return self._first[axes] + group
 
 
-class TfCollectives:
-    """Collectives by `CollectiveReduceV2`, `CollectiveGatherV2` and `CollectiveAllToAllV2`."""
+class TfLowering(SimdLowering):
+    """Communicates by `CollectiveReduceV2`, `CollectiveGatherV2` and `CollectiveAllToAllV2`."""
 
-    # `core` is the number of the core, and `token` a resource scalar of its device alone, which
-    # puts the core's collectives into one order; without it they deadlock. All programs on the same
-    # devices share `keys`. A program that is traced for all cores takes the next `instance_keys` of
-    # the process; cores that call operations eagerly need iterators over the same keys.
+    # `token` is a resource scalar of the core's device alone, which puts the core's collectives
+    # into one order; without it they deadlock. All programs on the same devices share `keys`. A
+    # program that is traced for all cores takes the next `instance_keys` of the process; cores that
+    # call operations eagerly need iterators over the same keys.
 
     def __init__(
         self,
         mesh: Mesh,
+        rules: LayoutRules,
         core: tf.Tensor,
         token: tf.Tensor,
         keys: GroupKeys,
         instance_keys: Iterator[int] = _instance_keys,
     ) -> None:
-        self._mesh = mesh
-        self._core = core
+        super().__init__(mesh, rules, core)
         self._token = token
         self._keys = keys
         self._instance_keys = instance_keys
 
     def _meeting(self, axes: Sequence[str]) -> Meeting:
-        size = math.prod(self._mesh.size(axis) for axis in axes)
-        ordered = tuple(axis for axis in self._mesh.axis_names if axis in axes)
-        group = self._keys.key(ordered, self._core)
-        return Meeting(size, group, next(self._instance_keys), self._token)
+        ordered = tuple(axis for axis in self.mesh.axis_names if axis in axes)
+        group = self._keys.key(ordered, self.core)
+        return Meeting(self.group_size(axes), group, next(self._instance_keys), self._token)
 
-    def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> int:
+    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> None:
         """Counts bytes of the sent dtype, and counts a permute as an all-gather."""
         size = (x.shape.num_elements() or 0) * CARRIERS.get(x.dtype, x.dtype).size
         way = "all_gather" if primitive == "permute" else primitive
-        return usual_bytes(way, size, math.prod(self._mesh.size(axis) for axis in axes))
+        sent = usual_bytes(way, size, self.group_size(axes))
+        self.costs.add(primitive, axes, x, self._is_backward, sent)
 
-    def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
+    def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
         """Calls one `CollectiveReduceV2`."""
-        if x.shape.num_elements() == 0:
-            return tf.identity(x)
+        (tensor,) = x
+        if tensor.shape.num_elements() == 0:
+            return (tf.identity(tensor),)
         # bfloat16 is summed in float32, to round once and not at every step.
         meeting = self._meeting(axes)
-        result = collectives.reduce(sendable(x), meeting, MERGE[op])
-        return received(result, x, x.shape)
+        result = collectives.reduce(sendable(tensor), meeting, MERGE[op])
+        return (received(result, tensor, tensor.shape),)
 
     def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
         """Stacks all slices along an axis as the first dim."""
-        size = self._mesh.size(axis)
         result = collectives.gather(sendable(x)[None], self._meeting([axis]))
-        return received(result, x, [size, *x.shape])
+        return received(result, x, [self.mesh.size(axis), *x.shape])
 
-    def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
+    def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
         """Calls one `CollectiveGatherV2` and a concat."""
-        if x.shape.num_elements() == 0:
-            return tf.concat([x] * self._mesh.size(axis), dim)
-        gathered = self._gather(x, axis)
-        return gathered_to_dim(gathered, dim)
+        (tensor,) = x
+        if tensor.shape.num_elements() == 0:
+            return (tf.concat([tensor] * self.mesh.size(axis), dim),)
+        return (gathered_to_dim(self._gather(tensor, axis), dim),)
 
-    def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
+    def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
         """Calls one `CollectiveAllToAllV2` between a split and a concat."""
-        size = self._mesh.size(axis)
-        pieces = tf.stack(tf.split(x, size, split_dim))
-        if x.shape.num_elements() == 0:
-            return gathered_to_dim(pieces, concat_dim)
-        meeting = self._meeting([axis])
-        result = collectives.all_to_all(sendable(pieces), meeting)
-        return gathered_to_dim(received(result, x, pieces.shape), concat_dim)
+        (tensor,) = x
+        pieces = tf.stack(tf.split(tensor, self.mesh.size(axis), split_dim))
+        if tensor.shape.num_elements() != 0:
+            result = collectives.all_to_all(sendable(pieces), self._meeting([axis]))
+            pieces = received(result, tensor, pieces.shape)
+        return (gathered_to_dim(pieces, concat_dim),)
 
-    def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
+    def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
         """Gathers all slices and takes one: there is no permute kernel."""
-        if x.shape.num_elements() == 0:
-            return tf.identity(x)
-        size = self._mesh.size(axis)
+        (tensor,) = x
+        if tensor.shape.num_elements() == 0:
+            return (tf.identity(tensor),)
+        size = self.mesh.size(axis)
         source = {b: a for a, b in pairs}
-        gathered = tf.concat([self._gather(x, axis), tf.zeros_like(x)[None]], 0)
+        gathered = tf.concat([self._gather(tensor, axis), tf.zeros_like(tensor)[None]], 0)
         table = tf.constant([source.get(at, size) for at in range(size)])
-        at = tf.math.floormod(self._core // self._mesh.stride(axis), size)
-        return tf.gather(gathered, table[at])
+        (at,) = self.coordinate(axis)
+        return (tf.gather(gathered, table[at]),)
 
 
 def gathered_to_dim(stacked: tf.Tensor, dim: int) -> tf.Tensor:
@@ -168,50 +168,46 @@ def received(result: tf.Tensor, like: tf.Tensor, shape: object) -> tf.Tensor:
 _REDUCE: dict[str, Callable[..., tf.Tensor]] = {"max": tf.reduce_max, "min": tf.reduce_min}
 
 
-class TpuCollectives:
-    """Collectives by `CrossReplicaSum`, `AllToAll` and `CollectivePermute`.
+class TpuLowering(SimdLowering):
+    """Communicates by `CrossReplicaSum`, `AllToAll` and `CollectivePermute`.
 
     Processor i of the mesh is replica i. Group assignments and pairs are constants of the program
     and do not depend on the core.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def bytes_sent(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> None:
-        """Returns None, for the usual number of bytes."""
-
     def _groups(self, axes: Sequence[str]) -> list[list[int]]:
-        return [list(group) for group in self._mesh.groups(axes)]
+        return [list(group) for group in self.mesh.groups(axes)]
 
-    def all_reduce(self, x: tf.Tensor, axes: Sequence[str], op: str) -> tf.Tensor:
+    def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
         """Calls one `CrossReplicaSum`; gathers for max and min, which have no operation."""
+        (tensor,) = x
         if op == "sum":
             # The operation supports no other integers.
-            narrow = tf.cast(x, tf.int32) if x.dtype == tf.int64 else x
-            return tf.cast(collectives.tpu_all_sum(narrow, self._groups(axes)), x.dtype)
+            narrow = tf.cast(tensor, tf.int32) if tensor.dtype == tf.int64 else tensor
+            return (tf.cast(collectives.tpu_all_sum(narrow, self._groups(axes)), tensor.dtype),)
         for axis in axes:
-            x = _REDUCE[op](self._gather(x, axis), axis=0)
-        return x
+            tensor = _REDUCE[op](self._gather(tensor, axis), axis=0)
+        return (tensor,)
 
     def _gather(self, x: tf.Tensor, axis: str) -> tf.Tensor:
         """Stacks all slices along an axis as the first dim; each core sends a copy to each."""
-        copies = tf.stack([x] * self._mesh.size(axis))
+        copies = tf.stack([x] * self.mesh.size(axis))
         return collectives.tpu_all_to_all(copies, 0, 0, self._groups([axis]))
 
-    def all_gather(self, x: tf.Tensor, axis: str, dim: int) -> tf.Tensor:
+    def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
         """Calls one `AllToAll` of copies, which sends no more than an all-gather needs."""
-        return gathered_to_dim(self._gather(x, axis), dim)
+        return (gathered_to_dim(self._gather(x[0], axis), dim),)
 
-    def all_to_all(self, x: tf.Tensor, axis: str, split_dim: int, concat_dim: int) -> tf.Tensor:
+    def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
         """Calls one `AllToAll`."""
-        return collectives.tpu_all_to_all(x, concat_dim, split_dim, self._groups([axis]))
+        groups = self._groups([axis])
+        return (collectives.tpu_all_to_all(x[0], concat_dim, split_dim, groups),)
 
-    def permute(self, x: tf.Tensor, axis: str, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
+    def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
         """Calls one `CollectivePermute`."""
         ends = [
             [group[source], group[target]]
             for group in self._groups([axis])
             for source, target in pairs
         ]
-        return collectives.tpu_permute(x, ends)
+        return (collectives.tpu_permute(x[0], ends),)

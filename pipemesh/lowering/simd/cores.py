@@ -17,7 +17,7 @@ from pipemesh.backend.static_shape import stand_for_alike
 from pipemesh.errors import DeviceError, LayoutError, ShapeError
 from pipemesh.lowering.arguments import described
 from pipemesh.lowering.lowering import check_rules
-from pipemesh.lowering.simd.collectives import GroupKeys, TfCollectives, eager_instance_keys
+from pipemesh.lowering.simd.collectives import GroupKeys, TfLowering, eager_instance_keys
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh
@@ -140,11 +140,8 @@ class Cores:
         errors: list[BaseException] = []
 
         def run(i: int) -> None:
-            core = self.numbers[i]
-            collectives = TfCollectives(
-                self.mesh, core, self.tokens[i].handle, self.keys, iter(instance_keys)
-            )
-            lowering = SimdLowering(self.mesh, rules, collectives, core)
+            core, token = self.numbers[i], self.tokens[i].handle
+            lowering = TfLowering(self.mesh, rules, core, token, self.keys, iter(instance_keys))
             try:
                 with tf.device(self.devices[i]):
                     result = _run_program(program, lowering, args[i], warns=not i)
@@ -209,8 +206,7 @@ class CoreFunction:
 
         def core_program(core: tf.Tensor, token: tf.Tensor, *args: tf.Tensor) -> Any:
             stand_for_alike(token, cores.tokens[0])
-            collectives = TfCollectives(cores.mesh, core, token, cores.keys)
-            self.lowering = SimdLowering(cores.mesh, rules, collectives, core)
+            self.lowering = TfLowering(cores.mesh, rules, core, token, cores.keys)
             return _run_program(program, self.lowering, args)
 
         # TensorFlow must not inline the calls: collectives in loops of several cores in one graph

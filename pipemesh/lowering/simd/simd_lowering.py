@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +10,6 @@ import tensorflow as tf
 from pipemesh.backend.gradients import custom_gradient, install_branch_gradients
 from pipemesh.lowering.differentiate import call_local
 from pipemesh.lowering.lowering import Lowering, Slices, whole_tensor
-from pipemesh.lowering.simd.collectives import TfCollectives, TpuCollectives
 from pipemesh.mesh import LayoutRules, Mesh, TensorLayout
 
 install_branch_gradients()
@@ -19,11 +18,12 @@ install_branch_gradients()
 class SimdLowering(Lowering):
     """A lowering to the program of one core; the graph does not grow with the number of cores.
 
+    `collectives.py` has its kinds, which communicate by TensorFlow's collectives or a TPU's. All
+    cores call the methods that communicate in the same order.
+
     Attributes:
         core: int32 scalar, the number of the core that runs the program. It is an input of the
             program, which computes its coordinates from it.
-        collectives: the communication between cores, by the methods `raw_...` of `Lowering` on
-            one core's tensor. All cores call them in the same order.
 
     Raises:
         LayoutError: a rule names an unknown axis.
@@ -31,15 +31,8 @@ class SimdLowering(Lowering):
 
     num_slices = 1
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        rules: LayoutRules,
-        collectives: TfCollectives | TpuCollectives,
-        core: tf.Tensor,
-    ) -> None:
+    def __init__(self, mesh: Mesh, rules: LayoutRules, core: tf.Tensor) -> None:
         super().__init__(mesh, rules)
-        self.collectives = collectives
         self.core = core
 
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
@@ -86,23 +79,3 @@ class SimdLowering(Lowering):
             if axis is not None:
                 slices = self.all_gather(slices, axis, dim)
         return slices[0]
-
-    def _count(self, primitive: str, axes: Sequence[str], x: tf.Tensor) -> None:
-        sent = self.collectives.bytes_sent(primitive, axes, x)
-        self.costs.add(primitive, axes, x, self._is_backward, sent)
-
-    def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:
-        """Calls the collectives."""
-        return (self.collectives.all_reduce(x[0], axes, op),)
-
-    def raw_all_gather(self, x: Slices, axis: str, dim: int) -> Slices:
-        """Calls the collectives."""
-        return (self.collectives.all_gather(x[0], axis, dim),)
-
-    def raw_all_to_all(self, x: Slices, axis: str, split_dim: int, concat_dim: int) -> Slices:
-        """Calls the collectives."""
-        return (self.collectives.all_to_all(x[0], axis, split_dim, concat_dim),)
-
-    def raw_permute(self, x: Slices, axis: str, pairs: Sequence[tuple[int, int]]) -> Slices:
-        """Calls the collectives."""
-        return (self.collectives.permute(x[0], axis, pairs),)

@@ -3,21 +3,22 @@
 import tensorflow as tf
 
 from pipemesh.lowering import ops
-from tests.lowering.cases.case import Case, numbers
+from pipemesh.mesh import Shape
+from tests.lowering.cases.case import Case
 
 
 def _case(op, x, filters, result, reference, label="", thin=False, **call):
     """The dims of `x` that windows slide over are r, s, t; the windows' own f, g, h."""
-    names = [part.split(":")[0] for part in filters.split(";")]
+    names = Shape.from_text(filters).names
     window = {a: b for a, b in zip("rst", "fgh", strict=True) if b in names}
     channels = ";".join(part for part in filters.split(";") if part[0] in "io")
     outs = ";".join(part for part in filters.split(";") if part[0] == "o")
     return Case(
         op,
-        ((numbers(x, 1), x), (numbers(filters, 2), filters)),
+        [x, filters],
         lambda _, a, b: getattr(ops, op)(a, b, window, **call),
         reference,
-        tuple(part.split(":")[0] for part in result.split(";")),
+        " ".join(Shape.from_text(result).names),
         together=(f"{x};{outs}" if outs else x, filters, channels, result),
         thin=thin,
         rtol=1e-4,

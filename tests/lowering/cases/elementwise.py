@@ -44,119 +44,95 @@ def _by_name(function):
     return lambda a, b: function(a, tf.transpose(b)[:, None, :])
 
 
+def _case(op, inputs, reference, call=None, out="x y z", **more):
+    """A call of the operation with the inputs, or another one."""
+    call = call or getattr(ops, op)
+    return Case(op, inputs, lambda _, *given: call(*given), reference, out, **more)
+
+
 CASES = [
-    Case(
-        name,
-        (
-            (
-                _special(numbers(X))
+    *(
+        _case(
+            name,
+            [
+                (_special(numbers(X)), X)
                 if name.startswith("is_")
-                else numbers(X, low=0.5 if name in _POSITIVE else -2.0),
-                X,
-            ),
-        ),
-        lambda _, x, name=name: getattr(ops, name)(x),
-        function,
-        ("x", "y", "z"),
-        thin=name != "exp",
-    )
-    for name, function in _UNARY.items()
-]
-CASES += [
-    Case(
-        name,
-        ((numbers(X, 1, 0.5), X), (numbers("z:2;x:4", 2, 0.5), "z:2;x:4")),
-        lambda _, a, b, name=name: getattr(ops, name)(a, b),
-        _by_name(function),
-        ("x", "y", "z"),
-        thin=name not in ("multiply", "maximum"),
-    )
-    for name, function in _BINARY.items()
-]
-CASES += [
-    Case(
-        name,
-        ((booleans(X, 1), X), (booleans("z:2;x:4", 2), "z:2;x:4")),
-        lambda _, a, b, name=name: getattr(ops, name)(a, b),
-        _by_name(function),
-        ("x", "y", "z"),
-        thin=True,
-    )
-    for name, function in _LOGICAL.items()
-]
-CASES += [
-    Case(
-        "logical_not",
-        ((booleans(X), X),),
-        lambda _, x: ops.logical_not(x),
-        tf.logical_not,
-        ("x", "y", "z"),
-        thin=True,
+                else (numbers(X, low=0.5 if name in _POSITIVE else -2.0), X)
+            ],
+            function,
+            thin=name != "exp",
+        )
+        for name, function in _UNARY.items()
     ),
-    Case(
+    *(
+        _case(
+            name,
+            [(numbers(X, 1, 0.5), X), (numbers("z:2;x:4", 2, 0.5), "z:2;x:4")],
+            _by_name(function),
+            thin=name not in ("multiply", "maximum"),
+        )
+        for name, function in _BINARY.items()
+    ),
+    *(
+        _case(
+            name,
+            [(booleans(X, 1), X), (booleans("z:2;x:4", 2), "z:2;x:4")],
+            _by_name(function),
+            thin=True,
+        )
+        for name, function in _LOGICAL.items()
+    ),
+    _case("logical_not", [(booleans(X), X)], tf.logical_not, thin=True),
+    _case(
         "add",
-        ((numbers("x:4", 1), "x:4"), (numbers("y:8", 2), "y:8")),
-        lambda _, a, b: 1.5 - (a + b) * 2.0,
+        ["x:4", "y:8"],
         lambda a, b: 1.5 - (a[:, None] + b) * 2.0,
-        ("x", "y"),
+        lambda a, b: 1.5 - (a + b) * 2.0,
+        "x y",
         label="operators",
     ),
-    Case(
-        "multiply",
-        ((numbers(X, 1), X),),
-        lambda _, x: x * x,
-        lambda x: x * x,
-        ("x", "y", "z"),
-        label="same operand twice",
-        thin=True,
-    ),
-    Case(
+    _case("multiply", [X], tf.square, lambda x: x * x, label="same operand twice", thin=True),
+    _case(
         "divide",
-        ((numbers("x:8", 1), "x:8"), (np.zeros(8, np.float32), "x:8")),
-        lambda _, a, b: ops.divide(a, b),
+        ["x:8", (np.zeros(8, np.float32), "x:8")],
         tf.math.divide,
-        ("x",),
+        out="x",
         label="by zero",
     ),
-    Case(
+    _case(
         "where",
-        ((booleans("x:4;y:8"), "x:4;y:8"), (numbers("y:8", 1), "y:8"), (numbers("z:2", 2), "z:2")),
-        lambda _, c, a, b: ops.where(c, a, b),
+        [(booleans("x:4;y:8"), "x:4;y:8"), "y:8", "z:2"],
         lambda c, a, b: tf.where(c[..., None], a[:, None], b),
-        ("x", "y", "z"),
     ),
-    Case(
+    _case(
         "where",
-        ((booleans("x:4;y:8"), "x:4;y:8"), (numbers("y:8", 1), "y:8")),
-        lambda _, c, a: ops.where(c, a, 7.0),
+        [(booleans("x:4;y:8"), "x:4;y:8"), "y:8"],
         lambda c, a: tf.where(c, a, 7.0),
-        ("x", "y"),
+        lambda c, a: ops.where(c, a, 7.0),
+        "x y",
         label="a number",
         thin=True,
     ),
-    Case(
+    _case(
         "cast",
-        ((numbers(X), X),),
-        lambda _, x: ops.cast(x, tf.bfloat16),
+        [X],
         lambda x: tf.cast(x, tf.bfloat16),
-        ("x", "y", "z"),
+        lambda x: ops.cast(x, tf.bfloat16),
         thin=True,
     ),
-    Case(
+    _case(
         "cast",
-        ((integers(X, -4, 4), X),),
-        lambda _, x: ops.cast(x, tf.bool),
+        [(integers(X, -4, 4), X)],
         lambda x: tf.cast(x, tf.bool),
-        ("x", "y", "z"),
+        lambda x: ops.cast(x, tf.bool),
         label="to booleans",
         thin=True,
     ),
-    Case(
+    _case(
         "broadcast_to",
-        ((numbers("z:2;x:4"), "z:2;x:4"),),
-        lambda _, x: ops.broadcast_to(x, Shape.from_text(X)),
+        ["z:2;x:4"],
         lambda x: tf.broadcast_to(tf.transpose(x)[:, None], [4, 8, 2]),
-        ("x", "y", "z"),
+        lambda x: ops.broadcast_to(x, Shape.from_text(X)),
         together=(X,),
     ),
 ]

@@ -5,10 +5,9 @@ import tensorflow as tf
 
 from pipemesh.lowering import ops
 from pipemesh.mesh import Dim
-from tests.lowering.cases.case import Case, booleans, integers, numbers
+from tests.lowering.cases.case import Case, booleans, integers
 
 X = "x:4;y:8;z:2"
-XYZ = ("x", "y", "z")
 TIES = integers(X, 0, 3).astype(np.float32)
 NOT_NUMBERS = np.array(
     [
@@ -21,9 +20,9 @@ NOT_NUMBERS = np.array(
 )
 
 
-def _case(op, call, reference, *, array=None, shape=X, out=XYZ, **more):
-    array = numbers(shape) if array is None else array
-    return Case(op, ((array, shape),), lambda _, x: call(x), reference, out, **more)
+def _case(op, call, reference, *, array=None, shape=X, out="x y z", **more):
+    inputs = [shape if array is None else (array, shape)]
+    return Case(op, inputs, lambda _, x: call(x), reference, out, **more)
 
 
 def _swap(x):
@@ -47,9 +46,8 @@ def _moved(x, offset):
     return padded[:, size - offset : 2 * size - offset]
 
 
-def _pair(shapes, call, reference, out, op, **more):
-    arrays = tuple((numbers(shape, i), shape) for i, shape in enumerate(shapes))
-    return Case(op, arrays, lambda _, *x: call(*x), reference, out, **more)
+def _several(op, inputs, call, reference, out="x y z", **more):
+    return Case(op, inputs, lambda _, *x: call(*x), reference, out, **more)
 
 
 ORDER = [
@@ -57,7 +55,7 @@ ORDER = [
         "top_k",
         lambda x: ops.top_k(x, "y", Dim("k", 4))[0],
         lambda x: _swap(tf.math.top_k(_swap(x), 4).values),
-        out=("x", "k", "z"),
+        out="x k z",
         together=(X, "x:4;k:4;z:2"),
         label="values",
     ),
@@ -66,7 +64,7 @@ ORDER = [
         lambda x: ops.top_k(x, "y", Dim("k", 6))[1],
         lambda x: _swap(tf.math.top_k(_swap(x), 6).indices),
         array=TIES,
-        out=("x", "k", "z"),
+        out="x k z",
         together=(X, "x:4;k:6;z:2"),
         label="indices of equal elements",
         thin=True,
@@ -76,14 +74,14 @@ ORDER = [
         lambda x: ops.argmax(x, "y"),
         lambda x: tf.argmax(x, 1, tf.int32),
         array=TIES,
-        out=("x", "z"),
+        out="x z",
     ),
     _case(
         "argmax",
         lambda x: ops.argmax(x, "y"),
         lambda x: tf.argmax(x, 1, tf.int32),
         array=booleans(X, share=0.3),
-        out=("x", "z"),
+        out="x z",
         label="booleans",
         thin=True,
     ),
@@ -93,7 +91,7 @@ ORDER = [
         lambda x: tf.argmax(x, 0, tf.int32),
         array=NOT_NUMBERS,
         shape="x:4;y:4",
-        out=("y",),
+        out="y",
         label="NaN and infinite",
         thin=True,
     ),
@@ -128,7 +126,7 @@ RESIZE = [
         lambda x: x[:, 5:13],
         array=booleans("y:2;x:16"),
         shape="y:2;x:16",
-        out=("y", "x"),
+        out="y x",
         together=("y:2;x:16", "y:2;x:8"),
         label="of booleans",
         thin=True,
@@ -147,12 +145,11 @@ RESIZE = [
         label="with a value",
         thin=True,
     ),
-    _pair(
+    _several(
+        "concat",
         ["x:4;y:8;z:2", "z:2;y:4;x:4", "x:4;y:4;z:2"],
         lambda a, b, c: ops.concat([a, b, c], "y"),
         lambda a, b, c: tf.concat([a, tf.transpose(b), c], 1),
-        XYZ,
-        "concat",
         together=("x:4;y:8;z:2", "x:4;y:4;z:2", "x:4;y:16;z:2"),
     ),
     _case(
@@ -178,19 +175,19 @@ RESIZE = [
         label="unequal pieces",
         thin=True,
     ),
-    _pair(
+    _several(
+        "stack",
         ["x:4;y:8", "y:8;x:4"],
         lambda a, b: ops.stack([a, b, a, b], "w", 1),
         lambda a, b: tf.stack([a, tf.transpose(b), a, tf.transpose(b)], 1),
-        ("x", "w", "y"),
-        "stack",
+        "x w y",
         together=("x:4;w:4;y:8",),
     ),
     _case(
         "unstack",
         lambda x: ops.unstack(x, "x")[1] - ops.unstack(x, "x")[3] * 2.0,
         lambda x: x[1] - x[3] * 2.0,
-        out=("y", "z"),
+        out="y z",
     ),
 ]
 
