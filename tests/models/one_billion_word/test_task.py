@@ -124,16 +124,20 @@ def trained(lingvos_trainer):
     )
 
 
-@pytest.mark.slow
-def test_the_registered_model_trains_under_lingvos_trainer_on_two_devices(trained):
-    """lingvo gives a local worker one CPU device, and ends in an AssertionError with two stages."""
-    done, logdir = trained
+def assert_trained(done):
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (logdir / "train" / "ckpt-00000003.index").exists()
     steps = re.findall(r"step: +(\d+), .* loss:(\S+)", done.stderr)
     assert [int(step) for step, _ in steps] == [1, 2, 3]
     # The logarithm of 600 pieces is what a model that knows nothing pays.
     assert all(abs(float(loss) - math.log(600)) < 1 for _, loss in steps)
+
+
+@pytest.mark.slow
+def test_the_registered_model_trains_under_lingvos_trainer_on_two_devices(trained):
+    """lingvo gives a local worker one CPU device, and ends in an AssertionError with two stages."""
+    done, logdir = trained
+    assert_trained(done)
+    assert (logdir / "train" / "ckpt-00000003.index").exists()
     assert re.search(r"InitDevices .*device:CPU:0'.*device:CPU:1'\]", done.stderr)
 
 
@@ -144,11 +148,7 @@ def test_it_trains_under_lingvos_trainer_split_over_three_axes(lingvos_trainer, 
         "num_microbatches=2"
     )
     flags = ["--mode=sync", "--job=controller,trainer_client", "--worker_split_size=8"]
-    done, _ = lingvos_trainer(*flags, plan=plan, folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    steps = re.findall(r"step: +(\d+), .* loss:(\S+)", done.stderr)
-    assert [int(step) for step, _ in steps] == [1, 2, 3]
-    assert all(abs(float(loss) - math.log(600)) < 1 for _, loss in steps)
+    assert_trained(lingvos_trainer(*flags, plan=plan, folder=tmp_path)[0])
     names = {name for name, _ in tf.train.list_variables(str(tmp_path / "train"))}
     assert any("table_slice_1" in name for name in names)
 
@@ -351,31 +351,20 @@ def changed(batch, where):
 
 
 @pytest.mark.slow
-def test_a_sentence_leaves_its_neighbours_in_the_pack_bit_identical(losses):
+def test_no_token_sees_what_comes_after_it_or_is_of_another_sentence_or_row(losses):
     batch = random_batch()
-    before = losses(batch)
-    for segment in (1, 2, 4):
-        mine = batch["segment_ids"] == segment
-        after = losses(changed(batch, mine))
-        np.testing.assert_array_equal(after[~mine], before[~mine])
-        assert (after[mine] != before[mine]).all()
-
-
-def test_no_token_sees_what_comes_after_it(losses):
-    batch = {**random_batch(), "segment_ids": np.ones([BATCH_SIZE, TIME], np.int32)}
-    before = losses(batch)
-    for first in (1, 7, TIME - 1):
-        later = np.broadcast_to(np.arange(TIME) >= first, [BATCH_SIZE, TIME])
-        after = losses(changed(batch, later))
-        np.testing.assert_array_equal(after[~later], before[~later])
-        assert (after[later] != before[later]).all()
-
-
-def test_a_row_leaves_the_other_rows_alone(losses):
-    batch = random_batch()
-    before = losses(batch)
+    one_segment = {**batch, "segment_ids": np.ones([BATCH_SIZE, TIME], np.int32)}
     row = np.broadcast_to(np.arange(BATCH_SIZE)[:, None] == 5, [BATCH_SIZE, TIME])
-    np.testing.assert_array_equal(losses(changed(batch, row))[~row], before[~row])
+    later = [np.arange(TIME) >= first for first in (1, 7, TIME - 1)]
+    for given, wheres in (
+        (batch, [row, *(batch["segment_ids"] == segment for segment in (1, 2, 4))]),
+        (one_segment, [np.broadcast_to(where, [BATCH_SIZE, TIME]) for where in later]),
+    ):
+        before = losses(given)
+        for where in wheres:
+            after = losses(changed(given, where))
+            np.testing.assert_array_equal(after[~where], before[~where])
+            assert (after[where] != before[where]).all()
 
 
 def test_sinusoids_restart_with_the_segment():
