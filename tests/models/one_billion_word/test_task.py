@@ -29,17 +29,16 @@ from models.one_billion_word.params import (
 )
 from models.one_billion_word.sizes import LAYERS
 from models.one_billion_word.transformer import Block, Embedding, Softmax, sinusoids
+from pipemesh.layers.named import by_logical_name
 from pipemesh.plan import Plan, predict
 from tests.layers.harness import cluster
 from tests.models.one_billion_word.language_model import (
     BATCH_SIZE,
     SMALL,
     TIME,
+    Training,
     pipelined,
-    plain,
     random_batch,
-    run_tf1,
-    run_tf2,
     small,
 )
 from tests.warm import warm
@@ -52,17 +51,37 @@ BATCH = random_batch()
 CALM = {"CLIP_GRADIENT_NORM": 0.0, "DROPOUT_PROB": 0.0}
 
 
-# The tests of the layers have all kinds of stages and microbatches.
 @pytest.mark.slow
-def test_loss_gradients_and_weights_equal_the_plain_model_also_in_a_session():
-    expected = run_tf2(plain(small(**CALM)), BATCH)
-    config = small(**CALM, PLAN=Plan("layers:2", schedule="gpipe", num_microbatches=4))
-    result = run_tf2(pipelined(config), BATCH, num_devices=2)
-    result.assert_close(expected)
-    assert len(result.grads) == 37
-    config = small(**CALM, PLAN=Plan("layers:2", num_microbatches=2))
-    session = run_tf1(pipelined(config), BATCH, weights=expected.initial, num_devices=2)
-    session.assert_close(expected)
+def test_a_session_trains_as_the_plain_model_does_eagerly(eagerly):
+    training = Training(small(**CALM, PIPELINED=False, PLAN=Plan()))
+
+    def values():
+        return {name: variable.numpy() for name, variable in training.state.items()}
+
+    initial, losses, final = values(), [training.step(BATCH) for _ in range(3)], values()
+    py_utils.SetEagerMode(False, test_mode=True)
+    with tf.Graph().as_default(), cluster(2):
+        step = py_utils.GetOrCreateGlobalStepVar()
+        config = small(**CALM, PLAN=Plan("layers:2", num_microbatches=2))
+        task = pipelined(config).Instantiate()
+        variables = by_logical_name(task, task.vars.Flatten())
+        batch = py_utils.NestedMap({name: tf.constant(v) for name, v in BATCH.items()})
+        with py_utils.GlobalStepContext(step):
+            scores, _ = task.FPropTower(task.theta, batch)
+            _, update, _ = task.learners[0].Apply(scores, task.vars)
+        with tf.control_dependencies([update]):
+            train = step.assign_add(1)
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            for name, variable in variables.items():
+                variable.load(initial[name], session)
+            for loss in losses:
+                np.testing.assert_allclose(session.run(scores.loss[0]), loss, rtol=1e-5)
+                session.run(train)
+            found = session.run(variables)
+    assert len(found) == 37
+    for name, value in found.items():
+        np.testing.assert_allclose(value, final[name], rtol=1e-3, atol=2e-5, err_msg=name)
 
 
 TRAINER = """

@@ -35,10 +35,13 @@ def tar():
     return packed.getvalue()
 
 
-def write(folder, content):
-    path = folder / "text"
+def write_to(path, content):
     path.write_bytes(content)
     return str(path)
+
+
+def write(folder, content):
+    return write_to(folder / "text", content)
 
 
 # A frame that holds no text, as pzstd writes one in front.
@@ -372,18 +375,10 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "caches" / "pipemesh" / "text"
 
 
-def write_to(path, content):
-    path.write_bytes(content)
-    return str(path)
-
-
-def test_plain_text_is_read_where_it_is(cache, tmp_path):
+def test_only_packed_text_has_a_copy_one_however_it_is_packed_and_wherever_it_is(cache, tmp_path):
     path = write_to(tmp_path / "text", COPIED)
     assert text_copy.readable(path) == path
     assert not cache.exists()
-
-
-def test_a_packed_text_has_one_copy_however_it_is_packed_and_wherever_it_is(cache, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     paths = [
         write_to(tmp_path / "a.zst", zstd.compress(COPIED)),
