@@ -74,22 +74,26 @@ def test_one_line_more_is_other_text_and_never_another_vocabulary(text, logdir, 
     with pytest.raises(CheckpointError, match=r"other text \(train \w+ -> \w+\)"):
         train(small_request(logdir, text, steps=6))
     capsys.readouterr()
-    assert train(small_request(logdir, text, steps=6, other_text=True)) == 0
+    flags = {"other_text": True, "LEARNING_RATE": 0.25}
+    assert train(small_request(logdir, text, steps=6, **flags)) == 0
     out = capsys.readouterr().out
+    assert "changed since the checkpoint: learning_rate 0.4 -> 0.25\n" in out
     assert "other text, under the vocabulary of the checkpoint: train " in out
     assert "the text is read from its beginning" in out
     after = about_of(logdir / "ckpt-6")
     assert after.vocabulary == before.vocabulary
     assert after.data["train"] != before.data["train"]
-    # From now on this is the text.
-    assert train(small_request(logdir, text, steps=7)) == 0
-    assert "other text" not in capsys.readouterr().out
+    # From now on these are the text and the settings.
+    assert train(small_request(logdir, text, steps=7, LEARNING_RATE=0.25)) == 0
+    out = capsys.readouterr().out
+    assert "other text" not in out and "changed since the checkpoint" not in out
 
 
 @pytest.mark.slow
-def test_a_copy_elsewhere_is_the_same_text_and_goes_on_bit_for_bit(
-    text, whole, logdir, tmp_path, train
+def test_a_copy_goes_on_bit_for_bit_also_with_other_text_to_judge_by(
+    text, whole, logdir, tmp_path, train, capsys
 ):
+    (text / "heldout").write_text("Some other text to judge by, rather short.\n" * 9)
     other = tmp_path / "elsewhere"
     other.mkdir()
     for path in text.iterdir():
@@ -97,19 +101,10 @@ def test_a_copy_elsewhere_is_the_same_text_and_goes_on_bit_for_bit(
     shutil.rmtree(text)
     # Nor is the file of the vocabulary needed: the checkpoint has it.
     shutil.rmtree(logdir / "vocabulary")
-    assert train(small_request(logdir, other, steps=6)) == 0
-    assert_same_weights(weights(logdir, 6), weights(whole, 6))
-
-
-@pytest.mark.slow
-def test_other_text_to_judge_by_needs_the_flag_too_and_keeps_the_place(
-    text, whole, logdir, train, capsys
-):
-    (text / "heldout").write_text("Some other text to judge by, rather short.\n" * 9)
     with pytest.raises(CheckpointError, match=r"other text \(heldout "):
-        train(small_request(logdir, text, steps=6))
+        train(small_request(logdir, other, steps=6))
     capsys.readouterr()
-    train(small_request(logdir, text, steps=6, other_text=True))
+    assert train(small_request(logdir, other, steps=6, other_text=True)) == 0
     out = capsys.readouterr().out
     assert "checkpoint: heldout " in out and "from its beginning" not in out
     assert_same_weights(weights(logdir, 6), weights(whole, 6))
@@ -130,8 +125,6 @@ def test_settings_that_changed_are_listed(text, logdir, train, capsys):
         "learning_rate 0.4 -> 0.25\n"
     ) in out
     assert "the text is read from its beginning, in the order of epochs to come" in out
-    train(small_request(logdir, text, steps=7, **changes))
-    assert "changed since the checkpoint" not in capsys.readouterr().out
 
 
 TENSOR = "heads:model;experts:model;vocab:model"
