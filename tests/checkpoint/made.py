@@ -1,5 +1,7 @@
 """Checkpoints without tensors, for tests of folders and locks."""
 
+import random
+
 from pipemesh.checkpoint import Manifest
 
 DATA = "data-00000-of-00001"
@@ -11,3 +13,12 @@ def make(tmp_path, step, score=None):
         path.with_name(f"{path.name}.{end}").write_bytes(b"%d" % step)
     Manifest.of(str(path), step=step, note={}, score=score).write(str(path))
     return str(path)
+
+
+def flipped(good, number):
+    """So many copies of some bytes, each with another bit flipped."""
+    rng = random.Random(0)
+    for _ in range(number):
+        bad = bytearray(good)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        yield bytes(bad)

@@ -118,31 +118,6 @@ def test_a_failed_write_is_reported_once_and_leaves_nothing(tmp_path, monkeypatc
     assert saver.save(3, {}) == str(tmp_path / "ckpt-3")
 
 
-FULL = """
-import resource, sys
-import tensorflow as tf
-from pipemesh.checkpoint import Checkpoints
-saver = Checkpoints(sys.argv[1], {"w": tf.Variable(tf.zeros([100_000]))})
-saver.save(1, {})
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-try:
-    saver.save(2, {})
-except OSError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_earlier_checkpoints(tmp_path):
-    ran = subprocess.run(
-        warm("-c", FULL, str(tmp_path)), capture_output=True, text=True, check=True
-    )
-    assert f"{tmp_path}/ckpt-2 cannot be written (" in ran.stdout
-    found = newest_whole(str(tmp_path))
-    assert found is not None and found[1].step == 1
-    assert not [path for path in tmp_path.iterdir() if "ckpt-2" in path.name]
-
-
 ENDLESS = """
 import sys
 import tensorflow as tf

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import random
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import tensorflow as tf
 from pipemesh.backend.saved_state import Slice, SlicedVariable
 from pipemesh.checkpoint import Checkpoints, contents, reader, restore
 from pipemesh.errors import CheckpointError, DamagedError
+from tests.checkpoint.made import flipped
 
 WHOLE = np.arange(24.0, dtype=np.float32).reshape(4, 6)
 # Where rows and columns are cut.
@@ -99,10 +99,7 @@ def test_no_flipped_bit_of_a_tensor_passes(tmp_path):
     w = tf.Variable(tf.random.stateless_normal([40, 50], [1, 2]))
     path = Checkpoints(str(tmp_path), {"w": w}).save(1, {})
     data = tmp_path / "ckpt-1.data-00000-of-00001"
-    good, rng = data.read_bytes(), random.Random(0)
-    for _ in range(60):
-        bad = bytearray(good)
-        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+    for bad in flipped(data.read_bytes(), 60):
         data.write_bytes(bad)
         with pytest.raises(DamagedError, match=r"ckpt-1\.data-00000-\* cannot be read"):
             restore(path, {"w": w})

@@ -30,51 +30,42 @@ CHOOSERS = {
 }
 ALL = "heads:model;d_ff:model;vocab:model"
 EXPERTS = "heads:model;experts:model;vocab:model"
-# Model, mesh, layout, schedule, groups, rows a group; without a schedule it is a placement.
+# Model, mesh, layout, schedule ("" for placement), groups, rows a group, chooser.
 OFTEN = [
-    ("dense", "layers:2;data:2", "batch:data;embed:data", "", 2, 2),
-    ("dense", "layers:2;model:2,1", ALL, "", 2, 2),
-    ("tied", "model:2", ALL, "", 1, 4),
-    ("experts", "layers:2;data:2", "batch:data", "", 3, 2),
-    ("experts", "layers:2;model:2", EXPERTS, "gpipe", 1, 4),
-    ("deep", "layers:2", "", "looped_bfs:2", 3, 2),
+    ("dense", "layers:2;data:2", "batch:data;embed:data", "", 3, 2, "drawn"),
+    ("dense", "layers:2;model:2,1", ALL, "", 2, 2, "greedy"),
+    ("tied", "model:2", ALL, "", 1, 4, "beams"),
+    ("experts", "layers:2;data:2", "batch:data", "", 3, 2, "greedy"),
+    ("experts", "layers:2;model:2", EXPERTS, "gpipe", 1, 4, "drawn"),
+    ("tied", "layers:2;data:2", "batch:data", "gpipe", 2, 2, "beams"),
+    ("deep", "layers:2", "", "looped_bfs:2", 3, 2, "greedy"),
 ]
 SELDOM = [
-    ("dense", "layers:2", "", "", 1, 3),
-    ("dense", "layers:4", "", "", 2, 2),
-    ("dense", "layers:4", "", "", 5, 1),
-    ("dense", "model:4", ALL, "", 2, 2),
-    ("dense", "layers:1;data:2", "batch:data", "", 2, 2),
-    ("dense", "layers:2;model:2", f"{ALL};length:model", "", 2, 3),
-    ("dense", "layers:2;data:2;model:2", f"batch:data;embed:data;{ALL}", "", 2, 2),
-    ("tied", "layers:2;data:2", "batch:data", "", 3, 2),
-    ("experts", "layers:2;data:2;model:2", f"batch:data;embed:data;{EXPERTS}", "", 2, 2),
-    ("dense", "layers:2", "", "gpipe", 3, 1),
-    ("dense", "layers:1;model:2", ALL, "gpipe", 2, 3),
-    ("dense", "layers:2;model:2", f"{ALL};length:model", "gpipe", 1, 4),
-    ("deep", "layers:4", "", "gpipe", 3, 2),
-    ("deep", "layers:2;model:2", ALL, "looped_bfs:2", 3, 2),
-    ("deep", "layers:2;data:2;model:2", f"batch:data;{ALL}", "gpipe", 4, 2),
-]
-DRAWN = [
-    ("dense", "layers:2;data:2", "batch:data", "", 3, 2),
-    ("tied", "layers:2;data:2", "batch:data", "gpipe", 2, 2),
-]
-SELDOM_DRAWN = [
-    ("dense", "layers:2;data:2;model:2", f"batch:data;{ALL}", "", 4, 2),
-    ("dense", "layers:2;data:2;model:2", f"batch:data;{ALL}", "gpipe", 3, 2),
+    ("dense", "layers:2", "", "", 1, 3, "greedy"),
+    ("dense", "layers:4", "", "", 5, 1, "beams"),
+    ("dense", "model:4", ALL, "", 2, 2, "greedy"),
+    ("dense", "layers:2;model:2", f"{ALL};length:model", "", 2, 3, "greedy"),
+    ("dense", "layers:2;data:2;model:2", f"batch:data;embed:data;{ALL}", "", 4, 2, "drawn"),
+    ("dense", "layers:2;data:2;model:2", f"batch:data;{ALL}", "", 4, 2, "beams"),
+    ("tied", "layers:2;data:2", "batch:data", "", 3, 2, "greedy"),
+    ("experts", "layers:2;data:2;model:2", f"batch:data;embed:data;{EXPERTS}", "", 2, 2, "greedy"),
+    ("dense", "layers:1;model:2", ALL, "gpipe", 2, 3, "greedy"),
+    ("dense", "layers:2;model:2", f"{ALL};length:model", "gpipe", 1, 4, "greedy"),
+    ("dense", "layers:2;data:2;model:2", f"batch:data;{ALL}", "gpipe", 3, 2, "drawn"),
+    ("deep", "layers:4", "", "gpipe", 3, 2, "greedy"),
+    ("deep", "layers:2;data:2;model:2", f"batch:data;{ALL}", "gpipe", 4, 2, "beams"),
 ]
 
 
-def marked(often, seldom):
-    for case in often + seldom:
-        model, mesh, layout, schedule, groups, rows = case
+def cases():
+    for case in OFTEN + SELDOM:
+        model, mesh, layout, schedule, groups, rows, chooser = case
         plan = Plan(mesh, layout, num_microbatches=2)
         if schedule:
             plan = one_program(mesh, layout, schedule)
-        mark = pytest.mark.slow if case in often else pytest.mark.exhaustive
-        name = f"{model}-{mesh}-{plan.lowering}-{groups}x{rows}"
-        yield pytest.param(model, plan, groups, rows, marks=mark, id=name)
+        mark = pytest.mark.slow if case in OFTEN else pytest.mark.exhaustive
+        name = f"{model}-{mesh}-{plan.lowering}-{groups}x{rows}-{chooser}"
+        yield pytest.param(model, plan, groups, rows, chooser, marks=mark, id=name)
 
 
 @functools.cache
@@ -102,19 +93,10 @@ def test_the_plain_model_equals_the_model_without_cache(eagerly, model):
         np.testing.assert_allclose(each.log_probs, logs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("model", "plan", "groups", "rows"), list(marked(OFTEN, SELDOM)))
-def test_tokens_do_not_depend_on_the_plan(eagerly, model, plan, groups, rows):
-    found = decoder(trained(plan, model), groups, rows).generate(PROMPTS, TOKENS)
-    assert tokens(found) == plain(model)
-
-
-@pytest.mark.parametrize(("model", "plan", "groups", "rows"), list(marked(DRAWN, SELDOM_DRAWN)))
-def test_drawn_and_searched_tokens_do_not_depend_on_the_plan(eagerly, model, plan, groups, rows):
-    task = trained(plan, model)
-    for name in ("drawn", "beams"):
-        found = decoder(task, groups, rows, CHOOSERS[name]).generate(PROMPTS, TOKENS)
-        assert tokens(found) == plain(model, name), name
-        assert plain(model, name) != plain(model)
+@pytest.mark.parametrize(("model", "plan", "groups", "rows", "chooser"), list(cases()))
+def test_tokens_do_not_depend_on_the_plan(eagerly, model, plan, groups, rows, chooser):
+    made = decoder(trained(plan, model), groups, rows, CHOOSERS[chooser])
+    assert tokens(made.generate(PROMPTS, TOKENS)) == plain(model, chooser)
 
 
 def test_prompts_that_one_program_cannot_split_are_one_line(eagerly):

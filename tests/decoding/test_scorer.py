@@ -82,13 +82,14 @@ def test_a_text_that_cannot_be_scored_is_one_line(text, message):
 
 def test_logits_that_are_not_numbers_are_no_score():
     """They were scores of NaN; a token that is impossible has minus infinity."""
-    for value, refused in ((np.nan, True), (np.inf, False)):
-        scorer = Scorer(
-            lambda batch, value=value: batch["weights"] * value, rows=1, length=8, vocab_size=20
-        )
-        if refused:
-            with pytest.raises(DecodingError, match="logits are not numbers"):
-                list(scorer.score([[1, 2]]))
-        else:
-            (found,) = scorer.score([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
-            assert found.log_prob == -np.inf and found.perplexity == np.inf
+
+    def scored(value, text):
+        def compute(batch):
+            return batch["weights"] * value
+
+        return list(Scorer(compute, rows=1, length=8, vocab_size=20).score([text]))
+
+    with pytest.raises(DecodingError, match="logits are not numbers"):
+        scored(np.nan, [1, 2])
+    (found,) = scored(np.inf, [*range(1, 10)])
+    assert found.log_prob == -np.inf and found.perplexity == np.inf

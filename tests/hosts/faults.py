@@ -11,8 +11,10 @@ import time
 
 import tensorflow as tf
 
+from tests.models.one_billion_word.program import SMALLER
+
 LAUNCH = [sys.executable, "-m", "pipemesh", "launch"]
-TRAIN = [sys.executable, "-m", "models.one_billion_word.train"]
+TRAIN = [sys.executable, "-c", SMALLER]
 # Small enough for a step to take a fraction of a second.
 FLAGS = [
     *("--mesh_shape=layers:2", "--num_microbatches=4", "--batch_size=8", "--sequence_length=32"),

@@ -119,7 +119,7 @@ def stepping(values, *names):
 
 
 def beside(folder, devices):
-    """Trains on while it saves."""
+    """Trains on while it saves, and while a worker cannot write; then saves again."""
     values = tracked(devices, 7)
     step = stepping(values, "first", "rows")
 
@@ -144,22 +144,13 @@ def beside(folder, devices):
         Checkpoints(folder, fresh).restore(path)
         kept &= now(fresh) == at
         moved &= now(values) != at
-    return {"kept": kept, "moved": moved}
-
-
-def failing(folder, devices):
-    """Trains on while a worker cannot write, and saves again."""
-    values = tracked(devices, 7)
-    step = stepping(values, "last", "rows")
-    saver = Checkpoints(folder, values)
-    saver.save(1, {})
     absolute = slices.absolute
     slices.absolute = lambda prefix, host: (
         "/proc/none/ckpt" if task_of(host) == 1 else absolute(prefix, host)
     )
     error = None
     for _ in range(3):
-        saver.begin(2, {})
+        saver.begin(5, {})
         saver.confirm()
         while saver.is_writing:
             step()
@@ -169,7 +160,8 @@ def failing(folder, devices):
             error = str(found)
         step()
     slices.absolute = absolute
-    return {"error": error, "newest": saver.save(3, {})}
+    newest = saver.save(6, {})
+    return {"kept": kept, "moved": moved, "error": error, "newest": newest}
 
 
 def endless(folder, devices):
@@ -199,7 +191,7 @@ def _parts(value):
     return getattr(value, "parts", [(value, None)])
 
 
-TASKS = {each.__name__: each for each in (save, restore, beside, failing, endless)}
+TASKS = {each.__name__: each for each in (save, restore, beside, endless)}
 
 
 def main(workers, folder, task):

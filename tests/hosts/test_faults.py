@@ -12,10 +12,12 @@ import time
 import numpy as np
 import pytest
 
-from tests.hosts.faults import TRAIN, assert_same, training, until, weights
+from pipemesh.commands.main import main
+from tests.hosts.faults import STEPS, TRAIN, assert_same, training, until, weights
 from tests.hosts.namespaces import network, why_not
-from tests.hosts.workers import COMMAND, address_of
-from tests.hosts.workers import start as start_worker
+from tests.hosts.workers import address_of, start, started
+from tests.models.one_billion_word.program import SMALLER
+from tests.warm import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(500)]
 # Of the tests with many faults.
@@ -24,57 +26,70 @@ FAULTS, LONG, MOST_STEPS = 10, 110, 10
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The weights at the end of a run on workers, and the loss of each step."""
+    """The log directory of a run on workers, and its events."""
     logdir = tmp_path_factory.mktemp("undisturbed") / "run"
-    with training(logdir) as run:
-        assert "going on" not in run.until_done()
-        assert [event["is_slow"] for event in run.events("workers")[-1]["workers"]] == [False] * 2
-        return weights(logdir), {event["step"]: event["loss"] for event in run.events("step")}
+    with started(2) as (_, addresses):
+        words = [f"--cluster={','.join(addresses)}"]
+        with training(logdir, *words, command=warm("-c", SMALLER)) as run:
+            assert "going on" not in run.until_done()
+    return logdir, run.events
 
 
-def test_a_killed_worker_returns_and_a_spare_replaces_another(undisturbed, tmp_path):
-    with training(tmp_path / "run", launch=("--processes=2", "--spares=1")) as run:
+def test_the_report_with_workers_is_like_any_other(undisturbed):
+    logdir, events = undisturbed
+    assert [event["step"] for event in events("step")] == list(range(1, STEPS + 1))
+    assert [worker["is_slow"] for worker in events("workers")[-1]["workers"]] == [False] * 2
+    page = (logdir / "report.html").read_text(encoding="utf-8")
+    assert "layers:2" in page
+    assert main(["report", str(logdir), f"--output={logdir / 'again.html'}"]) == 0
+    assert (logdir / "again.html").read_text(encoding="utf-8") == page
+
+
+def test_workers_that_are_killed_or_stopped_come_back_or_are_replaced(undisturbed, tmp_path):
+    """A worker is killed and returns; one stops and a spare replaces it; another stops and, since
+    the run is elastic, is left out until it is back."""
+    logdir = tmp_path / "run"
+    words = ("--elastic", "--worker_wait=8")
+    with training(logdir, *words, launch=("--processes=2", "--spares=1")) as run:
         run.until_step(12)
         os.kill(run.workers()[1], signal.SIGKILL)
         run.until_told("all workers are there")
-        err = run.err
-        assert re.search(r"stage 1\) is not there \(connection refused\), in \w", err)
-        assert "going on from the last checkpoint" in err
-        assert "it is started again" in err
+        assert re.search(r"stage 1\) is not there \(connection refused\), in \w", run.err)
+        assert "going on from the last checkpoint" in run.err
+        assert "it is started again" in run.err
         run.until_step(12, times=2)
         # The one that was started again has the largest number.
-        os.kill(run.workers()[0], signal.SIGSTOP)
-        err = run.until_done()
-    told = re.search(r"stage 0\) has not answered for \d+ s, in step \d+, begun .* ago; (.*)", err)
-    assert told, err
-    silent = re.search(r"does not answer, in (0[FB]\d) or later; going on", told[1])
-    assert silent, told[1]
-    # Who waits for it. Nobody does if it was stopped when the last stage had done all of the step:
-    # that has used 0F3, which stands before these two.
-    waits = re.search(r"^  worker 1 .*CPU:0: (in|waits to begin) 1[FB]\d", err, re.MULTILINE)
-    assert waits or silent[1] in ("0B2", "0B3"), err
-    assert "takes the place of worker 0" in err
-    assert_same(weights(tmp_path / "run"), undisturbed[0])
-
-
-def test_an_elastic_run_drops_and_takes_back_workers(undisturbed, tmp_path):
-    with training(tmp_path / "run", "--elastic", "--worker_wait=8") as run:
-        run.until_step(12)
-        first, second = run.workers()
+        first, spare, second = run.workers()
+        os.kill(first, signal.SIGSTOP)
+        run.until_step(17)
+        err = run.err
+        told = re.search(r"stage 0\) has not answered for \d+ s, in step .* ago; (.*)", err)
+        assert told, err
+        silent = re.search(r"does not answer, in (0[FB]\d) or later; going on", told[1])
+        assert silent, told[1]
+        # Who waits for it. Nobody does if it was stopped when the last stage had done all of the
+        # step: that has used 0F3, which stands before these two.
+        waits = re.search(r"^  worker 1 .*CPU:0: (in|waits to begin) 1[FB]\d", err, re.MULTILINE)
+        assert waits or silent[1] in ("0B2", "0B3"), err
+        assert "takes the place of worker 0" in err
         os.kill(second, signal.SIGSTOP)
-        # Alone, from the checkpoint of step 8.
-        run.until_step(10, times=2)
+        # Alone, from the checkpoint of step 16.
+        run.until_told("going on without worker 1")
+        run.until_steps(len(run.events("step")) + 2)
         assert re.search(r"going on without worker 1 \(.*\), which has not answered", run.err)
         assert "1 workers with 1 devices are there, and mesh=layers:2 has 2" in run.err
-        assert [begin["mesh"] for begin in run.events("begin")] == ["layers:2", "layers:1"]
-        os.kill(second, signal.SIGCONT)
-        os.kill(first, signal.SIGKILL)
-        err = run.until_done()
-        assert [begin["mesh"] for begin in run.events("begin")][-1] == "layers:2"
-        assert "all workers are there" in err
-    found = weights(tmp_path / "run")
-    assert found.keys() == undisturbed[0].keys()
-    for name, value in undisturbed[0].items():
+        assert run.events("begin")[-1]["mesh"] == "layers:1"
+        again = run.err.count("all workers are there")
+        for worker in (first, second):
+            os.kill(worker, signal.SIGCONT)
+        os.kill(spare, signal.SIGKILL)
+        assert run.until_done().count("all workers are there") == again + 1
+        meshes = [begin["mesh"] for begin in run.events("begin")]
+        assert meshes == ["layers:2"] * 3 + ["layers:1", "layers:2"]
+    assert_same(weights(logdir, 16), weights(undisturbed[0], 16))
+    found, wanted = weights(logdir), weights(undisturbed[0])
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
@@ -90,8 +105,9 @@ def test_one_program_resumes_when_a_worker_is_killed(undisturbed, tmp_path):
         assert restored == [None, str(tmp_path / "run" / "ckpt-8")]
         resumed = {event["step"]: event["loss"] for event in run.events("step")}
     assert set(resumed) == set(range(1, 15))
-    expected = [undisturbed[1][step] for step in resumed]
-    np.testing.assert_allclose(list(resumed.values()), expected, rtol=1e-4)
+    expected = {event["step"]: event["loss"] for event in undisturbed[1]("step")}
+    for step, loss in resumed.items():
+        np.testing.assert_allclose(loss, expected[step], rtol=1e-4)
 
 
 @pytest.mark.exhaustive
@@ -127,9 +143,8 @@ def on_two_hosts(logdir, *words, **keywords):
     with network(2) as there, contextlib.ExitStack() as stack:
         workers = []
         for host in (1, 2):
-            listen = f"--listen={there.address(host)}"
-            command = there.on(host, *COMMAND)
-            worker = start_worker(listen, command=command)
+            command = there.warm(host, "pipemesh", "worker")
+            worker = start(f"--listen={there.address(host)}", command=command)
             stack.callback(worker.communicate)
             stack.callback(worker.kill)
             workers.append(worker)
@@ -161,7 +176,7 @@ def test_cut_connections_are_named_and_the_run_resumes(undisturbed, tmp_path):
         there.mend(2)
         err = run.until_done()
     assert re.search(r"worker 1 \(10\.77\.0\.3:\d+, stage 1\) has not answered for \d+ s", err)
-    assert_same(weights(tmp_path / "run"), undisturbed[0])
+    assert_same(weights(tmp_path / "run"), weights(undisturbed[0]))
 
 
 @pytest.fixture(scope="module")

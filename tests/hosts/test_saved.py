@@ -60,19 +60,13 @@ def test_each_host_writes_and_reads_its_slices(workers, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_training_on_workers_goes_on_while_they_write(workers, tmp_path):
+def test_training_on_workers_goes_on_while_they_write_and_if_one_cannot(workers, tmp_path):
     """The saved values are those of `begin`, whatever steps follow while workers write."""
     found, said = run(workers, tmp_path, "beside")
     assert found["kept"] and found["moved"]
     assert not said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_failed_write_of_a_worker_costs_no_step(workers, tmp_path):
-    found, _ = run(workers, tmp_path, "failing")
-    assert re.search(r"ckpt-2 cannot be written \(worker 1: .*/proc/", found["error"])
-    assert found["newest"].endswith("ckpt-3")
+    assert re.search(r"ckpt-5 cannot be written \(worker 1: .*/proc/", found["error"])
+    assert found["newest"].endswith("ckpt-6")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from pipemesh.commands.main import main
 from pipemesh.hosts import health, worker
 from pipemesh.hosts.health import Health, ask
-from tests.hosts.workers import address_of, start
+from tests.hosts.workers import COMMAND, address_of, start
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_invalid_workers_are_errors_at_once(words, told, capsys, monkeypatch):
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
 )
 def test_a_worker_answers_unless_stopped_and_ends_by_a_signal(number):
-    worker = start("--cpu_devices=3")
+    worker = start("--cpu_devices=3", command=COMMAND)
     try:
         address = address_of(worker)
         assert address.startswith("127.0.0.1:")

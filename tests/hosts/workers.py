@@ -9,13 +9,15 @@ import threading
 
 import grpc
 
+from tests.warm import warm
+
 COMMAND = [sys.executable, "-m", "pipemesh", "worker"]
 SECONDS = 120
 
 
-def start(*arguments, command=COMMAND):
+def start(*arguments, command=None):
     """A worker that begins to start."""
-    words = [*command, "--port=0", *arguments]
+    words = [*(command or warm("-m", "pipemesh", "worker")), "--port=0", *arguments]
     return subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -1,9 +1,6 @@
 """What the tests of the one-billion-word example share."""
 
 import itertools
-import os
-import shutil
-import subprocess
 
 import pytest
 from lingvo.core import py_utils
@@ -12,8 +9,6 @@ from models.one_billion_word import kind
 from models.one_billion_word.corpus import embedded_corpus
 from models.one_billion_word.vocabulary import load_vocabulary
 from pipemesh.commands.runs import carry_out
-from tests.models.one_billion_word import disturbed
-from tests.models.one_billion_word.program import finish
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,38 +45,6 @@ def folder(corpus, tmp_path_factory):
     for number, part in enumerate((corpus.heldout.lines[:20], corpus.heldout.lines[20:30])):
         (folder / f"heldout-{number}.txt").write_text("\n".join(part), encoding="utf-8")
     return str(folder)
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
-    """The log directory of a training that nobody disturbs, with the checkpoint of each step."""
-    logdir = tmp_path_factory.mktemp("undisturbed")
-    code, _, err = finish(disturbed.begin(logdir))
-    assert code == 0, err
-    return logdir
-
-
-@pytest.fixture
-def mount():
-    """Mounts something, for which one has to be the super user, until the test has ended."""
-    mounted = []
-    if not shutil.which("mount"):
-        pytest.skip("nothing can be mounted here: there is no program `mount`")
-
-    def mount(path, *arguments):
-        path.mkdir(exist_ok=True)
-        ran = subprocess.run(["mount", *arguments, str(path)], capture_output=True, text=True)
-        told = ran.stderr.strip()
-        if ran.returncode and (os.getuid() or "permission denied" in told):
-            pytest.skip(f"nothing can be mounted here ({told}); be the super user")
-        assert not ran.returncode, told
-        if not arguments[-1].startswith("remount"):
-            mounted.append(path)
-
-    yield mount
-    for path in reversed(mounted):
-        # Lazily: a process that hangs may hold it.
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @pytest.fixture

@@ -33,12 +33,6 @@ def start(*flags, code=SMALLER):
     return open_process(warm("-c", code, *SMALL, *flags))
 
 
-def start_cold(*flags, code=None):
-    """Starts it as users do, or code that runs it; if it loads TensorFlow, that takes seconds."""
-    program = ["-m", MODULE] if code is None else ["-c", code]
-    return open_process([sys.executable, *program, *SMALL, *flags])
-
-
 def open_process(command, **streams):
     """A process whose streams are read."""
     return subprocess.Popen(
@@ -61,16 +55,16 @@ def finish(process, text=None):
     return process.returncode, out, err
 
 
-def run(*flags, start=start):
+def run(*flags):
     """What it prints when all goes well."""
     status, out, err = finish(start(*flags))
     assert status == 0, err
     return out
 
 
-def refused(*flags, start=start_cold):
-    """The one line that says why; in most cases TensorFlow is not needed for it."""
-    code, _, err = finish(start(*flags))
+def refused(*flags):
+    """The one line that says why, as users start it; TensorFlow is not needed for it."""
+    code, _, err = finish(open_process([sys.executable, "-m", MODULE, *SMALL, *flags]))
     assert code == 2, err
     # On a busy machine loading TensorFlow takes long enough to be told of.
     line, *others = [line for line in err.splitlines() if not re.fullmatch(r".*, \d+ s", line)]

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -73,15 +71,6 @@ def test_digests_tell_what_is_trained_on_from_what_is_judged_by():
     assert first == digests(Corpus("b", one, two))
     second = digests(Corpus("a", one, three))
     assert first["train"] == second["train"] and first["heldout"] != second["heldout"]
-
-
-def test_it_needs_no_tensorflow():
-    code = """
-import sys
-from models.one_billion_word import about, command_line, request, vocabulary
-assert not {"tensorflow", "lingvo", "keras"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_what_is_predicted_and_what_is_scored_is_recorded(

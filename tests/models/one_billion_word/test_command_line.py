@@ -6,10 +6,9 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from tests.commands.program import without_tensorflow
 from tests.models.one_billion_word.program import SMALL
+from tests.warm import warm
 
 
 def test_help_needs_no_tensorflow_and_is_no_failure():
@@ -22,9 +21,6 @@ def test_help_needs_no_tensorflow_and_is_no_failure():
 
 TEXTS = ["--heldout_pattern=heldout", "--data_dir=texts"]
 BAD_INPUT = [
-    (["--step=3"], ["unknown flag --step; did you mean --steps?"]),
-    (["--steps=many"], ["--steps='many': it must be a whole number"]),
-    (["trash"], ["'trash' is no flag"]),
     (["--model=OneBillionWordTin"], ["OneBillionWordTiny?"]),
     (["--mesh_shape=layers:x"], ["--mesh_shape='layers:x'"]),
     (["--mesh_shape=layers:8"], ["at most 7 stages"]),
@@ -36,14 +32,8 @@ BAD_INPUT = [
         ["--mesh_shape=layers:2;model:2", "--layout=heads:model;lenght:model"],
         ["names dim 'lenght', which no tensor has; did you mean 'length'?"],
     ),
-    (["--schedule=1f2b"], ["--schedule='1f2b': ", "1f1b"]),
     (["--num_microbatches=3"], ["num_microbatches may be 1, 2, 4"]),
-    (["--boundaries=0,3"], ["--boundaries='0,3': ", "2 stages have 3 layer indices"]),
-    (["--remat=FULL"], ["--remat='FULL': ", "is no policy"]),
-    (["--remat=full,none,none"], ["--remat='full,none,none': ", "there are 2 stages"]),
     (["--schedule=seq1f1b:2"], ["--schedule='seq1f1b:2' ", "layers take whole sequences"]),
-    (["--mesh-shape=2"], ["--mesh_shape='2': ", "is not name:size"]),
-    (["--boundaries=0,a"], ["--boundaries='0,a': 'a' is no whole number"]),
     (["--boundaries=0,3,9"], ["boundaries end at 9, but there are 7 layers"]),
     (["--lowering=smd"], ["--lowering='smd'", "placement|simd"]),
     (["--lowering=simd"], ["--mesh_shape='layers:2': ", "of which the model has 5"]),
@@ -65,18 +55,15 @@ BAD_INPUT = [
     ),
     (["--optimizer=adan"], ["--optimizer='adan'", "adam|adafactor|sgd|momentum"]),
     (["--dropout_prob=1"], ["--dropout_prob=1.0: it must be 0 or more, and below 1"]),
-    (["--dropout_prob=-0.1"], ["--dropout_prob=-0.1", "0 or more"]),
     (["--warmup_steps=0"], ["--warmup_steps=0: it must be above 0"]),
     (["--find_learning_rate=5"], ["--find_learning_rate=5: too few to find a range"]),
     (["--learning_rate=inf"], ["--learning_rate=inf", "finite"]),
+    (["--learning_rate=nan"], ["--learning_rate=nan", "above 0"]),
     (["--learning_rate=1e39"], ["--learning_rate=1e+39", "at most 3.4e+38"]),
     (["--batch_size=99999999999"], ["at most 2147483647"]),
     (["--seed=9223372036854775808"], ["--seed=9223372036854775808", "64 bits"]),
-    (["--seed=-9223372036854775809"], ["64 bits"]),
     (["--logdir="], ["--logdir='' is empty; give a value, or leave the flag out"]),
     (["--data_dir="], ["--data_dir='' is empty"]),
-    (["--data_dir=/no/such/folder"], ["--data_dir='/no/such/folder' does not exist"]),
-    (["--train_pattern=*.txt"], ["--data_dir"]),
     (
         ["--mesh_shape=layers:2;model:2"],
         ["axis 'model'", "rule such as 'batch:model'", "or give --allow_idle"],
@@ -101,53 +88,25 @@ BAD_INPUT = [
         ["--mesh_shape=layers:2;data:3", "--layout=batch:data"],
         ["--batch_size=4: a batch of 4 does not divide among the 3 replicas", "multiple of 6"],
     ),
-    (["--num_microbatches=0"], ["--num_microbatches=0", "above 0"]),
-    (["--learning_rate=nan"], ["--learning_rate=nan", "above 0"]),
-    (["--save_every=0"], ["--save_every=0", "at least 1"]),
-    (["--schedule=forward_only"], ["--schedule='forward_only' has no backward actions"]),
-    (["--remat=some"], ["--remat='some': 'some' is no policy"]),
     (["--vocab_size=1000000"], ["--vocab_size=1000000 is too large", "at most"]),
-    (["--data_dir=empty"], ["--data_dir='empty' is empty"]),
-    ([*TEXTS, "--train_pattern=utf16"], ["'texts/utf16' is UTF-16; text must be UTF-8", "iconv"]),
     ([*TEXTS, "--train_pattern=mac"], ["'texts/mac' has 3 carriage returns that end no line"]),
-    ([*TEXTS, "--train_pattern=bz"], ["'texts/bz' is packed by bzip2"]),
     (["--config=good.toml"], ["--mesh_shape='layers:8': ", "at most 7 stages"]),
-    (
-        ["--config=bad.toml"],
-        ["--config='bad.toml' has 'step', which is no flag; did you mean 'steps'?"],
-    ),
 ]
 
 
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory):
-    """The answer to each case of BAD_INPUT, of one process."""
-    folder = tmp_path_factory.mktemp("refused")
-    os.chdir(folder)
-    for name in ("texts", "empty"):
-        (folder / name).mkdir()
-    for name, content in (
-        ("utf16", "text\n".encode("utf-16")),
-        ("mac", b"one\rtwo\rthree\r"),
-        ("bz", b"BZh91AY&SY"),
-        ("heldout", b"text\n"),
-    ):
-        (folder / "texts" / name).write_bytes(content)
-    (folder / "good.toml").write_text('mesh_shape = "layers:8"\nsteps = 3\n')
-    (folder / "bad.toml").write_text("step = 3\n")
-    found = without_tensorflow(*(["lm", *SMALL, *flags] for flags, _ in BAD_INPUT))
+def test_errors_in_flags_need_no_tensorflow(tmp_path):
+    os.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "mac").write_bytes(b"one\rtwo\rthree\r")
+    (tmp_path / "texts" / "heldout").write_bytes(b"text\n")
+    (tmp_path / "good.toml").write_text('mesh_shape = "layers:8"\nsteps = 3\n')
+    answers = without_tensorflow(*(["lm", *SMALL, *flags] for flags, _ in BAD_INPUT))
+    for (flags, parts), (code, out, err) in zip(BAD_INPUT, answers, strict=True):
+        assert (code, out, err.count("\n")) == (2, "", 1), (flags, err)
+        assert err.startswith("error: ") and all(part in err for part in parts), (flags, err)
     # Nothing is left that would stop the next attempt, which can use the vocabulary.
-    assert not [path for path in folder.rglob("runs/*/*.*") if path.parent.name != "vocabulary"]
-    return found
-
-
-@pytest.mark.parametrize("number", range(len(BAD_INPUT)), ids=lambda n: " ".join(BAD_INPUT[n][0]))
-def test_errors_in_flags_need_no_tensorflow(refusals, number):
-    code, out, err = refusals[number]
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") == 1
-    for part in BAD_INPUT[number][1]:
-        assert part in err
+    left = [path for path in tmp_path.rglob("runs/*/*.*") if path.parent.name != "vocabulary"]
+    assert not left
 
 
 def test_ctrl_c_while_modules_are_loaded_is_one_line_and_130(tmp_path):
@@ -171,19 +130,19 @@ def test_ctrl_c_while_modules_are_loaded_is_one_line_and_130(tmp_path):
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
-@pytest.mark.slow
 def test_the_examples_load_tensorflow_when_they_use_it():
-    code = """
+    without = """
 import sys
 import models.one_billion_word.train, models.toy, models.mnist
 assert not {"tensorflow", "lingvo", "keras"} & set(sys.modules)
-import models.one_billion_word.params
+"""
+    # What loads them then leaves them as if Python had.
+    loaded = """
 import lingvo, tensorflow
 for module in (lingvo, tensorflow):
     assert type(module.__loader__).__module__ != "models", module.__loader__
     assert module.__spec__.loader is module.__loader__
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], timeout=120, capture_output=True, text=True
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+    for command in ([sys.executable, "-c", without], warm("-c", loaded)):
+        result = subprocess.run(command, timeout=120, capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (0, "")

@@ -24,15 +24,11 @@ from models.one_billion_word.unigram import fit_unigram
 from pipemesh.errors import PipemeshError
 
 
-def test_no_embedded_sentence_is_both_trained_on_and_held_out(corpus):
+def test_the_embedded_text_is_english_sentences_each_once_and_the_same_every_time(corpus):
     train, heldout = set(corpus.train), set(corpus.heldout)
     assert not train & heldout
-    assert len(train) == len(corpus.train.lines), "no sentence occurs twice"
-    assert len(heldout) == len(corpus.heldout.lines)
+    assert len(train) == len(corpus.train.lines) and len(heldout) == len(corpus.heldout.lines)
     assert 0.05 < len(heldout) / (len(train) + len(heldout)) < 0.12
-
-
-def test_the_embedded_text_is_english_sentences(corpus):
     lines = corpus.train.lines
     assert len(lines) > 1500
     assert sum(map(len, lines)) > 150_000
@@ -42,10 +38,7 @@ def test_the_embedded_text_is_english_sentences(corpus):
         assert line == clean(line)
         assert re.fullmatch(r"[^\n\t]+[.?!:][)\"\u2019\u201d]*", line), line
         assert "  " not in line and "::=" not in line and ">>>" not in line
-
-
-def test_the_embedded_corpus_is_the_same_every_time(corpus):
-    assert embedded_corpus() == corpus
+    assert embedded_corpus() == load_corpus() == load_corpus("") == corpus
     assert embedded_corpus().train.digest() == corpus.train.digest()
     assert corpus.heldout.digest() != corpus.train.digest()
 
@@ -125,10 +118,12 @@ def test_patterns_cross_folders_and_blank_files_are_left_out(tmp_path):
     assert len(corpus.train.paths) == 1
 
 
-def test_load_corpus_chooses_by_the_folder(corpus, folder):
-    assert load_corpus() == corpus
-    assert load_corpus("") == corpus
+def test_load_corpus_takes_a_folder_and_patterns_need_one(folder):
     assert load_corpus(folder, "train-*", "heldout-*").name == folder
+    for flag, patterns in (("train", ("*.txt", None)), ("heldout", (None, "*.txt"))):
+        told = rf"--{flag}_pattern='\*\.txt' needs a folder.*--data_d"
+        with pytest.raises(CorpusError, match=told):
+            load_corpus(None, *patterns)
 
 
 @pytest.fixture
@@ -165,14 +160,6 @@ def test_a_folder_that_cannot_serve(texts, folder, train, heldout, match):
         corpus_from_folder(str(texts / folder), train, heldout)
     assert "\n" not in str(error.value)
     assert isinstance(error.value, PipemeshError) and isinstance(error.value, ValueError)
-
-
-@pytest.mark.parametrize(("flag", "index"), [("train", 0), ("heldout", 1)])
-def test_a_pattern_needs_a_folder(flag, index):
-    patterns = [None, None]
-    patterns[index] = "*.txt"
-    with pytest.raises(CorpusError, match=rf"--{flag}_pattern='\*\.txt' needs a folder.*--data_d"):
-        load_corpus(None, *patterns)
 
 
 PAGE = """The "with" statement
@@ -247,9 +234,14 @@ def test_it_counts_and_smooths(vocabulary):
     assert np.exp(-model.nats).sum() == pytest.approx(1.0)
 
 
-def test_it_scores_exactly_the_held_out_tokens(corpus, vocabulary):
+def test_it_scores_exactly_the_held_out_tokens_whatever_rows_and_batches(corpus, vocabulary):
     model = fit_unigram(corpus.train, vocabulary)
-    score = model.score(heldout_dataset(corpus, vocabulary, batch_size=3, sequence_length=70))
+    score, other = (
+        model.score(heldout_dataset(corpus, vocabulary, batch_size=batch, sequence_length=length))
+        for batch, length in ((3, 70), (8, 13))
+    )
+    assert other.nats == pytest.approx(score.nats)
+    assert (other.tokens, other.words, other.bytes) == (score.tokens, score.words, score.bytes)
     counts = collections.Counter()
     for ids in vocabulary.encode_all(corpus.heldout):
         counts.update([*ids, vocabulary.eos_id])
@@ -258,14 +250,6 @@ def test_it_scores_exactly_the_held_out_tokens(corpus, vocabulary):
     assert score.words == sum(len(sentence.split()) + 1 for sentence in corpus.heldout)
     assert score.nats == pytest.approx(sum(n * model.nats[piece] for piece, n in counts.items()))
     assert 1.5 < score.bits_per_byte < 3.5
-
-
-def test_rows_and_batches_do_not_change_the_score(corpus, vocabulary):
-    model = fit_unigram(corpus.train, vocabulary)
-    one = model.score(heldout_dataset(corpus, vocabulary, batch_size=1, sequence_length=13))
-    two = model.score(heldout_dataset(corpus, vocabulary, batch_size=8, sequence_length=128))
-    assert one.nats == pytest.approx(two.nats)
-    assert (one.tokens, one.words, one.bytes) == (two.tokens, two.words, two.bytes)
 
 
 def test_it_stops_after_enough_tokens(vocabulary):

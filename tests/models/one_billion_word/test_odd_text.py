@@ -4,7 +4,6 @@ import gzip
 import itertools
 import json
 import os
-import pathlib
 import random
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import tensorflow as tf
 from backports import zstd
 
 from models.one_billion_word import input as datasets
-from models.one_billion_word import text_file
+from models.one_billion_word import metrics, text_file
 from models.one_billion_word.corpus import Corpus, Sentences, TextFiles, corpus_from_folder
 from models.one_billion_word.input import heldout_dataset, train_dataset
 from models.one_billion_word.text_file import LONGEST_LINE
@@ -145,16 +144,26 @@ def test_an_archive_that_is_damaged_behind_its_head_is_answered_in_a_line(folder
     assert "train-1' is a damaged" in line and line.endswith("; pack it again")
 
 
-def test_a_file_that_is_touched_or_replaced_by_the_same_text_ends_nothing(folder, vocabulary):
+def test_text_may_be_touched_or_replaced_by_the_same_and_a_copy_is_read(folder, vocabulary):
+    """What is packed is read from its copy, whatever becomes of it."""
     expected = batches(folder, vocabulary)
     read_on(expected, 300)
+    wanted = next(expected)["ids"]
     iterator = batches(folder, vocabulary)
     read_on(iterator, 3)
     os.utime(folder / "train-0", (1, 1))
     (folder / "same").write_bytes((folder / "train-1").read_bytes())
     (folder / "same").rename(folder / "train-1")
     read_on(iterator, 297)
-    np.testing.assert_array_equal(next(iterator)["ids"], next(expected)["ids"])
+    np.testing.assert_array_equal(next(iterator)["ids"], wanted)
+    for path in folder.glob("train-*"):
+        path.write_bytes(zstd.compress(path.read_bytes()))
+    iterator = batches(folder, vocabulary)
+    read_on(iterator, 3)
+    (folder / "train-0").unlink()
+    truncate(folder / "train-1")
+    read_on(iterator, 297)
+    np.testing.assert_array_equal(next(iterator)["ids"], wanted)
 
 
 @pytest.mark.parametrize("name", ["gone", "gone\udcff\n[1]"])
@@ -165,20 +174,6 @@ def test_a_file_that_vanishes_is_named_whatever_its_name(folder, vocabulary, nam
     (folder / f"train-{name}").unlink()
     with pytest.raises(tf.errors.OpError, match=r"train-gone.*No such file"):
         read_on(iterator)
-
-
-def test_what_is_packed_is_read_from_its_copy_whatever_becomes_of_it(folder, vocabulary):
-    plain = batches(folder, vocabulary)
-    read_on(plain, 300)
-    expected = next(plain)["ids"]
-    for path in folder.glob("train-*"):
-        path.write_bytes(zstd.compress(path.read_bytes()))
-    iterator = batches(folder, vocabulary)
-    read_on(iterator, 3)
-    (folder / "train-0").unlink()
-    truncate(folder / "train-1")
-    read_on(iterator, 297)
-    np.testing.assert_array_equal(next(iterator)["ids"], expected)
 
 
 def test_a_copy_that_is_damaged_while_it_is_read_ends_it(folder, vocabulary, monkeypatch, tmp_path):
@@ -210,32 +205,26 @@ def test_the_unigram_model_takes_long_lines_a_few_at_a_time(vocabulary):
     assert sum(sizes) == 100 * 50_000 and max(sizes) < (1 << 18) + 50_000
 
 
-STEPS = 30
-VOCAB_SIZE = 420
-
-
 def protein(rng):
     lines = ("".join(rng.choice("ACDEFGHIKLMNPQRSTVWY") for _ in range(300)) for _ in range(40))
     return "\n".join(lines).encode()
 
 
 @pytest.mark.slow
-def test_thirty_steps(tmp_path, train, capfd):
+def test_a_training_on_odd_text_ends_well(tmp_path, train, capfd, monkeypatch):
+    """No figure that is only reported ends it, such as a perplexity beyond a float32."""
     rng = random.Random(0)
     for name in ("train", "heldout"):
         (tmp_path / name).write_bytes(protein(rng))
-    logdir = pathlib.Path(tmp_path / "logdir")
-    request = small_request(
-        logdir, tmp_path, steps=STEPS, save_every=20, eval_every=10, VOCAB_SIZE=VOCAB_SIZE
-    )
-    assert train(request) == 0
-    assert newest(str(logdir)) == str(logdir / f"ckpt-{STEPS}")
+    monkeypatch.setattr(metrics.Score, "bits_per_byte", 0.0)
+    logdir = tmp_path / "logdir"
+    assert train(small_request(logdir, tmp_path, steps=20, save_every=20, eval_every=10)) == 0
+    assert newest(str(logdir)) == str(logdir / "ckpt-20")
     found = scalars(logdir, "loss")
-    assert len(found) == STEPS and np.isfinite(found).all()
+    assert len(found) == 20 and np.isfinite(found).all()
     assert np.mean(found[-5:]) < np.mean(found[:5]), "it learned something"
     perplexities = scalars(logdir, "word_perplexity")
-    assert len(perplexities) == STEPS
-    assert perplexities[0] == np.inf, "more than a float32 holds, once the end of training"
+    assert len(perplexities) == 20 and perplexities[0] == np.inf
     assert capfd.readouterr().out.count("held out at ") == 1
 
 
@@ -314,13 +303,9 @@ def made(megabytes):
     rng = np.random.default_rng(0)
     letters = rng.choice(list(b"etaoinshrdlucmfw"), (5000, 9)).astype(np.uint8)
     words = np.array([bytes(row[: 2 + i % 8]) for i, row in enumerate(letters)], object)
-    lines = []
-    size = 0
-    while size < megabytes << 20:
-        line = b" ".join(words[rng.zipf(1.3, rng.integers(20, 200)) % len(words)])
-        lines.append(line)
-        size += len(line) + 1
-    return b"\n".join(lines) + b"\n"
+    lines = [b" ".join(words[rng.zipf(1.3, 110) % len(words)]) for _ in range(1000)]
+    content = b"\n".join(lines) + b"\n"
+    return content * ((megabytes << 20) // len(content) + 1)
 
 
 def text_folder(folder, content, copies):

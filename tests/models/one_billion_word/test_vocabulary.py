@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import os
-import random
 import re
 
 import numpy as np
@@ -20,6 +19,7 @@ from models.one_billion_word.vocabulary import (
     load_vocabulary,
     train_vocabulary,
 )
+from tests.checkpoint.made import flipped
 
 TEXT = st.text(
     st.characters(blacklist_categories=["Cs"], blacklist_characters=SPACE_MARK), min_size=1
@@ -39,12 +39,6 @@ def test_pieces_count_and_spell_every_text_exactly(vocabulary, text):
     assert vocabulary.piece_bytes[with_eos].sum() == len(text.encode()) + 1
     assert vocabulary.piece_words[with_eos].sum() == len(text.split(" ")) + 1
     assert not {vocabulary.bos_id, vocabulary.eos_id} & set(ids)
-
-
-def test_words_are_the_words_of_the_benchmark(corpus, vocabulary):
-    for sentence, ids in zip(corpus.heldout, vocabulary.encode_all(corpus.heldout), strict=True):
-        words = vocabulary.piece_words[[*ids, vocabulary.eos_id]].sum()
-        assert words == len(sentence.split()) + 1
 
 
 def test_tables(vocabulary):
@@ -77,13 +71,10 @@ def test_it_is_learned_once(corpus, tmp_path, monkeypatch):
     assert re.fullmatch(r"vocab-400-[0-9a-f]{12}-[0-9a-f]{12}\.model", name)
     monkeypatch.setattr(vocabulary_module, "train_vocabulary", None)
     assert load_vocabulary(corpus, 400, cache_dir).model == learned.model
-
-
-def test_another_text_has_another_file(corpus, tmp_path):
+    monkeypatch.undo()
     other = dataclasses.replace(corpus, train=Sentences(corpus.train.lines[:1000]))
-    load_vocabulary(corpus, 400, str(tmp_path))
-    load_vocabulary(other, 400, str(tmp_path))
-    assert len(os.listdir(tmp_path)) == 2
+    load_vocabulary(other, 400, cache_dir)
+    assert len(os.listdir(cache_dir)) == 2
 
 
 def test_the_cache_folder_may_be_the_current_one(corpus, tmp_path, monkeypatch):
@@ -106,17 +97,10 @@ def test_no_flipped_bit_of_the_file_passes(corpus, tmp_path):
     load_vocabulary(corpus, 400, str(tmp_path))
     (path,) = tmp_path.iterdir()
     good = path.read_bytes()
-    rng = random.Random(0)
-    flips = [(rng.randrange(len(good)), 1 << rng.randrange(8)) for _ in range(300)]
-    for position, bit in flips:
-        bad = bytearray(good)
-        bad[position] ^= bit
+    for bad in (*flipped(good, 300), good[: len(good) // 2]):
         path.write_bytes(bad)
         with pytest.raises(VocabularyError, match=r"vocab-400-.*\.model' is damaged: .* delete it"):
             load_vocabulary(corpus, 400, str(tmp_path))
-    path.write_bytes(good[: len(good) // 2])
-    with pytest.raises(VocabularyError, match="is damaged"):
-        load_vocabulary(corpus, 400, str(tmp_path))
     path.write_bytes(good)
     assert load_vocabulary(corpus, 400, str(tmp_path)).model == good
 

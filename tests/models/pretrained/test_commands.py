@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from models.pretrained import transfer
+from pipemesh.commands.main import main
 from tests.commands import program
 from tests.models.pretrained import reference, small
 
@@ -38,19 +39,18 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run):
-    plain = program.done("decode", f"--logdir={run}", *PROMPT, "--format=json", "--plain")
-    found = json.loads(plain)
+def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run, tmp_path):
+    # Flags of training in a file, as that of a training, have no effect.
+    config = tmp_path / "config.toml"
+    config.write_text('steps = 3\nnum_microbatches = 3\nremat = "full"\n')
+    flags = [f"--logdir={run}", *PROMPT, "--format=json"]
+    found = json.loads(program.done("decode", *flags, "--plain", f"--config={config}"))
     assert found["text"].startswith("the cat")
     values = json.loads((run / "config.json").read_text())
     tokens, log_probs = reference.greedy(values, small.tensors_of(values), [1, 2, 3], 5)
     assert found["tokens"] == tokens
     np.testing.assert_allclose(found["log_probs"], log_probs, rtol=0, atol=1e-4)
-    split = program.done("decode", f"--logdir={run}", *PROMPT, "--format=json", *SPLIT)
-    assert json.loads(split)["tokens"] == found["tokens"]
-    together = program.done(
-        "decode", f"--logdir={run}", *PROMPT, "--format=json", *SPLIT, "--lowering=simd"
-    )
+    together = program.done("decode", *flags, *SPLIT, "--lowering=simd")
     assert json.loads(together)["tokens"] == found["tokens"]
     os.rename(run / "tokenizer.json", run / "away.json")
     try:
@@ -99,42 +99,6 @@ def test_a_model_is_exported_at_its_length_without_a_tokenizer(tmp_path):
     assert got["tokens"].numpy().tolist() == [tokens]
 
 
-def test_flags_that_play_no_part_are_refused_before_all_else(run, tmp_path):
-    """Flags of training were taken silently; ranges were checked when TensorFlow was loaded."""
-    prompt, to = "--prompt=the cat", f"--to={tmp_path}/new/out"
-    drawn = [prompt, "--temperature=1"]
-    training = "{} is for training; leave it out"
-    alone = "--mesh_shape has no effect, since a model is exported for one device; leave it out"
-    refused = (
-        (["decode", prompt, "--steps=3"], training.format("--steps")),
-        (["decode", prompt, "--seed=3"], training.format("--seed")),
-        (["decode", prompt, "--device_memory=1GiB"], training.format("--device_memory")),
-        (["decode", prompt, "--elastic"], training.format("--elastic")),
-        (["decode", *drawn, "--top_p=0"], "top_p is 0.0; give a probability above 0, at most 1"),
-        (["decode", *drawn, "--top_k=-1"], "top_k is -1; give a number of tokens, or 0 for all"),
-        (["decode", prompt, "--temperature=nan"], "temperature is nan; give 0 (greedy), or"),
-        (["decode", prompt, "--length_penalty=inf", "--beams=2"], "length_penalty is inf; give"),
-        (["score", prompt, "--remat=none"], training.format("--remat")),
-        (["score", prompt, "--dataset=Test"], training.format("--dataset")),
-        (["export", to, "--mesh_shape=layers:2"], alone),
-        (["export", to, "--max_to_keep=2"], training.format("--max_to_keep")),
-        (["export", to, "--ids"], "unknown flag --ids"),
-    )
-    lines = [[words[0], f"--logdir={run}", *words[1:]] for words, _ in refused]
-    answers = program.without_tensorflow(*lines)
-    for (_, told), (code, _, err) in zip(refused, answers, strict=True):
-        assert code == 2 and err.startswith(f"error: {told}"), err
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_config_of_a_training_serves_to_decode(run, tmp_path):
-    """Its flags of training keep their defaults."""
-    (tmp_path / "config.toml").write_text('steps = 3\nnum_microbatches = 3\nremat = "full"\n')
-    where = [f"--logdir={run}", f"--config={tmp_path}/config.toml"]
-    said = program.done("decode", *where, *PROMPT)
-    assert said == program.done("decode", where[0], *PROMPT)
-
-
 def test_tokens_of_llama_are_those_of_its_formulas(tmp_path):
     tensors = small.tensors_of(small.LLAMA)
     small.write(tmp_path / "in", small.LLAMA, tensors)
@@ -151,13 +115,14 @@ def test_tokens_of_llama_are_those_of_its_formulas(tmp_path):
 
 def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "CODE", f"import os; os.chdir({str(tmp_path)!r})\n{program.CODE}")
+    monkeypatch.syspath_prepend(str(tmp_path))
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on a mat\na cat sat on the mat\n" * 30)
     (tmp_path / "tuned.py").write_text(TUNED.format(text=str(text)))
     logdir = tmp_path / "tuned"
     enter = ["--from", f"{run.parent}/in", "--logdir", str(logdir), "--model=tuned.Tuned"]
-    program.done("checkpoint", "import", *enter)
-    out = program.done("train", f"--logdir={logdir}", "--steps=30", *SPLIT)
+    assert main(["checkpoint", "import", *enter]) == 0
+    out = program.done("train", f"--logdir={logdir}", "--steps=20", *SPLIT)
     assert f"going on from {logdir}/ckpt-0" in out
     assert "changed since the checkpoint: mesh layers:2 -> layers:2;model:2" in out
     prefix = "changed since the checkpoint: "
@@ -165,10 +130,10 @@ def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypat
     changed = {line.removeprefix(prefix).split()[0] for line in lines}
     assert changed == {"mesh", "layout"}, "once, not by the stack's params as well"
     assert "the data is read from its beginning" in out
-    assert "ckpt-30, step 30: loss " in program.done("evaluate", f"--logdir={logdir}")
+    assert "ckpt-20, step 20: loss " in program.done("evaluate", f"--logdir={logdir}")
     said = program.done("decode", f"--logdir={logdir}", "--prompt=the cat sat", "--max_tokens=2")
     assert said.split()[:4] == ["the", "cat", "sat", "on"]
-    program.done("checkpoint", "export", str(logdir), str(tmp_path / "out"))
+    assert main(["checkpoint", "export", str(logdir), str(tmp_path / "out")]) == 0
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
         "config.json",
         "model.safetensors",
