@@ -276,15 +276,14 @@ class Folder:
             ) from error
 
     def __enter__(self) -> Folder:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        error = _lock(self._fd)
+        if isinstance(error, BlockingIOError):
             os.close(self._fd)
             raise CheckpointError(
                 f"--logdir={self.path!r} is in use: another run writes to it; wait for it, "
                 "stop it, or give another folder"
-            ) from None
-        except OSError as error:
+            )
+        if error is not None:
             # Some network file systems have no locks.
             print(
                 f"--logdir={self.path!r} cannot be locked ({error.strerror}); make sure that no "
@@ -307,22 +306,26 @@ class Folder:
         if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
             return
         fd = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if isinstance(_lock(fd), BlockingIOError):
             os.close(fd)
             raise SaveError(
                 "the folder was removed, and another run writes to a new one of its name"
-            ) from None
-        except OSError:
-            # Without locks, as `__enter__` has reported.
-            pass
+            )
         os.close(self._fd)
         self._fd = fd
 
     def __exit__(self, *_: object) -> None:
         _held.remove(self)
         os.close(self._fd)
+
+
+def _lock(fd: int) -> OSError | None:
+    """Locks a file without waiting; returns the error if others hold it or locks are missing."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error
+    return None
 
 
 # The folders that this process holds.
@@ -369,15 +372,7 @@ def held_by_none(path: str) -> Iterator[bool]:
     except OSError:
         yield True
         return
-    is_free = True
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        is_free = False
-    except OSError:
-        # A file system without locks.
-        pass
-    try:
-        yield is_free
+        yield not isinstance(_lock(fd), BlockingIOError)
     finally:
         os.close(fd)

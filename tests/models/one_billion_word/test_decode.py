@@ -208,7 +208,6 @@ REFUSED = [
     (["export", "--to=new/out", "--max_to_keep=2"], "--max_to_keep is for training; leave it out"),
     (["score"], "no text to be scored; give either --prompt or --file"),
     (["score", "--prompt=a", "--remat=none"], "--remat is for training; leave it out"),
-    (["score", "--prompt=a", "--dataset=Test"], "--dataset is for training; leave it out"),
     (["score", "--prompt=a", "--max_tokens=3"], "unknown flag --max_tokens"),
     (["decode"], "no text to be continued; give either --prompt or --file"),
     (["decode", "--prompt=a", "--file=b"], "give either --prompt or --file"),

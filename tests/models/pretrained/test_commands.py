@@ -69,6 +69,9 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run, tmp_path)
         os.rename(run / "away.json", run / "tokenizer.json")
     line = program.refused("decode", f"--logdir={run}", "--prompt=the cat", "--max_tokens=14")
     assert "has 3 tokens, with 14 more it exceeds the model's 16" in line
+    words = ["score", f"--logdir={run}", "--prompt=the cat", "--dataset=Test"]
+    ((_, _, err),) = program.without_tensorflow(words)
+    assert err == "error: --dataset is for training; leave it out\n"
     line = program.refused("train", f"--logdir={run}")
     assert "there is no text to train on: derive a class" in line
 
