@@ -347,14 +347,12 @@ def step_gradient(traced: TracedCell, out: CellOut | None, with_extras: bool) ->
         d_extras: list[tf.Tensor],
     ) -> StepGradients:
         step = Step([], [], [])
-        # Gradients by hand need no results of the cell.
-        if not cell.gradient or (out and not out.gradient):
+        if out or not cell.gradient:
             step = traced(t, arguments, captures=captures)
         of_out: list[Gradient] = []
         if out:
             of_state, of_out = out.gradients(t, step.state, out_captures, d_out)
-            pairs = zip(of_state, specs.state, strict=True)
-            added = [x for x, spec in pairs if is_differentiable(spec)]
+            added = [x for x, y in zip(of_state, step.state, strict=True) if is_differentiable(y)]
             d_state = [d if x is None else d + x for d, x in zip(d_state, added, strict=True)]
         if cell.gradient:
             theta, state, inputs = _by_user(traced, arguments, extras, d_state)

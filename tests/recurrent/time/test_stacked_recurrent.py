@@ -240,8 +240,7 @@ def test_states_may_be_complex():
     assert_equal(run_tf2(stacked, values), run_tf2(plain, values), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("out_grad", [None, lambda d: {"m": d["x"]}])
-def test_extras_and_accumulators_go_through_many_chunks(out_grad):
+def test_extras_and_accumulators_go_through_many_chunks():
     """The gradient by hand of the first layer is thrice what TensorFlow would derive."""
 
     def build(v, num_chunks):
@@ -271,7 +270,6 @@ def test_extras_and_accumulators_go_through_many_chunks(out_grad):
                 v,
                 cell_fns=list(map(cell_of, meters)),
                 cell_grads=[cell_grad, None],
-                cell_out_grads=out_grad,
                 # Any iterable will do.
                 accumulator_layers=dict(enumerate(meters)).values(),
                 num_chunks=num_chunks,
