@@ -217,7 +217,7 @@ class StepGradients(NamedTuple):
     """Gradients of a cell's arguments at one time step, as flat lists; None where there is none."""
 
     theta: Sequence[Gradient]
-    captures: Sequence[Gradient]  # of the cell, then of its `CellOut`
+    captures: Sequence[Gradient]
     state: Sequence[Any]
     inputs: Sequence[Any]
 
@@ -327,12 +327,11 @@ class TracedCell(StepFunction):
                 )
 
 
-def step_gradient(traced: TracedCell, out: CellOut | None, with_extras: bool) -> StepFunction:
+def step_gradient(traced: TracedCell, with_extras: bool) -> StepFunction:
     """Returns the gradient of one time step, which recomputes the cell.
 
-    Its arguments are the time step, the cell's arguments, captures of the cell and of `out`, the
-    extras for a gradient by the user, and the gradients of the differentiable state, results of
-    `out` and, if `with_extras`, extras.
+    Its arguments are the time step, the cell's arguments, captures, the extras for a gradient by
+    the user, and the gradients of the differentiable state and, if `with_extras`, extras.
     """
     specs, cell = traced.specs, traced.cell
 
@@ -340,38 +339,27 @@ def step_gradient(traced: TracedCell, out: CellOut | None, with_extras: bool) ->
         t: tf.Tensor,
         arguments: Arguments,
         captures: list[tf.Tensor],
-        out_captures: list[tf.Tensor],
         extras: list[tf.Tensor],
         d_state: list[tf.Tensor],
-        d_out: list[tf.Tensor],
         d_extras: list[tf.Tensor],
     ) -> StepGradients:
-        step = Step([], [], [])
-        if out or not cell.gradient:
-            step = traced(t, arguments, captures=captures)
-        of_out: list[Gradient] = []
-        if out:
-            of_state, of_out = out.gradients(t, step.state, out_captures, d_out)
-            added = [x for x, y in zip(of_state, step.state, strict=True) if is_differentiable(y)]
-            d_state = [d if x is None else d + x for d, x in zip(d_state, added, strict=True)]
         if cell.gradient:
             theta, state, inputs = _by_user(traced, arguments, extras, d_state)
             of_captures: list[Gradient] = [None for _ in captures]
         else:
+            step = traced(t, arguments, captures=captures)
             theta, of_captures, state, inputs = _derived(
                 [*step.state, *(step.extras if with_extras else [])],
                 [arguments.theta, captures, arguments.state, arguments.inputs],
                 [*d_state, *d_extras],
             )
-        return StepGradients(theta, [*of_captures, *of_out], _dense(state), _dense(inputs))
+        return StepGradients(theta, of_captures, _dense(state), _dense(inputs))
 
     parts = [
         specs,
         specs_of(traced.captures),
-        specs_of(out.captures) if out else [],
         traced.extras_specs if cell.gradient else [],
         [x for x in specs.state if is_differentiable(x)],
-        [x for x in out.specs if is_differentiable(x)] if out else [],
         [x for x in traced.extras_specs if with_extras and is_differentiable(x)],
     ]
     return StepFunction(run, parts, f"the gradient of the cell {cell.name!r}", cell.device)
@@ -450,6 +438,13 @@ def stop_condition(
     return TracedFunction(run, [_TIME, specs.theta, specs.state], "stop_fn")
 
 
+class CellOutGradients(NamedTuple):
+    """Gradients of the inputs of the function, flat; None where there is none."""
+
+    state: list[tf.Tensor | None]
+    captures: list[Gradient]
+
+
 class CellOut(StepFunction):
     """A function from a cell's state to the inputs of the layer above, traced once."""
 
@@ -462,7 +457,7 @@ class CellOut(StepFunction):
         specs: Sequence[tf.TensorSpec],
         device: str,
     ) -> None:
-        self.name, self.gradient = name, gradient
+        self.name, self.gradient, self.device = name, gradient, device
         self.state, self.state_specs = state, specs
         self.structure = Structure((), name)
 
@@ -491,24 +486,34 @@ class CellOut(StepFunction):
                 "since the gradient is given by hand; leave it out or put them in the state"
             )
 
-    def gradients(
-        self,
+
+def cell_out_gradient(out: CellOut) -> StepFunction:
+    """Returns the gradient of a `CellOut`, for one time step.
+
+    Its arguments are the time step, the flat state, captures, and the gradients of the
+    differentiable outputs.
+    """
+
+    def run(
         t: tf.Tensor,
         state: list[tf.Tensor],
         captures: list[tf.Tensor],
         d_outputs: list[tf.Tensor],
-    ) -> tuple[Sequence[tf.Tensor | None], list[Gradient]]:
-        """Returns those of state and captures, given those of the differentiable outputs."""
-        if self.gradient is None:
-            outputs = self(t, state, captures=captures)
+    ) -> CellOutGradients:
+        if out.gradient is None:
+            outputs = out(t, state, captures=captures)
             of_state, of_captures = _derived(outputs, [state, captures], d_outputs)
-            return _dense(of_state), of_captures
+            return CellOutGradients(_dense(of_state), of_captures)
         d_values = iter(d_outputs)
         full = [
             next(d_values) if is_differentiable(spec) else tf.zeros(spec.shape, spec.dtype)
-            for spec in self.specs
+            for spec in out.specs
         ]
-        returned = self.gradient(self.structure.pack(full))
-        what = f"what the gradient of {self.name} returned"
-        of_state = self.state.gradients(self.state_specs, returned, what)
-        return _dense(of_state), [None for _ in captures]
+        returned = out.gradient(out.structure.pack(full))
+        what = f"what the gradient of {out.name} returned"
+        of_state = out.state.gradients(out.state_specs, returned, what)
+        return CellOutGradients(_dense(of_state), [None for _ in captures])
+
+    d_specs = [spec for spec in out.specs if is_differentiable(spec)]
+    parts = [out.state_specs, specs_of(out.captures), d_specs]
+    return StepFunction(run, parts, f"the gradient of {out.name}", out.device)

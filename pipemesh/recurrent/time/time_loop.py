@@ -18,8 +18,11 @@ from pipemesh.recurrent.passes.tracing import specs_of
 from pipemesh.recurrent.time.cell import (
     Arguments,
     CellOut,
+    CellOutGradients,
+    StepGradients,
     TracedCell,
     TracedFunction,
+    cell_out_gradient,
     groups,
     step_gradient,
 )
@@ -206,19 +209,24 @@ class TimeLoop:
         """Returns the gradients of all tensors of `arguments` and `captures`, some of them None."""
         # `d_results` are those of the differentiable results.
         d_acc_extras = [] if self.cell.cell.gradient else d_results.acc_extras
-        gradient = step_gradient(self.cell, self.out, with_extras=bool(d_acc_extras))
-        keep_alive(gradient)
+        gradient = step_gradient(self.cell, with_extras=bool(d_acc_extras))
+        out_gradient, out_symbolic, out_reads_state = None, None, False
+        if self.out:
+            out_gradient = cell_out_gradient(self.out)
+            out_symbolic = out_gradient.results
+            # The time is the first argument, the state comes next.
+            used = out_gradient.used_arguments()
+            out_reads_state = any(1 <= n <= len(arguments.state) for n in used)
+        keep_alive((gradient, out_gradient))
         size = sequence_length(arguments.inputs)
         first, begin, end = kept.span
         accumulator_rows = Rows.like(arguments.accumulators, size)
         extras_rows = self._extras_rows(size)
         differentiable = [i for i, x in enumerate(arguments.state) if is_differentiable(x)]
         sources = [*arguments.theta, *captures.cell, *captures.out]
-        symbolic = gradient.results
-        summed = [
-            i for i, grad in enumerate([*symbolic.theta, *symbolic.captures]) if grad is not None
-        ]
-        with_row = [i for i, grad in enumerate(symbolic.inputs) if grad is not None]
+        symbolic = _summed(gradient.results, out_symbolic)
+        summed = [i for i, grad in enumerate(symbolic) if grad is not None]
+        with_row = [i for i, grad in enumerate(gradient.results.inputs) if grad is not None]
         inputs = [arguments.inputs[i] for i in with_row]
         specs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in inputs]
         input_rows = Rows([tf.shape(x)[1:] for x in inputs], specs, size)
@@ -237,18 +245,24 @@ class TimeLoop:
             extras = extras_rows.read(kept.extras, t) if self.cell.cell.gradient else []
             if d_results.acc_state:
                 d_state = [d + x[t] for d, x in zip(d_state, d_results.acc_state, strict=True)]
+            out_grads = None
+            if out_gradient:
+                # If the cell does not read its state, the states over time need not be kept.
+                state1 = [x[t] for x in kept.acc_state] if out_reads_state else arguments.state
+                d_out = [x[t] for x in d_results.acc_out]
+                out_grads = out_gradient(first + t, state1, captures.out, d_out)
+                added = [out_grads.state[i] for i in differentiable]
+                d_state = [d if x is None else d + x for d, x in zip(d_state, added, strict=True)]
             inputs = [x[t] for x in arguments.inputs]
             grads = gradient(
                 first + t,
                 Arguments(arguments.theta, state_before(t), accumulators, inputs),
                 captures.cell,
-                captures.out,
                 extras,
                 d_state,
-                [x[t] for x in d_results.acc_out],
                 [x[t] for x in d_acc_extras],
             )
-            step_sums = [*grads.theta, *grads.captures]
+            step_sums = _summed(grads, out_grads)
             totals = [_add(total, step_sums[i]) for total, i in zip(totals, summed, strict=True)]
             new_d_state = [
                 tf.zeros_like(arguments.state[i])
@@ -325,6 +339,11 @@ def sequence_length(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the size of dim 0 as int32 scalar, as a constant if it is static."""
     known = next((size for x in inputs if (size := x.shape[0]) is not None), None)
     return tf.shape(inputs[0])[0] if known is None else tf.constant(known)
+
+
+def _summed(grads: StepGradients, out_grads: CellOutGradients | None) -> list[Any]:
+    """Returns the gradients that are summed over time."""
+    return [*grads.theta, *grads.captures, *(out_grads.captures if out_grads else ())]
 
 
 def _add(total: tf.Tensor, grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
