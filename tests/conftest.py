@@ -44,6 +44,17 @@ hypothesis.settings.load_profile("pipemesh")
 flags.FLAGS.mark_as_parsed()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_garbage():
+    """Frees what a file has traced.
+
+    Graphs are circles, which Python collects too seldom here; and TensorFlow copies the functions of
+    all that are alive whenever it makes an iterator over data.
+    """
+    yield
+    gc.collect()
+
+
 @pytest.fixture
 def eagerly():
     """lingvo's eager mode."""
