@@ -187,8 +187,9 @@ def build_by_hand(v):
 
 
 def counting(theta, state, inputs):
-    state1, _ = cell(theta, state, {"x": inputs["x"] + 0.5 * state["c"]})
-    return {**state1, "c": tf.sin(state["c"] + state1["m"]), "count": state["count"] + 1}, ()
+    # No gradient is a sum of three, which TensorFlow adds up in any order.
+    z = tf.matmul(inputs["x"] + state["m"] + 0.5 * state["c"], theta["w"])
+    return {"m": tf.tanh(z), "c": tf.sin(z), "count": state["count"] + 1}, ()
 
 
 def counted_states(v):
