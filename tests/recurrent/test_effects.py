@@ -104,8 +104,13 @@ def test_checks_run_once_and_tf1_inlines_every_call():
     assert kinds.count("CheckNumerics") == 2 * 4
 
 
-def sees(x):
-    """Prints an example; a TF1 graph prints what something waits for."""
+def dangling(x):
+    tf.print("sees", x[0])
+    return x
+
+
+def waited_for(x):
+    """A TF1 graph prints what something waits for."""
     with tf.control_dependencies([tf.print("sees", x[0])]):
         return tf.identity(x)
 
@@ -113,13 +118,14 @@ def sees(x):
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("run", [run_tf1, run_tf2])
 def test_a_print_in_a_stage_says_which_microbatch_it_is_of(run, loop, capfd):
-    run(lambda: loss_of(sees, loop=loop, remat="full" if run is run_tf1 or loop else "none"))
+    body = waited_for if run is run_tf1 else dangling
+    run(lambda: loss_of(body, loop=loop, remat="full" if run is run_tf1 or loop else "none"))
     lines = re.findall(r"stage 's0', microbatch (\d): sees (\d)", capfd.readouterr().err)
     assert sorted(lines) == [("0", "0"), ("1", "2"), ("2", "4"), ("3", "6")]
 
 
 def test_a_print_is_left_as_it_is_if_there_is_one_microbatch(capfd):
-    run_tf2(lambda: loss_of(sees, one_f_one_b(2, 1)))
+    run_tf2(lambda: loss_of(dangling, one_f_one_b(2, 1)))
     assert capfd.readouterr().err.splitlines().count("sees 0") == 1
 
 
@@ -179,6 +185,11 @@ def assign(x):
     return x
 
 
+@tf.function(autograph=False)
+def assign_in_function(x):
+    return assign(x)
+
+
 def assign_in_loop(x):
     return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, assign(x)), [0, x])[1]
 
@@ -196,6 +207,7 @@ def queue(x):
     ("body", "message"),
     [
         (assign, "AssignAddVariableOp.*accumulators"),
+        (assign_in_function, "AssignAddVariableOp"),
         (assign_in_loop, "AssignAddVariableOp"),
         (python, r"EagerPyFunc.*tf\.numpy_function"),
         (queue, "QueueEnqueueV2.*outside"),

@@ -1,5 +1,6 @@
 """Options that contradict themselves are errors when they are made."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -38,6 +39,11 @@ def test_a_loss_scale_excludes_a_check_of_gradients():
             continue
         with pytest.raises(PipelineError, match=f"check_numerics is '{policy}', but a loss_scale"):
             Options(check_numerics=policy, loss_scale=loss_scale)
+    # A copy has the policy that was found for the first one.
+    with pytest.raises(PipelineError, match="check_numerics is 'results', but a loss_scale"):
+        dataclasses.replace(Options(), loss_scale=loss_scale)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().batch_dim = 1
 
 
 @pytest.mark.parametrize(
@@ -189,9 +195,12 @@ def test_a_tf1_graph_updates_the_scale_with_every_gradient():
             for n, v in names.items()
         ]
         weight = tf.compat.v1.get_variable("w", initializer=3.0, use_resource=True)
+        stages = [Stage("s", summed, [tf.convert_to_tensor(weight)], [], "CPU:0")]
+        options = Options(compute_dtype="float16", loss_scale=LossScale(*variables))
         x = tf.compat.v1.placeholder(tf.float32, [4])
-        scale_of_loss = LossScale(*variables)
-        gradient = gradient_of(weight, x, 2, compute_dtype="float16", loss_scale=scale_of_loss)
+        loss, _, _ = pipeline_loss(stages, [x], one_f_one_b(1, 2), options=options)
+        # As lingvo's trainer takes it.
+        (gradient,) = tf.compat.v1.gradients(loss, [weight])
         with tf.compat.v1.Session() as session:
             session.run(tf.compat.v1.global_variables_initializer())
             assert session.run(gradient, {x: [1.0] * 4}) == 0.0

@@ -15,7 +15,7 @@ from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.recurrent.circular.layer_position import layer_seed
 
-LAYERS, DROPPED, SEED = 4, 0.25, (3, 1)
+LAYERS, DROPPED, STEP = 4, 0.25, 3
 _draw = np.random.default_rng(2)
 INPUTS = {
     "x": (_draw.standard_normal((16, 3)).astype(np.float32), "batch:16;io:3"),
@@ -34,19 +34,19 @@ def plain(x, target, params):
         scale, wi, wo = (params[name][layer] for name in OWN)
         normed = x * tf.math.rsqrt(tf.reduce_mean(x * x, -1, keepdims=True)) * scale
         hidden = tf.tanh(normed @ wi * params["gain"])
-        seed = layer_seed(tf.constant(SEED), layer)
+        seed = layer_seed(tf.constant([STEP, 1]), layer)
         hidden = tf.nn.experimental.stateless_dropout(hidden, DROPPED, seed=seed, rng_alg="philox")
         x += hidden @ wo
     return tf.reduce_mean(tf.square(x - target)), x
 
 
-def meshed(pipeline, x, target, params):
+def meshed(pipeline, step, x, target, params):
     """The same of tensors with named dims."""
 
     def layer(x, w, position):
         normed = x * ops.rsqrt(ops.reduce_mean(x * x, "d_model")) * w["scale"]
         hidden = ops.tanh(ops.einsum([normed, w["wi"]], ["batch", "d_ff"]) * w["gain"])
-        hidden = position.dropout(hidden, rate=DROPPED, seed=tf.constant(SEED))
+        hidden = position.dropout(hidden, rate=DROPPED, seed=tf.stack([step, 1]))
         return x + ops.einsum([hidden, w["wo"]], ["batch", "d_model"])
 
     x = ops.einsum([x, params["first"]], ["batch", "d_model"])
@@ -90,7 +90,7 @@ def shapes(pipeline):
     return own | {name: Shape.from_text(shape) for name, shape in OTHERS.items()}
 
 
-def with_gradients(lowering, pipeline, inputs, params):
+def with_gradients(lowering, pipeline, step, inputs, params):
     """Loss, output of the stack and gradients; all are slices, given by name."""
     with tf.GradientTape() as tape:
         tape.watch(params)
@@ -99,7 +99,7 @@ def with_gradients(lowering, pipeline, inputs, params):
             for name, (_, text) in INPUTS.items()
         ]
         tensors = {n: Tensor(lowering, params[n], s) for n, s in shapes(pipeline).items()}
-        loss, y = meshed(pipeline, *given, tensors)
+        loss, y = meshed(pipeline, step, *given, tensors)
     return loss.slices, y.slices, tape.gradient(loss.slices, params)
 
 
@@ -146,7 +146,7 @@ def under_placement(pipeline):
     lowering = PlacementLowering(mesh, rules_of(mesh), [f"CPU:{i}" for i in each])
 
     @tf.function(autograph=False)
-    def run():
+    def run(step):
         def slices(array, shape):
             return ops.import_tensor(lowering, array, shape).slices
 
@@ -155,20 +155,20 @@ def under_placement(pipeline):
             name: slices(initial()[name].reshape(shape.sizes), shape)
             for name, shape in shapes(pipeline).items()
         }
-        return with_gradients(lowering, pipeline, inputs, params)
+        return with_gradients(lowering, pipeline, step, inputs, params)
 
-    loss, y, grads = as_arrays(run())
+    loss, y, grads = as_arrays(run(tf.constant(STEP)))
     return [(loss[i], y[i], {name: of[i] for name, of in grads.items()}) for i in each]
 
 
 def simd_program(pipeline):
-    """The program of one core; inputs and parameters are flat arguments."""
+    """The program of one core; step, inputs and parameters are flat arguments."""
     names = [*INPUTS, *OWN, *OTHERS]
 
-    def program(lowering, *flat):
+    def program(lowering, step, *flat):
         given = {name: (part,) for name, part in zip(names, flat, strict=True)}
         params = {name: given.pop(name) for name in names[len(INPUTS) :]}
-        results = with_gradients(lowering, pipeline, given, params)
+        results = with_gradients(lowering, pipeline, step, given, params)
         return tf.nest.map_structure(tf.identity, results)
 
     return program
@@ -177,16 +177,19 @@ def simd_program(pipeline):
 def simd_args(pipeline, core):
     """The arguments of a core's program."""
     inputs = [array[_ranges(pipeline.mesh, text, core)] for array, text in INPUTS.values()]
-    return [tf.identity(part) for part in (*inputs, *cut(pipeline, initial(), core).values())]
+    return [tf.identity(part) for part in (STEP, *inputs, *cut(pipeline, initial(), core).values())]
 
 
 def on_cores(pipeline, cores):
-    """For each core what `under_placement` returns for each processor."""
+    """For each of two calls and each core what `under_placement` returns for each processor."""
     args = []
     for i, device in enumerate(cores.devices):
         with tf.device(device):
             args.append(simd_args(pipeline, i))
     specs = [tf.TensorSpec.from_tensor(arg) for arg in args[0]]
     function = cores.function(simd_program(pipeline), rules_of(pipeline.mesh), *specs)
-    results = map(as_arrays, function(args))
-    return [(loss[0], y[0], {n: g[0] for n, g in grads.items()}) for loss, y, grads in results]
+    calls = [map(as_arrays, function(args)) for _ in range(2)]
+    return [
+        [(loss[0], y[0], {n: g[0] for n, g in grads.items()}) for loss, y, grads in results]
+        for results in calls
+    ]

@@ -111,14 +111,16 @@ def parts_of(v):
     return [{"w": v["w0"]}, {"w": v["w1"]}], [{"m": v["m0"]}, {"m": v["m1"]}]
 
 
-def plain(v, cell_fns=cell, cell_outs=out, inputs=None, steps=range(LENGTH)):
+def plain(v, cell_fns=cell, cell_outs=out, inputs=None, init_states=None, steps=range(LENGTH)):
     """Time outside, layers inside; other time steps than `steps` are skipped."""
     cells = cell_fns if isinstance(cell_fns, list) else [cell_fns] * 2
     outs = cell_outs if isinstance(cell_outs, list) else [cell_outs] * 2
     thetas, states = parts_of(v)
+    inputs = inputs(v) if inputs else {"x": v["x"]}
+    states = init_states(v) if init_states else states
     over_time = [tf.nest.map_structure(tf.zeros_like, states[-1])] * LENGTH
     for t in steps:
-        x = {name: part[t] for name, part in (inputs or {"x": v["x"]}).items()}
+        x = {name: part[t] for name, part in inputs.items()}
         for i, (cell_fn, cell_out) in enumerate(zip(cells, outs, strict=True)):
             states[i], _ = cell_fn(thetas[i], states[i], x)
             x = cell_out(states[i])
@@ -126,7 +128,11 @@ def plain(v, cell_fns=cell, cell_outs=out, inputs=None, steps=range(LENGTH)):
     return outs[-1](tf.nest.map_structure(lambda *x: tf.stack(x), *over_time)), states
 
 
+OF_VALUES = ("inputs", "init_states")
+
+
 def stacked(v, **changes):
+    """Inputs and states may be functions of the values."""
     thetas, init_states = parts_of(v)
     arguments = {
         "devices": ["CPU:0", "CPU:1"],
@@ -138,7 +144,7 @@ def stacked(v, **changes):
         "init_states": init_states,
         "inputs": {"x": v["x"]},
         "num_chunks": 2,
-        **changes,
+        **{k: f(v) if k in OF_VALUES and callable(f) else f for k, f in changes.items()},
     }
     return StackedRecurrent(**arguments)
 
@@ -180,11 +186,27 @@ def build_by_hand(v):
     return stacked(v, cell_out_grads=lambda d: {"m": three * d["x"]})
 
 
+def counting(theta, state, inputs):
+    # No gradient is a sum of three, which TensorFlow adds up in any order.
+    z = tf.matmul(inputs["x"] + state["m"] + 0.5 * state["c"], theta["w"])
+    return {"m": tf.tanh(z), "c": tf.sin(z), "count": state["count"] + 1}, ()
+
+
+def counted_states(v):
+    return [{"m": v[f"m{i}"], "c": v[f"m{i}"][::-1], "count": tf.constant(10 * i)} for i in (0, 1)]
+
+
+def case_of_integer_state(out_grad):
+    """`cell_outs` leaves both the integer and a floating state out."""
+    states = {"cell_fns": counting, "init_states": counted_states}
+    return case({**states, "cell_out_grads": out_grad})
+
+
 TRIPLED = [lambda state: {"x": tripled_gradient(state["m"])}, out]
 
 
 def case(changes, plain_changes=None, run=run_tf2, loss=loss_of):
-    same = {k: v for k, v in changes.items() if k in ("cell_fns", "cell_outs", "inputs")}
+    same = {k: v for k, v in changes.items() if k in ("cell_fns", "cell_outs", *OF_VALUES)}
     want = functools.partial(plain, **{**same, **(plain_changes or {})})
     return run, functools.partial(stacked, **changes), want, loss
 
@@ -204,15 +226,21 @@ CASES = {
         functools.partial(plain, cell_outs=TRIPLED),
         loss_of,
     ),
+    "integer state": case_of_integer_state(None),
+    "integer state by hand": case_of_integer_state(
+        lambda d: {"m": d["x"], "c": None, "count": tf.constant(0)}
+    ),
     # As in lingvo's pipeline of microbatches: the state is only what a layer hands on.
     "unused states": case({"cell_fns": reads_inputs, "unused_acc_state": True}),
-    "integers and rows of a table": case({"cell_fns": [embedding, cell], "inputs": {"x": IDS}}),
+    "integers and rows of a table": case(
+        {"cell_fns": [embedding, cell], "inputs": lambda v: {"x": IDS}}
+    ),
     "padding": case(
-        {"inputs": {"x": VALUES["x"], "padding": PADDING}, "num_chunks": 4},
+        {"inputs": lambda v: {"x": v["x"], "padding": PADDING}, "num_chunks": 4},
         {"steps": range(3, 5)},
     ),
     "padding alone": case(
-        {"inputs": {"x": VALUES["x"], "padding": np.ones_like(PADDING)}, "num_chunks": 4},
+        {"inputs": lambda v: {"x": v["x"], "padding": np.ones_like(PADDING)}, "num_chunks": 4},
         {"steps": range(0)},
     ),
 }
