@@ -142,6 +142,15 @@ def test_without_a_step_a_gradient_may_draw_a_single_number():
         assert not is_active()
 
 
+def test_draws_stay_refused_after_a_gradient_of_a_gradient():
+    of_noisy = position(((4, 3),))
+    with plan_free_randomness(STEP, of_noisy), layer_scope("noisy"), gradient_scope():
+        with gradient_scope():
+            pass
+        with pytest.raises(PipelineError, match=r"of shape \(2, 3\) are drawn while gradients"):
+            tf.random.uniform([2, 3])
+
+
 def numbers(count=2):
     return [tf.random.uniform([4]).numpy().tolist() for _ in range(count)]
 

@@ -60,16 +60,25 @@ def checked(theta, carry, inputs, microbatch, step):
     return [tf.debugging.check_numerics(tf.matmul(inputs[0], theta[0]), "product")], []
 
 
-@pytest.mark.parametrize("forward", [product, checked])
-def test_replicas_run_on_their_devices_and_meet_once_a_step(forward):
-    options = {"check_numerics": "off", "strict_devices": True}
+def placed(num_microbatches, **options):
+    """The graphs of a step, once each replica was found on its own device."""
     with record_placement() as graphs:
-        trained(one_f_one_b(2, 4), forwards=(forward, squares), **options)()
+        trained(one_f_one_b(2, num_microbatches), strict_devices=True, **options)()
     placement = Placement.of(graphs, [home.devices for home in HOMES])
     placement.check()
     for counts in placement.found:
         first, second = counts.values()
         assert abs(first - second) <= 0.2 * first, str(placement)
+    return graphs
+
+
+def test_the_default_checks_run_on_the_devices_of_the_replicas():
+    placed(2)
+
+
+@pytest.mark.parametrize("forward", [product, checked])
+def test_replicas_run_on_their_devices_and_meet_once_a_step(forward):
+    graphs = placed(4, forwards=(forward, squares), check_numerics="off")
     sent = [(node.name.split("/")[0], a, b) for node, _, a, b in sent_by(graphs)]
     # A copy of the weight goes out, the sum of its gradients and the loss come back.
     assert sorted((a, b) for _, a, b in sent if (a, b) in ((0, 1), (2, 3))) == [(0, 1), (2, 3)]

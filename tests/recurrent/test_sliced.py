@@ -190,6 +190,7 @@ ACROSS = of_two_stages("F0.0 F0.1 F0.2 I0.2 W0.2 F1.0 I0.1 I0.0 W0.0 F1.1 F1.2 W
 @pytest.mark.slow
 @example(TURNED, "none", False)
 @example(ACROSS, "none", False)
+@example(ACROSS, "none", True)
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(tables(), st.sampled_from(REMAT_POLICIES), st.sampled_from([False, True]))
 def test_any_table_that_a_state_can_take_gives_the_same(schedule, remat, loop):
@@ -213,8 +214,10 @@ def small_stages(home="CPU:0", **more):
     ]
 
 
-def test_stages_without_a_state_have_replicas_and_are_timed():
+@pytest.mark.parametrize(("loop", "batch_dim"), [(False, 1), (True, 0)])
+def test_stages_without_a_state_have_replicas_and_are_timed(loop, batch_dim):
     x = np.arange(8 * 6, dtype=np.float32).reshape([8, 6])
+    x = x.T if batch_dim else x
     clock, schedule = ActionClock(), seq_one_f_one_b(2, 2, 3)
 
     @tf.function(autograph=False)
@@ -222,7 +225,7 @@ def test_stages_without_a_state_have_replicas_and_are_timed():
         with tf.GradientTape() as tape:
             tape.watch(x)
             stages = small_stages(("CPU:0", "CPU:1"))
-            options = Options(loop=True, clock=clock)
+            options = Options(batch_dim, 1 - batch_dim, loop=loop, clock=clock)
             loss, (y,), carries = pipeline_loss(stages, [x], schedule, options=options)
         return loss, y, carries[0][0], tape.gradient(loss, x)
 

@@ -30,7 +30,7 @@ CASES = [
     *(
         pytest.param(*case, marks=pytest.mark.exhaustive)
         for case in [
-            ("tf1", "gpipe", (2, 1), 2, "full", False),
+            ("tf1", "gpipe", (2, 1), 2, "full", True),
             ("tf2", "1f1b", (1, 2), 2, "none", False),
             ("tf1", "1f1b", (1, 3, 2), 1, "none", True),
             ("tf2", "interleaved:2", (2, 1), 1, "full", False),

@@ -198,10 +198,16 @@ class GraphCut:
     def descendants(self, tensors: Iterable[str]) -> set[str]:
         """Returns the names of all nodes that depend on any of `tensors`."""
         reached = {node_of(name) for name in tensors}
-        # In topological order, like the nodes of every traced function.
+        consumers: dict[str, list[str]] = {}
         for node in self._graph_def.node:
-            if any(node_of(tensor_name(source)) in reached for source in node.input):
-                reached.add(node.name)
+            for source in node.input:
+                consumers.setdefault(node_of(tensor_name(source)), []).append(node.name)
+        todo = list(reached)
+        while todo:
+            for consumer in consumers.get(todo.pop(), ()):
+                if consumer not in reached:
+                    reached.add(consumer)
+                    todo.append(consumer)
         return reached
 
     def frontier(

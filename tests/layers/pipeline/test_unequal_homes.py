@@ -10,6 +10,7 @@ from tests.layers.pipeline.named_stacks import WEIGHTS, X, residuals
 from tests.layers.stacks import equal_to_plain, first
 
 TWO, V = [0, 1, 2], {"schedule": "zb_v", "remat": "except_last"}
+LOOP = {"remat": "none", "loop": True}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ TWO, V = [0, 1, 2], {"schedule": "zb_v", "remat": "except_last"}
     [
         # The head alone, on one device.
         (run_tf2, "layers:2;model:4,1 d_ff:model", TWO, True, {"schedule": "zb_h1"}),
-        (run_tf1, "layers:2;data:2;model:2,1 d_ff:model", TWO, True, {"remat": "none"}),
+        (run_tf1, "layers:2;data:2;model:2,1 d_ff:model", TWO, True, LOOP),
         # From few devices to many, and back.
         (run_tf1, "layers:3;model:1,2,1 d_ff:model", [0, 1, 2, 3], True, {"schedule": "1f1b"}),
         # Two stages a home.

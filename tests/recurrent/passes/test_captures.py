@@ -129,7 +129,7 @@ def test_replicas_cannot_read_a_variable_in_an_inner_function(use):
     ("run", "uses", "schedule", "options"),
     [
         (run_tf1, INSIDE, zb_h1(2, 4), {"loop": True, "remat": "none"}),
-        (run_tf2, INSIDE, one_f_one_b(2, 2), {}),
+        (run_tf2, INSIDE, one_f_one_b(2, 2), {"remat": "except_last"}),
         (run_tf2, OUTSIDE, zb_h1(2, 4), {"remat": "none"}),
         (run_tf1, OUTSIDE, one_f_one_b(2, 2), {"replicas": 2}),
         (run_tf2, OUTSIDE, one_f_one_b(2, 2), {"replicas": 2, "loop": True}),

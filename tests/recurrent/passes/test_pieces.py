@@ -35,7 +35,7 @@ def test_gradients_of_what_every_slice_got_are_summed():
 
 @pytest.mark.parametrize(("slices", "batch_dim"), [(1, 0), (1, 1), (3, 0), (3, 1)])
 def test_pieces_that_are_split_are_those_cut_by_number(slices, batch_dim):
-    x = tf.reshape(tf.range(12 * 12), [12, 12])
+    x = tf.reshape(tf.range(12 * 12 * 2), [12, 12, 2])
     cutting = Cutting(3, 4, batch_dim, 2, slices, 12 // slices, 1 - batch_dim)
     pieces = split(x, cutting)
     for piece, own in enumerate(pieces):
