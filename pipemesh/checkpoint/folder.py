@@ -373,6 +373,7 @@ def held_by_none(path: str) -> Iterator[bool]:
         yield True
         return
     try:
+        # A file on a file system without locks counts as held by none.
         yield not isinstance(_lock(fd), BlockingIOError)
     finally:
         os.close(fd)

@@ -176,8 +176,8 @@ def test_missing_locks_are_reported(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with Folder(str(tmp_path)):
-        pass
+    with Folder(str(tmp_path)), held_by_none(make(tmp_path, 3)) as is_free:
+        assert is_free
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
 
 

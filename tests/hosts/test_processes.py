@@ -92,6 +92,7 @@ def test_a_killed_worker_is_restarted_and_output_and_exit_code_are_passed_on(tmp
             until(lambda: count(b"pipemesh worker:") == 3, 60)
             os.kill(children(process.pid)[-1], signal.SIGKILL)
             until(lambda: count(b"it is started again") == 2, 60)
+            until(lambda: count(b"pipemesh worker:") == 4, 60)
             until(lambda: len(children(process.pid)) == 2, 30)
             workers = children(process.pid)
             process.communicate("\n", timeout=60)

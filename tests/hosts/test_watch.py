@@ -120,7 +120,7 @@ def test_a_broken_connection_counts_as_lost_and_names_its_workers(error, wanted)
     found.stages = {0: "stage 0"}
     found.progress = Progress({1: ["b waits for a"]})
     found.begin("step 4", is_step=True)
-    wanted = rf"broke in step 4, begun 0.\d s ago {wanted}\n  b waits for a$"
+    wanted = rf"^a connection broke in step 4, begun 0.\d s ago {wanted}\n  b waits for a$"
     with pytest.raises(Lost, match=wanted):
         found.check(error)
     outer = DeviceError("step 4 failed")

@@ -55,6 +55,7 @@ BAD_INPUT = [
     ),
     (["--optimizer=adan"], ["--optimizer='adan'", "adam|adafactor|sgd|momentum"]),
     (["--dropout_prob=1"], ["--dropout_prob=1.0: it must be 0 or more, and below 1"]),
+    (["--dropout_prob=-0.1"], ["--dropout_prob=-0.1", "0 or more"]),
     (["--warmup_steps=0"], ["--warmup_steps=0: it must be above 0"]),
     (["--find_learning_rate=5"], ["--find_learning_rate=5: too few to find a range"]),
     (["--learning_rate=inf"], ["--learning_rate=inf", "finite"]),
@@ -62,6 +63,8 @@ BAD_INPUT = [
     (["--learning_rate=1e39"], ["--learning_rate=1e+39", "at most 3.4e+38"]),
     (["--batch_size=99999999999"], ["at most 2147483647"]),
     (["--seed=9223372036854775808"], ["--seed=9223372036854775808", "64 bits"]),
+    (["--seed=-9223372036854775809"], ["64 bits"]),
+    (["--save_every=0"], ["--save_every=0", "at least 1"]),
     (["--logdir="], ["--logdir='' is empty; give a value, or leave the flag out"]),
     (["--data_dir="], ["--data_dir='' is empty"]),
     (

@@ -74,17 +74,20 @@ def test_one_line_more_is_other_text_and_never_another_vocabulary(text, logdir, 
     with pytest.raises(CheckpointError, match=r"other text \(train \w+ -> \w+\)"):
         train(small_request(logdir, text, steps=6))
     capsys.readouterr()
-    flags = {"other_text": True, "LEARNING_RATE": 0.25}
-    assert train(small_request(logdir, text, steps=6, **flags)) == 0
+    changed = {
+        "LEARNING_RATE": 0.25,
+        "plan": Plan(num_microbatches=2, compute_dtype="bfloat16"),
+    }
+    assert train(small_request(logdir, text, steps=6, other_text=True, **changed)) == 0
     out = capsys.readouterr().out
-    assert "changed since the checkpoint: learning_rate 0.4 -> 0.25\n" in out
+    assert "changed since the checkpoint: compute_dtype none -> bfloat16, learning_rate 0.4 -> 0.25\n" in out
     assert "other text, under the vocabulary of the checkpoint: train " in out
     assert "the text is read from its beginning" in out
     after = about_of(logdir / "ckpt-6")
     assert after.vocabulary == before.vocabulary
     assert after.data["train"] != before.data["train"]
     # From now on these are the text and the settings.
-    assert train(small_request(logdir, text, steps=7, LEARNING_RATE=0.25)) == 0
+    assert train(small_request(logdir, text, steps=7, **changed)) == 0
     out = capsys.readouterr().out
     assert "other text" not in out and "changed since the checkpoint" not in out
 
@@ -133,7 +136,7 @@ PLANS = {
     "pipeline": Plan("layers:2", schedule="zb_h1", num_microbatches=2),
     "tensor": Plan("layers:1;model:2", "heads:model;expert_ff:model;vocab:model"),
     "data": Plan("layers:1;data:4", "batch:data;embed:data"),
-    "mixed": Plan("layers:2;data:2", "batch:data;embed:data", "1f1b", 2),
+    "mixed": Plan("model:2;layers:2;data:2", f"batch:data;embed:data;{TENSOR}", "1f1b", 2),
     "simd": Plan("layers:2;model:2", TENSOR, "gpipe", 2, lowering="simd"),
     "experts": Plan("layers:1;e:4", "experts:e"),
 }

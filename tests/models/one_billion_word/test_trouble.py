@@ -220,7 +220,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_said_under_every_plan(
     found = {}
     for name, plan in {
         "plain": Plan(num_microbatches=1),
-        "split": Plan("layers:2", schedule="1f1b", num_microbatches=2),
+        "split": Plan("layers:2", schedule="zb_h1", num_microbatches=2),
     }.items():
         request = small_request(tmp_path / name, text, steps=8, plan=plan, save_every=3)
         assert train(request) == 0
