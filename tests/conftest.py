@@ -48,8 +48,8 @@ flags.FLAGS.mark_as_parsed()
 def no_garbage():
     """Frees what a file has traced.
 
-    Graphs are circles, which Python collects too seldom here; and TensorFlow copies the functions of
-    all that are alive whenever it makes an iterator over data.
+    Graphs are circles, which Python collects too seldom here; and TensorFlow copies the functions
+    of all that are alive whenever it makes an iterator over data.
     """
     yield
     gc.collect()

@@ -66,7 +66,9 @@ class Sharing:
         scope = tf.compat.v1.get_variable_scope()
         reuse = tf.compat.v1.variable_scope(scope, reuse=tf.compat.v1.AUTO_REUSE)
         with py_utils.VariableStore(), reuse:
-            return self.params.Copy().Instantiate()
+            layer = self.params.Copy().Instantiate()
+        assert len(set(map(id, layer.vars.Flatten()))) == 2
+        return layer
 
 
 def test_a_weight_tied_across_first_and_last_stage_is_one_variable(run):

@@ -117,7 +117,7 @@ class PipeliningLayer(SeqLayer):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         # The functions that eager calls have traced.
-        self.eager_runs: dict[Any, Any] = {}
+        self._eager_runs: dict[Any, Any] = {}
         # Set it to an ActionClock or Marks before a graph is built to time its actions.
         self.clock: Clock | None = None
         # Set it before a graph is built to locate values that are not finite.
@@ -255,8 +255,9 @@ class PipeliningLayer(SeqLayer):
                 check_fresh(p.name, tf.get_default_graph())
                 return results
 
-            new_run = tf.function(traced, autograph=False), structures
-            run, structures = self.eager_runs.setdefault(key, new_run)
+            if key not in self._eager_runs:
+                self._eager_runs[key] = tf.function(traced, autograph=False), structures
+            run, structures = self._eager_runs[key]
             thetas = [[*map(tf.convert_to_tensor, each.tensors)] for each in weights]
             try:
                 outputs, carries = run(thetas, inputs, carries, step)

@@ -62,6 +62,8 @@ class SimdStack:
     def __init__(self, stack: Any, plan: Plan, tpls: Sequence[Any], pinned: bool) -> None:
         before, stages, behind = simd_split(stack.params, tpls)
         self._stack, self._pinned = stack, pinned
+        # Not the stack's: TensorFlow tracks what a layer holds, and saves no functions.
+        self._eager_runs: dict[Any, Callable[..., Any]] = {}
         self._tpls = stages
         self._ends = [tpl for tpl in (before, behind) if tpl is not None]
         # The names of the cells before and behind the alike layers; None without such layers.
@@ -142,10 +144,11 @@ class SimdStack:
         def traced(flat: Any, args: Any, step: Any) -> Any:
             return self._placed(theta.Pack(flat), args, devices, step)
 
-        run = stack.eager_runs.setdefault(key, tf.function(traced, autograph=False))
+        if key not in self._eager_runs:
+            self._eager_runs[key] = tf.function(traced, autograph=False)
         flat = [tf.convert_to_tensor(weight) for weight in theta.Flatten()]
         args = tf.nest.map_structure(lambda t: None if t is None else tf.convert_to_tensor(t), args)
-        return run(flat, args, step)
+        return self._eager_runs[key](flat, args, step)
 
     def _placed(
         self, theta: Any, args: tuple[Any, ...], devices: Sequence[str], step: tf.Tensor | None

@@ -32,7 +32,8 @@ SPLIT = "layers:2;data:2;model:2 vocab:model;d_ff:model"
     ("run", "mesh", "bounds", "steps", "options"),
     [
         (run_tf1, "layers:2", [0, 2, 4], 3, {}),
-        (run_eagerly, "layers:2", [0, 2, 4], 1, {}),
+        # The second step calls the same function with other weights.
+        (run_eagerly, "layers:2;model:2 vocab:model", [0, 2, 4], 2, {}),
         (run_tf2, SPLIT, [0, 2, 4], 3, {"tied": TIED}),
         (run_tf2, "layers:2", [0, 2, 3, 4, 6], 3, {"schedule": "looped_bfs:2"}),
     ],

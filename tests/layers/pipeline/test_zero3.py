@@ -135,7 +135,7 @@ def test_with_a_smaller_dtype_the_casts_are_fetched(eagerly):
     _, half = predicted("layers:2;data:2 embed:data", fprop_dtype=tf.bfloat16)
     assert half["weights"] == whole["weights"] // 2
     copied, cut = (
-        run_tf2(two_layers(fprop_dtype=tf.bfloat16), [X], num_devices=f"layers:2;data:2{rules}")
+        run_eagerly(two_layers(fprop_dtype=tf.bfloat16), [X], num_devices=f"layers:2;data:2{rules}")
         for rules in ("", " embed:data")
     )
     cut.assert_close(copied, rtol=2e-2, atol=2e-2)

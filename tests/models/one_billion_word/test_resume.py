@@ -80,7 +80,10 @@ def test_one_line_more_is_other_text_and_never_another_vocabulary(text, logdir, 
     }
     assert train(small_request(logdir, text, steps=6, other_text=True, **changed)) == 0
     out = capsys.readouterr().out
-    assert "changed since the checkpoint: compute_dtype none -> bfloat16, learning_rate 0.4 -> 0.25\n" in out
+    assert (
+        "changed since the checkpoint: compute_dtype none -> bfloat16, learning_rate 0.4 -> 0.25\n"
+        in out
+    )
     assert "other text, under the vocabulary of the checkpoint: train " in out
     assert "the text is read from its beginning" in out
     after = about_of(logdir / "ckpt-6")
