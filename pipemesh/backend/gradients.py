@@ -174,7 +174,8 @@ def _hand_over(names: list[str], graph: tf.Graph) -> None:
     setattr(graph, _STORE, kept)
     owner = weakref.ref(graph)
     for name in names:
-        if getattr(registry[name]["type"], _STORE, False):
+        # The graph of an inner function may be gone, and its gradients with it.
+        if name not in registry or getattr(registry[name]["type"], _STORE, False):
             continue
         kept[name] = registry[name]["type"]
 

@@ -101,6 +101,7 @@ replace_gpipe()
 replace_gpipe()
 assert gpipe.PipeliningLayer is PipeliningLayer
 
+import lingvo.compat as tf
 from lingvo.core import base_layer, batch_major_attention, layers_with_gpipe, py_utils
 from lingvo.tasks.lm import layers
 from tests.layers.harness import run_tf1
