@@ -69,13 +69,20 @@ def test_a_folder_called_models_hides_no_example(tmp_path):
     assert done.stderr.endswith("No module named 'models.nothing'\n")
 
 
-def test_a_reader_that_stops_early_is_no_error():
-    words = ["schedule", "--name=gpipe", "--devices=64", "--num_microbatches=99"]
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["schedule", "--name=gpipe", "--devices=64", "--num_microbatches=99"], 1),
+        (["--help"], 0),
+    ],
+)
+def test_a_reader_that_stops_early_is_no_error(words, lines):
     code = f"import sys; from pipemesh.commands.main import main; sys.exit(main({words}))"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        process.stdout.readline()
+        for _ in range(lines):
+            process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 0

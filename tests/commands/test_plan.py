@@ -87,6 +87,7 @@ def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
 def test_mistakes_are_one_line(figures, tmp_path, words, told, capsys):
     costs = tmp_path / "costs.json"
     costs.write_text('[{"forward": 1.0}, {"forward": 1.0}]')
+    assert main(["plan", str(costs), "--devices=2", "--batch_size=8"]) == 0
     words = words.replace("FIGURES", figures).replace("COSTS", str(costs))
     assert main(["plan", "--devices=2", *words.split()]) == 2
     assert told in capsys.readouterr().err
@@ -211,9 +212,9 @@ def test_trials_beside_a_file_say_how_much_slower_the_machine_is_now(
 def test_figures_are_enough_without_tensorflow(figures):
     code = (
         "import sys; from pipemesh.commands.main import main; "
-        f"main(['plan', {figures!r}, '--devices=2', '--fix=schedule=1f1b', '--batch_size=8']); "
-        f"main(['scale', {figures!r}, '--batch_size=8', '--devices=4', '--schedules=gpipe']); "
-        "sys.exit('tensorflow' in sys.modules)"
+        f"a = main(['plan', {figures!r}, '--devices=2', '--fix=schedule=1f1b', '--batch_size=8']); "
+        f"b = main(['scale', {figures!r}, '--batch_size=8', '--devices=4', '--schedules=gpipe']); "
+        "sys.exit(a or b or 'tensorflow' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr

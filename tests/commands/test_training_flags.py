@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import re
 import subprocess
+import sys
 import types
 
 import pytest
@@ -63,7 +65,9 @@ def test_the_best_plan_is_taken_said_kept_and_gone_on_with(tmp_path, figures):
 def measuring(monkeypatch):
     """Lets `pipemesh plan` run in this process, with this in place of a measured model."""
 
-    def run(words, **_):
+    def run(words, **how):
+        assert words[:3] == [sys.executable, "-m", "pipemesh"]
+        assert how == {"capture_output": True, "text": True, "check": False}
         before, err = dict(vars(FLAGS)), io.StringIO()
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
             code = main(words[3:])
@@ -91,6 +95,7 @@ def test_steps_of_the_best_plans_are_run_if_that_is_requested(figures, measuring
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("chosen for 2 devices: --mesh_shape=")
     assert "(500 ms a step in a trial, by forecast " in line
+    assert float(re.search(r"by forecast ([\d.e+]+) ms", line)[1]) > 1e3
     _, second = tried
     assert FLAGS.given()["mesh_shape"] == str(second.mesh)
     assert FLAGS.num_microbatches == second.num_microbatches
@@ -155,11 +160,14 @@ STEPS = "give the first and the last step, such as 10:15"
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--profile_steps=10", f"--profile_steps='10': {STEPS}"),
-        ("--profile_steps=a:b", f"--profile_steps='a:b': {STEPS}"),
-        ("--profile_steps=0:3", "'0:3': the first step is at least 1"),
-        ("--profile_steps=5:4", "'5:4': .*the last one not before it"),
-        ("--profile_steps=2:10", "training ends at step 9; give more --steps"),
+        ("--profile_steps=10", f"^--profile_steps='10': {STEPS}"),
+        ("--profile_steps=a:b", f"^--profile_steps='a:b': {STEPS}"),
+        ("--profile_steps=0:3", "^--profile_steps='0:3': .*the first step is at least 1"),
+        ("--profile_steps=5:4", "^--profile_steps='5:4': .*the last one not before it"),
+        (
+            "--profile_steps=2:10",
+            "^--profile_steps='2:10': .*training ends at step 9; give more --steps",
+        ),
         ("--profile_steps=2:3 --find_learning_rate=60", "leave it or --find_learning_rate out"),
         ("--find_learning_rate=5", "too few to find a range; give 50 or more"),
         (

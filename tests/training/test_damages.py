@@ -87,14 +87,14 @@ def leave_unfinished(folder):
     shutil.copy(file_of(folder, DATA), file_of(folder, DATA, 5))
 
 
-def harm_all(folder):
-    for step in (2, 3, 4):
-        cut(file_of(folder, DATA, step))
+def each_step(harm):
+    return lambda folder: [harm(file_of(folder, DATA, step)) for step in (2, 3, 4)]
 
 
 RENAMED = "and its files were renamed; set aside"
 NOT_WRITTEN = "has changed since it was written; set aside"
 SIZE = r"data-.* bytes of .*; set aside"
+ALL = "has no whole checkpoint, only damaged ones"
 LOOP = r"cannot be read \(Too many levels of symbolic links\)"
 # The damage of a folder with the checkpoints of steps 2, 3 and 4, the report on standard error
 # ("" for none), and the step from which the run resumes; None if it refuses.
@@ -128,7 +128,8 @@ DAMAGES = {
     "the newest removed": (each(os.unlink, *ENDS), "", 3),
     "the list removed": (lambda folder: (folder / "checkpoint").unlink(), "", 4),
     "one left unfinished": (leave_unfinished, "", 4),
-    "all of them": (harm_all, r"has no whole checkpoint, only damaged ones", None),
+    "all of them": (each_step(cut), ALL, None),
+    "all of them, by a flipped bit": (each_step(flip(0)), ALL, None),
 }
 
 

@@ -45,6 +45,9 @@ def test_all_threads_share_a_core_and_get_all_back():
             assert all(cores == {min(before)} for cores in cores_of_all())
             raise KeyError
         assert all(cores == before for cores in cores_of_all())
+        with one_core():
+            assert all(cores == {min(before)} for cores in cores_of_all())
+        assert all(cores == before for cores in cores_of_all())
     finally:
         stop.set()
         old.join()

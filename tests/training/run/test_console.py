@@ -185,7 +185,13 @@ def test_objects_have_standard_output_for_themselves(capsys):
         print("more of it")
         raise ValueError
     print("text again")
-    assert capsys.readouterr() == ("text\n{}\n[]\ntext again\n", "text for people\nmore of it\n")
+    with console.objects_alone():
+        print("and more")
+    print("text")
+    assert capsys.readouterr() == (
+        "text\n{}\n[]\ntext again\ntext\n",
+        "text for people\nmore of it\nand more\n",
+    )
 
 
 CODE = """

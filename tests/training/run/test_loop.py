@@ -19,7 +19,7 @@ from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run.loop import Spikes, expected
-from tests.commands.program import done
+from tests.commands.program import done, run
 from tests.training import small_models
 from tests.training.small_models import PlannedPoints, StagedPoints
 
@@ -110,7 +110,10 @@ def test_measured_figures_predict_a_step(eagerly, tmp_path, capsys):
     # Figures of another model.
     path = tmp_path / "of_another.json"
     path.write_text(figures(50).to_json())
-    found, out = expected(trainer, dataclasses.replace(options, figures=str(path)))
+    found, out = expected(
+        trainer, dataclasses.replace(options, figures=str(path), device_memory=None)
+    )
+    assert found["device_memory"] is None
     assert "there are 50 layers" in found["unpredicted"] and "predicted" not in found
     assert out.startswith("seconds are not predicted: boundaries end at")
     trainer = Trainer(RegisteredModel(small_models.PlainPoints(), "Points"), options)
@@ -126,7 +129,10 @@ def test_a_timed_step_suggests_changes(tmp_path):
     path.write_text(figures(len(small_models.stack_of(1)[0].sub)).to_json())
     logdir = tmp_path / "run"
     words = ["train", PLANNED, f"--figures={path}", f"--logdir={logdir}", "--steps=3"]
-    told = [json.loads(line) for line in done(*words, *_OF_A_CALL).splitlines()]
+    code, out, err = run(*words, *_OF_A_CALL)
+    assert code == 0, err
+    assert f"checkpoint: {logdir}/ckpt-3" in err and "held out " in err
+    told = [json.loads(line) for line in out.splitlines()]
     record = (logdir / "record.jsonl").read_text().splitlines()
     assert told == [json.loads(line) for line in record]
     assert [event["event"] for event in told].count("schedule") == 1

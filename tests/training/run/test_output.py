@@ -48,6 +48,7 @@ def test_a_run_is_recorded_from_begin_to_end(eagerly, tmp_path, capsys):
     told = events(tmp_path)
     kinds = [event["event"] for event in told]
     assert (kinds[0], kinds[-1], kinds.count("step")) == ("begin", "end", 4)
+    assert "forecast" not in kinds, "without a pipeline"
     assert told[0]["flags"] == {"seed": 3} and told[0]["name"] == "PlainPoints"
     run = read(str(tmp_path))
     assert run.state == "done, at step 4" and run.unread == 0
