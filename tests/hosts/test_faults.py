@@ -63,7 +63,9 @@ def test_workers_that_are_killed_or_stopped_come_back_or_are_replaced(undisturbe
         os.kill(first, signal.SIGSTOP)
         run.until_step(17)
         err = run.err
-        told = re.search(r"stage 0\) has not answered for \d+ s, in step \d+, begun .* ago; (.*)", err)
+        told = re.search(
+            r"stage 0\) has not answered for \d+ s, in step \d+, begun .* ago; (.*)", err
+        )
         assert told, err
         silent = re.search(r"does not answer, in (0[FB]\d) or later; going on", told[1])
         assert silent, told[1]
