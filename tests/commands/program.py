@@ -16,7 +16,7 @@ cli.main(sys.argv[1:])
 # Answers command lines, one after the other, where neither TensorFlow nor lingvo can be loaded.
 _ANSWERS = """
 import contextlib, io, json, sys
-sys.modules["tensorflow"] = sys.modules["lingvo"] = None
+sys.modules["tensorflow"] = sys.modules["lingvo"] = sys.modules["keras"] = None
 from models.one_billion_word import decode, sizes, train
 from pipemesh.commands import process, runs, texts
 layers, command_lines = json.load(sys.stdin)

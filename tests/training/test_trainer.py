@@ -105,5 +105,6 @@ def test_the_table_of_stages_has_what_every_device_computes_where_there_is_such(
         bounds = [0, 3 - first, len(layers)]
         with cluster("layers:2"):
             rows[name] = stage_rows(language(bounds, layers=layers).Set(name=name).Instantiate())
-    stages = {name: [row[0] for row in of_stack[1:]] for name, of_stack in rows.items()}
-    assert stages == {"embedding": ["all", "0", "1", "all"], "none": ["0", "1", "all"]}
+    stages = {name: [row[:2] for row in of_stack[1:]] for name, of_stack in rows.items()}
+    alike = [("0", "2 Masked"), ("1", "2 Masked"), ("all", "Head")]
+    assert stages == {"embedding": [("all", "Embed"), *alike], "none": alike}

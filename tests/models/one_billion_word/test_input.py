@@ -5,6 +5,7 @@ import gzip
 import itertools
 import pathlib
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from models.one_billion_word.input import InputError, heldout_dataset, train_dat
 from models.one_billion_word.lingvo_input import OneBillionWordInput, PackedRowsSource
 from models.one_billion_word.text_copy import user_cache_dir
 from models.one_billion_word.vocabulary import load_vocabulary
+from tests.warm import warm
 
 
 @pytest.fixture(scope="module", params=["memory", "files"])
@@ -378,6 +380,32 @@ def test_training_and_evaluation_eagerly(eagerly, params, expected):
         with pytest.raises(tf.errors.OutOfRangeError):
             generator.GetPreprocessedInputBatch()
         generator.Reset()
+
+
+TRAINER = """
+import sys
+import numpy as np
+import tensorflow as tf
+from models.one_billion_word.lingvo_input import OneBillionWordInput
+
+tf.compat.v1.disable_v2_behavior()
+cache_dir, result = sys.argv[1:]
+p = OneBillionWordInput.Params()
+p.Set(cache_dir=cache_dir, vocab_size=600, seed=4, batch_size=4, sequence_length=32)
+with tf.compat.v1.Session() as session:
+    generator = p.Instantiate()
+    batch = generator.GetPreprocessedInputBatch()
+    generator.Initialize(session)
+    np.savez(result, **session.run(batch))
+"""
+
+
+@pytest.mark.slow
+def test_it_reads_with_the_switches_that_the_trainer_sets(cache_dir, expected, tmp_path):
+    # `lingvo.trainer` turns TensorFlow 2 off for the whole process.
+    result = str(tmp_path / "result.npz")
+    subprocess.run(warm("-c", TRAINER, cache_dir, result), check=True)
+    assert_same_batch(py_utils.NestedMap(np.load(result)), expected[0][0])
 
 
 def test_hosts_read_together_what_one_reads(params, session, expected, monkeypatch):

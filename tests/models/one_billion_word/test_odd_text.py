@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from pipemesh.checkpoint import newest
 from tests.models.one_billion_word.program import refused
 from tests.models.one_billion_word.small_training import scalars, small_request
 from tests.models.one_billion_word.test_input import read_sentences
-from tests.warm import warm
 
 SIZES = {"batch_size": 2, "sequence_length": 64}
 LONG = {"sequence_length": 1024}
@@ -288,7 +288,8 @@ def read(folder, vocabulary, tmp_path, lines):
     model = tmp_path / "model"
     model.write_bytes(vocabulary.model)
     ran = subprocess.run(
-        warm("-c", READ, folder, model, lines),
+        # The memory that is counted is that of a new process.
+        [sys.executable, "-c", READ, str(folder), str(model), str(lines)],
         env=os.environ | {"XDG_CACHE_HOME": str(folder / "caches")},
         stdout=subprocess.PIPE,
         check=True,

@@ -17,6 +17,7 @@ from tests.models.one_billion_word.language_model import Training, random_batch,
 from tests.models.one_billion_word.small_training import (
     assert_same_weights,
     begun,
+    scalars,
     small_request,
     weights,
 )
@@ -131,6 +132,22 @@ def test_settings_that_changed_are_listed(text, logdir, train, capsys):
         "learning_rate 0.4 -> 0.25\n"
     ) in out
     assert "the text is read from its beginning, in the order of epochs to come" in out
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_one_program_with_the_same_losses(text, tmp_path, train, capsys):
+    settings = {"steps": 4, "NUM_LAYERS": 2, "save_every": 2}
+    whole, rules = tmp_path / "whole", "heads:model;d_ff:model;vocab:model"
+    before = Plan("layers:2", num_microbatches=2)
+    after = Plan("layers:2;model:2", rules, "gpipe", num_microbatches=2, lowering="simd")
+    assert train(small_request(whole, text, plan=before, **settings)) == 0
+    logdir = begun(whole, 2, tmp_path / "run")
+    assert train(small_request(logdir, text, plan=after, **settings)) == 0
+    np.testing.assert_allclose(scalars(logdir, "loss"), scalars(whole, "loss")[2:], rtol=1e-5)
+    assert weights(logdir, 4).keys() == weights(whole, 4).keys()
+    out = capsys.readouterr().out
+    assert "all    NamedEmbedding" in out and "all    NamedSoftmax" in out
+    assert "lowering placement -> simd" in out and "from its beginning" not in out
 
 
 TENSOR = "heads:model;experts:model;vocab:model"
