@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -99,8 +98,7 @@ class KeyValueCache:
     ) -> Slices:
         if kept is None:
             kept = lowering.map(self._nothing, new)
-        write = functools.partial(_written, in_place=self._overwrites)
-        return lowering.map(write, kept, new, places)
+        return lowering.map(_written_there if self._overwrites else _written, kept, new, places)
 
     def _read(self, lowering: Lowering, kept: Slices) -> Slices:
         del lowering
@@ -111,15 +109,22 @@ class KeyValueCache:
         return tf.zeros([batch, heads, self.length, head_dim], like.dtype)
 
 
-def _written(
+def _written(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+    """Writes `[batch, length, heads, dim]` to positions of `[batch, heads, cache, dim]`."""
+    new = tf.transpose(new, [0, 2, 1, 3])
+    rows, columns, _ = tf.meshgrid(*map(tf.range, static_sizes(new)[:3]), indexing="ij")
+    at = tf.broadcast_to(tf.expand_dims(tf.cast(places, tf.int32), 1), rows.shape)
+    return tf.tensor_scatter_nd_update(kept, tf.stack([rows, columns, at], -1), new)
+
+
+def _written_there(
     kept: tf.Tensor,
     new: tf.Tensor,
     places: tf.Tensor,
     slot: int | tf.Tensor = 0,
     busy: tf.Tensor | None = None,
-    in_place: bool = True,
 ) -> tf.Tensor:
-    """Writes `[batch, length, heads, dim]` to positions of `[batch, heads, cache, dim]`.
+    """Does the same as `_written`, but changes `kept` in place.
 
     If `kept` has several slots, writes to one of them, and only if `busy`.
     """
@@ -132,14 +137,12 @@ def _written(
     values = tf.reshape(tf.transpose(new, [0, 2, 1, 3]), [-1, dim])
     if busy is not None:
         values = tf.where(busy, values, tf.gather(rows, at))
-    return tf.reshape(overwritten(rows, at, values, in_place), sizes)
+    return tf.reshape(overwritten(rows, at, values), sizes)
 
 
-def overwritten(
-    rows: tf.Tensor, at: tf.Tensor, values: tf.Tensor, in_place: bool = True
-) -> tf.Tensor:
+def overwritten(rows: tf.Tensor, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Replaces some rows, in place if the device can; valid if nothing else reads them."""
-    if in_place and rows.dtype in _OVERWRITTEN:
+    if rows.dtype in _OVERWRITTEN:
         return tf.raw_ops.InplaceUpdate(x=rows, i=at, v=values)
     return tf.tensor_scatter_nd_update(rows, at[:, None], values)
 
@@ -191,7 +194,7 @@ class SlottedCache(KeyValueCache):
         self, lowering: Lowering, kept: Slices | None, new: Slices, places: Slices
     ) -> Slices:
         assert kept is not None
-        return lowering.raw_map(_written, kept, new, places, self._slot, self._busy)
+        return lowering.raw_map(_written_there, kept, new, places, self._slot, self._busy)
 
     def _read(self, lowering: Lowering, kept: Slices) -> Slices:
         return lowering.raw_map(lambda slots, slot: slots[slot], kept, self._slot)

@@ -66,7 +66,7 @@ def _hidden(
 ) -> Tensor:
     """Computes the matmuls before the nonlinearity, and the nonlinearity."""
     activation = ACTIVATIONS[layer.params.activation]
-    parts, has_biases = activation.parts, "b_in" in layer.named_shapes
+    parts, has_biases = activation.parts, "b_in" in layer.NamedWeights(layer.params)
     weights = [layer.Weight(theta, f"w_{part}") for part in parts]
     into = products(x, weights, [dims] * len(parts), names)
     biases = [layer.Weight(theta, f"b_{part}") for part in parts] if has_biases else []

@@ -63,6 +63,10 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(
     if changes.get("use_rotary") and positions is None:
         positions = np.broadcast_to(np.arange(6), [2, 6])
     found.assert_plain(lambda w: plain(w, segments, positions))
+    heads = changes.get("num_kv_heads", 4)
+    assert tuple(found.shapes["w_k"]) == (8, heads, 2)
+    if "relative_buckets" in changes:
+        assert tuple(found.shapes["relative_bias"]) == (changes["relative_buckets"], 4)
 
 
 @pytest.mark.parametrize("segments", [SEGMENTS, None])

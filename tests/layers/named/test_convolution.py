@@ -29,7 +29,9 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, changes):
         y = tf.nn.relu(y + w["b"]) if p.use_bias else y
         return X + y if p.residual else y
 
-    run(p, [X], mesh, "height:rows;width:columns;features:model").assert_plain(plain)
+    found = run(p, [X], mesh, "height:rows;width:columns;features:model")
+    found.assert_plain(plain)
+    assert tuple(found.shapes["w"]) == (*p.window, X.shape[-1], p.output_dim)
 
 
 def test_one_row_goes_to_each_neighbour():
