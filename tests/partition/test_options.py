@@ -150,3 +150,7 @@ def test_a_placement_says_how_many_stages_a_device_has_at_most(homes, placement,
     plan = partition([1.0] * 4, 4, stage_devices=homes)
     assert (plan.placement, plan.num_virtual_stages) == (placement, rounds)
     assert plan.stage_devices == tuple(homes)
+
+
+def test_a_boundary_that_is_fixed_twice_counts_once():
+    assert partition([1.0] * 9, 3, fixed=[8, 1, 8]).boundaries == (0, 1, 8, 9)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from pipemesh.partition import LayerCost
 from pipemesh.partition.costs import as_stack
 from pipemesh.partition.options import Options
 from pipemesh.partition.problem import (
@@ -81,3 +82,17 @@ def test_small_problems_are_exact_and_large_ones_lie_on_a_grid(more):
     values = np.random.default_rng(0).random(num_layers) / 7
     # One stage can lie in the square of that many ways, as pairs are counted.
     assert build_problem(as_stack(values), Options(1)).times.rounded == bool(more)
+
+
+@pytest.mark.parametrize(
+    ("options", "layer"),
+    [
+        ({"min_layers": 2}, {}),
+        ({"bandwidth": 1}, {}),
+        ({"remat": "full", "memory_limit": 100, "num_microbatches": 1}, {}),
+        ({"memory_limit": 100, "num_microbatches": 1}, {"shared_bytes": 1}),
+    ],
+)
+def test_options_that_favour_longer_stages_are_not_monotone(options, layer):
+    layers = [LayerCost(1, activation_bytes=2, boundary_bytes=1, **layer)] * 4
+    assert not problem_of(layers, 2, **options).monotone
