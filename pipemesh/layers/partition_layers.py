@@ -24,6 +24,7 @@ from pipemesh.lowering.lowering import CommunicationCosts
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, Partition, partition, profile_costs
 from pipemesh.partition.costs import number_problem
+from pipemesh.partition.options import check_schedule
 from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.text import did_you_mean
 
@@ -403,6 +404,9 @@ def PartitionSequentialLayers(
                 f"{name!r} is no option; {hint}there are {', '.join([*_OPTIONS, 'measured'])}"
             )
     layers = named_layers(params)
+    if options.get("schedule") is not None:
+        # Before layers are measured.
+        check_schedule(num_partitions, {name: options.get(name) for name in _OPTIONS})
     costs: list[float] | list[LayerCost]
     if measured or any(options.get(name) is not None for name in ("memory_limit", "bandwidth")):
         costs = layer_costs(layers, *shapes, measured=measured, fprop_dtype=fprop_dtype)

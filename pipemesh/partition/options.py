@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
@@ -260,6 +261,11 @@ def check_schedule(stages: int, arguments: Mapping[str, Any]) -> Options:
     )
 
 
+@functools.lru_cache(maxsize=8)
+def _facts(schedule: Schedule) -> dict[str, Any]:
+    return simulate(schedule).for_partition()
+
+
 def _simulated(schedule: object, stages: int, microbatches: int | None) -> dict[str, Any]:
     """Returns the numbers of a schedule's table; none for a name that has a formula."""
     try:
@@ -283,7 +289,7 @@ def _simulated(schedule: object, stages: int, microbatches: int | None) -> dict[
                 f"the schedule has {schedule.num_microbatches} microbatches, but num_microbatches "
                 f"is {microbatches}; leave it out"
             )
-        return simulate(schedule).for_partition()
+        return _facts(schedule)
     except ScheduleError as error:
         raise PartitionError(str(error)) from error
 

@@ -199,7 +199,8 @@ def needs(
 def misfit(text: str) -> int:
     """Returns the index of the first character at which `text` stops being an action."""
     match = _PREFIX.match(text)
-    return match.end() if match else 0
+    assert match is not None  # No part has to be there.
+    return match.end()
 
 
 def parse_cell(text: str, line: int, start: int) -> Action:

@@ -53,7 +53,7 @@ def test_the_best_plans_are_printed_with_what_binds(figures, tmp_path, capsys):
     first = told[2].split()
     assert first[0] == "layers:4" and float(first[6]) == pytest.approx(1e3 * seconds[0], rel=1e-3)
     assert first[-1] == values[0]["binds"]
-    # Memory limits what is found, and what is not forecast of a dtype is said.
+    # No plan needs more memory; the output says that seconds of a dtype are not forecast.
     words = ["plan", figures, "--devices=4", "--fix=schedule=1f1b", f"--json={out}"]
     words += ["--device_memory=100MB", "--fix=compute_dtype=bfloat16"]
     assert main(words) == 0

@@ -106,7 +106,7 @@ def test_texts_come_token_by_token_in_their_order():
     assert shown(["aé".encode()[:2]], 2, [0, 0])[-1] == "<a\ufffd\n"
     found = shown([b"ab", b"\0", b"xy"], 2, [2, 0, 1, 2, 0])
     assert found == ["", "<a", "<a", "<a", "<ab\n<\n<xy\n"]
-    # Some ways to spell have more tokens change what was said before: it is said again.
+    # With some tokenizers more tokens change earlier text, which is then printed again.
     spell = dataclasses.replace(
         TOKENS, decode=lambda ids: "".join(map(chr, ids)).replace("ab", "Z")
     )

@@ -33,7 +33,7 @@ def public_names():
 
 
 def is_documented(module, name):
-    """Whether a page has a name, which needs a docstring to be taken with its module."""
+    """Returns whether a page has a name, which needs a docstring to be listed with its module."""
     if {name, f"{module}.{name}"} & NAMES:
         return True
     thing, chosen = getattr(importlib.import_module(module), name), MODULES.get(module)

@@ -358,3 +358,12 @@ def test_measured_costs_decide_where_flops_mislead():
     layers[0].flops = 1000.0
     assert cut(layers, 2) == [1, 3]
     assert sum(cut(layers, 2, tf.TensorSpec([8, DENSE_WIDTH]), measured=True)) == 4
+
+
+def test_a_wrong_schedule_is_an_error_before_layers_are_measured(monkeypatch):
+    monkeypatch.setattr("pipemesh.layers.partition_layers.layer_costs", lambda *_, **__: 1 / 0)
+    dense = layers.FCLayer.Params().Set(name="a", input_dim=4, output_dim=4)
+    with pytest.raises(PartitionError, match="unknown schedule 'nope'"):
+        PartitionSequentialLayers(
+            [dense] * 2, 2, tshape.Shape([8, 4]), measured=True, schedule="nope"
+        )

@@ -176,7 +176,7 @@ def heads_first(x):
 
 
 def beside(x):
-    """What meets is summed by a product of both."""
+    """A product sums the dims that both operands have."""
     both = tf.stack([tf.reshape(x, [-1]), tf.random.uniform([BATCH * HEADS])], 1)
     return tf.matmul(both, tf.ones([2, 1]))
 

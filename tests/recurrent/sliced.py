@@ -144,7 +144,7 @@ def pipelined_outputs(weights, x, schedule, **options):
 
 
 def with_gradients(build, *inputs):
-    """What it gives for weights and inputs, and the gradients to all of them."""
+    """Results for weights and inputs, and the gradients of all of them."""
 
     def of_tensors(*tensors):
         weights = {

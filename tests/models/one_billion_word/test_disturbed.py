@@ -104,7 +104,7 @@ def assert_goes_on(logdir, step, other):
 
 
 def assert_same_losses(logdir, expected):
-    """Those of all lives are the expected ones, as far as these go."""
+    """The losses of all lives are the expected ones, as far as they go."""
     found = {step: values for step, values in losses(logdir).items() if step <= max(expected)}
     assert max(found) == max(expected)
     assert found == {step: expected[step] for step in found}

@@ -145,7 +145,7 @@ def test_an_archive_that_is_damaged_behind_its_head_is_answered_in_a_line(folder
 
 
 def test_text_may_be_touched_or_replaced_by_the_same_and_a_copy_is_read(folder, vocabulary):
-    """What is packed is read from its copy, whatever becomes of it."""
+    """Packed text is read from its copy, whatever becomes of the file."""
     expected = batches(folder, vocabulary)
     read_on(expected, 300)
     wanted = next(expected)["ids"]

@@ -41,7 +41,7 @@ def test_a_spike_is_told_and_noise_is_not():
         assert told_spikes(spiked) == [step]
     assert told_spikes([9.0] * 100 + [1.0] * 100) == [], "it falls"
     assert told_spikes([1.0] * 100 + [1.0001] + [1.0] * 100) == [], "noise of a constant"
-    # One that stays high is told of until it is usual.
+    # A loss that stays high is reported until it is usual.
     found = told_spikes([2.0 + 0.01 * (step % 2) for step in range(200)] + [4.0] * 200)
     assert found == list(range(200, 200 + len(found))) and 0 < len(found) < 20
 
