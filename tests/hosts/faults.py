@@ -26,13 +26,15 @@ STEPS = 24
 def children(pid):
     """The workers that a process has started, in their order."""
     text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
-    found = []
+    found = {}
     for child in map(int, text.split()):
         with contextlib.suppress(OSError):
             words = pathlib.Path(f"/proc/{child}/cmdline").read_bytes()
             if b"worker" in words.split(b"\0"):
-                found.append(child)
-    return sorted(found)
+                # Not by their numbers, which begin again at some time.
+                stat = pathlib.Path(f"/proc/{child}/stat").read_text(encoding="utf-8")
+                found[child] = int(stat.rpartition(")")[2].split()[19]), child
+    return sorted(found, key=found.__getitem__)
 
 
 def until(is_so, seconds):
@@ -62,11 +64,11 @@ class Training:
         return children(self.process.pid)
 
     def _until(self, is_so, seconds):
-        def is_so_or_ended():
+        limit = time.monotonic() + seconds
+        while not is_so():
             assert self.process.poll() is None, self.err[-3000:]
-            return is_so()
-
-        until(is_so_or_ended, seconds)
+            assert time.monotonic() < limit, f"not within {seconds} s:\n{self.err[-6000:]}"
+            time.sleep(0.05)
 
     def until_step(self, step, times=1, seconds=150):
         """Waits until a step was finished for so many times."""
