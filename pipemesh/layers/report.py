@@ -245,7 +245,8 @@ def _layouts(layer: Any) -> Iterator[WeightLayout]:
     for name, parts in weights.items():
         sizes, shape = parts[0].shape.as_list(), shapes.get(name)
         cut = [
-            f"{dim.name}/{dim.size // size}"
+            # The last slice may be shorter.
+            f"{dim.name}/{-(-dim.size // size)}"
             for dim, size in zip(shape or (), sizes, strict=shape is not None)
             if size and dim.size != size
         ]

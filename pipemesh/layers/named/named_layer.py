@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,13 +22,14 @@ from pipemesh.layers.named.weight_slices import (
     from_parts,
     from_whole,
     held_by_processors,
+    padded,
     weight_parts,
 )
 from pipemesh.layers.optimizers import check_learners
 from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.arguments import as_shape, dim_names
 from pipemesh.lowering.variable import Constant, Initializer, Normal, Uniform
-from pipemesh.mesh import LayoutRules, Shape
+from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.text import nearest_text
 
 _METHODS = ("constant", "gaussian", "uniform")
@@ -135,6 +137,12 @@ def check_whole_dims(
         )
 
 
+def _filled(slice_: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
+    """Adds zeros behind a slice, to these sizes."""
+    more = [size - there for there, size in zip(static_sizes(slice_), sizes, strict=True)]
+    return tf.pad(slice_, [[0, number] for number in more]) if any(more) else slice_
+
+
 class NamedLayer(base_layer.BaseLayer):
     """A lingvo layer that computes with named dims, under any layout and any lowering.
 
@@ -183,6 +191,17 @@ class NamedLayer(base_layer.BaseLayer):
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, tuple[Shape | str, Any]]:
         """Returns the shape and the initial value of each of the layer's own weights, by name."""
+        del p
+        return {}
+
+    @classmethod
+    def PaddedDims(cls, p: Any) -> dict[str, int]:
+        """Returns the dims whose slices may be padded with zeros, each with the number that the
+        size of a slice is a multiple of.
+
+        Such a dim need not divide over its axis. `Weight` returns padded weights, and the layer
+        must give the same results with them. Variables are not padded.
+        """
         del p
         return {}
 
@@ -246,7 +265,11 @@ class NamedLayer(base_layer.BaseLayer):
         """Adds all costs of the layer to a tally, and returns a value for each output."""
         tally.parameter_bytes += cls.ParameterBytes(p)
         if (cut := current_replica_cut()) is not None:
-            shapes_of_weights = [as_shape(shape) for shape, _ in cls.NamedWeights(p).values()]
+            padding = cls.PaddedDims(p)
+            shapes_of_weights = [
+                padded(as_shape(shape), padding, cut.rules, cut.mesh)
+                for shape, _ in cls.NamedWeights(p).values()
+            ]
             away = sum(map(cut.size_elsewhere, shapes_of_weights))
             tally.fetched_bytes += away * py_utils.FPropDtype(p).size
         return cls.CountCosts(p, tally, *shapes)
@@ -282,11 +305,13 @@ class NamedLayer(base_layer.BaseLayer):
 
     @classmethod
     def CountedWeights(cls, p: Any, tally: Tally) -> dict[str, Value]:
-        """Returns the layer's own weights as values, by name."""
-        dtype = py_utils.FPropDtype(p)
-        return {
-            name: tally.weight(shape, dtype) for name, (shape, _) in cls.NamedWeights(p).items()
+        """Returns the layer's own weights as values, by name, padded as in computations."""
+        dtype, lowering, padding = py_utils.FPropDtype(p), tally.lowering, cls.PaddedDims(p)
+        shapes = {
+            name: padded(as_shape(shape), padding, lowering.rules, lowering.mesh)
+            for name, (shape, _) in cls.NamedWeights(p).items()
         }
+        return {name: tally.weight(shape, dtype) for name, shape in shapes.items()}
 
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()
@@ -306,7 +331,7 @@ class NamedLayer(base_layer.BaseLayer):
 
         Initial values are slices of one tensor under every layout.
         """
-        parts = weight_parts(current_lowering(), name, shape)
+        parts = weight_parts(current_lowering(), name, shape, self.PaddedDims(self.params))
         with lingvo_tf.variable_scope(name, auxiliary_name_scope=False) as scope:
             full_name = py_utils.GetVariableName(scope.name)
         initializer = initializer_of(init, full_name, self.params.random_seed)
@@ -354,8 +379,13 @@ class NamedLayer(base_layer.BaseLayer):
                 f"{layer.params.name!r}, which it is to share, has '{shape}'; give both layers the "
                 "same sizes"
             )
-        lowering = current_lowering()
-        for part in weight_parts(lowering, name, shape):
+        lowering, padding = current_lowering(), self.PaddedDims(p)
+        if layer.PaddedDims(layer.params) != padding:
+            raise ShapeError(
+                f"layers {p.name!r} and {layer.params.name!r} share the weight {weight!r}, but pad "
+                f"its dims differently; give both the same multiple"
+            )
+        for part in weight_parts(lowering, name, shape, padding):
             of = weight + part.name.removeprefix(name)
             if of not in layer._private_theta:
                 raise LayoutError(
@@ -388,6 +418,7 @@ class NamedLayer(base_layer.BaseLayer):
                 f"{nearest_text(name, self._named_shapes)}"
             )
         lowering, shape = current_lowering(), self._named_shapes[name]
+        padding = self.PaddedDims(self.params)
         if name in theta:
             given = theta[name]
             if isinstance(given, Tensor):
@@ -397,7 +428,7 @@ class NamedLayer(base_layer.BaseLayer):
             else:
                 slices = from_whole(lowering, given, lowering.tensor_layout(shape))
         else:
-            names = [part.name for part in weight_parts(lowering, name, shape)]
+            names = [part.name for part in weight_parts(lowering, name, shape, padding)]
             number = sum(key.startswith(f"{name}_slice_") for key in theta)
             if number != len(names):
                 raise LayoutError(
@@ -405,8 +436,14 @@ class NamedLayer(base_layer.BaseLayer):
                     f"slices, but on mesh '{lowering.mesh}' with rules '{lowering.rules}' it has "
                     f"{len(names)}; make and call the layer under the same mesh and rules"
                 )
-            slices = from_parts(lowering, [theta[part] for part in names], shape, name)
-        return self._Cast(Tensor(lowering, slices, shape))
+            parts = [theta[part] for part in names]
+            slices = from_parts(lowering, parts, shape, padding, name)
+        whole = self.padded_shapes(lowering.rules, lowering.mesh)[name]
+        if whole != shape:
+            slices = lowering.map(
+                functools.partial(_filled, sizes=lowering.tensor_layout(whole).slice_shape), slices
+            )
+        return self._Cast(Tensor(lowering, slices, whole))
 
     def Named(self, x: Any, dims: Any, dtype: tf.DType | None = None) -> Tensor:
         """Returns an input as a tensor of the current lowering.
@@ -473,6 +510,13 @@ class NamedLayer(base_layer.BaseLayer):
     def named_shapes(self) -> dict[str, Shape]:
         """Returns the shapes of the layer's own whole weights, by logical name."""
         return dict(self._named_shapes)
+
+    def padded_shapes(self, rules: LayoutRules, mesh: Mesh) -> dict[str, Shape]:
+        """Returns the shapes of the layer's own weights in computations, by logical name."""
+        padding = self.PaddedDims(self.params)
+        return {
+            name: padded(shape, padding, rules, mesh) for name, shape in self._named_shapes.items()
+        }
 
     def weight_parts(self) -> dict[str, WeightPart]:
         """Returns the slice and the holders of each of the layer's own variables."""

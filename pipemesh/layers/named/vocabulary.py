@@ -113,6 +113,7 @@ def _angles(positions: tf.Tensor, number: int, base: float, steps: int) -> tf.Te
     return tf.expand_dims(tf.cast(positions, tf.float32), -1) * tf.exp(-math.log(base) * powers)
 
 
+_VOCAB_MULTIPLE = "Number that the rows of a slice of `vocab` are a multiple of, by padding."
 POSITIONS = ("none", "sinusoidal", "learned")
 
 
@@ -120,7 +121,8 @@ class Embedding(NamedLayer):
     """Looks up the vector of each token, adds that of its position, and applies dropout.
 
     With the rule `vocab:model` each processor has some rows of the table. It looks up the tokens
-    among them and has zeros for all others. One all-reduce adds the results.
+    among them and has zeros for all others. One all-reduce adds the results. Any number of tokens
+    can be split: the last slice is padded in computations.
     """
 
     @classmethod
@@ -128,6 +130,7 @@ class Embedding(NamedLayer):
         """Defines sizes, `positions` and `dropout_rate`."""
         p = super().Params()
         p.Define("vocab_size", 0, "Size of `vocab`.")
+        p.Define("vocab_multiple", 1, _VOCAB_MULTIPLE)
         p.Define("embedding_dim", 0, "Size of `embed`.")
         p.Define("scale_sqrt_depth", False, "Whether vectors are scaled by its square root.")
         p.Define("positions", "none", "'none', 'sinusoidal' or 'learned'.")
@@ -139,6 +142,7 @@ class Embedding(NamedLayer):
         super().__init__(params)
         p = self.params
         check_whole(p.name, "vocab_size", p.vocab_size, 1)
+        check_whole(p.name, "vocab_multiple", p.vocab_multiple, 1)
         check_whole(p.name, "embedding_dim", p.embedding_dim, 1)
         check_flags(p, ["scale_sqrt_depth"])
         check_choice(p.name, "positions", p.positions, POSITIONS)
@@ -150,6 +154,11 @@ class Embedding(NamedLayer):
                 "one"
             )
         self.CreateChild("dropout", Dropout.Params().Set(rate=p.dropout_rate))
+
+    @classmethod
+    def PaddedDims(cls, p: Any) -> dict[str, int]:
+        """Returns `vocab`."""
+        return {"vocab": p.vocab_multiple}
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
@@ -232,6 +241,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         p = super().Params()
         p.Define("input_dim", 0, "Size of `embed`.")
         p.Define("vocab_size", 0, "Size of `vocab`.")
+        p.Define("vocab_multiple", 1, _VOCAB_MULTIPLE)
         p.Define("use_bias", True, "Whether a bias is added to the logits.")
         p.Define(
             "label_smoothing",
@@ -245,12 +255,18 @@ class SoftmaxCrossEntropy(NamedLayer):
         p = self.params
         check_whole(p.name, "input_dim", p.input_dim, 1)
         check_whole(p.name, "vocab_size", p.vocab_size, 1)
+        check_whole(p.name, "vocab_multiple", p.vocab_multiple, 1)
         check_flags(p, ["use_bias"])
         if not isinstance(p.label_smoothing, int | float) or not 0 <= p.label_smoothing < 1:
             raise PipelineError(
                 f"{p.name}: label_smoothing is {p.label_smoothing!r}; it is a number from 0 on and "
                 "below 1"
             )
+
+    @classmethod
+    def PaddedDims(cls, p: Any) -> dict[str, int]:
+        """Returns `vocab`."""
+        return {"vocab": p.vocab_multiple}
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
@@ -263,8 +279,8 @@ class SoftmaxCrossEntropy(NamedLayer):
     def Logits(self, theta: Any, x: Any) -> Tensor:
         """Returns `batch;length;vocab` in float32, for `batch;length;embed`.
 
-        If one axis splits `length` and `vocab`, each processor has all tokens, and their dim is
-        `tokens`.
+        Logits of padding, behind those of the vocabulary, are 0; see `PaddedDims`. If one axis
+        splits `length` and `vocab`, each processor has all tokens, and their dim is `tokens`.
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")
@@ -291,9 +307,9 @@ class SoftmaxCrossEntropy(NamedLayer):
         labels = whole(self, labels, "batch;length", names)
         right = ops.gather(logits, labels, "vocab")
         if p.label_smoothing:
-            mean = ops.reduce_mean(logits, "vocab")
+            mean = ops.reduce_sum(logits, "vocab") / p.vocab_size
             right = right * (1 - p.label_smoothing) + mean * p.label_smoothing
-        xent = ops.reduce_logsumexp(logits, "vocab") - right
+        xent = ops.reduce_logsumexp(self._Possible(logits), "vocab") - right
         if weights is None:
             weights = tf.ones(xent.shape.sizes)
         # Stays float32, not the dtype of matmuls, because weights are also summed.
@@ -309,7 +325,26 @@ class SoftmaxCrossEntropy(NamedLayer):
         x = ops.gather(x, at, "length")
         batch, embed = x.shape
         logits = self.Logits(theta, ops.reshape(x, Shape((batch, Dim("length", 1), embed))))
-        return ops.reshape(logits, Shape((batch, logits.shape["vocab"])))
+        logits = ops.reshape(logits, Shape((batch, logits.shape["vocab"])))
+        if logits.shape["vocab"].size == self.params.vocab_size:
+            return logits
+        # Under a name without a rule, since it need not divide.
+        return ops.slice(
+            ops.rename(logits, {"vocab": "tokens"}), "tokens", 0, self.params.vocab_size
+        )
+
+    def _Possible(self, logits: Tensor) -> Tensor:
+        """Returns logits with -inf for padding, which then has no probability."""
+        number, vocab = self.params.vocab_size, logits.shape["vocab"]
+        if vocab.size == number:
+            return logits
+        start, size = local_start(logits.lowering, vocab)
+
+        def local(x: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+            return tf.where(start + tf.range(size) < number, x, -math.inf)
+
+        slices = logits.lowering.map(local, logits.slices, start)
+        return Tensor(logits.lowering, slices, logits.shape)
 
     @classmethod
     def CountCosts(

@@ -6,17 +6,18 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.gradients import attach_gradient, unrecorded
 from pipemesh.backend.saved_state import Slice, SlicedVariable, slice_of
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.lowering.lowering import Lowering, Slices, on_each
 from pipemesh.lowering.placement import PlacementLowering
-from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
+from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape, TensorLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,19 +125,44 @@ class WeightPart:
             _stays.reset(token)
 
 
-def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart]:
+# Some dims need not divide over their axis: layers compute with equal slices, and the end of the last
+# one is zeros. Variables have the real rows alone, so gradients, norms, optimizers and checkpoints
+# know nothing of padding. Such dims, each with the number that the size of a slice is a multiple of.
+Padding = Mapping[str, int]
+
+
+def padded(shape: Shape, padding: Padding, rules: LayoutRules, mesh: Mesh) -> Shape:
+    """Returns the shape that layers compute with."""
+    for name in padding.keys() & set(shape.names):
+        axis, size = rules.axis(name), shape[name].size
+        parts = 1 if axis is None else mesh.size(axis)
+        multiple = parts * padding[name]
+        whole = -(-size // multiple) * multiple
+        if size <= whole - whole // parts:
+            raise LayoutError(
+                f"dim {name!r} of the weight '{shape}' has size {size}; in {parts} slices, each a "
+                f"multiple of {padding[name]}, the last one would have nothing but padding: lower "
+                f"the multiple, or remove or change the rule '{name}:{axis}'"
+            )
+        shape = shape.replace(name, Dim(name, whole))
+    return shape
+
+
+def weight_parts(lowering: Lowering, name: str, shape: Shape, padding: Padding) -> list[WeightPart]:
     """Returns the variables of a weight, under the current cut over replicas."""
-    cut, layout = _layout(lowering, shape)
+    cut, layout = _layout(lowering, shape, padding)
     devices = getattr(lowering, "devices", ()) if cut is None else cut.devices
     group = lowering.mesh.num_devices
     parts = []
     for slice_name, holders in zip(slice_names(name, layout), slice_groups(layout), strict=True):
         first = holders[0]
+        begin = tuple(layout.slice_begin(first))
+        sizes = zip(begin, layout.slice_shape, shape.sizes, strict=True)
         parts.append(
             WeightPart(
                 name=slice_name,
-                begin=tuple(layout.slice_begin(first)),
-                sizes=tuple(layout.slice_shape),
+                begin=begin,
+                sizes=tuple(min(size, whole - start) for start, size, whole in sizes),
                 # One device of a replica gets all slices, and joins them for the others.
                 holders=holders if cut is None else (first % group,),
                 replica=None if cut is None else first // group,
@@ -146,17 +172,26 @@ def weight_parts(lowering: Lowering, name: str, shape: Shape) -> list[WeightPart
     return parts
 
 
-def _layout(lowering: Lowering, shape: Shape) -> tuple[ReplicaCut | None, TensorLayout]:
+def _layout(
+    lowering: Lowering, shape: Shape, padding: Padding
+) -> tuple[ReplicaCut | None, TensorLayout]:
     """Returns the layout of a weight over the replicas if it is cut over them, else inside one."""
     cut = current_replica_cut()
-    layout = None if cut is None else cut.layout(shape)
-    return (None, lowering.tensor_layout(shape)) if layout is None else (cut, layout)
+    layout = None if cut is None else cut.layout(padded(shape, padding, cut.rules, cut.mesh))
+    if layout is not None:
+        return cut, layout
+    shape = padded(shape, padding, lowering.rules, lowering.mesh)
+    return None, lowering.tensor_layout(shape)
 
 
-def from_parts(lowering: Lowering, parts: Sequence[Any], shape: Shape, name: str) -> Slices:
-    """Gives each processor its slice; `parts` has a tensor, or copies, for each weight part."""
-    cut, layout = _layout(lowering, shape)
-    own = lowering.tensor_layout(shape)
+def from_parts(
+    lowering: Lowering, parts: Sequence[Any], shape: Shape, padding: Padding, name: str
+) -> Slices:
+    """Gives each processor its slice without padding; `parts` has a tensor, or copies, for each
+    weight part.
+    """
+    cut, layout = _layout(lowering, shape, padding)
+    own = lowering.tensor_layout(padded(shape, padding, lowering.rules, lowering.mesh))
     if cut is None:
         return from_slices(lowering, parts, own, name)
     groups, group = slice_groups(own), lowering.mesh.num_devices
@@ -212,7 +247,7 @@ def from_slices(
                 tensor = tf.convert_to_tensor(part)
             copies = _spread(tensor, devices)
             away = sum(device != devices[0] for device in devices)
-            sent = away * math.prod(layout.slice_shape) * tensor.dtype.size
+            sent = away * math.prod(static_sizes(tensor)) * tensor.dtype.size
             lowering.costs.add_transfer("import", sent, backward=False)
         if len(copies) != len(group):
             raise ShapeError(

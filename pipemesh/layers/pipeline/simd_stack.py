@@ -117,16 +117,26 @@ class SimdStack:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Returns the shapes of whole weights, by layer and path, such as `block0.norm.scale`."""
+        """Returns the shapes of whole weights in computations, by layer and path, such as
+        `block0.norm.scale`.
+        """
         # The weights of the alike layers are stacked, under the name of the first one. A shared
         # weight occurs once, under the layer that makes it.
         shapes = {}
         for tpl in self._ends:
-            shapes |= _named_shapes(self._stack.children[tpl.name], "")
+            shapes |= self._shapes_of(self._stack.children[tpl.name], "")
         for name in self._stack.params.tied_weights:
             del shapes[name]
-        layer_shapes = _named_shapes(self._alike[0], self._prefix)
+        layer_shapes = self._shapes_of(self._alike[0], self._prefix)
         return shapes | {path: self.pipeline.stacked(shape) for path, shape in layer_shapes.items()}
+
+    def _shapes_of(self, layer: Any, path: str) -> dict[str, Shape]:
+        """Returns the shapes of a layer's weights by path, which begins with the given one."""
+        mesh = self.pipeline.mesh
+        return {
+            at: owner.padded_shapes(self.rules, mesh)[name]
+            for at, owner, name, _ in _named(layer, None, path)
+        }
 
     def run(self, theta: Any, args: tuple[Any, ...]) -> Any:
         """Runs the stack on the devices of the current cluster; see `PipeliningLayer.FProp`."""
@@ -333,11 +343,6 @@ def _named(layer: Any, theta: Any, path: str) -> Iterator[tuple[str, NamedLayer,
     for end, (part, key) in parts.items():
         part_theta = None if theta is None else theta[key]
         yield from _named(part, part_theta, (path + end).removeprefix("."))
-
-
-def _named_shapes(layer: Any, path: str) -> dict[str, Shape]:
-    """Returns the shapes of the whole weights by path, which begins with the given one."""
-    return {at: owner.named_shapes[name] for at, owner, name, _ in _named(layer, None, path)}
 
 
 def _named_weights(layer: Any, theta: Any, path: str) -> dict[str, Tensor]:

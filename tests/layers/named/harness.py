@@ -71,18 +71,21 @@ def layers_in(layer, path=""):
 
 
 def weights_of(layer, lowering):
-    """For each whole weight by its path: its layout, and the names of its variables in theta."""
+    """For each whole weight by its path: its sizes, its layout with padding, and the names of its
+    variables in theta."""
     found = {}
     for path, part in layers_in(layer):
         if isinstance(part, NamedLayer):
+            padded = part.padded_shapes(lowering.rules, lowering.mesh)
             for name, shape in part.named_shapes.items():
-                layout = lowering.tensor_layout(shape)
-                found[path + name] = layout, [path + n for n in slice_names(name, layout)]
+                layout = lowering.tensor_layout(padded[name])
+                names = [path + n for n in slice_names(name, layout)]
+                found[path + name] = shape.sizes, layout, names
     return found
 
 
-def join(layout, parts):
-    whole = np.zeros(layout.shape.sizes, np.float32)
+def join(sizes, layout, parts):
+    whole = np.zeros(sizes, np.float32)
     for group, part in zip(slice_groups(layout), parts, strict=True):
         whole[layout.slice_ranges(group[0])] = part
     return whole
@@ -115,8 +118,8 @@ def made(params, lowering, whole=None):
         layer = params.Copy().Instantiate()
     weights = weights_of(layer, lowering)
     values = {}
-    for path, (layout, names) in weights.items():
-        value = whole[path] if whole else SCALE * value_of(path, layout.shape.sizes)
+    for path, (sizes, layout, names) in weights.items():
+        value = whole[path] if whole else SCALE * value_of(path, sizes)
         for group, name in zip(slice_groups(layout), names, strict=True):
             values[name] = value[layout.slice_ranges(group[0])]
     assert values.keys() == dict(layer.vars.FlattenItems()).keys()
@@ -126,9 +129,9 @@ def made(params, lowering, whole=None):
 def by_path(weights, of_inputs, of_variables):
     """Gradients by the names of inputs and whole weights; of slices, which are joined."""
     found = {f"input {i}": grad for i, grad in of_inputs.items() if grad is not None}
-    for path, (layout, names) in weights.items():
+    for path, (sizes, layout, names) in weights.items():
         if of_variables.get(names[0]) is not None:
-            found[path] = join(layout, [of_variables[name] for name in names])
+            found[path] = join(sizes, layout, [of_variables[name] for name in names])
     return found
 
 
@@ -188,5 +191,5 @@ def run(
         compute = tf.function(compute, autograph=False) if in_graph else compute
         outputs, grads = compute(*(None if x is None else tf.constant(x) for x in inputs))
         grads = by_path(weights, *map(_numpy, grads))
-        shapes = {path: layout.shape.sizes for path, (layout, _) in weights.items()}
+        shapes = {path: sizes for path, (sizes, *_) in weights.items()}
         return Result([y.numpy() for y in outputs], grads, lowering, shapes)

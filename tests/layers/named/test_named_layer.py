@@ -72,8 +72,8 @@ def whole_weights(params, mesh):
     layer = make(params, lowering)
     variables = dict(layer.vars.FlattenItems())
     return {
-        path: join(layout, [variables[name].numpy() for name in names])
-        for path, (layout, names) in weights_of(layer, lowering).items()
+        path: join(sizes, layout, [variables[name].numpy() for name in names])
+        for path, (sizes, layout, names) in weights_of(layer, lowering).items()
     }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.named import Attention, Embedding, RotaryScaling, SoftmaxCrossEntropy
 from pipemesh.layers.named.vocabulary import rotated
 from tests.layers.named.harness import RULES, run, value_of
@@ -154,6 +154,35 @@ def test_weights_are_not_rounded_to_what_products_are_computed_in():
     integers = np.array([[1, 300, 0], [1, 1, 2]])
     of_integers = run(params, [X, LABELS, integers], "data:2;model:2", loss=None)
     assert of_integers.outputs[1] == 305
+
+
+# 7 tokens over 2 or 3 processors; with a multiple also where nothing is split.
+PADDED = [("model:2", 1), ("data:2;model:2", 1), ("model:3", 1), ("model:1", 4), ("model:2", 3)]
+
+
+@pytest.mark.parametrize(("mesh", "multiple"), PADDED)
+def test_a_vocabulary_that_does_not_divide_has_the_results_of_the_whole_one(mesh, multiple):
+    """Its last slice is padded. Labels beyond the vocabulary have logits of 0, as without."""
+    sizes = {"vocab_size": 7, "vocab_multiple": multiple}
+    ids = IDS % 8
+    found = run(EMBEDDING.Copy().Set(**sizes), [ids], mesh)
+    found.assert_plain(lambda w: tf.gather(tf.pad(w["table"], [[0, 1], [0, 0]]), ids))
+    params = SOFTMAX.Copy().Set(label_smoothing=0.2)
+    whole = run(params.Copy().Set(vocab_size=7), [X, LABELS, WEIGHTS])
+    found = run(params.Copy().Set(**sizes), [X, LABELS, WEIGHTS], mesh)
+    found.assert_close(whole)
+    assert found.shapes == whole.shapes == {"w": (5, 7), "b": (7,)}
+
+    def decode(layer, theta, x):
+        return layer._Next(theta, x, np.array([0, 2]))
+
+    wanted = run(params.Copy().Set(vocab_size=7), [X], call=decode)
+    run(params.Copy().Set(**sizes), [X], mesh, call=decode).assert_close(wanted)
+
+
+def test_a_slice_of_padding_alone_is_an_error():
+    with pytest.raises(LayoutError, match="size 7; in 4 slices, each a multiple of 4, the last"):
+        run(SOFTMAX.Copy().Set(vocab_size=7, vocab_multiple=4), [X, LABELS], "model:4")
 
 
 def test_no_device_has_all_logits():
