@@ -125,9 +125,10 @@ class WeightPart:
             _stays.reset(token)
 
 
-# Some dims need not divide over their axis: layers compute with equal slices, and the end of the last
-# one is zeros. Variables have the real rows alone, so gradients, norms, optimizers and checkpoints
-# know nothing of padding. Such dims, each with the number that the size of a slice is a multiple of.
+# Some dims need not divide over their axis: layers compute with equal slices, and the last one ends
+# with zeros. Variables have the real rows alone, so gradients, norms, optimizers and checkpoints
+# know nothing of padding. These are such dims, each with the number that the size of a slice is a
+# multiple of.
 Padding = Mapping[str, int]
 
 

@@ -61,7 +61,8 @@ def llama(values, weights, ids):
         gate = product(y, f"{h}.mlp.gate_proj")
         y = gate / (1 + np.exp(-gate)) * product(y, f"{h}.mlp.up_proj")
         x = x + product(y, f"{h}.mlp.down_proj")
-    return norm(x, "norm") @ weights["lm_head.weight"].T
+    # One table may be at both ends.
+    return norm(x, "norm") @ weights.get("lm_head.weight", weights["embed_tokens.weight"]).T
 
 
 def greedy(values, weights, ids, number):

@@ -10,7 +10,7 @@ from models.pretrained import config, names
 
 GPT2 = {
     "model_type": "gpt2",
-    "vocab_size": 25,
+    "vocab_size": 24,
     "n_positions": 16,
     "n_embd": 16,
     "n_layer": 2,
@@ -24,7 +24,7 @@ GPT2 = {
 }
 LLAMA = {
     "model_type": "llama",
-    "vocab_size": 25,
+    "vocab_size": 24,
     "max_position_embeddings": 16,
     "hidden_size": 16,
     "intermediate_size": 12,

@@ -24,7 +24,7 @@ from models.pretrained import params
 @model_registry.RegisterSingleTaskModel
 class Tuned(params.Gpt2):
     TRAIN_TEXT = HELDOUT_TEXT = {text!r}
-    BATCH_SIZE, SEQUENCE_LENGTH, LEARNING_RATE = 4, 8, 1e-2
+    BATCH_SIZE, SEQUENCE_LENGTH, LEARNING_RATE = 4, 8, 2e-2
 """
 
 
@@ -32,7 +32,8 @@ class Tuned(params.Gpt2):
 def run(tmp_path_factory):
     """A training that begins with weights of others; no token of theirs ends a text."""
     folder = tmp_path_factory.mktemp("commands")
-    values = small.GPT2 | {"vocab_size": len(small.WORDS)}
+    # Nine tokens, which two devices cannot share evenly.
+    values = small.GPT2 | {"vocab_size": len(small.WORDS) + 1}
     small.write(folder / "in", values, small.tensors_of(values))
     small.write_tokenizer(folder / "in")
     transfer.import_weights(str(folder / "in"), str(folder / "run"))
@@ -64,7 +65,7 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run, tmp_path)
         line = program.refused(
             "decode", f"--logdir={run}", "--ids", "--prompt=1 99", "--max_tokens=2"
         )
-        assert "has the token 99; ids are from 0 to 7" in line
+        assert "has the token 99; ids are from 0 to 8" in line
     finally:
         os.rename(run / "away.json", run / "tokenizer.json")
     line = program.refused("decode", f"--logdir={run}", "--prompt=the cat", "--max_tokens=14")
