@@ -244,12 +244,14 @@ def _layouts(layer: Any) -> Iterator[WeightLayout]:
         weights.setdefault(name.rpartition("_slice_")[0] if is_slice else name, []).append(variable)
     for name, parts in weights.items():
         sizes, shape = parts[0].shape.as_list(), shapes.get(name)
-        cut = [
-            # The last slice may be shorter.
-            f"{dim.name}/{-(-dim.size // size)}"
-            for dim, size in zip(shape or (), sizes, strict=shape is not None)
-            if size and dim.size != size
-        ]
+        cut = []
+        for dim, size in zip(shape or (), sizes, strict=shape is not None):
+            if size and dim.size != size:
+                # The last slice may be shorter.
+                number = -(-dim.size // size)
+                is_padded = number * size != dim.size
+                padded = f" (computed as {number * size:,})" if is_padded else ""
+                cut.append(f"{dim.name}/{number}{padded}")
         yield WeightLayout(
             f"{layer.path}.{name}",
             "x".join(map(str, sizes)) if shape is None else str(shape),

@@ -118,6 +118,15 @@ class LayoutRules:
         return ";".join(f"{dim}:{axis}" for dim, axis in self.rules)
 
 
+# A mesh has no longer axes in practice.
+_LONGEST_AXIS = 512
+
+
+def _divisors(size: int) -> str:
+    """Lists the sizes of an axis that divide the size of a dim, as text."""
+    return ", ".join(str(n) for n in range(1, min(size, _LONGEST_AXIS) + 1) if size % n == 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
     """The axes over which the dims of one tensor are split, and the slice of each processor.
@@ -165,8 +174,8 @@ class TensorLayout:
                 raise LayoutError(
                     f"dim {dim.name!r} of the tensor '{self.shape}' has size {dim.size}, which "
                     f"axis {axis!r} of mesh '{self.mesh}' cannot cut into {parts} equal slices; "
-                    f"remove or change the rule '{dim.name}:{axis}', or make the size a multiple "
-                    f"of {parts}"
+                    f"remove or change the rule '{dim.name}:{axis}', make the size a multiple of "
+                    f"{parts}, or give the axis a size that divides it: {_divisors(dim.size)}"
                 )
 
     @property

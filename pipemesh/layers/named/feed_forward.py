@@ -124,6 +124,11 @@ class FeedForward(NamedLayer):
         self.CreateChild("dropout", Dropout.Params().Set(rate=p.dropout_rate))
 
     @classmethod
+    def PaddedDims(cls, p: Any) -> dict[str, int]:
+        """Returns `d_ff`, unless hidden values are dropped: masks depend on their number."""
+        return {} if p.dropout_rate else {"d_ff": 1}
+
+    @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
         """Returns `w_in`, `w_gate` if gated, `w_out`, and their biases."""
         embed, hidden = f"embed:{p.input_dim}", f"d_ff:{p.hidden_dim}"
@@ -260,6 +265,11 @@ class Experts(NamedLayer):
             return length
         # A token goes to an expert at most once, so capacity beyond the tokens would stay empty.
         return min(length, math.ceil(length * p.num_choices * p.capacity_factor / p.num_experts))
+
+    @classmethod
+    def PaddedDims(cls, p: Any) -> dict[str, int]:
+        """Returns `expert_ff`."""
+        return {"expert_ff": 1}
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:

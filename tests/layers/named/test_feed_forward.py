@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.errors import LayoutError
 from pipemesh.layers.named import Experts, FeedForward
 from tests.layers.named.harness import SCALE, run, value_of
 
@@ -29,25 +30,35 @@ HIDDEN = {
 
 # Other layouts equal one processor (tests/conformance).
 @pytest.mark.parametrize(
-    ("mesh", "activation", "use_bias"),
+    ("mesh", "activation", "use_bias", "hidden"),
     [
-        ("model:4", "RELU", True),
-        ("model:2", "RELU", False),
-        ("model:2", "GELU", True),
-        ("model:2", "GELU_APPROXIMATE", True),
-        ("data:2;model:2", "SWIGLU", True),
+        ("model:4", "RELU", True, 8),
+        ("model:2", "RELU", False, 8),
+        ("model:2", "GELU", True, 8),
+        ("model:2", "GELU_APPROXIMATE", True, 8),
+        ("data:2;model:2", "SWIGLU", True, 8),
+        # These do not divide: the last slice is padded.
+        ("model:2", "RELU", True, 7),
+        ("model:3", "SWIGLU", True, 7),
     ],
 )
-def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, activation, use_bias):
-    params = FeedForward.Params().Set(name="ff", input_dim=6, hidden_dim=8)
+def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, activation, use_bias, hidden):
+    params = FeedForward.Params().Set(name="ff", input_dim=6, hidden_dim=hidden)
     found = run(params.Set(activation=activation, use_bias=use_bias), [INPUTS], mesh)
     found.assert_plain(lambda w: HIDDEN[activation](w) @ w["w_out"] + w.get("b_out", 0.0))
+
+
+def test_hidden_values_that_are_dropped_must_divide():
+    params = FeedForward.Params().Set(name="ff", input_dim=6, hidden_dim=7, dropout_rate=0.5)
+    with pytest.raises(LayoutError, match=r"size 7, which axis .* cannot cut into 2"):
+        run(params, [INPUTS], "model:2")
 
 
 TOKENS = value_of("x", [2, 6, 5])
 PADDINGS = np.zeros([2, 6], np.float32)
 PADDINGS[0, 1] = PADDINGS[1, 4:] = 1
-EXPERTS = Experts.Params().Set(name="experts", input_dim=5, hidden_dim=2, num_experts=4)
+# Their hidden values are an odd number, so that the last slice of a split is padded.
+EXPERTS = Experts.Params().Set(name="experts", input_dim=5, hidden_dim=3, num_experts=4)
 RULES = "batch:data;experts:data;expert_ff:model"
 
 
