@@ -19,7 +19,8 @@ from tests.layers.named.harness import value_of
 from tests.pairwise import covering
 
 MESH = Mesh.from_text("a:2;b:2")
-BATCH, LENGTH, EMBED, VOCAB = 4, 6, 8, 8
+# A vocabulary of 7 is padded to 8, by `vocab_multiple` also where nothing is split.
+BATCH, LENGTH, EMBED, VOCAB = 4, 6, 8, 7
 TOKENS, PIXELS = ("batch", "length", "embed"), ("batch", "height", "width", "channels")
 X = value_of("x", [BATCH, LENGTH, EMBED])
 IMAGE = value_of("image", [BATCH, 8, 6, 4])
@@ -122,7 +123,9 @@ def _cases():
     yield "rate", Dropout.Params().Set(rate=0.4), [X], []
     yield "rate_0", Dropout.Params(), [X], []
 
-    embedding = named.Embedding.Params().Set(vocab_size=VOCAB, embedding_dim=EMBED, max_length=8)
+    embedding = named.Embedding.Params().Set(
+        vocab_size=VOCAB, vocab_multiple=2, embedding_dim=EMBED, max_length=8
+    )
     for positions in ("none", "sinusoidal", "learned"):
         params = embedding.Copy().Set(positions=positions, scale_sqrt_depth=True)
         dims = ["vocab", "positions"] if positions == "learned" else ["vocab"]
@@ -130,7 +133,9 @@ def _cases():
     packed = embedding.Copy().Set(positions="learned", dropout_rate=0.3)
     yield "packed", packed, [IDS, POSITIONS], ["vocab", "positions"]
 
-    softmax = named.SoftmaxCrossEntropy.Params().Set(input_dim=EMBED, vocab_size=VOCAB)
+    softmax = named.SoftmaxCrossEntropy.Params().Set(
+        input_dim=EMBED, vocab_size=VOCAB, vocab_multiple=2
+    )
     yield "plain", softmax, [X, LABELS], ["vocab"]
     yield "weights", softmax.Copy().Set(use_bias=False), [X, LABELS, WEIGHTS], ["vocab"]
     smooth = softmax.Copy().Set(label_smoothing=0.2)

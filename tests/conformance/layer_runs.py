@@ -90,10 +90,13 @@ def run_simd(case, rules):
             return [ops.export_tensor(y) for y in outputs], grads
 
         def held(core):
-            return [case.inputs[i] for i in numbers] + [
-                SCALE * value_of(path, layout.shape.sizes)[layout.slice_ranges(core)]
-                for path, (layout, _) in weights.items()
-            ]
+            found = [case.inputs[i] for i in numbers]
+            for path, (sizes, layout, _) in weights.items():
+                part = SCALE * value_of(path, sizes)[layout.slice_ranges(core)]
+                # A core is given its slice with padding.
+                more = np.subtract(layout.slice_shape, part.shape)
+                found.append(np.pad(part, [(0, number) for number in more]))
+            return found
 
         cores = Cores(MESH, [f"CPU:{i}" for i in range(MESH.num_devices)])
         specs = [tf.TensorSpec(value.shape) for value in held(0)]
@@ -103,7 +106,8 @@ def run_simd(case, rules):
     found = []
     for core, (outputs, grads) in enumerate(results):
         whole = {f"input {i}": np.asarray(g) for i, g in zip(numbers, grads, strict=False)}
-        for (path, (layout, _)), grad in zip(weights.items(), grads[len(numbers) :], strict=True):
+        of_weights = zip(weights.items(), grads[len(numbers) :], strict=True)
+        for (path, (_, layout, _)), grad in of_weights:
             whole[path] = np.asarray(grad), layout.slice_ranges(core)
         found.append((list(map(np.asarray, outputs)), whole))
     return found

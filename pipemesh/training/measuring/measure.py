@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import math
 import os
 import platform
@@ -35,6 +36,8 @@ from pipemesh.training.measuring.timed_step import (
 )
 from pipemesh.training.subject import Subject, rows_of
 
+# Stands for any number of devices: many numbers divide it.
+_MANY = 2**6 * 3**2 * 5 * 7
 # Dims whose slices devices compute separately and add once.
 SPLIT = ("heads", "d_ff", "vocab", "experts")
 AXIS = "model"
@@ -236,13 +239,17 @@ def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str,
 
 
 def _dims(layer: Any) -> dict[str, int]:
-    """Returns the sizes of the dims of a layer's weights that can be split."""
-    sizes: dict[str, int] = {}
+    """Returns the dims of a layer's weights that can be split, each with a number of devices whose
+    divisors can share it.
+    """
+    numbers: dict[str, int] = {}
     for part in _all(layer):
         if isinstance(part, NamedLayer):
-            for shape in part.named_shapes.values():
-                sizes |= {dim.name: dim.size for dim in shape.dims if dim.name in SPLIT}
-    return sizes
+            padded = part.PaddedDims(part.params)
+            for dim in itertools.chain.from_iterable(part.named_shapes.values()):
+                if dim.name in SPLIT:
+                    numbers[dim.name] = _MANY if dim.name in padded else dim.size
+    return numbers
 
 
 def _all(layer: Any) -> Iterator[Any]:
