@@ -24,10 +24,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import building
 import growing
 import waiting
-from mkl_shim import mkl_shim
 from shared.contender import Contender, serve, serve_timed, take_turns
+from shared.mkl_shim import mkl_shim
 from shared.stack import Stack, lingvo_step, quiet, set_threads, summed_head_params, tf2_step
-from torch_environment import TORCH, torch_python
+from shared.torch_environment import TORCH, torch_python
 
 HERE = pathlib.Path(__file__).resolve().parent
 WAITING_BAR, BUILD_BAR = 1.04, 1.5e-3

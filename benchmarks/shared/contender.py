@@ -25,6 +25,9 @@ class Contender:
     Args:
         command: what to run, arguments included; it ends in `serve`.
         environment: variables beside those of this process.
+
+    Attributes:
+        peak_bytes: the most memory that it held, once it is closed.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
@@ -58,6 +61,9 @@ class Contender:
 
     def close(self) -> None:
         """Ends the process."""
+        status = pathlib.Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
+        peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+        self.peak_bytes = 1024 * int(peak.split()[1])
         self._process.stdin.close()
         self._process.wait()
 

@@ -1,0 +1,174 @@
+"""Fine-tuning of a model of 26 million weights: tokens a second and memory, beside torch and peft.
+
+All weights are trained, the upper half of them, or adapters of low rank (LoRA) of q and v.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import settings
+from shared.contender import ROOT, Contender, serve_timed, take_turns
+from shared.mkl_shim import mkl_shim
+from shared.torch_environment import PEFT, TORCH, torch_python
+
+sys.path.insert(0, str(ROOT))
+
+HERE = pathlib.Path(__file__).resolve().parent
+OURS, THEIRS, FAST = "pipemesh, layers:2", "torch", "torch, AVX-512"
+# At least so many of torch's tokens a second, and at most so much of its memory.
+SPEED_BAR = MEMORY_BAR = 1.0
+
+
+def make_files(folder: str) -> None:
+    """Writes a model as `transformers` does, and imports it."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from models.pretrained import config, names, transfer
+
+    there = pathlib.Path(folder, "in")
+    there.mkdir()
+    (there / "config.json").write_text(json.dumps(settings.CONFIG), encoding="utf-8")
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for theirs, parts in names.by_theirs(names.weights_of(config.of_values(settings.CONFIG))):
+        shape = parts[0].there
+        tensors[theirs] = (0.02 * rng.standard_normal(shape)).astype(np.float32)
+        if "norm" in theirs:
+            tensors[theirs] += 1
+    save_file(tensors, str(there / "model.safetensors"), metadata={"format": "pt"})
+    transfer.import_weights(str(there), str(pathlib.Path(folder, "run")))
+
+
+def make_step(mode: str, folder: str):
+    """A step of pipemesh."""
+    from pipemesh.backend.devices import start_cpu_devices
+
+    start_cpu_devices(2)
+    import tensorflow as tf
+
+    from pipemesh.layers import DatasetInput  # isort: skip
+    from lingvo.core import py_utils
+
+    py_utils.SetEagerMode(True)
+    from models.pretrained import params
+    from pipemesh.plan import Plan
+    from pipemesh.training.registered import RegisteredModel
+    from pipemesh.training.run import Options
+    from pipemesh.training.trainer import Trainer
+
+    ids = settings.token_ids()
+    shape = [settings.ROWS, settings.LENGTH]
+    batch = {
+        "ids": ids[:, :-1],
+        "labels": ids[:, 1:],
+        "weights": tf.ones(shape),
+        "segment_ids": tf.ones(shape, tf.int32),
+        "segment_pos": tf.tile(tf.range(settings.LENGTH)[None], [settings.ROWS, 1]),
+    }
+
+    class Tuned(params.Llama):
+        OPTIMIZER, LEARNING_RATE, CLIP_GRADIENT_NORM = "adam", settings.RATE, 1.0
+        BATCH_SIZE, SEQUENCE_LENGTH = shape
+        PLAN = Plan("layers:2", num_microbatches=settings.MICROBATCHES)
+        FREEZE = settings.FROZEN if mode == "frozen" else None
+        LORA_RANK = settings.LORA_RANK if mode == "lora" else 0
+        LORA_ALPHA = settings.LORA_ALPHA
+
+        def Train(self):
+            dataset = tf.data.Dataset.from_tensors(batch).repeat()
+            return DatasetInput.Params().Set(name="Train", dataset=lambda: dataset)
+
+    config = Tuned()
+    config.LOGDIR = os.path.join(folder, "run")
+    subject = RegisteredModel(config, "Tuned")
+    logdir = tempfile.mkdtemp(dir=folder)
+    trainer = Trainer(
+        subject, Options(logdir=logdir, steps=1000), os.path.join(folder, "run", "ckpt-0")
+    )
+    return lambda: (trainer.train_step()["loss"],)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--modes", nargs="+", choices=settings.MODES, default=settings.MODES)
+    parser.add_argument(
+        "--torch_python", help="Python with torch, transformers and peft; default: one made here"
+    )
+    parser.add_argument("--out", default=str(HERE / "result.json"))
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        serve_timed(make_step(arguments.serve, arguments.folder))
+        return
+    theirs = torch_python(arguments.torch_python, *PEFT)
+    shim = mkl_shim()
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make_files(folder)
+        for mode in arguments.modes:
+            ask = ["--serve", mode, "--folder", folder]
+            torch = [theirs, str(HERE / "torch_llama.py"), *ask]
+            contenders = {
+                OURS: Contender([sys.executable, __file__, *ask]),
+                THEIRS: Contender(torch),
+            }
+            if shim is not None:
+                contenders[FAST] = Contender(torch, {"LD_PRELOAD": shim})
+            found[mode] = measured(contenders, arguments.rounds)
+    report(found, arguments)
+
+
+def measured(contenders, rounds):
+    """The seconds of each contender's steps, and its peak of memory in MiB."""
+    seconds, cpu, _ = take_turns(contenders, rounds, OURS)
+    return {
+        name: {"seconds": seconds[name], "cpu": cpu[name], "memory": each.peak_bytes / 2**20}
+        for name, each in contenders.items()
+    }
+
+
+def report(found, arguments) -> None:
+    tokens = settings.ROWS * settings.LENGTH
+    print(
+        f"{tokens} tokens a step, {settings.MICROBATCHES} microbatches; {arguments.rounds} rounds"
+    )
+    print(f"{'trained':10}{'':24}{'tokens/s':>10}{'/ torch':>9}{'memory':>12}{'/ torch':>9}")
+    for mode, by_name in found.items():
+        peer = by_name.get(FAST, by_name[THEIRS])
+        for name, each in by_name.items():
+            pairs = zip(each["seconds"], peer["seconds"], strict=True)
+            speed = statistics.median(theirs / mine for mine, theirs in pairs)
+            share = each["memory"] / peer["memory"]
+            rate = tokens / statistics.median(each["seconds"])
+            print(
+                f"{mode:10}{name:24}{rate:10,.0f}{speed:9.2f}{each['memory']:8,.0f} MiB{share:9.2f}"
+            )
+            if name == OURS:
+                each |= {"speed": speed, "share": share}
+    for mode, by_name in found.items():
+        for what, value, is_met in (
+            ("tokens a second", by_name[OURS]["speed"], by_name[OURS]["speed"] >= SPEED_BAR),
+            ("memory", by_name[OURS]["share"], by_name[OURS]["share"] <= MEMORY_BAR),
+        ):
+            verdict = "met" if is_met else "NOT met"
+            print(f"{mode}: {what} / torch's: {value:.2f} (bar {SPEED_BAR}: {verdict})")
+    machine = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": TORCH}
+    text = json.dumps({**machine, "python": platform.python_version(), "found": found}, indent=1)
+    pathlib.Path(arguments.out).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

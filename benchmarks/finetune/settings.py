@@ -1,0 +1,32 @@
+"""What both contenders train; nothing is imported that one of them lacks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+MODES = ["full", "frozen", "lora"]
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "max_position_embeddings": 256,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+ROWS, LENGTH, MICROBATCHES, RATE = 16, 128, 8, 1e-3
+LORA_RANK, LORA_ALPHA = 8, 16.0
+# The embedding, which is the head's table, too, and the lower half of the blocks.
+FROZEN_BLOCKS = 4
+FROZEN = rf"cell_00[0-{FROZEN_BLOCKS}]/"
+
+
+def token_ids() -> np.ndarray:
+    """The one batch, with the token after the last."""
+    shape = [ROWS, LENGTH + 1]
+    return np.random.default_rng(1).integers(0, CONFIG["vocab_size"], shape).astype(np.int32)
