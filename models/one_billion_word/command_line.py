@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from pipemesh.commands import training_flags, workers
+from pipemesh.commands import learning_flags, training_flags, workers
 from pipemesh.commands.flags import (
     FILES,
     FLAGS,
@@ -22,10 +22,11 @@ from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan, Remat
 from pipemesh.text import nearest
+from pipemesh.training.learning import Learning
 
 from . import simd_plan
 from .request import Request
-from .sizes import LAYERS, OPTIMIZERS, SIZES, Settings, dims_of
+from .sizes import LAYERS, SIZES, Settings, dims_of
 
 FLAGS_OF_TRAINING = (
     Flag(
@@ -53,18 +54,6 @@ FLAGS_OF_TRAINING = (
         Flag("vocab_size", int, help="SentencePiece pieces; default: the model's."),
         Flag("sequence_length", int, help="Tokens a row; default: the model's."),
         Flag(
-            "optimizer",
-            choices=OPTIMIZERS,
-            help="Optimizer; each needs a --learning_rate of its own. Default: the model's.",
-        ),
-        Flag("learning_rate", float, help="Factor of the learning rate; default: the model's."),
-        Flag(
-            "warmup_steps",
-            int,
-            help="Steps in which the learning rate grows, before it falls with the root of the "
-            "step; default: the model's.",
-        ),
-        Flag(
             "dropout_prob",
             float,
             help="Dropout probability, from 0 on, below 1; default: the model's.",
@@ -76,6 +65,7 @@ FLAGS_OF_TRAINING = (
             "uses the averages. Default: the model's, none.",
         ),
     ),
+    *learning_flags.LEARNING_FLAGS,
     *grouped(
         FILES,
         Flag("data_dir", help="Folder of text; default: text that comes with Python."),
@@ -96,9 +86,6 @@ _OF_SETTINGS = {
     "batch_size": "BATCH_SIZE",
     "vocab_size": "VOCAB_SIZE",
     "sequence_length": "SEQUENCE_LENGTH",
-    "optimizer": "OPTIMIZER",
-    "learning_rate": "LEARNING_RATE",
-    "warmup_steps": "WARMUP_STEPS",
     "dropout_prob": "DROPOUT_PROB",
     "ema_decay": "EMA_DECAY",
     "layers": "LAYERS",
@@ -129,6 +116,13 @@ def request() -> Request:
             if flag != "dropout_prob" and not isinstance(value, str):
                 check_number(flag, value)
             setattr(settings, attribute, value)
+    learning_flags.end_of_fall(FLAGS.value("steps"))
+    for flag, value in learning_flags.given().items():
+        setattr(settings, flag.upper(), value)
+    if settings.LEARNING_RATE_SCHEDULE is None:
+        # The Transformer's schedule falls from there on.
+        check_number("warmup_steps", settings.WARMUP_STEPS)
+    learning_flags.checked(lambda: Learning.of(settings))
     if not 0 <= settings.DROPOUT_PROB < 1:
         raise FlagError(
             f"--dropout_prob={settings.DROPOUT_PROB}: it must be 0 or more, and below 1"

@@ -6,12 +6,12 @@ import itertools
 from typing import Any
 
 from lingvo import model_registry
-from lingvo.core import base_model_params, learner, optimizer, schedule, tshape
+from lingvo.core import base_model_params, learner, schedule, tshape
 
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
-from pipemesh.layers.optimizers import Adafactor
 from pipemesh.layers.partition_layers import layer_flops, named_layers, stage_params
 from pipemesh.partition import Partition
+from pipemesh.training.learning import Learning
 
 from . import sizes
 from .lingvo_input import OneBillionWordInput
@@ -58,13 +58,11 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
         p.stack = stack_of(self, stages_of(self), tied_weights_of(self))
         p.train.learner = learner.Learner.Params().Set(
             name="loss",
-            optimizer=optimizer_of(self),
-            learning_rate=self.LEARNING_RATE,
             lr_schedule=schedule.TransformerSchedule.Params().Set(
                 warmup_steps=self.WARMUP_STEPS, model_dim=self.MODEL_DIM
             ),
-            clip_gradient_norm_to_value=self.CLIP_GRADIENT_NORM,
         )
+        Learning.of(self).change(p.train.learner)
         p.train.ema_decay = self.EMA_DECAY
         p.eval.samples_per_summary = 0
         p.random_seed = self.SEED
@@ -72,17 +70,6 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
 
 
 # These are functions, because lingvo takes public methods of a configuration for datasets.
-
-
-def optimizer_of(config: Any) -> Any:
-    """Returns the params of the optimizer; all optimizers support weights that a layout splits."""
-    return {
-        "adam": optimizer.Adam.ParamsB(),
-        # Its authors recommend this for steps relative to the size of a weight.
-        "adafactor": Adafactor.Params().Set(decay_exponent_pow=0.8, clipping_threshold=1.0),
-        "sgd": optimizer.SGD.Params(),
-        "momentum": optimizer.Momentum.Params(),
-    }[config.OPTIMIZER]
 
 
 def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> Any:

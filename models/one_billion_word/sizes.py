@@ -31,10 +31,17 @@ class Settings:
     # The plan; it cuts the embedding, the blocks and the softmax into stages.
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=8)
     DROPOUT_PROB = 0.1
-    # One of OPTIMIZERS.
+    # As `pipemesh.training.learning.Learning`. Without a schedule it is the Transformer's, for
+    # which the learning rate is a factor.
     OPTIMIZER = "adam"
     LEARNING_RATE = 1.0
+    LEARNING_RATE_SCHEDULE: str | None = None
     WARMUP_STEPS = 4000
+    DECAY_STEPS: int | None = None
+    STABLE_STEPS: int | None = None
+    FINAL_LEARNING_RATE: float | None = None
+    WEIGHT_DECAY: float | None = None
+    WEIGHT_DECAY_EXCEPT: str | None = None
     CLIP_GRADIENT_NORM = 0.0
     # Decay of the moving averages of weights, which evaluation uses; 0 for none.
     EMA_DECAY = 0.0
@@ -127,9 +134,6 @@ def dims_of(settings: Settings, layout: LayoutRules) -> tuple[str, ...]:
     cut = [dim for dim, _ in cut_rules(layout).rules if dim == "embed"]
     return ("batch", "length", "heads", *hidden, "vocab", *cut)
 
-
-# Optimizers.
-OPTIMIZERS = ("adam", "adafactor", "sgd", "momentum")
 
 # By the name of the configuration in lingvo.
 SIZES: dict[str, type[Settings]] = {

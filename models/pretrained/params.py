@@ -13,9 +13,10 @@ from pipemesh.layers import DatasetInput, named
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.plan import check_batch
+from pipemesh.training.learning import Learning
 
 from ..one_billion_word.named_transformer import NamedBlock, NamedEmbedding, NamedSoftmax
-from ..one_billion_word.params import cut, optimizer_of, stack_of
+from ..one_billion_word.params import cut, stack_of
 from ..one_billion_word.task import LanguageModel
 from . import config as configs
 from . import names
@@ -47,7 +48,7 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     # Text files, UTF-8.
     TRAIN_TEXT: str | None = None
     HELDOUT_TEXT: str | None = None
-    # An optimizer of `models.one_billion_word.sizes`.
+    # As `pipemesh.training.learning.Learning`, whose other values may be set as well.
     OPTIMIZER = "adam"
     LEARNING_RATE = 1e-5
     CLIP_GRADIENT_NORM = 1.0
@@ -79,12 +80,9 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
         p, config = LanguageModel.Params().Set(name=names.TASK), config_of(self)
         p.stack = stack_of(self, stages_of(self), names.tied_of(config))
         p.train.learner = learner.Learner.Params().Set(
-            name="loss",
-            optimizer=optimizer_of(self),
-            learning_rate=self.LEARNING_RATE,
-            lr_schedule=schedule.Constant.Params(),
-            clip_gradient_norm_to_value=self.CLIP_GRADIENT_NORM,
+            name="loss", lr_schedule=schedule.Constant.Params()
         )
+        Learning.of(self).change(p.train.learner)
         p.eval.samples_per_summary = 0
         p.random_seed = self.SEED
         return p

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pipemesh.checkpoint import Folder, Manifest, newest_whole
 from pipemesh.checkpoint.files import remove_unfinished
 from pipemesh.checkpoint.folder import hold, hold_newest
-from pipemesh.commands import training_flags, workers
+from pipemesh.commands import learning_flags, training_flags, workers
 from pipemesh.commands.flags import (
     CONFIG,
     FILES,
@@ -137,6 +137,7 @@ class RegisteredKind(ModelKind):
             ),
         ),
         *training_flags.training_flags(),
+        *learning_flags.LEARNING_FLAGS,
     )
 
     def logdir(self) -> str:
@@ -162,8 +163,8 @@ def _trainer(folder: str) -> tuple[Any, Options]:
     path, manifest = newest_whole(folder) or (None, None)
     if manifest:
         check_note(manifest.note, folder)
-    flags = training_flags.saved_flags()
     model = subject()
+    flags = training_flags.saved_flags()
     if FLAGS.is_given("num_microbatches") and model.has_actions():
         try:
             # Before the first step, which is what finds it for a model's own number.
@@ -262,6 +263,8 @@ def subject() -> Any:
             "--model=package.module.Class"
         )
     check_seed(FLAGS.seed)
+    # Before TensorFlow is loaded.
+    learning_flags.learning()
     values = training_flags.plan_values()
     if FLAGS.plain:
         mesh = Mesh.from_text(values.setdefault("mesh", "layers:1"))
@@ -323,6 +326,9 @@ def subject() -> Any:
 
         if workers.fitting(model.plan, model.device_type, check) != model.plan:
             model = other["model"]
+        own = None if FLAGS.is_given("steps") else model.most_steps
+        learning_flags.end_of_fall(FLAGS.steps if own is None else own)
+        model.learn(learning_flags.learning())
         training_flags.check_memory(model.plan, logdir())
         from lingvo.core import py_utils
 

@@ -92,7 +92,9 @@ def carry_out(trainer: Any, options: Options) -> int:
 
 
 def without_effect(options: Options) -> Iterator[str]:
-    """Returns a line for each flag that changes nothing in a training of so many steps."""
+    """Returns a line for each flag that changes nothing, or ends, in a training of so many
+    steps.
+    """
     until = f"up to --steps={options.steps}"
     # The last step is judged after training.
     last = options.steps - 1
@@ -102,6 +104,13 @@ def without_effect(options: Options) -> Iterator[str]:
             f"--early_stop={options.early_stop} has no effect: {until}, "
             f"--eval_every={options.eval_every} gives {count_text(evaluations, 'evaluation')}; "
             f"{options.early_stop + 1} are needed"
+        )
+    end = options.given.get("decay_steps")
+    if end is not None and options.steps > end:
+        last = options.given.get("final_learning_rate", 0.0)
+        yield (
+            f"--decay_steps={end}: beyond that step, {until}, the learning rate stays at {last:g} "
+            f"times the highest; give --decay_steps={options.steps} to let it fall until the end"
         )
     if options.keep_best and 0 <= last < math.lcm(options.eval_every, options.save_every):
         yield (

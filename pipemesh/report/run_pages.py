@@ -22,7 +22,7 @@ _MOST_LINES = 20
 _MOST_RUNS = len(SERIES)
 # The curve that comes first, those that come last, and one that speed shows already.
 _FIRST = "loss"
-_LAST = ("learning_rate", "_per_second", "mfu")
+_LAST = ("gradient_norm", "learning_rate", "_per_second", "mfu")
 _NO_CURVES = ("seconds",)
 # Rows of the table that stands for a picture.
 _ROWS = 12

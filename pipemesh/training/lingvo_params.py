@@ -119,7 +119,7 @@ def check_params(task: Any, learns: bool = True) -> None:
                 "the learner are; override ComputePredictions, ComputeLoss or AdjustGradients "
                 "instead"
             )
-    owners = {"task": task, "train": task.train, "learner": _rates_of(task)[0]}
+    owners = {"task": task, "train": task.train, "learner": rates_of(task)[0]}
     for names, is_refused, advice in RULES:
         for path in names.split():
             owner, _, name = path.partition(".")
@@ -193,10 +193,36 @@ class Ramp(schedule.BaseSchedule):
         return p.low * tf.exp(share * math.log(p.high / p.low))
 
 
+class CosineFall(schedule.BaseSchedule):
+    """A schedule from `start` to `limit`, as lingvo's `LinearSchedule`, along half a cosine.
+
+    Loshchilov and Hutter, "SGDR", 2017, equation 5.
+    """
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines `start` and `limit`."""
+        p = super().Params()
+        p.Define("start", (0, 1.0), "The step and the value at which it begins.")
+        p.Define("limit", (1, 0.0), "The step and the value at which it ends.")
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        (first, _), (last, _) = self.params.start, self.params.limit
+        angle = schedule.LinearSchedule.Params().Set(start=(first, 0.0), limit=(last, math.pi))
+        self.CreateChild("angle", angle)
+
+    def Value(self, step: Any = None) -> tf.Tensor:
+        """Returns the value of a step."""
+        (_, first), (_, last) = self.params.start, self.params.limit
+        return last + (first - last) * (1 + tf.cos(self.angle.Value(step))) / 2
+
+
 def ramped(task: Any, steps: int) -> Any:
     """Returns a copy of a task's params with a `Ramp` in place of its schedule, if it has one."""
     copy = task.Copy()
-    rates, _ = _rates_of(copy)
+    rates, _ = rates_of(copy)
     if rates is not None:
         ramp = Ramp.Params().Set(name="ramp", steps=steps)
         rates.Set(learning_rate=1.0, lr_schedule=ramp)
@@ -205,7 +231,7 @@ def ramped(task: Any, steps: int) -> Any:
 
 def has_state(task: Any) -> bool:
     """Returns whether the task's learning rate schedule has variables."""
-    rates, _ = _rates_of(task)
+    rates, _ = rates_of(task)
     return rates is not None and bool(rates.lr_schedule.Instantiate().vars.Flatten())
 
 
@@ -213,7 +239,7 @@ def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
     """Returns the name and value of a task's base rate, and its largest product with the schedule
     up to `steps`, by sampling; None if the schedule gives no value.
     """
-    rates, name = _rates_of(task)
+    rates, name = rates_of(task)
     last = max(steps - 1, 0)
 
     def value(step: int) -> float:
@@ -238,10 +264,10 @@ def peak_rate(task: Any, steps: int) -> tuple[str, float, float] | None:
 
 def name_of_rate(task: Any) -> str:
     """Returns the name of the param that sets a task's learning rate."""
-    return _rates_of(task)[1]
+    return rates_of(task)[1]
 
 
-def _rates_of(task: Any) -> tuple[Any, str]:
+def rates_of(task: Any) -> tuple[Any, str]:
     """Returns the params with the learning rate, of the learner or of `p.train`, and its name."""
     learner = task.train and task.train.learner
     if isinstance(learner, list | tuple):

@@ -20,7 +20,8 @@ from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.text import is_missing, nearest, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
-from pipemesh.training.lingvo_params import params_within
+from pipemesh.training.learning import Learning
+from pipemesh.training.lingvo_params import params_within, rates_of
 from pipemesh.training.subject import Subject
 
 # The attribute of a class that receives the plan before its `Task` is called.
@@ -109,12 +110,26 @@ class RegisteredModel(Subject):
             self.most_steps = most
         if self._task.random_seed is None:
             self._task.random_seed = seed
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "device_type": device_type,
             "seed": seed,
             **_lines("task", self._task),
             **_lines("input", self._input("Train")),
         }
+
+    def learn(self, learning: Learning) -> None:
+        """Changes the optimizer, the learning rates and the clipping; raises TrainingError for
+        values that the model's optimizer does not have.
+        """
+        if learning == Learning():
+            return
+        rates, _ = rates_of(self._task)
+        if rates is None:
+            raise TrainingError(f"{self.name}: p.train has no learner; give it one")
+        learning.change(rates)
+        if learning.learning_rate is not None:
+            self.rate_name = "--learning_rate"
+        self._settings |= _lines("task", self._task)
 
     def check_batch(self) -> None:
         """Checks that the input's batch divides into the plan's microbatches, if it has a size."""

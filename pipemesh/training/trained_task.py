@@ -221,8 +221,9 @@ class TrainedTask:
     def train(
         self, batch: Any, outcome: Callable[[Any, Any], Any], tells_gradients: bool = False
     ) -> Any:
-        """Updates the weights while a graph is built; returns the loss, the learning rate, the
-        result of `outcome`, and gradients before clipping by the names in `learned`.
+        """Updates the weights while a graph is built; returns the loss, the learning rate, the norm
+        of all gradients before clipping, the result of `outcome`, and gradients before clipping by
+        the names in `learned`.
         """
         # A step that fails, or is not finite, changes only variables that `take_back` restores.
         gradients: dict[str, list[tf.Tensor]] = {}
@@ -265,7 +266,9 @@ class TrainedTask:
         if any(stack.simd is not None for stack in self.pipelines):
             place_beside_inputs(tf.compat.v1.get_default_graph())
         rate = stats["learning_rate"][0]
-        return losses[0], rate, outcome(metrics, per_example), gradients
+        # lingvo computes none if each gradient is clipped by its own.
+        norm = stats.get("grad_norm/all", (None,))[0]
+        return losses[0], rate, norm, outcome(metrics, per_example), gradients
 
     def _gradient_mask(self, source: tf.Tensor) -> dict[str, tf.Tensor]:
         """Returns 1 for each variable that the batch's source (a one-hot vector) trains, else 0."""

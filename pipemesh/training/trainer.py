@@ -351,7 +351,8 @@ class Trainer:
         """Trains on the next batch.
 
         Returns:
-            `loss`, `learning_rate`, and the batch's `score`.
+            `loss`, `learning_rate`, the batch's `score`, and `gradient_norm`, before clipping; None
+            if each gradient is clipped by its own norm.
 
         Raises:
             DataError: there is no next batch; everything can be saved.
@@ -374,7 +375,7 @@ class Trainer:
                     self._train.get_concrete_function(batch)
                     stack.enter_context(console.meanwhile(self._prepare_evaluation))
                     self._is_first = False
-                loss, learning_rate, outcome, self.gradients = self._train(batch)
+                loss, learning_rate, norm, outcome, self.gradients = self._train(batch)
         except tf.errors.OpError as error:
             # Variables on a lost worker cannot be restored.
             watch.check_workers(error)
@@ -403,6 +404,7 @@ class Trainer:
         return {
             "loss": float(loss),
             "learning_rate": float(learning_rate),
+            "gradient_norm": None if norm is None else float(norm),
             "score": scored(self.subject, batch, outcome, self.trained.loss),
         }
 

@@ -11,7 +11,9 @@ from lingvo.core import base_layer, learner, optimizer, py_utils
 from pipemesh.backend.saved_state import Slice, create_slots, mark_slice, slice_of
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import FeedForward, by_logical_name, lowering_scope
-from pipemesh.layers.optimizers import ELEMENTWISE, Adafactor, check_learner
+from pipemesh.layers.optimizers import Adafactor, check_learner
+from pipemesh.layers.optimizers.checks import ELEMENTWISE
+from pipemesh.layers.optimizers.muon import mark_matrix
 from tests.layers.harness import executing
 from tests.layers.named.harness import make_lowering
 
@@ -29,19 +31,19 @@ def part_of(whole, begin, lengths):
     return whole[tuple(slice(b, b + n) for b, n in zip(begin, lengths, strict=True))]
 
 
-def make(value, cuts):
+def make(value, cuts, name=NAME):
     """A variable, or its slices on several devices, with what each one's part is."""
     # As a layer is made, which makes TensorFlow count names below it anew.
-    with tf.compat.v1.variable_scope(NAME.partition("/")[0]):
+    with tf.compat.v1.variable_scope(name.partition("/")[0]):
         parts = grid(value.shape, cuts)
     if len(parts) == 1:
-        return [(tf.Variable(value, name=NAME), *parts[0])]
+        return [(tf.Variable(value, name=name), *parts[0])]
     found = []
     for number, (begin, lengths) in enumerate(parts):
         with tf.device(f"CPU:{number % 3}"):
-            name = NAME.replace("/w/", f"/w_slice_{number}/")
-            variable = tf.Variable(part_of(value, begin, lengths), name=name)
-        mark_slice(variable, NAME, Slice(value.shape, begin))
+            part = name.replace("/var", f"_slice_{number}/var")
+            variable = tf.Variable(part_of(value, begin, lengths), name=part)
+        mark_slice(variable, name, Slice(value.shape, begin))
         found.append((variable, begin, lengths))
     return found
 
@@ -53,10 +55,12 @@ def join(shape, parts, values):
     return whole
 
 
-def train(params, value, grads, cuts, *, eager, rate=0.1):
+def train(params, value, grads, cuts, *, eager, rate=0.1, name=NAME, mark=None):
     """Applies gradients, one a step; returns the whole weight after each step."""
     with executing(eager) as step:
-        made = make(value, cuts)
+        made = make(value, cuts, name)
+        for variable, _, _ in made if mark else ():
+            mark_matrix(variable, mark)
         parts = [(begin, lengths) for _, begin, lengths in made]
         optimizer = params.Instantiate()
 

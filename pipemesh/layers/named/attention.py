@@ -129,6 +129,17 @@ class Attention(NamedLayer):
             weights["relative_bias"] = (table, zero)
         return weights
 
+    @classmethod
+    def Matrices(cls, p: Any) -> dict[str, tuple[str, str]]:
+        """Returns the dims of inputs and of outputs of each matrix."""
+        keys = f"{_kv_name(p)};head_dim"
+        return {
+            "w_q": ("embed", "heads;head_dim"),
+            "w_k": ("embed", keys),
+            "w_v": ("embed", keys),
+            "w_out": ("heads;head_dim", "embed"),
+        }
+
     def FProp(
         self,
         theta: Any,

@@ -97,6 +97,11 @@ class Convolution(NamedLayer):
             weights["b"] = (f"features:{p.output_dim}", py_utils.WeightInit.Constant(0.0))
         return weights
 
+    @classmethod
+    def Matrices(cls, p: Any) -> dict[str, tuple[str, str]]:
+        """Returns the dims of inputs and of outputs of each matrix."""
+        return {"w": ("window_height;window_width;channels", "features")}
+
     def dims(self) -> set[str]:
         """Returns the names of the dims of its weights and inputs, which rules may split."""
         return {"batch", *_WINDOW, "channels", "features"}

@@ -141,6 +141,12 @@ class FeedForward(NamedLayer):
         biases = {f"b_{part}": (hidden, zero) for part in parts} | {"b_out": (embed, zero)}
         return weights | biases if p.use_bias else weights
 
+    @classmethod
+    def Matrices(cls, p: Any) -> dict[str, tuple[str, str]]:
+        """Returns the dims of inputs and of outputs of each matrix."""
+        hidden = {f"w_{part}": ("embed", "d_ff") for part in ACTIVATIONS[p.activation].parts}
+        return {**hidden, "w_out": ("d_ff", "embed")}
+
     def FProp(self, theta: Any, x: Any) -> Tensor:
         """Computes the layer on `batch;length;embed`."""
         p = self.params
@@ -284,6 +290,12 @@ class Experts(NamedLayer):
         weights |= {f"w_{part}": (f"{experts};{embed};{hidden}", first) for part in parts}
         weights["w_out"] = (f"{experts};{hidden};{embed}", second)
         return weights
+
+    @classmethod
+    def Matrices(cls, p: Any) -> dict[str, tuple[str, str]]:
+        """Returns the dims of inputs and of outputs of each matrix."""
+        hidden = {f"w_{part}": ("embed", "expert_ff") for part in ACTIVATIONS[p.activation].parts}
+        return {"w_router": ("embed", "router"), **hidden, "w_out": ("expert_ff", "embed")}
 
     def FProp(self, theta: Any, x: Any, paddings: Any = None) -> tuple[Tensor, Tensor]:
         """Computes the layer on `batch;length;embed`.

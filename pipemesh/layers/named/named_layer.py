@@ -25,7 +25,8 @@ from pipemesh.layers.named.weight_slices import (
     padded,
     weight_parts,
 )
-from pipemesh.layers.optimizers import check_learners
+from pipemesh.layers.optimizers.checks import check_learners
+from pipemesh.layers.optimizers.muon import Matrix, mark_matrix
 from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.arguments import as_shape, dim_names
 from pipemesh.lowering.variable import Constant, Initializer, Normal, Uniform
@@ -206,6 +207,16 @@ class NamedLayer(base_layer.BaseLayer):
         return {}
 
     @classmethod
+    def Matrices(cls, p: Any) -> dict[str, tuple[str, str]]:
+        """Returns the dims of inputs and of outputs of each hidden matrix, by name of the weight.
+
+        Other dims of such a weight number its matrices. `Muon` updates these weights, and AdamW all
+        others, such as embeddings.
+        """
+        del p
+        return {}
+
+    @classmethod
     def ParameterBytes(cls, p: Any) -> int:
         """Returns the bytes of the weights that the layer makes, with each slice counted once."""
         weights = cls.NamedWeights(p).items()
@@ -332,6 +343,10 @@ class NamedLayer(base_layer.BaseLayer):
         Initial values are slices of one tensor under every layout.
         """
         parts = weight_parts(current_lowering(), name, shape, self.PaddedDims(self.params))
+        matrix = None
+        if dims := self.Matrices(self.params).get(name):
+            inputs, outputs = (tuple(map(shape.names.index, dim_names(side))) for side in dims)
+            matrix = Matrix(inputs, outputs)
         with lingvo_tf.variable_scope(name, auxiliary_name_scope=False) as scope:
             full_name = py_utils.GetVariableName(scope.name)
         initializer = initializer_of(init, full_name, self.params.random_seed)
@@ -345,9 +360,10 @@ class NamedLayer(base_layer.BaseLayer):
             )
             with part.placed():
                 self.CreateVariable(part.name, weights)
+            made = self._private_vars[part.name]
+            mark_matrix(made, matrix)
             if part.sizes != tuple(shape.sizes):
                 check_learners()
-                made = self._private_vars[part.name]
                 before, after = made.name.removesuffix(":0").rsplit(f"/{part.name}/", 1)
                 cut = Slice(tuple(shape.sizes), part.begin)
                 mark_slice(made, f"{before}/{name}/{after}", cut)

@@ -370,6 +370,9 @@ class Loop:
             "learning_rate": result["learning_rate"],
         }
         shown = ", ".join(filter(None, [f"loss {result['loss']:.3f}", score.short()]))
+        if (norm := result["gradient_norm"]) is not None:
+            values["gradient_norm"] = norm
+            shown += f", gradient norm {norm:.3g}"
         if self._rate is None:
             # The first step builds the graph, so its time is not typical.
             self._rate, timing = 0.0, {}

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from models.one_billion_word import params
-from models.one_billion_word.sizes import OPTIMIZERS
 from pipemesh.errors import CheckpointError
 from pipemesh.plan import Plan
+from pipemesh.training import learning
+from pipemesh.training.learning import OPTIMIZERS
 from tests.models.one_billion_word.small_training import begun, scalars, small_request, weights
 
 STEPS, DECAY = 6, 0.6
@@ -21,7 +21,10 @@ CALM = {
     "CLIP_GRADIENT_NORM": 0.2,
 }
 # At which round-off stays round-off.
-RATES = {"adam": 0.02, "adafactor": 0.2, "sgd": 8.0, "momentum": 2.0}
+RATES = {
+    **{"adam": 0.02, "adamw": 0.02, "muon": 0.02},
+    **{"adafactor": 0.2, "sgd": 8.0, "momentum": 2.0},
+}
 SPLIT = Plan("layers:2;model:2", "heads:model;d_ff:model;vocab:model", "1f1b", 2)
 HOW = {
     "plain": {"plan": Plan(), "PIPELINED": False},
@@ -33,15 +36,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def small_dims_are_factored(monkeypatch):
-    original = params.optimizer_of
+    original = learning.optimizer_params
 
-    def optimizer_of(config):
-        chosen = original(config)
-        if config.OPTIMIZER == "adafactor":
+    def optimizer_params(name):
+        chosen = original(name)
+        if name == "adafactor":
             chosen.min_dim_size_to_factor = 4
         return chosen
 
-    monkeypatch.setattr(params, "optimizer_of", optimizer_of)
+    monkeypatch.setattr(learning, "optimizer_params", optimizer_params)
 
 
 def request(logdir, folder, optimizer="adafactor", how="plain", **changes):
@@ -68,11 +71,11 @@ def trained(log_folder, folder, train):
     return trained
 
 
-# By default the one that is least like the one that all other tests train with.
+# By default those that are least like the one that all other tests train with.
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(name, marks=() if name == "adafactor" else pytest.mark.exhaustive)
+        pytest.param(name, marks=() if name in ("adafactor", "muon") else pytest.mark.exhaustive)
         for name in OPTIMIZERS
     ],
 )
@@ -81,6 +84,9 @@ def test_losses_and_averages_are_those_of_the_plain_model(trained, optimizer):
     losses = scalars(plain, "loss")
     np.testing.assert_allclose(scalars(split, "loss"), losses, rtol=1e-5)
     assert losses[-1] < losses[0] - 0.01
+    norms = scalars(plain, "gradient_norm")
+    np.testing.assert_allclose(scalars(split, "gradient_norm"), norms, rtol=1e-4)
+    assert min(norms) > CALM["CLIP_GRADIENT_NORM"], "it is that before clipping"
     judged = [scalars(logdir, "loss", "heldout") for logdir in (split, plain)]
     np.testing.assert_allclose(*judged, rtol=1e-5)
     found, wanted = (weights(logdir, STEPS) for logdir in (split, plain))
@@ -111,12 +117,18 @@ def test_averages_are_what_lingvo_says_and_are_judged(trained, train, folder, tm
     assert scalars(tmp_path, "loss", "heldout") != scalars(logdir, "loss", "heldout")
 
 
-def test_adafactor_goes_on_under_another_split(trained, train, folder, tmp_path):
-    plain = trained("adafactor", "plain")
-    logdir = begun(trained("adafactor", "split"), 3, tmp_path / "run")
-    plan = Plan("layers:3;model:1,2,1", "heads:model;d_ff:model", num_microbatches=2)
-    # The middle stage has more devices than the others.
-    assert train(request(logdir, folder, how="split", plan=plan)) == 0
+# The middle stage has more devices than the others; replicas hold slices (stage 3 of ZeRO).
+OTHERS = {
+    "adafactor": Plan("layers:3;model:1,2,1", "heads:model;d_ff:model", num_microbatches=2),
+    "muon": Plan("layers:2;data:2", "batch:data;embed:data", num_microbatches=2),
+}
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_it_goes_on_under_another_split(trained, train, folder, tmp_path, optimizer):
+    plain = trained(optimizer, "plain")
+    logdir = begun(trained(optimizer, "split"), 3, tmp_path / "run")
+    assert train(request(logdir, folder, optimizer, "split", plan=OTHERS[optimizer])) == 0
     np.testing.assert_allclose(scalars(logdir, "loss"), scalars(plain, "loss")[3:], rtol=1e-5)
     found, wanted = (weights(path, STEPS) for path in (logdir, plain))
     assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in wanted.items()}

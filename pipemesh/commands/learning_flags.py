@@ -1,0 +1,111 @@
+"""Flags of the optimizer and of learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pipemesh.commands.flags import FLAGS, MODEL, Flag, FlagError, check_number, grouped
+from pipemesh.errors import TrainingError
+from pipemesh.training.learning import FALLING, OPTIMIZERS, SCHEDULES, Learning
+
+LEARNING_FLAGS = grouped(
+    MODEL,
+    Flag(
+        "optimizer",
+        choices=OPTIMIZERS,
+        help="Optimizer; each needs a --learning_rate of its own. Default: the model's.",
+    ),
+    Flag(
+        "learning_rate",
+        float,
+        help="The highest learning rate; a factor, if the model's own schedule says so. Default: "
+        "the model's.",
+    ),
+    Flag(
+        "learning_rate_schedule",
+        choices=SCHEDULES,
+        help="Course of the learning rate after --warmup_steps: it stays, falls by a line or half "
+        "a cosine, falls with the root of the step, or stays for --stable_steps before it falls "
+        "(wsd). Default: the model's.",
+    ),
+    Flag(
+        "warmup_steps",
+        int,
+        least=0,
+        help="Steps in which the learning rate grows from 0; default: the model's, or 0.",
+    ),
+    Flag(
+        "decay_steps",
+        int,
+        help="Step at which the learning rate has fallen; default: --steps of the first run.",
+    ),
+    Flag(
+        "stable_steps",
+        int,
+        least=0,
+        help="Steps of wsd between growth and fall; default: it falls in the last tenth of "
+        "--decay_steps.",
+    ),
+    Flag(
+        "final_learning_rate",
+        float,
+        least=0,
+        help="Last learning rate, as a share of the highest; default: 0.",
+    ),
+    Flag(
+        "weight_decay",
+        float,
+        least=0,
+        help="Decay of adamw and muon, as a multiple of the learning rate; default: 0.01 and 0.1.",
+    ),
+    Flag(
+        "weight_decay_except",
+        value="PATTERN",
+        help="Regular expression of names of weights that do not decay, such as 'bias|norm'; '' "
+        "for none. Default: norms, biases and embeddings.",
+    ),
+    Flag(
+        "clip_gradient_norm",
+        float,
+        least=0,
+        help="Largest norm of all gradients together; 0 for any. Default: the model's.",
+    ),
+)
+
+
+def end_of_fall(steps: int) -> None:
+    """Sets `--decay_steps`, which a resumed run keeps, if the learning rate falls."""
+    if FLAGS.value("learning_rate_schedule") in FALLING and not FLAGS.is_given("decay_steps"):
+        FLAGS.set("decay_steps", steps)
+
+
+def given() -> dict[str, Any]:
+    """Returns the values of the flags that are given; raises FlagError for invalid ones."""
+    values: dict[str, Any] = {}
+    for flag in LEARNING_FLAGS:
+        value = FLAGS.value(flag.name)
+        if value is not None:
+            if not (isinstance(value, str) or (value == 0 and flag.least == 0)):
+                check_number(flag.name, value)
+            values[flag.name] = value
+    return values
+
+
+def learning() -> Learning:
+    """Returns the values that change a model's own; raises FlagError for invalid ones."""
+    values = given()
+    if "warmup_steps" in values and "learning_rate_schedule" not in values:
+        raise FlagError(
+            f"--warmup_steps={values['warmup_steps']}: the model's own schedule has none; give "
+            f"--learning_rate_schedule={'|'.join(SCHEDULES)}, too"
+        )
+    return checked(lambda: Learning(**values))
+
+
+def checked(make: Callable[[], Learning]) -> Learning:
+    """Makes a value; raises FlagError if its parts do not fit together."""
+    try:
+        return make()
+    except TrainingError as error:
+        raise FlagError(str(error)) from error

@@ -1,0 +1,92 @@
+"""Flags of optimizers and learning rates, from the command line to the record."""
+
+import json
+import math
+
+import pytest
+
+from tests.commands.program import done, refused, run, without_tensorflow
+
+SMALL = "--model=tests.training.small_models."
+MODEL = f"{SMALL}StagedPoints"
+COSINE = ["--learning_rate_schedule=cosine", "--warmup_steps=2", "--learning_rate=0.02"]
+
+
+def steps_of(logdir):
+    """The last record of each step."""
+    lines = [json.loads(line) for line in (logdir / "record.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == "step"]
+
+
+@pytest.mark.slow
+def test_a_schedule_is_kept_and_a_change_is_told(tmp_path):
+    logdir = f"--logdir={tmp_path}"
+    flags = ["--optimizer=muon", "--weight_decay=0.2", "--clip_gradient_norm=0.5", *COSINE]
+    out = done("train", MODEL, *flags, "--steps=6", logdir)
+    wanted = [0.0, 0.01, *(0.01 * (1 + math.cos(math.pi * i / 4)) for i in range(4))]
+    steps = steps_of(tmp_path)
+    assert [step["learning_rate"] for step in steps] == pytest.approx(wanted, abs=1e-8)
+    assert all(step["gradient_norm"] > 0 for step in steps)
+    page = (tmp_path / "report.html").read_text()
+    assert "gradient_norm" in page
+    config = (tmp_path / "config.toml").read_text().splitlines()
+    assert {'optimizer = "muon"', 'learning_rate_schedule = "cosine"', "decay_steps = 6"} <= {
+        *config
+    }
+    # The fall does not begin anew with more steps.
+    code, out, err = run("train", "--steps=8", logdir)
+    assert code == 0, err
+    assert "--decay_steps=6" in out and "changed since the checkpoint" not in out
+    assert "beyond that step, up to --steps=8, the learning rate stays at 0 times" in err
+    assert [step["learning_rate"] for step in steps_of(tmp_path)[-2:]] == [0.0, 0.0]
+    out = done("train", "--steps=9", "--decay_steps=12", "--weight_decay=0.1", logdir)
+    assert "changed since the checkpoint: task.train.learner.lr_schedule" in out
+    assert "task.train.learner.optimizer.weight_decay 0.2 -> 0.1" in out
+    assert steps_of(tmp_path)[-1]["learning_rate"] > 0
+
+
+@pytest.mark.slow
+def test_the_models_own_number_of_steps_ends_the_fall(tmp_path):
+    logdir = f"--logdir={tmp_path}"
+    done("train", f"{SMALL}LimitedPoints", "--learning_rate_schedule=linear", logdir)
+    steps = steps_of(tmp_path)
+    assert f"decay_steps = {len(steps)}" in (tmp_path / "config.toml").read_text()
+    assert steps[-1]["learning_rate"] == pytest.approx(0.1 / len(steps))
+
+
+@pytest.mark.slow
+def test_another_optimizer_than_the_checkpoints_is_refused(tmp_path):
+    logdir = f"--logdir={tmp_path}"
+    done("train", MODEL, "--optimizer=adamw", "--steps=1", logdir)
+    told = refused("train", "--optimizer=muon", "--steps=2", logdir)
+    assert "ckpt-1 has no 'points/cell_000/dense/b/var/Muon'" in told
+
+
+@pytest.mark.slow
+def test_weight_decay_needs_an_optimizer_that_has_it(tmp_path):
+    words = ["train", MODEL, "--steps=1", f"--logdir={tmp_path}"]
+    told = refused(*words, "--weight_decay=0.1")
+    assert "--weight_decay=0.1: the model's Adam has none; give --optimizer=adamw|muon" in told
+    told = refused(*words, "--optimizer=adamw", "--weight_decay_except=nrom")
+    assert "weight_decay_except='nrom' is found in none of the 8 trained weights" in told
+
+
+REFUSED = [
+    (["--optimizer=adamv"], "--optimizer='adamv': it must be one of adam|adamw|muon|"),
+    (["--learning_rate_schedule=cos"], "constant|linear|cosine|inverse_sqrt|wsd"),
+    (["--learning_rate=0"], "--learning_rate=0.0: it must be above 0"),
+    (["--learning_rate=nan"], "--learning_rate=nan: it must be above 0"),
+    (["--final_learning_rate=-1"], "--final_learning_rate=-1: it must be at least 0"),
+    (["--warmup_steps=5"], "--warmup_steps=5: the model's own schedule has none; give --learn"),
+    (["--stable_steps=5"], "--stable_steps=5: the model's own schedule has none"),
+    (["--optimizer=sgd", "--weight_decay=0.1"], "--weight_decay=0.1: sgd has none"),
+    (["--learning_rate_schedule=inverse_sqrt"], "begins to fall after --warmup_steps"),
+]
+
+
+def test_errors_need_no_tensorflow(tmp_path):
+    words = ["train", MODEL, f"--logdir={tmp_path}"]
+    answers = without_tensorflow(*([*words, *flags] for flags, _ in REFUSED))
+    for (flags, told), (code, out, err) in zip(REFUSED, answers, strict=True):
+        assert (code, out, err.count("\n")) == (2, "", 1), (flags, err)
+        assert told in err, (flags, err)

@@ -1,0 +1,164 @@
+"""Learning rates by step, beside those of `transformers`, and values that do not fit together."""
+
+import importlib.util
+import math
+
+import pytest
+import tensorflow as tf
+from lingvo.core import learner, optimizer
+
+from pipemesh.errors import TrainingError
+from pipemesh.layers.optimizers import AdamW, Muon
+from pipemesh.training.learning import OPTIMIZERS, Learning
+
+STEPS = (0, 1, 2, 3, 5, 8, 9, 10, 11, 15, 19, 20, 21, 40)
+
+
+def rates(**values):
+    """The factors of some steps."""
+    p = learner.Learner.Params().Set(name="loss")
+    Learning(**values).change(p)
+    made = p.lr_schedule.Instantiate()
+    return [float(made.Value(tf.constant(step, tf.int64))) for step in STEPS]
+
+
+def warm(step, steps):
+    return min(1.0, step / steps) if steps else 1.0
+
+
+def wsd(step, warmup, stable, end, last=0.0):
+    begin = warmup + stable
+    fall = min(1.0, max(0.0, (step - begin) / (end - begin)))
+    return min(warm(step, warmup), 1 - fall * (1 - last))
+
+
+CASES = [
+    ({"learning_rate_schedule": "constant"}, lambda step: 1.0),
+    ({"learning_rate_schedule": "constant", "warmup_steps": 4}, lambda step: warm(step, 4)),
+    (
+        {"learning_rate_schedule": "linear", "warmup_steps": 3, "decay_steps": 20},
+        lambda step: wsd(step, 3, 0, 20),
+    ),
+    (
+        {"learning_rate_schedule": "linear", "decay_steps": 20, "final_learning_rate": 0.1},
+        lambda step: wsd(step, 0, 0, 20, 0.1),
+    ),
+    (
+        {"learning_rate_schedule": "cosine", "warmup_steps": 5, "decay_steps": 20},
+        lambda step: min(
+            warm(step, 5), 0.5 + 0.5 * math.cos(math.pi * min(1, max(0, (step - 5) / 15)))
+        ),
+    ),
+    (
+        {"learning_rate_schedule": "cosine", "decay_steps": 20, "final_learning_rate": 1.0},
+        lambda step: 1.0,
+    ),
+    (
+        {"learning_rate_schedule": "inverse_sqrt", "warmup_steps": 4},
+        lambda step: min(max(step, 1) / 4, math.sqrt(4 / max(step, 1))),
+    ),
+    (
+        {"learning_rate_schedule": "wsd", "warmup_steps": 2, "decay_steps": 20, "stable_steps": 8},
+        lambda step: wsd(step, 2, 8, 20),
+    ),
+    (
+        {"learning_rate_schedule": "wsd", "warmup_steps": 2, "decay_steps": 20},
+        lambda step: wsd(step, 2, 16, 20),
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_rates_are_those_of_the_formulas(number, eagerly):
+    values, wanted = CASES[number]
+    assert rates(**values) == pytest.approx([wanted(step) for step in STEPS], abs=1e-6)
+
+
+def test_rates_are_those_of_transformers(eagerly):
+    """But for the first step of `inverse_sqrt`, which lingvo gives a rate, and after the end of
+    `cosine`, where theirs rises again.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: pip install -e '.[dev,peers]'")
+    from transformers import optimization as theirs
+
+    makers = {
+        "constant": (theirs._get_constant_schedule_with_warmup_lr_lambda, {}),
+        "linear": (theirs._get_linear_schedule_with_warmup_lr_lambda, {"num_training_steps": 20}),
+        "cosine": (
+            theirs._get_cosine_schedule_with_warmup_lr_lambda,
+            {"num_training_steps": 20, "num_cycles": 0.5},
+        ),
+        "inverse_sqrt": (theirs._get_inverse_sqrt_schedule_lr_lambda, {"timescale": 4}),
+    }
+    for name, (factor, more) in makers.items():
+        end = {"decay_steps": 20} if "num_training_steps" in more else {}
+        found = rates(learning_rate_schedule=name, warmup_steps=4, **end)
+        compared = slice(1, STEPS.index(20) + 1 if end else None)
+        wanted = [factor(step, num_warmup_steps=4, **more) for step in STEPS[compared]]
+        assert found[compared] == pytest.approx(wanted, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (
+            {"optimizer": "sgd", "weight_decay": 0.1},
+            "--weight_decay=0.1: sgd has none; give --optimizer=adamw|muon",
+        ),
+        ({"optimizer": "adam", "weight_decay_except": "b"}, "--weight_decay_except=b: adam has"),
+        (
+            {"learning_rate_schedule": "linear", "stable_steps": 3},
+            "--stable_steps=3: linear has none; give --learning_rate_schedule=wsd",
+        ),
+        (
+            {"decay_steps": 3},
+            "--decay_steps=3: the model's own schedule has none; give --learning_rate_schedule=lin",
+        ),
+        (
+            {"learning_rate_schedule": "constant", "final_learning_rate": 0.5},
+            "--final_learning_rate=0.5: constant has none",
+        ),
+        ({"learning_rate_schedule": "inverse_sqrt"}, "begins to fall after --warmup_steps"),
+        (
+            {"learning_rate_schedule": "cosine", "warmup_steps": 9, "decay_steps": 9},
+            "--decay_steps=9: the fall would begin at step 9; give more, or fewer --warmup_steps",
+        ),
+        (
+            {"learning_rate_schedule": "wsd", "stable_steps": 9, "decay_steps": 5},
+            "the fall would begin at step 9",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_together_are_errors(values, told):
+    with pytest.raises(TrainingError) as caught:
+        Learning(**values)
+    assert told in str(caught.value)
+
+
+def test_what_only_the_params_show_is_an_error():
+    p = learner.Learner.Params().Set(name="loss", optimizer=optimizer.Adam.Params())
+    with pytest.raises(TrainingError, match="the model's Adam has none; give --optimizer=adamw"):
+        Learning(weight_decay=0.1).change(p)
+    with pytest.raises(TrainingError, match="linear ends at --decay_steps; give it"):
+        Learning(learning_rate_schedule="linear").change(p)
+
+
+def test_only_given_values_change_params():
+    p = learner.Learner.Params().Set(name="loss", learning_rate=0.5)
+    before = p.ToText()
+    Learning().change(p)
+    assert p.ToText() == before
+    Learning(optimizer="muon", weight_decay=0.3, clip_gradient_norm=0.0).change(p)
+    assert p.optimizer.cls is Muon and p.optimizer.weight_decay == 0.3
+    assert (p.learning_rate, p.clip_gradient_norm_to_value) == (0.5, 0.0)
+    p.optimizer = AdamW.Params()
+    Learning(weight_decay_except="norm").change(p)
+    assert p.optimizer.weight_decay_except == "norm"
+
+
+def test_every_optimizer_has_params():
+    for name in OPTIMIZERS:
+        p = learner.Learner.Params().Set(name="loss")
+        Learning(optimizer=name).change(p)
+        assert name in p.optimizer.cls.__name__.lower()
