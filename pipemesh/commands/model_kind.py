@@ -132,6 +132,17 @@ class RegisteredKind(ModelKind):
                 "random_seed.",
             ),
             Flag(
+                "freeze",
+                value="PATTERN",
+                help="Weights that are not trained, a regular expression of their names, such as "
+                "cell_00[0-7]/ for the first eight layers.",
+            ),
+            Flag(
+                "train_only",
+                value="PATTERN",
+                help="The only weights that are trained, a regular expression of their names.",
+            ),
+            Flag(
                 "dataset",
                 help="The dataset to evaluate on; default: Dev, or else Test, if the model has it.",
             ),
@@ -286,6 +297,8 @@ def subject() -> Any:
                 seed=FLAGS.seed,
                 plain=FLAGS.plain,
                 strict_devices=FLAGS.strict_devices,
+                freeze=FLAGS.freeze,
+                train_only=FLAGS.train_only,
                 dataset=FLAGS.dataset,
             )
 

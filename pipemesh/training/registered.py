@@ -20,7 +20,7 @@ from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.text import is_missing, nearest, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
-from pipemesh.training.lingvo_params import params_within
+from pipemesh.training.lingvo_params import params_within, set_filters
 from pipemesh.training.subject import Subject
 
 # The attribute of a class that receives the plan before its `Task` is called.
@@ -48,6 +48,8 @@ class RegisteredModel(Subject):
         seed: seed of weights and random ops, if the task has no `random_seed`.
         plain: whether stacks run without a pipeline.
         strict_devices: whether an operation outside its stage's device is an error.
+        freeze: regular expression of names of weights that are not trained.
+        train_only: regular expression of names of the only weights that are trained.
         dataset: dataset for evaluation, or `none`. Default: `Dev` if there is one, else `Test`,
             else none.
 
@@ -74,6 +76,8 @@ class RegisteredModel(Subject):
         seed: int = 0,
         plain: bool = False,
         strict_devices: bool = False,
+        freeze: str | None = None,
+        train_only: str | None = None,
         dataset: str | None = None,
     ) -> None:
         self.name, self.device_type, self.seed = name, device_type, seed
@@ -104,6 +108,7 @@ class RegisteredModel(Subject):
         for stack in stacks_of(self._task):
             stack.pipelined = stack.pipelined and not plain
             stack.strict_devices = stack.strict_devices or strict_devices
+        set_filters(self._task, freeze, train_only)
         # lingvo's default is not a limit that a user has set.
         if (most := self._task.train.max_steps) != _MAX_STEPS:
             self.most_steps = most
