@@ -160,10 +160,15 @@ def trained_variables(task: Any) -> Any:
 def set_filters(task: Any, freeze: str | None, train_only: str | None) -> None:
     """Sets the filters of a task's learner to the given regular expressions of names."""
     learner = _rates_of(task)[0]
-    if freeze:
-        learner.bprop_variable_exclusion = freeze
-    if train_only:
-        learner.bprop_variable_filter = train_only
+    given = {"bprop_variable_exclusion": freeze, "bprop_variable_filter": train_only}
+    for field, pattern in given.items():
+        if pattern and (own := learner.Get(field)):
+            raise TrainingError(
+                f"{task.name}: its learner has {field} {own!r} already; change that, or leave "
+                f"{pattern!r} out"
+            )
+        if pattern:
+            learner.Set(**{field: pattern})
 
 
 def filtered_variables(learner: Any, variables: Any) -> list[tf.Variable]:

@@ -27,6 +27,8 @@ from pipemesh.training.subject import Subject
 _PLAN = "PLAN"
 # The attribute of a class that names the module for decoding, if there is one.
 _DECODED_BY = "DECODED_BY"
+# Attributes of a class with adapters: the rank, and the others.
+ADAPTER_SETTINGS = ("LORA_RANK", "LORA_ALPHA", "LORA_DROPOUT", "LORA_TARGETS")
 # Default datasets for evaluation; the first that a model has is used.
 _HELD_OUT = ("Dev", "Test")
 # lingvo's default number of steps.
@@ -87,6 +89,7 @@ class RegisteredModel(Subject):
                 "leave it out"
             )
         self._config, values = config, dict(values or {})
+        self.saves_frozen = not getattr(config, ADAPTER_SETTINGS[0], 0)
         if plain:
             values.setdefault("mesh", "layers:1")
         # Flags that checkpoints store.
@@ -167,7 +170,11 @@ class RegisteredModel(Subject):
             "flags": dict(self.given),
             "settings": self._settings,
             **({"decoded_by": decoded_by} if decoded_by else {}),
+            **({} if self.saves_frozen else {"adapters": self._adapters()}),
         }
+
+    def _adapters(self) -> dict[str, Any]:
+        return {name: getattr(self._config, name) for name in ADAPTER_SETTINGS}
 
     def _input(self, dataset: str) -> Any:
         return self._config.GetDatasetParams(dataset)

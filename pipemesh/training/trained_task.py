@@ -183,6 +183,11 @@ class TrainedTask:
             **named(self.averages()),
         }
 
+    def frozen(self) -> list[str]:
+        """Returns the names in `state` of the weights that are not trained."""
+        weights = [v for v in self.task.vars.Flatten() if v.ref() in self._frozen]
+        return list(by_logical_name(self.task, weights))
+
     def weights(self) -> list[str]:
         """Returns the names in `state` that a checkpoint with only weights has."""
         return ["global_step", *by_logical_name(self.task, self.task.vars.Flatten())]

@@ -81,6 +81,8 @@ class _BlockInit:
 # together send as much as it did (Korthikanti et al., "Reducing Activation Recomputation in Large
 # Transformer Models", 2022, section 4.2.2).
 
+# Ends the name of the adapter of a weight.
+ADAPTER = "_lora"
 # The name of `length` where each processor has all of it.
 WHOLE = "tokens"
 
@@ -167,6 +169,8 @@ class NamedLayer(base_layer.BaseLayer):
         # The shape of each whole weight by name, and the slice that each variable holds.
         self._named_shapes: dict[str, Shape] = {}
         self._parts: dict[str, WeightPart] = {}
+        for name, adapter in self.AdapterParams(self.params).items():
+            self.CreateChild(name + ADAPTER, adapter)
 
     @classmethod
     def Params(cls) -> Any:
@@ -178,6 +182,8 @@ class NamedLayer(base_layer.BaseLayer):
             "Names of weights that it does not make: another layer of a stack does, whose "
             "`tied_weights` says so.",
         )
+        p.Define("adapted", (), "Names of weights whose products have adapters; see `LowRank`.")
+        p.Define("adapter_tpl", None, "Params of these `LowRank` layers.")
         return p
 
     @classmethod
@@ -185,6 +191,32 @@ class NamedLayer(base_layer.BaseLayer):
         """Returns the shape and the initial value of each of the layer's own weights, by name."""
         del p
         return {}
+
+    @classmethod
+    def ProductInputs(cls, p: Any) -> dict[str, int]:
+        """Returns the weights that may have adapters: by name, over how many of its first dims the
+        matmul of a weight sums.
+        """
+        del p
+        return {}
+
+    @classmethod
+    def AdapterParams(cls, p: Any) -> dict[str, Any]:
+        """Returns the params of the adapters, by name of the weight."""
+        inputs = cls.ProductInputs(p) if p.adapted else {}
+        for name in p.adapted:
+            if name not in inputs:
+                raise PipelineError(
+                    f"layer {p.name!r} has no adapter of weight {name!r}"
+                    f"{nearest_text(name, inputs)}"
+                )
+        shapes = cls.NamedWeights(p) if p.adapted else {}
+        return {
+            name: p.adapter_tpl.Copy().Set(
+                weight=str(as_shape(shapes[name][0])), num_inputs=inputs[name]
+            )
+            for name in p.adapted
+        }
 
     @classmethod
     def ParameterBytes(cls, p: Any) -> int:
@@ -407,6 +439,20 @@ class NamedLayer(base_layer.BaseLayer):
                 )
             slices = from_parts(lowering, [theta[part] for part in names], shape, name)
         return self._Cast(Tensor(lowering, slices, shape))
+
+    def Adapted(self, theta: Any, name: str, x: Tensor, product: Tensor) -> Tensor:
+        """Adds the adapter of a weight, if it has one, to the product of `x` with the weight."""
+        if name not in self.params.adapted:
+            return product
+        child = name + ADAPTER
+        return self.children[child].FProp(theta[child], x, product)
+
+    @classmethod
+    def CountAdapted(cls, p: Any, tally: Tally, name: str, x: Value, product: Value) -> Value:
+        """Counts `Adapted`."""
+        if name not in p.adapted:
+            return product
+        return cls.CountPart(p, cls.AdapterParams(p)[name], tally, x, product)
 
     def Named(self, x: Any, dims: Any, dtype: tf.DType | None = None) -> Tensor:
         """Returns an input as a tensor of the current lowering.

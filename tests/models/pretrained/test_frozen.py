@@ -43,12 +43,18 @@ def folder(tmp_path_factory):
     return path
 
 
-def trainer(folder, plan, plain=False, changes=(), **options):
+def model(folder, plan, changes=(), **options):
     config = Llama()
     for name, value in {"LOGDIR": str(folder), **dict(changes)}.items():
         setattr(config, name, value)
-    model = RegisteredModel(config, "Model", plan, plain=plain, **options)
-    return Trainer(model, Options(logdir=str(folder), steps=9), str(folder / "ckpt-0"))
+    return RegisteredModel(config, "Model", plan, **options)
+
+
+def trainer(folder, plan, step=0, max_to_keep=3, **options):
+    """Goes on from the checkpoint of a step."""
+    run = Options(logdir=str(folder), steps=9, max_to_keep=max_to_keep)
+    path = None if step is None else str(folder / f"ckpt-{step}")
+    return Trainer(model(folder, plan, **options), run, path)
 
 
 def values_of(made):
