@@ -55,7 +55,7 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     # Dropout rate of what is added to the residuals, and after the embedding; None for the file's
     # rates.
     DROPOUT_PROB: float | None = None
-    # Regular expressions of names of weights: those that are not trained, and the only trained ones.
+    # Regular expressions of weights: those that are not trained, and the only ones that are.
     FREEZE: str | None = None
     TRAIN_ONLY: str | None = None
     # The rank of adapters (Hu et al., "LoRA", 2021), the only weights that are trained then; 0 for

@@ -146,11 +146,13 @@ class RegisteredKind(ModelKind):
                 "lora_rank",
                 int,
                 least=0,
-                help="Train adapters of this rank (LoRA) in place of the weights; 0: none; default: "
-                "the model's.",
+                help="Train adapters of this rank (LoRA) in place of the weights; 0: none; "
+                "default: the model's.",
             ),
             Flag(
-                "lora_alpha", float, help="Factor of adapters' products, over the rank; default: 16."
+                "lora_alpha",
+                float,
+                help="Factor of adapters' products, over the rank; default: 16.",
             ),
             Flag("lora_dropout", float, help="Dropout rate of adapters' inputs; default: 0."),
             Flag(

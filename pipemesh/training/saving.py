@@ -26,16 +26,16 @@ WEIGHTS_ONLY = "weights_only"
 BASE = "base"
 
 
-def restore_all(path: str, state: Mapping[str, Any]) -> list[str]:
-    """Restores variables from a checkpoint and the one that has its frozen weights, if any.
+def base_of(path: str) -> str | None:
+    """Returns the checkpoint that has the frozen weights of another one; None if that has them.
 
-    Returns the names of the checkpoint's other values; raises as `pipemesh.checkpoint.restore`,
-    and CheckpointError if the other checkpoint is missing or has changed.
+    Raises:
+        CheckpointError: that checkpoint is missing, or is not the one that was trained on.
     """
     base = Manifest.read(path).note.get(BASE) if os.path.exists(path + SUFFIX) else None
     if base is None:
-        return restore(path, state)
-    names, at = contents(path)[0], os.path.join(os.path.dirname(path), base["name"])
+        return None
+    at = os.path.join(os.path.dirname(path), base["name"])
     try:
         manifest = Manifest.read(at)
         manifest.check(at)
@@ -48,6 +48,24 @@ def restore_all(path: str, state: Mapping[str, Any]) -> list[str]:
         raise CheckpointError(
             f"{path} has adapters alone, for other weights than those of {at}; put a copy of the "
             f"{base['name']} that they were trained on beside it"
+        )
+    return at
+
+
+def restore_all(path: str, state: Mapping[str, Any]) -> list[str]:
+    """Restores variables from a checkpoint and from the one that has its frozen weights, if any.
+
+    Returns the names of the checkpoint's other values; raises as `pipemesh.checkpoint.restore` and
+    `base_of`, and CheckpointError if the model lacks adapters.
+    """
+    if (at := base_of(path)) is None:
+        return restore(path, state)
+    names = contents(path)[0]
+    lost = [name for name in names if name.endswith("/var") and name not in state]
+    if lost:
+        raise CheckpointError(
+            f"{path} has adapters that the model has not, such as {lost[0]!r}; give the rank and "
+            "the targets that they were trained with"
         )
     restore(at, {name: value for name, value in state.items() if name not in names})
     return restore(path, {name: value for name, value in state.items() if name in names})

@@ -141,8 +141,8 @@ class Subject(abc.ABC):
         read_ahead: number of training batches to prefetch.
         most_steps: the last step that the model itself sets; None for no limit.
         rate_name: name of the setting of the learning rate; None for the task's param.
-        saves_frozen: whether checkpoints have the weights that are not trained; else these are those
-            of the run's first checkpoint.
+        saves_frozen: whether checkpoints have the weights that are not trained; else these are in
+            the run's first checkpoint.
         filters: the `filters` of `TrainedTask`, often none; known after `train_data`.
     """
 

@@ -143,7 +143,9 @@ class FeedForward(NamedLayer):
     @classmethod
     def ProductInputs(cls, p: Any) -> dict[str, int]:
         """Returns the weights of all matmuls."""
-        return dict.fromkeys((*(f"w_{part}" for part in ACTIVATIONS[p.activation].parts), "w_out"), 1)
+        return dict.fromkeys(
+            (*(f"w_{part}" for part in ACTIVATIONS[p.activation].parts), "w_out"), 1
+        )
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
         """Computes the layer on `batch;length;embed`."""

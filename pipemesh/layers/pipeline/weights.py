@@ -41,7 +41,7 @@ def with_frozen(layer: Any, theta: Any, frozen: Collection[Any]) -> Any:
     for name, value in theta.items():
         if name in layer.children:
             stopped[name] = with_frozen(layer.children[name], value, frozen)
-        elif isinstance(own[name], tf.Variable) and own[name].ref() in frozen:
+        elif isinstance(own.get(name), tf.Variable) and own[name].ref() in frozen:
             with tf.device(own[name].device or None):
                 stopped[name] = tf.stop_gradient(value)
     return stopped
