@@ -10,6 +10,7 @@ from lingvo.core import base_model_params, learner, schedule
 
 from pipemesh.errors import DataError, PlanError
 from pipemesh.layers import DatasetInput, named
+from pipemesh.layers.named.lora import ADAPTERS, LowRank, adapt
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.plan import check_batch
@@ -55,6 +56,16 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     # Dropout rate of what is added to the residuals, and after the embedding; None for the file's
     # rates.
     DROPOUT_PROB: float | None = None
+    # Regular expressions of weights: those that are not trained, and the only ones that are.
+    FREEZE: str | None = None
+    TRAIN_ONLY: str | None = None
+    # The rank of adapters (Hu et al., "LoRA", 2021), the only weights that are trained then; 0 for
+    # none. Their product is multiplied by alpha / rank.
+    LORA_RANK = 0
+    LORA_ALPHA = 16.0
+    LORA_DROPOUT = 0.0
+    # A regular expression of the adapted weights, such as `cell_003/attention/w_q`.
+    LORA_TARGETS = "attention/w_[qv]"
     SEED = 0
 
     def GetAllDatasetParams(self) -> dict[str, Any]:
@@ -80,7 +91,10 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
         p, config = LanguageModel.Params().Set(name=names.TASK), config_of(self)
         p.stack = stack_of(self, stages_of(self), names.tied_of(config))
         p.train.learner = learner.Learner.Params().Set(
-            name="loss", lr_schedule=schedule.Constant.Params()
+            name="loss",
+            lr_schedule=schedule.Constant.Params(),
+            bprop_variable_filter=ADAPTERS if self.LORA_RANK else self.TRAIN_ONLY,
+            bprop_variable_exclusion=self.FREEZE,
         )
         Learning.of(self).change(p.train.learner)
         p.eval.samples_per_summary = 0
@@ -126,7 +140,13 @@ def stages_of(params: PretrainedParams) -> list[Any]:
         PLAN, BATCH_SIZE = params.PLAN, params.BATCH_SIZE
         SEQUENCE_LENGTH, NUM_LAYERS = length_of(params), config_of(params).num_layers
 
-    return cut(Sizes, layers_of(config_of(params), params.DROPOUT_PROB))
+    layers = layers_of(config_of(params), params.DROPOUT_PROB)
+    if params.LORA_RANK:
+        adapter = LowRank.Params().Set(
+            rank=params.LORA_RANK, alpha=params.LORA_ALPHA, dropout_rate=params.LORA_DROPOUT
+        )
+        adapt(layers, adapter, params.LORA_TARGETS)
+    return cut(Sizes, layers)
 
 
 def layers_of(config: Config, dropout: float | None = None) -> list[Any]:

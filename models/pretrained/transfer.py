@@ -18,8 +18,8 @@ from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import list_for_tensorflow, path_of
 from pipemesh.errors import CheckpointError, SaveError
 
+from . import adapters, names, safetensors_file, tokenizer
 from . import config as configs
-from . import names, safetensors_file, tokenizer
 from .config import Config, WeightsError
 from .names import Weight
 from .safetensors_file import DTYPES, TensorFiles
@@ -95,16 +95,14 @@ def import_weights(
     return [told, spelled, *(found.notes if found else ()), *config.notes, *notes]
 
 
-def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
+def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = False) -> list[str]:
     """Writes the weights of an imported model's checkpoint as files for `transformers`; returns
     lines.
 
+    Of a checkpoint with adapters these alone are written, as files for `peft`, unless `merged`.
     The folder is created if it is missing, and must have no weights yet. Another model's checkpoint
     raises CheckpointError, a failed write SaveError.
     """
-    from pipemesh.checkpoint.conversion import read_one
-    from pipemesh.checkpoint.reader import contents
-
     folder = os.path.dirname(path) or "."
     config_path = os.path.join(folder, configs.FILE)
     if not os.path.exists(config_path):
@@ -115,7 +113,10 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
     Manifest.read(path).check(path)
     config = configs.read(config_path)
     weights = names.weights_of(config)
-    shapes, dtypes = contents(path)
+    source = adapters.Weights(path)
+    has_adapters, shapes = source.base != path, source.shapes
+    if merged and not has_adapters:
+        raise CheckpointError(f"--merged: {path} has no adapters to be merged; leave it out")
     for weight in weights:
         if tuple(shapes.get(weight.name, ())) != weight.shape:
             has = f"has it as {shapes[weight.name]}" if weight.name in shapes else "has none"
@@ -123,16 +124,15 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
                 f"{path} is of another model than {config_path}, which says that {weight.name!r} "
                 f"has shape {list(weight.shape)}: it {has}"
             )
-    for name in (safetensors_file.ONE, safetensors_file.INDEX, configs.FILE, *_BESIDE):
+    written_names = (safetensors_file.ONE, safetensors_file.INDEX, configs.FILE, *_BESIDE)
+    only_adapters = has_adapters and not merged
+    for name in (adapters.CONFIG, adapters.FILE) if only_adapters else written_names:
         if os.path.lexists(os.path.join(to, name)):
             raise SaveError(f"{os.path.join(to, name)} exists; give another folder")
     wanted = DTYPES[_OF_DTYPE[dtype]]
 
     def joined(parts: Sequence[Weight]) -> np.ndarray:
-        found = [
-            weight.to_theirs(read_one(path, weight.name, dtypes[weight.name]).numpy())
-            for weight in parts
-        ]
+        found = [weight.to_theirs(source.read(weight.name)) for weight in parts]
         whole = np.concatenate(found, -1) if len(found) > 1 else found[0]
         return _cast(whole, wanted, parts[0].theirs)
 
@@ -146,6 +146,9 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
             os.makedirs(to, exist_ok=True)
         except OSError as error:
             raise SaveError(f"{to} cannot be made a folder ({error.strerror})") from error
+        if only_adapters:
+            written = adapters.write(source, weights, to, lambda v, name: _cast(v, wanted, name))
+            return [f"adapters of {path}, as {dtype}: {', '.join(written)}"]
         written = safetensors_file.write(to, tensors())
     for name in _BESIDE:
         if os.path.exists(os.path.join(folder, name)):

@@ -66,6 +66,8 @@ class Checkpoints:
         self._writers: dict[str, bool] = {}
         self._writing: _Writing | None = None
         self._known: str | None = None
+        # The name of a checkpoint that the others need, which is never removed.
+        self.needed: str | None = None
 
     @property
     def newest(self) -> str | None:
@@ -189,7 +191,7 @@ class Checkpoints:
         folders.remove(path)
         files = folders.publish(temporary, path)
         self._known = path
-        gone = list(folders.to_let_go(self.folder, self._keep, self._keep_best))
+        gone = list(folders.to_let_go(self.folder, self._keep, self._keep_best, self.needed))
         if gone:
             # After a power failure the new one must exist before these are gone.
             for file in files:

@@ -197,10 +197,10 @@ def list_for_tensorflow(folder: str, names: Sequence[str]) -> None:
         write_whole(os.path.join(folder, LIST), "\n".join([*lines, ""]).encode())
 
 
-def to_let_go(folder: str, keep: int, keep_best: int) -> Iterable[str]:
-    """Returns the checkpoints that are neither among the newest nor among the best."""
+def to_let_go(folder: str, keep: int, keep_best: int, needed: str | None = None) -> Iterable[str]:
+    """Returns the checkpoints that are neither among the newest nor among the best, nor needed."""
     steps = steps_of(folder)
-    older = steps[:-keep]
+    older = [step for step in steps[:-keep] if f"ckpt-{step}" != needed]
     best: set[int] = set()
     if keep_best:
         scores = {step: score for step in steps if (score := _score(folder, step)) is not None}

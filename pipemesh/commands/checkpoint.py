@@ -118,6 +118,13 @@ VERBS = {
         _PATH,
         Flag("to", argument="once", help="Folder to write model.safetensors and config.json to."),
         _DTYPE,
+        Flag(
+            "merged",
+            bool,
+            False,
+            help="Add adapters (LoRA) to their weights and write these; default: write the "
+            "adapters alone, as the package `peft` does.",
+        ),
     ),
 }
 
@@ -201,7 +208,7 @@ def _transfer(verb: str, flags: Flags) -> int:
         source = flags.value("from")
         lines = module.import_weights(source, flags.logdir, flags.config, flags.model, dtype)
     else:
-        lines = module.export_weights(_checkpoint(flags.path), flags.to, dtype)
+        lines = module.export_weights(_checkpoint(flags.path), flags.to, dtype, flags.merged)
     print("\n".join(lines))
     return 0
 

@@ -132,6 +132,35 @@ class RegisteredKind(ModelKind):
                 "random_seed.",
             ),
             Flag(
+                "freeze",
+                value="PATTERN",
+                help="Weights that are not trained, a regular expression of their names, such as "
+                "cell_00[0-7]/ for the first eight layers.",
+            ),
+            Flag(
+                "train_only",
+                value="PATTERN",
+                help="The only weights that are trained, a regular expression of their names.",
+            ),
+            Flag(
+                "lora_rank",
+                int,
+                least=0,
+                help="Train adapters of this rank (LoRA) in place of the weights; 0: none; "
+                "default: the model's.",
+            ),
+            Flag(
+                "lora_alpha",
+                float,
+                help="Factor of adapters' products, over the rank; default: 16.",
+            ),
+            Flag("lora_dropout", float, help="Dropout rate of adapters' inputs; default: 0."),
+            Flag(
+                "lora_targets",
+                value="PATTERN",
+                help="Weights that have adapters, a regular expression; default: attention/w_[qv].",
+            ),
+            Flag(
                 "dataset",
                 help="The dataset to evaluate on; default: Dev, or else Test, if the model has it.",
             ),
@@ -271,12 +300,25 @@ def subject() -> Any:
         training_flags.check_plain(mesh.num_devices, FLAGS.compute_dtype)
     with console.waiting("loading TensorFlow"):
         workers.accept_lingvo_flags()
-        from pipemesh.training.registered import RegisteredModel, find_model, mesh_before
+        from pipemesh.training.registered import (
+            ADAPTER_SETTINGS,
+            RegisteredModel,
+            find_model,
+            mesh_before,
+        )
 
         def new() -> Any:
             config = find_model(FLAGS.model)()
             if hasattr(config, _LOGDIR):
                 setattr(config, _LOGDIR, logdir())
+            for name in ADAPTER_SETTINGS:
+                if (value := FLAGS.value(name.lower())) is None:
+                    continue
+                if not hasattr(config, name):
+                    raise FlagError(
+                        f"--{name.lower()}={value}: {FLAGS.model} has no adapters; leave it out"
+                    )
+                setattr(config, name, value)
             return config
 
         def made(config: Any, values: Mapping[str, str]) -> RegisteredModel:
@@ -289,6 +331,8 @@ def subject() -> Any:
                 seed=FLAGS.seed,
                 plain=FLAGS.plain,
                 strict_devices=FLAGS.strict_devices,
+                freeze=FLAGS.freeze,
+                train_only=FLAGS.train_only,
                 dataset=FLAGS.dataset,
             )
 

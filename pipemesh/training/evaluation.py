@@ -13,10 +13,10 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import base_model
 
-from pipemesh.checkpoint import restore
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import CheckpointError, DataError, TrainingError
 from pipemesh.hosts import watch
+from pipemesh.training.saving import restore_all
 from pipemesh.training.subject import Score, Subject, rows_of
 from pipemesh.training.trained_task import TrainedTask
 
@@ -87,7 +87,7 @@ def restored(subject: Subject, checkpoint: str, task: Any = None) -> TrainedTask
     )
     if not os.path.exists(f"{checkpoint}.index"):
         raise CheckpointError(f"there is no checkpoint {checkpoint!r}")
-    restore(checkpoint, trained.state())
+    restore_all(checkpoint, trained.state())
     return trained
 
 

@@ -7,6 +7,7 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 from lingvo.core import base_model, distillation_task, optimizer, schedule
 
 from pipemesh.errors import TrainingError
+from pipemesh.text import nearest
 
 # Optimizers that wrap others.
 _WRAPPING = (
@@ -153,6 +155,50 @@ def trained_variables(task: Any) -> Any:
     """Returns the variables of a task, nested, that its learner may update."""
     is_distilled = isinstance(task, distillation_task.DistillationTask)
     return task.student.vars if is_distilled and not task.params.train_teacher else task.vars
+
+
+def set_filters(task: Any, freeze: str | None, train_only: str | None) -> None:
+    """Sets the filters of a task's learner to the given regular expressions of names."""
+    learner = rates_of(task)[0]
+    given = {"bprop_variable_exclusion": freeze, "bprop_variable_filter": train_only}
+    for field, pattern in given.items():
+        if pattern and (own := learner.Get(field)):
+            raise TrainingError(
+                f"{task.name}: its learner has {field} {own!r} already; change that, or leave "
+                f"{pattern!r} out"
+            )
+        if pattern:
+            learner.Set(**{field: pattern})
+
+
+def filtered_variables(learner: Any, variables: Any) -> list[tf.Variable]:
+    """Returns the variables that a learner's filters leave to be trained.
+
+    Raises:
+        TrainingError: a filter is no regular expression or finds no weight, or none is left.
+    """
+    p, names = learner.params, [v.name for v in variables.Flatten() if v.trainable]
+    for field in ("bprop_variable_filter", "bprop_variable_exclusion"):
+        if pattern := p.Get(field):
+            try:
+                is_found = any(re.search(pattern, name) for name in names)
+            except re.error as error:
+                raise TrainingError(
+                    f"{field} {pattern!r} is no regular expression ({error})"
+                ) from error
+            if not is_found:
+                near = nearest(pattern, names) or next(iter(names), "none")
+                raise TrainingError(
+                    f"{field} {pattern!r} finds none of the {len(names)} weights, such as "
+                    f"{near.removesuffix(':0')!r}"
+                )
+    trained = learner.GetTrainableVariables(variables).Flatten()
+    if names and not trained:
+        raise TrainingError(
+            f"bprop_variable_filter {p.bprop_variable_filter!r} and bprop_variable_exclusion "
+            f"{p.bprop_variable_exclusion!r} leave no weight to be trained; change them"
+        )
+    return trained
 
 
 def _text(value: Any) -> str:

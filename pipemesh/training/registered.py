@@ -21,13 +21,15 @@ from pipemesh.plan import Plan
 from pipemesh.text import is_missing, nearest, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
 from pipemesh.training.learning import Learning
-from pipemesh.training.lingvo_params import params_within, rates_of
+from pipemesh.training.lingvo_params import params_within, rates_of, set_filters
 from pipemesh.training.subject import Subject
 
 # The attribute of a class that receives the plan before its `Task` is called.
 _PLAN = "PLAN"
 # The attribute of a class that names the module for decoding, if there is one.
 _DECODED_BY = "DECODED_BY"
+# Attributes of a class with adapters: the rank, and the others.
+ADAPTER_SETTINGS = ("LORA_RANK", "LORA_ALPHA", "LORA_DROPOUT", "LORA_TARGETS")
 # Default datasets for evaluation; the first that a model has is used.
 _HELD_OUT = ("Dev", "Test")
 # lingvo's default number of steps.
@@ -49,6 +51,8 @@ class RegisteredModel(Subject):
         seed: seed of weights and random ops, if the task has no `random_seed`.
         plain: whether stacks run without a pipeline.
         strict_devices: whether an operation outside its stage's device is an error.
+        freeze: regular expression of names of weights that are not trained.
+        train_only: regular expression of names of the only weights that are trained.
         dataset: dataset for evaluation, or `none`. Default: `Dev` if there is one, else `Test`,
             else none.
 
@@ -75,6 +79,8 @@ class RegisteredModel(Subject):
         seed: int = 0,
         plain: bool = False,
         strict_devices: bool = False,
+        freeze: str | None = None,
+        train_only: str | None = None,
         dataset: str | None = None,
     ) -> None:
         self.name, self.device_type, self.seed = name, device_type, seed
@@ -84,6 +90,7 @@ class RegisteredModel(Subject):
                 "leave it out"
             )
         self._config, values = config, dict(values or {})
+        self.saves_frozen = not getattr(config, ADAPTER_SETTINGS[0], 0)
         if plain:
             values.setdefault("mesh", "layers:1")
         # Flags that checkpoints store.
@@ -105,6 +112,7 @@ class RegisteredModel(Subject):
         for stack in stacks_of(self._task):
             stack.pipelined = stack.pipelined and not plain
             stack.strict_devices = stack.strict_devices or strict_devices
+        set_filters(self._task, freeze, train_only)
         # lingvo's default is not a limit that a user has set.
         if (most := self._task.train.max_steps) != _MAX_STEPS:
             self.most_steps = most
@@ -177,7 +185,11 @@ class RegisteredModel(Subject):
             "flags": dict(self.given),
             "settings": self._settings,
             **({"decoded_by": decoded_by} if decoded_by else {}),
+            **({} if self.saves_frozen else {"adapters": self._adapters()}),
         }
+
+    def _adapters(self) -> dict[str, Any]:
+        return {name: getattr(self._config, name) for name in ADAPTER_SETTINGS}
 
     def _input(self, dataset: str) -> Any:
         return self._config.GetDatasetParams(dataset)

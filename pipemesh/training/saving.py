@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.checkpoint import Checkpoints, Manifest, newest_whole
+from pipemesh.checkpoint import Checkpoints, Manifest, newest_whole, restore
 from pipemesh.checkpoint.folder import go_back, path_of
-from pipemesh.checkpoint.reader import read_tensors
+from pipemesh.checkpoint.manifest import SUFFIX
+from pipemesh.checkpoint.reader import contents, read_tensors
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
 from pipemesh.training.inputs import NAME, Batches
 
@@ -19,6 +21,54 @@ from pipemesh.training.inputs import NAME, Batches
 _OF_THE_PLACE = ("skip", "flags", "best", "judged")
 # Key in the note of a checkpoint with only weights, imported from another program.
 WEIGHTS_ONLY = "weights_only"
+# Key in the note of a checkpoint without the frozen weights: the checkpoint that has them, by its
+# name in the folder and the SHA-256 of its index, which has the checksums of all tensors.
+BASE = "base"
+
+
+def base_of(path: str) -> str | None:
+    """Returns the checkpoint that has the frozen weights of another one; None if that has them.
+
+    Raises:
+        CheckpointError: that checkpoint is missing, or is not the one that was trained on.
+    """
+    base = Manifest.read(path).note.get(BASE) if os.path.exists(path + SUFFIX) else None
+    if base is None:
+        return None
+    at = os.path.join(os.path.dirname(path), base["name"])
+    try:
+        manifest = Manifest.read(at)
+        manifest.check(at)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} has adapters alone, for the weights of {base['name']}: {error}; put a copy of "
+            "that beside it"
+        ) from error
+    if manifest.index != base["index"]:
+        raise CheckpointError(
+            f"{path} has adapters alone, for other weights than those of {at}; put a copy of the "
+            f"{base['name']} that they were trained on beside it"
+        )
+    return at
+
+
+def restore_all(path: str, state: Mapping[str, Any]) -> list[str]:
+    """Restores variables from a checkpoint and from the one that has its frozen weights, if any.
+
+    Returns the names of the checkpoint's other values; raises as `pipemesh.checkpoint.restore` and
+    `base_of`, and CheckpointError if the model lacks adapters.
+    """
+    if (at := base_of(path)) is None:
+        return restore(path, state)
+    names = contents(path)[0]
+    lost = [name for name in names if name.endswith("/var") and name not in state]
+    if lost:
+        raise CheckpointError(
+            f"{path} has adapters that the model has not, such as {lost[0]!r}; give the rank and "
+            "the targets that they were trained with"
+        )
+    restore(at, {name: value for name, value in state.items() if name not in names})
+    return restore(path, {name: value for name, value in state.items() if name in names})
 
 
 class Saving:
@@ -30,6 +80,8 @@ class Saving:
         keep: number of newest checkpoints to keep.
         keep_best: number of best checkpoints to keep in addition.
         weights: the names in a checkpoint with only weights; no other names are restored from it.
+        base: the names of frozen weights that are not saved. They are those of the checkpoint that
+            the run begins with, which is never removed.
 
     Example:
         >>> import os, tempfile
@@ -48,9 +100,12 @@ class Saving:
         keep: int = 3,
         keep_best: int = 0,
         weights: Collection[str] = (),
+        base: Collection[str] = (),
     ) -> None:
-        self._folder, self._names, self._weights = folder, list(state), list(weights)
-        self._checkpoints = Checkpoints(folder, state, keep, keep_best)
+        self._folder, self._state, self._weights = folder, dict(state), list(weights)
+        self._base, self._noted_base = set(base), dict[str, str]()
+        saved = {name: value for name, value in state.items() if name not in self._base}
+        self._checkpoints = Checkpoints(folder, saved, keep, keep_best)
         self._batches: Batches | None = None
 
     @property
@@ -69,8 +124,19 @@ class Saving:
                 other or the other had different settings.
         """
         try:
-            only = Manifest.read(path).note.get(WEIGHTS_ONLY)
-            beyond = self._checkpoints.restore(path, *(self._weights if only else self._names))
+            manifest = Manifest.read(path)
+            only = manifest.note.get(WEIGHTS_ONLY)
+            names = self._weights if only else list(self._state)
+            if self._base:
+                self._noted_base = manifest.note.get(BASE) or {
+                    "name": os.path.basename(path),
+                    "index": manifest.index,
+                }
+                if BASE not in manifest.note:
+                    # The adapters are new.
+                    names = [*self._base, "global_step"]
+                self._checkpoints.needed = self._noted_base["name"]
+            beyond = restore_all(path, {name: self._state[name] for name in names})
             if NAME in beyond:
                 beyond.remove(NAME)
                 read_tensors(path, [NAME], [""], [tf.variant])
@@ -113,6 +179,7 @@ class Saving:
         try:
             self._checkpoints.wait()
         finally:
+            note = {**note, **({BASE: self._noted_base} if self._base else {})}
             path = self._checkpoints.begin(step, note, score)
             if self._batches:
                 self._batches.saved(path)

@@ -141,6 +141,8 @@ class Subject(abc.ABC):
         read_ahead: number of training batches to prefetch.
         most_steps: the last step that the model itself sets; None for no limit.
         rate_name: name of the setting of the learning rate; None for the task's param.
+        saves_frozen: whether checkpoints have the weights that are not trained; else these are in
+            the run's first checkpoint.
         filters: the `filters` of `TrainedTask`, often none; known after `train_data`.
     """
 
@@ -152,6 +154,7 @@ class Subject(abc.ABC):
     read_ahead: int = 0
     most_steps: int | None = None
     rate_name: str | None = None
+    saves_frozen: bool = True
     filters: Sequence[str] = ()
 
     @abc.abstractmethod

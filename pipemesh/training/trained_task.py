@@ -19,11 +19,12 @@ from pipemesh.errors import PipemeshError
 from pipemesh.hosts.client import note_stages
 from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.layers.named import by_logical_name
+from pipemesh.layers.pipeline.weights import with_frozen
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.plan import Plan
 from pipemesh.recurrent import LossScale
 from pipemesh.training.inputs import made
-from pipemesh.training.lingvo_params import check_params, trained_variables
+from pipemesh.training.lingvo_params import check_params, filtered_variables, trained_variables
 from pipemesh.training.subject import SOURCE
 
 
@@ -157,8 +158,11 @@ class TrainedTask:
         self._before: list[tf.Variable] = []
         self._scales = [s.loss_scale for s in self.pipelines if s.loss_scale is not None]
         self._learns = learns
+        variables = filtered_variables(self.learner, trained_variables(self.task))
+        kept = {v.ref() for v in variables}
+        # Refs of the variables that the learner's filters leave out.
+        self._frozen = {v.ref() for v in self.task.vars.Flatten() if v.trainable} - kept
         if learns:
-            variables = self.learner.GetTrainableVariables(trained_variables(self.task)).Flatten()
             prepare_optimizer(self.learner, variables, self.step)
             self._others = [v for v in self.task.vars.Flatten() if not v.trainable]
             self._before = [tf.Variable(v, trainable=False) for v in self._others]
@@ -179,6 +183,11 @@ class TrainedTask:
             **named(self.averages()),
         }
 
+    def frozen(self) -> list[str]:
+        """Returns the names in `state` of the weights that are not trained."""
+        weights = [v for v in self.task.vars.Flatten() if v.ref() in self._frozen]
+        return list(by_logical_name(self.task, weights))
+
     def weights(self) -> list[str]:
         """Returns the names in `state` that a checkpoint with only weights has."""
         return ["global_step", *by_logical_name(self.task, self.task.vars.Flatten())]
@@ -192,7 +201,8 @@ class TrainedTask:
 
     def learned(self) -> dict[str, list[tf.Variable]]:
         """Returns the trained weights: by logical name, the variables of each."""
-        learned = [v for v in self.task.vars.Flatten() if v.trainable]
+        weights = self.task.vars.Flatten()
+        learned = [v for v in weights if v.trainable and v.ref() not in self._frozen]
         named = by_logical_name(self.task, learned)
         return {
             name.removesuffix("/var"): [
@@ -238,11 +248,16 @@ class TrainedTask:
             [copy.assign(v) for copy, v in zip(self._before, self._others, strict=True)]
         ):
             batch = _nested_map(batch)
+        theta = self.task.theta
+        if self._frozen:
+            theta = with_frozen(self.task, theta, self._frozen)
+            # Else a pipeline would send gradients down to the data.
+            batch = batch.Transform(lambda t: tf.stop_gradient(t) if t.dtype.is_floating else t)
         mask = self._gradient_mask(batch.pop(SOURCE)) if self.filters else None
         with py_utils.GradientTape(), py_utils.GlobalStepContext(self.step):
             py_utils.ResetStepSeed()
             with whole_batch_randomness():
-                metrics, per_example = self.task.FPropTower(self.task.theta, batch)
+                metrics, per_example = self.task.FPropTower(theta, batch)
             loss = metrics[self.loss][0]
             # lingvo identifies graphs by an id that a later graph may reuse.
             self.task._graphs_applied_ema.clear()

@@ -238,7 +238,15 @@ class Trainer:
             params = ramped(params, options.find_learning_rate)
         self.trained = TrainedTask(params, subject.plan, subject.device_type, subject.seed)
         keep = options.max_to_keep, options.keep_best
-        self.saving = Saving(options.logdir, self.trained.state(), *keep, self.trained.weights())
+        base = () if subject.saves_frozen else self.trained.frozen()
+        self.saving = Saving(
+            options.logdir, self.trained.state(), *keep, self.trained.weights(), base
+        )
+        if base and not restore:
+            raise TrainingError(
+                f"{subject.name}: adapters are trained on the weights of a checkpoint, but "
+                f"{options.logdir!r} has none; begin with `pipemesh checkpoint import`"
+            )
         self.restored = restore and self.saving.restore(restore)
         if options.find_learning_rate:
             self.trained.learner.lr_schedule.first_step = self.step

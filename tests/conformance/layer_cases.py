@@ -13,6 +13,7 @@ from lingvo.core import tshape
 from pipemesh.errors import LayoutError
 from pipemesh.layers import named
 from pipemesh.layers.named.feed_forward import ACTIVATIONS
+from pipemesh.layers.named.lora import LowRank, adapt
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.named.harness import value_of
@@ -159,6 +160,9 @@ def _cases():
     llama.attention_tpl.Set(num_kv_heads=2, use_rotary=True, use_bias=False)
     llama.feed_forward_tpl.Set(activation="SWIGLU", use_bias=False, dropout_rate=0.3)
     yield "llama", llama, [X, SEGMENTS, POSITIONS], ["heads", "kv_heads", "d_ff"]
+    adapted = llama.Copy()
+    adapt([adapted], LowRank.Params().Set(rank=3, alpha=2.0, dropout_rate=0.3), "w_")
+    yield "adapted", adapted, [X, SEGMENTS, POSITIONS], ["heads", "kv_heads", "d_ff"]
 
     convolution = named.Convolution.Params().Set(input_dim=4, output_dim=8)
     yield "valid", convolution.Copy().Set(padding="VALID", window=(3, 1)), [IMAGE], ["features"]

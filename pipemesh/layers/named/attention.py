@@ -49,6 +49,8 @@ class Attention(NamedLayer):
     do not.
     """
 
+    adaptable = True
+
     @classmethod
     def Params(cls) -> Any:
         """Defines heads, positions and blocks."""
@@ -166,6 +168,8 @@ class Attention(NamedLayer):
         rows = whole_dims("batch;length", renamed)
         dims = [[*rows, name, "head_dim"] for name in ("heads", kv_name, kv_name)]
         projected = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims, renamed)
+        pairs = zip(names, projected, strict=True)
+        projected = [self.Adapted(theta, f"w_{name}", x, product) for name, product in pairs]
         q, k, v = (self._Biased(theta, *each) for each in zip(names, projected, strict=True))
         cache = current_cache()
         rows_given = {
@@ -183,6 +187,7 @@ class Attention(NamedLayer):
         attended = self._Attend(q, k, v, given, cache)
         operands = [attended, self.Weight(theta, "w_out")]
         product = ops.einsum(operands, [*rows, "embed"], split_names(renamed))
+        product = self.Adapted(theta, "w_out", attended, product)
         return self._Biased(theta, "out", product)
 
     def _Biased(self, theta: Any, name: str, product: Tensor) -> Tensor:
@@ -260,7 +265,9 @@ class Attention(NamedLayer):
         renamed = whole_names(tally.lowering.rules, "heads")
         rows = whole_dims("batch;length", renamed)
         dims = [[*rows, name, "head_dim"] for name in ("heads", _kv_name(p), _kv_name(p))]
-        q, k, v = tally.products(x, [weights[f"w_{name}"] for name in names], dims, renamed)
+        projected = tally.products(x, [weights[f"w_{name}"] for name in names], dims, renamed)
+        pairs = zip(names, projected, strict=True)
+        q, k, v = (cls.CountAdapted(p, tally, f"w_{name}", x, each) for name, each in pairs)
         if p.use_bias:
             for name, product in zip(names, (q, k, v), strict=True):
                 tally.meet(product, weights[f"b_{name}"])
@@ -278,6 +285,7 @@ class Attention(NamedLayer):
         attended = cls._CountAttended(p, tally, q, k, v, bool(packed))
         operands = [attended, weights["w_out"]]
         result = tally.einsum(operands, [*rows, "embed"], names=split_names(renamed))
+        result = cls.CountAdapted(p, tally, "w_out", attended, result)
         if p.use_bias:
             tally.meet(result, weights["b_out"])
         return result

@@ -69,6 +69,8 @@ def _hidden(
     parts, has_biases = activation.parts, "b_in" in layer.NamedWeights(layer.params)
     weights = [layer.Weight(theta, f"w_{part}") for part in parts]
     into = products(x, weights, [dims] * len(parts), names)
+    pairs = zip(parts, into, strict=True)
+    into = [layer.Adapted(theta, f"w_{part}", x, product) for part, product in pairs]
     biases = [layer.Weight(theta, f"b_{part}") for part in parts] if has_biases else []
 
     def activated(*values: tf.Tensor) -> tf.Tensor:
@@ -90,6 +92,8 @@ def _count_hidden(
     parts = ACTIVATIONS[p.activation].parts
     matmuls = [weights[f"w_{part}"] for part in parts]
     into = tally.products(x, matmuls, [dims] * len(parts), names)
+    pairs = zip(parts, into, strict=True)
+    into = [p.cls.CountAdapted(p, tally, f"w_{part}", x, product) for part, product in pairs]
     biases = [weights[f"b_{part}"] for part in parts] if "b_in" in weights else []
     return count_activation(p.activation, tally, into, biases)
 
@@ -102,6 +106,8 @@ class FeedForward(NamedLayer):
     2019). With `length:model` beside it, inputs and outputs are split along `length`. Then there is
     one all-gather and one reduce-scatter.
     """
+
+    adaptable = True
 
     @classmethod
     def Params(cls) -> Any:
@@ -157,6 +163,7 @@ class FeedForward(NamedLayer):
         hidden = self.dropout.FProp(theta.dropout, hidden)
         operands = [hidden, self.Weight(theta, "w_out")]
         result = ops.einsum(operands, [*rows, "embed"], split_names(names))
+        result = self.Adapted(theta, "w_out", hidden, result)
         return result + self.Weight(theta, "b_out") if p.use_bias else result
 
     @classmethod
@@ -170,6 +177,7 @@ class FeedForward(NamedLayer):
         hidden = cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, hidden)
         operands = [hidden, weights["w_out"]]
         result = tally.einsum(operands, [*rows, "embed"], names=split_names(names))
+        result = cls.CountAdapted(p, tally, "w_out", hidden, result)
         if p.use_bias:
             tally.meet(result, weights["b_out"])
         return result

@@ -84,6 +84,8 @@ class _BlockInit:
 # together send as much as it did (Korthikanti et al., "Reducing Activation Recomputation in Large
 # Transformer Models", 2022, section 4.2.2).
 
+# Ends the name of the adapter of a weight.
+ADAPTER = "_lora"
 # The name of `length` where each processor has all of it.
 WHOLE = "tokens"
 
@@ -168,6 +170,9 @@ class NamedLayer(base_layer.BaseLayer):
         [[2.0, 2.0, 2.0, 2.0]]
     """
 
+    # Whether `FProp` gives the products of all `Matrices` to `Adapted`.
+    adaptable = False
+
     def __init__(self, params: Any) -> None:
         if not params.name:
             kind = type(self).__name__
@@ -176,6 +181,8 @@ class NamedLayer(base_layer.BaseLayer):
         # The shape of each whole weight by name, and the slice that each variable holds.
         self._named_shapes: dict[str, Shape] = {}
         self._parts: dict[str, WeightPart] = {}
+        for name, adapter in self.AdapterParams(self.params).items():
+            self.CreateChild(name + ADAPTER, adapter)
 
     @classmethod
     def Params(cls) -> Any:
@@ -187,6 +194,8 @@ class NamedLayer(base_layer.BaseLayer):
             "Names of weights that it does not make: another layer of a stack does, whose "
             "`tied_weights` says so.",
         )
+        p.Define("adapted", (), "Names of weights whose products have adapters; see `LowRank`.")
+        p.Define("adapter_tpl", None, "Params of these `LowRank` layers.")
         return p
 
     @classmethod
@@ -215,6 +224,28 @@ class NamedLayer(base_layer.BaseLayer):
         """
         del p
         return {}
+
+    @classmethod
+    def AdapterParams(cls, p: Any) -> dict[str, Any]:
+        """Returns the params of the adapters, by name of the weight."""
+        if not p.adapted:
+            return {}
+        matrices = cls.Matrices(p) if cls.adaptable else {}
+        for name in p.adapted:
+            if name not in matrices:
+                raise PipelineError(
+                    f"layer {p.name!r} has no adapter of weight {name!r}"
+                    f"{nearest_text(name, matrices)}"
+                )
+        shapes, padding = cls.NamedWeights(p), cls.PaddedDims(p)
+        return {
+            name: p.adapter_tpl.Copy().Set(
+                weight=str(as_shape(shapes[name][0])),
+                num_inputs=len(dim_names(matrices[name][0])),
+                padding=padding,
+            )
+            for name in p.adapted
+        }
 
     @classmethod
     def ParameterBytes(cls, p: Any) -> int:
@@ -460,6 +491,20 @@ class NamedLayer(base_layer.BaseLayer):
                 functools.partial(_filled, sizes=lowering.tensor_layout(whole).slice_shape), slices
             )
         return self._Cast(Tensor(lowering, slices, whole))
+
+    def Adapted(self, theta: Any, name: str, x: Tensor, product: Tensor) -> Tensor:
+        """Adds the adapter of a weight, if it has one, to the product of `x` with the weight."""
+        if name not in self.params.adapted:
+            return product
+        child = name + ADAPTER
+        return self.children[child].FProp(theta[child], x, product)
+
+    @classmethod
+    def CountAdapted(cls, p: Any, tally: Tally, name: str, x: Value, product: Value) -> Value:
+        """Counts `Adapted`."""
+        if name not in p.adapted:
+            return product
+        return cls.CountPart(p, cls.AdapterParams(p)[name], tally, x, product)
 
     def Named(self, x: Any, dims: Any, dtype: tf.DType | None = None) -> Tensor:
         """Returns an input as a tensor of the current lowering.

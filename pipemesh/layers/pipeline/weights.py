@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -28,6 +28,23 @@ def uncast_theta(layer: Any) -> Any:
     theta = py_utils.Transform(uncast_theta, layer.children)
     theta.update(_private(layer))
     return theta
+
+
+def with_frozen(layer: Any, theta: Any, frozen: Collection[Any]) -> Any:
+    """Returns a layer's theta with `tf.stop_gradient` before the variables with `frozen` refs.
+
+    A stage recognizes such weights: it has no backward pass for them, nor below the lowest other.
+    """
+    if isinstance(layer, list | tuple):
+        return [with_frozen(*pair, frozen) for pair in zip(layer, theta, strict=True)]
+    own, stopped = _private(layer), py_utils.NestedMap(theta)
+    for name, value in theta.items():
+        if name in layer.children:
+            stopped[name] = with_frozen(layer.children[name], value, frozen)
+        elif isinstance(own.get(name), tf.Variable) and own[name].ref() in frozen:
+            with tf.device(own[name].device or None):
+                stopped[name] = tf.stop_gradient(value)
+    return stopped
 
 
 def compute_dtypes(layer: Any) -> Any:

@@ -31,6 +31,7 @@ from pipemesh.recurrent.circular.tick_loop import (
     split_to_front,
 )
 from pipemesh.recurrent.options import sum_dtype
+from pipemesh.recurrent.passes.captures import is_stopped
 from pipemesh.schedule import Schedule, looped_bfs
 
 VIRTUAL_DIM = "virtual_stages"
@@ -202,7 +203,8 @@ class SimdPipeline:
             lowering.vary(weight.slices, about.summed_later)
             for weight, about in zip(weights.values(), known, strict=True)
         ]
-        results = _run(lowering, loop, make_stage, streams, weight_slices)
+        trained = [i for i, about in enumerate(known) if about.is_trained]
+        results = _run(lowering, loop, make_stage, streams, weight_slices, trained)
         outputs = tuple(
             Tensor(
                 lowering,
@@ -271,7 +273,8 @@ class SimdPipeline:
         # Along these axes the copies of the weight meet different activations.
         axes = [axis for axis in union_axes(leaves) if axis not in weight.split_axes]
         later = [*([] if stacked else self._layers_axes), *axes]
-        return LoopWeight(name, shape, stacked, tuple(later))
+        is_trained = not all(map(is_stopped, weight.slices))
+        return LoopWeight(name, shape, stacked, tuple(later), is_trained)
 
     def _cut(self, x: Tensor) -> Slices:
         """Moves microbatches to the first dim; each processor splits its own part of the batch."""
@@ -295,8 +298,10 @@ def _run(
     make_stage: Callable[[Sequence[Slices]], NamedStage],
     streams: Sequence[Slices],
     weights: Sequence[Slices],
+    trained: Sequence[int],
 ) -> list[Slices]:
     """Runs the loop with a custom gradient; `make_stage` takes the slices of weights."""
+    sources = [weights[i] for i in trained]
     n = lowering.num_slices
     with unrecorded():
         if not tf.executing_eagerly():
@@ -310,7 +315,7 @@ def _run(
         if is_recorded([part for leaf in outputs for part in leaf]):
             raise lost_in_layer("a tensor")
 
-    inputs = [part for parts in (*streams, *weights) for part in parts]
+    inputs = [part for parts in (*streams, *sources) for part in parts]
     # Keeps whole-graph differentiation out of the loop.
     saved = tuple(lowering.raw_map(tf.stop_gradient, leaf) for leaf in saved)
 
@@ -318,7 +323,7 @@ def _run(
         grad_streams, sums = loop.backward(make_stage(weights), _by_number(grads, n), saved)
         grad_weights = [
             lowering.raw_map(lambda sum_, part: tf.cast(sum_, part.dtype), *pair)
-            for pair in zip(sums, weights, strict=True)
+            for pair in zip(sums, sources, strict=True)
         ]
         results = [part for parts in (*grad_streams, *grad_weights) for part in parts]
         return attach_gradient(results, [*grads, *inputs], _no_second, across_devices=n > 1)
@@ -342,6 +347,7 @@ class LoopWeight:
     # layer within the stage.
     stacked: bool
     summed_later: tuple[str, ...]  # axes over which the loop's gradients must still be summed
+    is_trained: bool = True  # False if no layer's weight gets a gradient
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -391,6 +397,7 @@ class NamedStage:
 
     def __post_init__(self, slices: Sequence[Slices]) -> None:
         lowering = self.lowering
+        self._trained = [i for i, weight in enumerate(self.weights) if weight.is_trained]
         self._slices = [lowering.raw_map(tf.identity, part) for part in slices]
         self._stacked = [
             StackedWeight(lowering, part) if weight.stacked else None
@@ -406,15 +413,15 @@ class NamedStage:
         """Returns the sums of gradients before the first tick, at least in 32 bits."""
         return tuple(
             self.lowering.raw_map(lambda w: tf.zeros(w.shape, sum_dtype(w.dtype)), part)
-            for part in self._slices
+            for part in map(self._slices.__getitem__, self._trained)
         )
 
     def backward(self, now: Tick, x: Leaves, grad_y: Leaves, sums: Sums) -> tuple[Leaves, Sums]:
         """Recomputes the stage; returns the gradient of its input, and the new sums."""
         grad_x, grad_weights = self._gradient(now, x, grad_y)
         new_sums = tuple(
-            self._add(weight, now, sum_, grad)
-            for weight, sum_, grad in zip(self.weights, sums, grad_weights, strict=True)
+            self._add(self.weights[i], now, sum_, grad)
+            for i, sum_, grad in zip(self._trained, sums, grad_weights, strict=True)
         )
         return grad_x, new_sums
 
@@ -489,22 +496,23 @@ class NamedStage:
         raw_map = self.lowering.raw_map
         whole = self._layer_weights(now)
         partial = [[raw_map(tf.identity, part) for part in row] for row in whole]
+        sources = [[[row[i] for i in self._trained] for row in of] for of in (whole, partial)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([x, whole, partial])
+            tape.watch([x, *sources])
             y = self._stage(now, x, whole, partial)
         # Nested like the sources of the gradient, which types cannot express.
         grads: Any = tape.gradient(
             [part for leaf in y for part in leaf],
-            [x, whole, partial],
+            [x, *sources],
             output_gradients=[part for leaf in grad_y for part in leaf],
         )
         grad_x, grad_whole, grad_partial = grads
         results: list[list[Slices]] = []
-        for i, weight in enumerate(self.weights):
-            copies = self.lowering.group_size(weight.batch_axes)
+        for at, i in enumerate(self._trained):
+            copies = self.lowering.group_size(self.weights[i].batch_axes)
             results.append(
                 [
-                    self._join(part[i], a[i], b[i], copies)
+                    self._join(part[i], a[at], b[at], copies)
                     for part, a, b in zip(whole, grad_whole, grad_partial, strict=True)
                 ]
             )

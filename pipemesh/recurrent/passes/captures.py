@@ -135,6 +135,16 @@ def is_constant(tensor: tf.Tensor) -> bool:
     return all(kind in WITHOUT_GRADIENT for kind in _leaves(tensor))
 
 
+def is_stopped(tensor: tf.Tensor) -> bool:
+    """Returns True if a tensor is computed from `tf.stop_gradient` and constants alone."""
+    has_stop = False
+    for kind in _leaves(tensor):
+        if kind not in WITHOUT_GRADIENT:
+            return False
+        has_stop |= kind == "StopGradient"
+    return has_stop
+
+
 def _leaves(tensor: tf.Tensor) -> Iterator[str]:
     """Returns the types of the operations without inputs that a tensor is computed from."""
     seen: set[int] = set()

@@ -36,7 +36,7 @@ class WeightSum(NamedTuple):
     replica: int
 
 
-def weight_sums(traced: TracedStage, dtypes: Sequence[tf.DType]) -> list[WeightSum]:
+def weight_sums(traced: TracedStage, dtypes: Sequence[tf.DType | None]) -> list[WeightSum]:
     """Returns the sum of each weight's gradients, for weights with a gradient."""
     count = len(traced.replicas)
     of_theta = traced.gradients.of_theta
@@ -52,7 +52,7 @@ def weight_sums(traced: TracedStage, dtypes: Sequence[tf.DType]) -> list[WeightS
         for theta, dtype, owner, grad in zip(
             traced.theta, [*dtypes] * count, owners, of_theta, strict=True
         )
-        if grad is not None
+        if grad is not None and dtype is not None
     ]
 
 

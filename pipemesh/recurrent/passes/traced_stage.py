@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -135,13 +135,24 @@ class TracedStage:
             carry=carry,
         )
 
-    def differentiate(self, live: Iterable[int]) -> None:
-        """Adds the gradient of `live` outputs to the graph, once, before any other method."""
+    def differentiate(
+        self, live: Iterable[int], frozen: Container[int] = (), to_inputs: bool = True
+    ) -> None:
+        """Adds the gradient of `live` outputs to the graph, once, before any other method.
+
+        `frozen` weights, by index in theta, get none, and inputs only if it goes `to_inputs`.
+        """
         graph, live = self._trace.function.graph, list(live)
         self.gradients = joined(
             [
                 replica.differentiate(
-                    graph, self.stage, self._captured, live, number * len(self.output_specs)
+                    graph,
+                    self.stage,
+                    self._captured,
+                    live,
+                    number * len(self.output_specs),
+                    frozen,
+                    to_inputs,
                 )
                 for number, replica in enumerate(self.replicas)
             ]

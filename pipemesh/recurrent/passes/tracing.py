@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -191,6 +191,8 @@ class Replica:
         captured: Sequence[Captured],
         live: Iterable[int],  # the outputs of a replica with an incoming gradient
         first_output: int,  # number of outputs of earlier replicas
+        frozen: Container[int],  # indices of theta that get no gradient
+        to_inputs: bool,  # whether inputs get a gradient
     ) -> StageGradients:
         """Adds the gradient of the replica to the graph."""
         begin = len(graph.get_operations())
@@ -202,9 +204,13 @@ class Replica:
         ):
             theta = [
                 # The gradient of a copy is that of its original.
-                *(None if i in stage.copies else t for i, t in enumerate(self.theta)),
+                *(
+                    None if i in stage.copies or i in frozen else t
+                    for i, t in enumerate(self.theta)
+                ),
                 *(weight.source for weight in captured),
             ]
+            inputs = self.inputs if to_inputs else [None] * len(self.inputs)
             of_outputs = _grad_placeholders({first_output + i: self.outputs[i] for i in live})
             states = self.carry if stage.recurrent else []
             of_carry_out = _grad_placeholders(dict(enumerate(self.carry_out if states else [])))
@@ -213,7 +219,7 @@ class Replica:
                     *(self.outputs[i - first_output] for i in of_outputs),
                     *(self.carry_out[i] for i in of_carry_out),
                 ],
-                [*theta, *self.inputs, *states, *self.probes.sources],
+                [*theta, *inputs, *states, *self.probes.sources],
                 [*of_outputs.values(), *of_carry_out.values()],
             )
             if self.devices is not None:

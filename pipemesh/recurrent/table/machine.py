@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present, sum_in_order
+from pipemesh.backend.structure import is_differentiable
 from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent.options import Options, sum_dtype
 from pipemesh.recurrent.passes.passes import Passes, by_name, weight_sums
@@ -174,9 +175,10 @@ class Machine:
         inputs: Sequence[tf.Tensor],
         cutting: Cutting,
         step: tf.Tensor | None,
-        # of the sums of each stage's weights' gradients
-        accumulator_dtypes: Sequence[Sequence[tf.DType]],
+        # of the sums of each stage's weights' gradients; None for a frozen weight
+        accumulator_dtypes: Sequence[Sequence[tf.DType | None]],
         options: Options,
+        to_inputs: bool = True,  # whether the inputs get gradients
     ) -> None:
         self.stage_devices = schedule.stage_devices  # for each stage its row of the schedule
         self.inputs = inputs
@@ -185,7 +187,10 @@ class Machine:
         self.step = tf.constant(0, tf.int64) if step is None else tf.cast(step, tf.int64)
         self._clock = options.clock
         self._stamp: Callable[..., tf.Operation] | None = None
-        self.traced = self._trace(stages, step is not None, schedule.is_forward_only)
+        frozen = [[i for i, d in enumerate(of) if d is None] for of in accumulator_dtypes]
+        self.traced = self._trace(
+            stages, step is not None, schedule.is_forward_only, frozen, to_inputs
+        )
         self._stages = self.stages = [traced.stage for traced in self.traced]
         self.sums = [
             weight_sums(traced, [*dtypes, *(sum_dtype(t.dtype) for t in traced.captured)])
@@ -205,7 +210,12 @@ class Machine:
         keep_alive(self)
 
     def _trace(
-        self, stages: Sequence[Stage], has_step: bool, is_forward_only: bool
+        self,
+        stages: Sequence[Stage],
+        has_step: bool,
+        is_forward_only: bool,
+        frozen: Sequence[Sequence[int]],
+        to_inputs: bool,
     ) -> list[TracedStage]:
         """Traces the stages one after the other, each with the output shapes of the last."""
         cutting, whole = self.cutting, specs_of(self.inputs)
@@ -224,8 +234,15 @@ class Machine:
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # A tensor without an incoming gradient gets none, not zeros.
         live: Sequence[int] = range(0 if is_forward_only else len(specs))
-        for traced_stage in reversed(traced):
-            traced_stage.differentiate(live)
+        # Below the lowest weight that gets a gradient, nothing does.
+        needed = [to_inputs]
+        for traced_stage, of_stage in zip(traced, frozen, strict=True):
+            theta = enumerate(traced_stage.stage.theta)
+            gets_gradient = any(is_differentiable(t) and i not in of_stage for i, t in theta)
+            needed.append(needed[-1] or gets_gradient or traced_stage.stage.recurrent)
+        below = reversed([*zip(traced, frozen, needed[:-1], strict=True)])
+        for traced_stage, of_stage, to_stage in below:
+            traced_stage.differentiate(live, of_stage, to_stage)
             of_inputs = traced_stage.gradients.of_inputs[: len(traced_stage.replicas[0].inputs)]
             live = [i for i, grad in enumerate(of_inputs) if grad is not None]
         return traced

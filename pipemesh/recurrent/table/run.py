@@ -13,9 +13,10 @@ import tensorflow as tf
 from pipemesh.backend.devices import check_threads
 from pipemesh.backend.gradients import Sources, unchecked_gradients
 from pipemesh.backend.operations import MaybeTensor, pin_behind, wait_for
+from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError, ScheduleError
 from pipemesh.recurrent.options import Options, cast_floating, sum_dtype
-from pipemesh.recurrent.passes.captures import is_constant
+from pipemesh.recurrent.passes.captures import is_constant, is_stopped
 from pipemesh.recurrent.passes.pieces import join, split
 from pipemesh.recurrent.remat import Mode, modes_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors, starting_anew
@@ -351,11 +352,9 @@ class Run:
                 held,
                 cutting,
                 step,
-                [
-                    [sum_dtype(tf.convert_to_tensor(t).dtype) for t in stage.theta]
-                    for stage in stages
-                ],
+                [[_sum_dtype(tf.convert_to_tensor(t)) for t in stage.theta] for stage in stages],
                 options,
+                any(is_differentiable(t) and not is_stopped(t) for t in inputs),
             )
         self.stages = stages
         self._stages = self.machine.stages
@@ -516,6 +515,11 @@ def _held(tensor: tf.Tensor, compute_dtype: tf.DType | None) -> tf.Tensor:
     # The optimizer of a TF1 session would fold a constant, and leave nodes without some of their
     # inputs where microbatches are joined. The optimizer does not treat this tensor as a constant.
     return tf.compat.v1.placeholder_with_default(held, held.shape)
+
+
+def _sum_dtype(weight: tf.Tensor) -> tf.DType | None:
+    """Returns the dtype of the sum of a weight's gradients; None if it gets none."""
+    return None if is_stopped(weight) else sum_dtype(weight.dtype)
 
 
 def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:

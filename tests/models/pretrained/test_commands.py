@@ -143,3 +143,34 @@ def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypat
         "model.safetensors",
         "tokenizer.json",
     ]
+
+
+def test_adapters_are_trained_decoded_and_exported(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "CODE", f"import os; os.chdir({str(tmp_path)!r})\n{program.CODE}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat\na cat sat on the mat\n" * 30)
+    (tmp_path / "narrow.py").write_text(TUNED.replace("Tuned", "Narrow").format(text=str(text)))
+    logdir = tmp_path / "narrow"
+    enter = ["--from", f"{run.parent}/in", "--logdir", str(logdir), "--model=narrow.Narrow"]
+    assert main(["checkpoint", "import", *enter]) == 0
+    lora = ["--lora_rank=2", "--lora_targets=/w_", "--max_to_keep=1"]
+    out = program.done("train", f"--logdir={logdir}", "--steps=20", *SPLIT, *lora)
+    assert "--lora_rank" not in out
+    out = program.done("train", f"--logdir={logdir}", "--steps=21")
+    assert "--lora_rank=2 --lora_targets=/w_" in out
+    assert f"going on from {logdir}/ckpt-20" in out and "changed since" not in out
+    decode = ["decode", "--prompt=the cat sat", "--max_tokens=2", "--format=json"]
+    said = json.loads(program.done(*decode, f"--logdir={logdir}", "--plain"))
+    export = ["checkpoint", "export", str(logdir), str(tmp_path / "adapters")]
+    assert main(export) == 0
+    names = {path.name for path in (tmp_path / "adapters").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
+    assert main([*export[:-1], str(tmp_path / "merged"), "--merged"]) == 0
+    transfer.import_weights(str(tmp_path / "merged"), str(tmp_path / "again"))
+    again = json.loads(program.done(*decode, f"--logdir={tmp_path}/again"))
+    assert again["tokens"] == said["tokens"]
+    np.testing.assert_allclose(again["log_probs"], said["log_probs"], rtol=0, atol=1e-4)
+    for command in (["train", "--steps=22"], ["evaluate"]):
+        line = program.refused(*command, f"--logdir={logdir}", "--lora_rank=0")
+        assert "ckpt-21 has adapters that the model has not, such as" in line

@@ -1,11 +1,13 @@
 """Models of `transformers`, taken in from their files: logits, tokens and a step are theirs."""
 
 import dataclasses
+import shutil
 import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from safetensors.numpy import load_file
 
 from models.pretrained import config as configs
 from models.pretrained import params, transfer
@@ -92,7 +94,8 @@ def case(request, tmp_path_factory):
     model.save_pretrained(folder / "theirs", max_shard_size=size)
     assert (folder / "theirs" / "model.safetensors").exists() == (size == "1GB")
     transfer.import_weights(str(folder / "theirs"), str(folder / "run"))
-    config = (Gpt2 if request.param == "gpt2" else Llama)()
+    kind = Gpt2 if request.param == "gpt2" else Llama
+    config = kind()
     config.LOGDIR = str(folder / "run")
     # What the package wrote says what it was asked for.
     wanted = configs.of_values(values)
@@ -101,7 +104,13 @@ def case(request, tmp_path_factory):
     assert dataclasses.replace(there, bos=None, **rest) == dataclasses.replace(wanted, **rest)
     subject = RegisteredModel(config, "Model", PLANS[request.param])
     return types.SimpleNamespace(
-        torch=torch, package=package, model=model, folder=folder, subject=subject
+        torch=torch,
+        package=package,
+        model=model,
+        folder=folder,
+        subject=subject,
+        kind=kind,
+        plan=PLANS[request.param],
     )
 
 
@@ -186,3 +195,58 @@ def test_a_step_is_theirs_and_goes_back_to_them(case):
             atol=1e-4,
             err_msg=name,
         )
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore:CUDA init")
+def test_a_step_of_adapters_is_that_of_peft(case):
+    """The first step moves `b` alone, so both take two."""
+    reason = "the package to compare with is not installed: pip install -e '.[dev,peers]'"
+    peft = pytest.importorskip("peft", reason=reason)
+    torch, run = case.torch, case.folder / "adapted"
+    run.mkdir()
+    for name in ("config.json", *(file.name for file in (case.folder / "run").glob("ckpt-0.*"))):
+        shutil.copy(case.folder / "run" / name, run)
+    config = case.kind()
+    config.LOGDIR, config.LORA_RANK, config.LORA_TARGETS = str(run), 2, "/w_"
+    subject = RegisteredModel(config, "Model", case.plan)
+    trainer = Trainer(subject, Options(logdir=str(run), steps=3), str(run / "ckpt-0"), True)
+    trainer.train_step()
+    transfer.export_weights(trainer.save(), str(case.folder / "first"))
+
+    def loaded(folder, **options):
+        base = case.package.AutoModelForCausalLM.from_pretrained(case.folder / "theirs")
+        base.set_attn_implementation("eager")
+        return peft.PeftModel.from_pretrained(
+            base, case.folder / folder, torch_device="cpu", **options
+        )
+
+    model = loaded("first", is_trainable=True).eval()
+    loss = trainer.train_step()["loss"]
+    path = trainer.save()
+
+    logits = model(torch.tensor(IDS[:, :-1]), use_cache=False).logits
+    wanted = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, VOCAB), torch.tensor(IDS[:, 1:]).reshape(-1)
+    )
+    np.testing.assert_allclose(loss, wanted.item(), rtol=0, atol=1e-4)
+    wanted.backward()
+    weights = {n: w for n, w in model.named_parameters() if w.requires_grad}
+    assert len(weights) == 2 * 2 * (4 if case.kind is Gpt2 else 7)
+    transfer.export_weights(path, str(case.folder / "second"))
+    found = load_file(case.folder / "second" / "adapter_model.safetensors")
+    for name, weight in weights.items():
+        step = (RATE * weight.grad).numpy()
+        there = found[name.replace(".default", "")]
+        # Blocks of zeros, where several weights here are one there, are not trained here.
+        moved = np.where(there == 0, 0, step)
+        assert np.abs(moved).max() > 1e-3, name
+        np.testing.assert_allclose(
+            there, weight.detach().numpy() - moved, rtol=0, atol=1e-4, err_msg=name
+        )
+    merged = case.folder / "merged"
+    transfer.export_weights(path, str(merged), merged=True)
+    whole = case.package.AutoModelForCausalLM.from_pretrained(merged)
+    theirs = loaded("second").eval()
+    with torch.no_grad():
+        both = [each(torch.tensor(IDS)).logits.numpy() for each in (whole.eval(), theirs)]
+    np.testing.assert_allclose(*both, rtol=0, atol=1e-4)

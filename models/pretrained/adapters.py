@@ -1,0 +1,123 @@
+"""Adapters of a checkpoint: merged with their weights, and as the files of the package `peft`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from pipemesh.checkpoint import Manifest
+from pipemesh.checkpoint.files import write_whole
+
+from . import names
+from .names import Weight
+
+CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
+# `peft` wraps the model twice.
+_PREFIX = "base_model.model."
+
+
+class Weights:
+    """The whole weights of a checkpoint; adapters are added to those of its base.
+
+    Raises:
+        CheckpointError: the checkpoint has adapters for other weights than those beside it.
+    """
+
+    def __init__(self, path: str) -> None:
+        from pipemesh.checkpoint.reader import contents
+        from pipemesh.training.saving import base_of
+
+        # The checkpoint that has all weights.
+        self.base = base_of(path) or path
+        self.shapes, self._dtypes = contents(self.base)
+        self._path, self._scale = path, 0.0
+        self._adapters: dict[str, Any] = {}
+        if self.base != path:
+            shapes, self._adapters = contents(path)
+            # Noted by the run that saved it.
+            self.settings = Manifest.read(path).note["adapters"]
+            ranks = {shapes[name][-1] for name in shapes if name.endswith("_lora/a/var")}
+            (self.rank,) = ranks
+            self._scale = self.settings["LORA_ALPHA"] / self.rank
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a weight, with its adapter if it has one."""
+        from pipemesh.checkpoint.conversion import read_one
+
+        value = read_one(self.base, name, self._dtypes[name]).numpy()
+        if (pair := self.adapter(name)) is None:
+            return value
+        return value.astype(np.float32) + np.tensordot(*pair, 1) * np.float32(self._scale)
+
+    def adapter(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns the two matrices of a weight's adapter, as they are here; None without one."""
+        from pipemesh.checkpoint.conversion import read_one
+
+        parts = [f"{name.removesuffix('/var')}_lora/{part}/var" for part in "ab"]
+        if parts[0] not in self._adapters:
+            return None
+        a, b = (read_one(self._path, part, self._adapters[part]).numpy() for part in parts)
+        return a, b
+
+
+def write(
+    weights: Weights,
+    table: Sequence[Weight],
+    folder: str,
+    cast: Callable[[np.ndarray, str], np.ndarray],
+) -> list[str]:
+    """Writes adapters as `peft` does; returns the paths.
+
+    Several weights here may be one tensor there, as in GPT-2. Then the adapter there has a rank for
+    each of them, and its second matrix has a block for each.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    rank, settings = weights.rank, weights.settings
+    for theirs, parts in names.by_theirs(table):
+        pairs = [weights.adapter(part.name) for part in parts]
+        number = sum(pair is not None for pair in pairs)
+        if not number:
+            continue
+        sizes = [part.there[0 if part.transposed else -1] // part.parts for part in parts]
+        second = np.zeros([sum(sizes), number * rank], np.float32)
+        first: list[np.ndarray] = []
+        for row, size, pair in zip(np.cumsum([0, *sizes]), sizes, pairs, strict=False):
+            if pair is not None:
+                a, b = pair
+                column = len(first) * rank
+                second[row : row + size, column : column + rank] = b.reshape(rank, size).T
+                first.append(a.reshape(-1, rank).T)
+        module = theirs.removesuffix(".weight")
+        if number > 1:
+            ranks[module], alphas[module] = number * rank, number * settings["LORA_ALPHA"]
+        else:
+            ranks.setdefault(module, rank)
+        for kind, value in (("A", np.concatenate(first)), ("B", second)):
+            name = f"{_PREFIX}{module}.lora_{kind}.weight"
+            tensors[name] = np.ascontiguousarray(cast(value, name))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "bias": "none",
+        "r": rank,
+        "lora_alpha": settings["LORA_ALPHA"],
+        "lora_dropout": settings["LORA_DROPOUT"],
+        "target_modules": list(ranks),
+        "rank_pattern": {module: size for module, size in ranks.items() if size != rank},
+        "alpha_pattern": alphas,
+        # Of GPT-2, whose matmuls are not transposed.
+        "fan_in_fan_out": not any(weight.transposed for weight in table),
+    }
+    paths = [os.path.join(folder, name) for name in (FILE, CONFIG)]
+    write_whole(paths[0], save(tensors, metadata={"format": "pt"}))
+    write_whole(paths[1], (json.dumps(config, indent=2) + "\n").encode())
+    return paths
