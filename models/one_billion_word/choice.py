@@ -23,6 +23,12 @@ _SECONDS_AN_ACTION = 3e-3
 # The share of a machine's memory that a plan may use.
 _SHARE = 0.5
 _FLOAT = 4
+# Numbers that optimizers keep for each weight of the ends, and of the blocks between.
+_STATES = {
+    **{"adam": (2.0, 2.0), "adamw": (2.0, 2.0), "muon": (2.0, 1.0)},
+    # Adafactor keeps sums of rows and columns alone.
+    **{"adafactor": (0.0, 0.0), "sgd": (0.0, 0.0), "momentum": (1.0, 1.0)},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +157,7 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
             kept=line(kept_bytes),
             outputs=line(outputs),
             split=split,
+            optimizer=_STATES[settings.OPTIMIZER][0 < number < len(weights) - 1],
             # The gradient, before it is accumulated.
             working=Curve(((1, _FLOAT * size), (2, _FLOAT * size))),
         )
@@ -158,7 +165,7 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
             zip(layer_flops, weights, kept, strict=True)
         )
     )
-    return Figures(layers, action=_SECONDS_AN_ACTION, optimizer=2.0, update_memory=2.0)
+    return Figures(layers, action=_SECONDS_AN_ACTION, update_memory=2.0)
 
 
 def memory_of_cpu_device(devices: int) -> int:

@@ -37,6 +37,7 @@ from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.search import SearchSpace, search
 from pipemesh.text import columns, nearest_text, number
+from pipemesh.training.learning import OPTIMIZERS
 
 _MB = 1e6
 # The share of a step that is round-off.
@@ -49,6 +50,7 @@ COMMAND = Command(
         Flag("figures", argument="?", help="File of figures that were measured before."),
         Flag("model", short="m", help="Model to measure here: package.module.Class."),
         Flag("device_type", default="CPU", choices=["CPU", "GPU"], help="Devices to measure on."),
+        Flag("optimizer", choices=OPTIMIZERS, help="Optimizer to measure; default: the model's."),
         Flag("save", value="FILE", help="Write the measured figures there."),
         Flag("devices", int, required=True, value="N", help="Number of devices."),
         Flag(
@@ -89,7 +91,7 @@ def main(argv: list[str]) -> int:
     figures = None if flags.figures is None else Figures.read(flags.figures)
     model: Any = None
     if flags.model is not None:
-        model = measured(flags.model, flags.devices, flags.device_type)
+        model = measured(flags.model, flags.devices, flags.device_type, flags.optimizer)
     if figures is None:
         figures = model.figures()
         write_output("--save", flags.save, figures.to_json())
@@ -132,13 +134,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measured(model: str, num_devices: int, device_type: str) -> Any:
+def measured(model: str, num_devices: int, device_type: str, optimizer: str | None = None) -> Any:
     """Returns a model whose layers and steps can be measured on this machine."""
     importlib.import_module("pipemesh.needs_tensorflow")
     process.import_quietly()
     process.look_here()
     module: Any = importlib.import_module("pipemesh.training.measuring")
-    return module.RegisteredSteps(model, num_devices, device_type)
+    return module.RegisteredSteps(model, num_devices, device_type, optimizer)
 
 
 def _has_plain_step(figures: Figures, asked: SearchSpace) -> bool:
@@ -181,6 +183,10 @@ def _check(flags: Flags) -> None:
         raise PlanError(
             "give either --model=package.module.Class, which is measured, or a file of figures; "
             "both only with --trials"
+        )
+    if flags.optimizer and flags.model is None:
+        raise PlanError(
+            f"--optimizer={flags.optimizer} is measured; give --model=package.module.Class"
         )
     if flags.save and flags.figures is not None:
         raise PlanError("--save is for what is measured; give --model alone, or leave it out")

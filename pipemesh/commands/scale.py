@@ -11,6 +11,7 @@ and the checkpoint interval that loses least.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -202,7 +203,10 @@ def job_of(figures: Figures, flags: Flags) -> Job:
             )
         middle = len(layers) // 2
         layers[middle:middle] = [layers[middle]] * (flags.layers - len(layers))
-    state = figures.optimizer if flags.optimizer is None else flags.optimizer
+    state = figures.optimizer
+    if flags.optimizer is not None:
+        state = flags.optimizer
+        layers = [dataclasses.replace(layer, optimizer=None) for layer in layers]
     return Job(
         tuple(layer.faster(flags.faster) for layer in layers),
         Network(flags.host, flags.inside, flags.between),

@@ -372,6 +372,8 @@ def _run(words: Sequence[str], doing: str, devices: int, failed: str) -> None:
     """Runs `pipemesh plan` in a process of its own: this one makes its devices by the plan."""
     words = ["plan", *words, f"--model={FLAGS.model}", f"--devices={devices}"]
     words += [f"--device_type={device_type(devices)}", "--count=1"]
+    if (optimizer := FLAGS.value("optimizer")) is not None:
+        words.append(f"--optimizer={optimizer}")
     with console.waiting(doing):
         done = subprocess.run(
             [sys.executable, "-m", "pipemesh", *words],

@@ -106,6 +106,8 @@ class LayerFigures:
     # Share of its forward pass that is recomputed if it is the last layer of its stage: a backward
     # pass does not need values that are only passed on.
     again: float = 1.0
+    # Bytes of the optimizer's state per byte of its weights; by default that of all layers.
+    optimizer: float | None = None
 
     def __post_init__(self) -> None:
         for curves in (self.seconds, self.work or self.seconds):
@@ -222,7 +224,8 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
             "seconds": {kind: points(curve) for kind, curve in layer.seconds.items()},
             "work": {kind: points(curve) for kind, curve in layer.work.items()},
             **{
-                name: getattr(layer, name) for name in ("parameter_bytes", "sums", "split", "again")
+                name: getattr(layer, name)
+                for name in ("parameter_bytes", "sums", "split", "again", "optimizer")
             },
             **{name: points(getattr(layer, name)) for name in ("kept", "outputs", *_OPTIONAL)},
         }
@@ -248,6 +251,7 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
                 split=int(layer.get("split", 1)),
                 **{name: curve(layer.get(name)) for name in _OPTIONAL},
                 again=float(layer.get("again", 1.0)),
+                optimizer=None if layer.get("optimizer") is None else float(layer["optimizer"]),
                 work={kind: cast("Curve", curve(p)) for kind, p in layer.get("work", {}).items()},
             )
             for layer in values

@@ -88,6 +88,15 @@ class Stages:
         layers = self.layers[stage]
         return sum(layer.parameter_bytes / self.shared(stage, layer) for layer in layers)
 
+    def states(self, stage: int, default: float) -> float:
+        """Returns the bytes of the optimizer's state of those; `default` is bytes per byte."""
+        return sum(
+            layer.parameter_bytes
+            / self.shared(stage, layer)
+            * (default if layer.optimizer is None else layer.optimizer)
+            for layer in self.layers[stage]
+        )
+
     def given(self, stage: int) -> float:
         """Returns the bytes of a microbatch's inputs of a stage on a device."""
         if not stage:
@@ -338,7 +347,8 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
             summed.add(stage)
             held += memory_by_stage[stage].weights
     weights = sum(stage_memory.weights for stage_memory in memory_by_stage.values())
-    states = weights * (1 + stages.cast + figures.optimizer / stages.replicas)
+    states = sum(stages.states(stage, figures.optimizer) for stage in memory_by_stage)
+    states = weights * (1 + stages.cast) + states / stages.replicas
     # Each replica updates its share.
     update = weights * (1 + (figures.update_memory - 1) / stages.replicas)
     return states + max(most, update)

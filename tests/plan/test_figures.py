@@ -37,7 +37,7 @@ def test_times_never_fall_with_the_rows(points):
     """Neither between measured rows nor beyond them; what does not fall stays as it is."""
     line = Curve(((1, 1.0),))
     times = {"F": Curve(points), "B": Curve(points)}
-    layer = LayerFigures("a", times, 0, line, line)
+    layer = LayerFigures("a", times, 0, line, line, optimizer=1.5)
     [read] = layers_from_values(layers_to_values([layer]), "text")
     assert read == layer
     rows = sorted({0.05, 7.5, 1e3, 1e4, *(x for x, _ in points)})

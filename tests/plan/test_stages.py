@@ -211,6 +211,13 @@ MEMORY = [
     # Narrow values take fewer bytes, and weights a copy.
     ("wide", GPIPE, [keeping(10, 8.0)], ONE + 10 + 4 * 8),
     ("narrow", GPIPE | {"compute_dtype": "bfloat16"}, [keeping(10, 8.0)], ONE + 10 + 4 * 4 + 5),
+    # Half as much state as figures say of layers, and none.
+    (
+        "states of layers",
+        {},
+        [dataclasses.replace(keeping(10, 10.0), optimizer=state) for state in (1.0, 0.0, None)],
+        30 + 10 + 20 + 4 * 10,
+    ),
     # Half of all weights and gradients, a quarter of the optimizer's state; of two rows half.
     ("slices", SPLIT | {"num_microbatches": 2, "batch": 8}, [SPLIT_LAYER] * 4, 60 + 4 * 2 * 4 / 2),
     # An embedding makes the gradient of its whole table, but not in its forward pass: the peak is

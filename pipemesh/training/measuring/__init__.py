@@ -10,10 +10,13 @@ from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
+from pipemesh.training.learning import Learning
 
 
 class RegisteredSteps:
     """Steps of a registered model under plans; create it before TensorFlow starts.
+
+    `optimizer` replaces the model's; see `pipemesh.training.learning`.
 
     Attributes:
         rows: number of examples in a batch of the model.
@@ -21,8 +24,14 @@ class RegisteredSteps:
         seconds: returns the seconds of a step under each of some plans; see `seconds_of`.
     """
 
-    def __init__(self, name: str, num_devices: int, device_type: str = "CPU") -> None:
-        make = _started(name, num_devices, device_type)
+    def __init__(
+        self,
+        name: str,
+        num_devices: int,
+        device_type: str = "CPU",
+        optimizer: str | None = None,
+    ) -> None:
+        make = _started(name, num_devices, device_type, Learning(optimizer=optimizer))
         # They load lingvo, which must not happen before devices exist.
         from pipemesh.training.measuring.measure import measure, seconds_of
         from pipemesh.training.subject import rows_of
@@ -33,7 +42,9 @@ class RegisteredSteps:
         self.seconds = functools.partial(seconds_of, make, batch, say=_say)
 
 
-def _started(name: str, num_devices: int, device_type: str) -> Callable[[Plan], Any]:
+def _started(
+    name: str, num_devices: int, device_type: str, learning: Learning
+) -> Callable[[Plan], Any]:
     """Makes the devices, and returns a function that makes the model under a plan."""
     import tensorflow as tf
     from absl import flags, logging
@@ -66,7 +77,9 @@ def _started(name: str, num_devices: int, device_type: str) -> Callable[[Plan], 
         )
 
     def make(plan: Plan) -> Any:
-        return RegisteredModel(config(), name, plan.to_values(), device_type=device_type)
+        model = RegisteredModel(config(), name, plan.to_values(), device_type=device_type)
+        model.learn(learning)
+        return model
 
     return make
 

@@ -105,6 +105,7 @@ def _layers_alone(
         shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
     variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
     weights = num_bytes(variables)
+    states = step.trained.optimizer_variables()
     update, fixed = _outside(alone, together, weights)
 
     def figures_of(layer: int) -> LayerFigures:
@@ -140,6 +141,7 @@ def _layers_alone(
             pending_whole=whole(lambda memory: memory.pending),
             work=_with_halves(work[layer], middle) if work[layer] else {},
             again=min(1.0, kinds["R"][middle] / kinds["F"][middle]),
+            optimizer=_state_bytes(cells[layer].vars.Flatten(), states),
         )
 
     return Figures(
@@ -147,7 +149,7 @@ def _layers_alone(
         action=max(_ACTION, overhead),
         fixed=fixed,
         update=update,
-        optimizer=num_bytes(step.trained.optimizer_variables()) / weights,
+        optimizer=num_bytes(states) / weights,
         update_memory=max([1.0, *(memory.update / weights for memory in needed.values())]),
         transfer=_LINK,
         sums=_LINK if rules else None,
@@ -158,6 +160,15 @@ def _layers_alone(
         about=f"{make(Plan()).name}, {platform.machine()}, {os.cpu_count()} cores, "
         f"{devices} devices",
     )
+
+
+def _state_bytes(weights: Sequence[Any], states: Sequence[Any]) -> float | None:
+    """Returns the bytes of the optimizer's state per byte of weights, whose names it begins with;
+    None without weights.
+    """
+    names = tuple(f"{weight.name.removesuffix(':0')}/" for weight in weights)
+    own = [state for state in states if state.name.startswith(names)]
+    return num_bytes(own) / num_bytes(weights) if names else None
 
 
 def _outside(alone: ActionTimes, together: ActionTimes | None, weights: int) -> tuple[float, float]:

@@ -29,11 +29,14 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     """Layers and steps are timed in one process, and read in another."""
     path, plans = tmp_path / "figures.json", tmp_path / "plans.json"
     model = "--model=tests.training.small_models.ShortPoints"
-    code, out, err = run("plan", model, "--devices=2", f"--save={path}")
+    code, out, err = run("plan", model, "--devices=2", "--optimizer=muon", f"--save={path}")
     assert code == 0 and "error" not in err, err
     assert "measuring 3 layers, 8 rows a microbatch, forward and backward\n" in err
     figures = Figures.from_json(path.read_text(), str(path))
-    assert len(figures.layers) == 3 and figures.batch == 8 and figures.optimizer >= 2
+    assert len(figures.layers) == 3 and figures.batch == 8
+    # A momentum of 24 and of 6 weights, two moments of the biases, two powers of the decay.
+    assert [layer.optimizer for layer in figures.layers] == [(24 + 12) / 30, (6 + 2) / 7, None]
+    assert figures.optimizer == pytest.approx((36 + 8 + 2) / 37)
     # Of the layers with weights: 4 x 6 and 6 x 1 floats, and biases.
     assert [layer.parameter_bytes for layer in figures.layers] == [120, 28, 0]
     # The last layer has no weights, and so no `W`.
