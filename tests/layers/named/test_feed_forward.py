@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from pipemesh.errors import LayoutError
 from pipemesh.layers.named import Experts, FeedForward
+from pipemesh.layers.named.lora import LowRank
 from tests.layers.named.harness import SCALE, run, value_of
 
 INPUTS = value_of("x", [4, 3, 6])
@@ -46,6 +47,17 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, activation, u
     params = FeedForward.Params().Set(name="ff", input_dim=6, hidden_dim=hidden)
     found = run(params.Set(activation=activation, use_bias=use_bias), [INPUTS], mesh)
     found.assert_plain(lambda w: HIDDEN[activation](w) @ w["w_out"] + w.get("b_out", 0.0))
+
+
+def test_adapters_are_padded_like_their_weights():
+    params = FeedForward.Params().Set(name="ff", input_dim=6, hidden_dim=7, use_bias=False)
+    params.Set(adapted=("w_in", "w_out"), adapter_tpl=LowRank.Params().Set(rank=2, alpha=3.0))
+
+    def whole(w, name):
+        return w[name] + 1.5 * w[f"{name}_lora.a"] @ w[f"{name}_lora.b"]
+
+    found = run(params, [INPUTS], "model:2")
+    found.assert_plain(lambda w: tf.nn.relu(INPUTS @ whole(w, "w_in")) @ whole(w, "w_out"))
 
 
 def test_hidden_values_that_are_dropped_must_divide():
