@@ -107,6 +107,8 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
     The folder is created if it is missing, and must have no weights yet. Another model's checkpoint
     raises CheckpointError, a failed write SaveError.
     """
+    import tensorflow as tf
+
     from pipemesh.checkpoint.conversion import read_one
     from pipemesh.checkpoint.reader import contents
 
@@ -135,7 +137,10 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
 
     def blocks(parts: Sequence[Weight]) -> Iterator[np.ndarray]:
         def read(weight: Weight) -> np.ndarray:
-            return weight.to_theirs(read_one(path, weight.name, dtypes[weight.name]).numpy())
+            value = read_one(path, weight.name, dtypes[weight.name])
+            # `value.numpy()` would be a copy.
+            bits = tf.bitcast(value, f"uint{8 * value.dtype.size}")
+            return weight.to_theirs(np.from_dlpack(bits).view(value.dtype.as_numpy_dtype))
 
         whole = read(parts[0])
         if len(parts) > 1:
@@ -201,6 +206,8 @@ def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
             f"tensor {name!r} has numbers that are not finite (NaN or infinity), with which no "
             "logit is a number; take weights that are whole"
         )
+    if np.can_cast(value.dtype, dtype):
+        return value.astype(dtype, copy=False)
     with np.errstate(over="ignore"):
         found = value.astype(dtype)
     if not np.isfinite(found).all():
