@@ -47,9 +47,14 @@ class Weights:
 
     def read(self, name: str) -> np.ndarray:
         """Returns a weight, with its adapter if it has one."""
+        import tensorflow as tf
+
         from pipemesh.checkpoint.conversion import read_one
 
-        value = read_one(self.base, name, self._dtypes[name]).numpy()
+        tensor = read_one(self.base, name, self._dtypes[name])
+        # `tensor.numpy()` would be a copy.
+        bits = tf.bitcast(tensor, f"uint{8 * tensor.dtype.size}")
+        value = np.from_dlpack(bits).view(tensor.dtype.as_numpy_dtype)
         if (pair := self.adapter(name)) is None:
             return value
         return value.astype(np.float32) + np.tensordot(*pair, 1) * np.float32(self._scale)

@@ -24,6 +24,8 @@ _ACTIVATIONS = {
 }
 _GATED_ACTIVATIONS = {"silu": "SWIGLU", "swish": "SWIGLU"}
 _ROTARY_BASE = 1e4
+# The largest size of anything.
+_MOST = 2**31 - 1
 
 
 class WeightsError(PipemeshError, ValueError):
@@ -121,12 +123,32 @@ def ends_of(folder: str, config: Config) -> tuple[frozenset[int], tuple[str, ...
 def json_object(path: str) -> dict[str, Any]:
     """Reads a JSON object; raises WeightsError for an unreadable file or another value."""
     try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+        with open(path, "rb") as file:
+            content = file.read()
     except OSError as error:
         raise WeightsError(
             f"{path!r} cannot be read ({error.strerror}); give the one that came with the weights"
         ) from error
+    return parse_object(content, path)
+
+
+def parse_object(content: bytes, path: str) -> dict[str, Any]:
+    """Parses a JSON object of the file `path`; raises WeightsError for another value, or for a name
+    that an object has twice.
+    """
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise WeightsError(f"{path!r} has {twice!r} twice; fetch it again")
+        return values
+
+    try:
+        values = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+    except WeightsError:
+        raise
     except RecursionError as error:
         raise WeightsError(f"{path!r} is no JSON of a model (nested too deeply)") from error
     except ValueError as error:
@@ -167,8 +189,8 @@ class _Given:
 
     def whole(self, name: str, default: int | None) -> int:
         value = self._of(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._error(name, value, "it is a whole number from 1 on")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise self._error(name, value, f"it is a whole number from 1 to {_MOST:,}")
         return value
 
     def at_least_one(self, name: str) -> float:

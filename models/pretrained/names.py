@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -145,13 +146,13 @@ def _product(cell: str, name: str, theirs: str, shape: Any, inputs: int) -> Weig
     """Returns a matmul weight that is transposed in files, with one dim for inputs and one for
     outputs.
     """
-    outputs = int(np.prod(shape)) // inputs
+    outputs = math.prod(shape) // inputs
     return Weight(_name(cell, name), tuple(shape), theirs, (outputs, inputs), transposed=True)
 
 
 def _flat(cell: str, name: str, theirs: str, *shape: int) -> Weight:
     """Returns a weight with heads that is a vector in files."""
-    return Weight(_name(cell, name), shape, theirs, (int(np.prod(shape)),))
+    return Weight(_name(cell, name), shape, theirs, (math.prod(shape),))
 
 
 def _outside(config: Config, table: str, norm: str) -> list[Weight]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import json
+import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from . import adapters, names, safetensors_file, tokenizer
 from . import config as configs
 from .config import Config, WeightsError
 from .names import Weight
-from .safetensors_file import DTYPES, TensorFiles
+from .safetensors_file import BLOCK, DTYPES, Tensor, TensorFiles
 
 # Files beside weights that are copied with them.
 _BESIDE = (
@@ -61,9 +62,13 @@ def import_weights(
     config_path = config_path or os.path.join(beside, configs.FILE)
     config = configs.read(config_path)
     _, notes = configs.ends_of(beside, config)
-    weights = names.weights_of(config)
     with TensorFiles(source) as files:
-        weights = _as_in(files, weights, config)
+        if config.num_layers > len(files.names):
+            raise WeightsError(
+                f"{config_path} has {config.num_layers:,} layers, but {source} has "
+                f"{len(files.names):,} tensors; the two are of different models"
+            )
+        weights = _as_in(files, names.weights_of(config), config)
         found = tokenizer.load(beside, config)
         note = _note_of(logdir, config, model)
         with _cleared(logdir), Folder(logdir), contextlib.ExitStack() as undo:
@@ -81,7 +86,7 @@ def import_weights(
             path = path_of(logdir, 0)
             _write(path, files, weights, note, dtype)
             undo.pop_all()
-    numbers = sum(int(np.prod(weight.shape)) for weight in weights)
+    numbers = sum(math.prod(weight.shape) for weight in weights)
     told = f"{path}: {len(weights)} weights of {source} ({config.model_type}), {numbers:,} numbers"
     spelled = (
         f"tokenizer: {found.path}"
@@ -131,15 +136,24 @@ def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = Fa
             raise SaveError(f"{os.path.join(to, name)} exists; give another folder")
     wanted = DTYPES[_OF_DTYPE[dtype]]
 
-    def joined(parts: Sequence[Weight]) -> np.ndarray:
-        found = [weight.to_theirs(source.read(weight.name)) for weight in parts]
-        whole = np.concatenate(found, -1) if len(found) > 1 else found[0]
-        return _cast(whole, wanted, parts[0].theirs)
+    def blocks(parts: Sequence[Weight]) -> Iterator[np.ndarray]:
+        def read(weight: Weight) -> np.ndarray:
+            return weight.to_theirs(source.read(weight.name))
 
-    def tensors() -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-        for theirs, parts in names.by_theirs(weights):
-            size = int(np.prod(parts[0].there)) * wanted.itemsize
-            yield theirs, size, lambda parts=parts: joined(parts)
+        whole = read(parts[0])
+        if len(parts) > 1:
+            first, whole = whole, np.empty(parts[0].there, whole.dtype)
+            whole[parts[0].index] = first
+            del first
+            for weight in parts[1:]:
+                whole[weight.index] = read(weight)
+        for rows in _rows(whole):
+            yield _cast(whole[rows], wanted, parts[0].theirs)
+
+    tensors = [
+        Tensor(theirs, wanted, parts[0].there, lambda parts=parts: blocks(parts))
+        for theirs, parts in names.by_theirs(weights)
+    ]
 
     with _cleared(to):
         try:
@@ -149,7 +163,7 @@ def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = Fa
         if only_adapters:
             written = adapters.write(source, weights, to, lambda v, name: _cast(v, wanted, name))
             return [f"adapters of {path}, as {dtype}: {', '.join(written)}"]
-        written = safetensors_file.write(to, tensors())
+        written = safetensors_file.write(to, tensors)
     for name in _BESIDE:
         if os.path.exists(os.path.join(folder, name)):
             _copy(os.path.join(folder, name), os.path.join(to, name))
@@ -171,7 +185,8 @@ def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> lis
     if config.tied and names.HEAD in files.names:
         table = names.table_of(found)
         files.check(names.HEAD, table.there)
-        if not np.array_equal(files.read(names.HEAD), files.read(table.theirs)):
+        both = zip(files.blocks(names.HEAD), files.blocks(table.theirs), strict=True)
+        if not all(np.array_equal(one, other) for (_, one), (_, other) in both):
             raise WeightsError(
                 f"{files.path}: {names.HEAD!r} is not {table.theirs!r}, but by config.json they "
                 'are one; if they are two, write "tie_word_embeddings": false there'
@@ -179,13 +194,21 @@ def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> lis
     return found
 
 
+def _rows(value: np.ndarray) -> Iterator[slice]:
+    """Yields the rows of a value in blocks, so that no whole copy is made."""
+    number = max(1, BLOCK * len(value) // max(1, value.nbytes))
+    for first in range(0, len(value), number):
+        yield slice(first, first + number)
+
+
 def _cast(value: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    wrong = value.size - np.count_nonzero(np.isfinite(value))
-    if wrong:
+    if not np.isfinite(value).all():
         raise WeightsError(
-            f"tensor {name!r} has {wrong:,} of {value.size:,} numbers that are not finite (NaN or "
-            "infinity), with which no logit is a number; take weights that are whole"
+            f"tensor {name!r} has numbers that are not finite (NaN or infinity), with which no "
+            "logit is a number; take weights that are whole"
         )
+    if np.can_cast(value.dtype, dtype):
+        return value.astype(dtype, copy=False)
     with np.errstate(over="ignore"):
         found = value.astype(dtype)
     if not np.isfinite(found).all():
@@ -206,13 +229,26 @@ def _write(path: str, files: TensorFiles, weights: Sequence[Weight], note: Any, 
 
     def get(weight: Weight) -> tf.Tensor:
         value = weight.from_theirs(files.read(weight.theirs, weight.index))
+        found = _aligned(weight.shape, wanted)
+        for rows in _rows(value):
+            found[rows] = _cast(value[rows], wanted, weight.theirs)
+        # `tf.constant` copies, twice; NumPy's way out of its memory has no bfloat16.
+        bits = found.view(f"u{found.itemsize}")
         with tf.device("CPU:0"):
-            return tf.constant(np.ascontiguousarray(_cast(value, wanted, weight.theirs)))
+            return tf.bitcast(tf.experimental.dlpack.from_dlpack(bits.__dlpack__()), dtype)
 
     step = ("global_step", lambda: tf.zeros([], tf.int64))
     tensors = ((weight.name, lambda weight=weight: get(weight)) for weight in weights)
     write(path, [step, *tensors], 0, note)
     list_for_tensorflow(os.path.dirname(path), [os.path.basename(path)])
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Returns an array that begins at a multiple of 64 bytes, which TensorFlow uses uncopied."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:

@@ -266,8 +266,8 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-# The most bytes held at once.
-_BYTES_AT_ONCE = 1 << 28
+# Smaller tensors are held until they are so large together, and written into one file.
+_BYTES_AT_ONCE = 1 << 22
 
 
 def write(

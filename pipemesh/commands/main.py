@@ -17,6 +17,7 @@ HELP = {
     "evaluate": "evaluate a checkpoint on held-out data",
     "predict": "write the model's predictions for held-out examples",
     "decode": "continue texts with a trained model",
+    "lm_eval": "run tasks of the package lm-eval with a trained language model",
     "score": "compute the log probability and perplexity of texts",
     "export": "write a trained model as a SavedModel of TensorFlow",
     "checkpoint": "inspect, compare, convert, import and export checkpoints",
@@ -32,11 +33,12 @@ HELP = {
 _SHARED = {
     "runs": ("train", "evaluate", "predict"),
     "texts": ("decode", "score", "export"),
+    "judge": ("lm_eval",),
     "workers": ("launch", "worker"),
 }
 MODULES = {name: module for module, names in _SHARED.items() for name in names}
 # They own the process: they end it at once, and answer Ctrl-C from the first moment on.
-PROGRAMS = _SHARED["runs"] + _SHARED["texts"]
+PROGRAMS = _SHARED["runs"] + _SHARED["texts"] + _SHARED["judge"]
 NEED_TENSORFLOW = frozenset([*PROGRAMS, "checkpoint", "launch", "worker"])
 
 

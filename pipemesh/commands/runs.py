@@ -10,14 +10,15 @@ from typing import Any
 
 from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import check_held
-from pipemesh.commands import process, workers
-from pipemesh.commands.flags import FLAGS, Command, as_toml, parse
+from pipemesh.commands import judge, process, workers
+from pipemesh.commands.flags import FLAGS, Command, Flag, as_toml, parse
 from pipemesh.commands.model_kind import (
     CHECKPOINT_FLAG,
     REGISTERED,
     ModelKind,
     check_flags,
     kind_called,
+    named,
     note_of,
 )
 from pipemesh.commands.texts import line_of
@@ -39,6 +40,10 @@ _ABOUT_EVALUATE = """\
 Evaluates a checkpoint on one epoch of the held-out data.
 
     pipemesh evaluate --logdir=runs/a --dataset=Test
+    pipemesh evaluate --logdir=runs/gpt2 --text=book.txt
+
+With --text, it prints the perplexity of a file by a model that scores texts: windows move over the
+file, and each token but the first is scored once. Words are what stands between white space.
 
 Flags that are not given are taken from the checkpoint; the mesh may be another. A training in the
 same folder may run meanwhile.
@@ -124,9 +129,12 @@ def evaluate(
 ) -> int:
     """Evaluates as the flags say, by default a model of the kind that the checkpoint names."""
     process.import_quietly()
+    if "text" in named(argv):
+        return judge.perplexity(argv, about)
     name = note_of(argv).get("evaluated_by")
     kind = kind or (kind_called(name) if name else REGISTERED)
-    subject, path = requested(argv, kind, about, "evaluating with the flags of {path}")
+    told = "evaluating with the flags of {path}"
+    subject, path = requested(argv, kind, about, told, judge.PERPLEXITY_FLAGS)
     from pipemesh.training import evaluation
 
     with console.waiting("evaluating"):
@@ -136,13 +144,20 @@ def evaluate(
 
 
 def requested(
-    argv: list[str], kind: ModelKind, help_text: str | None, about: str | None
+    argv: list[str],
+    kind: ModelKind,
+    help_text: str | None,
+    about: str | None,
+    flags: tuple[Flag, ...] = (),
 ) -> tuple[Any, str]:
     """Returns the model that a command line names, and the path of its checkpoint; for `about` see
-    `take_up`.
+    `take_up`. `flags` are those of a text, which is not given.
     """
     refused: dict[str, str] = dict.fromkeys((*OF_TRAINING, "elastic"), "is for training")
-    parse(argv, Command(argv[0], help_text, (*kind.flags, CHECKPOINT_FLAG), refused=refused))
+    taken = (*kind.flags, CHECKPOINT_FLAG, *flags)
+    parse(argv, Command(argv[0], help_text, taken, refused=refused))
+    if flags:
+        judge.check_without_text()
     check_flags()
     take_up(kind.logdir(), FLAGS.checkpoint, OF_TRAINING, about)
     return kind.evaluation()

@@ -286,7 +286,7 @@ def decode(argv: list[str]) -> int:
         chooser,
         tokens.stop,
     )
-    groups, rows = _sizes(subject.plan, generator, len(ids))
+    groups, rows = sizes_of(subject.plan, generator, len(ids))
     stream = Stream(tokens, ids, FLAGS.max_tokens)
     decoder = Decoder(
         generator,
@@ -300,7 +300,7 @@ def decode(argv: list[str]) -> int:
     for number, prompt in enumerate(ids, 1):
         # Before the first of them.
         decoder.check(prompt, FLAGS.max_tokens, number)
-    found = _in_order(decoder.generate(ids, FLAGS.max_tokens))
+    found = in_order(decoder.generate(ids, FLAGS.max_tokens))
     if streams:
         # The stream prints the text.
         collections.deque(found, maxlen=0)
@@ -312,7 +312,7 @@ def decode(argv: list[str]) -> int:
     return 0
 
 
-def _sizes(plan: Any, generator: Any, number: int) -> tuple[int, int]:
+def sizes_of(plan: Any, generator: Any, number: int) -> tuple[int, int]:
     """Returns the number of groups for this many prompts, and the rows in each."""
     multiple = generator.multiple
     if (FLAGS.rows or multiple) % multiple:
@@ -375,7 +375,7 @@ def _streams() -> bool:
     return sys.stdout.isatty() and not hinders if FLAGS.stream is None else FLAGS.stream
 
 
-def _in_order(found: Iterable[Any]) -> Iterator[Any]:
+def in_order(found: Iterable[Any]) -> Iterator[Any]:
     """Yields results in the order of the prompts, as soon as the earlier ones are done."""
     held: dict[int, Any] = {}
     number = 0

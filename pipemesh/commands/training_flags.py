@@ -33,6 +33,7 @@ from pipemesh.errors import (
     MeshError,
     PipemeshError,
     PlanError,
+    ReportError,
     ScheduleError,
 )
 from pipemesh.plan.figures import FILE, Figures
@@ -41,7 +42,14 @@ from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
 from pipemesh.schedule.names import NAMES, listing, parse
 from pipemesh.text import bytes_of, bytes_text, number
-from pipemesh.training.run import EVAL_BATCHES, LOG_FORMATS, ON_NONFINITE, console
+from pipemesh.training.run import (
+    EVAL_BATCHES,
+    LOG_FORMATS,
+    ON_NONFINITE,
+    TRACKER,
+    console,
+    trackers,
+)
 
 # The flag that changes each value of the plan.
 OF_PLAN = {"mesh_shape" if name == "mesh" else name: name for name in Plan().to_values()}
@@ -397,6 +405,7 @@ _OF_A_CALL = (
     "trace_schedule",
     "find_learning_rate",
     "log_format",
+    "tracker",
     "profile_steps",
     *(flag.name for flag in CHOICE_FLAGS),
     *workers.NAMES,
@@ -483,6 +492,14 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
                 "standard error then.",
             ),
             Flag(
+                "tracker",
+                default=TRACKER,
+                value="NAMES",
+                help=f"Trackers of experiments, with commas: {', '.join(trackers.TRACKERS)}; or "
+                f"{trackers.NONE}. A resumed run continues its run there. Those that upload are "
+                "set by their own variables, such as WANDB_MODE=offline and MLFLOW_TRACKING_URI.",
+            ),
+            Flag(
                 "histogram_every",
                 int,
                 0,
@@ -522,8 +539,13 @@ def options() -> dict[str, Any]:
     profile_steps = _profile_steps()
     if FLAGS.figures is not None:
         Figures.read(FLAGS.figures)
+    try:
+        tracked = trackers.parse(FLAGS.tracker)
+    except ReportError as error:
+        raise FlagError(f"--tracker={FLAGS.tracker!r}: {error}") from error
     return {
-        **{name: FLAGS.value(name) for name in OF_TRAINING},
+        **{name: FLAGS.value(name) for name in OF_TRAINING if name != "tracker"},
+        "trackers": tracked,
         "profile_steps": profile_steps,
         "figures": FLAGS.figures,
         "device_memory": _memory(),

@@ -46,6 +46,22 @@ class ScoredText:
             return math.inf
 
 
+def windows(ids: Sequence[int], length: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Yields windows of a text that move by `stride`, with the number of last tokens to count.
+
+    Each token but the first counts once, as in the guide of `transformers` on perplexity.
+    """
+    # Example: list(windows(range(6), 4, 2)) is [(range(0, 4), 3), (range(2, 6), 2)].
+    counted = 1
+    for begin in range(0, len(ids), stride):
+        end = min(begin + length, len(ids))
+        if end > counted:
+            yield ids[begin:end], end - counted
+        counted = end
+        if end == len(ids):
+            return
+
+
 class Scorer:
     """A computation of log probabilities of texts, with several texts per row and rows per batch.
 

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import math
+import numbers
 import os
 import statistics
 import time
@@ -442,11 +443,21 @@ def _schedule(line: Mapping[str, Any]) -> tuple[Schedule, Costs]:
 def _curves(events: Mapping[int, Mapping[str, Any]]) -> dict[str, Points]:
     curves: dict[str, Points] = {}
     for step in sorted(events):
-        for name, value in events[step].items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if name not in _NO_VALUES and (is_number or value is None):
-                curves.setdefault(name, []).append((step, value))
+        nothing = {name: None for name, value in events[step].items() if value is None}
+        for name, value in {**nothing, **curve_values(events[step])}.items():
+            curves.setdefault(name, []).append((step, value))
     return curves
+
+
+def curve_values(event: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the values of an event that belong to curves, by name."""
+    return {
+        name: value
+        for name, value in event.items()
+        if name not in _NO_VALUES
+        and isinstance(value, numbers.Real)
+        and not isinstance(value, bool)
+    }
 
 
 def _samples(path: str) -> tuple[list[tuple[str, str]], int]:

@@ -33,6 +33,7 @@ SMALLEST = {
     "schedule": [],
     "two_checkouts": [str(BENCHMARKS.parent), "--parts", "memory", "--rounds=1"],
     "vs_lingvo": ["--rounds=1"],
+    "weights": ["--small"],
 }
 
 

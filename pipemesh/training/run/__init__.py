@@ -10,6 +10,8 @@ from typing import Any
 EVAL_BATCHES = 16
 # Formats of standard output: text, or one JSON object per line.
 LOG_FORMATS = ("text", "json")
+# The tracker of runs for which none is chosen.
+TRACKER = "tensorboard"
 # Skip the step, or end the run.
 ON_NONFINITE = ("skip", "stop")
 
@@ -36,6 +38,7 @@ class Options:
         log_format: one of `LOG_FORMATS`.
         profile_steps: the first and the last step to profile; None for none.
         histogram_every: steps between histograms of weights and updates; 0 for none.
+        trackers: names of trackers of experiments.
         figures: path of measured figures of the layers; None for `figures.json` in the log
             directory, if it exists.
         device_memory: bytes of a device; None if unknown.
@@ -60,5 +63,6 @@ class Options:
     log_format: str = "text"
     profile_steps: tuple[int, int] | None = None
     histogram_every: int = 0
+    trackers: tuple[str, ...] = (TRACKER,)
     figures: str | None = None
     device_memory: float | None = None

@@ -1,4 +1,4 @@
-"""The training loop: steps, progress, evaluation, summaries and checkpoints.
+"""The training loop: steps, progress, evaluation and checkpoints.
 
 Failures of reporting never end a run. A signal or lost data ends it after a checkpoint is saved.
 """
@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from pipemesh.backend.peak import peak_memory
@@ -30,7 +30,6 @@ from pipemesh.training.run.console import Progress, Stops, objects_alone, waitin
 from pipemesh.training.run.output import (
     Histograms,
     Profile,
-    Summaries,
     Telling,
     of_beginning,
     of_measured,
@@ -146,7 +145,6 @@ class Loop:
         # Flops of a step, peak flops per second of the devices, and the number and seconds of the
         # first steps.
         self._flops, self._peak, self._measured_steps, self._seconds = 0.0, 0.0, 0, 0.0
-        self._summaries = Summaries(options.logdir)
         self._tell = Telling(options, renew)
         self._profile = Profile(options.logdir, options.profile_steps, self._tell.warn)
         self._histograms = Histograms(trainer.trained.learned(), options.histogram_every)
@@ -254,7 +252,6 @@ class Loop:
         best, since = trainer.best
         better = math.isfinite(score.judged) and (best is None or score.judged < best)
         trainer.best = (score.judged, 0) if better else (best, since + 1)
-        self._summarize("heldout", score.values())
         values: dict[str, Any] = {"judged": score.judged, **score.values()}
         self._tell("heldout", f"step {step}: held out {score}", step=step, **values)
         return score.judged
@@ -385,8 +382,7 @@ class Loop:
             shown += f", {self._rate:,.0f} {unit}/s"
             self._measured(seconds)
         histograms = self._histograms.after(self._trainer.gradients)
-        self._summaries.write("train", step, values, histograms)
-        self._tell("step", step=step, **timing, **values)
+        self._tell("step", step=step, histograms=histograms, **timing, **values)
         progress.advance(shown)
         if step % _STEPS_OF_WORK == 0:
             self._tell_work()
@@ -436,12 +432,8 @@ class Loop:
             )
         values = {"why": why, "skipped_steps": number}
         self._tell("skipped", text, is_warning=True, step=trainer.step, **values)
-        self._summarize("train", {"skipped_steps": number})
         # The graph is built even if the step failed.
         self._rate = self._rate or 0.0
-
-    def _summarize(self, name: str, values: Mapping[str, float]) -> None:
-        self._summaries.write(name, self._trainer.step, values)
 
     def _conclude(self) -> None:
         trainer = self._trainer
@@ -458,7 +450,6 @@ class Loop:
                 score = trainer.evaluate(batches)
             # Without `stopped` there is always a score.
             assert score is not None
-            self._summarize("heldout", score.values())
             text = f"held out at step {trainer.step}: {score} ({what})"
             values = {"judged": score.judged, "what": what, **score.values()}
             self._tell("final", text, step=trainer.step, **values)

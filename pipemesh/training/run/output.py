@@ -1,4 +1,4 @@
-"""Output of a run: its record and page, and summaries, histograms and profiles for TensorBoard."""
+"""Output of a run: its record, page and trackers, and histograms and profiles."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from pipemesh.report.record import PAGE
 from pipemesh.schedule import Timeline
 from pipemesh.training.run import Options
 from pipemesh.training.run.console import say_object
+from pipemesh.training.run.trackers import Trackers
 
 # Digits to a thousandth of the unit of time.
 _DIGITS = 3
@@ -38,14 +39,22 @@ class Telling:
     def __init__(self, options: Options, renew: Callable[[], object] = lambda: None) -> None:
         self.folder = options.logdir
         self._record = Record(self.folder, self.warn, renew)
+        self._trackers = Trackers(options.trackers, self.folder, self.warn)
 
     def __call__(
-        self, kind: str, text: str | None = None, *, is_warning: bool = False, **values: Any
+        self,
+        kind: str,
+        text: str | None = None,
+        *,
+        is_warning: bool = False,
+        histograms: Mapping[str, np.ndarray] = types.MappingProxyType({}),
+        **values: Any,
     ) -> None:
         """Reports an event (see `pipemesh/report`): `text` for people, `values` for programs."""
         if text is not None:
             self.warn(text) if is_warning else self.say(text)
         say_object(self._record.add(kind, **values))
+        self._trackers(kind, values, histograms)
 
     def say(self, text: str) -> None:
         """Writes a line for people, above the progress display."""
@@ -134,53 +143,6 @@ def of_measured(steps: Sequence[tuple[Timeline, float]]) -> dict[str, Any]:
 def _of_schedule(timeline: Timeline) -> dict[str, Any]:
     costs = timeline.costs.per_stage(timeline.schedule.num_stages)
     return {"schedule": timeline.schedule.to_text(), "costs": costs.durations()}
-
-
-# Steps to wait after a failure.
-_STEPS_BETWEEN_TRIES = 100
-
-
-class Summaries:
-    """Event files in a folder, each curve in its subfolder."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._writers: dict[str, Any] = {}
-        # The step of the next try after a failure: each try leaves a file.
-        self._again: dict[str, int] = {}
-
-    def write(
-        self,
-        name: str,
-        step: int,
-        values: Mapping[str, float],
-        histograms: Mapping[str, np.ndarray] = types.MappingProxyType({}),
-    ) -> None:
-        """Writes scalars and histograms of a step, by tag, to the curve `name`."""
-        if step < self._again.get(name, step):
-            return
-        try:
-            if name not in self._writers:
-                path = os.path.join(self._folder, name)
-                self._writers[name] = tf.summary.create_file_writer(path)
-            with self._writers[name].as_default(step=step):
-                for key, value in values.items():
-                    # Perplexities can exceed float32, and TensorFlow rejects such numbers.
-                    with np.errstate(over="ignore"):
-                        tf.summary.scalar(key, np.float32(value))
-                for key, value in histograms.items():
-                    tf.summary.histogram(key, value)
-            self._writers[name].flush()
-        except (OSError, tf.errors.OpError) as error:
-            # Do not append to a partly written file.
-            self._writers.pop(name, None)
-            if name not in self._again:
-                tqdm.write(
-                    f"summaries of step {step} cannot be written ({reason(error)}); training "
-                    "goes on",
-                    file=sys.stderr,
-                )
-            self._again[name] = step + _STEPS_BETWEEN_TRIES
 
 
 class Histograms:

@@ -139,7 +139,7 @@ def test_a_full_disk_ends_no_training_and_what_was_saved_stays(tmp_path):
     assert code == 2, err
     assert f"{tmp_path}/ckpt-6 cannot be written (" in err
     assert f"training goes on, and {tmp_path}/ckpt-3 is kept" in err
-    assert err.count("summaries of step 4 cannot be written (") == 1
+    assert err.count("--tracker=tensorboard: step 4 cannot be tracked (") == 1
     # At the end there is no later attempt.
     last = err.splitlines()[-1]
     assert last.startswith(f"error: {tmp_path}/ckpt-11 cannot be written (")
@@ -172,7 +172,7 @@ def test_a_log_directory_that_cannot_be_written_to_ends_no_training(
     out, err = capsys.readouterr()
     assert err.count("ckpt-4 cannot be written") == 1
     assert "the layout of the weights cannot be written ([Errno 28] No space left on device" in out
-    assert err.count("summaries of step 1 cannot be written (") == 1, "once for all steps"
+    assert err.count("--tracker=tensorboard: step 1 cannot be tracked (") == 1, "once for all steps"
     assert (logdir / "ckpt-6.index").exists()
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from models.pretrained import config, names, transfer
 from models.pretrained.config import WeightsError
-from models.pretrained.safetensors_file import INDEX, ONE, TensorFiles, find, write
+from models.pretrained.safetensors_file import INDEX, ONE, Tensor, TensorFiles, find, write
 from pipemesh.checkpoint import Manifest
 from pipemesh.commands import main as cli
 from pipemesh.errors import SaveError
@@ -21,6 +21,13 @@ from tests.models.pretrained import small
 def tensors_in(folder):
     with TensorFiles(find(str(folder))) as files:
         return {name: files.read(name) for name in files.names}
+
+
+def entries(tensors):
+    return [
+        Tensor(name, value.dtype, value.shape, lambda value=value: [value])
+        for name, value in tensors.items()
+    ]
 
 
 def assert_same(found, wanted):
@@ -77,8 +84,7 @@ def test_files_of_other_makers_are_the_same_model(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "config.json").write_text(json.dumps(small.GPT2))
     given = {**bare, **masks, "lm_head.weight": bare["wte.weight"]}
-    entries = [(name, value.nbytes, lambda value=value: value) for name, value in given.items()]
-    assert len(write(str(tmp_path / "parts"), entries, 2000)) > 3
+    assert len(write(str(tmp_path / "parts"), entries(given), 2000)) > 3
     for name in ("plain", "parts"):
         transfer.import_weights(str(tmp_path / name), str(tmp_path / f"run {name}"))
         transfer.export_weights(
@@ -158,7 +164,7 @@ def test_numbers_that_a_dtype_has_not_are_an_error(tmp_path, capsys, given):
         broken = tensors[name].copy()
         broken[3, 2] = number
         change(**{name: broken})
-        told = f"tensor '{name}' has 1 of 128 numbers that are not finite (NaN or infinity)"
+        told = f"tensor '{name}' has numbers that are not finite (NaN or infinity)"
         assert told in refused(capsys, *enter)
     assert not (tmp_path / "more").exists()
 
@@ -298,8 +304,7 @@ def test_of_a_folder_with_both_the_single_file_counts(tmp_path):
 
 def written(folder, most):
     tensors = {f"t{i}": NUMBERS + i for i in range(5)}
-    entries = [(name, value.nbytes, lambda value=value: value) for name, value in tensors.items()]
-    return tensors, write(str(folder), entries, most)
+    return tensors, write(str(folder), entries(tensors), most)
 
 
 @pytest.mark.parametrize(("most", "number"), [(10_000, 1), (2 * NUMBERS.nbytes, 4), (1, 6)])
@@ -352,10 +357,23 @@ def test_an_index_opens_no_file_outside_of_its_folder(tmp_path, path):
         (other / INDEX).write_text(json.dumps({"weight_map": {"a": place}}))
         with pytest.raises(WeightsError, match="which is outside of its folder; put all files"):
             TensorFiles(str(other / INDEX))
-    # Folders of downloads have links, which those who downloaded have made.
-    (other / "part.safetensors").symlink_to(path)
-    (other / INDEX).write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
-    with TensorFiles(str(other / INDEX)) as files:
+
+
+def test_links_of_a_download_are_followed_but_no_others(tmp_path, path):
+    """A hub's cache has links to its own blobs, for the index too."""
+    folder = tmp_path / "models--a--b" / "snapshots" / "revision"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    (folder / "part.safetensors").symlink_to(path)
+    (blobs / "index").write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    (folder / INDEX).symlink_to(blobs / "index")
+    with pytest.raises(WeightsError, match="which is outside of its folder; put all files"):
+        TensorFiles(str(folder / INDEX))
+    (folder / "part.safetensors").unlink()
+    shutil.copy(path, blobs / "numbers")
+    (folder / "part.safetensors").symlink_to("../../blobs/numbers")
+    with TensorFiles(str(folder / INDEX)) as files:
         np.testing.assert_array_equal(files.read("a"), NUMBERS)
 
 
@@ -369,7 +387,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path):
         raise SaveError("the last one cannot be written")
 
     (tmp_path / "out").mkdir()
-    tensors = [("a", 48, lambda: NUMBERS), ("b", 48, broken)]
+    tensors = [*entries({"a": NUMBERS}), Tensor("b", NUMBERS.dtype, NUMBERS.shape, broken)]
     with pytest.raises(SaveError, match="the last one"):
         write(str(tmp_path / "out"), tensors, 1)
     assert not list((tmp_path / "out").iterdir())
