@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from lingvo import model_registry
@@ -20,13 +19,13 @@ from ..one_billion_word.task import LanguageModel
 from . import config as configs
 from . import names
 from .config import Config, WeightsError
-from .text import heldout_dataset, train_dataset
+from .text import batches_of
 
 
 class PretrainedParams(base_model_params.SingleTaskModelParams):
     """A pretrained language model, and its settings for further training.
 
-    To train it on a text, derive a class with that text, and pass it to `pipemesh checkpoint import
+    For other settings, derive a class with them, and pass it to `pipemesh checkpoint import
     --model`. Attributes may also be changed on an instance before its methods run.
     """
 
@@ -44,9 +43,11 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     BATCH_SIZE = 8
     # Tokens in a row for training, limited by the model.
     SEQUENCE_LENGTH = 512
-    # Text files, UTF-8.
-    TRAIN_TEXT: str | None = None
-    HELDOUT_TEXT: str | None = None
+    # Sources of documents, as `pipemesh.data.parse_sources` reads them.
+    TRAIN_DATA: str | None = None
+    HELDOUT_DATA: str | None = None
+    # How documents share rows, one of `pipemesh.data.PACKINGS`.
+    PACKING = "auto"
     # An optimizer of `models.one_billion_word.sizes`.
     OPTIMIZER = "adam"
     LEARNING_RATE = 1e-5
@@ -57,21 +58,21 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     SEED = 0
 
     def GetAllDatasetParams(self) -> dict[str, Any]:
-        """Returns the params of the training text, and of the held-out text if there is one."""
+        """Returns the params of the training data, and of the held-out data if there is any."""
         found = {"Train": self.Train()}
-        if self.HELDOUT_TEXT is not None:
-            found["Dev"] = found["Test"] = self._input("Dev", heldout_dataset, self.HELDOUT_TEXT)
+        if self.HELDOUT_DATA is not None:
+            found["Dev"] = found["Test"] = self._input("Dev", self.HELDOUT_DATA)
         return found
 
     def Train(self) -> Any:
         """Returns the params of endless training batches."""
-        if self.TRAIN_TEXT is None:
-            return DatasetInput.Params().Set(name="Train", dataset=_no_text)
-        return self._input("Train", train_dataset, self.TRAIN_TEXT, seed=self.SEED)
+        if self.TRAIN_DATA is None:
+            return DatasetInput.Params().Set(name="Train", dataset=_no_data)
+        return self._input("Train", self.TRAIN_DATA, self.SEED)
 
-    def _input(self, name: str, dataset: Any, text: str, **more: Any) -> Any:
+    def _input(self, name: str, data: str, seed: int | None = None) -> Any:
         folder, length = str(self.LOGDIR), length_of(self)
-        batches = functools.partial(dataset, text, folder, length, self.BATCH_SIZE, **more)
+        batches = batches_of(data, folder, length, self.BATCH_SIZE, self.PACKING, seed)
         return DatasetInput.Params().Set(name=name, dataset=batches, batch_size=self.BATCH_SIZE)
 
     def Task(self) -> Any:
@@ -185,10 +186,10 @@ class Head(NamedSoftmax):
         return p.norm_tpl.Copy().Set(input_dim=p.input_dim)
 
 
-def _no_text() -> Any:
+def _no_data() -> Any:
     raise DataError(
-        "there is no text to train on: derive a class from that of the model, let its TRAIN_TEXT "
-        "be the path of a text, and give it to `pipemesh checkpoint import --model`"
+        "there is no data to train on; give --train_data=FILE, or derive a class from that of the "
+        "model, with the attribute TRAIN_DATA"
     )
 
 

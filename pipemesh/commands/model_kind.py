@@ -30,6 +30,7 @@ from pipemesh.commands.flags import (
     grouped,
     read_toml,
 )
+from pipemesh.data import PACKINGS
 from pipemesh.errors import (
     CheckpointError,
     DeviceError,
@@ -51,6 +52,23 @@ CHECKPOINT_FLAG = Flag(
     value="PATH",
     help="Path of the checkpoint to use; default: the newest of --logdir.",
     group=FILES,
+)
+# They set attributes of the model's class with the same names.
+DATA_FLAGS = grouped(
+    FILES,
+    Flag(
+        "train_data",
+        help="Documents to train on, for models that take them: files with optional weights, such "
+        "as a.jsonl*0.7,b.parquet*0.3, tfds:NAME/SPLIT, or a .toml file of them.",
+    ),
+    Flag("heldout_data", help="Documents to evaluate on; default: the model's."),
+    Flag(
+        "packing",
+        choices=PACKINGS,
+        help="How documents share rows: each goes on in the next row (split), lies whole in one "
+        "row, its end cut if it is longer (whole), or has a row for itself (single); default: "
+        "split for sources in which every token counts, else whole (auto).",
+    ),
 )
 
 
@@ -136,6 +154,7 @@ class RegisteredKind(ModelKind):
                 help="The dataset to evaluate on; default: Dev, or else Test, if the model has it.",
             ),
         ),
+        *DATA_FLAGS,
         *training_flags.training_flags(),
     )
 
@@ -188,6 +207,8 @@ def _trainer(folder: str) -> tuple[Any, Options]:
     print(f"{model.name}: {plan.mesh}")
     if table := trainer.stage_table():
         print(f"plan: {plan}\n{table}")
+    for counts in model.data_counts():
+        print(f"data: {counts}")
     print(f"evaluation while training: {trainer.sample}")
     if manifest:
         print(f"going on from {trainer.restored}")
@@ -274,6 +295,15 @@ def subject() -> Any:
             config = find_model(FLAGS.model)()
             if hasattr(config, _LOGDIR):
                 setattr(config, _LOGDIR, logdir())
+            for flag in DATA_FLAGS:
+                value = FLAGS.value(flag.name)
+                if value is None:
+                    continue
+                if not hasattr(config, flag.name.upper()):
+                    raise FlagError(
+                        f"--{flag.name}={value!r}: {FLAGS.model} has data of its own; leave it out"
+                    )
+                setattr(config, flag.name.upper(), value)
             return config
 
         def made(config: Any, values: Mapping[str, str]) -> RegisteredModel:
