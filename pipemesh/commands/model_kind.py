@@ -30,7 +30,7 @@ from pipemesh.commands.flags import (
     grouped,
     read_toml,
 )
-from pipemesh.data import PACKINGS
+from pipemesh.data.rows import PACKINGS
 from pipemesh.errors import (
     CheckpointError,
     DeviceError,

@@ -17,7 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pipemesh.data.documents import Document, Spelling, documents_of
-from pipemesh.data.rows import PACKINGS, Counts
+from pipemesh.data.rows import Counts
 from pipemesh.data.sources import Source, parse_sources
 from pipemesh.data.token_files import write_tokens
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pipemesh.data.mixture import DocumentBatches
 
 __all__ = [
-    "PACKINGS",
     "Counts",
     "Document",
     "DocumentBatches",

@@ -61,7 +61,7 @@ class Document(NamedTuple):
 
 
 def documents_of(source: Source, spelling: Spelling | None, vocab_size: int) -> Iterator[Document]:
-    """Yields the documents of a source.
+    """Yields the documents of a source as tokens with weights.
 
     A text counts whole, of a prompt and its completion only the completion, and of a chat only what
     the assistant wrote. The token that ends a document is added to texts and completions.
@@ -71,9 +71,23 @@ def documents_of(source: Source, spelling: Spelling | None, vocab_size: int) -> 
         spelling: the tokenizer; None for sources of ready tokens.
         vocab_size: number of tokens of the model.
 
+    Returns:
+        An iterator over the documents, in the order of the files.
+
     Raises:
         DataError: a document has missing, ambiguous or malformed fields, or a token that the model
             lacks. The error names its place.
+        MissingPackageError: a package that reads the files is not installed.
+
+    Example:
+        >>> import os, tempfile
+        >>> from pipemesh.data import parse_sources
+        >>> path = os.path.join(tempfile.mkdtemp(), "a.jsonl")
+        >>> with open(path, "w") as file:
+        ...     _ = file.write('{"ids": [5, 6], "weights": [0, 0.5]}')
+        >>> (source,) = parse_sources(path)
+        >>> [each.weights.tolist() for each in documents_of(source, None, vocab_size=8)]
+        [[0.0, 0.5]]
     """
     for place, row in rows_of(source):
         try:

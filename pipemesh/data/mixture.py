@@ -104,8 +104,21 @@ class DocumentBatches:
             model; it must be hashable.
         length: number of positions in a row.
         batch_size: number of rows in a batch.
-        packing: how documents share rows, one of `PACKINGS`.
+        packing: how documents share rows: `split`, `whole`, `single` or `auto`.
         seed: seed of mixture and order; None for all rows in order.
+
+    Example:
+        >>> import os, tempfile
+        >>> from pipemesh.data import parse_sources
+        >>> path = os.path.join(tempfile.mkdtemp(), "a.jsonl")
+        >>> with open(path, "w") as file:
+        ...     _ = file.write('{"ids": [5, 6, 7]}\\n{"ids": [8, 9]}')
+        >>> batches = DocumentBatches(parse_sources(path), lambda: (None, 10), 4, batch_size=1)
+        >>> (batch,) = batches()
+        >>> batch["ids"].numpy().tolist(), batch["segment_ids"].numpy().tolist()
+        ([[5, 6, 8, 0]], [[1, 1, 2, 0]])
+        >>> print(batches.counts()[0].predicted)
+        3
     """
 
     sources: tuple[Source, ...]

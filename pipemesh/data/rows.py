@@ -9,6 +9,7 @@ but the first. No position sees another document.
 
 from __future__ import annotations
 
+import array
 import bisect
 import dataclasses
 import tempfile
@@ -97,8 +98,7 @@ class Tokens:
             ) from error
 
     def _write(self, documents: Iterable[Document], ids: IO[bytes], weights: IO[bytes]) -> None:
-        lengths: list[int] = []
-        first: list[int] = []
+        lengths, first = array.array("q"), array.array("q")
         is_weighted = False
         for document in documents:
             number = len(document.ids)
@@ -111,8 +111,8 @@ class Tokens:
             is_weighted = is_weighted or not (counts == 1).all()
             ids.write(document.ids.astype(np.int32).tobytes())
             weights.write(counts.astype(np.float32).tobytes())
-        self.starts = np.cumsum([0, *lengths], dtype=np.int64)
-        self.first = np.array(first, np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.first = np.array(first)
         self.ids = _mapped(ids, np.int32)
         self.weights = _mapped(weights, np.float32) if is_weighted else None
 
