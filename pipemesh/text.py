@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
+import sys
 from collections.abc import Container, Iterable, Sequence
 from fractions import Fraction
+from typing import Any
 
 # Least similarity of two names that differ only by a typing error: `bacth` and `batch`, but not
 # `dim_in` and `dim_out`.
@@ -166,3 +169,10 @@ def bytes_text(number: float, up: bool = False) -> str:
             rounded = math.ceil(Fraction(repr(float(scaled))) * 10) / 10 if up else scaled
             return f"{rounded:.1f} {unit}"
     return f"{math.ceil(number) if up else number:g} B"
+
+
+def toml_of(path: str) -> dict[str, Any]:
+    """Returns the values of a TOML file; raises OSError, ValueError or RecursionError."""
+    toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        return toml.loads(file.read())

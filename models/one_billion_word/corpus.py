@@ -23,8 +23,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from . import prose, text_copy, text_file, text_folder
-from .text_file import CorpusError
+from pipemesh.data import text_file
+from pipemesh.data.text_file import CorpusError
+
+from . import prose, text_copy, text_folder
 
 SPACE_MARK = "\u2581"
 BYTE_ORDER_MARK = "\ufeff"

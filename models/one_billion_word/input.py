@@ -22,9 +22,9 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_text
 
+from pipemesh.data import packing
 from pipemesh.errors import PipemeshError
 
-from . import packing
 from .corpus import (
     BYTE_ORDER_MARK,
     SPACE_MARK,

@@ -22,10 +22,9 @@ import os
 from collections.abc import Iterator
 from typing import IO
 
+from pipemesh.data import text_file
+from pipemesh.data.text_file import CorpusError, Scan
 from pipemesh.text import bytes_text
-
-from . import text_file
-from .text_file import CorpusError, Scan
 
 # Part of the names: raise it if `text_file.lines` changes how it cuts.
 _RECIPE = 1

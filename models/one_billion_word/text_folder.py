@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Iterator
 
-from .text_file import CorpusError, unreadable
+from pipemesh.data.text_file import CorpusError, unreadable
 
 _EVERY_FOLDER = "**"
 # Name endings of gzip and zstd.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from lingvo import model_registry
@@ -22,13 +21,13 @@ from ..one_billion_word.task import LanguageModel
 from . import config as configs
 from . import names
 from .config import Config, WeightsError
-from .text import heldout_dataset, train_dataset
+from .text import batches_of
 
 
 class PretrainedParams(base_model_params.SingleTaskModelParams):
     """A pretrained language model, and its settings for further training.
 
-    To train it on a text, derive a class with that text, and pass it to `pipemesh checkpoint import
+    For other settings, derive a class with them, and pass it to `pipemesh checkpoint import
     --model`. Attributes may also be changed on an instance before its methods run.
     """
 
@@ -46,9 +45,11 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     BATCH_SIZE = 8
     # Tokens in a row for training, limited by the model.
     SEQUENCE_LENGTH = 512
-    # Text files, UTF-8.
-    TRAIN_TEXT: str | None = None
-    HELDOUT_TEXT: str | None = None
+    # Sources of documents, as `pipemesh.data.parse_sources` reads them.
+    TRAIN_DATA: str | None = None
+    HELDOUT_DATA: str | None = None
+    # How documents share rows, one of `pipemesh.data.PACKINGS`.
+    PACKING = "auto"
     # As `pipemesh.training.learning.Learning`, whose other values may be set as well.
     OPTIMIZER = "adam"
     LEARNING_RATE = 1e-5
@@ -66,24 +67,26 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     LORA_DROPOUT = 0.0
     # A regular expression of the adapted weights, such as `cell_003/attention/w_q`.
     LORA_TARGETS = "attention/w_[qv]"
+    # Number that the tokens of each device are a multiple of, by padding.
+    VOCAB_MULTIPLE = 1
     SEED = 0
 
     def GetAllDatasetParams(self) -> dict[str, Any]:
-        """Returns the params of the training text, and of the held-out text if there is one."""
+        """Returns the params of the training data, and of the held-out data if there is any."""
         found = {"Train": self.Train()}
-        if self.HELDOUT_TEXT is not None:
-            found["Dev"] = found["Test"] = self._input("Dev", heldout_dataset, self.HELDOUT_TEXT)
+        if self.HELDOUT_DATA is not None:
+            found["Dev"] = found["Test"] = self._input("Dev", self.HELDOUT_DATA)
         return found
 
     def Train(self) -> Any:
         """Returns the params of endless training batches."""
-        if self.TRAIN_TEXT is None:
-            return DatasetInput.Params().Set(name="Train", dataset=_no_text)
-        return self._input("Train", train_dataset, self.TRAIN_TEXT, seed=self.SEED)
+        if self.TRAIN_DATA is None:
+            return DatasetInput.Params().Set(name="Train", dataset=_no_data)
+        return self._input("Train", self.TRAIN_DATA, self.SEED)
 
-    def _input(self, name: str, dataset: Any, text: str, **more: Any) -> Any:
+    def _input(self, name: str, data: str, seed: int | None = None) -> Any:
         folder, length = str(self.LOGDIR), length_of(self)
-        batches = functools.partial(dataset, text, folder, length, self.BATCH_SIZE, **more)
+        batches = batches_of(data, folder, length, self.BATCH_SIZE, self.PACKING, seed)
         return DatasetInput.Params().Set(name=name, dataset=batches, batch_size=self.BATCH_SIZE)
 
     def Task(self) -> Any:
@@ -141,6 +144,8 @@ def stages_of(params: PretrainedParams) -> list[Any]:
         SEQUENCE_LENGTH, NUM_LAYERS = length_of(params), config_of(params).num_layers
 
     layers = layers_of(config_of(params), params.DROPOUT_PROB)
+    for layer in (layers[0], layers[-1]):
+        layer.vocab_multiple = params.VOCAB_MULTIPLE
     if params.LORA_RANK:
         adapter = LowRank.Params().Set(
             rank=params.LORA_RANK, alpha=params.LORA_ALPHA, dropout_rate=params.LORA_DROPOUT
@@ -203,10 +208,10 @@ class Head(NamedSoftmax):
         return p.norm_tpl.Copy().Set(input_dim=p.input_dim)
 
 
-def _no_text() -> Any:
+def _no_data() -> Any:
     raise DataError(
-        "there is no text to train on: derive a class from that of the model, let its TRAIN_TEXT "
-        "be the path of a text, and give it to `pipemesh checkpoint import --model`"
+        "there is no data to train on; give --train_data=FILE, or derive a class from that of the "
+        "model, with the attribute TRAIN_DATA"
     )
 
 

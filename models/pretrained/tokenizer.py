@@ -18,6 +18,7 @@ JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 # name.
 OPTIONS, ADDED = "tokenizer_config.json", "added_tokens.json"
 SPECIAL = "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
 # Special tokens in the options, in the order in which tokens without an id get one; then lists.
 _NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -37,12 +38,21 @@ class Tokenizer:
         path: the file that defines it.
         encode: returns the ids of a text, including tokens that start one.
         decode: returns the text of ids, without tokens that start or end one.
+        spans: returns the ids of a text, and the begin and end of each in it; the second argument
+            says whether tokens that start or end a text are included.
+        special: texts of special tokens by name, such as `bos_token`.
+        end: the token that ends a document for training; None if there is none.
+        template: the chat template; None if there is none.
         notes: lines about tokens that the model lacks.
     """
 
     path: str
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
+    spans: Callable[[str, bool], tuple[list[int], list[tuple[int, int]]]]
+    special: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    end: int | None = None
+    template: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -51,9 +61,30 @@ def load(folder: str, config: Config) -> Tokenizer | None:
     for name, of in ((JSON, _of_json), (SENTENCEPIECE, _of_sentencepiece)):
         path = os.path.join(folder, name)
         if os.path.exists(path):
-            found, size = of(path, _Options(folder), config)
+            options = _Options(folder)
+            found, size = of(path, options, config)
+            found = _with_options(found, options, folder, config)
             return _within(found, size, config.vocab_size)
     return None
+
+
+def _with_options(found: Tokenizer, options: _Options, folder: str, config: Config) -> Tokenizer:
+    """Adds special tokens by name, the token that ends a document, and the chat template."""
+    special, end = options.special(), config.eos[0] if config.eos else None
+    if "eos_token" in special:
+        ids, _ = found.spans(special["eos_token"], False)
+        # Otherwise it is none of the tokenizer's.
+        end = ids[0] if len(ids) == 1 else end
+    template = options.template()
+    path = os.path.join(folder, TEMPLATE)
+    if os.path.exists(path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                template = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise WeightsError(f"{path!r} cannot be read ({why})") from error
+    return dataclasses.replace(found, special=special, end=end, template=template)
 
 
 def _within(found: Tokenizer, size: int, vocab_size: int) -> Tokenizer:
@@ -97,6 +128,24 @@ class _Options:
         value = default if value is None else value
         if not isinstance(value, bool):
             raise WeightsError(f"{self.path}: {name} is {value!r}; it is true or false")
+        return value
+
+    def special(self) -> dict[str, str]:
+        """Returns the texts of special tokens by name."""
+        values = {name: self._values.get(name) for name in _NAMED}
+        texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in values.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    def template(self) -> str | None:
+        """Returns the chat template, of several the one that is called default."""
+        value = self._values.get("chat_template")
+        if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+            value = {each.get("name"): each.get("template") for each in value}.get("default")
+        if value is not None and not isinstance(value, str):
+            raise WeightsError(
+                f"{self.path}: chat_template must be a text, or a list of objects with name and "
+                "template, one of them with the name default"
+            )
         return value
 
     def tokens(self) -> Iterator[tuple[Mapping[str, Any], int | None]]:
@@ -161,10 +210,16 @@ def _of_json(path: str, options: _Options, config: Config) -> tuple[Tokenizer, i
             known.add(text)
         if number is not None and found.token_to_id(text) != number:
             raise options.wrong(text, number, f"has the id {found.token_to_id(text)} in {path}")
+
+    def spans(text: str, begins: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = found.encode(text, add_special_tokens=begins)
+        return encoded.ids, encoded.offsets
+
     spelling = Tokenizer(
         path,
         lambda text: found.encode(text).ids,
         lambda ids: found.decode(list(ids), skip_special_tokens=True),
+        spans,
     )
     return spelling, max(found.get_vocab().values(), default=-1) + 1
 
@@ -192,21 +247,36 @@ def _of_sentencepiece(path: str, options: _Options, config: Config) -> tuple[Tok
     numbers, shown = _special(found, options, path)
     pattern = re.compile(f"({'|'.join(map(re.escape, sorted(numbers, key=len, reverse=True)))})")
     has_bos = options.flag("add_bos_token", True)
-    begin = [] if config.bos is None or not has_bos else [config.bos]
+    begin_ids = [] if config.bos is None or not has_bos else [config.bos]
     end = [found.eos_id()] if options.flag("add_eos_token", False) else []
     first = found if options.flag("add_prefix_space", True) else bare
     # Early `transformers` put a space before each part; later models put it only before the whole
     # text.
     later = first if options.flag("legacy", True) else bare
 
-    def encode(text: str) -> list[int]:
-        ids, parts = [*begin], pattern.split(text)
-        for index, part in enumerate(parts):
+    def spans(text: str, begins: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        at = 0
+        for index, part in enumerate(pattern.split(text)):
             if index % 2:
                 ids.append(numbers[part])
+                places.append((at, at + len(part)))
             elif part:
-                ids += (later if index else first).encode(part)
-        return [*ids, *end]
+                begin = at
+                for piece in (later if index else first).encode_as_proto(part).pieces:
+                    ids.append(piece.id)
+                    # Its own offsets count bytes.
+                    places.append((begin, begin + len(piece.surface)))
+                    begin += len(piece.surface)
+            at += len(part)
+        if begins:
+            ids = [*begin_ids, *ids, *end]
+            places = [*[(0, 0)] * len(begin_ids), *places, *[(at, at)] * len(end)]
+        return ids, places
+
+    def encode(text: str) -> list[int]:
+        return spans(text, True)[0]
 
     def decode(ids: Sequence[int]) -> str:
         parts: list[list[int]] = [[]]
@@ -221,7 +291,9 @@ def _of_sentencepiece(path: str, options: _Options, config: Config) -> tuple[Tok
         spelled = ((later if index else first).decode(part) for index, part in enumerate(parts))
         return "".join(text + part for text, part in zip(texts, spelled, strict=True))
 
-    return Tokenizer(path, encode, decode), max(size, *(number + 1 for number in numbers.values()))
+    return Tokenizer(path, encode, decode, spans), max(
+        size, *(number + 1 for number in numbers.values())
+    )
 
 
 def _special(found: Any, options: _Options, path: str) -> tuple[dict[str, int], dict[int, str]]:

@@ -34,7 +34,7 @@ _BESIDE = (
     tokenizer.SPECIAL,
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    tokenizer.TEMPLATE,
     configs.GENERATION,
 )
 # Keys for the dtype of weights in a file.

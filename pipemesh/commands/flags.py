@@ -11,7 +11,6 @@ This module needs neither TensorFlow nor absl.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 import pathlib
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pipemesh.errors import PipemeshError
-from pipemesh.text import bytes_of, did_you_mean, nearest, nearest_text
+from pipemesh.text import bytes_of, did_you_mean, nearest, nearest_text, toml_of
 
 # The groups of flags that commands which train share, in the order of `--help`.
 FILES, TEXTS, MODEL = "model and files", "texts", "size and optimizer of the model"
@@ -364,13 +363,11 @@ def _unknown(name: str, command: Command) -> FlagError:
 
 def read_toml(path: str) -> dict[str, Any]:
     """Returns the flags of a file: `name = value` lines of TOML."""
-    toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            return toml.loads(file.read())
+        return toml_of(path)
     except OSError as error:
         raise ConfigError(f"--config={path!r} cannot be read ({error.strerror})") from error
-    except (toml.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config={path!r} is no TOML ({error})") from error
 
 

@@ -30,6 +30,7 @@ from pipemesh.commands.flags import (
     grouped,
     read_toml,
 )
+from pipemesh.data.rows import PACKINGS
 from pipemesh.errors import (
     CheckpointError,
     DeviceError,
@@ -51,6 +52,47 @@ CHECKPOINT_FLAG = Flag(
     value="PATH",
     help="Path of the checkpoint to use; default: the newest of --logdir.",
     group=FILES,
+)
+# They set attributes of the model's class with the same names.
+ATTRIBUTE_FLAGS = grouped(
+    FILES,
+    Flag(
+        "train_data",
+        help="Documents to train on, for models that take them: files with optional weights, such "
+        "as a.jsonl*0.7,b.parquet*0.3, tfds:NAME/SPLIT, or a .toml file of them.",
+    ),
+    Flag("heldout_data", help="Documents to evaluate on; default: the model's."),
+    Flag(
+        "packing",
+        choices=PACKINGS,
+        help="How documents share rows: each goes on in the next row (split), lies whole in one "
+        "row, its end cut if it is longer (whole), or has a row for itself (single); default: "
+        "split for sources in which every token counts, else whole (auto).",
+    ),
+    Flag(
+        "lora_rank",
+        int,
+        least=0,
+        help="Train adapters of this rank (LoRA) in place of the weights; 0: none; "
+        "default: the model's.",
+    ),
+    Flag(
+        "lora_alpha",
+        float,
+        help="Factor of adapters' products, over the rank; default: 16.",
+    ),
+    Flag("lora_dropout", float, help="Dropout rate of adapters' inputs; default: 0."),
+    Flag(
+        "lora_targets",
+        value="PATTERN",
+        help="Weights that have adapters, a regular expression; default: attention/w_[qv].",
+    ),
+    Flag(
+        "vocab_multiple",
+        int,
+        help="Pad the tokens of each device to a multiple of this, such as 128; default: the "
+        "model's, 1.",
+    ),
 )
 
 
@@ -143,28 +185,11 @@ class RegisteredKind(ModelKind):
                 help="The only weights that are trained, a regular expression of their names.",
             ),
             Flag(
-                "lora_rank",
-                int,
-                least=0,
-                help="Train adapters of this rank (LoRA) in place of the weights; 0: none; "
-                "default: the model's.",
-            ),
-            Flag(
-                "lora_alpha",
-                float,
-                help="Factor of adapters' products, over the rank; default: 16.",
-            ),
-            Flag("lora_dropout", float, help="Dropout rate of adapters' inputs; default: 0."),
-            Flag(
-                "lora_targets",
-                value="PATTERN",
-                help="Weights that have adapters, a regular expression; default: attention/w_[qv].",
-            ),
-            Flag(
                 "dataset",
                 help="The dataset to evaluate on; default: Dev, or else Test, if the model has it.",
             ),
         ),
+        *ATTRIBUTE_FLAGS,
         *training_flags.training_flags(),
         *learning_flags.LEARNING_FLAGS,
     )
@@ -218,6 +243,8 @@ def _trainer(folder: str) -> tuple[Any, Options]:
     print(f"{model.name}: {plan.mesh}")
     if table := trainer.stage_table():
         print(f"plan: {plan}\n{table}")
+    for counts in model.data_counts():
+        print(f"data: {counts}")
     print(f"evaluation while training: {trainer.sample}")
     if manifest:
         print(f"going on from {trainer.restored}")
@@ -301,7 +328,6 @@ def subject() -> Any:
     with console.waiting("loading TensorFlow"):
         workers.accept_lingvo_flags()
         from pipemesh.training.registered import (
-            ADAPTER_SETTINGS,
             RegisteredModel,
             find_model,
             mesh_before,
@@ -311,12 +337,14 @@ def subject() -> Any:
             config = find_model(FLAGS.model)()
             if hasattr(config, _LOGDIR):
                 setattr(config, _LOGDIR, logdir())
-            for name in ADAPTER_SETTINGS:
-                if (value := FLAGS.value(name.lower())) is None:
+            for flag in ATTRIBUTE_FLAGS:
+                name, value = flag.name.upper(), FLAGS.value(flag.name)
+                if value is None:
                     continue
                 if not hasattr(config, name):
                     raise FlagError(
-                        f"--{name.lower()}={value}: {FLAGS.model} has no adapters; leave it out"
+                        f"--{flag.name}={value}: {FLAGS.model} has no attribute {name} that would "
+                        "take it; leave it out"
                     )
                 setattr(config, name, value)
             return config

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -175,6 +176,11 @@ class RegisteredModel(Subject):
             return None
         with self._cluster(do_eval=True):
             return heldout_batches(self._input(self._heldout))
+
+    def data_counts(self) -> Sequence[Any]:
+        """Returns the numbers of the training data, if its dataset counts them."""
+        counts = getattr(getattr(self._input("Train"), "dataset", None), "counts", None)
+        return counts() if counts else ()
 
     def note(self) -> dict[str, Any]:
         """Returns all params, the plan, and the name of the model."""
@@ -366,6 +372,8 @@ def _lines(prefix: str, params: Any) -> dict[str, str]:
             arguments = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
             name = getattr(value.func, "__qualname__", type(value.func).__name__)
             lines[f"{prefix}.{key}"] = f"{name}({', '.join(arguments)})"
+        elif dataclasses.is_dataclass(value) and callable(value):
+            lines[f"{prefix}.{key}"] = repr(value)
 
     params.Visit(note)
     return lines

@@ -184,6 +184,10 @@ class Subject(abc.ABC):
             PipemeshError: the data cannot be read.
         """
 
+    def data_counts(self) -> Sequence[Any]:
+        """Returns numbers of the training data, a dataclass for each source; often none."""
+        return ()
+
     def sample(self, batches: int) -> Sample:
         """Returns at most `batches` batches for evaluation during the run: by default the first
         held-out ones.

@@ -48,7 +48,11 @@ QUICK = {
 }
 LANGUAGE_MODEL = "python -m models.one_billion_word.train --mesh_shape=layers:2 --logdir="
 # Commands that other pages have, by what a page needs.
+DOCUMENT = """echo '{"text": "the cat sat on the mat"}' | tee train.jsonl > heldout.jsonl"""
+IMPORT = "pipemesh checkpoint import --from=gpt2/model.safetensors --logdir=runs/gpt2"
 BEFORE = {
+    "models/pretrained/README.md": [DOCUMENT],
+    "pipemesh/data/README.md": [DOCUMENT, IMPORT],
     "pipemesh/decoding/README.md": [
         f"{LANGUAGE_MODEL}runs/tiny",
         "printf 'The module\\nA function\\n' | tee prompts.txt > texts.txt",

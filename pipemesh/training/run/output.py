@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import os
 import platform
@@ -92,6 +93,7 @@ def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
         "flags": options.given,
         "stages": trainer.stage_rows(),
         "sample": str(trainer.sample),
+        "data": [dataclasses.asdict(each) for each in subject.data_counts()],
         "peak_memory": peak_memory(trainer.trained.all_devices()),
         "versions": {
             "pipemesh": __version__,

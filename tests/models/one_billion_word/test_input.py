@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lingvo.core import py_utils
 
-from models.one_billion_word import heldout, packing
+from models.one_billion_word import heldout
 from models.one_billion_word import input as datasets
 from models.one_billion_word.corpus import (
     Corpus,
@@ -27,6 +27,7 @@ from models.one_billion_word.input import InputError, heldout_dataset, train_dat
 from models.one_billion_word.lingvo_input import OneBillionWordInput, PackedRowsSource
 from models.one_billion_word.text_copy import user_cache_dir
 from models.one_billion_word.vocabulary import load_vocabulary
+from pipemesh.data import packing
 from tests.warm import warm
 
 

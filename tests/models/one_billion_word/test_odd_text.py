@@ -14,13 +14,14 @@ import tensorflow as tf
 from backports import zstd
 
 from models.one_billion_word import input as datasets
-from models.one_billion_word import metrics, text_file
+from models.one_billion_word import metrics
 from models.one_billion_word.corpus import Corpus, Sentences, TextFiles, corpus_from_folder
 from models.one_billion_word.input import heldout_dataset, train_dataset
-from models.one_billion_word.text_file import LONGEST_LINE
 from models.one_billion_word.unigram import fit_unigram
 from models.one_billion_word.vocabulary import train_vocabulary
 from pipemesh.checkpoint import newest
+from pipemesh.data import text_file
+from pipemesh.data.text_file import LONGEST_LINE
 from tests.models.one_billion_word.program import refused
 from tests.models.one_billion_word.small_training import scalars, small_request
 from tests.models.one_billion_word.test_input import read_sentences

@@ -18,8 +18,9 @@ from backports import zstd
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from models.one_billion_word import text_copy, text_file, text_folder
+from models.one_billion_word import text_copy, text_folder
 from models.one_billion_word.corpus import CorpusError, TextFiles, corpus_from_folder
+from pipemesh.data import text_file
 
 TEXT = "Gruesse \u00fc\n\u042d\u0442\u043e \u0442\u0435\u043a\u0441\u0442\n" * 400
 

@@ -23,7 +23,7 @@ from models.pretrained import params
 
 @model_registry.RegisterSingleTaskModel
 class Tuned(params.Gpt2):
-    TRAIN_TEXT = HELDOUT_TEXT = {text!r}
+    TRAIN_DATA = HELDOUT_DATA = {text!r}
     BATCH_SIZE, SEQUENCE_LENGTH, LEARNING_RATE = 4, 8, 2e-2
 """
 
@@ -74,7 +74,7 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run, tmp_path)
     ((_, _, err),) = program.without_tensorflow(words)
     assert err == "error: --dataset is for training; leave it out\n"
     line = program.refused("train", f"--logdir={run}")
-    assert "there is no text to train on: derive a class" in line
+    assert "there is no data to train on; give --train_data=FILE, or derive a class" in line
 
 
 def test_what_was_found_is_scored_and_exported(run, tmp_path):

@@ -284,7 +284,8 @@ def test_there_is_data_to_judge_by_where_there_is_text():
     model = params.Gpt2()
     model.CONFIG = config.of_values(small.GPT2)
     assert list(model.GetAllDatasetParams()) == ["Train"]
-    model.TRAIN_TEXT, model.HELDOUT_TEXT = "a", "b"
+    model.TRAIN_DATA, model.HELDOUT_DATA = "a", "b"
     found = model.GetAllDatasetParams()
     assert list(found) == ["Train", "Dev", "Test"]
-    assert found["Train"].dataset.args[0] == "a" and found["Dev"].dataset.args[0] == "b"
+    paths = [[each.path for each in found[name].dataset.sources] for name in ("Train", "Dev")]
+    assert paths == [["a"], ["b"]]

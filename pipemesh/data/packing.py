@@ -62,18 +62,28 @@ def pack(
 
     @tf.autograph.experimental.do_not_convert
     def batch(ids: tf.Tensor, labels: tf.Tensor) -> dict[str, tf.Tensor]:
-        real = rows(tf.ones_like(ids))
-        ids = rows(ids)
-        segment_ids, segment_pos = segments(tf.equal(ids, bos_id))
-        return {
-            "ids": ids,
-            "labels": rows(labels),
-            "segment_ids": segment_ids * real,
-            "segment_pos": segment_pos * real,
-            "weights": tf.cast(real, tf.float32),
-        }
+        real, ids = rows(tf.ones_like(ids)), rows(ids)
+        weights = tf.cast(real, tf.float32)
+        return batch_of(ids, rows(labels), weights, tf.equal(ids, bos_id), real)
 
     return stream.rebatch(batch_size * sequence_length).map(batch)
+
+
+def batch_of(
+    ids: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, begins: tf.Tensor, real: tf.Tensor
+) -> dict[str, tf.Tensor]:
+    """Returns a batch of packed rows, as in `pack`, from tensors [batch_size, sequence_length].
+
+    `begins` is true where a segment starts; `real` is int32, 0 for padding and otherwise 1.
+    """
+    segment_ids, segment_pos = segments(begins)
+    return {
+        "ids": ids,
+        "labels": labels,
+        "segment_ids": segment_ids * real,
+        "segment_pos": segment_pos * real,
+        "weights": weights,
+    }
 
 
 def segments(begins: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

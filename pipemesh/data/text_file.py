@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import DataError
 
 PLAIN, GZIP, ZSTD = "", "gzip", "zstd"
 _MAGIC = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
@@ -52,7 +52,7 @@ _ZEROS_ONE_IN = 50
 _WRONG_ONE_IN = 10
 
 
-class CorpusError(PipemeshError, ValueError):
+class CorpusError(DataError, ValueError):
     """The text does not exist or is unusable."""
 
 
@@ -166,6 +166,16 @@ def lines(path: str) -> Iterator[bytes]:
             # All parts but the last are final: their cuts do not depend on later text.
             *parts, rest = _cut(rest)
             yield from parts
+    if rest:
+        yield rest
+
+
+def whole_lines(path: str) -> Iterator[bytes]:
+    """Yields all lines of a file without newlines, however long. Errors are those of `blocks`."""
+    rest = b""
+    for block in blocks(path):
+        *whole, rest = (rest + block).split(b"\n")
+        yield from whole
     if rest:
         yield rest
 

@@ -1,0 +1,187 @@
+"""Mixtures: rows of several sources, each a function of the seed and the number of the row.
+
+Nothing is remembered from row to row, so training resumes exactly from the number of a step, under
+any plan and with any number of processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from pipemesh.data import packing
+from pipemesh.data.documents import Spelling, documents_of
+from pipemesh.data.rows import Counts, Rows, Tokens
+from pipemesh.data.sources import Source
+
+# Rows whose sources are chosen together.
+_BLOCK = 1 << 16
+# Different numbers are drawn for each of these.
+_CHOICES, _ORDERS = 0, 1
+_NAMES = {
+    "ids": tf.int32,
+    "labels": tf.int32,
+    "weights": tf.float32,
+    "begins": tf.bool,
+    "real": tf.int32,
+}
+
+
+class Mixture:
+    """An endless sequence of rows.
+
+    Each row is of a source chosen at random by the weights. Each source gives all its rows once in
+    an epoch, in an order that is a function of the seed and the epoch.
+
+    Args:
+        rows: the rows of each source.
+        weights: the weights of the sources.
+        seed: a seed.
+    """
+
+    def __init__(self, rows: Sequence[Rows], weights: Sequence[float], seed: int) -> None:
+        self._rows, self._seed = rows, seed % (1 << 64)
+        self._shares = np.cumsum(weights)[:-1] / np.sum(weights)
+        # Rows of each source before each block.
+        self._before = [np.zeros([len(rows)], np.int64)]
+        self._order = functools.lru_cache(2 * len(rows))(self._new_order)
+        self._choice = functools.lru_cache(2)(self._new_choice)
+
+    def place(self, row: int) -> tuple[int, int, int]:
+        """Returns the source of a row, the epoch there, and the number of its row there."""
+        block, within = divmod(row, _BLOCK)
+        while len(self._before) <= block:
+            counts = np.bincount(self._choice(len(self._before) - 1), minlength=len(self._rows))
+            self._before.append(self._before[-1] + counts)
+        choice = self._choice(block)
+        source = int(choice[within])
+        before = self._before[block][source] + np.count_nonzero(choice[:within] == source)
+        epoch, number = divmod(int(before), len(self._rows[source]))
+        return source, epoch, int(self._order(source, epoch)[number])
+
+    def batch(self, step: int, size: int) -> dict[str, np.ndarray]:
+        """Returns the rows of a batch, as in `Rows.read`."""
+        places = (self.place(row) for row in range(step * size, (step + 1) * size))
+        found = [self._rows[source].read(number) for source, _, number in places]
+        return {name: np.stack([each[name] for each in found]) for name in _NAMES}
+
+    def _draws(self, kind: int, number: int, count: int) -> np.ndarray:
+        # Raw bits are the same in all releases of NumPy, other than its distributions.
+        counter, key = (
+            np.array(words, np.uint64) for words in ([0, 0, number, kind], [self._seed, 0])
+        )
+        return np.random.Philox(counter=counter, key=key).random_raw(count)
+
+    def _new_choice(self, block: int) -> np.ndarray:
+        drawn = (self._draws(_CHOICES, block, _BLOCK) >> np.uint64(11)) * 2.0**-53
+        return np.searchsorted(self._shares, drawn, side="right")
+
+    def _new_order(self, source: int, epoch: int) -> np.ndarray:
+        keys = self._draws(_ORDERS + source, epoch, len(self._rows[source]))
+        return np.argsort(keys, kind="stable")
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentBatches:
+    """A function that returns a dataset of batches of packed documents.
+
+    Batches are dicts of `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, each
+    [batch_size, length]. With a seed they go on without end, in a mixture of the sources by their
+    weights; row n is a function of the seed and n, so a saved iterator is the number of the next
+    batch. Without one the dataset has all rows once, in order; its last batch may be smaller.
+
+    All documents are read once, when the dataset or the counts are first needed, and kept as tokens
+    in temporary files.
+
+    Attributes:
+        sources: files of documents, of `parse_sources`.
+        spelling: a function that returns the tokenizer, or None, and the number of tokens of the
+            model; it must be hashable.
+        length: number of positions in a row.
+        batch_size: number of rows in a batch.
+        packing: how documents share rows: `split`, `whole`, `single` or `auto`.
+        seed: seed of mixture and order; None for all rows in order.
+
+    Example:
+        >>> import os, tempfile
+        >>> from pipemesh.data import parse_sources
+        >>> path = os.path.join(tempfile.mkdtemp(), "a.jsonl")
+        >>> with open(path, "w") as file:
+        ...     _ = file.write('{"ids": [5, 6, 7]}\\n{"ids": [8, 9]}')
+        >>> batches = DocumentBatches(parse_sources(path), lambda: (None, 10), 4, batch_size=1)
+        >>> (batch,) = batches()
+        >>> batch["ids"].numpy().tolist(), batch["segment_ids"].numpy().tolist()
+        ([[5, 6, 8, 0]], [[1, 1, 2, 0]])
+        >>> print(batches.counts()[0].predicted)
+        3
+    """
+
+    sources: tuple[Source, ...]
+    spelling: Callable[[], tuple[Spelling | None, int]] = dataclasses.field(repr=False)
+    length: int
+    batch_size: int
+    packing: str = "auto"
+    seed: int | None = None
+
+    def __call__(self) -> tf.data.Dataset:
+        """Returns the dataset; raises DataError if the documents cannot be read."""
+        rows = _rows_of(self.sources, self.spelling, self.length, self.packing)
+        if self.seed is None:
+            return _in_order(rows, self.batch_size, self.length)
+        weights = [source.weight for source in self.sources]
+        return _endless(Mixture(rows, weights, self.seed), self.batch_size, self.length)
+
+    def counts(self) -> list[Counts]:
+        """Returns the numbers of documents, tokens and rows of each source."""
+        rows = _rows_of(self.sources, self.spelling, self.length, self.packing)
+        return [each.counts for each in rows]
+
+
+# Training, held-out data and forecasts read the same documents.
+@functools.lru_cache(4)
+def _rows_of(sources: tuple[Source, ...], spelling: Any, length: int, packing: str) -> list[Rows]:
+    tokenizer, vocab_size = spelling()
+    return [
+        Rows(source.path, Tokens(documents_of(source, tokenizer, vocab_size)), length, packing)
+        for source in sources
+    ]
+
+
+def _endless(mixture: Mixture, batch_size: int, length: int) -> tf.data.Dataset:
+    """Returns the batches of a mixture without end, as in `packing.pack`."""
+
+    def read(step: np.int64) -> list[Any]:
+        return list(mixture.batch(int(step), batch_size).values())
+
+    return tf.data.Dataset.counter().map(_packed(read, [batch_size, length]))
+
+
+def _in_order(rows: Sequence[Rows], batch_size: int, length: int) -> tf.data.Dataset:
+    """Returns all rows of all sources once, in order; the last batch may be smaller."""
+    ends = np.cumsum([len(each) for each in rows])
+
+    def read(number: np.int64) -> list[Any]:
+        source = int(np.searchsorted(ends, number, side="right"))
+        found = rows[source].read(int(number - ends[source]) + len(rows[source]))
+        return [found[name][np.newaxis] for name in _NAMES]
+
+    one_by_one = tf.data.Dataset.range(int(ends[-1])).map(_packed(read, [1, length]))
+    return one_by_one.unbatch().batch(batch_size)
+
+
+def _packed(read: Any, shape: Sequence[int]) -> Any:
+    """Returns a function from a number to a batch."""
+
+    @tf.autograph.experimental.do_not_convert
+    def batch(number: tf.Tensor) -> Mapping[str, tf.Tensor]:
+        # Not stateful: a saved iterator needs no state of it.
+        found: Any = tf.numpy_function(read, [number], [*_NAMES.values()], stateful=False)
+        shaped = [tf.ensure_shape(tensor, shape) for tensor in found]
+        return packing.batch_of(**dict(zip(_NAMES, shaped, strict=True)))
+
+    return batch

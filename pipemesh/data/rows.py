@@ -1,0 +1,264 @@
+"""Rows: documents as tokens on disk, packed into rows of one length.
+
+Tokens lie in files without names in the folder for temporary files, so a source may be larger than
+memory. Which documents share a row is decided once; then each row can be read by its number.
+
+A document of n tokens has n - 1 positions: the model reads all but the last token, and predicts all
+but the first. No position sees another document.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import dataclasses
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+
+import numpy as np
+
+from pipemesh.data.documents import Document
+from pipemesh.errors import DataError
+from pipemesh.text import count_text
+
+PACKINGS = ("auto", "split", "whole", "single")
+"""How documents share rows.
+
+* `split`: documents follow each other; at the end of a row a document goes on in the next row, as a
+  segment that sees nothing of what came before.
+* `whole`: each document lies in one row, with others if they fit; the end of a longer one is cut.
+* `single`: each document has a row for itself; the end of a longer one is cut.
+* `auto`: `split` for sources in which every token counts, and `whole` for others.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Numbers of a source, of one epoch.
+
+    Attributes:
+        source: its path.
+        rows: rows.
+        documents: documents, with those left out.
+        tokens: tokens of all documents.
+        predicted: tokens that are predicted, with any weight.
+        split: documents that were split at ends of rows.
+        cut: documents whose end was cut.
+        cut_tokens: tokens that were cut.
+        left_out: documents without a token to predict.
+    """
+
+    source: str
+    rows: int
+    documents: int
+    tokens: int
+    predicted: int
+    split: int
+    cut: int
+    cut_tokens: int
+    left_out: int
+
+    def __str__(self) -> str:
+        told = (
+            f"{self.source}: {count_text(self.documents, 'document')}, {self.tokens:,} tokens, "
+            f"{self.predicted:,} of them predicted, in {count_text(self.rows, 'row')}"
+        )
+        if self.split:
+            told += f"; split at ends of rows: {self.split:,}"
+        if self.cut:
+            told += f"; longer than a row and cut: {self.cut:,}, by {self.cut_tokens:,} tokens"
+        if self.left_out:
+            told += f"; without a token to predict and left out: {self.left_out:,}"
+        return told
+
+
+class Tokens:
+    """The documents of a source, on disk.
+
+    Attributes:
+        starts: int64 [documents + 1], where each document starts.
+        ids: int32 [tokens].
+        weights: float32 [tokens]; None if all are 1.
+        first: int64 [documents], the number of the first token after the start of each document
+            that counts; the length of the document if there is none.
+    """
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        try:
+            # They have no names, so nothing is left behind.
+            with tempfile.TemporaryFile() as ids, tempfile.TemporaryFile() as weights:
+                self._write(documents, ids, weights)
+        except OSError as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"tokens cannot be written to {tempfile.gettempdir()!r} ({error.strerror}); make "
+                "room, or name another folder by TMPDIR"
+            ) from error
+
+    def _write(self, documents: Iterable[Document], ids: IO[bytes], weights: IO[bytes]) -> None:
+        lengths, first = array.array("q"), array.array("q")
+        is_weighted = False
+        for document in documents:
+            number = len(document.ids)
+            counts = document.weights
+            if counts is None:
+                counts = np.ones([number], np.float32)
+            counted = np.flatnonzero(counts[1:])
+            first.append(int(counted[0]) + 1 if len(counted) else number)
+            lengths.append(number)
+            is_weighted = is_weighted or not (counts == 1).all()
+            ids.write(document.ids.astype(np.int32).tobytes())
+            weights.write(counts.astype(np.float32).tobytes())
+        self.starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.first = np.array(first)
+        self.ids = _mapped(ids, np.int32)
+        self.weights = _mapped(weights, np.float32) if is_weighted else None
+
+
+def _mapped(file: IO[bytes], dtype: Any) -> np.ndarray:
+    file.flush()
+    # An empty file cannot be mapped.
+    return np.memmap(file, dtype, "r") if file.tell() else np.zeros([0], dtype)
+
+
+class Rows:
+    """The rows of a source.
+
+    Args:
+        source: the path, for messages.
+        tokens: its documents.
+        length: number of positions in a row.
+        packing: one of `PACKINGS`.
+
+    Attributes:
+        counts: numbers of documents, rows, and what was cut.
+
+    Raises:
+        DataError: there is nothing to predict.
+    """
+
+    def __init__(self, source: str, tokens: Tokens, length: int, packing: str) -> None:
+        self._tokens, self._length = tokens, length
+        if packing == "auto":
+            packing = "split" if tokens.weights is None else "whole"
+        self._is_split = packing == "split"
+        sizes = np.maximum(np.diff(tokens.starts) - 1, 0)
+        last = sizes if self._is_split else np.minimum(sizes, length)
+        # A document of which nothing counts takes no place.
+        used = np.flatnonzero((tokens.first <= last) & (last > 0))
+        self._documents, fitting = used, last[used]
+        if self._is_split:
+            self._ends = np.cumsum(fitting)
+            total = int(self._ends[-1]) if len(used) else 0
+            number = -(-total // length)
+            begins = self._ends - fitting
+            split = int(np.count_nonzero(begins // length != (self._ends - 1) // length))
+        else:
+            row_of = _best_fit(fitting, length) if packing == "whole" else np.arange(len(used))
+            order = np.argsort(row_of, kind="stable")
+            self._documents = used[order]
+            number, split = int(row_of.max(initial=-1)) + 1, 0
+            self._first = np.searchsorted(row_of[order], np.arange(number + 1))
+        if not number:
+            what = "no document" if not len(sizes) else "no document with a token to predict"
+            raise DataError(
+                f"data {source!r} has {what} in rows of {length} tokens; give longer documents, or "
+                "longer rows"
+            )
+        cut = sizes - last
+        self.counts = Counts(
+            source=source,
+            rows=number,
+            documents=len(sizes),
+            tokens=int(tokens.starts[-1]),
+            predicted=self._predicted(used, last),
+            split=split,
+            cut=int(np.count_nonzero(cut)),
+            cut_tokens=int(cut.sum()),
+            left_out=len(sizes) - len(used),
+        )
+
+    def __len__(self) -> int:
+        return self.counts.rows
+
+    def _predicted(self, used: np.ndarray, last: np.ndarray) -> int:
+        weights, starts = self._tokens.weights, self._tokens.starts
+        if weights is None:
+            return int(last[used].sum())
+        return sum(
+            int(np.count_nonzero(weights[starts[d] + 1 : starts[d] + last[d] + 1])) for d in used
+        )
+
+    def _pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the documents of a row, with the first of their positions and the number."""
+        if not self._is_split:
+            for document in self._documents[self._first[row] : self._first[row + 1]]:
+                size = int(self._tokens.starts[document + 1] - self._tokens.starts[document]) - 1
+                yield int(document), 0, min(size, self._length)
+            return
+        at, end = row * self._length, min((row + 1) * self._length, int(self._ends[-1]))
+        index = int(np.searchsorted(self._ends, at, side="right"))
+        while at < end:
+            begin = int(self._ends[index - 1]) if index else 0
+            number = min(int(self._ends[index]), end) - at
+            yield int(self._documents[index]), at - begin, number
+            at, index = at + number, index + 1
+
+    def read(self, row: int) -> dict[str, np.ndarray]:
+        """Returns `ids`, `labels`, `weights`, `begins` and `real` of a row, as
+        `packing.batch_of` takes them.
+        """
+        length, tokens = self._length, self._tokens
+        found = {
+            "ids": np.zeros([length], np.int32),
+            "labels": np.zeros([length], np.int32),
+            "weights": np.zeros([length], np.float32),
+            "begins": np.zeros([length], np.bool_),
+            "real": np.zeros([length], np.int32),
+        }
+        at = 0
+        for document, first, number in self._pieces(row):
+            here, begin = slice(at, at + number), int(tokens.starts[document]) + first
+            after = slice(begin + 1, begin + 1 + number)
+            found["ids"][here] = tokens.ids[begin : begin + number]
+            found["labels"][here] = tokens.ids[after]
+            found["weights"][here] = 1 if tokens.weights is None else tokens.weights[after]
+            found["begins"][at] = True
+            found["real"][here] = 1
+            at += number
+        return found
+
+
+def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
+    """Returns the row of each document: the fullest one that has room, for the longest first.
+
+    Rows are numbered in the order of their first documents. See Ding et al., 2024, "Fewer
+    truncations improve language modeling".
+    """
+    rows = np.zeros([len(sizes)], np.int64)
+    # Rows by the room that they have, and these rooms in ascending order.
+    open_rows: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    number = 0
+    for document in np.argsort(-sizes, kind="stable"):
+        size = int(sizes[document])
+        at = bisect.bisect_left(rooms, size)
+        if at < len(rooms):
+            room = rooms[at]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                del open_rows[room], rooms[at]
+        else:
+            room, row = length, number
+            number += 1
+        rows[document] = row
+        if left := room - size:
+            if left not in open_rows:
+                bisect.insort(rooms, left)
+            open_rows.setdefault(left, []).append(row)
+    _, first, inverse = np.unique(rows, return_index=True, return_inverse=True)
+    rank = np.empty_like(first)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
+    return rank[inverse]

@@ -1,0 +1,122 @@
+"""Mixtures: each row is a function of the seed and its number."""
+
+import collections
+import itertools
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from pipemesh.backend.saved_state import iterator_state, set_iterator_state
+from pipemesh.data import DocumentBatches, parse_sources
+from pipemesh.data.mixture import Mixture
+from pipemesh.data.rows import Rows, Tokens
+from tests.data.test_rows import made
+
+LENGTH = 8
+
+
+def rows_of(number):
+    return Rows("a", Tokens(made([LENGTH + 1] * number)), LENGTH, "single")
+
+
+def places(mixture, count, first=0):
+    return [mixture.place(row) for row in range(first, first + count)]
+
+
+def test_sources_have_their_weights_and_every_epoch_every_row_once():
+    sizes = {0: 40, 1: 7, 2: 3}
+    mixture = Mixture([rows_of(size) for size in sizes.values()], [6, 3, 1], seed=5)
+    found = places(mixture, 3000)
+    counts = collections.Counter(source for source, _, _ in found)
+    for source, share in ((0, 0.6), (1, 0.3), (2, 0.1)):
+        assert counts[source] / 3000 == pytest.approx(share, abs=0.03)
+    orders = set()
+    for source, size in sizes.items():
+        mine = [(epoch, row) for of, epoch, row in found if of == source]
+        for epoch, group in itertools.groupby(mine, key=lambda place: place[0]):
+            rows = [row for _, row in group]
+            assert len(set(rows)) == len(rows)
+            if epoch < mine[-1][0]:
+                assert set(rows) == set(range(size))
+                orders.add((source, *rows))
+    assert len(orders) > 100, "the order changes from epoch to epoch"
+
+
+def test_a_row_does_not_depend_on_those_before(monkeypatch):
+    rows = [rows_of(5), rows_of(9)]
+    found = places(Mixture(rows, [1, 2], seed=1), 300)
+    assert places(Mixture(rows, [1, 2], seed=1), 40, first=200) == found[200:240]
+    assert places(Mixture(rows, [1, 2], seed=2), 300) != found
+    # Choices go on in the next block.
+    monkeypatch.setattr("pipemesh.data.mixture._BLOCK", 64)
+    blocks = places(Mixture(rows, [1, 2], seed=1), 300)
+    counted = collections.Counter((source, epoch) for source, epoch, _ in blocks)
+    assert all(counted[source, epoch] == (5, 9)[source] for source, epoch in [(0, 1), (1, 3)])
+    assert places(Mixture(rows, [1, 2], seed=1), 9, first=250) == blocks[250:259]
+
+
+def test_the_order_is_that_of_all_releases():
+    """Checkpoints of older releases go on with the same rows."""
+    found = places(Mixture([rows_of(5), rows_of(4)], [1, 1], seed=-3), 8)
+    assert found == [
+        (0, 0, 4),
+        (1, 0, 3),
+        (0, 0, 0),
+        (0, 0, 1),
+        (1, 0, 1),
+        (0, 0, 2),
+        (1, 0, 0),
+        (1, 0, 2),
+    ]
+
+
+def of_files(tmp_path, **more):
+    for name, first in (("a", 0), ("b", 5000)):
+        lines = (
+            json.dumps({"ids": list(range(first + 100 * i, first + 100 * i + 2 + i % 7))})
+            for i in range(20)
+        )
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    sources = parse_sources(f"{tmp_path}/a.jsonl*3,{tmp_path}/b.jsonl")
+    return DocumentBatches(sources, ready, LENGTH, 4, **more)
+
+
+def ready():
+    return None, 10_000
+
+
+def test_an_iterator_goes_on_exactly_where_it_was_saved(tmp_path):
+    batches = of_files(tmp_path, seed=7)
+    wanted = [batch["ids"].numpy().tolist() for batch in batches().take(30)]
+    iterator = iter(batches().prefetch(3))
+    for _ in range(11):
+        next(iterator)
+    state = iterator_state(iterator)
+    later = iter(of_files(tmp_path, seed=7)().prefetch(3))
+    set_iterator_state(later, state)
+    got = [next(later)["ids"].numpy().tolist() for _ in range(19)]
+    assert got == wanted[11:]
+    assert batches().cardinality() == tf.data.INFINITE_CARDINALITY
+    assert batches().element_spec["ids"].shape == [4, LENGTH]
+
+
+def test_held_out_rows_come_once_and_in_order(tmp_path):
+    batches = of_files(tmp_path)
+    found = list(batches())
+    assert [len(batch["ids"]) for batch in found[:-1]] == [4] * (len(found) - 1)
+    labels = np.concatenate([batch["labels"].numpy().ravel() for batch in found])
+    real = np.concatenate([batch["segment_ids"].numpy().ravel() for batch in found]) > 0
+    ids = np.concatenate([batch["ids"].numpy().ravel() for batch in found])
+    assert (labels[real] == ids[real] + 1).all()
+    assert (np.diff(labels[real]) > 0).all()
+    assert sum(each.predicted for each in batches.counts()) == real.sum()
+
+
+def test_settings_of_a_checkpoint_tell_other_files(tmp_path):
+    one = repr(of_files(tmp_path))
+    assert one == repr(of_files(tmp_path)) and "0x" not in one
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("101", "102"))
+    sources = parse_sources(f"{tmp_path}/a.jsonl*3,{tmp_path}/b.jsonl")
+    assert repr(DocumentBatches(sources, ready, LENGTH, 4)) != one

@@ -1,0 +1,160 @@
+"""Documents reach a training: by packing, mixture and masks, equal under every plan."""
+
+import json
+
+import numpy as np
+import pytest
+
+from models.pretrained import params, transfer
+from models.pretrained.text import batches_of
+from pipemesh.commands import runs
+from pipemesh.commands.flags import FlagError
+from pipemesh.training.evaluation import evaluate
+from pipemesh.training.registered import RegisteredModel
+from pipemesh.training.run import Options
+from pipemesh.training.trainer import Trainer
+from tests.commands import program
+from tests.models.pretrained import small
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("eagerly")]
+
+TEMPLATE = """
+{%- for message in messages %}
+    {{- '[BOS] ' if message.role == 'user' else ' the ' }}{{ message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ ' the ' }}{% endif %}
+"""
+PLANS = {
+    "plain": {},
+    "split": {
+        "mesh": "layers:2;model:2",
+        "layout": "heads:model;d_ff:model;vocab:model",
+        "num_microbatches": "2",
+    },
+    "pipeline": {"mesh": "layers:2", "schedule": "zb_h1"},
+}
+WORDS = small.WORDS[2:]
+LENGTH = 8
+
+
+class Model(params.Gpt2):
+    # Adam would enlarge round-off where a gradient is zero: biases of keys.
+    OPTIMIZER, LEARNING_RATE = "sgd", 0.3
+    BATCH_SIZE, SEQUENCE_LENGTH = 8, LENGTH
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Weights with dropout in training, and three files of documents."""
+    folder = tmp_path_factory.mktemp("data")
+    values = small.GPT2 | {"vocab_size": len(small.WORDS), "resid_pdrop": 0.2, "embd_pdrop": 0.2}
+    small.write(folder / "in", values, small.tensors_of(values))
+    small.write_tokenizer(folder / "in")
+    (folder / "in" / "chat_template.jinja").write_text(TEMPLATE)
+    transfer.import_weights(str(folder / "in"), str(folder / "run"))
+    rng = np.random.default_rng(5)
+
+    def words(most):
+        return " ".join(rng.choice(WORDS, rng.integers(1, most)))
+
+    def chat():
+        roles = ["user", "assistant"] * rng.integers(1, 3)
+        return {"messages": [{"role": role, "content": words(4)} for role in roles]}
+
+    rows = {
+        "text": [{"text": words(20)} for _ in range(15)],
+        "pairs": [{"prompt": words(4) + " ", "completion": words(4)} for _ in range(20)],
+        "chats": [chat() for _ in range(20)],
+    }
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def model_of(folder, plan, train="", heldout=None, packing="auto"):
+    config = Model()
+    config.LOGDIR, config.PACKING = str(folder / "run"), packing
+    config.TRAIN_DATA, config.HELDOUT_DATA = train or f"{folder}/text.jsonl", heldout
+    values = PLANS[plan]
+    return RegisteredModel(config, "Model", values, plain=plan == "plain")
+
+
+def trained(folder, plan, logdir, until, restore=None):
+    """The batches and losses of steps, and the checkpoint after them."""
+    mixture = f"{folder}/text.jsonl*0.5,{folder}/pairs.jsonl*0.2,{folder}/chats.jsonl*0.3"
+    logdir.mkdir(exist_ok=True)
+    for name in ("config.json", "tokenizer.json"):
+        (logdir / name).write_bytes((folder / "run" / name).read_bytes())
+    options = Options(logdir=str(logdir), steps=until)
+    begin = restore or str(folder / "run" / "ckpt-0")
+    subject = model_of(folder, plan, mixture)
+    trainer = Trainer(subject, options, restore=begin, keeps_place=restore is not None)
+    assert trainer.keeps_place == (restore is not None)
+    steps = []
+    while trainer.step < until:
+        loss = trainer.train_step()["loss"]
+        batch = {name: value.numpy().tolist() for name, value in trainer.batch.items()}
+        steps.append((batch, loss))
+    return steps, trainer.save()
+
+
+def weights_at(path, to):
+    from safetensors.numpy import load_file
+
+    transfer.export_weights(path, str(to))
+    return load_file(str(to / "model.safetensors"))
+
+
+def test_killed_and_under_another_plan_it_goes_on_with_the_same_rows(folder, tmp_path):
+    wanted, path = trained(folder, "plain", tmp_path / "plain", 7)
+    weights = weights_at(path, tmp_path / "wanted")
+    assert len({str(batch["ids"]) for batch, _ in wanted}) == 7
+    assert {0.0, 1.0} == {w for batch, _ in wanted for row in batch["weights"] for w in row}
+    first, path = trained(folder, "split", tmp_path / "a", 3)
+    # What the process had read ahead is lost with it.
+    rest, path = trained(folder, "pipeline", tmp_path / "b", 7, restore=path)
+    for (batch, loss), (own, own_loss) in zip(wanted, first + rest, strict=True):
+        assert batch == own
+        np.testing.assert_allclose(own_loss, loss, rtol=1e-5)
+    found = weights_at(path, tmp_path / "found")
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+def test_documents_in_a_row_do_not_see_each_other(folder):
+    path, data = str(folder / "run" / "ckpt-0"), f"{folder}/pairs.jsonl,{folder}/chats.jsonl"
+    losses, rows = [], []
+    for plan, packing in (("pipeline", "whole"), ("plain", "single")):
+        model = model_of(folder, plan, heldout=data, packing=packing)
+        counts = batches_of(data, f"{folder}/run", LENGTH, 8, packing).counts()
+        rows.append(sum(each.rows for each in counts))
+        losses.append(evaluate(model, path)[1].sums["loss"])
+    assert rows[0] < 0.8 * rows[1] and rows[1] == 40
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_flags_name_the_data_and_it_is_counted(folder, tmp_path):
+    logdir = tmp_path / "run"
+    transfer.import_weights(str(folder / "in"), str(logdir))
+    flags = [f"--logdir={logdir}", f"--train_data={folder}/chats.jsonl*2,{folder}/text.jsonl"]
+    heldout = f"--heldout_data={folder}/pairs.jsonl"
+    out = program.done("train", *flags, heldout, "--packing=whole", "--steps=2", "--save_every=2")
+    assert "chats.jsonl: 20 documents, " in out and "of them predicted, in " in out
+    assert "evaluation while training: all of the held-out data, 1 batches" in out
+    lines = [json.loads(line) for line in (logdir / "record.jsonl").read_text().splitlines()]
+    chats, text = lines[0]["data"]
+    assert chats["documents"] == 20 and text["source"] == f"{folder}/text.jsonl"
+    assert text["cut"] == 0 and text["documents"] == 15
+    out = program.done("train", f"--logdir={logdir}", "--steps=4")
+    assert f"going on from {logdir}/ckpt-2" in out and "changed since" not in out
+    assert "read from its beginning" not in out
+    (folder / "wrong.jsonl").write_text('{"text": "the"}\n{"txt": "the"}\n')
+    line = program.refused("train", f"--logdir={logdir}", f"--train_data={folder}/wrong.jsonl")
+    assert "wrong.jsonl', line 2 has none of the fields text, prompt and completion" in line
+
+
+def test_models_with_data_of_their_own_take_no_other(tmp_path):
+    words = ["--model=models.digits.params.DigitsPlain", f"--logdir={tmp_path}/run"]
+    with pytest.raises(FlagError, match=r"--train_data=a: .*Plain has no attribute TRAIN_DATA"):
+        runs.train(["train", *words, "--train_data=a"])
