@@ -99,7 +99,7 @@ def test_tokens_beyond_the_vocabulary_play_no_part(tmp_path):
         (LLAMA | {"rope_scaling": {"rope_type": []}}, r"rope_type is \[\]; supported are default"),
         ({"model_type": "lama"}, "model_type is 'lama'.*llama"),
         ({"model_type": "bert"}, "model_type is 'bert'.*gpt2.*llama"),
-        (GPT2 | {"n_layer": 0}, "n_layer is 0; it is a whole number from 1 on"),
+        (GPT2 | {"n_layer": 0}, "n_layer is 0; it is a whole number from 1 to"),
         (GPT2 | {"n_layer": "12"}, "n_layer is '12'; it is a whole number"),
         (GPT2 | {"n_embd": 10, "n_head": 4}, "n_embd is 10, which n_head 4 does not divide"),
         (GPT2 | {"activation_function": "tanh"}, "activation_function is 'tanh'; there are gelu, "),
