@@ -15,7 +15,7 @@ import numpy as np
 from pipemesh.checkpoint.files import write_whole
 from pipemesh.errors import SaveError, install
 
-from .config import WeightsError, json_object
+from .values import WeightsError, json_object
 
 try:
     # Import this before files are opened: it adds bfloat16 to NumPy.

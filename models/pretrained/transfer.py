@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import functools
 import json
 import os
 import shutil
@@ -20,9 +21,10 @@ from pipemesh.errors import CheckpointError, SaveError
 
 from . import config as configs
 from . import names, safetensors_file, tokenizer
-from .config import Config, WeightsError
+from .families import Config
 from .names import Weight
 from .safetensors_file import DTYPES, TensorFiles
+from .values import WeightsError, json_object
 
 # Files beside weights that are copied with them.
 _BESIDE = (
@@ -81,8 +83,9 @@ def import_weights(
             path = path_of(logdir, 0)
             _write(path, files, weights, note, dtype)
             undo.pop_all()
-    numbers = sum(int(np.prod(weight.shape)) for weight in weights)
-    told = f"{path}: {len(weights)} weights of {source} ({config.model_type}), {numbers:,} numbers"
+    sizes = {weight.name: int(np.prod(weight.shape)) for weight in weights}
+    numbers = sum(sizes.values())
+    told = f"{path}: {len(sizes)} weights of {source} ({config.model_type}), {numbers:,} numbers"
     spelled = (
         f"tokenizer: {found.path}"
         if found
@@ -128,12 +131,13 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
             raise SaveError(f"{os.path.join(to, name)} exists; give another folder")
     wanted = DTYPES[_OF_DTYPE[dtype]]
 
+    # The tensors of all experts come from one weight, one after the other.
+    @functools.lru_cache(maxsize=1)
+    def read(name: str) -> np.ndarray:
+        return read_one(path, name, dtypes[name]).numpy()
+
     def joined(parts: Sequence[Weight]) -> np.ndarray:
-        found = [
-            weight.to_theirs(read_one(path, weight.name, dtypes[weight.name]).numpy())
-            for weight in parts
-        ]
-        whole = np.concatenate(found, -1) if len(found) > 1 else found[0]
+        whole = names.joined(parts, [read(weight.name) for weight in parts])
         return _cast(whole, wanted, parts[0].theirs)
 
     def tensors() -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
@@ -150,11 +154,12 @@ def export_weights(path: str, to: str, dtype: str = "float32") -> list[str]:
     for name in _BESIDE:
         if os.path.exists(os.path.join(folder, name)):
             _copy(os.path.join(folder, name), os.path.join(to, name))
-    values = configs.json_object(config_path)
+    values = json_object(config_path)
     values |= {key: dtype for key in _DTYPE_KEYS if key in values}
     written.append(os.path.join(to, configs.FILE))
     write_whole(written[-1], (json.dumps(values, indent=2) + "\n").encode())
-    return [f"{len(weights)} weights of {path}, as {dtype}: {', '.join(written)}"]
+    number = len({weight.name for weight in weights})
+    return [f"{number} weights of {path}, as {dtype}: {', '.join(written)}"]
 
 
 def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> list[Weight]:
@@ -165,12 +170,13 @@ def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> lis
         raise WeightsError(f"{files.path}: {error}") from error
     for weight in found:
         files.check(weight.theirs, weight.there)
-    if config.tied and names.HEAD in files.names:
+    head = names.head_of(config)
+    if config.tied and head in files.names:
         table = names.table_of(found)
-        files.check(names.HEAD, table.there)
-        if not np.array_equal(files.read(names.HEAD), files.read(table.theirs)):
+        files.check(head, table.there)
+        if not np.array_equal(files.read(head), files.read(table.theirs)):
             raise WeightsError(
-                f"{files.path}: {names.HEAD!r} is not {table.theirs!r}, but by config.json they "
+                f"{files.path}: {head!r} is not {table.theirs!r}, but by config.json they "
                 'are one; if they are two, write "tie_word_embeddings": false there'
             )
     return found
@@ -201,13 +207,18 @@ def _write(path: str, files: TensorFiles, weights: Sequence[Weight], note: Any, 
 
     wanted = DTYPES[_OF_DTYPE[dtype]]
 
-    def get(weight: Weight) -> tf.Tensor:
+    def cast(weight: Weight) -> np.ndarray:
         value = weight.from_theirs(files.read(weight.theirs, weight.index))
+        return _cast(value, wanted, weight.theirs)
+
+    def get(parts: Sequence[Weight]) -> tf.Tensor:
+        has_experts = parts[0].expert is not None
+        value = np.stack([cast(part) for part in parts]) if has_experts else cast(parts[0])
         with tf.device("CPU:0"):
-            return tf.constant(np.ascontiguousarray(_cast(value, wanted, weight.theirs)))
+            return tf.constant(np.ascontiguousarray(value))
 
     step = ("global_step", lambda: tf.zeros([], tf.int64))
-    tensors = ((weight.name, lambda weight=weight: get(weight)) for weight in weights)
+    tensors = ((name, lambda parts=parts: get(parts)) for name, parts in names.by_ours(weights))
     write(path, [step, *tensors], 0, note)
     list_for_tensorflow(os.path.dirname(path), [os.path.basename(path)])
 

@@ -7,7 +7,9 @@ import pytest
 import tensorflow as tf
 
 from models.pretrained import config, names, params, transfer
-from models.pretrained.config import WeightsError, ends_of, of_folder, of_values, read
+from models.pretrained.config import ends_of, of_folder, of_values, read
+from models.pretrained.families import FAMILIES
+from models.pretrained.values import WeightsError
 from pipemesh.errors import PlanError
 from pipemesh.layers import DatasetInput
 from pipemesh.layers.named import RotaryScaling
@@ -159,13 +161,19 @@ def model(request):
 
 def test_every_number_there_is_one_here(model):
     weights = names.weights_of(model)
-    assert len({weight.name for weight in weights}) == len(weights)
+    assert len({(weight.name, weight.expert) for weight in weights}) == len(weights)
     for _, parts in names.by_theirs(weights):
         there = np.arange(np.prod(parts[0].there)).reshape(parts[0].there)
         here = [weight.from_theirs(there[weight.index]) for weight in parts]
-        assert [each.shape for each in here] == [weight.shape for weight in parts]
-        back = [weight.to_theirs(each) for weight, each in zip(parts, here, strict=True)]
-        np.testing.assert_array_equal(np.concatenate(back, -1), there)
+        # A file has one expert's part of a weight.
+        own = [
+            each if weight.expert is None else np.stack([each] * (1 + weight.expert))
+            for weight, each in zip(parts, here, strict=True)
+        ]
+        np.testing.assert_array_equal(names.joined(parts, own), there)
+    for name, parts in names.by_ours(weights):
+        experts = [weight.expert for weight in parts]
+        assert experts in ([None], list(range(parts[0].shape[0]))), name
 
 
 def test_heads_stand_where_products_there_have_them():
@@ -180,7 +188,7 @@ def test_heads_stand_where_products_there_have_them():
 
 def test_files_may_leave_the_prefix_out_and_have_constants(model):
     weights = names.weights_of(model)
-    prefix = {"gpt2": "transformer.", "llama": "model."}[model.model_type]
+    prefix = FAMILIES[model.model_type].prefix
     bare = [weight.theirs.removeprefix(prefix) for weight in weights]
     constants = ["h.0.attn.bias", "layers.0.self_attn.rotary_emb.inv_freq"]
     found = names.as_in([*bare, *constants], weights, model)
@@ -202,11 +210,11 @@ def test_logits_by_the_table_need_no_weight_but_may_come_with_it():
     tied = config.of_values(small.GPT2)
     weights = names.weights_of(tied)
     there = [weight.theirs for weight in weights]
-    assert names.HEAD not in there
-    assert len(names.as_in([*there, names.HEAD], weights, tied)) == len(weights)
+    assert names.head_of(tied) not in there
+    assert len(names.as_in([*there, names.head_of(tied)], weights, tied)) == len(weights)
     untied = config.of_values(small.LLAMA)
     weights = names.weights_of(untied)
-    assert names.HEAD in [weight.theirs for weight in weights]
+    assert names.head_of(untied) in [weight.theirs for weight in weights]
     assert names.tied_of(untied) == {} and names.tied_of(tied) == {"cell_003.w": "cell_000.table"}
 
 
