@@ -24,8 +24,8 @@ MODULES: Mapping[str, str] = {
     "attention/v": "self_attn.v_proj",
     "attention/out": "self_attn.o_proj",
     "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward/in": "mlp.up_proj",
     "feed_forward/gate": "mlp.gate_proj",
+    "feed_forward/in": "mlp.up_proj",
     "feed_forward/out": "mlp.down_proj",
 }
 

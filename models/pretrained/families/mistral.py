@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..values import Given
 from .family import Config
 from .llama import like_llama, silu_gate, sizes
 
-DEFAULTS = {
+DEFAULTS: Mapping[str, Any] = {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,

@@ -39,7 +39,6 @@ PHI3 = like_llama(
         "attention/q": "self_attn.qkv_proj",
         "attention/k": "self_attn.qkv_proj",
         "attention/v": "self_attn.qkv_proj",
-        # The gate comes first.
         "feed_forward/gate": "mlp.gate_up_proj",
         "feed_forward/in": "mlp.gate_up_proj",
     },

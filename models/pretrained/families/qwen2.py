@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..values import Given
 from .family import Config, windows
 from .llama import like_llama, silu_gate, sizes
 
-DEFAULTS = {
+DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,

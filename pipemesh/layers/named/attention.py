@@ -223,7 +223,7 @@ class Attention(NamedLayer):
         q, k, v = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, k, v))
         varied = {name: tensor.vary(axes) for name, tensor in given.items()}
 
-        def turned(x: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+        def turned(x: Any, places: tf.Tensor) -> tf.Tensor:
             first = rotated(x[..., : p.rotary_dim], places, p.rotary_base, p.rotary_scaling)
             rest = static_sizes(x)[-1] - static_sizes(first)[-1]
             return tf.concat([first, x[..., -rest:]], -1) if rest else first

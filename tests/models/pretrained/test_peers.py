@@ -19,7 +19,12 @@ from pipemesh.training.run import Options
 from pipemesh.training.trainer import Trainer
 from tests.models.pretrained import small
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("eagerly")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("eagerly"),
+    # torch looks for GPUs at the first gradient.
+    pytest.mark.filterwarnings("ignore:CUDA initialization"),
+]
 
 LENGTH, VOCAB, RATE = 12, small.GPT2["vocab_size"], 0.5
 # `model` stands for the dims of weights that a family has.
