@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -90,14 +91,16 @@ def write(
         number = sum(pair is not None for pair in pairs)
         if not number:
             continue
-        sizes = [part.there[0 if part.transposed else -1] // part.parts for part in parts]
-        second = np.zeros([sum(sizes), number * rank], np.float32)
-        first: list[np.ndarray] = []
-        for row, size, pair in zip(np.cumsum([0, *sizes]), sizes, pairs, strict=False):
+        outputs = parts[0].there[0 if parts[0].transposed else -1]
+        first, second = [], np.zeros([outputs, number * rank], np.float32)
+        for part, pair in zip(parts, pairs, strict=True):
             if pair is not None:
                 a, b = pair
-                column = len(first) * rank
-                second[row : row + size, column : column + rank] = b.reshape(rank, size).T
+                block = np.zeros([outputs, rank], np.float32)
+                # `b` lies in its tensor as the weight lies in that of the model.
+                shape = {"shape": b.shape, "there": block.shape, "transposed": True}
+                dataclasses.replace(part, **shape).put(b, block)
+                second[:, len(first) * rank : (len(first) + 1) * rank] = block
                 first.append(a.reshape(-1, rank).T)
         module = theirs.removesuffix(".weight")
         if number > 1:

@@ -2,7 +2,8 @@
 
 One table serves both directions. Matmul weights are `inputs;outputs` here, with a dim for heads.
 Files have one dim for all heads, and except for GPT-2 they are transposed. Several weights here may
-be one tensor there: GPT-2 computes queries, keys and values in one matmul.
+be one tensor there: GPT-2 computes queries, keys and values in one matmul. One weight here may be
+several tensors there: one for each expert.
 """
 
 from __future__ import annotations
@@ -10,41 +11,48 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipemesh.text import nearest
 
-from .config import Config, WeightsError
+from .families import FAMILIES, Config, Family
+from .values import WeightsError
 
 # The name of the task, which prefixes the names of its weights.
 TASK = "language_model"
 # Tensors in files that are not weights: masks, and the wavelengths of rotations.
-_CONSTANTS = ("attn.bias", "attn.masked_bias", "rotary_emb.inv_freq")
-# The prefix of all names but the logits'; files of a model without logits omit it.
-_PREFIXES = {"gpt2": "transformer.", "llama": "model."}
-HEAD = "lm_head.weight"
+_CONSTANTS = (
+    "attn.bias",
+    "attn.masked_bias",
+    "attention.bias",
+    "attention.masked_bias",
+    "rotary_emb.inv_freq",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight here, and its position in a file.
+    """A weight here, or an expert's part of one, and its position in a file.
 
     Attributes:
         name: its name in a checkpoint.
-        shape: its shape here.
+        shape: its shape here, of all experts.
         theirs: the name of the tensor in the file.
         there: the shape of that whole tensor.
         transposed: whether the file has it transposed.
-        part: index of its part of that tensor's last dim.
-        parts: number of equal parts.
+        start: where its part of the tensor's outputs begins: the first dim if transposed, or else
+            the last one.
+        size: size of that part; None for the whole tensor.
+        groups: number of equal groups of outputs, each with such a part: one, or the heads.
+        expert: the expert whose weight the file has; None if there are none.
 
     Example:
-        >>> weight = Weight("w_k", (2, 2, 1), "c_attn", (2, 6), part=1, parts=3)
+        >>> weight = Weight("w_k", (2, 2, 1), "c_attn", (2, 6), start=2, size=2)
         >>> found = weight.from_theirs(np.arange(12).reshape(2, 6)[weight.index])
-        >>> found.tolist(), weight.to_theirs(found).tolist()
+        >>> found.tolist(), joined([weight], [found])[:, weight.index[1]].tolist()
         ([[[2], [3]], [[8], [9]]], [[2, 3], [8, 9]])
     """
 
@@ -53,33 +61,71 @@ class Weight:
     theirs: str
     there: tuple[int, ...]
     transposed: bool = False
-    part: int = 0
-    parts: int = 1
+    start: int = 0
+    size: int | None = None
+    groups: int = 1
+    expert: int | None = None
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Returns the slice of the tensor in the file."""
-        size = self.there[-1] // self.parts
-        whole = (slice(None),) * (len(self.there) - 1)
-        return *whole, slice(self.part * size, (self.part + 1) * size)
+        """Returns the slice of the tensor in the file from which it is made."""
+        if self.size is None or self.groups > 1:
+            return (slice(None),) * len(self.there)
+        index = [slice(None)] * len(self.there)
+        index[0 if self.transposed else -1] = slice(self.start, self.start + self.size)
+        return tuple(index)
 
     def from_theirs(self, value: np.ndarray) -> np.ndarray:
-        """Converts a slice from the file to the layout used here."""
-        return (value.T if self.transposed else value).reshape(self.shape)
+        """Converts a slice from the file to the layout used here, of one expert if there are."""
+        value = self._part(value) if self.groups > 1 else value
+        shape = self.shape if self.expert is None else self.shape[1:]
+        if not self.transposed:
+            return value.reshape(shape)
+        return value.reshape(-1, self.there[-1]).T.reshape(shape)
 
-    def to_theirs(self, value: np.ndarray) -> np.ndarray:
-        """Converts a weight to the layout of the file."""
-        sizes = (*self.there[:-1], self.there[-1] // self.parts)
-        return value.reshape(sizes[::-1]).T if self.transposed else value.reshape(sizes)
+    def put(self, value: np.ndarray, whole: np.ndarray) -> None:
+        """Writes the weight, of all experts, into the whole tensor of the file."""
+        part = self._part(whole) if self.groups > 1 else whole[self.index]
+        value = value if self.expert is None else value[self.expert]
+        if self.transposed:
+            value = value.reshape(self.there[-1], -1).T
+        part[...] = value.reshape(part.shape)
+
+    def _part(self, whole: np.ndarray) -> np.ndarray:
+        """Returns a view of its part of each group of the first dim."""
+        groups = whole.reshape(self.groups, -1, *self.there[1:])
+        assert self.size is not None
+        return groups[:, self.start : self.start + self.size]
+
+
+def joined(weights: Sequence[Weight], values: Iterable[np.ndarray]) -> np.ndarray:
+    """Returns the tensor in the file of which the weights are the parts."""
+    whole = None
+    for weight, value in zip(weights, values, strict=True):
+        if whole is None:
+            whole = np.empty(weight.there, value.dtype)
+        weight.put(value, whole)
+        # So that the next value does not find this one in memory.
+        del value
+    assert whole is not None
+    return whole
 
 
 def weights_of(config: Config) -> list[Weight]:
-    """Returns all weights of a model; parts of one tensor follow each other."""
-    build = {"gpt2": _gpt2_block, "llama": _llama_block}[config.model_type]
-    outside = {"gpt2": _gpt2_outside, "llama": _llama_outside}[config.model_type]
-    blocks = range(config.num_layers)
-    within = [build(config, f"cell_{1 + i:03d}", i) for i in blocks]
-    return [*outside(config), *itertools.chain.from_iterable(within)]
+    """Returns all weights of a model; parts of one tensor, and of one weight, follow each other."""
+    family = FAMILIES[config.model_type]
+    found = _outside(family, config)
+    for number in range(config.num_layers):
+        cell, prefix = f"cell_{1 + number:03d}", family.prefix + family.blocks.format(number)
+        norms, matmuls = _norms(config), _matmuls(config)
+        for ours, dim in norms.items():
+            found += _norm(config, cell, ours, prefix + family.modules[ours], dim)
+        # Matmuls with one name are parts of one tensor.
+        modules = [ours for ours in family.modules if ours in matmuls]
+        for theirs, parts in itertools.groupby(modules, family.modules.__getitem__):
+            group = {ours: matmuls[ours] for ours in parts}
+            found += _parts(family, config, cell, prefix + theirs, group)
+    return found
 
 
 def by_theirs(weights: Sequence[Weight]) -> Iterator[tuple[str, list[Weight]]]:
@@ -88,11 +134,17 @@ def by_theirs(weights: Sequence[Weight]) -> Iterator[tuple[str, list[Weight]]]:
         yield theirs, list(parts)
 
 
+def by_ours(weights: Sequence[Weight]) -> Iterator[tuple[str, list[Weight]]]:
+    """Yields the weights by the name here."""
+    for name, parts in itertools.groupby(weights, key=lambda weight: weight.name):
+        yield name, list(parts)
+
+
 def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> list[Weight]:
     """Returns the weights with the names in some files; raises WeightsError if tensors are missing
     or unknown.
     """
-    prefix = _PREFIXES[config.model_type]
+    prefix = FAMILIES[config.model_type].prefix
     if not any(name.startswith(prefix) for name in names):
         weights = [
             dataclasses.replace(weight, theirs=weight.theirs.removeprefix(prefix))
@@ -106,12 +158,17 @@ def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> 
             raise WeightsError(f"there is no tensor {theirs!r}, which {_told(config)} has{hint}")
     spare = {name for name in names if name.endswith(_CONSTANTS)}
     # This equals the embedding's table, which the reader checks.
-    spare |= {HEAD} if config.tied else set()
+    spare |= {head_of(config)} if config.tied else set()
     if beyond := sorted(set(names) - wanted - spare):
         raise WeightsError(
             f"there are {len(beyond)} tensors that {_told(config)} has not, such as {beyond[0]!r}"
         )
     return list(weights)
+
+
+def head_of(config: Config) -> str:
+    """Returns the name of the logits' matmul in files, which a model with one table lacks."""
+    return f"{FAMILIES[config.model_type].head}.weight"
 
 
 def table_of(weights: Iterable[Weight]) -> Weight:
@@ -138,105 +195,109 @@ def _last(config: Config) -> str:
     return f"cell_{1 + config.num_layers:03d}"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Matmul:
+    """The dims of a matmul; `experts` have one each."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    bias: bool = False
+    experts: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.outputs)
+
+
+def _norms(config: Config) -> dict[str, int]:
+    """Returns the norms of a block, with the size of their weights."""
+    halves = ["attention_norm", "feed_forward_norm"]
+    if config.output_norms:
+        halves += ["attention_output_norm", "feed_forward_output_norm"]
+    heads = ["attention/q_norm", "attention/k_norm"] if config.head_norms else []
+    return dict.fromkeys(halves, config.model_dim) | dict.fromkeys(heads, config.head_dim)
+
+
+def _matmuls(config: Config) -> dict[str, _Matmul]:
+    """Returns the matmuls of a block."""
+    embed, hidden = (config.model_dim,), (config.hidden_dim,)
+    heads, keys = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
+    bias, experts = config.feed_forward_bias, config.num_experts
+    found = {
+        "attention/q": _Matmul(embed, heads, config.attention_bias),
+        "attention/k": _Matmul(embed, keys, config.attention_bias),
+        "attention/v": _Matmul(embed, keys, config.attention_bias),
+        "attention/out": _Matmul(heads, embed, config.out_bias),
+        "feed_forward/in": _Matmul(embed, hidden, bias, experts),
+        "feed_forward/out": _Matmul(hidden, embed, bias, experts),
+    }
+    if config.is_gated:
+        found["feed_forward/gate"] = _Matmul(embed, hidden, bias, experts)
+    if experts:
+        found["feed_forward/router"] = _Matmul(embed, (experts,))
+    return found
+
+
 def _same(cell: str, name: str, theirs: str, *shape: int) -> Weight:
     return Weight(_name(cell, name), shape, theirs, shape)
 
 
-def _product(cell: str, name: str, theirs: str, shape: Any, inputs: int) -> Weight:
-    """Returns a matmul weight that is transposed in files, with one dim for inputs and one for
-    outputs.
-    """
-    outputs = math.prod(shape) // inputs
-    return Weight(_name(cell, name), tuple(shape), theirs, (outputs, inputs), transposed=True)
+def _norm(config: Config, cell: str, ours: str, theirs: str, dim: int) -> list[Weight]:
+    kinds = {"scale": "weight", "bias": "bias"} if config.norm == "layer" else {"scale": "weight"}
+    return [_same(cell, f"{ours}/{k}", f"{theirs}.{t}", dim) for k, t in kinds.items()]
 
 
-def _flat(cell: str, name: str, theirs: str, *shape: int) -> Weight:
-    """Returns a weight with heads that is a vector in files."""
-    return Weight(_name(cell, name), shape, theirs, (math.prod(shape),))
-
-
-def _outside(config: Config, table: str, norm: str) -> list[Weight]:
+def _outside(family: Family, config: Config) -> list[Weight]:
+    """Returns the weights of the embedding and of the head."""
     vocab, embed, last = config.vocab_size, config.model_dim, _last(config)
-    found = [
-        _same("cell_000", "table", table, vocab, embed),
-        _same(last, "norm/scale", f"{norm}.weight", embed),
-    ]
+    found = [_same("cell_000", "table", f"{family.prefix}{family.table}.weight", vocab, embed)]
+    if config.rotary_base is None:
+        rows = config.max_length + config.unused_positions
+        theirs = f"{family.prefix}{family.positions}.weight"
+        found.append(_same("cell_000", "positions", theirs, rows, embed))
+    found += _norm(config, last, "norm", family.prefix + family.norm, embed)
     if not config.tied:
-        found.append(_product(last, "w", HEAD, (embed, vocab), embed))
+        head = _name(last, "w"), (embed, vocab), head_of(config), (vocab, embed)
+        found.append(Weight(*head, transposed=True))
     return found
 
 
-def _gpt2_outside(config: Config) -> list[Weight]:
-    embed = config.model_dim
-    return [
-        *_outside(config, "transformer.wte.weight", "transformer.ln_f"),
-        _same("cell_000", "positions", "transformer.wpe.weight", config.max_length, embed),
-        _same(_last(config), "norm/bias", "transformer.ln_f.bias", embed),
-    ]
-
-
-def _gpt2_block(config: Config, cell: str, number: int) -> list[Weight]:
-    embed, hidden = config.model_dim, config.hidden_dim
-    heads, of = (config.num_heads, config.head_dim), f"transformer.h.{number}"
-    found = [
-        _same(cell, f"{ours}/{part}", f"{of}.{theirs}.{word}", embed)
-        for ours, theirs in (("attention_norm", "ln_1"), ("feed_forward_norm", "ln_2"))
-        for part, word in (("scale", "weight"), ("bias", "bias"))
-    ]
-    for kind, word, rows in (("w", "weight", (embed,)), ("b", "bias", ())):
-        found += [
+def _parts(
+    family: Family, config: Config, cell: str, theirs: str, group: Mapping[str, _Matmul]
+) -> list[Weight]:
+    """Returns the weights of matmuls that are one tensor in files, then their biases."""
+    total = sum(matmul.size for matmul in group.values())
+    groups = config.num_heads if family.by_head and len(group) > 1 else 1
+    weights, biases, start = [], [], 0
+    for ours, matmul in group.items():
+        part: dict[str, Any] = {}
+        if len(group) > 1:
+            part = {"start": start // groups, "size": matmul.size // groups, "groups": groups}
+        start += matmul.size
+        inputs = math.prod(matmul.inputs)
+        there = (total, inputs) if family.transposed else (inputs, total)
+        half, _, kind = ours.partition("/")
+        own = (matmul.experts,) if matmul.experts else ()
+        weights += [
             Weight(
-                _name(cell, f"attention/{kind}_{letter}"),
-                (*rows, *heads),
-                f"{of}.attn.c_attn.{word}",
-                (*rows, 3 * embed),
-                part=part,
-                parts=3,
+                _name(cell, f"{half}/w_{kind}"),
+                (*own, *matmul.inputs, *matmul.outputs),
+                f"{theirs.format(number)}.weight",
+                there,
+                transposed=family.transposed,
+                expert=number if own else None,
+                **part,
             )
-            for part, letter in enumerate("qkv")
+            for number in range(matmul.experts or 1)
         ]
-    out = f"{of}.attn.c_proj.weight"
-    return [
-        *found,
-        Weight(_name(cell, "attention/w_out"), (*heads, embed), out, (embed, embed)),
-        _same(cell, "attention/b_out", f"{of}.attn.c_proj.bias", embed),
-        _same(cell, "feed_forward/w_in", f"{of}.mlp.c_fc.weight", embed, hidden),
-        _same(cell, "feed_forward/b_in", f"{of}.mlp.c_fc.bias", hidden),
-        _same(cell, "feed_forward/w_out", f"{of}.mlp.c_proj.weight", hidden, embed),
-        _same(cell, "feed_forward/b_out", f"{of}.mlp.c_proj.bias", embed),
-    ]
-
-
-def _llama_outside(config: Config) -> list[Weight]:
-    return _outside(config, "model.embed_tokens.weight", "model.norm")
-
-
-def _llama_block(config: Config, cell: str, number: int) -> list[Weight]:
-    embed, hidden, of = config.model_dim, config.hidden_dim, f"model.layers.{number}"
-    found = [
-        _same(cell, "attention_norm/scale", f"{of}.input_layernorm.weight", embed),
-        _same(cell, "feed_forward_norm/scale", f"{of}.post_attention_layernorm.weight", embed),
-    ]
-    heads = config.num_heads, config.head_dim
-    keys = config.num_kv_heads, config.head_dim
-    for letter, sizes in (("q", heads), ("k", keys), ("v", keys)):
-        theirs = f"{of}.self_attn.{letter}_proj"
-        found.append(
-            _product(cell, f"attention/w_{letter}", f"{theirs}.weight", (embed, *sizes), embed)
-        )
-        if config.attention_bias:
-            found.append(_flat(cell, f"attention/b_{letter}", f"{theirs}.bias", *sizes))
-    theirs, inputs = f"{of}.self_attn.o_proj", config.num_heads * config.head_dim
-    found.append(_product(cell, "attention/w_out", f"{theirs}.weight", (*heads, embed), inputs))
-    if config.attention_bias:
-        found.append(_same(cell, "attention/b_out", f"{theirs}.bias", embed))
-    for ours, word, sizes in (
-        ("in", "up", (embed, hidden)),
-        ("gate", "gate", (embed, hidden)),
-        ("out", "down", (hidden, embed)),
-    ):
-        theirs = f"{of}.mlp.{word}_proj"
-        found.append(_product(cell, f"feed_forward/w_{ours}", f"{theirs}.weight", sizes, sizes[0]))
-        if config.feed_forward_bias:
-            found.append(_same(cell, f"feed_forward/b_{ours}", f"{theirs}.bias", sizes[1]))
-    return found
+        if matmul.bias:
+            biases.append(
+                Weight(
+                    _name(cell, f"{half}/b_{kind}"),
+                    matmul.outputs,
+                    f"{theirs}.bias",
+                    (total,),
+                    **part,
+                )
+            )
+    return [*weights, *biases]

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama as models registered with lingvo; files define their sizes."""
+"""Families of models registered with lingvo; files define their sizes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from pipemesh.plan import Plan
 from pipemesh.plan.plan import check_batch
 from pipemesh.training.learning import Learning
 
-from ..one_billion_word.named_transformer import NamedBlock, NamedEmbedding, NamedSoftmax
+from ..one_billion_word.named_transformer import (
+    ExpertsBlock,
+    ExpertsEmbedding,
+    NamedBlock,
+    NamedEmbedding,
+    NamedSoftmax,
+)
 from ..one_billion_word.params import cut, stack_of
 from ..one_billion_word.task import LanguageModel
 from . import config as configs
 from . import names
-from .config import Config, WeightsError
+from .families import Config
 from .text import batches_of
+from .values import WeightsError
 
 
 class PretrainedParams(base_model_params.SingleTaskModelParams):
@@ -158,40 +165,63 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
     """Returns the params of the embedding, the blocks and the head; `dropout` replaces the file's
     rates.
     """
-    is_rotary = config.rotary_base is not None
+    is_rotary, has_experts = config.rotary_base is not None, bool(config.num_experts)
     norm = named.Norm.Params().Set(
-        kind="rms" if is_rotary else "layer", epsilon=config.epsilon, direct_scale=True
+        kind=config.norm, epsilon=config.epsilon, direct_scale=not config.norms_above_one
     )
     attention = named.Attention.Params().Set(
         num_kv_heads=config.num_kv_heads,
         dim_per_head=config.head_dim,
         use_bias=config.attention_bias,
+        use_out_bias=config.out_bias,
+        norm_tpl=norm if config.head_norms else None,
+        score_scale=config.score_scale,
+        score_cap=config.score_cap,
         use_rotary=is_rotary,
+        rotary_dim=config.rotary_dim,
     )
     if is_rotary:
         attention.rotary_base = config.rotary_base
     if config.rotary_scaling is not None:
         attention.rotary_scaling = named.RotaryScaling(**config.rotary_scaling)
-    block = NamedBlock.Params().Set(
+    block = (ExpertsBlock if has_experts else NamedBlock).Params()
+    block.Set(
         input_dim=config.model_dim,
         num_heads=config.num_heads,
         hidden_dim=config.hidden_dim,
         dropout_rate=config.residual_dropout if dropout is None else dropout,
+        parallel=config.parallel,
+        output_norms=config.output_norms,
         norm_tpl=norm,
         attention_tpl=attention,
     )
-    block.feed_forward_tpl.Set(activation=config.activation, use_bias=config.feed_forward_bias)
-    embedding = NamedEmbedding.Params().Set(
+    if has_experts:
+        block.feed_forward_tpl = named.Experts.Params().Set(
+            num_experts=config.num_experts, capacity_factor=None, activation=config.activation
+        )
+    else:
+        block.feed_forward_tpl.Set(activation=config.activation, use_bias=config.feed_forward_bias)
+    embedding = (ExpertsEmbedding if has_experts else NamedEmbedding).Params()
+    embedding.Set(
         vocab_size=config.vocab_size,
         embedding_dim=config.model_dim,
+        scale_sqrt_depth=config.scaled_embedding,
         positions="none" if is_rotary else "learned",
         max_length=config.max_length,
+        unused_positions=config.unused_positions,
         dropout_rate=config.embedding_dropout if dropout is None else dropout,
     )
     head = Head.Params().Set(
-        vocab_size=config.vocab_size, input_dim=config.model_dim, use_bias=False, norm_tpl=norm
+        vocab_size=config.vocab_size,
+        input_dim=config.model_dim,
+        use_bias=False,
+        logit_cap=config.logit_cap,
+        norm_tpl=norm,
     )
-    return [embedding, *(block.Copy() for _ in range(config.num_layers)), head]
+    blocks = [block.Copy() for _ in range(config.num_layers)]
+    for each, window in zip(blocks, config.windows, strict=False):
+        each.attention_tpl.window = window
+    return [embedding, *blocks, head]
 
 
 class Head(NamedSoftmax):
@@ -216,10 +246,31 @@ def _no_data() -> Any:
 
 
 @model_registry.RegisterSingleTaskModel
+class Gemma(PretrainedParams):
+    """The model of Gemma Team, 2024."""
+
+    MODEL_TYPE = "gemma"
+
+
+@model_registry.RegisterSingleTaskModel
+class Gemma2(PretrainedParams):
+    """The model of Gemma Team, 2024: the second generation."""
+
+    MODEL_TYPE = "gemma2"
+
+
+@model_registry.RegisterSingleTaskModel
 class Gpt2(PretrainedParams):
     """The model of Radford et al., 2019."""
 
     MODEL_TYPE = "gpt2"
+
+
+@model_registry.RegisterSingleTaskModel
+class GptNeoX(PretrainedParams):
+    """The model of Black et al., 2022, and Biderman et al., 2023."""
+
+    MODEL_TYPE = "gpt_neox"
 
 
 @model_registry.RegisterSingleTaskModel
@@ -229,8 +280,59 @@ class Llama(PretrainedParams):
     MODEL_TYPE = "llama"
 
 
+@model_registry.RegisterSingleTaskModel
+class Mistral(PretrainedParams):
+    """The model of Jiang et al., 2023."""
+
+    MODEL_TYPE = "mistral"
+
+
+@model_registry.RegisterSingleTaskModel
+class Mixtral(PretrainedParams):
+    """The model of Jiang et al., 2024."""
+
+    MODEL_TYPE = "mixtral"
+
+
+@model_registry.RegisterSingleTaskModel
+class Opt(PretrainedParams):
+    """The model of Zhang et al., 2022."""
+
+    MODEL_TYPE = "opt"
+
+
+@model_registry.RegisterSingleTaskModel
+class Phi3(PretrainedParams):
+    """The model of Abdin et al., 2024."""
+
+    MODEL_TYPE = "phi3"
+
+
+@model_registry.RegisterSingleTaskModel
+class Qwen2(PretrainedParams):
+    """The model of Yang et al., 2024."""
+
+    MODEL_TYPE = "qwen2"
+
+
+@model_registry.RegisterSingleTaskModel
+class Qwen3(PretrainedParams):
+    """The model of Yang et al., 2025."""
+
+    MODEL_TYPE = "qwen3"
+
+
 # The name of the class, by the type in a file.
 MODELS = {
+    "gemma": f"{__name__}.Gemma",
+    "gemma2": f"{__name__}.Gemma2",
     "gpt2": f"{__name__}.Gpt2",
+    "gpt_neox": f"{__name__}.GptNeoX",
     "llama": f"{__name__}.Llama",
+    "mistral": f"{__name__}.Mistral",
+    "mixtral": f"{__name__}.Mixtral",
+    "opt": f"{__name__}.Opt",
+    "phi3": f"{__name__}.Phi3",
+    "qwen2": f"{__name__}.Qwen2",
+    "qwen3": f"{__name__}.Qwen3",
 }

@@ -16,7 +16,7 @@ import numpy as np
 from pipemesh.checkpoint.files import write_whole
 from pipemesh.errors import PipemeshError, SaveError, install
 
-from .config import WeightsError, json_object, parse_object
+from .values import WeightsError, json_object, parse_object
 
 try:
     # Import this before files are opened: it adds bfloat16 to NumPy.

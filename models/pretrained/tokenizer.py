@@ -11,7 +11,8 @@ from typing import Any
 
 from pipemesh.errors import install
 
-from .config import Config, WeightsError, json_object
+from .families import Config
+from .values import WeightsError, json_object
 
 JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 # The options file, and older files for two of its options: added tokens, and special tokens by

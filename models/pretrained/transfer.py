@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import functools
 import json
 import math
 import os
@@ -21,9 +22,10 @@ from pipemesh.errors import CheckpointError, SaveError
 
 from . import adapters, names, safetensors_file, tokenizer
 from . import config as configs
-from .config import Config, WeightsError
+from .families import Config
 from .names import Weight
 from .safetensors_file import BLOCK, DTYPES, Tensor, TensorFiles
+from .values import WeightsError, json_object
 
 # Files beside weights that are copied with them.
 _BESIDE = (
@@ -86,8 +88,9 @@ def import_weights(
             path = path_of(logdir, 0)
             _write(path, files, weights, note, dtype)
             undo.pop_all()
-    numbers = sum(math.prod(weight.shape) for weight in weights)
-    told = f"{path}: {len(weights)} weights of {source} ({config.model_type}), {numbers:,} numbers"
+    sizes = {weight.name: math.prod(weight.shape) for weight in weights}
+    numbers = sum(sizes.values())
+    told = f"{path}: {len(sizes)} weights of {source} ({config.model_type}), {numbers:,} numbers"
     spelled = (
         f"tokenizer: {found.path}"
         if found
@@ -136,17 +139,14 @@ def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = Fa
             raise SaveError(f"{os.path.join(to, name)} exists; give another folder")
     wanted = DTYPES[_OF_DTYPE[dtype]]
 
-    def blocks(parts: Sequence[Weight]) -> Iterator[np.ndarray]:
-        def read(weight: Weight) -> np.ndarray:
-            return weight.to_theirs(source.read(weight.name))
+    # The tensors of all experts come from one weight, one after the other.
+    of_experts = functools.lru_cache(maxsize=1)(source.read)
 
-        whole = read(parts[0])
-        if len(parts) > 1:
-            first, whole = whole, np.empty(parts[0].there, whole.dtype)
-            whole[parts[0].index] = first
-            del first
-            for weight in parts[1:]:
-                whole[weight.index] = read(weight)
+    def read(weight: Weight) -> np.ndarray:
+        return (source.read if weight.expert is None else of_experts)(weight.name)
+
+    def blocks(parts: Sequence[Weight]) -> Iterator[np.ndarray]:
+        whole = names.joined(parts, map(read, parts))
         for rows in _rows(whole):
             yield _cast(whole[rows], wanted, parts[0].theirs)
 
@@ -167,11 +167,12 @@ def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = Fa
     for name in _BESIDE:
         if os.path.exists(os.path.join(folder, name)):
             _copy(os.path.join(folder, name), os.path.join(to, name))
-    values = configs.json_object(config_path)
+    values = json_object(config_path)
     values |= {key: dtype for key in _DTYPE_KEYS if key in values}
     written.append(os.path.join(to, configs.FILE))
     write_whole(written[-1], (json.dumps(values, indent=2) + "\n").encode())
-    return [f"{len(weights)} weights of {path}, as {dtype}: {', '.join(written)}"]
+    number = len({weight.name for weight in weights})
+    return [f"{number} weights of {path}, as {dtype}: {', '.join(written)}"]
 
 
 def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> list[Weight]:
@@ -182,13 +183,14 @@ def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> lis
         raise WeightsError(f"{files.path}: {error}") from error
     for weight in found:
         files.check(weight.theirs, weight.there)
-    if config.tied and names.HEAD in files.names:
+    head = names.head_of(config)
+    if config.tied and head in files.names:
         table = names.table_of(found)
-        files.check(names.HEAD, table.there)
-        both = zip(files.blocks(names.HEAD), files.blocks(table.theirs), strict=True)
+        files.check(head, table.there)
+        both = zip(files.blocks(head), files.blocks(table.theirs), strict=True)
         if not all(np.array_equal(one, other) for (_, one), (_, other) in both):
             raise WeightsError(
-                f"{files.path}: {names.HEAD!r} is not {table.theirs!r}, but by config.json they "
+                f"{files.path}: {head!r} is not {table.theirs!r}, but by config.json they "
                 'are one; if they are two, write "tie_word_embeddings": false there'
             )
     return found
@@ -227,18 +229,20 @@ def _write(path: str, files: TensorFiles, weights: Sequence[Weight], note: Any, 
 
     wanted = DTYPES[_OF_DTYPE[dtype]]
 
-    def get(weight: Weight) -> tf.Tensor:
-        value = weight.from_theirs(files.read(weight.theirs, weight.index))
-        found = _aligned(weight.shape, wanted)
-        for rows in _rows(value):
-            found[rows] = _cast(value[rows], wanted, weight.theirs)
+    def get(parts: Sequence[Weight]) -> tf.Tensor:
+        found = _aligned(parts[0].shape, wanted)
+        for part in parts:
+            value = part.from_theirs(files.read(part.theirs, part.index))
+            own = found if part.expert is None else found[part.expert]
+            for rows in _rows(value):
+                own[rows] = _cast(value[rows], wanted, part.theirs)
         # `tf.constant` copies, twice; NumPy's way out of its memory has no bfloat16.
         bits = found.view(f"u{found.itemsize}")
         with tf.device("CPU:0"):
             return tf.bitcast(tf.experimental.dlpack.from_dlpack(bits.__dlpack__()), dtype)
 
     step = ("global_step", lambda: tf.zeros([], tf.int64))
-    tensors = ((weight.name, lambda weight=weight: get(weight)) for weight in weights)
+    tensors = ((name, lambda parts=parts: get(parts)) for name, parts in names.by_ours(weights))
     write(path, [step, *tensors], 0, note)
     list_for_tensorflow(os.path.dirname(path), [os.path.basename(path)])
 

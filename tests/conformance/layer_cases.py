@@ -114,6 +114,21 @@ def _cases():
         "positions": ({"use_rotary": True}, [X, SEGMENTS, POSITIONS]),
         "relative": ({"relative_buckets": 6, "relative_max_distance": 9, "block_size": 4}, [X]),
         "paddings": ({"num_kv_heads": 1, "dim_per_head": 3}, [X, SEGMENTS, None, PADDINGS]),
+        "limited": (
+            {
+                "num_kv_heads": 2,
+                "dim_per_head": 6,
+                "block_size": 2,
+                "window": 3,
+                "score_cap": 1.5,
+                "score_scale": 0.7,
+                "use_out_bias": False,
+                "use_rotary": True,
+                "rotary_dim": 4,
+                "norm_tpl": named.Norm.Params().Set(kind="rms"),
+            },
+            [X, SEGMENTS, POSITIONS],
+        ),
     }
     for name, (changes, inputs) in variants.items():
         dims = ["heads", "kv_heads"] if changes.get("num_kv_heads") else ["heads"]
@@ -131,7 +146,7 @@ def _cases():
         params = embedding.Copy().Set(positions=positions, scale_sqrt_depth=True)
         dims = ["vocab", "positions"] if positions == "learned" else ["vocab"]
         yield positions, params, [IDS], dims
-    packed = embedding.Copy().Set(positions="learned", dropout_rate=0.3)
+    packed = embedding.Copy().Set(positions="learned", dropout_rate=0.3, unused_positions=2)
     yield "packed", packed, [IDS, POSITIONS], ["vocab", "positions"]
 
     softmax = named.SoftmaxCrossEntropy.Params().Set(
@@ -141,6 +156,7 @@ def _cases():
     yield "weights", softmax.Copy().Set(use_bias=False), [X, LABELS, WEIGHTS], ["vocab"]
     smooth = softmax.Copy().Set(label_smoothing=0.2)
     yield "smoothing", smooth, [X, LABELS, WEIGHTS], ["vocab"]
+    yield "capped", softmax.Copy().Set(logit_cap=1.5), [X, LABELS, WEIGHTS], ["vocab"]
 
     experts = named.Experts.Params().Set(input_dim=EMBED, hidden_dim=4, num_experts=4)
     dims = ["experts", "expert_ff"]
@@ -155,6 +171,8 @@ def _cases():
     mixture.feed_forward_tpl = named.Experts.Params().Set(num_experts=4, activation="SWIGLU")
     dims = ["heads", "experts", "expert_ff"]
     yield "experts", mixture, [X, SEGMENTS, None, PADDINGS], dims
+    normed = block.Copy().Set(parallel=True, output_norms=True)
+    yield "parallel", normed, [X], ["heads", "d_ff"]
     llama = block.Copy().Set(dropout_rate=0.3)
     llama.norm_tpl.kind = "rms"
     llama.attention_tpl.Set(num_kv_heads=2, use_rotary=True, use_bias=False)

@@ -41,6 +41,11 @@ class Attention(NamedLayer):
     Their dim is then `kv_heads`: split it like `heads`, or leave it whole if there are fewer than
     processors.
 
+    With `window` a token sees itself and the tokens just before it (Beltagy et al., "Longformer",
+    2020). With `score_cap` scores are limited by tanh (Gemma Team, "Gemma 2", 2024). With
+    `norm_tpl` queries and keys of each head are normalized before they are rotated (Dehghani et
+    al., "Scaling Vision Transformers to 22 Billion Parameters", 2023).
+
     With `length:model` beside `heads:model` inputs and outputs are split along `length`. Then there
     is one all-gather and one reduce-scatter.
 
@@ -60,7 +65,13 @@ class Attention(NamedLayer):
         p.Define("num_kv_heads", None, "Size of `kv_heads`, a divisor of num_heads; None for MHA.")
         p.Define("dim_per_head", None, "Size of `head_dim`; None for input_dim / num_heads.")
         p.Define("use_bias", True, "Whether biases are added to the four products.")
+        p.Define("use_out_bias", None, "Whether one is added to the last; None for `use_bias`.")
+        p.Define("norm_tpl", None, "Of the norms of queries and keys; None for none.")
+        p.Define("score_scale", None, "Factor of scores; None for 1 / sqrt(dim_per_head).")
+        p.Define("score_cap", None, "Limit of scores, before biases by distance; None for none.")
+        p.Define("window", None, "How many tokens a token sees, with itself; None for all.")
         p.Define("use_rotary", False, "Whether queries and keys are rotated by their positions.")
+        p.Define("rotary_dim", None, "How many first elements of a head rotate; None for all.")
         p.Define("rotary_base", 1e4, "Of the wavelengths of rotations.")
         p.Define("rotary_scaling", None, "A `RotaryScaling`, of slower rotations; None for none.")
         p.Define(
@@ -75,12 +86,17 @@ class Attention(NamedLayer):
         p = self.params
         for field in ("input_dim", "num_heads", "block_size"):
             check_whole(p.name, field, getattr(p, field), 1)
-        for field in ("num_kv_heads", "dim_per_head"):
+        for field in ("num_kv_heads", "dim_per_head", "window", "rotary_dim"):
             if getattr(p, field) is not None:
                 check_whole(p.name, field, getattr(p, field), 1)
         check_whole(p.name, "relative_buckets", p.relative_buckets, 0)
         check_flags(p, ["use_bias", "use_rotary"])
+        if p.use_out_bias is not None:
+            check_flags(p, ["use_out_bias"])
         check_above_zero(p.name, "rotary_base", p.rotary_base)
+        for field in ("score_scale", "score_cap"):
+            if getattr(p, field) is not None:
+                check_above_zero(p.name, field, getattr(p, field), ", or None")
         if not isinstance(p.rotary_scaling, RotaryScaling | None):
             raise PipelineError(
                 f"{p.name}: rotary_scaling is {p.rotary_scaling!r}; give a RotaryScaling, or None"
@@ -95,10 +111,15 @@ class Attention(NamedLayer):
                 f"{p.name}: num_heads {p.num_heads} is no multiple of num_kv_heads "
                 f"{p.num_kv_heads}; as many heads have to share each key"
             )
-        if p.use_rotary and _head_dim(p) % 2:
+        if p.use_rotary and _rotary_dim(p) % 2:
             raise PipelineError(
-                f"{p.name}: use_rotary turns pairs of elements, but heads have {_head_dim(p)}; "
-                "make dim_per_head even"
+                f"{p.name}: use_rotary turns pairs of elements, but heads have {_rotary_dim(p)}; "
+                "make dim_per_head, or rotary_dim, even"
+            )
+        if p.rotary_dim is not None and not (p.use_rotary and p.rotary_dim <= _head_dim(p)):
+            raise PipelineError(
+                f"{p.name}: rotary_dim is {p.rotary_dim}, use_rotary {p.use_rotary}, and a head "
+                f"has {_head_dim(p)} elements; give one up to that with use_rotary, or None"
             )
         if p.relative_buckets and not 2 <= p.relative_buckets < 2 * p.relative_max_distance:
             raise PipelineError(
@@ -107,6 +128,9 @@ class Attention(NamedLayer):
                 "than the distance"
             )
         _check_layout(p, current_lowering())
+        if p.norm_tpl is not None:
+            for name in ("q_norm", "k_norm"):
+                self.CreateChild(name, _head_norm(p))
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
@@ -125,6 +149,7 @@ class Attention(NamedLayer):
         }
         if p.use_bias:
             weights |= {"b_q": (heads, zero), "b_k": (keys, zero), "b_v": (keys, zero)}
+        if _has_out_bias(p):
             weights["b_out"] = (embed, zero)
         if p.relative_buckets:
             table = f"buckets:{p.relative_buckets};heads:{p.num_heads}"
@@ -170,7 +195,12 @@ class Attention(NamedLayer):
         projected = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims, renamed)
         pairs = zip(names, projected, strict=True)
         projected = [self.Adapted(theta, f"w_{name}", x, product) for name, product in pairs]
-        q, k, v = (self._Biased(theta, *each) for each in zip(names, projected, strict=True))
+        if p.use_bias:
+            biases = [self.Weight(theta, f"b_{name}") for name in names]
+            projected = [a + b for a, b in zip(projected, biases, strict=True)]
+        q, k, v = projected
+        if p.norm_tpl is not None:
+            q, k = self.q_norm.FProp(theta.q_norm, q), self.k_norm.FProp(theta.k_norm, k)
         cache = current_cache()
         rows_given = {
             "segments": segment_ids,
@@ -188,10 +218,7 @@ class Attention(NamedLayer):
         operands = [attended, self.Weight(theta, "w_out")]
         product = ops.einsum(operands, [*rows, "embed"], split_names(renamed))
         product = self.Adapted(theta, "w_out", attended, product)
-        return self._Biased(theta, "out", product)
-
-    def _Biased(self, theta: Any, name: str, product: Tensor) -> Tensor:
-        return product + self.Weight(theta, f"b_{name}") if self.params.use_bias else product
+        return product + self.Weight(theta, "b_out") if _has_out_bias(p) else product
 
     def _Attend(
         self,
@@ -212,8 +239,10 @@ class Attention(NamedLayer):
         q, k, v = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, k, v))
         varied = {name: tensor.vary(axes) for name, tensor in given.items()}
 
-        def turned(x: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-            return rotated(x, places, p.rotary_base, p.rotary_scaling)
+        def turned(x: Any, places: tf.Tensor) -> tf.Tensor:
+            first = rotated(x[..., : p.rotary_dim], places, p.rotary_base, p.rotary_scaling)
+            rest = static_sizes(x)[-1] - static_sizes(first)[-1]
+            return tf.concat([first, x[..., -rest:]], -1) if rest else first
 
         if cache is not None:
             places = Tensor(lowering, varied["places"], given["places"].shape)
@@ -232,17 +261,16 @@ class Attention(NamedLayer):
             if is_cut:
                 heads, dim = static_sizes(q)[2], 2 if cache is None else 1
                 k, v = (_keys_of(p, x, heads, rest[-1], dim) for x in (k, v))
-            scale = tf.cast(1 / math.sqrt(_head_dim(p)), q.dtype)
+            scale = tf.cast(p.score_scale or 1 / math.sqrt(_head_dim(p)), q.dtype)
+            table, limits = named.get("table"), {"window": p.window, "cap": p.score_cap}
             if cache is not None:
-                return cached_attention(
-                    q * scale, k, v, named["places"], named.get("table"), buckets
-                )
+                return cached_attention(q * scale, k, v, named["places"], table, buckets, **limits)
             if p.use_rotary:
                 places = named["positions"] if "positions" in named else tf.range(q.shape[1])
                 q, k = turned(q, places), turned(k, places)
             segments = _segments(named.get("segments"), named.get("paddings"))
             return block_attention(
-                q * scale, k, v, segments, named.get("table"), buckets, p.block_size
+                q * scale, k, v, segments, table, buckets, p.block_size, **limits
             )
 
         return Tensor(lowering, lowering.map(local, *operands), q.shape)
@@ -271,6 +299,8 @@ class Attention(NamedLayer):
         if p.use_bias:
             for name, product in zip(names, (q, k, v), strict=True):
                 tally.meet(product, weights[f"b_{name}"])
+        if p.norm_tpl is not None:
+            q, k = (cls.CountPart(p, _head_norm(p), tally, value) for value in (q, k))
         packed = [value for value in (segment_ids, paddings) if value is not None]
         positions = segment_pos if p.use_rotary else None
         given = [
@@ -280,13 +310,13 @@ class Attention(NamedLayer):
         ]
         tally.meet(q, k, v, *given, *([weights["relative_bias"]] if p.relative_buckets else []))
         if positions is not None:
-            angles = Shape((*q.shape.select(*rows), Dim("angles", _head_dim(p) // 2)))
+            angles = Shape((*q.shape.select(*rows), Dim("angles", _rotary_dim(p) // 2)))
             tally.keep(*(tally.made(angles, q, tf.float32) for _ in ("sines", "cosines")))
         attended = cls._CountAttended(p, tally, q, k, v, bool(packed))
         operands = [attended, weights["w_out"]]
         result = tally.einsum(operands, [*rows, "embed"], names=split_names(renamed))
         result = cls.CountAdapted(p, tally, "w_out", attended, result)
-        if p.use_bias:
+        if _has_out_bias(p):
             tally.meet(result, weights["b_out"])
         return result
 
@@ -296,7 +326,7 @@ class Attention(NamedLayer):
     ) -> Value:
         """Counts what `block_attention` keeps: its inputs, its output, and a sum for each query."""
         batch, length, heads, head_dim = q.shape
-        blocks = Blocks.of(length.size, p.block_size)
+        blocks = Blocks.of(length.size, p.block_size, p.window)
         tally.flops += (
             4 * batch.size * heads.size * head_dim.size * len(blocks.pairs) * blocks.size**2
         )
@@ -345,6 +375,19 @@ def _kv_name(p: Any) -> str:
 
 def _head_dim(p: Any) -> int:
     return p.dim_per_head or p.input_dim // p.num_heads
+
+
+def _rotary_dim(p: Any) -> int:
+    return p.rotary_dim or _head_dim(p)
+
+
+def _has_out_bias(p: Any) -> bool:
+    return p.use_bias if p.use_out_bias is None else p.use_out_bias
+
+
+def _head_norm(p: Any) -> Any:
+    """Returns the params of the norm of queries, or of keys."""
+    return p.norm_tpl.Copy().Set(input_dim=_head_dim(p), dim="head_dim")
 
 
 def _keys_of(p: Any, keys: tf.Tensor, heads: int, at: tf.Tensor, axis: int) -> tf.Tensor:

@@ -43,6 +43,17 @@ class Buckets:
         return tf.where(distance < exact, tf.maximum(distance, 0), far)
 
 
+def sees(distance: tf.Tensor, window: int | None) -> tf.Tensor:
+    """Returns whether a query sees a key so many positions before it."""
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def capped(scores: tf.Tensor, cap: float | None) -> tf.Tensor:
+    """Limits scores smoothly to values between `-cap` and `cap`."""
+    return scores if cap is None else cap * tf.tanh(scores / cap)
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """The cut of a length into blocks."""
@@ -50,17 +61,27 @@ class Blocks:
     length: int
     number: int
     size: int  # the last block may extend beyond the sequence
+    window: int | None = None  # how many keys a query sees at most
 
     @classmethod
-    def of(cls, length: int, most: int) -> Blocks:
+    def of(cls, length: int, most: int, window: int | None = None) -> Blocks:
         """Makes equal blocks of at most `most` positions."""
         number = max(1, -(-length // most))
-        return cls(length, number, -(-length // number))
+        return cls(length, number, -(-length // number), window)
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """Returns each block of queries with the blocks of keys that it may see, in order."""
-        return [(i, j) for i in range(self.number) for j in range(i + 1)]
+        first = range(self.number)
+        if self.window is None:
+            return [(i, j) for i in first for j in range(i + 1)]
+        # The first query of a block is the nearest to the last key of an earlier one.
+        return [
+            (i, j)
+            for i in first
+            for j in range(i + 1)
+            if (i - j - 1) * self.size + 1 < self.window or i == j
+        ]
 
     def padded(self, x: tf.Tensor, value: int = 0) -> Sequence[tf.Tensor] | tf.Tensor:
         """Cuts `[batch, length, ...]` to `[number, batch, size, ...]` or a list of one block."""
@@ -91,15 +112,18 @@ def block_attention(
     table: tf.Tensor | None = None,
     buckets: Buckets | None = None,
     block_size: int = 512,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> tf.Tensor:
     """Averages the values that each query sees: those of its segment up to itself.
 
     Queries are scaled and `[batch, length, heads, dim]`, keys and values `[batch, length, kv_heads,
     dim]`: `heads / kv_heads` neighbouring heads share one. Segments are `[batch, length]` int32;
-    only padding is negative. The table `[buckets, heads]` is added to scores. Only first
-    derivatives are available.
+    only padding is negative. A query sees the `window` last keys. Scores are limited by `cap`, then
+    the table `[buckets, heads]` is added. Only first derivatives are available.
     """
-    attend = _Attention(q, k, Blocks.of(static_sizes(q)[1], block_size), segments, buckets)
+    blocks = Blocks.of(static_sizes(q)[1], block_size, window)
+    attend = _Attention(q, k, blocks, segments, buckets, cap)
     inputs = [q, k, v] if table is None else [q, k, v, table]
     with unrecorded():
         output, logs = attend.forward(*inputs)
@@ -133,8 +157,9 @@ class _Attention:
         blocks: Blocks,
         segments: tf.Tensor | None,
         buckets: Buckets | None,
+        cap: float | None,
     ) -> None:
-        self.blocks = blocks
+        self.blocks, self.cap = blocks, cap
         self.batch, _, self.heads, self.dim = static_sizes(q)
         self.kv_heads = static_sizes(k)[2]
         self.shared = self.heads // self.kv_heads
@@ -148,7 +173,7 @@ class _Attention:
         queries, keys, values = (self._cut(x) for x in (q, k, v))
 
         def meet(i: Any, j: Any, before: tf.Tensor | None = None) -> Any:
-            scores = self._scores(i, j, queries[i], keys[j], table)
+            scores, _ = self._scores(i, j, queries[i], keys[j], table)
             top = tf.reduce_max(scores, -1, keepdims=True)
             top = top if before is None else tf.maximum(before, top)
             raised = tf.exp(scores - top)
@@ -201,10 +226,13 @@ class _Attention:
         sums = [logs] if self.blocks.number == 1 else logs
 
         def meet(i: Any, j: Any) -> list[tf.Tensor]:
-            weights = tf.exp(self._scores(i, j, queries[i], keys[j], table) - sums[i])
+            scores, limited = self._scores(i, j, queries[i], keys[j], table)
+            weights = tf.exp(scores - sums[i])
             dweights = tf.matmul(wanted[i], values[j], transpose_b=True)
             dscores = weights * (tf.cast(dweights, tf.float32) - means[i])
-            low = tf.cast(dscores, q.dtype)
+            # The derivative of the cap, of which `limited` is the result.
+            slope = 1.0 if self.cap is None else 1 - tf.square(limited / self.cap)
+            low = tf.cast(dscores * slope, q.dtype)
             found = [
                 tf.matmul(low, keys[j]),
                 tf.matmul(low, queries[i], transpose_a=True),
@@ -247,13 +275,14 @@ class _Attention:
 
     def _scores(
         self, i: Any, j: Any, queries: tf.Tensor, keys: tf.Tensor, table: tf.Tensor | None
-    ) -> tf.Tensor:
-        """Returns scores in float32, very low for keys that are not seen."""
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns scores in float32, very low for keys that are not seen, and limited scores."""
         size = self.blocks.size
         scores = tf.cast(tf.matmul(queries, keys, transpose_b=True), tf.float32)
+        scores = limited = capped(scores, self.cap)
         shape = static_sizes(scores)
         distance = self._distance(i, j)
-        seen = distance >= 0
+        seen = sees(distance, self.blocks.window)
         if self.segments is not None:
             query_segments = tf.expand_dims(self.segments[i], 2)
             key_segments = tf.expand_dims(self.segments[j], 1)
@@ -266,7 +295,7 @@ class _Attention:
             bias = tf.gather(tf.cast(table, tf.float32), self.buckets.of(distance))
             scores += tf.reshape(tf.transpose(bias, [2, 0, 1]), [1, *static_sizes(scores)[1:]])
         scores = tf.where(seen, scores, LOW)
-        return tf.reshape(scores, shape) if self.shared > 1 else scores
+        return tf.reshape(scores, shape) if self.shared > 1 else scores, limited
 
     def _distance(self, i: Any, j: Any) -> tf.Tensor:
         size = self.blocks.size

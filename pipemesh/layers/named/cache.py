@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.layers.named.block_attention import LOW, Buckets
+from pipemesh.layers.named.block_attention import LOW, Buckets, capped, sees
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.lowering import Lowering, Tensor
 from pipemesh.lowering.lowering import Slices
@@ -207,12 +207,14 @@ def cached_attention(
     places: tf.Tensor,
     table: tf.Tensor | None = None,
     buckets: Buckets | None = None,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> tf.Tensor:
     """Averages the values that each query sees: those up to its own position.
 
     Queries are scaled and `[batch, length, heads, dim]`, keys and values `[batch, kv_heads, cache,
     dim]`: `heads / kv_heads` neighbouring heads share one. `places`, `[batch, length]` int32, are
-    the positions of queries in the cache. The table `[buckets, heads]` is added to scores.
+    the positions of queries in the cache. The rest is as in `block_attention`.
     """
     batch, length, heads, dim = static_sizes(q)
     kv_heads, cache = static_sizes(k)[1:3]
@@ -221,14 +223,14 @@ def cached_attention(
     queries = tf.reshape(q, [batch, length, kv_heads, shared, dim])
     queries = tf.reshape(tf.transpose(queries, [0, 2, 3, 1, 4]), [batch, kv_heads, -1, dim])
     scores = tf.cast(tf.matmul(queries, k, transpose_b=True), tf.float32)
-    scores = tf.reshape(scores, [batch, kv_heads, shared, length, cache])
+    scores = tf.reshape(capped(scores, cap), [batch, kv_heads, shared, length, cache])
     distance = tf.expand_dims(places, 2) - tf.range(cache)
     if table is not None:
         assert buckets is not None
         bias = tf.gather(tf.cast(table, tf.float32), buckets.of(distance))
         bias = tf.reshape(bias, [batch, length, cache, kv_heads, shared])
         scores += tf.transpose(bias, [0, 3, 4, 1, 2])
-    seen = tf.reshape(distance >= 0, [batch, 1, 1, length, cache])
+    seen = tf.reshape(sees(distance, window), [batch, 1, 1, length, cache])
     weights = tf.nn.softmax(tf.where(seen, scores, LOW))
     weights = tf.reshape(tf.cast(weights, v.dtype), [batch, kv_heads, shared * length, cache])
     values = tf.reshape(tf.matmul(weights, v), [batch, kv_heads, shared, length, dim])

@@ -54,6 +54,12 @@ ACTIVATIONS = {
     "SWIGLU": Activation(
         lambda hidden, gate: hidden * tf.nn.silu(gate), read=3, parts=("in", "gate")
     ),
+    # The tanh approximation, as in Gemma.
+    "GEGLU_APPROXIMATE": Activation(
+        lambda hidden, gate: hidden * tf.nn.gelu(gate, approximate=True),
+        read=6,
+        parts=("in", "gate"),
+    ),
 }
 
 
@@ -99,7 +105,7 @@ def _count_hidden(
 
 
 class FeedForward(NamedLayer):
-    """Two matmuls with a nonlinearity between them; SwiGLU (Shazeer, 2020) multiplies by a gate.
+    """Two matmuls with a nonlinearity between them, which may have a gate (Shazeer, 2020).
 
     With the rule `d_ff:model` each processor has a slice of the hidden values. The first matmul
     needs no communication, and the second ends in one all-reduce (Shoeybi et al., "Megatron-LM",
@@ -115,7 +121,7 @@ class FeedForward(NamedLayer):
         p = super().Params()
         p.Define("input_dim", 0, "Size of `embed`.")
         p.Define("hidden_dim", 0, "Size of `d_ff`.")
-        p.Define("activation", "RELU", "'RELU', 'GELU', 'GELU_APPROXIMATE' or 'SWIGLU'.")
+        p.Define("activation", "RELU", f"One of {', '.join(ACTIVATIONS)}.")
         p.Define("use_bias", True, "Whether biases are added to the products.")
         p.Define("dropout_rate", 0.0, "Dropout rate of the hidden values.")
         return p
@@ -254,7 +260,7 @@ class Experts(NamedLayer):
             1.25,
             "Room of an expert, as a multiple of its even share; None for room for all tokens.",
         )
-        p.Define("activation", "RELU", "'RELU', 'GELU', 'GELU_APPROXIMATE' or 'SWIGLU'.")
+        p.Define("activation", "RELU", f"One of {', '.join(ACTIVATIONS)}.")
         return p
 
     def __init__(self, params: Any) -> None:

@@ -32,9 +32,10 @@ class Norm(NamedLayer):
 
     @classmethod
     def Params(cls) -> Any:
-        """Defines `input_dim`, `kind`, `epsilon` and `direct_scale`."""
+        """Defines `input_dim`, `dim`, `kind`, `epsilon` and `direct_scale`."""
         p = super().Params()
         p.Define("input_dim", 0, "Size of `embed`.")
+        p.Define("dim", "embed", "Another name for `embed`; inputs then have named dims, it last.")
         p.Define(
             "kind",
             "layer",
@@ -58,24 +59,24 @@ class Norm(NamedLayer):
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
         """Returns `scale`, and `bias` for layer norm."""
-        zero, embed = py_utils.WeightInit.Constant(0.0), f"embed:{p.input_dim}"
+        zero, embed = py_utils.WeightInit.Constant(0.0), f"{p.dim}:{p.input_dim}"
         scale = py_utils.WeightInit.Constant(1.0) if p.direct_scale else zero
         bias = {"bias": (embed, zero)} if p.kind == "layer" else {}
         return {"scale": (embed, scale), **bias}
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
-        """Normalizes `batch;length;embed`."""
+        """Normalizes `batch;length;embed`, or other dims if the last is another one."""
         p = self.params
-        x = self.Named(x, "batch;length;embed")
+        x = self.Named(x, "batch;length;embed" if p.dim == "embed" else x.shape)
         weights = [self.Weight(theta, name) for name in self.NamedWeights(p)]
-        if x.layout.axes[2] is None:
+        if x.layout.axes[-1] is None:
             axes = union_axes([x, *weights])
             operands = [tensor.vary(axes) for tensor in (x, *weights)]
             return Tensor(x.lowering, x.lowering.map(self._WholeVectors, *operands), x.shape)
         centered = ops.cast(x, tf.float32)
         if p.kind == "layer":
-            centered = centered - ops.reduce_mean(centered, "embed")
-        square = ops.reduce_mean(ops.square(centered), "embed")
+            centered = centered - ops.reduce_mean(centered, p.dim)
+        square = ops.reduce_mean(ops.square(centered), p.dim)
 
         def normalized(value: tf.Tensor, moment: tf.Tensor, *scale_and_bias: tf.Tensor) -> Any:
             scale, *bias = [tf.cast(weight, tf.float32) for weight in scale_and_bias]
@@ -109,8 +110,9 @@ class Norm(NamedLayer):
             dx = wanted - normalized * along
             if p.kind == "layer":
                 dx -= tf.reduce_mean(wanted, -1, keepdims=True)
-            sums = [tf.reduce_sum(grad * normalized, [0, 1])]
-            sums += [tf.reduce_sum(grad, [0, 1])] if bias else []
+            others = list(range(grad.shape.rank - 1))
+            sums = [tf.reduce_sum(grad * normalized, others)]
+            sums += [tf.reduce_sum(grad, others)] if bias else []
             gradients = [dx * inverse, *sums]
             return [tf.cast(g, t.dtype) for g, t in zip(gradients, (x, *weights), strict=True)]
 
@@ -120,19 +122,20 @@ class Norm(NamedLayer):
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
         """Counts the moments, which are sent if `embed` is split."""
-        x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        dims = "batch;length;embed" if p.dim == "embed" else x.shape.names
+        x = tally.given(x, dims, py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally).values()
-        if tally.lowering.rules.axis("embed") is None:
-            moment = tally.reduce(x, "embed")
+        if tally.lowering.rules.axis(p.dim) is None:
+            moment = tally.reduce(x, p.dim)
             tally.meet(x, *weights)
             tally.keep(tally.made(x.shape, x, tf.float32), tally.made(moment.shape, x, tf.float32))
             return tally.made(x.shape, x)
         centered = x if x.dtype == tf.float32 else tally.made(x.shape, x, tf.float32)
         if p.kind == "layer":
-            mean = tally.reduce(centered, "embed")
+            mean = tally.reduce(centered, p.dim)
             tally.meet(centered, mean)
             centered = tally.made(x.shape, centered)
-        moment = tally.reduce(centered, "embed")
+        moment = tally.reduce(centered, p.dim)
         axes = tally.meet(centered, moment, *weights)
         tally.keep(centered, moment)
         # The normalized values, for the gradient of the scale.

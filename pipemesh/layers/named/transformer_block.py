@@ -6,6 +6,7 @@ from typing import Any
 
 from lingvo.core import py_utils
 
+from pipemesh.layers.check_params import check_flags
 from pipemesh.layers.named.attention import Attention
 from pipemesh.layers.named.feed_forward import Experts, FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
@@ -16,6 +17,8 @@ from pipemesh.layers.named.tally import Tally
 class TransformerBlock(NamedLayer):
     """Attention, then a feed-forward layer, each with normalized inputs and a residual connection.
 
+    With `parallel` both take the same inputs (Wang and Komatsuzaki, "GPT-J", 2021). With
+    `output_norms` their outputs are normalized before they are added (Gemma Team, "Gemma 2", 2024).
     Under the rules `heads:model;d_ff:model` each half ends in one all-reduce. With
     `feed_forward_tpl=Experts.Params()` it is a mixture-of-experts block, which also returns the
     balance loss.
@@ -40,7 +43,9 @@ class TransformerBlock(NamedLayer):
         p.Define("num_heads", 1, "Size of `heads`.")
         p.Define("hidden_dim", 0, "Size of `d_ff`, or of `expert_ff`.")
         p.Define("dropout_rate", 0.0, "Dropout rate of what is added to the inputs.")
-        p.Define("norm_tpl", Norm.Params(), "Of both norms.")
+        p.Define("parallel", False, "Whether both halves take the inputs of the block.")
+        p.Define("output_norms", False, "Whether outputs of both halves are normalized, too.")
+        p.Define("norm_tpl", Norm.Params(), "Of all norms.")
         p.Define("attention_tpl", Attention.Params(), "Of the attention.")
         p.Define(
             "feed_forward_tpl", FeedForward.Params(), "Of the feed-forward layer, or of `Experts`."
@@ -49,6 +54,7 @@ class TransformerBlock(NamedLayer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
+        check_flags(self.params, ["parallel", "output_norms"])
         for name, child in self.ChildParams(self.params).items():
             self.CreateChild(name, child)
 
@@ -59,6 +65,7 @@ class TransformerBlock(NamedLayer):
         norm = p.norm_tpl.Copy().Set(input_dim=p.input_dim)
         attention = p.attention_tpl.Copy().Set(input_dim=p.input_dim, num_heads=p.num_heads)
         feed_forward = p.feed_forward_tpl.Copy()
+        after = ("attention_output_norm", "feed_forward_output_norm") if p.output_norms else ()
         return {
             "attention_norm": norm,
             "attention": attention,
@@ -66,6 +73,7 @@ class TransformerBlock(NamedLayer):
             "feed_forward_norm": norm.Copy(),
             "feed_forward": feed_forward.Set(input_dim=p.input_dim, hidden_dim=p.hidden_dim),
             "feed_forward_dropout": dropout.Copy(),
+            **{name: norm.Copy() for name in after},
         }
 
     def FProp(
@@ -80,16 +88,21 @@ class TransformerBlock(NamedLayer):
 
         With experts the result has their balance loss too, `batch`.
         """
+        p = self.params
         x = self.Named(x, "batch;length;embed")
         y = self.attention_norm.FProp(theta.attention_norm, x)
         y = self.attention.FProp(theta.attention, y, segment_ids, segment_pos, paddings)
-        x = x + self.attention_dropout.FProp(theta.attention_dropout, y)
-        y = self.feed_forward_norm.FProp(theta.feed_forward_norm, x)
+        if p.output_norms:
+            y = self.attention_output_norm.FProp(theta.attention_output_norm, y)
+        summed = x + self.attention_dropout.FProp(theta.attention_dropout, y)
+        y = self.feed_forward_norm.FProp(theta.feed_forward_norm, x if p.parallel else summed)
         if isinstance(self.feed_forward, Experts):
             y, balance = self.feed_forward.FProp(theta.feed_forward, y, paddings)
         else:
             y, balance = self.feed_forward.FProp(theta.feed_forward, y), None
-        y = x + self.feed_forward_dropout.FProp(theta.feed_forward_dropout, y)
+        if p.output_norms:
+            y = self.feed_forward_output_norm.FProp(theta.feed_forward_output_norm, y)
+        y = summed + self.feed_forward_dropout.FProp(theta.feed_forward_dropout, y)
         return y if balance is None else (y, balance)
 
     @classmethod
@@ -99,13 +112,21 @@ class TransformerBlock(NamedLayer):
         parts = cls.ChildParams(p)
         y = cls.CountPart(p, parts["attention_norm"], tally, x)
         y = cls.CountPart(p, parts["attention"], tally, y, *tokens)
+        if p.output_norms:
+            y = cls.CountPart(p, parts["attention_output_norm"], tally, y)
         y = cls.CountPart(p, parts["attention_dropout"], tally, y)
-        x = tally.made(x.shape, x)
-        y = cls.CountPart(p, parts["feed_forward_norm"], tally, x)
+        summed = tally.made(x.shape, x)
+        kept = tally.activation_bytes
+        y = cls.CountPart(p, parts["feed_forward_norm"], tally, x if p.parallel else summed)
+        if p.parallel:
+            # Both norms have the same normalized inputs, and TensorFlow keeps them once.
+            tally.activation_bytes = kept
         # Only experts take paddings, which they do not route.
         routed = tokens[2:] if issubclass(parts["feed_forward"].cls, Experts) else ()
         outputs = cls.CountPart(p, parts["feed_forward"], tally, y, *routed)
         y, *balance = outputs if isinstance(outputs, tuple) else (outputs,)
+        if p.output_norms:
+            y = cls.CountPart(p, parts["feed_forward_output_norm"], tally, y)
         cls.CountPart(p, parts["feed_forward_dropout"], tally, y)
         y = tally.made(x.shape, x)
         return (y, *balance) if balance else y

@@ -12,7 +12,7 @@ from lingvo.core import py_utils
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
-from pipemesh.layers.check_params import check_choice, check_flags, check_whole
+from pipemesh.layers.check_params import check_above_zero, check_choice, check_flags, check_whole
 from pipemesh.layers.named.cache import current_cache
 from pipemesh.layers.named.named_layer import (
     NamedLayer,
@@ -135,6 +135,7 @@ class Embedding(NamedLayer):
         p.Define("scale_sqrt_depth", False, "Whether vectors are scaled by its square root.")
         p.Define("positions", "none", "'none', 'sinusoidal' or 'learned'.")
         p.Define("max_length", None, "Number of positions that are learned.")
+        p.Define("unused_positions", 0, "Rows of learned positions before the first position's.")
         p.Define("dropout_rate", 0.0, "Dropout rate of the sum.")
         return p
 
@@ -148,6 +149,7 @@ class Embedding(NamedLayer):
         check_choice(p.name, "positions", p.positions, POSITIONS)
         if p.positions == "learned":
             check_whole(p.name, "max_length", p.max_length, 1)
+        check_whole(p.name, "unused_positions", p.unused_positions, 0)
         if p.positions == "sinusoidal" and p.embedding_dim % 2:
             raise PipelineError(
                 f"{p.name}: embedding_dim is {p.embedding_dim}; sinusoidal positions need an even "
@@ -167,7 +169,8 @@ class Embedding(NamedLayer):
         init = py_utils.WeightInit.Gaussian(deviation)
         weights = {"table": (f"vocab:{p.vocab_size};embed:{p.embedding_dim}", init)}
         if p.positions == "learned":
-            weights["positions"] = (f"positions:{p.max_length};embed:{p.embedding_dim}", init)
+            rows = p.max_length + p.unused_positions
+            weights["positions"] = (f"positions:{rows};embed:{p.embedding_dim}", init)
         return weights
 
     def FProp(self, theta: Any, ids: Any, segment_pos: Any = None) -> Tensor:
@@ -193,6 +196,8 @@ class Embedding(NamedLayer):
             places = self.Named(tf.range(length), "length")
         else:
             places = self.Named(segment_pos, "batch;length")
+        if p.unused_positions:
+            places = places + p.unused_positions
         if p.positions == "learned":
             if length > p.max_length:
                 raise PipelineError(
@@ -243,6 +248,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         p.Define("vocab_size", 0, "Size of `vocab`.")
         p.Define("vocab_multiple", 1, _VOCAB_MULTIPLE)
         p.Define("use_bias", True, "Whether a bias is added to the logits.")
+        p.Define("logit_cap", None, "Limit of logits, by tanh; None for none.")
         p.Define(
             "label_smoothing",
             0.0,
@@ -257,6 +263,8 @@ class SoftmaxCrossEntropy(NamedLayer):
         check_whole(p.name, "vocab_size", p.vocab_size, 1)
         check_whole(p.name, "vocab_multiple", p.vocab_multiple, 1)
         check_flags(p, ["use_bias"])
+        if p.logit_cap is not None:
+            check_above_zero(p.name, "logit_cap", p.logit_cap, ", or None")
         if not isinstance(p.label_smoothing, int | float) or not 0 <= p.label_smoothing < 1:
             raise PipelineError(
                 f"{p.name}: label_smoothing is {p.label_smoothing!r}; it is a number from 0 on and "
@@ -289,7 +297,8 @@ class SoftmaxCrossEntropy(NamedLayer):
         (logits,) = products(x, [self.Weight(theta, "w")], [dims], names)
         if p.use_bias:
             logits = logits + self.Weight(theta, "b")
-        return ops.cast(logits, tf.float32)
+        logits = ops.cast(logits, tf.float32)
+        return logits if p.logit_cap is None else ops.tanh(logits / p.logit_cap) * p.logit_cap
 
     def FProp(self, theta: Any, x: Any, labels: Any, weights: Any = None) -> Any:
         """Computes the loss for `batch;length;embed`, and `batch;length` labels and their weights.
@@ -359,6 +368,9 @@ class SoftmaxCrossEntropy(NamedLayer):
         if p.use_bias:
             tally.meet(logits, own["b"])
         logits = tally.made(logits.shape, logits, tf.float32)
+        if p.logit_cap is not None:
+            tally.keep(logits)
+            logits = tally.made(logits.shape, logits)
         labels = x.shape.sizes[:2] if labels is None else labels
         labels = count_whole(tally, labels, "batch;length", tf.int32, names)
         if isinstance(weights, Value):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.layers.named import Attention
+from pipemesh.errors import PipelineError
+from pipemesh.layers.named import Attention, Norm
 from tests.layers.named.harness import RULES, run, value_of
 from tests.layers.named.test_block_attention import plain_attention
 
@@ -19,21 +20,28 @@ PARAMS = Attention.Params().Set(
 BUCKETS = {"relative_buckets": 6, "relative_max_distance": 9}
 
 
-def plain(w, segments=None, positions=None):
-    """Rotates if there are positions."""
+def plain(w, segments=None, positions=None, window=None, score_cap=None, score_scale=0.5**0.5):
+    """Rotates the first two elements of a head if there are positions, after norms if any."""
 
     def turned(x):
         if positions is None:
             return x
         # As complex numbers.
         angles = positions[..., None, None] * 1e4 ** -np.arange(1.0)
-        pair = tf.complex(x[..., :1], x[..., 1:]) * np.exp(1j * angles).astype(np.complex64)
-        return tf.concat([tf.math.real(pair), tf.math.imag(pair)], -1)
+        pair = tf.complex(x[..., :1], x[..., 1:2]) * np.exp(1j * angles).astype(np.complex64)
+        return tf.concat([tf.math.real(pair), tf.math.imag(pair), x[..., 2:]], -1)
+
+    def normed(x, name):
+        if f"{name}_norm.scale" not in w:
+            return x
+        root = tf.sqrt(tf.reduce_mean(tf.square(x), -1, keepdims=True) + 1e-6)
+        return x / root * (1 + w[f"{name}_norm.scale"])
 
     q, k, v = (
         tf.einsum("btd,dnh->btnh", X, w[f"w_{name}"]) + w.get(f"b_{name}", 0.0) for name in "qkv"
     )
-    y = plain_attention(turned(q) / np.sqrt(2), turned(k), v, segments, w.get("relative_bias"))
+    q, k = turned(normed(q, "q")) * score_scale, turned(normed(k, "k"))
+    y = plain_attention(q, k, v, segments, w.get("relative_bias"), window, score_cap)
     return tf.einsum("btnh,nhd->btd", y, w["w_out"]) + w.get("b_out", 0.0)
 
 
@@ -67,6 +75,31 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(
     assert tuple(found.shapes["w_k"]) == (8, heads, 2)
     if "relative_buckets" in changes:
         assert tuple(found.shapes["relative_bias"]) == (changes["relative_buckets"], 4)
+
+
+LIMITS = {"window": 3, "score_cap": 0.4, "score_scale": 0.9}
+
+
+def test_limits_and_norms_are_those_of_plain_tensorflow():
+    changes = {"num_kv_heads": 2, "dim_per_head": 4, "use_rotary": True, "rotary_dim": 2}
+    changes |= {"use_out_bias": False, "norm_tpl": Norm.Params().Set(kind="rms"), **LIMITS}
+    found = run(PARAMS.Copy().Set(**changes), [X, SEGMENTS, POSITIONS], "data:2;model:2")
+    assert "b_out" not in found.shapes and "b_q" in found.shapes
+    found.assert_plain(lambda w: plain(w, SEGMENTS, POSITIONS, **LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, "window is 0"),
+        ({"score_cap": -1.0}, "score_cap is -1.0"),
+        ({"rotary_dim": 2}, "rotary_dim is 2, use_rotary False"),
+        ({"rotary_dim": 4, "use_rotary": True}, "a head has 2 elements"),
+    ],
+)
+def test_limits_are_checked(changes, message):
+    with pytest.raises(PipelineError, match=message):
+        PARAMS.Copy().Set(**changes).Instantiate()
 
 
 @pytest.mark.parametrize("segments", [SEGMENTS, None])

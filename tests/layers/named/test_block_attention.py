@@ -5,25 +5,27 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import GradientError
-from pipemesh.layers.named.block_attention import Buckets, block_attention
+from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
 from tests.layers.named.harness import value_of
 
 BUCKETS = Buckets(6, 9)
 
 
-def plain_attention(q, k, v, segments=None, table=None):
+def plain_attention(q, k, v, segments=None, table=None, window=None, cap=None):
     """All scores at once."""
     batch, length, heads, _ = q.shape
     shared = heads // k.shape[2]
     k, v = tf.repeat(k, shared, axis=2), tf.repeat(v, shared, axis=2)
     scores = tf.einsum("btnd,bsnd->bnts", q, k)
+    scores = scores if cap is None else cap * tf.tanh(scores / cap)
     distance = np.arange(length)[:, None] - np.arange(length)[None, :]
     if table is not None:
         bucket = np.minimum(np.maximum(distance, 0), 2)
         far = 3 + np.log(np.maximum(distance, 3) / 3) / np.log(9 / 3) * 3
         bucket = np.where(distance < 3, bucket, np.minimum(far.astype(int), 5))
         scores += tf.transpose(tf.gather(table, bucket), [2, 0, 1])[None]
-    seen = np.broadcast_to(distance >= 0, [batch, length, length])
+    seen = (distance >= 0) & (distance < (window or length))
+    seen = np.broadcast_to(seen, [batch, length, length])
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
     scores = tf.where(seen[:, None], scores, -1e9)
@@ -72,6 +74,37 @@ def test_results_and_gradients_are_those_of_all_scores_at_once(
     found = (tf.function(run, autograph=False) if graph else run)(*args)
     wanted = differentiated(
         lambda q, k, v, table=None: plain_attention(q, k, v, segments, table), args
+    )
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "block_size", "window", "cap", "packed", "pairs"),
+    [
+        (8, 2, 3, None, False, 7),
+        (8, 2, 4, 0.5, True, 9),
+        (11, 4, 1, None, False, 3),
+        (7, 7, 3, 2.0, True, 1),
+        (9, 2, None, 0.7, False, 15),
+    ],
+)
+def test_windows_and_caps_are_those_of_all_scores_at_once(
+    length, block_size, window, cap, packed, pairs
+):
+    """Pairs of blocks outside of the window are left out."""
+    segments = np.sort(np.random.default_rng(1).integers(0, 3, [2, length])).astype(np.int32)
+    segments = tf.constant(segments) if packed else None
+    args = inputs(length, table=packed)
+    limits = {"window": window, "cap": cap}
+    assert len(Blocks.of(length, block_size, window).pairs) == pairs
+
+    def in_blocks(q, k, v, table=None):
+        return block_attention(q, k, v, segments, table, BUCKETS, block_size, **limits)
+
+    found = differentiated(in_blocks, args)
+    wanted = differentiated(
+        lambda q, k, v, table=None: plain_attention(q, k, v, segments, table, **limits), args
     )
     for mine, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, 1e-4, 1e-5)

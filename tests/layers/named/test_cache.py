@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.layers.named import Attention, KeyValueCache, cache_scope, current_cache
+from pipemesh.layers.named import Attention, KeyValueCache, Norm, cache_scope, current_cache
 from pipemesh.lowering import ops
 from tests.layers.named.harness import RULES, run, value_of
 
@@ -17,6 +17,15 @@ KINDS = {
     "plain": {},
     "groups": {"num_kv_heads": 2, "use_rotary": True},
     "all": {"num_kv_heads": 2, "use_rotary": True, "relative_buckets": 4},
+    "limited": {
+        "num_kv_heads": 2,
+        "dim_per_head": 4,
+        "use_rotary": True,
+        "rotary_dim": 2,
+        "window": 3,
+        "score_cap": 0.5,
+        "norm_tpl": Norm.Params().Set(kind="rms"),
+    },
 }
 
 
@@ -42,6 +51,7 @@ def by_parts(*lengths):
     [
         ("model:2", RULES, "plain", (7,)),
         ("data:2;model:2", RULES, "all", (1, 4, 2)),
+        ("model:2", RULES, "limited", (2, 4, 1)),
         # Two processors have heads of the same key.
         ("model:4", "heads:model", "groups", (4, 3)),
     ],

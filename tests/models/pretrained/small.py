@@ -52,7 +52,75 @@ RICH_LLAMA = LLAMA | {
     "mlp_bias": True,
     "tie_word_embeddings": True,
 }
-KINDS = {"gpt2": GPT2, "llama": LLAMA, "rich llama": RICH_LLAMA}
+_OTHERS = LLAMA | {"bos_token_id": None, "pad_token_id": None}
+QWEN2 = _OTHERS | {
+    "model_type": "qwen2",
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "max_window_layers": 1,
+}
+MISTRAL = _OTHERS | {"model_type": "mistral", "sliding_window": 4, "head_dim": 6}
+QWEN3 = _OTHERS | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}
+MIXTRAL = _OTHERS | {"model_type": "mixtral", "num_local_experts": 4, "rms_norm_eps": 0.03}
+GEMMA = _OTHERS | {"model_type": "gemma", "head_dim": 8}
+GEMMA2 = _OTHERS | {
+    "model_type": "gemma2",
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 6,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "sliding_window": 5,
+}
+PHI3 = _OTHERS | {
+    "model_type": "phi3",
+    "sliding_window": 6,
+    "partial_rotary_factor": 0.5,
+}
+GPT_NEOX = {
+    "model_type": "gpt_neox",
+    "vocab_size": 24,
+    "max_position_embeddings": 16,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "layer_norm_eps": 0.02,
+    "rotary_emb_base": 50.0,
+    "rotary_pct": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SERIAL_NEOX = GPT_NEOX | {"use_parallel_residual": False, "attention_bias": False}
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 24,
+    "max_position_embeddings": 16,
+    "hidden_size": 16,
+    "ffn_dim": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+KINDS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "rich llama": RICH_LLAMA,
+    "qwen2": QWEN2,
+    "mistral": MISTRAL,
+    "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "phi3": PHI3,
+    "gpt_neox": GPT_NEOX,
+    "serial gpt_neox": SERIAL_NEOX,
+    "opt": OPT,
+}
 
 
 def tensors_of(values, dtype=np.float32, seed=7):

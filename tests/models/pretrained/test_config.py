@@ -7,7 +7,9 @@ import pytest
 import tensorflow as tf
 
 from models.pretrained import config, names, params, transfer
-from models.pretrained.config import WeightsError, ends_of, of_folder, of_values, read
+from models.pretrained.config import ends_of, of_folder, of_values, read
+from models.pretrained.families import FAMILIES
+from models.pretrained.values import WeightsError
 from pipemesh.errors import PlanError
 from pipemesh.layers import DatasetInput
 from pipemesh.layers.named import RotaryScaling
@@ -18,6 +20,7 @@ from pipemesh.training.trainer import Trainer
 from tests.models.pretrained import small
 
 GPT2, LLAMA = {"model_type": "gpt2"}, {"model_type": "llama"}
+QWEN2, MIXTRAL = {"model_type": "qwen2"}, {"model_type": "mixtral"}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8,
@@ -58,6 +61,32 @@ def test_what_a_file_leaves_out_is_that_of_the_smallest_model():
 def test_rotations_may_have_another_base_and_be_slower(given, base, scaling):
     found = of_values(LLAMA | given)
     assert (found.rotary_base, found.rotary_scaling) == (base, scaling)
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({"model_type": "mistral"}, (4096,) * 32),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        (MIXTRAL, ()),
+        (QWEN2 | {"sliding_window": 7}, ()),
+        (QWEN2 | {"use_sliding_window": True}, (None,) * 28 + (4096,) * 4),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": None}, ()),
+        ({"model_type": "gemma2", "sliding_window": 8}, (8, None) * 13),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"] * 26}, ()),
+    ],
+)
+def test_windows_are_those_of_the_package(values, wanted):
+    assert of_values(values).windows == wanted
+
+
+def test_keys_without_effect_are_ignored():
+    """A list of all types, and of a family; null is no value."""
+    known = {"architectures": ["Any"], "torch_dtype": "bfloat16", "use_cache": False}
+    assert of_values(LLAMA | known | {"pretraining_tp": 2, "anything": None}) == of_values(LLAMA)
+    code = {"AutoConfig": "configuration_phi3.Phi3Config"}
+    phi3 = {"model_type": "phi3"}
+    assert of_values(phi3 | {"auto_map": code}) == of_values(phi3)
 
 
 def test_what_ends_a_text_is_said_by_the_file_beside_it_first(tmp_path):
@@ -122,6 +151,28 @@ def test_tokens_beyond_the_vocabulary_play_no_part(tmp_path):
         (LLAMA | {"rope_parameters": {"rope_type": "llama3"}}, "has no 'low_freq_factor', which"),
         (LLAMA | {"rope_scaling": 2}, "rope_scaling is 2; it is an object of JSON"),
         (LLAMA | {"rope_theta": "high"}, "rope_theta is 'high'; it is a number"),
+        (LLAMA | {"sliding_window": 4}, "sliding_window is 4, but this type of model has no such"),
+        (LLAMA | {"rms_norm_epsilon": 1}, "rms_norm_epsilon .* did you mean 'rms_norm_eps'"),
+        (LLAMA | {"use_qk_norm": False}, "use_qk_norm is False, but this type of model has no su"),
+        (LLAMA | {"rope_scaling": {"beta_fast": 3}}, "rope_scaling: beta_fast is 3, but this typ"),
+        (LLAMA | {"auto_map": {"AutoConfig": "a.B"}}, "auto_map is .*; weights are numbers"),
+        (LLAMA | {"pruned_heads": {"0": [1]}}, "pruned_heads is .*; all heads are there"),
+        (QWEN2 | {"layer_types": ["full"] * 32}, "layer_types is .*; it is a list of full_attent"),
+        (QWEN2 | {"layer_types": []}, r"layer_types is \[\]; there are 32 layers"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 32}, "but no sliding_window is in use"),
+        (MIXTRAL | {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; a token meets two"),
+        (MIXTRAL | {"num_local_experts": 1}, "num_local_experts is 1; a token meets two experts"),
+        (MIXTRAL | {"output_router_logits": True}, "output_router_logits is True; experts are bal"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; the inputs of the"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act is 'silu'; there are gelu"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "a token sees only thos"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "'longrope'; supported a"),
+        ({"model_type": "phi3", "attention_bias": True}, "attention_bias is True; attention has"),
+        ({"model_type": "gpt_neox", "rotary_pct": 0.04}, "the part 0.04 of heads have 3 elements"),
+        ({"model_type": "gpt_neox", "rotary_pct": 1.5}, "the part 1.5 of heads have 144 elements"),
+        ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before is False; n"),
+        ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim is 512; vectors"),
+        ({"model_type": "opt", "layerdrop": 0.1}, "layerdrop is 0.1; no block is skipped"),
     ],
 )
 def test_what_cannot_be_had_is_said_with_what_can(tmp_path, values, told):
@@ -159,13 +210,19 @@ def model(request):
 
 def test_every_number_there_is_one_here(model):
     weights = names.weights_of(model)
-    assert len({weight.name for weight in weights}) == len(weights)
+    assert len({(weight.name, weight.expert) for weight in weights}) == len(weights)
     for _, parts in names.by_theirs(weights):
         there = np.arange(np.prod(parts[0].there)).reshape(parts[0].there)
         here = [weight.from_theirs(there[weight.index]) for weight in parts]
-        assert [each.shape for each in here] == [weight.shape for weight in parts]
-        back = [weight.to_theirs(each) for weight, each in zip(parts, here, strict=True)]
-        np.testing.assert_array_equal(np.concatenate(back, -1), there)
+        # A file has one expert's part of a weight.
+        own = [
+            each if weight.expert is None else np.stack([each] * (1 + weight.expert))
+            for weight, each in zip(parts, here, strict=True)
+        ]
+        np.testing.assert_array_equal(names.joined(parts, own), there)
+    for name, parts in names.by_ours(weights):
+        experts = [weight.expert for weight in parts]
+        assert experts in ([None], list(range(parts[0].shape[0]))), name
 
 
 def test_heads_stand_where_products_there_have_them():
@@ -180,7 +237,7 @@ def test_heads_stand_where_products_there_have_them():
 
 def test_files_may_leave_the_prefix_out_and_have_constants(model):
     weights = names.weights_of(model)
-    prefix = {"gpt2": "transformer.", "llama": "model."}[model.model_type]
+    prefix = FAMILIES[model.model_type].prefix
     bare = [weight.theirs.removeprefix(prefix) for weight in weights]
     constants = ["h.0.attn.bias", "layers.0.self_attn.rotary_emb.inv_freq"]
     found = names.as_in([*bare, *constants], weights, model)
@@ -202,11 +259,11 @@ def test_logits_by_the_table_need_no_weight_but_may_come_with_it():
     tied = config.of_values(small.GPT2)
     weights = names.weights_of(tied)
     there = [weight.theirs for weight in weights]
-    assert names.HEAD not in there
-    assert len(names.as_in([*there, names.HEAD], weights, tied)) == len(weights)
+    assert names.head_of(tied) not in there
+    assert len(names.as_in([*there, names.head_of(tied)], weights, tied)) == len(weights)
     untied = config.of_values(small.LLAMA)
     weights = names.weights_of(untied)
-    assert names.HEAD in [weight.theirs for weight in weights]
+    assert names.head_of(untied) in [weight.theirs for weight in weights]
     assert names.tied_of(untied) == {} and names.tied_of(tied) == {"cell_003.w": "cell_000.table"}
 
 
