@@ -114,7 +114,7 @@ class Attention(NamedLayer):
         if p.use_rotary and _rotary_dim(p) % 2:
             raise PipelineError(
                 f"{p.name}: use_rotary turns pairs of elements, but heads have {_rotary_dim(p)}; "
-                "make dim_per_head, or rotary_dim, even"
+                f"make {'rotary_dim' if p.rotary_dim else 'dim_per_head'} even"
             )
         if p.rotary_dim is not None and not (p.use_rotary and p.rotary_dim <= _head_dim(p)):
             raise PipelineError(

@@ -126,7 +126,7 @@ def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypat
     logdir = tmp_path / "tuned"
     enter = ["--from", f"{run.parent}/in", "--logdir", str(logdir), "--model=tuned.Tuned"]
     assert main(["checkpoint", "import", *enter]) == 0
-    out = program.done("train", f"--logdir={logdir}", "--steps=20", *SPLIT)
+    out = program.done("train", f"--logdir={logdir}", "--steps=40", *SPLIT)
     assert f"going on from {logdir}/ckpt-0" in out
     assert "changed since the checkpoint: mesh layers:2 -> layers:2;model:2" in out
     prefix = "changed since the checkpoint: "
@@ -134,7 +134,7 @@ def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypat
     changed = {line.removeprefix(prefix).split()[0] for line in lines}
     assert changed == {"mesh", "layout"}, "once, not by the stack's params as well"
     assert "the data is read from its beginning" in out
-    assert "ckpt-20, step 20: loss " in program.done("evaluate", f"--logdir={logdir}")
+    assert "ckpt-40, step 40: loss " in program.done("evaluate", f"--logdir={logdir}")
     said = program.done("decode", f"--logdir={logdir}", "--prompt=the cat sat", "--max_tokens=2")
     assert said.split()[:4] == ["the", "cat", "sat", "on"]
     assert main(["checkpoint", "export", str(logdir), str(tmp_path / "out")]) == 0
