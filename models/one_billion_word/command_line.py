@@ -75,6 +75,7 @@ FLAGS_OF_TRAINING = (
             help="Decay of the moving averages of weights, below 1, such as 0.999; evaluation "
             "uses the averages. Default: the model's, none.",
         ),
+        *training_flags.FILTER_FLAGS,
     ),
     *grouped(
         FILES,
@@ -102,6 +103,8 @@ _OF_SETTINGS = {
     "dropout_prob": "DROPOUT_PROB",
     "ema_decay": "EMA_DECAY",
     "layers": "LAYERS",
+    "freeze": "FREEZE",
+    "train_only": "TRAIN_ONLY",
 }
 
 

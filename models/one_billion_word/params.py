@@ -64,6 +64,8 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
                 warmup_steps=self.WARMUP_STEPS, model_dim=self.MODEL_DIM
             ),
             clip_gradient_norm_to_value=self.CLIP_GRADIENT_NORM,
+            bprop_variable_filter=self.TRAIN_ONLY,
+            bprop_variable_exclusion=self.FREEZE,
         )
         p.train.ema_decay = self.EMA_DECAY
         p.eval.samples_per_summary = 0
