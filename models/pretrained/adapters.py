@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,27 +81,39 @@ def write(
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    rank, settings = weights.rank, weights.settings
+    rank, settings, fan_in_fan_out = weights.rank, weights.settings, False
     for theirs, parts in names.by_theirs(table):
         pairs = [weights.adapter(part.name) for part in parts]
         number = sum(pair is not None for pair in pairs)
         if not number:
             continue
-        sizes = [part.there[0 if part.transposed else -1] // part.parts for part in parts]
-        second = np.zeros([sum(sizes), number * rank], np.float32)
         first: list[np.ndarray] = []
-        for row, size, pair in zip(np.cumsum([0, *sizes]), sizes, pairs, strict=False):
+        second: list[np.ndarray] = []
+        inputs = next(pair[0].size for pair in pairs if pair is not None) // rank
+        for part, pair in zip(parts, pairs, strict=True):
+            block = np.zeros([number * rank, math.prod(part.shape) // inputs], np.float32)
             if pair is not None:
                 a, b = pair
-                column = len(first) * rank
-                second[row : row + size, column : column + rank] = b.reshape(rank, size).T
+                row = len(first) * rank
+                block[row : row + rank] = b.reshape(rank, -1)
                 first.append(a.reshape(-1, rank).T)
+            second.append(block)
+        # As the weights are joined, with the ranks as inputs.
+        transposed = parts[0].transposed
+        sizes = number * rank, parts[0].there[0 if transposed else -1]
+        narrow = [
+            dataclasses.replace(part, shape=each.shape, there=sizes[::-1] if transposed else sizes)
+            for part, each in zip(parts, second, strict=True)
+        ]
+        up = names.joined(narrow, second)
+        # In files of GPT-2 matmuls are `inputs, outputs`.
+        up, fan_in_fan_out = (up, False) if transposed else (up.T, True)
         module = theirs.removesuffix(".weight")
         if number > 1:
             ranks[module], alphas[module] = number * rank, number * settings["LORA_ALPHA"]
         else:
             ranks.setdefault(module, rank)
-        for kind, value in (("A", np.concatenate(first)), ("B", second)):
+        for kind, value in (("A", np.concatenate(first)), ("B", up)):
             name = f"{_PREFIX}{module}.lora_{kind}.weight"
             tensors[name] = np.ascontiguousarray(cast(value, name))
     config = {
@@ -114,8 +128,7 @@ def write(
         "target_modules": list(ranks),
         "rank_pattern": {module: size for module, size in ranks.items() if size != rank},
         "alpha_pattern": alphas,
-        # Of GPT-2, whose matmuls are not transposed.
-        "fan_in_fan_out": not any(weight.transposed for weight in table),
+        "fan_in_fan_out": fan_in_fan_out,
     }
     paths = [os.path.join(folder, name) for name in (FILE, CONFIG)]
     write_whole(paths[0], save(tensors, metadata={"format": "pt"}))

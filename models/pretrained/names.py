@@ -72,6 +72,12 @@ class Weight:
         return value.reshape(sizes[::-1]).T if self.transposed else value.reshape(sizes)
 
 
+def joined(weights: Sequence[Weight], values: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the tensor in the file of which the weights are the parts."""
+    found = [weight.to_theirs(value) for weight, value in zip(weights, values, strict=True)]
+    return np.concatenate(found, -1) if len(found) > 1 else found[0]
+
+
 def weights_of(config: Config) -> list[Weight]:
     """Returns all weights of a model; parts of one tensor follow each other."""
     build = {"gpt2": _gpt2_block, "llama": _llama_block}[config.model_type]

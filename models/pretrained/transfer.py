@@ -132,8 +132,7 @@ def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = Fa
     wanted = DTYPES[_OF_DTYPE[dtype]]
 
     def joined(parts: Sequence[Weight]) -> np.ndarray:
-        found = [weight.to_theirs(source.read(weight.name)) for weight in parts]
-        whole = np.concatenate(found, -1) if len(found) > 1 else found[0]
+        whole = names.joined(parts, [source.read(weight.name) for weight in parts])
         return _cast(whole, wanted, parts[0].theirs)
 
     def tensors() -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
