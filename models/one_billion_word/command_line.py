@@ -64,6 +64,7 @@ FLAGS_OF_TRAINING = (
             help="Decay of the moving averages of weights, below 1, such as 0.999; evaluation "
             "uses the averages. Default: the model's, none.",
         ),
+        *training_flags.FILTER_FLAGS,
     ),
     *learning_flags.LEARNING_FLAGS,
     *grouped(
@@ -89,6 +90,8 @@ _OF_SETTINGS = {
     "dropout_prob": "DROPOUT_PROB",
     "ema_decay": "EMA_DECAY",
     "layers": "LAYERS",
+    "freeze": "FREEZE",
+    "train_only": "TRAIN_ONLY",
 }
 
 

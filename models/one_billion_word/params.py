@@ -61,6 +61,8 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
             lr_schedule=schedule.TransformerSchedule.Params().Set(
                 warmup_steps=self.WARMUP_STEPS, model_dim=self.MODEL_DIM
             ),
+            bprop_variable_filter=self.TRAIN_ONLY,
+            bprop_variable_exclusion=self.FREEZE,
         )
         Learning.of(self).change(p.train.learner)
         p.train.ema_decay = self.EMA_DECAY

@@ -85,14 +85,14 @@ def write(
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    rank, settings = weights.rank, weights.settings
+    rank, settings, fan_in_fan_out = weights.rank, weights.settings, False
     for theirs, parts in names.by_theirs(table):
         pairs = [weights.adapter(part.name) for part in parts]
         number = sum(pair is not None for pair in pairs)
         if not number:
             continue
         outputs = parts[0].there[0 if parts[0].transposed else -1]
-        first, second = [], np.zeros([outputs, number * rank], np.float32)
+        first, up = [], np.zeros([outputs, number * rank], np.float32)
         for part, pair in zip(parts, pairs, strict=True):
             if pair is not None:
                 a, b = pair
@@ -100,14 +100,16 @@ def write(
                 # `b` lies in its tensor as the weight lies in that of the model.
                 shape = {"shape": b.shape, "there": block.shape, "transposed": True}
                 dataclasses.replace(part, **shape).put(b, block)
-                second[:, len(first) * rank : (len(first) + 1) * rank] = block
+                up[:, len(first) * rank : (len(first) + 1) * rank] = block
                 first.append(a.reshape(-1, rank).T)
+        # In files of GPT-2 matmuls are `inputs, outputs`.
+        fan_in_fan_out = not parts[0].transposed
         module = theirs.removesuffix(".weight")
         if number > 1:
             ranks[module], alphas[module] = number * rank, number * settings["LORA_ALPHA"]
         else:
             ranks.setdefault(module, rank)
-        for kind, value in (("A", np.concatenate(first)), ("B", second)):
+        for kind, value in (("A", np.concatenate(first)), ("B", up)):
             name = f"{_PREFIX}{module}.lora_{kind}.weight"
             tensors[name] = np.ascontiguousarray(cast(value, name))
     config = {
@@ -122,8 +124,7 @@ def write(
         "target_modules": list(ranks),
         "rank_pattern": {module: size for module, size in ranks.items() if size != rank},
         "alpha_pattern": alphas,
-        # Of GPT-2, whose matmuls are not transposed.
-        "fan_in_fan_out": not any(weight.transposed for weight in table),
+        "fan_in_fan_out": fan_in_fan_out,
     }
     paths = [os.path.join(folder, name) for name in (FILE, CONFIG)]
     write_whole(paths[0], save(tensors, metadata={"format": "pt"}))

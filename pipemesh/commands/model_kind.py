@@ -173,17 +173,7 @@ class RegisteredKind(ModelKind):
                 help="Seed for initial weights and random ops; ignored if the task sets "
                 "random_seed.",
             ),
-            Flag(
-                "freeze",
-                value="PATTERN",
-                help="Weights that are not trained, a regular expression of their names, such as "
-                "cell_00[0-7]/ for the first eight layers.",
-            ),
-            Flag(
-                "train_only",
-                value="PATTERN",
-                help="The only weights that are trained, a regular expression of their names.",
-            ),
+            *training_flags.FILTER_FLAGS,
             Flag(
                 "dataset",
                 help="The dataset to evaluate on; default: Dev, or else Test, if the model has it.",

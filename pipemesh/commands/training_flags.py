@@ -80,6 +80,22 @@ CHOICE_FLAGS = grouped(
 )
 
 
+# Which weights are trained.
+FILTER_FLAGS = (
+    Flag(
+        "freeze",
+        value="PATTERN",
+        help="Weights that are not trained, a regular expression of their names, such as "
+        "cell_00[0-7]/ for the first eight layers.",
+    ),
+    Flag(
+        "train_only",
+        value="PATTERN",
+        help="The only weights that are trained, a regular expression of their names.",
+    ),
+)
+
+
 def plan_flags(microbatches: str = "the model's", remat: str = "the model's") -> tuple[Flag, ...]:
     """Returns the flags of the plan and of workers; the arguments are words of their help."""
     devices = device_flags(

@@ -15,7 +15,7 @@ def test_help_needs_no_tensorflow_and_is_no_failure():
     for code, out, err in without_tensorflow(["lm", "--help", "--no_such_flag"], ["lm", "-h"]):
         assert (code, err) == (0, "")
         assert out.startswith("usage: lm [--flag=value ...]\n\nTrains the one-billion-word")
-        for name in ("--mesh_shape", "--num_microbatches", "--[no]other_text", "--eval_batches"):
+        for name in ("--mesh_shape", "--num_microbatches", "--[no]other_text", "--freeze"):
             assert name in out
 
 

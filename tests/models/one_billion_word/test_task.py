@@ -272,6 +272,14 @@ def test_gpipe32_is_what_its_name_promises():
     assert (params.vocab_size, params.sequence_length, params.batch_size) == (32_000, 1024, 32)
 
 
+def test_weights_are_frozen_by_filters_of_the_learner():
+    config = OneBillionWordTiny()
+    config.FREEZE, config.TRAIN_ONLY = "cell_00[01]/", "w_"
+    learner = config.Task().train.learner
+    filters = learner.bprop_variable_exclusion, learner.bprop_variable_filter
+    assert filters == (config.FREEZE, config.TRAIN_ONLY)
+
+
 @pytest.mark.parametrize(
     ("mesh", "sizes"), [("layers:2;model:4,1", (6, 1)), ("layers:2;model:1,4", (2, 5))]
 )

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from models.pretrained import transfer
 from pipemesh.commands.main import main
+from pipemesh.errors import CheckpointError
 from tests.commands import program
 from tests.models.pretrained import reference, small
 
@@ -174,3 +175,9 @@ def test_adapters_are_trained_decoded_and_exported(run, tmp_path, monkeypatch):
     for command in (["train", "--steps=22"], ["evaluate"]):
         line = program.refused(*command, f"--logdir={logdir}", "--lora_rank=0")
         assert "ckpt-21 has adapters that the model has not, such as" in line
+    line = program.refused("train", "--model=models.digits.params.DigitsPipelined", *lora[:1])
+    assert line.endswith(
+        "--lora_rank=2: models.digits.params.DigitsPipelined has no adapters; leave it out"
+    )
+    with pytest.raises(CheckpointError, match=r"--merged: .* has no adapters to be merged; leave"):
+        transfer.export_weights(f"{run}/ckpt-0", str(tmp_path / "out"), merged=True)
