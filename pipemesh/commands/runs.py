@@ -132,7 +132,9 @@ def requested(
     """Returns the model that a command line names, and the path of its checkpoint; for `about` see
     `take_up`.
     """
-    refused: dict[str, str] = dict.fromkeys((*OF_TRAINING, "elastic"), "is for training")
+    refused: dict[str, str] = dict.fromkeys(
+        (*OF_TRAINING, "elastic", "train_data"), "is for training"
+    )
     parse(argv, Command(argv[0], help_text, (*kind.flags, CHECKPOINT_FLAG), refused=refused))
     check_flags()
     take_up(kind.logdir(), FLAGS.checkpoint, OF_TRAINING, about)

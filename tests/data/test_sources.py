@@ -161,15 +161,23 @@ def test_a_record_that_is_no_example_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, package", [("a.parquet", "pyarrow"), ("a.array_record", "array_record")]
+    "name, package",
+    [
+        ("a.parquet", "pyarrow"),
+        ("a.array_record", "array_record"),
+        ("a.jsonl", "backports.zstd"),
+        ("tfds:a/train", "tensorflow_datasets"),
+    ],
 )
 def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
-    (tmp_path / name).write_bytes(b"")
-    for module in [name for name in sys.modules if name.startswith(package)]:
+    if ":" not in name:
+        (tmp_path / name).write_bytes(zstd.compress(b""))
+        name = tmp_path / name
+    for module in [each for each in sys.modules if each.startswith(package)]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackageError, match=rf"needs {package}, which .*'\.\[data\]'"):
-        rows(tmp_path / name)
+        rows(name)
 
 
 @pytest.mark.slow
