@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 
 import numpy as np
@@ -151,6 +152,14 @@ def test_files_that_are_none_are_refused(tmp_path, name, content, told):
     with pytest.raises(DataError, match=told) as error:
         rows(tmp_path / name)
     assert "\n" not in str(error.value)
+
+
+def test_folders_and_pipes_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"pipe\.jsonl' is no file; give the path of a file"):
+        rows(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"is a folder; give .* a pattern such as '.*\*\.jsonl'"):
+        rows(tmp_path)
 
 
 def test_a_record_that_is_no_example_is_refused(tmp_path):
