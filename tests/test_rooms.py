@@ -13,6 +13,7 @@ import pipemesh
 
 PURE = [
     "pipemesh",
+    "pipemesh.data",
     "pipemesh.errors",
     "pipemesh.mesh",
     "pipemesh.partition",

@@ -153,7 +153,9 @@ def requested(
     """Returns the model that a command line names, and the path of its checkpoint; for `about` see
     `take_up`. `flags` are those of a text, which is not given.
     """
-    refused: dict[str, str] = dict.fromkeys((*OF_TRAINING, "elastic"), "is for training")
+    refused: dict[str, str] = dict.fromkeys(
+        (*OF_TRAINING, "elastic", "train_data"), "is for training"
+    )
     taken = (*kind.flags, CHECKPOINT_FLAG, *flags)
     parse(argv, Command(argv[0], help_text, taken, refused=refused))
     if flags:

@@ -16,8 +16,10 @@ import tensorflow as tf
 
 from pipemesh.data import packing
 from pipemesh.data.documents import Spelling, documents_of
-from pipemesh.data.rows import Counts, Rows, Tokens
+from pipemesh.data.rows import PACKINGS, Counts, Rows, Tokens
 from pipemesh.data.sources import Source
+from pipemesh.errors import DataError
+from pipemesh.text import nearest_text
 
 # Rows whose sources are chosen together.
 _BLOCK = 1 << 16
@@ -107,6 +109,9 @@ class DocumentBatches:
         packing: how documents share rows: `split`, `whole`, `single` or `auto`.
         seed: seed of mixture and order; None for all rows in order.
 
+    Raises:
+        DataError: there is no such packing.
+
     Example:
         >>> import os, tempfile
         >>> from pipemesh.data import parse_sources
@@ -127,6 +132,11 @@ class DocumentBatches:
     batch_size: int
     packing: str = "auto"
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.packing not in PACKINGS:
+            near = nearest_text(self.packing, PACKINGS)
+            raise DataError(f"packing is {self.packing!r}{near}")
 
     def __call__(self) -> tf.data.Dataset:
         """Returns the dataset; raises DataError if the documents cannot be read."""

@@ -162,10 +162,11 @@ class Rows:
             number, split = int(row_of.max(initial=-1)) + 1, 0
             self._first = np.searchsorted(row_of[order], np.arange(number + 1))
         if not number:
-            what = "no document" if not len(sizes) else "no document with a token to predict"
+            if not len(sizes):
+                raise DataError(f"data {source!r} has no document; give a file with some")
             raise DataError(
-                f"data {source!r} has {what} in rows of {length} tokens; give longer documents, or "
-                "longer rows"
+                f"data {source!r} has no document with a token to predict in rows of {length} "
+                "tokens; give longer documents, or longer rows"
             )
         cut = sizes - last
         self.counts = Counts(

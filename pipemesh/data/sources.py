@@ -149,8 +149,15 @@ def _source(table: Mapping[str, Any], text: str) -> Source:
 
 def paths_of(source: Source) -> list[str]:
     """Returns the files of a source, sorted; raises DataError if there are none."""
-    if os.path.exists(source.path):
+    if os.path.isfile(source.path):
         return [source.path]
+    if os.path.exists(source.path):
+        # It is read twice, which a pipe cannot be.
+        what = "a folder" if os.path.isdir(source.path) else "no file"
+        raise DataError(
+            f"data {source.path!r} is {what}; give the path of a file, or a pattern such as "
+            f"{os.path.join(source.path, '*.jsonl')!r}"
+        )
     found = sorted(path for path in glob.glob(source.path, recursive=True) if os.path.isfile(path))
     if not found:
         is_pattern = glob.has_magic(source.path)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import importlib
 import itertools
 import os
 import shlex
@@ -18,7 +19,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from pipemesh.errors import DataError
+from pipemesh.errors import DataError, MissingPackageError
 
 PLAIN, GZIP, ZSTD = "", "gzip", "zstd"
 _MAGIC = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
@@ -94,7 +95,10 @@ def blocks(path: str, size: int | None = None) -> Iterator[bytes]:
         if packed == GZIP:
             opened, damages = gzip.open(path), (EOFError, gzip.BadGzipFile, zlib.error)
         elif packed == ZSTD:
-            from backports import zstd
+            try:
+                zstd: Any = importlib.import_module("backports.zstd")
+            except ImportError as error:
+                raise MissingPackageError(repr(path), "backports.zstd", "data") from error
 
             opened, damages = zstd.open(path), (EOFError, zstd.ZstdError)
         else:

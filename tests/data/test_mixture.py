@@ -12,6 +12,7 @@ from pipemesh.backend.saved_state import iterator_state, set_iterator_state
 from pipemesh.data import DocumentBatches, parse_sources
 from pipemesh.data.mixture import Mixture
 from pipemesh.data.rows import Rows, Tokens
+from pipemesh.errors import DataError
 from tests.data.test_rows import made
 
 LENGTH = 8
@@ -112,6 +113,11 @@ def test_held_out_rows_come_once_and_in_order(tmp_path):
     assert (labels[real] == ids[real] + 1).all()
     assert (np.diff(labels[real]) > 0).all()
     assert sum(each.predicted for each in batches.counts()) == real.sum()
+
+
+def test_an_unknown_packing_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"packing is 'hole'.*whole"):
+        of_files(tmp_path, packing="hole")
 
 
 def test_settings_of_a_checkpoint_tell_other_files(tmp_path):

@@ -107,7 +107,7 @@ def test_auto_splits_only_where_every_token_counts():
 @pytest.mark.parametrize(
     "documents, told",
     [
-        ([], "data 'a' has no document in rows of 8 tokens"),
+        ([], "data 'a' has no document; give a file with some"),
         (list(made([1, 1])), "has no document with a token to predict in rows of 8 tokens; give"),
         ([Document(np.arange(4), np.zeros(4))], "has no document with a token to predict"),
         (list(made([40], weighted=[0])), "has no document with a token to predict"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 
 import numpy as np
@@ -153,6 +154,14 @@ def test_files_that_are_none_are_refused(tmp_path, name, content, told):
     assert "\n" not in str(error.value)
 
 
+def test_folders_and_pipes_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"pipe\.jsonl' is no file; give the path of a file"):
+        rows(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"is a folder; give .* a pattern such as '.*\*\.jsonl'"):
+        rows(tmp_path)
+
+
 def test_a_record_that_is_no_example_is_refused(tmp_path):
     with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
         writer.write(b"\xff\xff")
@@ -161,15 +170,23 @@ def test_a_record_that_is_no_example_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, package", [("a.parquet", "pyarrow"), ("a.array_record", "array_record")]
+    "name, package",
+    [
+        ("a.parquet", "pyarrow"),
+        ("a.array_record", "array_record"),
+        ("a.jsonl", "backports.zstd"),
+        ("tfds:a/train", "tensorflow_datasets"),
+    ],
 )
 def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
-    (tmp_path / name).write_bytes(b"")
-    for module in [name for name in sys.modules if name.startswith(package)]:
+    if ":" not in name:
+        (tmp_path / name).write_bytes(zstd.compress(b""))
+        name = tmp_path / name
+    for module in [each for each in sys.modules if each.startswith(package)]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackageError, match=rf"needs {package}, which .*'\.\[data\]'"):
-        rows(tmp_path / name)
+        rows(name)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from models.pretrained import params, transfer
 from models.pretrained.text import batches_of
 from pipemesh.commands import runs
 from pipemesh.commands.flags import FlagError
+from pipemesh.errors import DataError
 from pipemesh.training.evaluation import evaluate
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run import Options
@@ -149,9 +150,15 @@ def test_flags_name_the_data_and_it_is_counted(folder, tmp_path):
     out = program.done("train", f"--logdir={logdir}", "--steps=4")
     assert f"going on from {logdir}/ckpt-2" in out and "changed since" not in out
     assert "read from its beginning" not in out
+    other = [f"--logdir={logdir}", f"--heldout_data={folder}/chats.jsonl"]
+    assert "step 4: loss " in program.done("evaluate", *other)
+    words = ["evaluate", f"--logdir={logdir}", "--train_data=a"]
+    ((_, _, err),) = program.without_tensorflow(words)
+    assert err == "error: --train_data is for training; leave it out\n"
     (folder / "wrong.jsonl").write_text('{"text": "the"}\n{"txt": "the"}\n')
-    line = program.refused("train", f"--logdir={logdir}", f"--train_data={folder}/wrong.jsonl")
-    assert "wrong.jsonl', line 2 has none of the fields text, prompt and completion" in line
+    wrong = model_of(folder, "plain", f"{folder}/wrong.jsonl")
+    with pytest.raises(DataError, match=r"wrong\.jsonl', line 2 has none of the fields text, pro"):
+        wrong.train_data(0)
 
 
 def test_models_with_data_of_their_own_take_no_other(tmp_path):
