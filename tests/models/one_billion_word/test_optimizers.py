@@ -7,6 +7,7 @@ from pipemesh.errors import CheckpointError
 from pipemesh.plan import Plan
 from pipemesh.training import learning
 from pipemesh.training.learning import OPTIMIZERS
+from tests.models.one_billion_word.language_model import losses, random_batch, small
 from tests.models.one_billion_word.small_training import begun, scalars, small_request, weights
 
 STEPS, DECAY = 6, 0.6
@@ -81,9 +82,9 @@ def trained(log_folder, folder, train):
 )
 def test_losses_and_averages_are_those_of_the_plain_model(trained, optimizer):
     plain, split = (trained(optimizer, how) for how in HOW)
-    losses = scalars(plain, "loss")
-    np.testing.assert_allclose(scalars(split, "loss"), losses, rtol=1e-5)
-    assert losses[-1] < losses[0] - 0.01
+    before = scalars(plain, "loss")
+    np.testing.assert_allclose(scalars(split, "loss"), before, rtol=1e-5)
+    assert before[-1] < before[0] - 0.01
     norms = scalars(plain, "gradient_norm")
     np.testing.assert_allclose(scalars(split, "gradient_norm"), norms, rtol=1e-4)
     assert min(norms) > CALM["CLIP_GRADIENT_NORM"], "it is that before clipping"
@@ -133,6 +134,39 @@ def test_it_goes_on_under_another_split(trained, train, folder, tmp_path, optimi
     found, wanted = (weights(path, STEPS) for path in (logdir, plain))
     assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in wanted.items()}
     assert not any("slice" in name for name in found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("settings", "plans"),
+    [
+        (
+            {},
+            [
+                Plan(
+                    *("layers:2;model:2", "heads:model;d_ff:model", "gpipe", 2),
+                    remat="full",
+                    lowering="simd",
+                ),
+                Plan("layers:2;data:2", "batch:data;embed:data", "zb_h1", 2),
+            ],
+        ),
+        (
+            {"NUM_EXPERTS": 2},
+            [
+                Plan("layers:2;data:2", "batch:data;experts:data", "1f1b", 2),
+                Plan("layers:2;model:2", "heads:model;expert_ff:model", "1f1b", 2),
+            ],
+        ),
+    ],
+)
+def test_muon_is_the_same_as_one_program_and_with_experts(settings, plans):
+    how = {"OPTIMIZER": "muon", "LEARNING_RATE": 0.5, "DROPOUT_PROB": 0.2, **settings}
+    batches = [random_batch(number) for number in range(3)]
+    wanted = losses(small(PLAN=Plan(), PIPELINED=False, **how), batches)
+    for plan in plans:
+        found = losses(small(PLAN=plan, **how), batches)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
