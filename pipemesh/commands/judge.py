@@ -255,8 +255,8 @@ def language_model() -> Any:
                 (math.fsum(row), is_greedy)
                 for row, is_greedy in zip(log_probs, greedy, strict=True)
             ]
-            for (key, _, _), answer in zip(requests, answers, strict=True):
-                self.cache_hook.add_partial("loglikelihood", key, answer)
+            for request, answer in zip(requests, answers, strict=True):
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
             return answers
 
         def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, ...]]:
