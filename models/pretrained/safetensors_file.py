@@ -8,8 +8,9 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import BufferedReader
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def find(path: str) -> str:
 class _Place(NamedTuple):
     """A tensor in an open file."""
 
-    file: BinaryIO
+    file: BufferedReader
     path: str
     dtype: str
     shape: list[int]
@@ -162,7 +163,8 @@ class TensorFiles:
             block = np.empty([len(part), *shape[1:]], DTYPES[dtype])
             try:
                 file.seek(begin + part.start * row_bytes)
-                count = file.readinto(block.reshape(-1).view(np.uint8))
+                memory: Any = block.reshape(-1).view(np.uint8)
+                count = file.readinto(memory)
             except OSError as error:
                 raise WeightsError(
                     f"{path!r}: tensor {name!r} cannot be read ({error.strerror})"
@@ -317,7 +319,7 @@ def _write_file(path: str, tensors: Sequence[Tensor]) -> None:
             file.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors:
                 for block in tensor.blocks():
-                    file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
+                    file.write(block.tobytes())
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -154,18 +155,18 @@ def lm_eval(argv: list[str]) -> int:
         return 0
     process.import_quietly()
     try:
-        from lm_eval.__main__ import cli_evaluate
-        from lm_eval.api.registry import register_model
+        program: Any = importlib.import_module("lm_eval.__main__")
+        registry: Any = importlib.import_module("lm_eval.api.registry")
     except ImportError as missing:
         raise MissingPackageError("pipemesh lm_eval", str(missing.name), "judging") from missing
-    register_model("pipemesh")(language_model())
+    registry.register_model("pipemesh")(language_model())
     words = argv[1:] if argv[1:2] != ["run"] else argv[2:]
     if any(word.partition("=")[0] in ("--model", "-M") for word in words):
         raise FlagError("--model is pipemesh here; leave it out, and give --model_args=logdir=RUN")
     before = sys.argv
     sys.argv = ["lm-eval", "run", "--model", "pipemesh", *words]
     try:
-        cli_evaluate()
+        program.cli_evaluate()
     except SystemExit as end:
         return int(end.code or 0)
     finally:
@@ -175,15 +176,11 @@ def lm_eval(argv: list[str]) -> int:
 
 def language_model() -> Any:
     """Returns the class of the model for lm-eval, which is imported for it."""
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import (
-        handle_stop_sequences,
-        normalize_gen_kwargs,
-        postprocess_generated_text,
-    )
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    base: Any = importlib.import_module("lm_eval.api.model").TemplateLM
+    texts: Any = importlib.import_module("lm_eval.models.utils")
+    utils: Any = importlib.import_module("lm_eval.utils")
 
-    class PipemeshLM(TemplateLM):
+    class PipemeshLM(base):
         """A model of a log directory; its texts are scored and continued as by the commands."""
 
         def __init__(
@@ -196,7 +193,9 @@ def language_model() -> Any:
             **flags: Any,
         ) -> None:
             super().__init__()
-            if str(batch_size) not in ("None", "1") or max_batch_size or device:
+            # lm-eval gives its defaults, too.
+            is_default = str(batch_size) in ("None", "1") and device in (None, "cuda:0")
+            if not is_default or max_batch_size:
                 raise FlagError(
                     "--batch_size and --device are not supported: give rows, groups and "
                     "device_type in --model_args"
@@ -256,8 +255,8 @@ def language_model() -> Any:
                 (math.fsum(row), is_greedy)
                 for row, is_greedy in zip(log_probs, greedy, strict=True)
             ]
-            for (key, *_), answer in zip(requests, answers, strict=True):
-                self.cache_hook.add_partial("loglikelihood", key, answer)
+            for request, answer in zip(requests, answers, strict=True):
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
             return answers
 
         def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, ...]]:
@@ -293,7 +292,7 @@ def language_model() -> Any:
                 # A prompt and its continuation have to fit in, with which a text that fills the
                 # window loses its first token.
                 room = self.max_length - size
-                texts = [requests[number][2] for number in numbers]
+                wanted = [requests[number][2] for number in numbers]
                 prompts = [requests[number][1][-room:] if room else [] for number in numbers]
                 if not room:
                     raise DecodingError(
@@ -301,7 +300,7 @@ def language_model() -> Any:
                         "whether they are the most likely ones"
                     )
                 said = self._continued(prompts, size, _sampler(), frozenset())
-                for number, text, tokens in zip(numbers, texts, said, strict=True):
+                for number, text, tokens in zip(numbers, wanted, said, strict=True):
                     found[number] = list(tokens) == list(text)
             return found
 
@@ -332,10 +331,10 @@ def language_model() -> Any:
             answers: list[float] = []
             for request in requests:
                 (text,) = request.args
-                windows = get_rolling_token_windows(
+                windows = utils.get_rolling_token_windows(
                     self.tok_encode(text), self.prefix_token_id, self.max_length, 1
                 )
-                pairs = [make_disjoint_window(window) for window in windows]
+                pairs = [utils.make_disjoint_window(window) for window in windows]
                 rows = zip(self._scored(pairs), pairs, strict=True)
                 answers.append(math.fsum(math.fsum(row[-len(part) :]) for row, (_, part) in rows))
                 self.cache_hook.add_partial("loglikelihood_rolling", (text,), answers[-1])
@@ -348,8 +347,8 @@ def language_model() -> Any:
                 alike[repr(request.args[1])].append(number)
             for numbers in alike.values():
                 given = dict(requests[numbers[0]].args[1])
-                values = dict(normalize_gen_kwargs(given))
-                until = handle_stop_sequences(
+                values = dict(texts.normalize_gen_kwargs(given))
+                until = texts.handle_stop_sequences(
                     values.pop("until", None), self._tokens.decode([self.eot_token_id]) or None
                 )
                 most = values.pop("max_gen_toks")
@@ -363,7 +362,7 @@ def language_model() -> Any:
                 said = self._continued(prompts, most, _sampler(**values), self._tokens.stop)
                 for number, tokens in zip(numbers, said, strict=True):
                     text = self._tokens.text((), tokens)
-                    answers[number] = postprocess_generated_text(text, until, None)
+                    answers[number] = texts.postprocess_generated_text(text, until, None)
                     args = requests[number].args
                     self.cache_hook.add_partial("generate_until", args, answers[number])
             return answers

@@ -452,11 +452,11 @@ def _curves(events: Mapping[int, Mapping[str, Any]]) -> dict[str, Points]:
 def curve_values(event: Mapping[str, Any]) -> dict[str, float]:
     """Returns the values of an event that belong to curves, by name."""
     return {
-        name: value
+        name: cast("float", value)
         for name, value in event.items()
         if name not in _NO_VALUES
         and isinstance(value, numbers.Real)
-        and not isinstance(value, bool)
+        and not isinstance(event[name], bool)
     }
 
 

@@ -28,6 +28,7 @@ NOT_RUN = {
     r"\.\.\.": "leaves something out",
     r"^pipemesh worker |--cluster=127": "needs several terminals",
     r"lingvo_trainer": "never ends; tests/layers/test_lingvo_trainer.py runs it",
+    r"^pipemesh lm_eval ": "needs tasks; tests/models/pretrained/test_judging.py has some",
     r"lingvo_suite": "needs a checkout of lingvo",
     r"theirs/|runs/lm/|ours/": "needs a checkpoint of lingvo's trainer",
     r"FOLDER|path/to": "needs data or a checkout",

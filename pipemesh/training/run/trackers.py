@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import importlib
 import importlib.util
 import json
 import os
@@ -102,7 +103,7 @@ class _Wandb(Tracker):
     package = "wandb"
 
     def begin(self, name: str, config: Mapping[str, Any], run: str | None) -> str:
-        import wandb
+        wandb: Any = importlib.import_module("wandb")
 
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "pipemesh"),
@@ -123,7 +124,7 @@ class _Wandb(Tracker):
         values: Mapping[str, float],
         histograms: Mapping[str, np.ndarray],
     ) -> None:
-        import wandb
+        wandb: Any = importlib.import_module("wandb")
 
         found: dict[str, Any] = {f"{curve}/{key}": value for key, value in values.items()}
         found |= {key: wandb.Histogram(value) for key, value in histograms.items()}
@@ -143,7 +144,7 @@ class _Mlflow(Tracker):
         # A server that does not answer would hold the training up for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        import mlflow
+        mlflow: Any = importlib.import_module("mlflow")
 
         self._client = mlflow.MlflowClient()
         params = {key: str(value) for key, value in config.items()}
@@ -169,10 +170,12 @@ class _Mlflow(Tracker):
         values: Mapping[str, float],
         histograms: Mapping[str, np.ndarray],
     ) -> None:
-        from mlflow.entities import Metric
+        entities: Any = importlib.import_module("mlflow.entities")
 
         now = int(1000 * time.time())
-        metrics = [Metric(f"{curve}/{key}", value, now, step) for key, value in values.items()]
+        metrics = [
+            entities.Metric(f"{curve}/{key}", value, now, step) for key, value in values.items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def end(self, reason: str, is_done: bool) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from models.pretrained import transfer
 from pipemesh.commands import judge
-from pipemesh.commands.flags import FLAGS
 from pipemesh.decoding.scorer import windows
 from tests.commands import program
+from tests.models.one_billion_word.program import finish, open_process
 from tests.models.pretrained import reference, small
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -151,37 +151,57 @@ def peer(run, tmp_path_factory):
     model = registry.get_model("hf")(
         pretrained=str(folder / "theirs"), device="cpu", dtype="float32"
     )
-    yield types.SimpleNamespace(folder=folder, docs=docs, model=model)
-    FLAGS.declare([])
+    return types.SimpleNamespace(folder=folder, docs=docs, model=model)
 
 
-def requests_of(kind, values):
-    from lm_eval.api.instance import Instance
-
-    return [Instance(kind, {}, value, number) for number, value in enumerate(values)]
+# Answers requests of a file, in a process that starts its devices.
+ANSWERS = """
+import json, sys
+from lm_eval.api.instance import Instance
+from pipemesh.commands.judge import language_model
+with open(sys.argv[1]) as file:
+    flags, requests = json.load(file)
+model = language_model()(**flags)
+answers = {"prefix": model.prefix_token_id}
+for kind, values in requests.items():
+    asked = [Instance(kind, {}, tuple(value), number) for number, value in enumerate(values)]
+    answers[kind] = getattr(model, kind)(asked)
+print(json.dumps(answers))
+"""
 
 
 @pytest.mark.parametrize("plan", [{}, {"mesh_shape": "layers:2;model:2", "layout": SPLIT[1][9:]}])
-def test_answers_are_those_of_lm_evals_own_model(run, peer, plan):
-    ours = judge.language_model()(logdir=str(run), **plan)
-    assert ours.prefix_token_id == peer.model.prefix_token_id == 1
-    pairs = [(doc["context"], text) for doc in peer.docs for text in doc["choices"]]
-    # What the model itself says next, no context, and more than it sees at once.
-    greedy = [{"until": [], "max_gen_toks": 3}] * len(peer.docs)
+def test_answers_are_those_of_lm_evals_own_model(run, peer, tmp_path, plan):
+    from lm_eval.api.instance import Instance
+
+    def theirs(kind, values):
+        asked = [Instance(kind, {}, tuple(value), number) for number, value in enumerate(values)]
+        return getattr(peer.model, kind)(asked)
+
     contexts = [doc["context"] for doc in peer.docs]
-    asked = requests_of("generate_until", zip(contexts, greedy, strict=True))
-    said = peer.model.generate_until(asked)
-    assert ours.generate_until(asked) == said
-    pairs += [(text, f" {more}") for text, more in zip(contexts, said, strict=True) if more]
-    pairs += [("", "the cat"), (peer.docs[0]["text"], " the cat"), (" the cat ", "sat")]
-    asked = requests_of("loglikelihood", pairs)
-    found, wanted = ours.loglikelihood(asked), peer.model.loglikelihood(asked)
+    requests = {"generate_until": [[text, {"until": [], "max_gen_toks": 3}] for text in contexts]}
+    said = theirs("generate_until", requests["generate_until"])
+    # What the model itself says next, no context, and more than it sees at once.
+    pairs = [[doc["context"], text] for doc in peer.docs for text in doc["choices"]]
+    pairs += [[text, f" {more}"] for text, more in zip(contexts, said, strict=True) if more]
+    pairs += [["", "the cat"], [peer.docs[0]["text"], " the cat"], [" the cat ", "sat"]]
+    requests["loglikelihood"] = pairs
+    requests["loglikelihood_rolling"] = [[doc["text"]] for doc in peer.docs]
+    (tmp_path / "requests").write_text(json.dumps([{"logdir": str(run), **plan}, requests]))
+    child = open_process([sys.executable, "-c", ANSWERS, str(tmp_path / "requests")])
+    code, out, err = finish(child)
+    assert code == 0, err
+    ours = json.loads(out.splitlines()[-1])
+    assert ours["prefix"] == peer.model.prefix_token_id == 1
+    # By `transformers` [UNK] is a special token, which it leaves out of texts.
+    shown = [text.replace("[UNK]", "").split() for text in ours["generate_until"]]
+    assert shown == [text.split() for text in said]
+    found, wanted = ours["loglikelihood"], theirs("loglikelihood", pairs)
     np.testing.assert_allclose([a for a, _ in found], [a for a, _ in wanted], rtol=0, atol=1e-4)
     assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in wanted]
     assert {is_greedy for _, is_greedy in found} == {True, False}
-    asked = requests_of("loglikelihood_rolling", [(doc["text"],) for doc in peer.docs])
-    found, wanted = ours.loglikelihood_rolling(asked), peer.model.loglikelihood_rolling(asked)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    wanted = theirs("loglikelihood_rolling", requests["loglikelihood_rolling"])
+    np.testing.assert_allclose(ours["loglikelihood_rolling"], wanted, rtol=0, atol=1e-4)
 
 
 def test_tasks_run_by_the_command(run, peer, tmp_path):
