@@ -174,8 +174,8 @@ class TensorLayout:
                 raise LayoutError(
                     f"dim {dim.name!r} of the tensor '{self.shape}' has size {dim.size}, which "
                     f"axis {axis!r} of mesh '{self.mesh}' cannot cut into {parts} equal slices; "
-                    f"remove or change the rule '{dim.name}:{axis}', make the size a multiple of "
-                    f"{parts}, or give the axis a size that divides it: {_divisors(dim.size)}"
+                    f"remove or change the rule '{dim.name}:{axis}', or make the size a multiple "
+                    f"of {parts}, or that of the axis one that divides it: {_divisors(dim.size)}"
                 )
 
     @property
