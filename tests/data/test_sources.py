@@ -137,7 +137,7 @@ def test_wrong_lists_are_refused(tmp_path, text, told):
         ("a.jsonl", b'{"text": "a"}\n["a"]', "line 2 is a list; each line must be an object of J"),
         ("a.jsonl", b'\n{"text": "\xff"}', "line 2 is no JSON"),
         ("a.jsonl", b"[" * 100_000, "line 1 is no JSON"),
-        ("a.jsonl.gz", gzip.compress(LINES)[:-9], "is a damaged gzip archive"),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "is a damaged gzip archive"),
         ("a.txt", b"\xff\xfe\x00", r"a\.txt' cannot be read .*text must be UTF-8"),
         ("a.parquet", b"PAR1 and no more", "is no whole parquet file"),
         ("a.tfrecord", b"no such thing at all", "is no whole file of TFRecord"),
