@@ -74,7 +74,17 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message.get("role") != _ASSISTANT:
                 continue
-            before = self._render(messages[:index], tools, prompts=True) if index else ""
+            try:
+                before = self._render(messages[:index], tools, prompts=True)
+            except DataError as error:
+                if index:
+                    raise
+                raise DataError(
+                    "message 1 is the assistant's, and the chat template refuses a chat without "
+                    "messages, so its begin is unknown; let another one come before it, or put "
+                    "{% generation %} and {% endgeneration %} around the assistant's messages in "
+                    "the template"
+                ) from error
             after = self._render(messages[: index + 1], tools)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise DataError(

@@ -139,7 +139,8 @@ def _document(row: Mapping[str, Any], spelling: Spelling | None, source: Source)
     if kind == "completion":
         weights = _inside(spans, [(len(prompt), len(prompt) + len(row[kind]))])
         # It has no place in the text.
-        weights[-1] = weights[-1] or ids[-1] == end
+        if ids:
+            weights[-1] = weights[-1] or ids[-1] == end
     return Document(np.array(ids, np.int64), weights)
 
 
@@ -188,13 +189,16 @@ def _chat(row: Mapping[str, Any], spelling: Spelling, source: Source) -> Documen
     is_list = isinstance(messages, list) and messages
     if not (is_list and all(isinstance(each, Mapping) for each in messages)):
         raise DataError("messages must be a list of objects with role and content")
+    tools = row.get("tools")
+    if not (tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools))):
+        raise DataError("tools must be a list of objects, not a text of JSON")
     for number, message in enumerate(messages, 1):
         if not isinstance(message.get("role"), str):
             raise DataError(f"message {number} has no role; give it one, such as user")
     # Columns of a table are there for all messages.
     messages = [{k: v for k, v in each.items() if v is not None} for each in messages]
     template = _template(spelling.template, tuple(sorted(spelling.special.items())), source.date)
-    text, parts = template.parts(messages, row.get("tools"))
+    text, parts = template.parts(messages, tools)
     ids, spans = _spans(spelling, text, False)
     return Document(np.array(ids, np.int64), _inside(spans, parts))
 

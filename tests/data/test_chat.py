@@ -34,6 +34,15 @@ def test_parts_are_what_the_assistant_wrote(name, wanted):
     assert "\0" not in whole and "{{ 1 }}" in whole
 
 
+def test_a_chat_may_begin_with_the_assistant():
+    """The text before its first message counted, too."""
+    messages = [{"role": "assistant", "content": "Hello."}, *CHAT[1:]]
+    assert parts(templates.ALL["chatml"], messages)[1][0] == "Hello.<|im_end|>\n"
+    # This one looks at the first message.
+    with pytest.raises(DataError, match="message 1 is the assistant's, and the chat template ref"):
+        parts(templates.ALL["llama 3"], messages)
+
+
 def test_the_day_is_not_that_of_the_run():
     """A resumed run would read other tokens on the next day."""
     assert parts("{{ strftime_now('%d %b %Y') }}")[0] == "26 Jul 2024"

@@ -108,6 +108,7 @@ USER = {"role": "user", "content": "a"}
         ({"messages": "a"}, "messages must be a list of objects with role and content"),
         ({"messages": []}, "messages must be a list of objects with role and content"),
         ({"messages": [{"content": "a"}]}, "message 1 has no role"),
+        ({"messages": [USER], "tools": "[]"}, "tools must be a list of objects, not a text"),
         ({"messages": [{"role": "user"}]}, "the chat template refuses the messages"),
     ],
 )
