@@ -21,6 +21,7 @@ _IGNORED = frozenset(
     _attn_implementation_autoset _commit_hash _name_or_path architectures dtype finetuning_task
     gradient_checkpointing initializer_range model_type torch_dtype torchscript transformers_version
     unsloth_fixed unsloth_version use_bfloat16 use_cache
+    _num_labels n_special output_past predict_special_tokens is_llama_config
     bos_token_id cls_token_id decoder_start_token_id eos_token_id forced_bos_token_id
     forced_eos_token_id mask_token_id pad_token_id prefix sep_token_id tokenizer_class unk_token_id
     chunk_size_feed_forward cross_attention_hidden_size id2label is_decoder label2id

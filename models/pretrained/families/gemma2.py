@@ -28,6 +28,7 @@ def _read(given: Given) -> Config:
         max_position_embeddings=8192,
     )
     window = given.whole("sliding_window", 4096)
+    given.only("sliding_window_size", [window, None], "it is another name of sliding_window")
     return Config(
         model_type="gemma2",
         **shared,

@@ -62,5 +62,7 @@ GPT_NEOX = Family(
     },
     by_head=True,
     # Of a head that classifies.
-    ignored=frozenset(["classifier_dropout"]),
+    ignored=frozenset(
+        ["attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob"]
+    ),
 )

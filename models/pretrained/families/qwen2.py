@@ -31,6 +31,7 @@ def later_windows(given: Given, num_layers: int) -> tuple[int | None, ...]:
 
 def _read(given: Given) -> Config:
     """Reads a model; missing keys have the defaults of `transformers`."""
+    given.only("use_mrope", [False, None], "positions are those of one text")
     shared: dict[str, Any] = sizes(given, **DEFAULTS)
     return Config(
         model_type="qwen2",

@@ -283,14 +283,14 @@ def _join(slices: Sequence[tf.Tensor], dim: int, device: str) -> tf.Tensor:
     """Joins slices on a device."""
     with unrecorded(), tf.device(device):
         whole = tf.concat(slices, dim)
-    number = len(slices)
-    return attach_gradient([whole], slices, lambda g: _part(g[0], dim, device, number), True)[0]
+    sizes = [static_sizes(slice_)[dim] for slice_ in slices]
+    return attach_gradient([whole], slices, lambda g: _part(g[0], dim, device, sizes), True)[0]
 
 
-def _part(whole: tf.Tensor, dim: int, device: str, number: int) -> list[tf.Tensor]:
-    """Cuts a tensor into equal slices on a device."""
+def _part(whole: tf.Tensor, dim: int, device: str, sizes: Sequence[int]) -> list[tf.Tensor]:
+    """Cuts a tensor into slices on a device."""
     with unrecorded(), tf.device(device):
-        slices = tf.split(whole, number, dim)
+        slices = tf.split(whole, sizes, dim)
     return attach_gradient(slices, [whole], lambda grads: [_join(grads, dim, device)], True)
 
 
