@@ -99,8 +99,12 @@ class Weight:
 
 
 def joined(weights: Sequence[Weight], values: Iterable[np.ndarray]) -> np.ndarray:
-    """Returns the tensor in the file of which the weights are the parts."""
-    whole = None
+    """Returns the tensor in the file of which the weights are the parts, uncopied if it is one."""
+    first, whole = weights[0], None
+    if len(weights) == 1 and first.size is None and first.expert is None:
+        (value,) = values
+        value = value.reshape(first.there[-1], -1).T if first.transposed else value
+        return value.reshape(first.there)
     for weight, value in zip(weights, values, strict=True):
         if whole is None:
             whole = np.empty(weight.there, value.dtype)

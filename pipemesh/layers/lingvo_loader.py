@@ -7,10 +7,6 @@ explains the missing library. If the library loads, the real ops are used.
 
 lingvo's `VariableStore` stays open when a layer's `__init__` raises. Layers of one name made later
 would then share weights in eager mode. This module replaces it with one that closes.
-
-The import of `lingvo.core.program` sets an environment variable by which TensorFlow waits until all
-workers have a new function, with Python's lock held: if one is silent, no thread runs any more, and
-the watch of workers notices nothing. This module imports it and restores the variable.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import os
 import pathlib
 import sys
 import types
@@ -33,7 +28,6 @@ from pipemesh.errors import MissingPackageError, NativeOpError, PipemeshError
 
 GEN_X_OPS = "lingvo.core.ops.gen_x_ops"
 GLIBC = "2.38"
-_STREAMING = "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"
 
 
 def load_native_ops() -> None:
@@ -138,16 +132,5 @@ def close_variable_stores() -> None:
     py_utils.VariableStore = variable_store
 
 
-def keep_streaming() -> None:
-    """Makes the import of lingvo leave alone how TensorFlow talks to workers."""
-    before = os.environ.get(_STREAMING)
-    importlib.import_module("lingvo.core.program")
-    if before is None:
-        os.environ.pop(_STREAMING, None)
-    else:
-        os.environ[_STREAMING] = before
-
-
 load_native_ops()
 close_variable_stores()
-keep_streaming()

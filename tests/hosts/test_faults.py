@@ -6,8 +6,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,22 +15,11 @@ import pytest
 from pipemesh.commands.main import main
 from tests.hosts.faults import STEPS, TRAIN, assert_same, training, until, weights
 from tests.hosts.namespaces import network, why_not
-from tests.hosts.workers import COMMAND, address_of, start, started
+from tests.hosts.workers import address_of, start, started
 from tests.models.one_billion_word.program import SMALLER
 from tests.warm import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(500)]
-# A client that builds a graph while its worker does not answer.
-BUILDS = """
-import os, signal, sys, time
-import tensorflow as tf
-import pipemesh.layers, lingvo.model_registry
-from pipemesh.hosts import Cluster, client
-client.connect(Cluster((sys.argv[1],)), answer=1.0)
-os.kill(int(sys.argv[2]), signal.SIGSTOP)
-tf.function(lambda x: x + 1.0)(tf.constant(1.0))
-time.sleep(40)
-"""
 # Of the tests with many faults.
 FAULTS, LONG, MOST_STEPS = 10, 110, 10
 
@@ -106,21 +93,6 @@ def test_workers_that_are_killed_or_stopped_come_back_or_are_replaced(undisturbe
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
-
-
-def test_a_worker_that_stops_while_a_graph_is_built_is_noticed():
-    """lingvo sets a variable by which TensorFlow waits for it with Python's lock held, so the watch
-    of workers slept, too."""
-    # Not by `warm`, whose process is not the worker.
-    worker = start(command=COMMAND)
-    try:
-        words = [sys.executable, "-c", BUILDS, address_of(worker), str(worker.pid)]
-        client = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    finally:
-        worker.kill()
-        worker.communicate()
-    assert client.returncode == 3, client.stderr
-    assert re.search(r"worker 0 \(\S+\) has not answered for \d s, in", client.stderr)
 
 
 def test_one_program_resumes_when_a_worker_is_killed(undisturbed, tmp_path):

@@ -24,6 +24,7 @@ class Adafactor(optimizer.XLAShardingAdafactor):
     the rate of the step in which it was made.
 
     Example:
+        >>> from lingvo.core import learner
         >>> params = Adafactor.Params().Set(beta1=0.9, decay_exponent_pow=0.8)
         >>> params = learner.Learner.Params().Set(name="loss", optimizer=params)
     """

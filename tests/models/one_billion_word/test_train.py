@@ -52,7 +52,7 @@ def test_what_it_prints_and_writes(begun):
     assert {step for _, step in train} == {1, 2, 3}
     scores = {"loss", "bits_per_byte", "token_perplexity", "word_perplexity"}
     assert {tag for tag, _ in train} == {
-        *(*scores, "learning_rate", "gradient_norm", "tokens_per_second", "mfu")
+        *(*scores, "seconds", "learning_rate", "gradient_norm", "tokens_per_second", "mfu")
     }
     assert all(0 < value < 1 for (tag, _), value in train.items() if tag == "mfu")
     assert ("tokens_per_second", 1) not in train, "the first step builds the graph"

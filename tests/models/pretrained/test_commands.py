@@ -177,7 +177,8 @@ def test_adapters_are_trained_decoded_and_exported(run, tmp_path, monkeypatch):
         assert "ckpt-21 has adapters that the model has not, such as" in line
     line = program.refused("train", "--model=models.digits.params.DigitsPipelined", *lora[:1])
     assert line.endswith(
-        "--lora_rank=2: models.digits.params.DigitsPipelined has no adapters; leave it out"
+        "--lora_rank=2: models.digits.params.DigitsPipelined has no attribute LORA_RANK that would "
+        "take it; leave it out"
     )
     with pytest.raises(CheckpointError, match=r"--merged: .* has no adapters to be merged; leave"):
         transfer.export_weights(f"{run}/ckpt-0", str(tmp_path / "out"), merged=True)
