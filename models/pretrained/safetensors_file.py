@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipemesh.checkpoint.files import write_whole
+from pipemesh.checkpoint.files import replacing, write_whole
 from pipemesh.errors import PipemeshError, SaveError, install
 
 from .values import WeightsError, json_object, parse_object
@@ -313,17 +313,14 @@ def _write_file(path: str, tensors: Sequence[Tensor]) -> None:
     text = json.dumps(header).encode()
     # Data begins at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
-    temporary = f"{path}.{os.getpid()}"
     try:
-        with open(temporary, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors:
-                for block in tensor.blocks():
-                    file.write(block.tobytes())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError) and not isinstance(error, PipemeshError):
-            raise SaveError(f"{path} cannot be written ({error})") from error
+        with replacing(path) as temporary:
+            with open(temporary, "wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for tensor in tensors:
+                    for block in tensor.blocks():
+                        file.write(block.tobytes())
+    except PipemeshError:
         raise
+    except OSError as error:
+        raise SaveError(f"{path} cannot be written ({error})") from error

@@ -11,28 +11,40 @@ from collections.abc import Iterator
 from pipemesh.errors import CheckpointError
 
 
-def write_whole(path: str, content: bytes) -> None:
-    """Writes a file under another name and renames it, so that a kill leaves no partial file."""
-    # Creates the folder if necessary. An OSError has the path in its message.
-    folder = os.path.dirname(path)
-    os.makedirs(folder or ".", exist_ok=True)
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """Yields the path of a new file, which takes the place of another one at the end of the block;
+    an error, or a kill, leaves no partial file there.
+    """
     # Not from `tempfile`, whose files only the owner may read: log directories are shared.
-    temporary = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
+    name = f".{os.path.basename(path)}.{os.getpid()}"
+    temporary = os.path.join(os.path.dirname(path), name)
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
+        yield temporary
         os.replace(temporary, path)
-    except BaseException as error:
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno and not error.filename:
+        raise
+
+
+def write_whole(path: str, content: bytes) -> None:
+    """Writes a file by `replacing`."""
+    # Creates the folder if necessary. An OSError has the path in its message.
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    try:
+        with replacing(path) as temporary:
+            with open(temporary, "wb") as file:
+                file.write(content)
+    except OSError as error:
+        if error.errno and not error.filename:
             # If a disk is full, Python does not name the file.
             error.filename = path
         raise
 
 
 def remove_unfinished(folder: str, pattern: str) -> None:
-    """Removes temporary files of killed `write_whole` calls, such as `vocab-*.model`."""
+    """Removes files that killed `replacing` blocks left, such as `vocab-*.model`."""
     for path in glob.glob(f".{pattern}.*", root_dir=folder):
         if path.rpartition(".")[2].isdigit():
             with contextlib.suppress(OSError):

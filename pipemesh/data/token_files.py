@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Iterable
 from typing import Any
 
+from pipemesh.checkpoint.files import replacing
 from pipemesh.data.documents import Document
 from pipemesh.data.sources import format_of
 from pipemesh.errors import DataError, MissingPackageError
@@ -43,22 +43,19 @@ def write_tokens(path: str, documents: Iterable[Document]) -> int:
     is_array = format_of(path) == "array_record"
     if not is_array and (format_of(path) != "tfrecord" or path.endswith((".gz", ".zst"))):
         raise DataError(f"{path!r} must have the ending .tfrecord or .array_record")
-    part, number = f"{path}.part", 0
+    number = 0
     try:
-        with contextlib.ExitStack() as stack:
-            stack.callback(_remove, part)
+        with replacing(path) as temporary:
             writer: Any
             if is_array:
                 # One record a group, so that each can be read alone.
-                writer = _array_records().ArrayRecordWriter(part, "group_size:1")
-                closing = stack.enter_context(contextlib.closing(writer))
+                writer = _array_records().ArrayRecordWriter(temporary, "group_size:1")
             else:
-                writer = closing = stack.enter_context(tf.io.TFRecordWriter(part))
-            for document in documents:
-                writer.write(_example(document).SerializeToString())
-                number += 1
-            closing.close()
-            os.replace(part, path)
+                writer = tf.io.TFRecordWriter(temporary)
+            with contextlib.closing(writer):
+                for document in documents:
+                    writer.write(_example(document).SerializeToString())
+                    number += 1
     except (OSError, tf.errors.OpError, RuntimeError) as error:
         if isinstance(error, DataError):
             raise
@@ -83,8 +80,3 @@ def _array_records() -> Any:
         return importlib.import_module("array_record.python.array_record_module")
     except ImportError as error:
         raise MissingPackageError("an array_record file", "array_record", "data") from error
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
