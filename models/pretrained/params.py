@@ -324,15 +324,6 @@ class Qwen3(PretrainedParams):
 
 # The name of the class, by the type in a file.
 MODELS = {
-    "gemma": f"{__name__}.Gemma",
-    "gemma2": f"{__name__}.Gemma2",
-    "gpt2": f"{__name__}.Gpt2",
-    "gpt_neox": f"{__name__}.GptNeoX",
-    "llama": f"{__name__}.Llama",
-    "mistral": f"{__name__}.Mistral",
-    "mixtral": f"{__name__}.Mixtral",
-    "opt": f"{__name__}.Opt",
-    "phi3": f"{__name__}.Phi3",
-    "qwen2": f"{__name__}.Qwen2",
-    "qwen3": f"{__name__}.Qwen3",
+    family.MODEL_TYPE: f"{__name__}.{family.__name__}"
+    for family in PretrainedParams.__subclasses__()
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pipemesh.errors import PipemeshError
@@ -110,6 +110,12 @@ class Given:
         if value > sys.float_info.max:
             raise self.error(name, value, "it is finite")
         return float(value)
+
+    def optional(self, name: str, default: Any, read: Callable[[str, None], Any]) -> Any:
+        """Returns a value as `read` does; null is None, and a missing key the default."""
+        if self.get(name) is None:
+            return None if name in self.values else default
+        return read(name, None)
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns true or false."""

@@ -10,12 +10,6 @@ from .gemma import GATE, shared_with_gemma2
 from .llama import MODULES, like_llama
 
 
-def _cap(given: Given, name: str, default: float) -> float | None:
-    """Returns a limit; null is none, and a missing key the default."""
-    is_off = name in given.values and given.get(name) is None
-    return None if is_off else given.number(name, default)
-
-
 def _read(given: Given) -> Config:
     """Reads a model; missing keys have the defaults of `transformers`."""
     shared: dict[str, Any] = shared_with_gemma2(
@@ -35,8 +29,8 @@ def _read(given: Given) -> Config:
         activation=given.choice("hidden_activation", "gelu_pytorch_tanh", GATE),
         output_norms=True,
         score_scale=given.number("query_pre_attn_scalar", 256) ** -0.5,
-        score_cap=_cap(given, "attn_logit_softcapping", 50.0),
-        logit_cap=_cap(given, "final_logit_softcapping", 30.0),
+        score_cap=given.optional("attn_logit_softcapping", 50.0, given.number),
+        logit_cap=given.optional("final_logit_softcapping", 30.0, given.number),
         windows=windows(given, window, [i % 2 == 0 for i in range(shared["num_layers"])]),
     )
 

@@ -47,8 +47,7 @@ def sizes(
     num_heads = given.whole("num_attention_heads", defaults["num_attention_heads"])
     default = defaults.get("num_key_value_heads", num_heads)
     # In `transformers` null is as many as there are heads, and a missing key the default.
-    default = num_heads if "num_key_value_heads" in given.values else default
-    num_kv_heads = given.whole("num_key_value_heads", default)
+    num_kv_heads = given.optional("num_key_value_heads", default, given.whole) or num_heads
     if num_heads % num_kv_heads:
         raise WeightsError(
             f"{given.path}: num_key_value_heads is {num_kv_heads}, which does not divide "

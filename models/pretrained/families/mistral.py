@@ -18,11 +18,8 @@ DEFAULTS: Mapping[str, Any] = {
 
 def all_windows(given: Given, num_layers: int, default: int | None) -> tuple[int | None, ...]:
     """Returns the window of all blocks; null is none, and a missing key the default."""
-    if "sliding_window" in given.values and given.get("sliding_window") is None:
-        return ()
-    if given.get("sliding_window") is None and default is None:
-        return ()
-    return (given.whole("sliding_window", default),) * num_layers
+    window = given.optional("sliding_window", default, given.whole)
+    return () if window is None else (window,) * num_layers
 
 
 def _read(given: Given) -> Config:

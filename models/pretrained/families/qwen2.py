@@ -21,11 +21,9 @@ def later_windows(given: Given, num_layers: int) -> tuple[int | None, ...]:
     """Returns the window of each block; by default the first `max_window_layers` have none."""
     used = given.flag("use_sliding_window", False)
     first = given.number("max_window_layers", 28, zero=True)
-    window = None
     # A window that is not in use may be anything.
-    if used and not ("sliding_window" in given.values and given.get("sliding_window") is None):
-        window = given.whole("sliding_window", 4096)
     given.get("sliding_window")
+    window = given.optional("sliding_window", 4096, given.whole) if used else None
     return windows(given, window, [window is not None and i >= first for i in range(num_layers)])
 
 
