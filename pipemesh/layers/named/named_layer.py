@@ -466,6 +466,8 @@ class NamedLayer(base_layer.BaseLayer):
             )
         lowering, shape = current_lowering(), self._named_shapes[name]
         padding = self.PaddedDims(self.params)
+        computed = padded(shape, padding, lowering.rules, lowering.mesh)
+        layout = lowering.tensor_layout(computed)
         if name in theta:
             given = theta[name]
             if isinstance(given, Tensor):
@@ -473,7 +475,8 @@ class NamedLayer(base_layer.BaseLayer):
             if isinstance(given, list | tuple):
                 slices = held_by_processors(lowering, given, name)
             else:
-                slices = from_whole(lowering, given, lowering.tensor_layout(shape))
+                whole = _filled(tf.convert_to_tensor(given), computed.sizes)
+                slices = from_whole(lowering, whole, layout)
         else:
             names = [part.name for part in weight_parts(lowering, name, shape, padding)]
             number = sum(key.startswith(f"{name}_slice_") for key in theta)
@@ -485,12 +488,10 @@ class NamedLayer(base_layer.BaseLayer):
                 )
             parts = [theta[part] for part in names]
             slices = from_parts(lowering, parts, shape, padding, name)
-        whole = self.padded_shapes(lowering.rules, lowering.mesh)[name]
-        if whole != shape:
-            slices = lowering.map(
-                functools.partial(_filled, sizes=lowering.tensor_layout(whole).slice_shape), slices
-            )
-        return self._Cast(Tensor(lowering, slices, whole))
+        if computed != shape:
+            filled = functools.partial(_filled, sizes=layout.slice_shape)
+            slices = lowering.map(filled, slices)
+        return self._Cast(Tensor(lowering, slices, computed))
 
     def Adapted(self, theta: Any, name: str, x: Tensor, product: Tensor) -> Tensor:
         """Adds the adapter of a weight, if it has one, to the product of `x` with the weight."""

@@ -27,6 +27,7 @@ from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.lookup import local_start
+from pipemesh.lowering.ops.rows import with_rows_outside
 from pipemesh.mesh import Dim, Shape
 
 
@@ -344,16 +345,10 @@ class SoftmaxCrossEntropy(NamedLayer):
 
     def _Possible(self, logits: Tensor) -> Tensor:
         """Returns logits with -inf for padding, which then has no probability."""
-        number, vocab = self.params.vocab_size, logits.shape["vocab"]
-        if vocab.size == number:
+        number = self.params.vocab_size
+        if logits.shape["vocab"].size == number:
             return logits
-        start, size = local_start(logits.lowering, vocab)
-
-        def local(x: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-            return tf.where(start + tf.range(size) < number, x, -math.inf)
-
-        slices = logits.lowering.map(local, logits.slices, start)
-        return Tensor(logits.lowering, slices, logits.shape)
+        return with_rows_outside(logits, "vocab", 0, number, -math.inf)
 
     @classmethod
     def CountCosts(

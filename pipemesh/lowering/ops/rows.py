@@ -339,17 +339,22 @@ def pad(x: Tensor, dim: str, before: int, after: int, value: float = 0.0) -> Ten
     if isinstance(value, float) and value.is_integer() and x.dtype.is_integer:
         value = int(value)
     check_operands("pad", [x, value])
+    return with_rows_outside(padded, dim, before, before + size, value)
+
+
+def with_rows_outside(x: Tensor, dim: str, first: int, end: int, value: float) -> Tensor:
+    """Returns a tensor with `value` in the rows of a dim that are not in `[first, end)`."""
     lowering = x.lowering
     at = x.shape.index(dim)
-    start, share = local_start(lowering, padded.shape[dim])
+    start, share = local_start(lowering, x.shape[dim])
 
     def fill(slice_: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
         row = begin + tf.range(share)
-        inside = (row >= before) & (row < before + size)
+        inside = (row >= first) & (row < end)
         inside = tf.reshape(inside, [share if i == at else 1 for i in range(len(x.shape))])
         return tf.where(inside, slice_, tf.cast(value, slice_.dtype))
 
-    return Tensor(lowering, lowering.map(fill, padded.slices, start), padded.shape)
+    return Tensor(lowering, lowering.map(fill, x.slices, start), x.shape)
 
 
 @register("resize", "permute")

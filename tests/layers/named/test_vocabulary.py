@@ -180,6 +180,18 @@ def test_a_vocabulary_that_does_not_divide_has_the_results_of_the_whole_one(mesh
     run(params.Copy().Set(**sizes), [X], mesh, call=decode).assert_close(wanted)
 
 
+def test_a_whole_weight_may_be_given_for_padded_slices():
+    table = value_of("table", [7, 4])
+
+    def call(layer, theta, ids):
+        whole = theta.copy()
+        whole.table = tf.constant(table)
+        return layer.FProp(whole, ids)
+
+    found = run(EMBEDDING.Copy().Set(vocab_size=7), [IDS % 7], "model:2", call=call, loss=None)
+    np.testing.assert_array_equal(found.outputs[0], table[IDS % 7])
+
+
 def test_a_slice_of_padding_alone_is_an_error():
     with pytest.raises(LayoutError, match="size 7; in 4 slices, each a multiple of 4, the last"):
         run(SOFTMAX.Copy().Set(vocab_size=7, vocab_multiple=4), [X, LABELS], "model:4")
