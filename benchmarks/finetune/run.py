@@ -19,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import settings
 from shared.contender import ROOT, Contender, serve_timed, take_turns
 from shared.mkl_shim import mkl_shim
+from shared.resident import resident
 from shared.torch_environment import PEFT, TORCH, torch_python
 
 sys.path.insert(0, str(ROOT))
@@ -113,6 +114,8 @@ def main() -> None:
     if arguments.serve is not None:
         serve_timed(make_step(arguments.serve, arguments.folder))
         return
+    if "VmHWM" not in resident():
+        raise SystemExit("error: /proc/self/status has no VmHWM; run this on Linux")
     theirs = torch_python(arguments.torch_python, *PEFT)
     shim = mkl_shim()
     found = {}

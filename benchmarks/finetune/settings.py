@@ -1,4 +1,4 @@
-"""What both contenders train; nothing is imported that one of them lacks."""
+"""The model, the batch and the settings of both contenders, without TensorFlow and torch."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from shared.contender import Contender, serve
+from shared.resident import resident
 from shared.stack import (
     Stack,
     lingvo_step,
@@ -104,20 +105,11 @@ def _sum(y: Any) -> Any:
     return tf.reduce_sum(y)
 
 
-def resident() -> dict[str, float]:
-    """The resident set now (VmRSS) and at its peak (VmHWM), in MB."""
-    found = {}
-    for line in pathlib.Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        key, _, rest = line.partition(":")
-        if key in ("VmRSS", "VmHWM"):
-            found[key] = int(rest.split()[0]) * 1024 / 1e6
-    return found
-
-
 def answer(name: str, stack: Stack, computes: bool) -> dict[str, float]:
-    """A step; its results, the peak, and what stays after it."""
+    """A step; its results, and the resident set in MB: the peak, and what stays after it."""
     loss, norm = make_step(name, stack, computes)()
-    return {"loss": loss, "norm": norm, **resident()}
+    megabytes = {key: number / 1e6 for key, number in resident().items()}
+    return {"loss": loss, "norm": norm, **megabytes}
 
 
 def measure(

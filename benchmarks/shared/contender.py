@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared.children import start
+from shared.resident import resident
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -27,7 +28,8 @@ class Contender:
         environment: variables beside those of this process.
 
     Attributes:
-        peak_bytes: the most memory that it held, once it is closed.
+        peak_bytes: the most memory that it held, once it is closed; None where the system does not
+            say.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
@@ -61,9 +63,7 @@ class Contender:
 
     def close(self) -> None:
         """Ends the process."""
-        status = pathlib.Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
-        peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-        self.peak_bytes = 1024 * int(peak.split()[1])
+        self.peak_bytes = resident(self._process.pid).get("VmHWM")
         self._process.stdin.close()
         self._process.wait()
 

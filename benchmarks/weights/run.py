@@ -20,6 +20,10 @@ import subprocess
 import sys
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from shared.resident import resident
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LLAMA_7B = {
     "model_type": "llama",
@@ -67,14 +71,6 @@ def make(folder: pathlib.Path, values: dict, dtype: str, files: int) -> tuple[in
     return sum(sizes.values()), max(sizes.values())
 
 
-def resident(key: str) -> int:
-    """Returns VmRSS or VmHWM, in bytes."""
-    for line in pathlib.Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("error: /proc/self/status has no VmHWM; run this on Linux")
-
-
 def rise(work) -> int:
     """Returns by how many bytes the peak of the resident set rises while something runs."""
     # Large blocks go back to the system when they are freed, instead of staying in an arena
@@ -83,9 +79,11 @@ def rise(work) -> int:
     libc.mallopt(-3, 1 << 16)
     libc.malloc_trim(0)
     pathlib.Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
+    before = resident()
+    if "VmHWM" not in before:
+        raise SystemExit("error: /proc/self/status has no VmHWM; run this on Linux")
     work()
-    return resident("VmHWM") - before
+    return resident()["VmHWM"] - before["VmRSS"]
 
 
 def move(what: str, place: pathlib.Path, dtype: str) -> None:

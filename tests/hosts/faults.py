@@ -37,10 +37,11 @@ def children(pid):
     return sorted(found, key=found.__getitem__)
 
 
-def until(is_so, seconds):
+def until(is_so, seconds, said=str):
+    """Waits; an error has the text that `said` returns."""
     limit = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < limit, f"not within {seconds} s"
+        assert time.monotonic() < limit, f"not within {seconds} s: {said()}"
         time.sleep(0.05)
 
 
@@ -64,11 +65,11 @@ class Training:
         return children(self.process.pid)
 
     def _until(self, is_so, seconds):
-        limit = time.monotonic() + seconds
-        while not is_so():
+        def is_so_or_ended():
             assert self.process.poll() is None, self.err[-3000:]
-            assert time.monotonic() < limit, f"not within {seconds} s:\n{self.err[-6000:]}"
-            time.sleep(0.05)
+            return is_so()
+
+        until(is_so_or_ended, seconds, lambda: self.err[-6000:])
 
     def until_step(self, step, times=1, seconds=150):
         """Waits until a step was finished for so many times."""

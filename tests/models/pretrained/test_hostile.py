@@ -48,7 +48,7 @@ TEXT = json.dumps(HEADER).encode()
 BEGIN, END = HEADER[LAST]["data_offsets"]
 ENTRY = json.dumps({FIRST: HEADER[FIRST]}).encode()[1:-1]
 NO_FILE = "is no whole file of safetensors"
-# What the file is, and what is said of it.
+# Contents of a file, and the errors.
 FILES = {
     "empty": (b"", NO_FILE),
     "without a header": (struct.pack("<Q", 0), NO_FILE),
@@ -143,7 +143,7 @@ def index_of(folder, places):
 
 
 OUTSIDE = "which is outside of its folder"
-# The place of the last tensor in the index, and what is said of it.
+# Names of the file of the last tensor in the index, and the errors.
 PLACES = {
     "absolute": ("/etc/passwd", OUTSIDE),
     "above": (f"../in/{ONE}", OUTSIDE),
