@@ -79,7 +79,9 @@ def make_step(mode: str, folder: str):
     }
 
     class Tuned(params.Llama):
-        OPTIMIZER, LEARNING_RATE, CLIP_GRADIENT_NORM = "adam", settings.RATE, 1.0
+        OPTIMIZER, LEARNING_RATE, CLIP_GRADIENT_NORM = "adamw", settings.RATE, 1.0
+        # Torch's AdamW makes all weights decay.
+        WEIGHT_DECAY, WEIGHT_DECAY_EXCEPT = settings.WEIGHT_DECAY, ""
         BATCH_SIZE, SEQUENCE_LENGTH = shape
         PLAN = Plan("layers:2", num_microbatches=settings.MICROBATCHES)
         FREEZE = settings.FROZEN if mode == "frozen" else None

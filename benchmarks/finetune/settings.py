@@ -19,7 +19,8 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
 }
-ROWS, LENGTH, MICROBATCHES, RATE = 16, 128, 8, 1e-3
+ROWS, LENGTH, MICROBATCHES = 16, 128, 8
+RATE, WEIGHT_DECAY = 1e-3, 0.01
 LORA_RANK, LORA_ALPHA = 8, 16.0
 # The embedding, which is the head's table, too, and the lower half of the blocks.
 FROZEN_BLOCKS = 4

@@ -39,7 +39,7 @@ def make_step(mode: str, folder: str):
         model = peft.get_peft_model(model, adapters)
     model.train()
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=settings.RATE)
+    optimizer = torch.optim.AdamW(weights, settings.RATE, weight_decay=settings.WEIGHT_DECAY)
     ids = torch.tensor(settings.token_ids(), dtype=torch.int64)
     number = settings.MICROBATCHES
 
