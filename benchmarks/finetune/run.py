@@ -83,7 +83,7 @@ def make_step(mode: str, folder: str):
         # Torch's AdamW makes all weights decay.
         WEIGHT_DECAY, WEIGHT_DECAY_EXCEPT = settings.WEIGHT_DECAY, ""
         BATCH_SIZE, SEQUENCE_LENGTH = shape
-        PLAN = Plan("layers:2", num_microbatches=settings.MICROBATCHES)
+        PLAN = Plan("layers:2", num_microbatches=settings.MICROBATCHES, remat="none")
         FREEZE = settings.FROZEN if mode == "frozen" else None
         LORA_RANK = settings.LORA_RANK if mode == "lora" else 0
         LORA_ALPHA = settings.LORA_ALPHA

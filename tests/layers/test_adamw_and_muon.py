@@ -109,6 +109,23 @@ def test_adamw_is_that_of_the_paper(sizes, cuts, name, pattern, eager):
     assert_all_close(train(params, value, grads, cuts, eager=eager, rate=RATE, name=name), wanted)
 
 
+def test_weights_do_not_decay_in_a_step_that_fails():
+    variable = tf.Variable(tf.ones([4, 4]), name="layer/w/var")
+    optimizer = AdamW.Params().Set(name="adamw", **ADAMW).Instantiate().GetOptimizer(RATE)
+    create_slots(optimizer, [variable])
+
+    @tf.function
+    def step(x):
+        for _ in range(20):  # What the check waits for takes longer than the decay.
+            x = x @ x
+        gradient = tf.debugging.check_numerics(x[:4, :4], "gradient")
+        optimizer.apply_gradients([(gradient, variable)])
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="gradient"):
+        step(tf.fill([200, 200], math.nan))
+    np.testing.assert_array_equal(variable, np.ones([4, 4]))
+
+
 def test_rows_of_a_sparse_gradient_are_added_and_all_rows_decay():
     value = values((4, 3))[0]
     dense = np.zeros((4, 3), np.float32)

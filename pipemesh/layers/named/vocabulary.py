@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.backend.gradients import custom_gradient
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_choice, check_flags, check_whole
@@ -27,6 +28,7 @@ from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.lookup import local_start
+from pipemesh.lowering.ops.reduce import extreme
 from pipemesh.lowering.ops.rows import with_rows_outside
 from pipemesh.mesh import Dim, Shape
 
@@ -233,12 +235,35 @@ class Embedding(NamedLayer):
         return cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, x)
 
 
+@custom_gradient
+def _sums(logits: tf.Tensor, labels: tf.Tensor, greatest: tf.Tensor, start: tf.Tensor) -> Any:
+    """Returns two sums over a slice of `vocab`: of exponentials, and of the label's logit.
+
+    The gradient is one tensor of the size of the logits, where TensorFlow makes three.
+    """
+    sizes = static_sizes(logits)
+    at = labels - tf.cast(start, labels.dtype)
+    is_here = (at >= 0) & (at < sizes[-1])
+    at = tf.where(is_here, at, 0)
+    raised = tf.exp(logits - greatest[..., None])
+    right = tf.gather(logits, at, batch_dims=len(sizes) - 1)
+
+    def gradient(grad: tf.Tensor) -> Any:
+        rows = tf.reshape(raised * grad[0][..., None], [-1, sizes[-1]])
+        places = tf.stack([tf.range(rows.shape[0], dtype=at.dtype), tf.reshape(at, [-1])], -1)
+        own = tf.reshape(tf.where(is_here, grad[1], 0), [-1])
+        rows = tf.tensor_scatter_nd_add(rows, places, own)
+        return tf.reshape(rows, sizes), None, None, None
+
+    return tf.stack([tf.reduce_sum(raised, -1), tf.where(is_here, right, 0)]), gradient
+
+
 class SoftmaxCrossEntropy(NamedLayer):
     """Logits of all tokens, and the cross entropy of the labels: the head of a language model.
 
-    With the rule `vocab:model` each processor has the logits of some tokens only. All-reduces
-    combine their maximum, the sum of exponentials, and the label's logit: one number per token
-    each.
+    With the rule `vocab:model` each processor has the logits of some tokens only. An all-reduce
+    finds their maximum, another one the sum of exponentials and the label's logit: three numbers
+    per token.
     """
 
     @classmethod
@@ -315,11 +340,11 @@ class SoftmaxCrossEntropy(NamedLayer):
         logits = self.Logits(theta, x)
         names = whole_names(logits.lowering.rules, "vocab")
         labels = whole(self, labels, "batch;length", names)
-        right = ops.gather(logits, labels, "vocab")
+        total, right = self._Sums(logits, labels)
         if p.label_smoothing:
             mean = ops.reduce_sum(logits, "vocab") / p.vocab_size
             right = right * (1 - p.label_smoothing) + mean * p.label_smoothing
-        xent = ops.reduce_logsumexp(self._Possible(logits), "vocab") - right
+        xent = total - right
         if weights is None:
             weights = tf.ones(xent.shape.sizes)
         # Stays float32, not the dtype of matmuls, because weights are also summed.
@@ -343,12 +368,25 @@ class SoftmaxCrossEntropy(NamedLayer):
             ops.rename(logits, {"vocab": "tokens"}), "tokens", 0, self.params.vocab_size
         )
 
-    def _Possible(self, logits: Tensor) -> Tensor:
-        """Returns logits with -inf for padding, which then has no probability."""
-        number = self.params.vocab_size
-        if logits.shape["vocab"].size == number:
-            return logits
-        return with_rows_outside(logits, "vocab", 0, number, -math.inf)
+    def _Sums(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the logarithm of the sum of exponentials and the label's logit, by token."""
+        lowering, number = logits.lowering, self.params.vocab_size
+        if logits.shape["vocab"].size != number:
+            # So padding has no probability, and is no label.
+            logits = with_rows_outside(logits, "vocab", 0, number, -math.inf)
+            labels = Tensor(
+                lowering,
+                lowering.map(lambda at: tf.where(at < number, at, -1), labels.slices),
+                labels.shape,
+            )
+        greatest = extreme(logits, ["vocab"], "max")
+        start, _ = local_start(lowering, logits.shape["vocab"])
+        sums = lowering.map(_sums, logits.slices, labels.slices, greatest.slices, start)
+        axis = lowering.rules.axis("vocab")
+        sums = lowering.all_reduce(sums, [axis] if axis else [])
+        total = lowering.map(lambda s, top: tf.math.log(s[0]) + top, sums, greatest.slices)
+        right = lowering.map(lambda s: s[1], sums)
+        return tuple(Tensor(lowering, slices, labels.shape) for slices in (total, right))
 
     @classmethod
     def CountCosts(
@@ -370,11 +408,16 @@ class SoftmaxCrossEntropy(NamedLayer):
         labels = count_whole(tally, labels, "batch;length", tf.int32, names)
         if isinstance(weights, Value):
             count_whole(tally, weights, "batch;length", tf.float32, names)
-        right = tally.gather(logits, labels, "vocab")
+        # The maximum, then two sums at once; the gradient reads the exponentials, the labels'
+        # places, and whether these are here.
+        right = tally.reduce(logits, "vocab")
+        two = tally.made(Shape((Dim("sums", 2), *right.shape)), right)
+        axis = tally.lowering.rules.axis("vocab")
+        tally.all_reduce(two, [axis] if axis else [])
+        places = (tally.made(labels.shape, labels, dtype) for dtype in (None, tf.bool))
+        tally.keep(tally.made(logits.shape, logits), right, *places)
         if p.label_smoothing:
             tally.reduce(logits, "vocab")
-        # The maximum, and the sum of exponentials.
-        tally.keep(tally.made(logits.shape, logits), tally.reduce(logits, "vocab", times=2))
         xent = tally.made(right.shape, right)
         of_labels = tally.made(right.shape, right)
         tally.keep(*[] if weights is None else [xent, of_labels])

@@ -104,7 +104,10 @@ class AdamWOptimizer(tf.compat.v1.train.AdamOptimizer):
         decay, decayed = self._decay_of(var), []
         if decay:
             rate = tf.cast(self._lr_t, var.dtype)
-            decayed = [var.assign_sub(rate * decay * var)]
+            # Else it would decay before the step: also in a step that fails, and in a copy, while
+            # the old values are in use.
+            with tf.control_dependencies([grad]):
+                decayed = [var.assign_sub(rate * decay * var)]
         with tf.control_dependencies(decayed):
             return super()._resource_apply_dense(grad, var)
 

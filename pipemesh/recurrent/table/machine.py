@@ -441,7 +441,9 @@ class Machine:
         zeros = []
         for total in self.sums[stage]:
             with tf.device(self._stages[stage].devices[total.place]):
-                zeros.append(tf.zeros(total.spec.shape, total.spec.dtype))
+                # Not a constant, which would be made before the first step and kept.
+                shape, dtype = total.spec.shape.as_list(), total.spec.dtype
+                zeros.append(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True))
         return zeros
 
     def total_gradients(self, stage: int, state: State) -> Grads:
