@@ -103,8 +103,7 @@ def _layers_alone(
         say(f"{number} layers on two devices, {count_text(middle, 'row')} a microbatch")
         on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(rules)
         shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
-    variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
-    weights = num_bytes(variables)
+    weights = num_bytes(itertools.chain.from_iterable(step.trained.learned().values()))
     states = step.trained.optimizer_variables()
     update, fixed = _outside(alone, together, weights)
 
