@@ -32,7 +32,7 @@ class RegisteredSteps:
         device_type: str = "CPU",
         optimizer: str | None = None,
         prepare: Callable[[Any], None] = lambda config: None,
-        **filters: str | None,
+        **filters: Any,
     ) -> None:
         learning = Learning(optimizer=optimizer)
         make = _started(name, num_devices, device_type, learning, prepare, filters)
@@ -52,7 +52,7 @@ def _started(
     device_type: str,
     learning: Learning,
     prepare: Callable[[Any], None],
-    filters: Mapping[str, str | None],
+    filters: Mapping[str, Any],
 ) -> Callable[[Plan], Any]:
     """Makes the devices, and returns a function that makes the model under a plan."""
     import tensorflow as tf
