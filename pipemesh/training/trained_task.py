@@ -205,7 +205,9 @@ class TrainedTask:
 
     def weights(self) -> list[str]:
         """Returns the names in `state` that a checkpoint with only weights has."""
-        return ["global_step", *by_logical_name(self.task, self.task.vars.Flatten())]
+        # Others, such as the scale of a loss in float16, are none of the imported model's.
+        weights = [v for v in self.task.vars.Flatten() if v.trainable]
+        return ["global_step", *by_logical_name(self.task, weights)]
 
     def begin_averages(self) -> None:
         """Sets the moving averages to the current weights."""

@@ -162,6 +162,10 @@ def copied(folder, to):
 FEW, PIPELINED = LORA | {"LORA_TARGETS": "cell_001/attention/w_q"}, {"mesh": "layers:2"}
 
 
+def test_float16_begins_with_imported_weights(folder):
+    assert trainer(folder, PIPELINED | {"compute_dtype": "float16"}).step == 0
+
+
 def goes_on(run, plan, step):
     """Goes on from the checkpoint of a step."""
     return trainer(run, plan, changes=FEW, step=step, max_to_keep=1)
