@@ -7,7 +7,7 @@ from typing import Any
 from lingvo import model_registry
 from lingvo.core import base_model_params, learner, schedule
 
-from pipemesh.errors import DataError, PlanError
+from pipemesh.errors import DataError, PlanError, TrainingError
 from pipemesh.layers import DatasetInput, named
 from pipemesh.layers.named.lora import ADAPTERS, LowRank, adapt
 from pipemesh.mesh import Mesh
@@ -99,6 +99,12 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     def Task(self) -> Any:
         """Returns the params of the task."""
         p, config = LanguageModel.Params().Set(name=names.TASK), config_of(self)
+        if self.LORA_RANK and (self.FREEZE or self.TRAIN_ONLY):
+            raise TrainingError(
+                f"LORA_RANK={self.LORA_RANK} trains adapters alone, but FREEZE is {self.FREEZE!r} "
+                f"and TRAIN_ONLY {self.TRAIN_ONLY!r}; leave these out (--freeze= --train_only=), "
+                "and choose adapters by LORA_TARGETS (--lora_targets)"
+            )
         p.stack = stack_of(self, stages_of(self), names.tied_of(config))
         p.train.learner = learner.Learner.Params().Set(
             name="loss",

@@ -18,6 +18,7 @@ import numpy as np
 from pipemesh.checkpoint import Folder, Manifest, newest
 from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import list_for_tensorflow, path_of
+from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
 from pipemesh.errors import CheckpointError, SaveError
 
 from . import adapters, names, safetensors_file, tokenizer
@@ -260,7 +261,6 @@ def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
     # Import this first: on some systems lingvo cannot load without it.
     import pipemesh.layers  # noqa: F401  # isort: skip
     from pipemesh.training.registered import RegisteredModel, find_model
-    from pipemesh.training.saving import WEIGHTS_ONLY
 
     from .params import MODELS, PretrainedParams
 

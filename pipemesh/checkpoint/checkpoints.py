@@ -14,13 +14,13 @@ import tensorflow as tf
 from pipemesh.checkpoint import folder as folders
 from pipemesh.checkpoint.folder import check_held, held_by_none
 from pipemesh.checkpoint.manifest import Manifest
-from pipemesh.checkpoint.reader import reason, restore
+from pipemesh.checkpoint.reader import reason
 from pipemesh.checkpoint.slices import JoinedFiles, Snapshot, entries_of, writers
 from pipemesh.errors import SaveError
 
 
 class Checkpoints:
-    """Saves and restores tracked values in a folder, in TensorFlow's own format.
+    """Saves tracked values in a folder, in TensorFlow's own format; `restore` reads them.
 
     A checkpoint is keyed by logical names and contains no stages, slices or devices. `begin` and
     `save` take the current values; a thread writes them into temporary files while training
@@ -49,10 +49,6 @@ class Checkpoints:
         >>> path = checkpoints.wait()
         >>> tf.train.load_checkpoint(path).get_tensor("w").tolist()
         [1.0, 2.0]
-        >>> checkpoints.restore(path)
-        []
-        >>> w.numpy().tolist()
-        [1.0, 2.0]
     """
 
     def __init__(
@@ -66,8 +62,6 @@ class Checkpoints:
         self._writers: dict[str, bool] = {}
         self._writing: _Writing | None = None
         self._known: str | None = None
-        # The name of a checkpoint that the others need, which is never removed.
-        self.needed: str | None = None
 
     @property
     def newest(self) -> str | None:
@@ -84,21 +78,6 @@ class Checkpoints:
         """
         self._tracked |= tracked
         self._entries = entries_of(self._tracked)
-
-    def restore(self, path: str, *names: str) -> list[str]:
-        """Restores all tracked values, or those of some names.
-
-        Args:
-            path: the checkpoint, without any file ending.
-            *names: names to restore; all by default.
-
-        Returns:
-            The names of the checkpoint's other values.
-
-        Raises:
-            CheckpointError: see `pipemesh.checkpoint.restore`.
-        """
-        return restore(path, {name: self._tracked[name] for name in names or self._tracked})
 
     def begin(self, step: int, note: Mapping[str, Any], score: float | None = None) -> str:
         """Takes the current values, and begins to write them.
@@ -191,7 +170,7 @@ class Checkpoints:
         folders.remove(path)
         files = folders.publish(temporary, path)
         self._known = path
-        gone = list(folders.to_let_go(self.folder, self._keep, self._keep_best, self.needed))
+        gone = list(folders.to_let_go(self.folder, self._keep, self._keep_best))
         if gone:
             # After a power failure the new one must exist before these are gone.
             for file in files:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 
 from pipemesh.checkpoint.files import check_path, write_whole
-from pipemesh.checkpoint.manifest import INDEX, SUFFIX, Manifest
+from pipemesh.checkpoint.manifest import BASE, INDEX, SUFFIX, WEIGHTS_ONLY, Manifest
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
 
 _INDEX = re.compile(r"ckpt-(\d+)\.index", re.ASCII)
@@ -26,7 +26,7 @@ DAMAGED = "damaged-"
 # The name of the list.
 LIST = "checkpoint"
 _DAMAGED = re.compile(rf"{DAMAGED}ckpt-\d+", re.ASCII)
-_MANIFEST = re.compile(rf"(?:{DAMAGED})?ckpt-\d+{re.escape(SUFFIX)}", re.ASCII)
+_MANIFEST = re.compile(rf"(?:{DAMAGED})?ckpt-(\d+){re.escape(SUFFIX)}", re.ASCII)
 
 
 def steps_of(folder: str) -> list[int]:
@@ -99,10 +99,43 @@ def newest_whole(folder: str) -> tuple[str, Manifest] | None:
     return None
 
 
+def lost_run(path: str) -> str | None:
+    """Returns the newest lost checkpoint of a run that began with the newest readable one, `path`;
+    None without one. Only its note has the flags of that run.
+
+    Raises:
+        CheckpointError: the run began with imported weights, and that note cannot be read.
+    """
+    folder, name = os.path.split(path)
+    first = Manifest.read(path)
+    manifests = [(int(m[1]), file) for file in _names(folder) if (m := _MANIFEST.fullmatch(file))]
+    for _, file in sorted(pair for pair in manifests if pair[0] > first.step)[::-1]:
+        lost = os.path.join(folder, file.removesuffix(SUFFIX))
+        try:
+            base = Manifest.read(lost).note.get(BASE, {})
+        except CheckpointError as error:
+            if WEIGHTS_ONLY not in first.note:
+                continue
+            raise CheckpointError(
+                f"{error}, and had the flags of the run; move it away to begin anew with {name}, "
+                "and give the flags again, or --config with config.toml beside it"
+            ) from error
+        if WEIGHTS_ONLY in first.note or base.get("name") == name:
+            return lost
+    return None
+
+
 def go_back(error: DamagedError) -> None:
-    """Sets a damaged checkpoint aside, with a message on standard error."""
+    """Sets a damaged checkpoint aside, with a message on standard error.
+
+    Raises:
+        CheckpointError: adapters need it, so there is nothing to go back to.
+    """
+    folder, name = os.path.split(error.path)
+    if name in _bases(folder):
+        raise CheckpointError(f"{error}; adapters need it, so put a copy of it there") from error
     aside = os.path.basename(set_aside(error.path))
-    previous = newest(os.path.dirname(error.path))
+    previous = newest(folder)
     print(f"{error}; set aside as {aside}, going back to {previous or 'none'}", file=sys.stderr)
 
 
@@ -175,8 +208,9 @@ def remove_leftovers(folder: str) -> None:
     for step in sorted(newer - unfinished):
         path = path_of(folder, step)
         go_back(DamagedError(path, f"{path}{INDEX} is missing"))
+    bases = _bases(folder)
     for name, step in parts.items():
-        if step not in complete:
+        if step not in complete and f"ckpt-{step}" not in bases:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(folder, name))
     for name in names:
@@ -197,15 +231,27 @@ def list_for_tensorflow(folder: str, names: Sequence[str]) -> None:
         write_whole(os.path.join(folder, LIST), "\n".join([*lines, ""]).encode())
 
 
-def to_let_go(folder: str, keep: int, keep_best: int, needed: str | None = None) -> Iterable[str]:
-    """Returns the checkpoints that are neither among the newest nor among the best, nor needed."""
+def to_let_go(folder: str, keep: int, keep_best: int) -> Iterable[str]:
+    """Returns the checkpoints that are neither among the newest nor among the best, nor a base."""
     steps = steps_of(folder)
-    older = [step for step in steps[:-keep] if f"ckpt-{step}" != needed]
+    bases = _bases(folder) if steps[:-keep] else ()
+    older = [step for step in steps[:-keep] if f"ckpt-{step}" not in bases]
     best: set[int] = set()
     if keep_best:
         scores = {step: score for step in steps if (score := _score(folder, step)) is not None}
         best = set(sorted(scores, key=lambda step: (scores[step], step))[:keep_best])
     return [path_of(folder, step) for step in older if step not in best]
+
+
+def _bases(folder: str) -> set[str]:
+    """Returns the names of the checkpoints that others note as their `BASE`, which none removes."""
+    bases: set[str] = set()
+    for file in filter(_MANIFEST.fullmatch, _names(folder)):
+        with contextlib.suppress(CheckpointError):
+            base = Manifest.read(os.path.join(folder, file.removesuffix(SUFFIX))).note.get(BASE)
+            if isinstance(base, dict):
+                bases.add(base["name"])
+    return bases
 
 
 def _score(folder: str, step: int) -> float | None:

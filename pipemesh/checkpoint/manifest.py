@@ -19,6 +19,11 @@ from pipemesh.errors import CheckpointError, DamagedError
 
 SUFFIX = ".manifest"
 INDEX = ".index"
+# Key in the note of a checkpoint with only weights, imported from another program.
+WEIGHTS_ONLY = "weights_only"
+# Key in the note of a checkpoint without the frozen weights: the checkpoint that has them, by its
+# name in the folder and the SHA-256 of its index, which has the checksums of all tensors.
+BASE = "base"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from pipemesh.commands.flags import (
     ConfigError,
     Flag,
     FlagError,
+    Flags,
     check_seed,
     grouped,
     read_toml,
@@ -325,18 +326,7 @@ def subject() -> Any:
 
         def new() -> Any:
             config = find_model(FLAGS.model)()
-            if hasattr(config, _LOGDIR):
-                setattr(config, _LOGDIR, logdir())
-            for flag in ATTRIBUTE_FLAGS:
-                name, value = flag.name.upper(), FLAGS.value(flag.name)
-                if value is None:
-                    continue
-                if not hasattr(config, name):
-                    raise FlagError(
-                        f"--{flag.name}={value}: {FLAGS.model} has no attribute {name} that would "
-                        "take it; leave it out"
-                    )
-                setattr(config, name, value)
+            set_attributes(config, FLAGS, logdir())
             return config
 
         def made(config: Any, values: Mapping[str, str]) -> RegisteredModel:
@@ -396,6 +386,22 @@ def subject() -> Any:
 
         py_utils.SetEagerMode(True)
     return model
+
+
+def set_attributes(config: Any, flags: Flags, folder: str | None) -> None:
+    """Sets the attributes of an instance of --model that flags set, and the log directory."""
+    if hasattr(config, _LOGDIR):
+        setattr(config, _LOGDIR, folder)
+    for flag in ATTRIBUTE_FLAGS:
+        name, value = flag.name.upper(), flags.value(flag.name)
+        if value is None:
+            continue
+        if not hasattr(config, name):
+            raise FlagError(
+                f"--{flag.name}={value}: {flags.model} has no attribute {name} that would take it; "
+                "leave it out"
+            )
+        setattr(config, name, value)
 
 
 def _start(mesh: Mesh) -> None:

@@ -15,6 +15,7 @@ all forecasts by that.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -31,13 +32,14 @@ from pipemesh.commands.flags import (
     parse,
     write_output,
 )
+from pipemesh.commands.model_kind import REGISTERED, set_attributes
+from pipemesh.commands.training_flags import MEASURED_FLAGS
 from pipemesh.errors import PlanError
-from pipemesh.plan.figures import PLAIN, Figures
+from pipemesh.plan.figures import PLAIN, Figures, settings_of
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
 from pipemesh.plan.search import SearchSpace, search
 from pipemesh.text import columns, nearest_text, number
-from pipemesh.training.learning import OPTIMIZERS
 
 _MB = 1e6
 # The share of a step that is round-off.
@@ -50,7 +52,7 @@ COMMAND = Command(
         Flag("figures", argument="?", help="File of figures that were measured before."),
         Flag("model", short="m", help="Model to measure here: package.module.Class."),
         Flag("device_type", default="CPU", choices=["CPU", "GPU"], help="Devices to measure on."),
-        Flag("optimizer", choices=OPTIMIZERS, help="Optimizer to measure; default: the model's."),
+        *(flag for flag in REGISTERED.flags if flag.name in (*MEASURED_FLAGS, "logdir")),
         Flag("save", value="FILE", help="Write the measured figures there."),
         Flag("devices", int, required=True, value="N", help="Number of devices."),
         Flag(
@@ -91,9 +93,9 @@ def main(argv: list[str]) -> int:
     figures = None if flags.figures is None else Figures.read(flags.figures)
     model: Any = None
     if flags.model is not None:
-        model = measured(flags.model, flags.devices, flags.device_type, flags.optimizer)
+        model = measured(flags)
     if figures is None:
-        figures = model.figures()
+        figures = dataclasses.replace(model.figures(), settings=settings_of(flags.given()))
         write_output("--save", flags.save, figures.to_json())
     if not (batch := flags.batch_size or figures.batch):
         raise PlanError("the figures do not say the batch size; give --batch_size")
@@ -134,13 +136,21 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measured(model: str, num_devices: int, device_type: str, optimizer: str | None = None) -> Any:
+def measured(flags: Flags) -> Any:
     """Returns a model whose layers and steps can be measured on this machine."""
     importlib.import_module("pipemesh.needs_tensorflow")
     process.import_quietly()
     process.look_here()
     module: Any = importlib.import_module("pipemesh.training.measuring")
-    return module.RegisteredSteps(model, num_devices, device_type, optimizer)
+    return module.RegisteredSteps(
+        flags.model,
+        flags.devices,
+        flags.device_type,
+        flags.optimizer,
+        functools.partial(set_attributes, flags=flags, folder=flags.logdir),
+        freeze=flags.freeze,
+        train_only=flags.train_only,
+    )
 
 
 def _has_plain_step(figures: Figures, asked: SearchSpace) -> bool:
@@ -184,9 +194,10 @@ def _check(flags: Flags) -> None:
             "give either --model=package.module.Class, which is measured, or a file of figures; "
             "both only with --trials"
         )
-    if flags.optimizer and flags.model is None:
+    given = next((name for name in MEASURED_FLAGS if flags.is_given(name)), None)
+    if given and flags.model is None:
         raise PlanError(
-            f"--optimizer={flags.optimizer} is measured; give --model=package.module.Class"
+            f"--{given}={flags.value(given)} is measured; give --model=package.module.Class"
         )
     if flags.save and flags.figures is not None:
         raise PlanError("--save is for what is measured; give --model alone, or leave it out")

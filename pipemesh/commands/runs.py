@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipemesh.checkpoint.files import write_whole
-from pipemesh.checkpoint.folder import check_held
+from pipemesh.checkpoint.folder import check_held, lost_run
 from pipemesh.commands import judge, process, workers
 from pipemesh.commands.flags import FLAGS, Command, Flag, as_toml, parse
 from pipemesh.commands.model_kind import (
@@ -22,7 +22,7 @@ from pipemesh.commands.model_kind import (
     note_of,
 )
 from pipemesh.commands.texts import line_of
-from pipemesh.commands.training_flags import OF_TRAINING, check_trains, take_up
+from pipemesh.commands.training_flags import OF_TRAINING, check_trains, newest_note, take_up
 from pipemesh.errors import CheckpointError
 from pipemesh.text import count_text
 from pipemesh.training.run import Options, console
@@ -67,7 +67,8 @@ def train(argv: list[str], kind: ModelKind = REGISTERED, about: str | None = _AB
     workers.go_on_by_itself()
     folder = kind.logdir()
     with console.objects_alone(FLAGS.log_format == "json"):
-        take_up(folder)
+        first, _ = newest_note(folder)
+        take_up(folder, first and lost_run(first))
         check_trains()
         with kind.training() as (trainer, options):
             sys.stdout.flush()

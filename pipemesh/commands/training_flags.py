@@ -36,7 +36,7 @@ from pipemesh.errors import (
     ReportError,
     ScheduleError,
 )
-from pipemesh.plan.figures import FILE, Figures
+from pipemesh.plan.figures import FILE, SETTINGS, Figures, settings_of
 from pipemesh.plan.plan import DTYPES, LOWERINGS, OF_PIPELINES, Plan, parse_value, value_text
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
@@ -57,6 +57,8 @@ OF_PLAN = {"mesh_shape" if name == "mesh" else name: name for name in Plan().to_
 OF_SIMD = {"schedule": "gpipe", "remat": "full"}
 AUTO = "auto"
 _CHOSEN = ("mesh_shape", "layout", "schedule", "num_microbatches", "boundaries", "remat")
+# Flags of a training by which `pipemesh plan` measures a model.
+MEASURED_FLAGS = (*SETTINGS, "train_data", "packing")
 # They say how a plan is found; the plan itself is kept.
 CHOICE_FLAGS = grouped(
     PLAN,
@@ -330,7 +332,8 @@ def _devices(asked: str) -> int:
 def _figures(logdir: str, devices: int, asked: str) -> tuple[Figures, int]:
     """Returns the figures of the model, measured here if there are none, and the batch size."""
     path = FLAGS.figures or os.path.join(logdir, FILE)
-    if FLAGS.figures is None and not os.path.exists(path):
+    now = settings_of(FLAGS.given())
+    if FLAGS.figures is None and not (os.path.exists(path) and Figures.read(path).settings == now):
         if not _is_registered():
             raise FlagError(
                 f"{asked}: nothing was measured of {FLAGS.model!r}; measure the model as it is "
@@ -339,7 +342,8 @@ def _figures(logdir: str, devices: int, asked: str) -> tuple[Figures, int]:
             )
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         failed = f"{asked}: the model cannot be measured"
-        _run([f"--save={path}"], "measuring the model", devices, failed)
+        words = [f"--save={path}", f"--logdir={logdir}"]
+        _run(words, "measuring the model", devices, failed)
     try:
         figures = Figures.read(path)
     except PlanError as error:
@@ -376,6 +380,7 @@ def _fastest(
         FLAGS.figures or os.path.join(logdir, FILE),
         f"--trials={trials}",
         f"--batch_size={batch}",
+        f"--logdir={logdir}",
     ]
     words += [f"--fix={name}={value}" for name, value in fixed.items()]
     if FLAGS.device_memory is not None:
@@ -396,8 +401,8 @@ def _run(words: Sequence[str], doing: str, devices: int, failed: str) -> None:
     """Runs `pipemesh plan` in a process of its own: this one makes its devices by the plan."""
     words = ["plan", *words, f"--model={FLAGS.model}", f"--devices={devices}"]
     words += [f"--device_type={device_type(devices)}", "--count=1"]
-    if (optimizer := FLAGS.value("optimizer")) is not None:
-        words.append(f"--optimizer={optimizer}")
+    given = FLAGS.given()
+    words += [f"--{name}={given[name]}" for name in MEASURED_FLAGS if name in given]
     with console.waiting(doing):
         done = subprocess.run(
             [sys.executable, "-m", "pipemesh", *words],

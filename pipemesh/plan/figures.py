@@ -106,8 +106,10 @@ class LayerFigures:
     # Share of its forward pass that is recomputed if it is the last layer of its stage: a backward
     # pass does not need values that are only passed on.
     again: float = 1.0
-    # Bytes of the optimizer's state per byte of its weights; by default that of all layers.
+    # Bytes of the optimizer's state per byte of its trained weights; by default that of all layers.
     optimizer: float | None = None
+    # Share of the bytes of its weights that is trained: gradients, state and updates are of these.
+    trained: float = 1.0
 
     def __post_init__(self) -> None:
         for curves in (self.seconds, self.work or self.seconds):
@@ -121,6 +123,11 @@ class LayerFigures:
                 )
         rising = {kind: curve.rising() for kind, curve in self.seconds.items()}
         object.__setattr__(self, "seconds", rising)
+
+    @property
+    def trained_bytes(self) -> float:
+        """Returns the bytes of its weights that are trained."""
+        return self.parameter_bytes * self.trained
 
     def takes(self, kind: str, rows: float, again: bool = False) -> float:
         """Returns the seconds of an action on one device, with recomputation on demand."""
@@ -225,7 +232,7 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
             "work": {kind: points(curve) for kind, curve in layer.work.items()},
             **{
                 name: getattr(layer, name)
-                for name in ("parameter_bytes", "sums", "split", "again", "optimizer")
+                for name in ("parameter_bytes", "sums", "split", "again", "optimizer", "trained")
             },
             **{name: points(getattr(layer, name)) for name in ("kept", "outputs", *_OPTIONAL)},
         }
@@ -251,6 +258,7 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
                 split=int(layer.get("split", 1)),
                 **{name: curve(layer.get(name)) for name in _OPTIONAL},
                 again=float(layer.get("again", 1.0)),
+                trained=float(layer.get("trained", 1.0)),
                 optimizer=None if layer.get("optimizer") is None else float(layer["optimizer"]),
                 work={kind: cast("Curve", curve(p)) for kind, p in layer.get("work", {}).items()},
             )
@@ -268,6 +276,18 @@ def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
 FILE = "figures.json"
 """Name of the file with a model's measured figures in the log directory of a run."""
 
+SETTINGS = (
+    *("optimizer", "freeze", "train_only"),
+    *("lora_rank", "lora_targets", "lora_dropout", "vocab_multiple"),
+)
+"""Flags of a training that change what is measured."""
+
+
+def settings_of(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the given flags that are `SETTINGS`."""
+    return {name: flags[name] for name in SETTINGS if name in flags}
+
+
 PLAIN = Plan(remat=Remat.NONE)
 """The plan of a plain step: one device, one microbatch, no recomputation."""
 
@@ -280,8 +300,8 @@ class Figures:
         layers: the layers, first to last.
         action: overhead of an action in seconds, besides its layers.
         fixed: seconds of a step that belong to no device: reading the batch, calling the graph.
-        update: seconds of the optimizer per byte of weights.
-        optimizer: bytes of its state per byte of weights.
+        update: seconds of the optimizer per byte of trained weights.
+        optimizer: bytes of its state per byte of trained weights.
         transfer: the link between two devices of the machine.
         cores: cores that the devices share; None if each device has enough of its own.
         loads: by kind of action, the cores that one action keeps busy when it runs alone; 1 for
@@ -294,9 +314,11 @@ class Figures:
             all extra work of sharing, such as work that each device does completely.
         crowding: 0 to 1; the loss between devices whose threads share a core while another core
             idles; see `pipemesh.schedule.simulate`.
-        update_memory: peak bytes of an update per byte of weights, gradients included; at least 1.
+        update_memory: peak bytes of an update per byte of trained weights, gradients included; at
+            least 1.
         plain_step: seconds of a step of `PLAIN` at the time of the measurement; 0 if unknown. Its
             later time shows the machine's speed then; see `at_pace`.
+        settings: flags that the model was measured with; see `settings_of`.
 
     Raises:
         PlanError: there are no layers, or a number is negative or not finite.
@@ -323,6 +345,7 @@ class Figures:
     crowding: float = 0.0
     update_memory: float = 1.0
     plain_step: float = 0.0
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -461,6 +484,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "rules": str,
     "batch": int,
     "about": str,
+    "settings": dict,
 }
 
 

@@ -56,7 +56,7 @@ class Job:
         batch: rows of a batch for any number of devices.
         memory: bytes of a device; None for no limit.
         action: overhead of an action in seconds, besides its layers.
-        optimizer: bytes of optimizer state per byte of weights.
+        optimizer: bytes of optimizer state per byte of trained weights.
         update: seconds of the optimizer per byte of weights.
         fixed: seconds of a step that belong to no device: reading the batch, calling the graph.
         update_memory: peak bytes of an update per byte of weights; see `Figures`.
@@ -102,6 +102,11 @@ class Job:
     def parameter_bytes(self) -> int:
         """Returns the bytes of all weights, each counted once."""
         return sum(layer.parameter_bytes for layer in self.layers)
+
+    @property
+    def trained_bytes(self) -> float:
+        """Returns the bytes of those that are trained."""
+        return sum(layer.trained_bytes for layer in self.layers)
 
 
 # Microbatches per home, and the minimum in all, after which each adds the same time.
@@ -178,7 +183,7 @@ class Reliability:
         Raises:
             PlanError: see `Failures`.
         """
-        size = job.parameter_bytes * (1 + job.optimizer)
+        size = job.parameter_bytes + job.trained_bytes * job.optimizer
         hosts = math.ceil(num_devices / job.network.host_size)
         saved = size / hosts / self.storage
         return Failures(self.device / num_devices, saved, self.notice + self.start + saved)
@@ -269,8 +274,8 @@ def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[S
     steps: list[Step] = []
     for split in rated:
         # No device needs less.
-        weights = job.parameter_bytes / split.layers / split.model
-        if memory is not None and weights * (2 + job.optimizer / split.data) > memory:
+        least = job.parameter_bytes + job.trained_bytes * (1 + job.optimizer / split.data)
+        if memory is not None and least / split.layers / split.model > memory:
             continue
         try:
             step = forecast_step(job, split)

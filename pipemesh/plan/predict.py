@@ -251,7 +251,7 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
     """Returns each home's seconds of gradient sums, those of the update, and the work of both."""
     weights = [0.0] * stages.table.num_devices
     for stage, place in enumerate(stages.table.stage_devices):
-        weights[place] += stages.weights(stage)
+        weights[place] += stages.trained(stage)
     replicas, homes = stages.replicas, stages.home_sizes
     sums = [
         summed(stages, figures, figures.transfer, replicas, home // replicas, size)
@@ -266,7 +266,7 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
         return gradients, max(update_seconds), after
     # All devices update their weights at once, on the available cores.
     largest = max(
-        layer.parameter_bytes / stages.shared(stage, layer)
+        layer.trained_bytes / stages.shared(stage, layer)
         for stage, layers in enumerate(stages.layers)
         for layer in layers
     )

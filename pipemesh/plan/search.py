@@ -191,7 +191,7 @@ def rough_seconds(
     """Returns a formula for the approximate time of a step with equal stages."""
     # The sum of a home's work (of all homes if devices share cores), the bubble of this kind of
     # schedule, transfers, sums, gradients and the update.
-    weights = sum(layer.parameter_bytes for layer in figures.layers)
+    weights = sum(layer.trained_bytes for layer in figures.layers)
 
     def reduced(link: Link, members: int, stride: int, size: float) -> float:
         if network is None:

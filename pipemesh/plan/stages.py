@@ -88,10 +88,15 @@ class Stages:
         layers = self.layers[stage]
         return sum(layer.parameter_bytes / self.shared(stage, layer) for layer in layers)
 
+    def trained(self, stage: int) -> float:
+        """Returns the bytes of those that are trained, and of their gradients."""
+        layers = self.layers[stage]
+        return sum(layer.trained_bytes / self.shared(stage, layer) for layer in layers)
+
     def states(self, stage: int, default: float) -> float:
         """Returns the bytes of the optimizer's state of those; `default` is bytes per byte."""
         return sum(
-            layer.parameter_bytes
+            layer.trained_bytes
             / self.shared(stage, layer)
             * (default if layer.optimizer is None else layer.optimizer)
             for layer in self.layers[stage]
@@ -345,12 +350,12 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
         held += left
         if kind in "BW" and is_first:
             summed.add(stage)
-            held += memory_by_stage[stage].weights
-    weights = sum(stage_memory.weights for stage_memory in memory_by_stage.values())
+            held += stages.trained(stage)
+    weights, trained = (sum(map(of, memory_by_stage)) for of in (stages.weights, stages.trained))
     states = sum(stages.states(stage, figures.optimizer) for stage in memory_by_stage)
     states = weights * (1 + stages.cast) + states / stages.replicas
     # Each replica updates its share.
-    update = weights * (1 + (figures.update_memory - 1) / stages.replicas)
+    update = trained * (1 + (figures.update_memory - 1) / stages.replicas)
     return states + max(most, update)
 
 
@@ -361,12 +366,11 @@ class _StageMemory:
         layers, rows = stages.layers[stage], stages.rows
         shared = [stages.shared(stage, layer) for layer in layers]
         pairs = list(zip(layers, shared, strict=True))
-        self._sums = [layer.parameter_bytes / n for layer, n in pairs]
+        self._sums = [layer.trained_bytes / n for layer, n in pairs]
         self._kept = [layer.holds(rows, n) for layer, n in pairs]
         self._pending = [layer.holds(rows, n, True) for layer, n in pairs]
         self._working = [layer.working.at(rows) / n if layer.working else 0.0 for layer, n in pairs]
         self._given = stages.given(stage)
-        self.weights = stages.weights(stage)
 
     def _left(self, kind: str, mode: ModeName) -> float:
         """Returns the bytes of a microbatch that are held after its `F`, `R` or `I`."""

@@ -8,7 +8,7 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,11 +157,14 @@ def trained_variables(task: Any) -> Any:
     return task.student.vars if is_distilled and not task.params.train_teacher else task.vars
 
 
+# Which weights a learner trains, and which of them it leaves out.
+_FILTERS = ("bprop_variable_filter", "bprop_variable_exclusion")
+
+
 def set_filters(task: Any, freeze: str | None, train_only: str | None) -> None:
     """Sets the filters of a task's learner to the given regular expressions of names."""
     learner = rates_of(task)[0]
-    given = {"bprop_variable_exclusion": freeze, "bprop_variable_filter": train_only}
-    for field, pattern in given.items():
+    for field, pattern in zip(_FILTERS, (train_only, freeze), strict=True):
         if pattern and (own := learner.Get(field)):
             raise TrainingError(
                 f"{task.name}: its learner has {field} {own!r} already; change that, or leave "
@@ -171,34 +174,43 @@ def set_filters(task: Any, freeze: str | None, train_only: str | None) -> None:
             learner.Set(**{field: pattern})
 
 
-def filtered_variables(learner: Any, variables: Any) -> list[tf.Variable]:
-    """Returns the variables that a learner's filters leave to be trained.
+def take_filters(task: Any) -> list[str | None]:
+    """Takes the filters of names out of a task's learner, which would apply them to slices."""
+    rates, _ = rates_of(task)
+    filters = [rates.Get(field) for field in _FILTERS]
+    rates.Set(**dict.fromkeys(_FILTERS))
+    return filters
+
+
+def filtered(filters: Sequence[str | None], names: Sequence[str]) -> list[str]:
+    """Returns the logical names of the weights that a learner's filters leave to be trained.
 
     Raises:
         TrainingError: a filter is no regular expression or finds no weight, or none is left.
     """
-    p, names = learner.params, [v.name for v in variables.Flatten() if v.trainable]
-    for field in ("bprop_variable_filter", "bprop_variable_exclusion"):
-        if pattern := p.Get(field):
-            try:
-                is_found = any(re.search(pattern, name) for name in names)
-            except re.error as error:
-                raise TrainingError(
-                    f"{field} {pattern!r} is no regular expression ({error})"
-                ) from error
-            if not is_found:
-                near = nearest(pattern, names) or next(iter(names), "none")
-                raise TrainingError(
-                    f"{field} {pattern!r} finds none of the {len(names)} weights, such as "
-                    f"{near.removesuffix(':0')!r}"
-                )
-    trained = learner.GetTrainableVariables(variables).Flatten()
-    if names and not trained:
+    kept = set(names)
+    for field, pattern in zip(_FILTERS, filters, strict=True):
+        if not pattern:
+            continue
+        try:
+            # lingvo's names of variables.
+            found = {name for name in names if re.search(pattern, f"{name}:0")}
+        except re.error as error:
+            raise TrainingError(
+                f"{field} {pattern!r} is no regular expression ({error})"
+            ) from error
+        if not found:
+            near = nearest(pattern, names) or next(iter(names), "none")
+            raise TrainingError(
+                f"{field} {pattern!r} finds none of the {len(names)} weights, such as {near!r}"
+            )
+        kept = kept & found if field == _FILTERS[0] else kept - found
+    if names and not kept:
         raise TrainingError(
-            f"bprop_variable_filter {p.bprop_variable_filter!r} and bprop_variable_exclusion "
-            f"{p.bprop_variable_exclusion!r} leave no weight to be trained; change them"
+            f"bprop_variable_filter {filters[0]!r} and bprop_variable_exclusion {filters[1]!r} "
+            "leave no weight to be trained; change them"
         )
-    return trained
+    return [name for name in names if name in kept]
 
 
 def _text(value: Any) -> str:

@@ -102,6 +102,11 @@ class RegisteredModel(Subject):
                 raise TrainingError(
                     f"{name}: its Task_{key}() is not called, only Task(); leave it out"
                 )
+        filters = {"FREEZE": freeze, "TRAIN_ONLY": train_only}
+        # Some classes have them, and give them to their learner.
+        for key in [key for key in filters if hasattr(config, key)]:
+            if (pattern := filters.pop(key)) is not None:
+                setattr(config, key, pattern)
         plan = getattr(config, _PLAN, None)
         if isinstance(plan, Plan):
             self.plan = Plan.from_values(_of_plan(plan.to_values(), plain) | values)
@@ -113,7 +118,7 @@ class RegisteredModel(Subject):
         for stack in stacks_of(self._task):
             stack.pipelined = stack.pipelined and not plain
             stack.strict_devices = stack.strict_devices or strict_devices
-        set_filters(self._task, freeze, train_only)
+        set_filters(self._task, filters.get("FREEZE"), filters.get("TRAIN_ONLY"))
         # lingvo's default is not a limit that a user has set.
         if (most := self._task.train.max_steps) != _MAX_STEPS:
             self.most_steps = most

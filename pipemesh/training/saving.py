@@ -12,18 +12,13 @@ import tensorflow as tf
 
 from pipemesh.checkpoint import Checkpoints, Manifest, newest_whole, restore
 from pipemesh.checkpoint.folder import go_back, path_of
-from pipemesh.checkpoint.manifest import SUFFIX
+from pipemesh.checkpoint.manifest import BASE, SUFFIX, WEIGHTS_ONLY
 from pipemesh.checkpoint.reader import contents, read_tensors
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
 from pipemesh.training.inputs import NAME, Batches
 
 # Keys of a note that may differ between two checkpoints of one run.
 _OF_THE_PLACE = ("skip", "flags", "best", "judged")
-# Key in the note of a checkpoint with only weights, imported from another program.
-WEIGHTS_ONLY = "weights_only"
-# Key in the note of a checkpoint without the frozen weights: the checkpoint that has them, by its
-# name in the folder and the SHA-256 of its index, which has the checksums of all tensors.
-BASE = "base"
 
 
 def base_of(path: str) -> str | None:
@@ -56,19 +51,22 @@ def restore_all(path: str, state: Mapping[str, Any]) -> list[str]:
     """Restores variables from a checkpoint and from the one that has its frozen weights, if any.
 
     Returns the names of the checkpoint's other values; raises as `pipemesh.checkpoint.restore` and
-    `base_of`, and CheckpointError if the model lacks adapters.
+    `base_of`, and CheckpointError if the model has other adapters.
     """
     if (at := base_of(path)) is None:
         return restore(path, state)
-    names = contents(path)[0]
-    lost = [name for name in names if name.endswith("/var") and name not in state]
-    if lost:
+    names = contents(path)[0].keys()
+    frozen = contents(at)[0].keys() - names
+    odd = [name for name in names ^ (state.keys() - frozen) if name.endswith("/var")]
+    if odd:
+        has, lacks = ("the model", path) if min(odd) in state else (path, "the model")
         raise CheckpointError(
-            f"{path} has adapters that the model has not, such as {lost[0]!r}; give the rank and "
-            "the targets that they were trained with"
+            f"{has} has adapters that {lacks} has not, such as {min(odd)!r}; give the rank and the "
+            "targets that they were trained with, or begin with merged weights: `pipemesh "
+            "checkpoint export --merged`, then import"
         )
-    restore(at, {name: value for name, value in state.items() if name not in names})
-    return restore(path, {name: value for name, value in state.items() if name in names})
+    restore(at, {name: value for name, value in state.items() if name in frozen})
+    return restore(path, {name: value for name, value in state.items() if name not in frozen})
 
 
 class Saving:
@@ -127,16 +125,16 @@ class Saving:
             manifest = Manifest.read(path)
             only = manifest.note.get(WEIGHTS_ONLY)
             names = self._weights if only else list(self._state)
+            are_new = bool(self._base) and BASE not in manifest.note
+            if are_new:
+                names = [*self._base, "global_step"]
             if self._base:
-                self._noted_base = manifest.note.get(BASE) or {
-                    "name": os.path.basename(path),
-                    "index": manifest.index,
-                }
-                if BASE not in manifest.note:
-                    # The adapters are new.
-                    names = [*self._base, "global_step"]
-                self._checkpoints.needed = self._noted_base["name"]
+                own = {"name": os.path.basename(path), "index": manifest.index}
+                self._noted_base = own if are_new else manifest.note[BASE]
             beyond = restore_all(path, {name: self._state[name] for name in names})
+            if are_new:
+                # Those of the optimizer belong to the weights, which are frozen now.
+                beyond = [name for name in beyond if name.endswith("/var") or name == NAME]
             if NAME in beyond:
                 beyond.remove(NAME)
                 read_tensors(path, [NAME], [""], [tf.variant])

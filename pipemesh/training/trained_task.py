@@ -24,7 +24,12 @@ from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.plan import Plan
 from pipemesh.recurrent import LossScale
 from pipemesh.training.inputs import made
-from pipemesh.training.lingvo_params import check_params, filtered_variables, trained_variables
+from pipemesh.training.lingvo_params import (
+    check_params,
+    filtered,
+    take_filters,
+    trained_variables,
+)
 from pipemesh.training.subject import SOURCE
 
 
@@ -127,6 +132,8 @@ class TrainedTask:
         self, params: Any, plan: Plan, device_type: str, seed: int, learns: bool = True
     ) -> None:
         check_params(params, learns)
+        params = params.Copy()
+        filters = take_filters(params)
         self._plan, self._device_type = plan, device_type
         tf.random.set_seed(seed)
         with self.cluster():
@@ -158,12 +165,20 @@ class TrainedTask:
         self._before: list[tf.Variable] = []
         self._scales = [s.loss_scale for s in self.pipelines if s.loss_scale is not None]
         self._learns = learns
-        variables = filtered_variables(self.learner, trained_variables(self.task))
-        kept = {v.ref() for v in variables}
-        # Refs of the variables that the learner's filters leave out.
-        self._frozen = {v.ref() for v in self.task.vars.Flatten() if v.trainable} - kept
+        # By logical name, the variables of each trained weight; refs of those that are not trained.
+        self._learned: dict[str, list[tf.Variable]] = {}
+        self._frozen: set[Any] = set()
         if learns:
-            prepare_optimizer(self.learner, variables, self.step)
+            weights = trained_variables(self.task).Filter(lambda v: v.trainable)
+            named = by_logical_name(self.task, weights.Flatten())
+            for name in filtered(filters, [*named]):
+                parts = getattr(named[name], "parts", [(named[name], None)])
+                self._learned[name] = [part for part, _ in parts]
+            kept = {v.ref() for parts in self._learned.values() for v in parts}
+            self._frozen = {v.ref() for v in self.task.vars.Flatten() if v.trainable} - kept
+            # Nested, as the learner takes them.
+            self._trained = weights.Filter(lambda v: v.ref() in kept)
+            prepare_optimizer(self.learner, self._trained.Flatten(), self.step)
             self._others = [v for v in self.task.vars.Flatten() if not v.trainable]
             self._before = [tf.Variable(v, trainable=False) for v in self._others]
 
@@ -190,7 +205,9 @@ class TrainedTask:
 
     def weights(self) -> list[str]:
         """Returns the names in `state` that a checkpoint with only weights has."""
-        return ["global_step", *by_logical_name(self.task, self.task.vars.Flatten())]
+        # Others, such as the scale of a loss in float16, are none of the imported model's.
+        weights = [v for v in self.task.vars.Flatten() if v.trainable]
+        return ["global_step", *by_logical_name(self.task, weights)]
 
     def begin_averages(self) -> None:
         """Sets the moving averages to the current weights."""
@@ -201,15 +218,7 @@ class TrainedTask:
 
     def learned(self) -> dict[str, list[tf.Variable]]:
         """Returns the trained weights: by logical name, the variables of each."""
-        weights = self.task.vars.Flatten()
-        learned = [v for v in weights if v.trainable and v.ref() not in self._frozen]
-        named = by_logical_name(self.task, learned)
-        return {
-            name.removesuffix("/var"): [
-                part for part, _ in getattr(variable, "parts", [(variable, None)])
-            ]
-            for name, variable in named.items()
-        }
+        return {name.removesuffix("/var"): parts for name, parts in self._learned.items()}
 
     def optimizer_variables(self) -> list[tf.Variable]:
         """Returns the optimizer's variables; none if there is no optimizer."""
@@ -263,7 +272,7 @@ class TrainedTask:
             self.task._graphs_applied_ema.clear()
             losses, update, stats = self.learner.Apply(
                 metrics,
-                trained_variables(self.task),
+                self._trained,
                 gradient_mask=mask,
                 gradient_adjuster=adjusted,
             )
@@ -288,12 +297,13 @@ class TrainedTask:
     def _gradient_mask(self, source: tf.Tensor) -> dict[str, tf.Tensor]:
         """Returns 1 for each variable that the batch's source (a one-hot vector) trains, else 0."""
         return {
-            variable.name: tf.tensordot(
-                tf.constant([float(bool(re.search(f, variable.name))) for f in self.filters]),
+            part.name: tf.tensordot(
+                tf.constant([float(bool(re.search(f, f"{name}:0"))) for f in self.filters]),
                 source,
                 1,
             )
-            for variable in self.task.vars.Flatten()
+            for name, parts in self._learned.items()
+            for part in parts
         }
 
     def _gradients_of(self, var_grads: Any) -> dict[str, list[tf.Tensor]]:

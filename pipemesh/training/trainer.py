@@ -16,6 +16,7 @@ from pipemesh.backend.cluster import task_of
 from pipemesh.backend.devices import short_name
 from pipemesh.backend.peak import peak_flops
 from pipemesh.checkpoint import Manifest
+from pipemesh.checkpoint.manifest import BASE, WEIGHTS_ONLY
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, TrainingError
 from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
@@ -28,7 +29,7 @@ from pipemesh.training.evaluation import Evaluation, scored, vanished
 from pipemesh.training.inputs import Batches
 from pipemesh.training.lingvo_params import has_state, name_of_rate, ramped
 from pipemesh.training.run import EVAL_BATCHES, Options, console
-from pipemesh.training.saving import WEIGHTS_ONLY, Saving
+from pipemesh.training.saving import Saving
 from pipemesh.training.subject import Sample, Score, Subject
 from pipemesh.training.trained_task import LOSS_NOT_FINITE, NOT_FINITE, TrainedTask, is_not_finite
 
@@ -269,9 +270,9 @@ class Trainer:
             note = Manifest.read(self.restored).note
             best, since = note.get("best", (None, 0))
             self.best, self.judged = (best, since), note.get("judged", self.step)
-            # Imported weights come without optimizer state.
+            # Imported weights, and those that get adapters, come without optimizer state.
             only = bool(note.get(WEIGHTS_ONLY))
-            if only:
+            if only or (base and BASE not in note):
                 self.trained.begin_averages()
             self.keeps_place = keeps_place and self.batches.is_restorable and not only
             if self.keeps_place:

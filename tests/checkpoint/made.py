@@ -7,11 +7,11 @@ from pipemesh.checkpoint import Manifest
 DATA = "data-00000-of-00001"
 
 
-def make(tmp_path, step, score=None):
+def make(tmp_path, step, score=None, note=None):
     path = tmp_path / f"ckpt-{step}"
     for end in ("index", DATA):
         path.with_name(f"{path.name}.{end}").write_bytes(b"%d" % step)
-    Manifest.of(str(path), step=step, note={}, score=score).write(str(path))
+    Manifest.of(str(path), step=step, note=note or {}, score=score).write(str(path))
     return str(path)
 
 

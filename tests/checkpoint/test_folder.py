@@ -11,6 +11,7 @@ import pytest
 
 from pipemesh.checkpoint import Folder, folder, newest, newest_whole
 from pipemesh.checkpoint.folder import check_held, held_by_none, hold_newest
+from pipemesh.checkpoint.manifest import BASE, WEIGHTS_ONLY
 from pipemesh.errors import CheckpointError, SaveError
 from tests.checkpoint.made import DATA, make
 
@@ -30,6 +31,37 @@ def test_only_leftovers_are_removed(tmp_path):
     assert names(tmp_path) == sorted(stays)
     assert not (tmp_path / "ckpt-6_temp").exists()
     assert newest(str(tmp_path)) == str(tmp_path / "ckpt-3")
+
+
+def test_a_base_is_never_removed(tmp_path):
+    for step in (1, 2, 3):
+        make(tmp_path, step, note={} if step == 1 else {BASE: {"name": "ckpt-1", "index": ""}})
+    gone = folder.to_let_go(str(tmp_path), keep=1, keep_best=0)
+    assert [os.path.basename(path) for path in gone] == ["ckpt-2"]
+    os.remove(tmp_path / "ckpt-1.index")
+    folder.remove_leftovers(str(tmp_path))
+    assert (tmp_path / f"ckpt-1.{DATA}").exists() and (tmp_path / "ckpt-1.manifest").exists()
+
+
+def test_a_lost_run_is_found_by_its_beginning(tmp_path):
+    first = str(tmp_path / "ckpt-1")
+    make(tmp_path, 1, note={WEIGHTS_ONLY: True})
+    assert folder.lost_run(first) is None
+    make(tmp_path, 2)
+    folder.set_aside(str(tmp_path / "ckpt-2"))
+    assert folder.lost_run(first) == str(tmp_path / "damaged-ckpt-2")
+    # Adapters may begin on any checkpoint, and checkpoints of other runs go on by their own flags.
+    make(tmp_path, 1)
+    assert folder.lost_run(first) is None
+    make(tmp_path, 3, note={BASE: {"name": "ckpt-1", "index": ""}})
+    folder.set_aside(str(tmp_path / "ckpt-3"))
+    assert folder.lost_run(first) == str(tmp_path / "damaged-ckpt-3")
+    make(tmp_path, 1, note={WEIGHTS_ONLY: True})
+    os.truncate(tmp_path / "damaged-ckpt-3.manifest", 5)
+    with pytest.raises(
+        CheckpointError, match=r"and had the flags of the run; move it away to begi"
+    ):
+        folder.lost_run(first)
 
 
 def test_a_damaged_checkpoint_is_set_aside(tmp_path, capsys):

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from models.digits.data import load_digits
+from pipemesh.checkpoint import set_aside
+from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
 from pipemesh.commands.runs import without_effect
 from pipemesh.training import Options
+from tests.checkpoint.made import make
 from tests.commands.program import done, refused, without_tensorflow
 
 MODEL = "--model=models.digits.params.DigitsPlain"
@@ -173,3 +176,14 @@ def test_flags_without_effect_are_named(tmp_path):
     assert not told(steps=301, early_stop=2, keep_best=1)
     # To go on with no step is to end a training that is done.
     assert not told(steps=0, early_stop=1, keep_best=1)
+
+
+def test_a_run_whose_checkpoints_are_damaged_keeps_its_flags(tmp_path):
+    """It begins anew with the imported weights, which say nothing of what is trained."""
+    make(tmp_path, 0, note={"flags": {"model": "a.B"}, WEIGHTS_ONLY: True})
+    make(tmp_path, 5, note={"flags": {"model": "a.B", "freeze": "x"}})
+    set_aside(str(tmp_path / "ckpt-5"))
+    words = [f"--logdir={tmp_path}", "--schedule=none"]
+    ((_, out, err),) = without_tensorflow(["train", *words])
+    assert out == "resuming with saved flags: --model=a.B --freeze=x\n"
+    assert err.startswith("error: --schedule='none'")

@@ -1,6 +1,7 @@
 """Flags of training; `--mesh_shape=auto`: the choice, checked and kept like any other plan."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -99,6 +100,23 @@ def test_steps_of_the_best_plans_are_run_if_that_is_requested(figures, measuring
     _, second = tried
     assert FLAGS.given()["mesh_shape"] == str(second.mesh)
     assert FLAGS.num_microbatches == second.num_microbatches
+
+
+def test_other_weights_or_optimizers_are_measured_anew(tmp_path, figures, measuring):
+    seen = []
+
+    def measured(flags):
+        seen.append((flags.logdir, flags.optimizer, flags.lora_rank, flags.freeze))
+        return types.SimpleNamespace(rows=8, figures=lambda: figures[0])
+
+    measuring(measured)
+    for words in ([], [], ["--optimizer=adamw"], ["--lora_rank=2", "--train_data=a.txt"]):
+        parsed(MODEL, "--mesh_shape=auto:2", "--plan_trials=0", *words)
+        training_flags.choose_plan(str(tmp_path / "run"))
+    own = str(tmp_path / "run")
+    assert seen == [(own, None, None, None), (own, "adamw", None, None), (own, None, 2, None)]
+    found = Figures.read(str(tmp_path / "run" / "figures.json"))
+    assert found == dataclasses.replace(figures[0], settings={"lora_rank": 2})
 
 
 def test_a_model_that_cannot_be_measured_is_one_line(tmp_path, measuring):

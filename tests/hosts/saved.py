@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import task_of, worker_devices
 from pipemesh.backend.saved_state import Slice, SlicedVariable
-from pipemesh.checkpoint import Checkpoints, newest_whole, slices
+from pipemesh.checkpoint import Checkpoints, newest_whole, reader, slices
 from pipemesh.checkpoint import checkpoints as module
 from pipemesh.errors import SaveError
 from pipemesh.hosts import Cluster
@@ -89,7 +89,7 @@ def save(folder, devices):
     carried.append(bytes_of_sockets())
     fresh = tracked(devices, 0)
     before = bytes_of_sockets()
-    assert Checkpoints(folder, fresh).restore(first) == []
+    assert reader.restore(first, fresh) == []
     restored = bytes_of_sockets() - before
     return {
         "carried": [b - a for a, b in itertools.pairwise(carried)],
@@ -101,7 +101,7 @@ def save(folder, devices):
 def restore(folder, devices):
     """Restores the newest."""
     fresh = tracked(devices, 0)
-    Checkpoints(folder, fresh).restore(newest_whole(folder)[0])
+    reader.restore(newest_whole(folder)[0], fresh)
     return {"values": digests(fresh)}
 
 
@@ -141,7 +141,7 @@ def beside(folder, devices):
             steps += 1
         saver.wait()
         fresh = tracked(devices, 0)
-        Checkpoints(folder, fresh).restore(path)
+        reader.restore(path, fresh)
         kept &= now(fresh) == at
         moved &= now(values) != at
     absolute = slices.absolute
@@ -172,7 +172,7 @@ def endless(folder, devices):
     step = 0
     if found:
         step = found[1].step
-        saver.restore(found[0])
+        reader.restore(found[0], values)
     parts = [v for n in ("first", "last", "rows", "columns") for v, _ in _parts(values[n])]
     firsts = sorted({float(v[0, 0]) for v in parts})
     print(json.dumps({"step": step, "values": firsts}), flush=True)

@@ -1,5 +1,7 @@
 """Forecasts of a step that can be computed by hand, and laws for all plans."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,6 +65,9 @@ def test_weights_of_a_device_are_updated_at_once():
         for cores in (1.0, 2.0, 16.0)
     ]
     assert parts == [4 * 8, 2 * 8, 8]
+    layers = tuple(dataclasses.replace(each, trained=0.5) for each in figures().layers)
+    found = predict(plan, Figures(layers, update=1.0), 4)
+    assert found.parts["optimizer"] == 4 * 8 / 2
 
 
 def test_replicas_on_shared_cores_gain_nothing():

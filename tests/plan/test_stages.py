@@ -218,6 +218,8 @@ MEMORY = [
         [dataclasses.replace(keeping(10, 10.0), optimizer=state) for state in (1.0, 0.0, None)],
         30 + 10 + 20 + 4 * 10,
     ),
+    # What is not trained has neither gradients nor state.
+    ("frozen", {}, [keeping(10, 5.0, trained=share) for share in (0.0, 0.5)], 20 + 2 * 5 + 10 + 5),
     # Half of all weights and gradients, a quarter of the optimizer's state; of two rows half.
     ("slices", SPLIT | {"num_microbatches": 2, "batch": 8}, [SPLIT_LAYER] * 4, 60 + 4 * 2 * 4 / 2),
     # An embedding makes the gradient of its whole table, but not in its forward pass: the peak is

@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.checkpoint import Manifest, checkpoints
+from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
 from pipemesh.errors import CheckpointError, SaveError
 from pipemesh.training import Batches, Saving
-from pipemesh.training.saving import WEIGHTS_ONLY
 
 
 @pytest.fixture

@@ -35,16 +35,14 @@ def with_frozen(layer: Any, theta: Any, frozen: Collection[Any]) -> Any:
 
     A stage recognizes such weights: it has no backward pass for them, nor below the lowest other.
     """
-    if isinstance(layer, list | tuple):
-        return [with_frozen(*pair, frozen) for pair in zip(layer, theta, strict=True)]
-    own, stopped = _private(layer), py_utils.NestedMap(theta)
-    for name, value in theta.items():
-        if name in layer.children:
-            stopped[name] = with_frozen(layer.children[name], value, frozen)
-        elif isinstance(own.get(name), tf.Variable) and own[name].ref() in frozen:
-            with tf.device(own[name].device or None):
-                stopped[name] = tf.stop_gradient(value)
-    return stopped
+
+    def stopped(weight: Any, value: Any) -> Any:
+        if not (isinstance(weight, tf.Variable) and weight.ref() in frozen):
+            return value
+        with tf.device(weight.device or None):
+            return tf.stop_gradient(value)
+
+    return py_utils.Transform(stopped, uncast_theta(layer), theta)
 
 
 def compute_dtypes(layer: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipemesh.errors import PlanError
@@ -16,7 +16,8 @@ from pipemesh.training.learning import Learning
 class RegisteredSteps:
     """Steps of a registered model under plans; create it before TensorFlow starts.
 
-    `optimizer` replaces the model's; see `pipemesh.training.learning`.
+    `optimizer` replaces the model's; see `pipemesh.training.learning`. `prepare` changes each new
+    instance of the class, and `filters` are those of `RegisteredModel`.
 
     Attributes:
         rows: number of examples in a batch of the model.
@@ -30,8 +31,11 @@ class RegisteredSteps:
         num_devices: int,
         device_type: str = "CPU",
         optimizer: str | None = None,
+        prepare: Callable[[Any], None] = lambda config: None,
+        **filters: Any,
     ) -> None:
-        make = _started(name, num_devices, device_type, Learning(optimizer=optimizer))
+        learning = Learning(optimizer=optimizer)
+        make = _started(name, num_devices, device_type, learning, prepare, filters)
         # They load lingvo, which must not happen before devices exist.
         from pipemesh.training.measuring.measure import measure, seconds_of
         from pipemesh.training.subject import rows_of
@@ -43,7 +47,12 @@ class RegisteredSteps:
 
 
 def _started(
-    name: str, num_devices: int, device_type: str, learning: Learning
+    name: str,
+    num_devices: int,
+    device_type: str,
+    learning: Learning,
+    prepare: Callable[[Any], None],
+    filters: Mapping[str, Any],
 ) -> Callable[[Plan], Any]:
     """Makes the devices, and returns a function that makes the model under a plan."""
     import tensorflow as tf
@@ -77,7 +86,9 @@ def _started(
         )
 
     def make(plan: Plan) -> Any:
-        model = RegisteredModel(config(), name, plan.to_values(), device_type=device_type)
+        own, values = config(), plan.to_values()
+        prepare(own)
+        model = RegisteredModel(own, name, values, device_type=device_type, **filters)
         model.learn(learning)
         return model
 

@@ -103,13 +103,16 @@ def _layers_alone(
         say(f"{number} layers on two devices, {count_text(middle, 'row')} a microbatch")
         on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(rules)
         shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
-    variables = step.trained.learner.GetTrainableVariables(step.trained.task.vars).Flatten()
-    weights = num_bytes(variables)
+    learned = list(itertools.chain.from_iterable(step.trained.learned().values()))
+    weights = num_bytes(learned)
     states = step.trained.optimizer_variables()
     update, fixed = _outside(alone, together, weights)
 
     def figures_of(layer: int) -> LayerFigures:
         stages, half, layer_dims = step.stack.params.cell_tpl, halves[layer], dims[layer]
+        own = cells[layer].vars.Flatten()
+        refs = {v.ref() for v in own}
+        trained = [v for v in learned if v.ref() in refs]
         # Core time is the better measure: other programs disturb it least.
         kinds = work[layer] or seconds[layer]
 
@@ -128,7 +131,7 @@ def _layers_alone(
         return LayerFigures(
             stages[layer].sub[0].name,
             _with_halves(seconds[layer], middle),
-            num_bytes(cells[layer].vars.Flatten()),
+            num_bytes(own),
             curve(lambda memory: memory.kept),
             outputs,
             # One all-reduce of the activations for each split dim.
@@ -141,7 +144,8 @@ def _layers_alone(
             pending_whole=whole(lambda memory: memory.pending),
             work=_with_halves(work[layer], middle) if work[layer] else {},
             again=min(1.0, kinds["R"][middle] / kinds["F"][middle]),
-            optimizer=_state_bytes(cells[layer].vars.Flatten(), states),
+            optimizer=_state_bytes(trained, states),
+            trained=num_bytes(trained) / num_bytes(own) if own else 1.0,
         )
 
     return Figures(

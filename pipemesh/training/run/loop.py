@@ -22,7 +22,7 @@ from pipemesh.checkpoint.folder import path_of, steps_of
 from pipemesh.checkpoint.reader import reason
 from pipemesh.errors import DataError, NotFiniteError, PipemeshError, RescaledError, SaveError
 from pipemesh.plan import Figures, predict
-from pipemesh.plan.figures import FILE
+from pipemesh.plan.figures import FILE, settings_of
 from pipemesh.report import to_html, to_trace
 from pipemesh.text import bytes_text, count_text
 from pipemesh.training.run import Options
@@ -70,8 +70,8 @@ class Spikes:
 
 
 _NOT_MEASURED = (
-    "what its layers take was not measured; do so with `pipemesh plan --model=... --save=FILE`, "
-    "and give --figures=FILE"
+    "what its layers take under these flags was not measured; do so with `pipemesh plan "
+    "--model=... --save=FILE`, and give --figures=FILE"
 )
 
 
@@ -99,6 +99,8 @@ def expected(trainer: Trainer, options: Options) -> tuple[dict[str, Any], str]:
         return {**values, "unpredicted": _NOT_MEASURED}, ""
     try:
         figures = Figures.read(path)
+        if options.figures is None and figures.settings != settings_of(options.given):
+            return {**values, "unpredicted": _NOT_MEASURED}, ""
         plan = dataclasses.replace(trainer.subject.plan, boundaries=cuts)
         step = predict(plan, figures, rows)
     except PipemeshError as error:

@@ -19,6 +19,7 @@ from pipemesh.layers.pipeline.weights import (
     replica_of,
     spread_weights,
     uncast_theta,
+    with_frozen,
 )
 from pipemesh.recurrent import Home
 from tests.layers.blocks import blocks
@@ -38,13 +39,14 @@ class Leaf(base_layer.BaseLayer):
 
 
 class Node(base_layer.BaseLayer):
-    """Has two leaves, the second with a dtype of its own, and a list of another."""
+    """Has two leaves, the second with a dtype of its own, and a list and a dict of others."""
 
     def __init__(self, params):
         super().__init__(params)
         self.CreateChild("low", Leaf.Params())
         self.CreateChild("own", Leaf.Params().Set(fprop_dtype=tf.float16))
         self.CreateChildren("many", [Leaf.Params()])
+        self.CreateChildren("named", {"leaf": Leaf.Params()})
 
 
 def make(dtype=tf.bfloat16):
@@ -65,6 +67,17 @@ def test_weights_have_the_dtypes_of_their_variables_and_layers_compute_in_their_
     assert (found.low.w, found.own.w, found.many[0].w) == (tf.bfloat16, tf.float16, tf.bfloat16)
     assert found.low.count == tf.float64
     assert compute_dtypes(make(None)).low.w == tf.float32
+
+
+def test_weights_are_frozen_at_any_depth(eagerly):
+    layer = make(None)
+    stops = [layer.vars.named["leaf"].w, layer.vars.many[0].w, layer.vars.low.w]
+    with tf.GradientTape() as tape:
+        theta = with_frozen(layer, uncast_theta(layer), {v.ref() for v in stops})
+        values = tf.nest.flatten(theta)
+        total = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float32)) for v in values])
+    grads = tape.gradient(total, [*stops, layer.vars.own.w])
+    assert [grad is None for grad in grads] == [True, True, True, False]
 
 
 def test_weights_of_some_stages_are_cast_as_their_layers_compute_with_them(eagerly):

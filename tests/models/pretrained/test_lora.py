@@ -96,7 +96,10 @@ def assert_same(found, wanted):
 
 # By what is trained, the names of weights that move.
 KINDS = {
-    "top": ({"FREEZE": r"cell_00[01]/|norm/"}, re.compile("cell_002/(?!.*norm)")),
+    "top": (
+        {"FREEZE": r"cell_00[01]/|norm/|w_q/var"},
+        re.compile("cell_002/(?!.*norm|.*w_q/var)"),
+    ),
     "adapters": (LORA, re.compile(ADAPTERS)),
 }
 
@@ -141,6 +144,15 @@ def test_patterns_must_leave_weights_to_train(folder, options, message):
         trainer(folder, {}, **options)
 
 
+def test_patterns_find_the_same_weights_under_every_plan(folder):
+    frozen = [trainer(folder, plan, freeze="w_q/var").trained.frozen() for plan in ({}, SPLIT)]
+    assert sorted(frozen[0]) == sorted(frozen[1]) and len(frozen[0]) == 2
+    # A flag takes the place of the attribute of its name, and nothing but a training looks at it.
+    subject = model(folder, {}, {"FREEZE": "w_q/var"}, freeze="cel_001")
+    assert subject.task().train.learner.bprop_variable_exclusion == "cel_001"
+    restored(subject, str(folder / "ckpt-0"))
+
+
 def copied(folder, to):
     shutil.copytree(folder, to, dirs_exist_ok=True)
     return to
@@ -148,6 +160,10 @@ def copied(folder, to):
 
 # One adapter, whose graphs are soon made.
 FEW, PIPELINED = LORA | {"LORA_TARGETS": "cell_001/attention/w_q"}, {"mesh": "layers:2"}
+
+
+def test_float16_begins_with_imported_weights(folder):
+    assert trainer(folder, PIPELINED | {"compute_dtype": "float16"}).step == 0
 
 
 def goes_on(run, plan, step):
@@ -194,6 +210,10 @@ def test_adapters_need_their_base(folder, tmp_path):
     made = goes_on(tmp_path / "run", {}, 0)
     trained(made, steps=1)
     saved(made)
+    more = LORA | {"LORA_TARGETS": "cell_001/attention/w_[qv]"}
+    for changes, has in ((more, "the model"), ({}, ".*/ckpt-1")):
+        with pytest.raises(CheckpointError, match=f"^{has} has adapters that .* has not, such as"):
+            trainer(tmp_path / "run", {}, 1, changes=changes)
     other = small.write(
         tmp_path / "b", small.RICH_LLAMA, small.tensors_of(small.RICH_LLAMA, seed=8)
     )
@@ -207,13 +227,40 @@ def test_adapters_need_their_base(folder, tmp_path):
         goes_on(tmp_path / "run", {}, 1)
 
 
+@pytest.mark.slow
+def test_adapters_begin_on_a_trained_run_whose_damage_stays(folder, tmp_path):
+    """The optimizer begins anew, and a damaged base is no damage of the adapters."""
+    run = copied(folder, tmp_path)
+    whole = trainer(run, {}, 0)
+    trained(whole, steps=1)
+    saved(whole)
+    made, values = goes_on(run, {}, 1), values_of(whole)
+    found = values_of(made)
+    names = [name for name in made.trained.weights() if "_lora/" not in name]
+    assert len(names) == 35 and made.step == 1
+    for name in names:
+        np.testing.assert_array_equal(found[name], values[name], err_msg=name)
+    trained(made, steps=1)
+    saved(made)
+    assert goes_on(run, {}, 2).step == 2
+    path = run / "ckpt-1.data-00000-of-00001"
+    content = bytearray(path.read_bytes())
+    # In each of the tensors.
+    content[:] = bytes(byte ^ 1 for byte in content)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"ckpt-1\.data.* read .*; adapters need it, so put"):
+        goes_on(run, {}, 2)
+    assert not [*run.glob("damaged-*")]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"LORA_TARGETS": "table"}, "'table' find no weight that can have an adapter; there are a"),
         ({"LORA_TARGETS": "("}, r"targets '\(' are no regular expression"),
         ({"LORA_ALPHA": 0.0}, "alpha"),
-        ({"TRAIN_ONLY": "x", "train_only": "x"}, "has bprop_variable_filter '_lora/' already"),
+        ({"train_only": "x"}, "adapters alone, but FREEZE is None and TRAIN_ONLY 'x'; leave these"),
+        ({"FREEZE": "cell_001/"}, "adapters alone, but FREEZE is 'cell_001/'"),
     ],
 )
 def test_wrong_settings_of_adapters(folder, changes, message):

@@ -34,6 +34,8 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     assert "measuring 3 layers, 8 rows a microbatch, forward and backward\n" in err
     figures = Figures.from_json(path.read_text(), str(path))
     assert len(figures.layers) == 3 and figures.batch == 8
+    assert figures.settings == {"optimizer": "muon"}
+    assert [layer.trained for layer in figures.layers] == [1.0, 1.0, 1.0]
     # A momentum of 24 and of 6 weights, two moments of the biases, two powers of the decay.
     assert [layer.optimizer for layer in figures.layers] == [(24 + 12) / 30, (6 + 2) / 7, None]
     assert figures.optimizer == pytest.approx((36 + 8 + 2) / 37)
