@@ -43,6 +43,7 @@ from pipemesh.example_models import import_model_module, same_class
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.text import is_missing
+from pipemesh.training.learning import set_attributes
 from pipemesh.training.run import Options, console
 
 # A class with this attribute gets the log directory in it: some models lie there in part.
@@ -220,6 +221,7 @@ def _trainer(folder: str) -> tuple[Any, Options]:
             FLAGS.set("steps", model.most_steps, given=False)
         elif FLAGS.steps != model.most_steps:
             print(f"--steps={FLAGS.steps} in place of p.train.max_steps={model.most_steps}")
+    model.learning.check_steps(FLAGS.steps)
     options = Options(logdir=folder, given=flags, **training_flags.options())
     with console.waiting("making the model"):
         from pipemesh.training.trainer import Trainer
@@ -310,7 +312,7 @@ def subject() -> Any:
         )
     check_seed(FLAGS.seed)
     # Before TensorFlow is loaded.
-    learning_flags.learning()
+    learning_flags.given()
     values = training_flags.plan_values()
     if FLAGS.plain:
         mesh = Mesh.from_text(values.setdefault("mesh", "layers:1"))
@@ -337,6 +339,8 @@ def subject() -> Any:
                         "take it; leave it out"
                     )
                 setattr(config, name, value)
+            # Task() may set p.train.max_steps, which is another end.
+            set_attributes(config, learning_flags.with_end(type(config), FLAGS.steps, keep=False))
             return config
 
         def made(config: Any, values: Mapping[str, str]) -> RegisteredModel:
@@ -389,8 +393,8 @@ def subject() -> Any:
         if workers.fitting(model.plan, model.device_type, check) != model.plan:
             model = other["model"]
         own = None if FLAGS.is_given("steps") else model.most_steps
-        learning_flags.end_of_fall(FLAGS.steps if own is None else own)
-        model.learn(learning_flags.learning())
+        steps = FLAGS.steps if own is None else own
+        model.learn(learning_flags.with_end(find_model(FLAGS.model), steps))
         training_flags.check_memory(model.plan, logdir())
         from lingvo.core import py_utils
 

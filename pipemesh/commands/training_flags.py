@@ -42,6 +42,7 @@ from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
 from pipemesh.schedule.names import NAMES, listing, parse
 from pipemesh.text import bytes_of, bytes_text, number
+from pipemesh.training.learning import not_taken
 from pipemesh.training.run import (
     EVAL_BATCHES,
     LOG_FORMATS,
@@ -621,6 +622,8 @@ def take_up(
     if FLAGS.plain and FLAGS.is_given("plain"):
         # What it was begun with is a pipeline's.
         known.difference_update(OF_PIPELINES, ("mesh_shape", "layout"))
+    # Saved values of another schedule or optimizer than the given one.
+    known -= not_taken(FLAGS.given())
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = FLAGS.apply(kept, str(path))
     if about is None:

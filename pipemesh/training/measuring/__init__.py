@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
-from pipemesh.training.learning import Learning
 
 
 class RegisteredSteps:
@@ -31,7 +30,9 @@ class RegisteredSteps:
         device_type: str = "CPU",
         optimizer: str | None = None,
     ) -> None:
-        make = _started(name, num_devices, device_type, Learning(optimizer=optimizer))
+        make = _started(
+            name, num_devices, device_type, {"optimizer": optimizer} if optimizer else {}
+        )
         # They load lingvo, which must not happen before devices exist.
         from pipemesh.training.measuring.measure import measure, seconds_of
         from pipemesh.training.subject import rows_of
@@ -43,7 +44,7 @@ class RegisteredSteps:
 
 
 def _started(
-    name: str, num_devices: int, device_type: str, learning: Learning
+    name: str, num_devices: int, device_type: str, learning: Mapping[str, Any]
 ) -> Callable[[Plan], Any]:
     """Makes the devices, and returns a function that makes the model under a plan."""
     import tensorflow as tf
