@@ -422,7 +422,6 @@ _OF_A_CALL = (
     "trace_schedule",
     "find_learning_rate",
     "log_format",
-    "tracker",
     "profile_steps",
     *(flag.name for flag in CHOICE_FLAGS),
     *workers.NAMES,
@@ -521,8 +520,8 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
                 int,
                 0,
                 least=0,
-                help="Steps between histograms for TensorBoard of each weight, its gradient and "
-                "its update; 0 for none.",
+                help="Steps between histograms of each weight, its gradient and its update, for "
+                "the trackers tensorboard and wandb; 0 for none.",
             ),
             Flag(
                 "profile_steps",
@@ -560,6 +559,12 @@ def options() -> dict[str, Any]:
         tracked = trackers.parse(FLAGS.tracker)
     except ReportError as error:
         raise FlagError(f"--tracker={FLAGS.tracker!r}: {error}") from error
+    takers = [name for name, tracker in trackers.TRACKERS.items() if tracker.takes_histograms]
+    if FLAGS.histogram_every and not set(takers).intersection(tracked):
+        raise FlagError(
+            f"--histogram_every={FLAGS.histogram_every}: --tracker={FLAGS.tracker} takes no "
+            f"histograms; add {' or '.join(takers)} to it, or give --histogram_every=0"
+        )
     return {
         **{name: FLAGS.value(name) for name in OF_TRAINING if name != "tracker"},
         "trackers": tracked,
