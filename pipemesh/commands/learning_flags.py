@@ -26,7 +26,7 @@ LEARNING_FLAGS = grouped(
         "learning_rate_schedule",
         choices=SCHEDULES,
         help="Course of the learning rate after --warmup_steps: it stays, falls by a line or half "
-        "a cosine, falls with the root of the step, or stays for --stable_steps before it falls "
+        "a cosine, falls as 1 / sqrt(step), or stays for --stable_steps before it falls by a line "
         "(wsd). Default: the model's.",
     ),
     Flag(
@@ -38,32 +38,35 @@ LEARNING_FLAGS = grouped(
     Flag(
         "decay_steps",
         int,
-        help="Step at which the learning rate has fallen; default: --steps of the first run.",
+        help="Step at which the learning rate has fallen; default: the model's, or --steps of the "
+        "first run.",
     ),
     Flag(
         "stable_steps",
         int,
         least=0,
-        help="Steps of wsd between growth and fall; default: it falls in the last tenth of "
-        "--decay_steps.",
+        help="Steps of wsd between growth and fall; default: the model's, or so many that it falls "
+        "in the last tenth of --decay_steps.",
     ),
     Flag(
         "final_learning_rate",
         float,
         least=0,
-        help="Last learning rate, as a share of the highest; default: 0.",
+        help="Last learning rate, as a share of the highest, at most 1; default: the model's, "
+        "or 0.",
     ),
     Flag(
         "weight_decay",
         float,
         least=0,
-        help="Decay of adamw and muon, as a multiple of the learning rate; default: 0.01 and 0.1.",
+        help="Decay of adamw and muon, as a multiple of the learning rate; default: the model's, "
+        "or 0.01 and 0.1.",
     ),
     Flag(
         "weight_decay_except",
         value="PATTERN",
         help="Regular expression of names of weights that do not decay, such as 'bias|norm'; '' "
-        "for none. Default: norms, biases and embeddings.",
+        "for none. Default: the model's, or norms, biases and embeddings.",
     ),
     Flag(
         "clip_gradient_norm",

@@ -96,10 +96,12 @@ class Learning:
         if self.final_learning_rate is not None and self.final_learning_rate > 1:
             self._refuse("final_learning_rate", "it is a share of the highest; give at most 1")
         if self.decay_steps is not None and self.fall_begins() >= self.decay_steps:
+            before = ("warmup_steps", "stable_steps")
+            those = [f"--{n}={value}" for n in before if (value := getattr(self, n)) is not None]
             self._refuse(
                 "decay_steps",
-                f"the fall would begin at step {self.fall_begins()}; give more, or fewer "
-                "--warmup_steps or --stable_steps",
+                f"the fall would begin at step {self.fall_begins()}, after "
+                f"{' and '.join(those)}; give more than that (default: --steps), or fewer of these",
             )
 
     def _refuse(self, name: str, why: str) -> None:

@@ -127,11 +127,11 @@ def test_rates_are_those_of_transformers(eagerly):
         ),
         (
             {"learning_rate_schedule": "cosine", "warmup_steps": 9, "decay_steps": 9},
-            "--decay_steps=9: the fall would begin at step 9; give more, or fewer --warmup_steps",
+            "--decay_steps=9: the fall would begin at step 9, after --warmup_steps=9; give more th",
         ),
         (
             {"learning_rate_schedule": "wsd", "stable_steps": 9, "decay_steps": 5},
-            "the fall would begin at step 9",
+            "the fall would begin at step 9, after --stable_steps=9; give more than that (default",
         ),
     ],
 )
