@@ -8,9 +8,16 @@ import subprocess
 import sys
 import venv
 
+from shared.contender import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from pipemesh.text import toml_of
+
 TORCH = "torch==2.13.0"
-# What fine-tuning takes besides.
-PEFT = ("transformers>=5,<6", "peft>=0.21,<0.22", "safetensors")
+_EXTRAS = toml_of(str(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+# What fine-tuning takes besides: the versions that tests compare with.
+PEFT = tuple(name for name in _EXTRAS["peers"] if name.startswith(("transformers", "peft")))
 
 
 def torch_python(given: str | None, *more: str) -> str:
@@ -25,11 +32,11 @@ def torch_python(given: str | None, *more: str) -> str:
         return given
     folder = pathlib.Path(__file__).with_name(".peft" if more else ".torch")
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    finished = folder / "finished"
-    if not finished.exists():
-        print(f"installing {', '.join([TORCH, *more])} in {folder}", file=sys.stderr, flush=True)
+    # The packages that it was finished with.
+    finished, packages = folder / "finished", [TORCH, "numpy", *more]
+    if not finished.exists() or finished.read_text(encoding="utf-8").split("\n") != packages:
+        print(f"installing {', '.join(packages)} in {folder}", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True, clear=True)
-        command = [python, "-m", "pip", "install", "-q", TORCH, "numpy", *more]
-        subprocess.run(command, check=True)
-        finished.touch()
+        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        finished.write_text("\n".join(packages), encoding="utf-8")
     return str(python)

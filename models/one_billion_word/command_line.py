@@ -22,7 +22,7 @@ from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan, Remat
 from pipemesh.text import nearest
-from pipemesh.training.learning import Learning
+from pipemesh.training.learning import Learning, set_attributes
 
 from . import simd_plan
 from .request import Request
@@ -119,12 +119,15 @@ def request() -> Request:
             if flag != "dropout_prob" and not isinstance(value, str):
                 check_number(flag, value)
             setattr(settings, attribute, value)
-    learning_flags.end_of_fall(FLAGS.value("steps"))
-    for flag, value in learning_flags.given().items():
-        setattr(settings, flag.upper(), value)
+    set_attributes(settings, learning_flags.with_end(settings, FLAGS.value("steps")))
     if settings.LEARNING_RATE_SCHEDULE is None:
         # The Transformer's schedule falls from there on.
         check_number("warmup_steps", settings.WARMUP_STEPS)
+    elif SIZES[FLAGS.model].LEARNING_RATE_SCHEDULE is None and not FLAGS.is_given("learning_rate"):
+        raise FlagError(
+            f"--learning_rate_schedule={settings.LEARNING_RATE_SCHEDULE}: the model's learning "
+            f"rate, {settings.LEARNING_RATE}, is a factor of its own schedule; give --learning_rate"
+        )
     learning_flags.checked(lambda: Learning.of(settings))
     if not 0 <= settings.DROPOUT_PROB < 1:
         raise FlagError(

@@ -16,6 +16,7 @@ from pipemesh.checkpoint import Folder, Manifest, newest_whole
 from pipemesh.checkpoint.files import remove_unfinished
 from pipemesh.commands import training_flags, workers
 from pipemesh.commands.model_kind import ModelKind, Texts, Tokens, checkpoint_of
+from pipemesh.training.learning import Learning
 from pipemesh.training.run import console
 
 from . import about, command_line
@@ -89,6 +90,7 @@ def training_of(request: Request) -> Iterator[tuple[Any, Request]]:
 
 def _trainer(request: Request) -> Any:
     """Reads the text, makes the trainer, and prints a description of the run."""
+    Learning.of(request.settings).check_steps(request.steps)
     remove_unfinished(os.path.join(request.logdir, "vocabulary"), "vocab-*.model")
     remove_unfinished(request.logdir, "config.toml")
     found, manifest = newest_whole(request.logdir) or (None, None)

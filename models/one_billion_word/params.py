@@ -58,9 +58,7 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
         p.stack = stack_of(self, stages_of(self), tied_weights_of(self))
         p.train.learner = learner.Learner.Params().Set(
             name="loss",
-            lr_schedule=schedule.TransformerSchedule.Params().Set(
-                warmup_steps=self.WARMUP_STEPS, model_dim=self.MODEL_DIM
-            ),
+            lr_schedule=schedule.TransformerSchedule.Params().Set(model_dim=self.MODEL_DIM),
             bprop_variable_filter=self.TRAIN_ONLY,
             bprop_variable_exclusion=self.FREEZE,
         )

@@ -44,6 +44,7 @@ from pipemesh.example_models import import_model_module, same_class
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.text import is_missing
+from pipemesh.training.learning import set_attributes
 from pipemesh.training.run import Options, console
 
 # A class with this attribute gets the log directory in it: some models lie there in part.
@@ -221,6 +222,7 @@ def _trainer(folder: str) -> tuple[Any, Options]:
             FLAGS.set("steps", model.most_steps, given=False)
         elif FLAGS.steps != model.most_steps:
             print(f"--steps={FLAGS.steps} in place of p.train.max_steps={model.most_steps}")
+    model.learning.check_steps(FLAGS.steps)
     options = Options(logdir=folder, given=flags, **training_flags.options())
     with console.waiting("making the model"):
         from pipemesh.training.trainer import Trainer
@@ -311,7 +313,7 @@ def subject() -> Any:
         )
     check_seed(FLAGS.seed)
     # Before TensorFlow is loaded.
-    learning_flags.learning()
+    learning_flags.given()
     values = training_flags.plan_values()
     if FLAGS.plain:
         mesh = Mesh.from_text(values.setdefault("mesh", "layers:1"))
@@ -326,7 +328,9 @@ def subject() -> Any:
 
         def new() -> Any:
             config = find_model(FLAGS.model)()
-            set_attributes(config, FLAGS, logdir())
+            take_flags(config, FLAGS, logdir())
+            # Task() may set p.train.max_steps, which is another end.
+            set_attributes(config, learning_flags.with_end(type(config), FLAGS.steps, keep=False))
             return config
 
         def made(config: Any, values: Mapping[str, str]) -> RegisteredModel:
@@ -379,8 +383,8 @@ def subject() -> Any:
         if workers.fitting(model.plan, model.device_type, check) != model.plan:
             model = other["model"]
         own = None if FLAGS.is_given("steps") else model.most_steps
-        learning_flags.end_of_fall(FLAGS.steps if own is None else own)
-        model.learn(learning_flags.learning())
+        steps = FLAGS.steps if own is None else own
+        model.learn(learning_flags.with_end(find_model(FLAGS.model), steps))
         training_flags.check_memory(model.plan, logdir())
         from lingvo.core import py_utils
 
@@ -388,7 +392,7 @@ def subject() -> Any:
     return model
 
 
-def set_attributes(config: Any, flags: Flags, folder: str | None) -> None:
+def take_flags(config: Any, flags: Flags, folder: str | None) -> None:
     """Sets the attributes of an instance of --model that flags set, and the log directory."""
     if hasattr(config, _LOGDIR):
         setattr(config, _LOGDIR, folder)

@@ -113,10 +113,9 @@ def without_effect(options: Options) -> Iterator[str]:
         )
     end = options.given.get("decay_steps")
     if end is not None and options.steps > end:
-        final = options.given.get("final_learning_rate", 0.0)
         yield (
-            f"--decay_steps={end}: beyond that step, {until}, the learning rate stays at {final:g} "
-            f"times the highest; give --decay_steps={options.steps} to let it fall until the end"
+            f"--decay_steps={end}: beyond that step, {until}, the learning rate stays at its last "
+            f"value; give --decay_steps={options.steps} to let it fall until the end"
         )
     if options.keep_best and 0 <= last < math.lcm(options.eval_every, options.save_every):
         yield (

@@ -42,6 +42,7 @@ from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
 from pipemesh.schedule.names import NAMES, listing, parse
 from pipemesh.text import bytes_of, bytes_text, number
+from pipemesh.training.learning import not_taken
 from pipemesh.training.run import (
     EVAL_BATCHES,
     LOG_FORMATS,
@@ -426,7 +427,6 @@ _OF_A_CALL = (
     "trace_schedule",
     "find_learning_rate",
     "log_format",
-    "tracker",
     "profile_steps",
     *(flag.name for flag in CHOICE_FLAGS),
     *workers.NAMES,
@@ -525,8 +525,8 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
                 int,
                 0,
                 least=0,
-                help="Steps between histograms for TensorBoard of each weight, its gradient and "
-                "its update; 0 for none.",
+                help="Steps between histograms of each weight, its gradient and its update, for "
+                "the trackers tensorboard and wandb; 0 for none.",
             ),
             Flag(
                 "profile_steps",
@@ -564,6 +564,12 @@ def options() -> dict[str, Any]:
         tracked = trackers.parse(FLAGS.tracker)
     except ReportError as error:
         raise FlagError(f"--tracker={FLAGS.tracker!r}: {error}") from error
+    takers = [name for name, tracker in trackers.TRACKERS.items() if tracker.takes_histograms]
+    if FLAGS.histogram_every and not set(takers).intersection(tracked):
+        raise FlagError(
+            f"--histogram_every={FLAGS.histogram_every}: --tracker={FLAGS.tracker} takes no "
+            f"histograms; add {' or '.join(takers)} to it, or give --histogram_every=0"
+        )
     return {
         **{name: FLAGS.value(name) for name in OF_TRAINING if name != "tracker"},
         "trackers": tracked,
@@ -626,6 +632,8 @@ def take_up(
     if FLAGS.plain and FLAGS.is_given("plain"):
         # What it was begun with is a pipeline's.
         known.difference_update(OF_PIPELINES, ("mesh_shape", "layout"))
+    # Saved values of another schedule or optimizer than the given one.
+    known -= not_taken(FLAGS.given())
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}
     taken = FLAGS.apply(kept, str(path))
     if about is None:

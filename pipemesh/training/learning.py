@@ -6,6 +6,7 @@ This module needs TensorFlow only where it changes params.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipemesh.errors import TrainingError
@@ -16,6 +17,24 @@ _DECAYING = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine", "inverse_sqrt", "wsd")
 # Those that end at `decay_steps`.
 FALLING = ("linear", "cosine", "wsd")
+# Values that not all optimizers or schedules take: which one decides, and those that do.
+_TAKERS = {
+    "weight_decay": ("optimizer", _DECAYING),
+    "weight_decay_except": ("optimizer", _DECAYING),
+    "stable_steps": ("learning_rate_schedule", ("wsd",)),
+    "decay_steps": ("learning_rate_schedule", FALLING),
+    "final_learning_rate": ("learning_rate_schedule", FALLING),
+}
+# Values that are set together.
+_TOGETHER = (
+    ("optimizer", "weight_decay", "weight_decay_except"),
+    ("learning_rate",),
+    (
+        *("learning_rate_schedule", "warmup_steps"),
+        *("decay_steps", "stable_steps", "final_learning_rate"),
+    ),
+    ("clip_gradient_norm",),
+)
 # Share of the steps in which `wsd` falls by default (Hu et al., "MiniCPM", 2024, section 4.2).
 _FALL = 0.1
 
@@ -33,11 +52,12 @@ class Learning:
         optimizer: one of `OPTIMIZERS`.
         learning_rate: the highest learning rate.
         learning_rate_schedule: one of `SCHEDULES`.
-        warmup_steps: steps of growth; default: 0.
+        warmup_steps: steps of growth; default: 0. Without `learning_rate_schedule` those of the
+            model's own, if it has a warm-up.
         decay_steps: the step from which on the rate stays at its end.
         stable_steps: steps between growth and fall of `wsd`; default: the fall takes a tenth of
             `decay_steps`.
-        final_learning_rate: the last factor; default: 0.
+        final_learning_rate: the last factor, at most 1; default: 0.
         weight_decay: decay of `adamw` and `muon`.
         weight_decay_except: regular expression of names of weights that do not decay.
         clip_gradient_norm: the largest norm of all gradients; 0 for any.
@@ -63,38 +83,56 @@ class Learning:
     clip_gradient_norm: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("weight_decay", "weight_decay_except"):
-            if getattr(self, name) is not None and self.optimizer not in (None, *_DECAYING):
-                self._refuse(name, f"{self.optimizer} has none; give --optimizer=adamw|muon")
-        schedule = self.learning_rate_schedule
-        for name, schedules in (
-            ("stable_steps", ("wsd",)),
-            ("decay_steps", FALLING),
-            ("final_learning_rate", FALLING),
-        ):
-            if getattr(self, name) is not None and schedule not in schedules:
-                wanted = "|".join(schedules)
-                own = f"{schedule} has none" if schedule else "the model's own schedule has none"
-                self._refuse(name, f"{own}; give --learning_rate_schedule={wanted}")
-        if schedule == "inverse_sqrt" and not self.warmup_steps:
-            self._refuse(
-                "learning_rate_schedule", "it begins to fall after --warmup_steps; give it"
-            )
+        for by, known in (("optimizer", OPTIMIZERS), ("learning_rate_schedule", SCHEDULES)):
+            if getattr(self, by) not in (None, *known):
+                self._refuse(by, f"it must be one of {'|'.join(known)}")
+        for name, (by, takers) in _TAKERS.items():
+            chosen = getattr(self, by)
+            # The model's own optimizer may take it.
+            is_open = chosen is None and by == "optimizer"
+            if getattr(self, name) is not None and chosen not in takers and not is_open:
+                own = chosen or "the model's own schedule"
+                self._refuse(name, f"{own} has none; give --{by}={'|'.join(takers)}")
+        if self.final_learning_rate is not None and self.final_learning_rate > 1:
+            self._refuse("final_learning_rate", "it is a share of the highest; give at most 1")
         if self.decay_steps is not None and self.fall_begins() >= self.decay_steps:
+            before = ("warmup_steps", "stable_steps")
+            those = [f"--{n}={value}" for n in before if (value := getattr(self, n)) is not None]
             self._refuse(
                 "decay_steps",
-                f"the fall would begin at step {self.fall_begins()}; give more, or fewer "
-                "--warmup_steps or --stable_steps",
+                f"the fall would begin at step {self.fall_begins()}, after "
+                f"{' and '.join(those)}; give more than that (default: --steps), or fewer of these",
             )
 
     def _refuse(self, name: str, why: str) -> None:
         raise TrainingError(f"--{name}={getattr(self, name)}: {why}")
 
     @classmethod
-    def of(cls, config: Any) -> Learning:
-        """Returns the attributes of a model's class, such as `LEARNING_RATE`, where it has them."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: getattr(config, name.upper(), None) for name in names})
+    def of(cls, config: Any, names: Collection[str] | None = None) -> Learning:
+        """Returns the attributes of a model's class, such as `LEARNING_RATE`, where it has them; of
+        these by default all, else those that are set together with `names`.
+        """
+        return cls(
+            **{
+                name: getattr(config, name.upper(), None)
+                for together in _TOGETHER
+                for name in together
+                if names is None or not set(together).isdisjoint(names)
+            }
+        )
+
+    def check_steps(self, steps: int) -> None:
+        """Raises TrainingError if a run of so many steps has some with the learning rate 0 at its
+        end.
+        """
+        end = self.decay_steps
+        if end is not None and steps > end and not self.final_learning_rate:
+            self._refuse(
+                "decay_steps",
+                f"the learning rate is 0 from that step on, up to --steps={steps}; give "
+                f"--decay_steps={steps} to let it fall until the end, --final_learning_rate, or "
+                f"--steps={end}",
+            )
 
     def fall_begins(self) -> int:
         """Returns the first step of the fall."""
@@ -110,7 +148,8 @@ class Learning:
         """Changes the params of a lingvo learner, or of `p.train` where they are in it.
 
         Raises:
-            TrainingError: the model's optimizer has no weight decay.
+            TrainingError: the model's optimizer has no weight decay, or its schedule no warm-up;
+                or the schedule needs another value.
         """
         if self.optimizer is not None:
             params.optimizer = optimizer_params(self.optimizer)
@@ -118,6 +157,14 @@ class Learning:
             params.learning_rate = self.learning_rate
         if self.learning_rate_schedule is not None:
             params.lr_schedule = self._schedule()
+        elif self.warmup_steps is not None:
+            if "warmup_steps" not in params.lr_schedule:
+                self._refuse(
+                    "warmup_steps",
+                    f"the model's {params.lr_schedule.cls.__name__} has none; give "
+                    f"--learning_rate_schedule={'|'.join(SCHEDULES)}",
+                )
+            params.lr_schedule.warmup_steps = self.warmup_steps
         if self.clip_gradient_norm is not None:
             params.clip_gradient_norm_to_value = self.clip_gradient_norm
         for name in ("weight_decay", "weight_decay_except"):
@@ -137,6 +184,9 @@ class Learning:
 
         warmup, final = self.warmup_steps or 0, self.final_learning_rate or 0.0
         if self.learning_rate_schedule == "inverse_sqrt":
+            if not warmup:
+                why = "it begins to fall after --warmup_steps; give it"
+                self._refuse("learning_rate_schedule", why)
             return schedule.LinearRampupSqrtDecay.Params().Set(warmup_steps=warmup)
         parts = []
         if warmup:
@@ -144,7 +194,8 @@ class Learning:
         if self.learning_rate_schedule in FALLING:
             if self.decay_steps is None:
                 name = self.learning_rate_schedule
-                self._refuse("learning_rate_schedule", f"{name} ends at --decay_steps; give it")
+                why = f"{name} ends at --decay_steps; give it, or DECAY_STEPS of the model's class"
+                self._refuse("learning_rate_schedule", why)
             is_cosine = self.learning_rate_schedule == "cosine"
             fall = (CosineFall if is_cosine else schedule.LinearSchedule).Params()
             ends = {"start": (self.fall_begins(), 1.0), "limit": (self.decay_steps, final)}
@@ -152,6 +203,17 @@ class Learning:
         if not parts:
             return schedule.Constant.Params()
         return schedule.CombinedMinimumSchedule.Params().Set(schedules=parts)
+
+
+def not_taken(given: Mapping[str, Any]) -> set[str]:
+    """Returns the names of values that a given optimizer or schedule does not take."""
+    return {n for n, (by, takers) in _TAKERS.items() if given.get(by, takers[0]) not in takers}
+
+
+def set_attributes(config: Any, given: Mapping[str, Any]) -> None:
+    """Sets attributes of a model's class to given values, and clears those that they replace."""
+    for name, value in {**dict.fromkeys(not_taken(given) - {*given}), **given}.items():
+        setattr(config, name.upper(), value)
 
 
 def optimizer_params(name: str) -> Any:

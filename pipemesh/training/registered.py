@@ -21,7 +21,7 @@ from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.text import is_missing, nearest, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
-from pipemesh.training.learning import Learning
+from pipemesh.training.learning import Learning, set_attributes
 from pipemesh.training.lingvo_params import params_within, rates_of, set_filters
 from pipemesh.training.subject import Subject
 
@@ -96,6 +96,7 @@ class RegisteredModel(Subject):
             values.setdefault("mesh", "layers:1")
         # Flags that checkpoints store.
         self.given: Mapping[str, Any] = {}
+        self.learning = Learning()
         self._heldout = _heldout_of(config, name, dataset)
         for key in ("Train", self._heldout):
             if hasattr(config, f"Task_{key}"):
@@ -131,12 +132,15 @@ class RegisteredModel(Subject):
             **_lines("input", self._input("Train")),
         }
 
-    def learn(self, learning: Learning) -> None:
-        """Changes the optimizer, the learning rates and the clipping; raises TrainingError for
-        values that the model's optimizer does not have.
+    def learn(self, given: Mapping[str, Any]) -> None:
+        """Changes values of `Learning`; those of the model's class that belong to them stay. Raises
+        TrainingError for values that do not fit together, or that the model's optimizer does not
+        have.
         """
-        if learning == Learning():
+        if not given:
             return
+        set_attributes(self._config, given)
+        learning = self.learning = Learning.of(self._config, given)
         rates, _ = rates_of(self._task)
         if rates is None:
             raise TrainingError(f"{self.name}: p.train has no learner; give it one")

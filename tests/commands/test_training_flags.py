@@ -197,12 +197,21 @@ STEPS = "give the first and the last step, such as 10:15"
             "--log_format=json is for training; leave it or --find_learning_rate out",
         ),
         ("--figures=x", "x cannot be read: No such file"),
+        (
+            "--histogram_every=5 --tracker=none",
+            "--histogram_every=5: --tracker=none takes no histograms; add tensorboard or wandb",
+        ),
     ],
 )
 def test_invalid_options_of_training_are_errors(words, told):
     parsed(MODEL, "--steps=9", *words.split())
     with pytest.raises((FlagError, PlanError), match=told):
         training_flags.options()
+
+
+def test_a_resumed_run_keeps_its_tracker():
+    parsed("--tracker=wandb")
+    assert training_flags.saved_flags() == {"tracker": "wandb"}
 
 
 def test_steps_to_profile_are_numbers():

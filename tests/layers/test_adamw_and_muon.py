@@ -21,8 +21,9 @@ from pipemesh.layers.named import (
     FeedForward,
     by_logical_name,
 )
+from pipemesh.layers.named.lora import LowRank
 from pipemesh.layers.optimizers import AdamW, Muon, check_learner
-from pipemesh.layers.optimizers.muon import Matrix, mark_matrix, matrix_of
+from pipemesh.layers.optimizers.pieces import Matrix, mark_matrix, matrix_of
 from tests.layers.harness import executing
 from tests.layers.named.harness import make_lowering
 from tests.layers.named.test_named_layer import make as make_layer
@@ -179,6 +180,10 @@ def test_muon_is_that_of_the_papers(number, scale):
     ("sizes", "name", "options"),
     [
         ((12,), "layer/scale/var", {}),
+        ((4, 3), "layer/query/b/var", {}),
+        ((4, 3), "layer/softmax/bias_0/var", {}),
+        ((4, 3), "layer/layer_norm/w/var", {}),
+        ((6, 1), "layer/w/var", {}),
         ((4, 3, 2), "layer/w/var", {}),
         ((8, 6), "layer/softmax/w/var", {}),
         ((8, 6), "layer/w/var", {"adamw_for": "layer"}),
@@ -186,11 +191,31 @@ def test_muon_is_that_of_the_papers(number, scale):
 )
 def test_muon_leaves_other_weights_to_adamw(sizes, name, options):
     value, grads = values(sizes)
-    decay = 0.0 if "scale" in name else ADAMW["weight_decay"]
+    decay = ADAMW["weight_decay"] if name in ("layer/w/var", "layer/softmax/w/var") else 0.0
     wanted = adamw_reference(value, grads, **{**ADAMW, "weight_decay": decay})
     cuts = [2] + [1] * (len(sizes) - 1)
     params = Muon.Params().Set(**ADAMW, **options)
-    assert_all_close(train(params, value, grads, cuts, eager=True, rate=RATE, name=name), wanted)
+    found = train(params, value, grads, cuts, eager=True, rate=RATE, name=name, beside=True)
+    assert_all_close(found, wanted)
+
+
+def test_muon_needs_a_matrix():
+    slots = Muon.Params().Instantiate().GetOptimizer(0.1)
+    told = "none of the trained weights, such as 'layer/w', is one; use AdamW"
+    with executing(eager=True), pytest.raises(PipelineError, match=told):
+        create_slots(slots, slices())
+
+
+def test_listed_matrices_are_matrices_whatever_their_names():
+    """The second matrix of an adapter is called `b`, as are biases."""
+    value, grads = values((8, 6))
+    name, mark = "norm/w_lora/b/var", Matrix((0,), (1,))
+    options = {"eager": True, "rate": RATE, "name": name, "mark": mark}
+    found = train(AdamW.Params().Set(**ADAMW), value, grads, (2, 1), **options)
+    assert_all_close(found, adamw_reference(value, grads, **ADAMW))
+    params = Muon.Params().Set(update_scale="original")
+    wanted = muon_reference(value, grads, flat, scale="original")
+    assert_all_close(train(params, value, grads, (2, 1), **options), wanted, 2e-4, 2e-5)
 
 
 def test_zero_gradients_only_decay_a_matrix():
@@ -226,6 +251,11 @@ HIDDEN = [
         {"w": Matrix((0, 1, 2), (3,))},
     ),
     (Embedding.Params().Set(vocab_size=8, embedding_dim=4), {}, {}),
+    (
+        LowRank.Params().Set(rank=2, weight="heads:4;dim:3;embed:8", num_inputs=2),
+        {"a": (4, 3, 2), "b": (2, 8)},
+        {"a": Matrix((0, 1), (2,))},
+    ),
 ]
 
 

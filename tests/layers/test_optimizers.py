@@ -13,7 +13,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.named import FeedForward, by_logical_name, lowering_scope
 from pipemesh.layers.optimizers import Adafactor, check_learner
 from pipemesh.layers.optimizers.checks import ELEMENTWISE
-from pipemesh.layers.optimizers.muon import mark_matrix
+from pipemesh.layers.optimizers.pieces import mark_matrix
 from tests.layers.harness import executing
 from tests.layers.named.harness import make_lowering
 
@@ -55,12 +55,16 @@ def join(shape, parts, values):
     return whole
 
 
-def train(params, value, grads, cuts, *, eager, rate=0.1, name=NAME, mark=None):
-    """Applies gradients, one a step; returns the whole weight after each step."""
+def train(params, value, grads, cuts, *, eager, rate=0.1, name=NAME, mark=None, beside=False):
+    """Applies gradients, one a step; returns the whole weight after each step.
+
+    `beside`: a matrix is trained, too.
+    """
     with executing(eager) as step:
         made = make(value, cuts, name)
         for variable, _, _ in made if mark else ():
             mark_matrix(variable, mark)
+        other = tf.Variable(tf.eye(2), name="beside/w/var") if beside else None
         parts = [(begin, lengths) for _, begin, lengths in made]
         optimizer = params.Instantiate()
 
@@ -69,6 +73,8 @@ def train(params, value, grads, cuts, *, eager, rate=0.1, name=NAME, mark=None):
             var_grad = py_utils.NestedMap(
                 {f"v{i}": py_utils.VarGrad(v, grad) for i, ((v, _, _), grad) in enumerate(pairs)}
             )
+            if other is not None:
+                var_grad.beside = py_utils.VarGrad(other, tf.ones([2, 2]))
             update = optimizer.Apply((lambda: tf.constant(rate)) if eager else rate, var_grad)
             with tf.control_dependencies([] if eager else [update]):
                 return step.assign_add(1)

@@ -18,6 +18,7 @@ from lingvo.core import (
 
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
 from pipemesh.plan import Plan
+from pipemesh.training.learning import Learning
 
 BATCH, DIM = 8, 4
 
@@ -241,6 +242,17 @@ class LimitedPoints(PlainPoints):
     def Task(self):
         p = super().Task()
         p.train.max_steps = 3
+        return p
+
+
+class TunedPoints(StagedPoints):
+    """Says itself how it learns."""
+
+    OPTIMIZER, WEIGHT_DECAY, LEARNING_RATE_SCHEDULE, WARMUP_STEPS = "adamw", 0.3, "linear", 2
+
+    def Task(self):
+        p = super().Task()
+        Learning.of(self).change(p.train.learner)
         return p
 
 

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import tensorflow as tf
-from lingvo.core import learner, optimizer
+from lingvo.core import learner, optimizer, schedule
 
 from pipemesh.errors import TrainingError
 from pipemesh.layers.optimizers import AdamW, Muon
-from pipemesh.training.learning import OPTIMIZERS, Learning
+from pipemesh.training.learning import OPTIMIZERS, Learning, set_attributes
 
 STEPS = (0, 1, 2, 3, 5, 8, 9, 10, 11, 15, 19, 20, 21, 40)
 
@@ -119,14 +119,19 @@ def test_rates_are_those_of_transformers(eagerly):
             {"learning_rate_schedule": "constant", "final_learning_rate": 0.5},
             "--final_learning_rate=0.5: constant has none",
         ),
-        ({"learning_rate_schedule": "inverse_sqrt"}, "begins to fall after --warmup_steps"),
+        ({"optimizer": "adamv"}, "--optimizer=adamv: it must be one of adam|adamw|"),
+        ({"learning_rate_schedule": "cos"}, "--learning_rate_schedule=cos: it must be one of con"),
+        (
+            {"learning_rate_schedule": "linear", "final_learning_rate": 1.5},
+            "--final_learning_rate=1.5: it is a share of the highest; give at most 1",
+        ),
         (
             {"learning_rate_schedule": "cosine", "warmup_steps": 9, "decay_steps": 9},
-            "--decay_steps=9: the fall would begin at step 9; give more, or fewer --warmup_steps",
+            "--decay_steps=9: the fall would begin at step 9, after --warmup_steps=9; give more th",
         ),
         (
             {"learning_rate_schedule": "wsd", "stable_steps": 9, "decay_steps": 5},
-            "the fall would begin at step 9",
+            "the fall would begin at step 9, after --stable_steps=9; give more than that (default",
         ),
     ],
 )
@@ -142,6 +147,57 @@ def test_what_only_the_params_show_is_an_error():
         Learning(weight_decay=0.1).change(p)
     with pytest.raises(TrainingError, match="linear ends at --decay_steps; give it"):
         Learning(learning_rate_schedule="linear").change(p)
+    with pytest.raises(TrainingError, match="begins to fall after --warmup_steps"):
+        Learning(learning_rate_schedule="inverse_sqrt").change(p)
+    with pytest.raises(TrainingError, match="--warmup_steps=5: the model's ContinuousSchedule has"):
+        Learning(warmup_steps=5).change(p)
+
+
+def test_no_step_has_the_rate_zero_at_the_end():
+    fall = {"learning_rate_schedule": "cosine", "decay_steps": 6}
+    Learning(**fall).check_steps(6)
+    Learning(**fall, final_learning_rate=0.1).check_steps(8)
+    with pytest.raises(TrainingError, match="--decay_steps=6: the learning rate is 0 from that st"):
+        Learning(**fall).check_steps(7)
+
+
+class Tuned:
+    OPTIMIZER, WEIGHT_DECAY, LEARNING_RATE = "adamw", 0.3, 0.1
+    LEARNING_RATE_SCHEDULE, WARMUP_STEPS, DECAY_STEPS, STABLE_STEPS = "wsd", 5, 40, 20
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"optimizer": "muon"}, {"optimizer": "muon", "weight_decay": 0.3}),
+        ({"optimizer": "sgd"}, {"optimizer": "sgd"}),
+        (
+            {"decay_steps": 50},
+            {
+                **{"learning_rate_schedule": "wsd", "warmup_steps": 5},
+                **{"decay_steps": 50, "stable_steps": 20},
+            },
+        ),
+        (
+            {"learning_rate_schedule": "cosine"},
+            {"learning_rate_schedule": "cosine", "warmup_steps": 5, "decay_steps": 40},
+        ),
+        (
+            {"learning_rate_schedule": "constant"},
+            {"learning_rate_schedule": "constant", "warmup_steps": 5},
+        ),
+    ],
+)
+def test_given_values_go_over_those_of_the_class(given, wanted):
+    config = Tuned()
+    set_attributes(config, given)
+    assert Learning.of(config, given) == Learning(**wanted)
+
+
+def test_warmup_steps_are_those_of_the_models_schedule():
+    p = learner.Learner.Params().Set(lr_schedule=schedule.TransformerSchedule.Params())
+    Learning(warmup_steps=7).change(p)
+    assert p.lr_schedule.warmup_steps == 7
 
 
 def test_only_given_values_change_params():

@@ -70,6 +70,13 @@ class LowRank(NamedLayer):
             "b": (Shape((rank, *outputs)), py_utils.WeightInit.Constant(0.0)),
         }
 
+    @classmethod
+    def Matrices(cls, p: Any) -> dict[str, tuple[str, str]]:
+        """Returns `a` and `b`, as `torch.optim.Muon` takes those of `peft`."""
+        names = Shape.from_text(p.weight).names
+        inputs, outputs = names[: p.num_inputs], names[p.num_inputs :]
+        return {"a": (";".join(inputs), RANK), "b": (RANK, ";".join(outputs))}
+
     def FProp(self, theta: Any, x: Tensor, product: Tensor) -> Tensor:
         """Adds to the product of `x` with the adapted weight."""
         p, a, b = self.params, self.Weight(theta, "a"), self.Weight(theta, "b")

@@ -26,7 +26,7 @@ from pipemesh.layers.named.weight_slices import (
     weight_parts,
 )
 from pipemesh.layers.optimizers.checks import check_learners
-from pipemesh.layers.optimizers.muon import Matrix, mark_matrix
+from pipemesh.layers.optimizers.pieces import Matrix, mark_matrix
 from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.arguments import as_shape, dim_names
 from pipemesh.lowering.variable import Constant, Initializer, Normal, Uniform

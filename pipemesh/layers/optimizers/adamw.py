@@ -10,11 +10,11 @@ import tensorflow as tf
 from lingvo.core import optimizer
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.optimizers.pieces import weight_name
+from pipemesh.layers.optimizers.pieces import is_listed, weight_name
 
 # Parts of the names of norms, biases and embeddings, in named layers, in lingvo and in Keras.
 NOT_DECAYED = (
-    r"(^|/)(b|b_\w+|\w*bias|beta|gamma|scale|ln|\w*norm\w*|table|positions|\w*emb\w*)(/|$)"
+    r"(^|/)(b|b_\w+|\w*bias(_\d+)?|beta|gamma|scale|ln|\w*norm\w*|table|positions|\w*emb\w*)(/|$)"
 )
 
 
@@ -23,7 +23,7 @@ class AdamW(optimizer.Base):
 
     A step multiplies each weight by 1 - learning rate x `weight_decay`, then updates it by Adam.
     Each step equals that of `torch.optim.AdamW`. By default norms, biases and embeddings do not
-    decay.
+    decay, and the matrices that layers with named dims list in `Matrices` do, whatever their names.
 
     Example:
         >>> from lingvo.core import learner
@@ -68,6 +68,15 @@ def checked_pattern(param: str, pattern: str) -> re.Pattern[str] | None:
         ) from error
 
 
+def is_found(pattern: re.Pattern[str] | None, variable: tf.Variable, default: str) -> bool:
+    """Returns whether a pattern is in a weight's name; the default finds no matrix that a layer
+    lists.
+    """
+    if pattern is None or (pattern.pattern == default and is_listed(variable)):
+        return False
+    return pattern.search(weight_name(variable)) is not None
+
+
 class AdamWOptimizer(tf.compat.v1.train.AdamOptimizer):
     """TensorFlow's optimizer of `AdamW`."""
 
@@ -75,11 +84,10 @@ class AdamWOptimizer(tf.compat.v1.train.AdamOptimizer):
         super().__init__(lr, params.beta1, params.beta2, params.epsilon, name=params.name)
         self._weight_decay = params.weight_decay
         self._kept = checked_pattern("weight_decay_except", params.weight_decay_except)
-        self._is_default = params.weight_decay_except == NOT_DECAYED
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         super()._create_slots(var_list)
-        if self._kept is None or self._is_default or not self._weight_decay:
+        if self._kept is None or self._kept.pattern == NOT_DECAYED or not self._weight_decay:
             return
         names = [weight_name(variable) for variable in var_list]
         if not any(map(self._kept.search, names)):
@@ -90,8 +98,7 @@ class AdamWOptimizer(tf.compat.v1.train.AdamOptimizer):
             )
 
     def _decay_of(self, variable: tf.Variable) -> float:
-        is_kept = self._kept is not None and self._kept.search(weight_name(variable))
-        return 0.0 if is_kept else self._weight_decay
+        return 0.0 if is_found(self._kept, variable, NOT_DECAYED) else self._weight_decay
 
     def _prepare(self) -> None:
         super()._prepare()

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
-from pipemesh.layers.optimizers.adamw import AdamW, AdamWOptimizer, checked_pattern
-from pipemesh.layers.optimizers.pieces import Begin, OnWholeWeights, Pieces, assign, weight_name
+from pipemesh.layers.optimizers.adamw import (
+    NOT_DECAYED,
+    AdamW,
+    AdamWOptimizer,
+    checked_pattern,
+    is_found,
+)
+from pipemesh.layers.optimizers.pieces import (
+    Begin,
+    Matrix,
+    OnWholeWeights,
+    Pieces,
+    assign,
+    matrix_of,
+    weight_name,
+)
 from pipemesh.text import nearest_text
 
-# Parts of the names of embeddings and heads, whose matrices are not hidden ones.
-NOT_HIDDEN = r"(^|/)(table|positions|\w*emb\w*|\w*softmax\w*|logits|(lm_)?head)(/|$)"
+# Heads, norms, biases and embeddings, whose matrices are not hidden ones.
+NOT_HIDDEN = rf"{NOT_DECAYED}|(^|/)(\w*softmax\w*|logits|(lm_)?head)(/|$)"
 # The polynomial of Jordan, 2024: steep at 0, and within 0.7 to 1.2 after a few steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _LEAST_NORM = 1e-7
@@ -30,36 +44,14 @@ UPDATE_SCALES = {
 }
 
 
-class Matrix(NamedTuple):
-    """The dims of a weight that are inputs and outputs of a product; others number matrices."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-# An attribute of a variable of a named layer: its matrix, or None if it is none.
-_MARK = "_pipemesh_matrix"
-
-
-def mark_matrix(variable: tf.Variable, matrix: Matrix | None) -> None:
-    """Notes on a variable which of its dims make a matrix; None if it is none."""
-    setattr(variable, _MARK, matrix)
-
-
-def matrix_of(variable: tf.Variable) -> Matrix | None:
-    """Returns the matrix of a variable; without a mark those with two dims are matrices."""
-    if hasattr(variable, _MARK):
-        return getattr(variable, _MARK)
-    return Matrix((0,), (1,)) if variable.shape.rank == 2 else None
-
-
 class Muon(AdamW):
     """Muon (Jordan, 2024): momentum, made nearly orthogonal by Newton-Schulz iterations.
 
     It updates the weights that layers with named dims list in `Matrices`, with all heads of a
     weight in one matrix, and each expert in its own. Of other layers it updates weights with two
-    dims, unless `adamw_for` is found in their names. AdamW updates all other weights. Its params
-    are those of AdamW; `weight_decay` is for both.
+    dims larger than 1, unless `adamw_for` is found in their names. AdamW updates all other weights.
+    Its params are those of AdamW; `weight_decay` is for both. Without any matrix it raises
+    PipelineError.
 
     A weight that a layout cuts is gathered on one of its devices. Different weights take turns
     among the devices, and each slice gets its part of the update.
@@ -88,7 +80,7 @@ class Muon(AdamW):
             "adamw_for",
             NOT_HIDDEN,
             "Regular expression of logical names: AdamW updates weights in whose names it is "
-            "found. By default embeddings and heads.",
+            "found. By default embeddings, heads, norms and biases that no layer lists.",
         )
         return p
 
@@ -115,8 +107,17 @@ class MuonOptimizer(OnWholeWeights, AdamWOptimizer):
         self._params = params
         self._excluded = checked_pattern("adamw_for", params.adamw_for)
 
+    def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
+        super()._create_slots(var_list)
+        if var_list and not any(map(self._takes_whole, var_list)):
+            raise PipelineError(
+                f"Muon updates matrices of hidden layers, and none of the trained weights, such as "
+                f"{weight_name(var_list[0])!r}, is one; use AdamW (--optimizer=adamw), or train a "
+                "matrix as well"
+            )
+
     def _takes_whole(self, variable: tf.Variable) -> bool:
-        is_excluded = self._excluded is not None and self._excluded.search(weight_name(variable))
+        is_excluded = is_found(self._excluded, variable, NOT_HIDDEN)
         return matrix_of(variable) is not None and not is_excluded
 
     def _zeros_slot(self, var: tf.Variable, slot_name: str, op_name: str) -> Any:

@@ -26,6 +26,36 @@ def weight_name(variable: tf.Variable) -> str:
     return name.removesuffix("/var")
 
 
+class Matrix(NamedTuple):
+    """The dims of a weight that are inputs and outputs of a product; others number matrices."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+# An attribute of a variable of a named layer: its matrix, or None if it is none.
+_MARK = "_pipemesh_matrix"
+
+
+def mark_matrix(variable: tf.Variable, matrix: Matrix | None) -> None:
+    """Notes on a variable which of its dims make a matrix; None if it is none."""
+    setattr(variable, _MARK, matrix)
+
+
+def is_listed(variable: tf.Variable) -> bool:
+    """Returns whether the layer of a variable marked it as a matrix."""
+    return getattr(variable, _MARK, None) is not None
+
+
+def matrix_of(variable: tf.Variable) -> Matrix | None:
+    """Returns the matrix of a variable; without a mark those with two dims above 1 are matrices."""
+    if hasattr(variable, _MARK):
+        return getattr(variable, _MARK)
+    marked = slice_of(variable)
+    sizes = marked[1].whole if marked else static_sizes(variable)
+    return Matrix((0,), (1,)) if len(sizes) == 2 and min(sizes) > 1 else None
+
+
 class Piece(NamedTuple):
     """A piece of a tensor."""
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
-from pipemesh.training.learning import Learning
 
 
 class RegisteredSteps:
@@ -34,7 +33,7 @@ class RegisteredSteps:
         prepare: Callable[[Any], None] = lambda config: None,
         **filters: Any,
     ) -> None:
-        learning = Learning(optimizer=optimizer)
+        learning = {"optimizer": optimizer} if optimizer else {}
         make = _started(name, num_devices, device_type, learning, prepare, filters)
         # They load lingvo, which must not happen before devices exist.
         from pipemesh.training.measuring.measure import measure, seconds_of
@@ -50,7 +49,7 @@ def _started(
     name: str,
     num_devices: int,
     device_type: str,
-    learning: Learning,
+    learning: Mapping[str, Any],
     prepare: Callable[[Any], None],
     filters: Mapping[str, Any],
 ) -> Callable[[Plan], Any]:

@@ -41,13 +41,18 @@ class Tracker(abc.ABC):
 
     # The package that it needs besides those of pipemesh.
     package: str | None = None
+    takes_histograms = True
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     @abc.abstractmethod
-    def begin(self, name: str, config: Mapping[str, Any], run: str | None) -> str | None:
+    def begin(self, name: str, run: str | None) -> str | None:
         """Begins a run, or continues that with the id `run`; returns the id."""
+
+    @abc.abstractmethod
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Takes the configuration of a run that has begun, or is continued."""
 
     @abc.abstractmethod
     def log(
@@ -67,10 +72,13 @@ class Tracker(abc.ABC):
 class _TensorBoard(Tracker):
     """Event files in the log directory, each curve in its subfolder."""
 
-    def begin(self, name: str, config: Mapping[str, Any], run: str | None) -> None:
+    def begin(self, name: str, run: str | None) -> None:
         # Writers are made with the first value: each leaves a file. One that failed is not used
         # again, as its file is written in part.
         self._writers: dict[str, Any] = {}
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        pass
 
     def log(
         self,
@@ -102,7 +110,7 @@ class _Wandb(Tracker):
 
     package = "wandb"
 
-    def begin(self, name: str, config: Mapping[str, Any], run: str | None) -> str:
+    def begin(self, name: str, run: str | None) -> str:
         wandb: Any = importlib.import_module("wandb")
 
         self._run = wandb.init(
@@ -112,10 +120,12 @@ class _Wandb(Tracker):
             id=run,
             resume="allow" if run else None,
         )
+        return self._run.id
+
+    def configure(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
         # A resumed run repeats steps, which wandb's own counter refuses.
         self._run.define_metric("*", step_metric="step")
-        return self._run.id
 
     def log(
         self,
@@ -139,29 +149,30 @@ class _Mlflow(Tracker):
     """MLflow, set by its variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
 
     package = "mlflow"
+    takes_histograms = False
 
-    def begin(self, name: str, config: Mapping[str, Any], run: str | None) -> str:
+    def begin(self, name: str, run: str | None) -> str:
         # A server that does not answer would hold the training up for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         mlflow: Any = importlib.import_module("mlflow")
 
         self._client = mlflow.MlflowClient()
-        params = {key: str(value) for key, value in config.items()}
+        # Params cannot change; tags can.
+        self._set = self._client.set_tag if run else self._client.log_param
         if run:
             self._client.update_run(run, status="RUNNING")
-            # Params cannot change; tags can.
-            for key, value in params.items():
-                self._client.set_tag(run, key, value)
             self._id = run
             return run
         where = os.environ.get("MLFLOW_EXPERIMENT_NAME", "pipemesh")
         found = self._client.get_experiment_by_name(where)
         experiment = found.experiment_id if found else self._client.create_experiment(where)
         self._id = self._client.create_run(experiment, run_name=name).info.run_id
-        for key, value in params.items():
-            self._client.log_param(self._id, key, value)
         return self._id
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        for key, value in config.items():
+            self._set(self._id, key, str(value))
 
     def log(
         self,
@@ -270,7 +281,9 @@ class Trackers:
             with open(path, encoding="utf-8") as file:
                 runs = json.load(file)
         title = f"{self._about['name']} {os.path.basename(os.path.abspath(self._folder))}"
-        run = tracker.begin(title, config, runs.get(name))
-        self._begun.add(name)
+        run = tracker.begin(title, runs.get(name))
+        # Before what may fail, so that the next try continues the run.
         if run is not None and run != runs.get(name):
             write_whole(path, json.dumps({**runs, name: run}).encode())
+        tracker.configure(config)
+        self._begun.add(name)

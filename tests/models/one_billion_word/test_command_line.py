@@ -60,9 +60,10 @@ BAD_INPUT = [
     (["--weight_decay=0.1"], ["--weight_decay=0.1: adam has none; give --optimizer=adamw|muon"]),
     (["--optimizer=adamw", "--weight_decay=-1"], ["--weight_decay=-1: it must be at least 0"]),
     (
-        ["--learning_rate_schedule=linear", "--steps=50"],
-        ["--decay_steps=50: the fall would begin at step 100; give more, or fewer --warmup_steps"],
+        ["--learning_rate_schedule=linear", "--steps=50", "--learning_rate=0.01"],
+        ["--decay_steps=50: the fall would begin at step 100, after --warmup_steps=100"],
     ),
+    (["--learning_rate_schedule=wsd"], ["0.4, is a factor of its own schedule; give --learning_r"]),
     (["--find_learning_rate=5"], ["--find_learning_rate=5: too few to find a range"]),
     (["--learning_rate=inf"], ["--learning_rate=inf", "finite"]),
     (["--learning_rate=nan"], ["--learning_rate=nan", "above 0"]),

@@ -36,9 +36,9 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     assert len(figures.layers) == 3 and figures.batch == 8
     assert figures.settings == {"optimizer": "muon"}
     assert [layer.trained for layer in figures.layers] == [1.0, 1.0, 1.0]
-    # A momentum of 24 and of 6 weights, two moments of the biases, two powers of the decay.
-    assert [layer.optimizer for layer in figures.layers] == [(24 + 12) / 30, (6 + 2) / 7, None]
-    assert figures.optimizer == pytest.approx((36 + 8 + 2) / 37)
+    # A momentum of 24 weights; two moments of the biases, and of a head with one output.
+    assert [layer.optimizer for layer in figures.layers] == [(24 + 12) / 30, 2.0, None]
+    assert figures.optimizer == pytest.approx((36 + 14 + 2) / 37)
     # Of the layers with weights: 4 x 6 and 6 x 1 floats, and biases.
     assert [layer.parameter_bytes for layer in figures.layers] == [120, 28, 0]
     # The last layer has no weights, and so no `W`.

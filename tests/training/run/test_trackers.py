@@ -30,7 +30,7 @@ def fake_wandb(runs):
             self.id = id or f"run{len(runs)}"
             self.said = runs.setdefault(self.id, {"name": name, "logged": [], "config": {}})
             self.said["exit"] = None
-            self.config = types.SimpleNamespace(update=self._update)
+            self.config = types.SimpleNamespace(update=lambda *a, **k: self._update(*a, **k))
             self.summary = self.said.setdefault("summary", {})
 
         def _update(self, values, allow_val_change):
@@ -51,7 +51,7 @@ def fake_wandb(runs):
         return Run(name, id)
 
     module = types.ModuleType("wandb")
-    module.init, module.Histogram = init, np.histogram
+    module.init, module.Histogram, module.Run = init, np.histogram, Run
     return module
 
 
@@ -115,6 +115,26 @@ def test_a_file_of_ids_that_is_broken_is_a_failure(tmp_path, wandb):
     lines = []
     Trackers(("wandb",), str(tmp_path), lines.append)("begin", BEGIN)
     assert "--tracker=wandb: step 0 cannot be tracked (Expecting" in lines[0]
+
+
+def test_a_run_whose_configuration_fails_is_continued(tmp_path, wandb):
+    """Else each try would leave a run without values."""
+    module = sys.modules["wandb"]
+    update = module.Run._update
+
+    def fails(*_, **__):
+        raise RuntimeError("config")
+
+    module.Run._update = fails
+    lines = []
+    found = Trackers(("wandb",), str(tmp_path), lines.append)
+    found("begin", BEGIN)
+    assert len(lines) == 1 and list(wandb) == ["run0"]
+    module.Run._update = update
+    found("step", {"step": 100, "loss": 1.0})
+    ((name, said),) = wandb.items()
+    assert [each["step"] for each in said["logged"]] == [100] and said["config"]["mesh"]
+    assert json.loads((tmp_path / FILE).read_text()) == {"wandb": name}
 
 
 def test_an_error_ends_the_run_as_failed(tmp_path, wandb):
