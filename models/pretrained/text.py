@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import pathlib
 
-from pipemesh.data import DocumentBatches
+from pipemesh.data import DocumentBatches, text_file
 
 from . import config as configs
 from . import tokenizer
@@ -34,7 +33,7 @@ class FolderSpelling:
         """Digests of the files, by name."""
         paths = {name: os.path.join(self.folder, name) for name in (configs.FILE, *tokenizer.FILES)}
         return {
-            name: hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16]
+            name: hashlib.sha256(b"".join(text_file.blocks(path))).hexdigest()[:16]
             for name, path in paths.items()
             if os.path.exists(path)
         }

@@ -361,15 +361,20 @@ def _builder(source: Source) -> tuple[Any, str]:
 
 def _tfds(source: Source, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     tfds: Any = _package("tensorflow_datasets", source.path)
+    import tensorflow as tf
+
     builder, split = _builder(source)
     try:
         dataset = builder.as_dataset(split=split, shuffle_files=False)
     except (ValueError, AssertionError, KeyError) as error:
         near = nearest_text(split, list(builder.info.splits))
         raise DataError(f"data {source.path!r} has no split {split!r}{near}") from error
-    for number, row in enumerate(tfds.as_numpy(dataset), 1):
-        found = {name: _plain(v) if name in fields else None for name, v in row.items()}
-        yield f"{source.path!r}, example {number}", found
+    try:
+        for number, row in enumerate(tfds.as_numpy(dataset), 1):
+            found = {name: _plain(v) if name in fields else None for name, v in row.items()}
+            yield f"{source.path!r}, example {number}", found
+    except tf.errors.OpError as error:
+        raise DataError(f"data {source.path!r} is damaged ({line_of(error)})") from error
 
 
 def _plain(value: Any) -> Any:

@@ -261,6 +261,8 @@ def test_datasets_on_disk_are_read_by_name(tmp_path):
     file.write_bytes(file.read_bytes().replace(b"cat", b"dog"))
     assert before.partition(":")[0] == digest_of(source).partition(":")[0]
     assert before != digest_of(source)
+    with pytest.raises(DataError, match=r"data 'tfds:tiny/train\[:1\]' is damaged \("):
+        rows(tmp_path / "mix.toml")
     with pytest.raises(DataError, match=r"has no split 'tran'.*train"):
         read("tiny/tran")
     with pytest.raises(DataError, match=r"is not on disk; prepare it .* TFDS_DATA_DIR"):
