@@ -54,6 +54,8 @@ def readable(path: str) -> str:
         with _locked(os.path.join(folder, f".{identity}{_UNFINISHED}")) as file:
             # Look again under the lock: another process may have written it meanwhile.
             return _find(folder, identity) or _write(path, scan, file, folder, identity)
+    except CorpusError:
+        raise
     except OSError as error:
         raise CorpusError(
             f"{path!r} has to be copied to be read, {bytes_text(scan.size)}, which fails in "

@@ -41,7 +41,7 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     # The model type that its file must have.
     MODEL_TYPE = ""
     # The folder with config.json and the tokenizer: the log directory.
-    LOGDIR: str | None = None
+    LOGDIR: str = "."
     # The sizes, if there is no file.
     CONFIG: Config | None = None
     # The module for decoding.
@@ -92,8 +92,8 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
         return self._input("Train", self.TRAIN_DATA, self.SEED)
 
     def _input(self, name: str, data: str, seed: int | None = None) -> Any:
-        folder, length = str(self.LOGDIR), length_of(self)
-        batches = batches_of(data, folder, length, self.BATCH_SIZE, self.PACKING, seed)
+        length = length_of(self)
+        batches = batches_of(data, self.LOGDIR, length, self.BATCH_SIZE, self.PACKING, seed)
         return DatasetInput.Params().Set(name=name, dataset=batches, batch_size=self.BATCH_SIZE)
 
     def Task(self) -> Any:
@@ -127,7 +127,7 @@ def config_of(params: PretrainedParams) -> Config:
     """
     found = params.CONFIG
     if found is None:
-        found = configs.of_folder(str(params.LOGDIR or "."))
+        found = configs.of_folder(params.LOGDIR)
     if found.model_type != params.MODEL_TYPE:
         raise WeightsError(
             f"{type(params).__name__} has model_type {params.MODEL_TYPE!r}, but {configs.FILE} is "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 
-from pipemesh.data import DocumentBatches, parse_sources
+from pipemesh.data import DocumentBatches, text_file
 
 from . import config as configs
 from . import tokenizer
@@ -27,6 +28,16 @@ class FolderSpelling:
         config = configs.read(os.path.join(self.folder, configs.FILE))
         return tokenizer.load(self.folder, config), config.vocab_size
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the files, by name."""
+        paths = {name: os.path.join(self.folder, name) for name in (configs.FILE, *tokenizer.FILES)}
+        return {
+            name: hashlib.sha256(b"".join(text_file.blocks(path))).hexdigest()[:16]
+            for name, path in paths.items()
+            if os.path.exists(path)
+        }
+
 
 def batches_of(
     sources: str,
@@ -40,4 +51,4 @@ def batches_of(
     of a folder.
     """
     of_folder = FolderSpelling(folder)
-    return DocumentBatches(parse_sources(sources), of_folder, length, batch_size, packing, seed)
+    return DocumentBatches(sources, of_folder, length, batch_size, packing, seed)

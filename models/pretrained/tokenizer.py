@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ JSON, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 OPTIONS, ADDED = "tokenizer_config.json", "added_tokens.json"
 SPECIAL = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
+FILES = (JSON, SENTENCEPIECE, OPTIONS, ADDED, SPECIAL, TEMPLATE)
 # Special tokens in the options, in the order in which tokens without an id get one; then lists.
 _NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -203,6 +205,12 @@ def _of_json(path: str, options: _Options, config: Config) -> tuple[Tokenizer, i
     # The file keeps these settings of the last run; `transformers` disables them, too.
     found.no_truncation()
     found.no_padding()
+    if (processor := found.post_processor) is not None:
+        # Where a token begins says whether it counts; without the spaces that belong to it, it
+        # would begin later.
+        state = json.loads(processor.__getstate__(), object_hook=_untrimmed)
+        processor.__setstate__(json.dumps(state).encode())
+        found.post_processor = processor
     known = {token.content for token in found.get_added_tokens_decoder().values()}
     for token, number in options.tokens():
         text = token["content"]
@@ -223,6 +231,10 @@ def _of_json(path: str, options: _Options, config: Config) -> tuple[Tokenizer, i
         spans,
     )
     return spelling, max(found.get_vocab().values(), default=-1) + 1
+
+
+def _untrimmed(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {"trim_offsets": False} if "trim_offsets" in values else values
 
 
 def _of_sentencepiece(path: str, options: _Options, config: Config) -> tuple[Tokenizer, int]:

@@ -275,7 +275,8 @@ def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
             "class that is derived from it"
         )
     params = found()
-    params.LOGDIR = logdir
+    # Data is no part of weights, and may come later.
+    params.LOGDIR, params.TRAIN_DATA = logdir, None
     if params.CONFIG is None:
         # The folder has no file yet.
         params.CONFIG = config

@@ -22,6 +22,7 @@ from pipemesh.commands.texts import (
     parse_for_texts,
     sizes_of,
 )
+from pipemesh.data import text_file
 from pipemesh.errors import DecodingError, MissingPackageError
 from pipemesh.training.run import console
 
@@ -32,7 +33,8 @@ PERPLEXITY_FLAGS = grouped(
     Flag(
         "text",
         value="FILE",
-        help="A file of text, UTF-8: prints its perplexity a token, a word and a byte instead.",
+        help="A file of text, UTF-8, plain or packed by gzip or zstd: prints its perplexity a "
+        "token, a word and a byte instead.",
     ),
     Flag(
         "window",
@@ -64,12 +66,7 @@ def perplexity(argv: list[str], about: str | None) -> int:
     process.import_quietly()
     taken = (*TAKEN, "num_microbatches", "schedule", "strict_devices")
     kind = parse_for_texts("score", argv, about, PERPLEXITY_FLAGS, taken)
-    try:
-        with open(FLAGS.text, "rb") as file:
-            text = file.read().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FlagError(f"--text={FLAGS.text!r} cannot be read ({reason})") from error
+    text = text_file.whole(FLAGS.text)
     subject, path, tokens, rows = model_of(kind, "score", ())
     window = FLAGS.window or min(tokens.length, _WINDOW)
     if window > tokens.length:

@@ -238,6 +238,8 @@ def _trainer(folder: str) -> tuple[Any, Options]:
         print(f"plan: {plan}\n{table}")
     for counts in model.data_counts():
         print(f"data: {counts}")
+    for counts in model.data_counts(heldout=True):
+        print(f"held-out data: {counts}")
     print(f"evaluation while training: {trainer.sample}")
     if manifest:
         print(f"going on from {trainer.restored}")
@@ -260,12 +262,17 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
 def _changes(there: Any, now: Any) -> list[str]:
     """Lists the differences from a checkpoint's note, one per line."""
     from pipemesh.layers.pipeline.stack_plan import PARAMS
+    from pipemesh.training.saving import WEIGHTS_ONLY
 
     values = {param: name for name, param in PARAMS.items()}
     values |= {"mesh_shape": "mesh", "layout": "layout"}
     plan = _differences(there.get("plan", {}), now["plan"])
     changes = list(plan.items())
+    # Weights alone had no data.
+    left = ("input.",) if there.get(WEIGHTS_ONLY) else ()
     for name, (before, after) in _differences(there.get("settings", {}), now["settings"]).items():
+        if name.startswith(left):
+            continue
         # A stack's params repeat the plan, or are empty where the class leaves them out.
         old, new = plan.get(values.get(name.rpartition(".")[2], ""), (None, None))
         if _as_in_plan(before) != old and _as_in_plan(after) != new:

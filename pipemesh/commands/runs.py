@@ -139,6 +139,8 @@ def evaluate(
 
     with console.waiting("evaluating"):
         step, score = evaluation.evaluate(subject, path)
+    for counts in subject.data_counts(heldout=True):
+        print(f"held-out data: {counts}")
     print(f"{path}, step {step}: {score}")
     return 0
 
@@ -161,7 +163,7 @@ def requested(
     if flags:
         judge.check_without_text()
     check_flags()
-    take_up(kind.logdir(), FLAGS.checkpoint, OF_TRAINING, about)
+    take_up(kind.logdir(), FLAGS.checkpoint, (*OF_TRAINING, "train_data"), about)
     return kind.evaluation()
 
 

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipemesh.data.sources import line_of
 from pipemesh.errors import DataError, MissingPackageError
 
 # The role whose messages are predicted.
@@ -47,9 +48,8 @@ class ChatTemplate:
             self._template = environment.from_string(
                 text, globals={**special, "strftime_now": day.strftime}
             )
-        except jinja2.TemplateError as error:
-            raise DataError(f"the chat template is malformed ({error})") from error
-        self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise DataError(f"the chat template is malformed ({line_of(error)})") from error
         # Jinja2 knows no other way to find a tag that is in a text or comment of the template.
         tags = [value for _, kind, value in environment.lex(text) if kind == "name"]
         self._has_blocks = "endgeneration" in tags
@@ -103,8 +103,10 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompts
             )
-        except self._errors as error:
-            raise DataError(f"the chat template refuses the messages ({error})") from error
+        # A template is a program, which may fail in every way.
+        except Exception as error:
+            told = line_of(error)
+            raise DataError(f"the chat template refuses the messages ({told})") from error
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import tensorflow as tf
 from pipemesh.data import packing
 from pipemesh.data.documents import Spelling, documents_of
 from pipemesh.data.rows import PACKINGS, Counts, Rows, Tokens
-from pipemesh.data.sources import Source
+from pipemesh.data.sources import Source, digest_of, parse_sources
 from pipemesh.errors import DataError
 from pipemesh.text import nearest_text
 
@@ -98,12 +98,13 @@ class DocumentBatches:
     batch. Without one the dataset has all rows once, in order; its last batch may be smaller.
 
     All documents are read once, when the dataset or the counts are first needed, and kept as tokens
-    in temporary files.
+    in temporary files. Before that no file is opened.
 
     Attributes:
-        sources: files of documents, of `parse_sources`.
+        sources: files of documents, as `parse_sources` reads them.
         spelling: a function that returns the tokenizer, or None, and the number of tokens of the
-            model; it must be hashable.
+            model; it must be hashable. If it has an attribute `digests`, a dict of texts, these
+            change when the tokenizer does.
         length: number of positions in a row.
         batch_size: number of rows in a batch.
         packing: how documents share rows: `split`, `whole`, `single` or `auto`.
@@ -114,11 +115,10 @@ class DocumentBatches:
 
     Example:
         >>> import os, tempfile
-        >>> from pipemesh.data import parse_sources
         >>> path = os.path.join(tempfile.mkdtemp(), "a.jsonl")
         >>> with open(path, "w") as file:
         ...     _ = file.write('{"ids": [5, 6, 7]}\\n{"ids": [8, 9]}')
-        >>> batches = DocumentBatches(parse_sources(path), lambda: (None, 10), 4, batch_size=1)
+        >>> batches = DocumentBatches(path, lambda: (None, 10), 4, batch_size=1)
         >>> (batch,) = batches()
         >>> batch["ids"].numpy().tolist(), batch["segment_ids"].numpy().tolist()
         ([[5, 6, 8, 0]], [[1, 1, 2, 0]])
@@ -126,7 +126,7 @@ class DocumentBatches:
         3
     """
 
-    sources: tuple[Source, ...]
+    sources: str = dataclasses.field(repr=False)
     spelling: Callable[[], tuple[Spelling | None, int]] = dataclasses.field(repr=False)
     length: int
     batch_size: int
@@ -138,23 +138,46 @@ class DocumentBatches:
             near = nearest_text(self.packing, PACKINGS)
             raise DataError(f"packing is {self.packing!r}{near}")
 
+    def __deepcopy__(self, _: Any) -> DocumentBatches:
+        # Copies of params have the digests of the files that were read.
+        return self
+
     def __call__(self) -> tf.data.Dataset:
         """Returns the dataset; raises DataError if the documents cannot be read."""
-        rows = _rows_of(self.sources, self.spelling, self.length, self.packing)
         if self.seed is None:
-            return _in_order(rows, self.batch_size, self.length)
-        weights = [source.weight for source in self.sources]
-        return _endless(Mixture(rows, weights, self.seed), self.batch_size, self.length)
+            return _in_order(self._rows(), self.batch_size, self.length)
+        weights = [source.weight for source in self._parsed]
+        return _endless(Mixture(self._rows(), weights, self.seed), self.batch_size, self.length)
 
     def counts(self) -> list[Counts]:
         """Returns the numbers of documents, tokens and rows of each source."""
-        rows = _rows_of(self.sources, self.spelling, self.length, self.packing)
-        return [each.counts for each in rows]
+        return [each.counts for each in self._rows()]
+
+    @functools.cached_property
+    def digests(self) -> dict[str, str]:
+        """Returns by name what changes when the documents do: each source with a digest of its
+        files, and digests of the tokenizer, as they were when they were first needed.
+        """
+        found = {
+            f"source {number}": f"{source}, files {digest_of(source)}"
+            for number, source in enumerate(self._parsed, 1)
+        }
+        return found | getattr(self.spelling, "digests", {})
+
+    @functools.cached_property
+    def _parsed(self) -> tuple[Source, ...]:
+        return parse_sources(self.sources)
+
+    def _rows(self) -> list[Rows]:
+        digests = tuple(self.digests.items())
+        return _rows_of(self._parsed, self.spelling, self.length, self.packing, digests)
 
 
 # Training, held-out data and forecasts read the same documents.
 @functools.lru_cache(4)
-def _rows_of(sources: tuple[Source, ...], spelling: Any, length: int, packing: str) -> list[Rows]:
+def _rows_of(
+    sources: tuple[Source, ...], spelling: Any, length: int, packing: str, _digests: Any
+) -> list[Rows]:
     tokenizer, vocab_size = spelling()
     return [
         Rows(source.path, Tokens(documents_of(source, tokenizer, vocab_size)), length, packing)

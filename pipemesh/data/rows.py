@@ -44,9 +44,9 @@ class Counts:
         tokens: tokens of all documents.
         predicted: tokens that are predicted, with any weight.
         split: documents that were split at ends of rows.
-        cut: documents whose end was cut.
-        cut_tokens: tokens that were cut.
-        left_out: documents without a token to predict.
+        cut: documents whose end was cut, without those left out.
+        cut_tokens: tokens that were cut from them.
+        left_out: documents without a token to predict, or only in the end that would be cut.
     """
 
     source: str
@@ -69,7 +69,7 @@ class Counts:
         if self.cut:
             told += f"; longer than a row and cut: {self.cut:,}, by {self.cut_tokens:,} tokens"
         if self.left_out:
-            told += f"; without a token to predict and left out: {self.left_out:,}"
+            told += f"; without a token to predict in a row and left out: {self.left_out:,}"
         return told
 
 
@@ -168,7 +168,7 @@ class Rows:
                 f"data {source!r} has no document with a token to predict in rows of {length} "
                 "tokens; give longer documents, or longer rows"
             )
-        cut = sizes - last
+        cut = (sizes - last)[used]
         self.counts = Counts(
             source=source,
             rows=number,

@@ -27,7 +27,7 @@ FIELDS = ("text", "prompt", "completion", "messages", "tools", "ids", "weights")
 _DATE = "2024-07-26"
 _PACKED = (".gz", ".zst")
 _ROWS_AT_ONCE = 1024
-# Bytes at the start and end of a file, and of each of its other samples, in fingerprints.
+# Bytes at the start and end of a file, and of each of its other samples, in digests.
 _SAMPLED, _SAMPLES = 1 << 12, 16
 
 
@@ -42,7 +42,6 @@ class Source:
         fields: for fields with other names: the name in the file, by that of the field.
         data_dir: folder of TensorFlow Datasets; None for its own default.
         date: the day that a chat template may write, as YYYY-MM-DD.
-        fingerprint: sizes and a digest of samples of the files.
     """
 
     path: str
@@ -51,7 +50,11 @@ class Source:
     fields: tuple[tuple[str, str], ...] = ()
     data_dir: str | None = None
     date: str = _DATE
-    fingerprint: str = ""
+
+    def __str__(self) -> str:
+        others = ((field, getattr(self, field.name)) for field in dataclasses.fields(self)[2:])
+        told = [f"{field.name} {value}" for field, value in others if value != field.default]
+        return ", ".join([f"{self.path}*{self.weight}", *told])
 
 
 def parse_sources(text: str) -> tuple[Source, ...]:
@@ -82,9 +85,7 @@ def parse_sources(text: str) -> tuple[Source, ...]:
     for path in paths:
         if paths.count(path) > 1:
             raise DataError(f"{text!r} has the source {path!r} twice; add up the weights")
-    return tuple(
-        dataclasses.replace(source, fingerprint=_fingerprint(source)) for source in sources
-    )
+    return sources
 
 
 def _weighted(part: str) -> dict[str, Any]:
@@ -107,18 +108,20 @@ def _tables(path: str) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path!r} is no TOML ({error})") from error
     tables = values.get("source")
-    if set(values) != {"source"} or not isinstance(tables, list):
+    is_list = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+    if set(values) != {"source"} or not tables or not is_list:
         raise DataError(f"{path!r} must have tables [[source]] and nothing else")
     folder = os.path.dirname(path)
     for table in tables:
-        given = table.get("path")
-        if isinstance(given, str) and given and not given.startswith(TFDS):
-            table["path"] = os.path.join(folder, given)
+        for name in ("path", "data_dir"):
+            given = table.get(name)
+            if isinstance(given, str) and given and not given.startswith(TFDS):
+                table[name] = os.path.join(folder, os.path.expanduser(given))
     return tables
 
 
 def _source(table: Mapping[str, Any], text: str) -> Source:
-    known = [field.name for field in dataclasses.fields(Source) if field.name != "fingerprint"]
+    known = [field.name for field in dataclasses.fields(Source)]
     for name in table:
         if name not in known:
             near = nearest_text(name, known)
@@ -166,23 +169,26 @@ def paths_of(source: Source) -> list[str]:
     return found
 
 
-def _fingerprint(source: Source) -> str:
-    """Returns sizes and a digest of samples of the files; "" for other sources."""
+def digest_of(source: Source) -> str:
+    """Returns sizes and a digest of samples of a source's files; raises DataError if there are
+    none.
+    """
     if source.path.startswith(TFDS):
-        return ""
-    found = hashlib.sha256()
-    sizes: list[str] = []
-    try:
-        for path in paths_of(source):
+        builder, _ = _builder(source)
+        paths = sorted(glob.glob(os.path.join(glob.escape(str(builder.data_dir)), "*")))
+    else:
+        paths = paths_of(source)
+    found, sizes = hashlib.sha256(), list[str]()
+    for path in paths:
+        try:
             size = os.path.getsize(path)
             sizes.append(str(size))
             with open(path, "rb") as file:
                 for number in range(_SAMPLES + 1):
                     file.seek(max(0, size - _SAMPLED) * number // _SAMPLES)
                     found.update(file.read(_SAMPLED))
-    except OSError:
-        # Commands that read no data do without the files.
-        return "missing"
+        except OSError as error:
+            raise text_file.unreadable(path, error) from error
     return f"{'+'.join(sizes)}:{found.hexdigest()[:16]}"
 
 
@@ -207,13 +213,13 @@ def rows_of(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _read(source: Source, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if source.path.startswith(TFDS):
-        yield from _tfds(source)
-        return
-    for path in paths_of(source):
-        read = FORMATS[source.format or format_of(path)]
+    is_dataset = source.path.startswith(TFDS)
+    for path in [source.path] if is_dataset else paths_of(source):
         try:
-            yield from read(path, fields)
+            if is_dataset:
+                yield from _tfds(source, fields)
+            else:
+                yield from FORMATS[source.format or format_of(path)](path, fields)
         except OSError as error:
             if isinstance(error, DataError):
                 raise
@@ -240,11 +246,7 @@ def format_of(path: str) -> str:
 
 def _text(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields the whole file as one text."""
-    try:
-        text = b"".join(text_file.blocks(path)).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"data {path!r} cannot be read ({error}); text must be UTF-8") from error
-    yield repr(path), {"text": text} if "text" in fields else {fields[0]: text}
+    yield repr(path), {"text" if "text" in fields else fields[0]: text_file.whole(path)}
 
 
 def _json_lines(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -276,9 +278,16 @@ def _parquet(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, A
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path!r}, row {number}", row
+                    yield f"{path!r}, row {number}", _without_nulls(row)
     except arrow.ArrowException as error:
-        raise DataError(f"data {path!r} is no whole parquet file ({_line(error)})") from error
+        raise DataError(f"data {path!r} is no whole parquet file ({line_of(error)})") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value without the nulls of structs, which have each key that any row has."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _tfrecord(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -288,9 +297,9 @@ def _tfrecord(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, 
         packed = "GZIP" if file.read(2) == b"\x1f\x8b" else ""
     records: Any = tf.data.TFRecordDataset(path, packed)
     try:
-        yield from _examples(path, (record.numpy() for record in records))
+        yield from _examples(path, (record.numpy() for record in records), fields)
     except tf.errors.OpError as error:
-        raise DataError(f"data {path!r} is no whole file of TFRecord ({_line(error)})") from error
+        raise DataError(f"data {path!r} is no whole file of TFRecord ({line_of(error)})") from error
 
 
 def _array_record(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -305,13 +314,15 @@ def _array_record(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[s
                 yield from reader.read(begin, min(begin + _ROWS_AT_ONCE, number))
 
     try:
-        yield from _examples(path, records())
+        yield from _examples(path, records(), fields)
     # The package has no specific exception class, and some errors come when a file is closed.
     except (RuntimeError, ValueError) as error:
-        raise DataError(f"data {path!r} is no whole array_record ({_line(error)})") from error
+        raise DataError(f"data {path!r} is no whole array_record ({line_of(error)})") from error
 
 
-def _examples(path: str, records: Iterable[bytes]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _examples(
+    path: str, records: Iterable[bytes], fields: list[str]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields the features of serialized `tf.train.Example`s."""
     import tensorflow as tf
     from google.protobuf.message import DecodeError
@@ -322,16 +333,17 @@ def _examples(path: str, records: Iterable[bytes]) -> Iterator[tuple[str, Mappin
             features = tf.train.Example.FromString(record).features.feature
         except DecodeError as error:
             raise DataError(f"{place} is no tf.train.Example ({error})") from error
-        row: dict[str, Any] = {}
-        for name, feature in features.items():
-            kind = feature.WhichOneof("kind")
-            values = list(getattr(feature, kind).value) if kind else []
+        row: dict[str, Any] = dict.fromkeys(features)
+        for name in row.keys() & fields:
+            kind = features[name].WhichOneof("kind")
+            values = list(getattr(features[name], kind).value) if kind else []
             # Texts have one value.
             row[name] = _plain(values[0] if kind == "bytes_list" and len(values) == 1 else values)
         yield place, row
 
 
-def _tfds(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _builder(source: Source) -> tuple[Any, str]:
+    """Returns what reads a dataset of TensorFlow Datasets, and the split."""
     tfds: Any = _package("tensorflow_datasets", source.path)
     name, _, split = source.path.removeprefix(TFDS).rpartition("/")
     if not name or not split:
@@ -344,13 +356,25 @@ def _tfds(source: Source) -> Iterator[tuple[str, Mapping[str, Any]]]:
             "tensorflow_datasets, and give its folder as TFDS_DATA_DIR, or as data_dir in a TOML "
             "file"
         ) from error
+    return builder, split
+
+
+def _tfds(source: Source, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    tfds: Any = _package("tensorflow_datasets", source.path)
+    import tensorflow as tf
+
+    builder, split = _builder(source)
     try:
         dataset = builder.as_dataset(split=split, shuffle_files=False)
     except (ValueError, AssertionError, KeyError) as error:
         near = nearest_text(split, list(builder.info.splits))
         raise DataError(f"data {source.path!r} has no split {split!r}{near}") from error
-    for number, row in enumerate(tfds.as_numpy(dataset), 1):
-        yield f"{source.path!r}, example {number}", {name: _plain(v) for name, v in row.items()}
+    try:
+        for number, row in enumerate(tfds.as_numpy(dataset), 1):
+            found = {name: _plain(v) if name in fields else None for name, v in row.items()}
+            yield f"{source.path!r}, example {number}", found
+    except tf.errors.OpError as error:
+        raise DataError(f"data {source.path!r} is damaged ({line_of(error)})") from error
 
 
 def _plain(value: Any) -> Any:
@@ -369,7 +393,8 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """Returns the first line of an error's text, or else its name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

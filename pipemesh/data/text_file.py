@@ -114,11 +114,20 @@ def blocks(path: str, size: int | None = None) -> Iterator[bytes]:
         raise unreadable(path, error) from error
 
 
+def whole(path: str) -> str:
+    """Returns the text of a file. Errors are those of `blocks`, and CorpusError for other text than
+    UTF-8.
+    """
+    try:
+        return b"".join(blocks(path)).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{path!r} cannot be read ({error}); text must be UTF-8") from error
+
+
 def unreadable(path: str, error: OSError) -> CorpusError:
     """Returns the error for a file or folder that the system cannot read."""
     return CorpusError(
-        f"{path!r} cannot be read ({error.strerror or error}); make it readable, or take it away "
-        "from the text"
+        f"{path!r} cannot be read ({error.strerror or error}); make it readable, or leave it out"
     )
 
 

@@ -186,19 +186,26 @@ class RegisteredModel(Subject):
         with self._cluster(do_eval=True):
             return heldout_batches(self._input(self._heldout))
 
-    def data_counts(self) -> Sequence[Any]:
-        """Returns the numbers of the training data, if its dataset counts them."""
-        counts = getattr(getattr(self._input("Train"), "dataset", None), "counts", None)
+    def data_counts(self, heldout: bool = False) -> Sequence[Any]:
+        """Returns the numbers of the training data, or of the held-out data, if its dataset counts
+        them.
+        """
+        key = self._heldout if heldout else "Train"
+        counts = getattr(self._dataset(key), "counts", None)
         return counts() if counts else ()
 
+    def _dataset(self, key: str | None) -> Any:
+        return getattr(self._input(key), "dataset", None) if key else None
+
     def note(self) -> dict[str, Any]:
-        """Returns all params, the plan, and the name of the model."""
+        """Returns all params, the plan, the name of the model, and what tells other data."""
         decoded_by = getattr(self._config, _DECODED_BY, None)
+        digests = getattr(self._dataset("Train"), "digests", {})
         return {
             "model": self.name,
             "plan": self.plan.to_values(),
             "flags": dict(self.given),
-            "settings": self._settings,
+            "settings": self._settings | {f"input.{name}": v for name, v in digests.items()},
             **({"decoded_by": decoded_by} if decoded_by else {}),
             **({} if self.saves_frozen else {"adapters": self._adapters()}),
         }
@@ -381,8 +388,11 @@ def _lines(prefix: str, params: Any) -> dict[str, str]:
             arguments = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in value.keywords.items())]
             name = getattr(value.func, "__qualname__", type(value.func).__name__)
             lines[f"{prefix}.{key}"] = f"{name}({', '.join(arguments)})"
-        elif dataclasses.is_dataclass(value) and callable(value):
+        elif is_function(value):
             lines[f"{prefix}.{key}"] = repr(value)
 
-    params.Visit(note)
+    def is_function(value: Any) -> bool:
+        return dataclasses.is_dataclass(value) and callable(value)
+
+    params.Visit(note, lambda _, value: not is_function(value))
     return lines

@@ -184,8 +184,10 @@ class Subject(abc.ABC):
             PipemeshError: the data cannot be read.
         """
 
-    def data_counts(self) -> Sequence[Any]:
-        """Returns numbers of the training data, a dataclass for each source; often none."""
+    def data_counts(self, heldout: bool = False) -> Sequence[Any]:
+        """Returns numbers of the training data, or of the held-out data, a dataclass for each
+        source; often none.
+        """
         return ()
 
     def sample(self, batches: int) -> Sample:

@@ -61,6 +61,11 @@ def test_the_day_is_not_that_of_the_run():
             "refuses the messages .*attribute .append. .* is unsafe",
         ),
         ("{{ messages[9].content }}", CHAT, "refuses the messages"),
+        ("{{ 1 // 0 }}", CHAT, "refuses the messages .*by zero"),
+        ("{{ 2.0 ** 9999 }}", CHAT, "refuses the messages .*out of range"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", CHAT, "refuses .*recursion depth"),
+        (f"{'(' * 9999}1{')' * 9999}".join(["{{", "}}"]), CHAT, "is malformed .*recursion depth"),
+        ("{{ raise_exception('one\ntwo') }}", CHAT, r"refuses the messages \(one\)$"),
         (
             "{% for m in messages %}{{ m.content if loop.last else '' }}{% endfor %}",
             CHAT,
@@ -69,8 +74,9 @@ def test_the_day_is_not_that_of_the_run():
     ],
 )
 def test_templates_that_fail_are_refused(text, messages, told):
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=told) as error:
         parts(text, messages)
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_package_is_named(monkeypatch):

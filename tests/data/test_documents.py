@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
+from models.pretrained import config, tokenizer
 from pipemesh.data import documents_of, parse_sources
 from pipemesh.errors import DataError
 from tests.data import templates
@@ -69,6 +71,43 @@ def test_a_token_of_prompt_and_completion_does_not_count(tmp_path):
     (document,) = documents(tmp_path, {"prompt": "abc", "completion": "def"}, spelling=Pairs())
     assert document.ids.tolist() == [10, 12, 14, END]
     assert document.weights.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("post", ["ByteLevel", "RobertaProcessing", "Sequence"])
+def test_spaces_of_tokens_are_theirs(tmp_path, post):
+    """Offsets without them let a token begin later, and count for what follows."""
+    processors = tokenizers.processors
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(initial_alphabet=letters, show_progress=False)
+    made.train_from_iterator(["a cat sat\n\non a mat"] * 9, trainer)
+    made.add_special_tokens(["<s>"])
+
+    def found(trimmed):
+        level = processors.ByteLevel(trim_offsets=trimmed)
+        begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        of_pair = [("<s>", made.token_to_id("<s>"))] * 2
+        made.post_processor = {
+            "ByteLevel": level,
+            "RobertaProcessing": processors.RobertaProcessing(*of_pair, trim_offsets=trimmed),
+            "Sequence": processors.Sequence([level, begin]),
+        }[post]
+        made.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "chat_template.jinja").write_text(templates.LLAMA3)
+        values = {"model_type": "gpt2", "vocab_size": made.get_vocab_size()}
+        spelling = tokenizer.load(str(tmp_path), config.of_values(values))
+        rows = (
+            {"prompt": "a ", "completion": "cat sat"},
+            {"prompt": "a\n\n", "completion": "cat "},
+            {"messages": templates.CHAT},
+        )
+        return [
+            (document.ids.tolist(), document.weights.tolist())
+            for document in documents(tmp_path, *rows, spelling=spelling, vocab_size=9999)
+        ]
+
+    assert found(True) == found(False)
 
 
 def test_an_end_that_the_tokenizer_adds_is_not_repeated(tmp_path):

@@ -1,6 +1,8 @@
 """Mixtures: each row is a function of the seed and its number."""
 
 import collections
+import copy
+import dataclasses
 import itertools
 import json
 
@@ -9,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.saved_state import iterator_state, set_iterator_state
-from pipemesh.data import DocumentBatches, parse_sources
+from pipemesh.data import DocumentBatches
 from pipemesh.data.mixture import Mixture
 from pipemesh.data.rows import Rows, Tokens
 from pipemesh.errors import DataError
@@ -80,8 +82,7 @@ def of_files(tmp_path, **more):
             for i in range(20)
         )
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    sources = parse_sources(f"{tmp_path}/a.jsonl*3,{tmp_path}/b.jsonl")
-    return DocumentBatches(sources, ready, LENGTH, 4, **more)
+    return DocumentBatches(f"{tmp_path}/a.jsonl*3,{tmp_path}/b.jsonl", ready, LENGTH, 4, **more)
 
 
 def ready():
@@ -120,9 +121,27 @@ def test_an_unknown_packing_is_refused(tmp_path):
         of_files(tmp_path, packing="hole")
 
 
-def test_settings_of_a_checkpoint_tell_other_files(tmp_path):
-    one = repr(of_files(tmp_path))
-    assert one == repr(of_files(tmp_path)) and "0x" not in one
-    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("101", "102"))
-    sources = parse_sources(f"{tmp_path}/a.jsonl*3,{tmp_path}/b.jsonl")
-    assert repr(DocumentBatches(sources, ready, LENGTH, 4)) != one
+def test_digests_tell_other_files_and_stay_those_of_the_files_that_were_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    batches = of_files(tmp_path)
+    one = batches.digests
+    assert "0x" not in repr(batches) and one == of_files(tmp_path).digests
+    # Weights and fields of a table are no part of its name.
+    table = '[[source]]\npath = "{}.jsonl"\nweight = {}\n'
+    (tmp_path / "mix.toml").write_text(table.format("a", 3) + table.format("b", 1))
+    mixed = DocumentBatches(f"{tmp_path}/mix.toml", ready, LENGTH, 4)
+    assert mixed.digests == one
+    (tmp_path / "mix.toml").write_text(table.format("a", 2) + table.format("b", 1))
+    assert mixed.digests == one and mixed() is not None
+    other = DocumentBatches(f"{tmp_path}/mix.toml", ready, LENGTH, 4).digests
+    assert [name for name in one if one[name] != other[name]] == ["source 1"]
+    path.write_text(path.read_text().replace("101", "102"))
+    again = dataclasses.replace(batches)
+    assert [name for name in one if one[name] != again.digests[name]] == ["source 1"]
+    # A run reads the same documents until its end, and no command fails for data that it does not
+    # read.
+    path.unlink()
+    assert copy.deepcopy(batches).digests == batches.digests == one and batches() is not None
+    gone = dataclasses.replace(batches)
+    with pytest.raises(DataError, match=r"a\.jsonl' cannot be read"):
+        gone()

@@ -61,13 +61,14 @@ def test_every_token_is_predicted_once_from_its_own_document(packing):
 def test_what_was_cut_is_counted():
     whole = rows_of(made(SIZES, weighted=[3]), "whole").counts
     assert (whole.documents, whole.tokens, whole.left_out) == (11, 85, 2)
-    # Of the fourth only the second half counts, which is cut, so it is left out.
-    assert (whole.cut, whole.cut_tokens, whole.split) == (2, 21 + 8, 0)
+    # Of the fourth only the second half counts, which would be cut, so it is left out, and no more.
+    assert (whole.cut, whole.cut_tokens, whole.split) == (1, 8, 0)
     split = rows_of(made(SIZES), "split").counts
     assert (split.cut, split.left_out, split.predicted) == (0, 1, 85 - 11)
     assert split.rows == -(-74 // LENGTH) and split.split == 5
     assert str(whole).endswith(
-        "longer than a row and cut: 2, by 29 tokens; without a token to predict and left out: 2"
+        "longer than a row and cut: 1, by 8 tokens; without a token to predict in a row and left "
+        "out: 2"
     )
 
 

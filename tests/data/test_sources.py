@@ -13,7 +13,7 @@ from backports import zstd
 from pyarrow import parquet
 
 from pipemesh.data import Document, documents_of, parse_sources, write_tokens
-from pipemesh.data.sources import rows_of
+from pipemesh.data.sources import digest_of, rows_of
 from pipemesh.errors import DataError, MissingPackageError
 
 TEXTS = ["the cat", "sat on \u2713", "a mat"]
@@ -111,6 +111,8 @@ def test_a_list_has_weights():
         ("gone.toml", r"'gone\.toml' cannot be read"),
         ("[source", "is no TOML"),
         ("source = 3", r"must have tables \[\[source\]\] and nothing else"),
+        ("source = []", r"must have tables \[\[source\]\] and nothing else"),
+        ("source = ['a']", r"must have tables \[\[source\]\] and nothing else"),
         ("[[source]]\npath='a'\nwieght=2", "a source has no 'wieght'.*weight"),
         ("[[source]]\nweight=2", "has a source without a path"),
         ("[[source]]\npath='a'\nweight=true", "the weight of '.*a' is True"),
@@ -160,6 +162,35 @@ def test_folders_and_pipes_are_refused(tmp_path):
         rows(tmp_path / "pipe.jsonl")
     with pytest.raises(DataError, match=r"is a folder; give .* a pattern such as '.*\*\.jsonl'"):
         rows(tmp_path)
+
+
+def test_nulls_of_structs_are_absent_keys(tmp_path):
+    """A column of structs has each key that any of its rows has."""
+    call = {"name": "look", "arguments": {"at": "a"}, "ids": [1, None]}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call, {"name": "end", "arguments": {"why": "b"}}]},
+    ]
+    table = pyarrow.table({"messages": [messages], "tools": [[{"a": {"b": 1}}, {"a": {"c": 2}}]]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    tools = [{"a": {"b": 1}}, {"a": {"c": 2}}]
+    assert rows(tmp_path / "a.parquet") == [{"messages": messages, "tools": tools}]
+
+
+def test_fields_that_nobody_asked_for_are_not_decoded(tmp_path):
+    features = {
+        name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+        for name, value in (("text", b"a"), ("picture", b"\xff\xfe"))
+    }
+    with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
+        example = tf.train.Example(features=tf.train.Features(feature=features))
+        writer.write(example.SerializeToString())
+    assert rows(tmp_path / "a.tfrecord") == [{"text": "a"}]
+    table = '[[source]]\npath = "a.tfrecord"\nfields = {text = "%s"}'
+    for name, told in (("picture", "has a text that is not UTF-8"), ("b", "but picture, text;")):
+        (tmp_path / "mix.toml").write_text(table % name)
+        with pytest.raises(DataError, match=told):
+            rows(tmp_path / "mix.toml")
 
 
 def test_a_record_that_is_no_example_is_refused(tmp_path):
@@ -216,13 +247,22 @@ def test_datasets_on_disk_are_read_by_name(tmp_path):
     table = '[[source]]\npath = "tfds:{}"\ndata_dir = "{}"\n'
 
     def read(name):
-        (tmp_path / "mix.toml").write_text(table.format(name, tmp_path))
+        # It is relative to the file, like a path.
+        (tmp_path / "mix.toml").write_text(table.format(name, "."))
         return rows(tmp_path / "mix.toml")
 
     found = read("tiny/train")
     assert sorted(row["messages"][0]["content"] for row in found) == sorted(TEXTS)
     assert all(row["messages"][1] == {"role": "assistant", "content": "yes"} for row in found)
     assert found == read("tiny:1.0.0/train") and len(read("tiny/train[:1]")) == 1
+    (source,) = parse_sources(str(tmp_path / "mix.toml"))
+    before = digest_of(source)
+    (file,) = folder.glob("*.tfrecord*")
+    file.write_bytes(file.read_bytes().replace(b"cat", b"dog"))
+    assert before.partition(":")[0] == digest_of(source).partition(":")[0]
+    assert before != digest_of(source)
+    with pytest.raises(DataError, match=r"data 'tfds:tiny/train\[:1\]' is damaged \("):
+        rows(tmp_path / "mix.toml")
     with pytest.raises(DataError, match=r"has no split 'tran'.*train"):
         read("tiny/tran")
     with pytest.raises(DataError, match=r"is not on disk; prepare it .* TFDS_DATA_DIR"):

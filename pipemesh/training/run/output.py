@@ -94,6 +94,7 @@ def of_beginning(trainer: Any, options: Options) -> dict[str, Any]:
         "stages": trainer.stage_rows(),
         "sample": str(trainer.sample),
         "data": [dataclasses.asdict(each) for each in subject.data_counts()],
+        "heldout": [dataclasses.asdict(each) for each in subject.data_counts(heldout=True)],
         "peak_memory": peak_memory(trainer.trained.all_devices()),
         "versions": {
             "pipemesh": __version__,

@@ -516,6 +516,6 @@ def test_text_that_changes_while_it_is_copied_is_told(cache, tmp_path, monkeypat
 
     text_file.scan(path)
     monkeypatch.setattr(text_file, "blocks", blocks)
-    with pytest.raises(CorpusError, match=r"a\.zst' changed while it was read; run again"):
+    with pytest.raises(CorpusError, match=r"^'[^']*a\.zst' changed while it was read; run"):
         text_copy.readable(path)
     assert os.listdir(cache) == []

@@ -344,5 +344,4 @@ def test_there_is_data_to_judge_by_where_there_is_text():
     model.TRAIN_DATA, model.HELDOUT_DATA = "a", "b"
     found = model.GetAllDatasetParams()
     assert list(found) == ["Train", "Dev", "Test"]
-    paths = [[each.path for each in found[name].dataset.sources] for name in ("Train", "Dev")]
-    assert paths == [["a"], ["b"]]
+    assert [found[name].dataset.sources for name in ("Train", "Dev")] == ["a", "b"]

@@ -147,11 +147,13 @@ def test_flags_name_the_data_and_it_is_counted(folder, tmp_path):
     chats, text = lines[0]["data"]
     assert chats["documents"] == 20 and text["source"] == f"{folder}/text.jsonl"
     assert text["cut"] == 0 and text["documents"] == 15
+    assert "\nheld-out data: " in out and lines[0]["heldout"][0]["documents"] == 20
     out = program.done("train", f"--logdir={logdir}", "--steps=4")
     assert f"going on from {logdir}/ckpt-2" in out and "changed since" not in out
     assert "read from its beginning" not in out
     other = [f"--logdir={logdir}", f"--heldout_data={folder}/chats.jsonl"]
-    assert "step 4: loss " in program.done("evaluate", *other)
+    out = program.done("evaluate", *other)
+    assert "step 4: loss " in out and "held-out data: " in out and "chats.jsonl: 20 doc" in out
     words = ["evaluate", f"--logdir={logdir}", "--train_data=a"]
     ((_, _, err),) = program.without_tensorflow(words)
     assert err == "error: --train_data is for training; leave it out\n"
@@ -159,6 +161,26 @@ def test_flags_name_the_data_and_it_is_counted(folder, tmp_path):
     wrong = model_of(folder, "plain", f"{folder}/wrong.jsonl")
     with pytest.raises(DataError, match=r"wrong\.jsonl', line 2 has none of the fields text, pro"):
         wrong.train_data(0)
+
+
+def test_other_files_and_tokenizers_are_noticed_and_missing_ones_hinder_no_evaluation(
+    folder, tmp_path
+):
+    logdir = tmp_path / "run"
+    transfer.import_weights(str(folder / "in"), str(logdir))
+    mix = tmp_path / "mix.toml"
+    mix.write_text(f'[[source]]\npath = "{folder}/chats.jsonl"\n')
+    words = [f"--logdir={logdir}", f"--train_data={mix}", f"--heldout_data={folder}/pairs.jsonl"]
+    program.done("train", *words, "--steps=2")
+    template = logdir / "chat_template.jinja"
+    template.write_text(TEMPLATE.replace("the", "mat"))
+    out = program.done("train", f"--logdir={logdir}", "--steps=3")
+    (told,) = (line for line in out.splitlines() if line.startswith("changed since"))
+    assert told.startswith("changed since the checkpoint: input.chat_template.jinja ")
+    assert "the data is read from its beginning" in out
+    mix.unlink()
+    assert "step 3: loss " in program.done("evaluate", f"--logdir={logdir}")
+    assert program.done("decode", f"--logdir={logdir}", "--prompt=the", "--max_tokens=2")
 
 
 def test_models_with_data_of_their_own_take_no_other(tmp_path):
