@@ -84,9 +84,10 @@ def test_keys_without_effect_are_ignored():
     """A list of all types, and of a family; null is no value."""
     known = {"architectures": ["Any"], "torch_dtype": "bfloat16", "use_cache": False}
     assert of_values(LLAMA | known | {"pretraining_tp": 2, "anything": None}) == of_values(LLAMA)
-    code = {"AutoConfig": "configuration_phi3.Phi3Config"}
     phi3 = {"model_type": "phi3"}
-    assert of_values(phi3 | {"auto_map": code}) == of_values(phi3)
+    unused = {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.1}
+    assert of_values(phi3 | unused) == of_values(phi3)
+    assert of_values(GPT2 | {"n_inner": None}) == of_values(GPT2)
 
 
 def test_what_ends_a_text_is_said_by_the_file_beside_it_first(tmp_path):
@@ -173,6 +174,25 @@ def test_tokens_beyond_the_vocabulary_play_no_part(tmp_path):
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before is False; n"),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim is 512; vectors"),
         ({"model_type": "opt", "layerdrop": 0.1}, "layerdrop is 0.1; no block is skipped"),
+        # In `transformers`, too, null is no default.
+        (GPT2 | {"n_layer": None}, "n_layer is None; it is a whole number from 1 to"),
+        (GPT2 | {"scale_attn_weights": None}, "scale_attn_weights is None; .* may be true"),
+        (LLAMA | {"rms_norm_eps": None}, "rms_norm_eps is None; it is a number"),
+        (LLAMA | {"tie_word_embeddings": None}, "tie_word_embeddings is None; it is true or fal"),
+        (LLAMA | {"rope_theta": None}, "rope_theta is None; it is a number"),
+        (LLAMA | {"rope_parameters": {"rope_theta": None}}, "rope_theta is None; it is a number"),
+        (LLAMA | {"rope_parameters": LLAMA3 | {"factor": None}}, "factor is None; it is a number"),
+        ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is None; it is a who"),
+        ({"model_type": "phi3", "partial_rotary_factor": None}, "rotary_factor is None; it is a"),
+        ({"model_type": "gpt_neox", "use_parallel_residual": None}, "residual is None; it is tr"),
+        ({"model_type": "opt", "do_layer_norm_before": None}, "do_layer_norm_before is None; nor"),
+        # Of both, `transformers` ignores one, and which one depends on its version.
+        (
+            LLAMA | {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+            "has rope_scaling and rope_parameters; remove one of them",
+        ),
+        (LLAMA | {"rope_interleaved": True}, "rope_interleaved is True, but this type of model"),
+        (LLAMA | {"rope_parameters": {"rope_interleaved": True}}, "rope_interleaved is True, but"),
     ],
 )
 def test_what_cannot_be_had_is_said_with_what_can(tmp_path, values, told):
