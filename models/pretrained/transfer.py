@@ -62,6 +62,11 @@ def import_weights(
     source = safetensors_file.find(source)
     beside = os.path.dirname(source)
     config_path = config_path or os.path.join(beside, configs.FILE)
+    paths = {configs.FILE: config_path, **{name: os.path.join(beside, name) for name in _BESIDE}}
+    for path in (source, *paths.values()):
+        # A pipe would wait for ever, and a device may have no end.
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise WeightsError(f"{path!r} is no regular file; give one, or remove it")
     config = configs.read(config_path)
     _, notes = configs.ends_of(beside, config)
     with TensorFiles(source) as files:
@@ -78,8 +83,7 @@ def import_weights(
                 raise CheckpointError(
                     f"{logdir!r} has a checkpoint, {there}; give another --logdir"
                 )
-            paths = {name: os.path.join(beside, name) for name in _BESIDE}
-            for name, path in {configs.FILE: config_path, **paths}.items():
+            for name, path in paths.items():
                 to = os.path.join(logdir, name)
                 _check_leftover(path, to)
                 if os.path.exists(path) and not os.path.exists(to):
