@@ -24,7 +24,7 @@ def _handing_on(meta: Any, rest: tuple[Any, ...]) -> Any:
 
 
 class NamedEmbedding(named.Embedding):
-    """A token embedding plus sinusoidal positions within the segment, then dropout."""
+    """The embedding of a pipeline; positions are those within the segment."""
 
     def FProp(self, theta, ids, labels, weights, segment_ids, segment_pos):
         hidden = super().FProp(theta, ids, segment_pos)
@@ -86,7 +86,7 @@ class ExpertsBlock(named.TransformerBlock):
 
 
 class NamedSoftmax(named.SoftmaxCrossEntropy):
-    """Layer norm, logits, and the cross entropy of the labels: the head of a pipeline.
+    """A norm, logits, and the cross entropy of the labels: the head of a pipeline.
 
     The loss includes `balance_weight` times the experts' balance losses, for each token.
     """

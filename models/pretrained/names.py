@@ -51,9 +51,10 @@ class Weight:
 
     Example:
         >>> weight = Weight("w_k", (2, 2, 1), "c_attn", (2, 6), start=2, size=2)
-        >>> found = weight.from_theirs(np.arange(12).reshape(2, 6)[weight.index])
-        >>> found.tolist(), joined([weight], [found])[:, weight.index[1]].tolist()
-        ([[[2], [3]], [[8], [9]]], [[2, 3], [8, 9]])
+        >>> here = np.zeros(weight.shape)
+        >>> weight.as_theirs(here)[...] = np.arange(12).reshape(weight.grouped)[weight.index]
+        >>> here.tolist(), joined([weight], [here])[:, weight.index[1]].tolist()
+        ([[[2.0], [3.0]], [[8.0], [9.0]]], [[2.0, 3.0], [8.0, 9.0]])
     """
 
     name: str
@@ -68,43 +69,38 @@ class Weight:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Returns the slice of the tensor in the file from which it is made."""
-        if self.size is None or self.groups > 1:
-            return (slice(None),) * len(self.there)
-        index = [slice(None)] * len(self.there)
-        index[0 if self.transposed else -1] = slice(self.start, self.start + self.size)
+        """Returns the slice of the tensor in the file, as `grouped`, from which it is made."""
+        index = [slice(None)] * len(self.grouped)
+        if self.size is not None:
+            outputs = len(index) - len(self.there) if self.transposed else -1
+            index[outputs] = slice(self.start, self.start + self.size)
         return tuple(index)
 
-    def from_theirs(self, value: np.ndarray) -> np.ndarray:
-        """Converts a slice from the file to the layout used here, of one expert if there are."""
-        value = self._part(value) if self.groups > 1 else value
-        shape = self.shape if self.expert is None else self.shape[1:]
-        if not self.transposed:
-            return value.reshape(shape)
-        return value.reshape(-1, self.there[-1]).T.reshape(shape)
+    @property
+    def grouped(self) -> tuple[int, ...]:
+        """Returns the shape of the tensor in the file; several groups have a dim."""
+        if self.groups == 1:
+            return self.there
+        return (self.groups, self.there[0] // self.groups, *self.there[1:])
 
-    def put(self, value: np.ndarray, whole: np.ndarray) -> None:
-        """Writes the weight, of all experts, into the whole tensor of the file."""
-        part = self._part(whole) if self.groups > 1 else whole[self.index]
+    def as_theirs(self, value: np.ndarray) -> np.ndarray:
+        """Returns a view of the weight, of all experts, as its slice of the file is."""
         value = value if self.expert is None else value[self.expert]
         if self.transposed:
             value = value.reshape(self.there[-1], -1).T
-        part[...] = value.reshape(part.shape)
+        slices = zip(self.grouped, self.index, strict=True)
+        return value.reshape([len(range(size)[kept]) for size, kept in slices])
 
-    def _part(self, whole: np.ndarray) -> np.ndarray:
-        """Returns a view of its part of each group of the first dim."""
-        groups = whole.reshape(self.groups, -1, *self.there[1:])
-        assert self.size is not None
-        return groups[:, self.start : self.start + self.size]
+    def put(self, value: np.ndarray, whole: np.ndarray) -> None:
+        """Writes the weight, of all experts, into the whole tensor of the file."""
+        whole.reshape(self.grouped)[self.index] = self.as_theirs(value)
 
 
 def joined(weights: Sequence[Weight], values: Iterable[np.ndarray]) -> np.ndarray:
     """Returns the tensor in the file of which the weights are the parts, uncopied if it is one."""
     first, whole = weights[0], None
     if len(weights) == 1 and first.size is None and first.expert is None:
-        (value,) = values
-        value = value.reshape(first.there[-1], -1).T if first.transposed else value
-        return value.reshape(first.there)
+        return first.as_theirs(*values)
     for weight, value in zip(weights, values, strict=True):
         if whole is None:
             whole = np.empty(weight.there, value.dtype)

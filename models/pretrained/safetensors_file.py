@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipemesh.checkpoint.files import replacing, write_whole
-from pipemesh.errors import PipemeshError, SaveError, install
+from pipemesh.errors import install
 
 from .values import WeightsError, json_object, parse_object
 
@@ -146,15 +146,18 @@ class TensorFiles:
         whole = [range(size) for size in place.shape]
         rows = [kept[of] for kept, of in zip(whole, index, strict=True)] if index else whole
         found = np.empty([len(kept) for kept in rows], DTYPES[place.dtype])
-        for first, block in self.blocks(name, index):
-            found[first : first + len(block)] = block
+        for part, block in self.blocks(name, index):
+            found[part] = block
         return found
 
-    def blocks(self, name: str, index: tuple[slice, ...] = ()) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields a tensor, or a slice of it, as some rows after the other, each time with the
-        number of the first one.
+    def blocks(
+        self, name: str, index: tuple[slice, ...] = (), shape: Sequence[int] = ()
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yields a tensor, or a slice of it, as some rows after the other, each time with their
+        numbers. `shape` is one that it gets before it is sliced.
         """
-        file, path, dtype, shape, begin = self._places[name]
+        file, path, dtype, there, begin = self._places[name]
+        shape = shape or there
         row_bytes = math.prod(shape[1:]) * DTYPES[dtype].itemsize
         rows = range(shape[0])[index[0] if index else slice(None)]
         number = max(1, BLOCK // max(1, row_bytes))
@@ -174,7 +177,7 @@ class TensorFiles:
                     f"{path!r}: tensor {name!r} is cut short: the file became shorter while it was "
                     "read; fetch it again"
                 )
-            yield start, block[(slice(None), *index[1:])]
+            yield slice(start, start + len(part)), block[(slice(None), *index[1:])]
 
     def _open(self, path: str) -> dict[str, _Place]:
         try:
@@ -269,8 +272,8 @@ def write(folder: str, tensors: Iterable[Tensor], bytes_a_file: int = _BYTES_A_F
     """Writes tensors into one file, or into several with an index if they are too large; returns
     the paths.
 
-    One block of a tensor is in memory at once. It raises SaveError if a file cannot be written,
-    and then removes the others.
+    One block of a tensor is in memory at once. It raises OSError if a file cannot be written, and
+    then removes the others.
     """
     groups: list[list[Tensor]] = [[]]
     total = size = 0
@@ -286,16 +289,16 @@ def write(folder: str, tensors: Iterable[Tensor], bytes_a_file: int = _BYTES_A_F
         for path, group in zip(paths, groups, strict=True):
             _write_file(path, group)
             undo.callback(os.unlink, path)
+        if len(groups) > 1:
+            places = {
+                tensor.name: place
+                for place, group in zip(names, groups, strict=True)
+                for tensor in group
+            }
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            paths.append(os.path.join(folder, INDEX))
+            write_whole(paths[-1], (json.dumps(index, indent=2) + "\n").encode())
         undo.pop_all()
-    if len(groups) > 1:
-        places = {
-            tensor.name: place
-            for place, group in zip(names, groups, strict=True)
-            for tensor in group
-        }
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        paths.append(os.path.join(folder, INDEX))
-        write_whole(paths[-1], (json.dumps(index, indent=2) + "\n").encode())
     return paths
 
 
@@ -313,14 +316,8 @@ def _write_file(path: str, tensors: Sequence[Tensor]) -> None:
     text = json.dumps(header).encode()
     # Data begins at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
-    try:
-        with replacing(path) as temporary:
-            with open(temporary, "wb") as file:
-                file.write(len(text).to_bytes(8, "little") + text)
-                for tensor in tensors:
-                    for block in tensor.blocks():
-                        file.write(block.tobytes())
-    except PipemeshError:
-        raise
-    except OSError as error:
-        raise SaveError(f"{path} cannot be written ({error})") from error
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            # No name keeps a block, and with it its tensor, while the next one is read.
+            file.writelines(map(np.ndarray.tobytes, tensor.blocks()))

@@ -19,7 +19,7 @@ from pipemesh.checkpoint import Folder, Manifest, newest
 from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import list_for_tensorflow, path_of
 from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
-from pipemesh.errors import CheckpointError, SaveError
+from pipemesh.errors import CheckpointError, PipemeshError, SaveError
 
 from . import adapters, names, safetensors_file, tokenizer
 from . import config as configs
@@ -63,6 +63,11 @@ def import_weights(
     source = safetensors_file.find(source)
     beside = os.path.dirname(source)
     config_path = config_path or os.path.join(beside, configs.FILE)
+    paths = {configs.FILE: config_path, **{name: os.path.join(beside, name) for name in _BESIDE}}
+    for path in (source, *paths.values()):
+        # A pipe would wait for ever, and a device may have no end.
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise WeightsError(f"{path!r} is no regular file; give one, or remove it")
     config = configs.read(config_path)
     _, notes = configs.ends_of(beside, config)
     with TensorFiles(source) as files:
@@ -79,13 +84,12 @@ def import_weights(
                 raise CheckpointError(
                     f"{logdir!r} has a checkpoint, {there}; give another --logdir"
                 )
-            paths = {name: os.path.join(beside, name) for name in _BESIDE}
-            for name, path in {configs.FILE: config_path, **paths}.items():
+            for name, path in paths.items():
                 to = os.path.join(logdir, name)
                 _check_leftover(path, to)
                 if os.path.exists(path) and not os.path.exists(to):
                     undo.callback(_remove, to)
-                    _copy(path, to)
+                    shutil.copyfile(path, to)
             path = path_of(logdir, 0)
             _write(path, files, weights, note, dtype)
             undo.pop_all()
@@ -133,10 +137,12 @@ def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = Fa
                 f"{path} is of another model than {config_path}, which says that {weight.name!r} "
                 f"has shape {list(weight.shape)}: it {has}"
             )
-    written_names = (safetensors_file.ONE, safetensors_file.INDEX, configs.FILE, *_BESIDE)
     only_adapters = has_adapters and not merged
-    for name in (adapters.CONFIG, adapters.FILE) if only_adapters else written_names:
-        if os.path.lexists(os.path.join(to, name)):
+    new = (adapters.CONFIG, adapters.FILE)
+    if not only_adapters:
+        new = (safetensors_file.ONE, safetensors_file.INDEX, configs.FILE, *_BESIDE)
+    for name in sorted(os.listdir(to)) if os.path.isdir(to) else ():
+        if name in new or (name.endswith(".safetensors") and not only_adapters):
             raise SaveError(f"{os.path.join(to, name)} exists; give another folder")
     wanted = DTYPES[_OF_DTYPE[dtype]]
 
@@ -156,24 +162,28 @@ def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = Fa
         for theirs, parts in names.by_theirs(weights)
     ]
 
-    with _cleared(to):
-        try:
-            os.makedirs(to, exist_ok=True)
-        except OSError as error:
-            raise SaveError(f"{to} cannot be made a folder ({error.strerror})") from error
+    with _cleared(to), contextlib.ExitStack() as undo:
+        os.makedirs(to, exist_ok=True)
+        for name in new:
+            undo.callback(_remove, os.path.join(to, name))
         if only_adapters:
             written = adapters.write(source, weights, to, lambda v, name: _cast(v, wanted, name))
-            return [f"adapters of {path}, as {dtype}: {', '.join(written)}"]
-        written = safetensors_file.write(to, tensors)
-    for name in _BESIDE:
-        if os.path.exists(os.path.join(folder, name)):
-            _copy(os.path.join(folder, name), os.path.join(to, name))
-    values = json_object(config_path)
-    values |= {key: dtype for key in _DTYPE_KEYS if key in values}
-    written.append(os.path.join(to, configs.FILE))
-    write_whole(written[-1], (json.dumps(values, indent=2) + "\n").encode())
-    number = len({weight.name for weight in weights})
-    return [f"{number} weights of {path}, as {dtype}: {', '.join(written)}"]
+            told = f"adapters of {path}"
+        else:
+            written = safetensors_file.write(to, tensors)
+            for each in written:
+                undo.callback(_remove, each)
+            for name in _BESIDE:
+                if os.path.exists(os.path.join(folder, name)):
+                    shutil.copyfile(os.path.join(folder, name), os.path.join(to, name))
+            values = json_object(config_path)
+            values |= {key: dtype for key in _DTYPE_KEYS if key in values}
+            # The last one: without it a folder has no model.
+            written.append(os.path.join(to, configs.FILE))
+            write_whole(written[-1], (json.dumps(values, indent=2) + "\n").encode())
+            told = f"{len({weight.name for weight in weights})} weights of {path}"
+        undo.pop_all()
+    return [f"{told}, as {dtype}: {', '.join(written)}"]
 
 
 def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> list[Weight]:
@@ -188,12 +198,13 @@ def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> lis
     if config.tied and head in files.names:
         table = names.table_of(found)
         files.check(head, table.there)
-        both = zip(files.blocks(head), files.blocks(table.theirs), strict=True)
-        if not all(np.array_equal(one, other) for (_, one), (_, other) in both):
-            raise WeightsError(
-                f"{files.path}: {head!r} is not {table.theirs!r}, but by config.json they "
-                'are one; if they are two, write "tie_word_embeddings": false there'
-            )
+        # Two dtypes have blocks of different sizes.
+        for rows, block in files.blocks(head):
+            if not np.array_equal(block, files.read(table.theirs, (rows, slice(None)))):
+                raise WeightsError(
+                    f"{files.path}: {head!r} is not {table.theirs!r}, but by config.json they "
+                    'are one; if they are two, write "tie_word_embeddings": false there'
+                )
     return found
 
 
@@ -233,10 +244,9 @@ def _write(path: str, files: TensorFiles, weights: Sequence[Weight], note: Any, 
     def get(parts: Sequence[Weight]) -> tf.Tensor:
         found = _aligned(parts[0].shape, wanted)
         for part in parts:
-            value = part.from_theirs(files.read(part.theirs, part.index))
-            own = found if part.expert is None else found[part.expert]
-            for rows in _rows(value):
-                own[rows] = _cast(value[rows], wanted, part.theirs)
+            own = part.as_theirs(found)
+            for rows, block in files.blocks(part.theirs, part.index, part.grouped):
+                own[rows] = _cast(block, wanted, part.theirs)
         # `tf.constant` copies, twice; NumPy's way out of its memory has no bfloat16.
         bits = found.view(f"u{found.itemsize}")
         with tf.device("CPU:0"):
@@ -285,14 +295,18 @@ def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _cleared(folder: str) -> Iterator[None]:
-    """Removes a folder that the block creates, if an error leaves it empty."""
+    """Removes a folder that the block creates, if an error leaves it empty; an OSError becomes a
+    SaveError.
+    """
     is_new = not os.path.lexists(folder)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if is_new:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
+        if isinstance(error, OSError) and not isinstance(error, PipemeshError):
+            raise SaveError(f"{folder} cannot be written ({error})") from error
         raise
 
 
@@ -309,13 +323,6 @@ def _check_leftover(path: str, to: str) -> None:
         raise CheckpointError(
             f"{to} is there, and is not the same as {path}; remove it, or give another --logdir"
         )
-
-
-def _copy(path: str, to: str) -> None:
-    try:
-        shutil.copyfile(path, to)
-    except OSError as error:
-        raise SaveError(f"{path} cannot be copied to {to} ({error.strerror})") from error
 
 
 def _remove(path: str) -> None:

@@ -156,9 +156,10 @@ class Given:
         return tuple(each for each in found if each < vocab_size)
 
     def _of(self, name: str, default: Any) -> Any:
-        value = self.get(name)
-        value = default if value is None else value
-        if value is None:
+        # In `transformers`, too, null is no default.
+        self._names.add(name)
+        value = self.values.get(name, default)
+        if value is None and name not in self.values:
             raise WeightsError(f"{self.path} has no {name!r}, which its model needs")
         return value
 

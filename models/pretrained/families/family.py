@@ -184,9 +184,13 @@ def rotations(
 
     `part` is the default for the rotated part of a head; None if whole heads are rotated.
     """
-    bases, parts, scaling = given.get(base_name), given.get(part_name), None
-    for name in ("rope_scaling", "rope_parameters"):
-        found = given.get(name)
+    names = {"rope_theta": base_name, "partial_rotary_factor": part_name}
+    outside = {name: given.get(name) for name in names.values()}
+    values, scaling = {name: outside[name] for name in outside if name in given.values}, None
+    places = {name: given.get(name) for name in ("rope_scaling", "rope_parameters")}
+    if None not in places.values():
+        raise WeightsError(f"{given.path} has {' and '.join(places)}; remove one of them")
+    for name, found in places.items():
         if found is None:
             continue
         if not isinstance(found, dict):
@@ -198,12 +202,11 @@ def rotations(
                 f"{given.path}: rope_type is {kind!r}; supported are {', '.join(_SCALINGS)}"
             )
         scaling = _SCALINGS[kind](below)
-        bases = found.get("rope_theta", bases)
-        parts = found.get("partial_rotary_factor", parts)
-        below.check_rest(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
-    read = Given({base_name: bases, part_name: parts}, given.path)
+        values |= {own: found[inside] for inside, own in names.items() if inside in found}
+        below.check_rest(("rope_type", "type", *names))
+    read = Given(values, given.path)
     if part is None:
-        read.only(part_name, [None, 1, 1.0], "whole heads are rotated")
+        read.only(part_name, [1.0], "whole heads are rotated")
     factor = read.number(part_name, part or 1.0)
     rotary_dim = int(head_dim * factor)
     if factor > 1 or rotary_dim % 2 or not rotary_dim:

@@ -9,7 +9,7 @@ from .family import ACTIVATIONS, Config, Family, equal_heads, notes, rate, token
 def _read(given: Given) -> Config:
     """Reads a model; defaults are those of the smallest one."""
     why = "attention divides by the root of a head's size"
-    given.only("scale_attn_weights", [True, None], why)
+    given.only("scale_attn_weights", [True], why)
     given.only("scale_attn_by_inverse_layer_idx", [False, None], why)
     model_dim, num_heads = given.whole("n_embd", 768), given.whole("n_head", 12)
     vocab_size = given.whole("vocab_size", 50257)
@@ -18,7 +18,7 @@ def _read(given: Given) -> Config:
         vocab_size=vocab_size,
         num_layers=given.whole("n_layer", 12),
         model_dim=model_dim,
-        hidden_dim=given.whole("n_inner", 4 * model_dim),
+        hidden_dim=given.optional("n_inner", None, given.whole) or 4 * model_dim,
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=equal_heads(given, "n_embd", model_dim, "n_head", num_heads),

@@ -12,7 +12,7 @@ from .mistral import DEFAULTS, all_windows
 
 def _read(given: Given) -> Config:
     """Reads a model; missing keys have the defaults of `transformers`."""
-    given.only("num_experts_per_tok", [2, None], "a token meets two experts")
+    given.only("num_experts_per_tok", [2], "a token meets two experts")
     why = (
         "experts are balanced by no loss; what balances them in transformers is over a whole batch"
     )

@@ -8,9 +8,9 @@ from .family import ACTIVATIONS, Config, Family, equal_heads, notes, rate, token
 
 def _read(given: Given) -> Config:
     """Reads a model; missing keys have the defaults of `transformers`."""
-    given.only("do_layer_norm_before", [True, None], "norms come before the halves of a block")
+    given.only("do_layer_norm_before", [True], "norms come before the halves of a block")
     given.only("_remove_final_layer_norm", [False, None], "a norm comes before the logits")
-    given.only("layer_norm_elementwise_affine", [True, None], "norms have weights")
+    given.only("layer_norm_elementwise_affine", [True], "norms have weights")
     given.only("layerdrop", [0.0, 0, None], "no block is skipped in training")
     model_dim = given.whole("hidden_size", 768)
     given.only("word_embed_proj_dim", [model_dim, None], "vectors are of one size, hidden_size")

@@ -27,7 +27,6 @@ def _read(given: Given) -> Config:
         **shared,
         activation=silu_gate(given),
         windows=all_windows(given, shared["num_layers"], None),
-        embedding_dropout=rate(given, "embd_pdrop", 0.0),
         residual_dropout=rate(given, "resid_pdrop", 0.0),
     )
 
@@ -42,7 +41,7 @@ PHI3 = like_llama(
         "feed_forward/gate": "mlp.gate_up_proj",
         "feed_forward/in": "mlp.gate_up_proj",
     },
-    # A length for rotations that are refused, and code for old versions of `transformers`, which
-    # itself prefers its own.
-    ignored=frozenset(["original_max_position_embeddings", "auto_map"]),
+    # A length for rotations that are refused, code for old versions of `transformers`, which itself
+    # prefers its own, and dropout that it does not apply.
+    ignored=frozenset(["original_max_position_embeddings", "auto_map", "embd_pdrop"]),
 )

@@ -84,9 +84,10 @@ def test_keys_without_effect_are_ignored():
     """A list of all types, and of a family; null is no value."""
     known = {"architectures": ["Any"], "torch_dtype": "bfloat16", "use_cache": False}
     assert of_values(LLAMA | known | {"pretraining_tp": 2, "anything": None}) == of_values(LLAMA)
-    code = {"AutoConfig": "configuration_phi3.Phi3Config"}
     phi3 = {"model_type": "phi3"}
-    assert of_values(phi3 | {"auto_map": code}) == of_values(phi3)
+    unused = {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.1}
+    assert of_values(phi3 | unused) == of_values(phi3)
+    assert of_values(GPT2 | {"n_inner": None}) == of_values(GPT2)
 
 
 def test_what_ends_a_text_is_said_by_the_file_beside_it_first(tmp_path):
@@ -173,6 +174,25 @@ def test_tokens_beyond_the_vocabulary_play_no_part(tmp_path):
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before is False; n"),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim is 512; vectors"),
         ({"model_type": "opt", "layerdrop": 0.1}, "layerdrop is 0.1; no block is skipped"),
+        # In `transformers`, too, null is no default.
+        (GPT2 | {"n_layer": None}, "n_layer is None; it is a whole number from 1 to"),
+        (GPT2 | {"scale_attn_weights": None}, "scale_attn_weights is None; .* may be true"),
+        (LLAMA | {"rms_norm_eps": None}, "rms_norm_eps is None; it is a number"),
+        (LLAMA | {"tie_word_embeddings": None}, "tie_word_embeddings is None; it is true or fal"),
+        (LLAMA | {"rope_theta": None}, "rope_theta is None; it is a number"),
+        (LLAMA | {"rope_parameters": {"rope_theta": None}}, "rope_theta is None; it is a number"),
+        (LLAMA | {"rope_parameters": LLAMA3 | {"factor": None}}, "factor is None; it is a number"),
+        ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is None; it is a who"),
+        ({"model_type": "phi3", "partial_rotary_factor": None}, "rotary_factor is None; it is a"),
+        ({"model_type": "gpt_neox", "use_parallel_residual": None}, "residual is None; it is tr"),
+        ({"model_type": "opt", "do_layer_norm_before": None}, "do_layer_norm_before is None; nor"),
+        # Of both, `transformers` ignores one, and which one depends on its version.
+        (
+            LLAMA | {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
+            "has rope_scaling and rope_parameters; remove one of them",
+        ),
+        (LLAMA | {"rope_interleaved": True}, "rope_interleaved is True, but this type of model"),
+        (LLAMA | {"rope_parameters": {"rope_interleaved": True}}, "rope_interleaved is True, but"),
     ],
 )
 def test_what_cannot_be_had_is_said_with_what_can(tmp_path, values, told):
@@ -208,18 +228,20 @@ def model(request):
     return config.of_values(small.KINDS[request.param])
 
 
+def filled(weight, there):
+    """The weight here that a tensor of a file makes."""
+    here = np.zeros(weight.shape)
+    weight.as_theirs(here)[...] = there.reshape(weight.grouped)[weight.index]
+    return here
+
+
 def test_every_number_there_is_one_here(model):
     weights = names.weights_of(model)
     assert len({(weight.name, weight.expert) for weight in weights}) == len(weights)
     for _, parts in names.by_theirs(weights):
         there = np.arange(np.prod(parts[0].there)).reshape(parts[0].there)
-        here = [weight.from_theirs(there[weight.index]) for weight in parts]
-        # A file has one expert's part of a weight.
-        own = [
-            each if weight.expert is None else np.stack([each] * (1 + weight.expert))
-            for weight, each in zip(parts, here, strict=True)
-        ]
-        np.testing.assert_array_equal(names.joined(parts, own), there)
+        here = [filled(weight, there) for weight in parts]
+        np.testing.assert_array_equal(names.joined(parts, here), there)
     for name, parts in names.by_ours(weights):
         experts = [weight.expert for weight in parts]
         assert experts in ([None], list(range(parts[0].shape[0]))), name
@@ -230,7 +252,7 @@ def test_heads_stand_where_products_there_have_them():
     weight = found["model.layers.1.self_attn.k_proj.weight"]
     x, there = np.random.default_rng(0).standard_normal([2, 8, 16])[0, 0], np.eye(8, 16)
     np.testing.assert_allclose(
-        np.einsum("e,ehd->hd", x, weight.from_theirs(there)).reshape(-1), there @ x
+        np.einsum("e,ehd->hd", x, filled(weight, there)).reshape(-1), there @ x
     )
     assert weight.name == "language_model/cell_002/attention/w_k/var"
 

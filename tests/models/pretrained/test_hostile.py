@@ -194,6 +194,8 @@ CONFIGS = {
     ),
     "another vocabulary": ({"vocab_size": 25}, "has shape [24, 16], but that of config.json"),
     "heads that do not divide": ({"num_attention_heads": 3}, "does not divide"),
+    "no vocabulary": ({"vocab_size": 0}, "vocab_size is 0; it is a whole number from 1 to"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0; it is a whole number"),
     "no number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it is above 0"),
     "one table": ({"tie_word_embeddings": True}, "is not 'model.embed_tokens.weight', but by"),
     "code": ({"auto_map": {"AutoModel": "x.py"}}, "auto_map is"),
@@ -212,6 +214,15 @@ def test_a_config_that_lies_is_refused(tmp_path, capsys, folder, case):
 def test_a_config_that_is_no_json_is_refused(tmp_path, capsys, folder, content):
     (folder / "config.json").write_bytes(content)
     assert "JSON" in refused(capsys, tmp_path, folder)
+
+
+@pytest.mark.parametrize("name", [ONE, INDEX, "config.json", "tokenizer.json", "merges.txt"])
+def test_a_file_that_is_no_regular_one_is_refused(tmp_path, capsys, folder, name):
+    """Import waited for a pipe for ever, and read a device without end."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(os.devnull)
+    source = folder / name if name == INDEX else folder
+    assert f"{name}' is no regular file" in refused(capsys, tmp_path, source)
 
 
 def test_a_file_that_becomes_shorter_is_told(tmp_path, folder):

@@ -1,6 +1,8 @@
 """Files of weights: safetensors, import and export."""
 
+import errno
 import json
+import os
 import shutil
 
 import ml_dtypes
@@ -9,7 +11,7 @@ import pytest
 import tensorflow as tf
 from safetensors.numpy import save_file
 
-from models.pretrained import config, names, transfer
+from models.pretrained import config, names, safetensors_file, transfer
 from models.pretrained.config import WeightsError
 from models.pretrained.safetensors_file import INDEX, ONE, Tensor, TensorFiles, find, write
 from pipemesh.checkpoint import Manifest
@@ -72,7 +74,7 @@ def test_what_comes_in_goes_out_as_it_was(tmp_path, capsys, kind, dtype):
     assert json.loads((out / "config.json").read_text()) == values | {"dtype": dtype}
     assert [(out / name).read_text() for name in beside] == ["{}"] * len(beside)
     # Once more is not over what is there.
-    assert "model.safetensors exists; give another folder" in refused(capsys, "export", run, out)
+    assert "added_tokens.json exists; give another folder" in refused(capsys, "export", run, out)
 
 
 def test_files_of_other_makers_are_the_same_model(tmp_path):
@@ -92,6 +94,20 @@ def test_files_of_other_makers_are_the_same_model(tmp_path):
         )
     assert_same(tensors_in(tmp_path / "of parts"), tensors_in(tmp_path / "of plain"))
     assert (tmp_path / "parts" / INDEX).exists()
+
+
+def test_logits_of_another_dtype_may_equal_the_table(tmp_path, monkeypatch):
+    """They were said to be two weights where both are larger than a block."""
+    monkeypatch.setattr(safetensors_file, "BLOCK", 64)
+    values = small.LLAMA | {"tie_word_embeddings": True}
+    tensors = small.tensors_of(values, ml_dtypes.bfloat16)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].astype(np.float32)
+    small.write(tmp_path / "in", values, tensors)
+    transfer.import_weights(str(tmp_path / "in"), str(tmp_path / "run"))
+    tensors["lm_head.weight"][-1, -1] += 1
+    small.write(tmp_path / "in", values, tensors)
+    with pytest.raises(WeightsError, match=r"'lm_head\.weight' is not 'model\.embed"):
+        transfer.import_weights(str(tmp_path / "in"), str(tmp_path / "more"))
 
 
 @pytest.fixture
@@ -238,6 +254,34 @@ def test_what_cannot_go_out_is_one_line(tmp_path, capsys, given):
     assert not out.exists()
 
 
+def test_an_export_is_whole_or_nothing(tmp_path, capsys, given, monkeypatch):
+    """Weights were left where the disk was full for a tokenizer, and others' weights replaced."""
+    folder, _, _ = given
+    run, out = tmp_path / "run", tmp_path / "out"
+    small.write_tokenizer(folder)
+    transfer.import_weights(str(folder), str(run))
+    out.mkdir()
+    (out / "README.md").touch()
+
+    def full(_, to):
+        with open(to, "wb") as file:
+            file.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)
+        told = refused(capsys, "export", run, out)
+        assert f"{out} cannot be written ([Errno 28] No space left on device)" in told
+        refused(capsys, "export", run, tmp_path / "new")
+    assert [each.name for each in out.iterdir()] == ["README.md"]
+    assert not (tmp_path / "new").exists()
+    assert "Not a directory" in refused(capsys, "export", run, out / "README.md" / "deep")
+    (out / "model-00001-of-00002.safetensors").touch()
+    told = refused(capsys, "export", run, out)
+    assert "model-00001-of-00002.safetensors exists; give another folder" in told
+    assert len(list(out.iterdir())) == 2
+
+
 NUMBERS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
@@ -378,10 +422,12 @@ def test_links_of_a_download_are_followed_but_no_others(tmp_path, path):
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path):
-    (tmp_path / ONE).mkdir()
-    with pytest.raises(SaveError, match="cannot be written"):
-        written(tmp_path, 10_000)
-    assert [each.name for each in tmp_path.iterdir()] == [ONE]
+    for name, most in ((ONE, 10_000), (INDEX, 1)):
+        (tmp_path / name).mkdir()
+        with pytest.raises(OSError, match="Is a directory"):
+            written(tmp_path, most)
+        assert [each.name for each in tmp_path.iterdir()] == [name]
+        (tmp_path / name).rmdir()
 
     def broken():
         raise SaveError("the last one cannot be written")
