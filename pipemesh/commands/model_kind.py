@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -254,15 +255,22 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name.startswith(prefix)}
 
 
+# Settings that an import does not have: data, learning, adapters.
+_OF_A_RUN = re.compile(r"^input\.|^task\.train\.|\.adapted$|\.adapter_tpl\.")
+
+
 def _changes(there: Any, now: Any) -> list[str]:
     """Lists the differences from a checkpoint's note, one per line."""
     from pipemesh.layers.pipeline.stack_plan import PARAMS
+    from pipemesh.training.saving import WEIGHTS_ONLY
 
     values = {param: name for name, param in PARAMS.items()}
     values |= {"mesh_shape": "mesh", "layout": "layout"}
     plan = _differences(there.get("plan", {}), now["plan"])
     changes = list(plan.items())
     for name, (before, after) in _differences(there.get("settings", {}), now["settings"]).items():
+        if there.get(WEIGHTS_ONLY) and _OF_A_RUN.search(name):
+            continue
         # A stack's params repeat the plan, or are empty where the class leaves them out.
         old, new = plan.get(values.get(name.rpartition(".")[2], ""), (None, None))
         if _as_in_plan(before) != old and _as_in_plan(after) != new:
