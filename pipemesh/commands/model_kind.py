@@ -70,6 +70,13 @@ ATTRIBUTE_FLAGS = grouped(
         "row, its end cut if it is longer (whole), or has a row for itself (single); default: "
         "split for sources in which every token counts, else whole (auto).",
     ),
+    Flag("batch_size", int, least=1, help="Rows of a batch; default: the model's."),
+    Flag(
+        "sequence_length",
+        int,
+        least=2,
+        help="Tokens of a row, limited by the model; default: the model's.",
+    ),
     Flag(
         "lora_rank",
         int,
