@@ -143,13 +143,12 @@ def length_of(params: PretrainedParams) -> int:
 
 def stages_of(params: PretrainedParams) -> list[Any]:
     """Returns the params of the stages; raises PlanError if the batch does not divide."""
-    number, name = params.PLAN.num_microbatches, type(params).__name__
+    number = params.PLAN.num_microbatches
     try:
         check_batch(params.BATCH_SIZE, number)
     except PlanError as error:
         raise PlanError(
-            f"num_microbatches={number}: {error}; or derive a class from {name} with another "
-            "BATCH_SIZE"
+            f"num_microbatches={number}: {error}; or give another --batch_size"
         ) from error
 
     class Sizes:

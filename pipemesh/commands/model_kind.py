@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,6 +71,13 @@ ATTRIBUTE_FLAGS = grouped(
         help="How documents share rows: each goes on in the next row (split), lies whole in one "
         "row, its end cut if it is longer (whole), or has a row for itself (single); default: "
         "split for sources in which every token counts, else whole (auto).",
+    ),
+    Flag("batch_size", int, least=1, help="Rows of a batch; default: the model's."),
+    Flag(
+        "sequence_length",
+        int,
+        least=2,
+        help="Tokens of a row, limited by the model; default: the model's.",
     ),
     Flag(
         "lora_rank",
@@ -259,6 +267,10 @@ def _settings(note: Any, prefix: str) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name.startswith(prefix)}
 
 
+# Settings that an import does not have: data, learning, adapters.
+_OF_A_RUN = re.compile(r"^input\.|^task\.train\.|\.adapted$|\.adapter_tpl\.")
+
+
 def _changes(there: Any, now: Any) -> list[str]:
     """Lists the differences from a checkpoint's note, one per line."""
     from pipemesh.layers.pipeline.stack_plan import PARAMS
@@ -268,10 +280,8 @@ def _changes(there: Any, now: Any) -> list[str]:
     values |= {"mesh_shape": "mesh", "layout": "layout"}
     plan = _differences(there.get("plan", {}), now["plan"])
     changes = list(plan.items())
-    # Weights alone had no data.
-    left = ("input.",) if there.get(WEIGHTS_ONLY) else ()
     for name, (before, after) in _differences(there.get("settings", {}), now["settings"]).items():
-        if name.startswith(left):
+        if there.get(WEIGHTS_ONLY) and _OF_A_RUN.search(name):
             continue
         # A stack's params repeat the plan, or are empty where the class leaves them out.
         old, new = plan.get(values.get(name.rpartition(".")[2], ""), (None, None))

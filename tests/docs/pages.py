@@ -37,6 +37,13 @@ def python_of(page):
     return "\n".join([*([_DOCTEST] if lines != found else []), *lines])
 
 
+def programs_of(page):
+    """Snippets of Python that begin with the name of their file, by that name."""
+    found = [code for kind, code in FENCED.findall(_text(page)) if kind == "python"]
+    named = [(re.match(r"# (\w+\.py)\n", code), code) for code in found]
+    return {name[1]: code for name, code in named if name}
+
+
 def commands_of(page):
     """The shell commands, in their order."""
     text = _text(page)

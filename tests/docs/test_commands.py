@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from tests.commands.program import CODE
-from tests.docs.pages import PAGES, ROOT, commands_of, name_of
+from tests.docs.pages import PAGES, ROOT, commands_of, name_of, programs_of
 from tests.models.pretrained import small
 from tests.warm import warm
 
@@ -22,6 +22,7 @@ STEPS = os.environ.get("PIPEMESH_DOC_STEPS", "3")
 # What a command has that is not run here, and why.
 NOT_RUN = {
     r"^make ": "CI runs it by itself",
+    r"from transformers import": "needs torch; tests/models/pretrained/test_peers.py loads files",
     r"^(pip|python3 -m venv|source|apt-get|cmake|tar|git|hf) ": "installs or fetches something",
     r"and-cuda|list_physical_devices|--device_type=GPU": "needs a GPU",
     r"\b10\.8\.0\.|slurm|srun|kill %1": "needs several hosts",
@@ -40,6 +41,7 @@ NOT_RUN = {
 SLOW = r"^pipemesh launch |--mesh_shape='layers:2;data:2' "
 QUICK = {
     "README.md",
+    "docs/guides/finetune.md",
     "docs/guides/install.md",
     "docs/guides/many_devices.md",
     "docs/guides/partitioner.md",
@@ -75,8 +77,9 @@ WITH_COMMANDS = [
 
 # What `python -m` does.
 MODULE = """
-import runpy, sys
+import os, runpy, sys
 del sys.argv[0]
+sys.path.insert(0, os.getcwd())
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 # Of the language model, two blocks of five, and two microbatches: most of the time builds graphs.
@@ -88,7 +91,7 @@ sizes.Tiny.NUM_LAYERS = 2
 
 @pytest.fixture
 def shell(tmp_path, page, pytestconfig):
-    """Runs a line in a folder with small weights of GPT-2 and figures of a model."""
+    """Runs a line in a folder with small weights, figures of a model, and the page's programs."""
     programs = tmp_path / "bin"
     programs.mkdir()
     module, command = (
@@ -102,9 +105,15 @@ def shell(tmp_path, page, pytestconfig):
         (programs / name).chmod(0o755)
     folder = tmp_path / "folder"
     folder.mkdir()
-    values = {**small.GPT2, "n_positions": 64}
-    small.write(folder / "gpt2", values, small.tensors_of(values))
-    small.write_tokenizer(folder / "gpt2")
+    models = {
+        "gpt2": small.GPT2 | {"n_positions": 64},
+        "llama": small.LLAMA | {"max_position_embeddings": 64},
+    }
+    for name, values in models.items():
+        small.write(folder / name, values, small.tensors_of(values))
+        small.write_tokenizer(folder / name)
+    for name, code in programs_of(page).items():
+        (folder / name).write_text(code)
     shutil.copy(ROOT / "benchmarks/plan/dense.json", folder / "figures.json")
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
 
@@ -112,7 +121,9 @@ def shell(tmp_path, page, pytestconfig):
         is_model = "models.one_billion_word.train" in line and "--num_microbatches" not in line
         if name_of(page) in QUICK and is_model and pytestconfig.getoption("cases") != "all":
             line += " --num_microbatches=2"
-        line = re.sub(r"--steps=\d+", f"--steps={STEPS}", line)
+        # A run that goes on takes as many steps again.
+        line = re.sub(r"--steps=(\d+)", lambda n: f"--steps={int(STEPS) << (n[1] == '2000')}", line)
+        line = re.sub(r"--warmup_steps=\d+", "--warmup_steps=1", line)
         trains = re.search(r"models\.\w+\.train|pipemesh train", line)
         if trains and "--steps" not in line:
             line = f"{line} --steps={STEPS}"

@@ -158,6 +158,7 @@ def test_adapters_are_trained_decoded_and_exported(run, tmp_path, monkeypatch):
     lora = ["--lora_rank=2", "--lora_targets=/w_", "--max_to_keep=1"]
     out = program.done("train", f"--logdir={logdir}", "--steps=20", *SPLIT, *lora)
     assert "--lora_rank" not in out
+    assert out.count("changed since the checkpoint: ") == 2, "mesh and layout, not each adapter"
     out = program.done("train", f"--logdir={logdir}", "--steps=21")
     assert "--lora_rank=2 --lora_targets=/w_" in out
     assert f"going on from {logdir}/ckpt-20" in out and "changed since" not in out

@@ -139,14 +139,15 @@ def test_flags_name_the_data_and_it_is_counted(folder, tmp_path):
     logdir = tmp_path / "run"
     transfer.import_weights(str(folder / "in"), str(logdir))
     flags = [f"--logdir={logdir}", f"--train_data={folder}/chats.jsonl*2,{folder}/text.jsonl"]
+    flags += ["--batch_size=4", "--sequence_length=8"]
     heldout = f"--heldout_data={folder}/pairs.jsonl"
     out = program.done("train", *flags, heldout, "--packing=whole", "--steps=2", "--save_every=2")
     assert "chats.jsonl: 20 documents, " in out and "of them predicted, in " in out
-    assert "evaluation while training: all of the held-out data, 1 batches" in out
+    assert "evaluation while training: all of the held-out data, 3 batches" in out
     lines = [json.loads(line) for line in (logdir / "record.jsonl").read_text().splitlines()]
     chats, text = lines[0]["data"]
     assert chats["documents"] == 20 and text["source"] == f"{folder}/text.jsonl"
-    assert text["cut"] == 0 and text["documents"] == 15
+    assert text["cut"] == 9 and text["documents"] == 15
     assert "\nheld-out data: " in out and lines[0]["heldout"][0]["documents"] == 20
     out = program.done("train", f"--logdir={logdir}", "--steps=4")
     assert f"going on from {logdir}/ckpt-2" in out and "changed since" not in out
