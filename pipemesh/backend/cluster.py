@@ -9,13 +9,16 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 
-# The context is mostly private; TensorFlow's version is pinned to 2.21.
-from tensorflow.python.eager import context
+# These are mostly private; TensorFlow's version is pinned to 2.21.
+from tensorflow.python import _pywrap_tfe, pywrap_tfe
+from tensorflow.python.eager import context, core
+from tensorflow.python.framework import constant_op
 
 from pipemesh.addresses import (
     LOOPBACK_INTERFACE,
@@ -219,8 +222,71 @@ def connect_workers(workers: Sequence[str], client: str | None = None) -> list[s
         )
     )
     eager.ensure_initialized()
+    _release_lock()
     keep_to(host_and_port(client)[1], [*ips_of(workers), "127.0.0.1"], peers=True)
     return [device for devices in worker_devices("") for device in devices]
+
+
+def _release_lock() -> None:
+    """Lets threads of Python run while TensorFlow sends functions and constants to workers."""
+    # It waits for each worker with Python's lock held: no thread could notice a silent one.
+    library = ctypes.CDLL(_pywrap_tfe.__file__)
+    library.TF_NewStatus.restype = ctypes.c_void_p
+    library.TF_Message.restype = ctypes.c_char_p
+
+    def without_lock(name: str) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            status = ctypes.c_void_p(library.TF_NewStatus())
+            try:
+                # ctypes releases the lock.
+                library[name](*map(_native, arguments), status)
+                if code := library.TF_GetCode(status):
+                    message = library.TF_Message(status).decode(errors="replace")
+                    raise tf.compat.v1.errors.exception_type_from_error_code(code)(
+                        None, None, message
+                    )
+            finally:
+                library.TF_DeleteStatus(status)
+
+        return call
+
+    for name in ("AddFunction", "AddFunctionDef", "RemoveFunction"):
+        setattr(pywrap_tfe, f"TFE_Context{name}", without_lock(f"TFE_Context{name}"))
+    # As functions, operations of this process would be sent to all workers.
+    without_lock("TFE_ContextSetRunEagerOpAsFunction")(eager_context()._handle, 0)
+    convert, execute = constant_op.convert_to_eager_tensor, pywrap_tfe.TFE_Py_FastPathExecute
+
+    def convert_here_first(value: Any, ctx: context.Context, dtype: Any = None) -> Any:
+        if isinstance(value, tf.Tensor) or not _is_on_worker(ctx):
+            return convert(value, ctx, dtype)
+        with ctx.device(OWN_HOST):
+            tensor = convert(value, ctx, dtype)
+        # TensorFlow leaves these in this process.
+        return tensor if tensor.dtype == tf.int32 else constant_op._eager_identity(tensor, ctx)
+
+    def execute_here(ctx: context.Context, *arguments: Any) -> Any:
+        if _is_on_worker(ctx):
+            # Lets the caller convert numbers as above.
+            raise core._FallbackException
+        return execute(ctx, *arguments)
+
+    constant_op.convert_to_eager_tensor = convert_here_first
+    pywrap_tfe.TFE_Py_FastPathExecute = execute_here
+
+
+def _native(argument: Any) -> Any:
+    """Converts an argument for C; an object of pybind11 has its pointer after its head."""
+    if isinstance(argument, str):
+        return argument.encode()
+    if isinstance(argument, int):
+        return ctypes.c_size_t(argument)
+    if isinstance(argument, bytes):
+        return argument
+    return ctypes.c_void_p.from_address(id(argument) + object.__basicsize__)
+
+
+def _is_on_worker(ctx: context.Context) -> bool:
+    return f"/job:{WORKER}/" in (ctx.device_name or "")
 
 
 def check_way_back(task: int) -> None:

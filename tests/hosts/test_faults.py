@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import threading
 import time
 
@@ -15,11 +16,27 @@ import pytest
 from pipemesh.commands.main import main
 from tests.hosts.faults import STEPS, TRAIN, assert_same, training, until, weights
 from tests.hosts.namespaces import network, why_not
-from tests.hosts.workers import address_of, start, started
+from tests.hosts.workers import COMMAND, address_of, start, started
 from tests.models.one_billion_word.program import SMALLER
 from tests.warm import warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(500)]
+# A client whose worker is silent from some instant on.
+SILENT = """
+import os, signal, sys
+import tensorflow as tf
+from tensorflow.python.eager import context
+from pipemesh.backend.cluster import worker_devices
+from pipemesh.hosts import Cluster, client
+client.connect(Cluster((sys.argv[1],)), answer=1.0)
+def build():
+    return tf.function(lambda: tf.ones([])).get_concrete_function()
+built = build()
+with tf.device(worker_devices("CPU")[0][0]):
+    os.kill(int(sys.argv[2]), signal.SIGSTOP)
+    exec(sys.argv[3])
+os._exit(0)
+"""
 # Of the tests with many faults.
 FAULTS, LONG, MOST_STEPS = 10, 110, 10
 
@@ -93,6 +110,38 @@ def test_workers_that_are_killed_or_stopped_come_back_or_are_replaced(undisturbe
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """A worker that is no warm process, which could not be stopped, and its address."""
+    worker = start(command=COMMAND)
+    try:
+        yield worker, address_of(worker)
+    finally:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "build()",
+        "context.context().remove_function(built.name)",
+        "tf.constant([1.0])",
+        "tf.add([1.0], 2.0)",
+    ],
+)
+def test_a_worker_that_is_silent_during_native_code_is_noticed(worker, code):
+    """TensorFlow waited for it with Python's lock held, so the watch slept as well."""
+    process, address = worker
+    words = warm("-c", SILENT, address, process.pid, code)
+    try:
+        client = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert client.returncode == 3, client.stderr
+    assert re.search(r"^error: worker 0 \(\S+\) has not answered for \d s, in", client.stderr, re.M)
 
 
 def test_one_program_resumes_when_a_worker_is_killed(undisturbed, tmp_path):

@@ -80,11 +80,11 @@ def look_after(program, client):
             os._exit(0)
 
 
-def run(arguments, cwd, env):
+def run(set_by_imports, arguments, cwd, env):
     """Does what Python does with arguments."""
     os.chdir(cwd)
     os.environ.clear()
-    os.environ.update(env)
+    os.environ.update({**set_by_imports, **env})
     how, what, *rest = arguments
     sys.argv = [how, *rest]
     if how == "-m":
@@ -96,13 +96,16 @@ def run(arguments, cwd, env):
 
 def main():
     listener = socket.socket(fileno=int(sys.argv[1]))
+    before = dict(os.environ)
     for name in PRELOADED:
         importlib.import_module(name)
+    # Such as the way in which TensorFlow sends to workers, which lingvo sets.
+    set_by_imports = dict(os.environ.items() - before.items())
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, threads
     # Else each process would copy what it only looks at.
     gc.freeze()
-    run(**serve(listener))
+    run(set_by_imports, **serve(listener))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,12 @@ sys.exit(7)
     assert (done.stderr, done.returncode) == ("from a pipe\n", 7)
 
 
+def test_what_lingvo_sets_in_the_environment_holds():
+    """Programs drove workers otherwise than those that import lingvo themselves."""
+    code = "import os; print(os.environ['TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE'])"
+    assert subprocess.check_output(warm("-c", code), text=True) == "False\n"
+
+
 def test_an_exception_is_told_and_the_exit_code_1():
     done = subprocess.run(warm("-c", "1 // 0"), capture_output=True, text=True)
     assert done.returncode == 1
