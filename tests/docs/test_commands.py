@@ -33,7 +33,6 @@ NOT_RUN = {
     r"lingvo_suite": "needs a checkout of lingvo",
     r"theirs/|runs/lm/|ours/": "needs a checkpoint of lingvo's trainer",
     r"FOLDER|path/to": "needs data or a checkout",
-    r"from transformers import": "needs torch",
     r"^python benchmarks/": "tests/benchmarks/test_all.py runs the benchmarks",
     r"tuned\.Tuned|runs/tuned": "needs a class of the user's own",
 }

@@ -245,11 +245,11 @@ def _sums(logits: tf.Tensor, labels: tf.Tensor, greatest: tf.Tensor, start: tf.T
     at = labels - tf.cast(start, labels.dtype)
     is_here = (at >= 0) & (at < sizes[-1])
     at = tf.where(is_here, at, 0)
-    raised = tf.exp(logits - greatest[..., None])
+    raised = tf.exp(logits - tf.expand_dims(greatest, -1))
     right = tf.gather(logits, at, batch_dims=len(sizes) - 1)
 
     def gradient(grad: tf.Tensor) -> Any:
-        rows = tf.reshape(raised * grad[0][..., None], [-1, sizes[-1]])
+        rows = tf.reshape(raised * tf.expand_dims(grad[0], -1), [-1, sizes[-1]])
         places = tf.stack([tf.range(rows.shape[0], dtype=at.dtype), tf.reshape(at, [-1])], -1)
         own = tf.reshape(tf.where(is_here, grad[1], 0), [-1])
         rows = tf.tensor_scatter_nd_add(rows, places, own)
@@ -386,7 +386,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         sums = lowering.all_reduce(sums, [axis] if axis else [])
         total = lowering.map(lambda s, top: tf.math.log(s[0]) + top, sums, greatest.slices)
         right = lowering.map(lambda s: s[1], sums)
-        return tuple(Tensor(lowering, slices, labels.shape) for slices in (total, right))
+        return Tensor(lowering, total, labels.shape), Tensor(lowering, right, labels.shape)
 
     @classmethod
     def CountCosts(
