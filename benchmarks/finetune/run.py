@@ -52,7 +52,7 @@ def make_files(folder: str) -> None:
 
 
 def make_step(mode: str, folder: str):
-    """A step of pipemesh."""
+    """A step of pipemesh; nothing but imports if `mode` is IMPORTS."""
     from pipemesh.backend.devices import start_cpu_devices
 
     start_cpu_devices(2)
@@ -68,6 +68,8 @@ def make_step(mode: str, folder: str):
     from pipemesh.training.run import Options
     from pipemesh.training.trainer import Trainer
 
+    if mode == settings.IMPORTS:
+        return lambda: (0.0,)
     ids = settings.token_ids()
     shape = [settings.ROWS, settings.LENGTH]
     batch = {
@@ -120,6 +122,13 @@ def main() -> None:
         raise SystemExit("error: /proc/self/status has no VmHWM; run this on Linux")
     theirs = torch_python(arguments.torch_python, *PEFT)
     shim = mkl_shim()
+    imports = {
+        name: imported([python, str(HERE / script), "--serve", settings.IMPORTS, "--folder", ""])
+        for name, python, script in (
+            (OURS, sys.executable, "run.py"),
+            (THEIRS, theirs, "torch_llama.py"),
+        )
+    }
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         make_files(folder)
@@ -133,7 +142,15 @@ def main() -> None:
             if shim is not None:
                 contenders[FAST] = Contender(torch, {"LD_PRELOAD": shim})
             found[mode] = measured(contenders, arguments.rounds)
-    report(found, arguments)
+    report(found, imports, arguments)
+
+
+def imported(command):
+    """The memory in MiB of a process that only imports what it needs."""
+    contender = Contender(command)
+    contender.ask()
+    contender.close()
+    return contender.peak_bytes / 2**20
 
 
 def measured(contenders, rounds):
@@ -145,7 +162,7 @@ def measured(contenders, rounds):
     }
 
 
-def report(found, arguments) -> None:
+def report(found, imports, arguments) -> None:
     tokens = settings.ROWS * settings.LENGTH
     print(
         f"{tokens} tokens a step, {settings.MICROBATCHES} microbatches; {arguments.rounds} rounds"
@@ -163,6 +180,10 @@ def report(found, arguments) -> None:
             )
             if name == OURS:
                 each |= {"speed": speed, "share": share}
+    print(
+        "memory of the imports alone, which no step can do without: "
+        + ", ".join(f"{name} {value:,.0f} MiB" for name, value in imports.items())
+    )
     for mode, by_name in found.items():
         for what, value, is_met in (
             ("tokens a second", by_name[OURS]["speed"], by_name[OURS]["speed"] >= SPEED_BAR),
@@ -171,7 +192,10 @@ def report(found, arguments) -> None:
             verdict = "met" if is_met else "NOT met"
             print(f"{mode}: {what} / torch's: {value:.2f} (bar {SPEED_BAR}: {verdict})")
     machine = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": TORCH}
-    text = json.dumps({**machine, "python": platform.python_version(), "found": found}, indent=1)
+    text = json.dumps(
+        {**machine, "python": platform.python_version(), "imports": imports, "found": found},
+        indent=1,
+    )
     pathlib.Path(arguments.out).write_text(text, encoding="utf-8")
 
 

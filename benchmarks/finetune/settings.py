@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 MODES = ["full", "frozen", "lora"]
+# Instead of a mode: no step, for the memory that a library takes by itself.
+IMPORTS = "imports"
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

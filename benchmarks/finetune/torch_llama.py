@@ -20,7 +20,10 @@ from shared.contender import serve_timed
 
 
 def make_step(mode: str, folder: str):
-    """A step of training of all weights, of the upper ones, or of adapters."""
+    """A step of training of all weights, of the upper ones, or of adapters; see `IMPORTS`."""
+    if mode == settings.IMPORTS:
+        _ = transformers.LlamaForCausalLM  # Loaded when it is asked for.
+        return lambda: 0.0
     # Both cores work on each operation.
     torch.set_num_threads(os.cpu_count() or 1)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -60,7 +63,7 @@ def make_step(mode: str, folder: str):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--serve", required=True, choices=settings.MODES)
+    parser.add_argument("--serve", required=True, choices=[*settings.MODES, settings.IMPORTS])
     parser.add_argument("--folder", required=True)
     arguments = parser.parse_args()
     step = make_step(arguments.serve, arguments.folder)

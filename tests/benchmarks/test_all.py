@@ -20,6 +20,7 @@ SMALLEST = {
     "checkpoint": ["--megabytes=1", "--variables=4", "--rounds=1", "--products=2"],
     "decode": ["--rounds=1"],
     "executor": ["--parts", "waiting", "--waiting_rounds=1", "--waiting_tables", "gpipe"],
+    "finetune": None,  # torch
     "first_step": ["--rounds=1"],
     "hosts": ["--rounds=1", "--parts=ratios"],
     "lm": ["--rounds=1"],
