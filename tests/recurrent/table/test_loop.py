@@ -4,11 +4,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.backend.peak import TensorMemory
+from pipemesh.recurrent import Options, Stage, pipeline_loss
 from pipemesh.recurrent.remat import FULL, NONE
 from pipemesh.recurrent.table.loop import HomeBuffers, Loop
 from pipemesh.recurrent.table.loop_program import Access, HomeBuffer
 from pipemesh.recurrent.table.run import ActionByAction
-from pipemesh.schedule import execution_order, gpipe, interleaved_one_f_one_b, looped_bfs
+from pipemesh.schedule import (
+    execution_order,
+    gpipe,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    one_f_one_b,
+)
 from tests.recurrent.calls import calling_step
 from tests.recurrent.passes.traced import run
 from tests.recurrent.table.small import (
@@ -32,6 +40,37 @@ def test_each_action_is_computed_once_and_nothing_besides(schedule):
     )
     np.testing.assert_allclose(step(), 2 * np.prod(weights) ** 2 * np.arange(count), rtol=1e-5)
     assert sorted(calls) == [(s, kind, m) for s in stages for kind in "BF" for m in range(count)]
+
+
+def test_sums_of_gradients_begin_with_nothing_that_is_kept():
+    """Zeros that depend on constants alone are computed before the first step, and kept."""
+    memory = TensorMemory("CPU:0")
+    if not memory.is_counted:
+        pytest.skip("this build of TensorFlow does not count the memory of tensors")
+    weights = [tf.Variable(tf.fill([1000, 1000], 1e-3)) for _ in range(2)]
+
+    def forward(theta, carry, inputs, microbatch, step):
+        return [tf.matmul(inputs[0], theta[0])], []
+
+    def last(*arguments):
+        (y,), carry = forward(*arguments)
+        return [tf.reduce_sum(y)], carry
+
+    @tf.function(autograph=False)
+    def step():
+        stages = [
+            Stage(f"s{n}", function, [weights[n]], [], f"CPU:{n}")
+            for n, function in enumerate((forward, last))
+        ]
+        with tf.GradientTape() as tape:
+            loss, _, _ = pipeline_loss(
+                stages, [tf.ones([8, 1000])], one_f_one_b(2, 4), options=Options(loop=True)
+            )
+        return [tf.reduce_sum(grad) for grad in tape.gradient(loss, weights)]
+
+    before = memory.current
+    step()
+    assert memory.current - before < 1e6
 
 
 FLOATS = HomeBuffer(0, 1, tf.float32)
