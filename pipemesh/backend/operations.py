@@ -41,6 +41,11 @@ def pin(tensors: Tensors) -> Tensors:
     return _make("EnsureShape", tensors, dtypes, attributes)
 
 
+def zeros(spec: tf.TensorSpec) -> tf.Tensor:
+    """Returns zeros that are no constant, which would be made before the first step and kept."""
+    return tf.raw_ops.Empty(shape=spec.shape.as_list(), dtype=spec.dtype, init=True)
+
+
 def pin_present(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:
     """Pins the tensors that are not None."""
     pinned = iter(pin([t for t in tensors if t is not None]))

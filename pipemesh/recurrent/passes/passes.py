@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipemesh.backend.graphs import results_beside_sources
 from pipemesh.backend.operation_kinds import has_effects
-from pipemesh.backend.operations import Call
+from pipemesh.backend.operations import Call, zeros
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import GradName, flat_names
@@ -78,7 +78,7 @@ def accumulated(
                 # even across the control dependencies that order actions, and so creates cycles.
                 new.append(values if total is None else tf.add_n([total, values]))
             else:
-                total = tf.zeros(spec.shape, spec.dtype) if total is None else total
+                total = zeros(spec) if total is None else total
                 new.append(tf.tensor_scatter_nd_add(total, next(pasted)[:, None], values))
     return new
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from pipemesh.backend.graphs import keep_alive
-from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present, sum_in_order
+from pipemesh.backend.operations import MaybeTensor, pin, pin_each, pin_present, sum_in_order, zeros
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.randomness.scope import WholeDraws
 from pipemesh.recurrent.options import Options, sum_dtype
@@ -438,13 +438,11 @@ class Machine:
 
     def zero_gradients(self, stage: int) -> Tensors:
         """Returns the sums of the gradients of a stage's weights before the first microbatch."""
-        zeros = []
+        sums = []
         for total in self.sums[stage]:
             with tf.device(self._stages[stage].devices[total.place]):
-                # Not a constant, which would be made before the first step and kept.
-                shape, dtype = total.spec.shape.as_list(), total.spec.dtype
-                zeros.append(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True))
-        return zeros
+                sums.append(zeros(total.spec))
+        return sums
 
     def total_gradients(self, stage: int, state: State) -> Grads:
         """Returns the gradient of each theta of a stage, summed over microbatches and replicas."""
