@@ -52,7 +52,8 @@ class PretrainedKind(RegisteredKind):
         ends = configs.ends_of(folder, config)[0]
         tokens = Tokens(encode, decode, ends, length, config.vocab_size)
         subject = model_kind.subject()
-        return Texts(subject, path, tokens, find_model(FLAGS.model).BATCH_SIZE)
+        rows = FLAGS.value("batch_size") or find_model(FLAGS.model).BATCH_SIZE
+        return Texts(subject, path, tokens, rows)
 
 
 KIND = PretrainedKind()

@@ -337,7 +337,11 @@ class Folder:
                 file=sys.stderr,
             )
         _held.append(self)
-        remove_leftovers(self.path)
+        try:
+            remove_leftovers(self.path)
+        except CheckpointError:
+            self.__exit__()
+            raise
         return self
 
     def check(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from pipemesh.checkpoint import Folder, Manifest, newest_whole
 from pipemesh.checkpoint.files import remove_unfinished
 from pipemesh.checkpoint.folder import hold, hold_newest
+from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
 from pipemesh.commands import learning_flags, training_flags, workers
 from pipemesh.commands.flags import (
     CONFIG,
@@ -104,6 +105,7 @@ ATTRIBUTE_FLAGS = grouped(
         "model's, 1.",
     ),
 )
+ATTRIBUTES = frozenset(flag.name for flag in ATTRIBUTE_FLAGS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +276,6 @@ _OF_A_RUN = re.compile(r"^input\.|^task\.train\.|\.adapted$|\.adapter_tpl\.")
 def _changes(there: Any, now: Any) -> list[str]:
     """Lists the differences from a checkpoint's note, one per line."""
     from pipemesh.layers.pipeline.stack_plan import PARAMS
-    from pipemesh.training.saving import WEIGHTS_ONLY
 
     values = {param: name for name, param in PARAMS.items()}
     values |= {"mesh_shape": "mesh", "layout": "layout"}
@@ -409,13 +410,13 @@ def subject() -> Any:
     return model
 
 
-def take_flags(config: Any, flags: Flags, folder: str | None) -> None:
+def take_flags(config: Any, flags: Flags, folder: str, names: Collection[str] = ATTRIBUTES) -> None:
     """Sets the attributes of an instance of --model that flags set, and the log directory."""
     if hasattr(config, _LOGDIR):
         setattr(config, _LOGDIR, folder)
     for flag in ATTRIBUTE_FLAGS:
         name, value = flag.name.upper(), flags.value(flag.name)
-        if value is None:
+        if value is None or flag.name not in names:
             continue
         if not hasattr(config, name):
             raise FlagError(

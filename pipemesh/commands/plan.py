@@ -32,7 +32,7 @@ from pipemesh.commands.flags import (
     parse,
     write_output,
 )
-from pipemesh.commands.model_kind import REGISTERED, take_flags
+from pipemesh.commands.model_kind import REGISTERED, logdir, take_flags
 from pipemesh.commands.training_flags import MEASURED_FLAGS
 from pipemesh.errors import PlanError
 from pipemesh.plan.figures import PLAIN, Figures, settings_of
@@ -147,7 +147,10 @@ def measured(flags: Flags) -> Any:
         flags.devices,
         flags.device_type,
         flags.optimizer,
-        functools.partial(take_flags, flags=flags, folder=flags.logdir),
+        # `--batch_size` is that of the forecast.
+        functools.partial(
+            take_flags, flags=flags, folder=flags.logdir or logdir(), names=MEASURED_FLAGS
+        ),
         freeze=flags.freeze,
         train_only=flags.train_only,
     )

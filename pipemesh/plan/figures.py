@@ -278,7 +278,7 @@ FILE = "figures.json"
 
 SETTINGS = (
     *("optimizer", "freeze", "train_only"),
-    *("lora_rank", "lora_targets", "lora_dropout", "vocab_multiple"),
+    *("lora_rank", "lora_targets", "lora_dropout", "vocab_multiple", "sequence_length"),
 )
 """Flags of a training that change what is measured."""
 

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
-from tqdm import tqdm
-
 from pipemesh.errors import PipemeshError
 from pipemesh.hosts import processes
 
@@ -252,6 +250,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._terminal:
+            from tqdm import tqdm
+
             self._bar = tqdm(
                 total=self._total,
                 initial=self._done,
@@ -293,6 +293,8 @@ class Progress:
             self._tell()
 
     def _tell(self) -> None:
+        from tqdm import tqdm
+
         now = self._told = time.monotonic()
         seconds = now - self._begin
         text = f"step {self._done:,} of {self._total:,}, {tqdm.format_interval(seconds)} so far"

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tqdm import tqdm
 
 from pipemesh import __version__
 from pipemesh.backend.peak import peak_memory
@@ -59,11 +58,15 @@ class Telling:
 
     def say(self, text: str) -> None:
         """Writes a line for people, above the progress display."""
+        from tqdm import tqdm
+
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
     def warn(self, text: str) -> None:
         """Writes a warning."""
+        from tqdm import tqdm
+
         tqdm.write(text, file=sys.stderr)
 
     def write_page(self) -> str | None:

@@ -139,11 +139,11 @@ def test_flags_name_the_data_and_it_is_counted(folder, tmp_path):
     logdir = tmp_path / "run"
     transfer.import_weights(str(folder / "in"), str(logdir))
     flags = [f"--logdir={logdir}", f"--train_data={folder}/chats.jsonl*2,{folder}/text.jsonl"]
-    flags += ["--batch_size=4", "--sequence_length=8"]
+    flags += ["--batch_size=2", "--num_microbatches=2", "--sequence_length=8"]
     heldout = f"--heldout_data={folder}/pairs.jsonl"
     out = program.done("train", *flags, heldout, "--packing=whole", "--steps=2", "--save_every=2")
     assert "chats.jsonl: 20 documents, " in out and "of them predicted, in " in out
-    assert "evaluation while training: all of the held-out data, 3 batches" in out
+    assert "evaluation while training: all of the held-out data, 6 batches" in out
     lines = [json.loads(line) for line in (logdir / "record.jsonl").read_text().splitlines()]
     chats, text = lines[0]["data"]
     assert chats["documents"] == 20 and text["source"] == f"{folder}/text.jsonl"
@@ -155,6 +155,8 @@ def test_flags_name_the_data_and_it_is_counted(folder, tmp_path):
     other = [f"--logdir={logdir}", f"--heldout_data={folder}/chats.jsonl"]
     out = program.done("evaluate", *other)
     assert "step 4: loss " in out and "held-out data: " in out and "chats.jsonl: 20 doc" in out
+    # Stages are cut otherwise, for the model's own batch.
+    assert program.done("decode", f"--logdir={logdir}", "--prompt=the", "--max_tokens=1")
     words = ["evaluate", f"--logdir={logdir}", "--train_data=a"]
     ((_, _, err),) = program.without_tensorflow(words)
     assert err == "error: --train_data is for training; leave it out\n"

@@ -29,7 +29,9 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     """Layers and steps are timed in one process, and read in another."""
     path, plans = tmp_path / "figures.json", tmp_path / "plans.json"
     model = "--model=tests.training.small_models.ShortPoints"
-    code, out, err = run("plan", model, "--devices=2", "--optimizer=muon", f"--save={path}")
+    # The batch is that of the forecast: the model has no such attribute.
+    words = ["--devices=2", "--optimizer=muon", "--batch_size=8"]
+    code, out, err = run("plan", model, *words, f"--save={path}")
     assert code == 0 and "error" not in err, err
     assert "measuring 3 layers, 8 rows a microbatch, forward and backward\n" in err
     figures = Figures.from_json(path.read_text(), str(path))
