@@ -123,7 +123,9 @@ def request() -> Request:
     if settings.LEARNING_RATE_SCHEDULE is None:
         # The Transformer's schedule falls from there on.
         check_number("warmup_steps", settings.WARMUP_STEPS)
-    elif SIZES[FLAGS.model].LEARNING_RATE_SCHEDULE is None and not FLAGS.is_given("learning_rate"):
+    elif SIZES[FLAGS.model].LEARNING_RATE_SCHEDULE is None and not (
+        FLAGS.is_given("learning_rate") or FLAGS.value("find_learning_rate")
+    ):
         raise FlagError(
             f"--learning_rate_schedule={settings.LEARNING_RATE_SCHEDULE}: the model's learning "
             f"rate, {settings.LEARNING_RATE}, is a factor of its own schedule; give --learning_rate"

@@ -20,6 +20,7 @@ from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import list_for_tensorflow, path_of
 from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
 from pipemesh.errors import CheckpointError, PipemeshError, SaveError
+from pipemesh.training.learning import fall_later
 
 from . import adapters, names, safetensors_file, tokenizer
 from . import config as configs
@@ -287,6 +288,7 @@ def _note_of(logdir: str, config: Config, model: str | None) -> dict[str, Any]:
     params = found()
     # Data is no part of weights, and may come later.
     params.LOGDIR, params.TRAIN_DATA = logdir, None
+    fall_later(params)
     if params.CONFIG is None:
         # The folder has no file yet.
         params.CONFIG = config

@@ -42,7 +42,9 @@ def pin(tensors: Tensors) -> Tensors:
 
 
 def zeros(spec: tf.TensorSpec) -> tf.Tensor:
-    """Returns zeros that are no constant, which would be made before the first step and kept."""
+    """Returns zeros that are no constant: those are made before the first step and kept, and equal
+    ones are merged, so that to overwrite one would change all.
+    """
     return tf.raw_ops.Empty(shape=spec.shape.as_list(), dtype=spec.dtype, init=True)
 
 

@@ -93,17 +93,17 @@ def given() -> dict[str, Any]:
     return values
 
 
-def with_end(model: Any, steps: int, keep: bool = True) -> dict[str, Any]:
+def with_end(model: Any, steps: int) -> dict[str, Any]:
     """Returns the values of the flags that are given, and where a learning rate falls its end.
 
-    That is `steps`, unless a flag or the model's class says it; to `keep` it for a resumed run it
-    counts as given.
+    That is `steps`, unless a flag or the model's class says it. For a resumed run it counts as
+    given.
     """
     values = given()
     schedule = values.get("learning_rate_schedule", getattr(model, "LEARNING_RATE_SCHEDULE", None))
     if schedule in FALLING and "decay_steps" not in values:
         end = getattr(model, "DECAY_STEPS", None)
-        if keep and end is None:
+        if end is None:
             FLAGS.set("decay_steps", steps)
         values["decay_steps"] = steps if end is None else end
     return values

@@ -46,7 +46,7 @@ from pipemesh.example_models import import_model_module, same_class
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.text import is_missing
-from pipemesh.training.learning import set_attributes
+from pipemesh.training.learning import fall_later, set_attributes
 from pipemesh.training.run import Options, console
 
 # A class with this attribute gets the log directory in it: some models lie there in part.
@@ -347,8 +347,9 @@ def subject() -> Any:
         def new() -> Any:
             config = find_model(FLAGS.model)()
             take_flags(config, FLAGS, logdir())
-            # Task() may set p.train.max_steps, which is another end.
-            set_attributes(config, learning_flags.with_end(type(config), FLAGS.steps, keep=False))
+            set_attributes(config, learning_flags.given())
+            # Task() may set p.train.max_steps, which is the end.
+            fall_later(config)
             return config
 
         def made(config: Any, values: Mapping[str, str]) -> RegisteredModel:

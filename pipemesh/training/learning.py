@@ -141,7 +141,7 @@ class Learning:
             steps = self.decay_steps or 0
             stable = self.stable_steps
             if stable is None:
-                stable = max(0, steps - round(_FALL * steps) - warmup)
+                stable = max(0, steps - max(1, round(_FALL * steps)) - warmup)
         return warmup + stable
 
     def change(self, params: Any) -> None:
@@ -214,6 +214,15 @@ def set_attributes(config: Any, given: Mapping[str, Any]) -> None:
     """Sets attributes of a model's class to given values, and clears those that they replace."""
     for name, value in {**dict.fromkeys(not_taken(given) - {*given}), **given}.items():
         setattr(config, name.upper(), value)
+
+
+def fall_later(config: Any) -> None:
+    """Lets a falling schedule whose end a model's class does not say fall after any run, until the
+    number of steps is known.
+    """
+    schedule = getattr(config, "LEARNING_RATE_SCHEDULE", None)
+    if schedule in FALLING and getattr(config, "DECAY_STEPS", None) is None:
+        config.DECAY_STEPS = 10**9
 
 
 def optimizer_params(name: str) -> Any:

@@ -144,7 +144,9 @@ class RegisteredModel(Subject):
         rates, _ = rates_of(self._task)
         if rates is None:
             raise TrainingError(f"{self.name}: p.train has no learner; give it one")
-        learning.change(rates)
+        # A new optimizer would lose what Task() has set of it.
+        own = learning if "optimizer" in given else dataclasses.replace(learning, optimizer=None)
+        own.change(rates)
         if learning.learning_rate is not None:
             self.rate_name = "--learning_rate"
         self._settings |= _lines("task", self._task)

@@ -371,17 +371,17 @@ class SoftmaxCrossEntropy(NamedLayer):
     def _Sums(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the logarithm of the sum of exponentials and the label's logit, by token."""
         lowering, number = logits.lowering, self.params.vocab_size
+        lowering.tensor_layout(logits.shape | labels.shape)
+        # Numbers of logits need more than 32 bits.
+        labels = ops.cast(labels, tf.int64)
+        places = labels.slices
         if logits.shape["vocab"].size != number:
             # So padding has no probability, and is no label.
             logits = with_rows_outside(logits, "vocab", 0, number, -math.inf)
-            labels = Tensor(
-                lowering,
-                lowering.map(lambda at: tf.where(at < number, at, -1), labels.slices),
-                labels.shape,
-            )
+            places = lowering.map(lambda at: tf.where(at < number, at, -1), places)
         greatest = extreme(logits, ["vocab"], "max")
         start, _ = local_start(lowering, logits.shape["vocab"])
-        sums = lowering.map(_sums, logits.slices, labels.slices, greatest.slices, start)
+        sums = lowering.map(_sums, logits.slices, places, greatest.slices, start)
         axis = lowering.rules.axis("vocab")
         sums = lowering.all_reduce(sums, [axis] if axis else [])
         total = lowering.map(lambda s, top: tf.math.log(s[0]) + top, sums, greatest.slices)
@@ -414,7 +414,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         two = tally.made(Shape((Dim("sums", 2), *right.shape)), right)
         axis = tally.lowering.rules.axis("vocab")
         tally.all_reduce(two, [axis] if axis else [])
-        places = (tally.made(labels.shape, labels, dtype) for dtype in (None, tf.bool))
+        places = (tally.made(labels.shape, labels, dtype) for dtype in (tf.int64, tf.bool))
         tally.keep(tally.made(logits.shape, logits), right, *places)
         if p.label_smoothing:
             tally.reduce(logits, "vocab")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.backend.operations import zeros
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import KeyValueCache, cache_scope, lowering_scope
@@ -246,11 +247,10 @@ class SimdRing:
     def _zeros(self, specs: Any, *front: int) -> Any:
         """Returns zeros on each processor, with further dims in front."""
 
-        def zeros(_: int, spec: tf.TensorSpec) -> tf.Tensor:
-            # TensorFlow merges equal constants, and overwriting one would change all.
-            return tf.raw_ops.Empty(shape=[*front, *spec.shape], dtype=spec.dtype, init=True)
+        def local(_: int, spec: tf.TensorSpec) -> tf.Tensor:
+            return zeros(tf.TensorSpec([*front, *spec.shape], spec.dtype))
 
-        return self._map(zeros, specs)
+        return self._map(local, specs)
 
     def _layer_weights(self, layer: int, rounds: Slices) -> dict[str, Tensor]:
         """Returns the weights of one layer of each processor's current stage."""

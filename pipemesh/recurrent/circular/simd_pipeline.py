@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from pipemesh.backend.gradients import attach_gradient, is_recorded, unrecorded
+from pipemesh.backend.operations import zeros
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import GradientError, LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
@@ -412,7 +413,7 @@ class NamedStage:
     def zero_sums(self) -> Sums:
         """Returns the sums of gradients before the first tick, at least in 32 bits."""
         return tuple(
-            self.lowering.raw_map(lambda w: tf.zeros(w.shape, sum_dtype(w.dtype)), part)
+            self.lowering.raw_map(lambda w: zeros(tf.TensorSpec(w.shape, sum_dtype(w.dtype))), part)
             for part in map(self._slices.__getitem__, self._trained)
         )
 

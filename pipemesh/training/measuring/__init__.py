@@ -10,6 +10,7 @@ from typing import Any
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan
+from pipemesh.training.learning import fall_later
 
 
 class RegisteredSteps:
@@ -87,6 +88,7 @@ def _started(
     def make(plan: Plan) -> Any:
         own, values = config(), plan.to_values()
         prepare(own)
+        fall_later(own)
         model = RegisteredModel(own, name, values, device_type=device_type, **filters)
         model.learn(learning)
         return model
