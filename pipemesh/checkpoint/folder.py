@@ -26,6 +26,8 @@ DAMAGED = "damaged-"
 # The name of the list.
 LIST = "checkpoint"
 _DAMAGED = re.compile(rf"{DAMAGED}ckpt-\d+", re.ASCII)
+# What is left of a checkpoint, in place or set aside.
+_LEFT = re.compile(rf"((?:{DAMAGED})?ckpt-(\d+))\.(?:index|manifest)", re.ASCII)
 _MANIFEST = re.compile(rf"(?:{DAMAGED})?ckpt-(\d+){re.escape(SUFFIX)}", re.ASCII)
 
 
@@ -99,26 +101,28 @@ def newest_whole(folder: str) -> tuple[str, Manifest] | None:
     return None
 
 
-def lost_run(path: str) -> str | None:
+def lost_run(path: str, has_changed: bool) -> str | None:
     """Returns the newest lost checkpoint of a run that began with the newest readable one, `path`;
     None without one. Only its note has the flags of that run.
 
     Raises:
-        CheckpointError: the run began with imported weights, and that note cannot be read.
+        CheckpointError: the run began with imported weights, or `has_changed` what is trained, and
+            that note cannot be read.
     """
     folder, name = os.path.split(path)
     first = Manifest.read(path)
-    manifests = [(int(m[1]), file) for file in _names(folder) if (m := _MANIFEST.fullmatch(file))]
-    for _, file in sorted(pair for pair in manifests if pair[0] > first.step)[::-1]:
-        lost = os.path.join(folder, file.removesuffix(SUFFIX))
+    left = {(int(m[2]), m[1]) for file in _names(folder) if (m := _LEFT.fullmatch(file))}
+    for _, newer in sorted(pair for pair in left if pair[0] > first.step)[::-1]:
+        lost = os.path.join(folder, newer)
         try:
             base = Manifest.read(lost).note.get(BASE, {})
         except CheckpointError as error:
-            if WEIGHTS_ONLY not in first.note:
+            if WEIGHTS_ONLY not in first.note and not has_changed:
                 continue
             raise CheckpointError(
-                f"{error}, and had the flags of the run; move it away to begin anew with {name}, "
-                "and give the flags again, or --config with config.toml beside it"
+                f"{lost} had the flags of the run, which cannot be read ({error}); move it away to "
+                f"begin anew with {name}, and give the flags again, or --config with config.toml "
+                "beside it"
             ) from error
         if WEIGHTS_ONLY in first.note or base.get("name") == name:
             return lost

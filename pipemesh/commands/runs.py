@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipemesh.checkpoint.files import write_whole
 from pipemesh.checkpoint.folder import check_held, lost_run
 from pipemesh.commands import judge, process, workers
-from pipemesh.commands.flags import FLAGS, Command, Flag, as_toml, parse
+from pipemesh.commands.flags import FLAGS, Command, ConfigError, Flag, as_toml, parse, read_toml
 from pipemesh.commands.model_kind import (
     CHECKPOINT_FLAG,
     REGISTERED,
@@ -24,8 +25,12 @@ from pipemesh.commands.model_kind import (
 from pipemesh.commands.texts import line_of
 from pipemesh.commands.training_flags import OF_TRAINING, check_trains, newest_note, take_up
 from pipemesh.errors import CheckpointError
+from pipemesh.plan.figures import settings_of
 from pipemesh.text import count_text
 from pipemesh.training.run import Options, console
+
+# The flags of the last run in a log directory, for --config.
+_CONFIG = "config.toml"
 
 _ABOUT_TRAIN = """\
 Trains a registered model of lingvo, pipelined or not.
@@ -67,12 +72,22 @@ def train(argv: list[str], kind: ModelKind = REGISTERED, about: str | None = _AB
     workers.go_on_by_itself()
     folder = kind.logdir()
     with console.objects_alone(FLAGS.log_format == "json"):
-        first, _ = newest_note(folder)
-        take_up(folder, first and lost_run(first))
+        first, note = newest_note(folder)
+        take_up(folder, first and lost_run(first, _has_changed(folder, note)))
         check_trains()
         with kind.training() as (trainer, options):
             sys.stdout.flush()
             return carry_out(trainer, options)
+
+
+def _has_changed(folder: str, note: Mapping[str, Any]) -> bool:
+    """Returns whether the last run in a folder trained other weights than a checkpoint's note says,
+    or in another way.
+    """
+    with contextlib.suppress(ConfigError):
+        last = read_toml(os.path.join(folder, _CONFIG))
+        return settings_of(last) != settings_of(note.get("flags", {}))
+    return False
 
 
 def carry_out(trainer: Any, options: Options) -> int:
@@ -85,8 +100,7 @@ def carry_out(trainer: Any, options: Options) -> int:
 
     for line in without_effect(options):
         print(line, file=sys.stderr)
-    # For --config.
-    path, config = os.path.join(options.logdir, "config.toml"), as_toml(options.given).encode()
+    path, config = os.path.join(options.logdir, _CONFIG), as_toml(options.given).encode()
     write_whole(path, config)
 
     def renew() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipemesh.checkpoint.folder import go_back, path_of
 from pipemesh.checkpoint.manifest import BASE, SUFFIX, WEIGHTS_ONLY
 from pipemesh.checkpoint.reader import contents, read_tensors
 from pipemesh.errors import CheckpointError, DamagedError, SaveError
+from pipemesh.layers.named.lora import ADAPTERS
 from pipemesh.training.inputs import NAME, Batches
 
 # Keys of a note that may differ between two checkpoints of one run.
@@ -57,7 +59,8 @@ def restore_all(path: str, state: Mapping[str, Any]) -> list[str]:
         return restore(path, state)
     names = contents(path)[0].keys()
     frozen = contents(at)[0].keys() - names
-    odd = [name for name in names ^ (state.keys() - frozen) if name.endswith("/var")]
+    adapter = re.compile(rf"{ADAPTERS}.*/var$")
+    odd = [name for name in names ^ (state.keys() - frozen) if adapter.search(name)]
     if odd:
         has, lacks = ("the model", path) if min(odd) in state else (path, "the model")
         raise CheckpointError(
@@ -133,8 +136,10 @@ class Saving:
                 self._noted_base = own if are_new else manifest.note[BASE]
             beyond = restore_all(path, {name: self._state[name] for name in names})
             if are_new:
-                # Those of the optimizer belong to the weights, which are frozen now.
-                beyond = [name for name in beyond if name.endswith("/var") or name == NAME]
+                # Those of the optimizer, and scalars, the scale of a loss in float16, belong to the
+                # training of the weights, which are frozen now.
+                shapes = contents(path)[0]
+                beyond = [n for n in beyond if n == NAME or (n.endswith("/var") and shapes[n])]
             if NAME in beyond:
                 beyond.remove(NAME)
                 read_tensors(path, [NAME], [""], [tf.variant])

@@ -190,10 +190,12 @@ class TrainedTask:
     def state(self) -> dict[str, Any]:
         """Returns the variables of a checkpoint, by name."""
         named = functools.partial(by_logical_name, self.task)
+        # A run has the scale of a loss in float16; nothing else needs it.
+        unused = {v.ref() for s in self._scales if not self._learns for v in s.variables}
         return {
             "global_step": self.step,
             **({"skipped_steps": self.skipped} if self._learns else {}),
-            **named(self.task.vars.Flatten()),
+            **named([v for v in self.task.vars.Flatten() if v.ref() not in unused]),
             **named(self.optimizer_variables()),
             **named(self.averages()),
         }

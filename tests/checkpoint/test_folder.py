@@ -46,22 +46,28 @@ def test_a_base_is_never_removed(tmp_path):
 def test_a_lost_run_is_found_by_its_beginning(tmp_path):
     first = str(tmp_path / "ckpt-1")
     make(tmp_path, 1, note={WEIGHTS_ONLY: True})
-    assert folder.lost_run(first) is None
+    assert folder.lost_run(first, has_changed=False) is None
     make(tmp_path, 2)
     folder.set_aside(str(tmp_path / "ckpt-2"))
-    assert folder.lost_run(first) == str(tmp_path / "damaged-ckpt-2")
+    assert folder.lost_run(first, has_changed=False) == str(tmp_path / "damaged-ckpt-2")
     # Adapters may begin on any checkpoint, and checkpoints of other runs go on by their own flags.
     make(tmp_path, 1)
-    assert folder.lost_run(first) is None
+    assert folder.lost_run(first, has_changed=True) is None
     make(tmp_path, 3, note={BASE: {"name": "ckpt-1", "index": ""}})
     folder.set_aside(str(tmp_path / "ckpt-3"))
-    assert folder.lost_run(first) == str(tmp_path / "damaged-ckpt-3")
-    make(tmp_path, 1, note={WEIGHTS_ONLY: True})
-    os.truncate(tmp_path / "damaged-ckpt-3.manifest", 5)
-    with pytest.raises(
-        CheckpointError, match=r"and had the flags of the run; move it away to begi"
-    ):
-        folder.lost_run(first)
+    assert folder.lost_run(first, has_changed=True) == str(tmp_path / "damaged-ckpt-3")
+
+
+@pytest.mark.parametrize("end", ["truncated", "missing"])
+def test_flags_of_a_lost_run_that_cannot_be_read(tmp_path, end):
+    """Another run went on in its place, and trained all weights."""
+    first, note = str(tmp_path / "ckpt-1"), f"{make(tmp_path, 2)}.manifest"
+    os.truncate(note, 5) if end == "truncated" else os.remove(note)
+    for has_changed, noted in ((False, {WEIGHTS_ONLY: True}), (True, {})):
+        make(tmp_path, 1, note=noted)
+        with pytest.raises(CheckpointError, match=r"ckpt-2 had the flags .* to begin anew with ck"):
+            folder.lost_run(first, has_changed)
+    assert folder.lost_run(first, has_changed=False) is None
 
 
 def test_a_damaged_checkpoint_is_set_aside(tmp_path, capsys):

@@ -187,3 +187,19 @@ def test_a_run_whose_checkpoints_are_damaged_keeps_its_flags(tmp_path):
     ((_, out, err),) = without_tensorflow(["train", *words])
     assert out == "resuming with saved flags: --model=a.B --freeze=x\n"
     assert err.startswith("error: --schedule='none'")
+
+
+def test_a_training_of_adapters_that_is_lost_is_none_of_all_weights(tmp_path):
+    """It went on with the flags of the run before, all weights trained."""
+    make(tmp_path, 1, note={"flags": {"model": "a.B"}})
+    (tmp_path / "ckpt-2.index").touch()
+    words = ["train", f"--logdir={tmp_path}", "--schedule=none"]
+    for rank, begin in (
+        (8, f"error: {tmp_path}/ckpt-2 had the flags of the run, which"),
+        (0, "error: --schedule"),
+    ):
+        (tmp_path / "config.toml").write_text(
+            'model = "a.B"\n' + f"lora_rank = {rank}\n" * (rank > 0)
+        )
+        ((_, _, err),) = without_tensorflow(words)
+        assert err.startswith(begin)

@@ -162,10 +162,6 @@ def copied(folder, to):
 FEW, PIPELINED = LORA | {"LORA_TARGETS": "cell_001/attention/w_q"}, {"mesh": "layers:2"}
 
 
-def test_float16_begins_with_imported_weights(folder):
-    assert trainer(folder, PIPELINED | {"compute_dtype": "float16"}).step == 0
-
-
 def goes_on(run, plan, step):
     """Goes on from the checkpoint of a step."""
     return trainer(run, plan, changes=FEW, step=step, max_to_keep=1)
@@ -201,6 +197,23 @@ def test_checkpoints_have_adapters_alone_and_resume_exactly(folder, tmp_path):
     subject = model(run, {}, plain=True, changes=FEW)
     for name, variable in restored(subject, path).state().items():
         np.testing.assert_array_equal(variable, values[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_float16_is_for_each_training_alone(folder, tmp_path):
+    """The scale of its loss was missing in other checkpoints, and an adapter or a weight in its."""
+    run, half = copied(folder, tmp_path), PIPELINED | {"compute_dtype": "float16"}
+
+    def path_of_next(made):
+        made.trained.step.assign_add(1)
+        return saved(made)
+
+    restored(model(run, half), str(run / "ckpt-0"))
+    restored(model(run, PIPELINED), path_of_next(trainer(run, half)))
+    for plan, other in ((PIPELINED, half), (half, PIPELINED)):
+        path = path_of_next(goes_on(run, plan, 1))
+        assert any(name.endswith("/loss_scale/var") for name in contents(path)[0]) == (plan == half)
+        restored(model(run, other, changes=FEW), path)
 
 
 @pytest.mark.slow
