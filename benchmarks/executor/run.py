@@ -27,7 +27,7 @@ import waiting
 from shared.contender import Contender, serve, serve_timed, take_turns
 from shared.mkl_shim import mkl_shim
 from shared.stack import Stack, lingvo_step, quiet, set_threads, summed_head_params, tf2_step
-from shared.torch_environment import TORCH, torch_python
+from shared.torch_environment import TORCH, torch_python, torch_version
 
 HERE = pathlib.Path(__file__).resolve().parent
 WAITING_BAR, BUILD_BAR = 1.04, 1.5e-3
@@ -217,7 +217,7 @@ def stages_part(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     print()
     return {
-        "torch": TORCH,
+        "torch": torch_version(torch_python(arguments.torch_python)),
         "loss_and_norm": results,
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,

@@ -20,7 +20,7 @@ import settings
 from shared.contender import ROOT, Contender, serve_timed, take_turns
 from shared.mkl_shim import mkl_shim
 from shared.resident import resident
-from shared.torch_environment import PEFT, TORCH, torch_python
+from shared.torch_environment import PEFT, torch_python, torch_version
 
 sys.path.insert(0, str(ROOT))
 
@@ -142,7 +142,7 @@ def main() -> None:
             if shim is not None:
                 contenders[FAST] = Contender(torch, {"LD_PRELOAD": shim})
             found[mode] = measured(contenders, arguments.rounds)
-    report(found, imports, arguments)
+    report(found, imports, torch_version(theirs), arguments)
 
 
 def imported(command):
@@ -162,21 +162,26 @@ def measured(contenders, rounds):
     }
 
 
-def report(found, imports, arguments) -> None:
+def report(found, imports, version, arguments) -> None:
     tokens = settings.ROWS * settings.LENGTH
     print(
         f"{tokens} tokens a step, {settings.MICROBATCHES} microbatches; {arguments.rounds} rounds"
     )
-    print(f"{'trained':10}{'':24}{'tokens/s':>10}{'/ torch':>9}{'memory':>12}{'/ torch':>9}")
+    heads = ("tokens/s", "peak memory", "beyond the imports")
+    print(f"{'trained':10}{'':20}" + "".join(f"{head:>20}{'/ torch':>9}" for head in heads))
     for mode, by_name in found.items():
         peer = by_name.get(FAST, by_name[THEIRS])
+        for name, each in by_name.items():
+            each["beyond"] = each["memory"] - imports[name if name == OURS else THEIRS]
         for name, each in by_name.items():
             pairs = zip(each["seconds"], peer["seconds"], strict=True)
             speed = statistics.median(theirs / mine for mine, theirs in pairs)
             share = each["memory"] / peer["memory"]
             rate = tokens / statistics.median(each["seconds"])
             print(
-                f"{mode:10}{name:24}{rate:10,.0f}{speed:9.2f}{each['memory']:8,.0f} MiB{share:9.2f}"
+                f"{mode:10}{name:20}{rate:20,.0f}{speed:9.2f}"
+                f"{each['memory']:16,.0f} MiB{share:9.2f}"
+                f"{each['beyond']:16,.0f} MiB{each['beyond'] / peer['beyond']:9.2f}"
             )
             if name == OURS:
                 each |= {"speed": speed, "share": share}
@@ -191,7 +196,7 @@ def report(found, imports, arguments) -> None:
         ):
             verdict = "met" if is_met else "NOT met"
             print(f"{mode}: {what} / torch's: {value:.2f} (bar {SPEED_BAR}: {verdict})")
-    machine = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": TORCH}
+    machine = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": version}
     text = json.dumps(
         {**machine, "python": platform.python_version(), "imports": imports, "found": found},
         indent=1,

@@ -20,6 +20,12 @@ _EXTRAS = toml_of(str(ROOT / "pyproject.toml"))["project"]["optional-dependencie
 PEFT = tuple(name for name in _EXTRAS["peers"] if name.startswith(("transformers", "peft")))
 
 
+def torch_version(python: str) -> str:
+    """Returns the version of torch that a Python has."""
+    command = [python, "-c", "import torch; print(torch.__version__)"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def torch_python(given: str | None, *more: str) -> str:
     """The Python of an environment that has torch.
 

@@ -104,6 +104,8 @@ def joined(weights: Sequence[Weight], values: Iterable[np.ndarray]) -> np.ndarra
     for weight, value in zip(weights, values, strict=True):
         if whole is None:
             whole = np.empty(weight.there, value.dtype)
+        # A weight with an adapter is float32, beside others that the file may have as bfloat16.
+        whole = whole.astype(np.result_type(whole, value), copy=False)
         weight.put(value, whole)
         # So that the next value does not find this one in memory.
         del value

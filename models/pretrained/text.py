@@ -30,9 +30,11 @@ class FolderSpelling:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of the files, by name."""
-        paths = {name: os.path.join(self.folder, name) for name in (configs.FILE, *tokenizer.FILES)}
-        return {
+        """Digests of the tokenizer's files, by name, and what it takes from config.json."""
+        config = configs.read(os.path.join(self.folder, configs.FILE))
+        taken = {configs.FILE: f"{config.vocab_size} tokens, bos {config.bos}, eos {config.eos}"}
+        paths = {name: os.path.join(self.folder, name) for name in tokenizer.FILES}
+        return taken | {
             name: hashlib.sha256(b"".join(text_file.blocks(path))).hexdigest()[:16]
             for name, path in paths.items()
             if os.path.exists(path)

@@ -30,17 +30,7 @@ from .safetensors_file import BLOCK, DTYPES, Tensor, TensorFiles
 from .values import WeightsError, json_object
 
 # Files beside weights that are copied with them.
-_BESIDE = (
-    tokenizer.JSON,
-    tokenizer.SENTENCEPIECE,
-    tokenizer.OPTIONS,
-    tokenizer.ADDED,
-    tokenizer.SPECIAL,
-    "vocab.json",
-    "merges.txt",
-    tokenizer.TEMPLATE,
-    configs.GENERATION,
-)
+_BESIDE = (*tokenizer.FILES, "vocab.json", "merges.txt", configs.GENERATION)
 # Keys for the dtype of weights in a file.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _OF_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -308,7 +298,7 @@ def _cleared(folder: str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
         if isinstance(error, OSError) and not isinstance(error, PipemeshError):
-            raise SaveError(f"{folder} cannot be written ({error})") from error
+            raise SaveError(f"{error}, so {folder} is not written") from error
         raise
 
 

@@ -195,8 +195,12 @@ def _chat(row: Mapping[str, Any], spelling: Spelling, source: Source) -> Documen
     for number, message in enumerate(messages, 1):
         if not isinstance(message.get("role"), str):
             raise DataError(f"message {number} has no role; give it one, such as user")
-    # Columns of a table are there for all messages.
-    messages = [{k: v for k, v in each.items() if v is not None} for each in messages]
+    # Columns of a table are there for all messages; templates ask of calls whether content is none.
+    messages = [
+        ({"content": None} if each.get("tool_calls") else {})
+        | {k: v for k, v in each.items() if v is not None}
+        for each in messages
+    ]
     template = _template(spelling.template, tuple(sorted(spelling.special.items())), source.date)
     text, parts = template.parts(messages, tools)
     ids, spans = _spans(spelling, text, False)

@@ -369,6 +369,11 @@ def _tfds(source: Source, fields: list[str]) -> Iterator[tuple[str, Mapping[str,
     except (ValueError, AssertionError, KeyError) as error:
         near = nearest_text(split, list(builder.info.splits))
         raise DataError(f"data {source.path!r} has no split {split!r}{near}") from error
+    except NotImplementedError as error:
+        raise DataError(
+            f"data {source.path!r} has files that TensorFlow Datasets cannot give as tf.data, such "
+            "as array_record; prepare it with --file_format=tfrecord"
+        ) from error
     try:
         for number, row in enumerate(tfds.as_numpy(dataset), 1):
             found = {name: _plain(v) if name in fields else None for name, v in row.items()}

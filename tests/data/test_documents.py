@@ -62,6 +62,21 @@ def test_only_what_is_to_be_learnt_counts(tmp_path, row, wanted):
     assert counted(document) == wanted
 
 
+def test_content_beside_calls_of_tools_is_none(tmp_path):
+    """A null was left out, and templates that ask for none wrote what is not there."""
+
+    class Calling(Letters):
+        template = (
+            "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].name }}"
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        )
+
+    call = {"role": "assistant", "tool_calls": [{"name": "look"}]}
+    rows = [{"messages": [USER, call | more]} for more in ({"content": None}, {})]
+    found = documents(tmp_path, *rows, spelling=Calling())
+    assert [counted(each) for each in found] == ["look", "look"]
+
+
 def test_a_token_of_prompt_and_completion_does_not_count(tmp_path):
     class Pairs(Letters):
         def spans(self, text, begins):

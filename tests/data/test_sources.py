@@ -267,5 +267,10 @@ def test_datasets_on_disk_are_read_by_name(tmp_path):
         read("tiny/tran")
     with pytest.raises(DataError, match=r"is not on disk; prepare it .* TFDS_DATA_DIR"):
         read("huge/train")
+    about = folder / "dataset_info.json"
+    about.write_text(about.read_text().replace("tfrecord", "array_record"))
+    file.rename(folder / file.name.replace("tfrecord", "array_record"))
+    with pytest.raises(DataError, match="such as array_record; prepare it with --file_format=tfre"):
+        read("tiny/train")
     with pytest.raises(DataError, match="must be tfds:NAME/SPLIT; give both"):
         rows("tfds:tiny")

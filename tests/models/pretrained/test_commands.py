@@ -154,13 +154,15 @@ def test_adapters_are_trained_decoded_and_exported(run, tmp_path, monkeypatch):
     (tmp_path / "narrow.py").write_text(TUNED.replace("Tuned", "Narrow").format(text=str(text)))
     logdir = tmp_path / "narrow"
     enter = ["--from", f"{run.parent}/in", "--logdir", str(logdir), "--model=narrow.Narrow"]
+    # The first part of a tensor there has no adapter: the others were rounded like it.
+    enter += ["--dtype=bfloat16"]
     assert main(["checkpoint", "import", *enter]) == 0
-    lora = ["--lora_rank=2", "--lora_targets=/w_", "--max_to_keep=1"]
+    lora = ["--lora_rank=2", "--lora_targets=/w_[kv]", "--max_to_keep=1"]
     out = program.done("train", f"--logdir={logdir}", "--steps=20", *SPLIT, *lora)
     assert "--lora_rank" not in out
     assert out.count("changed since the checkpoint: ") == 2, "mesh and layout, not each adapter"
     out = program.done("train", f"--logdir={logdir}", "--steps=21")
-    assert "--lora_rank=2 --lora_targets=/w_" in out
+    assert "--lora_rank=2 --lora_targets=/w_[kv]" in out
     assert f"going on from {logdir}/ckpt-20" in out and "changed since" not in out
     decode = ["decode", "--prompt=the cat sat", "--max_tokens=2", "--format=json"]
     said = json.loads(program.done(*decode, f"--logdir={logdir}", "--plain"))

@@ -161,6 +161,14 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_rows_begin_anew_only_for_what_a_tokenizer_takes_from_the_configuration(folder):
+    digests = []
+    for changes in ({}, {"resid_pdrop": 0.5}, {"eos_token_id": 3}, {"vocab_size": 9}):
+        (folder / "config.json").write_text(json.dumps(small.GPT2 | changes))
+        digests.append(str(text.FolderSpelling(str(folder)).digests))
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
 def rows_of(folder, length):
     (batch,) = text.batches_of(str(folder / "text"), str(folder), length, 9)()
     return {name: value.numpy() for name, value in batch.items()}

@@ -271,7 +271,7 @@ def test_an_export_is_whole_or_nothing(tmp_path, capsys, given, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "copyfile", full)
         told = refused(capsys, "export", run, out)
-        assert f"{out} cannot be written ([Errno 28] No space left on device)" in told
+        assert f"[Errno 28] No space left on device, so {out} is not written" in told
         refused(capsys, "export", run, tmp_path / "new")
     assert [each.name for each in out.iterdir()] == ["README.md"]
     assert not (tmp_path / "new").exists()
