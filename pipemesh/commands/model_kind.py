@@ -49,6 +49,8 @@ from pipemesh.text import is_missing
 from pipemesh.training.learning import fall_later, set_attributes
 from pipemesh.training.run import Options, console
 
+# The flags of the last run in a log directory, for --config.
+CONFIG_FILE = "config.toml"
 # A class with this attribute gets the log directory in it: some models lie there in part.
 _LOGDIR = "LOGDIR"
 CHECKPOINT_FLAG = Flag(
@@ -215,7 +217,7 @@ class RegisteredKind(ModelKind):
 
 
 def _trainer(folder: str) -> tuple[Any, Options]:
-    remove_unfinished(folder, "config.toml")
+    remove_unfinished(folder, CONFIG_FILE)
     path, manifest = newest_whole(folder) or (None, None)
     if manifest:
         check_note(manifest.note, folder)

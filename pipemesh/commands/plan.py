@@ -148,9 +148,7 @@ def measured(flags: Flags) -> Any:
         flags.device_type,
         flags.optimizer,
         # `--batch_size` is that of the forecast.
-        functools.partial(
-            take_flags, flags=flags, folder=flags.logdir or logdir(), names=MEASURED_FLAGS
-        ),
+        functools.partial(take_flags, flags=flags, folder=logdir(), names=MEASURED_FLAGS),
         freeze=flags.freeze,
         train_only=flags.train_only,
     )

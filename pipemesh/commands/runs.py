@@ -15,6 +15,7 @@ from pipemesh.commands import judge, process, workers
 from pipemesh.commands.flags import FLAGS, Command, ConfigError, Flag, as_toml, parse, read_toml
 from pipemesh.commands.model_kind import (
     CHECKPOINT_FLAG,
+    CONFIG_FILE,
     REGISTERED,
     ModelKind,
     check_flags,
@@ -28,9 +29,6 @@ from pipemesh.errors import CheckpointError
 from pipemesh.plan.figures import settings_of
 from pipemesh.text import count_text
 from pipemesh.training.run import Options, console
-
-# The flags of the last run in a log directory, for --config.
-_CONFIG = "config.toml"
 
 _ABOUT_TRAIN = """\
 Trains a registered model of lingvo, pipelined or not.
@@ -85,7 +83,7 @@ def _has_changed(folder: str, note: Mapping[str, Any]) -> bool:
     or in another way.
     """
     with contextlib.suppress(ConfigError):
-        last = read_toml(os.path.join(folder, _CONFIG))
+        last = read_toml(os.path.join(folder, CONFIG_FILE))
         return settings_of(last) != settings_of(note.get("flags", {}))
     return False
 
@@ -100,7 +98,7 @@ def carry_out(trainer: Any, options: Options) -> int:
 
     for line in without_effect(options):
         print(line, file=sys.stderr)
-    path, config = os.path.join(options.logdir, _CONFIG), as_toml(options.given).encode()
+    path, config = os.path.join(options.logdir, CONFIG_FILE), as_toml(options.given).encode()
     write_whole(path, config)
 
     def renew() -> None:

@@ -195,9 +195,8 @@ def _checked(text: str, where: str) -> str:
     return text
 
 
-# Flags that are not taken from the training: other stages are cut elsewhere, rows
-# are divided into other microbatches, and a model that was
-# trained as one program is decoded stage by stage.
+# Flags that are not taken from the training: other stages are cut elsewhere, rows are divided into
+# other microbatches, and a model that was trained as one program is decoded stage by stage.
 OWN = (
     *("num_microbatches", "remat", "schedule", "strict_devices", "trace_schedule"),
     *("find_learning_rate", "boundaries", "lowering", "batch_size"),

@@ -333,8 +333,16 @@ def _devices(asked: str) -> int:
 def _figures(logdir: str, devices: int, asked: str) -> tuple[Figures, int]:
     """Returns the figures of the model, measured here if there are none, and the batch size."""
     path = FLAGS.figures or os.path.join(logdir, FILE)
-    now = settings_of(FLAGS.given())
-    if FLAGS.figures is None and not (os.path.exists(path) and Figures.read(path).settings == now):
+
+    def read() -> Figures:
+        try:
+            return Figures.read(path)
+        except PlanError as error:
+            raise FlagError(f"--figures: {error}") from error
+
+    is_given, now = FLAGS.figures is not None, settings_of(FLAGS.given())
+    figures = read() if is_given or os.path.exists(path) else None
+    if figures is None or not (is_given or figures.settings == now):
         if not _is_registered():
             raise FlagError(
                 f"{asked}: nothing was measured of {FLAGS.model!r}; measure the model as it is "
@@ -345,10 +353,7 @@ def _figures(logdir: str, devices: int, asked: str) -> tuple[Figures, int]:
         failed = f"{asked}: the model cannot be measured"
         words = [f"--save={path}", f"--logdir={logdir}"]
         _run(words, "measuring the model", devices, failed)
-    try:
-        figures = Figures.read(path)
-    except PlanError as error:
-        raise FlagError(f"--figures: {error}") from error
+        figures = read()
     batch = FLAGS.value("batch_size") or figures.batch
     if not batch:
         raise FlagError(
