@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-import tensorflow_text
 
 from pipemesh.data import packing
 from pipemesh.errors import PipemeshError
@@ -132,6 +131,9 @@ def sentences(lines: tf.Tensor) -> tf.Tensor:
 
 def tokenizer(vocabulary: Vocabulary) -> Callable[[tf.Tensor], tf.RaggedTensor]:
     """Returns `vocabulary.encode` as a TensorFlow function: string [n] -> int32 [n, (pieces)]."""
+    # Here, because its libraries take 115 MiB of memory.
+    import tensorflow_text
+
     made: Any = tensorflow_text.SentencepieceTokenizer(
         model=vocabulary.model,
         out_type=tf.int32,  # pyright: ignore[reportArgumentType]

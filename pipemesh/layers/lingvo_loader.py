@@ -7,6 +7,9 @@ explains the missing library. If the library loads, the real ops are used.
 
 lingvo's `VariableStore` stays open when a layer's `__init__` raises. Layers of one name made later
 would then share weights in eager mode. This module replaces it with one that closes.
+
+lingvo imports `tensorflow_text`, whose libraries take 115 MiB of memory, for two tokenizers. It is
+imported here when one of them is made.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pipemesh.errors import MissingPackageError, NativeOpError, PipemeshError
 
 GEN_X_OPS = "lingvo.core.ops.gen_x_ops"
 GLIBC = "2.38"
+TEXT = "tensorflow_text"
 
 
 def load_native_ops() -> None:
@@ -132,5 +136,27 @@ def close_variable_stores() -> None:
     py_utils.VariableStore = variable_store
 
 
+class TextWhenUsed(types.ModuleType):
+    """Imports `tensorflow_text` when an attribute of it is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(TEXT), name)
+
+
+def defer_text() -> None:
+    """Imports lingvo's tokenizers without `tensorflow_text`.
+
+    Only they get the substitute: others import that module for the ops that it registers.
+    """
+    if TEXT in sys.modules or importlib.util.find_spec(TEXT) is None:
+        return
+    sys.modules[TEXT] = TextWhenUsed(TEXT)
+    try:
+        importlib.import_module("lingvo.core.tokenizers")
+    finally:
+        del sys.modules[TEXT]
+
+
 load_native_ops()
+defer_text()
 close_variable_stores()
