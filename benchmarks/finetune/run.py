@@ -26,6 +26,13 @@ sys.path.insert(0, str(ROOT))
 
 HERE = pathlib.Path(__file__).resolve().parent
 OURS, THEIRS, FAST = "pipemesh, layers:2", "torch", "torch, AVX-512"
+# TensorFlow's allocator for CPUs never returns memory. With these it is the system's, as torch's is.
+RETURNING = {
+    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "true",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**21),
+    "MALLOC_TRIM_THRESHOLD_": str(2**18),
+}
 # At least so many of torch's tokens a second, and at most so much of its memory.
 SPEED_BAR = MEMORY_BAR = 1.0
 
@@ -53,6 +60,8 @@ def make_files(folder: str) -> None:
 
 def make_step(mode: str, folder: str):
     """A step of pipemesh; nothing but imports if `mode` is IMPORTS."""
+    # Of Keras.
+    settings.leave_out("pandas", "pyarrow")
     from pipemesh.backend.devices import start_cpu_devices
 
     start_cpu_devices(2)
@@ -85,7 +94,7 @@ def make_step(mode: str, folder: str):
         # Torch's AdamW makes all weights decay.
         WEIGHT_DECAY, WEIGHT_DECAY_EXCEPT = settings.WEIGHT_DECAY, ""
         BATCH_SIZE, SEQUENCE_LENGTH = shape
-        PLAN = Plan("layers:2", num_microbatches=settings.MICROBATCHES, remat="none")
+        PLAN = Plan("layers:2", num_microbatches=settings.MICROBATCHES, remat="full,none")
         FREEZE = settings.FROZEN if mode == "frozen" else None
         LORA_RANK = settings.LORA_RANK if mode == "lora" else 0
         LORA_ALPHA = settings.LORA_ALPHA
@@ -136,7 +145,7 @@ def main() -> None:
             ask = ["--serve", mode, "--folder", folder]
             torch = [theirs, str(HERE / "torch_llama.py"), *ask]
             contenders = {
-                OURS: Contender([sys.executable, __file__, *ask]),
+                OURS: Contender([sys.executable, __file__, *ask], RETURNING),
                 THEIRS: Contender(torch),
             }
             if shim is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 MODES = ["full", "frozen", "lora"]
@@ -27,6 +29,14 @@ LORA_RANK, LORA_ALPHA = 8, 16.0
 # The embedding, which is the head's table, too, and the lower half of the blocks.
 FROZEN_BLOCKS = 4
 FROZEN = rf"cell_00[0-{FROZEN_BLOCKS}]/"
+
+
+def leave_out(*packages: str) -> None:
+    """Hides packages that others import where they find them, and that no step needs.
+
+    So memory does not depend on what else an environment has.
+    """
+    sys.modules.update(dict.fromkeys(packages))
 
 
 def token_ids() -> np.ndarray:

@@ -12,11 +12,14 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import peft
 import settings
-import torch
-import transformers
-from shared.contender import serve_timed
+
+settings.leave_out("pandas", "pyarrow", "scipy", "sklearn")  # isort: split
+
+import peft  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from shared.contender import serve_timed  # noqa: E402
 
 
 def make_step(mode: str, folder: str):

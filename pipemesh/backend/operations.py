@@ -48,6 +48,15 @@ def zeros(spec: tf.TensorSpec) -> tf.Tensor:
     return tf.raw_ops.Empty(shape=spec.shape.as_list(), dtype=spec.dtype, init=True)
 
 
+def add_rows(total: tf.Tensor, at: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """Adds rows to those at indices of a tensor that nothing else reads; in place on CPUs."""
+    # A scatter copies an argument of a function, such as a sum of a loop. On GPUs the other
+    # operation would lose rows whose index occurs twice.
+    if tf.DeviceSpec.from_string(rows.device).device_type == "CPU":
+        return tf.raw_ops.InplaceAdd(x=total, i=tf.cast(at, tf.int32), v=rows)
+    return tf.tensor_scatter_nd_add(total, at[:, None], rows)
+
+
 def pin_present(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:
     """Pins the tensors that are not None."""
     pinned = iter(pin([t for t in tensors if t is not None]))

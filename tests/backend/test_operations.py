@@ -9,11 +9,13 @@ import tensorflow as tf
 from pipemesh.backend.graphs import record_placement
 from pipemesh.backend.operations import (
     Call,
+    add_rows,
     anchor,
     pin,
     pin_present,
     sum_in_order,
     table,
+    zeros,
 )
 from pipemesh.recurrent import Options, Stage, pipeline_loss
 from pipemesh.schedule import one_f_one_b, zb_h1
@@ -166,3 +168,18 @@ def test_additions_before_it_are_not_merged_with_it():
         tf.function(total)(*given)
     nodes = [node for graph in graphs.partition_graphs for node in graph.node]
     assert sorted(node.attr["N"].i for node in nodes if node.op == "AddN") == [2, 3]
+
+
+@pytest.mark.parametrize("device", ["CPU:0", ""])
+def test_rows_of_equal_indices_are_all_added(device):
+    @tf.function(autograph=False)
+    def run(at):
+        total = zeros(tf.TensorSpec([3, 2]))
+        for number in range(2):
+            with tf.device(device):
+                total = add_rows(total, at, tf.fill([3, 2], 1.0 + number))
+        return total
+
+    for dtype in (tf.int32, tf.int64):
+        want = [[3.0, 3.0], [0.0, 0.0], [6.0, 6.0]]
+        np.testing.assert_array_equal(run(tf.constant([2, 0, 2], dtype)), want)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from pipemesh.errors import GradientError
 from pipemesh.lowering import Cores, PlacementLowering, ops
+from pipemesh.lowering.tensor import Tensor
 from pipemesh.lowering.variable import Constant, Variable
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.recurrent.circular import SimdPipeline
@@ -137,6 +138,17 @@ def test_lookup_has_a_dense_gradient_unused_source_none():
     want[0], want[5] = 1, 2
     np.testing.assert_array_equal(found.numpy(), want)
     assert nothing is None
+
+
+def test_the_gradient_of_a_slice_of_a_table_is_a_row_for_each_index():
+    """It was a whole table for each microbatch, next to the sum."""
+    lowering = PlacementLowering(Mesh.from_text("model:1"), LayoutRules(), DEVICES[:1])
+    with tf.Graph().as_default():
+        table = tf.compat.v1.placeholder(tf.float32, [6, 2])
+        ids = ops.import_tensor(lowering, tf.constant([5, 5, 0]), "batch:3")
+        rows = ops.gather(Tensor(lowering, (table,), Shape.from_text("vocab:6;io:2")), ids, "vocab")
+        (grad,) = tf.gradients(rows.slices, [table])
+    assert isinstance(grad, tf.IndexedSlices) and grad.values.shape == [3, 2]
 
 
 # The first has copies that differ in what they add; the last moves splits.

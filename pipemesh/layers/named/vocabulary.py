@@ -249,11 +249,12 @@ def _sums(logits: tf.Tensor, labels: tf.Tensor, greatest: tf.Tensor, start: tf.T
     right = tf.gather(logits, at, batch_dims=len(sizes) - 1)
 
     def gradient(grad: tf.Tensor) -> Any:
-        rows = tf.reshape(raised * tf.expand_dims(grad[0], -1), [-1, sizes[-1]])
-        places = tf.stack([tf.range(rows.shape[0], dtype=at.dtype), tf.reshape(at, [-1])], -1)
-        own = tf.reshape(tf.where(is_here, grad[1], 0), [-1])
-        rows = tf.tensor_scatter_nd_add(rows, places, own)
-        return tf.reshape(rows, sizes), None, None, None
+        grads = raised * tf.expand_dims(grad[0], -1)
+        own = tf.gather(grads, at, batch_dims=len(sizes) - 1) + grad[1]
+        column = tf.expand_dims(tf.where(is_here, at, -1), -1)
+        is_label = tf.equal(tf.range(sizes[-1], dtype=at.dtype), column)
+        # Unlike a scatter, it overwrites `grads`.
+        return tf.where(is_label, tf.expand_dims(own, -1), grads), None, None, None
 
     return tf.stack([tf.reduce_sum(raised, -1), tf.where(is_here, right, 0)]), gradient
 

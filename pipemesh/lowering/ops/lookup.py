@@ -93,8 +93,8 @@ def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = 
     axes = union_axes([table, indices])
 
     def local(rows: tf.Tensor, at: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-        # Transposes even if the order stays: the gradient of a transposition is dense.
-        rows = tf.transpose(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
+        # The gradient of a table that stays in order is sparse: a row for each index.
+        rows = in_order(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
         at = in_order(at, [indices.shape.index(n) for n in (*shared.names, *rest.names)])
         at = _from_start(at, begin)
         present = (at >= 0) & (at < size)

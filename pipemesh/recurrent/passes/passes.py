@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipemesh.backend.graphs import results_beside_sources
 from pipemesh.backend.operation_kinds import has_effects
-from pipemesh.backend.operations import Call, zeros
+from pipemesh.backend.operations import Call, add_rows, zeros
 from pipemesh.recurrent.passes.graph_cut import node_of
 from pipemesh.recurrent.passes.traced_stage import TracedStage
 from pipemesh.recurrent.passes.tracing import GradName, flat_names
@@ -79,7 +79,7 @@ def accumulated(
                 new.append(values if total is None else tf.add_n([total, values]))
             else:
                 total = zeros(spec) if total is None else total
-                new.append(tf.tensor_scatter_nd_add(total, next(pasted)[:, None], values))
+                new.append(add_rows(total, next(pasted), values))
     return new
 
 
