@@ -191,12 +191,10 @@ def _cases():
     llama.attention_tpl.Set(num_kv_heads=2, use_rotary=True, use_bias=False)
     llama.feed_forward_tpl.Set(activation="SWIGLU", use_bias=False, dropout_rate=0.3)
     yield "llama", llama, [X, SEGMENTS, POSITIONS], ["heads", "kv_heads", "d_ff"]
-    decoder = llama.Copy().Set(cross_attention_tpl=named.Attention.Params().Set(num_kv_heads=2))
-    inputs = [X, SEGMENTS, POSITIONS, None, MEMORY, MEMORY_SEGMENTS]
-    yield "decoder", decoder, inputs, ["heads", "kv_heads", "d_ff"]
-    adapted = llama.Copy()
+    adapted = llama.Copy().Set(cross_attention_tpl=named.Attention.Params().Set(num_kv_heads=2))
     adapt([adapted], LowRank.Params().Set(rank=3, alpha=2.0, dropout_rate=0.3), "w_")
-    yield "adapted", adapted, [X, SEGMENTS, POSITIONS], ["heads", "kv_heads", "d_ff"]
+    inputs = [X, SEGMENTS, POSITIONS, None, MEMORY, MEMORY_SEGMENTS]
+    yield "adapted", adapted, inputs, ["heads", "kv_heads", "d_ff"]
 
     convolution = named.Convolution.Params().Set(input_dim=4, output_dim=8)
     yield "valid", convolution.Copy().Set(padding="VALID", window=(3, 1)), [IMAGE], ["features"]

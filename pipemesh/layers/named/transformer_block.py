@@ -11,7 +11,7 @@ from lingvo.core import py_utils
 from pipemesh.layers.check_params import check_flags
 from pipemesh.layers.named.attention import Attention
 from pipemesh.layers.named.feed_forward import Experts, FeedForward
-from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.named_layer import NamedLayer, whole_names
 from pipemesh.layers.named.norm_and_dropout import Dropout, Norm
 from pipemesh.layers.named.tally import Tally
 
@@ -126,9 +126,10 @@ class TransformerBlock(NamedLayer):
         """Counts the parts."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         parts = cls.ChildParams(p)
-        # Both attentions keep the same segments.
-        ids = [s if s is None else tally.given(s, "batch;length", tf.int32) for s in tokens[:1]]
-        tokens, memory = (*ids, *tokens[1:3], None, None, None)[:3], tokens[3:]
+        tokens, memory = [*tokens, None, None, None][:3], tokens[3:]
+        if tokens[0] is not None and not whole_names(tally.lowering.rules, "heads"):
+            # Both attentions keep these segments.
+            tokens[0] = tally.given(tokens[0], "batch;length", tf.int32)
         summed, balance = x, []
         for name, inputs in cls._Inputs(p, tokens, memory).items():
             y = x if p.parallel and name == "feed_forward" else summed

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import DecodingError, PipelineError
 from pipemesh.layers.named import Attention, KeyValueCache, Norm, cache_scope, current_cache
+from pipemesh.layers.named.cache import SlottedCache
 from pipemesh.lowering import ops
 from tests.layers.named.harness import RULES, run, value_of
 
@@ -107,6 +108,11 @@ def test_a_cache_without_a_memory_is_an_error():
 
     with pytest.raises(PipelineError, match="the cache has none; give it to the first call"):
         run(PARAMS.Copy().Set(causal=False, cross=True), [X], call=call, loss=None)
+
+
+def test_a_memory_in_one_loop_of_stages_is_an_error():
+    with pytest.raises(DecodingError, match=r"block\.cross_attention sees a memory .* 'placement'"):
+        SlottedCache(4, None, {}, (), ()).remember("block.cross_attention", ())
 
 
 def test_tokens_that_see_both_sides_continue_nothing():
