@@ -126,12 +126,12 @@ class TransformerBlock(NamedLayer):
         """Counts the parts."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         parts = cls.ChildParams(p)
-        tokens, memory = [*tokens, None, None, None][:3], tokens[3:]
-        if tokens[0] is not None and not whole_names(tally.lowering.rules, "heads"):
+        (ids, *rest), memory = [*tokens, None, None, None][:3], tokens[3:]
+        if ids is not None and not whole_names(tally.lowering.rules, "heads"):
             # Both attentions keep these segments.
-            tokens[0] = tally.given(tokens[0], "batch;length", tf.int32)
+            ids = tally.given(ids, "batch;length", tf.int32)
         summed, balance = x, []
-        for name, inputs in cls._Inputs(p, tokens, memory).items():
+        for name, inputs in cls._Inputs(p, (ids, *rest), memory).items():
             y = x if p.parallel and name == "feed_forward" else summed
             for part in (f"{name}_norm", name, f"{name}_output_norm", f"{name}_dropout"):
                 if part not in parts:
