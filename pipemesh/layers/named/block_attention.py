@@ -20,8 +20,9 @@ from pipemesh.backend.gradients import attach_gradient, unrecorded
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import GradientError
 
-# Low enough for an exponential of 0, and finite in differences.
+# Low enough for an exponential of 0, and finite in differences; lower than any maximum.
 LOW = -1e30
+LOWEST_TOP = LOW / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +146,8 @@ def block_attention(
     Queries are scaled and `[batch, length, heads, dim]`, keys and values `[batch, key length,
     kv_heads, dim]`: `heads / kv_heads` neighbouring heads share one. Segments are `[batch, length]`
     int32; only padding is negative. Keys have those of the queries, or their own. Queries without
-    segments have 0. Scores are limited by `cap`, then the table `[buckets, heads]` is added. Only
-    first derivatives are available.
+    segments have 0. One that sees nothing has zeros. Scores are limited by `cap`, then the table
+    `[buckets, heads]` is added. Only first derivatives are available.
     """
     queries, keys = (Blocks.of(static_sizes(x)[1], block_size) for x in (q, k))
     if segments is None and key_segments is None and keys.is_longer and not sight.causal:
@@ -201,6 +202,8 @@ class _Attention:
         self.segments = self.key_segments = None
         if segments is not None:
             self.segments = self.key_segments = self._blocks(query_blocks, segments, -2)
+        # Whether a query may see no key: none has its segment.
+        self.sees_nothing = key_segments is not None
         if key_segments is not None:
             self.key_segments = self._blocks(key_blocks, key_segments, -2)
         self.buckets = buckets
@@ -215,7 +218,8 @@ class _Attention:
         def meet(i: Any, j: Any, before: tf.Tensor | None = None) -> Any:
             scores, _ = self._scores(i, j, queries[i], keys[j], table)
             top = tf.reduce_max(scores, -1, keepdims=True)
-            top = top if before is None else tf.maximum(before, top)
+            if before is not None or self.sees_nothing:
+                top = tf.maximum(LOWEST_TOP if before is None else before, top)
             raised = tf.exp(scores - top)
             weighed = tf.matmul(tf.cast(raised, v.dtype), values[j])
             added = tf.reduce_sum(raised, -1, keepdims=True)
@@ -224,7 +228,6 @@ class _Attention:
         def body(i: Any, j: Any, tops: _Rows, sums: _Rows, totals: _Rows) -> Any:
             before = tops[i]
             top, added, weighed = meet(i, j, before)
-            # While a query has seen no key, these are ones; the first seen score makes them zeros.
             less = tf.exp(before - top)
             found = sums[i] * less + added, totals[i] * less + weighed
             return tops.put(i, top), sums.put(i, found[0]), totals.put(i, found[1])
@@ -236,10 +239,13 @@ class _Attention:
             rows = [number, self.batch, self.kv_heads, self.shared * size]
             tops, sums, totals = self._over_pairs(
                 body,
-                _Rows.of(tf.fill([*rows, 1], LOW)),
+                _Rows.of(tf.fill([*rows, 1], LOWEST_TOP)),
                 _Rows.of(tf.zeros([*rows, 1])),
                 _Rows.of(tf.zeros([*rows, self.dim])),
             )
+        if self.sees_nothing:
+            # The output is then 0, not that of other segments.
+            sums = tf.where(sums > 0, sums, 1.0)
         output = tf.cast(self._joined(self.queries, totals / sums), q.dtype)
         # `identity_n` ties both: TensorFlow keeps the logarithms, not the two tensors that they are
         # made of.

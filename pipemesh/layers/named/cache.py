@@ -266,8 +266,12 @@ def cached_attention(
         bias = tf.reshape(bias, [batch, length, cache, kv_heads, shared])
         scores += tf.transpose(bias, [0, 3, 4, 1, 2])
     if seen is not None:
-        scores = tf.where(tf.reshape(seen, [batch, 1, 1, length, cache]), scores, LOW)
+        seen = tf.reshape(seen, [batch, 1, 1, length, cache])
+        scores = tf.where(seen, scores, LOW)
     weights = tf.nn.softmax(scores)
+    if seen is not None and key_segments is not None:
+        # A segment may have no key.
+        weights = tf.where(seen, weights, 0.0)
     weights = tf.reshape(tf.cast(weights, v.dtype), [batch, kv_heads, shared * length, cache])
     values = tf.reshape(tf.matmul(weights, v), [batch, kv_heads, shared, length, dim])
     return tf.reshape(tf.transpose(values, [0, 3, 1, 2, 4]), [batch, length, heads, dim])

@@ -41,8 +41,8 @@ def plain_attention(
     if segments is not None:
         key_segments = segments if key_segments is None else key_segments
         seen = seen & (segments[:, :, None] == key_segments[:, None, :])
-    scores = tf.where(seen[:, None], scores, -1e9)
-    return tf.einsum("bnts,bsnd->btnd", tf.nn.softmax(scores), v)
+    weights = tf.nn.softmax(tf.where(seen[:, None], scores, -1e9))
+    return tf.einsum("bnts,bsnd->btnd", tf.where(seen[:, None], weights, 0.0), v)
 
 
 def inputs(length, heads=4, kv_heads=2, table=0, keys=None):
@@ -147,11 +147,13 @@ def test_sights_and_caps_are_those_of_all_scores_at_once(
 )
 @pytest.mark.parametrize("graph", [True, False])
 def test_keys_of_another_sequence(length, keys, block_size, kv_heads, packed, graph):
-    """Its length, blocks and segments are its own; what nobody of a segment sees is averaged."""
+    """Its length, blocks and segments are its own; without its segment a query has zeros."""
     segments, key_segments = (
         segments_of(number) if there else None
         for number, there in zip((length, keys), packed, strict=True)
     )
+    if key_segments is not None:
+        key_segments = tf.where(tf.equal(key_segments, 1), 9, key_segments)
     sight = Sight(causal=False)
     args = inputs(length, 4, kv_heads, keys=keys)
 

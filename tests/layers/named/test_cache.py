@@ -77,7 +77,8 @@ def test_a_memory_is_projected_once(mesh, rules, changes, segments):
     params = PARAMS.Copy().Set(causal=False, cross=True, block_size=2, **changes)
     memory = value_of("memory", [BATCH, 5, 8])
     ids = np.repeat([[1, 1, 1, 2, 2, 1, 1]], BATCH, 0).astype(np.int32) if segments else None
-    of_memory = np.array([[1, 1, 2, 2, 0], [2, 1, 1, 1, 0]], np.int32) if segments else None
+    # The first row has nothing that its second segment sees.
+    of_memory = np.array([[1, 1, 1, 2, 0], [2, 1, 1, 1, 0]], np.int32) if segments else None
     paddings = np.array([[0, 0, 0, 1, 1], [0, 0, 1, 1, 1]], np.float32)
 
     def call(layer, theta, x, ids, memory, of_memory, paddings):
