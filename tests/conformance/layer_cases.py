@@ -31,6 +31,10 @@ WEIGHTS = np.random.default_rng(3).uniform(size=[BATCH, LENGTH]).astype(np.float
 SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 5, 5]] * 2, np.int32)
 POSITIONS = np.array([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1]] * 2, np.int32)
 PADDINGS = np.array([[0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1]] * 2, np.float32)
+CROSS = {"causal": False, "cross": True}
+MEMORY = value_of("memory", [BATCH, 9, EMBED])
+MEMORY_SEGMENTS = np.array([[0, 0, 1, 1, 1, 1, 2, 2, 2], [3] * 4 + [5] * 5] * 2, np.int32)
+MEMORY_PADDINGS = np.array([[0] * 8 + [1], [0] * 6 + [1] * 3] * 2, np.float32)
 
 
 class Dropout(named.Dropout):
@@ -130,6 +134,15 @@ def _cases():
             [X, SEGMENTS, POSITIONS],
         ),
     }
+    both = {"causal": False, "block_size": 4, "relative_buckets": 8, "relative_max_distance": 9}
+    variants |= {
+        "both_sides": ({"use_rotary": True, "window": 3, **both}, [X, SEGMENTS, POSITIONS]),
+        "cross": ({**CROSS, "block_size": 4}, [X, None, None, None, MEMORY]),
+        "cross_packed": (
+            {"num_kv_heads": 2, "norm_tpl": named.Norm.Params().Set(kind="rms"), **CROSS},
+            [X, SEGMENTS, None, PADDINGS, MEMORY, MEMORY_SEGMENTS, MEMORY_PADDINGS],
+        ),
+    }
     for name, (changes, inputs) in variants.items():
         dims = ["heads", "kv_heads"] if changes.get("num_kv_heads") else ["heads"]
         yield name, attention.Copy().Set(**changes), inputs, dims
@@ -178,9 +191,10 @@ def _cases():
     llama.attention_tpl.Set(num_kv_heads=2, use_rotary=True, use_bias=False)
     llama.feed_forward_tpl.Set(activation="SWIGLU", use_bias=False, dropout_rate=0.3)
     yield "llama", llama, [X, SEGMENTS, POSITIONS], ["heads", "kv_heads", "d_ff"]
-    adapted = llama.Copy()
+    adapted = llama.Copy().Set(cross_attention_tpl=named.Attention.Params().Set(num_kv_heads=2))
     adapt([adapted], LowRank.Params().Set(rank=3, alpha=2.0, dropout_rate=0.3), "w_")
-    yield "adapted", adapted, [X, SEGMENTS, POSITIONS], ["heads", "kv_heads", "d_ff"]
+    inputs = [X, SEGMENTS, POSITIONS, None, MEMORY, MEMORY_SEGMENTS]
+    yield "adapted", adapted, inputs, ["heads", "kv_heads", "d_ff"]
 
     convolution = named.Convolution.Params().Set(input_dim=4, output_dim=8)
     yield "valid", convolution.Copy().Set(padding="VALID", window=(3, 1)), [IMAGE], ["features"]

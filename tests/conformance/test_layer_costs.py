@@ -72,8 +72,12 @@ class Enter(NamedLayer):
 
     def FProp(self, theta, *inputs):
         del theta
-        dims = self.params.tokens
-        found = [None if x is None else self.Named(x, dims[: x.shape.rank]) for x in inputs]
+        found = []
+        for i, x in enumerate(inputs):
+            # Those behind the tokens' are a memory's.
+            length = "length" if i < 4 else "memory_length"
+            dims = [length if dim == "length" else dim for dim in self.params.tokens]
+            found.append(None if x is None else self.Named(x, dims[: x.shape.rank]))
         return found[0] if len(found) == 1 else tuple(found)
 
     def dims(self):

@@ -21,6 +21,7 @@ Example:
 from pipemesh.layers.named.attention import Attention
 from pipemesh.layers.named.cache import KeyValueCache, cache_scope, current_cache
 from pipemesh.layers.named.convolution import Convolution
+from pipemesh.layers.named.encoder_decoder import encoder_decoder_layers
 from pipemesh.layers.named.feed_forward import Experts, FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm_and_dropout import Dropout, Norm
@@ -49,6 +50,7 @@ __all__ = [
     "cache_scope",
     "current_cache",
     "current_lowering",
+    "encoder_decoder_layers",
     "lowering_scope",
     "replica_cut_scope",
 ]

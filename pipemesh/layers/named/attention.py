@@ -1,8 +1,9 @@
-"""Causal self-attention with split heads."""
+"""Attention with split heads, to the same tokens or to another sequence."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,7 +12,7 @@ from lingvo.core import py_utils
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_flags, check_whole
-from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
+from pipemesh.layers.named.block_attention import Blocks, Buckets, Sight, block_attention
 from pipemesh.layers.named.cache import KeyValueCache, cached_attention, current_cache
 from pipemesh.layers.named.named_layer import (
     NamedLayer,
@@ -32,7 +33,11 @@ from pipemesh.mesh import Dim, Shape
 
 
 class Attention(NamedLayer):
-    """Multi-head causal self-attention; a token sees its segment up to itself.
+    """Multi-head attention; by default causal: a token sees its segment up to itself.
+
+    Without `causal` a token sees all of its segment. With `cross` tokens see another sequence, the
+    memory, whose length is the dim `memory_length`, and which no rule splits along it (Vaswani et
+    al., "Attention Is All You Need", 2017).
 
     With the rule `heads:model` each processor computes some of the heads, and one all-reduce sums
     over the heads (Shoeybi et al., "Megatron-LM", 2019).
@@ -41,17 +46,19 @@ class Attention(NamedLayer):
     Their dim is then `kv_heads`: split it like `heads`, or leave it whole if there are fewer than
     processors.
 
-    With `window` a token sees itself and the tokens just before it (Beltagy et al., "Longformer",
-    2020). With `score_cap` scores are limited by tanh (Gemma Team, "Gemma 2", 2024). With
-    `norm_tpl` queries and keys of each head are normalized before they are rotated (Dehghani et
-    al., "Scaling Vision Transformers to 22 Billion Parameters", 2023).
+    With `window` a token sees itself and the tokens just before it, without `causal` also those
+    just behind it (Beltagy et al., "Longformer", 2020). With `score_cap` scores are limited by tanh
+    (Gemma Team, "Gemma 2", 2024). With `norm_tpl` queries and keys of each head are normalized
+    before they are rotated (Dehghani et al., "Scaling Vision Transformers to 22 Billion
+    Parameters", 2023).
 
     With `length:model` beside `heads:model` inputs and outputs are split along `length`. Then there
     is one all-gather and one reduce-scatter.
 
     Scores are computed in blocks (`block_attention`), so memory grows linearly with the length.
     Inside `cache_scope` inputs continue cached rows: cache positions count, segments and paddings
-    do not.
+    do not. With `cross` the first call caches keys, values and segments of the memory; later ones
+    need no memory. Tokens that see both sides ignore the cache: a sequence does not continue.
     """
 
     adaptable = True
@@ -69,7 +76,9 @@ class Attention(NamedLayer):
         p.Define("norm_tpl", None, "Of the norms of queries and keys; None for none.")
         p.Define("score_scale", None, "Factor of scores; None for 1 / sqrt(dim_per_head).")
         p.Define("score_cap", None, "Limit of scores, before biases by distance; None for none.")
-        p.Define("window", None, "How many tokens a token sees, with itself; None for all.")
+        p.Define("causal", True, "Whether a token sees nothing behind itself.")
+        p.Define("cross", False, "Whether keys and values are those of a memory; not with causal.")
+        p.Define("window", None, "How many tokens one sees on a side, with itself; None for all.")
         p.Define("use_rotary", False, "Whether queries and keys are rotated by their positions.")
         p.Define("rotary_dim", None, "How many first elements of a head rotate; None for all.")
         p.Define("rotary_base", 1e4, "Of the wavelengths of rotations.")
@@ -90,7 +99,7 @@ class Attention(NamedLayer):
             if getattr(p, field) is not None:
                 check_whole(p.name, field, getattr(p, field), 1)
         check_whole(p.name, "relative_buckets", p.relative_buckets, 0)
-        check_flags(p, ["use_bias", "use_rotary"])
+        check_flags(p, ["use_bias", "use_rotary", "causal", "cross"])
         if p.use_out_bias is not None:
             check_flags(p, ["use_out_bias"])
         check_above_zero(p.name, "rotary_base", p.rotary_base)
@@ -121,11 +130,20 @@ class Attention(NamedLayer):
                 f"{p.name}: rotary_dim is {p.rotary_dim}, use_rotary {p.use_rotary}, and a head "
                 f"has {_head_dim(p)} elements; give one up to that with use_rotary, or None"
             )
-        if p.relative_buckets and not 2 <= p.relative_buckets < 2 * p.relative_max_distance:
+        if p.relative_buckets and not (
+            2 <= _buckets(p).of_side < 2 * p.relative_max_distance
+            and (p.causal or p.relative_buckets % 2 == 0)
+        ):
             raise PipelineError(
                 f"{p.name}: relative_buckets is {p.relative_buckets} and relative_max_distance "
-                f"{p.relative_max_distance}; there are 2 or more buckets, and half of them less "
-                "than the distance"
+                f"{p.relative_max_distance}; {'there are' if p.causal else 'each side has'} 2 or "
+                "more buckets, and half of them less than the distance"
+            )
+        if p.cross and (p.causal or p.window or p.use_rotary or p.relative_buckets):
+            raise PipelineError(
+                f"{p.name}: cross is True, and tokens have no distance to those of a memory, but "
+                f"causal is {p.causal}, window {p.window}, use_rotary {p.use_rotary} and "
+                f"relative_buckets {p.relative_buckets}; set causal=False and leave out the others"
             )
         _check_layout(p, current_lowering())
         if p.norm_tpl is not None:
@@ -174,104 +192,157 @@ class Attention(NamedLayer):
         segment_ids: Any = None,
         segment_pos: Any = None,
         paddings: Any = None,
+        memory: Any = None,
+        memory_segment_ids: Any = None,
+        memory_paddings: Any = None,
     ) -> Tensor:
-        """Computes the layer on `batch;length;embed`; all other inputs are `batch;length`.
+        """Computes the layer on `batch;length;embed`.
 
         Args:
             theta: weights.
             x: the tokens.
-            segment_ids: integers from 0 on; tokens see only their own segment, by default the row.
-            segment_pos: integers, the positions for rotations; by default those in the row.
-            paddings: 1 at positions without a token, and 0 elsewhere.
+            segment_ids: `batch;length`, integers from 0 on; tokens see only their own segment, by
+                default the row.
+            segment_pos: `batch;length`, integers, the positions for rotations; by default those in
+                the row.
+            paddings: `batch;length`, 1 at positions without a token, and 0 elsewhere; with `cross`
+                they change nothing.
+            memory: `batch;memory_length;embed`, what tokens see with `cross`.
+            memory_segment_ids: `batch;memory_length`, its segments, if tokens have segments.
+            memory_paddings: `batch;memory_length`, its paddings.
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")
         _check_layout(p, x.lowering)
-        kv_name = _kv_name(p)
-        names = ("q", "k", "v")
+        _check_memory(p, segment_ids, memory, memory_segment_ids, memory_paddings)
+        cache = current_cache() if p.causal or p.cross else None
         renamed = whole_names(x.lowering.rules, "heads")
         rows = whole_dims("batch;length", renamed)
-        dims = [[*rows, name, "head_dim"] for name in ("heads", kv_name, kv_name)]
-        projected = products(x, [self.Weight(theta, f"w_{name}") for name in names], dims, renamed)
-        pairs = zip(names, projected, strict=True)
-        projected = [self.Adapted(theta, f"w_{name}", x, product) for name, product in pairs]
-        if p.use_bias:
-            biases = [self.Weight(theta, f"b_{name}") for name in names]
-            projected = [a + b for a, b in zip(projected, biases, strict=True)]
-        q, k, v = projected
-        if p.norm_tpl is not None:
-            q, k = self.q_norm.FProp(theta.q_norm, q), self.k_norm.FProp(theta.k_norm, k)
-        cache = current_cache()
-        rows_given = {
-            "segments": segment_ids,
-            "positions": segment_pos if p.use_rotary else None,
-            "paddings": paddings,
-        }
+        if not p.cross:
+            q, *sources = self._Projected(theta, "qkv", x, rows, renamed)
+            rows_given = {
+                "segments": segment_ids,
+                "positions": segment_pos if p.use_rotary else None,
+                "paddings": paddings,
+            }
+            if cache is not None:
+                rows_given = {"places": cache.places}
+        else:
+            q, *sources = self._Projected(theta, "q", x, rows, renamed)
+            if memory is not None:
+                memory = self.Named(memory, [*_MEMORY, "embed"])
+                sources = self._Projected(theta, "kv", memory, _MEMORY, {})
+            rows_given = {"segments": segment_ids}
         given = {
             name: whole(self, value, "batch;length", renamed)
-            for name, value in (rows_given if cache is None else {"places": cache.places}).items()
+            for name, value in rows_given.items()
+            if value is not None
+        }
+        of_memory = {"memory_segments": memory_segment_ids, "memory_paddings": memory_paddings}
+        given |= {
+            name: self.Named(value, _MEMORY)
+            for name, value in of_memory.items()
             if value is not None
         }
         if p.relative_buckets:
             given["table"] = self.Weight(theta, "relative_bias")
-        attended = self._Attend(q, k, v, given, cache)
+        attended = self._Attend(q, sources, given, cache)
         operands = [attended, self.Weight(theta, "w_out")]
         product = ops.einsum(operands, [*rows, "embed"], split_names(renamed))
         product = self.Adapted(theta, "w_out", attended, product)
         return product + self.Weight(theta, "b_out") if _has_out_bias(p) else product
 
+    def _Projected(
+        self, theta: Any, names: str, x: Tensor, rows: Sequence[str], renamed: Mapping[str, str]
+    ) -> list[Tensor]:
+        """Returns some of the queries, keys and values of a sequence."""
+        p = self.params
+        weights = [self.Weight(theta, f"w_{name}") for name in names]
+        found = products(x, weights, _projected_dims(p, names, rows), renamed)
+        pairs = zip(names, found, strict=True)
+        found = [self.Adapted(theta, f"w_{name}", x, product) for name, product in pairs]
+        if p.use_bias:
+            biases = [self.Weight(theta, f"b_{name}") for name in names]
+            found = [a + b for a, b in zip(found, biases, strict=True)]
+        if p.norm_tpl is None:
+            return found
+        norms = [(name, f"{name}_norm") for name in names]
+        return [
+            self.children[norm].FProp(theta[norm], value) if name != "v" else value
+            for (name, norm), value in zip(norms, found, strict=True)
+        ]
+
     def _Attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        sources: list[Tensor],
         given: dict[str, Tensor],
         cache: KeyValueCache | None,
     ) -> Tensor:
-        """Attends with each processor's heads, on its device; with a cache also to its tokens."""
+        """Attends with each processor's heads, on its device; with a cache also to its tokens.
+
+        `sources` are keys and values; none if the cache has those of the memory.
+        """
         p, lowering = self.params, q.lowering
-        buckets = Buckets(p.relative_buckets, p.relative_max_distance)
         # Whether a processor with some of the heads has all keys.
         axis = lowering.rules.axis("heads")
-        is_cut = axis is not None and k.layout.axes[2] != axis
+        is_cut = axis is not None and lowering.rules.axis(_kv_name(p)) != axis
         # Values that are equal along an axis that splits another operand become varying there.
-        axes = union_axes([q, k, v, *given.values()])
-        q, k, v = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, k, v))
+        axes = union_axes([q, *sources, *given.values()])
         varied = {name: tensor.vary(axes) for name, tensor in given.items()}
+        for name in ("", "memory_"):
+            paddings = varied.pop(f"{name}paddings", None)
+            if paddings is not None:
+                ids = varied.get(f"{name}segments")
+                operands = [paddings] if ids is None else [paddings, ids]
+                varied[f"{name}segments"] = lowering.map(_segments, *operands)
+        q, *sources = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, *sources))
 
         def turned(x: Any, places: tf.Tensor) -> tf.Tensor:
             first = rotated(x[..., : p.rotary_dim], places, p.rotary_base, p.rotary_scaling)
             rest = static_sizes(x)[-1] - static_sizes(first)[-1]
             return tf.concat([first, x[..., -rest:]], -1) if rest else first
 
-        if cache is not None:
+        if cache is not None and p.cross:
+            ids = varied.get("memory_segments")
+            new = [x.slices for x in sources] + ([] if ids is None else [ids])
+            keys, values, *kept_ids = cache.remember(self.path, new)
+            varied |= dict(zip(["memory_segments"], kept_ids, strict=False))
+        elif cache is not None:
             places = Tensor(lowering, varied["places"], given["places"].shape)
+            k, v = sources
             if p.use_rotary:
                 q, k = (
                     Tensor(lowering, lowering.map(turned, x.slices, places.slices), x.shape)
                     for x in (q, k)
                 )
-            k, v = cache.extend(self.path, k, v, places)
-        operands = [q.slices, k.slices, v.slices, *varied.values()]
+            keys, values = (x.slices for x in cache.extend(self.path, k, v, places))
+        else:
+            keys, values = (x.slices for x in sources)
+        operands = [q.slices, keys, values, *varied.values()]
         if is_cut:
             operands.append(lowering.coordinate(str(axis)))
 
         def local(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
-            named = dict(zip(given, rest, strict=False))
+            named = dict(zip(varied, rest, strict=False))
             if is_cut:
                 heads, dim = static_sizes(q)[2], 2 if cache is None else 1
                 k, v = (_keys_of(p, x, heads, rest[-1], dim) for x in (k, v))
             scale = tf.cast(p.score_scale or 1 / math.sqrt(_head_dim(p)), q.dtype)
-            table, limits = named.get("table"), {"window": p.window, "cap": p.score_cap}
+            segments = named.get("segments")
+            options = {
+                "table": named.get("table"),
+                "buckets": _buckets(p),
+                "sight": Sight(p.causal, p.window),
+                "cap": p.score_cap,
+                "key_segments": named.get("memory_segments"),
+            }
             if cache is not None:
-                return cached_attention(q * scale, k, v, named["places"], table, buckets, **limits)
+                return cached_attention(q * scale, k, v, named.get("places"), segments, **options)
             if p.use_rotary:
                 places = named["positions"] if "positions" in named else tf.range(q.shape[1])
                 q, k = turned(q, places), turned(k, places)
-            segments = _segments(named.get("segments"), named.get("paddings"))
-            return block_attention(
-                q * scale, k, v, segments, table, buckets, p.block_size, **limits
-            )
+            return block_attention(q * scale, k, v, segments, block_size=p.block_size, **options)
 
         return Tensor(lowering, lowering.map(local, *operands), q.shape)
 
@@ -284,35 +355,39 @@ class Attention(NamedLayer):
         segment_ids: Any = None,
         segment_pos: Any = None,
         paddings: Any = None,
+        memory: Any = None,
+        memory_segment_ids: Any = None,
+        memory_paddings: Any = None,
     ) -> Value:
         """Counts the matmuls of weights, and those of all pairs of blocks."""
         _check_layout(p, tally.lowering)
+        _check_memory(p, segment_ids, memory, memory_segment_ids, memory_paddings)
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
-        names = ("q", "k", "v")
         renamed = whole_names(tally.lowering.rules, "heads")
         rows = whole_dims("batch;length", renamed)
-        dims = [[*rows, name, "head_dim"] for name in ("heads", _kv_name(p), _kv_name(p))]
-        projected = tally.products(x, [weights[f"w_{name}"] for name in names], dims, renamed)
-        pairs = zip(names, projected, strict=True)
-        q, k, v = (cls.CountAdapted(p, tally, f"w_{name}", x, each) for name, each in pairs)
-        if p.use_bias:
-            for name, product in zip(names, (q, k, v), strict=True):
-                tally.meet(product, weights[f"b_{name}"])
-        if p.norm_tpl is not None:
-            q, k = (cls.CountPart(p, _head_norm(p), tally, value) for value in (q, k))
-        packed = [value for value in (segment_ids, paddings) if value is not None]
         positions = segment_pos if p.use_rotary else None
-        given = [
-            tally.made(rows, count_whole(tally, value, "batch;length", tf.int32, renamed), tf.int32)
+        if p.cross:
+            memory = tally.given(memory, [*_MEMORY, "embed"], py_utils.FPropDtype(p))
+            (q,) = cls._CountProjected(p, tally, weights, "q", x, rows, renamed)
+            k, v = cls._CountProjected(p, tally, weights, "kv", memory, _MEMORY, {})
+            paddings = None
+        else:
+            q, k, v = cls._CountProjected(p, tally, weights, "qkv", x, rows, renamed)
+        segment_ids, positions, paddings = (
+            None if value is None else count_whole(tally, value, "batch;length", tf.int32, renamed)
             for value in (segment_ids, positions, paddings)
-            if value is not None
-        ]
-        tally.meet(q, k, v, *given, *([weights["relative_bias"]] if p.relative_buckets else []))
+        )
+        memory_segment_ids, memory_paddings = (
+            None if value is None else tally.given(value, _MEMORY, tf.int32)
+            for value in (memory_segment_ids, memory_paddings)
+        )
+        tally.meet(q, k, v, *([weights["relative_bias"]] if p.relative_buckets else []))
         if positions is not None:
             angles = Shape((*q.shape.select(*rows), Dim("angles", _rotary_dim(p) // 2)))
             tally.keep(*(tally.made(angles, q, tf.float32) for _ in ("sines", "cosines")))
-        attended = cls._CountAttended(p, tally, q, k, v, bool(packed))
+        packed = (segment_ids, paddings), (memory_segment_ids, memory_paddings)
+        attended = cls._CountAttended(p, tally, q, k, v, packed)
         operands = [attended, weights["w_out"]]
         result = tally.einsum(operands, [*rows, "embed"], names=split_names(renamed))
         result = cls.CountAdapted(p, tally, "w_out", attended, result)
@@ -321,29 +396,94 @@ class Attention(NamedLayer):
         return result
 
     @classmethod
+    def _CountProjected(
+        cls,
+        p: Any,
+        tally: Tally,
+        weights: Mapping[str, Value],
+        names: str,
+        x: Value,
+        rows: Sequence[str],
+        renamed: Mapping[str, str],
+    ) -> list[Value]:
+        """Counts `_Projected`."""
+        dims = _projected_dims(p, names, rows)
+        found = tally.products(x, [weights[f"w_{name}"] for name in names], dims, renamed)
+        pairs = zip(names, found, strict=True)
+        found = [cls.CountAdapted(p, tally, f"w_{name}", x, each) for name, each in pairs]
+        if p.use_bias:
+            for name, product in zip(names, found, strict=True):
+                tally.meet(product, weights[f"b_{name}"])
+        if p.norm_tpl is None:
+            return found
+        return [
+            cls.CountPart(p, _head_norm(p), tally, value) if name != "v" else value
+            for name, value in zip(names, found, strict=True)
+        ]
+
+    @classmethod
     def _CountAttended(
-        cls, p: Any, tally: Tally, q: Value, k: Value, v: Value, packed: bool
+        cls, p: Any, tally: Tally, q: Value, k: Value, v: Value, packed: Sequence[Any]
     ) -> Value:
-        """Counts what `block_attention` keeps: its inputs, its output, and a sum for each query."""
-        batch, length, heads, head_dim = q.shape
-        blocks = Blocks.of(length.size, p.block_size, p.window)
-        tally.flops += (
-            4 * batch.size * heads.size * head_dim.size * len(blocks.pairs) * blocks.size**2
-        )
+        """Counts what `block_attention` keeps: its inputs, its output, and a sum for each query.
+
+        `packed` are segments and paddings, or None, of tokens and of the memory.
+        """
+        heads, head_dim = q.shape.dims[2:]
+        cuts = [Blocks.of(x.shape.dims[1].size, p.block_size) for x in (q, k)]
+        number = len(Sight(p.causal, p.window).pairs(*cuts))
+        scores = number * cuts[0].size * cuts[1].size * q.shape["batch"].size * heads.size
+        tally.flops += 4 * scores * head_dim.size
         # The last block may extend beyond the sequence.
-        padded = Shape((batch, Dim(length.name, blocks.number * blocks.size), heads))
+        padded = [
+            Shape((x.shape["batch"], Dim(x.shape.names[1], cut.number * cut.size)))
+            for x, cut in zip((q, k), cuts, strict=True)
+        ]
         attended = tally.made(q.shape, q)
-        tally.keep(q, k, v, attended, tally.made(padded, q, tf.float32))
-        if packed:
-            tally.keep(tally.made(padded.without("heads"), q, tf.int32))
+        sums = tally.made(Shape((*padded[0], heads)), q, tf.float32)
+        tally.keep(q, k, v, attended, sums)
+        for (ids, paddings), shape in zip(packed, padded, strict=True):
+            if paddings is None and cuts[0].number == cuts[1].number == 1:
+                # One block is no copy, and layers share it.
+                tally.keep(*[] if ids is None else [ids])
+            elif ids is not None or paddings is not None:
+                tally.keep(tally.made(shape, q, tf.int32))
         return attended
+
+
+# The dims of a memory, beside those of a token.
+_MEMORY = ["batch", "memory_length"]
+
+
+def _check_memory(p: Any, segment_ids: Any, memory: Any, *of_memory: Any) -> None:
+    """Checks that there is a memory if the layer sees one, with segments if tokens have them."""
+    if not p.cross and any(value is not None for value in (memory, *of_memory)):
+        raise PipelineError(f"{p.name} was given a memory, but has cross=False; set cross=True")
+    if p.cross and memory is None and current_cache() is None:
+        raise PipelineError(f"{p.name} sees a memory (cross=True), but was given none; give one")
+    if p.cross and memory is not None and (segment_ids is None) != (of_memory[0] is None):
+        these, those = "tokens", "the memory"
+        these, those = (those, these) if segment_ids is None else (these, those)
+        raise PipelineError(
+            f"{p.name}: {these} were given segments, {those} none; give them to both or to none"
+        )
+
+
+def _projected_dims(p: Any, names: str, rows: Sequence[str]) -> list[list[str]]:
+    """Returns the dims of queries, keys and values."""
+    return [[*rows, "heads" if name == "q" else _kv_name(p), "head_dim"] for name in names]
+
+
+def _buckets(p: Any) -> Buckets:
+    return Buckets(p.relative_buckets, p.relative_max_distance, both_sides=not p.causal)
 
 
 def _check_layout(p: Any, lowering: Lowering) -> None:
     """Checks that each processor has the keys of its heads, and whole sequences."""
     rules = lowering.rules
     needed, ways = "attention needs all on each processor", "'heads' or 'batch'"
-    check_whole_dims(p, lowering, ["length", "head_dim"], ["heads"], needed, ways)
+    dims = ["length", "memory_length", "head_dim"]
+    check_whole_dims(p, lowering, dims, ["heads"], needed, ways)
     heads_axis, kv_axis = rules.axis("heads"), rules.axis("kv_heads")
     if not _kv_heads(p) or heads_axis == kv_axis:
         return
@@ -397,9 +537,7 @@ def _keys_of(p: Any, keys: tf.Tensor, heads: int, at: tf.Tensor, axis: int) -> t
     return tf.gather(keys, at * heads // shared + tf.range(number), axis=axis)
 
 
-def _segments(ids: tf.Tensor | None, paddings: tf.Tensor | None) -> tf.Tensor | None:
+def _segments(paddings: tf.Tensor, ids: tf.Tensor | None = None) -> tf.Tensor:
     """Returns the segments, with padding as a separate one."""
-    if paddings is None:
-        return ids
     ids = tf.zeros(paddings.shape, tf.int32) if ids is None else ids
     return tf.where(paddings > 0.5, tf.cast(-1, ids.dtype), ids)

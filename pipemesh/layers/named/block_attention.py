@@ -1,6 +1,6 @@
-"""Causal attention on one device, block by block, without the matrix of all scores.
+"""Attention on one device, block by block, without the matrix of all scores.
 
-Blocks of queries meet the blocks of keys up to their own, one pair after the other. An online
+Blocks of queries meet the blocks of keys that they may see, one pair after the other. An online
 softmax corrects its results when a greater score comes (Milakov and Gimelshein, 2018). It keeps for
 each query its maximum, its sum, and the sum of values. The backward pass recomputes scores (Dao et
 al., "FlashAttention", 2022). Memory holds queries, keys and values, and the scores of one pair.
@@ -9,6 +9,7 @@ al., "FlashAttention", 2022). Memory holds queries, keys and values, and the sco
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,34 +20,65 @@ from pipemesh.backend.gradients import attach_gradient, unrecorded
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import GradientError
 
-# Low enough for an exponential of 0, and finite in differences.
+# Low enough for an exponential of 0, and finite in differences; lower than any maximum.
 LOW = -1e30
+LOWEST_TOP = LOW / 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Buckets of distances that share a bias (Raffel et al., "T5", 2020, for the past only).
+    """Buckets of distances that share a bias (Raffel et al., "T5", 2020).
 
     Each bucket of the first half has one distance. The others grow logarithmically up to
-    `max_distance`; greater distances share the last one.
+    `max_distance`; greater distances share the last one. If queries see both sides, the second half
+    of all buckets is for the keys behind them.
     """
 
-    number: int  # 2 or more
-    max_distance: int  # more than half of `number`
+    number: int  # of a side 2 or more
+    max_distance: int  # more than half of the number of a side
+    both_sides: bool = False
+
+    @property
+    def of_side(self) -> int:
+        """Returns the number of buckets of one side."""
+        return self.number // 2 if self.both_sides else self.number
 
     def of(self, distance: tf.Tensor) -> tf.Tensor:
-        """Returns the bucket of each distance, an int32; negative distances have the first."""
-        exact = self.number // 2
-        ratio = tf.cast(tf.maximum(distance, exact), tf.float32) / exact
-        steps = tf.math.log(ratio) / math.log(self.max_distance / exact) * (self.number - exact)
-        far = tf.minimum(exact + tf.cast(steps, tf.int32), self.number - 1)
-        return tf.where(distance < exact, tf.maximum(distance, 0), far)
+        """Returns the bucket of each distance, an int32; keys that no query sees have the first."""
+        number, exact = self.of_side, self.of_side // 2
+        away = tf.abs(distance) if self.both_sides else tf.maximum(distance, 0)
+        ratio = tf.cast(tf.maximum(away, exact), tf.float32) / exact
+        steps = tf.math.log(ratio) / math.log(self.max_distance / exact) * (number - exact)
+        far = tf.minimum(exact + tf.cast(steps, tf.int32), number - 1)
+        found = tf.where(away < exact, away, far)
+        return tf.where(distance < 0, number + found, found) if self.both_sides else found
 
 
-def sees(distance: tf.Tensor, window: int | None) -> tf.Tensor:
-    """Returns whether a query sees a key so many positions before it."""
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """The keys that a query sees, by their distance: how many positions they are before it."""
+
+    causal: bool = True
+    window: int | None = None  # how many it sees at most, with itself, on each side
+
+    def sees(self, distance: tf.Tensor) -> tf.Tensor | None:
+        """Returns whether a query sees a key at each distance, or None if it sees all."""
+        seen = distance >= 0 if self.causal else None
+        if self.window is not None:
+            near = tf.abs(distance) < self.window
+            seen = near if seen is None else seen & near
+        return seen
+
+    def pairs(self, queries: Blocks, keys: Blocks) -> list[tuple[int, int]]:
+        """Returns each block of queries with the blocks of keys that it may see, in order."""
+        found = []
+        for i, j in itertools.product(range(queries.number), range(keys.number)):
+            least = i * queries.size - (j + 1) * keys.size + 1
+            most = least + queries.size + keys.size - 2
+            nearest = max(least, -most, 0)
+            if (self.window is None or nearest < self.window) and not (self.causal and most < 0):
+                found.append((i, j))
+        return found
 
 
 def capped(scores: tf.Tensor, cap: float | None) -> tf.Tensor:
@@ -61,27 +93,17 @@ class Blocks:
     length: int
     number: int
     size: int  # the last block may extend beyond the sequence
-    window: int | None = None  # how many keys a query sees at most
 
     @classmethod
-    def of(cls, length: int, most: int, window: int | None = None) -> Blocks:
+    def of(cls, length: int, most: int) -> Blocks:
         """Makes equal blocks of at most `most` positions."""
         number = max(1, -(-length // most))
-        return cls(length, number, -(-length // number), window)
+        return cls(length, number, -(-length // number))
 
     @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Returns each block of queries with the blocks of keys that it may see, in order."""
-        first = range(self.number)
-        if self.window is None:
-            return [(i, j) for i in first for j in range(i + 1)]
-        # The first query of a block is the nearest to the last key of an earlier one.
-        return [
-            (i, j)
-            for i in first
-            for j in range(i + 1)
-            if (i - j - 1) * self.size + 1 < self.window or i == j
-        ]
+    def is_longer(self) -> bool:
+        """Returns whether the last block extends beyond the sequence."""
+        return self.number * self.size > self.length
 
     def padded(self, x: tf.Tensor, value: int = 0) -> Sequence[tf.Tensor] | tf.Tensor:
         """Cuts `[batch, length, ...]` to `[number, batch, size, ...]` or a list of one block."""
@@ -89,7 +111,7 @@ class Blocks:
             return [x]
         after = self.number * self.size - self.length
         paddings = [[0, after if i == 1 else 0] for i in range(x.shape.rank)]
-        x = tf.pad(x, paddings, constant_values=value) if after else x
+        x = tf.pad(x, paddings, constant_values=value) if self.is_longer else x
         batch, _, *rest = static_sizes(x)
         x = tf.reshape(x, [batch, self.number, self.size, *rest])
         return tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
@@ -104,6 +126,9 @@ class Blocks:
         return tf.reshape(x, [batch, self.number * self.size, *rest])[:, : self.length]
 
 
+CAUSAL = Sight()
+
+
 def block_attention(
     q: tf.Tensor,
     k: tf.Tensor,
@@ -112,18 +137,25 @@ def block_attention(
     table: tf.Tensor | None = None,
     buckets: Buckets | None = None,
     block_size: int = 512,
-    window: int | None = None,
+    sight: Sight = CAUSAL,
     cap: float | None = None,
+    key_segments: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """Averages the values that each query sees: those of its segment up to itself.
+    """Averages the values that each query sees: those of its segment within its sight.
 
-    Queries are scaled and `[batch, length, heads, dim]`, keys and values `[batch, length, kv_heads,
-    dim]`: `heads / kv_heads` neighbouring heads share one. Segments are `[batch, length]` int32;
-    only padding is negative. A query sees the `window` last keys. Scores are limited by `cap`, then
-    the table `[buckets, heads]` is added. Only first derivatives are available.
+    Queries are scaled and `[batch, length, heads, dim]`, keys and values `[batch, key length,
+    kv_heads, dim]`: `heads / kv_heads` neighbouring heads share one. Segments are `[batch, length]`
+    int32; only padding is negative. Keys have those of the queries, or their own. Queries without
+    segments have 0. One that sees nothing has zeros. Scores are limited by `cap`, then the table
+    `[buckets, heads]` is added. Only first derivatives are available.
     """
-    blocks = Blocks.of(static_sizes(q)[1], block_size, window)
-    attend = _Attention(q, k, blocks, segments, buckets, cap)
+    queries, keys = (Blocks.of(static_sizes(x)[1], block_size) for x in (q, k))
+    if segments is None and key_segments is None and keys.is_longer and not sight.causal:
+        # Nobody sees what the last block has behind the sequence.
+        key_segments = tf.zeros([1, keys.length], tf.int32)
+    if segments is None and key_segments is not None:
+        segments = tf.zeros([1, queries.length], tf.int32)
+    attend = _Attention(q, k, queries, keys, segments, key_segments, sight, buckets, cap)
     inputs = [q, k, v] if table is None else [q, k, v, table]
     with unrecorded():
         output, logs = attend.forward(*inputs)
@@ -154,28 +186,40 @@ class _Attention:
         self,
         q: tf.Tensor,
         k: tf.Tensor,
-        blocks: Blocks,
+        query_blocks: Blocks,
+        key_blocks: Blocks,
         segments: tf.Tensor | None,
+        key_segments: tf.Tensor | None,
+        sight: Sight,
         buckets: Buckets | None,
         cap: float | None,
     ) -> None:
-        self.blocks, self.cap = blocks, cap
+        self.queries, self.keys, self.sight, self.cap = query_blocks, key_blocks, sight, cap
+        self.is_single = query_blocks.number == key_blocks.number == 1
         self.batch, _, self.heads, self.dim = static_sizes(q)
         self.kv_heads = static_sizes(k)[2]
         self.shared = self.heads // self.kv_heads
-        self.segments = None if segments is None else blocks.padded(segments, -2)
+        self.segments = self.key_segments = None
+        if segments is not None:
+            self.segments = self.key_segments = self._blocks(query_blocks, segments, -2)
+        # Whether a query may see no key: none has its segment.
+        self.sees_nothing = key_segments is not None
+        if key_segments is not None:
+            self.key_segments = self._blocks(key_blocks, key_segments, -2)
         self.buckets = buckets
 
     def forward(
         self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, table: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the output, and the logarithm of the sum of exponentials of each query."""
-        queries, keys, values = (self._cut(x) for x in (q, k, v))
+        queries = self._cut(self.queries, q)
+        keys, values = (self._cut(self.keys, x) for x in (k, v))
 
         def meet(i: Any, j: Any, before: tf.Tensor | None = None) -> Any:
             scores, _ = self._scores(i, j, queries[i], keys[j], table)
             top = tf.reduce_max(scores, -1, keepdims=True)
-            top = top if before is None else tf.maximum(before, top)
+            if before is not None or self.sees_nothing:
+                top = tf.maximum(LOWEST_TOP if before is None else before, top)
             raised = tf.exp(scores - top)
             weighed = tf.matmul(tf.cast(raised, v.dtype), values[j])
             added = tf.reduce_sum(raised, -1, keepdims=True)
@@ -184,23 +228,25 @@ class _Attention:
         def body(i: Any, j: Any, tops: _Rows, sums: _Rows, totals: _Rows) -> Any:
             before = tops[i]
             top, added, weighed = meet(i, j, before)
-            # While a query has seen no key, these are ones; the first seen score makes them zeros.
             less = tf.exp(before - top)
             found = sums[i] * less + added, totals[i] * less + weighed
             return tops.put(i, top), sums.put(i, found[0]), totals.put(i, found[1])
 
-        number = self.blocks.number
-        if number == 1:
+        if self.is_single:
             tops, sums, totals = meet(0, 0)
         else:
-            rows = [number, self.batch, self.kv_heads, self.shared * self.blocks.size]
+            number, size = self.queries.number, self.queries.size
+            rows = [number, self.batch, self.kv_heads, self.shared * size]
             tops, sums, totals = self._over_pairs(
                 body,
-                _Rows.of(tf.fill([*rows, 1], LOW)),
+                _Rows.of(tf.fill([*rows, 1], LOWEST_TOP)),
                 _Rows.of(tf.zeros([*rows, 1])),
                 _Rows.of(tf.zeros([*rows, self.dim])),
             )
-        output = tf.cast(self._joined(totals / sums), q.dtype)
+        if self.sees_nothing:
+            # The output is then 0, not that of other segments.
+            sums = tf.where(sums > 0, sums, 1.0)
+        output = tf.cast(self._joined(self.queries, totals / sums), q.dtype)
         # `identity_n` ties both: TensorFlow keeps the logarithms, not the two tensors that they are
         # made of.
         return tuple(tf.identity_n([output, tops + tf.math.log(sums)]))
@@ -216,14 +262,12 @@ class _Attention:
         table: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
         """Returns the gradients of queries, keys, values and the table."""
-        queries, keys, values, wanted = (self._cut(x) for x in (q, k, v, grad))
+        queries, wanted = (self._cut(self.queries, x) for x in (q, grad))
+        keys, values = (self._cut(self.keys, x) for x in (k, v))
         # Subtracted from each query's gradients of scores, so that they sum to 0.
-        means = self._cut(
-            tf.reduce_sum(
-                tf.cast(grad, tf.float32) * tf.cast(output, tf.float32), -1, keepdims=True
-            )
-        )
-        sums = [logs] if self.blocks.number == 1 else logs
+        products = tf.cast(grad, tf.float32) * tf.cast(output, tf.float32)
+        means = self._cut(self.queries, tf.reduce_sum(products, -1, keepdims=True))
+        sums = [logs] if self.is_single else logs
 
         def meet(i: Any, j: Any) -> list[tf.Tensor]:
             scores, limited = self._scores(i, j, queries[i], keys[j], table)
@@ -245,19 +289,20 @@ class _Attention:
             return [r.add(at, g) for r, at, g in zip(rows, places, meet(i, j), strict=True)]
 
         inputs = [q, k, v] if table is None else [q, k, v, table]
-        if self.blocks.number == 1:
+        if self.is_single:
             found = meet(0, 0)
         else:
             zeros = [_Rows.of(tf.zeros(x.shape)) for x in (queries, keys, values)]
             dtable = [] if table is None else [_Rows.of(tf.zeros([1, *table.shape]))]
             found = self._over_pairs(body, *zeros, *dtable)
             found = [*found[:3], *(rows[0] for rows in found[3:])]
-        found = [*map(self._joined, found[:3]), *found[3:]]
+        blocks = self.queries, self.keys, self.keys
+        found = [*map(self._joined, blocks, found), *found[3:]]
         return [tf.cast(g, x.dtype) for g, x in zip(found, inputs, strict=True)]
 
     def _over_pairs(self, body: Any, *state: _Rows) -> Any:
         """Applies `body(i, j, *state)` to all pairs of blocks, one after the other."""
-        pairs = self.blocks.pairs
+        pairs = self.sight.pairs(self.queries, self.keys)
         first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
 
         def turn(at: tf.Tensor, *handles: tf.Tensor) -> Any:
@@ -277,56 +322,60 @@ class _Attention:
         self, i: Any, j: Any, queries: tf.Tensor, keys: tf.Tensor, table: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns scores in float32, very low for keys that are not seen, and limited scores."""
-        size = self.blocks.size
         scores = tf.cast(tf.matmul(queries, keys, transpose_b=True), tf.float32)
         scores = limited = capped(scores, self.cap)
         shape = static_sizes(scores)
         distance = self._distance(i, j)
-        seen = sees(distance, self.blocks.window)
-        if self.segments is not None:
+        seen = self.sight.sees(distance)
+        if self.segments is not None and self.key_segments is not None:
             query_segments = tf.expand_dims(self.segments[i], 2)
-            key_segments = tf.expand_dims(self.segments[j], 1)
-            seen = tf.expand_dims(seen & tf.equal(query_segments, key_segments), 1)
+            key_segments = tf.expand_dims(self.key_segments[j], 1)
+            same = tf.equal(query_segments, key_segments)
+            seen = tf.expand_dims(same if seen is None else seen & same, 1)
+            seen = seen if self.shared == 1 else tf.expand_dims(seen, 1)
         if self.shared > 1:
-            scores = tf.reshape(scores, [self.batch, self.kv_heads, self.shared, size, size])
-            seen = seen if self.segments is None else tf.expand_dims(seen, 1)
+            sizes = [self.queries.size, self.keys.size]
+            scores = tf.reshape(scores, [self.batch, self.kv_heads, self.shared, *sizes])
         if table is not None:
             assert self.buckets is not None
             bias = tf.gather(tf.cast(table, tf.float32), self.buckets.of(distance))
             scores += tf.reshape(tf.transpose(bias, [2, 0, 1]), [1, *static_sizes(scores)[1:]])
-        scores = tf.where(seen, scores, LOW)
+        scores = scores if seen is None else tf.where(seen, scores, LOW)
         return tf.reshape(scores, shape) if self.shared > 1 else scores, limited
 
     def _distance(self, i: Any, j: Any) -> tf.Tensor:
-        size = self.blocks.size
-        places = tf.range(size)
-        distance = tf.expand_dims(places, 1) - tf.expand_dims(places, 0)
-        return distance if i is j else (i - j) * size + distance
+        queries, keys = tf.range(self.queries.size), tf.range(self.keys.size)
+        distance = tf.expand_dims(queries, 1) - tf.expand_dims(keys, 0)
+        return distance if i is j else i * self.queries.size - j * self.keys.size + distance
 
     def _table_gradient(self, i: Any, j: Any, dscores: tf.Tensor) -> tf.Tensor:
         assert self.buckets is not None
-        size = self.blocks.size
         summed = tf.reduce_sum(dscores, 0)
-        rows = tf.transpose(tf.reshape(summed, [self.heads, size * size]))
+        rows = tf.transpose(tf.reshape(summed, [self.heads, self.queries.size * self.keys.size]))
         places = tf.reshape(self.buckets.of(self._distance(i, j)), [-1])
         return tf.math.unsorted_segment_sum(rows, places, self.buckets.number)
 
-    def _cut(self, x: tf.Tensor) -> Any:
+    def _blocks(self, blocks: Blocks, x: tf.Tensor, value: int = 0) -> Any:
+        """Cuts `[batch, length, ...]` into blocks."""
+        found = blocks.padded(x, value)
+        return found if self.is_single else tf.convert_to_tensor(found)
+
+    def _cut(self, blocks: Blocks, x: tf.Tensor) -> Any:
         """Cuts `[batch, length, heads or kv_heads, dim]` into blocks."""
-        if self.blocks.number == 1:
+        if self.is_single:
             return [self._heads_first(x)]
-        blocks = tf.convert_to_tensor(self.blocks.padded(x))
-        n, batch, *rest = static_sizes(blocks)
-        x = self._heads_first(tf.reshape(blocks, [n * batch, *rest]))
+        found = self._blocks(blocks, x)
+        n, batch, *rest = static_sizes(found)
+        x = self._heads_first(tf.reshape(found, [n * batch, *rest]))
         return tf.reshape(x, [n, batch, *static_sizes(x)[1:]])
 
-    def _joined(self, x: tf.Tensor) -> tf.Tensor:
+    def _joined(self, blocks: Blocks, x: tf.Tensor) -> tf.Tensor:
         """Joins blocks of queries or keys to `[batch, length, heads or kv_heads, dim]`."""
-        if self.blocks.number == 1:
-            return self._heads_last(x)
+        if self.is_single:
+            return self._heads_last(blocks, x)
         n, batch, *rest = static_sizes(x)
-        x = self._heads_last(tf.reshape(x, [n * batch, *rest]))
-        return self.blocks.joined(tf.reshape(x, [n, batch, *static_sizes(x)[1:]]))
+        x = self._heads_last(blocks, tf.reshape(x, [n * batch, *rest]))
+        return blocks.joined(tf.reshape(x, [n, batch, *static_sizes(x)[1:]]))
 
     def _heads_first(self, x: tf.Tensor) -> tf.Tensor:
         """Reorders `[batch, size, heads, dim]` to `[batch, kv_heads, shared * size, dim]`."""
@@ -337,9 +386,9 @@ class _Attention:
         x = tf.transpose(x, [0, 2, 3, 1, 4])
         return tf.reshape(x, [batch, self.kv_heads, self.shared * size, dim])
 
-    def _heads_last(self, x: tf.Tensor) -> tf.Tensor:
+    def _heads_last(self, blocks: Blocks, x: tf.Tensor) -> tf.Tensor:
         """Inverts `_heads_first`."""
-        size = self.blocks.size
+        size = blocks.size
         batch, kv_heads, rows, dim = static_sizes(x)
         if rows == size:
             return tf.transpose(x, [0, 2, 1, 3])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.layers.named.block_attention import LOW, Buckets, capped, sees
+from pipemesh.errors import DecodingError, PipelineError
+from pipemesh.layers.named.block_attention import CAUSAL, LOW, Buckets, Sight, capped
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.lowering import Lowering, Tensor
 from pipemesh.lowering.lowering import Slices
@@ -40,7 +41,7 @@ class KeyValueCache:
 
     Attributes:
         kept: keys and values by the path of their layer, `batch;heads;cache;head_dim` each, as
-            slices on the processors of the lowering.
+            slices on the processors of the lowering; of a memory with its segments, if there are.
 
     Example:
         >>> import tensorflow as tf
@@ -63,7 +64,7 @@ class KeyValueCache:
         self,
         length: int,
         places: Any,
-        kept: Mapping[str, tuple[Slices, Slices]] | None = None,
+        kept: Mapping[str, tuple[Slices, ...]] | None = None,
         last: Any = None,
         overwrites: bool = False,
     ) -> None:
@@ -93,6 +94,21 @@ class KeyValueCache:
         )
         return [Tensor(lowering, self._read(lowering, kept), shape) for kept in self.kept[path]]
 
+    def remember(self, path: str, new: Sequence[Slices]) -> Sequence[Slices]:
+        """Returns keys and values of a layer's memory, and its segments if there are any.
+
+        `new` are those of new rows, `batch;memory_length;heads;head_dim`; if empty, the kept ones.
+        """
+        if new:
+            lowering, segments = current_lowering(), new[2:]
+            self.kept[path] = (*(lowering.map(_heads_first, x) for x in new[:2]), *segments)
+        if path not in self.kept:
+            raise PipelineError(
+                f"{path} sees a memory (cross=True), but the cache has none; give it to the first "
+                "call of these rows"
+            )
+        return self.kept[path]
+
     def _write(
         self, lowering: Lowering, kept: Slices | None, new: Slices, places: Slices
     ) -> Slices:
@@ -109,9 +125,13 @@ class KeyValueCache:
         return tf.zeros([batch, heads, self.length, head_dim], like.dtype)
 
 
+def _heads_first(x: tf.Tensor) -> tf.Tensor:
+    return tf.transpose(x, [0, 2, 1, 3])
+
+
 def _written(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
     """Writes `[batch, length, heads, dim]` to positions of `[batch, heads, cache, dim]`."""
-    new = tf.transpose(new, [0, 2, 1, 3])
+    new = _heads_first(new)
     rows, columns, _ = tf.meshgrid(*map(tf.range, static_sizes(new)[:3]), indexing="ij")
     at = tf.broadcast_to(tf.expand_dims(tf.cast(places, tf.int32), 1), rows.shape)
     return tf.tensor_scatter_nd_update(kept, tf.stack([rows, columns, at], -1), new)
@@ -134,7 +154,7 @@ def _written_there(
     first = tf.reshape(first, [batch, heads, 1])
     at = tf.reshape(first + tf.expand_dims(tf.cast(places, tf.int32), 1), [-1])
     rows = tf.reshape(kept, [-1, dim])
-    values = tf.reshape(tf.transpose(new, [0, 2, 1, 3]), [-1, dim])
+    values = tf.reshape(_heads_first(new), [-1, dim])
     if busy is not None:
         values = tf.where(busy, values, tf.gather(rows, at))
     return tf.reshape(overwritten(rows, at, values), sizes)
@@ -183,12 +203,19 @@ class SlottedCache(KeyValueCache):
         self,
         length: int,
         places: Tensor,
-        kept: Mapping[str, tuple[Slices, Slices]],
+        kept: Mapping[str, tuple[Slices, ...]],
         slot: Slices,
         busy: Slices,
     ) -> None:
         super().__init__(length, places, kept)
         self._slot, self._busy = slot, busy
+
+    def remember(self, path: str, new: Sequence[Slices]) -> Sequence[Slices]:
+        """Refuses a memory."""
+        raise DecodingError(
+            f"{path} sees a memory (cross=True), which lowering='simd' cannot decode; set "
+            "lowering='placement'"
+        )
 
     def _write(
         self, lowering: Lowering, kept: Slices | None, new: Slices, places: Slices
@@ -204,17 +231,19 @@ def cached_attention(
     q: tf.Tensor,
     k: tf.Tensor,
     v: tf.Tensor,
-    places: tf.Tensor,
+    places: tf.Tensor | None = None,
+    segments: tf.Tensor | None = None,
     table: tf.Tensor | None = None,
     buckets: Buckets | None = None,
-    window: int | None = None,
+    sight: Sight = CAUSAL,
     cap: float | None = None,
+    key_segments: tf.Tensor | None = None,
 ) -> tf.Tensor:
-    """Averages the values that each query sees: those up to its own position.
+    """Averages the values that each query sees: those up to its own position, or of its segment.
 
     Queries are scaled and `[batch, length, heads, dim]`, keys and values `[batch, kv_heads, cache,
     dim]`: `heads / kv_heads` neighbouring heads share one. `places`, `[batch, length]` int32, are
-    the positions of queries in the cache. The rest is as in `block_attention`.
+    the positions of queries in the cache; None for a memory. The rest is as in `block_attention`.
     """
     batch, length, heads, dim = static_sizes(q)
     kv_heads, cache = static_sizes(k)[1:3]
@@ -224,14 +253,25 @@ def cached_attention(
     queries = tf.reshape(tf.transpose(queries, [0, 2, 3, 1, 4]), [batch, kv_heads, -1, dim])
     scores = tf.cast(tf.matmul(queries, k, transpose_b=True), tf.float32)
     scores = tf.reshape(capped(scores, cap), [batch, kv_heads, shared, length, cache])
-    distance = tf.expand_dims(places, 2) - tf.range(cache)
+    seen = distance = None
+    if places is not None:
+        distance = tf.expand_dims(places, 2) - tf.range(cache)
+        seen = sight.sees(distance)
+    elif key_segments is not None:
+        segments = tf.zeros([batch, length], tf.int32) if segments is None else segments
+        seen = tf.equal(tf.expand_dims(segments, 2), tf.expand_dims(key_segments, 1))
     if table is not None:
-        assert buckets is not None
+        assert buckets is not None and distance is not None
         bias = tf.gather(tf.cast(table, tf.float32), buckets.of(distance))
         bias = tf.reshape(bias, [batch, length, cache, kv_heads, shared])
         scores += tf.transpose(bias, [0, 3, 4, 1, 2])
-    seen = tf.reshape(sees(distance, window), [batch, 1, 1, length, cache])
-    weights = tf.nn.softmax(tf.where(seen, scores, LOW))
+    if seen is not None:
+        seen = tf.reshape(seen, [batch, 1, 1, length, cache])
+        scores = tf.where(seen, scores, LOW)
+    weights = tf.nn.softmax(scores)
+    if seen is not None and key_segments is not None:
+        # A segment may have no key.
+        weights = tf.where(seen, weights, 0.0)
     weights = tf.reshape(tf.cast(weights, v.dtype), [batch, kv_heads, shared * length, cache])
     values = tf.reshape(tf.matmul(weights, v), [batch, kv_heads, shared, length, dim])
     return tf.reshape(tf.transpose(values, [0, 3, 1, 2, 4]), [batch, length, heads, dim])

@@ -275,6 +275,8 @@ class Tally:
     def rename(self, x: Value, names: Mapping[str, str]) -> Value:
         """Renames dims, which may move splits."""
         shape = renamed_shape(x.shape, names)
+        if shape == x.shape:
+            return x
         renamed = self.made(shape, x)
         old, new = (self._rules.tensor_layout(s, self._mesh).axes for s in (x.shape, shape))
         moved = change_splits(self._counting, self._slices(x), old, new)

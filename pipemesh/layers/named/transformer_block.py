@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.layers.check_params import check_flags
 from pipemesh.layers.named.attention import Attention
 from pipemesh.layers.named.feed_forward import Experts, FeedForward
-from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.named_layer import NamedLayer, whole_names
 from pipemesh.layers.named.norm_and_dropout import Dropout, Norm
 from pipemesh.layers.named.tally import Tally
 
@@ -17,9 +19,11 @@ from pipemesh.layers.named.tally import Tally
 class TransformerBlock(NamedLayer):
     """Attention, then a feed-forward layer, each with normalized inputs and a residual connection.
 
-    With `parallel` both take the same inputs (Wang and Komatsuzaki, "GPT-J", 2021). With
+    With `cross_attention_tpl` there is attention to a memory between them, as in a decoder; the
+    block of an encoder has an `attention_tpl` with `causal=False`. With `parallel` attention and
+    the feed-forward layer take the same inputs (Wang and Komatsuzaki, "GPT-J", 2021). With
     `output_norms` their outputs are normalized before they are added (Gemma Team, "Gemma 2", 2024).
-    Under the rules `heads:model;d_ff:model` each half ends in one all-reduce. With
+    Under the rules `heads:model;d_ff:model` each ends in one all-reduce. With
     `feed_forward_tpl=Experts.Params()` it is a mixture-of-experts block, which also returns the
     balance loss.
 
@@ -43,10 +47,11 @@ class TransformerBlock(NamedLayer):
         p.Define("num_heads", 1, "Size of `heads`.")
         p.Define("hidden_dim", 0, "Size of `d_ff`, or of `expert_ff`.")
         p.Define("dropout_rate", 0.0, "Dropout rate of what is added to the inputs.")
-        p.Define("parallel", False, "Whether both halves take the inputs of the block.")
-        p.Define("output_norms", False, "Whether outputs of both halves are normalized, too.")
+        p.Define("parallel", False, "Whether the feed-forward layer takes the block's inputs.")
+        p.Define("output_norms", False, "Whether outputs of the parts are normalized, too.")
         p.Define("norm_tpl", Norm.Params(), "Of all norms.")
         p.Define("attention_tpl", Attention.Params(), "Of the attention.")
+        p.Define("cross_attention_tpl", None, "Of the attention to a memory; None for none.")
         p.Define(
             "feed_forward_tpl", FeedForward.Params(), "Of the feed-forward layer, or of `Experts`."
         )
@@ -63,18 +68,19 @@ class TransformerBlock(NamedLayer):
         """Returns the params of the parts, by name."""
         dropout = Dropout.Params().Set(rate=p.dropout_rate)
         norm = p.norm_tpl.Copy().Set(input_dim=p.input_dim)
-        attention = p.attention_tpl.Copy().Set(input_dim=p.input_dim, num_heads=p.num_heads)
+        sizes = {"input_dim": p.input_dim, "num_heads": p.num_heads}
+        main = {"attention": p.attention_tpl.Copy().Set(**sizes)}
+        if p.cross_attention_tpl is not None:
+            cross = p.cross_attention_tpl.Copy().Set(**sizes, causal=False, cross=True)
+            main["cross_attention"] = cross
         feed_forward = p.feed_forward_tpl.Copy()
-        after = ("attention_output_norm", "feed_forward_output_norm") if p.output_norms else ()
-        return {
-            "attention_norm": norm,
-            "attention": attention,
-            "attention_dropout": dropout,
-            "feed_forward_norm": norm.Copy(),
-            "feed_forward": feed_forward.Set(input_dim=p.input_dim, hidden_dim=p.hidden_dim),
-            "feed_forward_dropout": dropout.Copy(),
-            **{name: norm.Copy() for name in after},
-        }
+        main["feed_forward"] = feed_forward.Set(input_dim=p.input_dim, hidden_dim=p.hidden_dim)
+        parts = {}
+        for name, part in main.items():
+            parts |= {f"{name}_norm": norm.Copy(), name: part, f"{name}_dropout": dropout.Copy()}
+            if p.output_norms:
+                parts[f"{name}_output_norm"] = norm.Copy()
+        return parts
 
     def FProp(
         self,
@@ -83,6 +89,7 @@ class TransformerBlock(NamedLayer):
         segment_ids: Any = None,
         segment_pos: Any = None,
         paddings: Any = None,
+        *memory: Any,
     ) -> Any:
         """Computes the block; arguments are those of `Attention.FProp`.
 
@@ -90,43 +97,52 @@ class TransformerBlock(NamedLayer):
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")
-        y = self.attention_norm.FProp(theta.attention_norm, x)
-        y = self.attention.FProp(theta.attention, y, segment_ids, segment_pos, paddings)
-        if p.output_norms:
-            y = self.attention_output_norm.FProp(theta.attention_output_norm, y)
-        summed = x + self.attention_dropout.FProp(theta.attention_dropout, y)
-        y = self.feed_forward_norm.FProp(theta.feed_forward_norm, x if p.parallel else summed)
-        if isinstance(self.feed_forward, Experts):
-            y, balance = self.feed_forward.FProp(theta.feed_forward, y, paddings)
-        else:
-            y, balance = self.feed_forward.FProp(theta.feed_forward, y), None
-        if p.output_norms:
-            y = self.feed_forward_output_norm.FProp(theta.feed_forward_output_norm, y)
-        y = summed + self.feed_forward_dropout.FProp(theta.feed_forward_dropout, y)
-        return y if balance is None else (y, balance)
+        tokens = (segment_ids, segment_pos, paddings)
+        summed, balance = x, []
+        for name, inputs in self._Inputs(p, tokens, memory).items():
+            y = x if p.parallel and name == "feed_forward" else summed
+            for part in (f"{name}_norm", name, f"{name}_output_norm", f"{name}_dropout"):
+                if part not in self.children:
+                    continue
+                own = inputs if part == name else ()
+                y = self.children[part].FProp(theta[part], y, *own)
+                if isinstance(y, tuple):
+                    y, *balance = y
+            summed = summed + y
+        return (summed, *balance) if balance else summed
+
+    @classmethod
+    def _Inputs(cls, p: Any, tokens: Sequence[Any], memory: Sequence[Any]) -> dict[str, Any]:
+        """Returns the inputs of each main part after the first."""
+        attentions = [name for name in cls.ChildParams(p) if name.endswith("attention")]
+        inputs = dict.fromkeys(attentions, tokens)
+        inputs[attentions[-1]] = (*tokens, *memory)
+        # Only experts take paddings, which they do not route.
+        inputs["feed_forward"] = tokens[2:] if issubclass(p.feed_forward_tpl.cls, Experts) else ()
+        return inputs
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any, *tokens: Any) -> Any:
         """Counts the parts."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
         parts = cls.ChildParams(p)
-        y = cls.CountPart(p, parts["attention_norm"], tally, x)
-        y = cls.CountPart(p, parts["attention"], tally, y, *tokens)
-        if p.output_norms:
-            y = cls.CountPart(p, parts["attention_output_norm"], tally, y)
-        y = cls.CountPart(p, parts["attention_dropout"], tally, y)
-        summed = tally.made(x.shape, x)
-        kept = tally.activation_bytes
-        y = cls.CountPart(p, parts["feed_forward_norm"], tally, x if p.parallel else summed)
-        if p.parallel:
-            # Both norms have the same normalized inputs, and TensorFlow keeps them once.
-            tally.activation_bytes = kept
-        # Only experts take paddings, which they do not route.
-        routed = tokens[2:] if issubclass(parts["feed_forward"].cls, Experts) else ()
-        outputs = cls.CountPart(p, parts["feed_forward"], tally, y, *routed)
-        y, *balance = outputs if isinstance(outputs, tuple) else (outputs,)
-        if p.output_norms:
-            y = cls.CountPart(p, parts["feed_forward_output_norm"], tally, y)
-        cls.CountPart(p, parts["feed_forward_dropout"], tally, y)
-        y = tally.made(x.shape, x)
-        return (y, *balance) if balance else y
+        (ids, *rest), memory = [*tokens, None, None, None][:3], tokens[3:]
+        if ids is not None and not whole_names(tally.lowering.rules, "heads"):
+            # Both attentions keep these segments.
+            ids = tally.given(ids, "batch;length", tf.int32)
+        summed, balance = x, []
+        for name, inputs in cls._Inputs(p, (ids, *rest), memory).items():
+            y = x if p.parallel and name == "feed_forward" else summed
+            for part in (f"{name}_norm", name, f"{name}_output_norm", f"{name}_dropout"):
+                if part not in parts:
+                    continue
+                kept = tally.activation_bytes
+                own = inputs if part == name else ()
+                y = cls.CountPart(p, parts[part], tally, y, *own)
+                if part == "feed_forward_norm" and p.parallel:
+                    # Two norms have the same normalized inputs, and TensorFlow keeps them once.
+                    tally.activation_bytes = kept
+                if isinstance(y, tuple):
+                    y, *balance = y
+            summed = tally.made(x.shape, x)
+        return (summed, *balance) if balance else summed

@@ -6,8 +6,14 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import Attention, Norm
-from tests.layers.named.harness import RULES, run, value_of
-from tests.layers.named.test_block_attention import plain_attention
+from tests.layers.named.harness import RULES, SCALE, run, value_of
+from tests.layers.named.test_block_attention import (
+    BOTH_SIDES,
+    BUCKETS,
+    CAUSAL,
+    Sight,
+    plain_attention,
+)
 
 X = value_of("x", [2, 6, 8])
 SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 5, 5]], np.int32)
@@ -16,11 +22,20 @@ PADDINGS = np.array([[0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0]], np.float32)
 PARAMS = Attention.Params().Set(
     name="attention", input_dim=8, num_heads=4, dim_per_head=2, block_size=4
 )
-# Buckets by distance: as `plain_attention` has them.
-BUCKETS = {"relative_buckets": 6, "relative_max_distance": 9}
+
+RELATIVE = {"relative_buckets": BUCKETS.number, "relative_max_distance": BUCKETS.max_distance}
 
 
-def plain(w, segments=None, positions=None, window=None, score_cap=None, score_scale=0.5**0.5):
+def plain(
+    w,
+    segments=None,
+    positions=None,
+    score_cap=None,
+    score_scale=0.5**0.5,
+    sight=CAUSAL,
+    memory=X,
+    memory_segments=None,
+):
     """Rotates the first two elements of a head if there are positions, after norms if any."""
 
     def turned(x):
@@ -38,10 +53,14 @@ def plain(w, segments=None, positions=None, window=None, score_cap=None, score_s
         return x / root * (1 + w[f"{name}_norm.scale"])
 
     q, k, v = (
-        tf.einsum("btd,dnh->btnh", X, w[f"w_{name}"]) + w.get(f"b_{name}", 0.0) for name in "qkv"
+        tf.einsum("btd,dnh->btnh", x, w[f"w_{name}"]) + w.get(f"b_{name}", 0.0)
+        for name, x in zip("qkv", (X, memory, memory), strict=True)
     )
     q, k = turned(normed(q, "q")) * score_scale, turned(normed(k, "k"))
-    y = plain_attention(q, k, v, segments, w.get("relative_bias"), window, score_cap)
+    buckets = BUCKETS if sight.causal else BOTH_SIDES
+    y = plain_attention(
+        q, k, v, segments, w.get("relative_bias"), sight, score_cap, memory_segments, buckets
+    )
     return tf.einsum("btnh,nhd->btd", y, w["w_out"]) + w.get("b_out", 0.0)
 
 
@@ -53,7 +72,7 @@ def plain(w, segments=None, positions=None, window=None, score_cap=None, score_s
         pytest.param(
             "data:2;model:2",
             RULES,
-            {"num_kv_heads": 2, "use_rotary": True, "use_bias": False, **BUCKETS},
+            {"num_kv_heads": 2, "use_rotary": True, "use_bias": False, **RELATIVE},
             SEGMENTS,
             POSITIONS,
             id="groups of heads, rotations, biases by distance",
@@ -77,6 +96,8 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(
         assert tuple(found.shapes["relative_bias"]) == (changes["relative_buckets"], 4)
 
 
+BOTH = {"relative_buckets": BOTH_SIDES.number, "relative_max_distance": BOTH_SIDES.max_distance}
+NORMED = {"norm_tpl": Norm.Params().Set(kind="rms")}
 LIMITS = {"window": 3, "score_cap": 0.4, "score_scale": 0.9}
 
 
@@ -85,7 +106,60 @@ def test_limits_and_norms_are_those_of_plain_tensorflow():
     changes |= {"use_out_bias": False, "norm_tpl": Norm.Params().Set(kind="rms"), **LIMITS}
     found = run(PARAMS.Copy().Set(**changes), [X, SEGMENTS, POSITIONS], "data:2;model:2")
     assert "b_out" not in found.shapes and "b_q" in found.shapes
-    found.assert_plain(lambda w: plain(w, SEGMENTS, POSITIONS, **LIMITS))
+    limits = LIMITS | {"sight": Sight(window=LIMITS["window"])}
+    del limits["window"]
+    found.assert_plain(lambda w: plain(w, SEGMENTS, POSITIONS, **limits))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "changes", "segments"),
+    [
+        ("data:2;model:2", RULES, {"num_kv_heads": 2, "window": 3, **BOTH}, SEGMENTS),
+        ("model:4", "heads:model", {"num_kv_heads": 2, "window": 2, "use_rotary": True}, None),
+        ("model:2", "heads:model;length:model", {"use_bias": False, **BOTH}, None),
+    ],
+)
+def test_tokens_may_see_both_sides(mesh, rules, changes, segments):
+    found = run(PARAMS.Copy().Set(causal=False, **changes), [X, segments], mesh, rules)
+    positions = np.broadcast_to(np.arange(6), [2, 6]) if changes.get("use_rotary") else None
+    sight = Sight(False, changes.get("window"))
+    found.assert_plain(lambda w: plain(w, segments, positions, sight=sight))
+
+
+# A value that `assert_plain` gives to the path of an input.
+MEMORY = SCALE * value_of("input 4", [2, 9, 8])
+MEMORY_SEGMENTS = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 7], [5, 3, 3, 3, 3, 7, 7, 7, 7]], np.int32)
+MEMORY_PADDINGS = np.array([[0] * 7 + [1] * 2, [0] * 4 + [1] * 5], np.float32)
+CROSS = PARAMS.Copy().Set(causal=False, cross=True)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "changes", "segments", "memory_segments", "paddings"),
+    [
+        ("data:2;model:2", RULES, {"num_kv_heads": 2}, SEGMENTS, MEMORY_SEGMENTS, None),
+        # Two processors have heads of the same key.
+        ("model:4", "heads:model", {"num_kv_heads": 2}, None, None, MEMORY_PADDINGS),
+        ("model:2", "heads:model;length:model", {"use_bias": False}, None, None, None),
+        ("model:1", RULES, NORMED, SEGMENTS, MEMORY_SEGMENTS, MEMORY_PADDINGS),
+    ],
+)
+def test_tokens_may_see_another_sequence(mesh, rules, changes, segments, memory_segments, paddings):
+    inputs = [X, segments, None, PADDINGS, MEMORY, memory_segments, paddings]
+    params = CROSS.Copy().Set(**changes)
+    found = run(params, inputs, mesh, rules, of_inputs=True)
+    if paddings is not None:
+        segments = np.zeros([2, 6], np.int32) if segments is None else segments
+        ids = 0 if memory_segments is None else memory_segments
+        memory_segments = np.where(paddings > 0, 99, ids)
+
+    def of(w):
+        return plain(
+            w, segments, sight=Sight(False), memory=w["input 4"], memory_segments=memory_segments
+        )
+
+    found.grads.pop("input 0")
+    found.shapes["input 4"] = MEMORY.shape
+    found.assert_plain(of)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +169,9 @@ def test_limits_and_norms_are_those_of_plain_tensorflow():
         ({"score_cap": -1.0}, "score_cap is -1.0"),
         ({"rotary_dim": 2}, "rotary_dim is 2, use_rotary False"),
         ({"rotary_dim": 4, "use_rotary": True}, "a head has 2 elements"),
+        ({"causal": False, "relative_buckets": 7}, "each side has 2 or more buckets"),
+        ({"cross": True}, "causal is True.*; set causal=False"),
+        ({"cross": True, "causal": False, "window": 2}, "window 2"),
     ],
 )
 def test_limits_are_checked(changes, message):
@@ -111,3 +188,16 @@ def test_nobody_sees_padding(segments):
     found = run(PARAMS, [X, segments, PADDINGS], "data:2", call=call)
     ids = np.where(PADDINGS > 0, 99, 0 if segments is None else segments)
     found.assert_plain(lambda w: plain(w, ids) * (1 - PADDINGS)[..., None])
+
+
+@pytest.mark.parametrize(
+    ("params", "inputs", "message"),
+    [
+        (CROSS, [X], "sees a memory .*, but was given none"),
+        (PARAMS, [X, None, None, None, MEMORY], "has cross=False"),
+        (CROSS, [X, SEGMENTS, None, None, MEMORY], "tokens were given segments, the memory none"),
+    ],
+)
+def test_a_memory_is_given_to_those_who_see_it(params, inputs, message):
+    with pytest.raises(PipelineError, match=message):
+        run(params, inputs)

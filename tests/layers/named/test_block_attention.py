@@ -5,37 +5,50 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import GradientError
-from pipemesh.layers.named.block_attention import Blocks, Buckets, block_attention
+from pipemesh.layers.named.block_attention import Blocks, Buckets, Sight, block_attention
 from tests.layers.named.harness import value_of
 
-BUCKETS = Buckets(6, 9)
+BUCKETS, BOTH_SIDES = Buckets(6, 9), Buckets(8, 9, both_sides=True)
+CAUSAL = Sight()
 
 
-def plain_attention(q, k, v, segments=None, table=None, window=None, cap=None):
+def plain_attention(
+    q, k, v, segments=None, table=None, sight=CAUSAL, cap=None, key_segments=None, buckets=BUCKETS
+):
     """All scores at once."""
-    batch, length, heads, _ = q.shape
-    shared = heads // k.shape[2]
+    length, heads = q.shape[1:3]
+    shared, keys = heads // k.shape[2], k.shape[1]
     k, v = tf.repeat(k, shared, axis=2), tf.repeat(v, shared, axis=2)
     scores = tf.einsum("btnd,bsnd->bnts", q, k)
     scores = scores if cap is None else cap * tf.tanh(scores / cap)
-    distance = np.arange(length)[:, None] - np.arange(length)[None, :]
+    distance = np.arange(length)[:, None] - np.arange(keys)[None, :]
     if table is not None:
-        bucket = np.minimum(np.maximum(distance, 0), 2)
-        far = 3 + np.log(np.maximum(distance, 3) / 3) / np.log(9 / 3) * 3
-        bucket = np.where(distance < 3, bucket, np.minimum(far.astype(int), 5))
+        # As the layer of T5 in the package `transformers` has it.
+        number = buckets.number // 2 if buckets.both_sides else buckets.number
+        away = np.abs(distance) if buckets.both_sides else np.maximum(distance, 0)
+        exact = number // 2
+        far = np.log(np.maximum(away, exact) / exact) / np.log(buckets.max_distance / exact)
+        far = np.minimum(exact + (far * (number - exact)).astype(int), number - 1)
+        bucket = np.where(away < exact, away, far)
+        bucket = bucket + number * (buckets.both_sides & (distance < 0))
         scores += tf.transpose(tf.gather(table, bucket), [2, 0, 1])[None]
-    seen = (distance >= 0) & (distance < (window or length))
-    seen = np.broadcast_to(seen, [batch, length, length])
+    seen = np.ones([length, keys], bool)
+    if sight.causal:
+        seen &= distance >= 0
+    if sight.window:
+        seen &= np.abs(distance) < sight.window
+    seen = np.broadcast_to(seen, [q.shape[0], length, keys])
     if segments is not None:
-        seen = seen & (segments[:, :, None] == segments[:, None, :])
-    scores = tf.where(seen[:, None], scores, -1e9)
-    return tf.einsum("bnts,bsnd->btnd", tf.nn.softmax(scores), v)
+        key_segments = segments if key_segments is None else key_segments
+        seen = seen & (segments[:, :, None] == key_segments[:, None, :])
+    weights = tf.nn.softmax(tf.where(seen[:, None], scores, -1e9))
+    return tf.einsum("bnts,bsnd->btnd", tf.where(seen[:, None], weights, 0.0), v)
 
 
-def inputs(length, heads=4, kv_heads=2, table=False):
+def inputs(length, heads=4, kv_heads=2, table=0, keys=None):
     arrays = [value_of("q", [2, length, heads, 3])]
-    arrays += [value_of(name, [2, length, kv_heads, 3]) for name in "kv"]
-    arrays += [value_of("table", [6, heads])] if table else []
+    arrays += [value_of(name, [2, keys or length, kv_heads, 3]) for name in "kv"]
+    arrays += [value_of("table", [table, heads])] if table else []
     return [tf.constant(array) for array in arrays]
 
 
@@ -61,9 +74,8 @@ def differentiated(function, args):
 def test_results_and_gradients_are_those_of_all_scores_at_once(
     length, block_size, kv_heads, packed, table, graph
 ):
-    segments = np.sort(np.random.default_rng(1).integers(0, 3, [2, length])).astype(np.int32)
-    segments = tf.constant(segments) if packed else None
-    args = inputs(length, 4, kv_heads, table)
+    segments = segments_of(length) if packed else None
+    args = inputs(length, 4, kv_heads, 6 * table)
 
     def in_blocks(q, k, v, table=None):
         return block_attention(q, k, v, segments, table, BUCKETS, block_size)
@@ -79,32 +91,86 @@ def test_results_and_gradients_are_those_of_all_scores_at_once(
         np.testing.assert_allclose(mine, theirs, 1e-4, 1e-5)
 
 
+def segments_of(length):
+    numbers = np.random.default_rng(length).integers(0, 3, [2, length])
+    return tf.constant(np.sort(numbers).astype(np.int32))
+
+
 @pytest.mark.parametrize(
-    ("length", "block_size", "window", "cap", "packed", "pairs"),
+    ("length", "block_size", "sight", "cap", "packed", "pairs"),
     [
-        (8, 2, 3, None, False, 7),
-        (8, 2, 4, 0.5, True, 9),
-        (11, 4, 1, None, False, 3),
-        (7, 7, 3, 2.0, True, 1),
-        (9, 2, None, 0.7, False, 15),
+        (8, 2, Sight(window=3), None, False, 7),
+        (8, 2, Sight(window=4), 0.5, True, 9),
+        (11, 4, Sight(window=1), None, False, 3),
+        (7, 7, Sight(window=3), 2.0, True, 1),
+        (9, 2, CAUSAL, 0.7, False, 15),
+        # In both directions; the last block extends beyond the sequence.
+        (11, 4, Sight(causal=False), None, False, 9),
+        (11, 4, Sight(causal=False), None, True, 9),
+        (9, 2, Sight(causal=False, window=3), 0.7, False, 13),
+        (6, 6, Sight(causal=False, window=2), None, True, 1),
+        (5, 6, Sight(causal=False), None, False, 1),
     ],
 )
-def test_windows_and_caps_are_those_of_all_scores_at_once(
-    length, block_size, window, cap, packed, pairs
+def test_sights_and_caps_are_those_of_all_scores_at_once(
+    length, block_size, sight, cap, packed, pairs
 ):
-    """Pairs of blocks outside of the window are left out."""
-    segments = np.sort(np.random.default_rng(1).integers(0, 3, [2, length])).astype(np.int32)
-    segments = tf.constant(segments) if packed else None
-    args = inputs(length, table=packed)
-    limits = {"window": window, "cap": cap}
-    assert len(Blocks.of(length, block_size, window).pairs) == pairs
+    """Pairs of blocks outside of the sight are left out."""
+    segments = segments_of(length) if packed else None
+    buckets = BUCKETS if sight.causal else BOTH_SIDES
+    args = inputs(length, table=buckets.number * packed)
+    blocks = Blocks.of(length, block_size)
+    assert len(sight.pairs(blocks, blocks)) == pairs
 
     def in_blocks(q, k, v, table=None):
-        return block_attention(q, k, v, segments, table, BUCKETS, block_size, **limits)
+        return block_attention(q, k, v, segments, table, buckets, block_size, sight, cap)
 
     found = differentiated(in_blocks, args)
     wanted = differentiated(
-        lambda q, k, v, table=None: plain_attention(q, k, v, segments, table, **limits), args
+        lambda q, k, v, table=None: plain_attention(
+            q, k, v, segments, table, sight, cap, buckets=buckets
+        ),
+        args,
+    )
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "block_size", "kv_heads", "packed"),
+    [
+        (7, 5, 3, 2, (True, True)),
+        (2, 9, 4, 4, (False, False)),
+        (9, 2, 4, 1, (False, True)),
+        (3, 5, 8, 2, (True, True)),
+    ],
+)
+@pytest.mark.parametrize("graph", [True, False])
+def test_keys_of_another_sequence(length, keys, block_size, kv_heads, packed, graph):
+    """Its length, blocks and segments are its own; without its segment a query has zeros."""
+    segments, key_segments = (
+        segments_of(number) if there else None
+        for number, there in zip((length, keys), packed, strict=True)
+    )
+    if key_segments is not None:
+        key_segments = tf.where(tf.equal(key_segments, 1), 9, key_segments)
+    sight = Sight(causal=False)
+    args = inputs(length, 4, kv_heads, keys=keys)
+
+    def in_blocks(q, k, v):
+        return block_attention(
+            q, k, v, segments, None, None, block_size, sight, key_segments=key_segments
+        )
+
+    def run(*args):
+        return differentiated(in_blocks, args)
+
+    if segments is None and key_segments is not None:
+        segments = tf.zeros([2, length], tf.int32)
+    found = (tf.function(run, autograph=False) if graph else run)(*args)
+    wanted = differentiated(
+        lambda q, k, v: plain_attention(q, k, v, segments, sight=sight, key_segments=key_segments),
+        args,
     )
     for mine, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, 1e-4, 1e-5)

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.errors import DecodingError, PipelineError
 from pipemesh.layers.named import Attention, KeyValueCache, Norm, cache_scope, current_cache
+from pipemesh.layers.named.cache import SlottedCache
 from pipemesh.lowering import ops
 from tests.layers.named.harness import RULES, run, value_of
 
@@ -61,6 +63,69 @@ def test_attention_goes_on_where_it_was(mesh, rules, kind, parts):
     wanted = run(params, [X], loss=None).outputs
     found = run(params, [X], mesh, rules, call=by_parts(*parts), loss=None).outputs
     np.testing.assert_allclose(found[0], wanted[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "changes", "segments"),
+    [
+        ("data:2;model:2", RULES, {}, True),
+        # Two processors have heads of the same key.
+        ("model:4", "heads:model", {"num_kv_heads": 2}, False),
+    ],
+)
+def test_a_memory_is_projected_once(mesh, rules, changes, segments):
+    params = PARAMS.Copy().Set(causal=False, cross=True, block_size=2, **changes)
+    memory = value_of("memory", [BATCH, 5, 8])
+    ids = np.repeat([[1, 1, 1, 2, 2, 1, 1]], BATCH, 0).astype(np.int32) if segments else None
+    # The first row has nothing that its second segment sees.
+    of_memory = np.array([[1, 1, 1, 2, 0], [2, 1, 1, 1, 0]], np.int32) if segments else None
+    paddings = np.array([[0, 0, 0, 1, 1], [0, 0, 1, 1, 1]], np.float32)
+
+    def call(layer, theta, x, ids, memory, of_memory, paddings):
+        given, kept, found = (memory, of_memory, paddings), {}, []
+        for begin, end in [(0, 3), (3, 4), (4, 7)]:
+            cache = KeyValueCache(LENGTH, tf.tile([tf.range(begin, end)], [BATCH, 1]), kept)
+            own = None if ids is None else ids[:, begin:end]
+            with cache_scope(cache):
+                y = layer.FProp(theta, x[:, begin:end], own, None, None, *given)
+            # Later calls have no memory.
+            given, kept = (), cache.kept
+            found.append(ops.export_tensor(y))
+        return tf.concat(found, 1)
+
+    def at_once(layer, theta, x, ids, *of_memory):
+        return layer.FProp(theta, x, ids, None, None, *of_memory)
+
+    inputs = [X, ids, memory, of_memory, paddings]
+    wanted = run(params, inputs, call=at_once, loss=None).outputs
+    found = run(params, inputs, mesh, rules, call=call, loss=None).outputs
+    np.testing.assert_allclose(found[0], wanted[0], rtol=2e-5, atol=2e-6)
+
+
+def test_a_cache_without_a_memory_is_an_error():
+    def call(layer, theta, x):
+        with cache_scope(KeyValueCache(LENGTH, tf.tile([tf.range(LENGTH)], [BATCH, 1]))):
+            return layer.FProp(theta, x)
+
+    with pytest.raises(PipelineError, match="the cache has none; give it to the first call"):
+        run(PARAMS.Copy().Set(causal=False, cross=True), [X], call=call, loss=None)
+
+
+def test_a_memory_in_one_loop_of_stages_is_an_error():
+    with pytest.raises(DecodingError, match=r"cross_attention sees .*='placement'"):
+        SlottedCache(4, None, {}, (), ()).remember("block.cross_attention", ())
+
+
+def test_tokens_that_see_both_sides_continue_nothing():
+    def call(layer, theta, x):
+        with cache_scope(KeyValueCache(LENGTH, tf.tile([tf.range(LENGTH)], [BATCH, 1]))) as cache:
+            y = layer.FProp(theta, x)
+        assert not cache.kept
+        return y
+
+    params = PARAMS.Copy().Set(causal=False)
+    found, wanted = (run(params, [X], call=how, loss=None).outputs[0] for how in (call, None))
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_rows_may_stand_at_different_places():
