@@ -236,8 +236,14 @@ def _shape(g: Program, known: list[Tensor], given: dict[str, Any]) -> Shape:
 
 
 def _renaming(g: Program, known: list[Tensor], given: dict[str, Any]) -> dict[str, str]:
-    """Of the first tensor's dim; for a convolution to one of the filters."""
-    return {_name(g, known[:1], {}): _name(g, known[1:] or known, {})}
+    """Of dims of the first tensor; for a convolution to those of the filters."""
+    number = g.draw.choice((1, 1, 1, 2, 3))
+    return {_name(g, known[:1], {}): _name(g, known[1:] or known, {}) for _ in range(number)}
+
+
+def _counts(g: Program, known: list[Tensor], given: dict[str, Any]) -> dict[str, int]:
+    """Sizes of a window, or numbers of times, of one dim or two."""
+    return {_name(g, known, {}): g.draw.randint(1, 4) for _ in range(g.draw.randint(1, 2))}
 
 
 def _sizes(g: Program, known: list[Tensor], given: dict[str, Any]) -> list[int]:
@@ -256,6 +262,8 @@ DRAWN: dict[str, Callable[[Program, list[Tensor], dict[str, Any]], Any]] = {
     "Shape | str": _shape,
     "Shape | None": lambda g, known, _: g.draw.choice((None, known[0].shape)),
     "Mapping[str, str]": _renaming,
+    "Mapping[str, int]": _counts,
+    "Steps | None": lambda g, *_: g.draw.randint(1, 3),
     "Steps": lambda g, *_: g.draw.randint(1, 2),
     "int": lambda g, *_: g.draw.randint(-4, 6),
     "int | Sequence[int]": _sizes,
@@ -268,17 +276,17 @@ DRAWN: dict[str, Callable[[Program, list[Tensor], dict[str, Any]], Any]] = {
 # What is not finite everywhere, takes no named tensor, or repeats another one.
 LEFT_OUT = (
     "ceil divide exp floor_divide floor_mod gelu is_finite log log1p power reciprocal rsqrt sqrt "
-    "export_tensor import_tensor random_normal random_uniform conv2d conv3d"
+    "export_tensor import_tensor random_normal random_uniform"
 ).split()
 # Round-off in what these are given makes them jump, so they get exact values only.
 JUMPS = (
-    "abs argmax cast equal floor greater greater_equal is_nan less less_equal maximum minimum "
-    "not_equal reduce_max reduce_min relu round sign top_k"
+    "abs argmax cast equal floor greater greater_equal is_nan less less_equal max_pool maximum "
+    "minimum not_equal reduce_max reduce_min relu round sign top_k"
 ).split()
 # The last bits of these depend on the layout.
 ROUNDED = (
-    "conv1d cos cumsum einsum erf log_softmax reduce_logsumexp reduce_mean reduce_sum sigmoid silu "
-    "sin softmax softplus tanh"
+    "avg_pool conv1d conv2d conv3d conv_transpose cos cumsum einsum erf log_softmax "
+    "reduce_logsumexp reduce_mean reduce_sum sigmoid silu sin softmax softplus tanh"
 ).split()
 
 

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.errors import LayoutError
+from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.named import Convolution, lowering_scope
 from tests.layers.named.harness import make_lowering, run, value_of
 
@@ -32,6 +32,35 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, changes):
     found = run(p, [X], mesh, "height:rows;width:columns;features:model")
     found.assert_plain(plain)
     assert tuple(found.shapes["w"]) == (*p.window, X.shape[-1], p.output_dim)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "window"), [([4, 8, 3], 2, (3,)), ([2, 4, 4, 4, 3], (1, 2, 1), (3, 2, 1))]
+)
+def test_one_and_three_dims(sizes, strides, window):
+    x = value_of("x", sizes)
+    p = PARAMS.Copy().Set(window=window, strides=strides, use_bias=False)
+    rules = "length:rows;features:columns" if len(window) == 1 else "depth:rows;height:columns"
+
+    def plain(w):
+        if len(window) == 1:
+            return tf.nn.relu(tf.nn.conv1d(x, w["w"], strides, p.padding))
+        return tf.nn.relu(tf.nn.conv3d(x, w["w"], [1, *strides, 1], p.padding))
+
+    run(p, [x], "rows:2;columns:2", rules).assert_plain(plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"window": (3, 3, 3, 3)}, r"window is \(3, 3, 3, 3\); give one to three numbers"),
+        ({"strides": (2,)}, r"strides are \(2,\); give one number, or as many as window \(3, 3\)"),
+        ({"strides": 0}, "strides"),
+    ],
+)
+def test_a_wrong_window_is_one_line(changes, words):
+    with pytest.raises(PipelineError, match=words):
+        PARAMS.Copy().Set(**changes).Instantiate()
 
 
 def test_one_row_goes_to_each_neighbour():
