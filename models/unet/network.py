@@ -15,9 +15,9 @@ from pipemesh.mesh import Dim, Shape
 from ..named_dims.trainer import Input, Weight
 from .volumes import CLASSES
 
-SPACE = ("depth", "rows", "cols")
+SPACE: tuple[str, ...] = ("depth", "rows", "cols")
 _WINDOW = {name: f"window_{name}" for name in SPACE}
-_HALF = dict.fromkeys(SPACE, 2)
+_HALF = {name: 2 for name in SPACE}
 _EPSILON = 1e-3
 
 

@@ -140,6 +140,9 @@ def _cases():
 
     for kind in ("layer", "rms"):
         yield kind, named.Norm.Params().Set(input_dim=EMBED, kind=kind), [X], []
+    grouped = named.Norm.Params().Set(input_dim=4, dim="channels", kind="group", num_groups=2)
+    yield "group", grouped, [IMAGE], []
+    yield "images", named.BatchNorm.Params().Set(input_dim=4), [IMAGE], []
     yield "rate", Dropout.Params().Set(rate=0.4), [X], []
     yield "rate_0", Dropout.Params(), [X], []
 

@@ -11,13 +11,11 @@ from lingvo.core import py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_choice, check_flags, check_whole
 from pipemesh.layers.named.feed_forward import ACTIVATIONS, count_activation
-from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.named_layer import SPACE, NamedLayer
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.elementwise import broadcast
 
-# By the number of numbers in `window`.
-_SPACE = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 _CONVOLUTIONS = {1: ops.conv1d, 2: ops.conv2d, 3: ops.conv3d}
 _ACTIVATIONS = ("NONE", *(name for name, of in ACTIVATIONS.items() if of.parts == ("in",)))
 _PADDINGS = ("SAME", "VALID")
@@ -71,7 +69,7 @@ class Convolution(NamedLayer):
         check_flags(p, ["use_bias", "residual"])
         check_choice(p.name, "padding", p.padding, _PADDINGS)
         check_choice(p.name, "activation", p.activation, _ACTIVATIONS)
-        if not isinstance(p.window, tuple | list) or len(p.window) not in _SPACE:
+        if not isinstance(p.window, tuple | list) or len(p.window) not in SPACE:
             raise PipelineError(
                 f"{p.name}: window is {p.window!r}; give one to three numbers, as in (3, 3)"
             )
@@ -154,11 +152,11 @@ class Convolution(NamedLayer):
 
 def _window(p: Any) -> dict[str, str]:
     """Returns the dims of the filters, by the dims that they slide over."""
-    return {name: f"window_{name}" for name in _SPACE[len(p.window)]}
+    return {name: f"window_{name}" for name in SPACE[len(p.window)]}
 
 
 def _strides(p: Any) -> dict[str, int]:
     """Returns the steps of the window by dims."""
-    names = _SPACE[len(p.window)]
+    names = SPACE[len(p.window)]
     steps = p.strides if isinstance(p.strides, tuple | list) else [p.strides] * len(names)
     return dict(zip(names, steps, strict=True))

@@ -293,11 +293,10 @@ def _convolve(
     if len(steps) == 3 and len(set(spread)) > 1:
         # In graphs TensorFlow computes wrong sizes for unequal dilations of three dims.
         for at, times in enumerate(spread):
-            size = (weight.shape[at] - 1) * times + 1
-            rows = tf.stack([weight, *[tf.zeros_like(weight)] * (times - 1)], at + 1)
             sizes = static_sizes(weight)
-            sizes[at] *= times
-            weight = rows_of(tf.reshape(rows, sizes), at, 0, size)
+            length, sizes[at] = (sizes[at] - 1) * times + 1, sizes[at] * times
+            rows = tf.stack([weight, *[tf.zeros_like(weight)] * (times - 1)], at + 1)
+            weight = rows_of(tf.reshape(rows, sizes), at, 0, length)
         spread = [1] * 3
     forward, to_image, to_weight = _CONV[len(steps)]
     how = {"padding": "VALID", "strides": [1, *steps, 1], "dilations": [1, *spread, 1]}
