@@ -328,6 +328,42 @@ def _operation(op: Op, g: Program) -> Step:
     return Step(text, tuple(tf.nest.flatten(sources)), call, op.name not in ROUNDED)
 
 
+def _convolution(g: Program) -> Step:
+    """A convolution of a value with rows of itself: others rarely fit."""
+    i = g.pick(lambda x: x.dtype.is_floating and len(x.shape) > 1 and x.shape.size > 0)
+    shape = g.values[i].shape
+    names = g.draw.sample(shape.names, len(shape))
+    number = g.draw.randint(1, min(3, len(names) - 1))
+    free = [name for name in NAMES if name not in names]
+    if len(free) < number:
+        raise Unfit
+    window = dict(zip(names, g.draw.sample(free, number), strict=False))
+    sizes = {name: g.draw.randint(1, 3) for name in window.values()}
+    # The shapes on the way from the value to the filters.
+    filters = Shape(tuple(Dim(window.get(dim.name, dim.name), dim.size) for dim in shape))
+    shapes = [filters]
+    for name, size in sizes.items():
+        filters = filters.replace(name, Dim(name, size))
+        shapes.append(filters)
+    if not all(map(g.fits, shapes)):
+        raise Unfit
+    batch = names[g.draw.randint(number + 1, len(names)) :]
+    op = g.draw.choice((f"conv{number}d", "conv_transpose"))
+    given = {
+        "padding": g.draw.choice(("SAME", "VALID")),
+        "strides": {name: g.draw.randint(1, 3) for name in window},
+        "dilations": {name: g.draw.randint(1, 2) for name in window},
+    }
+
+    def call(lowering: Lowering, x: Tensor) -> Tensor:
+        filters = ops.reduce_sum(ops.rename(x, window), batch) * 0.3
+        for name, size in sizes.items():
+            filters = ops.slice(filters, name, 0, size)
+        return OPS[op].function(x, filters, window, **given)
+
+    return Step(f"{op}, {window}, {sizes}, batch={batch}, {given}", (i,), call, exact=False)
+
+
 def _alike(g: Program, x: Tensor) -> tuple[str, Callable[[Tensor], Tensor]]:
     """A function that keeps the shape and dtype of a floating value."""
     found: list[tuple[str, Callable[[Tensor], Tensor]]] = [
@@ -381,6 +417,7 @@ def _nested(kind: str, g: Program) -> Step:
 
 MAKERS = [
     *(functools.partial(_operation, op) for op in OPS.values() if op.name not in LEFT_OUT),
+    *[_convolution] * 4,
     *(functools.partial(_nested, kind) for kind in ("times", "if any", "function") * 2),
 ]
 

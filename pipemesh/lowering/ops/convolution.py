@@ -290,14 +290,16 @@ def _convolve(
         image, weight = image[:, None], weight[None]
         enlarged = enlarged and [1, *enlarged]
         return tf.squeeze(_convolve(image, weight, [1, *steps], [1, *spread], enlarged), 1)
-    if len(steps) == 3 and len(set(spread)) > 1:
-        # In graphs TensorFlow computes wrong sizes for unequal dilations of three dims.
+    unequal = len(steps) == 3 and len(set(spread)) > 1
+    if unequal or (max(spread) > 1 and weight.dtype in (tf.float16, tf.float64)):
+        # In graphs TensorFlow computes wrong sizes for unequal dilations of three dims, and on CPUs
+        # it lacks gradients of dilated filters of these dtypes. So filters get zeros between.
         for at, times in enumerate(spread):
             sizes = static_sizes(weight)
             length, sizes[at] = (sizes[at] - 1) * times + 1, sizes[at] * times
             rows = tf.stack([weight, *[tf.zeros_like(weight)] * (times - 1)], at + 1)
             weight = rows_of(tf.reshape(rows, sizes), at, 0, length)
-        spread = [1] * 3
+        spread = [1] * len(steps)
     forward, to_image, to_weight = _CONV[len(steps)]
     how = {"padding": "VALID", "strides": [1, *steps, 1], "dilations": [1, *spread, 1]}
 

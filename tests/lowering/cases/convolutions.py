@@ -4,10 +4,10 @@ import tensorflow as tf
 
 from pipemesh.lowering import ops
 from pipemesh.mesh import Shape
-from tests.lowering.cases.case import Case
+from tests.lowering.cases.case import Case, numbers
 
 
-def _case(op, x, filters, result, reference, label="", thin=False, **call):
+def _case(op, x, filters, result, reference, label="", thin=False, dtype="f4", **call):
     """The dims of `x` that windows slide over are r, s, t; the windows' own f, g, h."""
     names = Shape.from_text(filters).names
     window = {a: b for a, b in zip("rst", "fgh", strict=True) if b in names}
@@ -15,7 +15,7 @@ def _case(op, x, filters, result, reference, label="", thin=False, **call):
     outs = ";".join(part for part in filters.split(";") if part[0] == "o")
     return Case(
         op,
-        [x, filters],
+        [(numbers(shape, i).astype(dtype), shape) for i, shape in enumerate((x, filters))],
         lambda _, a, b: getattr(ops, op)(a, b, window, **call),
         reference,
         " ".join(Shape.from_text(result).names),
@@ -89,6 +89,19 @@ CASES = [
         strides=3,
         dilations=3,
         label="stride 3 and dilation 3",
+        thin=True,
+    ),
+    _case(
+        "conv1d",
+        "b:2;r:16;i:2",
+        "f:2;i:2;o:2",
+        "b:2;r:16;o:2",
+        # TensorFlow's kernel for CPUs has no gradient of it.
+        lambda x, f: tf.nn.conv1d(x, _spread(f, 0), 1, "SAME"),
+        padding="SAME",
+        dilations=2,
+        dtype="f8",
+        label="dilations of float64",
         thin=True,
     ),
     _case(
