@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.errors import LayoutError
 from pipemesh.layers.named import Convolution, lowering_scope
 from tests.layers.named.harness import make_lowering, run, value_of
 
@@ -48,19 +48,6 @@ def test_one_and_three_dims(sizes, strides, window):
         return tf.nn.relu(tf.nn.conv3d(x, w["w"], [1, *strides, 1], p.padding))
 
     run(p, [x], "rows:2;columns:2", rules).assert_plain(plain)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"window": (3, 3, 3, 3)}, r"window is \(3, 3, 3, 3\); give one to three numbers"),
-        ({"strides": (2,)}, r"strides are \(2,\); give one number, or as many as window \(3, 3\)"),
-        ({"strides": 0}, "strides"),
-    ],
-)
-def test_a_wrong_window_is_one_line(changes, words):
-    with pytest.raises(PipelineError, match=words):
-        PARAMS.Copy().Set(**changes).Instantiate()
 
 
 def test_one_row_goes_to_each_neighbour():
