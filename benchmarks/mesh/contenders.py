@@ -5,7 +5,7 @@
 reads lines of two words from its input, network and mesh, and answers with a line of JSON:
 seconds and seconds of CPU time of a forward and backward step. If the third word is `check`, it
 answers with the loss and the norms of all gradients. With `build` for a name it builds steps for
-more and more devices and prints what that takes.
+more and more devices and prints what that takes; with `memory`, what devices keep of volumes.
 """
 
 from __future__ import annotations
@@ -276,5 +276,55 @@ def build() -> None:
                 print(json.dumps(row), flush=True)
 
 
+# Operations whose result has the memory of their input.
+VIEWS = {"Reshape", "Identity", "Squeeze", "ExpandDims", "StopGradient"}
+
+
+def kept(graph: tf.Graph, number: int) -> dict[str, int]:
+    """The bytes that each device keeps of the first operations of a graph for the others."""
+    operations = graph.get_operations()
+    found = {}
+    for operation in operations[number:]:
+        for tensor in operation.inputs:
+            while tensor.op.type in VIEWS:
+                tensor = tensor.op.inputs[0]
+            found[tensor.ref()] = tensor
+    early = set(operations[:number])
+    sums: dict[str, int] = {}
+    for tensor in found.values():
+        if tensor.op in early and tensor.op.type not in ("Const", "Placeholder"):
+            size = tensor.shape.num_elements() * tensor.dtype.size
+            sums[tensor.device] = sums.get(tensor.device, 0) + size
+    return sums
+
+
+def memory() -> None:
+    """What a device keeps of volumes in a U-Net for the backward pass: a line of JSON each."""
+    from models.unet.network import UNet
+    from pipemesh.lowering import PlacementLowering, ops
+    from pipemesh.mesh import LayoutRules, Mesh
+
+    start(8, 1)
+    network = UNet(1, networks.SIDE, num_channels=8, num_levels=2, seed=0)
+    for mesh_text, rules in networks.SPLIT_VOLUMES.items():
+        mesh = Mesh.from_text(mesh_text)
+        devices = [f"CPU:{i}" for i in range(mesh.num_devices)]
+        lowering = PlacementLowering(mesh, LayoutRules.from_text(rules), devices)
+        with tf.Graph().as_default() as graph:
+            values = [
+                ops.import_tensor(lowering, tf.zeros(part.shape.sizes, dtype), part.shape)
+                for part, dtype in [
+                    *((part, part.dtype) for part in network.inputs),
+                    *((weight, tf.float32) for weight in network.weights),
+                ]
+            ]
+            inputs, weights = values[:2], values[2:]
+            loss, _ = network.forward(inputs, weights)
+            number = len(graph.get_operations())
+            ops.gradients(loss, weights)
+        print(json.dumps([mesh_text, rules, max(kept(graph, number).values())]), flush=True)
+
+
 if __name__ == "__main__":
-    build() if sys.argv[1] == "build" else serve(sys.argv[1])
+    of_name = {"build": build, "memory": memory}
+    of_name.get(sys.argv[1], lambda: serve(sys.argv[1]))()

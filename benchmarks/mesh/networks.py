@@ -31,6 +31,15 @@ TITLES = {
     "block": "transformer block, 8 x 128 tokens of 512, 8 heads, hidden layer of 2,048",
 }
 EPSILON = 1e-6
+# Voxels of a volume along each dim, and layouts of the U-Net of `models.unet` by mesh.
+SIDE = 32
+SPLIT_VOLUMES = {
+    "y:1": "rows:y",
+    "y:2": "rows:y",
+    "y:2;x:2": "rows:y;cols:x",
+    "z:2;y:2;x:2": "depth:z;rows:y;cols:x",
+    "y:8": "rows:y",
+}
 
 
 def shapes(network: str) -> dict[str, Shape]:

@@ -24,6 +24,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 import networks  # noqa: E402
 from shared.children import start  # noqa: E402
 
+from pipemesh.mesh import Mesh  # noqa: E402
+
 MESHES = ["model:2", "data:2"]
 OURS = ["pipemesh placement", "pipemesh SIMD"]
 PEERS = ["DTensor", "Mesh TensorFlow"]
@@ -147,9 +149,9 @@ def verdict(name: str, ratios: list[float]) -> str:
     return f"   bar {bar}: {', '.join(words)}"
 
 
-def measure_build() -> list[list]:
+def measured(what: str) -> list[list]:
     done = subprocess.run(
-        [sys.executable, str(HERE / "contenders.py"), "build"],
+        [sys.executable, str(HERE / "contenders.py"), what],
         stdout=subprocess.PIPE,
         stderr=None if os.environ.get("BENCHMARK_STDERR") else subprocess.DEVNULL,
         text=True,
@@ -166,12 +168,26 @@ def report_build(rows: list[list]) -> None:
         print(f"{name:20} {devices:8} {nodes:8,} {traced:7.2f}s {first:10.2f}s")
 
 
+def report_memory(rows: list[list]) -> None:
+    side = networks.SIDE
+    print(f"\nU-Net of a volume of {side}^3: kept for the backward pass by the device with most")
+    print(f"{'mesh':14} {'layout':24} {'bytes':>12} {'of one device':>14} {'1 / devices':>12}")
+    for mesh, rules, size in rows:
+        share = 1 / Mesh.from_text(mesh).num_devices
+        print(f"{mesh:14} {rules:24} {size:12,} {size / rows[0][2]:14.3f} {share:12.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", default=str(HERE / "result.json"))
+    parser.add_argument("--memory", action="store_true", help="print the memory of volumes alone")
     arguments = parser.parse_args()
-    build = measure_build()
+    memory = measured("memory")
+    report_memory(memory)
+    if arguments.memory:
+        return
+    build = measured("build")
     report_build(build)
     contenders, absent = start_contenders()
     times = time_steps(contenders, arguments.rounds)
@@ -181,6 +197,7 @@ def main() -> None:
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
+        "memory": memory,
         "build": build,
         "seconds_and_cpu_seconds": times,
         "median_ratio": ratios,

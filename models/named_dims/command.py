@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def shared_flags(
-    *, batch_size: int, hidden_size: int, learning_rate: float, eval_every: int
+    *,
+    batch_size: int,
+    hidden_size: int,
+    learning_rate: float,
+    eval_every: int,
+    hidden: str = "Units of the hidden layer.",
 ) -> tuple[Flag, ...]:
     """Returns the flags of all examples; the arguments are defaults."""
     return (
@@ -37,7 +42,7 @@ def shared_flags(
             help="One graph for all devices, or one program that all devices run.",
         ),
         Flag("batch_size", int, batch_size, least=1, help="Examples a step."),
-        Flag("hidden_size", int, hidden_size, least=1, help="Units of the hidden layer."),
+        Flag("hidden_size", int, hidden_size, least=1, help=hidden),
         Flag("learning_rate", float, learning_rate, help="Factor of the gradients."),
         Flag("seed", int, 0, least=0, help="Seed of weights and data."),
         Flag("eval_every", int, eval_every, least=1, help="Steps between evaluations."),

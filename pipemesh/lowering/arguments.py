@@ -214,11 +214,12 @@ _RAW = (
 # list accept all dtypes.
 _FLOATING = (
     "ceil cos erf exp floor gelu is_finite is_nan log log1p reciprocal rsqrt sigmoid silu sin "
-    "softplus sqrt tanh reduce_logsumexp softmax log_softmax dropout conv1d conv2d conv3d "
-    "conv1d.filters conv2d.filters conv3d.filters random_uniform.dtype random_normal.dtype"
+    "softplus sqrt tanh reduce_logsumexp softmax log_softmax dropout avg_pool conv1d conv2d conv3d "
+    "conv_transpose conv1d.filters conv2d.filters conv3d.filters conv_transpose.filters "
+    "random_uniform.dtype random_normal.dtype"
 )
 _NUMBERS = (
-    "abs negative relu round sign square reduce_sum reduce_max reduce_min top_k cumsum "
+    "abs negative relu round sign square reduce_sum reduce_max reduce_min top_k cumsum max_pool "
     "einsum.operands "
     "add.a divide.a floor_divide.a floor_mod.a greater.a greater_equal.a less.a less_equal.a "
     "maximum.a minimum.a multiply.a power.a squared_difference.a subtract.a "
@@ -313,6 +314,14 @@ def _as_mapping(value: Any, known: Sequence[Tensor], what: str) -> dict[str, str
 def _as_steps(value: Any, known: Sequence[Tensor], what: str) -> Any:
     if not isinstance(value, Mapping):
         return as_whole(value, what)
+    return _as_counts(value, known, what)
+
+
+def _as_counts(value: Any, known: Sequence[Tensor], what: str) -> dict[str, int]:
+    if not isinstance(value, Mapping) or not value:
+        raise ShapeError(
+            f"{what} is {described(value)}; give numbers by names, as in {{'rows': 2}}"
+        )
     return {dim_name(k, known, what): as_whole(v, what) for k, v in value.items()}
 
 
@@ -348,7 +357,9 @@ COERCERS: dict[str, Callable[[Any, Sequence[Tensor], str], Any]] = {
     "Sequence[str]": dim_names,
     "Dims": lambda value, known, what: None if value is None else dim_names(value, known, what),
     "Mapping[str, str]": _as_mapping,
+    "Mapping[str, int]": _as_counts,
     "Steps": _as_steps,
+    "Steps | None": lambda value, *more: None if value is None else _as_steps(value, *more),
     "int": lambda value, known, what: as_whole(value, what),
     "int | Sequence[int]": lambda value, known, what: _as_sizes(value, what),
     "bool": lambda value, known, what: _as_flag(value, what),

@@ -22,9 +22,13 @@ from tests.pairwise import covering
 MESH = Mesh.from_text("a:2;b:2")
 # A vocabulary of 7 is padded to 8, by `vocab_multiple` also where nothing is split.
 BATCH, LENGTH, EMBED, VOCAB = 4, 6, 8, 7
-TOKENS, PIXELS = ("batch", "length", "embed"), ("batch", "height", "width", "channels")
+TOKENS = ("batch", "length", "embed")
+# The dims of images and volumes, by their number.
+SPACE = {4: ("batch", "height", "width", "channels")}
+SPACE[5] = ("batch", "depth", *SPACE[4][1:])
 X = value_of("x", [BATCH, LENGTH, EMBED])
 IMAGE = value_of("image", [BATCH, 8, 6, 4])
+VOLUME = value_of("volume", [BATCH, 4, 4, 2, 4])
 IDS = np.random.default_rng(1).integers(0, VOCAB, [BATCH, LENGTH]).astype(np.int32)
 LABELS = np.random.default_rng(2).integers(0, VOCAB, [BATCH, LENGTH]).astype(np.int32)
 WEIGHTS = np.random.default_rng(3).uniform(size=[BATCH, LENGTH]).astype(np.float32)
@@ -149,6 +153,9 @@ def _cases():
 
     for kind in ("layer", "rms"):
         yield kind, named.Norm.Params().Set(input_dim=EMBED, kind=kind), [X], []
+    grouped = named.Norm.Params().Set(input_dim=4, dim="channels", kind="group", num_groups=2)
+    yield "group", grouped, [IMAGE], []
+    yield "images", named.BatchNorm.Params().Set(input_dim=4), [IMAGE], []
     yield "rate", Dropout.Params().Set(rate=0.4), [X], []
     yield "rate_0", Dropout.Params(), [X], []
 
@@ -202,13 +209,14 @@ def _cases():
     yield "strides", strided, [IMAGE], ["features"]
     pixels = convolution.Copy().Set(window=(1, 1), use_bias=False, activation="GELU")
     yield "pixels", pixels, [IMAGE], ["features"]
+    yield "volumes", convolution.Copy().Set(window=(2, 3, 1), strides=(1, 2, 1)), [VOLUME], []
     yield "residual", convolution.Copy().Set(output_dim=4, residual=True), [IMAGE], ["features"]
 
 
 CASES = {}
 for label, its_params, arrays, its_dims in _cases():
     title = f"{its_params.cls.__name__}-{label}"
-    tokens = PIXELS if its_params.cls is named.Convolution else TOKENS
+    tokens = SPACE.get(arrays[0].ndim, TOKENS)
     its_params = its_params.Copy().Set(name="layer")
     case = Case(title, its_params, tuple(arrays), tuple(its_dims), tokens)
     assert CASES.setdefault(title, case) is case

@@ -236,8 +236,14 @@ def _shape(g: Program, known: list[Tensor], given: dict[str, Any]) -> Shape:
 
 
 def _renaming(g: Program, known: list[Tensor], given: dict[str, Any]) -> dict[str, str]:
-    """Of the first tensor's dim; for a convolution to one of the filters."""
-    return {_name(g, known[:1], {}): _name(g, known[1:] or known, {})}
+    """Of dims of the first tensor; for a convolution to those of the filters."""
+    number = g.draw.choice((1, 1, 1, 2, 3))
+    return {_name(g, known[:1], {}): _name(g, known[1:] or known, {}) for _ in range(number)}
+
+
+def _counts(g: Program, known: list[Tensor], given: dict[str, Any]) -> dict[str, int]:
+    """Sizes of a window, or numbers of times, of one dim or two."""
+    return {_name(g, known, {}): g.draw.randint(1, 4) for _ in range(g.draw.randint(1, 2))}
 
 
 def _sizes(g: Program, known: list[Tensor], given: dict[str, Any]) -> list[int]:
@@ -256,6 +262,8 @@ DRAWN: dict[str, Callable[[Program, list[Tensor], dict[str, Any]], Any]] = {
     "Shape | str": _shape,
     "Shape | None": lambda g, known, _: g.draw.choice((None, known[0].shape)),
     "Mapping[str, str]": _renaming,
+    "Mapping[str, int]": _counts,
+    "Steps | None": lambda g, *_: g.draw.randint(1, 3),
     "Steps": lambda g, *_: g.draw.randint(1, 2),
     "int": lambda g, *_: g.draw.randint(-4, 6),
     "int | Sequence[int]": _sizes,
@@ -268,17 +276,17 @@ DRAWN: dict[str, Callable[[Program, list[Tensor], dict[str, Any]], Any]] = {
 # What is not finite everywhere, takes no named tensor, or repeats another one.
 LEFT_OUT = (
     "ceil divide exp floor_divide floor_mod gelu is_finite log log1p power reciprocal rsqrt sqrt "
-    "export_tensor import_tensor random_normal random_uniform conv2d conv3d"
+    "export_tensor import_tensor random_normal random_uniform"
 ).split()
 # Round-off in what these are given makes them jump, so they get exact values only.
 JUMPS = (
-    "abs argmax cast equal floor greater greater_equal is_nan less less_equal maximum minimum "
-    "not_equal reduce_max reduce_min relu round sign top_k"
+    "abs argmax cast equal floor greater greater_equal is_nan less less_equal max_pool maximum "
+    "minimum not_equal reduce_max reduce_min relu round sign top_k"
 ).split()
 # The last bits of these depend on the layout.
 ROUNDED = (
-    "conv1d cos cumsum einsum erf log_softmax reduce_logsumexp reduce_mean reduce_sum sigmoid silu "
-    "sin softmax softplus tanh"
+    "avg_pool conv1d conv2d conv3d conv_transpose cos cumsum einsum erf log_softmax "
+    "reduce_logsumexp reduce_mean reduce_sum sigmoid silu sin softmax softplus tanh"
 ).split()
 
 
@@ -318,6 +326,42 @@ def _operation(op: Op, g: Program) -> Step:
 
     text = ", ".join([op.name, *(f"{name}={value}" for name, value in given.items())])
     return Step(text, tuple(tf.nest.flatten(sources)), call, op.name not in ROUNDED)
+
+
+def _convolution(g: Program) -> Step:
+    """A convolution of a value with rows of itself: others rarely fit."""
+    i = g.pick(lambda x: x.dtype.is_floating and len(x.shape) > 1 and x.shape.size > 0)
+    shape = g.values[i].shape
+    names = g.draw.sample(shape.names, len(shape))
+    number = g.draw.randint(1, min(3, len(names) - 1))
+    free = [name for name in NAMES if name not in names]
+    if len(free) < number:
+        raise Unfit
+    window = dict(zip(names, g.draw.sample(free, number), strict=False))
+    sizes = {name: g.draw.randint(1, 3) for name in window.values()}
+    # The shapes on the way from the value to the filters.
+    filters = Shape(tuple(Dim(window.get(dim.name, dim.name), dim.size) for dim in shape))
+    shapes = [filters]
+    for name, size in sizes.items():
+        filters = filters.replace(name, Dim(name, size))
+        shapes.append(filters)
+    if not all(map(g.fits, shapes)):
+        raise Unfit
+    batch = names[g.draw.randint(number + 1, len(names)) :]
+    op = g.draw.choice((f"conv{number}d", "conv_transpose"))
+    given = {
+        "padding": g.draw.choice(("SAME", "VALID")),
+        "strides": {name: g.draw.randint(1, 3) for name in window},
+        "dilations": {name: g.draw.randint(1, 2) for name in window},
+    }
+
+    def call(lowering: Lowering, x: Tensor) -> Tensor:
+        filters = ops.reduce_sum(ops.rename(x, window), batch) * 0.3
+        for name, size in sizes.items():
+            filters = ops.slice(filters, name, 0, size)
+        return OPS[op].function(x, filters, window, **given)
+
+    return Step(f"{op}, {window}, {sizes}, batch={batch}, {given}", (i,), call, exact=False)
 
 
 def _alike(g: Program, x: Tensor) -> tuple[str, Callable[[Tensor], Tensor]]:
@@ -373,6 +417,7 @@ def _nested(kind: str, g: Program) -> Step:
 
 MAKERS = [
     *(functools.partial(_operation, op) for op in OPS.values() if op.name not in LEFT_OUT),
+    *[_convolution] * 4,
     *(functools.partial(_nested, kind) for kind in ("times", "if any", "function") * 2),
 ]
 
@@ -404,11 +449,13 @@ def differences(program: Program) -> list[str]:
     sources = [i for i, array in enumerate(arrays) if array.dtype.is_floating]
     labels = [f"v{i + len(arrays)}" for i in range(len(program.steps))]
     labels += [f"{kind} gradient of v{i}" for kind in ("first", "second") for i in sources]
+    # Some operations make float32 in a program of float64.
+    tolerance = max(TOLERANCES[x.dtype] for x in program.values if x.dtype.is_floating)
     found = []
     for label, a, b in zip(labels, got, want, strict=False):
         if (a is None) != (b is None):
             found.append(f"{label}: {a} is not {b}")
-        elif a is not None and not _close(a, b, TOLERANCES[program.float]):
+        elif a is not None and not _close(a, b, tolerance):
             found.append(f"{label}: {_shown(a)} is not {_shown(b)}")
     return found
 

@@ -258,6 +258,17 @@ WRONG = [
         "ops.conv1d(made('batch:8;c:3'), made('k:3;c:3;late:2'), {'batch': 'k'}, padding='SAME')",
         "LayoutError: dims 'batch' and 'late' of the tensor",
     ),
+    ("ops.conv_transpose(images, filters, {}, padding='SAME')", "1 to 3 dims"),
+    # Pooling.
+    ("ops.max_pool(images, {'rows': 2}, padding='FULL')", "'SAME' or 'VALID'"),
+    ("ops.max_pool(images, 2, padding='SAME')", "as in {'rows': 2}"),
+    ("ops.max_pool(images, {'rows': 0}, padding='SAME')", "at least 1"),
+    ("ops.max_pool(images, {'row': 2}, padding='SAME')", "did you mean 'rows'"),
+    ("ops.avg_pool(images, {'rows': 2}, padding='SAME', strides={'c': 1})", "one for each of rows"),
+    ("ops.avg_pool(i, {'io': 2}, padding='SAME')", "floating"),
+    ("ops.avg_pool(images, {'rows': 99}, padding='VALID')", "does not fit"),
+    ("ops.max_pool(x, {'batch': 4}, padding='SAME')", "LayoutError: dim 'batch'"),
+    ("ops.upsample(images, {'rows': 0})", "factors are {'rows': 0}"),
     # Random numbers.
     ("ops.random_uniform(LOW, 'batch:4', seed=[1.0, 2.0])", "two integers"),
     ("ops.random_uniform(LOW, 'batch:4', seed=[1, 2, 3])", "two integers"),

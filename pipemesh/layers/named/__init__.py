@@ -24,7 +24,7 @@ from pipemesh.layers.named.convolution import Convolution
 from pipemesh.layers.named.encoder_decoder import encoder_decoder_layers
 from pipemesh.layers.named.feed_forward import Experts, FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
-from pipemesh.layers.named.norm_and_dropout import Dropout, Norm
+from pipemesh.layers.named.norm_and_dropout import BatchNorm, Dropout, Norm
 from pipemesh.layers.named.scope import current_lowering, lowering_scope
 from pipemesh.layers.named.tally import Tally
 from pipemesh.layers.named.transformer_block import TransformerBlock
@@ -33,6 +33,7 @@ from pipemesh.layers.named.weight_slices import ReplicaCut, by_logical_name, rep
 
 __all__ = [
     "Attention",
+    "BatchNorm",
     "Convolution",
     "Dropout",
     "Embedding",

@@ -1,4 +1,4 @@
-"""A convolution of images with split rows, columns and channels."""
+"""A convolution of sequences, images or volumes with split rows, columns and channels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from lingvo.core import py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_choice, check_flags, check_whole
 from pipemesh.layers.named.feed_forward import ACTIVATIONS, count_activation
-from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.named_layer import SPACE, NamedLayer
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.elementwise import broadcast
 
-_DIMS = "batch;height;width;channels"
-_WINDOW = {"height": "window_height", "width": "window_width"}
+_CONVOLUTIONS = {1: ops.conv1d, 2: ops.conv2d, 3: ops.conv3d}
 _ACTIVATIONS = ("NONE", *(name for name, of in ACTIVATIONS.items() if of.parts == ("in",)))
 _PADDINGS = ("SAME", "VALID")
 
@@ -25,7 +24,9 @@ _PADDINGS = ("SAME", "VALID")
 class Convolution(NamedLayer):
     """A convolution, a bias and a nonlinearity; with `residual` the input is added to the result.
 
-    If `height` or `width` is split, each processor gets the border rows that its windows need from
+    The window has one to three numbers, for inputs `batch;length;channels`,
+    `batch;height;width;channels` or `batch;depth;height;width;channels`. If one of the dims between
+    `batch` and `channels` is split, each processor gets the border rows that its windows need from
     its neighbours. With a window of 3 rows and stride 1 this is one row from each side. A split of
     `channels` ends in an all-reduce. Filters may be split by their outputs, `features`. That is the
     name of the result's channels until they are gathered or take the split of `channels`.
@@ -52,8 +53,8 @@ class Convolution(NamedLayer):
         p = super().Params()
         p.Define("input_dim", 0, "Number of channels.")
         p.Define("output_dim", 0, "Number of channels of the result.")
-        p.Define("window", (3, 3), "Height and width of the window.")
-        p.Define("strides", (1, 1), "Steps of the window, down and to the right.")
+        p.Define("window", (3, 3), "Sizes of the window: of one, two or three dims.")
+        p.Define("strides", 1, "Steps of the window: one number, or one for each dim.")
         p.Define("padding", "SAME", "'SAME': zeros around the image; or 'VALID': none.")
         p.Define("activation", "RELU", "'RELU', 'GELU', 'GELU_APPROXIMATE' or 'NONE'.")
         p.Define("use_bias", True, "Whether a bias is added to the products.")
@@ -68,29 +69,34 @@ class Convolution(NamedLayer):
         check_flags(p, ["use_bias", "residual"])
         check_choice(p.name, "padding", p.padding, _PADDINGS)
         check_choice(p.name, "activation", p.activation, _ACTIVATIONS)
-        for name in ("window", "strides"):
-            numbers = getattr(p, name)
-            if not isinstance(numbers, tuple | list) or len(numbers) != 2:
-                raise PipelineError(
-                    f"{p.name}: {name} is {numbers!r}; give two numbers, as in (3, 3)"
-                )
+        if not isinstance(p.window, tuple | list) or len(p.window) not in SPACE:
+            raise PipelineError(
+                f"{p.name}: window is {p.window!r}; give one to three numbers, as in (3, 3)"
+            )
+        if isinstance(p.strides, tuple | list) and len(p.strides) != len(p.window):
+            raise PipelineError(
+                f"{p.name}: strides are {p.strides!r}; give one number, or as many as window "
+                f"{tuple(p.window)} has"
+            )
+        for name, numbers in (("window", p.window), ("strides", _strides(p).values())):
             for number in numbers:
                 check_whole(p.name, name, number, 1)
-        kept = p.padding == "SAME" and tuple(p.strides) == (1, 1) and p.input_dim == p.output_dim
+        kept = p.padding == "SAME" and set(_strides(p).values()) == {1}
+        kept = kept and p.input_dim == p.output_dim
         if p.residual and not kept:
             raise PipelineError(
                 f"{p.name}: residual adds the input to the result, which has another shape with "
-                f"input_dim {p.input_dim}, output_dim {p.output_dim}, strides {tuple(p.strides)} "
-                f"and padding {p.padding!r}; use equal dims, strides (1, 1) and padding 'SAME', or "
+                f"input_dim {p.input_dim}, output_dim {p.output_dim}, strides {p.strides} "
+                f"and padding {p.padding!r}; use equal dims, strides 1 and padding 'SAME', or "
                 "leave residual unset"
             )
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
         """Returns `w`, the filters, and `b`, their biases."""
-        height, width = p.window
-        deviation = math.sqrt(2 / (height * width * p.input_dim))
-        window = f"window_height:{height};window_width:{width}"
+        deviation = math.sqrt(2 / (math.prod(p.window) * p.input_dim))
+        sizes = zip(_window(p).values(), p.window, strict=True)
+        window = ";".join(f"{name}:{size}" for name, size in sizes)
         filters = f"{window};channels:{p.input_dim};features:{p.output_dim}"
         weights = {"w": (filters, py_utils.WeightInit.Gaussian(deviation))}
         if p.use_bias:
@@ -100,25 +106,22 @@ class Convolution(NamedLayer):
     @classmethod
     def Matrices(cls, p: Any) -> dict[str, tuple[str, str]]:
         """Returns the dims of inputs and of outputs of each matrix."""
-        return {"w": ("window_height;window_width;channels", "features")}
+        return {"w": (";".join((*_window(p).values(), "channels")), "features")}
 
     def dims(self) -> set[str]:
         """Returns the names of the dims of its weights and inputs, which rules may split."""
-        return {"batch", *_WINDOW, "channels", "features"}
+        return {"batch", *_window(self.params), "channels", "features"}
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
-        """Computes the layer on `batch;height;width;channels`.
+        """Computes the layer on `batch`, the dims of the window, and `channels`.
 
-        With padding 'SAME', height and width are divided by the strides and rounded up.
+        With padding 'SAME', sizes are divided by the strides and rounded up.
         """
         p = self.params
-        x = self.Named(x, _DIMS)
-        y = ops.conv2d(
-            x,
-            self.Weight(theta, "w"),
-            _WINDOW,
-            padding=p.padding,
-            strides=dict(zip(_WINDOW, p.strides, strict=True)),
+        window = _window(p)
+        x = self.Named(x, ("batch", *window, "channels"))
+        y = _CONVOLUTIONS[len(window)](
+            x, self.Weight(theta, "w"), window, padding=p.padding, strides=_strides(p)
         )
 
         def activated(value: tf.Tensor, *bias: tf.Tensor) -> tf.Tensor:
@@ -133,10 +136,10 @@ class Convolution(NamedLayer):
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
         """Counts the matmuls of all windows, and the rows sent to neighbours."""
-        x = tally.given(x, _DIMS, py_utils.FPropDtype(p))
+        window = _window(p)
+        x = tally.given(x, ("batch", *window, "channels"), py_utils.FPropDtype(p))
         weights = cls.CountedWeights(p, tally)
-        steps = dict(zip(_WINDOW, p.strides, strict=True))
-        y = tally.convolution(x, weights["w"], _WINDOW, p.padding, steps)
+        y = tally.convolution(x, weights["w"], window, p.padding, _strides(p))
         if p.activation != "NONE":
             y = count_activation(p.activation, tally, [y], [weights["b"]] if p.use_bias else [])
         elif p.use_bias:
@@ -145,3 +148,15 @@ class Convolution(NamedLayer):
         if p.residual:
             tally.meet(x, y)
         return y
+
+
+def _window(p: Any) -> dict[str, str]:
+    """Returns the dims of the filters, by the dims that they slide over."""
+    return {name: f"window_{name}" for name in SPACE[len(p.window)]}
+
+
+def _strides(p: Any) -> dict[str, int]:
+    """Returns the steps of the window by dims."""
+    names = SPACE[len(p.window)]
+    steps = p.strides if isinstance(p.strides, tuple | list) else [p.strides] * len(names)
+    return dict(zip(names, steps, strict=True))

@@ -33,6 +33,8 @@ from pipemesh.lowering.variable import Constant, Initializer, Normal, Uniform
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.text import nearest_text
 
+# The dims between `batch` and the channels of sequences, images and volumes, by their number.
+SPACE = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 _METHODS = ("constant", "gaussian", "uniform")
 
 
@@ -172,6 +174,8 @@ class NamedLayer(base_layer.BaseLayer):
 
     # Whether `FProp` gives the products of all `Matrices` to `Adapted`.
     adaptable = False
+    # Weights that no optimizer changes, such as moving averages.
+    untrained: tuple[str, ...] = ()
 
     def __init__(self, params: Any) -> None:
         if not params.name:
@@ -390,7 +394,7 @@ class NamedLayer(base_layer.BaseLayer):
                 self.params.dtype,
             )
             with part.placed():
-                self.CreateVariable(part.name, weights)
+                self.CreateVariable(part.name, weights, trainable=name not in self.untrained)
             made = self._private_vars[part.name]
             mark_matrix(made, matrix)
             if part.sizes != tuple(shape.sizes):
@@ -399,6 +403,14 @@ class NamedLayer(base_layer.BaseLayer):
                 cut = Slice(tuple(shape.sizes), part.begin)
                 mark_slice(made, f"{before}/{name}/{after}", cut)
         self._named_shapes[name] = shape
+
+    def parts_of(self, name: str) -> list[WeightPart]:
+        """Returns the parts of a weight: a variable for each."""
+        return [
+            part
+            for key, part in self._parts.items()
+            if key == name or key.startswith(f"{name}_slice_")
+        ]
 
     def ShareWeight(self, name: str, layer: NamedLayer, weight: str) -> None:
         """Makes a weight of another layer one of this layer, with that layer's order of dims.

@@ -6,42 +6,57 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import py_utils
+from lingvo.core import bn_layers, py_utils, tshape
 
 from pipemesh import randomness
 from pipemesh.backend.gradients import attach_gradient
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_choice, check_flags, check_whole
-from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.layers.named.named_layer import SPACE, NamedLayer
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.step_seed import GenerateStepSeedPair, step_of_call, whole_batch_randomness
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.elementwise import broadcast
 from pipemesh.lowering.tensor import union_axes
+from pipemesh.mesh import Dim, Shape
 
-KINDS = ("layer", "rms")
+KINDS = ("layer", "rms", "group")
+# The dim of the channels of one group, beside the dim of the groups.
+_OF_GROUP = "of_group"
+# The accumulators of batch norm, each with its number of dims.
+_SUMS = {"counts": 0, "sums": 1, "squares": 1}
 
 
 class Norm(NamedLayer):
-    """Layer norm (Ba et al., 2016) or RMS norm (Zhang and Sennrich, 2019) over `embed`.
+    """Layer norm (Ba et al., 2016), RMS norm (Zhang and Sennrich, 2019) or group norm (Wu and He,
+    2018) over `embed`, or the dim `dim`.
 
     As in lingvo, the factor is 1 plus the weight `scale`; with `direct_scale` it is the weight
     itself. Moments are computed in float32. If `embed` is split, each moment is one all-reduce of
-    one number per token.
+    one number per token. Group norm also averages over all dims between the first and the last,
+    such as `height` and `width`: if these are split, a moment is an all-reduce of one number per
+    example and group. If the channels are split, so are the groups.
     """
 
     @classmethod
     def Params(cls) -> Any:
-        """Defines `input_dim`, `dim`, `kind`, `epsilon` and `direct_scale`."""
+        """Defines `input_dim`, `dim`, `kind`, `num_groups`, `epsilon` and `direct_scale`."""
         p = super().Params()
         p.Define("input_dim", 0, "Size of `embed`.")
-        p.Define("dim", "embed", "Another name for `embed`; inputs then have named dims, it last.")
+        p.Define(
+            "dim",
+            "embed",
+            "Another name for `embed`, the last dim. Inputs then have named dims, or are images as "
+            "for `Convolution`.",
+        )
         p.Define(
             "kind",
             "layer",
             "'layer' takes the mean off, divides by the deviation, and adds a bias; 'rms' divides "
-            "by the root of the mean square.",
+            "by the root of the mean square; 'group' is 'layer' over a group of channels and all "
+            "places.",
         )
+        p.Define("num_groups", 1, "Number of groups, of kind 'group'.")
         p.Define("epsilon", 1e-6, "What is added to the mean square.")
         p.Define(
             "direct_scale", False, "Whether `scale` is the factor, and not what it has above 1."
@@ -53,6 +68,12 @@ class Norm(NamedLayer):
         p = self.params
         check_whole(p.name, "input_dim", p.input_dim, 1)
         check_choice(p.name, "kind", p.kind, KINDS)
+        check_whole(p.name, "num_groups", p.num_groups, 1)
+        if p.input_dim % p.num_groups:
+            raise PipelineError(
+                f"{p.name}: num_groups={p.num_groups} does not divide input_dim={p.input_dim}; "
+                "give a divisor"
+            )
         check_above_zero(p.name, "epsilon", p.epsilon)
         check_flags(p, ["direct_scale"])
 
@@ -61,22 +82,42 @@ class Norm(NamedLayer):
         """Returns `scale`, and `bias` for layer norm."""
         zero, embed = py_utils.WeightInit.Constant(0.0), f"{p.dim}:{p.input_dim}"
         scale = py_utils.WeightInit.Constant(1.0) if p.direct_scale else zero
-        bias = {"bias": (embed, zero)} if p.kind == "layer" else {}
+        bias = {"bias": (embed, zero)} if p.kind != "rms" else {}
         return {"scale": (embed, scale), **bias}
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
         """Normalizes `batch;length;embed`, or other dims if the last is another one."""
         p = self.params
-        x = self.Named(x, "batch;length;embed" if p.dim == "embed" else x.shape)
-        weights = [self.Weight(theta, name) for name in self.NamedWeights(p)]
-        if x.layout.axes[-1] is None:
+        x = self.Named(x, _dims(p, x))
+        names = [name for name in self.NamedWeights(p) if name not in self.untrained]
+        weights = [self.Weight(theta, name) for name in names]
+        over = self.Averaged(p, x.shape)
+        if over == [p.dim] and x.layout.axes[-1] is None:
             axes = union_axes([x, *weights])
             operands = [tensor.vary(axes) for tensor in (x, *weights)]
             return Tensor(x.lowering, x.lowering.map(self._WholeVectors, *operands), x.shape)
-        centered = ops.cast(x, tf.float32)
-        if p.kind == "layer":
-            centered = centered - ops.reduce_mean(centered, p.dim)
-        square = ops.reduce_mean(ops.square(centered), p.dim)
+        shape = x.shape
+        if p.kind == "group":
+            x, *weights = [ops.reshape(t, _grouped(p, t.shape)) for t in (x, *weights)]
+        centered, square = self._Moments(theta, ops.cast(x, tf.float32), over)
+        y = self._Normalized(x, centered, square, weights)
+        return ops.reshape(y, shape) if p.kind == "group" else y
+
+    @classmethod
+    def Averaged(cls, p: Any, shape: Shape) -> list[str]:
+        """Returns the dims that moments are averaged over."""
+        return [*shape.names[1:-1], _OF_GROUP] if p.kind == "group" else [p.dim]
+
+    def _Moments(self, theta: Any, x: Tensor, over: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Returns the input without its mean over dims, and the mean square of that."""
+        del theta
+        centered = x - ops.reduce_mean(x, over) if self.params.kind != "rms" else x
+        return centered, ops.reduce_mean(ops.square(centered), over)
+
+    def _Normalized(
+        self, x: Tensor, centered: Tensor, square: Tensor, weights: Sequence[Tensor]
+    ) -> Tensor:
+        p = self.params
 
         def normalized(value: tf.Tensor, moment: tf.Tensor, *scale_and_bias: tf.Tensor) -> Any:
             scale, *bias = [tf.cast(weight, tf.float32) for weight in scale_and_bias]
@@ -122,25 +163,120 @@ class Norm(NamedLayer):
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any) -> Value:
         """Counts the moments, which are sent if `embed` is split."""
-        dims = "batch;length;embed" if p.dim == "embed" else x.shape.names
-        x = tally.given(x, dims, py_utils.FPropDtype(p))
-        weights = cls.CountedWeights(p, tally).values()
-        if tally.lowering.rules.axis(p.dim) is None:
+        x = tally.given(x, _dims(p, x), py_utils.FPropDtype(p))
+        weights = cls.CountedWeights(p, tally)
+        weights = [weights[name] for name in weights if name not in cls.untrained]
+        over = cls.Averaged(p, x.shape)
+        if over == [p.dim] and tally.lowering.rules.axis(p.dim) is None:
             moment = tally.reduce(x, p.dim)
             tally.meet(x, *weights)
             tally.keep(tally.made(x.shape, x, tf.float32), tally.made(moment.shape, x, tf.float32))
             return tally.made(x.shape, x)
+        shape = x.shape
+        if p.kind == "group":
+            x, *weights = [tally.made(_grouped(p, value.shape), value) for value in (x, *weights)]
         centered = x if x.dtype == tf.float32 else tally.made(x.shape, x, tf.float32)
-        if p.kind == "layer":
-            mean = tally.reduce(centered, p.dim)
+        if p.kind != "rms":
+            mean = tally.reduce(centered, over)
             tally.meet(centered, mean)
             centered = tally.made(x.shape, centered)
-        moment = tally.reduce(centered, p.dim)
+        moment = tally.reduce(centered, over)
         axes = tally.meet(centered, moment, *weights)
         tally.keep(centered, moment)
         # The normalized values, for the gradient of the scale.
         tally.keep(tally.made(x.shape, centered), axes=axes)
-        return tally.made(x.shape, x)
+        return tally.made(shape, x)
+
+
+def _dims(p: Any, x: Any) -> Any:
+    """Returns the names of the dims of an input, or of its sizes."""
+    if p.dim == "embed":
+        return "batch;length;embed"
+    if isinstance(x, Tensor | Value):
+        return x.shape.names
+    sizes = x.ToTensorShape() if isinstance(x, tshape.Shape) else x.shape
+    return ("batch", *SPACE.get(len(sizes) - 2, ()), p.dim)
+
+
+def _grouped(p: Any, shape: Shape) -> Shape:
+    """Returns a shape with the channels in groups; a split of the channels is one of the groups."""
+    groups = Dim(p.dim, p.num_groups), Dim(_OF_GROUP, p.input_dim // p.num_groups)
+    return Shape((*shape.without(p.dim).dims, *groups))
+
+
+class BatchNorm(Norm):
+    """Batch norm (Ioffe and Szegedy, 2015) over all dims but the last, the channels.
+
+    In training moments are those of the batch, also where it is split. A layer in a pipeline sees a
+    microbatch. Once a step the moving averages move towards the moments of the whole batch;
+    evaluation uses these averages.
+    """
+
+    untrained = ("moving_mean", "moving_variance")
+
+    @classmethod
+    def Params(cls) -> Any:
+        """Defines `decay`, beside the params of `Norm`, of kind 'layer'."""
+        p = super().Params().Set(dim="channels", epsilon=1e-3)
+        p.Define("decay", 0.99, "Share of a moving average that stays in a step.")
+        return p
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        p = self.params
+        check_choice(p.name, "kind", p.kind, ("layer",))
+        if not isinstance(p.decay, int | float) or not 0 <= p.decay <= 1:
+            raise PipelineError(f"{p.name}: decay is {p.decay!r}; give a number from 0 to 1")
+
+    @classmethod
+    def NamedWeights(cls, p: Any) -> dict[str, Any]:
+        """Returns `scale`, `bias`, and the moving averages."""
+        moving = zip(cls.untrained, map(py_utils.WeightInit.Constant, (0.0, 1.0)), strict=True)
+        channels = f"{p.dim}:{p.input_dim}"
+        return super().NamedWeights(p) | {name: (channels, init) for name, init in moving}
+
+    def _CreateLayerVariables(self) -> None:
+        super()._CreateLayerVariables()
+        for name, size in _SUMS.items():
+            sizes = [self.params.input_dim] * size
+            self.RegisterAccumulator(name, bn_layers.AddingAccumulator(sizes, tf.float32))
+
+    @classmethod
+    def Averaged(cls, p: Any, shape: Shape) -> list[str]:
+        """Returns all dims but the channels."""
+        return list(shape.without(p.dim).names)
+
+    def _Moments(self, theta: Any, x: Tensor, over: Sequence[str]) -> tuple[Tensor, Tensor]:
+        if self.do_eval:
+            mean, variance = (ops.cast(self.Weight(theta, n), tf.float32) for n in self.untrained)
+            return x - mean, variance
+        number = float(x.shape.size // self.params.input_dim)
+        mean = ops.reduce_mean(x, over)
+        centered = x - mean
+        variance = ops.reduce_mean(ops.square(centered), over)
+        sums = [
+            ops.export_tensor(ops.stop_gradient(t)) for t in (mean, variance + ops.square(mean))
+        ]
+        for name, value in zip(_SUMS, (1.0, *sums), strict=True):
+            self.accumulators[name].Update(number * value)
+        return centered, variance
+
+    def PostTrainingStepUpdate(self) -> Any:
+        """Updates the moving averages by the moments of all microbatches."""
+        number, *sums = (self.accumulators[name].GetValue() for name in _SUMS)
+        updates = []
+        moments = tf.nn.normalize_moments(tf.maximum(number, 1.0), *sums, None)
+        for name, moment in zip(self.untrained, moments, strict=True):
+            for part in self.parts_of(name):
+                variable = self.vars[part.name]
+                value = tf.cast(tf.slice(moment, part.begin, part.sizes), variable.dtype)
+                # Without a batch the average stays.
+                share = tf.cast((1 - self.params.decay) * tf.minimum(number, 1.0), variable.dtype)
+                with tf.device(variable.device):
+                    updates.append(variable.assign_sub((variable - value) * share))
+        for name in _SUMS:
+            self.accumulators[name].Reset()
+        return tf.group(*updates)
 
 
 class Dropout(NamedLayer):

@@ -13,7 +13,7 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PartitionError
 from pipemesh.lowering.arguments import dim_names
 from pipemesh.lowering.lowering import Lowering
-from pipemesh.lowering.ops.convolution import windows_of
+from pipemesh.lowering.ops.convolution import reaches_of, windows_of
 from pipemesh.lowering.ops.relayout import (
     NO_NAMES,
     change_splits,
@@ -247,10 +247,11 @@ class Tally:
 
         Its gradient reads the rows under the windows, including zeros and rows of neighbours.
         """
-        dilations = dict.fromkeys(window, 1)
-        shape, runs = windows_of(
-            x.shape, filters.shape, window, padding, strides, dilations, self._rules, self._mesh
-        )
+        rest = filters.shape.without(*window.values())
+        shared = x.shape & rest
+        shape = Shape((*x.shape.without(*shared.names).dims, *(rest - shared).dims))
+        reaches = reaches_of(filters.shape, window, dict.fromkeys(window, 1))
+        shape, runs = windows_of(x.shape, shape, reaches, padding, strides, self._rules, self._mesh)
         summed = filters.shape - shape
         self._rules.tensor_layout(x.shape | shape.without(*runs), self._mesh)
         self.flops += 2 * summed.size * shape.size

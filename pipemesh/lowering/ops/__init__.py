@@ -6,6 +6,7 @@ from pipemesh.lowering.differentiate import gradients as gradients
 from pipemesh.lowering.ops.convolution import conv1d as conv1d
 from pipemesh.lowering.ops.convolution import conv2d as conv2d
 from pipemesh.lowering.ops.convolution import conv3d as conv3d
+from pipemesh.lowering.ops.convolution import conv_transpose as conv_transpose
 from pipemesh.lowering.ops.einsum import einsum as einsum
 from pipemesh.lowering.ops.elementwise import *  # noqa: F403
 from pipemesh.lowering.ops.lookup import argmax as argmax
@@ -13,6 +14,9 @@ from pipemesh.lowering.ops.lookup import cumsum as cumsum
 from pipemesh.lowering.ops.lookup import gather as gather
 from pipemesh.lowering.ops.lookup import one_hot as one_hot
 from pipemesh.lowering.ops.lookup import top_k as top_k
+from pipemesh.lowering.ops.pooling import avg_pool as avg_pool
+from pipemesh.lowering.ops.pooling import max_pool as max_pool
+from pipemesh.lowering.ops.pooling import upsample as upsample
 from pipemesh.lowering.ops.random import dropout as dropout
 from pipemesh.lowering.ops.random import random_normal as random_normal
 from pipemesh.lowering.ops.random import random_uniform as random_uniform

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +15,7 @@ from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import register
 from pipemesh.lowering.ops.elementwise import in_order
 from pipemesh.lowering.ops.relayout import change_splits
-from pipemesh.lowering.ops.rows import Windows, take_windows
+from pipemesh.lowering.ops.rows import Windows, rows_of, take_windows
 from pipemesh.lowering.tensor import Tensor, check_same_dtype, check_same_lowering
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
 from pipemesh.text import nearest_text
@@ -61,60 +62,11 @@ def _convolution(rank: int, what: str):  # Its type is that of `op`.
         strides: Steps = 1,
         dilations: Steps = 1,
     ) -> Tensor:
-        lowering = check_same_lowering([x, filters])
-        check_same_dtype([x, filters])
-        _check_window(rank, x, filters, window, padding)
-        _check_channels(x, filters, window)
-        steps = _by_name("strides", strides, window)
-        spread = _by_name("dilations", dilations, window)
-        kernel = filters.shape.select(*window.values())
-        rest = filters.shape.without(*kernel.names)
-        shared = x.shape.without(*window) & rest
-        out = rest - shared
-        batch = x.shape.without(*window, *shared.names)
-        shape, runs = windows_of(
-            x.shape, filters.shape, window, padding, steps, spread, lowering.rules, lowering.mesh
-        )
-        layout = lowering.tensor_layout(shape)
-        # All dims that meet in the matmuls; those of the window are whole.
-        lowering.tensor_layout(Shape((*x.shape.dims, *out.dims)))
-
-        whole = [
-            None if name in kernel.names else axis
-            for name, axis in zip(filters.shape.names, filters.layout.axes, strict=True)
-        ]
-        weights = change_splits(lowering, filters.slices, filters.layout.axes, whole)
-        weight_axes = [axis for axis in whole if axis is not None]
-        axes = tuple(dict.fromkeys([*x.split_axes, *weight_axes]))
-        weights = lowering.vary(weights, [axis for axis in axes if axis not in weight_axes])
-        rows = x.vary(axes)
-        for name, run in runs.items():
-            at = x.shape.index(name)
-            rows = take_windows(lowering, rows, x.layout.axes[at], at, run)
-
-        x_order = [x.shape.index(name) for name in (*batch.names, *window, *shared.names)]
-        order = [filters.shape.index(name) for name in (*kernel.names, *shared.names, *out.names)]
-        computed = (*batch.names, *window, *out.names)
-
-        def local(image: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-            image, weight = in_order(image, x_order), in_order(weight, order)
-            sizes, outs = static_sizes(image), static_sizes(weight)[rank + len(shared) :]
-            batches, spatial = sizes[: len(batch)], sizes[len(batch) : len(batch) + rank]
-            channels = math.prod(sizes[len(batch) + rank :])
-            result = _convolve(
-                tf.reshape(image, [math.prod(batches), *spatial, channels]),
-                tf.reshape(weight, [*kernel.sizes, channels, math.prod(outs)]),
-                [steps[name] for name in window],
-                [spread[name] for name in window],
+        if len(window) != rank:
+            raise ShapeError(
+                f"conv{rank}d slides over {rank} dims, but {dict(window)} has not as many"
             )
-            # For an empty batch TensorFlow returns an image of wrong sizes, which is empty too.
-            slid = [layout.slice_shape[shape.index(name)] for name in window]
-            result = tf.reshape(result, [*batches, *slid, *outs])
-            return in_order(result, [computed.index(name) for name in shape.names])
-
-        partial = lowering.map(local, rows, weights)
-        summed = [axis for axis in axes if axis not in layout.split_axes]
-        return Tensor(lowering, lowering.all_reduce(partial, summed), shape)
+        return _slide(x, filters, window, padding, strides, dilations, transposed=False)
 
     op.__name__ = op.__qualname__ = f"conv{rank}d"
     op.__doc__ = what
@@ -141,25 +93,139 @@ SAME, ceil((size - dilation * (window - 1)) / stride) for VALID.
 conv3d = _convolution(3, "Convolves over three dims, as `tf.nn.conv3d` does; see `conv2d`.")
 
 
+@_register
+def conv_transpose(
+    x: Tensor,
+    filters: Tensor,
+    window: Mapping[str, str],
+    *,
+    padding: Padding,
+    strides: Steps = 1,
+    dilations: Steps = 1,
+) -> Tensor:
+    """Computes the transpose of a convolution over one to three dims, as `tf.nn.conv_transpose`.
+
+    It is the gradient of a convolution by its images: with strides it enlarges them. Dims that `x`
+    and `filters` share are the channels to sum over, as for `conv2d`.
+
+    Sizes are size * stride for SAME; for VALID they are larger by the rows that a window, with its
+    dilations, has above the stride.
+    """
+    if not 1 <= len(window) <= 3:
+        raise ShapeError(f"conv_transpose slides over 1 to 3 dims, but window is {dict(window)}")
+    return _slide(x, filters, window, padding, strides, dilations, transposed=True)
+
+
+def _slide(
+    x: Tensor,
+    filters: Tensor,
+    window: Mapping[str, str],
+    padding: Padding,
+    strides: Steps,
+    dilations: Steps,
+    transposed: bool,
+) -> Tensor:
+    """Computes a convolution, or its transpose."""
+    lowering = check_same_lowering([x, filters])
+    check_same_dtype([x, filters])
+    check_padding(padding)
+    _check_window(x, filters, window)
+    _check_channels(x, filters, window)
+    steps = steps_by_name("strides", strides, window)
+    spread = steps_by_name("dilations", dilations, window)
+    rank = len(window)
+    kernel = filters.shape.select(*window.values())
+    rest = filters.shape.without(*kernel.names)
+    shared = x.shape.without(*window) & rest
+    out = rest - shared
+    batch = x.shape.without(*window, *shared.names)
+    reaches = reaches_of(filters.shape, window, spread)
+    shape = Shape((*x.shape.without(*shared.names).dims, *out.dims))
+    mesh, rules = lowering.mesh, lowering.rules
+    kept: dict[str, _Kept] = {}
+    if transposed:
+        shape, runs, kept = _enlarged(x.shape, shape, reaches, padding, steps, rules, mesh)
+    else:
+        shape, runs = windows_of(x.shape, shape, reaches, padding, steps, rules, mesh)
+    layout = lowering.tensor_layout(shape)
+    # All dims that meet in the matmuls; those of the window are whole.
+    lowering.tensor_layout(Shape((*x.shape.dims, *out.dims)))
+
+    whole = [
+        None if name in kernel.names else axis
+        for name, axis in zip(filters.shape.names, filters.layout.axes, strict=True)
+    ]
+    weights = change_splits(lowering, filters.slices, filters.layout.axes, whole)
+    weight_axes = [axis for axis in whole if axis is not None]
+    axes = tuple(dict.fromkeys([*x.split_axes, *weight_axes]))
+    weights = lowering.vary(weights, [axis for axis in axes if axis not in weight_axes])
+    rows = x.vary(axes)
+    for name, run in runs.items():
+        at = x.shape.index(name)
+        rows = take_windows(lowering, rows, x.layout.axes[at], at, run)
+
+    x_order = [x.shape.index(name) for name in (*batch.names, *window, *shared.names)]
+    channels = (*out.names, *shared.names) if transposed else (*shared.names, *out.names)
+    order = [filters.shape.index(name) for name in (*kernel.names, *channels)]
+    computed = (*batch.names, *window, *out.names)
+    share = {dim.name: size for dim, size in zip(shape, layout.slice_shape, strict=True)}
+    slid = [kept[name].length if transposed else share[name] for name in window]
+    outs = [share[name] for name in out.names]
+
+    def local(image: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+        image, weight = in_order(image, x_order), in_order(weight, order)
+        sizes = static_sizes(image)
+        batches, spatial = sizes[: len(batch)], sizes[len(batch) : len(batch) + rank]
+        ends = [math.prod(sizes[len(batch) + rank :]), math.prod(outs)]
+        result = _convolve(
+            tf.reshape(image, [math.prod(batches), *spatial, ends[0]]),
+            tf.reshape(weight, [*kernel.sizes, *(reversed(ends) if transposed else ends)]),
+            [steps[name] for name in window],
+            [spread[name] for name in window],
+            [kept[name].whole for name in window] if transposed else None,
+        )
+        for at, rows in enumerate(kept.values(), 1):
+            result = rows_of(result, at, rows.begin, rows.length)
+        # For an empty batch TensorFlow returns an image of wrong sizes, which is empty too.
+        result = tf.reshape(result, [*batches, *slid, *outs])
+        return in_order(result, [computed.index(name) for name in shape.names])
+
+    result = lowering.map(local, rows, weights)
+    result = lowering.all_reduce(result, [axis for axis in axes if axis not in layout.split_axes])
+    for name, rows in kept.items():
+        at, parts = shape.index(name), shape[name].size // max(share[name], 1)
+        moved = Windows(rows.length * parts, 0, share[name], share[name])
+        if rows.length != share[name]:
+            result = take_windows(lowering, result, layout.axes[at], at, moved)
+    return Tensor(lowering, result, shape)
+
+
+def reaches_of(
+    filters: Shape, window: Mapping[str, str], dilations: Mapping[str, int]
+) -> dict[str, int]:
+    """Returns the number of rows that one window covers, of each dim that it slides over."""
+    return {
+        name: (filters[filter_dim].size - 1) * dilations[name] + 1
+        for name, filter_dim in window.items()
+    }
+
+
 def windows_of(
     x: Shape,
-    filters: Shape,
-    window: Mapping[str, str],
+    shape: Shape,
+    reaches: Mapping[str, int],
     padding: str,
     strides: Mapping[str, int],
-    dilations: Mapping[str, int],
     rules: LayoutRules,
     mesh: Mesh,
 ) -> tuple[Shape, dict[str, Windows]]:
-    """Returns a convolution's shape, and the rows it needs of each dim under a window."""
-    rest = filters.without(*window.values())
-    shared = x.without(*window) & rest
-    shape = Shape((*x.without(*shared.names).dims, *(rest - shared).dims))
-    # The rows that one window covers, and the row where the first one begins.
-    reaches, starts = dict[str, int](), dict[str, int]()
-    for name, filter_dim in window.items():
-        reaches[name] = (filters[filter_dim].size - 1) * dilations[name] + 1
-        size, starts[name] = _output(x[name], reaches[name], strides[name], padding)
+    """Returns the shape after windows slid over dims, and the rows needed of each dim under one.
+
+    In the given `shape` these dims still have the sizes that they have in `x`.
+    """
+    starts = dict[str, int]()  # the row where the first window begins
+    for name, reach in reaches.items():
+        size, starts[name] = _output(x[name], reach, strides[name], padding)
         shape = shape.replace(name, Dim(name, size))
     layout = rules.tensor_layout(shape, mesh)
     runs: dict[str, Windows] = {}
@@ -170,27 +236,97 @@ def windows_of(
     return shape, runs
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """The rows of a transposed convolution that a processor computes of its run of rows."""
+
+    whole: int  # the number of rows of which some are kept
+    begin: int
+    length: int
+
+
+def _enlarged(
+    x: Shape,
+    shape: Shape,
+    reaches: Mapping[str, int],
+    padding: str,
+    strides: Mapping[str, int],
+    rules: LayoutRules,
+    mesh: Mesh,
+) -> tuple[Shape, dict[str, Windows], dict[str, _Kept]]:
+    """Returns the shape of a transposed convolution, the rows that it needs, and those it keeps."""
+    for name, reach in reaches.items():
+        more = max(reach - strides[name], 0) if padding == "VALID" else 0
+        shape = shape.replace(name, Dim(name, x[name].size * strides[name] + more))
+    layout = rules.tensor_layout(shape, mesh)
+    runs, kept = dict[str, Windows](), dict[str, _Kept]()
+    for name, reach in reaches.items():
+        step, size = strides[name], shape[name]
+        # Row r of `x` reaches the rows of the result from r * step + start on.
+        start = 0 if padding == "VALID" else _output(size, reach, step, padding)[1]
+        # Each processor computes whole steps, so that all of them need rows at the same offsets.
+        length = -(-layout.slice_shape[shape.index(name)] // step) * step
+        first = -((start + reach - 1) // step)
+        end = (length - 1 - start) // step + 1
+        runs[name] = Windows(x[name].size, first, length // step, end - first)
+        begin = -start - first * step
+        whole = max((end - first - 1) * step + reach, begin + length)
+        kept[name] = _Kept(whole, begin, length)
+    return shape, runs, kept
+
+
 def _convolve(
-    image: tf.Tensor, weight: tf.Tensor, steps: list[int], spread: list[int]
+    image: tf.Tensor,
+    weight: tf.Tensor,
+    steps: list[int],
+    spread: list[int],
+    enlarged: list[int] | None,
 ) -> tf.Tensor:
-    """Computes a plain VALID convolution with the batch first and the channels last."""
+    """Computes a plain VALID convolution with the batch first and the channels last.
+
+    Given the sizes of an enlarged image, it computes the transpose.
+    """
     if len(steps) == 1:
         image, weight = image[:, None], weight[None]
-        return tf.squeeze(_convolve(image, weight, [1, *steps], [1, *spread]), 1)
+        enlarged = enlarged and [1, *enlarged]
+        return tf.squeeze(_convolve(image, weight, [1, *steps], [1, *spread], enlarged), 1)
+    unequal = len(steps) == 3 and len(set(spread)) > 1
+    if unequal or (max(spread) > 1 and weight.dtype in (tf.float16, tf.float64)):
+        # In graphs TensorFlow computes wrong sizes for unequal dilations of three dims, and on CPUs
+        # it lacks gradients of dilated filters of these dtypes. So filters get zeros between.
+        for at, times in enumerate(spread):
+            sizes = static_sizes(weight)
+            length, sizes[at] = (sizes[at] - 1) * times + 1, sizes[at] * times
+            rows = tf.stack([weight, *[tf.zeros_like(weight)] * (times - 1)], at + 1)
+            weight = rows_of(tf.reshape(rows, sizes), at, 0, length)
+        spread = [1] * len(steps)
     forward, to_image, to_weight = _CONV[len(steps)]
     how = {"padding": "VALID", "strides": [1, *steps, 1], "dilations": [1, *spread, 1]}
 
     # TensorFlow's own gradient computes the sizes, which cannot be compiled for a TPU.
     @custom_gradient
     def call(x: tf.Tensor, f: tf.Tensor) -> Any:
+        sizes, filter_sizes = static_sizes(x), static_sizes(f)
+        if enlarged:
+            sizes = [sizes[0], *enlarged, filter_sizes[-2]]
+
+        def small(image: tf.Tensor) -> tf.Tensor:
+            return forward(input=image, filter=f, **how)
+
+        def large(image: tf.Tensor) -> tf.Tensor:
+            return to_image(input_sizes=tf.constant(sizes), filter=f, out_backprop=image, **how)
+
         def grad(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            sizes, filter_sizes = tf.constant(static_sizes(x)), tf.constant(static_sizes(f))
-            return (
-                to_image(input_sizes=sizes, filter=f, out_backprop=upstream, **how),
-                to_weight(input=x, filter_sizes=filter_sizes, out_backprop=upstream, **how),
+            images = (upstream, x) if enlarged else (x, upstream)
+            to_x = small if enlarged else large
+            return to_x(upstream), to_weight(
+                input=images[0],
+                filter_sizes=tf.constant(filter_sizes),
+                out_backprop=images[1],
+                **how,
             )
 
-        return forward(input=x, filter=f, **how), grad
+        return (large if enlarged else small)(x), grad
 
     return call(image, weight)
 
@@ -209,23 +345,25 @@ def _output(dim: Dim, reach: int, step: int, padding: str) -> tuple[int, int]:
     return size, -(zeros // 2)
 
 
-def _by_name(what: str, steps: Steps, window: Mapping[str, str]) -> dict[str, int]:
-    numbers = {name: steps for name in window} if isinstance(steps, int) else dict(steps)
-    if set(numbers) != set(window) or min(numbers.values()) < 1:
+def steps_by_name(what: str, steps: Steps, names: Iterable[str]) -> dict[str, int]:
+    """Returns a number of at least 1 for each name."""
+    names = list(names)
+    numbers = {name: steps for name in names} if isinstance(steps, int) else dict(steps)
+    if set(numbers) != set(names) or min(numbers.values()) < 1:
         raise ShapeError(
             f"{what} are {steps}; give one number of at least 1, or one for each of "
-            f"{', '.join(window)}"
+            f"{', '.join(names)}"
         )
     return numbers
 
 
-def _check_window(
-    rank: int, x: Tensor, filters: Tensor, window: Mapping[str, str], padding: str
-) -> None:
+def check_padding(padding: Padding) -> None:
+    """Raises a ShapeError unless the padding is one of the two."""
     if padding not in ("SAME", "VALID"):
         raise ShapeError(f"padding is {padding!r}; it is 'SAME' or 'VALID'")
-    if len(window) != rank:
-        raise ShapeError(f"conv{rank}d slides over {rank} dims, but {dict(window)} has not as many")
+
+
+def _check_window(x: Tensor, filters: Tensor, window: Mapping[str, str]) -> None:
     x.shape.select(*window)
     filters.shape.select(*window.values())
     both = [name for name in window.values() if name in x.shape.names]

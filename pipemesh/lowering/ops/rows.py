@@ -17,7 +17,6 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import check_operands, register
 from pipemesh.lowering.lowering import Lowering, Slices
-from pipemesh.lowering.ops.lookup import local_start
 from pipemesh.lowering.ops.relayout import change_splits, transpose
 from pipemesh.lowering.tensor import Tensor, check_same_lowering
 from pipemesh.mesh import Dim, Shape
@@ -41,7 +40,7 @@ def take_windows(
 ) -> Slices:
     """Gives each processor its run of rows of a dim that is split over `axis`."""
     # If `stride` is a slice's size, as for a halo exchange, one permute per neighbour sends just
-    # the needed rows. Otherwise (`slice`, `pad`, strided convolutions), pieces of one distance
+    # the needed rows. Otherwise (`slice`, `pad`, strided windows), pieces of one distance
     # travel together, and each is as long as the longest of them. In the gradient each row gets the
     # sum over all runs that contain it, so the gradient of a halo is sent back and added.
     if x[0].dtype == tf.bool:
@@ -173,6 +172,30 @@ def _across_slices(
     if not runs:
         return _nothing(lowering, x, dim, windows.length)
     return lowering.map(lambda *arrived: sum_in_order(arrived), *runs)
+
+
+def first_rows(lowering: Lowering, axis: str | None, windows: Windows) -> Slices:
+    """Returns the row of the dim where each processor's run begins."""
+    if axis is None:
+        return lowering.raw_map(lambda: tf.constant(windows.start))
+    return lowering.raw_map(
+        lambda at: windows.start + at * windows.stride, lowering.coordinate(axis)
+    )
+
+
+def fill_outside(
+    lowering: Lowering, x: Slices, axis: str | None, dim: int, windows: Windows, value: float
+) -> Slices:
+    """Returns runs of rows with `value` in the rows outside of the dim."""
+    length = windows.length
+
+    def fill(run: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+        row = first + tf.range(length)
+        inside = (row >= 0) & (row < windows.size)
+        inside = tf.reshape(inside, [length if i == dim else 1 for i in range(run.shape.rank)])
+        return tf.where(inside, run, tf.cast(value, run.dtype))
+
+    return lowering.map(fill, x, first_rows(lowering, axis, windows))
 
 
 def rows_of(tensor: tf.Tensor, dim: int, begin: int, length: int) -> tf.Tensor:
@@ -344,17 +367,11 @@ def pad(x: Tensor, dim: str, before: int, after: int, value: float = 0.0) -> Ten
 
 def with_rows_outside(x: Tensor, dim: str, first: int, end: int, value: float) -> Tensor:
     """Returns a tensor with `value` in the rows of a dim that are not in `[first, end)`."""
-    lowering = x.lowering
     at = x.shape.index(dim)
-    start, share = local_start(lowering, x.shape[dim])
-
-    def fill(slice_: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-        row = begin + tf.range(share)
-        inside = (row >= first) & (row < end)
-        inside = tf.reshape(inside, [share if i == at else 1 for i in range(len(x.shape))])
-        return tf.where(inside, slice_, tf.cast(value, slice_.dtype))
-
-    return Tensor(lowering, lowering.map(fill, x.slices, start), x.shape)
+    share = x.layout.slice_shape[at]
+    windows = Windows(end - first, -first, share, share)
+    slices = fill_outside(x.lowering, x.slices, x.layout.axes[at], at, windows, value)
+    return Tensor(x.lowering, slices, x.shape)
 
 
 @register("resize", "permute")

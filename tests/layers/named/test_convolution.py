@@ -34,6 +34,22 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(mesh, changes):
     assert tuple(found.shapes["w"]) == (*p.window, X.shape[-1], p.output_dim)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "strides", "window"), [([4, 8, 3], 2, (3,)), ([2, 4, 4, 4, 3], (1, 2, 1), (3, 2, 1))]
+)
+def test_one_and_three_dims(sizes, strides, window):
+    x = value_of("x", sizes)
+    p = PARAMS.Copy().Set(window=window, strides=strides, use_bias=False)
+    rules = "length:rows;features:columns" if len(window) == 1 else "depth:rows;height:columns"
+
+    def plain(w):
+        if len(window) == 1:
+            return tf.nn.relu(tf.nn.conv1d(x, w["w"], strides, p.padding))
+        return tf.nn.relu(tf.nn.conv3d(x, w["w"], [1, *strides, 1], p.padding))
+
+    run(p, [x], "rows:2;columns:2", rules).assert_plain(plain)
+
+
 def test_one_row_goes_to_each_neighbour():
     result = run(PARAMS, [X], "rows:2", "height:rows")
     calls, sent = result.lowering.costs.rows[("rows",), "permute", "forward"]

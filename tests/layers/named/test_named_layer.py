@@ -9,6 +9,7 @@ from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer, SeqLayer
 from pipemesh.layers.named import (
     Attention,
+    BatchNorm,
     Convolution,
     Dropout,
     Embedding,
@@ -194,6 +195,7 @@ SIZES = {
     Embedding: {"vocab_size": 8, "embedding_dim": 4},
     Experts: {"input_dim": 5, "hidden_dim": 2, "num_experts": 4},
     FeedForward: {"input_dim": 6, "hidden_dim": 8},
+    BatchNorm: {"input_dim": 8},
     Norm: {"input_dim": 8},
     SoftmaxCrossEntropy: {"input_dim": 5, "vocab_size": 8},
 }
@@ -215,7 +217,8 @@ SIZES = {
         (Convolution, {"padding": "same"}, "padding is 'same'; did you mean 'SAME'"),
         (Convolution, {"residual": True}, "residual adds the input .* input_dim 3, output_dim 4"),
         (Convolution, {"strides": (1, 0)}, "strides"),
-        (Convolution, {"window": 3}, r"window is 3; give two numbers, as in \(3, 3\)"),
+        (Convolution, {"window": 3}, r"window is 3; give one to three numbers, as in \(3, 3\)"),
+        (Convolution, {"strides": (2,)}, r"strides are \(2,\); .* as many as window \(3, 3\) has"),
         (Dropout, {"rate": -0.1}, "rate is -0.1; .* below 1"),
         (Dropout, {"rate": 1.0}, "rate is 1.0; .* below 1"),
         (Dropout, {"rate": "half"}, "rate is 'half'; .* below 1"),
@@ -230,6 +233,9 @@ SIZES = {
         (FeedForward, {"name": ""}, r"a FeedForward has no name; .*Set\(name='\.\.\.'"),
         (Norm, {"direct_scale": "no"}, "direct_scale is 'no'; it must be True or False"),
         (Norm, {"epsilon": 0}, "epsilon is 0; it must be a number above 0"),
+        (BatchNorm, {"decay": 2}, "decay is 2; give a number from 0 to 1"),
+        (BatchNorm, {"kind": "rms"}, "kind is 'rms'"),
+        (Norm, {"num_groups": 3}, "num_groups=3 does not divide input_dim=8; give a divisor"),
         (Norm, {"kind": "layr"}, "kind is 'layr'; did you mean 'layer'"),
         (SoftmaxCrossEntropy, {"label_smoothing": -0.1}, "label_smoothing is -0.1; .* below 1"),
         (SoftmaxCrossEntropy, {"label_smoothing": 1.0}, "label_smoothing is 1.0; .* below 1"),

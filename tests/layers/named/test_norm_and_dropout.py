@@ -5,12 +5,16 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.layers import FeatureExtractionLayer
-from pipemesh.layers.named import Dropout, Norm
-from tests.layers.harness import cluster
-from tests.layers.named.harness import run, value_of
+from pipemesh.layers.named import BatchNorm, Convolution, Dropout, Norm, lowering_scope
+from pipemesh.lowering import ops
+from tests.layers.harness import cluster, run_tf2
+from tests.layers.named.harness import make_lowering, run, value_of
+from tests.layers.stacks import stack_of
 
 X = value_of("x", [4, 3, 8])
 PARAMS = Norm.Params().Set(name="norm", input_dim=8)
+IMAGES = value_of("images", [4, 4, 2, 8])
+BATCH_NORM = BatchNorm.Params().Set(name="norm", input_dim=8, decay=0.9)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,59 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(kind, rules, direct
 
     params = PARAMS.Copy().Set(kind=kind, direct_scale=direct_scale)
     run(params, [X], "data:2;model:2", rules).assert_plain(plain)
+
+
+@pytest.mark.parametrize(
+    "rules", ["height:data;width:model", "batch:data;channels:model", "height:model"]
+)
+def test_group_norm_is_that_of_plain_tensorflow(rules):
+    params = PARAMS.Copy().Set(kind="group", dim="channels", num_groups=4, epsilon=1e-3)
+
+    def plain(w):
+        x = IMAGES.reshape([4, 4, 2, 4, 2])
+        mean, variance = tf.nn.moments(x, [1, 2, 4], keepdims=True)
+        x = tf.reshape((x - mean) / tf.sqrt(variance + 1e-3), IMAGES.shape)
+        return x * (1 + w["scale"]) + w["bias"]
+
+    run(params, [IMAGES], "data:2;model:2", rules).assert_plain(plain)
+
+
+@pytest.mark.parametrize("rules", ["height:data;width:model", "batch:data;channels:model"])
+def test_batch_norm_is_that_of_plain_tensorflow(rules):
+    def plain(w):
+        mean, variance = tf.nn.moments(IMAGES, [0, 1, 2])
+        return (IMAGES - mean) / tf.sqrt(variance + 1e-3) * (1 + w["scale"]) + w["bias"]
+
+    run(BATCH_NORM, [IMAGES], "data:2;model:2", rules).assert_plain(plain)
+
+
+def test_evaluation_uses_moving_averages_of_all_batches():
+    with lowering_scope(make_lowering("model:2", "channels:model")):
+        with cluster(1):
+            layer = BATCH_NORM.Instantiate()
+            for images in (IMAGES, 2 * IMAGES):
+                layer.FPropDefaultTheta(tf.constant(images))
+            layer.PostTrainingStepUpdate()
+        both = np.stack([IMAGES, 2 * IMAGES])
+        mean, variance = 0.1 * both.mean((0, 1, 2, 3)), 0.9 + 0.1 * both.var((0, 1, 2, 3))
+        for i, half in enumerate((slice(4), slice(4, 8))):
+            np.testing.assert_allclose(layer.vars[f"moving_mean_slice_{i}"], mean[half], 1e-5, 1e-6)
+        with cluster(1, do_eval=True):
+            judged = BATCH_NORM.Instantiate()
+            theta = layer.theta.Transform(tf.convert_to_tensor)
+            found = ops.export_tensor(judged.FProp(theta, tf.constant(IMAGES)))
+    np.testing.assert_allclose(found, (IMAGES - mean) / np.sqrt(variance + 1e-3), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["layers:2;rows:2 height:rows", "layers:2;data:2"])
+def test_a_pipeline_counts_the_moments_of_the_whole_batch(mesh):
+    layers = [BATCH_NORM, Convolution.Params().Set(name="conv", input_dim=8, output_dim=2)]
+    stack = stack_of(layers, [0, 1, 2], num_micro_batches=2)
+    found = run_tf2(stack, [IMAGES], num_devices=mesh)
+    # By name: counts, squares, sums.
+    wanted = [4 * 4 * 2, (IMAGES**2).sum((0, 1, 2)), IMAGES.sum((0, 1, 2))]
+    for a, b in zip(found.accumulators, wanted, strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-4)
 
 
 def test_moments_of_bfloat16_are_computed_in_float32():

@@ -1,5 +1,6 @@
 """The programs as users start them: what they print, write and refuse."""
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from models.mnist import train as mnist
 from models.named_dims import command
 from models.toy import train as toy
+from models.unet import train as unet
 from tests.warm import warm
 
 BOTH = ["--mesh_shape=data:2;model:2", "--layout=batch:data;hidden:model"]
@@ -53,6 +55,14 @@ def test_mnist_prints_its_plan_and_learns_the_same_under_another_one(run, tmp_pa
     np.testing.assert_allclose(*map(read_curve, curves), rtol=1e-5)
 
 
+def test_unet_prints_the_dice_score_of_split_volumes(run):
+    small = ["--batch_size=2", "--side=4", "--levels=1", "--hidden_size=2", "--steps=1"]
+    code, out, err = run(unet, *small, "--mesh_shape=y:2", "--layout=rows:y")
+    assert code == 0, err
+    assert re.search(r"step 1: loss .*, held-out Dice score sphere 0.\d+, tube 0.\d+", out)
+    assert re.search("y +permute +backward", out)
+
+
 def test_toy_tells_of_an_axis_that_is_not_used(tmp_path):
     words = ["--steps=3", "--eval_every=2", BOTH[0], "--layout=hidden:model"]
     words = warm("-m", toy.__name__, *words, f"--curve={tmp_path / 'toy'}")
@@ -80,6 +90,7 @@ def test_toy_tells_of_an_axis_that_is_not_used(tmp_path):
                 "--batch_size is the size of 'batch'",
             ],
         ),
+        (unet, ["--side=6", "--levels=2"], ["--side=6", "a multiple of 4"]),
         (mnist, ["--lowering=tpu"], ["--lowering='tpu'", "placement|simd"]),
         (mnist, ["--batch_size=0"], ["--batch_size=0", "at least 1"]),
         (mnist, ["--learning_rate=nan"], ["--learning_rate=nan", "above 0"]),

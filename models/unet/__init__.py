@@ -1,0 +1,1 @@
+"""A U-Net that segments volumes, under any mesh and layout."""
