@@ -31,17 +31,18 @@ few: $(STAMP)
 # In two parts, each in processes of its own, as what a process has traced partly stays with it. The
 # second part has one process more than cores: programs that tests start are waited for.
 FIRST := tests/layers tests/lowering tests/recurrent
+SERIAL := -m serial $(shell grep -rl --include='*.py' 'mark\.serial' tests)
 SECOND := -m "not serial" --numprocesses=$(ONE_MORE) --dist=worksteal $(FIRST:%=--ignore=%)
 
 test: $(STAMP)
 	$(PYTEST) $(TOGETHER) $(FIRST)
 	$(PYTEST) $(SECOND)
-	$(PYTEST) -m serial
+	$(PYTEST) $(SERIAL)
 
 test-all: $(STAMP)
 	$(PYTEST) $(TOGETHER) $(FIRST) --cases=all
 	$(PYTEST) $(SECOND) --cases=all
-	$(PYTEST) -m serial --cases=all
+	$(PYTEST) $(SERIAL) --cases=all
 
 lint: style types
 

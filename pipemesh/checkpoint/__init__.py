@@ -16,7 +16,7 @@ Example:
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipemesh.checkpoint.folder import Folder, newest, newest_whole, set_aside
+from pipemesh.checkpoint.folder import Folder, newest, newest_whole
 from pipemesh.checkpoint.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ __all__ = [
     "newest",
     "newest_whole",
     "restore",
-    "set_aside",
 ]
 
 _WITH_TENSORFLOW = {

@@ -144,23 +144,8 @@ def go_back(error: DamagedError) -> None:
 
 
 def set_aside(path: str) -> str:
-    """Renames the files of a damaged checkpoint, so that the one before it is the newest.
-
-    Args:
-        path: the checkpoint, without any file ending.
-
-    Returns:
-        Its new path.
-
-    Raises:
-        OSError: a file cannot be renamed.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> (folder / "ckpt-9.index").touch()
-        >>> os.path.basename(set_aside(str(folder / "ckpt-9")))
-        'damaged-ckpt-9'
+    """Renames the files of a damaged checkpoint, so that the one before it is the newest; returns
+    its new path.
     """
     folder, name = os.path.split(path)
     aside = os.path.join(folder, DAMAGED + name)

@@ -26,7 +26,7 @@ Timelines of schedules are drawn as text, SVG and HTML; writing them to a file i
 
 from pipemesh.report.measured_step import Part, corrected, parts_of
 from pipemesh.report.plan_changes import Basis, Change, basis_of
-from pipemesh.report.record import Record, Run, read, to_line
+from pipemesh.report.record import Record, Run, read
 from pipemesh.report.run_pages import comparison, page
 from pipemesh.report.schedule_drawing import memory_to_svg, to_html, to_svg
 from pipemesh.report.schedule_text import to_terminal, to_trace
@@ -45,7 +45,6 @@ __all__ = [
     "parts_of",
     "read",
     "to_html",
-    "to_line",
     "to_svg",
     "to_terminal",
     "to_trace",

@@ -25,19 +25,7 @@ _STEPS_BETWEEN_TRIES = 100
 
 
 def to_line(kind: str, values: Mapping[str, Any]) -> str:
-    """Returns an event as a line of JSON.
-
-    Args:
-        kind: the kind of event, such as `step`.
-        values: by name; numbers that are not finite become null, since JSON has none.
-
-    Returns:
-        The line without its end.
-
-    Example:
-        >>> to_line("step", {"step": 3, "loss": float("nan")})
-        '{"event": "step", "step": 3, "loss": null}'
-    """
+    """Returns an event as a line of JSON, which has null for numbers that are not finite."""
     return json.dumps(_plain({"event": kind, **values}), ensure_ascii=False)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.digits.data import load_digits
-from pipemesh.checkpoint import set_aside
+from pipemesh.checkpoint.folder import set_aside
 from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
 from pipemesh.commands.runs import without_effect
 from pipemesh.training import Options

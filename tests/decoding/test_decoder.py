@@ -39,7 +39,6 @@ OFTEN = [
     ("experts", "layers:2;data:2", "batch:data", "", 3, 2, "greedy"),
     ("experts", "layers:2;model:2", EXPERTS, "gpipe", 1, 4, "drawn"),
     ("tied", "layers:2;data:2", "batch:data", "gpipe", 2, 2, "beams"),
-    ("tied", "layers:2;data:2", "batch:data", "gpipe", 2, 2, "drawn"),
     ("deep", "layers:2", "", "looped_bfs:2", 3, 2, "greedy"),
 ]
 SELDOM = [
@@ -51,6 +50,7 @@ SELDOM = [
     ("dense", "layers:2;data:2;model:2", f"batch:data;{ALL}", "", 4, 2, "beams"),
     ("tied", "layers:2;data:2", "batch:data", "", 3, 2, "greedy"),
     ("experts", "layers:2;data:2;model:2", f"batch:data;embed:data;{EXPERTS}", "", 2, 2, "greedy"),
+    ("tied", "layers:2;data:2", "batch:data", "gpipe", 2, 2, "drawn"),
     ("dense", "layers:1;model:2", ALL, "gpipe", 2, 3, "greedy"),
     ("dense", "layers:2;model:2", f"{ALL};length:model", "gpipe", 1, 4, "greedy"),
     ("dense", "layers:2;data:2;model:2", f"batch:data;{ALL}", "gpipe", 3, 2, "drawn"),

@@ -12,9 +12,9 @@ import time
 import tensorflow as tf
 
 from tests.models.one_billion_word.program import SMALLER
+from tests.warm import warm
 
 LAUNCH = [sys.executable, "-m", "pipemesh", "launch"]
-TRAIN = [sys.executable, "-c", SMALLER]
 # Small enough for a step to take a fraction of a second.
 FLAGS = [
     *("--mesh_shape=layers:2", "--num_microbatches=4", "--batch_size=8", "--sequence_length=32"),
@@ -98,7 +98,7 @@ class Training:
 @contextlib.contextmanager
 def training(logdir, *words, launch=("--processes=2",), command=None, steps=STEPS, save_every=8):
     """A training on two workers of a launcher, or by a command of its own."""
-    command = command or [*LAUNCH, *launch, "--", *TRAIN]
+    command = command or [*LAUNCH, *launch, "--", *warm("-c", SMALLER)]
     out, err = (logdir.parent / f"{logdir.name}.{name}" for name in ("out", "err"))
     flags = [*FLAGS, f"--steps={steps}", f"--save_every={save_every}", f"--logdir={logdir}"]
     with open(out, "wb") as to_out, open(err, "wb") as to_err:

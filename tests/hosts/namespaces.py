@@ -7,12 +7,12 @@ import subprocess
 from tests.warm import warm
 
 NEEDED = ("ip", "nsenter", "unshare")
-# Runs a module in the network namespace whose path is the first argument.
+# Does what Python does in the network namespace whose path is the first argument.
 ENTER = """
-import ctypes, os, runpy, sys
+import ctypes, os, sys
+from tests.warm.server import run
 assert not ctypes.CDLL(None).setns(os.open(sys.argv[1], os.O_RDONLY), 0)
-sys.argv[:] = sys.argv[2:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+run({}, sys.argv[2:], os.getcwd(), dict(os.environ))
 """
 
 
@@ -64,7 +64,7 @@ class Network:
         return ["nsenter", "-t", str(self._there[host].pid), "-n", *command]
 
     def warm(self, host, *arguments):
-        """A module of Python, and its arguments, on a host; see `tests.warm`."""
+        """The command that does what Python does with these arguments on a host; see `warm`."""
         return warm("-c", ENTER, f"/proc/{self._there[host].pid}/ns/net", *arguments)
 
     def ip(self, host, words):

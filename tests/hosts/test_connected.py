@@ -32,7 +32,7 @@ def hosts():
         environment.setenv("grpc_proxy", PROXY)
         listen = [there.address(1), "0.0.0.0"]
         workers = [
-            start(f"--listen={address}", command=there.warm(host, "pipemesh", "worker"))
+            start(f"--listen={address}", command=there.warm(host, "-m", "pipemesh", "worker"))
             for host, address in enumerate(listen, 1)
         ]
         for worker in workers:
@@ -44,7 +44,11 @@ def hosts():
 
 def connected(there, *words):
     done = subprocess.run(
-        there.warm(0, MODULE, *words), capture_output=True, text=True, timeout=100, check=False
+        there.warm(0, "-m", MODULE, *words),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     return done.returncode, done.stdout, done.stderr
 

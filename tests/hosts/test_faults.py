@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pipemesh.commands.main import main
-from tests.hosts.faults import STEPS, TRAIN, assert_same, training, until, weights
+from tests.hosts.faults import STEPS, assert_same, training, until, weights
 from tests.hosts.namespaces import network, why_not
 from tests.hosts.workers import COMMAND, address_of, start, started
 from tests.models.one_billion_word.program import SMALLER
@@ -194,14 +194,18 @@ def on_two_hosts(logdir, *words, **keywords):
     with network(2) as there, contextlib.ExitStack() as stack:
         workers = []
         for host in (1, 2):
-            command = there.warm(host, "pipemesh", "worker")
+            command = there.warm(host, "-m", "pipemesh", "worker")
             worker = start(f"--listen={there.address(host)}", command=command)
             stack.callback(worker.communicate)
             stack.callback(worker.kill)
             workers.append(worker)
         addresses = ",".join(map(address_of, workers))
         run = training(
-            logdir, f"--cluster={addresses}", *words, command=there.on(0, *TRAIN), **keywords
+            logdir,
+            f"--cluster={addresses}",
+            *words,
+            command=there.warm(0, "-c", SMALLER),
+            **keywords,
         )
         yield there, stack.enter_context(run)
 

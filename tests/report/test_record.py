@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pipemesh.errors import ReportError
-from pipemesh.report import Record, read, to_line
-from pipemesh.report.record import FILE
+from pipemesh.report import Record, read
+from pipemesh.report.record import FILE, to_line
 from pipemesh.schedule import one_f_one_b, simulate
 from tests.report import records
 from tests.report.records import made

@@ -87,6 +87,8 @@ def run(set_by_imports, arguments, cwd, env):
     os.environ.update({**set_by_imports, **env})
     how, what, *rest = arguments
     sys.argv = [how, *rest]
+    # For a program that replaces itself.
+    sys.orig_argv = [sys.executable, *arguments]
     if how == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
         return

@@ -22,20 +22,7 @@ _LAYER_STRIDE = 0x5851F42D4C957F2D
 
 
 def layer_seed(seed: tf.Tensor, layer: int | tf.Tensor) -> tf.Tensor:
-    """Returns the seed of one layer of a stack of identical layers.
-
-    Args:
-        seed: two integers, for example the step and the number of the draw within the layer; or one
-            row of two for each layer.
-        layer: the number of the layer, counted from 0.
-
-    Returns:
-        Two int64 numbers.
-
-    Example:
-        >>> layer_seed(tf.constant([7, 1]), 0).numpy().tolist()
-        [7, 1]
-    """
+    """Returns the seed of one of alike layers: of step and number of the draw, or its row."""
     seed = tf.cast(seed, tf.int64)
     if seed.shape.rank == 2:
         return tf.gather(seed, layer)

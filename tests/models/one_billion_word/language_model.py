@@ -35,9 +35,10 @@ def small(**attributes):
 
 def pipelined(config):
     p = config.Task()
-    # The gradient of the keys' bias is nothing but round-off: a softmax does not see a shift of
-    # its logits. With the usual epsilon Adam takes a full step along it.
-    p.train.learner.optimizer.epsilon = 1e-4
+    if config.OPTIMIZER != "sgd":
+        # The gradient of the keys' bias is nothing but round-off: a softmax does not see a shift of
+        # its logits. With the usual epsilon Adam takes a full step along it.
+        p.train.learner.optimizer.epsilon = 1e-4
     return p
 
 

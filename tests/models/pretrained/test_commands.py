@@ -21,11 +21,13 @@ PROMPT = ["--prompt=the cat", "--max_tokens=5"]
 TUNED = """
 from lingvo import model_registry
 from models.pretrained import params
+from pipemesh.plan import Plan
 
 @model_registry.RegisterSingleTaskModel
 class Tuned(params.Gpt2):
     TRAIN_DATA = HELDOUT_DATA = {text!r}
     BATCH_SIZE, SEQUENCE_LENGTH, LEARNING_RATE = 4, 8, 2e-2
+    PLAN = Plan("layers:2", num_microbatches=2)
 """
 
 
@@ -118,15 +120,28 @@ def test_tokens_of_llama_are_those_of_its_formulas(tmp_path):
     np.testing.assert_allclose(found["log_probs"], log_probs, rtol=0, atol=1e-4)
 
 
-def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "CODE", f"import os; os.chdir({str(tmp_path)!r})\n{program.CODE}")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on a mat\na cat sat on the mat\n" * 30)
-    (tmp_path / "tuned.py").write_text(TUNED.format(text=str(text)))
-    logdir = tmp_path / "tuned"
-    enter = ["--from", f"{run.parent}/in", "--logdir", str(logdir), "--model=tuned.Tuned"]
-    assert main(["checkpoint", "import", *enter]) == 0
+@pytest.fixture
+def begin(run, tmp_path, monkeypatch):
+    """Imports weights for a class of one's own; returns the log directory."""
+
+    def begin(name, *flags):
+        code = f"import os; os.chdir({str(tmp_path)!r})\n{program.CODE}"
+        monkeypatch.setattr(program, "CODE", code)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        text, logdir = tmp_path / "text.txt", tmp_path / "own"
+        text.write_text("the cat sat on a mat\na cat sat on the mat\n" * 30)
+        content = TUNED.replace("Tuned", name).format(text=str(text))
+        (tmp_path / f"{name.lower()}.py").write_text(content)
+        enter = ["--from", f"{run.parent}/in", "--logdir", str(logdir)]
+        enter += [f"--model={name.lower()}.{name}", *flags]
+        assert main(["checkpoint", "import", *enter]) == 0
+        return logdir
+
+    return begin
+
+
+def test_a_training_goes_on_with_them_and_says_text_too(begin, tmp_path):
+    logdir = begin("Tuned")
     out = program.done("train", f"--logdir={logdir}", "--steps=40", *SPLIT)
     assert f"going on from {logdir}/ckpt-0" in out
     assert "changed since the checkpoint: mesh layers:2 -> layers:2;model:2" in out
@@ -146,17 +161,9 @@ def test_a_training_goes_on_with_them_and_says_text_too(run, tmp_path, monkeypat
     ]
 
 
-def test_adapters_are_trained_decoded_and_exported(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "CODE", f"import os; os.chdir({str(tmp_path)!r})\n{program.CODE}")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on a mat\na cat sat on the mat\n" * 30)
-    (tmp_path / "narrow.py").write_text(TUNED.replace("Tuned", "Narrow").format(text=str(text)))
-    logdir = tmp_path / "narrow"
-    enter = ["--from", f"{run.parent}/in", "--logdir", str(logdir), "--model=narrow.Narrow"]
+def test_adapters_are_trained_decoded_and_exported(begin, run, tmp_path):
     # The first part of a tensor there has no adapter: the others were rounded like it.
-    enter += ["--dtype=bfloat16"]
-    assert main(["checkpoint", "import", *enter]) == 0
+    logdir = begin("Narrow", "--dtype=bfloat16")
     lora = ["--lora_rank=2", "--lora_targets=/w_[kv]", "--max_to_keep=1"]
     out = program.done("train", f"--logdir={logdir}", "--steps=20", *SPLIT, *lora)
     assert "--lora_rank" not in out

@@ -32,7 +32,7 @@ PLANS = {
         "layout": "heads:model;d_ff:model;vocab:model",
         "num_microbatches": "2",
     },
-    "pipeline": {"mesh": "layers:2", "schedule": "zb_h1"},
+    "pipeline": {"mesh": "layers:2", "schedule": "zb_h1", "num_microbatches": "2"},
 }
 WORDS = small.WORDS[2:]
 LENGTH = 8
@@ -174,7 +174,7 @@ def test_other_files_and_tokenizers_are_noticed_and_missing_ones_hinder_no_evalu
     mix = tmp_path / "mix.toml"
     mix.write_text(f'[[source]]\npath = "{folder}/chats.jsonl"\n')
     words = [f"--logdir={logdir}", f"--train_data={mix}", f"--heldout_data={folder}/pairs.jsonl"]
-    program.done("train", *words, "--steps=2")
+    program.done("train", *words, "--steps=2", "--num_microbatches=2")
     template = logdir / "chat_template.jinja"
     template.write_text(TEMPLATE.replace("the", "mat"))
     out = program.done("train", f"--logdir={logdir}", "--steps=3")

@@ -159,7 +159,8 @@ def copied(folder, to):
 
 
 # One adapter, whose graphs are soon made.
-FEW, PIPELINED = LORA | {"LORA_TARGETS": "cell_001/attention/w_q"}, {"mesh": "layers:2"}
+FEW = LORA | {"LORA_TARGETS": "cell_001/attention/w_q"}
+PIPELINED = {"mesh": "layers:2", "num_microbatches": "2"}
 
 
 def goes_on(run, plan, step):
