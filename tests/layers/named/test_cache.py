@@ -8,6 +8,7 @@ from pipemesh.backend.graphs import operations_within
 from pipemesh.layers.named import Attention, KeyValueCache, Norm, cache_scope, current_cache
 from pipemesh.layers.named.cache import copied, overwritten
 from pipemesh.lowering import ops
+from pipemesh.recurrent.circular.tick_loop import put
 from pipemesh.recurrent.watch.placement import check_devices
 from tests.layers.named.harness import RULES, run, value_of
 
@@ -102,14 +103,27 @@ def test_what_is_remembered_lies_with_its_heads():
     run(PARAMS, [X], "data:2;model:2", call=call, loss=None)
 
 
-@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16, tf.float32])
-def test_the_cache_is_written_on_the_gpu_where_it_lies(dtype):
-    """Without a kernel there, TensorFlow copied it to the CPU and back."""
+def over(buffer, at, row):
+    return overwritten(copied(buffer), at[None], row[None])
+
+
+CACHED = [tf.bfloat16, tf.float16, tf.float32]
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [
+        *((put, dtype) for dtype in (tf.bool, tf.int32, *CACHED)),
+        *((over, dtype) for dtype in CACHED),
+    ],
+)
+def test_buffers_are_written_on_the_gpu_where_they_lie(write, dtype):
+    """Without a kernel there, TensorFlow copied them to the CPU and back."""
 
     @tf.function(autograph=False)
     def written(device, buffer):
         with tf.device(device):
-            return overwritten(copied(buffer), tf.constant([2]), tf.cast([[1, 0]], dtype))
+            return write(buffer, tf.constant(2), tf.cast([1, 0], dtype))
 
     buffer = tf.cast([[0, 1], [1, 1], [0, 0]], dtype)
     on_gpu = written.get_concrete_function("GPU:0", buffer).graph
