@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 HERE = pathlib.Path(__file__).resolve().parent
 OURS, THEIRS, FAST = "pipemesh, layers:2", "torch", "torch, AVX-512"
-# TensorFlow's allocator for CPUs never returns memory. With these it is the system's, as torch's is.
+# TensorFlow's allocator for CPUs never returns memory. With these it is the system's, as torch's.
 RETURNING = {
     "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "true",
     "MALLOC_ARENA_MAX": "1",

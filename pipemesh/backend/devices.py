@@ -42,7 +42,8 @@ def start_cpu_devices(num_devices: int) -> None:
     """Splits this machine's CPU into logical devices that compute at the same time.
 
     Each operation uses its device's share of the cores. There are at least as many inter-op threads
-    as devices: with fewer, stages would wait for each other.
+    as devices: with fewer, stages would wait for each other. GPUs are hidden: TensorFlow would put
+    operations without a device there, and keep all of their memory from other programs.
 
     Args:
         num_devices: at least 1.
@@ -59,6 +60,7 @@ def start_cpu_devices(num_devices: int) -> None:
         raise DeviceError(f"num_devices is {num_devices}; it must be at least 1")
     cores = os.cpu_count() or 1
     try:
+        tf.config.set_visible_devices([], "GPU")
         tf.config.set_logical_device_configuration(
             tf.config.list_physical_devices("CPU")[0],
             [tf.config.LogicalDeviceConfiguration()] * num_devices,

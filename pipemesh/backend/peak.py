@@ -46,6 +46,9 @@ def peak_flops(devices: Sequence[str], dtype: tf.DType = tf.float32) -> float:
         for result in run(*matrices):
             result.numpy()
         best = min(best, time.perf_counter() - begin)
+    del matrices
+    for device in devices:
+        TensorMemory(device).forget_peak()
     return 2 * size**3 * chain * len(devices) / best
 
 

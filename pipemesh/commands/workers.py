@@ -137,6 +137,14 @@ def start_devices(mesh: Mesh, device_type: str) -> None:
         available = len(tf.config.list_physical_devices("GPU"))
         if wanted > available:
             raise FlagError(f"{given} {available} exist; use a smaller mesh or --device_type=CPU")
+        try:
+            # It starts TensorFlow.
+            tf.config.list_logical_devices()
+        except tf.errors.InternalError as error:
+            raise FlagError(
+                f"--device_type=GPU: a GPU does not start ({error.message}); end other programs "
+                "that use it, which nvidia-smi lists, or use --device_type=CPU"
+            ) from error
     elif wanted > _MOST_CPU_DEVICES:
         raise FlagError(
             f"{given} at most {_MOST_CPU_DEVICES} logical ones are made; use a smaller mesh"

@@ -22,6 +22,7 @@ from pipemesh.errors import DecodingError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.mesh_cluster import mesh_devices
 from pipemesh.layers.named import KeyValueCache, cache_scope
+from pipemesh.layers.named.cache import copied
 from pipemesh.layers.pipeline.simd_ring import SimdRing
 from pipemesh.layers.pipeline.weights import plain_theta
 from pipemesh.recurrent.circular.tick_loop import Tick, put
@@ -204,10 +205,7 @@ class Generator:
         with self._cluster(), no_gradients():
             theta = self._theta()
             # Copy the caller's caches once, instead of for each token.
-            groups = [
-                group._replace(kept=_beside(lambda cache: tf.raw_ops.DeepCopy(x=cache), group.kept))
-                for group in groups
-            ]
+            groups = [group._replace(kept=_beside(copied, group.kept)) for group in groups]
             arrays = [
                 [tf.TensorArray(dtype, steps) for dtype in self.chooser.result_types]
                 for _ in groups

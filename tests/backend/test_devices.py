@@ -35,7 +35,10 @@ import tensorflow as tf
 from pipemesh.errors import DeviceError
 from pipemesh.backend.devices import prepare_graphs_quickly, start_cpu_devices
 prepare_graphs_quickly()
+hidden, hide = [], tf.config.set_visible_devices
+tf.config.set_visible_devices = lambda *args: hidden.append(args) or hide(*args)
 start_cpu_devices(5)
+assert hidden == [([], "GPU")]
 @tf.function(autograph=False)
 def f(x):
     return tf.reduce_sum(x * 2.0 + tf.reshape(tf.transpose(tf.transpose(x)), x.shape))

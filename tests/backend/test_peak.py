@@ -28,8 +28,11 @@ def test_a_device_counts_once():
 
 
 def test_a_gpu_multiplies_long_enough(monkeypatch):
-    """One product of size 1024 measured how long a GPU takes to begin."""
-    shapes, products = [], []
+    """One product of size 1024 measured how long a GPU takes to begin.
+
+    Its memory counted as that of the training that followed.
+    """
+    shapes, products, forgotten = [], [], []
 
     def normal(shape, seed):
         shapes.append(shape)
@@ -43,8 +46,12 @@ def test_a_gpu_multiplies_long_enough(monkeypatch):
     monkeypatch.setattr(tf.linalg, "matmul", matmul)
     # No machine that runs this has a GPU.
     monkeypatch.setattr(tf, "device", lambda device: contextlib.nullcontext())
+    memory = tf.config.experimental
+    monkeypatch.setattr(memory, "get_memory_info", lambda device: {"peak": 7})
+    monkeypatch.setattr(memory, "reset_memory_stats", forgotten.append)
     peak_flops(["GPU:0", "GPU:1"])
     assert shapes == [[8192, 8192]] * 2 and len(products) == 2 * 8
+    assert forgotten == ["GPU:0", "GPU:1"]
 
 
 def test_gpus_of_other_processes_have_unknown_memory(monkeypatch):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tensorflow as tf
 
 from pipemesh.commands.flags import FLAGS, FlagError
 from pipemesh.commands.workers import HOST_FLAGS, device_flags, device_type, start_devices
@@ -33,3 +34,16 @@ def test_gpus_are_taken_where_no_workers_are_named(monkeypatch, cluster, config,
 def test_too_few_devices_are_refused(kind, count, told):
     with pytest.raises(FlagError, match=told):
         start_devices(Mesh.from_text(f"layers:{count}"), kind)
+
+
+def test_a_gpu_that_does_not_start_is_an_error_in_one_line(monkeypatch):
+    """The first layer was blamed, whose shapes did not fit."""
+
+    def list_logical_devices():
+        raise tf.errors.InternalError(None, None, "cudaSetDevice() on GPU:0 failed. out of memory")
+
+    monkeypatch.setattr("tensorflow.config.list_physical_devices", lambda kind: ["GPU:0"])
+    monkeypatch.setattr("tensorflow.config.list_logical_devices", list_logical_devices)
+    told = r"a GPU does not start \(cudaSetDevice.* memory\); end other programs that use it"
+    with pytest.raises(FlagError, match=told):
+        start_devices(Mesh.from_text("layers:1"), "GPU")

@@ -18,7 +18,7 @@ from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import Dim, Shape
 
 # The dtypes that every device can overwrite in place.
-_OVERWRITTEN = (tf.float16, tf.float32, tf.float64)
+_OVERWRITTEN = (tf.bfloat16, tf.float16, tf.float32, tf.float64)
 # The name of the dim `length` in the cache, which no rule splits.
 CACHE = "cache"
 
@@ -131,10 +131,7 @@ def _heads_first(x: tf.Tensor) -> tf.Tensor:
 
 def _written(kept: tf.Tensor, new: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
     """Writes `[batch, length, heads, dim]` to positions of `[batch, heads, cache, dim]`."""
-    new = _heads_first(new)
-    rows, columns, _ = tf.meshgrid(*map(tf.range, static_sizes(new)[:3]), indexing="ij")
-    at = tf.broadcast_to(tf.expand_dims(tf.cast(places, tf.int32), 1), rows.shape)
-    return tf.tensor_scatter_nd_update(kept, tf.stack([rows, columns, at], -1), new)
+    return _written_there(copied(kept), new, places)
 
 
 def _written_there(
@@ -163,8 +160,19 @@ def _written_there(
 def overwritten(rows: tf.Tensor, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Replaces some rows, in place if the device can; valid if nothing else reads them."""
     if rows.dtype in _OVERWRITTEN:
-        return tf.raw_ops.InplaceUpdate(x=rows, i=at, v=values)
+        written = tf.raw_ops.InplaceUpdate(x=_bits(rows), i=at, v=_bits(values))
+        return tf.bitcast(written, rows.dtype)
     return tf.tensor_scatter_nd_update(rows, at[:, None], values)
+
+
+def copied(cache: tf.Tensor) -> tf.Tensor:
+    """Returns a copy that `overwritten` may change."""
+    return tf.bitcast(tf.raw_ops.DeepCopy(x=_bits(cache)), cache.dtype)
+
+
+def _bits(x: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of bfloat16 as float16: kernels of GPUs refuse bfloat16 when they run."""
+    return tf.bitcast(x, tf.float16) if x.dtype == tf.bfloat16 else x
 
 
 _current: contextvars.ContextVar[KeyValueCache | None] = contextvars.ContextVar(

@@ -13,7 +13,7 @@ from pipemesh.backend.operations import zeros
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import KeyValueCache, cache_scope, lowering_scope
-from pipemesh.layers.named.cache import SlottedCache, overwritten
+from pipemesh.layers.named.cache import SlottedCache, copied, overwritten
 from pipemesh.layers.named.scope import exported
 from pipemesh.layers.pipeline.simd_stack import LayerArguments, SimdStack
 from pipemesh.layers.step_seed import whole_batch_randomness
@@ -129,7 +129,7 @@ class SimdRing:
             remembered = self._zeros((passed.kept,) * self.layers, groups * self.rounds)
         elif len(kept) == 1:
             # The loop overwrites it.
-            remembered = self._map(lambda _, slots: tf.raw_ops.DeepCopy(x=slots), *kept)
+            remembered = self._map(lambda _, slots: copied(slots), *kept)
         else:
             remembered = self._map(lambda _, *slots: tf.concat(slots, 0), *kept)
         # Returned tensors wait in slots until their group is due at the first core.

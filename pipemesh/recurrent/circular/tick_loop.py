@@ -295,13 +295,20 @@ def _placed(tick: Callable[..., Any]) -> Callable[..., Any]:
     return placed
 
 
+# The dtypes for which GPUs have a kernel that replaces rows.
+_SCATTERED = (tf.float32, tf.float64, tf.int32, tf.int64)
+
+
 def put(
     slots: tf.Tensor, at: tf.Tensor, value: tf.Tensor, condition: tf.Tensor | None = None
 ) -> tf.Tensor:
     """Replaces one slot, if the condition is true."""
     if condition is not None:
         value = tf.where(condition, value, slots[at])
-    return tf.tensor_scatter_nd_update(slots, [[at]], value[None])
+    if slots.dtype in _SCATTERED:
+        return tf.tensor_scatter_nd_update(slots, [[at]], value[None])
+    is_there = tf.equal(tf.range(tf.shape(slots)[0]), at)
+    return tf.where(tf.reshape(is_there, [-1, *[1] * (slots.shape.rank - 1)]), value, slots)
 
 
 def keep(condition: tf.Tensor, value: tf.Tensor) -> tf.Tensor:

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.backend.graphs import operations_within
 from pipemesh.errors import DecodingError, PipelineError
 from pipemesh.layers.named import Attention, KeyValueCache, Norm, cache_scope, current_cache
-from pipemesh.layers.named.cache import SlottedCache
+from pipemesh.layers.named.cache import SlottedCache, copied, overwritten
 from pipemesh.lowering import ops
+from pipemesh.recurrent.circular.tick_loop import put
+from pipemesh.recurrent.watch.placement import check_devices
 from tests.layers.named.harness import RULES, run, value_of
 
 BATCH, LENGTH = 2, 7
@@ -162,3 +165,36 @@ def test_what_is_remembered_lies_with_its_heads():
         return y
 
     run(PARAMS, [X], "data:2;model:2", call=call, loss=None)
+
+
+def over(buffer, at, row):
+    return overwritten(copied(buffer), at[None], row[None])
+
+
+CACHED = [tf.bfloat16, tf.float16, tf.float32]
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [
+        *((put, dtype) for dtype in (tf.bool, tf.int32, *CACHED)),
+        *((over, dtype) for dtype in CACHED),
+    ],
+)
+def test_buffers_are_written_on_the_gpu_where_they_lie(write, dtype):
+    """Without a kernel there, TensorFlow copied them to the CPU and back."""
+
+    @tf.function(autograph=False)
+    def written(device, buffer):
+        with tf.device(device):
+            return write(buffer, tf.constant(2), tf.cast([1, 0], dtype))
+
+    buffer = tf.cast([[0, 1], [1, 1], [0, 0]], dtype)
+    on_gpu = written.get_concrete_function("GPU:0", buffer).graph
+    for _, op in operations_within(on_gpu):
+        check_devices("any", "GPU:0", [op.node_def])
+        # Their kernels are for any dtype, but refuse some when they run.
+        assert op.type not in ("InplaceUpdate", "DeepCopy") or op.get_attr("T") != tf.bfloat16
+    found, kept = written("CPU:0", buffer), tf.cast(buffer, tf.int32)
+    assert tf.cast(found, tf.int32).numpy().tolist() == [[0, 1], [1, 1], [1, 0]]
+    assert kept.numpy().tolist() == [[0, 1], [1, 1], [0, 0]]
