@@ -24,6 +24,8 @@ CONFIG = {
     "rope_theta": 10000.0,
 }
 ROWS, LENGTH, MICROBATCHES = 16, 128, 8
+# Of stage 0 and 1. Stage 0 keeps two microbatches.
+REMAT = {"full": "full,none", "frozen": "none", "lora": "none"}
 RATE, WEIGHT_DECAY = 1e-3, 0.01
 LORA_RANK, LORA_ALPHA = 8, 16.0
 # The embedding, which is the head's table, too, and the lower half of the blocks.

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.data import packing
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import MissingPackageError, PipemeshError
 
 from .corpus import (
     BYTE_ORDER_MARK,
@@ -132,7 +132,10 @@ def sentences(lines: tf.Tensor) -> tf.Tensor:
 def tokenizer(vocabulary: Vocabulary) -> Callable[[tf.Tensor], tf.RaggedTensor]:
     """Returns `vocabulary.encode` as a TensorFlow function: string [n] -> int32 [n, (pieces)]."""
     # Here, because its libraries take 115 MiB of memory.
-    import tensorflow_text
+    try:
+        import tensorflow_text
+    except ImportError as error:
+        raise MissingPackageError("the tokenizer", "tensorflow-text", "models") from error
 
     made: Any = tensorflow_text.SentencepieceTokenizer(
         model=vocabulary.model,

@@ -48,13 +48,16 @@ def zeros(spec: tf.TensorSpec) -> tf.Tensor:
     return tf.raw_ops.Empty(shape=spec.shape.as_list(), dtype=spec.dtype, init=True)
 
 
-def add_rows(total: tf.Tensor, at: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Adds rows to those at indices of a tensor that nothing else reads; in place on CPUs."""
-    # A scatter copies an argument of a function, such as a sum of a loop. On GPUs the other
-    # operation would lose rows whose index occurs twice.
-    if tf.DeviceSpec.from_string(rows.device).device_type == "CPU":
-        return tf.raw_ops.InplaceAdd(x=total, i=tf.cast(at, tf.int32), v=rows)
-    return tf.tensor_scatter_nd_add(total, at[:, None], rows)
+def add_rows(total: tf.Tensor, at: tf.Tensor, rows: tf.Tensor, device: str) -> tf.Tensor:
+    """Adds rows to those at indices, on a device; in place on a CPU, so nothing else may read
+    `total`, which is no constant.
+    """
+    with tf.device(device):
+        # A scatter copies an argument of a function, such as a sum of a loop. `InplaceAdd` on GPUs
+        # loses rows whose index occurs twice.
+        if tf.DeviceSpec.from_string(device).device_type == "CPU":
+            return tf.raw_ops.InplaceAdd(x=total, i=tf.cast(at, tf.int32), v=rows)
+        return tf.tensor_scatter_nd_add(total, at[:, None], rows)
 
 
 def pin_present(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:

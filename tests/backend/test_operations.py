@@ -170,16 +170,25 @@ def test_additions_before_it_are_not_merged_with_it():
     assert sorted(node.attr["N"].i for node in nodes if node.op == "AddN") == [2, 3]
 
 
-@pytest.mark.parametrize("device", ["CPU:0", ""])
-def test_rows_of_equal_indices_are_all_added(device):
+@pytest.mark.parametrize(
+    "device, kind", [("/device:CPU:0", "InplaceAdd"), ("/device:GPU:0", "TensorScatterAdd")]
+)
+def test_rows_of_equal_indices_are_all_added(device, kind):
+    """`InplaceAdd` of a GPU loses all but one, wherever the rows come from."""
+
     @tf.function(autograph=False)
     def run(at):
         total = zeros(tf.TensorSpec([3, 2]))
         for number in range(2):
-            with tf.device(device):
-                total = add_rows(total, at, tf.fill([3, 2], 1.0 + number))
+            with tf.device("CPU:0"):
+                rows = tf.fill([3, 2], 1.0 + number)
+            total = add_rows(total, at, rows, device)
         return total
 
     for dtype in (tf.int32, tf.int64):
-        want = [[3.0, 3.0], [0.0, 0.0], [6.0, 6.0]]
-        np.testing.assert_array_equal(run(tf.constant([2, 0, 2], dtype)), want)
+        made = run.get_concrete_function(tf.TensorSpec([3], dtype))
+        (added, last) = [op for op in made.graph.get_operations() if "Add" in op.type]
+        assert added.type == last.type == kind and last.device == device
+        if kind == "InplaceAdd":
+            want = [[3.0, 3.0], [0.0, 0.0], [6.0, 6.0]]
+            np.testing.assert_array_equal(made(tf.constant([2, 0, 2], dtype)), want)

@@ -140,15 +140,19 @@ def test_lookup_has_a_dense_gradient_unused_source_none():
     assert nothing is None
 
 
-def test_the_gradient_of_a_slice_of_a_table_is_a_row_for_each_index():
+def test_the_gradient_of_a_slice_of_a_table_may_be_a_row_for_each_index():
     """It was a whole table for each microbatch, next to the sum."""
     lowering = PlacementLowering(Mesh.from_text("model:1"), LayoutRules(), DEVICES[:1])
     with tf.Graph().as_default():
         table = tf.compat.v1.placeholder(tf.float32, [6, 2])
         ids = ops.import_tensor(lowering, tf.constant([5, 5, 0]), "batch:3")
-        rows = ops.gather(Tensor(lowering, (table,), Shape.from_text("vocab:6;io:2")), ids, "vocab")
-        (grad,) = tf.gradients(rows.slices, [table])
-    assert isinstance(grad, tf.IndexedSlices) and grad.values.shape == [3, 2]
+        named = Tensor(lowering, (table,), Shape.from_text("vocab:6;io:2"))
+        grads = [
+            tf.gradients(ops.gather(named, ids, "vocab", sparse=sparse).slices, [table])[0]
+            for sparse in (True, False)
+        ]
+    assert isinstance(grads[0], tf.IndexedSlices) and grads[0].values.shape == [3, 2]
+    assert isinstance(grads[1], tf.Tensor)
 
 
 # The first has copies that differ in what they add; the last moves splits.

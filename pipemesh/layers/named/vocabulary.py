@@ -31,6 +31,7 @@ from pipemesh.lowering.ops.lookup import local_start
 from pipemesh.lowering.ops.reduce import extreme
 from pipemesh.lowering.ops.rows import with_rows_outside
 from pipemesh.mesh import Dim, Shape
+from pipemesh.recurrent.stage import current_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,10 @@ class Embedding(NamedLayer):
         table = self.Weight(theta, "table")
         names = whole_names(table.lowering.rules, "vocab")
         ids = whole(self, ids, "batch;length", names)
-        x = ops.gather(table, ids, "vocab", split_names(names))
+        # A stage adds rows to its sum. Elsewhere lingvo takes the gradient, and its norm of a sparse
+        # one is wrong if a row occurs twice.
+        sparse = bool(current_devices())
+        x = ops.gather(table, ids, "vocab", split_names(names), sparse)
         if p.scale_sqrt_depth:
             x = x * math.sqrt(p.embedding_dim)
         if p.positions != "none":

@@ -58,7 +58,13 @@ def one_hot(indices: Tensor, dim: Dim, dtype: tf.DType = tf.float32) -> Tensor:
 
 
 @register("lookup", "all_reduce", "reduce_scatter")
-def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = NO_NAMES) -> Tensor:
+def gather(
+    table: Tensor,
+    indices: Tensor,
+    dim: str,
+    names: Mapping[str, str] = NO_NAMES,
+    sparse: bool = False,
+) -> Tensor:
     """Looks up rows of a table, for example of an embedding with a split vocabulary.
 
     Args:
@@ -67,6 +73,8 @@ def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = 
             that `table` has too are matched by name.
         dim: the name of the dim to look up in.
         names: new names of the result's dims, as for `einsum`.
+        sparse: whether the gradient of each slice of the table may be `IndexedSlices`, with a row
+            for each index. It is if `dim` comes first, and no sum over devices follows.
 
     Returns:
         The dims of `indices`, then those of `table` without `dim`.
@@ -93,8 +101,9 @@ def gather(table: Tensor, indices: Tensor, dim: str, names: Mapping[str, str] = 
     axes = union_axes([table, indices])
 
     def local(rows: tf.Tensor, at: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-        # The gradient of a table that stays in order is sparse: a row for each index.
-        rows = in_order(rows, [table.shape.index(n) for n in (*shared.names, dim, *own.names)])
+        order = [table.shape.index(n) for n in (*shared.names, dim, *own.names)]
+        # Transposes even if the order stays: the gradient of a transposition is dense.
+        rows = in_order(rows, order) if sparse else tf.transpose(rows, order)
         at = in_order(at, [indices.shape.index(n) for n in (*shared.names, *rest.names)])
         at = _from_start(at, begin)
         present = (at >= 0) & (at < size)

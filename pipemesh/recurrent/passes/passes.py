@@ -79,7 +79,7 @@ def accumulated(
                 new.append(values if total is None else tf.add_n([total, values]))
             else:
                 total = zeros(spec) if total is None else total
-                new.append(add_rows(total, next(pasted), values))
+                new.append(add_rows(total, next(pasted), values, device))
     return new
 
 
