@@ -186,8 +186,8 @@ class Embedding(NamedLayer):
         table = self.Weight(theta, "table")
         names = whole_names(table.lowering.rules, "vocab")
         ids = whole(self, ids, "batch;length", names)
-        # A stage adds rows to its sum. Elsewhere lingvo takes the gradient, and its norm of a sparse
-        # one is wrong if a row occurs twice.
+        # A stage adds rows to its sum. Elsewhere lingvo takes the gradient, whose norm it computes
+        # wrong if it is sparse and a row occurs twice.
         sparse = bool(current_devices())
         x = ops.gather(table, ids, "vocab", split_names(names), sparse)
         if p.scale_sqrt_depth:
