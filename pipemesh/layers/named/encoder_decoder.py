@@ -111,29 +111,16 @@ class DecoderEmbedding(Embedding):
 
 
 class DecoderSoftmax(SoftmaxCrossEntropy):
-    """Normalizes the target, and computes the loss."""
-
-    @classmethod
-    def Params(cls) -> Any:
-        """Defines `norm_tpl`."""
-        p = super().Params()
-        p.Define("norm_tpl", Norm.Params(), "Of the norm of the target.")
-        return p
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.CreateChild("norm", _norm_of(self.params, self.params.input_dim))
+    """Computes the loss of the target."""
 
     def FProp(self, theta: Any, x: Any, labels: Any, weights: Any, *rest: Any) -> Any:
         """Returns loss, weight and the cross entropy of each label."""
         del rest
-        x = self.norm.FProp(theta.norm, self.Named(x, "batch;length;embed"))
         return super().FProp(theta, x, labels, weights)
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any, *rest: Any) -> Any:
         """Counts the norm and the loss."""
-        x = cls.CountPart(p, _norm_of(p, p.input_dim), tally, x)
         return super().CountCosts(p, tally, x, *rest[:2])
 
 
