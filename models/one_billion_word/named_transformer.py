@@ -95,20 +95,11 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
     def Params(cls):
         p = super().Params()
         p.Define("balance_weight", 0.0, "Weight of the experts' balance losses.")
-        return p
-
-    def __init__(self, params):
-        super().__init__(params)
-        self.CreateChild("norm", self.NormParams(self.params))
-
-    @classmethod
-    def NormParams(cls, p):
-        return named.Norm.Params().Set(input_dim=p.input_dim)
+        return p.Set(norm_tpl=named.Norm.Params())
 
     def FProp(self, theta, x, labels, weights, segment_ids, segment_pos, *balance):
         del segment_ids, segment_pos
-        hidden = self.norm.FProp(theta.norm, x)
-        found = super().FProp(theta, hidden, labels, weights)
+        found = super().FProp(theta, x, labels, weights)
         if named.current_cache() is not None:
             return found
         loss, total, xent = found
@@ -120,7 +111,6 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
 
     @classmethod
     def CountCosts(cls, p, tally, x, labels=None, weights=None, *rest):
-        x = cls.CountPart(p, cls.NormParams(p), tally, x)
         found = super().CountCosts(p, tally, x, labels, weights)
         for each in rest[2:]:
             # Balance losses times numbers of tokens.

@@ -216,7 +216,7 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         unused_positions=config.unused_positions,
         dropout_rate=config.embedding_dropout if dropout is None else dropout,
     )
-    head = Head.Params().Set(
+    head = NamedSoftmax.Params().Set(
         vocab_size=config.vocab_size,
         input_dim=config.model_dim,
         use_bias=False,
@@ -227,20 +227,6 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
     for each, window in zip(blocks, config.windows, strict=False):
         each.attention_tpl.window = window
     return [embedding, *blocks, head]
-
-
-class Head(NamedSoftmax):
-    """Norm, logits, and the cross entropy of the labels."""
-
-    @classmethod
-    def Params(cls):
-        p = super().Params()
-        p.Define("norm_tpl", named.Norm.Params(), "Of the norm.")
-        return p
-
-    @classmethod
-    def NormParams(cls, p):
-        return p.norm_tpl.Copy().Set(input_dim=p.input_dim)
 
 
 def _no_data() -> Any:

@@ -7,12 +7,14 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.decoding import BeamSearch, Sampler
-from pipemesh.errors import DecodingError
+from pipemesh.errors import DecodingError, PipelineError
 from pipemesh.plan import Plan
+from pipemesh.training.trained_task import TrainedTask
 from tests.decoding.models import (
     LENGTH,
     PLAIN,
     PROMPTS,
+    SETTINGS,
     VOCAB_SIZE,
     decoder,
     greedy,
@@ -21,6 +23,7 @@ from tests.decoding.models import (
     tokens,
     trained,
 )
+from tests.models.one_billion_word.language_model import small
 
 TOKENS = 9
 CHOOSERS = {
@@ -105,6 +108,16 @@ def test_prompts_that_one_program_cannot_split_are_one_line(eagerly):
     task = trained(one_program("layers:1;data:2", "batch:data"))
     with pytest.raises(DecodingError, match="a group of 3 prompts cannot be split 2 ways, as the"):
         list(decoder(task, 1, 3).generate(PROMPTS, TOKENS))
+
+
+@pytest.mark.parametrize("plan", [PLAIN, one_program("layers:2")])
+def test_tokens_that_see_both_sides_are_not_continued(eagerly, plan):
+    params = small(**SETTINGS, PLAN=plan).Task()
+    for layer in [layer for stage in params.stack.cell_tpl for layer in stage.sub][1:-1]:
+        layer.attention_tpl.causal = False
+    task = TrainedTask(params, plan, "CPU", 0, learns=False)
+    with pytest.raises(PipelineError, match="causal=False sees both sides, so cached rows cannot"):
+        list(decoder(task).generate(PROMPTS, TOKENS))
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ class Attention(NamedLayer):
     processors.
 
     With `window` a token sees itself and the tokens just before it, without `causal` also those
-    just behind it (Beltagy et al., "Longformer", 2020). With `score_cap` scores are limited by tanh
+    just after it (Beltagy et al., "Longformer", 2020). With `score_cap` scores are limited by tanh
     (Gemma Team, "Gemma 2", 2024). With `norm_tpl` queries and keys of each head are normalized
     before they are rotated (Dehghani et al., "Scaling Vision Transformers to 22 Billion
     Parameters", 2023).
@@ -58,7 +58,7 @@ class Attention(NamedLayer):
     Scores are computed in blocks (`block_attention`), so memory grows linearly with the length.
     Inside `cache_scope` inputs continue cached rows: cache positions count, segments and paddings
     do not. With `cross` the first call caches keys, values and segments of the memory; later ones
-    need no memory. Tokens that see both sides ignore the cache: a sequence does not continue.
+    need no memory. Without `causal` only the first call of rows is valid, and nothing is cached.
     """
 
     adaptable = True
@@ -76,7 +76,7 @@ class Attention(NamedLayer):
         p.Define("norm_tpl", None, "Of the norms of queries and keys; None for none.")
         p.Define("score_scale", None, "Factor of scores; None for 1 / sqrt(dim_per_head).")
         p.Define("score_cap", None, "Limit of scores, before biases by distance; None for none.")
-        p.Define("causal", True, "Whether a token sees nothing behind itself.")
+        p.Define("causal", True, "Whether a token sees no later tokens.")
         p.Define("cross", False, "Whether keys and values are those of a memory; not with causal.")
         p.Define("window", None, "How many tokens one sees on a side, with itself; None for all.")
         p.Define("use_rotary", False, "Whether queries and keys are rotated by their positions.")
@@ -136,8 +136,8 @@ class Attention(NamedLayer):
         ):
             raise PipelineError(
                 f"{p.name}: relative_buckets is {p.relative_buckets} and relative_max_distance "
-                f"{p.relative_max_distance}; {'there are' if p.causal else 'each side has'} 2 or "
-                "more buckets, and half of them less than the distance"
+                f"{p.relative_max_distance}; give {'2' if p.causal else 'an even number, 4'} or "
+                f"more, and a distance above {'half' if p.causal else 'a quarter'} of the number"
             )
         if p.cross and (p.causal or p.window or p.use_rotary or p.relative_buckets):
             raise PipelineError(
@@ -215,7 +215,14 @@ class Attention(NamedLayer):
         x = self.Named(x, "batch;length;embed")
         _check_layout(p, x.lowering)
         _check_memory(p, segment_ids, memory, memory_segment_ids, memory_paddings)
-        cache = current_cache() if p.causal or p.cross else None
+        cache = current_cache()
+        if not (p.causal or p.cross):
+            if cache is not None and cache.continues:
+                raise PipelineError(
+                    f"{p.name}: causal=False sees both sides, so cached rows cannot be continued; "
+                    "set causal=True, or call it only with the first inputs of the rows"
+                )
+            cache = None
         renamed = whole_names(x.lowering.rules, "heads")
         rows = whole_dims("batch;length", renamed)
         if not p.cross:
@@ -304,9 +311,17 @@ class Attention(NamedLayer):
             return tf.concat([first, x[..., -rest:]], -1) if rest else first
 
         if cache is not None and p.cross:
-            ids = varied.get("memory_segments")
-            new = [x.slices for x in sources] + ([] if ids is None else [ids])
+            ids, packed = varied.get("memory_segments"), "segments" in varied
+            # The empty one marks segments that are paddings alone.
+            new_ids = [] if ids is None else [ids] if packed else [ids, ()]
+            new = [*(x.slices for x in sources), *new_ids]
             keys, values, *kept_ids = cache.remember(self.path, new)
+            if packed != (len(kept_ids) == 1):
+                raise PipelineError(
+                    f"{p.name}: of the first call of these rows and this one, only "
+                    f"{'this' if packed else 'the first'} has segments; give segment_ids to all "
+                    "calls or to none"
+                )
             varied |= dict(zip(["memory_segments"], kept_ids, strict=False))
         elif cache is not None:
             places = Tensor(lowering, varied["places"], given["places"].shape)
@@ -459,7 +474,8 @@ def _check_memory(p: Any, segment_ids: Any, memory: Any, *of_memory: Any) -> Non
     """Checks that there is a memory if the layer sees one, with segments if tokens have them."""
     if not p.cross and any(value is not None for value in (memory, *of_memory)):
         raise PipelineError(f"{p.name} was given a memory, but has cross=False; set cross=True")
-    if p.cross and memory is None and current_cache() is None:
+    of_memory_alone = any(value is not None for value in of_memory)
+    if p.cross and memory is None and (of_memory_alone or current_cache() is None):
         raise PipelineError(f"{p.name} sees a memory (cross=True), but was given none; give one")
     if p.cross and memory is not None and (segment_ids is None) != (of_memory[0] is None):
         these, those = "tokens", "the memory"

@@ -31,7 +31,7 @@ class Buckets:
 
     Each bucket of the first half has one distance. The others grow logarithmically up to
     `max_distance`; greater distances share the last one. If queries see both sides, the second half
-    of all buckets is for the keys behind them.
+    of all buckets is for later keys.
     """
 
     number: int  # of a side 2 or more

@@ -29,11 +29,13 @@ class KeyValueCache:
     Inside `cache_scope` attention treats its inputs as a continuation. It writes their keys and
     values to their positions, and a token sees its row up to its own position. Later positions do
     not count. So tokens after a text's end do no harm if the text is continued from its end.
+    Gradients do not pass through the cache: it is for decoding.
 
     Args:
         length: the number of positions in a row.
-        places: `batch;length` of the inputs, int32, below `length`: the position of each input.
-        kept: the `kept` of the previous call; None for an empty cache.
+        places: `batch;length` of the inputs, int32, from 0 on and below `length`: the position of
+            each input. Only those known before the step are checked.
+        kept: the `kept` of the previous call; None for the first inputs of the rows.
         last: `batch`, int32: the index of the input of each row for which the head of a language
             model returns logits.
         overwrites: whether to change `kept` in place; valid if nothing else reads it. Otherwise a
@@ -42,6 +44,10 @@ class KeyValueCache:
     Attributes:
         kept: keys and values by the path of their layer, `batch;heads;cache;head_dim` each, as
             slices on the processors of the lowering; of a memory with its segments, if there are.
+        continues: whether there was a previous call.
+
+    Raises:
+        DecodingError: a position is outside the cache.
 
     Example:
         >>> import tensorflow as tf
@@ -70,7 +76,13 @@ class KeyValueCache:
     ) -> None:
         self.length, self.places, self.last = length, places, last
         self._overwrites = overwrites
-        self.kept = dict(kept or {})
+        self.continues, self.kept = kept is not None, dict(kept or {})
+        known = tf.get_static_value(places) if tf.is_tensor(places) else None
+        if known is not None and ((known < 0) | (known >= length)).any():
+            raise DecodingError(
+                f"cache positions are {known.min()} to {known.max()}, but length={length} allows 0 "
+                f"to {length - 1}; give a greater length or other positions"
+            )
 
     def extend(self, path: str, keys: Tensor, values: Tensor, places: Tensor) -> list[Tensor]:
         """Adds keys and values to the cache of a layer, and returns all of its keys and values.

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lingvo.core import hyperparams
+
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_whole
 from pipemesh.layers.named.feed_forward import Experts
@@ -109,29 +111,16 @@ class DecoderEmbedding(Embedding):
 
 
 class DecoderSoftmax(SoftmaxCrossEntropy):
-    """Normalizes the target, and computes the loss."""
-
-    @classmethod
-    def Params(cls) -> Any:
-        """Defines `norm_tpl`."""
-        p = super().Params()
-        p.Define("norm_tpl", Norm.Params(), "Of the norm of the target.")
-        return p
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.CreateChild("norm", _norm_of(self.params, self.params.input_dim))
+    """Computes the loss of the target."""
 
     def FProp(self, theta: Any, x: Any, labels: Any, weights: Any, *rest: Any) -> Any:
         """Returns loss, weight and the cross entropy of each label."""
         del rest
-        x = self.norm.FProp(theta.norm, self.Named(x, "batch;length;embed"))
         return super().FProp(theta, x, labels, weights)
 
     @classmethod
     def CountCosts(cls, p: Any, tally: Tally, x: Any, *rest: Any) -> Any:
         """Counts the norm and the loss."""
-        x = cls.CountPart(p, _norm_of(p, p.input_dim), tally, x)
         return super().CountCosts(p, tally, x, *rest[:2])
 
 
@@ -172,8 +161,8 @@ def encoder_decoder_layers(
         Params of the layers, first to last, and the `tied_weights` of their stack.
 
     Raises:
-        PipelineError: a number of layers is not positive; or blocks have experts, whose balance
-            loss does not travel.
+        PipelineError: a number of layers is not positive; params are of a subclass; or blocks have
+            experts, whose balance loss does not travel.
 
     Example:
         >>> import tensorflow as tf
@@ -202,6 +191,7 @@ def encoder_decoder_layers(
     width, norm = block.input_dim, {"norm_tpl": block.norm_tpl}
     encoder, decoder = _as(EncoderBlock, block), _as(DecoderBlock, block)
     encoder.Set(cross_attention_tpl=None).attention_tpl.causal = False
+    decoder.attention_tpl.causal = True
     if decoder.cross_attention_tpl is None:
         none = {"window": None, "use_rotary": False, "rotary_dim": None, "relative_buckets": 0}
         decoder.cross_attention_tpl = decoder.attention_tpl.Copy().Set(**none)
@@ -222,5 +212,10 @@ def encoder_decoder_layers(
 
 def _as(cls: Any, params: Any) -> Any:
     """Returns params of a class with the values of those of its base."""
-    values = {name: value for name, value in params.Copy().IterParams() if name != "cls"}
-    return cls.Params().Set(**values)
+    base = cls.__bases__[-1]
+    if params.cls is not base:
+        raise PipelineError(
+            f"encoder_decoder_layers was given params of {params.cls.__name__}, whose methods its "
+            f"{cls.__name__} would lack; give params of {base.__name__}"
+        )
+    return hyperparams.CopyFieldsTo(params, cls.Params())

@@ -273,10 +273,11 @@ class SoftmaxCrossEntropy(NamedLayer):
 
     @classmethod
     def Params(cls) -> Any:
-        """Defines sizes, `use_bias` and `label_smoothing`."""
+        """Defines sizes, `norm_tpl`, `use_bias` and `label_smoothing`."""
         p = super().Params()
         p.Define("input_dim", 0, "Size of `embed`.")
         p.Define("vocab_size", 0, "Size of `vocab`.")
+        p.Define("norm_tpl", None, "Of the norm of inputs; None for none.")
         p.Define("vocab_multiple", 1, _VOCAB_MULTIPLE)
         p.Define("use_bias", True, "Whether a bias is added to the logits.")
         p.Define("logit_cap", None, "Limit of logits, by tanh; None for none.")
@@ -301,6 +302,8 @@ class SoftmaxCrossEntropy(NamedLayer):
                 f"{p.name}: label_smoothing is {p.label_smoothing!r}; it is a number from 0 on and "
                 "below 1"
             )
+        if p.norm_tpl is not None:
+            self.CreateChild("norm", p.norm_tpl.Copy().Set(input_dim=p.input_dim))
 
     @classmethod
     def PaddedDims(cls, p: Any) -> dict[str, int]:
@@ -340,6 +343,8 @@ class SoftmaxCrossEntropy(NamedLayer):
             the result is the logits of the next token in each row, `batch;vocab` float32.
         """
         p = self.params
+        if p.norm_tpl is not None:
+            x = self.norm.FProp(theta.norm, self.Named(x, "batch;length;embed"))
         if (cache := current_cache()) is not None:
             return self._Next(theta, x, cache.last)
         logits = self.Logits(theta, x)
@@ -399,6 +404,8 @@ class SoftmaxCrossEntropy(NamedLayer):
     ) -> tuple[Value, Value, Value]:
         """Counts the logits, whose gradient reads exponentials and their sums."""
         x = tally.given(x, "batch;length;embed", py_utils.FPropDtype(p))
+        if p.norm_tpl is not None:
+            x = cls.CountPart(p, p.norm_tpl.Copy().Set(input_dim=p.input_dim), tally, x)
         own = cls.CountedWeights(p, tally)
         names = whole_names(tally.lowering.rules, "vocab")
         rows = whole_dims("batch;length", names)

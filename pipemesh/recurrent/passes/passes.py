@@ -132,13 +132,13 @@ class Cuts:
         known -= {node_of(name) for name in traced.scalars}
         # A reshaped tensor is the same memory: keeping it separately would count it twice.
         known -= traced.cut.reshapes(self.computed)
-        # So is an input that several layers take.
+        # An identity of an input is the same memory, too.
         known -= {node for node in known - set(map(node_of, placeholders)) if self._is_input(node)}
         wanted = [*self.theta_names, *self.upstream_names]
         return traced.cut.frontier(wanted, known)
 
     def _is_input(self, node: str) -> bool:
-        """Returns whether a node only passes on an input of the stage that lies with it."""
+        """Returns whether a node is an identity of an input on the same device."""
         traced, tensor = self._traced, f"{node}:0"
         found = traced.cut.same_value(tensor).intersection(traced.inputs)
         return any(traced.place(name) == traced.place(tensor) for name in found)

@@ -169,7 +169,7 @@ def test_tokens_may_see_another_sequence(mesh, rules, changes, segments, memory_
         ({"score_cap": -1.0}, "score_cap is -1.0"),
         ({"rotary_dim": 2}, "rotary_dim is 2, use_rotary False"),
         ({"rotary_dim": 4, "use_rotary": True}, "a head has 2 elements"),
-        ({"causal": False, "relative_buckets": 7}, "each side has 2 or more buckets"),
+        ({"causal": False, "relative_buckets": 7}, "give an even number, 4 or more"),
         ({"cross": True}, "causal is True.*; set causal=False"),
         ({"cross": True, "causal": False, "window": 2}, "window 2"),
     ],
@@ -195,6 +195,7 @@ def test_nobody_sees_padding(segments):
     [
         (CROSS, [X], "sees a memory .*, but was given none"),
         (PARAMS, [X, None, None, None, MEMORY], "has cross=False"),
+        (CROSS, [X, None, None, None, None, None, MEMORY_PADDINGS], "but was given none; give one"),
         (CROSS, [X, SEGMENTS, None, None, MEMORY], "tokens were given segments, the memory none"),
     ],
 )

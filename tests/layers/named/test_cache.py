@@ -119,11 +119,47 @@ def test_a_memory_in_one_loop_of_stages_is_an_error():
         SlottedCache(4, None, {}, (), ()).remember("block.cross_attention", ())
 
 
+ONES = np.ones([BATCH, LENGTH], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ({"segment_ids": ONES, "memory_segment_ids": ONES}, {}),
+        ({"memory_paddings": np.zeros_like(X[..., 0])}, {"segment_ids": ONES}),
+        ({}, {"segment_ids": ONES}),
+    ],
+)
+def test_all_calls_of_rows_have_segments_or_none(first, later):
+    def call(layer, theta, x):
+        kept = None
+        for given in ({"memory": X, **first}, later):
+            with cache_scope(KeyValueCache(LENGTH, tf.zeros_like(ONES), kept)) as cache:
+                y = layer.FProp(theta, x, **{k: tf.constant(v) for k, v in given.items()})
+            kept = cache.kept
+        return y
+
+    with pytest.raises(PipelineError, match="give segment_ids to all calls or to none"):
+        run(PARAMS.Copy().Set(causal=False, cross=True), [X], call=call, loss=None)
+
+
+@pytest.mark.parametrize("places", [[[0, 1], [3, 4]], [[0, -1], [2, 3]]])
+def test_positions_outside_the_cache_are_an_error(places):
+    with pytest.raises(DecodingError, match="length=4 allows 0 to 3"):
+        KeyValueCache(4, tf.constant(places))
+
+
 def test_tokens_that_see_both_sides_continue_nothing():
     def call(layer, theta, x):
-        with cache_scope(KeyValueCache(LENGTH, tf.tile([tf.range(LENGTH)], [BATCH, 1]))) as cache:
+        places = tf.tile([tf.range(LENGTH)], [BATCH, 1])
+        with cache_scope(KeyValueCache(LENGTH, places)) as cache:
             y = layer.FProp(theta, x)
         assert not cache.kept
+        with (
+            cache_scope(KeyValueCache(LENGTH, places, cache.kept)),
+            pytest.raises(PipelineError, match=r"causal=False .* cannot be continued"),
+        ):
+            layer.FProp(theta, x)
         return y
 
     params = PARAMS.Copy().Set(causal=False)

@@ -39,9 +39,13 @@ INPUTS = [
 ]
 
 
-def layers(tied=True, encoder=2, decoder=2, plain=False, **changes):
+class Block(TransformerBlock):
+    """A block with methods that no decoder would have."""
+
+
+def layers(tied=True, encoder=2, decoder=2, plain=False, block=TransformerBlock, **changes):
     """Packed, with dropout; or `plain`, as T5."""
-    block = TransformerBlock.Params().Set(input_dim=8, num_heads=2, hidden_dim=8, dropout_rate=0.2)
+    block = block.Params().Set(input_dim=8, num_heads=2, hidden_dim=8, dropout_rate=0.2)
     block.attention_tpl.Set(relative_buckets=4, relative_max_distance=5)
     block.Set(**changes)
     embedding = Embedding.Params().Set(vocab_size=VOCAB)
@@ -123,11 +127,20 @@ def test_layers_of_a_stage_keep_one_memory():
     [
         ({"encoder": 0}, "num_encoder_layers is 0"),
         ({"feed_forward_tpl": Experts.Params()}, "Experts, whose balance loss does not travel"),
+        (
+            {"block": Block},
+            "params of Block, .* EncoderBlock .*; give params of Transf",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_an_error(changes, message):
     with pytest.raises(PipelineError, match=message):
         layers(**changes)
+
+
+def test_a_decoder_never_sees_later_tokens():
+    made, _ = layers(attention_tpl=Attention.Params().Set(causal=False))
+    assert [made[i].attention_tpl.causal for i in (1, 2, 4, 5)] == [False, False, True, True]
 
 
 class Layers(NamedLayer):
