@@ -6,7 +6,15 @@ import tensorflow as tf
 
 from pipemesh.errors import ShapeError
 from pipemesh.layers import FeatureExtractionLayer
-from pipemesh.layers.named import BatchNorm, Convolution, Dropout, Norm, lowering_scope
+from pipemesh.layers.named import (
+    BatchNorm,
+    Convolution,
+    Dropout,
+    Norm,
+    current_lowering,
+    lowering_scope,
+)
+from pipemesh.layers.named.scope import unnamed
 from pipemesh.lowering import ops
 from tests.layers.harness import cluster, run_tf2
 from tests.layers.named.harness import make_lowering, run, value_of
@@ -99,21 +107,26 @@ def test_moving_variance_is_exact_beside_a_large_mean():
     ],
 )
 @pytest.mark.parametrize("rules", ["", "height:data;channels:model"])
-def test_dim_may_be_any_named_dim(params, rules):
+def test_dim_may_be_anywhere_or_last_without_names(params, rules):
     def channels_first(layer, theta, x):
         x = layer.Named(x, "batch;height;width;channels")
         return layer.FProp(theta, ops.transpose(x, "batch;channels;height;width"))
 
-    found, wanted = (
-        run(params, [IMAGES], "data:2;model:2", rules, **options)
-        for options in ({"call": channels_first}, {})
+    def nameless(layer, theta, x):
+        x = ops.import_tensor(current_lowering(), x, unnamed(x.shape.as_list(), 0))
+        return layer.FProp(theta, x)
+
+    wanted, *found = (
+        run(params, [IMAGES], "data:2;model:2", rules, call=call)
+        for call in (None, channels_first, nameless)
     )
-    found.assert_close(wanted)
+    for result in found:
+        result.assert_close(wanted)
 
 
 def test_a_missing_dim_is_an_error():
     with lowering_scope(make_lowering("model:1")):
-        layer = BATCH_NORM.Instantiate()
+        layer = PARAMS.Copy().Set(dim="channels").Instantiate()
         with pytest.raises(ShapeError, match="no dim is called 'channels'"):
             layer.FPropDefaultTheta(layer.Named(tf.constant(X), "batch;length;embed"))
 
