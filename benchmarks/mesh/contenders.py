@@ -257,7 +257,7 @@ def serve(name: str) -> None:
 
 
 def build() -> None:
-    """What building a step takes, for 1, 2, 4 and 8 devices: a line of JSON each."""
+    """Prints the time of building a step for 1, 2, 4 and 8 devices, in lines of JSON."""
     start(8, 1)
     for name, make in (("placement", build_placement), ("SIMD", build_simd)):
         # What TensorFlow loads when it traces for the first time is nobody's fault.
@@ -276,8 +276,8 @@ def build() -> None:
                 print(json.dumps(row), flush=True)
 
 
-# Operations whose result has the memory of their input.
-VIEWS = {"Reshape", "Identity", "Squeeze", "ExpandDims", "StopGradient"}
+# Operations whose results have the memory of their inputs.
+VIEWS = {"Reshape", "Identity", "IdentityN", "Squeeze", "ExpandDims", "StopGradient"}
 
 
 def kept(graph: tf.Graph, number: int) -> dict[str, int]:
@@ -287,7 +287,7 @@ def kept(graph: tf.Graph, number: int) -> dict[str, int]:
     for operation in operations[number:]:
         for tensor in operation.inputs:
             while tensor.op.type in VIEWS:
-                tensor = tensor.op.inputs[0]
+                tensor = tensor.op.inputs[tensor.value_index]
             found[tensor.ref()] = tensor
     early = set(operations[:number])
     sums: dict[str, int] = {}
@@ -299,7 +299,7 @@ def kept(graph: tf.Graph, number: int) -> dict[str, int]:
 
 
 def memory() -> None:
-    """What a device keeps of volumes in a U-Net for the backward pass: a line of JSON each."""
+    """Prints the bytes of a U-Net that a device keeps for the backward pass, in lines of JSON."""
     from models.unet.network import UNet
     from pipemesh.lowering import PlacementLowering, ops
     from pipemesh.mesh import LayoutRules, Mesh

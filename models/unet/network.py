@@ -58,8 +58,8 @@ class UNet:
 
     def _filters(self, name: str, size: int, before: int, after: int) -> Weight:
         window = [Dim(dim, size) for dim in _WINDOW.values()]
-        # One channel has a name of its own, since it cannot be split.
-        channels = Dim("channels" if before > 1 else "intensity", before)
+        # The channel of volumes has a name of its own, since it cannot be split.
+        channels = Dim("intensity" if name == "down0" else "channels", before)
         shape = Shape((*window, channels, Dim("features", after)))
         deviation = math.sqrt(2 / (size**3 * before))
         return Weight(name, shape, Normal(deviation, next(self._seeds)))

@@ -23,14 +23,16 @@ TRAIN_FLAGS = (
         hidden="Channels of the first level; each further level has twice as many.",
     ),
     Flag("steps", int, 200, least=1, help="Number of steps."),
-    Flag("side", int, 16, least=1, help="Voxels of a volume along each of its three dims."),
+    Flag(
+        "side", int, 16, least=1, help="Voxels of a volume along each dim; each level halves them."
+    ),
     Flag("levels", int, 2, least=0, help="How often the space is halved."),
 )
 SIZE_FLAGS = {
     "batch": "batch_size",
     "channels": "hidden_size",
     "features": "hidden_size",
-    **dict.fromkeys(("depth", "rows", "cols"), "side"),
+    **dict.fromkeys(("depth", "rows", "cols"), "side, halved by each of --levels,"),
 }
 # Held-out volumes of an evaluation.
 _HELD_OUT = 16

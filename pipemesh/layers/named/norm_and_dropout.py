@@ -13,6 +13,7 @@ from pipemesh.backend.gradients import attach_gradient
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_choice, check_flags, check_whole
 from pipemesh.layers.named.named_layer import SPACE, NamedLayer
+from pipemesh.layers.named.scope import is_unnamed
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.step_seed import GenerateStepSeedPair, step_of_call, whole_batch_randomness
 from pipemesh.lowering import Tensor, ops
@@ -23,8 +24,8 @@ from pipemesh.mesh import Dim, Shape
 KINDS = ("layer", "rms", "group")
 # The dim of the channels of one group, beside the dim of the groups.
 _OF_GROUP = "of_group"
-# The accumulators of batch norm, each with its number of dims.
-_SUMS = {"counts": 0, "sums": 1, "squares": 1}
+# The accumulators of batch norm, each with its number of dims; see `merged_moments`.
+_MOMENTS = {"counts": 0, "means": 1, "squares": 1}
 
 
 class Norm(NamedLayer):
@@ -46,8 +47,8 @@ class Norm(NamedLayer):
         p.Define(
             "dim",
             "embed",
-            "Another name for `embed`, the last dim. Inputs then have named dims, or are images as "
-            "for `Convolution`.",
+            "Another name for `embed`. Inputs then have named dims, or are images as for "
+            "`Convolution`; it is the last dim of the result.",
         )
         p.Define(
             "kind",
@@ -69,6 +70,11 @@ class Norm(NamedLayer):
         check_whole(p.name, "input_dim", p.input_dim, 1)
         check_choice(p.name, "kind", p.kind, KINDS)
         check_whole(p.name, "num_groups", p.num_groups, 1)
+        if p.num_groups > 1 and p.kind != "group":
+            raise PipelineError(
+                f"{p.name}: kind is {p.kind!r} and num_groups={p.num_groups}, which is for kind "
+                "'group' alone; leave num_groups unset, or set kind='group'"
+            )
         if p.input_dim % p.num_groups:
             raise PipelineError(
                 f"{p.name}: num_groups={p.num_groups} does not divide input_dim={p.input_dim}; "
@@ -86,7 +92,7 @@ class Norm(NamedLayer):
         return {"scale": (embed, scale), **bias}
 
     def FProp(self, theta: Any, x: Any) -> Tensor:
-        """Normalizes `batch;length;embed`, or other dims if the last is another one."""
+        """Normalizes `batch;length;embed`, or other dims; `dim` is the last one of the result."""
         p = self.params
         x = self.Named(x, _dims(p, x))
         names = [name for name in self.NamedWeights(p) if name not in self.untrained]
@@ -192,8 +198,8 @@ def _dims(p: Any, x: Any) -> Any:
     """Returns the names of the dims of an input, or of its sizes."""
     if p.dim == "embed":
         return "batch;length;embed"
-    if isinstance(x, Tensor | Value):
-        return x.shape.names
+    if isinstance(x, Tensor | Value) and not is_unnamed(x.shape):
+        return (*x.shape.without(p.dim).names, p.dim)
     sizes = x.ToTensorShape() if isinstance(x, tshape.Shape) else x.shape
     return ("batch", *SPACE.get(len(sizes) - 2, ()), p.dim)
 
@@ -202,6 +208,19 @@ def _grouped(p: Any, shape: Shape) -> Shape:
     """Returns a shape with the channels in groups; a split of the channels is one of the groups."""
     groups = Dim(p.dim, p.num_groups), Dim(_OF_GROUP, p.input_dim // p.num_groups)
     return Shape((*shape.without(p.dim).dims, *groups))
+
+
+def merged_moments(a: Sequence[tf.Tensor], b: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+    """Returns the moments of two sets of rows together.
+
+    Moments are the number of rows, their mean, and the sum of squared differences from it.
+    """
+    # Sums of squares would lose a variance that is small beside the squared mean.
+    rows = a[0] + b[0]
+    share = b[0] / tf.maximum(rows, 1.0)
+    difference = b[1] - a[1]
+    squares = a[2] + b[2] + tf.square(difference) * a[0] * share
+    return rows, a[1] + difference * share, squares
 
 
 class BatchNorm(Norm):
@@ -237,7 +256,7 @@ class BatchNorm(Norm):
 
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()
-        for name, size in _SUMS.items():
+        for name, size in _MOMENTS.items():
             sizes = [self.params.input_dim] * size
             self.RegisterAccumulator(name, bn_layers.AddingAccumulator(sizes, tf.float32))
 
@@ -254,18 +273,18 @@ class BatchNorm(Norm):
         mean = ops.reduce_mean(x, over)
         centered = x - mean
         variance = ops.reduce_mean(ops.square(centered), over)
-        sums = [
-            ops.export_tensor(ops.stop_gradient(t)) for t in (mean, variance + ops.square(mean))
-        ]
-        for name, value in zip(_SUMS, (1.0, *sums), strict=True):
-            self.accumulators[name].Update(number * value)
+        whole = [ops.export_tensor(ops.stop_gradient(t)) for t in (mean, variance)]
+        earlier = [self.accumulators[name].GetValue() for name in _MOMENTS]
+        merged = merged_moments(earlier, [tf.constant(number), whole[0], number * whole[1]])
+        for name, value in zip(_MOMENTS, merged, strict=True):
+            self.accumulators[name].SetValue(value)
         return centered, variance
 
     def PostTrainingStepUpdate(self) -> Any:
         """Updates the moving averages by the moments of all microbatches."""
-        number, *sums = (self.accumulators[name].GetValue() for name in _SUMS)
+        number, mean, squares = (self.accumulators[name].GetValue() for name in _MOMENTS)
         updates = []
-        moments = tf.nn.normalize_moments(tf.maximum(number, 1.0), *sums, None)
+        moments = mean, squares / tf.maximum(number, 1.0)
         for name, moment in zip(self.untrained, moments, strict=True):
             for part in self.parts_of(name):
                 variable = self.vars[part.name]
@@ -274,7 +293,7 @@ class BatchNorm(Norm):
                 share = tf.cast((1 - self.params.decay) * tf.minimum(number, 1.0), variable.dtype)
                 with tf.device(variable.device):
                     updates.append(variable.assign_sub((variable - value) * share))
-        for name in _SUMS:
+        for name in _MOMENTS:
             self.accumulators[name].Reset()
         return tf.group(*updates)
 

@@ -16,9 +16,9 @@ from lingvo.core import bn_layers, py_utils
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.feature_extraction import all_layers
+from pipemesh.layers.named.norm_and_dropout import merged_moments
 
-# A layer's number of rows, their mean, and the sum of squared differences from it.
-_Moments = Sequence[tf.Tensor]
+# The tensors of a layer's moments; see `merged_moments`.
 _COUNT = 3
 
 
@@ -81,7 +81,7 @@ def _merging(norms: Sequence[Any], moments: list[tf.Tensor]) -> Iterator[None]:
         _check_once(norms[number], number in updated)
         updated.add(number)
         of_norm = slice(number * _COUNT, (number + 1) * _COUNT)
-        moments[of_norm] = _merged(moments[of_norm], _moments(*computed[id(value)]))
+        moments[of_norm] = merged_moments(moments[of_norm], _moments(*computed[id(value)]))
         return tf.no_op()
 
     bn_layers.ComputeMoments, py_utils.UpdateBatchNormVars = compute_moments, update_average
@@ -106,20 +106,11 @@ def _check_once(norm: Any, is_second: bool) -> None:
 
 def _moments(
     inputs: tf.Tensor, padding: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor
-) -> _Moments:
+) -> Sequence[tf.Tensor]:
     shape = tf.concat([tf.shape(inputs)[:-1], [1]], 0)
     rows = tf.reduce_sum(1.0 - tf.broadcast_to(tf.cast(padding, tf.float32), shape))
     rows = tf.reshape(rows, [1])
     return rows, tf.cast(mean, tf.float32), tf.cast(variance, tf.float32) * rows
-
-
-def _merged(a: _Moments, b: _Moments) -> _Moments:
-    """Returns the moments of the rows of both."""
-    rows = a[0] + b[0]
-    share = b[0] / tf.maximum(rows, 1.0)
-    difference = b[1] - a[1]
-    squares = a[2] + b[2] + tf.square(difference) * a[0] * share
-    return rows, a[1] + difference * share, squares
 
 
 def finish_carries(

@@ -86,6 +86,13 @@ class SimdStack:
             with self.made_on():
                 self._stack.CreateChild(tpl.name, tpl)
         create_stages(self._tpls)
+        for name in self.names:
+            if self._stack.children[name].accumulators.Flatten():
+                raise PipelineError(
+                    f"{self._stack.params.name}: {name!r} has accumulators, such as the averages "
+                    "of batch normalization, which lowering='simd' does not carry; use "
+                    "lowering='placement'"
+                )
         self._alike = [layer for name in self._stages for layer in self._layers(name)]
         self._prefix = self._alike[0].params.name
         for layer in all_layers(self._alike[0]):

@@ -13,6 +13,7 @@ from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.lowering.ops import elementwise
 from pipemesh.lowering.ops.elementwise import cast, in_order
 from pipemesh.lowering.ops.relayout import NO_NAMES, renamed_shape, summed, transpose
+from pipemesh.lowering.ops.rows import Windows, first_rows
 from pipemesh.lowering.tensor import Tensor, check_same_lowering, union_axes
 from pipemesh.mesh import Dim, Shape
 
@@ -20,10 +21,8 @@ from pipemesh.mesh import Dim, Shape
 def local_start(lowering: Lowering, dim: Dim) -> tuple[Slices, int]:
     """Returns the first index (int32 scalars) and the length of each processor's part of a dim."""
     axis = lowering.rules.axis(dim.name)
-    if axis is None:
-        return lowering.raw_map(lambda: tf.constant(0)), dim.size
     size = lowering.tensor_layout(Shape((dim,))).slice_shape[0]
-    return lowering.raw_map(lambda at: at * size, lowering.coordinate(axis)), size
+    return first_rows(lowering, axis, Windows(dim.size, 0, size, size)), size
 
 
 def _from_start(indices: tf.Tensor, start: tf.Tensor) -> tf.Tensor:

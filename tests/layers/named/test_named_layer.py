@@ -235,7 +235,12 @@ SIZES = {
         (Norm, {"epsilon": 0}, "epsilon is 0; it must be a number above 0"),
         (BatchNorm, {"decay": 2}, "decay is 2; give a number from 0 to 1"),
         (BatchNorm, {"kind": "rms"}, "kind is 'rms'"),
-        (Norm, {"num_groups": 3}, "num_groups=3 does not divide input_dim=8; give a divisor"),
+        (
+            Norm,
+            {"kind": "group", "num_groups": 3},
+            "num_groups=3 does not divide input_dim=8; give a divisor",
+        ),
+        (Norm, {"num_groups": 2}, "kind is 'layer' and num_groups=2, .*set kind='group'"),
         (Norm, {"kind": "layr"}, "kind is 'layr'; did you mean 'layer'"),
         (SoftmaxCrossEntropy, {"label_smoothing": -0.1}, "label_smoothing is -0.1; .* below 1"),
         (SoftmaxCrossEntropy, {"label_smoothing": 1.0}, "label_smoothing is 1.0; .* below 1"),

@@ -4,8 +4,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.errors import ShapeError
 from pipemesh.layers import FeatureExtractionLayer
-from pipemesh.layers.named import BatchNorm, Convolution, Dropout, Norm, lowering_scope
+from pipemesh.layers.named import (
+    BatchNorm,
+    Convolution,
+    Dropout,
+    Norm,
+    current_lowering,
+    lowering_scope,
+)
+from pipemesh.layers.named.scope import unnamed
 from pipemesh.lowering import ops
 from tests.layers.harness import cluster, run_tf2
 from tests.layers.named.harness import make_lowering, run, value_of
@@ -78,13 +87,57 @@ def test_evaluation_uses_moving_averages_of_all_batches():
     np.testing.assert_allclose(found, (IMAGES - mean) / np.sqrt(variance + 1e-3), 1e-4, 1e-5)
 
 
+def test_moving_variance_is_exact_beside_a_large_mean():
+    far = (255 + 0.01 * IMAGES).astype(np.float32)
+    layer = BATCH_NORM.Copy().Set(decay=0.0).Instantiate()
+    for images in (far[:2], far[2:]):
+        layer.FPropDefaultTheta(tf.constant(images))
+    layer.PostTrainingStepUpdate()
+    wanted = far.astype(np.float64).var((0, 1, 2))
+    np.testing.assert_allclose(layer.vars.moving_variance, wanted, 1e-2)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        PARAMS.Copy().Set(dim="channels"),
+        PARAMS.Copy().Set(dim="channels", kind="rms"),
+        PARAMS.Copy().Set(dim="channels", kind="group", num_groups=2),
+        BATCH_NORM,
+    ],
+)
+@pytest.mark.parametrize("rules", ["", "height:data;channels:model"])
+def test_dim_may_be_anywhere_or_last_without_names(params, rules):
+    def channels_first(layer, theta, x):
+        x = layer.Named(x, "batch;height;width;channels")
+        return layer.FProp(theta, ops.transpose(x, "batch;channels;height;width"))
+
+    def nameless(layer, theta, x):
+        x = ops.import_tensor(current_lowering(), x, unnamed(x.shape.as_list(), 0))
+        return layer.FProp(theta, x)
+
+    wanted, *found = (
+        run(params, [IMAGES], "data:2;model:2", rules, call=call)
+        for call in (None, channels_first, nameless)
+    )
+    for result in found:
+        result.assert_close(wanted)
+
+
+def test_a_missing_dim_is_an_error():
+    with lowering_scope(make_lowering("model:1")):
+        layer = PARAMS.Copy().Set(dim="channels").Instantiate()
+        with pytest.raises(ShapeError, match="no dim is called 'channels'"):
+            layer.FPropDefaultTheta(layer.Named(tf.constant(X), "batch;length;embed"))
+
+
 @pytest.mark.parametrize("mesh", ["layers:2;rows:2 height:rows", "layers:2;data:2"])
 def test_a_pipeline_counts_the_moments_of_the_whole_batch(mesh):
     layers = [BATCH_NORM, Convolution.Params().Set(name="conv", input_dim=8, output_dim=2)]
     stack = stack_of(layers, [0, 1, 2], num_micro_batches=2)
     found = run_tf2(stack, [IMAGES], num_devices=mesh)
-    # By name: counts, squares, sums.
-    wanted = [4 * 4 * 2, (IMAGES**2).sum((0, 1, 2)), IMAGES.sum((0, 1, 2))]
+    # By name: counts, means, squares of differences from the mean.
+    wanted = [4 * 4 * 2, IMAGES.mean((0, 1, 2)), 4 * 4 * 2 * IMAGES.var((0, 1, 2))]
     for a, b in zip(found.accumulators, wanted, strict=True):
         np.testing.assert_allclose(a, b, 1e-5, 1e-4)
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from lingvo.core import base_layer, py_utils
 
 from pipemesh.errors import LayoutError, PipelineError
+from pipemesh.layers.named import BatchNorm
 from pipemesh.recurrent import ActionClock
 from tests.layers.harness import cluster, executing, run_eagerly, run_tf1, run_tf2
 from tests.layers.pipeline.named_stacks import INPUTS, TIED, Masked, language, language_layers
@@ -107,6 +108,14 @@ class Weighty(Masked):
         self.CreateVariable("w", py_utils.WeightParams([2], py_utils.WeightInit.Constant(1.0)))
 
 
+class Averaging(Masked):
+    """Has the moving averages of a batch norm."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.CreateChild("averages", BatchNorm.Params().Set(input_dim=8))
+
+
 def of_block(block):
     return language([0, 2, 4], layers=language_layers(2, block))
 
@@ -116,6 +125,7 @@ def of_block(block):
     [
         (of_block(Fickle), "layers:2", PipelineError, "hand on what is not floating"),
         (of_block(Short), "layers:2", PipelineError, "takes 4 arguments and returns 3"),
+        (of_block(Averaging), "layers:2", PipelineError, "accumulators, .*lowering='placement'"),
         (of_block(Weighty), "layers:2", PipelineError, "weight 'w' of .*has no named dims"),
         (language([0, 2, 3, 4, 6]), "layers:2", PipelineError, ":2 has two stages a device"),
         (

@@ -56,7 +56,7 @@ def test_mnist_prints_its_plan_and_learns_the_same_under_another_one(run, tmp_pa
 
 
 def test_unet_prints_the_dice_score_of_split_volumes(run):
-    small = ["--batch_size=2", "--side=4", "--levels=1", "--hidden_size=2", "--steps=1"]
+    small = ["--batch_size=2", "--side=4", "--levels=1", "--hidden_size=1", "--steps=1"]
     code, out, err = run(unet, *small, "--mesh_shape=y:2", "--layout=rows:y")
     assert code == 0, err
     assert re.search(r"step 1: loss .*, held-out Dice score sphere 0.\d+, tube 0.\d+", out)
@@ -91,6 +91,11 @@ def test_toy_tells_of_an_axis_that_is_not_used(tmp_path):
             ],
         ),
         (unet, ["--side=6", "--levels=2"], ["--side=6", "a multiple of 4"]),
+        (
+            unet,
+            ["--mesh_shape=y:8", "--layout=rows:y"],
+            ["size 4", "--side, halved by each of --levels, is the size of 'rows'"],
+        ),
         (mnist, ["--lowering=tpu"], ["--lowering='tpu'", "placement|simd"]),
         (mnist, ["--batch_size=0"], ["--batch_size=0", "at least 1"]),
         (mnist, ["--learning_rate=nan"], ["--learning_rate=nan", "above 0"]),
