@@ -184,18 +184,18 @@ def _slide(
             [spread[name] for name in window],
             [kept[name].whole for name in window] if transposed else None,
         )
-        for at, rows in enumerate(kept.values(), 1):
-            result = rows_of(result, at, rows.begin, rows.length)
+        for at, part in enumerate(kept.values(), 1):
+            result = rows_of(result, at, part.begin, part.length)
         # For an empty batch TensorFlow returns an image of wrong sizes, which is empty too.
         result = tf.reshape(result, [*batches, *slid, *outs])
         return in_order(result, [computed.index(name) for name in shape.names])
 
     result = lowering.map(local, rows, weights)
     result = lowering.all_reduce(result, [axis for axis in axes if axis not in layout.split_axes])
-    for name, rows in kept.items():
-        at, parts = shape.index(name), shape[name].size // max(share[name], 1)
-        moved = Windows(rows.length * parts, 0, share[name], share[name])
-        if rows.length != share[name]:
+    for name, part in kept.items():
+        if part.length != share[name]:
+            at, parts = shape.index(name), shape[name].size // max(share[name], 1)
+            moved = Windows(part.length * parts, 0, share[name], share[name])
             result = take_windows(lowering, result, layout.axes[at], at, moved)
     return Tensor(lowering, result, shape)
 
