@@ -30,16 +30,13 @@ class LanguageModel(base_model.BaseTask):
         time]. The result has the summed `loss` in nats and `num_tokens`, both float32 scalars, and
         `xent` [batch, time] float32, without gradient.
         """
-        batch = input_batch
-        loss, num_tokens, xent = self.stack.FProp(
-            theta.stack,
-            batch.ids,
-            batch.labels,
-            batch.weights,
-            batch.segment_ids,
-            batch.segment_pos,
-        )
+        inputs = self.StackInputs(input_batch)
+        loss, num_tokens, xent = self.stack.FProp(theta.stack, *inputs)
         return py_utils.NestedMap(loss=loss, num_tokens=num_tokens, xent=xent)
+
+    def StackInputs(self, batch):
+        """Returns the inputs of the stack, from those of the task."""
+        return batch.ids, batch.labels, batch.weights, batch.segment_ids, batch.segment_pos
 
     def ComputeLoss(self, theta, predictions, input_batch):
         """Returns the metrics `loss` (nats per token) and `num_tokens`, and `xent` of every
