@@ -13,14 +13,8 @@ class Translation(LanguageModel):
     Layers of its stack are those of `pipemesh.layers.named.encoder_decoder_layers`.
     """
 
-    def StackInputs(self, batch):
-        """Returns the inputs of the stack.
-
-        A batch has `source_ids`, `source_segment_ids` and `source_segment_pos`, each [batch,
-        source length], and of the target what `LanguageModel` has.
-        """
-        source = batch.source_ids, batch.source_segment_ids, batch.source_segment_pos
-        return *source, *super().StackInputs(batch)
+    # Of the source, [batch, source length] int32, and of the target.
+    INPUTS = ("source_ids", "source_segment_ids", "source_segment_pos", *LanguageModel.INPUTS)
 
     def DecodeArgs(self, ids, places, source=None):
         """Returns arguments of `stack` that predict what follows tokens of the target.
