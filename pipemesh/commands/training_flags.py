@@ -459,6 +459,15 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
                 help="Train up to this step; a model's own p.train.max_steps is the default before "
                 "this one.",
             ),
+            Flag(
+                "steps_per_call",
+                int,
+                1,
+                least=1,
+                help="Most steps in one call of TensorFlow's graph; saves time between the steps "
+                "of small models. Results are the same: a call ends where something else is due, "
+                "and signals are answered after it.",
+            ),
             Flag("eval_every", int, 100, least=1, help="Steps between evaluations."),
             Flag(
                 "eval_batches",
@@ -561,6 +570,11 @@ def options() -> dict[str, Any]:
         raise FlagError(
             f"--log_format={FLAGS.log_format} is for training; leave it or --find_learning_rate "
             "out (learning_rates.csv is for programs)"
+        )
+    if FLAGS.find_learning_rate and FLAGS.steps_per_call > 1:
+        raise FlagError(
+            f"--steps_per_call={FLAGS.steps_per_call}: --find_learning_rate may end after any "
+            "step; leave one of them out"
         )
     profile_steps = _profile_steps()
     if FLAGS.figures is not None:
