@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipemesh.addresses import check_addresses
-from pipemesh.checkpoint.files import write_whole
 from pipemesh.errors import DeviceError
 
 TF_CONFIG, SLURM, KUBERNETES, MPI = "tf_config", "slurm", "kubernetes", "mpi"
@@ -244,7 +243,10 @@ def announce(folder: str, address: str) -> str:
     path = os.path.join(folder, "worker-{}-of-{}".format(*found))
     try:
         os.makedirs(folder, exist_ok=True)
-        write_whole(path, address.encode())
+        # A client must not read half of it.
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            file.write(address)
+        os.replace(file.name, path)
     except OSError as error:
         raise DeviceError(f"--announce={folder!r}: {error.strerror}; give a shared one") from error
     return path

@@ -327,7 +327,7 @@ class Trainer:
             )
         self.restored = restore and self.saving.restore(restore)
         if options.find_learning_rate:
-            self.trained.learner.lr_schedule.first_step = self.step
+            self.trained.learners[0].lr_schedule.first_step = self.step
         # Read the data after the model is built. Its initializers set TensorFlow's seed, and a new
         # seed resets the state of operations, including tokenizers. Data that restarts continues
         # with new epochs.
@@ -470,6 +470,9 @@ class Trainer:
             TrainingError: the batches differ in shape; otherwise as `train_step`.
         """
         read = self._read
+        if self._check_placement:
+            # Only the graph of a single step shows where its actions run.
+            most = 1
         while len(read) < most and not (read and isinstance(read[-1], PipemeshError)):
             try:
                 read.append(self._next_batch())

@@ -62,6 +62,14 @@ def test_the_best_plan_is_taken_said_kept_and_gone_on_with(tmp_path, figures):
     assert f"--mesh_shape={best.mesh}" in out and "chosen" not in out and "changed" not in out
 
 
+def test_rates_are_tried_step_by_step():
+    parsed(MODEL, "--steps_per_call=8", "--find_learning_rate=100")
+    with pytest.raises(FlagError, match="--find_learning_rate may end after any step; leave one"):
+        training_flags.options()
+    parsed(MODEL, "--steps_per_call=8")
+    assert training_flags.options()["steps_per_call"] == 8
+
+
 def test_tokens_of_a_microbatch_set_their_number():
     parsed(MODEL, "--tokens_per_microbatch=64")
     assert training_flags.microbatches_of(16, 32) == {"num_microbatches": "8"}

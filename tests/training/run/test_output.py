@@ -10,6 +10,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from pipemesh.errors import DataError, TrainingError
+from pipemesh.hosts import watch
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
@@ -135,7 +136,7 @@ def test_steps_of_a_call_are_those_of_several(eagerly, tmp_path, capsys, name):
     assert [*resumed.values()] == [e for e in one[0] if e["event"] == "step"]
 
 
-def test_batches_read_before_a_failure_are_trained_on(eagerly, tmp_path):
+def test_batches_read_before_a_failure_are_trained_on(eagerly, tmp_path, monkeypatch):
     options = Options(logdir=str(tmp_path), steps=9, steps_per_call=4)
     trainer = Trainer(RegisteredModel(small_models.PlainPoints(), "Points"), options)
     batches = [trainer.batches.next() for _ in range(3)]
@@ -155,6 +156,9 @@ def test_batches_read_before_a_failure_are_trained_on(eagerly, tmp_path):
     with pytest.raises(TrainingError, match=r"shapes \[\[8, 4\], .*use --steps_per_call=1"):
         trainer.train_steps(2)
     assert trainer.step == 3
+    monkeypatch.setattr(watch, "_current", object())
+    with pytest.raises(TrainingError, match="--steps_per_call=4: steps on workers are watched"):
+        Trainer(RegisteredModel(small_models.PlainPoints(), "Points"), options)
 
 
 def test_an_unwritable_record_or_page_ends_nothing(eagerly, tmp_path, capsys):
