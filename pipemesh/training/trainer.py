@@ -201,7 +201,7 @@ class SeveralSteps:
     def __init__(self, step: Any) -> None:
         self._step = step
         self._loop = tf.function(self._steps, autograph=False)
-        # The nested outputs of a step, as the loop's graph has them.
+        # The nested outputs of a step, with True for each tensor, and the queue of their tensors.
         self._outputs: Any = None
         self._queue: Any = None
 
@@ -244,12 +244,14 @@ class SeveralSteps:
 
     def _steps(self, batches: Any, number: tf.Tensor) -> Any:
         def body(index: tf.Tensor) -> Any:
-            batch = tf.nest.map_structure(lambda t: t[index], batches)
+            with tf.device("CPU:0"):
+                batch = tf.nest.map_structure(lambda t: t[index], batches)
             *outputs, _ = self._step(batch)
             values = [value for value in tf.nest.flatten(outputs) if value is not None]
-            with tf.init_scope(), tf.device("CPU:0"):
+            if self._queue is None:
                 self._outputs = tf.nest.map_structure(lambda v: v if v is None else True, outputs)
-                self._queue = tf.queue.FIFOQueue(2**31 - 1, [value.dtype for value in values])
+                with tf.init_scope(), tf.device("CPU:0"):
+                    self._queue = tf.queue.FIFOQueue(2**31 - 1, [value.dtype for value in values])
             # The loss is known before the weights are updated; the call ends after that.
             with tf.control_dependencies([values[0].op]), tf.device("CPU:0"):
                 self._queue.enqueue(values)
@@ -531,6 +533,9 @@ class Trainer:
                     finished = self._several(batches)
         except tf.errors.OpError as error:
             number = self.step + 1 - first
+            if number:
+                self._was_skipped = False
+                self.saving.confirm()
             self._fail(error, first + number, batches[number], graphs)
         self._was_skipped = False
         watch.end_step()
