@@ -31,7 +31,7 @@ def pytest_configure(config):
     if _FOLDER not in os.environ:
         config.own_folder = os.environ[_FOLDER] = tempfile.mkdtemp(prefix="pipemesh-tests-")
         for name in os.environ.copy():
-            if name.lower() in _FOREIGN or name.startswith("SLURM_"):
+            if name.lower() in _FOREIGN or name.startswith(("SLURM_", "OMPI_", "MV2_", "PMI_")):
                 del os.environ[name]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts what runs in its background so, and what tests start would inherit it.

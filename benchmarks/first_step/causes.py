@@ -59,7 +59,7 @@ def main() -> None:
         timed(machine.Machine, "_trace", "- stages and their gradients, evaluation included")
         timed(replica.Replica, "differentiate", "  - gradients")
         timed(run.Run, "perform", "- actions, evaluation included")
-        timed(trainer.Trainer, "train_step", "first step, tracing included")
+        timed(trainer.Trainer, "train_steps", "first step, tracing included")
         timed(trainer.Trainer, "_prepare_evaluation", "evaluation's graph, meanwhile")
         timed(trainer.Trainer, "save", "evaluating and saving")
         timed(loop.Loop, "_conclude", "evaluating at the end")

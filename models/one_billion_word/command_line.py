@@ -147,7 +147,11 @@ def request() -> Request:
     is_simd = settings.PLAN.lowering == "simd"
     fixed = training_flags.OF_SIMD if is_simd else {}
     settings.CHOSEN = tuple(
-        name for name in settings.CHOSEN if name not in fixed and not FLAGS.is_given(name)
+        name
+        for name in settings.CHOSEN
+        if name not in fixed
+        and not FLAGS.is_given(name)
+        and not (name == "num_microbatches" and training_flags.microbatch_flag())
     )
     if FLAGS.plain:
         _set_plain(settings)
@@ -172,6 +176,7 @@ def request() -> Request:
 def _plan(settings: Settings) -> Plan:
     """Returns the model's plan, changed by the flags."""
     given = training_flags.plan_values()
+    given |= training_flags.microbatches_of(settings.BATCH_SIZE, settings.SEQUENCE_LENGTH)
     values = settings.PLAN.to_values() | given
     if values["lowering"] == "simd":
         values |= training_flags.OF_SIMD | given
@@ -218,7 +223,9 @@ def _check_plan(settings: Settings) -> None:
     try:
         plan.check_batch(size)
     except PlanError as error:
-        flag = f"batch_size={size}" if uneven else f"num_microbatches={plan.num_microbatches}"
+        name = training_flags.microbatch_flag() or "num_microbatches"
+        value = FLAGS.value(name) or plan.num_microbatches
+        flag = f"batch_size={size}" if uneven else f"{name}={value}"
         raise FlagError(f"--{flag}: {error}") from error
 
 

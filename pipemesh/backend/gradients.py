@@ -22,6 +22,7 @@ from tensorflow.python.ops import cond_v2, gen_functional_ops, gradients_util
 
 from pipemesh.backend.graphs import surrounding_graphs
 from pipemesh.backend.structure import is_differentiable
+from pipemesh.errors import GradientError
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
@@ -305,6 +306,20 @@ def had_gradient(node: Any) -> bool:
     """Returns whether a `NodeDef` on one device carried a custom gradient."""
     gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
     return node.op == "IdentityN" and gradient.startswith(_GRADIENT.encode())
+
+
+def first_only(
+    outputs: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], what: str, instead: str
+) -> list[tf.Tensor]:
+    """Returns gradients of `what` with respect to `inputs`; their gradients are a GradientError."""
+
+    def backward(_: Any) -> list[tf.Tensor]:
+        raise GradientError(
+            f"second derivatives of {what} do not exist: its gradient is a loop that keeps nothing "
+            f"to be differentiated by; {instead}, or differentiate once"
+        )
+
+    return attach_gradient(outputs, inputs, backward, across_devices=True)
 
 
 def attach_gradient(

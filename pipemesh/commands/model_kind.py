@@ -228,12 +228,13 @@ def _trainer(folder: str) -> tuple[Any, Options]:
         check_note(manifest.note, folder)
     model = subject()
     flags = training_flags.saved_flags()
-    if FLAGS.is_given("num_microbatches") and model.has_actions():
+    name = training_flags.microbatch_flag()
+    if name and FLAGS.is_given(name) and model.has_actions():
         try:
             # Before the first step, which is what finds it for a model's own number.
             model.check_batch()
         except PlanError as error:
-            raise FlagError(f"--num_microbatches={FLAGS.num_microbatches}: {error}") from error
+            raise FlagError(f"--{name}={FLAGS.value(name)}: {error}") from error
     if model.most_steps is not None:
         if not FLAGS.is_given("steps"):
             FLAGS.set("steps", model.most_steps, given=False)
@@ -375,6 +376,8 @@ def subject() -> Any:
             )
 
         config = new()
+        sizes = (getattr(config, name, None) for name in ("BATCH_SIZE", "SEQUENCE_LENGTH"))
+        values |= training_flags.microbatches_of(*sizes)
         try:
             mesh = mesh_before(config, values)
             if mesh is not None:

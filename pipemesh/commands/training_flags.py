@@ -37,7 +37,15 @@ from pipemesh.errors import (
     ScheduleError,
 )
 from pipemesh.plan.figures import FILE, SETTINGS, Figures, settings_of
-from pipemesh.plan.plan import DTYPES, LOWERINGS, OF_PIPELINES, Plan, parse_value, value_text
+from pipemesh.plan.plan import (
+    DTYPES,
+    LOWERINGS,
+    OF_PIPELINES,
+    Plan,
+    divisors,
+    parse_value,
+    value_text,
+)
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import TRIALS, SearchSpace, nearest_that_fits, search
 from pipemesh.schedule.names import NAMES, listing, parse
@@ -175,6 +183,40 @@ def plan_values() -> dict[str, str]:
     return OF_SIMD | values if FLAGS.lowering == "simd" else values
 
 
+# Flags that set the number of microbatches.
+_NUMBER, _TOKENS = "num_microbatches", "tokens_per_microbatch"
+
+
+def microbatch_flag() -> str | None:
+    """Returns the name of the given flag that sets the number of microbatches, if any."""
+    return next((name for name in (_NUMBER, _TOKENS) if FLAGS.value(name) is not None), None)
+
+
+def microbatches_of(rows: int | None, length: int | None) -> dict[str, str]:
+    """Returns the value of the plan for --tokens_per_microbatch, none without it, for batches of so
+    many rows of so many tokens; None if they are not known.
+    """
+    tokens = FLAGS.value(_TOKENS)
+    if tokens is None:
+        return {}
+    given = f"--{_TOKENS}={tokens}"
+    if FLAGS.value(_NUMBER) is not None:
+        raise FlagError(f"{given}: --{_NUMBER}={FLAGS.num_microbatches} sets it; leave one out")
+    if not (rows and length):
+        raise FlagError(
+            f"{given}: the model has no BATCH_SIZE and SEQUENCE_LENGTH, by which a batch has so "
+            f"many tokens; use --{_NUMBER}"
+        )
+    number, rest = divmod(rows * length, tokens)
+    if rest or rows % max(number, 1):
+        allowed = ", ".join(str(rows * length // n) for n in reversed(divisors(rows)))
+        raise FlagError(
+            f"{given} does not divide a batch of {rows} rows of {length} tokens into microbatches "
+            f"of whole rows. Use one of {allowed}"
+        )
+    return {_NUMBER: str(number)}
+
+
 def check_trains() -> None:
     """Checks that a stack of layers can train by `--schedule`."""
     text = FLAGS.value("schedule")
@@ -246,6 +288,11 @@ def choose_plan(logdir: str) -> None:
     asked = f"--mesh_shape={FLAGS.mesh_shape!r}"
     if FLAGS.plain:
         raise FlagError(f"{asked}: --plain computes on one device; leave one of them out")
+    if FLAGS.value(_TOKENS) is not None:
+        raise FlagError(
+            f"{asked}: it chooses microbatches by itself, or takes --{_NUMBER}; leave --{_TOKENS} "
+            "out"
+        )
     fixed = {name: value for name, value in plan_values().items() if name != "mesh"}
     if fixed.get("lowering", "placement") != "placement":
         raise FlagError(
@@ -459,6 +506,22 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
                 help="Train up to this step; a model's own p.train.max_steps is the default before "
                 "this one.",
             ),
+            Flag(
+                "steps_per_call",
+                int,
+                1,
+                least=1,
+                help="Most steps in one call of TensorFlow's graph; saves time between the steps "
+                "of small models. Results are the same: a call ends where something else is due, "
+                "and signals are answered after it.",
+            ),
+            Flag(
+                "tokens_per_microbatch",
+                int,
+                value="N",
+                least=1,
+                help="Tokens of a microbatch, padding included, instead of --num_microbatches.",
+            ),
             Flag("eval_every", int, 100, least=1, help="Steps between evaluations."),
             Flag(
                 "eval_batches",
@@ -562,6 +625,11 @@ def options() -> dict[str, Any]:
             f"--log_format={FLAGS.log_format} is for training; leave it or --find_learning_rate "
             "out (learning_rates.csv is for programs)"
         )
+    if FLAGS.find_learning_rate and FLAGS.steps_per_call > 1:
+        raise FlagError(
+            f"--steps_per_call={FLAGS.steps_per_call}: --find_learning_rate may end after any "
+            "step; leave one of them out"
+        )
     profile_steps = _profile_steps()
     if FLAGS.figures is not None:
         Figures.read(FLAGS.figures)
@@ -576,7 +644,7 @@ def options() -> dict[str, Any]:
             f"histograms; add {' or '.join(takers)} to it, or give --histogram_every=0"
         )
     return {
-        **{name: FLAGS.value(name) for name in OF_TRAINING if name != "tracker"},
+        **{name: FLAGS.value(name) for name in OF_TRAINING if name not in ("tracker", _TOKENS)},
         "trackers": tracked,
         "profile_steps": profile_steps,
         "figures": FLAGS.figures,
@@ -637,6 +705,8 @@ def take_up(
     if FLAGS.plain and FLAGS.is_given("plain"):
         # What it was begun with is a pipeline's.
         known.difference_update(OF_PIPELINES, ("mesh_shape", "layout"))
+    if FLAGS.is_given(_NUMBER) or FLAGS.is_given(_TOKENS):
+        known.difference_update((_NUMBER, _TOKENS))
     # Saved values of another schedule or optimizer than the given one.
     known -= not_taken(FLAGS.given())
     kept = {name: value for name, value in note.get("flags", {}).items() if name in known}

@@ -36,8 +36,8 @@ HOST_FLAGS = grouped(
     Flag(
         "cluster",
         help="Workers whose devices to use, host:port with commas between, each a `pipemesh "
-        "worker`; or tf_config, slurm, or kubernetes:LABEL=VALUE. Default: those in TF_CONFIG, if "
-        "it is set; none uses this machine all the same.",
+        "worker`; or tf_config, slurm, kubernetes:LABEL=VALUE or mpi:FOLDER. Default: those in "
+        "TF_CONFIG, if it is set; none uses this machine all the same.",
     ),
     Flag(
         "spares",
@@ -306,6 +306,12 @@ WORKER = Command(
             f"there is no authentication, so use a private network (default: {LOOPBACK}).",
         ),
         Flag("cpu_devices", int, 1, value="N", least=1, help="Number of CPU devices to offer."),
+        Flag(
+            "announce",
+            value="FOLDER",
+            help="Folder in which a worker that mpirun starts writes its address, for "
+            "--cluster=mpi:FOLDER; shared by all hosts, and new for each job.",
+        ),
         # Of a parent that ends its workers with itself.
         Flag("parent_fd", int, hidden=True),
     ),
@@ -319,4 +325,4 @@ def worker(argv: list[str]) -> int:
     process.import_quietly()
     from pipemesh.hosts.worker import run_worker
 
-    return run_worker(flags.port, flags.listen, flags.cpu_devices, flags.parent_fd)
+    return run_worker(flags.port, flags.listen, flags.cpu_devices, flags.parent_fd, flags.announce)

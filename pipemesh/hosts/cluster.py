@@ -1,18 +1,22 @@
-"""The addresses of workers: from a command line, `TF_CONFIG`, Slurm or Kubernetes."""
+"""The addresses of workers: from a command line, `TF_CONFIG`, Slurm, Kubernetes or MPI."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
+import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipemesh.addresses import check_addresses
 from pipemesh.errors import DeviceError
 
-TF_CONFIG, SLURM, KUBERNETES = "tf_config", "slurm", "kubernetes"
+TF_CONFIG, SLURM, KUBERNETES, MPI = "tf_config", "slurm", "kubernetes", "mpi"
 # The default port of workers, as in TensorFlow's resolvers.
 PORT = 8888
 # The loopback address, and the names for all addresses.
@@ -22,6 +26,15 @@ _WORKER, _SPARE = "worker", "spare"
 _SHOWN = 200
 # The most Slurm tasks on a node.
 _MOST_TASKS = 1024
+# Rank and number of processes, as Open MPI, MVAPICH, and MPICH or Intel MPI set them.
+_RANKS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+# The file of a worker of MPI; seconds that a client waits for all of them, and between two looks.
+_ANNOUNCED = re.compile(r"worker-(\d+)-of-(\d+)", re.ASCII)
+_MPI_SECONDS, _MPI_PAUSE = 600.0, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +59,8 @@ class Cluster:
         """Returns the workers from a command line.
 
         Args:
-            text: addresses separated by commas, or their source: `tf_config`, `slurm` or
-                `kubernetes:LABEL=VALUE`.
+            text: addresses separated by commas, or their source: `tf_config`, `slurm`,
+                `kubernetes:LABEL=VALUE` or `mpi:FOLDER`.
             spares: addresses separated by commas.
 
         Returns:
@@ -75,6 +88,8 @@ class Cluster:
             return cls(_of_slurm(), extra)
         if kind == KUBERNETES:
             return cls(_of_kubernetes(selector), extra)
+        if kind == MPI:
+            return cls(_of_mpi(selector), extra)
         return cls(_listed(text), extra)
 
     @classmethod
@@ -202,6 +217,84 @@ def _of_kubernetes(selector: str) -> tuple[str, ...]:
         return _addresses(resolver.cluster_spec().as_dict().get("worker", []))
     except (RuntimeError, ValueError) as error:
         raise DeviceError(f"Kubernetes does not say where workers are: {error}") from error
+
+
+def mpi_rank() -> tuple[int, int] | None:
+    """Returns rank and number of the processes that `mpirun` has started; None outside of it."""
+    for names in _RANKS:
+        rank, size = (os.environ.get(name, "") for name in names)
+        if rank.isdecimal() and size.isdecimal() and int(rank) < int(size):
+            return int(rank), int(size)
+    return None
+
+
+def announce(folder: str, address: str) -> str:
+    """Writes the address of a worker of `mpirun` into a folder; returns the path of the file.
+
+    Raises:
+        DeviceError: `mpirun` has not started this process, or the file cannot be written.
+    """
+    if (found := mpi_rank()) is None:
+        variables = " and ".join(" or ".join(names) for names in zip(*_RANKS, strict=True))
+        raise DeviceError(
+            f"--announce={folder!r}: mpirun has not started this worker, since neither {variables} "
+            "is set; start it by mpirun, or give host:port of each worker to --cluster"
+        )
+    path = os.path.join(folder, "worker-{}-of-{}".format(*found))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        # A client must not read half of it.
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            file.write(address)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise DeviceError(f"--announce={folder!r}: {error.strerror}; give a shared one") from error
+    return path
+
+
+def _of_mpi(folder: str) -> tuple[str, ...]:
+    """Returns the workers that announce themselves in a folder, in the order of their ranks."""
+    # mpirun tells a process its rank, but not where the others are.
+    if not folder:
+        raise DeviceError(
+            "where do workers announce themselves? write mpi:FOLDER, a shared folder that is new "
+            "for each job, as `pipemesh worker --announce=FOLDER` under mpirun"
+        )
+    own, limit = mpi_rank(), time.monotonic() + _MPI_SECONDS
+    while True:
+        names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        found = {int(m[1]): m for name in names if (m := _ANNOUNCED.fullmatch(name))}
+        sizes = {int(match[2]) for match in found.values()} | ({own[1]} if own else set())
+        if len(sizes) > 1:
+            raise DeviceError(
+                f"mpi:{folder} has workers of several jobs, of {' and '.join(map(str, sizes))} "
+                "processes; give each job a folder of its own"
+            )
+        ranks = {*range(max(sizes, default=0))} - ({own[0]} if own else set())
+        if ranks and ranks <= found.keys():
+            break
+        if time.monotonic() >= limit:
+            missing = sorted(ranks - found.keys())
+            raise DeviceError(
+                f"mpi:{folder} has no worker {f'of rank {missing[0]}' if missing else 'at all'} "
+                f"after {_MPI_SECONDS:.0f} s; start all by mpirun with --announce={folder}"
+            )
+        time.sleep(_MPI_PAUSE)
+    paths = [os.path.join(folder, found[rank][0]) for rank in sorted(ranks)]
+    if own:
+        # A client in the same job ends its workers, for which mpirun waits.
+        atexit.register(lambda: [withdraw(path) for path in paths])
+    addresses: list[str] = []
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            addresses.append(file.read())
+    return tuple(addresses)
+
+
+def withdraw(path: str) -> None:
+    """Removes the file of `announce`, after which its worker ends."""
+    with contextlib.suppress(OSError):
+        os.remove(path)
 
 
 def _addresses(resolved: Sequence[Any]) -> tuple[str, ...]:

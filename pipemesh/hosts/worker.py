@@ -20,15 +20,28 @@ from pipemesh.addresses import (
 )
 from pipemesh.errors import DeviceError
 from pipemesh.hosts import processes
-from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK
+from pipemesh.hosts.cluster import EVERYWHERE, LOOPBACK, announce, withdraw
 
 # Timeout for the worker to answer its own request.
 _SECONDS_TO_START, _PAUSE = 30.0, 0.1
+# Seconds between looks at the file by which a worker of MPI is announced.
+_LOOK = 1.0
 
 
-def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None = None) -> int:
+# Paths that a signal removes.
+_announced: list[str] = []
+
+
+def run_worker(
+    port: int,
+    listen: str,
+    cpu_devices: int,
+    parent_fd: int | None = None,
+    folder: str | None = None,
+) -> int:
     """Runs a worker until a signal or the end of its parent, which holds the other end of
-    `parent_fd`; returns the exit code. Port 0 means a free port.
+    `parent_fd`; returns the exit code. Port 0 means a free port. A worker of `mpirun` announces
+    itself in `folder`, and ends when its file there is removed.
     """
     if not 0 <= port < 2**16:
         raise DeviceError(f"--port={port}: it must be 0 or more, and below 65536")
@@ -44,12 +57,17 @@ def run_worker(port: int, listen: str, cpu_devices: int, parent_fd: int | None =
     # As others write it.
     address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
     _announce(address, ip)
+    if folder:
+        _announced.append(announce(folder, address))
     parent = None
     if parent_fd is not None:
         parent = socket.socket(fileno=parent_fd)
         parent.sendall(f"{address}\n".encode())
     # This returns when the parent has ended; signals end the process.
-    select.select([parent] if parent else [], [], [])
+    ends, pause = [parent] if parent else [], _LOOK if folder else None
+    while not select.select(ends, [], [], pause)[0]:
+        if not all(map(os.path.exists, _announced)):
+            break
     del server
     return 0
 
@@ -118,6 +136,8 @@ def _announce(address: str, ip: str | None) -> None:
 
 def _leave(_number: int, _frame: Any) -> NoReturn:
     """Ends the process; a TensorFlow server cannot be stopped in any other way."""
+    for path in _announced:
+        withdraw(path)
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
     os._exit(0)

@@ -27,12 +27,14 @@ from pipemesh.layers.pipeline.pipelining import PipeliningLayer
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.report import Report, report
 from pipemesh.layers.step_seed import (
+    CellFnFPropOpReplacementWrapper,
     GenerateStepSeedPair,
     GetOverWriteGlobalStep,
     SetOverWriteGlobalStep,
 )
 
 __all__ = [
+    "CellFnFPropOpReplacementWrapper",
     "DatasetInput",
     "FeatureExtractionLayer",
     "FunctionLayer",

@@ -215,19 +215,39 @@ py_utils.RematerializeFn = _rematerialize(py_utils.RematerializeFn)
 
 
 @contextlib.contextmanager
+def CellFnFPropOpReplacementWrapper() -> Iterator[None]:
+    """Makes lingvo's layers take their seeds from `GenerateStepSeedPair` of this module inside.
+
+    `lingvo.core.gpipe` has it for cells that run where lingvo's global step is missing. A
+    `PipeliningLayer` needs none of it; it is for models with loops of their own. Unlike lingvo's,
+    it restores the function after an error, too.
+
+    Example:
+        >>> from lingvo.core import py_utils
+        >>> with CellFnFPropOpReplacementWrapper():
+        ...     py_utils.GenerateStepSeedPair is GenerateStepSeedPair
+        True
+    """
+    saved = py_utils.GenerateStepSeedPair
+    py_utils.GenerateStepSeedPair = GenerateStepSeedPair
+    try:
+        yield
+    finally:
+        py_utils.GenerateStepSeedPair = saved
+
+
+@contextlib.contextmanager
 def keyed_seeds(step: tf.Tensor | None = None) -> Iterator[None]:
     """Makes lingvo's layers take their seeds, and `step` if given, from this module."""
     steps = _steps_of()
-    saved_steps, saved_function = list(steps), py_utils.GenerateStepSeedPair
-    py_utils.GenerateStepSeedPair = GenerateStepSeedPair
-    with contextlib.ExitStack() as stack:
+    saved_steps = list(steps)
+    with CellFnFPropOpReplacementWrapper(), contextlib.ExitStack() as stack:
         if step is not None:
             steps[:] = [step]
             stack.enter_context(py_utils.GlobalStepContext(step))
         try:
             yield
         finally:
-            py_utils.GenerateStepSeedPair = saved_function
             steps[:] = saved_steps
 
 

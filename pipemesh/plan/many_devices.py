@@ -226,8 +226,9 @@ def splits(
 ) -> Iterator[Split]:
     """Yields all splits with powers of two as numbers of homes, slices and microbatches."""
     # The number of replicas is the remaining factor of the devices.
-    for model in _powers(job.network.host_size):
-        if num_devices % model or model > max(layer.split for layer in job.layers):
+    # Slices may lie on several hosts.
+    for model in _powers(min(num_devices, max(layer.split for layer in job.layers))):
+        if num_devices % model:
             continue
         for layers in _powers(min(len(job.layers), num_devices // model)):
             data, rest = divmod(num_devices // model, layers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -116,6 +118,7 @@ class Network:
 
         Members of a host first reduce-scatter their inputs. Then the parts are all-reduced between
         hosts, and each host gathers the results. So a host sends as little as with a single member.
+        Of groups that lie on hosts in different ways, the slowest counts.
 
         Args:
             members: number of members of the group.
@@ -127,12 +130,33 @@ class Network:
             >>> network.all_reduce(16, 1, 1e6) < network.all_reduce(16, 8, 1e6)
             True
         """
-        here = max(1, min(members, self.host_size // stride))
-        if here == members:
-            return self.inside.all_reduce(members, size)
-        hosts = math.ceil(members / here)
+        return max(
+            self._all_reduce(*shares, size)
+            for shares in _shares_of(self.host_size, members, stride)
+        )
+
+    def _all_reduce(self, hosts: int, here: int, size: float) -> float:
+        """Returns the seconds for a group on `hosts` hosts, with `here` members or more on each."""
+        if hosts == 1:
+            return self.inside.all_reduce(here, size)
         gather = self.inside.all_gather(here, size / here) if here > 1 else 0.0
         return 2 * gather + self.between.all_reduce(hosts, size / here)
+
+
+@functools.cache
+def _shares_of(host: int, members: int, stride: int) -> frozenset[tuple[int, int]]:
+    """Returns, for the groups of a mesh on hosts of `host` devices, the number of hosts, and of
+    members on the host with the fewest.
+    """
+    span = members * stride
+    shares: set[tuple[int, int]] = set()
+    # How groups lie on hosts repeats where both begin at the same device.
+    for group in range(host // math.gcd(host, span)):
+        for first in range(min(stride, host)):
+            begin = group * span + first
+            on_host = collections.Counter((begin + i * stride) // host for i in range(members))
+            shares.add((len(on_host), min(on_host.values())))
+    return frozenset(shares)
 
 
 @dataclasses.dataclass(frozen=True)

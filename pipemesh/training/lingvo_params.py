@@ -76,18 +76,8 @@ RULES: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ),
     (
         "train.learner",
-        lambda value, _: isinstance(value, list | tuple) and len(value) != 1,
-        "several, or none, could fail one by one; give it one",
-    ),
-    (
-        "learner.loss_name",
-        lambda value, _: isinstance(value, list | tuple),
-        "let ComputeLoss add the losses up to one, and give its name",
-    ),
-    (
-        "learner.gradient_combiner",
-        _is_given,
-        "there is one loss; let ComputeLoss add several up, and leave it out",
+        lambda value, _: isinstance(value, list | tuple) and not value,
+        "nothing would be trained; give it a learner, or several with weights of their own",
     ),
     (
         "learner.scale_gradients",
@@ -121,19 +111,18 @@ def check_params(task: Any, learns: bool = True) -> None:
                 "the learner are; override ComputePredictions, ComputeLoss or AdjustGradients "
                 "instead"
             )
-    owners = {"task": task, "train": task.train, "learner": rates_of(task)[0]}
+    owners = {"task": [task], "train": [task.train], "learner": learners_of(task)}
     for names, is_refused, advice in RULES:
         for path in names.split():
             owner, _, name = path.partition(".")
-            holder = owners[owner]
-            is_judged = path in ("train.learner", "learner.loss_name", "learner.gradient_combiner")
-            if holder is None or name not in holder:
-                continue
-            if (learns or is_judged) and is_refused(holder.Get(name), task):
-                whose = "of its learner " if owner == "learner" else ""
-                shown = name if owner == "learner" else f"p.{path.removeprefix('task.')}"
-                value_text = _text(holder.Get(name))
-                raise TrainingError(f"{task.name}: {whose}{shown}{value_text}: {advice}")
+            for holder in owners[owner]:
+                if name not in holder or not (learns or path == "train.learner"):
+                    continue
+                if is_refused(holder.Get(name), task):
+                    whose = "of its learner " if owner == "learner" else ""
+                    shown = name if owner == "learner" else f"p.{path.removeprefix('task.')}"
+                    value_text = _text(holder.Get(name))
+                    raise TrainingError(f"{task.name}: {whose}{shown}{value_text}: {advice}")
 
 
 def params_within(params: Any, kind: type) -> list[Any]:
@@ -163,7 +152,9 @@ _FILTERS = ("bprop_variable_filter", "bprop_variable_exclusion")
 
 def set_filters(task: Any, freeze: str | None, train_only: str | None) -> None:
     """Sets the filters of a task's learner to the given regular expressions of names."""
-    learner = rates_of(task)[0]
+    if freeze is None and train_only is None:
+        return
+    learner = only_learner(task, "--freeze and --train_only set")
     for field, pattern in zip(_FILTERS, (train_only, freeze), strict=True):
         if pattern and (own := learner.Get(field)):
             raise TrainingError(
@@ -174,11 +165,12 @@ def set_filters(task: Any, freeze: str | None, train_only: str | None) -> None:
             learner.Set(**{field: pattern})
 
 
-def take_filters(task: Any) -> list[str | None]:
-    """Takes the filters of names out of a task's learner, which would apply them to slices."""
-    rates, _ = rates_of(task)
-    filters = [rates.Get(field) for field in _FILTERS]
-    rates.Set(**dict.fromkeys(_FILTERS))
+def take_filters(task: Any) -> list[list[str | None]]:
+    """Takes the filters of names out of a task's learners, which would apply them to slices."""
+    filters: list[list[str | None]] = []
+    for learner in learners_of(task):
+        filters.append([learner.Get(field) for field in _FILTERS])
+        learner.Set(**dict.fromkeys(_FILTERS))
     return filters
 
 
@@ -280,9 +272,9 @@ class CosineFall(schedule.BaseSchedule):
 def ramped(task: Any, steps: int) -> Any:
     """Returns a copy of a task's params with a `Ramp` in place of its schedule, if it has one."""
     copy = task.Copy()
-    rates, _ = rates_of(copy)
-    if rates is not None:
+    if learners_of(copy):
         ramp = Ramp.Params().Set(name="ramp", steps=steps)
+        rates = only_learner(copy, "--find_learning_rate tries those of")
         rates.Set(learning_rate=1.0, lr_schedule=ramp)
     return copy
 
@@ -329,8 +321,30 @@ def rates_of(task: Any) -> tuple[Any, str]:
     """Returns the params with the learning rate, of the learner or of `p.train`, and its name."""
     learner = task.train and task.train.learner
     if isinstance(learner, list | tuple):
-        # Without exactly one learner, other code raises an error.
+        # The loss of the first one is the task's.
         return (learner[0] if learner else None), "p.train.learner[0].learning_rate"
     if learner is not None:
         return learner, "p.train.learner.learning_rate"
     return task.train, "p.train.learning_rate"
+
+
+def learners_of(task: Any) -> list[Any]:
+    """Returns the params of a task's learners; of `p.train` itself, if it has no `learner`."""
+    learner = task.train and task.train.learner
+    if isinstance(learner, list | tuple):
+        return list(learner)
+    return [each for each in (learner or task.train,) if each is not None]
+
+
+def only_learner(task: Any, doing: str) -> Any:
+    """Returns the params of the task's learner; raises TrainingError if it has several, which
+    begins with `doing`.
+    """
+    learners = learners_of(task)
+    if len(learners) > 1:
+        names = ", ".join(learner.name for learner in learners)
+        raise TrainingError(
+            f"{task.name}: {doing} one learner, but p.train.learner has {names}; change them in "
+            "Task()"
+        )
+    return learners[0] if learners else None

@@ -22,7 +22,7 @@ from pipemesh.plan import Plan
 from pipemesh.text import is_missing, nearest, nearest_text
 from pipemesh.training.inputs import heldout_batches, training_dataset
 from pipemesh.training.learning import Learning, set_attributes
-from pipemesh.training.lingvo_params import params_within, rates_of, set_filters
+from pipemesh.training.lingvo_params import only_learner, params_within, set_filters
 from pipemesh.training.subject import Subject
 
 # The attribute of a class that receives the plan before its `Task` is called.
@@ -141,7 +141,7 @@ class RegisteredModel(Subject):
             return
         set_attributes(self._config, given)
         learning = self.learning = Learning.of(self._config, given)
-        rates, _ = rates_of(self._task)
+        rates = only_learner(self._task, "flags of learning change")
         if rates is None:
             raise TrainingError(f"{self.name}: p.train has no learner; give it one")
         # A new optimizer would lose what Task() has set of it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from lingvo.core import base_model, py_utils
 
 from pipemesh.backend.devices import place_beside_inputs
 from pipemesh.backend.saved_state import create_slots
-from pipemesh.errors import PipemeshError
+from pipemesh.errors import PipemeshError, TrainingError
 from pipemesh.hosts.client import note_stages
 from pipemesh.layers import PipeliningLayer, mesh_cluster
 from pipemesh.layers.named import by_logical_name
@@ -155,8 +156,11 @@ class TrainedTask:
             homes = [home for stack in self.pipelines for home in stack.StageHomes()]
         self.devices = [home.devices for home in homes]
         note_stages(self.devices)
-        (self.learner,) = self.task.learners
-        self.loss: str = self.learner.params.loss_name or self.learner.params.name
+        self.learners: list[Any] = list(self.task.learners)
+        losses = [learner.params.loss_name or learner.params.name for learner in self.learners]
+        # All losses that are trained on; the first is the task's.
+        self._losses: list[str] = list(dict.fromkeys(tf.nest.flatten(losses)))
+        self.loss = self._losses[0]
         # For each source of the data a regular expression of names of the weights that it trains
         # (`bprop_variable_filters`).
         self.filters: Sequence[str] = ()
@@ -168,17 +172,28 @@ class TrainedTask:
         # By logical name, the variables of each trained weight; refs of those that are not trained.
         self._learned: dict[str, list[tf.Variable]] = {}
         self._frozen: set[Any] = set()
+        # For each learner, the variables that it updates.
+        self._trained: list[Any] = []
         if learns:
             weights = trained_variables(self.task).Filter(lambda v: v.trainable)
             named = by_logical_name(self.task, weights.Flatten())
-            for name in filtered(filters, [*named]):
-                parts = getattr(named[name], "parts", [(named[name], None)])
-                self._learned[name] = [part for part, _ in parts]
-            kept = {v.ref() for parts in self._learned.values() for v in parts}
-            self._frozen = {v.ref() for v in self.task.vars.Flatten() if v.trainable} - kept
-            # Nested, as the learner takes them.
-            self._trained = weights.Filter(lambda v: v.ref() in kept)
-            prepare_optimizer(self.learner, self._trained.Flatten(), self.step)
+            for learner, patterns in zip(self.learners, filters, strict=True):
+                names = filtered(patterns, [*named])
+                if twice := [name for name in names if name in self._learned]:
+                    raise TrainingError(
+                        f"{self.task.params.name}: the learner {learner.params.name!r} trains "
+                        f"{twice[0]!r}, which another one trains, too; tell their weights apart by "
+                        "bprop_variable_filter or bprop_variable_exclusion"
+                    )
+                for name in names:
+                    parts = getattr(named[name], "parts", [(named[name], None)])
+                    self._learned[name] = [part for part, _ in parts]
+                kept = {v.ref() for name in names for v in self._learned[name]}
+                # Nested, as the learner takes them.
+                self._trained.append(weights.Filter(lambda v, kept=kept: v.ref() in kept))
+                prepare_optimizer(learner, self._trained[-1].Flatten(), self.step)
+            trained = {v.ref() for parts in self._learned.values() for v in parts}
+            self._frozen = {v.ref() for v in self.task.vars.Flatten() if v.trainable} - trained
             self._others = [v for v in self.task.vars.Flatten() if not v.trainable]
             self._before = [tf.Variable(v, trainable=False) for v in self._others]
 
@@ -196,9 +211,19 @@ class TrainedTask:
             "global_step": self.step,
             **({"skipped_steps": self.skipped} if self._learns else {}),
             **named([v for v in self.task.vars.Flatten() if v.ref() not in unused]),
-            **named(self.optimizer_variables()),
+            **self._optimizer_state(),
             **named(self.averages()),
         }
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Returns the optimizers' variables by name."""
+        state: dict[str, Any] = {}
+        for learner in self.learners if self._learns else ():
+            variables = learner.optimizer._optimizer.variables()
+            for name, variable in by_logical_name(self.task, variables).items():
+                # Optimizers call what they have once alike, such as the power of a beta.
+                state[f"{name}/{learner.params.name}" if name in state else name] = variable
+        return state
 
     def frozen(self) -> list[str]:
         """Returns the names in `state` of the weights that are not trained."""
@@ -223,10 +248,9 @@ class TrainedTask:
         return {name.removesuffix("/var"): parts for name, parts in self._learned.items()}
 
     def optimizer_variables(self) -> list[tf.Variable]:
-        """Returns the optimizer's variables; none if there is no optimizer."""
-        if not self._learns:
-            return []
-        return self.learner.optimizer._optimizer.variables()
+        """Returns the optimizers' variables; none if there is no optimizer."""
+        learners = self.learners if self._learns else ()
+        return [v for learner in learners for v in learner.optimizer._optimizer.variables()]
 
     def averages(self) -> list[tf.Variable]:
         """Returns the moving averages of weights, which replace them in evaluation; often none."""
@@ -242,19 +266,11 @@ class TrainedTask:
     def train(
         self, batch: Any, outcome: Callable[[Any, Any], Any], tells_gradients: bool = False
     ) -> Any:
-        """Updates the weights while a graph is built; returns the loss, the learning rate, the norm
-        of all gradients before clipping, the result of `outcome`, and gradients before clipping by
-        the names in `learned`.
+        """Updates the weights while a graph is built; returns the loss and the learning rate, of
+        the first learner if there are several, the norm of all gradients before clipping, the
+        result of `outcome`, and gradients before clipping by the names in `learned`.
         """
         # A step that fails, or is not finite, changes only variables that `take_back` restores.
-        gradients: dict[str, list[tf.Tensor]] = {}
-
-        def adjusted(var_grads: Any) -> Any:
-            var_grads = all_or_none(self.task.AdjustGradients(var_grads), loss, self._scales)
-            if tells_gradients:
-                gradients.update(self._gradients_of(var_grads))
-            return var_grads
-
         with tf.control_dependencies(
             [copy.assign(v) for copy, v in zip(self._before, self._others, strict=True)]
         ):
@@ -265,19 +281,20 @@ class TrainedTask:
             # Else a pipeline would send gradients down to the data.
             batch = batch.Transform(lambda t: tf.stop_gradient(t) if t.dtype.is_floating else t)
         mask = self._gradient_mask(batch.pop(SOURCE)) if self.filters else None
-        with py_utils.GradientTape(), py_utils.GlobalStepContext(self.step):
+        # Each loss of a learner takes its gradients from the tape, which need not record them.
+        is_several = len(tf.nest.flatten([x.params.loss_name for x in self.learners])) > 1
+        with (
+            py_utils.GradientTape(persistent=is_several) as tape,
+            py_utils.GlobalStepContext(self.step),
+        ):
             py_utils.ResetStepSeed()
             with whole_batch_randomness():
                 metrics, per_example = self.task.FPropTower(theta, batch)
-            loss = metrics[self.loss][0]
             # lingvo identifies graphs by an id that a later graph may reuse.
             self.task._graphs_applied_ema.clear()
-            losses, update, stats = self.learner.Apply(
-                metrics,
-                self._trained,
-                gradient_mask=mask,
-                gradient_adjuster=adjusted,
-            )
+            with tape.stop_recording() if is_several else contextlib.nullcontext():
+                applied, gradients = self._apply(metrics, mask)
+            update = tf.group(*(update for _, update, _ in applied))
             # lingvo's order: averages of updated weights, then updates that depend on them.
             for follow in (
                 self.task.PostTrainingStepUpdate,
@@ -291,10 +308,43 @@ class TrainedTask:
             self.step.assign_add(1)
         if any(stack.simd is not None for stack in self.pipelines):
             place_beside_inputs(tf.compat.v1.get_default_graph())
+        losses, _, stats = applied[0]
         rate = stats["learning_rate"][0]
         # lingvo computes none if each gradient is clipped by its own.
-        norm = stats.get("grad_norm/all", (None,))[0]
-        return losses[0], rate, norm, outcome(metrics, per_example), gradients
+        norms = [stats.get("grad_norm/all", (None,))[0] for _, _, stats in applied]
+        norm = norms[0]
+        if len(norms) > 1:
+            norm = None if None in norms else tf.norm(tf.stack(norms))
+        told = self._gradients_of(gradients) if tells_gradients else {}
+        return losses[0], rate, norm, outcome(metrics, per_example), told
+
+    def _apply(self, metrics: Any, mask: Any) -> tuple[list[Any], Any]:
+        """Applies all learners, or none if a loss or a gradient of any is not finite; returns what
+        each of them returns, and all gradients before clipping.
+        """
+        losses = [metrics[name][0] for name in self._losses]
+        loss = losses[0] if len(losses) == 1 else tf.stack([tf.reduce_sum(x) for x in losses])
+        held = py_utils.NestedMap()
+        applied: list[Any] = []
+
+        def apply(number: int) -> None:
+            def adjusted(var_grads: Any) -> Any:
+                # A learner that has its gradients waits for those of the others.
+                held[f"learner_{number}"] = self.task.AdjustGradients(var_grads)
+                if number:
+                    apply(number - 1)
+                else:
+                    held.update(all_or_none(held, loss, self._scales))
+                return held[f"learner_{number}"]
+
+            applied.append(
+                self.learners[number].Apply(
+                    metrics, self._trained[number], gradient_mask=mask, gradient_adjuster=adjusted
+                )
+            )
+
+        apply(len(self.learners) - 1)
+        return applied, held
 
     def _gradient_mask(self, source: tf.Tensor) -> dict[str, tf.Tensor]:
         """Returns 1 for each variable that the batch's source (a one-hot vector) trains, else 0."""

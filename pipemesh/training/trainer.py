@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import statistics
@@ -185,6 +186,84 @@ class Workers:
         return device if task is None else f"{self._watched.name(task)} {device[-5:]}"
 
 
+class SeveralSteps:
+    """A loop of training steps in one graph.
+
+    A call of a graph by Python takes a millisecond or so; a loop takes it once for all its steps.
+    What a step returns goes through a queue, which keeps that of finished steps if a later one
+    fails.
+
+    Args:
+        step: the `tf.function` of a step; it takes a batch, and returns loss, learning rate, norm,
+            outcome and gradients. Gradients are not kept.
+    """
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+        self._loop = tf.function(self._steps, autograph=False)
+        # The nested outputs of a step, with True for each tensor, and the queue of their tensors.
+        self._outputs: Any = None
+        self._queue: Any = None
+
+    def graph(self, batches: Sequence[Any]) -> Any:
+        """Returns the graph for batches of these shapes, whatever their number.
+
+        Raises:
+            TrainingError: the batches differ in shape.
+        """
+        specs = [tf.nest.map_structure(_spec, batch) for batch in batches]
+        for spec in specs[1:]:
+            if spec != specs[0]:
+                shapes = [[s.shape.as_list() for s in tf.nest.flatten(x)] for x in (specs[0], spec)]
+                raise TrainingError(
+                    f"batches have the shapes {shapes[0]} and {shapes[1]}, but the steps of a call "
+                    "take equal ones; use --steps_per_call=1"
+                )
+        of_all = tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape], s.dtype), specs[0])
+        return self._loop.get_concrete_function(of_all, tf.TensorSpec([], tf.int32))
+
+    def __call__(self, batches: Sequence[Any]) -> list[Any]:
+        """Runs a step for each batch; returns their outputs without gradients."""
+        graph = self.graph(batches)
+        with tf.device("CPU:0"):
+            stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *batches)
+        graph(stacked, tf.constant(len(batches)))
+        return self.results()
+
+    def results(self) -> list[Any]:
+        """Returns the outputs of the steps finished since the last call, and forgets them."""
+        if self._queue is None:
+            return []
+        with tf.device("CPU:0"):
+            return [self._dequeue() for _ in range(int(self._queue.size()))]
+
+    def _dequeue(self) -> Any:
+        values = iter(tf.nest.flatten(self._queue.dequeue()))
+        flat = [v if v is None else next(values) for v in tf.nest.flatten(self._outputs)]
+        return tf.nest.pack_sequence_as(self._outputs, flat)
+
+    def _steps(self, batches: Any, number: tf.Tensor) -> Any:
+        def body(index: tf.Tensor) -> Any:
+            with tf.device("CPU:0"):
+                batch = tf.nest.map_structure(lambda t: t[index], batches)
+            *outputs, _ = self._step(batch)
+            values = [value for value in tf.nest.flatten(outputs) if value is not None]
+            if self._queue is None:
+                self._outputs = tf.nest.map_structure(lambda v: v if v is None else True, outputs)
+                with tf.init_scope(), tf.device("CPU:0"):
+                    self._queue = tf.queue.FIFOQueue(2**31 - 1, [value.dtype for value in values])
+            # The loss is known before the weights are updated; the call ends after that.
+            with tf.control_dependencies([values[0].op]), tf.device("CPU:0"):
+                self._queue.enqueue(values)
+            return index + 1
+
+        return tf.while_loop(lambda index: index < number, body, [0], parallel_iterations=1)
+
+
+def _spec(value: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(value.shape, value.dtype)
+
+
 # Number of steps with timed actions.
 _TIMED = 5
 
@@ -250,7 +329,7 @@ class Trainer:
             )
         self.restored = restore and self.saving.restore(restore)
         if options.find_learning_rate:
-            self.trained.learner.lr_schedule.first_step = self.step
+            self.trained.learners[0].lr_schedule.first_step = self.step
         # Read the data after the model is built. Its initializers set TensorFlow's seed, and a new
         # seed resets the state of operations, including tokenizers. Data that restarts continues
         # with new epochs.
@@ -281,6 +360,11 @@ class Trainer:
         self.saving.follow(self.batches)
         self.report: Report | None = None
         watched = watch.current()
+        if watched and options.steps_per_call > 1:
+            raise TrainingError(
+                f"--steps_per_call={options.steps_per_call}: steps on workers are watched each; "
+                "use 1, or leave --cluster out"
+            )
         with self.trained.cluster():
             # Before graphs are built, which note the actions.
             self.workers = watched and Workers(self.trained.pipelines, watched)
@@ -289,6 +373,9 @@ class Trainer:
         self._tells_gradients = options.histogram_every > 0
         self.gradients: dict[str, list[tf.Tensor]] = {}
         self._train = tf.function(self._train_step, autograph=False)
+        self._several = SeveralSteps(self._train)
+        # Batches that were read for a call, and the error of a step or of the data where it is due.
+        self._read: collections.deque[Any] = collections.deque()
         self._evaluation = Evaluation(subject, self.trained)
         self._is_first, self._was_skipped = True, False
         self.batch: Any = None
@@ -371,38 +458,85 @@ class Trainer:
             TrainingError: an operation of a stage failed.
             DeviceError: with strict devices, a stage ran on another device.
         """
-        batch = self.batch = self._next_batch()
-        step = self.step + 1
-        watch.begin(f"step {step}", is_step=True)
-        graphs: Any = None
+        (result,) = self.train_steps(1)
+        return result
+
+    def train_steps(self, most: int) -> list[dict[str, Any]]:
+        """Trains on at most `most` next batches in one call of the graph.
+
+        Returns:
+            What `train_step` returns, for each finished step; fewer than `most` if one failed. The
+            next call then raises its error, and the one after that goes on with the next batch.
+
+        Raises:
+            TrainingError: the batches differ in shape; otherwise as `train_step`.
+        """
+        read = self._read
+        if self._check_placement:
+            # Only the graph of a single step shows where its actions run.
+            most = 1
+        while len(read) < most and not (read and isinstance(read[-1], PipemeshError)):
+            try:
+                read.append(self._next_batch())
+            except DataError as error:
+                read.append(error)
+        if isinstance(read[0], PipemeshError):
+            raise read.popleft()
+        known = itertools.takewhile(lambda batch: not isinstance(batch, PipemeshError), read)
+        batches = list(itertools.islice(known, most))
+        try:
+            finished, failure = self._run(batches), None
+        except PipemeshError as error:
+            finished, failure = self._several.results(), error
+        ended = len(finished) + (failure is not None)
+        self.batch = batches[ended - 1]
+        for _ in range(ended):
+            read.popleft()
+        if failure is not None:
+            if not finished:
+                raise failure
+            read.appendleft(failure)
+        return [
+            {
+                "loss": float(loss),
+                "learning_rate": float(learning_rate),
+                "gradient_norm": None if norm is None else float(norm),
+                "score": scored(self.subject, batch, outcome, self.trained.loss),
+            }
+            for batch, (loss, learning_rate, norm, outcome) in zip(batches, finished, strict=False)
+        ]
+
+    def _run(self, batches: Sequence[Any]) -> list[Any]:
+        """Runs a step for each batch in one call; returns their losses, learning rates, norms and
+        outcomes.
+        """
+        first, graphs = self.step + 1, None
+        one = len(batches) == 1
+        name = f"step {first}" if one else f"steps {first} to {first + len(batches) - 1}"
+        watch.begin(name, is_step=True)
         try:
             with self.trained.cluster(), contextlib.ExitStack() as stack:
                 if self._check_placement:
                     graphs = stack.enter_context(record_placement())
                 if self._is_first:
                     # Python is idle while TensorFlow prepares a graph for its first run.
-                    self._train.get_concrete_function(batch)
+                    if one:
+                        self._train.get_concrete_function(batches[0])
+                    else:
+                        self._several.graph(batches)
                     stack.enter_context(console.meanwhile(self._prepare_evaluation))
                     self._is_first = False
-                loss, learning_rate, norm, outcome, self.gradients = self._train(batch)
+                if one:
+                    *outputs, self.gradients = self._train(batches[0])
+                    finished = [outputs]
+                else:
+                    finished = self._several(batches)
         except tf.errors.OpError as error:
-            # Variables on a lost worker cannot be restored.
-            watch.check_workers(error)
-            rescaled, explained = self.trained.take_back(error), self.trained.explain(error)
-            if rescaled is None and not is_not_finite(f"{explained} {error.message}"):
-                if explained is None:
-                    raise
-                self.give_up(str(explained), step, error)
-            self._check_devices(graphs)
-            if rescaled is not None:
-                raise RescaledError(rescaled) from error
-            if explained is None and LOSS_NOT_FINITE in error.message:
-                # The value arose outside of pipelines, which check their own.
-                raise NotFiniteError(LOSS_NOT_FINITE) from error
-            # Locating it takes as long as the first step, so only the first of several such steps
-            # is located.
-            located = None if self._was_skipped else self._locate(batch)
-            raise NotFiniteError(str(located or explained or NOT_FINITE)) from error
+            number = self.step + 1 - first
+            if number:
+                self._was_skipped = False
+                self.saving.confirm()
+            self._fail(error, first + number, batches[number], graphs)
         self._was_skipped = False
         watch.end_step()
         if self.workers:
@@ -410,12 +544,27 @@ class Trainer:
         # This step's loss was computed with the last saved weights, so they are good.
         self.saving.confirm()
         self._check_devices(graphs)
-        return {
-            "loss": float(loss),
-            "learning_rate": float(learning_rate),
-            "gradient_norm": None if norm is None else float(norm),
-            "score": scored(self.subject, batch, outcome, self.trained.loss),
-        }
+        return finished
+
+    def _fail(self, error: tf.errors.OpError, step: int, batch: Any, graphs: Any) -> NoReturn:
+        """Raises the error of a step whose graph failed."""
+        # Variables on a lost worker cannot be restored.
+        watch.check_workers(error)
+        rescaled, explained = self.trained.take_back(error), self.trained.explain(error)
+        if rescaled is None and not is_not_finite(f"{explained} {error.message}"):
+            if explained is None:
+                raise error
+            self.give_up(str(explained), step, error)
+        self._check_devices(graphs)
+        if rescaled is not None:
+            raise RescaledError(rescaled) from error
+        if explained is None and LOSS_NOT_FINITE in error.message:
+            # The value arose outside of pipelines, which check their own.
+            raise NotFiniteError(LOSS_NOT_FINITE) from error
+        # Locating it takes as long as the first step, so only the first of several such steps
+        # is located.
+        located = None if self._was_skipped else self._locate(batch)
+        raise NotFiniteError(str(located or explained or NOT_FINITE)) from error
 
     def _check_devices(self, graphs: Any) -> None:
         """Checks after the first step, also a skipped one, that stages ran on their devices."""

@@ -62,6 +62,48 @@ def test_the_best_plan_is_taken_said_kept_and_gone_on_with(tmp_path, figures):
     assert f"--mesh_shape={best.mesh}" in out and "chosen" not in out and "changed" not in out
 
 
+def test_rates_are_tried_step_by_step():
+    parsed(MODEL, "--steps_per_call=8", "--find_learning_rate=100")
+    with pytest.raises(FlagError, match="--find_learning_rate may end after any step; leave one"):
+        training_flags.options()
+    parsed(MODEL, "--steps_per_call=8")
+    assert training_flags.options()["steps_per_call"] == 8
+
+
+def test_tokens_of_a_microbatch_set_their_number():
+    parsed(MODEL, "--tokens_per_microbatch=64")
+    assert training_flags.microbatches_of(16, 32) == {"num_microbatches": "8"}
+    assert training_flags.microbatch_flag() == "tokens_per_microbatch"
+    allowed = "Use one of 32, 64, 128, 256, 512$"
+    for words, rows, length, told in (
+        (["=48"], 16, 32, f"=48 does not divide a batch of 16 rows of 32 tokens .*{allowed}"),
+        # Ten microbatches of a row and a half.
+        (["=48"], 15, 32, "does not divide a batch of 15 rows"),
+        (["=1024"], 16, 32, allowed),
+        (["=64"], None, 32, "has no BATCH_SIZE and SEQUENCE_LENGTH.*; use --num_microbatches"),
+        (["=64", "--num_microbatches=2"], 16, 32, "--num_microbatches=2 sets it; leave one out"),
+    ):
+        parsed(MODEL, f"--tokens_per_microbatch{words[0]}", *words[1:])
+        with pytest.raises(FlagError, match=told):
+            training_flags.microbatches_of(rows, length)
+    parsed(MODEL, "--tokens_per_microbatch=64", "--mesh_shape=auto:2")
+    with pytest.raises(FlagError, match="chooses microbatches by itself"):
+        training_flags.choose_plan("run")
+    parsed(MODEL, "--num_microbatches=2")
+    assert training_flags.microbatches_of(None, None) == {}
+
+
+def test_given_microbatches_go_over_saved_tokens(tmp_path, monkeypatch):
+    note = {"flags": {"tokens_per_microbatch": 64, "seed": 3}}
+    monkeypatch.setattr(training_flags, "newest_note", lambda logdir: ("ckpt-1", note))
+    parsed(MODEL, "--num_microbatches=2")
+    training_flags.take_up(str(tmp_path))
+    assert (FLAGS.tokens_per_microbatch, FLAGS.seed) == (None, 3)
+    parsed(MODEL)
+    training_flags.take_up(str(tmp_path))
+    assert FLAGS.tokens_per_microbatch == 64
+
+
 @pytest.fixture
 def measuring(monkeypatch):
     """Lets `pipemesh plan` run in this process, with this in place of a measured model."""

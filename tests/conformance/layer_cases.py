@@ -176,6 +176,7 @@ def _cases():
     yield "weights", softmax.Copy().Set(use_bias=False), [X, LABELS, WEIGHTS], ["vocab"]
     smooth = softmax.Copy().Set(label_smoothing=0.2)
     yield "smoothing", smooth, [X, LABELS, WEIGHTS], ["vocab"]
+    yield "z_loss", softmax.Copy().Set(z_loss=0.1), [X, LABELS, WEIGHTS], ["vocab"]
     yield "capped", softmax.Copy().Set(logit_cap=1.5), [X, LABELS, WEIGHTS], ["vocab"]
 
     experts = named.Experts.Params().Set(input_dim=EMBED, hidden_dim=4, num_experts=4)

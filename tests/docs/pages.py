@@ -1,12 +1,13 @@
 """The documents: their snippets of Python and their shell commands."""
 
+import json
 import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "docs/[!_]*/*.md", "[!.]*/**/README.md")
+    for pattern in ("*.md", "docs/*.md", "docs/*.ipynb", "docs/[!_]*/*.md", "[!.]*/**/README.md")
     for path in ROOT.glob(pattern)
     if not {"build", "dist", "runs"} & set(path.relative_to(ROOT).parts)
 )
@@ -32,21 +33,21 @@ def _check(text):
 
 def python_of(page):
     """All snippets of Python as one program; empty if there is none."""
-    found = [code for kind, code in FENCED.findall(_text(page)) if kind == "python"]
+    found = [code for kind, code in FENCED.findall(text_of(page)) if kind == "python"]
     lines = [f"_check({code!r})" if code.startswith(">>>") else code for code in found]
     return "\n".join([*([_DOCTEST] if lines != found else []), *lines])
 
 
 def programs_of(page):
     """Snippets of Python that begin with the name of their file, by that name."""
-    found = [code for kind, code in FENCED.findall(_text(page)) if kind == "python"]
+    found = [code for kind, code in FENCED.findall(text_of(page)) if kind == "python"]
     named = [(re.match(r"# (\w+\.py)\n", code), code) for code in found]
     return {name[1]: code for name, code in named if name}
 
 
 def commands_of(page):
     """The shell commands, in their order."""
-    text = _text(page)
+    text = text_of(page)
     lines = []
     for kind, code in FENCED.findall(text):
         if kind == "sh":
@@ -59,5 +60,10 @@ def commands_of(page):
     return [re.sub(r"\s+# .*", "", line) for line in joined if line.strip()]
 
 
-def _text(page):
-    return page.read_text(encoding="utf-8")
+def text_of(page):
+    """The text of a page; of a notebook with its cells of Python as snippets."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n".join(f"```python\n{c}\n```\n" if kind == "code" else f"{c}\n" for kind, c in cells)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipemesh.errors import DeviceError
-from pipemesh.hosts import Cluster
+from pipemesh.hosts import Cluster, cluster
 
 
 def test_addresses_are_listed_in_their_order():
@@ -89,6 +89,65 @@ def test_without_slurm_it_is_said(monkeypatch):
         monkeypatch.delenv(f"SLURM_{name}", raising=False)
     with pytest.raises(DeviceError, match="Slurm does not say where workers are"):
         Cluster.from_text("slurm")
+
+
+MPI_NAMES = ["OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_"]
+
+
+def as_rank(monkeypatch, names, rank, size):
+    monkeypatch.setenv(f"{names}RANK", str(rank))
+    monkeypatch.setenv(f"{names}SIZE", str(size))
+
+
+@pytest.mark.parametrize("names", MPI_NAMES)
+def test_workers_of_mpi_announce_themselves(monkeypatch, tmp_path, names):
+    """The client is rank 1 of them, or none; it waits for the last worker."""
+    folder = str(tmp_path / "job")
+    for rank in (2, 3):
+        as_rank(monkeypatch, names, rank, 4)
+        cluster.announce(folder, f"n{rank}:5")
+    as_rank(monkeypatch, names, 1, 4)
+    late = []
+
+    def sleep(seconds):
+        late.append(seconds)
+        (tmp_path / "job" / "worker-0-of-4").write_text("n0:5")
+
+    monkeypatch.setattr(cluster.time, "sleep", sleep)
+    ended = []
+    monkeypatch.setattr(cluster.atexit, "register", ended.append)
+    assert Cluster.from_text(f"mpi:{folder}", "s:1") == Cluster(("n0:5", "n2:5", "n3:5"), ("s:1",))
+    assert len(late) == 1
+    # Workers end when their files are gone.
+    (end,) = ended
+    end()
+    assert not list((tmp_path / "job").iterdir())
+    for rank in range(2):
+        as_rank(monkeypatch, names, rank, 2)
+        cluster.announce(folder, f"n{rank}:5")
+    for name in ("RANK", "SIZE"):
+        monkeypatch.delenv(names + name)
+    assert Cluster.from_text(f"mpi:{folder}").workers == ("n0:5", "n1:5") and len(ended) == 1
+
+
+def test_missing_workers_of_mpi_are_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "_MPI_SECONDS", 0.0)
+    with pytest.raises(DeviceError, match=r"write mpi:FOLDER, a shared folder that is new"):
+        Cluster.from_text("mpi")
+    with pytest.raises(DeviceError, match="has no worker at all after 0 s; start all by mpirun"):
+        Cluster.from_text(f"mpi:{tmp_path}/none")
+    with pytest.raises(
+        DeviceError, match=r"neither OMPI_COMM_WORLD_RANK or .* is set; start it by"
+    ):
+        cluster.announce(str(tmp_path), "a:1")
+    as_rank(monkeypatch, "PMI_", 0, 3)
+    cluster.announce(str(tmp_path), "a:1")
+    monkeypatch.delenv("PMI_RANK")
+    with pytest.raises(DeviceError, match="has no worker of rank 1 after 0 s"):
+        Cluster.from_text(f"mpi:{tmp_path}")
+    as_rank(monkeypatch, "PMI_", 1, 2)
+    with pytest.raises(DeviceError, match="workers of several jobs, of 2 and 3 processes; give"):
+        Cluster.from_text(f"mpi:{tmp_path}")
 
 
 def test_kubernetes_needs_a_package(monkeypatch):

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from pipemesh.commands.main import main
-from pipemesh.hosts import health, worker
+from pipemesh.hosts import Cluster, health, worker
 from pipemesh.hosts.health import Health, ask
 from tests.hosts.workers import COMMAND, address_of, start
 
@@ -54,6 +54,23 @@ def test_a_worker_answers_unless_stopped_and_ends_by_a_signal(number):
         out, _ = worker.communicate(timeout=20)
         assert (worker.returncode, out) == (0, "")
         assert "refused" in ask([address], 5)[0].trouble
+    finally:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_worker_of_mpi_ends_with_its_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "1")
+    worker = start(f"--announce={tmp_path}", command=COMMAND)
+    monkeypatch.delenv("PMI_RANK")
+    try:
+        assert Cluster.from_text(f"mpi:{tmp_path}").workers == (address_of(worker),)
+        (tmp_path / "worker-0-of-1").unlink()
+        worker.communicate(timeout=30)
+        assert worker.returncode == 0
     finally:
         worker.kill()
         worker.communicate()

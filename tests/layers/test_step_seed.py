@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from lingvo.core import base_layer, py_utils
+from lingvo.core import layers as lingvo_layers
 
 from pipemesh import randomness
-from pipemesh.layers import step_seed
+from pipemesh.layers import CellFnFPropOpReplacementWrapper, step_seed
 from pipemesh.layers.step_seed import number_of_call, recorded_calls
 from tests.layers.harness import evaluated
 
@@ -163,6 +164,29 @@ def test_lingvos_layers_take_seeds_and_steps_from_here_inside_only(stepless):
     assert step_seed.GetOverWriteGlobalStep() is outer
     with step_seed.keyed_seeds():
         assert step_seed.GetOverWriteGlobalStep() is outer
+
+
+def test_the_wrapper_of_lingvos_cells_serves_other_loops():
+    """As lingvo's pipeline calls a cell, in a loop without a global step."""
+    p = lingvo_layers.DeterministicDropoutLayer.Params()
+    layer = p.Set(name="dropout", keep_prob=0.5).Instantiate()
+
+    def dropped(step):
+        with CellFnFPropOpReplacementWrapper():
+            step_seed.SetOverWriteGlobalStep(step)
+            return layer.FProp(layer.theta, tf.ones([64]))
+
+    @tf.function(autograph=False)
+    def loop():
+        return tf.map_fn(dropped, tf.constant([3, 4, 3]), fn_output_signature=tf.float32)
+
+    first, other, again = loop().numpy()
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any() and set(first) == {0.0, 2.0}
+    original = py_utils.GenerateStepSeedPair
+    with pytest.raises(ValueError, match="mine"), CellFnFPropOpReplacementWrapper():
+        raise ValueError("mine")
+    assert py_utils.GenerateStepSeedPair is original
 
 
 def test_without_a_pipeline_draws_are_those_of_the_whole_batch():

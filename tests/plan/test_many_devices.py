@@ -1,6 +1,7 @@
 """A training on more devices than there are."""
 
 import contextlib
+import dataclasses
 import math
 import statistics
 
@@ -90,6 +91,17 @@ def test_all_splits_use_all_devices():
     assert len(set(found)) == len(found)
     assert {split.model for split in found} == {1, 2, 4}
     assert all(64 % (split.data * split.num_microbatches) == 0 for split in found)
+
+
+def test_slices_may_lie_on_several_hosts():
+    """Layers of 8 slices on hosts of 4: their sums use the links inside and between hosts."""
+    layers = tuple(dataclasses.replace(layer, split=8) for layer in small_job().layers)
+    wide = dataclasses.replace(small_job(), layers=layers)
+    assert {split.model for split in splits(wide, 16)} == {1, 2, 4, 8}
+    found = forecast_step(wide, Split(1, data=2, model=8, num_microbatches=4))
+    # Twice for each of 8 layers and 4 microbatches of 8 rows.
+    sums = 8 * 2 * 4 * NETWORK.all_reduce(8, 1, 8 * 2e6)
+    assert found.parts["sums"] == pytest.approx(sums)
 
 
 def test_the_best_of_some_is_near_the_best_of_all():

@@ -1,5 +1,6 @@
 """Links and groups: no faster than what has to be sent; and hosts."""
 
+import dataclasses
 import math
 
 import pytest
@@ -39,6 +40,19 @@ def test_a_host_sends_as_if_it_had_one_member():
     assert network.all_reduce(4, 8, 8e9) == pytest.approx(2 * 3 / 4 * 8.0)
 
 
+def test_an_axis_over_hosts_uses_both_links():
+    """4 of 8 members on each of 2 hosts: a reduce-scatter inside, a sum across, a gather inside."""
+    network = Network(4, Link(0.0, 1e11), Link(0.0, 1e9))
+    inside = 2 * 3 * 2e9 / 1e11
+    assert network.all_reduce(8, 1, 8e9) == pytest.approx(inside + 2 * 1e9 / 1e9)
+    # With a stride of 2, hosts have 2 members of each of two groups.
+    assert network.all_reduce(8, 2, 8e9) == pytest.approx(2 * 4e9 / 1e11 + 2 * 3 * 1e9 / 1e9)
+    # Hosts of 6: of groups of 4, every second one lies on two hosts, and was priced as on one.
+    uneven = dataclasses.replace(network, host_size=6)
+    assert uneven.all_reduce(4, 1, 8e9) == pytest.approx(2 * 4e9 / 1e11 + 2 * 2e9 / 1e9)
+    assert uneven.all_reduce(3, 1, 8e9) == pytest.approx(2 * 2 * 8e9 / 3 / 1e11)
+
+
 def test_nothing_is_sent_alone():
     link = Link(1.0, 1.0)
     assert link.all_reduce(1, 1e9) == 0
@@ -69,6 +83,9 @@ PLACES = [
     # An axis inside of a replica that crosses hosts is named.
     ("layers:2;model:2", "d_ff:model", [1, 1, 1, 1], [0, 1, 2, 3], ("model",)),
     ("layers:1;model:2;seq:2", "d_ff:model;t:seq", [2, 2], [0, 0, 1, 1], ("model",)),
+    ("layers:1;model:8", "d_ff:model", [4, 4], [0] * 4 + [1] * 4, ("model",)),
+    # The axis that is written first crosses hosts, and members of the other are neighbours.
+    ("layers:1;data:2;model:4", "batch:data;d_ff:model", [4, 4], [0] * 4 + [1] * 4, ()),
     ("layers:2;model:1,3", "d_ff:model", [2, 2], [0, 0, 1, 1], ("model",)),
     # Hosts have as many as they can.
     ("layers:3;data:2", "batch:data", [3, 3], [0, 0, 0, 1, 1, 1], ()),

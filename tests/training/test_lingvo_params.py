@@ -92,10 +92,6 @@ REFUSED = {
     "train.pruning_hparams_dict": lambda p: p.train.Set(pruning_hparams_dict={"a": 1}),
     "train.enqueue_max_steps": lambda p: p.train.Set(enqueue_max_steps=3),
     "train.learner": lambda p: p.train.Set(learner=[]),
-    "learner.loss_name": lambda p: p.train.learner.Set(loss_name=["a", "b"]),
-    "learner.gradient_combiner": lambda p: p.train.learner.Set(
-        gradient_combiner=optimizer.SGD.Params()
-    ),
     "learner.scale_gradients": lambda p: p.train.learner.Set(scale_gradients=False),
     "learner.optimizer": lambda p: p.train.learner.Set(optimizer=optimizer.Accumulator.Params()),
     "learner.lr_schedule": lambda p: p.train.learner.Set(

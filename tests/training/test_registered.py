@@ -179,14 +179,6 @@ def trained_by(config, logdir):
     return Trainer(RegisteredModel(config, "Model"), Options(logdir=str(logdir), steps=1))
 
 
-def test_several_learners_are_an_error(eagerly, tmp_path):
-    several = changed(
-        small_models.PlainPoints, lambda p: p.Set(**{"train.learner": [p.train.learner] * 2})
-    )
-    with pytest.raises(TrainingError, match=r"p\.train\.learner: several, or none, could fail"):
-        trained_by(several, tmp_path)
-
-
 def test_a_nonfinite_loss_with_finite_gradients_fails(eagerly, tmp_path):
     class Offset(small_models.Classifier):
         def ComputeLoss(self, theta, predictions, input_batch):

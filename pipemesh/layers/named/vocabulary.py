@@ -273,7 +273,7 @@ class SoftmaxCrossEntropy(NamedLayer):
 
     @classmethod
     def Params(cls) -> Any:
-        """Defines sizes, `norm_tpl`, `use_bias` and `label_smoothing`."""
+        """Defines sizes, `norm_tpl`, `use_bias`, `label_smoothing` and `z_loss`."""
         p = super().Params()
         p.Define("input_dim", 0, "Size of `embed`.")
         p.Define("vocab_size", 0, "Size of `vocab`.")
@@ -285,6 +285,12 @@ class SoftmaxCrossEntropy(NamedLayer):
             "label_smoothing",
             0.0,
             "Part of each label's probability that all tokens share; 0 or more, less than 1.",
+        )
+        p.Define(
+            "z_loss",
+            0.0,
+            "In training, weight of the squared logarithm of each token's sum of exponentials, "
+            "which is added to its cross entropy (Chowdhery et al., PaLM, 2022, section 5).",
         )
         return p
 
@@ -302,6 +308,8 @@ class SoftmaxCrossEntropy(NamedLayer):
                 f"{p.name}: label_smoothing is {p.label_smoothing!r}; it is a number from 0 on and "
                 "below 1"
             )
+        if p.z_loss:
+            check_above_zero(p.name, "z_loss", p.z_loss, ", or 0")
         if p.norm_tpl is not None:
             self.CreateChild("norm", p.norm_tpl.Copy().Set(input_dim=p.input_dim))
 
@@ -338,9 +346,10 @@ class SoftmaxCrossEntropy(NamedLayer):
         """Computes the loss for `batch;length;embed`, and `batch;length` labels and their weights.
 
         Returns:
-            The weighted sum of cross entropies, the sum of the weights, and the cross entropy of
-            each label, `batch;length`: all float32. Inside `cache_scope` labels are ignored, and
-            the result is the logits of the next token in each row, `batch;vocab` float32.
+            The weighted sum of cross entropies, with `z_loss` in training, the sum of the weights,
+            and the cross entropy of each label, `batch;length`: all float32. Inside
+            `cache_scope` labels are ignored, and the result is the logits of the next token in
+            each row, `batch;vocab` float32.
         """
         p = self.params
         if p.norm_tpl is not None:
@@ -361,6 +370,8 @@ class SoftmaxCrossEntropy(NamedLayer):
         weights = whole(self, weights, "batch;length", names, tf.float32)
         weights = ops.cast(weights, tf.float32)
         each = ops.rename(xent, split_names(names))
+        if p.z_loss and not self.do_eval:
+            xent = xent + total * total * p.z_loss
         return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), each
 
     def _Next(self, theta: Any, x: Any, last: Any) -> Tensor:
@@ -432,6 +443,8 @@ class SoftmaxCrossEntropy(NamedLayer):
             tally.reduce(logits, "vocab")
         xent = tally.made(right.shape, right)
         of_labels = tally.made(right.shape, right)
+        if p.z_loss:
+            tally.keep(right)
         tally.keep(*[] if weights is None else [xent, of_labels])
         scalar = tally.reduce(xent, rows, times=2)
         return scalar, tally.made(scalar.shape, scalar), tally.rename(xent, split_names(names))

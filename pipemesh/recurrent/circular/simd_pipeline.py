@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from pipemesh.backend.gradients import attach_gradient, is_recorded, unrecorded
+from pipemesh.backend.gradients import attach_gradient, first_only, is_recorded, unrecorded
 from pipemesh.backend.operations import zeros
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.errors import GradientError, LayoutError, PipelineError
+from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.lowering.arguments import as_shape, as_tensor, described
 from pipemesh.lowering.differentiate import call_alone, check_no_layers_axis, lost_in_layer
 from pipemesh.lowering.lowering import Lowering, Slices
@@ -285,14 +285,6 @@ class SimdPipeline:
         )
 
 
-def _no_second(_: Any) -> list[tf.Tensor]:
-    raise GradientError(
-        "second derivatives of a SimdPipeline do not exist: its gradient is a loop that keeps "
-        "nothing to be differentiated by; apply the layers one after the other, or differentiate "
-        "once"
-    )
-
-
 def _run(
     lowering: Lowering,
     loop: TickLoop,
@@ -327,7 +319,8 @@ def _run(
             for pair in zip(sums, sources, strict=True)
         ]
         results = [part for parts in (*grad_streams, *grad_weights) for part in parts]
-        return attach_gradient(results, [*grads, *inputs], _no_second, across_devices=n > 1)
+        instead = "apply the layers one after the other"
+        return first_only(results, [*grads, *inputs], "a SimdPipeline", instead)
 
     flat = [part for leaf in outputs for part in leaf]
     return list(_by_number(attach_gradient(flat, inputs, backward, across_devices=n > 1), n))

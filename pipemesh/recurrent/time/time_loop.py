@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.backend.gradients import custom_gradient, without_colocation
+from pipemesh.backend.gradients import custom_gradient, first_only, without_colocation
 from pipemesh.backend.graphs import keep_alive
 from pipemesh.backend.structure import is_differentiable
 from pipemesh.errors import PipelineError
@@ -383,9 +383,12 @@ def run_loop(loop: TimeLoop, arguments: Arguments, captures: Captures, span: Spa
             with without_colocation(), tf.device(device):
                 parts = map(_differentiable, groups(d_results, results), results)
                 grads = loop.backward(values, captured, kept, Results(*parts))
-                # It depends on the states over time, which are constants here.
-                why = "Recurrent has no gradient of its gradient"
-                return [None if g is None else _without_gradient(g, why) for g in grads]
+            # They depend on the states over time, which are constants here.
+            known = [i for i, grad in enumerate(grads) if grad is not None]
+            sources = [x for x in (*d_results, *tensors) if is_differentiable(x)]
+            instead = "loop over time by tf.while_loop"
+            found = first_only([grads[i] for i in known], sources, "Recurrent", instead)
+            return _spread(found, known, len(grads))
 
         return [x for part in results for x in part], grad
 

@@ -23,6 +23,8 @@ class Options:
     Attributes:
         logdir: the log directory.
         steps: the step to train up to.
+        steps_per_call: most steps in one call of the graph. A call ends where something else is
+            due.
         save_every: steps between checkpoints.
         eval_every: steps between evaluations.
         eval_batches: held-out batches of each evaluation; None for `EVAL_BATCHES` during the run
@@ -50,6 +52,7 @@ class Options:
 
     logdir: str
     steps: int
+    steps_per_call: int = 1
     save_every: int = 100
     eval_every: int = 100
     eval_batches: int | None = None

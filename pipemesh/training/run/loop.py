@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipemesh.backend.peak import peak_memory
@@ -231,11 +231,11 @@ class Loop:
             while trainer.step < steps and not (self._stops.signal or self._is_settled):
                 if self._rate is None:
                     with progress.busy("building the graph"):
-                        self._one_step(progress)
+                        self._some_steps(progress)
                     gc.enable()
                     self._report()
                 else:
-                    self._one_step(progress)
+                    self._some_steps(progress)
                 judged = self._evaluate()
                 self._save(judged, is_last=trainer.step == steps or self._is_settled)
 
@@ -286,11 +286,11 @@ class Loop:
             text = f"{text}\nthe layout of the weights cannot be written ({reason(error)})"
         self._tell.say(text)
 
-    def _measured(self, seconds: float) -> None:
+    def _measured(self, step: int, seconds: float) -> None:
         """Reports the measured speed of the first steps after the graph was built."""
         self._measured_steps += 1
         self._seconds += seconds
-        number, is_last = self._measured_steps, self._trainer.step >= self._options.steps
+        number, is_last = self._measured_steps, step >= self._options.steps
         if number == _MEASURED_STEPS or (is_last and number < _MEASURED_STEPS):
             unit = self._trainer.subject.unit
             values: dict[str, Any] = {"steps": number, f"{unit}_per_second": self._rate}
@@ -306,7 +306,7 @@ class Loop:
             if values["peak_memory"]:
                 text += f", {bytes_text(values['peak_memory'])}"
             text = f"measured over {count_text(number, 'step')}: {text}"
-            self._tell("measured", text, step=self._trainer.step, **values)
+            self._tell("measured", text, step=step, **values)
 
     def _mfu(self, seconds: float) -> float | None:
         """Returns the matmul flops as a share of the measured peak; None above 1, which is
@@ -346,20 +346,48 @@ class Loop:
                 self._saved = step
                 self._tell("checkpoint", step=step, path=path_of(folder, step))
 
-    def _one_step(self, progress: Progress) -> None:
-        number = self._trainer.step + 1
-        self._histograms.before(number)
-        try:
-            with self._profile.around(number):
-                begin = time.perf_counter()
-                result = self._trainer.train_step()
-                seconds = time.perf_counter() - begin
-        except NotFiniteError as error:
-            self._skip(error)
-            progress.advance()
-            return
+    def _num_steps(self) -> int:
+        """Returns the number of steps of the next call, which ends where something else is due."""
+        step, options = self._trainer.step, self._options
+        ends = [options.steps]
+        ends += [step - step % n + n for n in (options.save_every, options.eval_every)]
+        if every := options.histogram_every:
+            due = step - step % every + every
+            # That step has a call of its own, which returns its gradients.
+            ends.append(max(due - 1, step + 1))
+        first, last = options.profile_steps or (0, 0)
+        ends += [end for end in (first - 1, last) if end > step]
+        return min(options.steps_per_call, *(end - step for end in ends))
+
+    def _some_steps(self, progress: Progress) -> None:
+        """Trains for as many steps as a call has, each of which is finished or skipped."""
+        left = self._num_steps()
+        while left:
+            number, is_first = self._trainer.step + 1, self._rate is None
+            self._histograms.before(number)
+            try:
+                with self._profile.around(number, number + left - 1):
+                    begin = time.perf_counter()
+                    results = self._trainer.train_steps(left)
+                    seconds = time.perf_counter() - begin
+            except NotFiniteError as error:
+                self._skip(error)
+                progress.advance()
+                left -= 1
+                continue
+            # The first call builds the graph, and one that fails locates that, so their times are
+            # not typical.
+            is_timed = not is_first and len(results) == left
+            for step, result in enumerate(results, number):
+                self._tell_step(step, result, seconds / left if is_timed else None, progress)
+            left -= len(results)
+            self._tell_profile()
+
+    def _tell_step(
+        self, step: int, result: Mapping[str, Any], seconds: float | None, progress: Progress
+    ) -> None:
+        """Reports a finished step."""
         self._in_a_row = 0
-        step = self._trainer.step
         if spike := self._spikes.add(result["loss"]):
             self._tell("spike", f"step {step}: {spike}", is_warning=True, step=step, why=spike)
         score, unit = result["score"], self._trainer.subject.unit
@@ -372,23 +400,21 @@ class Loop:
         if (norm := result["gradient_norm"]) is not None:
             values["gradient_norm"] = norm
             shown += f", gradient norm {norm:.3g}"
-        if self._rate is None:
-            # The first step builds the graph, so its time is not typical.
-            self._rate, timing = 0.0, {}
+        if seconds is None:
+            self._rate = self._rate or 0.0
         else:
-            now, timing = ratio(score.amount, seconds), {"seconds": seconds}
-            values[f"{unit}_per_second"] = now
+            now = ratio(score.amount, seconds)
+            values |= {"seconds": seconds, f"{unit}_per_second": now}
             if self._flops and (share := self._mfu(seconds)) is not None:
                 values["mfu"] = share
             self._rate = 0.9 * self._rate + 0.1 * now if self._rate else now
             shown += f", {self._rate:,.0f} {unit}/s"
-            self._measured(seconds)
+            self._measured(step, seconds)
         histograms = self._histograms.after(self._trainer.gradients)
-        self._tell("step", step=step, histograms=histograms, **timing, **values)
+        self._tell("step", step=step, histograms=histograms, **values)
         progress.advance(shown)
         if step % _STEPS_OF_WORK == 0:
             self._tell_work()
-        self._tell_profile()
 
     def _tell_work(self) -> None:
         """Reports how long each worker computed, and which ones are slow."""

@@ -200,8 +200,10 @@ class Profile:
         self.written: str | None = None
 
     @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Encloses a step; the profile starts before the block and ends after it."""
+    def around(self, step: int, end: int) -> Iterator[None]:
+        """Encloses the steps of a call, up to `end`; the profile starts before the block and ends
+        after it.
+        """
         first, last = self._steps or (0, -1)
         if not first <= step <= last:
             yield
@@ -213,7 +215,7 @@ class Profile:
             with tf.profiler.experimental.Trace("train", step_num=step, _r=1):
                 yield
         finally:
-            if step == last:
+            if end == last:
                 self.close()
 
     def _begin(self) -> None:

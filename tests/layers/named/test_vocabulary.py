@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from lingvo.core import cluster_factory
 
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.named import Attention, Embedding, RotaryScaling, SoftmaxCrossEntropy
@@ -143,6 +144,32 @@ def test_loss_and_gradients_are_those_of_plain_tensorflow(mesh, smoothing, weigh
 
     params = SOFTMAX.Copy().Set(label_smoothing=smoothing)
     run(params, [x, LABELS, weights], mesh).assert_plain(plain, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "multiple"), [("data:2;model:2", 1), ("model:3", 1), ("model:2", 3)]
+)
+def test_z_loss_is_the_formula_of_its_paper(mesh, multiple):
+    """Of 7 tokens, in padded slices; evaluation and each label's cross entropy are without."""
+    labels = LABELS % 7
+
+    def plain(w):
+        logits = tf.einsum("btd,dv->btv", X, w["w"]) + w["b"]
+        log_z = tf.math.log(tf.reduce_sum(tf.exp(logits), -1))
+        right = tf.reduce_sum(tf.one_hot(labels, 7) * logits, -1)
+        each = log_z - right + 0.3 * log_z**2
+        return tf.reduce_sum(each * WEIGHTS), tf.constant(WEIGHTS.sum()), log_z - right
+
+    params = SOFTMAX.Copy().Set(vocab_size=7, vocab_multiple=multiple, z_loss=0.3)
+    run(params, [X, labels, WEIGHTS], mesh).assert_plain(plain)
+
+    def evaluated(layer, theta, *args):
+        with cluster_factory.SetEval(True):
+            return layer.FProp(theta, *args)
+
+    found = run(params, [X, labels, WEIGHTS], mesh, call=evaluated)
+    without = run(params.Copy().Set(z_loss=0.0), [X, labels, WEIGHTS], mesh)
+    np.testing.assert_array_equal(found.outputs[0], without.outputs[0])
 
 
 def test_weights_are_not_rounded_to_what_products_are_computed_in():

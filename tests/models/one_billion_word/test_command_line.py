@@ -33,6 +33,14 @@ BAD_INPUT = [
         ["names dim 'lenght', which no tensor has; did you mean 'length'?"],
     ),
     (["--num_microbatches=3"], ["num_microbatches may be 1, 2, 4"]),
+    (
+        ["--tokens_per_microbatch=100"],
+        ["of whole rows. Use one of ", "--tokens_per_microbatch=100 does not divide a batch of "],
+    ),
+    (
+        ["--tokens_per_microbatch=64", "--num_microbatches=2"],
+        ["--tokens_per_microbatch=64: --num_microbatches=2 sets it; leave one out"],
+    ),
     (["--schedule=seq1f1b:2"], ["--schedule='seq1f1b:2' ", "layers take whole sequences"]),
     (["--boundaries=0,3,9"], ["boundaries end at 9, but there are 7 layers"]),
     (["--lowering=smd"], ["--lowering='smd'", "placement|simd"]),

@@ -36,14 +36,14 @@ def text(corpus, tmp_path):
 def after(monkeypatch):
     """Calls a function when a step is done, once."""
     actions = {}
-    real = Trainer.train_step
+    real = Trainer.train_steps
 
-    def train_step(self):
-        result = real(self)
+    def train_steps(self, most):
+        results = real(self, most)
         actions.pop(self.step, lambda: None)()
-        return result
+        return results
 
-    monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(Trainer, "train_steps", train_steps)
     return actions.__setitem__
 
 
@@ -114,10 +114,10 @@ from pipemesh.training import trainer
 from pipemesh.commands import process
 
 sizes.Tiny.NUM_LAYERS = 1
-real, unlimited = trainer.Trainer.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
+real, unlimited = trainer.Trainer.train_steps, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-def train_step(self):
-    result = real(self)
+def train_steps(self, most):
+    results = real(self, most)
     # Too small for a summary, then for the weights.
     limits = {4: 10, 5: 100_000, 8: unlimited[0], 10: 100_000}
     if self.step in limits:
@@ -125,9 +125,9 @@ def train_step(self):
             if thread.name == "checkpoint":
                 thread.join()
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits[self.step], unlimited[1]))
-    return result
+    return results
 
-trainer.Trainer.train_step = train_step
+trainer.Trainer.train_steps = train_steps
 process.run(train.main)
 """
 

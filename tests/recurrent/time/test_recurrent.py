@@ -8,7 +8,7 @@ import tensorflow as tf
 from lingvo.core import py_utils, rnn_cell
 from lingvo.core import recurrent as lingvo_recurrent
 
-from pipemesh.errors import PipelineError
+from pipemesh.errors import GradientError, PipelineError
 from pipemesh.layers.step_seed import whole_batch_randomness
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.recurrent import Recurrent, Stage, pipeline
@@ -480,19 +480,50 @@ def test_both_passes_are_computed_on_the_device_of_the_call():
     assert all(node.device.endswith(":2") for node in nodes if node.op == "Enter")
 
 
-def test_a_gradient_of_the_gradient_is_an_error():
-    x = tf.constant([1.0, 2.0])
+def by_tapes(loss, x):
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = loss(x)
+        first = tape.gradient(value, x)
+    return outer.gradient(first, x)
 
-    @tf.function(autograph=False)
-    def second():
+
+def by_tf_gradients(loss, x):
+    (first,) = tf.gradients(loss(x), x)
+    return tf.gradients(first, x)
+
+
+def of_a_function(loss, x):
+    return by_tapes(tf.function(loss, autograph=False), x)
+
+
+@pytest.mark.parametrize("way", [by_tapes, of_a_function])
+@pytest.mark.parametrize("mode", ["eagerly", "in a function", "in TF1"])
+def test_a_gradient_of_the_gradient_is_an_error(way, mode):
+    """Eagerly it was None, as of a gradient that does not depend on anything."""
+
+    def loss(x):
         _, state = Recurrent(
             {}, {"m": 1.0}, {"x": x}, lambda _, s, i: ({"m": s["m"] * tf.sin(i["x"])}, ())
         )
-        (first,) = tf.gradients(state["m"], x)
-        return tf.gradients(first, x)
+        return state["m"]
 
-    with pytest.raises(LookupError, match="no gradient of its gradient"):
-        second()
+    def run():
+        x = tf.constant([1.0, 2.0])
+        ways = [way] if tf.executing_eagerly() else [way, by_tf_gradients]
+        for each in ways:
+            with pytest.raises(GradientError, match="second derivatives of Recurrent do not exist"):
+                each(loss, x)
+
+    if mode == "in a function":
+        tf.function(run, autograph=False)()
+    elif mode == "in TF1":
+        with tf.Graph().as_default():
+            run()
+    else:
+        run()
 
 
 def test_lengths_that_turn_out_to_differ_are_errors():

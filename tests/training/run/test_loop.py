@@ -164,7 +164,7 @@ def made(logdir, strict_devices=False, **changes):
 @pytest.mark.slow
 def test_overflowed_steps_move_nothing_and_are_told(eagerly, tmp_path, capsys):
     """Adam's powers were moved by them, and nothing was said; ten in a row are no failure."""
-    trainer, options = made(tmp_path, on_nonfinite="stop")
+    trainer, options = made(tmp_path, on_nonfinite="stop", steps_per_call=4)
     (scale,) = trainer.trained._scales
     scale.variables[0].assign(2.0**28)
     before = {name: v.numpy() for name, v in trainer.trained.state().items()}

@@ -7,8 +7,10 @@ import signal
 import numpy as np
 import pytest
 import tensorflow as tf
+from lingvo.core import py_utils
 
-from pipemesh.errors import TrainingError
+from pipemesh.errors import DataError, TrainingError
+from pipemesh.hosts import watch
 from pipemesh.report import read
 from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.registered import RegisteredModel
@@ -25,15 +27,15 @@ def trained(logdir, steps=4, name="PlainPoints", restore=None, stop=None, **chan
     subject = RegisteredModel(getattr(small_models, name)(), name)
     trainer = Trainer(subject, options, restore and str(restore), keeps_place=True)
     if stop:
-        real = trainer.train_step
+        real = trainer.train_steps
 
-        def train_step():
-            result = real()
+        def train_steps(most):
+            results = real(most)
             if trainer.step == stop:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return result
+            return results
 
-        trainer.train_step = train_step
+        trainer.train_steps = train_steps
     return Loop(trainer, options).run()
 
 
@@ -94,6 +96,69 @@ def test_steps_that_are_skipped_are_told_each(eagerly, tmp_path, capsys):
         trained(tmp_path / "stopped", 6, "SpoiledPoints", on_nonfinite="stop", log_format="json")
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["event"] == "end" and not last["is_done"] and "not finite" in last["reason"]
+
+
+def whole_record(logdir):
+    """All events of a run but their times, and the tensors of its last checkpoint."""
+    kept = [e for e in events(logdir) if e["event"] in OF_RESULTS]
+    for event in kept:
+        for name in [n for n in event if n in TIMES]:
+            del event[name]
+    path = tf.train.latest_checkpoint(str(logdir))
+    names = [
+        name for name, _ in tf.train.list_variables(path) if "/" in name and "data" not in name
+    ]
+    return kept, {name: tf.train.load_variable(path, name) for name in names}
+
+
+OF_RESULTS = "step", "heldout", "final", "skipped", "spike"
+TIMES = "time", "seconds", "examples_per_second"
+
+
+@pytest.mark.parametrize("name", ["SpoiledPoints", "StagedPoints"])
+def test_steps_of_a_call_are_those_of_several(eagerly, tmp_path, capsys, name):
+    """One of them is not finite; evaluation, histograms and checkpoints cut calls."""
+    changes = {"eval_every": 5, "save_every": 7, "histogram_every": 6}
+    assert trained(tmp_path / "one", 11, name, **changes) == 0
+    assert trained(tmp_path / "several", 11, name, steps_per_call=4, **changes) == 0
+    one, several = (whole_record(tmp_path / run) for run in ("one", "several"))
+    assert one[0] == several[0] and len(one[0]) >= 12
+    assert one[1].keys() == several[1].keys() and len(one[1]) > 4
+    for variable, value in one[1].items():
+        np.testing.assert_array_equal(several[1][variable], value, err_msg=variable)
+    assert histograms(tmp_path / "one").keys() == histograms(tmp_path / "several").keys()
+    # A signal is answered after the call that it interrupts; going on takes the next batch.
+    run = tmp_path / "run"
+    assert trained(run, 11, name, stop=5, steps_per_call=3, **changes) == 128 + signal.SIGTERM
+    restore = run / "ckpt-5"
+    assert trained(run, 11, name, restore=restore, steps_per_call=5, **changes) == 0
+    resumed = {e["step"]: e for e in whole_record(run)[0] if e["event"] == "step"}
+    assert [*resumed.values()] == [e for e in one[0] if e["event"] == "step"]
+
+
+def test_batches_read_before_a_failure_are_trained_on(eagerly, tmp_path, monkeypatch):
+    options = Options(logdir=str(tmp_path), steps=9, steps_per_call=4)
+    trainer = Trainer(RegisteredModel(small_models.PlainPoints(), "Points"), options)
+    batches = [trainer.batches.next() for _ in range(3)]
+    rest = iter([*batches, DataError("gone")])
+
+    def read():
+        if isinstance(batch := next(rest), DataError):
+            raise batch
+        return batch
+
+    trainer._next_batch = read
+    assert len(trainer.train_steps(4)) == 3 == trainer.step
+    with pytest.raises(DataError, match="gone"):
+        trainer.train_steps(1)
+    short = {name: value[:5] for name, value in batches[0].items()}
+    rest = iter([batches[0], py_utils.NestedMap(short)])
+    with pytest.raises(TrainingError, match=r"shapes \[\[8, 4\], .*use --steps_per_call=1"):
+        trainer.train_steps(2)
+    assert trainer.step == 3
+    monkeypatch.setattr(watch, "_current", object())
+    with pytest.raises(TrainingError, match="--steps_per_call=4: steps on workers are watched"):
+        Trainer(RegisteredModel(small_models.PlainPoints(), "Points"), options)
 
 
 def test_an_unwritable_record_or_page_ends_nothing(eagerly, tmp_path, capsys):
@@ -215,7 +280,7 @@ def test_only_one_profile_may_run(tmp_path):
         told = []
         profile = Profile(str(tmp_path), (1, 2), told.append)
         for step in (1, 2):
-            with profile.around(step):
+            with profile.around(step, step):
                 pass
     finally:
         tf.profiler.experimental.stop()
