@@ -22,15 +22,16 @@ Example:
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
 from pipemesh.lowering import ops as ops
-from pipemesh.lowering.lowering import CommunicationCosts, Lowering
+from pipemesh.lowering.costs import Costs
+from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.lowering.simd.cores import Cores
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.tensor import Tensor
 
 __all__ = [
-    "CommunicationCosts",
     "Cores",
+    "Costs",
     "Lowering",
     "PlacementLowering",
     "SimdLowering",

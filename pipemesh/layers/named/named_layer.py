@@ -281,10 +281,10 @@ class NamedLayer(base_layer.BaseLayer):
               equal on several processors counts once for each. It counts once in all if only the
               gradient of a weight with copies on them reads it, because one of them computes that
               gradient. Weights and their copies do not count.
-            * `communication`: traffic of one processor, as `CommunicationCosts`, by axis and
+            * `communication`: traffic of one processor, as `Costs`, by axis and
               primitive.
             * `communication_bytes`: bytes that processors send to each other, forward and backward,
-              as in `CommunicationCosts`; 0 on one processor. Whole tensors that enter or leave the
+              as in `Costs`; 0 on one processor. Whole tensors that enter or leave the
               mesh, and copies of weights, do not count.
             * `fetched_bytes`: 0 outside a `replica_cut_scope`. Inside it, the bytes of weights cut
               over the replicas of a stage that one replica gets from the others for the forward

@@ -13,6 +13,7 @@ from pipemesh.backend.gradients import custom_gradient
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import register
+from pipemesh.lowering.ops.einsum import product_flops
 from pipemesh.lowering.ops.elementwise import in_order
 from pipemesh.lowering.ops.relayout import change_splits
 from pipemesh.lowering.ops.rows import Windows, rows_of, take_windows
@@ -190,7 +191,11 @@ def _slide(
         result = tf.reshape(result, [*batches, *slid, *outs])
         return in_order(result, [computed.index(name) for name in shape.names])
 
-    result = lowering.map(local, rows, weights)
+    # Each row of the image, or of the result, meets all weights that this processor has of it.
+    met = math.prod(static_sizes(rows[0])) if transposed else math.prod(layout.slice_shape)
+    ends = [outs, [static_sizes(rows[0])[x.shape.index(name)] for name in shared.names]]
+    flops = convolution_flops(kernel, math.prod(ends[not transposed]), met)
+    result = lowering.map(local, rows, weights, flops=flops)
     result = lowering.all_reduce(result, [axis for axis in axes if axis not in layout.split_axes])
     for name, part in kept.items():
         if part.length != share[name]:
@@ -198,6 +203,13 @@ def _slide(
             moved = Windows(part.length * parts, 0, share[name], share[name])
             result = take_windows(lowering, result, layout.axes[at], at, moved)
     return Tensor(lowering, result, shape)
+
+
+def convolution_flops(kernel: Shape, channels: int, elements: int) -> int:
+    """Returns the flops of a convolution: of so many elements of the result, each summed over the
+    channels of the image; if transposed, of elements of the image, for channels of the result.
+    """
+    return product_flops([kernel.size, channels, elements])
 
 
 def reaches_of(

@@ -98,14 +98,16 @@ def _product(
     if len(union) > len(string.ascii_letters):
         raise ShapeError(f"the operands have {len(union)} dims; at most 52 are possible")
     # All dims together: the slices of a dim must match between operands.
-    lowering.tensor_layout(union)
+    layout = lowering.tensor_layout(union)
     letters = dict(zip(union.names, string.ascii_letters, strict=False))
 
     def term(of: Shape) -> str:
         return "".join(letters[name] for name in of.names)
 
     partial = lowering.map(
-        local_product([term(operand.shape) for operand in operands], term(shape)), *varied
+        local_product([term(operand.shape) for operand in operands], term(shape)),
+        *varied,
+        flops=product_flops(layout.slice_shape, len(operands)),
     )
     axes = union_axes(operands)
     kept = lowering.tensor_layout(shape).split_axes
@@ -128,6 +130,11 @@ def _check_summed(operands: Sequence[Tensor], summed: Shape) -> None:
                     "each by itself; if they are one dim, rename one of them, otherwise "
                     "ops.reduce_sum one of them before"
                 )
+
+
+def product_flops(sizes: Sequence[int], operands: int = 2) -> int:
+    """Returns the flops of a product, given the sizes of all dims of its operands together."""
+    return math.prod(sizes) * (2 if operands > 1 else 1)
 
 
 def local_product(terms: Sequence[str], result: str) -> Callable[..., tf.Tensor]:
