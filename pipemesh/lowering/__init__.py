@@ -25,6 +25,7 @@ from pipemesh.lowering import ops as ops
 from pipemesh.lowering.costs import Costs
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.lowering.pricing import program_pricing
 from pipemesh.lowering.simd.cores import Cores
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.tensor import Tensor
@@ -37,4 +38,5 @@ __all__ = [
     "SimdLowering",
     "Tensor",
     "ops",
+    "program_pricing",
 ]

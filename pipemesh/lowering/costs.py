@@ -136,7 +136,9 @@ class Costs:
         """
         for direction in (FORWARD, BACKWARD):
             times = [work.gradients * (direction == BACKWARD) for work in functions]
-            times = [n + (work.direction == direction) for n, work in zip(times, functions, strict=True)]
+            times = [
+                n + (work.direction == direction) for n, work in zip(times, functions, strict=True)
+            ]
             if not any(times):
                 continue
             flops = sum(n * work.flops for n, work in zip(times, functions, strict=True))
@@ -212,9 +214,7 @@ class Costs:
             first = ("+".join(axes) or "-", operation, direction)
             table.append((*first, *(f"{number:,}" for number in numbers)))
         calls = sum(calls for calls, _, _ in self.work.values())
-        table.append(
-            ("total", "", "", f"{calls:,}", f"{self.flops:,}", f"{self.touched_bytes:,}")
-        )
+        table.append(("total", "", "", f"{calls:,}", f"{self.flops:,}", f"{self.touched_bytes:,}"))
         lines += ["", *columns(table, left=range(3))]
         wide = [axis for axis in self.mesh.axis_names if self.mesh.size(axis) > 1]
         same = [f"{axis} {self.same_flops(axis) / max(self.flops, 1):.1%}" for axis in wide]

@@ -19,7 +19,6 @@ from pipemesh.mesh.mesh import check_mesh
 from pipemesh.randomness.scope import slicewise
 from pipemesh.text import almost_equal
 
-
 T = TypeVar("T")
 # One tensor per processor that this program computes for: all processors in placement, one in SIMD.
 Slices = tuple[tf.Tensor, ...]
@@ -123,8 +122,8 @@ class Lowering(abc.ABC):
         self.mesh = mesh
         self.rules = rules
         self.costs = Costs(mesh)
-        # The dim names of all tensors so far, and the rules that already caused a warning.
-        self._dims: dict[str, None] = {}
+        # The dims of all tensors so far with their sizes, and the rules that caused a warning.
+        self._dims: dict[str, set[int]] = {}
         self._warned: set[str] = set()
         # Whether calls now are those of a gradient, for `costs`.
         self._is_backward = False
@@ -155,8 +154,14 @@ class Lowering(abc.ABC):
             LayoutError: the rules cannot split the tensor.
         """
         layout = self.rules.tensor_layout(shape, self.mesh)
-        self._dims.update(dict.fromkeys(shape.names))
+        for dim in shape:
+            self._dims.setdefault(dim.name, set()).add(dim.size)
         return layout
+
+    @property
+    def dims(self) -> dict[str, set[int]]:
+        """Returns the dims of all tensors so far, with their sizes."""
+        return dict(self._dims)
 
     def check_rules(self) -> None:
         """Checks at the end of a program that some tensor had each dim that a rule names.
@@ -210,9 +215,13 @@ did you mean 'batch'? Known: 'batch'
                 neither a constant nor from `tf.stop_gradient`. Eager mode does not detect tensors.
         """
         result = self.mapped(function, *operands)
+        self.count(operands, result, flops)
+        return result
+
+    def count(self, operands: Sequence[Slices], result: Slices, flops: int | None = None) -> None:
+        """Counts the work of a function of slices, as `map` does."""
         one = [slices[0] for slices in operands]
         count_map(self.costs, one, result[0], flops, self._is_backward)
-        return result
 
     @abc.abstractmethod
     def mapped(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:

@@ -143,9 +143,9 @@ def _slide(
     reaches = reaches_of(filters.shape, window, spread)
     shape = Shape((*x.shape.without(*shared.names).dims, *out.dims))
     mesh, rules = lowering.mesh, lowering.rules
-    kept: dict[str, _Kept] = {}
+    kept: dict[str, Kept] = {}
     if transposed:
-        shape, runs, kept = _enlarged(x.shape, shape, reaches, padding, steps, rules, mesh)
+        shape, runs, kept = enlarged(x.shape, shape, reaches, padding, steps, rules, mesh)
     else:
         shape, runs = windows_of(x.shape, shape, reaches, padding, steps, rules, mesh)
     layout = lowering.tensor_layout(shape)
@@ -249,7 +249,7 @@ def windows_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class Kept:
     """The rows of a transposed convolution that a processor computes of its run of rows."""
 
     whole: int  # the number of rows of which some are kept
@@ -257,7 +257,7 @@ class _Kept:
     length: int
 
 
-def _enlarged(
+def enlarged(
     x: Shape,
     shape: Shape,
     reaches: Mapping[str, int],
@@ -265,13 +265,13 @@ def _enlarged(
     strides: Mapping[str, int],
     rules: LayoutRules,
     mesh: Mesh,
-) -> tuple[Shape, dict[str, Windows], dict[str, _Kept]]:
+) -> tuple[Shape, dict[str, Windows], dict[str, Kept]]:
     """Returns the shape of a transposed convolution, the rows that it needs, and those it keeps."""
     for name, reach in reaches.items():
         more = max(reach - strides[name], 0) if padding == "VALID" else 0
         shape = shape.replace(name, Dim(name, x[name].size * strides[name] + more))
     layout = rules.tensor_layout(shape, mesh)
-    runs, kept = dict[str, Windows](), dict[str, _Kept]()
+    runs, kept = dict[str, Windows](), dict[str, Kept]()
     for name, reach in reaches.items():
         step, size = strides[name], shape[name]
         # Row r of `x` reaches the rows of the result from r * step + start on.
@@ -283,7 +283,7 @@ def _enlarged(
         runs[name] = Windows(x[name].size, first, length // step, end - first)
         begin = -start - first * step
         whole = max((end - first - 1) * step + reach, begin + length)
-        kept[name] = _Kept(whole, begin, length)
+        kept[name] = Kept(whole, begin, length)
     return shape, runs, kept
 
 
