@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -80,6 +80,10 @@ class Meta:
     parameter_bytes: float | None = None
     activation_bytes: float | None = None  # kept for the backward pass
     communication: Costs | None = None
+    held_bytes: int = 0  # of weights, on one device of a replica
+    fetched_bytes: int = 0  # of weights that a replica gets from others for a pass
+    dims: Mapping[str, Collection[int]] = dataclasses.field(default_factory=dict[str, Any])
+    weight_dims: Collection[str] = ()
 
 
 def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
@@ -150,8 +154,10 @@ def _meta(layer: Any, shapes: tuple[Any, ...]) -> Meta:
                 f"{where}: FPropMeta returns {name}={value!r}; it must be a number of bytes, zero "
                 "or more"
             )
-    sent = getattr(meta, "communication", None)
-    return Meta(flops, tuple(out_shapes), **said, communication=sent)
+    others = ("communication", "held_bytes", "fetched_bytes", "dims", "weight_dims")
+    more = {name: getattr(meta, name) for name in others if getattr(meta, name, None) is not None}
+    more.setdefault("held_bytes", int(said["parameter_bytes"] or 0))
+    return Meta(flops, tuple(out_shapes), **said, **more)
 
 
 def layer_costs(

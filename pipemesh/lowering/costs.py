@@ -122,6 +122,10 @@ class Costs:
         if sent is None:
             size = (slice_.shape.num_elements() or 0) * slice_.dtype.size
             sent = usual_bytes(primitive, size, math.prod(self.mesh.size(axis) for axis in axes))
+        self.add_sent(primitive, axes, sent, backward)
+
+    def add_sent(self, primitive: str, axes: Sequence[str], sent: int, backward: bool) -> None:
+        """Counts one call that sends so many bytes; see `add`."""
         key = (self._ordered(axes), primitive, _pass_name(backward))
         calls, total = self.rows.get(key, (0, 0))
         self.rows[key] = (calls + self._times, total + sent * self._times)
@@ -176,6 +180,13 @@ class Costs:
     def total_bytes(self) -> int:
         """Returns the bytes sent by one device."""
         return sum(sent for _, sent in self.rows.values())
+
+    def include(self, other: Costs, times: int = 1) -> None:
+        """Adds the counts of another program, `times` times."""
+        for mine, theirs in ((self.rows, other.rows), (self.work, other.work)):
+            for key, row in theirs.items():
+                before = mine.get(key, (0,) * len(row))
+                mine[key] = tuple(a + times * b for a, b in zip(before, row, strict=True))
 
     @property
     def flops(self) -> int:

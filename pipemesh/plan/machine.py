@@ -54,7 +54,7 @@ class Machine:
 
     flops: float
     bandwidth: float = math.inf
-    network: Network | Link = Link(0.0, math.inf)
+    network: Network | Link = dataclasses.field(default_factory=lambda: Link(0.0, math.inf))
     call: float = 0.0
 
     def __post_init__(self) -> None:

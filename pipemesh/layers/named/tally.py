@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -59,6 +59,9 @@ class Tally:
     Attributes:
         lowering: its mesh and rules define the splits.
         parameter_bytes: bytes of weights, with each slice counted once.
+        held_bytes: those that one processor of a replica holds.
+        dims: the dims of inputs and weights, each with the sizes that an axis has to divide.
+        weight_dims: those of weights.
         fetched_bytes: bytes of weights cut over replicas that one replica gets from others.
         activation_bytes: bytes kept for the backward pass, on all processors together.
         costs: the traffic and the work of one processor.
@@ -75,6 +78,9 @@ class Tally:
 
     def __init__(self, lowering: Lowering) -> None:
         self.parameter_bytes = self.fetched_bytes = self.activation_bytes = 0
+        self.held_bytes = 0
+        self.dims: dict[str, set[int]] = {}
+        self.weight_dims: set[str] = set()
         self.lowering = lowering
         self._counting = _Counting(lowering.mesh, lowering.rules)
         self.costs = self._counting.costs
@@ -120,7 +126,13 @@ class Tally:
         shape = Shape(tuple(map(Dim, names, sizes)))
         # Raises if the rules cannot split it.
         self._rules.tensor_layout(shape, self._mesh)
+        self.note_dims(shape)
         return Value(shape, dtype, has_gradient=dtype.is_floating)
+
+    def note_dims(self, shape: Shape, but: Collection[str] = ()) -> None:
+        """Notes dims that rules may split, `but` some of any size, which are padded."""
+        for dim in shape:
+            self.dims.setdefault(dim.name, set()).update(() if dim.name in but else (dim.size,))
 
     def weight(self, shape: Any, dtype: tf.DType) -> Value:
         """Returns a weight as a value; the layer that has it counts its bytes."""
