@@ -34,7 +34,7 @@ from pipemesh.lowering.ops.rows import Windows, rows_sent
 from pipemesh.mesh import Dim, Shape
 
 # The operations whose flops decide where stages are cut.
-_PRODUCTS = ("einsum", "attention", "conv1d", "conv2d", "conv3d", "conv_transpose")
+PRODUCTS = ("einsum", "attention", "conv1d", "conv2d", "conv3d", "conv_transpose")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Tally:
         return sum(
             flops * math.prod(map(self._mesh.size, axes))
             for (axes, operation, direction), (_, flops, _) in self.costs.work.items()
-            if operation in _PRODUCTS and direction == FORWARD
+            if operation in PRODUCTS and direction == FORWARD
         )
 
     @property

@@ -13,6 +13,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import register
+from pipemesh.lowering.costs import operation
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.ops.relayout import (
     NO_NAMES,
@@ -79,7 +80,8 @@ def products(
         lacking = tuple(axis for axis in axes if axis not in (*x.split_axes, *gathered))
         if lacking not in varied:
             varied[lacking] = x.vary(lacking)
-        results.append(_product([x, other], [varied[lacking], other.vary(axes)], result))
+        with operation("einsum", [x, other], is_arithmetic=False):
+            results.append(_product([x, other], [varied[lacking], other.vary(axes)], result))
     return results
 
 
