@@ -16,6 +16,12 @@ Example:
     axes   primitive   pass     calls  bytes
     model  all_reduce  forward      1     12
     total                           1     12
+    <BLANKLINE>
+    split over  operation   pass     calls  flops  bytes of memory
+    model       multiply    forward      1      6               48
+    model       reduce_sum  forward      1      6               36
+    total                                2     12               84
+    flops that all devices along an axis compute alike: model 0.0%
 """
 
 # First: it says what is missing.
