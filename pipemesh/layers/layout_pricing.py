@@ -25,9 +25,11 @@ def layers_pricing(
     """Describes layers for `pipemesh.mesh.find_layout`, which searches their layout rules.
 
     The layers are one stage, and a step has one microbatch. The axis that splits the batch makes
-    replicas, which sum gradients once; rules for other dims over that axis cut weights (stage 3 of
-    ZeRO). Nothing is built or traced: layers count their work, what they send and what they keep
-    (`FPropMeta`). Layers without named dims are not split.
+    replicas, which sum gradients once. Rules for other dims over that axis cut weights (stage 3 of
+    ZeRO). They have a price, but the search leaves them out: one stage holds all of its weights
+    while it computes, so it would send more and hold as much. Nothing is built or traced: layers
+    count their work, what they send and what they keep (`FPropMeta`). Layers without named dims are
+    not split.
 
     Args:
         mesh: the mesh, without the axis `layers`.
@@ -111,12 +113,14 @@ def layers_pricing(
     def least_price(decided: Axes) -> Price:
         return Price(least(decided))
 
-    # Replicas cut weights over the batch's axis, and products have a name for a whole sequence.
+    # Products have a name for a whole sequence. One stage holds all weights while it computes, so
+    # cutting them over replicas costs traffic and saves nothing.
     meeting = {
         frozenset(members) - {BATCH, "length"}
         for members, operation, _ in work.work
         if operation in ("einsum", "attention")
     }
+    meeting |= {frozenset({BATCH, dim}) for dim in dims}
     sizes = {dim: dims[dim] for dim in by_work(work.work, dims)}
     return Pricing(mesh, sizes, price, least_price, meeting)
 

@@ -117,16 +117,18 @@ def least_seconds(
     sizes = sorted(((mesh.size(axis), axis) for axis in mesh.axis_names), reverse=True)
 
     def least(decided: Axes) -> float:
-        total = 0.0
-        for (dims, _, _), (calls, flops, touched) in work.items():
+        # Counts add up operations of one name whose dims are split alike, so this bound does, too.
+        totals: dict[tuple[str, str], list[float]] = {}
+        for (dims, operation, direction), numbers in work.items():
             used = {decided[dim] for dim in dims if dim in decided}
             # Each dim without an axis yet may have one, the longest first.
             free = sum(dim not in decided for dim in dims)
             others = [size for size, axis in sizes if axis not in used]
             taken = [size for size, axis in sizes if axis in used] + others[:free]
-            share = math.prod(taken)
-            total += machine.operation(calls, flops / share, touched / share)
-        return total
+            total = totals.setdefault((operation, direction), [0.0] * 3)
+            for at, count in enumerate(numbers):
+                total[at] += count / (math.prod(taken) if at else 1)
+        return sum(machine.operation(*total) for total in totals.values())
 
     return least
 
