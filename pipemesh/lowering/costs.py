@@ -181,12 +181,13 @@ class Costs:
         """Returns the bytes sent by one device."""
         return sum(sent for _, sent in self.rows.values())
 
-    def include(self, other: Costs, times: int = 1) -> None:
-        """Adds the counts of another program, `times` times."""
+    def include(self, other: Costs) -> None:
+        """Adds the counts of another program."""
         for mine, theirs in ((self.rows, other.rows), (self.work, other.work)):
+            counts: dict[Key, Any] = mine  # pyright: ignore[reportAssignmentType]
             for key, row in theirs.items():
-                before = mine.get(key, (0,) * len(row))
-                mine[key] = tuple(a + times * b for a, b in zip(before, row, strict=True))
+                before = counts.get(key, (0,) * len(row))
+                counts[key] = tuple(map(sum, zip(before, row, strict=True)))
 
     @property
     def flops(self) -> int:
@@ -217,16 +218,16 @@ class Costs:
         lines = columns(table, left=range(3))
         if not self.work:
             return "\n".join(lines)
-        table = [("split over", "operation", "pass", "calls", "flops", "bytes of memory")]
+        work = [["split over", "operation", "pass", "calls", "flops", "bytes of memory"]]
         # Most flops first.
         for (axes, operation, direction), numbers in sorted(
             self.work.items(), key=lambda row: (*(-number for number in row[1][1:]), row[0])
         ):
-            first = ("+".join(axes) or "-", operation, direction)
-            table.append((*first, *(f"{number:,}" for number in numbers)))
+            first = ["+".join(axes) or "-", operation, direction]
+            work.append([*first, *(f"{number:,}" for number in numbers)])
         calls = sum(calls for calls, _, _ in self.work.values())
-        table.append(("total", "", "", f"{calls:,}", f"{self.flops:,}", f"{self.touched_bytes:,}"))
-        lines += ["", *columns(table, left=range(3))]
+        work.append(["total", "", "", f"{calls:,}", f"{self.flops:,}", f"{self.touched_bytes:,}"])
+        lines += ["", *columns(work, left=range(3))]
         wide = [axis for axis in self.mesh.axis_names if self.mesh.size(axis) > 1]
         same = [f"{axis} {self.same_flops(axis) / max(self.flops, 1):.1%}" for axis in wide]
         if same:
@@ -300,7 +301,7 @@ def count_map(
     backward: bool,
 ) -> None:
     """Counts a function of slices, given the operands and the result of one device."""
-    elements = [tensor.shape.num_elements() or 0 for tensor in (*operands, result)]
+    elements = [int(tensor.shape.num_elements() or 0) for tensor in (*operands, result)]
     sizes = zip(elements, (*operands, result), strict=True)
     touched = sum(number * tensor.dtype.size for number, tensor in sizes)
     made = _open.operation

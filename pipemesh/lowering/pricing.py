@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +111,7 @@ def program_pricing(
                 sizes = lowering.tensor_layout(shape).slice_shape
                 given = tf.compat.v1.placeholder(dtypes.get(name, tf.float32), sizes)
                 inputs[name] = Tensor(lowering, (given,), shape)
-            weights = [inputs[name] for name in trained]
+            weights: Any = [inputs[name] for name in trained]
             with tf.GradientTape() as tape:
                 tape.watch(weights)
                 loss = program(*inputs.values())
@@ -162,5 +161,5 @@ def _kept(operations: Sequence[tf.Operation], number: int) -> int:
             # Shapes and constants are no values.
             is_value = tensor.op in forward and tensor.op.type not in ("Placeholder", "Const")
             if is_value and tensor.shape.is_fully_defined():
-                kept[tensor.ref()] = math.prod(tensor.shape) * tensor.dtype.size
+                kept[tensor.ref()] = num_bytes([tensor])
     return sum(kept.values())

@@ -75,11 +75,12 @@ class FoundLayout:
 
     def __str__(self) -> str:
         parts = list(dict.fromkeys(name for _, price in self.table for name in price.parts))
-        rows = [("layout", "ms", *(f"{part} ms" for part in parts), "memory MB")]
+        head = ["layout", "ms", *(f"{part} ms" for part in parts), "memory MB"]
+        rows = [head]
         for rules, price in self.table:
             seconds = (price.seconds, *(price.parts.get(part, 0.0) for part in parts))
             cells = (number(1e3 * value) for value in seconds)
-            rows.append((str(rules) or "-", *cells, number(price.memory / 1e6)))
+            rows.append([str(rules) or "-", *cells, number(price.memory / 1e6)])
         end = "no other rules are cheaper" if self.is_best else "not all rules were priced"
         return "\n".join([*columns(rows), f"best: '{self.rules}'; {end}"])
 
