@@ -14,6 +14,7 @@ from pipemesh.layers.dataset_input import DatasetInput
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.foreign_layers import FunctionLayer, KerasLayer
 from pipemesh.layers.keras_task import KerasTask
+from pipemesh.layers.layout_pricing import layers_pricing
 from pipemesh.layers.lingvo_gpipe import (
     export_to_lingvo,
     import_from_lingvo,
@@ -50,6 +51,7 @@ __all__ = [
     "export_to_lingvo",
     "import_from_lingvo",
     "layer_costs",
+    "layers_pricing",
     "lingvo_checkpoint_rules",
     "lingvo_names",
     "mesh_cluster",

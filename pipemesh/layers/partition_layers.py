@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -20,7 +20,7 @@ from pipemesh.layers.foreign_layers import as_layer
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.pipeline.alike_stages import differences
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
-from pipemesh.lowering.lowering import CommunicationCosts
+from pipemesh.lowering.costs import Costs
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, Partition, partition, profile_costs
 from pipemesh.partition.costs import number_problem
@@ -79,7 +79,11 @@ class Meta:
     out_shapes: tuple[Any, ...]  # a `tshape.Shape` or None for each output
     parameter_bytes: float | None = None
     activation_bytes: float | None = None  # kept for the backward pass
-    communication: CommunicationCosts | None = None
+    communication: Costs | None = None
+    held_bytes: int = 0  # of weights, on one device of a replica
+    fetched_bytes: int = 0  # of weights that a replica gets from others for a pass
+    dims: Mapping[str, Collection[int]] = dataclasses.field(default_factory=dict[str, Any])
+    weight_dims: Collection[str] = ()
 
 
 def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
@@ -150,8 +154,10 @@ def _meta(layer: Any, shapes: tuple[Any, ...]) -> Meta:
                 f"{where}: FPropMeta returns {name}={value!r}; it must be a number of bytes, zero "
                 "or more"
             )
-    sent = getattr(meta, "communication", None)
-    return Meta(flops, tuple(out_shapes), **said, communication=sent)
+    others = ("communication", "held_bytes", "fetched_bytes", "dims", "weight_dims")
+    more = {name: getattr(meta, name) for name in others if getattr(meta, name, None) is not None}
+    more.setdefault("held_bytes", int(said["parameter_bytes"] or 0))
+    return Meta(flops, tuple(out_shapes), **said, **more)
 
 
 def layer_costs(

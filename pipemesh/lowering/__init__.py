@@ -16,24 +16,33 @@ Example:
     axes   primitive   pass     calls  bytes
     model  all_reduce  forward      1     12
     total                           1     12
+    <BLANKLINE>
+    split over  operation   pass     calls  flops  bytes of memory
+    model       multiply    forward      1      6               48
+    model       reduce_sum  forward      1      6               36
+    total                                2     12               84
+    flops that all devices along an axis compute alike: model 0.0%
 """
 
 # First: it says what is missing.
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
 from pipemesh.lowering import ops as ops
-from pipemesh.lowering.lowering import CommunicationCosts, Lowering
+from pipemesh.lowering.costs import Costs
+from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.placement import PlacementLowering
+from pipemesh.lowering.pricing import program_pricing
 from pipemesh.lowering.simd.cores import Cores
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.lowering.tensor import Tensor
 
 __all__ = [
-    "CommunicationCosts",
     "Cores",
+    "Costs",
     "Lowering",
     "PlacementLowering",
     "SimdLowering",
     "Tensor",
     "ops",
+    "program_pricing",
 ]

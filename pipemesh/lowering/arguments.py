@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import PipemeshError, ShapeError
+from pipemesh.lowering.costs import operation
 from pipemesh.lowering.lowering import Lowering, check_real
 from pipemesh.lowering.registry import OPS, Op
 from pipemesh.lowering.tensor import Tensor
@@ -371,6 +372,11 @@ COERCERS: dict[str, Callable[[Any, Sequence[Tensor], str], Any]] = {
 }
 
 
+# Groups of operations whose functions of slices are a flop for each element. Others move elements,
+# or count their flops themselves.
+_ARITHMETIC = ("elementwise", "reduction", "softmax", "order", "random")
+
+
 def _form(name: str, signature: inspect.Signature) -> str:
     """Returns the call form of an operation, such as `ops.slice(x, dim, begin, size)`."""
     parts = [
@@ -402,7 +408,11 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
             parts = value if isinstance(value, list) else [value]
             known += [part for part in parts if isinstance(part, Tensor)]
         try:
-            return function(*bound.args, **bound.kwargs)
+            with operation(name, known, OPS[name].group in _ARITHMETIC):
+                result = function(*bound.args, **bound.kwargs)
+                parts = result if isinstance(result, tuple) else (result,)
+                known += [part for part in parts if isinstance(part, Tensor)]
+            return result
         except PipemeshError:
             raise
         except _RAW as error:

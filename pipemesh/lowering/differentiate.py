@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from pipemesh.backend.gradients import (
     attach_gradient,
+    is_recorded,
     is_recorded_twice,
     unrecorded,
     variables_read,
@@ -139,7 +140,9 @@ def local_gradient(
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(sources)
             output = call_local(function, args)
-        if not output.dtype.is_floating or not floating:
+            # `tf.stop_gradient` and comparisons end what a tape records.
+            has_gradient = output.dtype.is_floating and is_recorded([output])
+        if not has_gradient:
             return output
 
         def backward(grads: Sequence[Any]) -> Sequence[Any]:

@@ -68,7 +68,7 @@ class PlacementLowering(Lowering):
             )
         self.num_slices = len(devices)
 
-    def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+    def mapped(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function on each device."""
         with self.computing_slices():
             return tuple(

@@ -13,8 +13,19 @@ Example:
     ((50, 3), (50, 0))
 """
 
+from pipemesh.mesh.find_layout import FoundLayout, Price, Pricing, find_layout
 from pipemesh.mesh.layout import LayoutRules, TensorLayout
 from pipemesh.mesh.mesh import Mesh
 from pipemesh.mesh.shape import Dim, Shape
 
-__all__ = ["Dim", "LayoutRules", "Mesh", "Shape", "TensorLayout"]
+__all__ = [
+    "Dim",
+    "FoundLayout",
+    "LayoutRules",
+    "Mesh",
+    "Price",
+    "Pricing",
+    "Shape",
+    "TensorLayout",
+    "find_layout",
+]

@@ -12,6 +12,7 @@ Example:
 """
 
 from pipemesh.plan.figures import Figures, figures_of_costs
+from pipemesh.plan.machine import Machine
 from pipemesh.plan.network import Link, Network
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.predict import Prediction, predict
@@ -21,6 +22,7 @@ from pipemesh.plan.search import SearchSpace, search
 __all__ = [
     "Figures",
     "Link",
+    "Machine",
     "Network",
     "Plan",
     "Prediction",

@@ -76,6 +76,21 @@ class Link:
         """
         return (members - 1) * self.seconds(size)
 
+    def collective(self, primitive: str, members: int, sent: float) -> float:
+        """Returns the seconds of a primitive of `pipemesh.lowering` that sends so many bytes.
+
+        Example:
+            >>> link = Link(latency=0.0, bandwidth=1e9)
+            >>> link.collective("all_reduce", 4, 1.5e6) == link.all_reduce(4, 1e6)
+            True
+        """
+        if members == 1 or not sent:
+            return 0.0
+        if primitive == "all_reduce":
+            return self.all_reduce(members, sent * members / (members - 1) / 2)
+        steps = 1 if primitive == "permute" else members - 1
+        return steps * self.seconds(sent / steps)
+
 
 @dataclasses.dataclass(frozen=True)
 class Network:

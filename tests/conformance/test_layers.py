@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from pipemesh.errors import LayoutError
 from pipemesh.layers.named import by_logical_name
+from pipemesh.layers.named.tally import PRODUCTS
 from pipemesh.mesh import LayoutRules
 from tests.conformance.layer_cases import CASES, CLASSES, MESH, of_classes, placement, with_layouts
 from tests.conformance.layer_runs import call, plain, run_simd, run_tf1, run_tf2
@@ -29,6 +30,12 @@ def test_outputs_and_gradients_do_not_depend_on_the_layout(name, rules):
     meta = case.meta(lowering)
     assert meta.communication.rows == lowering.costs.rows
     assert meta.communication_bytes == MESH.num_devices * lowering.costs.total_bytes
+    assert products(meta.communication) == products(lowering.costs)
+
+
+def products(costs):
+    """Calls and flops of products, by axes, operation and pass."""
+    return {key: row[:2] for key, row in costs.work.items() if key[1] in PRODUCTS}
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,21 @@ def test_with_split_hidden_units_activations_are_summed_as_well():
         "data   all_reduce  backward      2  10,240\n"
         "data   all_reduce  forward       1       4\n"
         "model  all_reduce  forward       1   1,024\n"
-        "total                            4  11,268"
+        "total                            4  11,268\n"
+        "\n"
+        "split over  operation    pass      calls    flops  bytes of memory\n"
+        "data+model  einsum       backward      2  196,608           43,008\n"
+        "data+model  einsum       forward       2  163,840           31,744\n"
+        "data+model  relu         backward      1    2,048           16,384\n"
+        "data+model  relu         forward       1    2,048           16,384\n"
+        "data        log_softmax  forward       1      864            5,504\n"
+        "data        log_softmax  backward      1      800            6,016\n"
+        "data        reduce_mean  backward      1      257            1,036\n"
+        "data        reduce_mean  forward       1      257            1,036\n"
+        "data        square       backward      1      256            2,048\n"
+        "data        square       forward       1      256            2,048\n"
+        "total                                 12  367,234          125,208\n"
+        "flops that all devices along an axis compute alike: data 0.0%, model 0.7%"
     )
 
 

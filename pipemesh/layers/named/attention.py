@@ -27,7 +27,8 @@ from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.named.vocabulary import RotaryScaling, rotated
 from pipemesh.lowering import Lowering, Tensor, ops
-from pipemesh.lowering.ops.einsum import products
+from pipemesh.lowering.costs import operation
+from pipemesh.lowering.ops.einsum import product_flops, products
 from pipemesh.lowering.tensor import union_axes
 from pipemesh.mesh import Dim, Shape
 
@@ -359,7 +360,11 @@ class Attention(NamedLayer):
                 q, k = turned(q, places), turned(k, places)
             return block_attention(q * scale, k, v, segments, block_size=p.block_size, **options)
 
-        return Tensor(lowering, lowering.map(local, *operands), q.shape)
+        length = static_sizes(keys[0])[1 if cache is None else 2]
+        flops = _attended_flops(p, q.layout.slice_shape, length, cache is not None)
+        with operation("attention", [q, *sources]):
+            slices = lowering.map(local, *operands, flops=flops)
+        return Tensor(lowering, slices, q.shape)
 
     @classmethod
     def CountCosts(
@@ -407,7 +412,7 @@ class Attention(NamedLayer):
         result = tally.einsum(operands, [*rows, "embed"], names=split_names(renamed))
         result = cls.CountAdapted(p, tally, "w_out", attended, result)
         if _has_out_bias(p):
-            tally.meet(result, weights["b_out"])
+            tally.elementwise(result, weights["b_out"])
         return result
 
     @classmethod
@@ -428,7 +433,7 @@ class Attention(NamedLayer):
         found = [cls.CountAdapted(p, tally, f"w_{name}", x, each) for name, each in pairs]
         if p.use_bias:
             for name, product in zip(names, found, strict=True):
-                tally.meet(product, weights[f"b_{name}"])
+                tally.elementwise(product, weights[f"b_{name}"])
         if p.norm_tpl is None:
             return found
         return [
@@ -444,17 +449,16 @@ class Attention(NamedLayer):
 
         `packed` are segments and paddings, or None, of tokens and of the memory.
         """
-        heads, head_dim = q.shape.dims[2:]
+        heads = q.shape.dims[2]
         cuts = [Blocks.of(x.shape.dims[1].size, p.block_size) for x in (q, k)]
-        number = len(Sight(p.causal, p.window).pairs(*cuts))
-        scores = number * cuts[0].size * cuts[1].size * q.shape["batch"].size * heads.size
-        tally.flops += 4 * scores * head_dim.size
         # The last block may extend beyond the sequence.
         padded = [
             Shape((x.shape["batch"], Dim(x.shape.names[1], cut.number * cut.size)))
             for x, cut in zip((q, k), cuts, strict=True)
         ]
         attended = tally.made(q.shape, q)
+        flops = _attended_flops(p, tally.slice_sizes(q), tally.slice_sizes(k)[1], False)
+        tally.work("attention", [q, k, v], attended, flops)
         sums = tally.made(Shape((*padded[0], heads)), q, tf.float32)
         tally.keep(q, k, v, attended, sums)
         for (ids, paddings), shape in zip(packed, padded, strict=True):
@@ -464,6 +468,17 @@ class Attention(NamedLayer):
             elif ids is not None or paddings is not None:
                 tally.keep(tally.made(shape, q, tf.int32))
         return attended
+
+
+def _attended_flops(p: Any, queries: Sequence[int], length: int, is_cached: bool) -> int:
+    """Returns the flops of scores and means, given sizes of queries and the number of keys."""
+    batch, number, heads, head_dim = queries
+    pairs = number * length
+    if not is_cached:
+        cuts = [Blocks.of(size, p.block_size) for size in (number, length)]
+        # A cache of decoding is not cut, and its unseen tokens are computed too.
+        pairs = len(Sight(p.causal, p.window).pairs(*cuts)) * cuts[0].size * cuts[1].size
+    return 2 * product_flops([batch, heads, pairs, head_dim])
 
 
 # The dims of a memory, beside those of a token.

@@ -143,10 +143,10 @@ class Convolution(NamedLayer):
         if p.activation != "NONE":
             y = count_activation(p.activation, tally, [y], [weights["b"]] if p.use_bias else [])
         elif p.use_bias:
-            tally.meet(y, weights["b"])
+            tally.elementwise(y, weights["b"])
         y = tally.rename(y, {"features": "channels"})
         if p.residual:
-            tally.meet(x, y)
+            tally.elementwise(x, y)
         return y
 
 

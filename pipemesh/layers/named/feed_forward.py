@@ -185,7 +185,7 @@ class FeedForward(NamedLayer):
         result = tally.einsum(operands, [*rows, "embed"], names=split_names(names))
         result = cls.CountAdapted(p, tally, "w_out", hidden, result)
         if p.use_bias:
-            tally.meet(result, weights["b_out"])
+            tally.elementwise(result, weights["b_out"])
         return result
 
 
@@ -193,7 +193,7 @@ def count_activation(
     name: str, tally: Tally, products: Sequence[Value], biases: Sequence[Value] = ()
 ) -> Value:
     """Counts the tensors that the gradient of a nonlinearity reads, and returns its result."""
-    tally.meet(*products, *biases)
+    tally.elementwise(*products, *biases)
     activation = ACTIVATIONS[name]
     *read, result = (tally.made(products[0].shape, products[0]) for _ in range(activation.read + 1))
     tally.keep(*read, *([result] if activation.reads_result else []))

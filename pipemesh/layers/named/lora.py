@@ -91,7 +91,7 @@ class LowRank(NamedLayer):
         rows, names = _rows(x.shape, weights["a"].shape, product.shape)
         x = cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, x)
         narrow = tally.einsum([x, weights["a"]], [*rows, RANK], names=names)
-        tally.meet(product, tally.einsum([narrow, weights["b"]], product.shape.names))
+        tally.elementwise(product, tally.einsum([narrow, weights["b"]], product.shape.names))
         return tally.made(product.shape, product)
 
 

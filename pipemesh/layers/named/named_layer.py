@@ -281,14 +281,16 @@ class NamedLayer(base_layer.BaseLayer):
               equal on several processors counts once for each. It counts once in all if only the
               gradient of a weight with copies on them reads it, because one of them computes that
               gradient. Weights and their copies do not count.
-            * `communication`: traffic of one processor, as `CommunicationCosts`, by axis and
-              primitive.
+            * `held_bytes`: those of one processor, without what `fetched_bytes` counts.
+            * `communication`: traffic and work of one processor, as `Costs`.
             * `communication_bytes`: bytes that processors send to each other, forward and backward,
-              as in `CommunicationCosts`; 0 on one processor. Whole tensors that enter or leave the
-              mesh, and copies of weights, do not count.
+              as in `Costs`; 0 on one processor. Whole tensors that enter or leave the mesh, and
+              copies of weights, do not count.
             * `fetched_bytes`: 0 outside a `replica_cut_scope`. Inside it, the bytes of weights cut
               over the replicas of a stage that one replica gets from the others for the forward
               pass of a microbatch. The backward pass fetches at most as much.
+            * `dims`: the dims that rules may split, with sizes that an axis must divide;
+              `weight_dims`: those of weights.
 
         Raises:
             LayoutError: the rules cannot split a tensor of the layer.
@@ -304,20 +306,28 @@ class NamedLayer(base_layer.BaseLayer):
             communication=tally.costs,
             communication_bytes=tally.communication_bytes,
             fetched_bytes=tally.fetched_bytes,
+            held_bytes=tally.held_bytes,
+            dims=tally.dims,
+            weight_dims=tally.weight_dims,
         )
 
     @classmethod
     def Count(cls, p: Any, tally: Tally, *shapes: Any) -> Any:
         """Adds all costs of the layer to a tally, and returns a value for each output."""
         tally.parameter_bytes += cls.ParameterBytes(p)
-        if (cut := current_replica_cut()) is not None:
-            padding = cls.PaddedDims(p)
-            shapes_of_weights = [
-                padded(as_shape(shape), padding, cut.rules, cut.mesh)
-                for shape, _ in cls.NamedWeights(p).values()
-            ]
-            away = sum(map(cut.size_elsewhere, shapes_of_weights))
+        cut, padding, lowering = current_replica_cut(), cls.PaddedDims(p), tally.lowering
+        for weight, _ in cls.NamedWeights(p).values():
+            shape = as_shape(weight)
+            tally.note_dims(shape, padding)
+            tally.weight_dims.update(shape.names)
+            computed = padded(shape, padding, lowering.rules, lowering.mesh)
+            layout = lowering.rules.tensor_layout(computed, lowering.mesh)
+            away = 0
+            if cut is not None:
+                away = cut.size_elsewhere(padded(shape, padding, cut.rules, cut.mesh))
             tally.fetched_bytes += away * py_utils.FPropDtype(p).size
+            parts = lowering.group_size(layout.split_axes)
+            tally.held_bytes += (computed.size - away) // parts * p.dtype.size
         return cls.CountCosts(p, tally, *shapes)
 
     @classmethod

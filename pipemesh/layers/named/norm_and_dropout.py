@@ -17,6 +17,7 @@ from pipemesh.layers.named.scope import is_unnamed
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.step_seed import GenerateStepSeedPair, step_of_call, whole_batch_randomness
 from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering.costs import operation
 from pipemesh.lowering.ops.elementwise import broadcast
 from pipemesh.lowering.tensor import union_axes
 from pipemesh.mesh import Dim, Shape
@@ -101,7 +102,9 @@ class Norm(NamedLayer):
         if over == [p.dim] and x.layout.axes[-1] is None:
             axes = union_axes([x, *weights])
             operands = [tensor.vary(axes) for tensor in (x, *weights)]
-            return Tensor(x.lowering, x.lowering.map(self._WholeVectors, *operands), x.shape)
+            with operation("norm", [x, *weights]):
+                slices = x.lowering.map(self._WholeVectors, *operands)
+            return Tensor(x.lowering, slices, x.shape)
         shape = x.shape
         if p.kind == "group":
             x, *weights = [ops.reshape(t, _grouped(p, t.shape)) for t in (x, *weights)]
@@ -175,7 +178,7 @@ class Norm(NamedLayer):
         over = cls.Averaged(p, x.shape)
         if over == [p.dim] and tally.lowering.rules.axis(p.dim) is None:
             moment = tally.reduce(x, p.dim)
-            tally.meet(x, *weights)
+            tally.elementwise(x, *weights)
             tally.keep(tally.made(x.shape, x, tf.float32), tally.made(moment.shape, x, tf.float32))
             return tally.made(x.shape, x)
         shape = x.shape
@@ -184,10 +187,10 @@ class Norm(NamedLayer):
         centered = x if x.dtype == tf.float32 else tally.made(x.shape, x, tf.float32)
         if p.kind != "rms":
             mean = tally.reduce(centered, over)
-            tally.meet(centered, mean)
+            tally.elementwise(centered, mean)
             centered = tally.made(x.shape, centered)
         moment = tally.reduce(centered, over)
-        axes = tally.meet(centered, moment, *weights)
+        axes = tally.elementwise(centered, moment, *weights)
         tally.keep(centered, moment)
         # The normalized values, for the gradient of the scale.
         tally.keep(tally.made(x.shape, centered), axes=axes)

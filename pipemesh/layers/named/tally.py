@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,8 +12,17 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PartitionError
 from pipemesh.lowering.arguments import dim_names
+from pipemesh.lowering.costs import FORWARD, Work
 from pipemesh.lowering.lowering import Lowering
-from pipemesh.lowering.ops.convolution import reaches_of, windows_of
+from pipemesh.lowering.ops.convolution import (
+    Kept,
+    convolution_flops,
+    enlarged,
+    reaches_of,
+    windows_of,
+)
+from pipemesh.lowering.ops.einsum import product_flops
+from pipemesh.lowering.ops.pooling import pooling_flops
 from pipemesh.lowering.ops.relayout import (
     NO_NAMES,
     change_splits,
@@ -21,8 +30,11 @@ from pipemesh.lowering.ops.relayout import (
     renamed_shape,
     sum_to_splits,
 )
-from pipemesh.lowering.ops.rows import rows_sent
+from pipemesh.lowering.ops.rows import Windows, rows_sent
 from pipemesh.mesh import Dim, Shape
+
+# The operations whose flops decide where stages are cut.
+PRODUCTS = ("einsum", "attention", "conv1d", "conv2d", "conv3d", "conv_transpose")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,17 +50,21 @@ class Value:
 class Tally:
     """A counter that follows a layer's `FProp`; it computes nothing and builds no graph.
 
-    Each method counts the operation of its name: its matmuls, its communication forward and
+    Each method counts the operation of its name: its work, its communication forward and
     backward, and the tensors that its gradient reads. `keep` adds tensors that the gradient of
-    another operation reads. A tensor that several gradients read counts once.
+    another operation reads. A tensor that several gradients read counts once. The work of products
+    is that of `lowering.costs`; that of element-wise operations is roughly counted where tensors
+    meet.
 
     Attributes:
         lowering: its mesh and rules define the splits.
-        flops: flops of matmuls in the forward pass: two for each product of two numbers.
         parameter_bytes: bytes of weights, with each slice counted once.
+        held_bytes: those that one processor of a replica holds.
+        dims: the dims of inputs and weights, each with the sizes that an axis has to divide.
+        weight_dims: those of weights.
         fetched_bytes: bytes of weights cut over replicas that one replica gets from others.
         activation_bytes: bytes kept for the backward pass, on all processors together.
-        costs: the traffic of one processor.
+        costs: the traffic and the work of one processor.
 
     Example:
         >>> from pipemesh.layers.named import current_lowering
@@ -61,13 +77,25 @@ class Tally:
     """
 
     def __init__(self, lowering: Lowering) -> None:
-        self.flops = self.parameter_bytes = self.fetched_bytes = self.activation_bytes = 0
+        self.parameter_bytes = self.fetched_bytes = self.activation_bytes = 0
+        self.held_bytes = 0
+        self.dims: dict[str, set[int]] = {}
+        self.weight_dims: set[str] = set()
         self.lowering = lowering
         self._counting = _Counting(lowering.mesh, lowering.rules)
         self.costs = self._counting.costs
         self._rules = lowering.rules
         self._mesh = lowering.mesh
         self._kept: dict[Value, int] = {}
+
+    @property
+    def flops(self) -> int:
+        """Returns the flops of products in the forward pass, each computed once in all."""
+        return sum(
+            flops * math.prod(map(self._mesh.size, axes))
+            for (axes, operation, direction), (_, flops, _) in self.costs.work.items()
+            if operation in PRODUCTS and direction == FORWARD
+        )
 
     @property
     def communication_bytes(self) -> int:
@@ -98,7 +126,13 @@ class Tally:
         shape = Shape(tuple(map(Dim, names, sizes)))
         # Raises if the rules cannot split it.
         self._rules.tensor_layout(shape, self._mesh)
+        self.note_dims(shape)
         return Value(shape, dtype, has_gradient=dtype.is_floating)
+
+    def note_dims(self, shape: Shape, but: Collection[str] = ()) -> None:
+        """Notes dims that rules may split, `but` some of any size, which are padded."""
+        for dim in shape:
+            self.dims.setdefault(dim.name, set()).update(() if dim.name in but else (dim.size,))
 
     def weight(self, shape: Any, dtype: tf.DType) -> Value:
         """Returns a weight as a value; the layer that has it counts its bytes."""
@@ -133,6 +167,23 @@ class Tally:
                 self._kept[value] = number
                 self.activation_bytes += more * num_bytes(self._slices(value))
 
+    def work(
+        self, operation: str, operands: Sequence[Value], result: Value, flops: int | None = None
+    ) -> None:
+        """Counts an operation; by default, one flop for each element of its largest tensor."""
+        tensors = [self._slices(value)[0] for value in (*operands, result)]
+        if flops is None:
+            flops = max(tensor.shape.num_elements() for tensor in tensors)
+        gradients = sum(value.has_gradient for value in operands) if result.has_gradient else 0
+        axes = [axis for value in operands for axis in self._axes(value)]
+        self.costs.add_work(operation, axes, Work(flops, num_bytes(tensors), gradients))
+
+    def elementwise(self, *values: Value) -> tuple[str, ...]:
+        """Counts an operation on the elements of operands that `meet`, and returns their axes."""
+        largest = max(values, key=lambda value: value.shape.size)
+        self.work("elementwise", values, largest)
+        return self.meet(*values)
+
     def meet(self, *values: Value) -> tuple[str, ...]:
         """Counts the communication of operands that meet on each processor, and returns their axes.
 
@@ -155,6 +206,7 @@ class Tally:
     def reduce(self, x: Value, dims: str | Sequence[str], times: int = 1) -> Value:
         """Counts a reduction over dims, `times` times; keeps nothing."""
         stay = self.made(x.shape.without(*dim_names(dims)), x)
+        self.work("reduce", [x], stay)
         axes = [axis for axis in self._axes(x) if axis not in self._axes(stay)]
         for _ in range(times):
             self.all_reduce(stay, axes)
@@ -174,8 +226,7 @@ class Tally:
         """
         first, second = operands
         union = first.shape | second.shape
-        self._rules.tensor_layout(union, self._mesh)
-        self.flops += 2 * union.size
+        layout = self._rules.tensor_layout(union, self._mesh)
         if met:
             axes = tuple(dict.fromkeys((*self._axes(first), *self._axes(second))))
             self.vary(second, axes)
@@ -184,6 +235,7 @@ class Tally:
         for one, other in ((first, second), (second, first)):
             self.keep(one, axes=None if other.differs else axes)
         result = Value(union.select(*dim_names(dims)), first.dtype)
+        self.work("einsum", operands, result, product_flops(layout.slice_shape))
         summed = [axis for axis in axes if axis not in self._axes(result)]
         return self._summed(result, summed, names)
 
@@ -232,6 +284,7 @@ class Tally:
         shared = [name for name in indices.shape.names if name in table.shape.names]
         own = table.shape.without(dim, *shared)
         found = Value(Shape((*indices.shape.dims, *own.dims)), table.dtype)
+        self.work("gather", [table, indices], found, 0)
         axis = self._rules.axis(dim)
         return self._summed(found, [axis] if axis else [], names)
 
@@ -242,33 +295,78 @@ class Tally:
         window: Mapping[str, str],
         padding: str,
         strides: Mapping[str, int],
+        transposed: bool = False,
     ) -> Value:
-        """Counts a convolution with weights, as in `pipemesh.lowering.ops.conv2d`.
+        """Counts a convolution with weights, as `pipemesh.lowering.ops.conv2d`, or its transpose.
 
         Its gradient reads the rows under the windows, including zeros and rows of neighbours.
         """
-        rest = filters.shape.without(*window.values())
-        shared = x.shape & rest
-        shape = Shape((*x.shape.without(*shared.names).dims, *(rest - shared).dims))
+        kernel = filters.shape.select(*window.values())
+        rest = filters.shape.without(*kernel.names)
+        shared, out = x.shape & rest, rest - x.shape
+        shape = Shape((*x.shape.without(*shared.names).dims, *out.dims))
         reaches = reaches_of(filters.shape, window, dict.fromkeys(window, 1))
-        shape, runs = windows_of(x.shape, shape, reaches, padding, strides, self._rules, self._mesh)
-        summed = filters.shape - shape
+        given = (reaches, padding, strides, self._rules, self._mesh)
+        kept: Mapping[str, Kept] = {}
+        if transposed:
+            shape, runs, kept = enlarged(x.shape, shape, *given)
+        else:
+            shape, runs = windows_of(x.shape, shape, *given)
         self._rules.tensor_layout(x.shape | shape.without(*runs), self._mesh)
-        self.flops += 2 * summed.size * shape.size
         axes = self.meet(x, filters)
-        rows = x
-        for name, of in runs.items():
-            axis, own = self._rules.axis(name), rows.shape[name].size
-            parts = self._mesh.size(axis) if axis else 1
-            for number in rows_sent(of, parts):
-                sent = self._slices(self._with_rows(rows, name, number * parts))
-                self._counting.permute(sent, str(axis), ())
-            if of.start or of.length * parts != own:
-                rows = self._with_rows(rows, name, of.length * parts)
+        rows = self._under_windows(x, runs)
         self.keep(rows, axes=axes)
         result = Value(shape, x.dtype)
+        met, channels = (rows, out) if transposed else (result, shared)
+        channels = self._rules.tensor_layout(channels, self._mesh).slice_shape
+        flops = convolution_flops(kernel, math.prod(channels), math.prod(self.slice_sizes(met)))
+        name = "conv_transpose" if transposed else f"conv{len(window)}d"
+        self.work(name, [rows, filters], result, flops)
         self.all_reduce(result, [axis for axis in axes if axis not in self._axes(result)])
+        for name, part in kept.items():
+            share = self.slice_sizes(result)[shape.index(name)]
+            if part.length != share:
+                parts = shape[name].size // max(share, 1)
+                moved = Windows(part.length * parts, 0, share, share)
+                self._under_windows(self._with_rows(result, name, moved.size), {name: moved})
         return result
+
+    def pooling(
+        self,
+        x: Value,
+        window: Mapping[str, int],
+        padding: str,
+        strides: Mapping[str, int],
+        greatest: bool,
+    ) -> Value:
+        """Counts `pipemesh.lowering.ops.max_pool` or `avg_pool`."""
+        for name in sorted(window, key=x.shape.index, reverse=True):
+            size = window[name]
+            given = ({name: size}, padding, strides, self._rules, self._mesh)
+            shape, runs = windows_of(x.shape, x.shape, *given)
+            rows = self._under_windows(x, runs)
+            if greatest and padding == "SAME":
+                inside = Shape((Dim(name, rows.shape[name].size),))
+                self.keep(self.made(inside, rows, tf.bool))
+            x = self.made(shape, x)
+            flops = pooling_flops(size, self.slice_sizes(x))
+            self.work("max_pool" if greatest else "avg_pool", [rows], x, flops)
+            if greatest and size > 1:
+                # The greater of each two is chosen: of all rows of a window, one after the other.
+                self.keep(*(self.made(shape, x) for _ in range(2 * size - 2)))
+        return x
+
+    def _under_windows(self, x: Value, runs: Mapping[str, Windows]) -> Value:
+        """Counts what `take_windows` sends for the windows of some dims, and returns the rows."""
+        for name, of in runs.items():
+            axis, own = self._rules.axis(name), x.shape[name].size
+            parts = self._mesh.size(axis) if axis else 1
+            for number in rows_sent(of, parts):
+                sent = self._slices(self._with_rows(x, name, number * parts))
+                self._counting.permute(sent, str(axis), ())
+            if of.start or of.length * parts != own:
+                x = self._with_rows(x, name, of.length * parts)
+        return x
 
     def _with_rows(self, x: Value, name: str, number: int) -> Value:
         return self.made(x.shape.replace(name, Dim(name, number)), x)
@@ -287,9 +385,12 @@ class Tally:
     def _axes(self, x: Value) -> tuple[str, ...]:
         return self._rules.tensor_layout(x.shape, self._mesh).split_axes
 
+    def slice_sizes(self, x: Value) -> tuple[int, ...]:
+        """Returns the sizes of one processor's slice."""
+        return self._rules.tensor_layout(x.shape, self._mesh).slice_shape
+
     def _slices(self, x: Value) -> Any:
-        layout = self._rules.tensor_layout(x.shape, self._mesh)
-        return (_Slice(tf.TensorShape(layout.slice_shape), x.dtype, x.has_gradient),)
+        return (_Slice(tf.TensorShape(self.slice_sizes(x)), x.dtype, x.has_gradient),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +409,7 @@ class _Counting(Lowering):
         raise NotImplementedError("a tally computes nothing")
 
     num_slices = 1
-    import_tensor = export_tensor = map = raw_map = coordinate = _nothing
+    import_tensor = export_tensor = mapped = raw_map = coordinate = _nothing
 
     def with_gradient(self, forward: Any, backward: Any, slices: Any) -> Any:
         """Counts both passes; there is no second derivative."""

@@ -26,6 +26,7 @@ from pipemesh.layers.named.named_layer import (
 from pipemesh.layers.named.norm_and_dropout import Dropout
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
+from pipemesh.lowering.costs import operation
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.lowering.ops.lookup import local_start
 from pipemesh.lowering.ops.reduce import extreme
@@ -235,7 +236,7 @@ class Embedding(NamedLayer):
             # Default positions are the same for all inputs.
             places = tally.made(x.shape.select(*dims.split(";")), ids)
             places = dataclasses.replace(places, differs=segment_pos is not None)
-            tally.meet(x, tally.gather(weights["positions"], places, "positions"))
+            tally.elementwise(x, tally.gather(weights["positions"], places, "positions"))
         return cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, x)
 
 
@@ -402,7 +403,8 @@ class SoftmaxCrossEntropy(NamedLayer):
             places = lowering.map(lambda at: tf.where(at < number, at, -1), places)
         greatest = extreme(logits, ["vocab"], "max")
         start, _ = local_start(lowering, logits.shape["vocab"])
-        sums = lowering.map(_sums, logits.slices, places, greatest.slices, start)
+        with operation("softmax", [logits]):
+            sums = lowering.map(_sums, logits.slices, places, greatest.slices, start)
         axis = lowering.rules.axis("vocab")
         sums = lowering.all_reduce(sums, [axis] if axis else [])
         total = lowering.map(lambda s, top: tf.math.log(s[0]) + top, sums, greatest.slices)
@@ -422,7 +424,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         rows = whole_dims("batch;length", names)
         (logits,) = tally.products(x, [own["w"]], [[*rows, "vocab"]], names)
         if p.use_bias:
-            tally.meet(logits, own["b"])
+            tally.elementwise(logits, own["b"])
         logits = tally.made(logits.shape, logits, tf.float32)
         if p.logit_cap is not None:
             tally.keep(logits)

@@ -13,6 +13,7 @@ from pipemesh.backend.gradients import custom_gradient
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import register
+from pipemesh.lowering.ops.einsum import product_flops
 from pipemesh.lowering.ops.elementwise import in_order
 from pipemesh.lowering.ops.relayout import change_splits
 from pipemesh.lowering.ops.rows import Windows, rows_of, take_windows
@@ -142,9 +143,9 @@ def _slide(
     reaches = reaches_of(filters.shape, window, spread)
     shape = Shape((*x.shape.without(*shared.names).dims, *out.dims))
     mesh, rules = lowering.mesh, lowering.rules
-    kept: dict[str, _Kept] = {}
+    kept: dict[str, Kept] = {}
     if transposed:
-        shape, runs, kept = _enlarged(x.shape, shape, reaches, padding, steps, rules, mesh)
+        shape, runs, kept = enlarged(x.shape, shape, reaches, padding, steps, rules, mesh)
     else:
         shape, runs = windows_of(x.shape, shape, reaches, padding, steps, rules, mesh)
     layout = lowering.tensor_layout(shape)
@@ -190,7 +191,11 @@ def _slide(
         result = tf.reshape(result, [*batches, *slid, *outs])
         return in_order(result, [computed.index(name) for name in shape.names])
 
-    result = lowering.map(local, rows, weights)
+    # Each row of the image, or of the result, meets all weights that this processor has of it.
+    met = math.prod(static_sizes(rows[0])) if transposed else math.prod(layout.slice_shape)
+    ends = [outs, [static_sizes(rows[0])[x.shape.index(name)] for name in shared.names]]
+    flops = convolution_flops(kernel, math.prod(ends[not transposed]), met)
+    result = lowering.map(local, rows, weights, flops=flops)
     result = lowering.all_reduce(result, [axis for axis in axes if axis not in layout.split_axes])
     for name, part in kept.items():
         if part.length != share[name]:
@@ -198,6 +203,13 @@ def _slide(
             moved = Windows(part.length * parts, 0, share[name], share[name])
             result = take_windows(lowering, result, layout.axes[at], at, moved)
     return Tensor(lowering, result, shape)
+
+
+def convolution_flops(kernel: Shape, channels: int, elements: int) -> int:
+    """Returns the flops of a convolution: of so many elements of the result, each summed over the
+    channels of the image; if transposed, of elements of the image, for channels of the result.
+    """
+    return product_flops([kernel.size, channels, elements])
 
 
 def reaches_of(
@@ -237,7 +249,7 @@ def windows_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kept:
+class Kept:
     """The rows of a transposed convolution that a processor computes of its run of rows."""
 
     whole: int  # the number of rows of which some are kept
@@ -245,7 +257,7 @@ class _Kept:
     length: int
 
 
-def _enlarged(
+def enlarged(
     x: Shape,
     shape: Shape,
     reaches: Mapping[str, int],
@@ -253,13 +265,13 @@ def _enlarged(
     strides: Mapping[str, int],
     rules: LayoutRules,
     mesh: Mesh,
-) -> tuple[Shape, dict[str, Windows], dict[str, _Kept]]:
+) -> tuple[Shape, dict[str, Windows], dict[str, Kept]]:
     """Returns the shape of a transposed convolution, the rows that it needs, and those it keeps."""
     for name, reach in reaches.items():
         more = max(reach - strides[name], 0) if padding == "VALID" else 0
         shape = shape.replace(name, Dim(name, x[name].size * strides[name] + more))
     layout = rules.tensor_layout(shape, mesh)
-    runs, kept = dict[str, Windows](), dict[str, _Kept]()
+    runs, kept = dict[str, Windows](), dict[str, Kept]()
     for name, reach in reaches.items():
         step, size = strides[name], shape[name]
         # Row r of `x` reaches the rows of the result from r * step + start on.
@@ -271,7 +283,7 @@ def _enlarged(
         runs[name] = Windows(x[name].size, first, length // step, end - first)
         begin = -start - first * step
         whole = max((end - first - 1) * step + reach, begin + length)
-        kept[name] = _Kept(whole, begin, length)
+        kept[name] = Kept(whole, begin, length)
     return shape, runs, kept
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import register
+from pipemesh.lowering.costs import operation
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.ops.relayout import (
     NO_NAMES,
@@ -79,7 +80,8 @@ def products(
         lacking = tuple(axis for axis in axes if axis not in (*x.split_axes, *gathered))
         if lacking not in varied:
             varied[lacking] = x.vary(lacking)
-        results.append(_product([x, other], [varied[lacking], other.vary(axes)], result))
+        with operation("einsum", [x, other], is_arithmetic=False):
+            results.append(_product([x, other], [varied[lacking], other.vary(axes)], result))
     return results
 
 
@@ -98,14 +100,16 @@ def _product(
     if len(union) > len(string.ascii_letters):
         raise ShapeError(f"the operands have {len(union)} dims; at most 52 are possible")
     # All dims together: the slices of a dim must match between operands.
-    lowering.tensor_layout(union)
+    layout = lowering.tensor_layout(union)
     letters = dict(zip(union.names, string.ascii_letters, strict=False))
 
     def term(of: Shape) -> str:
         return "".join(letters[name] for name in of.names)
 
     partial = lowering.map(
-        local_product([term(operand.shape) for operand in operands], term(shape)), *varied
+        local_product([term(operand.shape) for operand in operands], term(shape)),
+        *varied,
+        flops=product_flops(layout.slice_shape, len(operands)),
     )
     axes = union_axes(operands)
     kept = lowering.tensor_layout(shape).split_axes
@@ -128,6 +132,11 @@ def _check_summed(operands: Sequence[Tensor], summed: Shape) -> None:
                     "each by itself; if they are one dim, rename one of them, otherwise "
                     "ops.reduce_sum one of them before"
                 )
+
+
+def product_flops(sizes: Sequence[int], operands: int = 2) -> int:
+    """Returns the flops of a product, given the sizes of all dims of its operands together."""
+    return math.prod(sizes) * (2 if operands > 1 else 1)
 
 
 def local_product(terms: Sequence[str], result: str) -> Callable[..., tf.Tensor]:

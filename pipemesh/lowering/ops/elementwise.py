@@ -88,9 +88,11 @@ def broadcast(
     return Tensor(lowering, slices, shape)
 
 
-def _unary(name: str, function: Callable[[tf.Tensor], tf.Tensor], what: str) -> Callable[..., Any]:
+def _unary(
+    name: str, function: Callable[[tf.Tensor], tf.Tensor], what: str, flops: int | None = None
+) -> Callable[..., Any]:
     def op(x: Tensor) -> Tensor:
-        return Tensor(x.lowering, x.lowering.map(function, x.slices), x.shape)
+        return Tensor(x.lowering, x.lowering.map(function, x.slices, flops=flops), x.shape)
 
     op.__name__ = op.__qualname__ = name
     op.__doc__ = what
@@ -146,7 +148,7 @@ sin = _unary("sin", tf.sin, "Sines of angles in radians.")
 softplus = _unary("softplus", tf.math.softplus, "log(1 + exp(x)).")
 sqrt = _unary("sqrt", tf.sqrt, "Square roots.")
 square = _unary("square", tf.square, "Squares.")
-stop_gradient = _unary("stop_gradient", tf.stop_gradient, "The same values, without gradient.")
+stop_gradient = _unary("stop_gradient", tf.stop_gradient, "The same values, without gradient.", 0)
 tanh = _unary("tanh", tf.tanh, "Hyperbolic tangents.")
 
 add = _binary("add", tf.add, "a + b.")
@@ -246,7 +248,8 @@ def broadcast_to(x: Tensor, shape: Shape) -> Tensor:
     def local(slice_: tf.Tensor) -> tf.Tensor:
         return tf.broadcast_to(align(slice_, x.shape.names, shape.names), sizes)
 
-    return Tensor(x.lowering, x.lowering.map(local, x.vary(layout.split_axes)), shape)
+    slices = x.lowering.map(local, x.vary(layout.split_axes), flops=0)
+    return Tensor(x.lowering, slices, shape)
 
 
 # `ops` has these names.

@@ -162,7 +162,9 @@ def top_k(x: Tensor, dim: str, k: Dim) -> tuple[Tensor, Tensor]:
                 t = tf.where(tf.math.is_nan(t), tf.constant(-math.inf, t.dtype), t)
             return tf.math.top_k(t, number).indices
 
-        return lowering.raw_map(local, rows)
+        found = lowering.raw_map(local, rows)
+        lowering.count([rows], found)
+        return found
 
     def take(rows: Slices, places: Slices) -> Slices:
         return lowering.map(lambda t, i: tf.gather(t, i, batch_dims=last), rows, places)
@@ -210,6 +212,7 @@ def argmax(x: Tensor, dim: str) -> Tensor:
         # As for `tf.argmax` on CPUs, NaN and -inf count as the lowest number.
         slices = lowering.raw_map(lambda t: tf.where(t > t.dtype.min, t, t.dtype.min), slices)
     places = lowering.raw_map(lambda t: tf.argmax(t, at, tf.int32), slices)
+    lowering.count([slices], places)
     if axis is None:
         return Tensor(lowering, places, rest)
     start, _ = local_start(lowering, x.shape[dim])

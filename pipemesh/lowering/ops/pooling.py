@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -81,7 +81,8 @@ def _pooled_along(
     shape, runs = windows_of(
         x.shape, x.shape, {name: size}, padding, {name: step}, lowering.rules, lowering.mesh
     )
-    run, share = runs[name], lowering.tensor_layout(shape).slice_shape[at]
+    sizes = lowering.tensor_layout(shape).slice_shape
+    run, share = runs[name], sizes[at]
     rows = take_windows(lowering, x.slices, axis, at, run)
     if greatest and padding == "SAME":
         least = x.dtype.min if x.dtype.is_integer else -math.inf
@@ -97,7 +98,14 @@ def _pooled_along(
         number = tf.reshape(number, [share, *[1] * (len(shape) - at - 1)])
         return sum_in_order(parts) / tf.cast(number, x.dtype)
 
-    return Tensor(lowering, lowering.map(pool, rows, first_rows(lowering, axis, run)), shape)
+    flops = pooling_flops(size, sizes)
+    firsts = first_rows(lowering, axis, run)
+    return Tensor(lowering, lowering.map(pool, rows, firsts, flops=flops), shape)
+
+
+def pooling_flops(window: int, sizes: Sequence[int]) -> int:
+    """Returns the flops of pooling along one dim, given the sizes of the result."""
+    return window * math.prod(sizes)
 
 
 @register("pooling")

@@ -57,6 +57,7 @@ def _draw(
         return _draw_share(raw, share, sizes, begin, layout.slice_shape, seed, dtype)
 
     slices = lowering.raw_map(draw, *(lowering.coordinate(str(layout.axes[i])) for i in split))
+    lowering.count([], slices)
     if (
         name is not None
         and len(slices) == lowering.mesh.num_devices

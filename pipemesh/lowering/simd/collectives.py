@@ -11,7 +11,8 @@ import tensorflow as tf
 from pipemesh.backend import collectives
 from pipemesh.backend.collectives import Meeting
 from pipemesh.backend.static_shape import static_sizes
-from pipemesh.lowering.lowering import Slices, usual_bytes
+from pipemesh.lowering.costs import usual_bytes
+from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.mesh import LayoutRules, Mesh
 

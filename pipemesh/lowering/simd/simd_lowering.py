@@ -35,7 +35,7 @@ class SimdLowering(Lowering):
         super().__init__(mesh, rules)
         self.core = core
 
-    def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+    def mapped(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function."""
         with self.computing_slices():
             return (call_local(function, [operand[0] for operand in operands]),)

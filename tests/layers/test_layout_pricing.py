@@ -1,0 +1,116 @@
+"""Prices of layout rules for layers, with replicas and weights cut over them."""
+
+import functools
+
+import pytest
+from lingvo.core import layers as lingvo_layers
+from lingvo.core import tshape
+
+from pipemesh.errors import LayoutError, PartitionError
+from pipemesh.layers import layers_pricing
+from pipemesh.layers.named import Embedding, SoftmaxCrossEntropy, TransformerBlock
+from pipemesh.mesh import LayoutRules, Mesh, find_layout
+from pipemesh.plan import Link, Machine
+
+MACHINE = Machine(flops=1e10, bandwidth=1e11, network=Link(0.0, 1e10))
+ROWS, LENGTH, WIDTH, VOCAB = 16, 8, 16, 96
+SHAPES = [tshape.Shape([ROWS, LENGTH])] * 4
+
+
+def layers():
+    block = TransformerBlock.Params().Set(input_dim=WIDTH, num_heads=4, hidden_dim=64)
+    return [block.Copy(), block.Copy()]
+
+
+@functools.cache
+def pricing(mesh="data:2;model:2"):
+    shape = tshape.Shape([ROWS, LENGTH, WIDTH])
+    return layers_pricing(Mesh.from_text(mesh), layers(), MACHINE, shape)
+
+
+def price(rules, mesh="data:2;model:2"):
+    return pricing(mesh).price(LayoutRules.from_text(rules))
+
+
+WEIGHTS = 4 * 2 * (4 * WIDTH * WIDTH + 2 * 64 * WIDTH + 64 + 13 * WIDTH)
+
+
+def test_the_found_layout_is_the_best_of_those_written_by_hand():
+    found = find_layout(pricing())
+    assert found.is_best
+    for rules in (
+        "",
+        "batch:data",
+        "batch:data;heads:model;d_ff:model",
+        "batch:data;heads:model;d_ff:model;length:model",
+        "heads:data;d_ff:model",
+        "batch:data;embed:data",
+    ):
+        assert found.price.seconds <= price(rules).seconds
+
+
+def test_memory_decides_for_split_weights():
+    free = find_layout(pricing("data:4"))
+    limit = 0.95 * free.price.memory
+    tight = find_layout(pricing("data:4"), memory=limit)
+    assert tight.price.memory <= limit
+    assert tight.price.seconds >= free.price.seconds
+    assert tight.is_best
+
+
+def test_replicas_sum_gradients_once():
+    """All weights are equal on both, so an all-reduce sends as many bytes as they have."""
+    found = price("batch:data", "data:2")
+    assert set(found.parts) == {"compute", "data"}
+    assert 1e10 * found.parts["data"] == pytest.approx(WEIGHTS, rel=0.02)
+
+
+def test_replicas_that_share_weights_fetch_them_for_each_pass():
+    """One stage holds all of them meanwhile, so the search leaves such rules out."""
+    copies, cut = (
+        price(rules, "data:2").parts["data"] for rules in ("batch:data", "batch:data;embed:data")
+    )
+    assert cut == pytest.approx(1.5 * copies, rel=0.15)
+    assert not any(
+        rules.axis(dim) == rules.axis("batch") is not None
+        for rules, _ in find_layout(pricing()).table
+        for dim in ("embed", "heads", "d_ff")
+    )
+
+
+def test_a_rule_over_the_batchs_axis_needs_a_weight():
+    with pytest.raises(LayoutError, match="names dim 'length', which no tensor has"):
+        price("batch:data;length:data")
+
+
+def test_vocabularies_are_searched_too():
+    named = [
+        Embedding.Params().Set(vocab_size=VOCAB, embedding_dim=WIDTH),
+        SoftmaxCrossEntropy.Params().Set(vocab_size=VOCAB, input_dim=WIDTH),
+    ]
+    program = layers_pricing(Mesh.from_text("model:4"), named[:1], MACHINE, SHAPES[0])
+    assert set(program.sizes) == {"batch", "length", "vocab", "embed"}
+    # Padded, so an axis of any size can split it.
+    assert not program.sizes["vocab"]
+    assert find_layout(program).is_best
+
+
+def test_layers_without_named_dims_are_not_split():
+    dense = lingvo_layers.FCLayer.Params().Set(input_dim=8, output_dim=8)
+    program = layers_pricing(Mesh.from_text("model:2"), [dense], MACHINE, tshape.Shape([4, 8]))
+    assert not program.sizes
+    found = find_layout(program)
+    assert not found.rules.rules
+    assert found.price.seconds == pytest.approx(3 * 2 * 4 * 8 * 8 / 1e10, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "error", "message"),
+    [
+        ("layers:2", [4, 8, WIDTH], LayoutError, "has the axis 'layers'"),
+        ("data:2", [4, 8], PartitionError, "give one of each"),
+    ],
+)
+def test_what_cannot_be_priced_is_an_error(mesh, shape, error, message):
+    with pytest.raises(error, match=message):
+        layers_pricing(Mesh.from_text(mesh), layers(), MACHINE, tshape.Shape(shape))
