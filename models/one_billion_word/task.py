@@ -13,6 +13,9 @@ class LanguageModel(base_model.BaseTask):
     `stack`.
     """
 
+    # The inputs of the stack, in order.
+    INPUTS = ("ids", "labels", "weights", "segment_ids", "segment_pos")
+
     @classmethod
     def Params(cls):
         p = super().Params()
@@ -26,19 +29,12 @@ class LanguageModel(base_model.BaseTask):
     def ComputePredictions(self, theta, input_batch):
         """Returns the loss, summed by the last stage.
 
-        The input has `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, each [batch,
-        time]. The result has the summed `loss` in nats and `num_tokens`, both float32 scalars, and
+        The input has what `INPUTS` names, each [batch, time], `weights` float32 and the rest
+        int32. The result has the summed `loss` in nats and `num_tokens`, both float32 scalars, and
         `xent` [batch, time] float32, without gradient.
         """
-        batch = input_batch
-        loss, num_tokens, xent = self.stack.FProp(
-            theta.stack,
-            batch.ids,
-            batch.labels,
-            batch.weights,
-            batch.segment_ids,
-            batch.segment_pos,
-        )
+        inputs = [input_batch[name] for name in self.INPUTS]
+        loss, num_tokens, xent = self.stack.FProp(theta.stack, *inputs)
         return py_utils.NestedMap(loss=loss, num_tokens=num_tokens, xent=xent)
 
     def ComputeLoss(self, theta, predictions, input_batch):
@@ -73,14 +69,10 @@ class LanguageModel(base_model.BaseTask):
         with tf.name_scope("inference"):
             feeds = py_utils.NestedMap(
                 {
-                    name: tf.compat.v1.placeholder(dtype, shape, name)
-                    for name, dtype in (
-                        ("ids", tf.int32),
-                        ("labels", tf.int32),
-                        ("weights", tf.float32),
-                        ("segment_ids", tf.int32),
-                        ("segment_pos", tf.int32),
+                    name: tf.compat.v1.placeholder(
+                        tf.float32 if name == "weights" else tf.int32, shape, name
                     )
+                    for name in self.INPUTS
                 }
             )
             return {"default": (self._by_row(feeds), feeds)}

@@ -1,0 +1,1 @@
+"""Translation by a pipelined encoder-decoder."""
