@@ -121,8 +121,8 @@ ATTRIBUTES = frozenset(flag.name for flag in ATTRIBUTE_FLAGS)
 class Tokens:
     """The tokens of a model, and how text is spelled in them."""
 
-    # Ids of a text that is to be continued, or a prompt with the text as its source.
-    encode: Callable[[str], list[int] | SourcePrompt]
+    # Ids of a text that is to be continued, or a SourcePrompt of a text that is the source.
+    encode: Callable[[str], Any]
     decode: Callable[[Sequence[int]], str]
     # Ids that end a text.
     stop: frozenset[int]
