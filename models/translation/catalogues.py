@@ -8,6 +8,8 @@ in folders and Debian packages. Train on them with `--train_data` and `--heldout
 
 A catalogue is a file LANGUAGE/LC_MESSAGES/NAME.mo. Messages of two languages belong together if
 name and id are equal. Ids of most programs are the English texts, so --source=en takes them.
+Messages with variables, markup or digits are left out, as are those that are equal in both
+languages: a program that copies its input would translate much of them.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ PACKAGE, _FOLDER = "plone.app.locales", "locales"
 TRAIN, HELDOUT = "train.tsv", "heldout.tsv"
 # One of this number of messages is held out.
 HELDOUT_ONE_IN = 16
-# Longer sides are left out by default: most are whole paragraphs.
-MOST_CHARACTERS = 100
+# Longer sides are left out by default: most are several sentences.
+MOST_CHARACTERS = 60
+# What copying would translate: variables, markup, numbers.
+_COPIED = re.compile(r"[$%{}<>&\d]")
 # The catalogues of a language, by name: texts by the ids of messages.
 Catalogues = Mapping[str, Mapping[Any, str]]
 _PATH = re.compile(r"(?:^|/)([^/]+)/LC_MESSAGES/([^/]+)\.mo$")
@@ -87,15 +91,16 @@ def _files(path: str) -> Iterator[tuple[str, bytes]]:
 def pairs_of(
     sources: Catalogues, targets: Catalogues, most: int = MOST_CHARACTERS
 ) -> dict[tuple[str, str], None]:
-    """Returns the different pairs of two languages, each on one line, in order; without empty sides
-    and those of more than `most` characters.
+    """Returns the different pairs of two languages, each on one line, in order; without sides that
+    are empty, have more than `most` characters, or are copied in part or whole.
     """
     pairs = dict[tuple[str, str], None]()
     for name, messages in sorted(targets.items()):
         for key, target in messages.items():
-            source = sources.get(name, {}).get(key)
-            sides = " ".join((source or "").split()), " ".join(target.split())
-            if key and all(0 < len(side) <= most for side in sides):
+            sides = " ".join(sources.get(name, {}).get(key, "").split()), " ".join(target.split())
+            source, target = map(normalized, sides)
+            is_copied = source == target or any(map(_COPIED.search, sides))
+            if source and target and not is_copied and max(map(len, sides)) <= most:
                 pairs[sides] = None
     return pairs
 
@@ -114,10 +119,9 @@ def split(
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Divides pairs into those for training and those that are held out.
 
-    Sides that differ in case, punctuation, digits or names of variables alone are one text. Pairs
-    that share a text, directly or through others, are in the same part. So no held-out text is
-    trained on, neither as a source nor as a target. A hash of a group's first text chooses the
-    part.
+    Sides that differ in case or punctuation alone are one text. Pairs that share a text, directly
+    or through others, are in the same part. So no held-out text is trained on, neither as a source
+    nor as a target. A hash of a group's first text chooses the part.
     """
     parents: dict[str, str] = {}
 
@@ -126,22 +130,19 @@ def split(
             parents[text] = text = parents[parent]
         return text
 
-    plain = [[text for side in pair if (text := normalized(side))] for pair in pairs]
-    for texts in plain:
-        for text in texts:
-            first, second = sorted((root(texts[0]), root(text)))
-            parents[second] = first
+    plain = [normalized(source) for source, _ in pairs]
+    for source, (_, target) in zip(plain, pairs, strict=True):
+        first, second = sorted((root(source), root(normalized(target))))
+        parents[second] = first
     parts: tuple[list[tuple[str, str]], list[tuple[str, str]]] = [], []
-    for pair, texts in zip(pairs, plain, strict=True):
-        # Nothing but variables and punctuation is nothing to translate.
-        parts[bool(texts) and _is_chosen(root(texts[0]), one_in)].append(pair)
+    for source, pair in zip(plain, pairs, strict=True):
+        parts[_is_chosen(root(source), one_in)].append(pair)
     return parts
 
 
 def normalized(text: str) -> str:
-    """Returns a text without case, punctuation, digits and names of variables."""
-    text = re.sub(r"\$\{?\w+\}?|%\(\w+\)\w|%\w|\{\w*\}|&\w+;|<[^>]*>", " ", text.casefold())
-    return " ".join(re.findall(r"[^\W\d_]+", text))
+    """Returns the words of a text without case."""
+    return " ".join(re.findall(r"[^\W\d_]+", text.casefold()))
 
 
 def _is_chosen(text: str, one_in: int) -> bool:

@@ -147,9 +147,10 @@ def layers_of(config: TranslationParams) -> tuple[list[Any], dict[str, str]]:
 class TranslationTiny(TranslationParams):
     """Trains on a laptop's CPU in minutes, on the embedded pairs."""
 
-    VOCAB_SIZE = 2000
-    MODEL_DIM, HIDDEN_DIM, NUM_HEADS, NUM_LAYERS = 192, 768, 4, 2
-    SEQUENCE_LENGTH, BATCH_SIZE, NUM_STEPS = 64, 32, 800
+    VOCAB_SIZE = 1500
+    MODEL_DIM, HIDDEN_DIM, NUM_HEADS, NUM_LAYERS = 128, 512, 4, 2
+    SEQUENCE_LENGTH, BATCH_SIZE, NUM_STEPS = 64, 16, 600
+    PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=2)
 
 
 @model_registry.RegisterSingleTaskModel
