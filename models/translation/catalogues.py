@@ -77,7 +77,9 @@ def _files(path: str) -> Iterator[tuple[str, bytes]]:
     try:
         done = subprocess.run(["dpkg-deb", "--fsys-tarfile", path], capture_output=True, check=True)
     except FileNotFoundError as error:
-        raise DataError(f"{path!r} is no folder; packages are read by dpkg-deb, which is missing") from error
+        raise DataError(
+            f"{path!r} is no folder; packages are read by dpkg-deb, which is missing"
+        ) from error
     except subprocess.CalledProcessError as error:
         why = error.stderr.decode(errors="replace").strip()
         raise DataError(f"{path!r} is neither a folder nor a Debian package ({why})") from error

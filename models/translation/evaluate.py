@@ -24,7 +24,9 @@ _FLAGS = grouped(
     FILES,
     Flag("logdir", help="Log directory of the training; --checkpoint may stand in its place."),
     CHECKPOINT_FLAG,
-    Flag("pairs", int, 500, least=1, help="Maximum number of pairs, spread over the held-out data."),
+    Flag(
+        "pairs", int, 500, least=1, help="Maximum number of pairs, spread over the held-out data."
+    ),
     Flag("max_tokens", int, 48, least=1, help="Maximum number of tokens of a translation."),
     Flag("beams", int, least=1, help="Beam width; default: greedy."),
     Flag("mesh_shape", help="Mesh to decode with; default: that of the training."),

@@ -74,9 +74,7 @@ class TranslationParams(base_model_params.SingleTaskModelParams):
         """Returns the params of endless training batches."""
         return self._input("Train", _train_of(self), self.SEED)
 
-    def _input(
-        self, name: str, sources: str | Callable[[], str], seed: int | None = None
-    ) -> Any:
+    def _input(self, name: str, sources: str | Callable[[], str], seed: int | None = None) -> Any:
         length = self.SEQUENCE_LENGTH
         batches = DocumentBatches(
             sources,

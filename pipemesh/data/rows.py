@@ -256,9 +256,7 @@ class PairRows:
         DataError: no pair fits into a row, or pairs are to be split.
     """
 
-    def __init__(
-        self, source: str, tokens: Tokens, lengths: tuple[int, int], packing: str
-    ) -> None:
+    def __init__(self, source: str, tokens: Tokens, lengths: tuple[int, int], packing: str) -> None:
         self._tokens, self._lengths = tokens, lengths
         if packing == "split":
             raise DataError("packing='split': pairs are not split at ends of rows; set 'whole'")
@@ -324,7 +322,7 @@ def _first_fit(sizes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     rows, number = np.zeros([len(sizes)], np.int64), _OPEN_ROWS
     names, rooms = np.arange(number), np.tile(lengths, [number, 1])
     for pair in np.argsort(-sizes.sum(1), kind="stable"):
-        has_room = (rooms >= sizes[pair]).all(1)
+        has_room = np.all(rooms >= sizes[pair], axis=1)
         at = int(has_room.argmax())
         if not has_room[at]:
             at = int(rooms.sum(1).argmin())
