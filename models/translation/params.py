@@ -52,9 +52,9 @@ class TranslationParams(base_model_params.SingleTaskModelParams):
     DROPOUT_PROB = 0.1
     # As `pipemesh.training.learning.Learning`, whose other values may be set as well.
     OPTIMIZER = "adam"
-    LEARNING_RATE = 2e-3
+    LEARNING_RATE = 1.5e-3
     LEARNING_RATE_SCHEDULE = "linear"
-    WARMUP_STEPS = 100
+    WARMUP_STEPS: int | None = None
     CLIP_GRADIENT_NORM = 1.0
     # Regular expressions of weights: those that are not trained, and the only ones that are.
     FREEZE: str | None = None

@@ -2,10 +2,12 @@
 
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
 
+from models.translation import evaluate
 from models.translation.spelling import LearnedSpelling
 from pipemesh.commands.main import main
 from pipemesh.errors import DataError, MissingPackageError
@@ -52,12 +54,15 @@ def trained(data, plan, logdir, until, restore=None):
     return steps, trainer.save()
 
 
+_plain_steps = []
+
+
 @pytest.fixture
-def plain(data, tmp_path_factory, _cache={}):
+def plain(data, tmp_path):
     """Four steps of the plain model, computed once."""
-    if not _cache:
-        _cache["steps"], _ = trained(data, "plain", tmp_path_factory.mktemp("plain"), 4)
-    return _cache["steps"]
+    if not _plain_steps:
+        _plain_steps.extend(trained(data, "plain", tmp_path / "plain", 4)[0])
+    return _plain_steps
 
 
 def assert_equal(found, wanted):
@@ -137,12 +142,10 @@ def test_what_a_translator_cannot_do_is_an_error(run, tmp_path, monkeypatch):
     assert "score is for models that continue texts, and the checkpoint is of a transl" in line
     os.rename(folder / "tokenizer.model", tmp_path / "tokenizer.model")
     try:
-        with pytest.raises(DataError, match="has checkpoints, but no tokenizer.model, which says"):
+        with pytest.raises(DataError, match=r"has checkpoints, but no tokenizer\.model, which"):
             LearnedSpelling(str(folder), 300, "a.tsv")()
     finally:
         os.rename(tmp_path / "tokenizer.model", folder / "tokenizer.model")
-    monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
-    from models.translation import evaluate
-
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(MissingPackageError, match="BLEU needs sacrebleu, which is not installed"):
         evaluate.report(str(folder / "ckpt-6"), 5)
