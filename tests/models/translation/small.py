@@ -12,7 +12,7 @@ WORDS = "the a of to in and is it file page open name".split()
 class Small(params.TranslationParams):
     """With dropout; without Adam, which would enlarge round-off where a gradient is zero."""
 
-    VOCAB_SIZE = 300
+    VOCAB_SIZE = 290
     MODEL_DIM, HIDDEN_DIM, NUM_HEADS, NUM_LAYERS = 16, 32, 2, 1
     SEQUENCE_LENGTH, BATCH_SIZE, NUM_STEPS, WARMUP_STEPS = 32, 4, 6, None
     OPTIMIZER, LEARNING_RATE, LEARNING_RATE_SCHEDULE = "sgd", 0.5, "constant"

@@ -143,7 +143,7 @@ def test_what_a_translator_cannot_do_is_an_error(run, tmp_path, monkeypatch):
     os.rename(folder / "tokenizer.model", tmp_path / "tokenizer.model")
     try:
         with pytest.raises(DataError, match=r"has checkpoints, but no tokenizer\.model, which"):
-            LearnedSpelling(str(folder), 300, "a.tsv")()
+            LearnedSpelling(str(folder), 290, "a.tsv")()
     finally:
         os.rename(tmp_path / "tokenizer.model", folder / "tokenizer.model")
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
