@@ -56,13 +56,8 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
     def Task(self) -> Any:
         p = LanguageModel.Params().Set(name="language_model")
         p.stack = stack_of(self, stages_of(self), tied_weights_of(self))
-        p.train.learner = learner.Learner.Params().Set(
-            name="loss",
-            lr_schedule=schedule.TransformerSchedule.Params().Set(model_dim=self.MODEL_DIM),
-            bprop_variable_filter=self.TRAIN_ONLY,
-            bprop_variable_exclusion=self.FREEZE,
-        )
-        Learning.of(self).change(p.train.learner)
+        rates = schedule.TransformerSchedule.Params().Set(model_dim=self.MODEL_DIM)
+        p.train.learner = learner_of(self, rates)
         p.train.ema_decay = self.EMA_DECAY
         p.eval.samples_per_summary = 0
         p.random_seed = self.SEED
@@ -82,6 +77,18 @@ def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> An
         strict_devices=config.STRICT_DEVICES,
         pipelined=config.PIPELINED,
     )
+
+
+def learner_of(config: Any, rates: Any) -> Any:
+    """Returns the params of a learner as a configuration says, by default with these rates."""
+    made = learner.Learner.Params().Set(
+        name="loss",
+        lr_schedule=rates,
+        bprop_variable_filter=config.TRAIN_ONLY,
+        bprop_variable_exclusion=config.FREEZE,
+    )
+    Learning.of(config).change(made)
+    return made
 
 
 def layers_of(config: LanguageModelParams) -> list[Any]:

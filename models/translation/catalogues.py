@@ -198,7 +198,7 @@ class EmbeddedPairs:
 
     def __call__(self) -> str:
         """Writes the files; raises MissingPackageError if the package is not installed."""
-        folder = os.path.join(self.folder, "pairs")
+        folder = os.path.join(self.folder, "-".join(["pairs", *self.languages]))
         if not all(os.path.exists(os.path.join(folder, name)) for name in (TRAIN, HELDOUT)):
             write([_installed()], *self.languages, folder, MOST_CHARACTERS)
         return os.path.join(folder, self.part)

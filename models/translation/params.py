@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from lingvo import model_registry
-from lingvo.core import base_model_params, learner, schedule
+from lingvo.core import base_model_params, schedule
 
 from pipemesh.data import DocumentBatches
 from pipemesh.layers import DatasetInput, named
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
-from pipemesh.training.learning import Learning
 
-from ..one_billion_word.params import cut, stack_of
+from ..one_billion_word.params import cut, learner_of, stack_of
 from .catalogues import HELDOUT, TRAIN, EmbeddedPairs
 from .spelling import LearnedSpelling
 from .task import Translation
@@ -92,13 +91,7 @@ class TranslationParams(base_model_params.SingleTaskModelParams):
         p = Translation.Params().Set(name="translation")
         layers, tied = layers_of(self)
         p.stack = stack_of(self, cut(self, layers, len(Translation.INPUTS)), tied)
-        p.train.learner = learner.Learner.Params().Set(
-            name="loss",
-            lr_schedule=schedule.Constant.Params(),
-            bprop_variable_filter=self.TRAIN_ONLY,
-            bprop_variable_exclusion=self.FREEZE,
-        )
-        Learning.of(self).change(p.train.learner)
+        p.train.learner = learner_of(self, schedule.Constant.Params())
         p.train.max_steps = self.NUM_STEPS
         p.eval.samples_per_summary = 0
         p.random_seed = self.SEED

@@ -10,6 +10,7 @@ same `--logdir` to resume.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from pipemesh.checkpoint import newest_whole
@@ -31,10 +32,11 @@ def main(argv: list[str]) -> int:
         argv = [argv[0], f"--model={MODEL}", *argv[1:]]
     code = runs.train(argv, KIND, __doc__)
     found = newest_whole(KIND.logdir())
-    if code or FLAGS.find_learning_rate or found is None or FLAGS.log_format == "json":
+    if code or FLAGS.find_learning_rate or found is None:
         return code
-    sys.stdout.flush()
-    evaluate.report(found[0], _PAIRS, max_tokens=_MAX_TOKENS)
+    # Standard output of --log_format=json has objects alone.
+    with contextlib.redirect_stdout(sys.stderr if FLAGS.log_format == "json" else sys.stdout):
+        evaluate.report(found[0], _PAIRS, max_tokens=_MAX_TOKENS)
     return 0
 
 

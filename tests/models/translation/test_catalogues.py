@@ -74,13 +74,14 @@ def test_a_debian_package_has_the_same_pairs(folder, tmp_path):
 
 def test_held_out_texts_are_never_trained_on(tmp_path):
     embedded = EmbeddedPairs(str(tmp_path), catalogues.HELDOUT, ("fr", "es"))
-    heldout = read(tmp_path / "pairs" / embedded().rpartition("/")[2])
-    train = read(tmp_path / "pairs" / "train.tsv")
+    folder = tmp_path / "pairs-fr-es"
+    heldout = read(folder / embedded().rpartition("/")[2])
+    train = read(folder / "train.tsv")
     assert len(train) > 1500 and 0.04 < len(heldout) / len(train) < 0.09
     sides = [{normalized(side) for pair in part for side in pair} for part in (train, heldout)]
     assert not sides[0] & sides[1]
-    (tmp_path / "pairs" / "train.tsv").write_text("kept")
-    assert embedded() and (tmp_path / "pairs" / "train.tsv").read_text() == "kept"
+    (folder / "train.tsv").write_text("kept")
+    assert embedded() and (folder / "train.tsv").read_text() == "kept"
 
 
 def test_pairs_that_share_a_text_stay_together():
