@@ -56,13 +56,8 @@ class LanguageModelParams(sizes.Settings, base_model_params.SingleTaskModelParam
     def Task(self) -> Any:
         p = LanguageModel.Params().Set(name="language_model")
         p.stack = stack_of(self, stages_of(self), tied_weights_of(self))
-        p.train.learner = learner.Learner.Params().Set(
-            name="loss",
-            lr_schedule=schedule.TransformerSchedule.Params().Set(model_dim=self.MODEL_DIM),
-            bprop_variable_filter=self.TRAIN_ONLY,
-            bprop_variable_exclusion=self.FREEZE,
-        )
-        Learning.of(self).change(p.train.learner)
+        rates = schedule.TransformerSchedule.Params().Set(model_dim=self.MODEL_DIM)
+        p.train.learner = learner_of(self, rates)
         p.train.ema_decay = self.EMA_DECAY
         p.eval.samples_per_summary = 0
         p.random_seed = self.SEED
@@ -84,6 +79,18 @@ def stack_of(config: Any, stages: list[Any], tied_weights: dict[str, str]) -> An
     )
 
 
+def learner_of(config: Any, rates: Any) -> Any:
+    """Returns the params of a learner as a configuration says, by default with these rates."""
+    made = learner.Learner.Params().Set(
+        name="loss",
+        lr_schedule=rates,
+        bprop_variable_filter=config.TRAIN_ONLY,
+        bprop_variable_exclusion=config.FREEZE,
+    )
+    Learning.of(config).change(made)
+    return made
+
+
 def layers_of(config: LanguageModelParams) -> list[Any]:
     """Returns the params of all layers of the stack, first to last."""
     if config.LAYERS == "named":
@@ -101,10 +108,10 @@ def layers_of(config: LanguageModelParams) -> list[Any]:
     return [embedding, *(block.Copy() for _ in range(config.NUM_LAYERS)), softmax]
 
 
-def input_shapes_of(config: Any, num_replicas: int = 1) -> tuple[Any, ...]:
-    """Returns the shapes of the stack's five inputs, for one replica's part of a microbatch."""
+def input_shapes_of(config: Any, num_replicas: int = 1, number: int = 5) -> tuple[Any, ...]:
+    """Returns the shapes of the stack's inputs, for one replica's part of a microbatch."""
     size = config.BATCH_SIZE // config.PLAN.num_microbatches // num_replicas
-    return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * 5
+    return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * number
 
 
 def stages_of(config: LanguageModelParams) -> list[Any]:
@@ -112,11 +119,11 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
     return cut(config, layers_of(config))
 
 
-def cut(config: Any, layers: list[Any]) -> list[Any]:
+def cut(config: Any, layers: list[Any], num_inputs: int = 5) -> list[Any]:
     """Returns the params of the stages, cut by the plan's boundaries or by the flops of the
     layers.
     """
-    shapes = input_shapes_of(config)
+    shapes = input_shapes_of(config, number=num_inputs)
     boundaries = config.PLAN.boundaries
     if boundaries is None and config.PLAN.lowering == "simd":
         boundaries = alike_boundaries(config)

@@ -102,6 +102,12 @@ ATTRIBUTE_FLAGS = grouped(
         help="Weights that have adapters, a regular expression; default: attention/w_[qv].",
     ),
     Flag(
+        "vocab_size",
+        int,
+        least=2,
+        help="Tokens of a vocabulary that is learned from the training data; default: the model's.",
+    ),
+    Flag(
         "vocab_multiple",
         int,
         help="Pad the tokens of each device to a multiple of this, such as 128; default: the "

@@ -4,6 +4,7 @@
 tests/docs/test_commands.py` runs all pages; `make test` those that are quick, and the first page.
 """
 
+import importlib.util
 import os
 import re
 import shlex
@@ -53,12 +54,18 @@ LANGUAGE_MODEL = "python -m models.one_billion_word.train --mesh_shape=layers:2 
 # Commands that other pages have, by what a page needs.
 DOCUMENT = """echo '{"text": "the cat sat on the mat"}' | tee train.jsonl > heldout.jsonl"""
 IMPORT = "pipemesh checkpoint import --from=gpt2/model.safetensors --logdir=runs/gpt2"
+CATALOGUES = os.path.dirname(importlib.util.find_spec("plone.app.locales").origin)
 BEFORE = {
     "models/pretrained/README.md": [DOCUMENT],
     "pipemesh/data/README.md": [DOCUMENT, IMPORT],
     "pipemesh/decoding/README.md": [
         f"{LANGUAGE_MODEL}runs/tiny",
         "printf 'The module\\nA function\\n' | tee prompts.txt > texts.txt",
+    ],
+    "models/translation/README.md": [
+        f"python -m models.translation.catalogues --source=fr --target=es --to=pairs {CATALOGUES}",
+        "cut -f1 pairs/train.tsv > train.fr; cut -f2 pairs/train.tsv > train.es",
+        "cp pairs/heldout.tsv heldout.tsv",
     ],
     "docs/guides/language_model.md": ["printf 'The module\\n' > texts.txt"],
     "pipemesh/report/README.md": [f"{LANGUAGE_MODEL}runs/a", f"{LANGUAGE_MODEL}runs/b"],

@@ -1,8 +1,16 @@
-"""Layers of lingvo that compute something again by themselves, inside of a pipeline."""
+"""Layers of lingvo inside of a pipeline: recurrent ones, random ones, those of a translator."""
 
 import numpy as np
 import pytest
-from lingvo.core import base_layer, layers, py_utils, rnn_cell, rnn_layers, spectrum_augmenter
+from lingvo.core import (
+    base_layer,
+    batch_major_attention,
+    layers,
+    py_utils,
+    rnn_cell,
+    rnn_layers,
+    spectrum_augmenter,
+)
 
 from tests.layers.harness import run_tf1
 from tests.layers.stacks import stack_of
@@ -70,3 +78,38 @@ def test_a_spectrum_augmenter_equals_the_plain_model(run):
     wanted = run(stack(layer, pipelined=False), [x, paddings], num_devices=2)
     found = run(stack(layer, num_micro_batches=2), [x, paddings], num_devices=2)
     found.assert_close(wanted)
+
+
+def translator_layers():
+    """Two layers of lingvo's encoder and two of its decoder, with packed sentences and dropout."""
+    cls = batch_major_attention.GPipeBatchMajorTransformerLayer
+    block = cls.SetupDeterministicDropout(cls.Params().Set(input_dim=8, packed_input=True))
+    block.tr_atten_tpl.Set(num_heads=2, residual_dropout_prob=0.2, atten_dropout_prob=0.1)
+    block.tr_fflayer_tpl.Set(hidden_dim=16, residual_dropout_prob=0.2, relu_dropout_prob=0.1)
+    decoder = block.Copy().Set(has_aux_atten=True, mask_self_atten=True)
+    layers = [block.Copy(), block.Copy(), decoder.Copy(), decoder.Copy()]
+    return [layer.Set(name=f"layer{i}") for i, layer in enumerate(layers)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bounds", "options"),
+    [((0, 2, 4), {"schedule": "1f1b"}), ((0, 1, 3, 4), {"schedule": "gpipe", "remat": "none"})],
+    ids=["two stages", "three stages"],
+)
+def test_lingvos_translator_equals_the_plain_model(bounds, options):
+    """lingvo's layers for GPipe pass all seven values on, so they are stages as they are."""
+    segments = [np.array([[1, 1, 2, 2, 0], [1] * 5] * 2), np.array([[1, 2, 2], [1, 1, 0]] * 2)]
+    source, target = (RNG.normal(size=[4, n, 8]).astype(np.float32) for n in (5, 3))
+    paddings = [(each == 0).astype(np.float32) for each in segments]
+
+    def mask(rows, columns):
+        return (rows[:, None, :, None] != columns[:, None, None, :]).astype(np.float32)
+
+    inputs = [source, paddings[0], target, paddings[1]]
+    inputs += [mask(a, b) for a, b in ((segments[0],) * 2, (segments[1],) * 2, segments[::-1])]
+    wanted = run_tf1(stack_of(translator_layers(), bounds, pipelined=False), inputs)
+    params = stack_of(translator_layers(), bounds, num_micro_batches=2, **options)
+    found = run_tf1(params, inputs, num_devices=len(bounds) - 1)
+    found.assert_close(wanted, rtol=1e-4, atol=1e-5)
+    assert {name.split("/")[1] for name in found.grads} >= {"s0", "s1"}

@@ -17,6 +17,7 @@ from pipemesh.layers.named import (
     TransformerBlock,
     encoder_decoder_layers,
 )
+from pipemesh.schedule import build, simulate
 from tests.layers.harness import executing, run_tf1, run_tf2
 from tests.layers.named.harness import run
 from tests.layers.stacks import equal_to_plain, first, stack_of
@@ -76,6 +77,8 @@ SPLIT = "layers:3;model:2 heads:model;d_ff:model;vocab:model"
         (run_tf2, "layers:2", [0, 1, 3, 4, 6], {"schedule": "interleaved", "remat": "none"}),
         (run_tf1, "layers:4", [0, 1, 2, 4, 6], {"schedule": "gpipe", "num_micro_batches": 4}),
         (run_tf2, SPLIT, [0, 2, 4, 6], {"schedule": "1f1b"}),
+        (run_tf1, SPLIT, [0, 2, 4, 6], {"schedule": "zb_h1", "remat": "none"}),
+        (run_tf2, SPLIT, [0, 1, 2, 3, 4, 5, 6], {"schedule": "interleaved"}),
         (run_tf2, "data:2;layers:2", [0, 3, 6], {"schedule": "zb_h1"}),
     ],
 )
@@ -120,6 +123,54 @@ def test_layers_of_a_stage_keep_one_memory():
     shared = 4 * BATCH * (SOURCE * 8 + SOURCE + TARGET)
     # Both microbatches are on their way.
     assert devices[1].kept == sum(block.activation_bytes for block in blocks) - shared
+
+
+MEMORY = [
+    ("1f1b", [0, 2, 4, 6]),
+    ("zb_h1", [0, 2, 4, 6]),
+    ("interleaved", [0, 1, 2, 3, 4, 5, 6]),
+]
+
+
+@pytest.mark.parametrize(("name", "bounds"), MEMORY, ids=[name for name, _ in MEMORY])
+def test_memory_is_that_of_the_simulated_schedule(name, bounds):
+    """Each device keeps what its row of the schedule has begun and not yet finished."""
+    number = 4
+    options = {"remat": "none", "check_numerics": "off"}
+    inputs = [tf.TensorSpec(x.shape, x.dtype) for x in INPUTS]
+    with executing(eager=False, devices=SPLIT):
+        params = stack(bounds, schedule=name, num_micro_batches=number, **options)
+        devices = params.Instantiate().PredictMemory(*inputs)
+    timeline = simulate(build(name, 3, number))
+    assert timeline.schedule.num_stages == len(bounds) - 1
+    for place, device in enumerate(devices):
+        row = timeline.schedule.rows[place // 2]
+        held = peak = 0
+        stages = dict(zip(sorted({action.stage for action in row}), device.stages, strict=True))
+        for action in row:
+            memory = stages[action.stage]
+            change = {
+                "F": memory.kept,
+                "B": -memory.kept,
+                "I": memory.pending - memory.kept,
+                "W": -memory.pending,
+            }
+            held += change[action.kind]
+            peak = max(peak, held)
+        assert held == 0 and device.kept == peak, device.device
+    assert len(devices) == 6
+    # As many microbatches as the simulation says, no more.
+    of_stage = [device.stages[0].kept for device in devices[::2]]
+    if name == "1f1b":
+        flights = timeline.in_flight
+        assert [d.kept for d in devices[::2]] == [n * k for n, k in zip(flights, of_stage)]
+    if name != "interleaved":
+        # What a stage keeps is what its layers say they keep under this layout.
+        with executing(eager=False, devices=SPLIT):
+            one = [tf.TensorSpec([BATCH // number, *x.shape[1:]], x.dtype) for x in INPUTS]
+            costs = layer_costs(layers(encoder=1)[0], *one)
+        for a, b, kept in zip(bounds, bounds[1:], of_stage, strict=False):
+            print(name, a, b, kept, [cost.activation_bytes for cost in costs[a:b]])
 
 
 @pytest.mark.parametrize(
