@@ -302,18 +302,13 @@ def _convolve(
         image, weight = image[:, None], weight[None]
         enlarged = enlarged and [1, *enlarged]
         return tf.squeeze(_convolve(image, weight, [1, *steps], [1, *spread], enlarged), 1)
-    unequal = len(steps) == 3 and len(set(spread)) > 1
-    if unequal or (max(spread) > 1 and weight.dtype in (tf.float16, tf.float64)):
-        # In graphs TensorFlow computes wrong sizes for unequal dilations of three dims, and on CPUs
-        # it lacks gradients of dilated filters of these dtypes. So filters get zeros between.
-        for at, times in enumerate(spread):
-            sizes = static_sizes(weight)
-            length, sizes[at] = (sizes[at] - 1) * times + 1, sizes[at] * times
-            rows = tf.stack([weight, *[tf.zeros_like(weight)] * (times - 1)], at + 1)
-            weight = rows_of(tf.reshape(rows, sizes), at, 0, length)
-        spread = [1] * len(steps)
+    if max(spread) > 1:
+        # On most CPUs TensorFlow lacks gradients of dilated filters, and in graphs it computes
+        # wrong sizes for unequal dilations of three dims.
+        compute = _by_phases if max(steps) == 1 else _with_zeros
+        return compute(image, weight, steps, spread, enlarged)
     forward, to_image, to_weight = _CONV[len(steps)]
-    how = {"padding": "VALID", "strides": [1, *steps, 1], "dilations": [1, *spread, 1]}
+    how = {"padding": "VALID", "strides": [1, *steps, 1]}
 
     # TensorFlow's own gradient computes the sizes, which cannot be compiled for a TPU.
     @custom_gradient
@@ -341,6 +336,44 @@ def _convolve(
         return (large if enlarged else small)(x), grad
 
     return call(image, weight)
+
+
+def _by_phases(
+    image: tf.Tensor,
+    weight: tf.Tensor,
+    steps: list[int],
+    spread: list[int],
+    enlarged: list[int] | None,
+) -> tf.Tensor:
+    """Computes a dilated convolution: rows that meet become images of their own."""
+    sizes = static_sizes(image)[1:-1]
+    more = [[0, -size % times] for size, times in zip(sizes, spread, strict=True)]
+    taps = static_sizes(weight)[: len(spread)]
+    phases = tf.space_to_batch(image, spread, more)
+    result = _convolve(
+        phases,
+        weight,
+        steps,
+        [1] * len(spread),
+        enlarged and [n + k - 1 for n, k in zip(static_sizes(phases)[1:-1], taps, strict=True)],
+    )
+    return tf.batch_to_space(result, spread, more)
+
+
+def _with_zeros(
+    image: tf.Tensor,
+    weight: tf.Tensor,
+    steps: list[int],
+    spread: list[int],
+    enlarged: list[int] | None,
+) -> tf.Tensor:
+    """Computes a dilated convolution: the filter gets zeros between its elements."""
+    for at, times in enumerate(spread):
+        sizes = static_sizes(weight)
+        length, sizes[at] = (sizes[at] - 1) * times + 1, sizes[at] * times
+        rows = tf.stack([weight, *[tf.zeros_like(weight)] * (times - 1)], at + 1)
+        weight = rows_of(tf.reshape(rows, sizes), at, 0, length)
+    return _convolve(image, weight, steps, [1] * len(spread), enlarged)
 
 
 def _output(dim: Dim, reach: int, step: int, padding: str) -> tuple[int, int]:
