@@ -28,6 +28,8 @@ def measured(model: str, mesh: str | None, number: int, rounds: int) -> dict[str
 
     prepare_graphs_quickly()
     start_cpu_devices(2)
+    from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
+
     from lingvo.core import py_utils
 
     from pipemesh.training import Options, Trainer

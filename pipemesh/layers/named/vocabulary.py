@@ -446,7 +446,8 @@ class SoftmaxCrossEntropy(NamedLayer):
         xent = tally.made(right.shape, right)
         of_labels = tally.made(right.shape, right)
         if p.z_loss:
-            tally.keep(right)
+            # The logarithm of the sum, which is squared.
+            tally.keep(tally.made(right.shape, right))
         tally.keep(*[] if weights is None else [xent, of_labels])
         scalar = tally.reduce(xent, rows, times=2)
         return scalar, tally.made(scalar.shape, scalar), tally.rename(xent, split_names(names))

@@ -384,11 +384,11 @@ def run_loop(loop: TimeLoop, arguments: Arguments, captures: Captures, span: Spa
                 parts = map(_differentiable, groups(d_results, results), results)
                 grads = loop.backward(values, captured, kept, Results(*parts))
             # They depend on the states over time, which are constants here.
-            known = [i for i, grad in enumerate(grads) if grad is not None]
+            known = {i: grad for i, grad in enumerate(grads) if grad is not None}
             sources = [x for x in (*d_results, *tensors) if is_differentiable(x)]
             instead = "loop over time by tf.while_loop"
-            found = first_only([grads[i] for i in known], sources, "Recurrent", instead)
-            return _spread(found, known, len(grads))
+            found = first_only([*known.values()], sources, "Recurrent", instead)
+            return _spread(found, [*known], len(grads))
 
         return [x for part in results for x in part], grad
 
