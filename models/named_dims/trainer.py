@@ -221,7 +221,12 @@ TRAINERS: dict[str, type[Trainer]] = {"placement": PlacementTrainer, "simd": Sim
 
 def plan_report(trainer: Trainer, mesh: Mesh, rules: LayoutRules) -> str:
     """Returns the slices that a device holds, and what it sends and computes in a step."""
-    lines = [weight_table(trainer), "", "a device sends and computes in a step:", str(trainer.costs)]
+    lines = [
+        weight_table(trainer),
+        "",
+        "a device sends and computes in a step:",
+        str(trainer.costs),
+    ]
     used = {axis for _, axis in rules.rules}
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
         if size > 1 and axis not in used:
