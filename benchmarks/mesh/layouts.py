@@ -3,8 +3,7 @@
     python benchmarks/mesh/layouts.py
 
 For each network and mesh it prices layouts by counts, with the speed of the devices here, and runs
-steps of the cheapest
-ones, of those that the README of Mesh TensorFlow gives, and of some others, in turn.
+steps of the cheapest ones, of those that the README of Mesh TensorFlow gives, and of some others.
 """
 
 from __future__ import annotations

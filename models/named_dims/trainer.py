@@ -60,7 +60,7 @@ def dim_names(network: Network) -> tuple[str, ...]:
 class Trainer(abc.ABC):
     """A network whose variables are on the devices of a mesh.
 
-    It has the attributes `variables` (weights) and `costs` (communication of a step). It raises
+    It has the attributes `variables` (weights) and `costs` (of a step). It raises
     LayoutError if the rules cannot split a tensor of the network.
     """
 
@@ -220,8 +220,13 @@ TRAINERS: dict[str, type[Trainer]] = {"placement": PlacementTrainer, "simd": Sim
 
 
 def plan_report(trainer: Trainer, mesh: Mesh, rules: LayoutRules) -> str:
-    """Returns the slices that a device holds, and the communication of a step."""
-    lines = [weight_table(trainer), "", "communication of a step, a device:", str(trainer.costs)]
+    """Returns the slices that a device holds, and what it sends and computes in a step."""
+    lines = [
+        weight_table(trainer),
+        "",
+        "a device sends and computes in a step:",
+        str(trainer.costs),
+    ]
     used = {axis for _, axis in rules.rules}
     for axis, size in zip(mesh.axis_names, mesh.shape, strict=True):
         if size > 1 and axis not in used:

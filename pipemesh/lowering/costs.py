@@ -13,10 +13,9 @@ import tensorflow as tf
 
 from pipemesh.backend.gradients import is_recorded
 from pipemesh.mesh import Mesh
+from pipemesh.plan.machine import Key
 from pipemesh.text import columns
 
-# The axes, the primitive or operation, and the pass.
-Key = tuple[tuple[str, ...], str, str]
 FORWARD, BACKWARD = "forward", "backward"
 
 

@@ -402,12 +402,13 @@ class Attention(NamedLayer):
             None if value is None else tally.given(value, _MEMORY, tf.int32)
             for value in (memory_segment_ids, memory_paddings)
         )
-        tally.meet(q, k, v, *([weights["relative_bias"]] if p.relative_buckets else []))
+        bias = [weights["relative_bias"]] if p.relative_buckets else []
+        tally.meet(q, k, v, *bias)
         if positions is not None:
             angles = Shape((*q.shape.select(*rows), Dim("angles", _rotary_dim(p) // 2)))
             tally.keep(*(tally.made(angles, q, tf.float32) for _ in ("sines", "cosines")))
         packed = (segment_ids, paddings), (memory_segment_ids, memory_paddings)
-        attended = cls._CountAttended(p, tally, q, k, v, packed)
+        attended = cls._CountAttended(p, tally, [q, k, v, *bias], packed)
         operands = [attended, weights["w_out"]]
         result = tally.einsum(operands, [*rows, "embed"], names=split_names(renamed))
         result = cls.CountAdapted(p, tally, "w_out", attended, result)
@@ -443,12 +444,14 @@ class Attention(NamedLayer):
 
     @classmethod
     def _CountAttended(
-        cls, p: Any, tally: Tally, q: Value, k: Value, v: Value, packed: Sequence[Any]
+        cls, p: Any, tally: Tally, operands: Sequence[Value], packed: Sequence[Any]
     ) -> Value:
         """Counts what `block_attention` keeps: its inputs, its output, and a sum for each query.
 
-        `packed` are segments and paddings, or None, of tokens and of the memory.
+        `operands` are queries, keys, values and biases; `packed` segments and paddings, or None,
+        of tokens and of the memory.
         """
+        q, k, v, *_ = operands
         heads = q.shape.dims[2]
         cuts = [Blocks.of(x.shape.dims[1].size, p.block_size) for x in (q, k)]
         # The last block may extend beyond the sequence.
@@ -458,7 +461,7 @@ class Attention(NamedLayer):
         ]
         attended = tally.made(q.shape, q)
         flops = _attended_flops(p, tally.slice_sizes(q), tally.slice_sizes(k)[1], False)
-        tally.work("attention", [q, k, v], attended, flops)
+        tally.work("attention", operands, attended, flops)
         sums = tally.made(Shape((*padded[0], heads)), q, tf.float32)
         tally.keep(q, k, v, attended, sums)
         for (ids, paddings), shape in zip(packed, padded, strict=True):

@@ -173,7 +173,7 @@ class Tally:
         """Counts an operation; by default, one flop for each element of its largest tensor."""
         tensors = [self._slices(value)[0] for value in (*operands, result)]
         if flops is None:
-            flops = max(tensor.shape.num_elements() for tensor in tensors)
+            flops = max(math.prod(tensor.shape.as_list()) for tensor in tensors)
         gradients = sum(value.has_gradient for value in operands) if result.has_gradient else 0
         axes = [axis for value in operands for axis in self._axes(value)]
         self.costs.add_work(operation, axes, Work(flops, num_bytes(tensors), gradients))
