@@ -40,7 +40,6 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     process.import_quietly()
     parse(argv, Command(argv[0], __doc__, _FLAGS))
-    model_kind.check_flags()
     path = model_kind.checkpoint_of(FLAGS.logdir or "")
     given = {name: FLAGS.value(name) for name in _OF_DECODING}
     report(path, FLAGS.pairs, **given)
