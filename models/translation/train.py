@@ -23,7 +23,7 @@ from .decode import KIND
 
 MODEL = f"{__package__}.params.TranslationTiny"
 # Of the pairs that are translated after training.
-_PAIRS, _MAX_TOKENS = 500, 48
+_PAIRS = 500
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         return code
     # Standard output of --log_format=json has objects alone.
     with contextlib.redirect_stdout(sys.stderr if FLAGS.log_format == "json" else sys.stdout):
-        evaluate.report(found[0], _PAIRS, max_tokens=_MAX_TOKENS)
+        evaluate.report(found[0], _PAIRS)
     return 0
 
 
