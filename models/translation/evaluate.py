@@ -63,7 +63,7 @@ def report(path: str, most: int, **flags: Any) -> None:
         DataError: there are no held-out pairs that the model can read.
         MissingPackageError: sacrebleu is not installed.
     """
-    bleu, config = _bleu(), _config_of(path)
+    bleu, config = load_bleu(), _config_of(path)
     pairs, left_out = heldout_pairs(config)
     if flags.get("max_tokens") is None:
         # One position is for the token that begins the target.
@@ -123,7 +123,8 @@ def heldout_pairs(config: Any) -> tuple[list[tuple[str, str]], int]:
     return fitting, len(pairs) - len(fitting)
 
 
-def _bleu() -> Any:
+def load_bleu() -> Any:
+    """Returns the metric; raises MissingPackageError if sacrebleu is not installed."""
     try:
         return importlib.import_module("sacrebleu").BLEU()
     except ImportError as error:
