@@ -27,7 +27,12 @@ _FLAGS = grouped(
     Flag(
         "pairs", int, 500, least=1, help="Maximum number of pairs, spread over the held-out data."
     ),
-    Flag("max_tokens", int, 48, least=1, help="Maximum number of tokens of a translation."),
+    Flag(
+        "max_tokens",
+        int,
+        least=1,
+        help="Maximum number of tokens of a translation; default: the model's.",
+    ),
     Flag("beams", int, least=1, help="Beam width; default: greedy."),
     Flag("mesh_shape", help="Mesh to decode with; default: that of the training."),
     Flag("layout", help="Layout rules to decode with."),
@@ -40,7 +45,6 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit code."""
     process.import_quietly()
     parse(argv, Command(argv[0], __doc__, _FLAGS))
-    model_kind.check_flags()
     path = model_kind.checkpoint_of(FLAGS.logdir or "")
     given = {name: FLAGS.value(name) for name in _OF_DECODING}
     report(path, FLAGS.pairs, **given)
@@ -59,8 +63,11 @@ def report(path: str, most: int, **flags: Any) -> None:
         DataError: there are no held-out pairs that the model can read.
         MissingPackageError: sacrebleu is not installed.
     """
-    bleu = _bleu()
-    pairs, left_out = heldout_pairs(path)
+    bleu, config = load_bleu(), _config_of(path)
+    pairs, left_out = heldout_pairs(config)
+    if flags.get("max_tokens") is None:
+        # One position is for the token that begins the target.
+        flags["max_tokens"] = config.SEQUENCE_LENGTH - 1
     # Spread evenly.
     number = min(most, len(pairs))
     pairs = [pairs[i * len(pairs) // number] for i in range(number)]
@@ -78,25 +85,31 @@ def report(path: str, most: int, **flags: Any) -> None:
     print(f"BLEU {score.score:.1f}, copying the source {copied.score:.1f}; {bleu.get_signature()}")
 
 
-def heldout_pairs(path: str) -> tuple[list[tuple[str, str]], int]:
-    """Returns the held-out pairs of a checkpoint's model, and how many are too long for it."""
-    from pipemesh.data import parse_sources
-    from pipemesh.data.sources import rows_of
+def _config_of(path: str) -> Any:
+    """Returns the configuration of a checkpoint, with the flags of its run."""
     from pipemesh.training import find_model
-
-    from . import spelling
-    from .params import heldout_of
 
     note, folder = Manifest.read(path).note, os.path.dirname(path) or "."
     config = find_model(note["model"])()
     for name, value in {**note["flags"], "logdir": folder}.items():
         if name in model_kind.ATTRIBUTES | {"logdir"}:
             setattr(config, name.upper(), value)
+    return config
+
+
+def heldout_pairs(config: Any) -> tuple[list[tuple[str, str]], int]:
+    """Returns the held-out pairs of a configuration, and how many are too long for it."""
+    from pipemesh.data import parse_sources
+    from pipemesh.data.sources import rows_of
+
+    from . import spelling
+    from .params import heldout_of
+
     sources = heldout_of(config)
     if sources is None:
         raise DataError("there is no held-out data; train with --heldout_data")
     listed = sources if isinstance(sources, str) else sources()
-    words = spelling.read(folder, config.VOCAB_SIZE)
+    words = spelling.read(config.LOGDIR, config.VOCAB_SIZE)
     rows = [row for source in parse_sources(listed) for _, row in rows_of(source)]
     pairs = [(row["prompt"], row["completion"]) for row in rows]
     fitting = [
@@ -110,7 +123,8 @@ def heldout_pairs(path: str) -> tuple[list[tuple[str, str]], int]:
     return fitting, len(pairs) - len(fitting)
 
 
-def _bleu() -> Any:
+def load_bleu() -> Any:
+    """Returns the metric; raises MissingPackageError if sacrebleu is not installed."""
     try:
         return importlib.import_module("sacrebleu").BLEU()
     except ImportError as error:

@@ -78,13 +78,21 @@ SPLIT = "layers:3;model:2 heads:model;d_ff:model;vocab:model"
         (run_tf1, "layers:4", [0, 1, 2, 4, 6], {"schedule": "gpipe", "num_micro_batches": 4}),
         (run_tf2, SPLIT, [0, 2, 4, 6], {"schedule": "1f1b"}),
         (run_tf1, SPLIT, [0, 2, 4, 6], {"schedule": "zb_h1", "remat": "none"}),
-        (run_tf2, SPLIT, [0, 1, 2, 3, 4, 5, 6], {"schedule": "interleaved"}),
+        (
+            run_tf2,
+            SPLIT,
+            [0, 1, 2, 3, 4, 5, 6],
+            {"schedule": "interleaved", "num_micro_batches": 3},
+        ),
         (run_tf2, "data:2;layers:2", [0, 3, 6], {"schedule": "zb_h1"}),
     ],
 )
 @pytest.mark.slow
 def test_everything_equals_the_plain_model_with_dropout_on(run, mesh, bounds, options):
-    found = equal_to_plain(run, stack(bounds, **options), INPUTS, mesh, loss=first)
+    # Interleaved stages need as many microbatches as homes.
+    rows = [0, 1, 2, 3, 1, 0] if options.get("num_micro_batches") == 3 else range(BATCH)
+    inputs = [x[list(rows)] for x in INPUTS]
+    found = equal_to_plain(run, stack(bounds, **options), inputs, mesh, loss=first)
     # One table for both embeddings and the softmax.
     assert sum("table" in name for name in found.grads) == 1 + ("vocab" in mesh)
 
@@ -132,45 +140,27 @@ MEMORY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "bounds"), MEMORY, ids=[name for name, _ in MEMORY])
 def test_memory_is_that_of_the_simulated_schedule(name, bounds):
-    """Each device keeps what its row of the schedule has begun and not yet finished."""
-    number = 4
-    options = {"remat": "none", "check_numerics": "off"}
-    inputs = [tf.TensorSpec(x.shape, x.dtype) for x in INPUTS]
+    """A device keeps what its row of the schedule has begun and not finished."""
+    number = 3
+    inputs = [tf.TensorSpec([3 * number, *x.shape[1:]], x.dtype) for x in INPUTS]
+    options = {"remat": "none", "check_numerics": "off", "num_micro_batches": number}
     with executing(eager=False, devices=SPLIT):
-        params = stack(bounds, schedule=name, num_micro_batches=number, **options)
-        devices = params.Instantiate().PredictMemory(*inputs)
+        devices = stack(bounds, schedule=name, **options).Instantiate().PredictMemory(*inputs)
     timeline = simulate(build(name, 3, number))
-    assert timeline.schedule.num_stages == len(bounds) - 1
+    assert timeline.schedule.num_stages == len(bounds) - 1 and len(devices) == 6
     for place, device in enumerate(devices):
-        row = timeline.schedule.rows[place // 2]
-        held = peak = 0
+        row, held = timeline.schedule.rows[place // 2], [0]
         stages = dict(zip(sorted({action.stage for action in row}), device.stages, strict=True))
         for action in row:
-            memory = stages[action.stage]
-            change = {
-                "F": memory.kept,
-                "B": -memory.kept,
-                "I": memory.pending - memory.kept,
-                "W": -memory.pending,
-            }
-            held += change[action.kind]
-            peak = max(peak, held)
-        assert held == 0 and device.kept == peak, device.device
-    assert len(devices) == 6
-    # As many microbatches as the simulation says, no more.
-    of_stage = [device.stages[0].kept for device in devices[::2]]
-    if name == "1f1b":
-        flights = timeline.in_flight
-        assert [d.kept for d in devices[::2]] == [n * k for n, k in zip(flights, of_stage)]
-    if name != "interleaved":
-        # What a stage keeps is what its layers say they keep under this layout.
-        with executing(eager=False, devices=SPLIT):
-            one = [tf.TensorSpec([BATCH // number, *x.shape[1:]], x.dtype) for x in INPUTS]
-            costs = layer_costs(layers(encoder=1)[0], *one)
-        for a, b, kept in zip(bounds, bounds[1:], of_stage, strict=False):
-            print(name, a, b, kept, [cost.activation_bytes for cost in costs[a:b]])
+            kept, pending = stages[action.stage].kept, stages[action.stage].pending
+            change = {"F": kept, "B": -kept, "I": pending - kept, "W": -pending}
+            held.append(held[-1] + change[action.kind])
+        assert held[-1] == 0 and device.kept == max(held), device.device
+        if name == "1f1b":
+            assert device.kept == timeline.in_flight[place // 2] * stages[place // 2].kept
 
 
 @pytest.mark.parametrize(

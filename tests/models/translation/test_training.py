@@ -138,6 +138,10 @@ def test_every_plan_translates_the_same(data, run, capsys, beams):
 
 def test_what_a_translator_cannot_do_is_an_error(run, tmp_path, monkeypatch):
     folder, _ = run
+    config = Small()
+    config.TRAIN_DATA = "a.tsv"
+    with pytest.raises(DataError, match="there is no held-out data; train with --heldout_data"):
+        evaluate.heldout_pairs(config)
     line = program.refused("score", f"--logdir={folder}", "--prompt=the")
     assert "score is for models that continue texts, and the checkpoint is of a transl" in line
     os.rename(folder / "tokenizer.model", tmp_path / "tokenizer.model")
