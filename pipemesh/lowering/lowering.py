@@ -333,7 +333,6 @@ did you mean 'batch'? Known: 'batch'
                 stacklevel=3,
             )
 
-    @abc.abstractmethod
     def map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function to the slices of each processor.
 
@@ -346,6 +345,13 @@ did you mean 'batch'? Known: 'batch'
             GradientError: `function` uses a trainable variable, or a floating tensor that is
                 neither a constant nor from `tf.stop_gradient`. Eager mode does not detect tensors.
         """
+        return self.map_to_several(lambda *args: [function(*args)], *operands)[0]
+
+    @abc.abstractmethod
+    def map_to_several(
+        self, function: Callable[..., Sequence[tf.Tensor]], *operands: Slices
+    ) -> list[Slices]:
+        """Applies a local function that returns several tensors; otherwise as `map`."""
 
     @abc.abstractmethod
     def coordinate(self, axis: str) -> Slices:
