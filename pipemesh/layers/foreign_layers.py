@@ -7,7 +7,6 @@ import copy
 import functools
 import math
 import random
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from lingvo.core import base_layer, hyperparams, py_utils, tshape
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_no_live_layer, is_live_layer, with_article
-from pipemesh.layers.keras_dims import NAMELESS, weight_shapes
+from pipemesh.layers.keras_dims import NAMELESS, paths_of, weight_shapes
 from pipemesh.layers.named import NamedLayer, current_lowering
 from pipemesh.layers.named.named_layer import Given
 from pipemesh.layers.named.scope import exported, map_kind, unnamed
@@ -34,10 +33,10 @@ def _traced_meta(p: Any, function: Callable[..., Any], dtype: Any, shapes: Seque
     specs = [None if s is None else tf.TensorSpec(s.ToTensorShape(), dtype) for s in shapes]
     traced: Any = tf.function(lambda *args: function(*args), autograph=False)
     graph = traced.get_concrete_function(*specs).graph
-    outputs = [t for t in tf.nest.flatten(graph.structured_outputs) if t is not None]
+    outputs = tf.nest.flatten(graph.structured_outputs)
     return py_utils.NestedMap(
         flops=sum(map(flops_of, graph.get_operations())) if p.flops is None else p.flops(*shapes),
-        out_shapes=tuple(tshape.Shape(t.shape.as_list()) for t in outputs),
+        out_shapes=tuple(None if t is None else tshape.Shape(t.shape.as_list()) for t in outputs),
     )
 
 
@@ -203,7 +202,7 @@ class KerasLayer(NamedLayer):
         for variable in self._layer.non_trainable_variables:
             is_seed = variable.path.split("/")[-1] == "seed_generator_state"
             (self._seeds if is_seed else kept).append(variable)
-        paths = _renumbered([variable.path.split("/") for variable in kept])
+        paths = paths_of(kept)
         self._kept = dict(zip(_names(paths), kept, strict=True))
         self.untrained = tuple(n for n, variable in self._kept.items() if not variable.trainable)
         shapes = weight_shapes(self.params.name, self._layer, kept, paths, self.params.dims)
@@ -393,23 +392,3 @@ def _names(paths: Sequence[Sequence[str]]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{'_'.join(path)}_{number}" for number, path in enumerate(paths)]
-
-
-def _renumbered(paths: list[list[str]]) -> list[list[str]]:
-    """Renumbers parts of paths within the model: `dense_7`, `dense_8` become `dense`, `dense_1`.
-
-    Keras numbers unnamed layers over the whole process, and a checkpoint must not depend on that.
-    """
-    siblings: dict[tuple[str, ...], dict[str, str]] = {}
-    renumbered = []
-    for path in paths:
-        new: list[str] = []
-        for part in path[:-1]:
-            known = siblings.setdefault(tuple(new), {})
-            if part not in known:
-                base = re.sub(r"_\d+$", "", part)
-                wanted = [base, *(f"{base}_{number}" for number in range(1, len(known) + 1))]
-                known[part] = next(name for name in wanted if name not in known.values())
-            new.append(known[part])
-        renumbered.append([*new, path[-1]])
-    return renumbered

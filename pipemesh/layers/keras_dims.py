@@ -130,3 +130,23 @@ def _heads(layer: Any) -> int:
     """Returns the number of heads of a projection to heads or from them, 0 for other layers."""
     outputs, sizes = _outputs(layer), layer._kernel.shape
     return sizes[outputs - 1] if len(sizes) == 3 and outputs in (1, 2) else 0
+
+
+def paths_of(variables: Sequence[Any]) -> list[list[str]]:
+    """Returns the parts of paths, numbered within the model: not `dense_7` but `dense`.
+
+    Keras numbers unnamed layers over the whole process, and a checkpoint must not depend on that.
+    """
+    siblings: dict[tuple[str, ...], dict[str, str]] = {}
+    renumbered = []
+    for path in (variable.path.split("/") for variable in variables):
+        new: list[str] = []
+        for part in path[:-1]:
+            known = siblings.setdefault(tuple(new), {})
+            if part not in known:
+                base = re.sub(r"_\d+$", "", part)
+                wanted = [base, *(f"{base}_{number}" for number in range(1, len(known) + 1))]
+                known[part] = next(name for name in wanted if name not in known.values())
+            new.append(known[part])
+        renumbered.append([*new, path[-1]])
+    return renumbered

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 
 from pipemesh.layers import KerasLayer
 from tests.layers.harness import run_tf2
