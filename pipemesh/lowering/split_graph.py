@@ -347,10 +347,11 @@ class SplitGraph:
             return None
         return self._keeping(operation, inputs, np.flatnonzero(inputs[1].constant.any(axis=1)))
 
-    def _tile(self, operation: tf.Operation, inputs: list[_Value]) -> list[_Value] | None:
-        if inputs[1].constant is None:
-            return None
-        return self._keeping(operation, inputs, np.flatnonzero(inputs[1].constant != 1))
+    def _tile(self, operation: tf.Operation, inputs: list[_Value]) -> list[_Value]:
+        sizes = zip(inputs[0].sizes, static_sizes(operation.outputs[0]), strict=True)
+        return self._keeping(
+            operation, inputs, [n for n, (old, new) in enumerate(sizes) if old != new]
+        )
 
     def _split(self, operation: tf.Operation, inputs: list[_Value]) -> list[_Value] | None:
         data, at = (1, 0) if operation.type == "Split" else (0, 2)
