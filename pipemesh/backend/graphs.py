@@ -110,12 +110,13 @@ def gradient_owner(operation: tf.Operation) -> str | None:
     name = operation.node_def.attr["_gradient_op_type"].s.decode()
     if not name:
         return None
-    registered: Any = ops.gradient_registry.lookup(name)
-    names = registered.__code__.co_freevars
-    if "grad_fn" not in names:
-        return f"{registered.__module__}.{registered.__qualname__}"
-    grad = registered.__closure__[names.index("grad_fn")].cell_contents
-    return f"{grad.__module__}.{grad.__qualname__}"
+    function: Any = ops.gradient_registry.lookup(name)
+    # TensorFlow registers a function around it.
+    for inner in ("tape_grad_fn", "grad_fn"):
+        names = function.__code__.co_freevars
+        if inner in names:
+            function = function.__closure__[names.index(inner)].cell_contents
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 class Bodies:

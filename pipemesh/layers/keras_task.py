@@ -158,9 +158,11 @@ class KerasTask(base_model.BaseTask):
     """A Keras 3 model as a task, for registration with lingvo in a few lines.
 
     A `model` is trained as a whole. Its weights are those of a `KerasLayer`. It computes the whole
-    batch once, without a pipeline. With `stack` in its place, a `PipeliningLayer` of `keras_layers`,
-    the model is cut into stages, and a layout splits its weights; `KerasLayer` says what its layers
-    may not do there. Nested inputs then reach the first layer one by one.
+    batch once, without a pipeline.
+
+    With a `stack` in its place, a `PipeliningLayer` of `keras_layers`, the model is cut into
+    stages, and a layout splits its weights. `KerasLayer` lists what its layers may not do there.
+    Nested inputs reach the first layer one by one.
 
     Regularizers and `add_loss` are part of the loss. Constraints, and updates by layers such as
     `BatchNormalization`, belong to `PostTrainingStepUpdate`, which must run after each update of

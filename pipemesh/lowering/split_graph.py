@@ -100,16 +100,10 @@ class SplitGraph:
         for tensor, operand in zip(arguments, operands, strict=True):
             self._values[tensor.name] = self._source(tensor, operand.slices, operand.layout.axes)
         for outer, tensor in graph.captures:
-            if tensor.dtype == tf.resource:
-                raise PipelineError(
-                    f"{self._name}: it reads a variable that is none of its weights; make it by "
-                    "add_weight, or leave out the rules that split this layer"
-                )
-            whole = TensorLayout(_shape(tensor), self._lowering.mesh, (None,) * tensor.shape.rank)
-            slices = self._lowering.import_tensor(outer, whole)
-            self._values[tensor.name] = self._source(tensor, slices, whole.axes)
+            self._capture(outer, tensor)
         for operation in needed_operations(graph, results):
-            self._add(operation)
+            if operation.type != "ReadVariableOp":
+                self._add(operation)
         outputs = [self._moved(self._value(t), (None,) * t.shape.rank) for t in results]
         self._compute(outputs)
         found = iter(outputs)
@@ -121,6 +115,24 @@ class SplitGraph:
             return Tensor(self._lowering, self._slices(output), shape_of(output.sizes))
 
         return tf.nest.map_structure(result, graph.structured_outputs)
+
+    def _capture(self, outer: tf.Tensor, tensor: tf.Tensor) -> None:
+        """Gives each processor a tensor that the function uses, or the value of a variable."""
+        if tensor.dtype != tf.resource:
+            whole = TensorLayout(_shape(tensor), self._lowering.mesh, (None,) * tensor.shape.rank)
+            slices = self._lowering.import_tensor(outer, whole)
+            self._values[tensor.name] = self._source(tensor, slices, whole.axes)
+            return
+        for operation in tensor.consumers():
+            read = operation.outputs[0]
+            if operation.type != "ReadVariableOp" or read.dtype.is_floating:
+                raise PipelineError(
+                    f"{self._name}: {operation.name!r} ({operation.type}) uses a variable that is "
+                    "none of its weights; make it by add_weight, or leave out the rules that split "
+                    "this layer"
+                )
+            value = tf.raw_ops.ReadVariableOp(resource=outer, dtype=read.dtype)
+            self._capture(tf.ensure_shape(value, read.shape), read)
 
     def _source(self, tensor: tf.Tensor, slices: Slices, axes: Axes) -> _Value:
         sizes = tuple(static_sizes(tensor))

@@ -45,7 +45,7 @@ class Block(keras.layers.Layer):
 
     def __init__(self):
         super().__init__()
-        self.attention = keras.layers.MultiHeadAttention(4, 3, dropout=0.2)
+        self.attention = keras.layers.MultiHeadAttention(4, 3, dropout=0.2, use_bias=False)
         self.norms = [keras.layers.LayerNormalization() for _ in range(2)]
         self.wide, self.narrow = keras.layers.Dense(16, "relu"), keras.layers.Dense(8)
         self.dropout = keras.layers.Dropout(0.3)
@@ -139,7 +139,7 @@ CASES = {
         + ["attention_output_kernel"],
     ),
     "grouped": (
-        lambda: keras.layers.GroupedQueryAttention(2, 4, 2, use_bias=False),
+        lambda: keras.layers.GroupQueryAttention(2, 4, 2, use_bias=False),
         [X, X],
         ["attention_output_kernel", "query_kernel"],
     ),
@@ -196,7 +196,7 @@ def test_dims_gives_weights_other_names():
     ("dims", "error", "text"),
     [
         ({"query": "a;b"}, PipelineError, "dims has 'query', which matches no weight; the"),
-        ({"dense/kernel": "a"}, ShapeError, r"'dense/kernel' of sizes \[8, 16\] 'a'; give 2 names"),
+        ({"dense/kernel": "a"}, ShapeError, r"dense/kernel' of sizes \[8, 16\] 'a'; give 2 names"),
         ({"dense/bias": "d_ff", "": "x"}, ShapeError, "give 2 names"),
     ],
     ids=["unused", "number", "everything"],
