@@ -209,6 +209,13 @@ class KerasLayer(NamedLayer):
         for (name, variable), shape in zip(self._kept.items(), shapes, strict=True):
             value = variable.numpy()
             self._CreateNamedVariable(name, shape, Given(value), tf.as_dtype(value.dtype))
+            if variable.trainable and variable.constraint is not None and name not in self.vars:
+                raise PipelineError(
+                    f"{self.params.name}: the weight {name!r} has a constraint, "
+                    f"{type(variable.constraint).__name__}, which needs all of it, but the layout "
+                    f"splits '{shape}'; leave out the constraint, or keep the weight whole by "
+                    f"dims={{'{'/'.join(paths[len(self.named_shapes) - 1])}': ''}}"
+                )
 
     def dims(self) -> set[str]:
         """Returns the named dims of its weights, which rules may split."""
@@ -298,6 +305,12 @@ class KerasLayer(NamedLayer):
         ]
         for number, variable in enumerate(self._seeds):
             seed = GenerateStepSeedPair(self.params, op_seed=number)
+            if seed.shape.rank != 1:
+                raise PipelineError(
+                    f"{self.params.name}: {variable.path!r} draws random numbers, for which one "
+                    "program of several Keras layers has no seed; set lowering='placement', or "
+                    "leave out dropout"
+                )
             mapping.append((variable, tf.cast(seed, variable.dtype)))
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
             before = {name: scope.get_current_value(v) for name, v in self._kept.items()}

@@ -79,7 +79,7 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
         >>> [layer.name for layer in keras_layers(model)]
         ['dense', 'dense_1']
     """
-    made = model
+    made: Any = model
     if not isinstance(model, keras.Layer) and callable(model):
         made = model()
     inputs, calls, results = _calls_of(made)
@@ -88,6 +88,8 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
         if not cells or getattr(call.operation, "weights", ()):
             cells.append(_Cell([], not cells))
         cells[-1].calls.append(call)
+    if not cells:
+        raise PipelineError(f"model {made.name!r} has no layer; give one that computes something")
     # What the cell that is made, and all later ones, need.
     needed = dict.fromkeys(results)
     for cell in reversed(cells):
@@ -148,7 +150,9 @@ def _functional(model: Any) -> Any:
 
 
 def _is_functional(model: Any) -> bool:
-    return isinstance(model, keras.Model) and hasattr(model, "_outputs_struct")
+    # One whose class computes something else by a method `call` of its own is not.
+    is_own = isinstance(model, keras.Model) and hasattr(model, "_outputs_struct")
+    return is_own and type(model).call.__module__.startswith("keras.")
 
 
 def _calls_of(model: Any) -> tuple[tuple[int, ...], list[_Call], list[int]]:
@@ -174,9 +178,8 @@ def _calls_of(model: Any) -> tuple[tuple[int, ...], list[_Call], list[int]]:
                 is_tensor = isinstance(value, keras.KerasTensor)
                 return _Ref(of_model[id(value)]) if is_tensor else value
 
-            args, kwargs = keras.tree.map_structure(
-                ref, (node.arguments.args, node.arguments.kwargs)
-            )
+            arguments: Any = (node.arguments.args, node.arguments.kwargs)
+            args, kwargs = _filled(arguments, ref)
             inner = node.operation
             if isinstance(inner, keras.Sequential) or _is_functional(inner):
                 outputs = visit(inner, _numbers(args))
@@ -266,11 +269,9 @@ class _Part(keras.Layer):
 
 
 def _filled(nested: Any, value: Callable[[Any], Any]) -> Any:
-    """Replaces references in arguments."""
-    if isinstance(nested, _Ref):
-        return value(nested)
+    """Replaces each value in arguments."""
     if isinstance(nested, dict):
         return {key: _filled(part, value) for key, part in nested.items()}
-    if isinstance(nested, list | tuple):
+    if isinstance(nested, list | tuple) and not isinstance(nested, _Ref):
         return type(nested)(_filled(part, value) for part in nested)
-    return nested
+    return value(nested)

@@ -59,7 +59,8 @@ def _named(model: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
         if isinstance(layer, keras.layers.EinsumDense):
             yield from _einsum(layer, "heads")
         elif isinstance(layer, keras.layers.Dense):
-            yield from _with_bias(layer, *_sides(layer.kernel.shape))
+            kernel: Any = layer._kernel
+            yield from _with_bias(layer, *_sides(kernel.shape))
         elif isinstance(layer, keras.layers.Embedding):
             yield layer._embeddings, ("vocab", "embed")
             # Of keras-hub's, which also maps back to tokens.

@@ -40,7 +40,8 @@ class _Value:
     # How many communications come before it, one behind the other.
     level: int
     has_gradient: bool
-    constant: np.ndarray | None = None
+    # Its array, if that is known.
+    constant: Any = None
     slices: Slices | None = None
 
     @property
@@ -536,11 +537,9 @@ class SplitGraph:
         like = _Value((), tuple(static_sizes(output)), output.dtype, 0, output.dtype.is_floating)
 
         def run(table_slices: Slices, index_slices: Slices) -> Slices:
-            named = [
-                self._named(table_slices, table, "t"),
-                self._named(index_slices, indices, "i"),
-            ]
-            return gather(*named, named[0].shape.names[0]).slices
+            of_table = self._named(table_slices, table, "t")
+            of_indices = self._named(index_slices, indices, "i")
+            return gather(of_table, of_indices, of_table.shape.names[0]).slices
 
         key = "gather", table, indices
         return [self._communicated(key, run, [table, indices], axes, like)]

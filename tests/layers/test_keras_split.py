@@ -1,10 +1,12 @@
 """Keras layers whose weights a layout splits equal themselves on one device."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from lingvo.core import py_utils, tshape
+from lingvo.core import base_layer, py_utils, tshape
 
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.layers import (
@@ -18,7 +20,7 @@ from pipemesh.layers.named import by_logical_name, lowering_scope
 from pipemesh.lowering import PlacementLowering, ops
 from pipemesh.mesh import LayoutRules, Mesh
 from tests.layers.harness import executing, run_tf2
-from tests.layers.stacks import equal_to_plain, stack_of
+from tests.layers.stacks import equal_to_plain, first, stack_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 4, 8]).astype(np.float32)
@@ -43,12 +45,12 @@ def mlp():
 class Block(keras.layers.Layer):
     """A Transformer's block, with dropout, that is told nothing of how it is split."""
 
-    def __init__(self):
+    def __init__(self, rate=0.2):
         super().__init__()
-        self.attention = keras.layers.MultiHeadAttention(4, 3, dropout=0.2, use_bias=False)
+        self.attention = keras.layers.MultiHeadAttention(4, 3, dropout=rate, use_bias=False)
         self.norms = [keras.layers.LayerNormalization() for _ in range(2)]
         self.wide, self.narrow = keras.layers.Dense(16, "relu"), keras.layers.Dense(8)
-        self.dropout = keras.layers.Dropout(0.3)
+        self.dropout = keras.layers.Dropout(rate)
 
     def build(self, shape):
         self.attention.build(shape, shape)
@@ -83,6 +85,34 @@ def test_blocks_with_dropout_equal_the_plain_stack(mesh, params):
     rules = " heads:model;d_ff:model" if "model" in mesh else ""
     found = equal_to_plain(run_tf2, stack, [X], mesh + rules, steps=2, rtol=3e-4, atol=3e-5)
     assert any("slice_1" in name for name in found.weights) == ("model" in mesh)
+
+
+class Head(base_layer.BaseLayer):
+    """A summed loss of each example, with its weight."""
+
+    def FProp(self, theta, x):
+        squares = tf.reduce_sum(tf.square(x), [1, 2])
+        return tf.reduce_sum(squares), tf.size(squares), squares
+
+
+def one_program(make):
+    blocks = [wrapped(f"block{number}", make) for number in range(2)]
+    head = Head.Params().Set(name="named_head")
+    options = {"num_micro_batches": 2, "loss_inside": True, "lowering": "simd"}
+    return stack_of([*blocks, head], [0, 1, 3], **options)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*'s1_behind' has no layer with named dims")
+def test_alike_layers_are_one_program():
+    params, mesh = one_program(functools.partial(Block, 0.0)), "layers:2;model:2 heads:model"
+    equal_to_plain(run_tf2, params, [X], mesh, loss=first, rtol=3e-4, atol=3e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*'s1_behind' has no layer with named dims")
+def test_dropout_in_one_program_is_an_error():
+    with pytest.raises(PipelineError, match=r"seed_generator_state' draws random numbers, for"):
+        run_tf2(one_program(Block), [X], num_devices="layers:2;model:2 heads:model", loss=first)
 
 
 def split(layer, *inputs, rules=MODEL, size=2, loss=None):
@@ -212,6 +242,13 @@ def test_heads_that_do_not_divide_are_an_error():
         split(layer, X, X)
 
 
+def test_a_constraint_of_a_split_weight_is_an_error():
+    layer = wrapped("non_neg", lambda: keras.layers.Dense(12, kernel_constraint="non_neg"))
+    with pytest.raises(PipelineError, match=r"constraint, NonNeg, .* dims=\{'kernel': ''\}"):
+        split(layer, X)
+    assert split(layer.Set(dims={"kernel": ""}), X)[2] == ["bias"]
+
+
 class Flip(keras.layers.Layer):
     def call(self, x):
         @tf.custom_gradient
@@ -240,7 +277,6 @@ def test_a_layer_that_joins_a_split_tensor_is_named():
 
 
 def test_a_checkpoint_fits_every_layout(tmp_path):
-    params = stack_of([wrapped(f"mlp{i}", mlp) for i in range(2)], [0, 1, 2])
     saved = {}
     for mesh in ("layers:2;model:2 d_ff:model", "layers:2", "layers:1;model:4 d_ff:model"):
         with executing(True, mesh):
@@ -258,7 +294,6 @@ def test_a_checkpoint_fits_every_layout(tmp_path):
                 checkpoint.read(saved["path"]).assert_consumed()
                 y = stack.FPropDefaultTheta(tf.constant(X))
                 np.testing.assert_allclose(y, saved["y"], 1e-4, 1e-5)
-    del params
 
 
 def model_with_skips():
@@ -308,6 +343,16 @@ def test_masks_cross_the_borders_of_layers():
         params = stack_of(layers, [0, 1, 3])
         y = params.Instantiate().FPropDefaultTheta(tf.constant(ids))
     np.testing.assert_allclose(y, model(ids), 1e-5, 1e-6)
+
+
+def test_dropout_of_a_model_taken_apart_is_that_of_training(eagerly):
+    model = keras.Sequential(
+        [keras.Input([4, 8]), keras.layers.Dense(8), keras.layers.Dropout(0.5)]
+    )
+    params = stack_of(keras_layers(model), [0, 1])
+    with executing(True, "layers:1"):
+        y = params.Instantiate().FPropDefaultTheta(tf.constant(X)).numpy()
+    assert 0.3 < np.mean(y == 0) < 0.7
 
 
 def shared():
