@@ -246,7 +246,7 @@ class _Part(keras.Layer):
         self._calls = [(call.args, call.kwargs, call.outputs) for call in cell.calls]
         self.built = True
 
-    def call(self, *values: Any) -> Any:
+    def call(self, *values: Any, training: Any = None) -> Any:
         """Calls the layers one after the other."""
         known: dict[int, Any] = dict(zip(self._takes, values, strict=False))
         if not self._is_first:
@@ -259,8 +259,11 @@ class _Part(keras.Layer):
             return known[ref.number] if isinstance(ref, _Ref) else ref
 
         for part, (args, kwargs, outputs) in zip(self._parts, self._calls, strict=True):
-            given = _filled(args, value), _filled(kwargs, value)
-            results = keras.tree.flatten(part(*given[0], **given[1]))
+            options = _filled(kwargs, value)
+            # Otherwise a layer would keep the value that the model was made with.
+            if getattr(part, "_call_has_training_arg", False) and training is not None:
+                options["training"] = training
+            results = keras.tree.flatten(part(*_filled(args, value), **options))
             known.update(zip(outputs, results, strict=True))
         results = [known[number] for number in self._gives]
         if self._nesting is not None:
