@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
+from pipemesh.backend.keras_models import (
+    calls_in_order,
+    functional_of,
+    is_functional,
+    mask_of,
+    nesting_of,
+    takes_training,
+    with_mask,
+)
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
 from pipemesh.layers.foreign_layers import KerasLayer
@@ -101,7 +109,7 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
         cell.takes = tuple(sorted(needed))
     cells[0].takes = inputs
     cells[-1].gives = tuple(results)
-    cells[-1].nesting = _structure(made)
+    cells[-1].nesting = nesting_of(_functional(made))
     _check_apart(made, cells)
     dims = params.pop("dims", {})
     unused = set(dims)
@@ -126,33 +134,23 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
     return layers
 
 
-def _structure(model: Any) -> Any:
-    model = _functional(model)
-    return model._outputs_struct
-
-
 def _functional(model: Any) -> Any:
     """Returns the functional model of a model, which knows the calls of its layers."""
     if isinstance(model, keras.Sequential):
-        if not model.built or model._functional is None:
+        functional = functional_of(model)
+        if functional is None:
             raise PipelineError(
                 f"Sequential {model.name!r} does not know the shape of its input; begin it with "
                 "keras.Input(shape)"
             )
-        return model._functional
-    if not _is_functional(model):
+        return functional
+    if not is_functional(model):
         raise PipelineError(
             f"{with_article(type(model).__name__)} is no functional or sequential Keras model, so "
             "the order of its layers is not known; give a keras.Model(inputs, outputs), or use the "
             "whole as one KerasLayer"
         )
     return model
-
-
-def _is_functional(model: Any) -> bool:
-    # One whose class computes something else by a method `call` of its own is not.
-    is_own = isinstance(model, keras.Model) and hasattr(model, "_outputs_struct")
-    return is_own and type(model).call.__module__.startswith("keras.")
 
 
 def _calls_of(model: Any) -> tuple[tuple[int, ...], list[_Call], list[int]]:
@@ -169,7 +167,7 @@ def _calls_of(model: Any) -> tuple[tuple[int, ...], list[_Call], list[int]]:
         of_model: dict[int, int] = {}
         for position, tensor in enumerate(model.inputs):
             of_model[id(tensor)] = number(tensor) if given is None else given[position]
-        for node in _nodes(model):
+        for node in calls_in_order(model):
             refs = [of_model.get(id(tensor)) for tensor in node.input_tensors]
             if node.operation is None or node.is_input or None in refs:
                 continue
@@ -181,7 +179,7 @@ def _calls_of(model: Any) -> tuple[tuple[int, ...], list[_Call], list[int]]:
             arguments: Any = (node.arguments.args, node.arguments.kwargs)
             args, kwargs = _filled(arguments, ref)
             inner = node.operation
-            if isinstance(inner, keras.Sequential) or _is_functional(inner):
+            if isinstance(inner, keras.Sequential) or is_functional(inner):
                 outputs = visit(inner, _numbers(args))
             else:
                 outputs = [next(count) for _ in node.outputs]
@@ -192,12 +190,6 @@ def _calls_of(model: Any) -> tuple[tuple[int, ...], list[_Call], list[int]]:
     results = visit(model, None)
     functional = _functional(model)
     return tuple(number(tensor) for tensor in functional.inputs), calls, results
-
-
-def _nodes(model: Any) -> Iterator[Any]:
-    """Yields the calls of a functional model, in the order in which Keras runs them."""
-    for _, nodes in sorted(model._nodes_by_depth.items(), reverse=True):
-        yield from nodes
 
 
 def _numbers(nested: Any) -> list[int]:
@@ -252,8 +244,7 @@ class _Part(keras.Layer):
         if not self._is_first:
             for number, mask in zip(self._takes, values[len(self._takes) :], strict=True):
                 if mask is not None:
-                    known[number] = tf.identity(known[number])
-                    known[number]._keras_mask = tf.cast(mask, tf.bool)
+                    known[number] = with_mask(known[number], mask)
 
         def value(ref: Any) -> Any:
             return known[ref.number] if isinstance(ref, _Ref) else ref
@@ -261,14 +252,14 @@ class _Part(keras.Layer):
         for part, (args, kwargs, outputs) in zip(self._parts, self._calls, strict=True):
             options = _filled(kwargs, value)
             # Otherwise a layer would keep the value that the model was made with.
-            if getattr(part, "_call_has_training_arg", False) and training is not None:
+            if training is not None and takes_training(part):
                 options["training"] = training
             results = keras.tree.flatten(part(*_filled(args, value), **options))
             known.update(zip(outputs, results, strict=True))
         results = [known[number] for number in self._gives]
         if self._nesting is not None:
             return keras.tree.pack_sequence_as(self._nesting, results)
-        return (*results, *(getattr(result, "_keras_mask", None) for result in results))
+        return (*results, *map(mask_of, results))
 
 
 def _filled(nested: Any, value: Callable[[Any], Any]) -> Any:

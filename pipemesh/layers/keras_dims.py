@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from pipemesh.backend.keras_models import layers_within, parts_of
 from pipemesh.errors import PipelineError, ShapeError
 from pipemesh.lowering.arguments import dim_names
 from pipemesh.mesh import Shape
@@ -55,14 +56,14 @@ def weight_shapes(
 
 def _named(model: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Yields the weights with named dims of a layer and all inside."""
-    for layer in model._flatten_layers():
+    for layer in layers_within(model):
         if isinstance(layer, keras.layers.EinsumDense):
             yield from _einsum(layer, "heads")
         elif isinstance(layer, keras.layers.Dense):
-            kernel: Any = layer._kernel
+            kernel: Any = layer.kernel
             yield from _with_bias(layer, *_sides(kernel.shape))
         elif isinstance(layer, keras.layers.Embedding):
-            yield layer._embeddings, ("vocab", "embed")
+            yield layer.embeddings, ("vocab", "embed")
             # Of keras-hub's, which also maps back to tokens.
             if (reverse := getattr(layer, "reverse_embeddings", None)) is not None:
                 yield reverse, ("embed", "vocab")
@@ -70,11 +71,11 @@ def _named(model: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
             if layer.groups == 1 and layer.data_format == "channels_last":
                 window = [f"window_{number}" for number in range(layer.rank)]
                 yield from _with_bias(layer, [*window, "channels"], ["features"])
-    for layer in model._flatten_layers():
+    for layer in layers_within(model):
         # Of attention, in which keys and values may have fewer heads. Later names replace earlier.
         heads = {
             each: _heads(each)
-            for each in layer._layers
+            for each in parts_of(layer)
             if isinstance(each, keras.layers.EinsumDense)
         }
         most = max(heads.values(), default=0)
@@ -87,7 +88,7 @@ def _with_bias(
     layer: Any, inputs: Sequence[str], outputs: Sequence[str]
 ) -> Iterator[tuple[Any, tuple[str, ...]]]:
     """Yields the kernel and the bias, whose last dims are those of outputs."""
-    yield layer._kernel, (*inputs, *outputs)
+    yield layer.kernel, (*inputs, *outputs)
     if layer.bias is not None:
         rank = len(layer.bias.shape)
         yield layer.bias, tuple(outputs[len(outputs) - rank :])
@@ -106,9 +107,9 @@ def _einsum(layer: Any, heads: str) -> Iterator[tuple[Any, tuple[str, ...]]]:
     outputs = _outputs(layer)
     if outputs is None:
         return
-    rank = len(layer._kernel.shape)
+    rank = len(layer.kernel.shape)
     names = {
-        (2, 1): _sides(layer._kernel.shape) if rank == 2 else None,
+        (2, 1): _sides(layer.kernel.shape) if rank == 2 else None,
         (3, 2): (["embed"], [heads, "head_dim"]),
         (3, 1): ([heads, "head_dim"], ["embed"]),
     }.get((rank, outputs))
@@ -129,7 +130,7 @@ def _outputs(layer: Any) -> int | None:
 
 def _heads(layer: Any) -> int:
     """Returns the number of heads of a projection to heads or from them, 0 for other layers."""
-    outputs, sizes = _outputs(layer), layer._kernel.shape
+    outputs, sizes = _outputs(layer), layer.kernel.shape
     return sizes[outputs - 1] if len(sizes) == 3 and outputs in (1, 2) else 0
 
 
