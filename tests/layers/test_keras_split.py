@@ -64,6 +64,7 @@ class Block(keras.layers.Layer):
         return x + self.dropout(self.narrow(self.wide(self.norms[1](x))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "params"),
     [
