@@ -11,7 +11,8 @@ import tensorflow as tf
 
 # Only these private modules know function attributes of operations, loops and kernels; the version
 # is pinned to 2.21.
-from tensorflow.python.framework import kernels, op_def_registry
+from tensorflow.python.eager import execute
+from tensorflow.python.framework import kernels, op_def_registry, ops
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
     WhileBodyFuncGraph,
     WhileCondFuncGraph,
@@ -35,12 +36,9 @@ def _attributes(kind: str) -> tuple[tuple[str, bool], ...]:
 
 def called_functions(graph: tf.Graph, operation: tf.Operation) -> Iterator[tf.Graph]:
     """Yields the graphs of the functions that an operation calls, in attribute order."""
-    for attribute, several in _attributes(operation.type):
-        value = operation.get_attr(attribute)
-        for function in value if several else [value]:
-            definition = graph._get_function(function.name)
-            if definition is not None and getattr(definition, "graph", None) is not None:
-                yield definition.graph
+    for definition in called_definitions(graph, operation):
+        if getattr(definition, "graph", None) is not None:
+            yield definition.graph
 
 
 def operations_within(
@@ -54,6 +52,71 @@ def operations_within(
             if id(function) not in seen:
                 seen.add(id(function))
                 yield from operations_within(function, (*inside, function.name))
+
+
+def needed_operations(graph: tf.Graph, results: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """Returns the operations that compute results, in order, without arguments and captures."""
+    # The inputs of a function are placeholders.
+    needed, todo = {tensor.op.name for tensor in results}, [tensor.op for tensor in results]
+    while todo:
+        for tensor in todo.pop().inputs:
+            if tensor.op.name not in needed:
+                needed.add(tensor.op.name)
+                todo.append(tensor.op)
+    return [op for op in graph.get_operations() if op.name in needed and op.type != "Placeholder"]
+
+
+def copied_operation(operation: tf.Operation, *inputs: tf.Tensor) -> list[tf.Tensor]:
+    """Computes an operation of another graph in the current one, of other inputs.
+
+    Tapes record it, unless it calls functions.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    for function in called_definitions(operation.graph, operation):
+        graph._add_function_recursive(function)
+    attributes = {
+        name: value
+        for name, value in operation.node_def.attr.items()
+        if name not in ("_class", "_output_shapes")
+    }
+    copy = graph.create_op(
+        operation.type,
+        list(inputs),
+        [tensor.dtype for tensor in operation.outputs],
+        name=operation.name,
+        attrs=attributes,
+    )
+    outputs = list(copy.outputs)
+    if not _attributes(operation.type) and execute.must_record_gradient():
+        # As the functions do that TensorFlow generates for its operations.
+        names = [attribute.name for attribute in operation.op_def.attr]
+        values = [part for name in names for part in (name, copy.get_attr(name))]
+        execute.record_gradient(operation.type, list(inputs), tuple(values), outputs)
+    return outputs
+
+
+def called_definitions(graph: Any, operation: tf.Operation) -> Iterator[Any]:
+    """Yields the definitions of the functions that an operation calls."""
+    for attribute, several in _attributes(operation.type):
+        value = operation.get_attr(attribute)
+        for function in value if several else [value]:
+            definition = graph._get_function(function.name)
+            if definition is not None:
+                yield definition
+
+
+def gradient_owner(operation: tf.Operation) -> str | None:
+    """Returns the module and name of the function that is the custom gradient of an operation."""
+    name = operation.node_def.attr["_gradient_op_type"].s.decode()
+    if not name:
+        return None
+    function: Any = ops.gradient_registry.lookup(name)
+    # TensorFlow registers a function around it.
+    for inner in ("tape_grad_fn", "grad_fn"):
+        names = function.__code__.co_freevars
+        if inner in names:
+            function = function.__closure__[names.index(inner)].cell_contents
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 class Bodies:

@@ -13,6 +13,7 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 from pipemesh.layers.dataset_input import DatasetInput
 from pipemesh.layers.feature_extraction import FeatureExtractionLayer
 from pipemesh.layers.foreign_layers import FunctionLayer, KerasLayer
+from pipemesh.layers.keras_cells import keras_layers
 from pipemesh.layers.keras_task import KerasTask
 from pipemesh.layers.layout_pricing import layers_pricing
 from pipemesh.layers.lingvo_gpipe import (
@@ -50,6 +51,7 @@ __all__ = [
     "SetOverWriteGlobalStep",
     "export_to_lingvo",
     "import_from_lingvo",
+    "keras_layers",
     "layer_costs",
     "layers_pricing",
     "lingvo_checkpoint_rules",

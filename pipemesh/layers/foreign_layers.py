@@ -7,9 +7,9 @@ import copy
 import functools
 import math
 import random
-import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,14 @@ from lingvo.core import base_layer, hyperparams, py_utils, tshape
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_no_live_layer, is_live_layer, with_article
+from pipemesh.layers.keras_dims import NAMELESS, paths_of, weight_shapes
+from pipemesh.layers.named import NamedLayer, current_lowering
+from pipemesh.layers.named.named_layer import Given
+from pipemesh.layers.named.scope import exported, map_kind, unnamed
+from pipemesh.layers.named.weight_slices import from_whole
 from pipemesh.layers.step_seed import GenerateStepSeedPair
+from pipemesh.lowering import Tensor
+from pipemesh.lowering.split_graph import SplitGraph
 
 
 def _traced_meta(p: Any, function: Callable[..., Any], dtype: Any, shapes: Sequence[Any]) -> Any:
@@ -26,10 +33,10 @@ def _traced_meta(p: Any, function: Callable[..., Any], dtype: Any, shapes: Seque
     specs = [None if s is None else tf.TensorSpec(s.ToTensorShape(), dtype) for s in shapes]
     traced: Any = tf.function(lambda *args: function(*args), autograph=False)
     graph = traced.get_concrete_function(*specs).graph
-    outputs = [t for t in tf.nest.flatten(graph.structured_outputs) if t is not None]
+    outputs = tf.nest.flatten(graph.structured_outputs)
     return py_utils.NestedMap(
         flops=sum(map(flops_of, graph.get_operations())) if p.flops is None else p.flops(*shapes),
-        out_shapes=tuple(tshape.Shape(t.shape.as_list()) for t in outputs),
+        out_shapes=tuple(None if t is None else tshape.Shape(t.shape.as_list()) for t in outputs),
     )
 
 
@@ -128,7 +135,7 @@ def as_layer(value: Any) -> Any:
     return value
 
 
-class KerasLayer(base_layer.BaseLayer):
+class KerasLayer(NamedLayer):
     """A Keras 3 layer or model with its own weights, for use in place of any lingvo layer.
 
     Its weights are lingvo variables, in `vars` and `theta`. Keras draws their initial values; with
@@ -138,6 +145,15 @@ class KerasLayer(base_layer.BaseLayer):
     A layer in training that updates itself, as `BatchNormalization` does, or adds to the loss, as
     regularizers do, is an error: that is impossible microbatch by microbatch. `KerasTask` trains
     such layers as a whole model.
+
+    The rules of a layout split its weights by the names of their dims, as those of layers with
+    named dims: `vocab` and `embed` of an `Embedding`; `d_ff`, the larger side of a `Dense` layer,
+    and `embed`, the other one (`inputs` and `outputs` if both are equal); `heads` and `head_dim` of
+    attention, `kv_heads` where keys and values have fewer; `channels` and `features` of a
+    convolution. An `EinsumDense` layer has the names of a `Dense` layer or of attention. `dims`
+    gives weights other names. Products of split weights are split, and what follows stays so as far
+    as its operations allow (Xu et al., "GSPMD", 2021). A warning names layers that join a split
+    tensor. Inputs and outputs of the layer are whole.
 
     The layer needs TensorFlow 2 behaviour, as Keras does.
 
@@ -152,13 +168,19 @@ class KerasLayer(base_layer.BaseLayer):
 
     @classmethod
     def Params(cls) -> Any:
-        """Defines `layer`, `input_shapes` and `flops`."""
+        """Defines `layer`, `input_shapes`, `flops` and `dims`."""
         p = super().Params()
         p.Define(
             "layer", None, "A Keras layer, copied by its config, or a function that makes one."
         )
         p.Define("input_shapes", None, "Such as [[None, 3, 4]]; None for a layer that is built.")
         p.Define("flops", None, "As for a FunctionLayer.")
+        p.Define(
+            "dims",
+            {},
+            "Names of the dims of weights whose path a pattern matches, as {'query/kernel': "
+            "'embed;heads;head_dim'}; the first pattern counts, and '' keeps a weight whole.",
+        )
         return p
 
     def __init__(self, params: Any) -> None:
@@ -171,6 +193,7 @@ class KerasLayer(base_layer.BaseLayer):
             )
         with _keras_seeded(p):
             self._layer = _built(p)
+        self._has_warned = False
 
     def _CreateLayerVariables(self) -> None:
         super()._CreateLayerVariables()
@@ -179,17 +202,70 @@ class KerasLayer(base_layer.BaseLayer):
         for variable in self._layer.non_trainable_variables:
             is_seed = variable.path.split("/")[-1] == "seed_generator_state"
             (self._seeds if is_seed else kept).append(variable)
-        self._kept = dict(zip(_names(kept), kept, strict=True))
-        for name, variable in self._kept.items():
+        paths = paths_of(kept)
+        self._kept = dict(zip(_names(paths), kept, strict=True))
+        self.untrained = tuple(n for n, variable in self._kept.items() if not variable.trainable)
+        shapes = weight_shapes(self.params.name, self._layer, kept, paths, self.params.dims)
+        for (name, variable), shape in zip(self._kept.items(), shapes, strict=True):
             value = variable.numpy()
-            init = py_utils.WeightInit.CustomVarInit(
-                lambda shape, dtype, partition_info=None, value=value: tf.cast(value, dtype)
-            )
-            weight = py_utils.WeightParams(list(value.shape), init, tf.as_dtype(value.dtype))
-            self.CreateVariable(name, weight, trainable=variable.trainable)
+            self._CreateNamedVariable(name, shape, Given(value), tf.as_dtype(value.dtype))
+            if variable.trainable and variable.constraint is not None and name not in self.vars:
+                raise PipelineError(
+                    f"{self.params.name}: the weight {name!r} has a constraint, "
+                    f"{type(variable.constraint).__name__}, which needs all of it, but the layout "
+                    f"splits '{shape}'; leave out the constraint, or keep the weight whole by "
+                    f"dims={{'{'/'.join(paths[len(self.named_shapes) - 1])}': ''}}"
+                )
+
+    def dims(self) -> set[str]:
+        """Returns the named dims of its weights, which rules may split."""
+        names = {name for shape in self.named_shapes.values() for name in shape.names}
+        return {name for name in names if not name.startswith(NAMELESS)}
 
     def FProp(self, theta: Any, *args: Any) -> Any:
         """Calls the layer; a layer that changes itself or adds to the loss cannot be trained."""
+        if current_lowering().mesh.num_devices == 1:
+            return self._checked_call(theta, *exported(args))
+        if tf.executing_eagerly():
+            return tf.function(self._split_call, autograph=False)(theta, *args)
+        return self._split_call(theta, *args)
+
+    def _split_call(self, theta: Any, *args: Any) -> Any:
+        """Calls the layer on slices of its weights."""
+        lowering = current_lowering()
+        operands = [self.Weight(theta, name) for name in self._kept]
+        number = len(operands)
+
+        def note(value: Any) -> _Operand:
+            if not isinstance(value, Tensor):
+                shape = unnamed(static_sizes(value), 0)
+                slices = from_whole(lowering, value, lowering.tensor_layout(shape))
+                value = Tensor(lowering, slices, shape)
+            operands.append(value)
+            return _Operand(len(operands) - 1)
+
+        noted_args = map_kind((Tensor, tf.Tensor), note, args)
+
+        def call(*tensors: tf.Tensor) -> Any:
+            theta = dict(zip(self._kept, tensors[:number], strict=True))
+            return self._checked_call(
+                theta, *map_kind(_Operand, lambda operand: tensors[operand.number], noted_args)
+            )
+
+        graph = SplitGraph(lowering, self.params.name)
+        outputs = graph.run(call, operands, lambda sizes: unnamed(sizes, 0))
+        if graph.gathering and not self._has_warned:
+            self._has_warned = True
+            joining = [f"{n} ({', '.join(sorted(k))})" for n, k in sorted(graph.gathering.items())]
+            warnings.warn(
+                f"{self.params.name}: these layers join a split tensor, and each device computes "
+                f"all of it: {'; '.join(joining)}",
+                stacklevel=2,
+            )
+        return outputs
+
+    def _checked_call(self, theta: Any, *args: Any) -> Any:
+        """Calls the layer, and checks that it has outputs alone."""
         outputs, changed, penalties = self._call(theta, *args)
         name, kind = self.params.name, with_article(type(self._layer).__name__)
         if changed and not self.do_eval:
@@ -223,9 +299,18 @@ class KerasLayer(base_layer.BaseLayer):
                 f"{requested.name}; make it with dtype='mixed_{requested.name}', or set its "
                 "fprop_dtype"
             )
-        mapping = [(variable, theta[name]) for name, variable in self._kept.items()]
+        mapping = [
+            (variable, theta[name] if name in theta else self.Weight(theta, name).slices[0])
+            for name, variable in self._kept.items()
+        ]
         for number, variable in enumerate(self._seeds):
             seed = GenerateStepSeedPair(self.params, op_seed=number)
+            if seed.shape.rank != 1:
+                raise PipelineError(
+                    f"{self.params.name}: {variable.path!r} draws random numbers, for which one "
+                    "program of several Keras layers has no seed; set lowering='placement', or "
+                    "leave out dropout"
+                )
             mapping.append((variable, tf.cast(seed, variable.dtype)))
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
             before = {name: scope.get_current_value(v) for name, v in self._kept.items()}
@@ -259,6 +344,12 @@ class KerasLayer(base_layer.BaseLayer):
         number = sum(math.prod(v.shape) for v in layer.trainable_variables)
         meta.parameter_bytes = number * tf.as_dtype(layer.variable_dtype).size
         return meta
+
+
+class _Operand(NamedTuple):
+    """Stands for a tensor among the arguments."""
+
+    number: int
 
 
 @contextlib.contextmanager
@@ -307,31 +398,10 @@ def _shapes_of(layer: Any) -> list[Any]:
     return [shape for _, shape in sorted((config.get("shapes_dict") or {}).items())]
 
 
-def _names(variables: Sequence[Any]) -> list[str]:
+def _names(paths: Sequence[Sequence[str]]) -> list[str]:
     """Returns a unique name for each variable: the shortest unique ends of their paths."""
-    paths = _renumbered([variable.path.split("/") for variable in variables])
     for length in range(1, 1 + max(map(len, paths), default=0)):
         names = ["_".join(path[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
     return [f"{'_'.join(path)}_{number}" for number, path in enumerate(paths)]
-
-
-def _renumbered(paths: list[list[str]]) -> list[list[str]]:
-    """Renumbers parts of paths within the model: `dense_7`, `dense_8` become `dense`, `dense_1`.
-
-    Keras numbers unnamed layers over the whole process, and a checkpoint must not depend on that.
-    """
-    siblings: dict[tuple[str, ...], dict[str, str]] = {}
-    renumbered = []
-    for path in paths:
-        new: list[str] = []
-        for part in path[:-1]:
-            known = siblings.setdefault(tuple(new), {})
-            if part not in known:
-                base = re.sub(r"_\d+$", "", part)
-                wanted = [base, *(f"{base}_{number}" for number in range(1, len(known) + 1))]
-                known[part] = next(name for name in wanted if name not in known.values())
-            new.append(known[part])
-        renumbered.append([*new, path[-1]])
-    return renumbered

@@ -155,9 +155,15 @@ def _fitted(
 
 
 class KerasTask(base_model.BaseTask):
-    """A Keras 3 model that is trained as a whole, for registration with lingvo in a few lines.
+    """A Keras 3 model as a task, for registration with lingvo in a few lines.
 
-    Its weights are those of a `KerasLayer`. It computes the whole batch once, without a pipeline.
+    A `model` is trained as a whole. Its weights are those of a `KerasLayer`. It computes the whole
+    batch once, without a pipeline.
+
+    With a `stack` in its place, a `PipeliningLayer` of `keras_layers`, the model is cut into
+    stages, and a layout splits its weights. `KerasLayer` lists what its layers may not do there.
+    Nested inputs reach the first layer one by one.
+
     Regularizers and `add_loss` are part of the loss. Constraints, and updates by layers such as
     `BatchNormalization`, belong to `PostTrainingStepUpdate`, which must run after each update of
     the weights.
@@ -185,12 +191,13 @@ class KerasTask(base_model.BaseTask):
 
     @classmethod
     def Params(cls) -> Any:
-        """Defines `model`, `input_shapes`, `loss` and `metrics`."""
+        """Defines `model` or `stack`, `input_shapes`, `loss` and `metrics`."""
         p = super().Params()
         p.name = "keras"
         p.Define(
             "model", None, "A Keras model, copied by its config, or a function that makes one."
         )
+        p.Define("stack", None, "Params of a PipeliningLayer of `keras_layers`, without a model.")
         p.Define("input_shapes", None, "As for a KerasLayer.")
         p.Define(
             "loss",
@@ -210,14 +217,22 @@ class KerasTask(base_model.BaseTask):
         p = self.params
         self._loss_mean = loss_mean(p.name, p.loss)
         self._metric_means = metric_means(p.name, p.metrics)
+        if p.stack is not None:
+            if p.model is not None:
+                raise PipelineError(f"{p.name}: model and stack are both set; give one of them")
+            self.CreateChild("stack", p.stack)
+            return
         self.CreateChild(
             "model", WholeBatchLayer.Params().Set(layer=p.model, input_shapes=p.input_shapes)
         )
 
     def ComputePredictions(self, theta: Any, input_batch: Any) -> Any:
         """Returns a NestedMap with `outputs` and `penalty`, the losses that the model adds."""
-        inputs = self._part(as_batch(input_batch), "inputs")
-        outputs, penalty = self.model.FProp(theta.model, _plain(inputs))
+        inputs = _plain(self._part(as_batch(input_batch), "inputs"))
+        if self.params.stack is not None:
+            outputs = self.stack.FProp(theta.stack, *keras.tree.flatten(inputs))
+            return py_utils.NestedMap(outputs=outputs, penalty=tf.zeros([]))
+        outputs, penalty = self.model.FProp(theta.model, inputs)
         return py_utils.NestedMap(outputs=outputs, penalty=penalty)
 
     def ComputeLoss(self, theta: Any, predictions: Any, input_batch: Any) -> Any:

@@ -118,8 +118,8 @@ def _named_gradient(loss: Tensor, variable: Variable, grads: Sequence[Any]) -> T
 
 
 def local_gradient(
-    function: Callable[..., tf.Tensor], tensors: Sequence[tf.Tensor], device: str
-) -> tf.Tensor:
+    function: Callable[..., Sequence[tf.Tensor]], tensors: Sequence[tf.Tensor], device: str
+) -> list[tf.Tensor]:
     """Calls a function, checked by `call_local`, on a device and computes its gradient there."""
     # TensorFlow's autodiff forgets device scopes: it would compute all gradients on the first
     # device. Eager mode keeps that behavior.
@@ -139,18 +139,22 @@ def local_gradient(
         # nothing.
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(sources)
-            output = call_local(function, args)
+            outputs = call_local(function, args)
             # `tf.stop_gradient` and comparisons end what a tape records.
-            has_gradient = output.dtype.is_floating and is_recorded([output])
-        if not has_gradient:
-            return output
+            numbers = [i for i, x in enumerate(outputs) if x.dtype.is_floating and is_recorded([x])]
+        if not numbers:
+            return outputs
+        results = [outputs[i] for i in numbers]
 
         def backward(grads: Sequence[Any]) -> Sequence[Any]:
             with tf.device(device):
-                return tape.gradient(output, sources, list(grads))
+                return tape.gradient(results, sources, list(grads))
 
         inputs = [tensors[i] for i in floating]
-        return attach_gradient([output], inputs, backward, across_devices=False)[0]
+        attached = attach_gradient(results, inputs, backward, across_devices=False)
+        for i, result in zip(numbers, attached, strict=True):
+            outputs[i] = result
+        return outputs
 
 
 T = TypeVar("T")
@@ -199,15 +203,25 @@ def call_alone(
     return result
 
 
-def call_local(function: Callable[..., tf.Tensor], args: Sequence[tf.Tensor]) -> tf.Tensor:
+def call_local(
+    function: Callable[..., Sequence[tf.Tensor]], args: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
     """Calls a function of slices that may use no floating tensors except its arguments."""
-    output = call_alone(lambda: function(*args), args, lambda output: [output], _lost_in_map)
-    if not isinstance(output, tf.Tensor):
-        raise ShapeError(
-            f"a function that is mapped over slices returned {output!r}; it returns one tensor"
-        )
-    check_real(output.dtype, "the result of a function that is mapped over slices")
-    return output
+
+    def call() -> list[tf.Tensor]:
+        outputs = list(function(*args))
+        for output in outputs:
+            if not isinstance(output, tf.Tensor):
+                raise ShapeError(
+                    f"a function that is mapped over slices returned {output!r}; it returns one "
+                    "tensor"
+                )
+        return outputs
+
+    outputs = call_alone(call, args, lambda outputs: outputs, _lost_in_map)
+    for output in outputs:
+        check_real(output.dtype, "the result of a function that is mapped over slices")
+    return outputs
 
 
 def lost_in_layer(what: str) -> Exception:

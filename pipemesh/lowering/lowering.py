@@ -214,7 +214,7 @@ did you mean 'batch'? Known: 'batch'
             GradientError: `function` uses a trainable variable, or a floating tensor that is
                 neither a constant nor from `tf.stop_gradient`. Eager mode does not detect tensors.
         """
-        result = self.mapped(function, *operands)
+        result = self.map_to_several(lambda *args: [function(*args)], *operands)[0]
         self.count(operands, result, flops)
         return result
 
@@ -224,8 +224,10 @@ did you mean 'batch'? Known: 'batch'
         count_map(self.costs, one, result[0], flops, self._is_backward)
 
     @abc.abstractmethod
-    def mapped(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
-        """Applies `map` without counting."""
+    def map_to_several(
+        self, function: Callable[..., Sequence[tf.Tensor]], *operands: Slices
+    ) -> list[Slices]:
+        """Applies a local function that returns several tensors, as `map`, without counting."""
 
     @abc.abstractmethod
     def coordinate(self, axis: str) -> Slices:

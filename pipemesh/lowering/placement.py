@@ -68,13 +68,16 @@ class PlacementLowering(Lowering):
             )
         self.num_slices = len(devices)
 
-    def mapped(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+    def map_to_several(
+        self, function: Callable[..., Sequence[tf.Tensor]], *operands: Slices
+    ) -> list[Slices]:
         """Applies a local function on each device."""
         with self.computing_slices():
-            return tuple(
+            results = [
                 local_gradient(function, [operand[i] for operand in operands], device)
                 for i, device in enumerate(self.devices)
-            )
+            ]
+        return list(zip(*results, strict=True))
 
     def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function on each device, without a gradient."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lingvo.compat as lingvo_tf
+import numpy as np
 import tensorflow as tf
 from lingvo.core import base_layer, py_utils, tshape
 
@@ -44,6 +45,8 @@ def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer
     Numbers are keyed by the weight's full logical name and a seed, as in lingvo's stateless
     initializers. A seed in `init` replaces `random_seed`.
     """
+    if isinstance(init, Given):
+        return init
     method = getattr(init, "method", None)
     if method not in _METHODS:
         described = repr(init) if method is None else repr(method)
@@ -59,6 +62,21 @@ def initializer_of(init: Any, name: str, random_seed: int | None) -> Initializer
     if method == "gaussian":
         return Normal(init.scale, seed)
     return Uniform(-init.scale, init.scale, seed)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Given:
+    """An initializer that cuts blocks out of a whole value."""
+
+    value: np.ndarray
+
+    def __call__(
+        self, sizes: Sequence[int], begin: Sequence[int], block: Sequence[int], dtype: tf.DType
+    ) -> tf.Tensor:
+        """Returns the block."""
+        del sizes
+        where = tuple(slice(a, a + size) for a, size in zip(begin, block, strict=True))
+        return tf.cast(self.value[where], dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,10 +400,13 @@ class NamedLayer(base_layer.BaseLayer):
             if name not in p.given_weights:
                 self._CreateNamedVariable(name, as_shape(shape), init)
 
-    def _CreateNamedVariable(self, name: str, shape: Shape, init: Any) -> None:
+    def _CreateNamedVariable(
+        self, name: str, shape: Shape, init: Any, dtype: tf.DType | None = None
+    ) -> None:
         """Creates the variables of a weight, one for each different slice.
 
-        Initial values are slices of one tensor under every layout.
+        Initial values are slices of one tensor under every layout. The dtype is by default that of
+        the params.
         """
         parts = weight_parts(current_lowering(), name, shape, self.PaddedDims(self.params))
         matrix = None
@@ -401,7 +422,7 @@ class NamedLayer(base_layer.BaseLayer):
             weights = py_utils.WeightParams(
                 list(part.sizes),
                 py_utils.WeightInit.CustomVarInit(block),
-                self.params.dtype,
+                dtype or self.params.dtype,
             )
             with part.placed():
                 self.CreateVariable(part.name, weights, trainable=name not in self.untrained)

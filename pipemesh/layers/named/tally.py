@@ -409,7 +409,7 @@ class _Counting(Lowering):
         raise NotImplementedError("a tally computes nothing")
 
     num_slices = 1
-    import_tensor = export_tensor = mapped = raw_map = coordinate = _nothing
+    import_tensor = export_tensor = map_to_several = raw_map = coordinate = _nothing
 
     def with_gradient(self, forward: Any, backward: Any, slices: Any) -> Any:
         """Counts both passes; there is no second derivative."""

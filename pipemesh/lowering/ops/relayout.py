@@ -167,7 +167,7 @@ def rename(x: Tensor, names: Mapping[str, str]) -> Tensor:
     return Tensor(x.lowering, change_splits(x.lowering, x.slices, x.layout.axes, new), shape)
 
 
-def _leading_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
+def leading_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the first dims of shortest runs of old and new dims with equal products; sizes are
     above 0.
     """
@@ -189,7 +189,7 @@ def _meeting_axes(lowering: Lowering, x: Tensor, shape: Shape) -> tuple[list[str
     after: list[str | None] = [None] * len(new_sizes)
     if 0 in old_sizes:
         return before, after
-    leading = _leading_dims(old_sizes, new_sizes)
+    leading = leading_dims(old_sizes, new_sizes)
     # First axes that need not move at all, then those that move on one side only.
     for needs in (2, 1):
         for lead, target in leading:

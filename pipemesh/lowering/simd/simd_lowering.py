@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -35,10 +35,12 @@ class SimdLowering(Lowering):
         super().__init__(mesh, rules)
         self.core = core
 
-    def mapped(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
+    def map_to_several(
+        self, function: Callable[..., Sequence[tf.Tensor]], *operands: Slices
+    ) -> list[Slices]:
         """Applies a local function."""
         with self.computing_slices():
-            return (call_local(function, [operand[0] for operand in operands]),)
+            return [(x,) for x in call_local(function, [operand[0] for operand in operands])]
 
     def raw_map(self, function: Callable[..., tf.Tensor], *operands: Slices) -> Slices:
         """Applies a local function without checking for other values that it uses."""
