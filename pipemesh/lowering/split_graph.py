@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.backend.graphs import copied_operation, gradient_owner, needed_operations
+from pipemesh.backend.graphs import (
+    called_definitions,
+    copied_operation,
+    gradient_owner,
+    needed_operations,
+)
 from pipemesh.backend.operation_kinds import EFFECTS
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
@@ -224,6 +229,13 @@ class SplitGraph:
                 self._values[tensor.name] = known
             return
         inputs = [self._value(tensor) for tensor in operation.inputs]
+        calls = next(called_definitions(operation.graph, operation), None) is not None
+        if calls and any(value.has_gradient for value in inputs):
+            raise PipelineError(
+                f"{self._name}: {operation.name!r} ({operation.type}) is a loop, a branch or a "
+                "called function, whose gradient is not known on slices; unroll it (in Keras, "
+                "unroll=True), or use a layout that splits nothing inside a stage"
+            )
         outputs = None
         if any(value.split_axes for value in inputs):
             rule = _RULES.get(operation.type)

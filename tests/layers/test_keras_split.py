@@ -123,6 +123,7 @@ def split(layer, *inputs, rules=MODEL, size=2, loss=None):
     lowering = PlacementLowering(mesh, LayoutRules.from_text(rules), ["CPU:0"] * size)
     py_utils.SetEagerMode(True, test_mode=True)
     try:
+        py_utils.GetOrCreateGlobalStepVar()
         with lowering_scope(lowering), py_utils.VariableStore():
             layer = layer.Instantiate()
 
@@ -264,6 +265,13 @@ def test_a_custom_gradient_of_whole_tensors_is_an_error():
     layer = wrapped("flip", lambda: keras.Sequential([keras.layers.Dense(12), Flip()]))
     with pytest.raises(PipelineError, match=r"named_flip: .* has a custom gradient, of .*flip"):
         split(layer, X)
+
+
+def test_a_loop_is_an_error():
+    with pytest.raises(PipelineError, match=r"named_rnn: .* is a loop, .* unroll=True"):
+        split(wrapped("rnn", lambda: keras.layers.SimpleRNN(4)), X)
+    results, *_ = split(wrapped("rnn", lambda: keras.layers.SimpleRNN(4, unroll=True)), X)
+    assert results[0].shape == (8, 4)
 
 
 def test_a_layer_that_joins_a_split_tensor_is_named():
