@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from lingvo import model_registry
@@ -112,11 +113,11 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
     return cut(config, layers_of(config))
 
 
-def cut(config: Any, layers: list[Any]) -> list[Any]:
+def cut(config: Any, layers: list[Any], shapes: Sequence[Any] = ()) -> list[Any]:
     """Returns the params of the stages, cut by the plan's boundaries or by the flops of the
-    layers.
+    layers, for inputs of these shapes or of a language model's.
     """
-    shapes = input_shapes_of(config)
+    shapes = shapes or input_shapes_of(config)
     boundaries = config.PLAN.boundaries
     if boundaries is None and config.PLAN.lowering == "simd":
         boundaries = alike_boundaries(config)

@@ -22,13 +22,22 @@ from ..one_billion_word.named_transformer import (
     NamedEmbedding,
     NamedSoftmax,
 )
-from ..one_billion_word.params import cut, stack_of
+from ..one_billion_word.params import cut, input_shapes_of, stack_of
 from ..one_billion_word.task import LanguageModel
+from ..translation.task import Translation
 from . import config as configs
 from . import names
 from .families import Config
+from .masked import MaskedLanguageModel, MaskedSoftmax, TypedEmbedding
 from .text import batches_of
 from .values import WeightsError
+
+# By the kind of the model.
+_TASKS = {
+    "decoder": LanguageModel,
+    "encoder": MaskedLanguageModel,
+    "encoder_decoder": Translation,
+}
 
 
 class PretrainedParams(base_model_params.SingleTaskModelParams):
@@ -98,7 +107,8 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
 
     def Task(self) -> Any:
         """Returns the params of the task."""
-        p, config = LanguageModel.Params().Set(name=names.TASK), config_of(self)
+        config = config_of(self)
+        p = _TASKS[config.kind].Params().Set(name=names.TASK)
         if self.LORA_RANK and (self.FREEZE or self.TRAIN_ONLY):
             raise TrainingError(
                 f"LORA_RANK={self.LORA_RANK} trains adapters alone, but FREEZE is {self.FREEZE!r} "
@@ -151,11 +161,13 @@ def stages_of(params: PretrainedParams) -> list[Any]:
             f"num_microbatches={number}: {error}; or give another --batch_size"
         ) from error
 
+    config = config_of(params)
+
     class Sizes:
         PLAN, BATCH_SIZE = params.PLAN, params.BATCH_SIZE
-        SEQUENCE_LENGTH, NUM_LAYERS = length_of(params), config_of(params).num_layers
+        SEQUENCE_LENGTH, NUM_LAYERS = length_of(params), config.num_layers
 
-    layers = layers_of(config_of(params), params.DROPOUT_PROB)
+    layers = layers_of(config, params.DROPOUT_PROB)
     for layer in (layers[0], layers[-1]):
         layer.vocab_multiple = params.VOCAB_MULTIPLE
     if params.LORA_RANK:
@@ -163,7 +175,8 @@ def stages_of(params: PretrainedParams) -> list[Any]:
             rank=params.LORA_RANK, alpha=params.LORA_ALPHA, dropout_rate=params.LORA_DROPOUT
         )
         adapt(layers, adapter, params.LORA_TARGETS)
-    return cut(Sizes, layers)
+    (shape, *_) = input_shapes_of(Sizes)
+    return cut(Sizes, layers, [shape] * len(_TASKS[config.kind].INPUTS))
 
 
 def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
@@ -171,6 +184,7 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
     rates.
     """
     is_rotary, has_experts = config.rotary_base is not None, bool(config.num_experts)
+    is_masked = config.kind == "encoder"
     norm = named.Norm.Params().Set(
         kind=config.norm, epsilon=config.epsilon, direct_scale=not config.norms_above_one
     )
@@ -182,6 +196,9 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         norm_tpl=norm if config.head_norms else None,
         score_scale=config.score_scale,
         score_cap=config.score_cap,
+        causal=not is_masked,
+        relative_buckets=config.relative_buckets,
+        relative_max_distance=config.relative_max_distance,
         use_rotary=is_rotary,
         rotary_dim=config.rotary_dim,
     )
@@ -197,6 +214,7 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         dropout_rate=config.residual_dropout if dropout is None else dropout,
         parallel=config.parallel,
         output_norms=config.output_norms,
+        post_norm=is_masked,
         norm_tpl=norm,
         attention_tpl=attention,
     )
@@ -206,7 +224,8 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         )
     else:
         block.feed_forward_tpl.Set(activation=config.activation, use_bias=config.feed_forward_bias)
-    embedding = (ExpertsEmbedding if has_experts else NamedEmbedding).Params()
+    embedding = TypedEmbedding if is_masked else NamedEmbedding
+    embedding = (ExpertsEmbedding if has_experts else embedding).Params()
     embedding.Set(
         vocab_size=config.vocab_size,
         embedding_dim=config.model_dim,
@@ -216,13 +235,17 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         unused_positions=config.unused_positions,
         dropout_rate=config.embedding_dropout if dropout is None else dropout,
     )
-    head = NamedSoftmax.Params().Set(
+    head = (MaskedSoftmax if is_masked else NamedSoftmax).Params()
+    head.Set(
         vocab_size=config.vocab_size,
         input_dim=config.model_dim,
-        use_bias=False,
+        use_bias=is_masked,
         logit_cap=config.logit_cap,
         norm_tpl=norm,
     )
+    if is_masked:
+        embedding.Set(num_types=config.token_types, sum_norm_tpl=norm)
+        head.activation = config.activation
     blocks = [block.Copy() for _ in range(config.num_layers)]
     for each, window in zip(blocks, config.windows, strict=False):
         each.attention_tpl.window = window
@@ -234,6 +257,15 @@ def _no_data() -> Any:
         "there is no data to train on; give --train_data=FILE, or derive a class from that of the "
         "model, with the attribute TRAIN_DATA"
     )
+
+
+@model_registry.RegisterSingleTaskModel
+class Bert(PretrainedParams):
+    """The model of Devlin et al., 2019, which predicts masked tokens."""
+
+    MODEL_TYPE = "bert"
+    # It does not go on with texts.
+    DECODED_BY = None
 
 
 @model_registry.RegisterSingleTaskModel

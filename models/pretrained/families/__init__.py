@@ -1,5 +1,6 @@
 """Families of models: one module describes each."""
 
+from .bert import BERT
 from .family import Config, Family
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -17,6 +18,7 @@ __all__ = ["FAMILIES", "Config", "Family"]
 
 # By `model_type`.
 FAMILIES = {
+    "bert": BERT,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gpt2": GPT2,

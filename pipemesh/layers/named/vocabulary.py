@@ -318,6 +318,7 @@ class SoftmaxCrossEntropy(NamedLayer):
             0.0,
             "Part of each label's probability that all tokens share; 0 or more, less than 1.",
         )
+        p.Define("predicts", False, "Whether evaluation returns the most likely tokens, too.")
         return p
 
     def __init__(self, params: Any) -> None:
@@ -326,7 +327,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         check_whole(p.name, "input_dim", p.input_dim, 1)
         check_whole(p.name, "vocab_size", p.vocab_size, 1)
         check_whole(p.name, "vocab_multiple", p.vocab_multiple, 1)
-        check_flags(p, ["use_bias"])
+        check_flags(p, ["use_bias", "predicts"])
         check_above_zero(p.name, "logit_scale", p.logit_scale)
         if p.logit_cap is not None:
             check_above_zero(p.name, "logit_cap", p.logit_cap, ", or None")
@@ -373,7 +374,8 @@ class SoftmaxCrossEntropy(NamedLayer):
 
         Returns:
             The weighted sum of cross entropies, the sum of the weights, and the cross entropy of
-            each label, `batch;length`: all float32. Inside `cache_scope` labels are ignored, and
+            each label, `batch;length`: all float32. With `predicts`, in evaluation also the most
+            likely token at each place, `batch;length` int32. Inside `cache_scope` labels are ignored, and
             the result is the logits of the next token in each row, `batch;vocab` float32.
         """
         p = self.params
@@ -395,7 +397,18 @@ class SoftmaxCrossEntropy(NamedLayer):
         weights = whole(self, weights, "batch;length", names, tf.float32)
         weights = ops.cast(weights, tf.float32)
         each = ops.rename(xent, split_names(names))
-        return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), each
+        found = ops.reduce_sum(xent * weights), ops.reduce_sum(weights), each
+        if not (p.predicts and self.do_eval):
+            return found
+        likely = ops.argmax(self._WithoutPadding(logits), "vocab")
+        return *found, ops.rename(likely, split_names(names))
+
+    def _WithoutPadding(self, logits: Tensor) -> Tensor:
+        """Returns logits that are -inf behind those of the vocabulary."""
+        number = self.params.vocab_size
+        if logits.shape["vocab"].size == number:
+            return logits
+        return with_rows_outside(logits, "vocab", 0, number, -math.inf)
 
     def _Next(self, theta: Any, x: Any, last: Any) -> Tensor:
         """Returns the logits of the token after `last` in each row, `batch;vocab`."""
@@ -421,7 +434,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         places = labels.slices
         if logits.shape["vocab"].size != number:
             # So padding has no probability, and is no label.
-            logits = with_rows_outside(logits, "vocab", 0, number, -math.inf)
+            logits = self._WithoutPadding(logits)
             places = lowering.map(lambda at: tf.where(at < number, at, -1), places)
         greatest = extreme(logits, ["vocab"], "max")
         start, _ = local_start(lowering, logits.shape["vocab"])

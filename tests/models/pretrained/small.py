@@ -106,7 +106,23 @@ OPT = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 24,
+    "max_position_embeddings": 16,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "type_vocab_size": 3,
+    "layer_norm_eps": 0.02,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 KINDS = {
+    "bert": BERT,
     "gpt2": GPT2,
     "llama": LLAMA,
     "rich llama": RICH_LLAMA,
