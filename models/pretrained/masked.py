@@ -1,4 +1,4 @@
-"""The ends of an encoder that predicts masked tokens, and its task (Devlin et al., "BERT", 2019)."""
+"""The ends and the task of an encoder that predicts masked tokens (Devlin et al., "BERT", 2019)."""
 
 from __future__ import annotations
 

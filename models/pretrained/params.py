@@ -32,11 +32,16 @@ from .masked import MaskedLanguageModel, MaskedSoftmax, TypedEmbedding
 from .text import batches_of
 from .values import WeightsError
 
-# By the kind of the model.
+# By the kind of the model: its task, and the classes of embedding, block and head.
 _TASKS = {
     "decoder": LanguageModel,
     "encoder": MaskedLanguageModel,
     "encoder_decoder": Translation,
+}
+_LAYERS = {
+    "decoder": (NamedEmbedding, NamedBlock, NamedSoftmax),
+    "encoder": (TypedEmbedding, NamedBlock, MaskedSoftmax),
+    "encoder_decoder": (named.Embedding, named.TransformerBlock, named.SoftmaxCrossEntropy),
 }
 
 
@@ -168,8 +173,9 @@ def stages_of(params: PretrainedParams) -> list[Any]:
         SEQUENCE_LENGTH, NUM_LAYERS = length_of(params), config.num_layers
 
     layers = layers_of(config, params.DROPOUT_PROB)
-    for layer in (layers[0], layers[-1]):
-        layer.vocab_multiple = params.VOCAB_MULTIPLE
+    for layer in layers:
+        if "vocab_multiple" in layer:
+            layer.vocab_multiple = params.VOCAB_MULTIPLE
     if params.LORA_RANK:
         adapter = LowRank.Params().Set(
             rank=params.LORA_RANK, alpha=params.LORA_ALPHA, dropout_rate=params.LORA_DROPOUT
@@ -185,6 +191,7 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
     """
     is_rotary, has_experts = config.rotary_base is not None, bool(config.num_experts)
     is_masked = config.kind == "encoder"
+    first, middle, last = _LAYERS[config.kind]
     norm = named.Norm.Params().Set(
         kind=config.norm, epsilon=config.epsilon, direct_scale=not config.norms_above_one
     )
@@ -206,7 +213,7 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         attention.rotary_base = config.rotary_base
     if config.rotary_scaling is not None:
         attention.rotary_scaling = named.RotaryScaling(**config.rotary_scaling)
-    block = (ExpertsBlock if has_experts else NamedBlock).Params()
+    block = (ExpertsBlock if has_experts else middle).Params()
     block.Set(
         input_dim=config.model_dim,
         num_heads=config.num_heads,
@@ -224,28 +231,31 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         )
     else:
         block.feed_forward_tpl.Set(activation=config.activation, use_bias=config.feed_forward_bias)
-    embedding = TypedEmbedding if is_masked else NamedEmbedding
-    embedding = (ExpertsEmbedding if has_experts else embedding).Params()
+    embedding = (ExpertsEmbedding if has_experts else first).Params()
     embedding.Set(
         vocab_size=config.vocab_size,
         embedding_dim=config.model_dim,
         scale_sqrt_depth=config.scaled_embedding,
-        positions="none" if is_rotary else "learned",
+        positions="none" if is_rotary or config.relative_buckets else "learned",
         max_length=config.max_length,
         unused_positions=config.unused_positions,
         dropout_rate=config.embedding_dropout if dropout is None else dropout,
     )
-    head = (MaskedSoftmax if is_masked else NamedSoftmax).Params()
-    head.Set(
+    head = last.Params().Set(
         vocab_size=config.vocab_size,
         input_dim=config.model_dim,
         use_bias=is_masked,
+        logit_scale=config.logit_scale,
         logit_cap=config.logit_cap,
         norm_tpl=norm,
     )
     if is_masked:
         embedding.Set(num_types=config.token_types, sum_norm_tpl=norm)
         head.activation = config.activation
+    if config.num_decoder_layers:
+        block.feed_forward_tpl.dropout_rate = block.dropout_rate
+        numbers = config.num_layers, config.num_decoder_layers
+        return named.encoder_decoder_layers(embedding, block, head, *numbers, tied=False)[0]
     blocks = [block.Copy() for _ in range(config.num_layers)]
     for each, window in zip(blocks, config.windows, strict=False):
         each.attention_tpl.window = window
@@ -343,6 +353,13 @@ class Qwen3(PretrainedParams):
     """The model of Yang et al., 2025."""
 
     MODEL_TYPE = "qwen3"
+
+
+@model_registry.RegisterSingleTaskModel
+class T5(PretrainedParams):
+    """The model of Raffel et al., 2020, an encoder-decoder."""
+
+    MODEL_TYPE = "t5"
 
 
 # The name of the class, by the type in a file.

@@ -13,6 +13,7 @@ from .opt import OPT
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .t5 import T5
 
 __all__ = ["FAMILIES", "Config", "Family"]
 
@@ -30,4 +31,5 @@ FAMILIES = {
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "t5": T5,
 }

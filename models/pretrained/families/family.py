@@ -65,6 +65,7 @@ class Config:
             none.
         relative_max_distance: from this distance on, the last bucket is used.
         logit_scale: factor of the vectors that logits are computed from.
+        start: the token that starts the target of an encoder-decoder.
         bos: the token that starts a text; None if there is none.
         eos: tokens that end a text.
         notes: lines about differences from `transformers`.
@@ -108,6 +109,7 @@ class Config:
     relative_buckets: int = 0
     relative_max_distance: int = 128
     logit_scale: float = 1.0
+    start: int = 0
     bos: int | None = None
     eos: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()

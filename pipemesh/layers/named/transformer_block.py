@@ -20,11 +20,12 @@ from pipemesh.layers.named.tally import Tally
 class TransformerBlock(NamedLayer):
     """Attention, then a feed-forward layer, each with normalized inputs and a residual connection.
 
-    With `post_norm` norms come after the residual connections (Vaswani et al., "Attention Is All You
-    Need", 2017). With `cross_attention_tpl` there is attention to a memory between them, as in a decoder; the
-    block of an encoder has an `attention_tpl` with `causal=False`. With `parallel` attention and
-    the feed-forward layer take the same inputs (Wang and Komatsuzaki, "GPT-J", 2021). With
-    `output_norms` their outputs are normalized before they are added (Gemma Team, "Gemma 2", 2024).
+    With `post_norm` norms come after the residual connections (Vaswani et al., "Attention Is All
+    You Need", 2017). With `cross_attention_tpl` there is attention to a memory between them, as in
+    a decoder; the block of an encoder has an `attention_tpl` with `causal=False`. With `parallel`
+    attention and the feed-forward layer take the same inputs (Wang and Komatsuzaki, "GPT-J", 2021).
+    With `output_norms` their outputs are normalized before they are added (Gemma Team, "Gemma 2",
+    2024).
     Under the rules `heads:model;d_ff:model` each ends in one all-reduce. With
     `feed_forward_tpl=Experts.Params()` it is a mixture-of-experts block, which also returns the
     balance loss.

@@ -375,8 +375,9 @@ class SoftmaxCrossEntropy(NamedLayer):
         Returns:
             The weighted sum of cross entropies, the sum of the weights, and the cross entropy of
             each label, `batch;length`: all float32. With `predicts`, in evaluation also the most
-            likely token at each place, `batch;length` int32. Inside `cache_scope` labels are ignored, and
-            the result is the logits of the next token in each row, `batch;vocab` float32.
+            likely token at each place, `batch;length` int32. Inside `cache_scope` labels are
+            ignored, and the result is the logits of the next token in each row, `batch;vocab`
+            float32.
         """
         p = self.params
         if p.norm_tpl is not None:

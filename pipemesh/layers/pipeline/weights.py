@@ -191,8 +191,8 @@ def _part(owner: str, layer: Any, path: str, child_of: Callable[[Any, str], Any]
         if part is None:
             kind = getattr(layer, "cls", type(layer)).__name__
             raise PipelineError(
-                f"{owner}: tied_weights: a {kind} has no part {name!r} for {path!r} to take or give "
-                f"{weight!r}; name its template without '_tpl', such as 'attention'"
+                f"{owner}: tied_weights: a {kind} has no part {name!r} for {path!r} to take or "
+                f"give {weight!r}; name its template without '_tpl', such as 'attention'"
             )
         layer = part
     return layer

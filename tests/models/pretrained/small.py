@@ -121,7 +121,31 @@ BERT = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 24,
+    "d_model": 16,
+    "d_kv": 6,
+    "d_ff": 12,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 10,
+    "layer_norm_epsilon": 0.02,
+    "dropout_rate": 0.0,
+    "is_encoder_decoder": True,
+    "eos_token_id": None,
+}
+# Version 1.1.
+GATED_T5 = T5 | {
+    "num_decoder_layers": None,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
 KINDS = {
+    "t5": T5,
+    "gated t5": GATED_T5,
     "bert": BERT,
     "gpt2": GPT2,
     "llama": LLAMA,
