@@ -1,11 +1,30 @@
-"""Limits of decoding settings, checked by flags before TensorFlow loads, and by `decoding`."""
+"""Prompts with a source, and limits of decoding settings, which commands check without TensorFlow."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipemesh.errors import DecodingError
 
 # Logits divided by less might overflow float32.
 _COLDEST = 1e-6
+
+
+class SourcePrompt(NamedTuple):
+    """A prompt of a model that reads a source, such as a translator.
+
+    Attributes:
+        source: ids of the source.
+        ids: ids that the output begins with.
+
+    Example:
+        >>> SourcePrompt(source=[7, 12, 5], ids=[1]).source
+        [7, 12, 5]
+    """
+
+    source: Sequence[int]
+    ids: Sequence[int]
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:

@@ -34,6 +34,7 @@ from pipemesh.commands.flags import (
     read_toml,
 )
 from pipemesh.data.rows import PACKINGS
+from pipemesh.decoding_limits import SourcePrompt
 from pipemesh.errors import (
     CheckpointError,
     DeviceError,
@@ -114,19 +115,23 @@ ATTRIBUTES = frozenset(flag.name for flag in ATTRIBUTE_FLAGS)
 class Tokens:
     """The tokens of a model, and how text is spelled in them."""
 
-    # Ids of a text that is to be continued.
-    encode: Callable[[str], list[int]]
+    # Ids of a text that is to be continued, or a SourcePrompt of a text that is the source.
+    encode: Callable[[str], Any]
     decode: Callable[[Sequence[int]], str]
     # Ids that end a text.
     stop: frozenset[int]
     # The most tokens of a text.
     length: int
     vocab_size: int
+    # The most tokens of a source, for models that read one.
+    source_length: int | None = None
 
-    def text(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-        """Returns a prompt and its continuation as text, without the token that ends it."""
+    def text(self, prompt: Sequence[int] | SourcePrompt, tokens: Sequence[int]) -> str:
+        """Returns a prompt and its continuation as text, without the token that ends it; of a
+        prompt with a source only the continuation.
+        """
         said = tokens[:-1] if tokens and tokens[-1] in self.stop else tokens
-        return self.decode([*prompt, *said])
+        return self.decode(said if isinstance(prompt, SourcePrompt) else [*prompt, *said])
 
 
 class Texts(NamedTuple):

@@ -294,6 +294,7 @@ def decode(argv: list[str]) -> int:
         rows=rows,
         length=tokens.length,
         vocab_size=tokens.vocab_size,
+        source_length=tokens.source_length,
         seed=FLAGS.sample_seed,
         **({"steps": 1, "watch": stream.take} if streams else {}),
     )

@@ -54,13 +54,17 @@ class Document(NamedTuple):
         ids: int32 [tokens].
         weights: float32 [tokens]: how much it counts that a token is predicted; None if all count
             alike.
+        source: the number of tokens at the start that an encoder reads, before those of the target.
     """
 
     ids: np.ndarray
     weights: np.ndarray | None
+    source: int = 0
 
 
-def documents_of(source: Source, spelling: Spelling | None, vocab_size: int) -> Iterator[Document]:
+def documents_of(
+    source: Source, spelling: Spelling | None, vocab_size: int, pairs: bool = False
+) -> Iterator[Document]:
     """Yields the documents of a source as tokens with weights.
 
     A text counts whole, of a prompt and its completion only the completion, and of a chat only what
@@ -70,6 +74,8 @@ def documents_of(source: Source, spelling: Spelling | None, vocab_size: int) -> 
         source: the source.
         spelling: the tokenizer; None for sources of ready tokens.
         vocab_size: number of tokens of the model.
+        pairs: whether prompts are sources, which an encoder reads, and completions their targets.
+            The token that ends a document is added to both; a target has the token that begins one.
 
     Returns:
         An iterator over the documents, in the order of the files.
@@ -91,7 +97,7 @@ def documents_of(source: Source, spelling: Spelling | None, vocab_size: int) -> 
     """
     for place, row in rows_of(source):
         try:
-            document = _document(row, spelling, source)
+            document = _pair(row, spelling) if pairs else _document(row, spelling, source)
         except PipemeshError as error:
             if isinstance(error, ImportError):
                 raise
@@ -105,7 +111,7 @@ def documents_of(source: Source, spelling: Spelling | None, vocab_size: int) -> 
                 f"{place} has the token {wrong}, but the model has the ids 0 to {vocab_size - 1}; "
                 "take the tokenizer that belongs to the model"
             )
-        yield Document(ids.astype(np.int32), document.weights)
+        yield document._replace(ids=ids.astype(np.int32))
 
 
 def _document(row: Mapping[str, Any], spelling: Spelling | None, source: Source) -> Document:
@@ -142,6 +148,22 @@ def _document(row: Mapping[str, Any], spelling: Spelling | None, source: Source)
         if ids:
             weights[-1] = weights[-1] or ids[-1] == end
     return Document(np.array(ids, np.int64), weights)
+
+
+def _pair(row: Mapping[str, Any], spelling: Spelling | None) -> Document:
+    others = [name for name in row if name not in ("prompt", "completion")]
+    if others or len(row) != 2:
+        raise DataError(f"a pair has a prompt and a completion, but this row has {' and '.join(row)}")
+    if spelling is None or spelling.end is None:
+        raise DataError("pairs need a tokenizer with a token that ends a text")
+    sides = list[list[int]]()
+    for name in ("prompt", "completion"):
+        if not (text := _text(row, name)).strip():
+            raise DataError(f"{name} is empty; give both sides of a pair, or leave it out")
+        ids, _ = _spans(spelling, text, name == "completion")
+        sides.append([*ids, *([spelling.end] if ids[-1:] != [spelling.end] else [])])
+    source, target = sides
+    return Document(np.array(source + target, np.int64), None, len(source))
 
 
 def _spans(spelling: Spelling, text: str, begins: bool) -> tuple[list[int], list[tuple[int, int]]]:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from pipemesh.data import packing
 from pipemesh.data.documents import Spelling, documents_of
-from pipemesh.data.rows import PACKINGS, Counts, Rows, Tokens
+from pipemesh.data.rows import PACKINGS, Counts, PairRows, Rows, Tokens
 from pipemesh.data.sources import Source, digest_of, parse_sources
 from pipemesh.errors import DataError
 from pipemesh.text import nearest_text
@@ -25,13 +25,16 @@ from pipemesh.text import nearest_text
 _BLOCK = 1 << 16
 # Different numbers are drawn for each of these.
 _CHOICES, _ORDERS = 0, 1
-_NAMES = {
+# What rows have, by name.
+_DTYPES = {
     "ids": tf.int32,
     "labels": tf.int32,
     "weights": tf.float32,
     "begins": tf.bool,
     "real": tf.int32,
 }
+# What sources have besides.
+_OF_SOURCE = ("ids", "begins", "real")
 
 
 class Mixture:
@@ -46,7 +49,9 @@ class Mixture:
         seed: a seed.
     """
 
-    def __init__(self, rows: Sequence[Rows], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, rows: Sequence[Rows | PairRows], weights: Sequence[float], seed: int
+    ) -> None:
         self._rows, self._seed = rows, seed % (1 << 64)
         self._shares = np.cumsum(weights)[:-1] / np.sum(weights)
         # Rows of each source before each block.
@@ -70,7 +75,7 @@ class Mixture:
         """Returns the rows of a batch, as in `Rows.read`."""
         places = (self.place(row) for row in range(step * size, (step + 1) * size))
         found = [self._rows[source].read(number) for source, _, number in places]
-        return {name: np.stack([each[name] for each in found]) for name in _NAMES}
+        return {name: np.stack([each[name] for each in found]) for name in found[0]}
 
     def _draws(self, kind: int, number: int, count: int) -> np.ndarray:
         # Raw bits are the same in all releases of NumPy, other than its distributions.
@@ -100,8 +105,14 @@ class DocumentBatches:
     All documents are read once, when the dataset or the counts are first needed, and kept as tokens
     in temporary files. Before that no file is opened.
 
+    With a `source_length`, documents are pairs of a prompt and its completion, for a model that
+    reads one and predicts the other. Then batches have `source_ids`, `source_segment_ids` and
+    `source_segment_pos`, too, each [batch_size, source_length]; segment n of a row's source belongs
+    to segment n of its target. Longer pairs are left out and counted.
+
     Attributes:
-        sources: files of documents, as `parse_sources` reads them.
+        sources: files of documents, as `parse_sources` reads them; or a function that returns their
+            list, called when it is first needed.
         spelling: a function that returns the tokenizer, or None, and the number of tokens of the
             model; it must be hashable. If it has an attribute `digests`, a dict of texts, these
             change when the tokenizer does.
@@ -109,6 +120,8 @@ class DocumentBatches:
         batch_size: number of rows in a batch.
         packing: how documents share rows: `split`, `whole`, `single` or `auto`.
         seed: seed of mixture and order; None for all rows in order.
+        source_length: number of positions in a row of sources; None for documents that are no
+            pairs.
 
     Raises:
         DataError: there is no such packing.
@@ -126,12 +139,14 @@ class DocumentBatches:
         3
     """
 
-    sources: str = dataclasses.field(repr=False)
+    sources: str | Callable[[], str] = dataclasses.field(repr=False)
     spelling: Callable[[], tuple[Spelling | None, int]] = dataclasses.field(repr=False)
     length: int
     batch_size: int
     packing: str = "auto"
     seed: int | None = None
+    # Notes of checkpoints have it among the digests.
+    source_length: int | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.packing not in PACKINGS:
@@ -144,10 +159,11 @@ class DocumentBatches:
 
     def __call__(self) -> tf.data.Dataset:
         """Returns the dataset; raises DataError if the documents cannot be read."""
+        lengths = self.length, self.source_length
         if self.seed is None:
-            return _in_order(self._rows(), self.batch_size, self.length)
+            return _in_order(self._rows(), self.batch_size, *lengths)
         weights = [source.weight for source in self._parsed]
-        return _endless(Mixture(self._rows(), weights, self.seed), self.batch_size, self.length)
+        return _endless(Mixture(self._rows(), weights, self.seed), self.batch_size, *lengths)
 
     def counts(self) -> list[Counts]:
         """Returns the numbers of documents, tokens and rows of each source."""
@@ -162,59 +178,84 @@ class DocumentBatches:
             f"source {number}": f"{source}, files {digest_of(source)}"
             for number, source in enumerate(self._parsed, 1)
         }
+        if self.source_length is not None:
+            found["source_length"] = str(self.source_length)
         return found | getattr(self.spelling, "digests", {})
 
     @functools.cached_property
     def _parsed(self) -> tuple[Source, ...]:
-        return parse_sources(self.sources)
+        return parse_sources(self.sources if isinstance(self.sources, str) else self.sources())
 
-    def _rows(self) -> list[Rows]:
+    def _rows(self) -> Sequence[Rows | PairRows]:
         digests = tuple(self.digests.items())
-        return _rows_of(self._parsed, self.spelling, self.length, self.packing, digests)
+        lengths = self.length, self.source_length
+        return _rows_of(self._parsed, self.spelling, lengths, self.packing, digests)
 
 
 # Training, held-out data and forecasts read the same documents.
 @functools.lru_cache(4)
 def _rows_of(
-    sources: tuple[Source, ...], spelling: Any, length: int, packing: str, _digests: Any
-) -> list[Rows]:
-    tokenizer, vocab_size = spelling()
-    return [
-        Rows(source.path, Tokens(documents_of(source, tokenizer, vocab_size)), length, packing)
-        for source in sources
-    ]
+    sources: tuple[Source, ...],
+    spelling: Any,
+    lengths: tuple[int, int | None],
+    packing: str,
+    _digests: Any,
+) -> Sequence[Rows | PairRows]:
+    (tokenizer, vocab_size), (length, source_length) = spelling(), lengths
+
+    def rows(source: Source) -> Rows | PairRows:
+        pairs = source_length is not None
+        tokens = Tokens(documents_of(source, tokenizer, vocab_size, pairs))
+        if source_length is None:
+            return Rows(source.path, tokens, length, packing)
+        return PairRows(source.path, tokens, (source_length, length), packing)
+
+    return [rows(source) for source in sources]
 
 
-def _endless(mixture: Mixture, batch_size: int, length: int) -> tf.data.Dataset:
+def _endless(
+    mixture: Mixture, batch_size: int, length: int, source_length: int | None
+) -> tf.data.Dataset:
     """Returns the batches of a mixture without end, as in `packing.pack`."""
 
     def read(step: np.int64) -> list[Any]:
         return list(mixture.batch(int(step), batch_size).values())
 
-    return tf.data.Dataset.counter().map(_packed(read, [batch_size, length]))
+    return tf.data.Dataset.counter().map(_packed(read, batch_size, length, source_length))
 
 
-def _in_order(rows: Sequence[Rows], batch_size: int, length: int) -> tf.data.Dataset:
+def _in_order(
+    rows: Sequence[Rows | PairRows], batch_size: int, length: int, source_length: int | None
+) -> tf.data.Dataset:
     """Returns all rows of all sources once, in order; the last batch may be smaller."""
     ends = np.cumsum([len(each) for each in rows])
 
     def read(number: np.int64) -> list[Any]:
         source = int(np.searchsorted(ends, number, side="right"))
         found = rows[source].read(int(number - ends[source]) + len(rows[source]))
-        return [found[name][np.newaxis] for name in _NAMES]
+        return [values[np.newaxis] for values in found.values()]
 
-    one_by_one = tf.data.Dataset.range(int(ends[-1])).map(_packed(read, [1, length]))
+    one_by_one = tf.data.Dataset.range(int(ends[-1])).map(_packed(read, 1, length, source_length))
     return one_by_one.unbatch().batch(batch_size)
 
 
-def _packed(read: Any, shape: Sequence[int]) -> Any:
+def _packed(read: Any, batch_size: int, length: int, source_length: int | None) -> Any:
     """Returns a function from a number to a batch."""
+    dtypes = list(_DTYPES.values())
+    if source_length is not None:
+        dtypes += [_DTYPES[name] for name in _OF_SOURCE]
 
     @tf.autograph.experimental.do_not_convert
     def batch(number: tf.Tensor) -> Mapping[str, tf.Tensor]:
         # Not stateful: a saved iterator needs no state of it.
-        found: Any = tf.numpy_function(read, [number], [*_NAMES.values()], stateful=False)
-        shaped = [tf.ensure_shape(tensor, shape) for tensor in found]
-        return packing.batch_of(**dict(zip(_NAMES, shaped, strict=True)))
+        found: Any = tf.numpy_function(read, [number], dtypes, stateful=False)
+        own, source = found[: len(_DTYPES)], found[len(_DTYPES) :]
+        shaped = [tf.ensure_shape(tensor, [batch_size, length]) for tensor in own]
+        batch = packing.batch_of(**dict(zip(_DTYPES, shaped, strict=True)))
+        if source:
+            shaped = [tf.ensure_shape(tensor, [batch_size, source_length]) for tensor in source]
+            of_source = packing.placed(**dict(zip(_OF_SOURCE, shaped, strict=True)))
+            batch |= {f"source_{name}": tensor for name, tensor in of_source.items()}
+        return batch
 
     return batch

@@ -76,14 +76,13 @@ def batch_of(
 
     `begins` is true where a segment starts; `real` is int32, 0 for padding and otherwise 1.
     """
+    return {"labels": labels, "weights": weights, **placed(ids, begins, real)}
+
+
+def placed(ids: tf.Tensor, begins: tf.Tensor, real: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Returns tokens with their segments and positions, which are 0 for padding."""
     segment_ids, segment_pos = segments(begins)
-    return {
-        "ids": ids,
-        "labels": labels,
-        "segment_ids": segment_ids * real,
-        "segment_pos": segment_pos * real,
-        "weights": weights,
-    }
+    return {"ids": ids, "segment_ids": segment_ids * real, "segment_pos": segment_pos * real}
 
 
 def segments(begins: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -47,6 +47,7 @@ class Counts:
         cut: documents whose end was cut, without those left out.
         cut_tokens: tokens that were cut from them.
         left_out: documents without a token to predict, or only in the end that would be cut.
+        too_long: pairs of which a side is longer than a row, which are left out.
     """
 
     source: str
@@ -58,6 +59,7 @@ class Counts:
     cut: int
     cut_tokens: int
     left_out: int
+    too_long: int = 0
 
     def __str__(self) -> str:
         told = (
@@ -70,6 +72,8 @@ class Counts:
             told += f"; longer than a row and cut: {self.cut:,}, by {self.cut_tokens:,} tokens"
         if self.left_out:
             told += f"; without a token to predict in a row and left out: {self.left_out:,}"
+        if self.too_long:
+            told += f"; longer than a row and left out: {self.too_long:,}"
         return told
 
 
@@ -82,6 +86,7 @@ class Tokens:
         weights: float32 [tokens]; None if all are 1.
         first: int64 [documents], the number of the first token after the start of each document
             that counts; the length of the document if there is none.
+        sources: int64 [documents], the number of tokens at the start of each that an encoder reads.
     """
 
     def __init__(self, documents: Iterable[Document]) -> None:
@@ -98,7 +103,7 @@ class Tokens:
             ) from error
 
     def _write(self, documents: Iterable[Document], ids: IO[bytes], weights: IO[bytes]) -> None:
-        lengths, first = array.array("q"), array.array("q")
+        lengths, first, sources = array.array("q"), array.array("q"), array.array("q")
         is_weighted = False
         for document in documents:
             number = len(document.ids)
@@ -108,11 +113,12 @@ class Tokens:
             counted = np.flatnonzero(counts[1:])
             first.append(int(counted[0]) + 1 if len(counted) else number)
             lengths.append(number)
+            sources.append(document.source)
             is_weighted = is_weighted or not (counts == 1).all()
             ids.write(document.ids.astype(np.int32).tobytes())
             weights.write(counts.astype(np.float32).tobytes())
         self.starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self.first = np.array(first)
+        self.first, self.sources = np.array(first), np.array(sources)
         self.ids = _mapped(ids, np.int32)
         self.weights = _mapped(weights, np.float32) if is_weighted else None
 
@@ -211,15 +217,7 @@ class Rows:
         """Returns `ids`, `labels`, `weights`, `begins` and `real` of a row, as
         `packing.batch_of` takes them.
         """
-        length, tokens = self._length, self._tokens
-        found = {
-            "ids": np.zeros([length], np.int32),
-            "labels": np.zeros([length], np.int32),
-            "weights": np.zeros([length], np.float32),
-            "begins": np.zeros([length], np.bool_),
-            "real": np.zeros([length], np.int32),
-        }
-        at = 0
+        tokens, found, at = self._tokens, _empty(self._length), 0
         for document, first, number in self._pieces(row):
             here, begin = slice(at, at + number), int(tokens.starts[document]) + first
             after = slice(begin + 1, begin + 1 + number)
@@ -230,6 +228,110 @@ class Rows:
             found["real"][here] = 1
             at += number
         return found
+
+
+def _empty(length: int) -> dict[str, np.ndarray]:
+    return {
+        "ids": np.zeros([length], np.int32),
+        "labels": np.zeros([length], np.int32),
+        "weights": np.zeros([length], np.float32),
+        "begins": np.zeros([length], np.bool_),
+        "real": np.zeros([length], np.int32),
+    }
+
+
+class PairRows:
+    """The rows of a source of pairs: each has whole sources, and their targets.
+
+    Args:
+        source: the path, for messages.
+        tokens: its documents.
+        lengths: number of positions in a row of sources, and in one of targets.
+        packing: `whole` or `auto`, or `single`.
+
+    Attributes:
+        counts: numbers of pairs and rows.
+
+    Raises:
+        DataError: no pair fits into a row, or pairs are to be split.
+    """
+
+    def __init__(
+        self, source: str, tokens: Tokens, lengths: tuple[int, int], packing: str
+    ) -> None:
+        self._tokens, self._lengths = tokens, lengths
+        if packing == "split":
+            raise DataError("packing='split': pairs are not split at ends of rows; set 'whole'")
+        targets = np.diff(tokens.starts) - tokens.sources - 1
+        sizes = np.stack([tokens.sources, targets], 1)
+        used = np.flatnonzero((sizes <= lengths).all(1) & (targets > 0))
+        if not len(used):
+            raise DataError(
+                f"data {source!r} has no pair that fits into rows of {lengths[0]} and {lengths[1]} "
+                "tokens; give a file with some, or longer rows"
+            )
+        row_of = np.arange(len(used))
+        if packing != "single":
+            row_of = _first_fit(sizes[used], np.array(lengths))
+        order = np.argsort(row_of, kind="stable")
+        self._pairs, number = used[order], int(row_of.max()) + 1
+        self._first = np.searchsorted(row_of[order], np.arange(number + 1))
+        self.counts = Counts(
+            source=source,
+            rows=number,
+            documents=len(sizes),
+            tokens=int(tokens.starts[-1]),
+            predicted=int(targets[used].sum()),
+            split=0,
+            cut=0,
+            cut_tokens=0,
+            left_out=int((targets <= 0).sum()),
+            too_long=int((sizes > lengths).any(1).sum()),
+        )
+
+    def __len__(self) -> int:
+        return self.counts.rows
+
+    def read(self, row: int) -> dict[str, np.ndarray]:
+        """Returns of the targets of a row what `Rows.read` does, and of the sources `source_ids`,
+        `source_begins` and `source_real`.
+        """
+        tokens, (source, target) = self._tokens, map(_empty, self._lengths)
+        at, source_at = 0, 0
+        for pair in self._pairs[self._first[row] : self._first[row + 1]]:
+            begin, end = tokens.starts[pair : pair + 2]
+            middle = begin + tokens.sources[pair]
+            here = slice(source_at, source_at + int(middle - begin))
+            source["ids"][here], source["real"][here] = tokens.ids[begin:middle], 1
+            source["begins"][source_at] = True
+            here = slice(at, at + int(end - middle) - 1)
+            target["ids"][here] = tokens.ids[middle : end - 1]
+            target["labels"][here] = tokens.ids[middle + 1 : end]
+            target["weights"][here], target["real"][here] = 1, 1
+            target["begins"][at] = True
+            source_at, at = source_at + int(middle - begin), here.stop
+        return target | {f"source_{name}": source[name] for name in ("ids", "begins", "real")}
+
+
+# Rows that a pair may still join; the fullest of more is closed.
+_OPEN_ROWS = 1024
+
+
+def _first_fit(sizes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the row of each pair, the first one that has room for both sides; the longest pairs
+    come first.
+    """
+    rows, number = np.zeros([len(sizes)], np.int64), _OPEN_ROWS
+    names, rooms = np.arange(number), np.tile(lengths, [number, 1])
+    for pair in np.argsort(-sizes.sum(1), kind="stable"):
+        has_room = (rooms >= sizes[pair]).all(1)
+        at = int(has_room.argmax())
+        if not has_room[at]:
+            at = int(rooms.sum(1).argmin())
+            names[at], rooms[at], number = number, lengths, number + 1
+        rows[pair] = names[at]
+        rooms[at] -= sizes[pair]
+    return np.unique(rows, return_inverse=True)[1]
 
 
 def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:

@@ -7,6 +7,7 @@ import dataclasses
 import glob
 import hashlib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -38,6 +39,8 @@ class Source:
     Attributes:
         path: path of a file, a glob pattern of several, or `tfds:NAME/SPLIT`.
         weight: share of the rows of a mixture, relative to the other weights.
+        completions: path of a second file of lines: line n of the first file is a prompt, and that
+            of the second its completion; None for documents of one file.
         format: one of `FORMATS`; "" goes by the ending of the file.
         fields: for fields with other names: the name in the file, by that of the field.
         data_dir: folder of TensorFlow Datasets; None for its own default.
@@ -46,6 +49,7 @@ class Source:
 
     path: str
     weight: float = 1.0
+    completions: str | None = None
     format: str = ""
     fields: tuple[tuple[str, str], ...] = ()
     data_dir: str | None = None
@@ -61,9 +65,10 @@ def parse_sources(text: str) -> tuple[Source, ...]:
     """Reads a list of sources.
 
     Args:
-        text: paths with optional weights, such as `a.jsonl*0.7,b.parquet*0.3`; or the path of a
-            TOML file with a table `[[source]]` for each, which has a `path` and any of `weight`,
-            `format`, `fields`, `data_dir` and `date`.
+        text: paths with optional weights, such as `a.jsonl*0.7,b.parquet*0.3`, or two of them for
+            lines of prompts and completions, such as `a.en+a.de`; or the path of a TOML file with a
+            table `[[source]]` for each, which has a `path` and any of the other attributes of
+            `Source`.
 
     Returns:
         The sources. Relative paths in a TOML file are relative to its folder.
@@ -74,18 +79,27 @@ def parse_sources(text: str) -> tuple[Source, ...]:
     Example:
         >>> [(s.path, s.weight) for s in parse_sources("a.jsonl*0.7,b.parquet*0.3")]
         [('a.jsonl', 0.7), ('b.parquet', 0.3)]
+        >>> [str(s) for s in parse_sources("a.en+a.de")]
+        ['a.en*1.0, completions a.de']
     """
     tables: list[Any]
     if text.endswith(TOML):
         tables = _tables(text)
     else:
-        tables = [_weighted(part.strip()) for part in text.split(",")]
+        tables = [_split(_weighted(part.strip())) for part in text.split(",")]
     sources = tuple(_source(table, text) for table in tables)
-    paths = [source.path for source in sources]
+    paths = [(source.path, source.completions) for source in sources]
     for path in paths:
         if paths.count(path) > 1:
-            raise DataError(f"{text!r} has the source {path!r} twice; add up the weights")
+            raise DataError(f"{text!r} has the source {path[0]!r} twice; add up the weights")
     return sources
+
+
+def _split(table: dict[str, Any]) -> dict[str, Any]:
+    """Splits `a.en+a.de`, unless it is the name of a file."""
+    path, plus, completions = table["path"].partition("+")
+    is_whole = not plus or path.startswith(TFDS) or os.path.exists(table["path"])
+    return table if is_whole else {**table, "path": path, "completions": completions}
 
 
 def _weighted(part: str) -> dict[str, Any]:
@@ -113,7 +127,7 @@ def _tables(path: str) -> list[Any]:
         raise DataError(f"{path!r} must have tables [[source]] and nothing else")
     folder = os.path.dirname(path)
     for table in tables:
-        for name in ("path", "data_dir"):
+        for name in ("path", "completions", "data_dir"):
             given = table.get(name)
             if isinstance(given, str) and given and not given.startswith(TFDS):
                 table[name] = os.path.join(folder, os.path.expanduser(given))
@@ -135,7 +149,7 @@ def _source(table: Mapping[str, Any], text: str) -> Source:
             f"{text!r}: the weight of {path!r} is {weight!r}; it must be a finite number above 0. "
             "Leave a source out that has no weight"
         )
-    for name in ("format", "data_dir", "date"):
+    for name in ("completions", "format", "data_dir", "date"):
         if not isinstance(table.get(name, ""), str):
             raise DataError(f"{text!r}: {name} of {path!r} is {table[name]!r}; it must be a text")
     if not isinstance(fields, dict) or not all(isinstance(v, str) for v in fields.values()):
@@ -177,7 +191,7 @@ def digest_of(source: Source) -> str:
         builder, _ = _builder(source)
         paths = sorted(glob.glob(os.path.join(glob.escape(str(builder.data_dir)), "*")))
     else:
-        paths = paths_of(source)
+        paths = [*paths_of(source), *filter(None, [source.completions])]
     found, sizes = hashlib.sha256(), list[str]()
     for path in paths:
         try:
@@ -218,6 +232,8 @@ def _read(source: Source, fields: list[str]) -> Iterator[tuple[str, Mapping[str,
         try:
             if is_dataset:
                 yield from _tfds(source, fields)
+            elif source.completions is not None:
+                yield from _two_files(path, source.completions)
             else:
                 yield from FORMATS[source.format or format_of(path)](path, fields)
         except OSError as error:
@@ -265,6 +281,47 @@ def _json_lines(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str
             kind = type(row).__name__
             raise DataError(f"{place} is a {kind}; each line must be an object of JSON")
         yield place, row
+
+
+def _table(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields lines of a prompt, a tab and its completion."""
+    for number, line in enumerate(text_file.whole_lines(path), 1):
+        place = f"{path!r}, line {number}"
+        if not line.strip():
+            continue
+        columns = _line(line, place, number).split("\t")
+        if len(columns) != 2:
+            raise DataError(
+                f"{place} has {len(columns)} columns; each line must be a prompt, a tab and its "
+                "completion"
+            )
+        yield place, {"prompt": columns[0], "completion": columns[1]}
+
+
+def _two_files(path: str, completions: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields each line of a file with that of the other one."""
+    files = path, completions
+    lines = itertools.zip_longest(*map(text_file.whole_lines, files))
+    for number, pair in enumerate(lines, 1):
+        place = f"{path!r} and {completions!r}, line {number}"
+        if None in pair:
+            raise DataError(
+                f"{files[pair.index(None)]!r} has {number - 1:,} lines and "
+                f"{files[1 - pair.index(None)]!r} has more; give a completion for each prompt"
+            )
+        if not any(line.strip() for line in pair):
+            continue
+        prompt, completion = (_line(line, place, number) for line in pair)
+        yield place, {"prompt": prompt, "completion": completion}
+
+
+def _line(line: bytes, place: str, number: int) -> str:
+    """Returns the text of a line of pairs, without a byte-order mark and a carriage return."""
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place} is not UTF-8 ({error}); convert the file") from error
+    return text.removesuffix("\r")
 
 
 def _parquet(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -415,6 +472,7 @@ def _package(name: str, path: str) -> Any:
 FORMATS: Mapping[str, Callable[[str, list[str]], Iterator[tuple[str, Mapping[str, Any]]]]] = {
     "text": _text,
     "jsonl": _json_lines,
+    "tsv": _table,
     "parquet": _parquet,
     "tfrecord": _tfrecord,
     "array_record": _array_record,
@@ -427,6 +485,7 @@ _ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".tfrecord": "tfrecord",
     ".tfrecords": "tfrecord",

@@ -15,6 +15,7 @@ from pipemesh.decoding.decoder import Decoder
 from pipemesh.decoding.export import ExportedModel
 from pipemesh.decoding.generator import Generator, Group, SimdGenerator, generator_of
 from pipemesh.decoding.scorer import ScoredText, Scorer
+from pipemesh.decoding_limits import SourcePrompt
 
 __all__ = [
     "BeamSearch",
@@ -27,5 +28,6 @@ __all__ = [
     "ScoredText",
     "Scorer",
     "SimdGenerator",
+    "SourcePrompt",
     "generator_of",
 ]

@@ -11,7 +11,8 @@ import numpy as np
 
 from pipemesh.decoding.beam import Beams
 from pipemesh.decoding.choice import Continuation, Sampled, check_ids, check_numbers
-from pipemesh.decoding.generator import Generator, Group
+from pipemesh.decoding.generator import Generator, Group, SimdGenerator
+from pipemesh.decoding_limits import SourcePrompt
 from pipemesh.errors import DecodingError
 
 # Tokens per row between two checks for complete rows. With more, complete rows wait longer for new
@@ -30,6 +31,8 @@ class Decoder:
         groups: number of groups at a time.
         length: maximum number of tokens of a prompt and its continuation together.
         vocab_size: ids must be below it.
+        source_length: maximum number of tokens of a source. Prompts are `SourcePrompt`s then; None
+            for models that continue their prompts.
         seed: the seed of drawn tokens. A token depends on it, on the prompt's number and on its
             position, but not on the plan or on other prompts.
         steps: maximum number of tokens between two checks for complete rows; by default all
@@ -38,7 +41,8 @@ class Decoder:
             prompts have one row each.
 
     Raises:
-        DecodingError: the vocabulary is too small for the chooser, or `watch` needs a sampler.
+        DecodingError: the vocabulary is too small for the chooser, `watch` needs a sampler, or the
+            generator reads no sources.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Decoder:
         groups: int,
         length: int,
         vocab_size: int,
+        source_length: int | None = None,
         seed: int = 0,
         steps: int | None = None,
         watch: Callable[[int, int], None] | None = None,
@@ -59,7 +64,11 @@ class Decoder:
                 "watch is not supported by a beam search, whose tokens are known at its end; "
                 "use a Sampler"
             )
-        self._watch = watch
+        if source_length is not None and isinstance(generator, SimdGenerator):
+            raise DecodingError(
+                "lowering='simd' decodes no model that reads a source; set lowering='placement'"
+            )
+        self._watch, self._source_length = watch, source_length
         self._generator, self._length, self._vocab_size = generator, length, vocab_size
         self._seed = seed
         self._steps = steps or (_STEPS_A_LOOK if generator.stop else length)
@@ -67,13 +76,23 @@ class Decoder:
         self._groups: list[Group | None] = [None] * groups
         self._error: DecodingError | None = None
 
-    def check(self, prompt: Sequence[int], max_tokens: int, number: int = 0) -> None:
+    def check(self, prompt: Sequence[int] | SourcePrompt, max_tokens: int, number: int = 0) -> None:
         """Checks that a prompt, given as ids, can be continued by `max_tokens` tokens.
 
         Raises:
-            DecodingError: the prompt is empty or too long, or an id is not in the vocabulary. The
-                error names the prompt by `number`.
+            DecodingError: the prompt or its source is empty or too long, or an id is not in the
+                vocabulary. The error names the prompt by `number`.
         """
+        if isinstance(prompt, SourcePrompt) != (self._source_length is not None):
+            needed = "SourcePrompts" if self._source_length is not None else "ids"
+            raise DecodingError(f"prompt {number} is {prompt!r}; this model reads {needed}")
+        if isinstance(prompt, SourcePrompt):
+            source, prompt = prompt
+            if not 0 < len(source) <= (self._source_length or 0):
+                raise DecodingError(
+                    f"source {number} has {len(source)} tokens; give 1 to {self._source_length} tokens"
+                )
+            check_ids(f"source {number}", source, self._vocab_size)
         if max_tokens < 1:
             raise DecodingError(f"max_tokens is {max_tokens}; ask for 1 or more")
         if not len(prompt):
@@ -87,11 +106,13 @@ class Decoder:
             )
         check_ids(f"prompt {number}", prompt, self._vocab_size)
 
-    def generate(self, prompts: Iterable[Sequence[int]], max_tokens: int) -> Iterator[Continuation]:
+    def generate(
+        self, prompts: Iterable[Sequence[int] | SourcePrompt], max_tokens: int
+    ) -> Iterator[Continuation]:
         """Continues prompts, and yields each when it is complete.
 
         Args:
-            prompts: the ids of each prompt.
+            prompts: the ids of each prompt; `SourcePrompt`s if the model reads a source.
             max_tokens: maximum number of tokens to add to each.
 
         Yields:
@@ -123,7 +144,7 @@ class Decoder:
     def _fill(self, waiting: Iterator[Any], max_tokens: int) -> Iterator[Continuation]:
         """Puts waiting prompts into free rows until either run out."""
         while True:
-            new: dict[int, dict[int, Sequence[int]]] = collections.defaultdict(dict)
+            new: dict[int, dict[int, Sequence[int] | SourcePrompt]] = collections.defaultdict(dict)
             # In turn, so that each group gets some.
             places = itertools.product(range(len(self._slots[0])), range(len(self._slots)))
             for row, group in places:
@@ -148,7 +169,7 @@ class Decoder:
             whole = len(numbers) == len(self._slots) and len(begun) == 1
             # All together or one by one: each other set of groups would need its own graph.
             for together in [numbers] if whole else [[number] for number in numbers]:
-                size = self._size(len(prompt) for n in together for prompt in new[n].values())
+                size = self._size(len(_begun(each)) for n in together for each in new[n].values())
                 prompts = [self._prompt(self._slots[n], new[n], size) for n in together]
                 before = [self._groups[n] for n in together]
                 results = self._generator.begin(together, prompts, before)
@@ -163,19 +184,28 @@ class Decoder:
         return min(max(power, _SHORTEST), self._length)
 
     def _prompt(
-        self, slots: Sequence[Sampled | Beams | None], new: dict[int, Sequence[int]], size: int
+        self,
+        slots: Sequence[Sampled | Beams | None],
+        new: dict[int, Sequence[int] | SourcePrompt],
+        size: int,
     ) -> Any:
-        """Returns ids, lengths and seeds of a group in which some rows are new."""
+        """Returns ids, lengths, seeds, and sources if the model reads them, of a group in which
+        some rows are new.
+        """
         ids = np.zeros([len(slots), size], np.int32)
         lengths = np.zeros([len(slots)], np.int32)
         seeds = np.zeros([len(slots), 2], np.int32)
-        for row, prompt in new.items():
+        sources = np.full([len(slots), self._source_length or 0], -1, np.int32)
+        for row, given in new.items():
+            prompt = _begun(given)
             ids[row, : len(prompt)] = prompt
             lengths[row] = len(prompt)
             slot = slots[row]
             assert slot is not None
             seeds[row] = _seed(self._seed, slot.number), len(prompt)
-        return ids, lengths, seeds
+            if isinstance(given, SourcePrompt):
+                sources[row, : len(given.source)] = given.source
+        return ids, lengths, seeds, *([] if self._source_length is None else [sources])
 
     def _take(
         self, number: int, results: Sequence[Any], rows: Collection[int] | None = None
@@ -194,6 +224,11 @@ class Decoder:
                     slots[place] = None
                     yield continuation
                     break
+
+
+def _begun(prompt: Sequence[int] | SourcePrompt) -> Sequence[int]:
+    """Returns the ids that are continued."""
+    return prompt.ids if isinstance(prompt, SourcePrompt) else prompt
 
 
 def _seed(seed: int, number: int) -> int:

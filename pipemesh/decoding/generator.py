@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipemesh.backend.gradients import no_gradients
-from pipemesh.backend.operations import pin
+from pipemesh.backend.operations import pin, pin_present
 from pipemesh.decoding.beam import Chooser
 from pipemesh.decoding.choice import Choice
 from pipemesh.errors import DecodingError
@@ -67,7 +67,8 @@ class Generator:
     """The graphs that compute tokens, for stages on devices of their own.
 
     Args:
-        task: a lingvo task with `DecodeArgs`.
+        task: a lingvo task with `DecodeArgs(ids, places)`; if prompts have a source, with
+            `DecodeArgs(ids, places, source)`, too, where a source ends with -1.
         stack: its stack of stages.
         cluster: makes a context to call the task in.
         length: the positions of a row.
@@ -108,7 +109,8 @@ class Generator:
         Args:
             numbers: the numbers of the groups.
             prompts: for each group ids `[prompts, length]`, lengths `[prompts]` (0 for a row that
-                continues unchanged), and seeds `[prompts, 2]`, all int32.
+                continues unchanged), seeds `[prompts, 2]`, and, for a model that reads one, the
+                source `[prompts, source length]`, all int32.
             before: the previous groups; None for new ones.
 
         Returns:
@@ -163,6 +165,7 @@ class Generator:
         places: Any,
         last: Any,
         kept: Any,
+        *source: Any,
     ) -> tuple[tf.Tensor, list[Any]]:
         """Passes tokens of a group through all stages; returns logits and caches.
 
@@ -171,18 +174,19 @@ class Generator:
         one stage share its device, and both would leave it late.
         """
         # Prefill overwrites earlier caches.
-        args, after = to_tuple(self._task.DecodeArgs(ids, places)), []
+        args, after = to_tuple(self._task.DecodeArgs(ids, places, *source)), []
         replica = number % self.num_replicas
         for stage in range(len(self._stack.stage_names)):
             before = kept[stage] if kept else None
             device = stage * self.num_replicas + replica
             with tf.control_dependencies([gates[device]]):
-                args = tf.nest.pack_sequence_as(args, pin(tf.nest.flatten(args)))
+                args = tf.nest.pack_sequence_as(args, pin_present(tf.nest.flatten(args)))
             cache = KeyValueCache(self._length, places, before, last, overwrites=bool(kept))
             with cache_scope(cache):
                 outputs = self._stack.FPropStage(theta, stage, *args, replica=replica)
             args = to_tuple(outputs)
-            with tf.control_dependencies(tf.nest.flatten(args)), tf.device(gates[device].device):
+            done = [output for output in tf.nest.flatten(args) if output is not None]
+            with tf.control_dependencies(done), tf.device(gates[device].device):
                 (gates[device],) = pin([gates[device]])
             after.append(cache.kept)
         return args[0], after
@@ -193,11 +197,11 @@ class Generator:
         with self._cluster():
             theta, gates, begun = self._theta(), self._gates(), []
             for number, prompt, group in zip(numbers, prompts, before, strict=True):
-                ids, lengths, seeds = prompt
+                ids, lengths, seeds, *source = prompt
                 rows, most = ids.shape
                 places = tf.tile(tf.range(most)[None], [rows, 1])
                 last = tf.maximum(lengths - 1, 0)
-                logits, kept = self._through(gates, theta, number, ids, places, last, None)
+                logits, kept = self._through(gates, theta, number, ids, places, last, None, *source)
                 begun.append(self._begun(logits, lengths, seeds, kept, group, self._caches))
             return begun
 

@@ -19,6 +19,7 @@ from lingvo.core import hyperparams
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_whole
+from pipemesh.layers.named.cache import current_cache
 from pipemesh.layers.named.feed_forward import Experts
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm_and_dropout import Norm
@@ -52,13 +53,21 @@ class _Travelling(NamedLayer):
         return meta
 
 
-class EncoderEmbedding(_Travelling, Embedding):
+class _OfEncoder(_Travelling):
+    """Passes all values on if the decoder continues: its cache has what it needs of the source."""
+
+    def FProp(self, theta: Any, x: Any, *rest: Any) -> tuple[Any, ...]:
+        """Changes the first value when the source is read."""
+        return (x, *rest) if _continues() else super().FProp(theta, x, *rest)
+
+
+class EncoderEmbedding(_OfEncoder, Embedding):
     """Embeds the source."""
 
     takes = (1,)
 
 
-class EncoderBlock(_Travelling, TransformerBlock):
+class EncoderBlock(_OfEncoder, TransformerBlock):
     """Changes the source."""
 
     takes = (0, 1)
@@ -90,8 +99,10 @@ class DecoderEmbedding(Embedding):
         """Returns the values of the decoder."""
         del source_positions
         ids, *rest = target
-        memory = self.memory_norm.FProp(theta.memory_norm, self.Named(x, "batch;length;embed"))
-        memory = ops.rename(memory, _AS_MEMORY)
+        memory = None
+        if not _continues():
+            memory = self.memory_norm.FProp(theta.memory_norm, self.Named(x, "batch;length;embed"))
+            memory = ops.rename(memory, _AS_MEMORY)
         return super().FProp(theta, ids, rest[-1]), *rest, memory, source_segments
 
     @classmethod
@@ -124,6 +135,12 @@ class DecoderSoftmax(SoftmaxCrossEntropy):
         return super().CountCosts(p, tally, x, *rest[:2])
 
 
+def _continues() -> bool:
+    """Returns whether inputs continue rows whose source was read before."""
+    cache = current_cache()
+    return cache is not None and cache.continues
+
+
 def _norm_of(p: Any, width: int) -> Any:
     return p.norm_tpl.Copy().Set(input_dim=width)
 
@@ -146,7 +163,8 @@ def encoder_decoder_layers(
     The inputs of the stack are `batch;length` each: of the source ids, segments and positions, then
     of the target ids (each label's predecessor), labels, weights, segments and positions. Tokens
     see the source of their own segment. Segments may be None, of source and target together, and so
-    may positions. The results are those of `SoftmaxCrossEntropy`.
+    may positions. The results are those of `SoftmaxCrossEntropy`. Inside `cache_scope` the first
+    call of rows reads the source; in later ones the three inputs of the source are None.
 
     Args:
         embedding: params of the source's `Embedding`; the target's has as many tokens as `softmax`.
