@@ -77,10 +77,10 @@ def write(
     weights: Weights,
     table: Sequence[Weight],
     folder: str,
-    kind: str,
+    task: str,
     cast: Callable[[np.ndarray, str], np.ndarray],
 ) -> list[str]:
-    """Writes adapters of a kind of model as `peft` does; returns the paths.
+    """Writes adapters of a kind of model, `task`, as `peft` does; returns the paths.
 
     Several weights here may be one tensor there, as in GPT-2. Then the adapter there has a rank for
     each of them, and its second matrix has a block for each.
@@ -117,7 +117,7 @@ def write(
             tensors[name] = np.ascontiguousarray(cast(value, name))
     config = {
         "peft_type": "LORA",
-        "task_type": _TASKS[kind],
+        "task_type": _TASKS[task],
         "base_model_name_or_path": None,
         "inference_mode": True,
         "bias": "none",

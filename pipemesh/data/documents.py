@@ -153,7 +153,9 @@ def _document(row: Mapping[str, Any], spelling: Spelling | None, source: Source)
 def _pair(row: Mapping[str, Any], spelling: Spelling | None) -> Document:
     others = [name for name in row if name not in ("prompt", "completion")]
     if others or len(row) != 2:
-        raise DataError(f"a pair has a prompt and a completion, but this row has {' and '.join(row)}")
+        raise DataError(
+            f"a pair has a prompt and a completion, but this row has {' and '.join(row)}"
+        )
     if spelling is None or spelling.end is None:
         raise DataError("pairs need a tokenizer with a token that ends a text")
     sides = list[list[int]]()
