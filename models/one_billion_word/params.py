@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from lingvo import model_registry
@@ -102,10 +101,10 @@ def layers_of(config: LanguageModelParams) -> list[Any]:
     return [embedding, *(block.Copy() for _ in range(config.NUM_LAYERS)), softmax]
 
 
-def input_shapes_of(config: Any, num_replicas: int = 1) -> tuple[Any, ...]:
-    """Returns the shapes of the stack's five inputs, for one replica's part of a microbatch."""
+def input_shapes_of(config: Any, num_replicas: int = 1, number: int = 5) -> tuple[Any, ...]:
+    """Returns the shapes of the stack's inputs, for one replica's part of a microbatch."""
     size = config.BATCH_SIZE // config.PLAN.num_microbatches // num_replicas
-    return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * 5
+    return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * number
 
 
 def stages_of(config: LanguageModelParams) -> list[Any]:
@@ -113,11 +112,11 @@ def stages_of(config: LanguageModelParams) -> list[Any]:
     return cut(config, layers_of(config))
 
 
-def cut(config: Any, layers: list[Any], shapes: Sequence[Any] = ()) -> list[Any]:
+def cut(config: Any, layers: list[Any], num_inputs: int = 5) -> list[Any]:
     """Returns the params of the stages, cut by the plan's boundaries or by the flops of the
-    layers, for inputs of these shapes or of a language model's.
+    layers.
     """
-    shapes = shapes or input_shapes_of(config)
+    shapes = input_shapes_of(config, number=num_inputs)
     boundaries = config.PLAN.boundaries
     if boundaries is None and config.PLAN.lowering == "simd":
         boundaries = alike_boundaries(config)

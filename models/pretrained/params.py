@@ -7,6 +7,7 @@ from typing import Any
 from lingvo import model_registry
 from lingvo.core import base_model_params, learner, schedule
 
+from pipemesh.data import MaskedTokens, SpanCorruption
 from pipemesh.errors import DataError, PlanError, TrainingError
 from pipemesh.layers import DatasetInput, named
 from pipemesh.layers.named.lora import ADAPTERS, LowRank, adapt
@@ -22,7 +23,7 @@ from ..one_billion_word.named_transformer import (
     NamedEmbedding,
     NamedSoftmax,
 )
-from ..one_billion_word.params import cut, input_shapes_of, stack_of
+from ..one_billion_word.params import cut, stack_of
 from ..one_billion_word.task import LanguageModel
 from ..translation.task import Translation
 from . import config as configs
@@ -71,6 +72,11 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     HELDOUT_DATA: str | None = None
     # How documents share rows, one of `pipemesh.data.PACKINGS`.
     PACKING = "auto"
+    # Share of tokens that an encoder's data masks, or that spans replace in an encoder-decoder's; of
+    # the latter 0 for documents that are pairs of a prompt and its completion.
+    CORRUPTION_RATE = 0.15
+    # Mean length of these spans.
+    MEAN_SPAN = 3.0
     # As `pipemesh.training.learning.Learning`, whose other values may be set as well.
     OPTIMIZER = "adam"
     LEARNING_RATE = 1e-5
@@ -106,8 +112,17 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
         return self._input("Train", self.TRAIN_DATA, self.SEED)
 
     def _input(self, name: str, data: str, seed: int | None = None) -> Any:
-        length = length_of(self)
-        batches = batches_of(data, self.LOGDIR, length, self.BATCH_SIZE, self.PACKING, seed)
+        config, length, rate = config_of(self), length_of(self), self.CORRUPTION_RATE
+        others: dict[str, Any] = {}
+        if config.kind == "encoder":
+            others["corruption"] = MaskedTokens(rate)
+        elif config.kind == "encoder_decoder" and rate:
+            others["corruption"] = SpanCorruption(rate, self.MEAN_SPAN, config.start)
+        elif config.kind == "encoder_decoder":
+            others["source_length"] = length
+        batches = batches_of(
+            data, self.LOGDIR, length, self.BATCH_SIZE, self.PACKING, seed, **others
+        )
         return DatasetInput.Params().Set(name=name, dataset=batches, batch_size=self.BATCH_SIZE)
 
     def Task(self) -> Any:
@@ -181,8 +196,7 @@ def stages_of(params: PretrainedParams) -> list[Any]:
             rank=params.LORA_RANK, alpha=params.LORA_ALPHA, dropout_rate=params.LORA_DROPOUT
         )
         adapt(layers, adapter, params.LORA_TARGETS)
-    (shape, *_) = input_shapes_of(Sizes)
-    return cut(Sizes, layers, [shape] * len(_TASKS[config.kind].INPUTS))
+    return cut(Sizes, layers, len(_TASKS[config.kind].INPUTS))
 
 
 def layers_of(config: Config, dropout: float | None = None) -> list[Any]:

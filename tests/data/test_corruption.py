@@ -1,5 +1,6 @@
 """Rows are corrupted as the papers say, and as a function of seed and row alone."""
 
+import itertools
 import json
 import types
 
@@ -85,7 +86,7 @@ def test_source_and_target_give_back_the_document(path, packing):
             found += [token for token in text if token != END]
             # Kept and replaced spans alternate, and begin with a kept one.
             first = [token >= FIRST_SENTINEL - SENTINELS for token in source]
-            assert not first[0] and not any(a and b for a, b in zip(first, first[1:], strict=False))
+            assert not first[0] and not any(a and b for a, b in itertools.pairwise(first))
             size, spans = len(text) - (text[-1] == END), sum(first)
             assert (len(labels) - 1 - spans, spans) == SpanCorruption().sizes(size)
         assert row["weights"].sum() == sum(map(len, targets))
@@ -145,7 +146,7 @@ def test_special_tokens_and_tokens_without_weight_stay(tmp_path):
 def test_a_row_is_a_function_of_seed_and_number(path, corruption):
     batches = batches_of(path, corruption, seed=7)
     wanted = list(rows_of(batches, 12))
-    found = list(batches().skip(5).take(1).as_numpy_iterator())[0]
+    found = next(iter(batches().skip(5).take(1).as_numpy_iterator()))
     for name, values in found.items():
         np.testing.assert_array_equal(values[1], wanted[11][name], err_msg=name)
     name = "labels" if isinstance(corruption, SpanCorruption) else "ids"
