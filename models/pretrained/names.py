@@ -173,13 +173,10 @@ def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> 
             dataclasses.replace(weight, theirs=weight.theirs.removeprefix(prefix))
             for weight in weights
         ]
-    for new, old in family.older.items():
-        weights = [
-            dataclasses.replace(weight, theirs=f"{weight.theirs.removesuffix(new)}{old}")
-            if weight.theirs.endswith(new) and weight.theirs not in names
-            else weight
-            for weight in weights
-        ]
+    weights = [
+        dataclasses.replace(weight, theirs=_name_in(names, weight.theirs, family))
+        for weight in weights
+    ]
     wanted = {weight.theirs for weight in weights}
     for theirs, _ in by_theirs(weights):
         if theirs not in names:
@@ -194,6 +191,15 @@ def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> 
             f"there are {len(beyond)} tensors that {_told(config)} has not, such as {beyond[0]!r}"
         )
     return list(weights)
+
+
+def _name_in(names: Collection[str], theirs: str, family: Family) -> str:
+    """Returns the older name of a tensor if some files have that one."""
+    for new, old in family.older.items():
+        name = f"{theirs.removesuffix(new)}{old}"
+        if theirs.endswith(new) and theirs not in names and name in names:
+            return name
+    return theirs
 
 
 def head_of(config: Config) -> str:

@@ -72,8 +72,8 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     HELDOUT_DATA: str | None = None
     # How documents share rows, one of `pipemesh.data.PACKINGS`.
     PACKING = "auto"
-    # Share of tokens that an encoder's data masks, or that spans replace in an encoder-decoder's; of
-    # the latter 0 for documents that are pairs of a prompt and its completion.
+    # Share of tokens that an encoder's data masks, or that spans replace in an encoder-decoder's;
+    # of the latter 0 for documents that are pairs of a prompt and its completion.
     CORRUPTION_RATE = 0.15
     # Mean length of these spans.
     MEAN_SPAN = 3.0
