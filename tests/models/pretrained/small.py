@@ -144,9 +144,6 @@ GATED_T5 = T5 | {
     "tie_word_embeddings": False,
 }
 KINDS = {
-    "t5": T5,
-    "gated t5": GATED_T5,
-    "bert": BERT,
     "gpt2": GPT2,
     "llama": LLAMA,
     "rich llama": RICH_LLAMA,
@@ -160,6 +157,9 @@ KINDS = {
     "gpt_neox": GPT_NEOX,
     "serial gpt_neox": SERIAL_NEOX,
     "opt": OPT,
+    "bert": BERT,
+    "t5": T5,
+    "gated t5": GATED_T5,
 }
 
 

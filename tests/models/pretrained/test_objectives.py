@@ -34,8 +34,8 @@ PLANS = {
 
 def write_model(folder, kind):
     """A small model with a tokenizer of words."""
-    ends = {"t5": {"eos_token_id": 1}, "bert": {}}[kind]
-    values = small.KINDS[kind] | ends
+    few = {"t5": {"eos_token_id": 1, "num_layers": 1, "num_decoder_layers": 1}, "bert": {}}[kind]
+    values = small.KINDS[kind] | few
     small.write(folder / "in", values, small.tensors_of(values))
     words = {word: number for number, word in enumerate([*SPECIAL[kind], *WORDS])}
     unknown = next(word for word in words if "unk" in word.lower())
