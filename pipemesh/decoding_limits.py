@@ -1,4 +1,4 @@
-"""Prompts with a source, and limits of decoding settings, which commands check without TensorFlow."""
+"""Prompts with a source, and limits of decoding settings, checked without TensorFlow."""
 
 from __future__ import annotations
 

@@ -60,6 +60,28 @@ def add_rows(total: tf.Tensor, at: tf.Tensor, rows: tf.Tensor, device: str) -> t
         return tf.tensor_scatter_nd_add(total, at[:, None], rows)
 
 
+# The dtypes that every device can overwrite in place.
+_OVERWRITTEN = (tf.bfloat16, tf.float16, tf.float32, tf.float64)
+
+
+def overwritten(rows: tf.Tensor, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Replaces some rows, in place if the device can; valid if nothing else reads them."""
+    if rows.dtype in _OVERWRITTEN:
+        written = tf.raw_ops.InplaceUpdate(x=_bits(rows), i=at, v=_bits(values))
+        return tf.bitcast(written, rows.dtype)
+    return tf.tensor_scatter_nd_update(rows, at[:, None], values)
+
+
+def copied(cache: tf.Tensor) -> tf.Tensor:
+    """Returns a copy that `overwritten` may change."""
+    return tf.bitcast(tf.raw_ops.DeepCopy(x=_bits(cache)), cache.dtype)
+
+
+def _bits(x: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of bfloat16 as float16: kernels of GPUs refuse bfloat16 when they run."""
+    return tf.bitcast(x, tf.float16) if x.dtype == tf.bfloat16 else x
+
+
 def pin_present(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:
     """Pins the tensors that are not None."""
     pinned = iter(pin([t for t in tensors if t is not None]))

@@ -88,10 +88,9 @@ class Decoder:
             raise DecodingError(f"prompt {number} is {prompt!r}; this model reads {needed}")
         if isinstance(prompt, SourcePrompt):
             source, prompt = prompt
-            if not 0 < len(source) <= (self._source_length or 0):
-                raise DecodingError(
-                    f"source {number} has {len(source)} tokens; give 1 to {self._source_length} tokens"
-                )
+            most = self._source_length or 0
+            if not 0 < len(source) <= most:
+                raise DecodingError(f"source {number} has {len(source)} tokens; give 1 to {most}")
             check_ids(f"source {number}", source, self._vocab_size)
         if max_tokens < 1:
             raise DecodingError(f"max_tokens is {max_tokens}; ask for 1 or more")

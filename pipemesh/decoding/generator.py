@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipemesh.backend.gradients import no_gradients
-from pipemesh.backend.operations import pin, pin_present
+from pipemesh.backend.operations import copied, pin, pin_present
 from pipemesh.decoding.beam import Chooser
 from pipemesh.decoding.choice import Choice
 from pipemesh.errors import DecodingError
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.mesh_cluster import mesh_devices
 from pipemesh.layers.named import KeyValueCache, cache_scope
-from pipemesh.layers.named.cache import copied
 from pipemesh.layers.pipeline.simd_ring import SimdRing
 from pipemesh.layers.pipeline.weights import plain_theta
 from pipemesh.recurrent.circular.tick_loop import Tick, put

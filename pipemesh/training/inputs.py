@@ -134,6 +134,7 @@ class Batches:
         read_ahead: number of batches to prefetch.
 
     Attributes:
+        dataset: the dataset that is read.
         iterator: the iterator that a checkpoint saves under `NAME`.
         skip: number of batches read since the position of `iterator`.
 
@@ -144,8 +145,8 @@ class Batches:
     """
 
     def __init__(self, dataset: tf.data.Dataset, read_ahead: int = 0) -> None:
-        self._dataset, self._read_ahead = dataset, read_ahead
-        self.iterator: Any = iter(dataset)
+        self._tuned, self.dataset, self._read_ahead = dataset, _untuned(dataset), read_ahead
+        self.iterator: Any = iter(self.dataset)
         self.skip = 0
         # Checkpoints that store a position in the data (None is the beginning), the newest last,
         # with the number of batches read since.
@@ -171,7 +172,13 @@ class Batches:
             CheckpointError: the checkpoint has no position in this dataset.
             DataError: the data cannot be read.
         """
-        restore(checkpoint, {NAME: self.iterator})
+        try:
+            restore(checkpoint, {NAME: self.iterator})
+        except CheckpointError:
+            # Earlier releases saved positions of the tuned dataset, which has other iterators.
+            self.iterator = iter(self._tuned)
+            restore(checkpoint, {NAME: self.iterator})
+            self.dataset = self._tuned
         self._places = {checkpoint: 0}
         for _ in range(skip):
             self.next()
@@ -205,13 +212,27 @@ class Batches:
         certain = [place for place in places if place[1] >= self._read_ahead]
         # Take the newest position that certainly precedes the failure, or else the oldest.
         for path, read in [*certain[::-1], *places[:1]]:
-            iterator = iter(self._dataset)
+            iterator = iter(self.dataset)
             # The checkpoint may have been deleted or damaged.
             with contextlib.suppress(CheckpointError):
                 if path:
                     restore(path, {NAME: iterator})
                 self.iterator, self.skip = iterator, read
                 return
+
+
+def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the dataset with a fixed number of threads, unless its options say otherwise.
+
+    TensorFlow tunes them in a thread that sleeps up to 60 s. To free an iterator it waits for that
+    thread, with Python's lock held.
+    """
+    options = dataset.options()
+    if options.autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def _exists(checkpoint: str) -> bool:

@@ -33,6 +33,21 @@ def test_links_lead_somewhere():
     assert {page: links for page, links in broken.items() if links} == {}
 
 
+def test_tests_that_pages_name_exist():
+    named = {
+        found
+        for page in PAGES
+        for found in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())
+    }
+    assert len(named) > 30
+    missing = {
+        (file, test)
+        for file, test in named
+        if f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8")
+    }
+    assert missing == set()
+
+
 def test_broken_links_are_found(tmp_path):
     (tmp_path / "other.md").write_text("# A heading: `code`\n")
     page = tmp_path / "page.md"

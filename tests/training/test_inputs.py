@@ -77,3 +77,27 @@ def test_without_a_position_the_data_error_is_reported(folder):
     os.rename(folder / "text-1", folder / "away")
     with pytest.raises(DataError, match="cannot be read any more"):
         take(again, 20)
+
+
+def test_a_position_in_a_tuned_dataset_is_restored(folder, tmp_path):
+    """Earlier releases let TensorFlow tune the dataset."""
+    tuned = iter(lines(folder))
+    for _ in range(4):
+        next(tuned)
+    path = Checkpoints(str(tmp_path), {NAME: tuned}).save(4, {})
+    batches = Batches(lines(folder), 2)
+    batches.go_to(path)
+    whole = take(Batches(lines(folder), 2), 10)
+    assert take(batches, 3) == whole[4:7]
+    again = Batches(lines(folder), 2)
+    again.go_to(save(batches, folder, 7))
+    assert take(again, 3) == whole[7:]
+
+
+def test_threads_are_tuned_only_where_the_dataset_says_so(folder):
+    # The thread that tunes holds up whoever frees the iterator.
+    options = tf.data.Options()
+    options.autotune.enabled = True
+    own = lines(folder).with_options(options)
+    for dataset, expected in ((lines(folder), False), (own, True)):
+        assert Batches(dataset).dataset.options().autotune.enabled is expected

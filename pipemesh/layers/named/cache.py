@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.operations import copied, overwritten
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import DecodingError, PipelineError
 from pipemesh.layers.named.block_attention import CAUSAL, LOW, Buckets, Sight, capped
@@ -17,8 +18,6 @@ from pipemesh.lowering import Lowering, Tensor
 from pipemesh.lowering.lowering import Slices
 from pipemesh.mesh import Dim, Shape
 
-# The dtypes that every device can overwrite in place.
-_OVERWRITTEN = (tf.bfloat16, tf.float16, tf.float32, tf.float64)
 # The name of the dim `length` in the cache, which no rule splits.
 CACHE = "cache"
 
@@ -167,24 +166,6 @@ def _written_there(
     if busy is not None:
         values = tf.where(busy, values, tf.gather(rows, at))
     return tf.reshape(overwritten(rows, at, values), sizes)
-
-
-def overwritten(rows: tf.Tensor, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Replaces some rows, in place if the device can; valid if nothing else reads them."""
-    if rows.dtype in _OVERWRITTEN:
-        written = tf.raw_ops.InplaceUpdate(x=_bits(rows), i=at, v=_bits(values))
-        return tf.bitcast(written, rows.dtype)
-    return tf.tensor_scatter_nd_update(rows, at[:, None], values)
-
-
-def copied(cache: tf.Tensor) -> tf.Tensor:
-    """Returns a copy that `overwritten` may change."""
-    return tf.bitcast(tf.raw_ops.DeepCopy(x=_bits(cache)), cache.dtype)
-
-
-def _bits(x: tf.Tensor) -> tf.Tensor:
-    """Returns the bits of bfloat16 as float16: kernels of GPUs refuse bfloat16 when they run."""
-    return tf.bitcast(x, tf.float16) if x.dtype == tf.bfloat16 else x
 
 
 _current: contextvars.ContextVar[KeyValueCache | None] = contextvars.ContextVar(

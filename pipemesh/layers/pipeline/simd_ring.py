@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.backend.operations import zeros
+from pipemesh.backend.operations import copied, overwritten, zeros
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.layers.named import KeyValueCache, cache_scope, lowering_scope
-from pipemesh.layers.named.cache import SlottedCache, copied, overwritten
+from pipemesh.layers.named.cache import SlottedCache
 from pipemesh.layers.named.scope import exported
 from pipemesh.layers.pipeline.simd_stack import LayerArguments, SimdStack
 from pipemesh.layers.step_seed import whole_batch_randomness

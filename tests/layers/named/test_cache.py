@@ -5,9 +5,10 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.backend.graphs import operations_within
+from pipemesh.backend.operations import copied, overwritten
 from pipemesh.errors import DecodingError, PipelineError
 from pipemesh.layers.named import Attention, KeyValueCache, Norm, cache_scope, current_cache
-from pipemesh.layers.named.cache import SlottedCache, copied, overwritten
+from pipemesh.layers.named.cache import SlottedCache
 from pipemesh.lowering import ops
 from pipemesh.recurrent.circular.tick_loop import put
 from pipemesh.recurrent.watch.placement import check_devices
