@@ -112,13 +112,9 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
         return self._input("Train", self.TRAIN_DATA, self.SEED)
 
     def _input(self, name: str, data: str, seed: int | None = None) -> Any:
-        config, length, rate = config_of(self), length_of(self), self.CORRUPTION_RATE
-        others: dict[str, Any] = {}
-        if config.kind == "encoder":
-            others["corruption"] = MaskedTokens(rate)
-        elif config.kind == "encoder_decoder" and rate:
-            others["corruption"] = SpanCorruption(rate, self.MEAN_SPAN, config.start)
-        elif config.kind == "encoder_decoder":
+        length, corruption = length_of(self), corruption_of(self)
+        others: dict[str, Any] = {"corruption": corruption}
+        if config_of(self).kind == "encoder_decoder" and corruption is None:
             others["source_length"] = length
         batches = batches_of(
             data, self.LOGDIR, length, self.BATCH_SIZE, self.PACKING, seed, **others
@@ -171,6 +167,16 @@ def length_of(params: PretrainedParams) -> int:
     return min(params.SEQUENCE_LENGTH, config_of(params).max_length)
 
 
+def corruption_of(params: PretrainedParams) -> MaskedTokens | SpanCorruption | None:
+    """Returns the corruption of the model's data; None if it learns what follows or completes."""
+    config, rate = config_of(params), params.CORRUPTION_RATE
+    if config.kind == "encoder":
+        return MaskedTokens(rate)
+    if config.kind == "encoder_decoder" and rate:
+        return SpanCorruption(rate, params.MEAN_SPAN, config.start)
+    return None
+
+
 def stages_of(params: PretrainedParams) -> list[Any]:
     """Returns the params of the stages; raises PlanError if the batch does not divide."""
     number = params.PLAN.num_microbatches
@@ -186,7 +192,11 @@ def stages_of(params: PretrainedParams) -> list[Any]:
     class Sizes:
         PLAN, BATCH_SIZE = params.PLAN, params.BATCH_SIZE
         SEQUENCE_LENGTH, NUM_LAYERS = length_of(params), config.num_layers
+        TARGET_LENGTH = SEQUENCE_LENGTH
 
+    if isinstance(corruption := corruption_of(params), SpanCorruption):
+        # That of a row of one text.
+        Sizes.TARGET_LENGTH = sum(corruption.sizes(Sizes.SEQUENCE_LENGTH)) + 1
     layers = layers_of(config, params.DROPOUT_PROB)
     for layer in layers:
         if "vocab_multiple" in layer:

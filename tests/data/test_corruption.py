@@ -3,6 +3,7 @@
 import itertools
 import json
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def path(tmp_path_factory):
 
 
 def batches_of(path, corruption, seed=None, packing="split", **changes):
-    spelling = tokenizer(**changes)
+    spelling: Any = tokenizer(**changes)
     return DocumentBatches(
         path, lambda: (spelling, VOCAB), LENGTH, 2, packing, seed, corruption=corruption
     )
@@ -146,7 +147,7 @@ def test_special_tokens_and_tokens_without_weight_stay(tmp_path):
 def test_a_row_is_a_function_of_seed_and_number(path, corruption):
     batches = batches_of(path, corruption, seed=7)
     wanted = list(rows_of(batches, 12))
-    found = next(iter(batches().skip(5).take(1).as_numpy_iterator()))
+    found: Any = next(iter(batches().skip(5).take(1).as_numpy_iterator()))
     for name, values in found.items():
         np.testing.assert_array_equal(values[1], wanted[11][name], err_msg=name)
     name = "labels" if isinstance(corruption, SpanCorruption) else "ids"

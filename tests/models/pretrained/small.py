@@ -8,6 +8,12 @@ from safetensors.numpy import save_file
 
 from models.pretrained import config, names
 
+# A plan of a pipeline of two stages, each split over two devices.
+SPLIT = {
+    "mesh": "layers:2;model:2",
+    "layout": "heads:model;d_ff:model;vocab:model",
+    "num_microbatches": "2",
+}
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 24,

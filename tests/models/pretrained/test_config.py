@@ -407,6 +407,17 @@ def test_a_batch_that_does_not_divide_is_told_by_the_flag():
         RegisteredModel(model, "Gpt2", values)
 
 
+def test_stages_are_cut_for_the_length_of_targets():
+    """Targets of spans are short, those of pairs as long as their sources."""
+    cut = []
+    for rate in (0.15, 0.0):
+        model = params.T5()
+        model.CONFIG, model.CORRUPTION_RATE = of_values(T5 | {"num_layers": 4}), rate
+        cut.append(len(params.stages_of(model)[0].sub))
+    # The embedding and four blocks of the encoder come first.
+    assert cut[0] < 6 <= cut[1]
+
+
 def test_there_is_data_to_judge_by_where_there_is_text():
     model = params.Gpt2()
     model.CONFIG = config.of_values(small.GPT2)

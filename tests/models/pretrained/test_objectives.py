@@ -1,6 +1,7 @@
 """BERT learns masked tokens and T5 spans or pairs, under every plan; both by commands."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +23,7 @@ SPECIAL = {
     "t5": ["<pad>", "</s>", "<unk>", *(f"<extra_id_{i}>" for i in range(4))],
 }
 TEMPLATES = {"bert": "[CLS] $A [SEP]", "t5": "$A </s>"}
-PLANS = {
-    "plain": {},
-    "split": {
-        "mesh": "layers:2;model:2",
-        "layout": "heads:model;d_ff:model;vocab:model",
-        "num_microbatches": "2",
-    },
-}
+PLANS = {"plain": {}, "split": small.SPLIT}
 
 
 def write_model(folder, kind):
@@ -127,7 +121,7 @@ def test_predictions_are_tokens_at_masked_places(bert):
         model = model_of(params.Bert, bert, plan, f"{bert}/texts.jsonl")
         predictor = Predictor(model, f"{bert}/run/ckpt-0")
         found[plan] = list(predictor.examples())
-    (*batches,) = model.heldout_data()
+    batches: Any = model.heldout_data()
     labels = np.concatenate([np.where(b["weights"] > 0, b["labels"], -1) for b in batches])
     assert len(found["plain"]) == len(labels) > 4
     for split, plain, wanted in zip(found["split"], found["plain"], labels, strict=True):

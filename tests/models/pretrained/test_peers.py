@@ -102,6 +102,7 @@ class OneBatch:
 
     OPTIMIZER, LEARNING_RATE, CLIP_GRADIENT_NORM = "sgd", RATE, 0.0
     BATCH_SIZE, SEQUENCE_LENGTH = IDS.shape[0], LENGTH
+    LOGDIR: str
 
     def Train(self):
         kind = configs.of_folder(self.LOGDIR).kind
