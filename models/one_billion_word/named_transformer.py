@@ -17,7 +17,7 @@ from pipemesh.layers import named
 from pipemesh.lowering import Tensor, ops
 
 
-def _handing_on(meta: Any, rest: tuple[Any, ...]) -> Any:
+def handing_on(meta: Any, rest: tuple[Any, ...]) -> Any:
     """Returns the meta of a layer that also passes on its arguments after the first."""
     meta.out_shapes = (meta.out_shapes[0], *rest)
     return meta
@@ -32,7 +32,7 @@ class NamedEmbedding(named.Embedding):
 
     @classmethod
     def FPropMeta(cls, p, ids, *rest):
-        return _handing_on(super().FPropMeta(p, ids), rest)
+        return handing_on(super().FPropMeta(p, ids), rest)
 
 
 class ExpertsEmbedding(NamedEmbedding):
@@ -47,7 +47,7 @@ class ExpertsEmbedding(NamedEmbedding):
 
     @classmethod
     def FPropMeta(cls, p, ids, *rest):
-        return _handing_on(super().FPropMeta(p, ids, *rest), (*rest, tshape.Shape([ids[0]])))
+        return handing_on(super().FPropMeta(p, ids, *rest), (*rest, tshape.Shape([ids[0]])))
 
 
 class NamedBlock(named.TransformerBlock):
@@ -60,7 +60,7 @@ class NamedBlock(named.TransformerBlock):
     @classmethod
     def FPropMeta(cls, p, x, *rest):
         # The arguments after labels and weights.
-        return _handing_on(super().FPropMeta(p, x, *rest[2:]), rest)
+        return handing_on(super().FPropMeta(p, x, *rest[2:]), rest)
 
 
 class ExpertsBlock(named.TransformerBlock):
@@ -82,7 +82,7 @@ class ExpertsBlock(named.TransformerBlock):
     def FPropMeta(cls, p, x, *rest):
         # Paddings have the shape of segments.
         tokens = (*rest[2:4], rest[2]) if len(rest) > 3 else ()
-        return _handing_on(super().FPropMeta(p, x, *tokens), (*rest[:4], tshape.Shape([x[0]])))
+        return handing_on(super().FPropMeta(p, x, *tokens), (*rest[:4], tshape.Shape([x[0]])))
 
 
 class NamedSoftmax(named.SoftmaxCrossEntropy):
@@ -102,12 +102,12 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
         found = super().FProp(theta, x, labels, weights)
         if named.current_cache() is not None:
             return found
-        loss, total, xent = found
+        loss, total, *others = found
         for each in balance:
             tokens = ops.reduce_sum(self.Named(weights, "batch;length", tf.float32), "length")
             balances = ops.reduce_sum(self.Named(each, "batch", tf.float32) * tokens)
             loss = loss + balances * self.params.balance_weight
-        return loss, total, xent
+        return loss, total, *others
 
     @classmethod
     def CountCosts(cls, p, tally, x, labels=None, weights=None, *rest):

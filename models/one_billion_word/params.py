@@ -109,9 +109,14 @@ def layers_of(config: LanguageModelParams) -> list[Any]:
 
 
 def input_shapes_of(config: Any, num_replicas: int = 1, number: int = 5) -> tuple[Any, ...]:
-    """Returns the shapes of the stack's inputs, for one replica's part of a microbatch."""
+    """Returns the shapes of the stack's inputs, for one replica's part of a microbatch.
+
+    Inputs before the last five are a source's; a target may have another length.
+    """
     size = config.BATCH_SIZE // config.PLAN.num_microbatches // num_replicas
-    return (tshape.Shape([size, config.SEQUENCE_LENGTH]),) * number
+    source = config.SEQUENCE_LENGTH
+    lengths = [source] * (number - 5) + [getattr(config, "TARGET_LENGTH", source)] * 5
+    return tuple(tshape.Shape([size, length]) for length in lengths)
 
 
 def stages_of(config: LanguageModelParams) -> list[Any]:

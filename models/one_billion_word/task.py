@@ -15,6 +15,8 @@ class LanguageModel(base_model.BaseTask):
 
     # The inputs of the stack, in order.
     INPUTS = ("ids", "labels", "weights", "segment_ids", "segment_pos")
+    # Its results, in order.
+    OUTPUTS = ("loss", "num_tokens", "xent")
 
     @classmethod
     def Params(cls):
@@ -34,8 +36,8 @@ class LanguageModel(base_model.BaseTask):
         `xent` [batch, time] float32, without gradient.
         """
         inputs = [input_batch[name] for name in self.INPUTS]
-        loss, num_tokens, xent = self.stack.FProp(theta.stack, *inputs)
-        return py_utils.NestedMap(loss=loss, num_tokens=num_tokens, xent=xent)
+        outputs = self.stack.FProp(theta.stack, *inputs)
+        return py_utils.NestedMap(zip(self.OUTPUTS, outputs, strict=False))
 
     def ComputeLoss(self, theta, predictions, input_batch):
         """Returns the metrics `loss` (nats per token) and `num_tokens`, and `xent` of every

@@ -20,6 +20,8 @@ from .names import Weight
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 # `peft` wraps the model twice.
 _PREFIX = "base_model.model."
+# The type of a task there, by kind of model.
+_TASKS = {"decoder": "CAUSAL_LM", "encoder": None, "encoder_decoder": "SEQ_2_SEQ_LM"}
 
 
 class Weights:
@@ -75,9 +77,10 @@ def write(
     weights: Weights,
     table: Sequence[Weight],
     folder: str,
+    task: str,
     cast: Callable[[np.ndarray, str], np.ndarray],
 ) -> list[str]:
-    """Writes adapters as `peft` does; returns the paths.
+    """Writes adapters of a kind of model, `task`, as `peft` does; returns the paths.
 
     Several weights here may be one tensor there, as in GPT-2. Then the adapter there has a rank for
     each of them, and its second matrix has a block for each.
@@ -114,7 +117,7 @@ def write(
             tensors[name] = np.ascontiguousarray(cast(value, name))
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": _TASKS[task],
         "base_model_name_or_path": None,
         "inference_mode": True,
         "bias": "none",

@@ -86,8 +86,9 @@ default, linear, llama3
     given, family = Given(values, path), FAMILIES[model_type]
     for name in sorted({"quantization_config", "auto_map"} - family.ignored):
         given.only(name, [None], "weights are numbers, and the model is what its type says")
-    for name in ("add_cross_attention", "is_encoder_decoder"):
-        given.only(name, [False, None], "a token sees its own text")
+    given.only("add_cross_attention", [False, None], "a token sees its own text")
+    pair = [True] if family.memory_norm else [False, None]
+    given.only("is_encoder_decoder", pair, "the type of the model says whether it is one")
     given.only("pruned_heads", [{}, None], "all heads are there")
     config = family.read(given)
     given.check_rest(_IGNORED | family.ignored)

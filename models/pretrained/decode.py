@@ -14,6 +14,8 @@ from pipemesh.checkpoint import Manifest
 from pipemesh.commands import model_kind
 from pipemesh.commands.flags import FLAGS, TEXTS, Flag, FlagError
 from pipemesh.commands.model_kind import RegisteredKind, Texts, Tokens
+from pipemesh.decoding_limits import SourcePrompt
+from pipemesh.errors import CheckpointError
 
 from . import config as configs
 from . import tokenizer
@@ -44,15 +46,27 @@ class PretrainedKind(RegisteredKind):
         encode, decode = _spelling(FLAGS.value("ids", True), folder, config)
         # Each text once.
         encode = functools.cache(encode)
-        length = config.max_length
-        if texts:
+        subject_class = find_model(FLAGS.model)
+        length, source_length = config.max_length, None
+        if config.kind == "encoder_decoder":
+            if command != "decode":
+                raise CheckpointError(
+                    f"pipemesh {command} is for models that continue texts, but the checkpoint is "
+                    "of an encoder-decoder; use pipemesh decode"
+                )
+            most = subject_class.SEQUENCE_LENGTH
+            source_length = max((len(encode(text)) for text in texts), default=most)
+            length = 1 + FLAGS.value("max_tokens", most)
+            spelled, start = encode, config.start
+            encode = functools.cache(lambda text: SourcePrompt(spelled(text), [start]))
+        elif texts:
             # There is a row for each position, and some models have many.
             longest = max(len(encode(text)) for text in texts)
             length = min(length, longest + FLAGS.value("max_tokens", 0))
         ends = configs.ends_of(folder, config)[0]
-        tokens = Tokens(encode, decode, ends, length, config.vocab_size)
+        tokens = Tokens(encode, decode, ends, length, config.vocab_size, source_length)
         subject = model_kind.subject()
-        rows = FLAGS.value("batch_size") or find_model(FLAGS.model).BATCH_SIZE
+        rows = FLAGS.value("batch_size") or subject_class.BATCH_SIZE
         return Texts(subject, path, tokens, rows)
 
 

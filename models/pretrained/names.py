@@ -29,6 +29,7 @@ _CONSTANTS = (
     "attn.masked_bias",
     "attention.bias",
     "attention.masked_bias",
+    "embeddings.position_ids",
     "rotary_emb.inv_freq",
 )
 
@@ -117,17 +118,36 @@ def weights_of(config: Config) -> list[Weight]:
     """Returns all weights of a model; parts of one tensor, and of one weight, follow each other."""
     family = FAMILIES[config.model_type]
     found = _outside(family, config)
-    for number in range(config.num_layers):
-        cell, prefix = f"cell_{1 + number:03d}", family.prefix + family.blocks.format(number)
-        norms, matmuls = _norms(config), _matmuls(config)
+    norms, matmuls = _norms(config), _matmuls(config)
+    for cell, prefix, modules, is_first in _blocks(family, config):
+        if config.relative_buckets and is_first:
+            ours, sizes = "attention/relative_bias", (config.relative_buckets, config.num_heads)
+            found.append(_same(cell, ours, f"{prefix}{modules[ours]}.weight", *sizes))
         for ours, dim in norms.items():
-            found += _norm(config, cell, ours, prefix + family.modules[ours], dim)
+            if ours in modules:
+                found += _norm(config, cell, ours, prefix + modules[ours], dim)
         # Matmuls with one name are parts of one tensor.
-        modules = [ours for ours in family.modules if ours in matmuls]
-        for theirs, parts in itertools.groupby(modules, family.modules.__getitem__):
+        there = [ours for ours in modules if ours in matmuls]
+        for theirs, parts in itertools.groupby(there, modules.__getitem__):
             group = {ours: matmuls[ours] for ours in parts}
             found += _parts(family, config, cell, prefix + theirs, group)
     return found
+
+
+def _blocks(family: Family, config: Config) -> Iterator[tuple[str, str, Mapping[str, str], bool]]:
+    """Yields the cell of each block, its prefix and modules in files, and whether it is the first
+    of its side.
+    """
+    sides = [(1, config.num_layers, family.blocks, family.modules)]
+    if config.num_decoder_layers:
+        first = 2 + config.num_layers
+        number = config.num_decoder_layers
+        sides.append((first, number, family.decoder_blocks, family.decoder_modules))
+    for first, number, blocks, modules in sides:
+        if not config.is_gated:
+            modules = {ours: name.replace(*family.ungated) for ours, name in modules.items()}
+        for i in range(number):
+            yield f"cell_{first + i:03d}", family.prefix + blocks.format(i), modules, i == 0
 
 
 def by_theirs(weights: Sequence[Weight]) -> Iterator[tuple[str, list[Weight]]]:
@@ -146,12 +166,17 @@ def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> 
     """Returns the weights with the names in some files; raises WeightsError if tensors are missing
     or unknown.
     """
-    prefix = FAMILIES[config.model_type].prefix
+    family = FAMILIES[config.model_type]
+    prefix = family.prefix
     if not any(name.startswith(prefix) for name in names):
         weights = [
             dataclasses.replace(weight, theirs=weight.theirs.removeprefix(prefix))
             for weight in weights
         ]
+    weights = [
+        dataclasses.replace(weight, theirs=_name_in(names, weight.theirs, family))
+        for weight in weights
+    ]
     wanted = {weight.theirs for weight in weights}
     for theirs, _ in by_theirs(weights):
         if theirs not in names:
@@ -159,8 +184,8 @@ def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> 
             hint = f"; the nearest that there is is {near!r}" if near else ""
             raise WeightsError(f"there is no tensor {theirs!r}, which {_told(config)} has{hint}")
     spare = {name for name in names if name.endswith(_CONSTANTS)}
-    # This equals the embedding's table, which the reader checks.
-    spare |= {head_of(config)} if config.tied else set()
+    # The reader checks that these are equal.
+    spare |= copies_of(config).keys() | set(unused_in(names, config))
     if beyond := sorted(set(names) - wanted - spare):
         raise WeightsError(
             f"there are {len(beyond)} tensors that {_told(config)} has not, such as {beyond[0]!r}"
@@ -168,21 +193,47 @@ def as_in(names: Collection[str], weights: Sequence[Weight], config: Config) -> 
     return list(weights)
 
 
+def _name_in(names: Collection[str], theirs: str, family: Family) -> str:
+    """Returns the older name of a tensor if some files have that one."""
+    for new, old in family.older.items():
+        name = f"{theirs.removesuffix(new)}{old}"
+        if theirs.endswith(new) and theirs not in names and name in names:
+            return name
+    return theirs
+
+
 def head_of(config: Config) -> str:
     """Returns the name of the logits' matmul in files, which a model with one table lacks."""
     return f"{FAMILIES[config.model_type].head}.weight"
 
 
-def table_of(weights: Iterable[Weight]) -> Weight:
-    """Returns the table of the embedding, which logits may share."""
-    return next(weight for weight in weights if weight.name == _name("cell_000", "table"))
+def copies_of(config: Config) -> dict[str, str]:
+    """Returns the tensors that files may repeat, with the name here of the weight that each is."""
+    family, table = FAMILIES[config.model_type], _name("cell_000", "table")
+    found = dict.fromkeys(family.copies, table)
+    if config.tied:
+        found[head_of(config)] = table
+    if config.kind == "encoder":
+        found[f"{family.head}.bias"] = _name(_last(config), "b")
+    return found
+
+
+def unused_in(names: Collection[str], config: Config) -> list[str]:
+    """Returns the tensors of a file that the model does not use."""
+    return sorted(name for name in names if name.startswith(FAMILIES[config.model_type].unused))
 
 
 def tied_of(config: Config) -> dict[str, str]:
-    """Returns the weights that the last layer shares with the first, as `tied_weights` of a
-    stack.
-    """
-    return {f"{_last(config)}.w": "cell_000.table"} if config.tied else {}
+    """Returns the weights that layers share, as `tied_weights` of a stack."""
+    table, first = "cell_000.table", 2 + config.num_layers
+    found = {f"{_last(config)}.w": table} if config.tied else {}
+    if config.num_decoder_layers:
+        found[f"cell_{first - 1:03d}.table"] = table
+    if config.relative_buckets:
+        for begin, number in ((1, config.num_layers), (first, config.num_decoder_layers)):
+            bias, *others = (f"cell_{begin + i:03d}.attention.relative_bias" for i in range(number))
+            found |= dict.fromkeys(others, bias)
+    return found
 
 
 def _told(config: Config) -> str:
@@ -194,7 +245,8 @@ def _name(cell: str, weight: str) -> str:
 
 
 def _last(config: Config) -> str:
-    return f"cell_{1 + config.num_layers:03d}"
+    decoder = config.num_decoder_layers
+    return f"cell_{1 + config.num_layers + (1 + decoder if decoder else 0):03d}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +265,7 @@ class _Matmul:
 
 def _norms(config: Config) -> dict[str, int]:
     """Returns the norms of a block, with the size of their weights."""
-    halves = ["attention_norm", "feed_forward_norm"]
+    halves = ["attention_norm", "cross_attention_norm", "feed_forward_norm"]
     if config.output_norms:
         halves += ["attention_output_norm", "feed_forward_output_norm"]
     heads = ["attention/q_norm", "attention/k_norm"] if config.head_norms else []
@@ -233,6 +285,7 @@ def _matmuls(config: Config) -> dict[str, _Matmul]:
         "feed_forward/in": _Matmul(embed, hidden, bias, experts),
         "feed_forward/out": _Matmul(hidden, embed, bias, experts),
     }
+    found |= {f"cross_{name}": each for name, each in found.items() if "attention" in name}
     if config.is_gated:
         found["feed_forward/gate"] = _Matmul(embed, hidden, bias, experts)
     if experts:
@@ -253,11 +306,25 @@ def _outside(family: Family, config: Config) -> list[Weight]:
     """Returns the weights of the embedding and of the head."""
     vocab, embed, last = config.vocab_size, config.model_dim, _last(config)
     found = [_same("cell_000", "table", f"{family.prefix}{family.table}.weight", vocab, embed)]
-    if config.rotary_base is None:
+    if family.positions:
         rows = config.max_length + config.unused_positions
         theirs = f"{family.prefix}{family.positions}.weight"
         found.append(_same("cell_000", "positions", theirs, rows, embed))
+    if config.token_types:
+        theirs = f"{family.prefix}{family.types}.weight"
+        found.append(_same("cell_000", "types", theirs, config.token_types, embed))
+    if family.embedding_norm:
+        found += _norm(config, "cell_000", "norm", family.embedding_norm, embed)
+    if family.memory_norm:
+        cell = f"cell_{1 + config.num_layers:03d}"
+        found += _norm(config, cell, "memory_norm", family.memory_norm, embed)
+    if family.transform:
+        square, theirs = (embed, embed), f"{family.transform}.weight"
+        found.append(Weight(_name(last, "w_transform"), square, theirs, square, transposed=True))
+        found.append(_same(last, "b_transform", f"{family.transform}.bias", embed))
     found += _norm(config, last, "norm", family.prefix + family.norm, embed)
+    if config.kind == "encoder":
+        found.append(_same(last, "b", f"{family.head.rpartition('.')[0]}.bias", vocab))
     if not config.tied:
         head = _name(last, "w"), (embed, vocab), head_of(config), (vocab, embed)
         found.append(Weight(*head, transposed=True))

@@ -7,6 +7,7 @@ from typing import Any
 from lingvo import model_registry
 from lingvo.core import base_model_params, learner, schedule
 
+from pipemesh.data import MaskedTokens, SpanCorruption
 from pipemesh.errors import DataError, PlanError, TrainingError
 from pipemesh.layers import DatasetInput, named
 from pipemesh.layers.named.lora import ADAPTERS, LowRank, adapt
@@ -24,11 +25,25 @@ from ..one_billion_word.named_transformer import (
 )
 from ..one_billion_word.params import cut, stack_of
 from ..one_billion_word.task import LanguageModel
+from ..translation.task import Translation
 from . import config as configs
 from . import names
 from .families import Config
+from .masked import MaskedLanguageModel, MaskedSoftmax, TypedEmbedding
 from .text import batches_of
 from .values import WeightsError
+
+# By the kind of the model: its task, and the classes of embedding, block and head.
+_TASKS = {
+    "decoder": LanguageModel,
+    "encoder": MaskedLanguageModel,
+    "encoder_decoder": Translation,
+}
+_LAYERS = {
+    "decoder": (NamedEmbedding, NamedBlock, NamedSoftmax),
+    "encoder": (TypedEmbedding, NamedBlock, MaskedSoftmax),
+    "encoder_decoder": (named.Embedding, named.TransformerBlock, named.SoftmaxCrossEntropy),
+}
 
 
 class PretrainedParams(base_model_params.SingleTaskModelParams):
@@ -57,6 +72,11 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     HELDOUT_DATA: str | None = None
     # How documents share rows, one of `pipemesh.data.PACKINGS`.
     PACKING = "auto"
+    # Share of tokens that an encoder's data masks, or that spans replace in an encoder-decoder's;
+    # of the latter 0 for documents that are pairs of a prompt and its completion.
+    CORRUPTION_RATE = 0.15
+    # Mean length of these spans.
+    MEAN_SPAN = 3.0
     # As `pipemesh.training.learning.Learning`, whose other values may be set as well.
     OPTIMIZER = "adam"
     LEARNING_RATE = 1e-5
@@ -92,13 +112,19 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
         return self._input("Train", self.TRAIN_DATA, self.SEED)
 
     def _input(self, name: str, data: str, seed: int | None = None) -> Any:
-        length = length_of(self)
-        batches = batches_of(data, self.LOGDIR, length, self.BATCH_SIZE, self.PACKING, seed)
+        length, corruption = length_of(self), corruption_of(self)
+        others: dict[str, Any] = {"corruption": corruption}
+        if config_of(self).kind == "encoder_decoder" and corruption is None:
+            others["source_length"] = length
+        batches = batches_of(
+            data, self.LOGDIR, length, self.BATCH_SIZE, self.PACKING, seed, **others
+        )
         return DatasetInput.Params().Set(name=name, dataset=batches, batch_size=self.BATCH_SIZE)
 
     def Task(self) -> Any:
         """Returns the params of the task."""
-        p, config = LanguageModel.Params().Set(name=names.TASK), config_of(self)
+        config = config_of(self)
+        p = _TASKS[config.kind].Params().Set(name=names.TASK)
         if self.LORA_RANK and (self.FREEZE or self.TRAIN_ONLY):
             raise TrainingError(
                 f"LORA_RANK={self.LORA_RANK} trains adapters alone, but FREEZE is {self.FREEZE!r} "
@@ -141,6 +167,16 @@ def length_of(params: PretrainedParams) -> int:
     return min(params.SEQUENCE_LENGTH, config_of(params).max_length)
 
 
+def corruption_of(params: PretrainedParams) -> MaskedTokens | SpanCorruption | None:
+    """Returns the corruption of the model's data; None if it learns what follows or completes."""
+    config, rate = config_of(params), params.CORRUPTION_RATE
+    if config.kind == "encoder":
+        return MaskedTokens(rate)
+    if config.kind == "encoder_decoder" and rate:
+        return SpanCorruption(rate, params.MEAN_SPAN, config.start)
+    return None
+
+
 def stages_of(params: PretrainedParams) -> list[Any]:
     """Returns the params of the stages; raises PlanError if the batch does not divide."""
     number = params.PLAN.num_microbatches
@@ -151,19 +187,26 @@ def stages_of(params: PretrainedParams) -> list[Any]:
             f"num_microbatches={number}: {error}; or give another --batch_size"
         ) from error
 
+    config = config_of(params)
+
     class Sizes:
         PLAN, BATCH_SIZE = params.PLAN, params.BATCH_SIZE
-        SEQUENCE_LENGTH, NUM_LAYERS = length_of(params), config_of(params).num_layers
+        SEQUENCE_LENGTH, NUM_LAYERS = length_of(params), config.num_layers
+        TARGET_LENGTH = SEQUENCE_LENGTH
 
-    layers = layers_of(config_of(params), params.DROPOUT_PROB)
-    for layer in (layers[0], layers[-1]):
-        layer.vocab_multiple = params.VOCAB_MULTIPLE
+    if isinstance(corruption := corruption_of(params), SpanCorruption):
+        # That of a row of one text.
+        Sizes.TARGET_LENGTH = sum(corruption.sizes(Sizes.SEQUENCE_LENGTH)) + 1
+    layers = layers_of(config, params.DROPOUT_PROB)
+    for layer in layers:
+        if "vocab_multiple" in layer:
+            layer.vocab_multiple = params.VOCAB_MULTIPLE
     if params.LORA_RANK:
         adapter = LowRank.Params().Set(
             rank=params.LORA_RANK, alpha=params.LORA_ALPHA, dropout_rate=params.LORA_DROPOUT
         )
         adapt(layers, adapter, params.LORA_TARGETS)
-    return cut(Sizes, layers)
+    return cut(Sizes, layers, len(_TASKS[config.kind].INPUTS))
 
 
 def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
@@ -171,6 +214,8 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
     rates.
     """
     is_rotary, has_experts = config.rotary_base is not None, bool(config.num_experts)
+    is_masked = config.kind == "encoder"
+    first, middle, last = _LAYERS[config.kind]
     norm = named.Norm.Params().Set(
         kind=config.norm, epsilon=config.epsilon, direct_scale=not config.norms_above_one
     )
@@ -182,6 +227,9 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         norm_tpl=norm if config.head_norms else None,
         score_scale=config.score_scale,
         score_cap=config.score_cap,
+        causal=not is_masked,
+        relative_buckets=config.relative_buckets,
+        relative_max_distance=config.relative_max_distance,
         use_rotary=is_rotary,
         rotary_dim=config.rotary_dim,
     )
@@ -189,7 +237,7 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         attention.rotary_base = config.rotary_base
     if config.rotary_scaling is not None:
         attention.rotary_scaling = named.RotaryScaling(**config.rotary_scaling)
-    block = (ExpertsBlock if has_experts else NamedBlock).Params()
+    block = (ExpertsBlock if has_experts else middle).Params()
     block.Set(
         input_dim=config.model_dim,
         num_heads=config.num_heads,
@@ -197,6 +245,7 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         dropout_rate=config.residual_dropout if dropout is None else dropout,
         parallel=config.parallel,
         output_norms=config.output_norms,
+        post_norm=is_masked,
         norm_tpl=norm,
         attention_tpl=attention,
     )
@@ -206,23 +255,31 @@ def layers_of(config: Config, dropout: float | None = None) -> list[Any]:
         )
     else:
         block.feed_forward_tpl.Set(activation=config.activation, use_bias=config.feed_forward_bias)
-    embedding = (ExpertsEmbedding if has_experts else NamedEmbedding).Params()
+    embedding = (ExpertsEmbedding if has_experts else first).Params()
     embedding.Set(
         vocab_size=config.vocab_size,
         embedding_dim=config.model_dim,
         scale_sqrt_depth=config.scaled_embedding,
-        positions="none" if is_rotary else "learned",
+        positions="none" if is_rotary or config.relative_buckets else "learned",
         max_length=config.max_length,
         unused_positions=config.unused_positions,
         dropout_rate=config.embedding_dropout if dropout is None else dropout,
     )
-    head = NamedSoftmax.Params().Set(
+    head = last.Params().Set(
         vocab_size=config.vocab_size,
         input_dim=config.model_dim,
-        use_bias=False,
+        use_bias=is_masked,
+        logit_scale=config.logit_scale,
         logit_cap=config.logit_cap,
         norm_tpl=norm,
     )
+    if is_masked:
+        embedding.Set(num_types=config.token_types, sum_norm_tpl=norm)
+        head.activation = config.activation
+    if config.num_decoder_layers:
+        block.feed_forward_tpl.dropout_rate = block.dropout_rate
+        numbers = config.num_layers, config.num_decoder_layers
+        return named.encoder_decoder_layers(embedding, block, head, *numbers, tied=False)[0]
     blocks = [block.Copy() for _ in range(config.num_layers)]
     for each, window in zip(blocks, config.windows, strict=False):
         each.attention_tpl.window = window
@@ -234,6 +291,15 @@ def _no_data() -> Any:
         "there is no data to train on; give --train_data=FILE, or derive a class from that of the "
         "model, with the attribute TRAIN_DATA"
     )
+
+
+@model_registry.RegisterSingleTaskModel
+class Bert(PretrainedParams):
+    """The model of Devlin et al., 2019, which predicts masked tokens."""
+
+    MODEL_TYPE = "bert"
+    # It does not go on with texts.
+    DECODED_BY = None
 
 
 @model_registry.RegisterSingleTaskModel
@@ -311,6 +377,13 @@ class Qwen3(PretrainedParams):
     """The model of Yang et al., 2025."""
 
     MODEL_TYPE = "qwen3"
+
+
+@model_registry.RegisterSingleTaskModel
+class T5(PretrainedParams):
+    """The model of Raffel et al., 2020, an encoder-decoder."""
+
+    MODEL_TYPE = "t5"
 
 
 # The name of the class, by the type in a file.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from typing import Any
 
 from pipemesh.data import DocumentBatches, text_file
 
@@ -19,14 +20,25 @@ class FolderSpelling:
 
     Attributes:
         folder: a folder with config.json, such as a log directory.
+        starts: whether texts that begin get the token that starts a target.
     """
 
     folder: str
+    starts: bool = False
 
     def __call__(self) -> tuple[Tokenizer | None, int]:
         """Reads the files; raises WeightsError if they are unusable."""
         config = configs.read(os.path.join(self.folder, configs.FILE))
-        return tokenizer.load(self.folder, config), config.vocab_size
+        found = tokenizer.load(self.folder, config)
+        if found is None or not self.starts:
+            return found, config.vocab_size
+        spans = found.spans
+
+        def started(text: str, begins: bool) -> tuple[list[int], list[tuple[int, int]]]:
+            ids, places = spans(text, begins)
+            return ([config.start, *ids], [(0, 0), *places]) if begins else (ids, places)
+
+        return dataclasses.replace(found, spans=started), config.vocab_size
 
     @property
     def digests(self) -> dict[str, str]:
@@ -48,9 +60,10 @@ def batches_of(
     batch_size: int,
     packing: str = "auto",
     seed: int | None = None,
+    **others: Any,
 ) -> DocumentBatches:
     """Returns the batches of a list of sources, spelled as in `parse_sources`, with the tokenizer
-    of a folder.
+    of a folder; `others` are further attributes.
     """
-    of_folder = FolderSpelling(folder)
-    return DocumentBatches(sources, of_folder, length, batch_size, packing, seed)
+    of_folder = FolderSpelling(folder, others.get("source_length") is not None)
+    return DocumentBatches(sources, of_folder, length, batch_size, packing, seed, **others)

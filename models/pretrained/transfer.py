@@ -96,7 +96,9 @@ def import_weights(
             f"other files of one, {tokenizer.SAVE}"
         )
     )
-    return [told, spelled, *(found.notes if found else ()), *config.notes, *notes]
+    unused = names.unused_in(files.names, config)
+    left = [f"left out, as the model does not use them: {', '.join(unused)}"] if unused else []
+    return [told, spelled, *left, *(found.notes if found else ()), *config.notes, *notes]
 
 
 def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = False) -> list[str]:
@@ -158,7 +160,10 @@ def export_weights(path: str, to: str, dtype: str = "float32", merged: bool = Fa
         for name in new:
             undo.callback(_remove, os.path.join(to, name))
         if only_adapters:
-            written = adapters.write(source, weights, to, lambda v, name: _cast(v, wanted, name))
+            kind = config.kind
+            written = adapters.write(
+                source, weights, to, kind, lambda v, name: _cast(v, wanted, name)
+            )
             told = f"adapters of {path}"
         else:
             written = safetensors_file.write(to, tensors)
@@ -185,15 +190,18 @@ def _as_in(files: TensorFiles, weights: Sequence[Weight], config: Config) -> lis
         raise WeightsError(f"{files.path}: {error}") from error
     for weight in found:
         files.check(weight.theirs, weight.there)
-    head = names.head_of(config)
-    if config.tied and head in files.names:
-        table = names.table_of(found)
-        files.check(head, table.there)
+    by_name = {weight.name: weight for weight in found}
+    for copy, name in names.copies_of(config).items():
+        if copy not in files.names:
+            continue
+        weight = by_name[name]
+        files.check(copy, weight.there)
         # Two dtypes have blocks of different sizes.
-        for rows, block in files.blocks(head):
-            if not np.array_equal(block, files.read(table.theirs, (rows, slice(None)))):
+        for rows, block in files.blocks(copy):
+            index = (rows, *[slice(None)] * (len(weight.there) - 1))
+            if not np.array_equal(block, files.read(weight.theirs, index)):
                 raise WeightsError(
-                    f"{files.path}: {head!r} is not {table.theirs!r}, but by config.json they "
+                    f"{files.path}: {copy!r} is not {weight.theirs!r}, but by config.json they "
                     'are one; if they are two, write "tie_word_embeddings": false there'
                 )
     return found

@@ -202,6 +202,11 @@ def language_model() -> Any:
                 "decode", ["pipemesh lm_eval", *words], _ABOUT_LM_EVAL, DECODE_FLAGS, TAKEN
             )
             self._subject, path, self._tokens, self._rows = model_of(kind, "decode", (), OWN)
+            if self._tokens.source_length is not None:
+                raise FlagError(
+                    f"{path} is of a model that reads a source, and lm-eval is for models that "
+                    "continue texts; use pipemesh decode"
+                )
             from pipemesh.training.evaluation import restored
 
             with console.waiting("making the model"):

@@ -16,6 +16,7 @@ Example:
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pipemesh.data.corruption import MaskedTokens, SpanCorruption
 from pipemesh.data.documents import Document, Spelling, documents_of
 from pipemesh.data.rows import Counts
 from pipemesh.data.sources import Source, parse_sources
@@ -28,7 +29,9 @@ __all__ = [
     "Counts",
     "Document",
     "DocumentBatches",
+    "MaskedTokens",
     "Source",
+    "SpanCorruption",
     "Spelling",
     "documents_of",
     "parse_sources",

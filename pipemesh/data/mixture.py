@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
 from pipemesh.data import packing
+from pipemesh.data.corruption import Corrupt, Corruption
 from pipemesh.data.documents import Spelling, documents_of
 from pipemesh.data.rows import PACKINGS, Counts, PairRows, Rows, Tokens
 from pipemesh.data.sources import Source, digest_of, parse_sources
@@ -24,7 +25,7 @@ from pipemesh.text import nearest_text
 # Rows whose sources are chosen together.
 _BLOCK = 1 << 16
 # Different numbers are drawn for each of these.
-_CHOICES, _ORDERS = 0, 1
+_CHOICES, _ORDERS, _CORRUPTIONS = 0, 1, 1 << 32
 # What rows have, by name.
 _DTYPES = {
     "ids": tf.int32,
@@ -47,12 +48,17 @@ class Mixture:
         rows: the rows of each source.
         weights: the weights of the sources.
         seed: a seed.
+        corrupt: corrupts rows; None for no corruption.
     """
 
     def __init__(
-        self, rows: Sequence[Rows | PairRows], weights: Sequence[float], seed: int
+        self,
+        rows: Sequence[Rows | PairRows],
+        weights: Sequence[float],
+        seed: int,
+        corrupt: Corrupt | None = None,
     ) -> None:
-        self._rows, self._seed = rows, seed % (1 << 64)
+        self._rows, self._seed, self._corrupt = rows, seed % (1 << 64), corrupt
         self._shares = np.cumsum(weights)[:-1] / np.sum(weights)
         # Rows of each source before each block.
         self._before = [np.zeros([len(rows)], np.int64)]
@@ -73,16 +79,18 @@ class Mixture:
 
     def batch(self, step: int, size: int) -> dict[str, np.ndarray]:
         """Returns the rows of a batch, as in `Rows.read`."""
-        places = (self.place(row) for row in range(step * size, (step + 1) * size))
-        found = [self._rows[source].read(number) for source, _, number in places]
+        found: list[Any] = []
+        for row in range(step * size, (step + 1) * size):
+            source, _, number = self.place(row)
+            found.append(self._rows[source].read(number))
+            if self._corrupt is not None:
+                bits = _bits(self._seed, row, _CORRUPTIONS)
+                found[-1] = self._corrupt(found[-1], bits)
         return {name: np.stack([each[name] for each in found]) for name in found[0]}
 
     def _draws(self, kind: int, number: int, count: int) -> np.ndarray:
         # Raw bits are the same in all releases of NumPy, other than its distributions.
-        counter, key = (
-            np.array(words, np.uint64) for words in ([0, 0, number, kind], [self._seed, 0])
-        )
-        return np.random.Philox(counter=counter, key=key).random_raw(count)
+        return _bits(self._seed, number, kind).random_raw(count)
 
     def _new_choice(self, block: int) -> np.ndarray:
         drawn = (self._draws(_CHOICES, block, _BLOCK) >> np.uint64(11)) * 2.0**-53
@@ -91,6 +99,11 @@ class Mixture:
     def _new_order(self, source: int, epoch: int) -> np.ndarray:
         keys = self._draws(_ORDERS + source, epoch, len(self._rows[source]))
         return np.argsort(keys, kind="stable")
+
+
+def _bits(seed: int, number: int, kind: int) -> np.random.Philox:
+    counter, key = (np.array(words, np.uint64) for words in ([0, 0, number, kind], [seed, 0]))
+    return np.random.Philox(counter=counter, key=key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +123,10 @@ class DocumentBatches:
     `source_segment_pos`, too, each [batch_size, source_length]; segment n of a row's source belongs
     to segment n of its target. Longer pairs are left out and counted.
 
+    With a `corruption`, the model restores tokens. Row n is then also corrupted as a function of
+    the seed and n, and every row of a dataset in order always in the same way. Of `SpanCorruption`
+    batches have a source, too, as long as a row, and the target is as long as its data needs.
+
     Attributes:
         sources: files of documents, as `parse_sources` reads them; or a function that returns their
             list, called when it is first needed.
@@ -122,6 +139,7 @@ class DocumentBatches:
         seed: seed of mixture and order; None for all rows in order.
         source_length: number of positions in a row of sources; None for documents that are no
             pairs.
+        corruption: `MaskedTokens` or `SpanCorruption`; None to predict what follows.
 
     Raises:
         DataError: there is no such packing.
@@ -147,11 +165,14 @@ class DocumentBatches:
     seed: int | None = None
     # Notes of checkpoints have it among the digests.
     source_length: int | None = dataclasses.field(default=None, repr=False)
+    corruption: Corruption | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.packing not in PACKINGS:
             near = nearest_text(self.packing, PACKINGS)
             raise DataError(f"packing is {self.packing!r}{near}")
+        if self.source_length is not None and self.corruption is not None:
+            raise DataError("pairs are not corrupted; give source_length or corruption")
 
     def __deepcopy__(self, _: Any) -> DocumentBatches:
         # Copies of params have the digests of the files that were read.
@@ -159,11 +180,15 @@ class DocumentBatches:
 
     def __call__(self) -> tf.data.Dataset:
         """Returns the dataset; raises DataError if the documents cannot be read."""
-        lengths = self.length, self.source_length
+        rows, lengths, corrupt = self._rows(), (self.length, self.source_length), None
+        if self.corruption is not None:
+            corrupt, length = self.corruption.prepared(*self.spelling(), cast("list[Rows]", rows))
+            lengths = (self.length, None) if length is None else (length, self.length)
         if self.seed is None:
-            return _in_order(self._rows(), self.batch_size, *lengths)
+            return _in_order(rows, self.batch_size, *lengths, corrupt)
         weights = [source.weight for source in self._parsed]
-        return _endless(Mixture(self._rows(), weights, self.seed), self.batch_size, *lengths)
+        mixture = Mixture(rows, weights, self.seed, corrupt)
+        return _endless(mixture, self.batch_size, *lengths)
 
     def counts(self) -> list[Counts]:
         """Returns the numbers of documents, tokens and rows of each source."""
@@ -180,6 +205,8 @@ class DocumentBatches:
         }
         if self.source_length is not None:
             found["source_length"] = str(self.source_length)
+        if self.corruption is not None:
+            found["corruption"] = str(self.corruption)
         return found | getattr(self.spelling, "digests", {})
 
     @functools.cached_property
@@ -189,7 +216,8 @@ class DocumentBatches:
     def _rows(self) -> Sequence[Rows | PairRows]:
         digests = tuple(self.digests.items())
         lengths = self.length, self.source_length
-        return _rows_of(self._parsed, self.spelling, lengths, self.packing, digests)
+        shift = 0 if self.corruption else 1
+        return _rows_of(self._parsed, self.spelling, lengths, shift, self.packing, digests)
 
 
 # Training, held-out data and forecasts read the same documents.
@@ -198,6 +226,7 @@ def _rows_of(
     sources: tuple[Source, ...],
     spelling: Any,
     lengths: tuple[int, int | None],
+    shift: int,
     packing: str,
     _digests: Any,
 ) -> Sequence[Rows | PairRows]:
@@ -205,7 +234,7 @@ def _rows_of(
 
     def rows(source: Source) -> Rows | PairRows:
         pairs = source_length is not None
-        tokens = Tokens(documents_of(source, tokenizer, vocab_size, pairs))
+        tokens = Tokens(documents_of(source, tokenizer, vocab_size, pairs), shift)
         if source_length is None:
             return Rows(source.path, tokens, length, packing)
         return PairRows(source.path, tokens, (source_length, length), packing)
@@ -225,14 +254,20 @@ def _endless(
 
 
 def _in_order(
-    rows: Sequence[Rows | PairRows], batch_size: int, length: int, source_length: int | None
+    rows: Sequence[Rows | PairRows],
+    batch_size: int,
+    length: int,
+    source_length: int | None,
+    corrupt: Corrupt | None = None,
 ) -> tf.data.Dataset:
     """Returns all rows of all sources once, in order; the last batch may be smaller."""
     ends = np.cumsum([len(each) for each in rows])
 
     def read(number: np.int64) -> list[Any]:
         source = int(np.searchsorted(ends, number, side="right"))
-        found = rows[source].read(int(number - ends[source]) + len(rows[source]))
+        found: Any = rows[source].read(int(number - ends[source]) + len(rows[source]))
+        if corrupt is not None:
+            found = corrupt(found, _bits(0, int(number), _CORRUPTIONS))
         return [values[np.newaxis] for values in found.values()]
 
     one_by_one = tf.data.Dataset.range(int(ends[-1])).map(_packed(read, 1, length, source_length))

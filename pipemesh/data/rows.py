@@ -4,7 +4,8 @@ Tokens lie in files without names in the folder for temporary files, so a source
 memory. Which documents share a row is decided once; then each row can be read by its number.
 
 A document of n tokens has n - 1 positions: the model reads all but the last token, and predicts all
-but the first. No position sees another document.
+but the first. With a shift of 0 it has n positions, each labelled with its own token. No position
+sees another document.
 """
 
 from __future__ import annotations
@@ -84,12 +85,13 @@ class Tokens:
         starts: int64 [documents + 1], where each document starts.
         ids: int32 [tokens].
         weights: float32 [tokens]; None if all are 1.
-        first: int64 [documents], the number of the first token after the start of each document
-            that counts; the length of the document if there is none.
+        first: int64 [documents], how many positions of each document reach the first token that
+            counts; more than there are if there is none.
         sources: int64 [documents], the number of tokens at the start of each that an encoder reads.
     """
 
-    def __init__(self, documents: Iterable[Document]) -> None:
+    def __init__(self, documents: Iterable[Document], shift: int = 1) -> None:
+        self.shift = shift
         try:
             # They have no names, so nothing is left behind.
             with tempfile.TemporaryFile() as ids, tempfile.TemporaryFile() as weights:
@@ -110,8 +112,8 @@ class Tokens:
             counts = document.weights
             if counts is None:
                 counts = np.ones([number], np.float32)
-            counted = np.flatnonzero(counts[1:])
-            first.append(int(counted[0]) + 1 if len(counted) else number)
+            counted = np.flatnonzero(counts[self.shift :])
+            first.append(int(counted[0]) + 1 if len(counted) else number + 1)
             lengths.append(number)
             sources.append(document.source)
             is_weighted = is_weighted or not (counts == 1).all()
@@ -150,7 +152,8 @@ class Rows:
         if packing == "auto":
             packing = "split" if tokens.weights is None else "whole"
         self._is_split = packing == "split"
-        sizes = np.maximum(np.diff(tokens.starts) - 1, 0)
+        self._shift = tokens.shift
+        sizes = np.maximum(np.diff(tokens.starts) - self._shift, 0)
         last = sizes if self._is_split else np.minimum(sizes, length)
         # A document of which nothing counts takes no place.
         used = np.flatnonzero((tokens.first <= last) & (last > 0))
@@ -195,15 +198,25 @@ class Rows:
         if weights is None:
             return int(last[used].sum())
         return sum(
-            int(np.count_nonzero(weights[starts[d] + 1 : starts[d] + last[d] + 1])) for d in used
+            int(np.count_nonzero(weights[starts[d] + self._shift :][: last[d]])) for d in used
         )
+
+    @property
+    def is_weighted(self) -> bool:
+        """Returns whether not all tokens count alike."""
+        return self._tokens.weights is not None
+
+    def piece_sizes(self) -> Iterator[list[int]]:
+        """Yields the sizes of the pieces of documents in each row."""
+        for row in range(len(self)):
+            yield [number for _, _, number in self._pieces(row)]
 
     def _pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
         """Yields the documents of a row, with the first of their positions and the number."""
         if not self._is_split:
             for document in self._documents[self._first[row] : self._first[row + 1]]:
-                size = int(self._tokens.starts[document + 1] - self._tokens.starts[document]) - 1
-                yield int(document), 0, min(size, self._length)
+                size = int(self._tokens.starts[document + 1] - self._tokens.starts[document])
+                yield int(document), 0, min(size - self._shift, self._length)
             return
         at, end = row * self._length, min((row + 1) * self._length, int(self._ends[-1]))
         index = int(np.searchsorted(self._ends, at, side="right"))
@@ -217,10 +230,10 @@ class Rows:
         """Returns `ids`, `labels`, `weights`, `begins` and `real` of a row, as
         `packing.batch_of` takes them.
         """
-        tokens, found, at = self._tokens, _empty(self._length), 0
+        tokens, found, at = self._tokens, empty_row(self._length), 0
         for document, first, number in self._pieces(row):
             here, begin = slice(at, at + number), int(tokens.starts[document]) + first
-            after = slice(begin + 1, begin + 1 + number)
+            after = slice(begin + self._shift, begin + self._shift + number)
             found["ids"][here] = tokens.ids[begin : begin + number]
             found["labels"][here] = tokens.ids[after]
             found["weights"][here] = 1 if tokens.weights is None else tokens.weights[after]
@@ -230,7 +243,8 @@ class Rows:
         return found
 
 
-def _empty(length: int) -> dict[str, np.ndarray]:
+def empty_row(length: int) -> dict[str, np.ndarray]:
+    """Returns a row of padding."""
     return {
         "ids": np.zeros([length], np.int32),
         "labels": np.zeros([length], np.int32),
@@ -294,7 +308,7 @@ class PairRows:
         """Returns of the targets of a row what `Rows.read` does, and of the sources `source_ids`,
         `source_begins` and `source_real`.
         """
-        tokens, (source, target) = self._tokens, map(_empty, self._lengths)
+        tokens, (source, target) = self._tokens, map(empty_row, self._lengths)
         at, source_at = 0, 0
         for pair in self._pairs[self._first[row] : self._first[row + 1]]:
             begin, end = tokens.starts[pair : pair + 2]

@@ -168,6 +168,8 @@ def _cases():
         yield positions, params, [IDS], dims
     packed = embedding.Copy().Set(positions="learned", dropout_rate=0.3, unused_positions=2)
     yield "packed", packed, [IDS, POSITIONS], ["vocab", "positions"]
+    typed = embedding.Copy().Set(num_types=2, sum_norm_tpl=named.Norm.Params())
+    yield "types", typed, [IDS, None, IDS % 2], ["vocab", "types"]
 
     softmax = named.SoftmaxCrossEntropy.Params().Set(
         input_dim=EMBED, vocab_size=VOCAB, vocab_multiple=2
@@ -177,6 +179,8 @@ def _cases():
     smooth = softmax.Copy().Set(label_smoothing=0.2)
     yield "smoothing", smooth, [X, LABELS, WEIGHTS], ["vocab"]
     yield "z_loss", softmax.Copy().Set(z_loss=0.1), [X, LABELS, WEIGHTS], ["vocab"]
+    scaled = softmax.Copy().Set(logit_scale=0.5)
+    yield "scaled", scaled, [X, LABELS, WEIGHTS], ["vocab"]
     yield "capped", softmax.Copy().Set(logit_cap=1.5), [X, LABELS, WEIGHTS], ["vocab"]
 
     experts = named.Experts.Params().Set(input_dim=EMBED, hidden_dim=4, num_experts=4)
@@ -194,6 +198,7 @@ def _cases():
     yield "experts", mixture, [X, SEGMENTS, None, PADDINGS], dims
     normed = block.Copy().Set(parallel=True, output_norms=True)
     yield "parallel", normed, [X], ["heads", "d_ff"]
+    yield "post_norm", block.Copy().Set(post_norm=True), [X], ["heads", "d_ff"]
     llama = block.Copy().Set(dropout_rate=0.3)
     llama.norm_tpl.kind = "rms"
     llama.attention_tpl.Set(num_kv_heads=2, use_rotary=True, use_bias=False)

@@ -1,5 +1,6 @@
 """Families of models: one module describes each."""
 
+from .bert import BERT
 from .family import Config, Family
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -12,11 +13,13 @@ from .opt import OPT
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .t5 import T5
 
 __all__ = ["FAMILIES", "Config", "Family"]
 
 # By `model_type`.
 FAMILIES = {
+    "bert": BERT,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gpt2": GPT2,
@@ -28,4 +31,5 @@ FAMILIES = {
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "t5": T5,
 }

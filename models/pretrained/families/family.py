@@ -57,6 +57,15 @@ class Config:
         tied: whether the logits use the embedding's table.
         embedding_dropout: dropout rate after the embedding.
         residual_dropout: dropout rate of what is added to the residuals.
+        kind: `decoder`, which predicts the next token; `encoder`, which sees both sides and
+            predicts masked tokens; or `encoder_decoder`.
+        num_decoder_layers: number of blocks of the decoder behind an encoder.
+        token_types: number of types of tokens; 0 for none.
+        relative_buckets: buckets of the bias by distance that all blocks of a side share; 0 for
+            none.
+        relative_max_distance: from this distance on, the last bucket is used.
+        logit_scale: factor of the vectors that logits are computed from.
+        start: the token that starts the target of an encoder-decoder.
         bos: the token that starts a text; None if there is none.
         eos: tokens that end a text.
         notes: lines about differences from `transformers`.
@@ -94,6 +103,13 @@ class Config:
     scaled_embedding: bool = False
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
+    kind: str = "decoder"
+    num_decoder_layers: int = 0
+    token_types: int = 0
+    relative_buckets: int = 0
+    relative_max_distance: int = 128
+    logit_scale: float = 1.0
+    start: int = 0
     bos: int | None = None
     eos: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -122,6 +138,16 @@ class Family:
         head: the matmul of the logits.
         modules: the modules of a block.
         transposed: whether matmuls are `outputs;inputs` in files.
+        decoder_blocks: as `blocks`, of the decoder behind an encoder.
+        decoder_modules: as `modules`, of such a block.
+        ungated: a part of the names of modules, and its replacement in models without gates.
+        memory_norm: the norm of the encoder's outputs.
+        types: the table of token types.
+        embedding_norm: the norm behind the embedding.
+        transform: the matmul before the last norm.
+        copies: names under which a file may repeat the embedding's table.
+        unused: begins the names of tensors that the model does not use.
+        older: ends of names, and those that older files have instead.
         by_head: whether matmuls in one tensor alternate head by head.
         ignored: keys of `config.json` that do not change what the model computes.
     """
@@ -134,6 +160,16 @@ class Family:
     modules: Mapping[str, str]
     positions: str = ""
     head: str = "lm_head"
+    decoder_blocks: str = ""
+    decoder_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ungated: tuple[str, str] = ("", "")
+    memory_norm: str = ""
+    types: str = ""
+    embedding_norm: str = ""
+    transform: str = ""
+    copies: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
     transposed: bool = True
     by_head: bool = False
     ignored: frozenset[str] = frozenset()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import py_utils
 
+from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_flags
 from pipemesh.layers.named.attention import Attention
 from pipemesh.layers.named.feed_forward import Experts, FeedForward
@@ -19,10 +20,12 @@ from pipemesh.layers.named.tally import Tally
 class TransformerBlock(NamedLayer):
     """Attention, then a feed-forward layer, each with normalized inputs and a residual connection.
 
-    With `cross_attention_tpl` there is attention to a memory between them, as in a decoder; the
-    block of an encoder has an `attention_tpl` with `causal=False`. With `parallel` attention and
-    the feed-forward layer take the same inputs (Wang and Komatsuzaki, "GPT-J", 2021). With
-    `output_norms` their outputs are normalized before they are added (Gemma Team, "Gemma 2", 2024).
+    With `post_norm` norms come after the residual connections (Vaswani et al., "Attention Is All
+    You Need", 2017). With `cross_attention_tpl` there is attention to a memory between them, as in
+    a decoder; the block of an encoder has an `attention_tpl` with `causal=False`. With `parallel`
+    attention and the feed-forward layer take the same inputs (Wang and Komatsuzaki, "GPT-J", 2021).
+    With `output_norms` their outputs are normalized before they are added (Gemma Team, "Gemma 2",
+    2024).
     Under the rules `heads:model;d_ff:model` each ends in one all-reduce. With
     `feed_forward_tpl=Experts.Params()` it is a mixture-of-experts block, which also returns the
     balance loss.
@@ -49,6 +52,7 @@ class TransformerBlock(NamedLayer):
         p.Define("dropout_rate", 0.0, "Dropout rate of what is added to the inputs.")
         p.Define("parallel", False, "Whether the feed-forward layer takes the block's inputs.")
         p.Define("output_norms", False, "Whether outputs of the parts are normalized, too.")
+        p.Define("post_norm", False, "Whether sums are normalized, not inputs of the parts.")
         p.Define("norm_tpl", Norm.Params(), "Of all norms.")
         p.Define("attention_tpl", Attention.Params(), "Of the attention.")
         p.Define("cross_attention_tpl", None, "Of the attention to a memory; None for none.")
@@ -59,7 +63,13 @@ class TransformerBlock(NamedLayer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        check_flags(self.params, ["parallel", "output_norms"])
+        p = self.params
+        check_flags(p, ["parallel", "output_norms", "post_norm"])
+        if p.post_norm and (p.parallel or p.output_norms):
+            raise PipelineError(
+                f"{p.name}: post_norm normalizes the sum behind each part, but parallel is "
+                f"{p.parallel} and output_norms {p.output_norms}; set one of the three alone"
+            )
         for name, child in self.ChildParams(self.params).items():
             self.CreateChild(name, child)
 
@@ -101,14 +111,15 @@ class TransformerBlock(NamedLayer):
         summed, balance = x, []
         for name, inputs in self._Inputs(p, tokens, memory).items():
             y = x if p.parallel and name == "feed_forward" else summed
-            for part in (f"{name}_norm", name, f"{name}_output_norm", f"{name}_dropout"):
-                if part not in self.children:
-                    continue
+            for part in _steps(p, name, self.children):
                 own = inputs if part == name else ()
                 y = self.children[part].FProp(theta[part], y, *own)
                 if isinstance(y, tuple):
                     y, *balance = y
             summed = summed + y
+            if p.post_norm:
+                norm = f"{name}_norm"
+                summed = self.children[norm].FProp(theta[norm], summed)
         return (summed, *balance) if balance else summed
 
     @classmethod
@@ -133,9 +144,7 @@ class TransformerBlock(NamedLayer):
         summed, balance = x, []
         for name, inputs in cls._Inputs(p, (ids, *rest), memory).items():
             y = x if p.parallel and name == "feed_forward" else summed
-            for part in (f"{name}_norm", name, f"{name}_output_norm", f"{name}_dropout"):
-                if part not in parts:
-                    continue
+            for part in _steps(p, name, parts):
                 kept = tally.activation_bytes
                 own = inputs if part == name else ()
                 y = cls.CountPart(p, parts[part], tally, y, *own)
@@ -145,4 +154,13 @@ class TransformerBlock(NamedLayer):
                 if isinstance(y, tuple):
                     y, *balance = y
             summed = tally.made(x.shape, x)
+            if p.post_norm:
+                summed = cls.CountPart(p, parts[f"{name}_norm"], tally, summed)
         return (summed, *balance) if balance else summed
+
+
+def _steps(p: Any, name: str, parts: Collection[str]) -> list[str]:
+    """Returns the parts of a residual branch, in order."""
+    before = () if p.post_norm else (f"{name}_norm",)
+    steps = (*before, name, f"{name}_output_norm", f"{name}_dropout")
+    return [step for step in steps if step in parts]

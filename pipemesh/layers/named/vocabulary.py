@@ -123,7 +123,7 @@ POSITIONS = ("none", "sinusoidal", "learned")
 
 
 class Embedding(NamedLayer):
-    """Looks up the vector of each token, adds that of its position, and applies dropout.
+    """Looks up the vector of each token, adds those of its position and type, and applies dropout.
 
     With the rule `vocab:model` each processor has some rows of the table. It looks up the tokens
     among them and has zeros for all others. One all-reduce adds the results. Any number of tokens
@@ -141,6 +141,8 @@ class Embedding(NamedLayer):
         p.Define("positions", "none", "'none', 'sinusoidal' or 'learned'.")
         p.Define("max_length", None, "Number of positions that are learned.")
         p.Define("unused_positions", 0, "Rows of learned positions before the first position's.")
+        p.Define("num_types", 0, "Number of token types, each with a vector; 0 for none.")
+        p.Define("sum_norm_tpl", None, "Of the norm of the sum; None for none.")
         p.Define("dropout_rate", 0.0, "Dropout rate of the sum.")
         return p
 
@@ -155,12 +157,21 @@ class Embedding(NamedLayer):
         if p.positions == "learned":
             check_whole(p.name, "max_length", p.max_length, 1)
         check_whole(p.name, "unused_positions", p.unused_positions, 0)
+        check_whole(p.name, "num_types", p.num_types, 0)
         if p.positions == "sinusoidal" and p.embedding_dim % 2:
             raise PipelineError(
                 f"{p.name}: embedding_dim is {p.embedding_dim}; sinusoidal positions need an even "
                 "one"
             )
-        self.CreateChild("dropout", Dropout.Params().Set(rate=p.dropout_rate))
+        for name, part in self._Last(p).items():
+            self.CreateChild(name, part)
+
+    @classmethod
+    def _Last(cls, p: Any) -> dict[str, Any]:
+        """Returns the params of the parts behind the sum, in order."""
+        norm = p.sum_norm_tpl
+        parts = {} if norm is None else {"norm": norm.Copy().Set(input_dim=p.embedding_dim)}
+        return parts | {"dropout": Dropout.Params().Set(rate=p.dropout_rate)}
 
     @classmethod
     def PaddedDims(cls, p: Any) -> dict[str, int]:
@@ -169,19 +180,24 @@ class Embedding(NamedLayer):
 
     @classmethod
     def NamedWeights(cls, p: Any) -> dict[str, Any]:
-        """Returns `table`, and `positions` if they are learned."""
+        """Returns `table`, `positions` if they are learned, and `types` if there are any."""
         deviation = 1 / math.sqrt(p.embedding_dim) if p.scale_sqrt_depth else 1.0
         init = py_utils.WeightInit.Gaussian(deviation)
         weights = {"table": (f"vocab:{p.vocab_size};embed:{p.embedding_dim}", init)}
         if p.positions == "learned":
             rows = p.max_length + p.unused_positions
             weights["positions"] = (f"positions:{rows};embed:{p.embedding_dim}", init)
+        if p.num_types:
+            weights["types"] = (f"types:{p.num_types};embed:{p.embedding_dim}", init)
         return weights
 
-    def FProp(self, theta: Any, ids: Any, segment_pos: Any = None) -> Tensor:
+    def FProp(
+        self, theta: Any, ids: Any, segment_pos: Any = None, token_types: Any = None
+    ) -> Tensor:
         """Computes the vectors, `batch;length;embed`, of `batch;length` integers.
 
-        Ids outside of the vocabulary have zeros. `segment_pos` are by default positions in the row.
+        Ids outside of the vocabulary have zeros. `segment_pos` are by default positions in the row,
+        and `token_types` 0.
         """
         p = self.params
         table = self.Weight(theta, "table")
@@ -195,7 +211,13 @@ class Embedding(NamedLayer):
             x = x * math.sqrt(p.embedding_dim)
         if p.positions != "none":
             x = x + self._Positions(theta, x, segment_pos)
-        return self.dropout.FProp(theta.dropout, x)
+        if p.num_types:
+            types = tf.zeros(x.shape.sizes[:2], tf.int32) if token_types is None else token_types
+            types = self.Named(types, "batch;length")
+            x = x + ops.gather(self.Weight(theta, "types"), types, "types")
+        for name in self._Last(p):
+            x = self.children[name].FProp(theta[name], x)
+        return x
 
     def _Positions(self, theta: Any, x: Tensor, segment_pos: Any) -> Tensor:
         p, lowering = self.params, x.lowering
@@ -225,7 +247,9 @@ class Embedding(NamedLayer):
         return ops.cast(vectors, py_utils.FPropDtype(p))
 
     @classmethod
-    def CountCosts(cls, p: Any, tally: Tally, ids: Any, segment_pos: Any = None) -> Value:
+    def CountCosts(
+        cls, p: Any, tally: Tally, ids: Any, segment_pos: Any = None, token_types: Any = None
+    ) -> Value:
         """Counts the lookups, whose gradients read the indices."""
         names = whole_names(tally.lowering.rules, "vocab")
         ids = count_whole(tally, ids, "batch;length", tf.int32, names)
@@ -237,7 +261,14 @@ class Embedding(NamedLayer):
             places = tally.made(x.shape.select(*dims.split(";")), ids)
             places = dataclasses.replace(places, differs=segment_pos is not None)
             tally.elementwise(x, tally.gather(weights["positions"], places, "positions"))
-        return cls.CountPart(p, Dropout.Params().Set(rate=p.dropout_rate), tally, x)
+        if p.num_types:
+            types = x.shape.sizes[:2] if token_types is None else token_types
+            types = tally.given(types, "batch;length", tf.int32)
+            types = dataclasses.replace(types, differs=token_types is not None)
+            tally.elementwise(x, tally.gather(weights["types"], types, "types"))
+        for part in cls._Last(p).values():
+            x = cls.CountPart(p, part, tally, x)
+        return x
 
 
 @custom_gradient
@@ -281,6 +312,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         p.Define("norm_tpl", None, "Of the norm of inputs; None for none.")
         p.Define("vocab_multiple", 1, _VOCAB_MULTIPLE)
         p.Define("use_bias", True, "Whether a bias is added to the logits.")
+        p.Define("logit_scale", 1.0, "Factor of inputs behind the norm, and so of products.")
         p.Define("logit_cap", None, "Limit of logits, by tanh; None for none.")
         p.Define(
             "label_smoothing",
@@ -293,6 +325,7 @@ class SoftmaxCrossEntropy(NamedLayer):
             "In training, weight of the squared logarithm of each token's sum of exponentials, "
             "which is added to its cross entropy (Chowdhery et al., PaLM, 2022, section 5).",
         )
+        p.Define("predicts", False, "Whether evaluation returns the most likely tokens, too.")
         return p
 
     def __init__(self, params: Any) -> None:
@@ -301,7 +334,8 @@ class SoftmaxCrossEntropy(NamedLayer):
         check_whole(p.name, "input_dim", p.input_dim, 1)
         check_whole(p.name, "vocab_size", p.vocab_size, 1)
         check_whole(p.name, "vocab_multiple", p.vocab_multiple, 1)
-        check_flags(p, ["use_bias"])
+        check_flags(p, ["use_bias", "predicts"])
+        check_above_zero(p.name, "logit_scale", p.logit_scale)
         if p.logit_cap is not None:
             check_above_zero(p.name, "logit_cap", p.logit_cap, ", or None")
         if not isinstance(p.label_smoothing, int | float) or not 0 <= p.label_smoothing < 1:
@@ -335,6 +369,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         """
         p = self.params
         x = self.Named(x, "batch;length;embed")
+        x = x if p.logit_scale == 1 else x * p.logit_scale
         names = whole_names(x.lowering.rules, "vocab")
         dims = [*whole_dims("batch;length", names), "vocab"]
         (logits,) = products(x, [self.Weight(theta, "w")], [dims], names)
@@ -348,7 +383,8 @@ class SoftmaxCrossEntropy(NamedLayer):
 
         Returns:
             The weighted sum of cross entropies, with `z_loss` in training, the sum of the weights,
-            and the cross entropy of each label, `batch;length`: all float32. Inside
+            and the cross entropy of each label, `batch;length`: all float32. With `predicts`, in
+            evaluation also the most likely token at each place, `batch;length` int32. Inside
             `cache_scope` labels are ignored, and the result is the logits of the next token in
             each row, `batch;vocab` float32.
         """
@@ -373,7 +409,18 @@ class SoftmaxCrossEntropy(NamedLayer):
         each = ops.rename(xent, split_names(names))
         if p.z_loss and not self.do_eval:
             xent = xent + total * total * p.z_loss
-        return ops.reduce_sum(xent * weights), ops.reduce_sum(weights), each
+        found = ops.reduce_sum(xent * weights), ops.reduce_sum(weights), each
+        if not (p.predicts and self.do_eval):
+            return found
+        likely = ops.argmax(self._WithoutPadding(logits), "vocab")
+        return *found, ops.rename(likely, split_names(names))
+
+    def _WithoutPadding(self, logits: Tensor) -> Tensor:
+        """Returns logits that are -inf behind those of the vocabulary."""
+        number = self.params.vocab_size
+        if logits.shape["vocab"].size == number:
+            return logits
+        return with_rows_outside(logits, "vocab", 0, number, -math.inf)
 
     def _Next(self, theta: Any, x: Any, last: Any) -> Tensor:
         """Returns the logits of the token after `last` in each row, `batch;vocab`."""
@@ -399,7 +446,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         places = labels.slices
         if logits.shape["vocab"].size != number:
             # So padding has no probability, and is no label.
-            logits = with_rows_outside(logits, "vocab", 0, number, -math.inf)
+            logits = self._WithoutPadding(logits)
             places = lowering.map(lambda at: tf.where(at < number, at, -1), places)
         greatest = extreme(logits, ["vocab"], "max")
         start, _ = local_start(lowering, logits.shape["vocab"])
@@ -422,6 +469,7 @@ class SoftmaxCrossEntropy(NamedLayer):
         own = cls.CountedWeights(p, tally)
         names = whole_names(tally.lowering.rules, "vocab")
         rows = whole_dims("batch;length", names)
+        x = x if p.logit_scale == 1 else tally.made(x.shape, x)
         (logits,) = tally.products(x, [own["w"]], [[*rows, "vocab"]], names)
         if p.use_bias:
             tally.elementwise(logits, own["b"])

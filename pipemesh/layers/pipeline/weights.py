@@ -152,25 +152,50 @@ def with_given_weights(owner: str, tied: Any, params: Sequence[Any]) -> list[Any
             )
         _parse(owner, source)
     names: list[str] = []
-    changed = [_changed(p, tied_by_layer, names) for p in params]
+    changed = [_changed(owner, p, tied_by_layer, names) for p in params]
     for layer in tied_by_layer:
         _check_known(owner, layer, names)
     return changed
 
 
 def _changed(
-    p: Any, tied_by_layer: Mapping[str, list[str]], names: list[str], prefix: str = ""
+    owner: str,
+    p: Any,
+    tied_by_layer: Mapping[str, list[str]],
+    names: list[str],
+    prefix: str = "",
 ) -> Any:
     """Returns params whose layers do not make what they are given; adds all layers' `names`."""
     if is_stage(p):
         p = p.Copy()
-        p.sub = [_changed(sub, tied_by_layer, names, p.variable_name_prefix) for sub in p.sub]
+        p.sub = [
+            _changed(owner, sub, tied_by_layer, names, p.variable_name_prefix) for sub in p.sub
+        ]
         return p
     name = prefix + p.name
     names.append(name)
     if name in tied_by_layer and issubclass(p.cls, NamedLayer):
-        p = p.Copy().Set(given_weights=tuple(tied_by_layer[name]))
+        p = p.Copy()
+        for path in tied_by_layer[name]:
+            part = _part(owner, p, path, lambda p, child: getattr(p, f"{child}_tpl", None))
+            weight = path.rpartition(".")[2]
+            part.given_weights = (*part.given_weights, weight)
     return p
+
+
+def _part(owner: str, layer: Any, path: str, child_of: Callable[[Any, str], Any]) -> Any:
+    """Returns the part of a layer, or of its params, that has the weight of a path."""
+    *parts, weight = path.split(".")
+    for name in parts:
+        part = child_of(layer, name)
+        if part is None:
+            kind = getattr(layer, "cls", type(layer)).__name__
+            raise PipelineError(
+                f"{owner}: tied_weights: a {kind} has no part {name!r} for {path!r} to take or "
+                f"give {weight!r}; name its template without '_tpl', such as 'attention'"
+            )
+        layer = part
+    return layer
 
 
 def tie_weights(
@@ -194,7 +219,11 @@ def tie_weights(
                 f"the one's stage are the mesh '{meshes[to]}', of the other's '{meshes[of]}', so "
                 "it cannot be cut alike; put both into stages of equal homes"
             )
-        taker.ShareWeight(name, giver, weight)
+        taker, giver = (
+            _part(owner, layer, path, lambda layer, child: layer.children.get(child))
+            for layer, path in ((taker, name), (giver, weight))
+        )
+        taker.ShareWeight(name.rpartition(".")[2], giver, weight.rpartition(".")[2])
 
 
 def _leaves(layer: Any) -> Iterator[Any]:
@@ -206,13 +235,14 @@ def _leaves(layer: Any) -> Iterator[Any]:
 
 
 def _parse(owner: str, text: Any) -> tuple[str, str]:
-    layer, dot, weight = text.rpartition(".") if isinstance(text, str) else ("", "", "")
-    if not (layer and dot and weight):
+    """Returns the name of a layer of the stack, and the path of a weight in it."""
+    layer, _, path = text.partition(".") if isinstance(text, str) else ("", "", "")
+    if not (layer and all(path.split("."))):
         raise PipelineError(
             f"{owner}: tied_weights has {text!r}; write the name of a layer, a dot, and that of "
-            "its weight, such as 'embedding.table'"
+            "its weight, such as 'embedding.table', or 'block.attention.relative_bias'"
         )
-    return layer, weight
+    return layer, path
 
 
 def _check_known(owner: str, name: str, names: Sequence[str]) -> None:

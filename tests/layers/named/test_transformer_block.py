@@ -18,7 +18,7 @@ MEMORY = value_of("memory", [2, 7, 8])
 MEMORY_SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1], [3, 3, 3, 5, 5, 5, 5]], np.int32)
 
 
-def plain(w, parallel=False, causal=True):
+def plain(w, parallel=False, causal=True, post_norm=False):
     def norm(x, name):
         if f"{name}.scale" not in w:
             return x
@@ -27,22 +27,24 @@ def plain(w, parallel=False, causal=True):
         return x * (1 + w[f"{name}.scale"]) + w[f"{name}.bias"]
 
     def attention(x, name, sight, memory=None, segments=None):
-        y = norm(x, f"{name}_norm")
+        y = x if post_norm else norm(x, f"{name}_norm")
         q, k, v = (
             tf.einsum("btd,dnh->btnh", z, w[f"{name}.w_{part}"]) + w[f"{name}.b_{part}"]
             for part, z in zip("qkv", (y, *[y if memory is None else memory] * 2), strict=True)
         )
         y = plain_attention(q / np.sqrt(2), k, v, SEGMENTS, sight=sight, key_segments=segments)
         y = tf.einsum("btnh,nhd->btd", y, w[f"{name}.w_out"]) + w[f"{name}.b_out"]
-        return x + norm(y, f"{name}_output_norm")
+        x = x + norm(y, f"{name}_output_norm")
+        return norm(x, f"{name}_norm") if post_norm else x
 
     x = attention(X, "attention", Sight(causal))
     if not causal:
         x = attention(x, "cross_attention", Sight(False), MEMORY, MEMORY_SEGMENTS)
-    y = norm(X if parallel else x, "feed_forward_norm")
+    y = x if post_norm else norm(X if parallel else x, "feed_forward_norm")
     y = tf.nn.relu(y @ w["feed_forward.w_in"] + w["feed_forward.b_in"])
     y = y @ w["feed_forward.w_out"] + w["feed_forward.b_out"]
-    return x + norm(y, "feed_forward_output_norm")
+    x = x + norm(y, "feed_forward_output_norm")
+    return norm(x, "feed_forward_norm") if post_norm else x
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,13 @@ def test_results_and_gradients_are_those_of_plain_tensorflow(parallel, output_no
     found = run(params, [X, SEGMENTS], "data:2;model:2")
     assert ("attention_output_norm.scale" in found.shapes) == output_norms
     found.assert_plain(lambda w: plain(w, parallel))
+
+
+def test_norms_may_come_behind_the_residuals():
+    found = run(PARAMS.Copy().Set(post_norm=True), [X, SEGMENTS], "data:2;model:2")
+    found.assert_plain(lambda w: plain(w, post_norm=True))
+    with pytest.raises(PipelineError, match=r"parallel is True .* set one of the three alone"):
+        run(PARAMS.Copy().Set(post_norm=True, parallel=True), [X])
 
 
 @pytest.mark.parametrize("output_norms", [False, True])

@@ -205,6 +205,7 @@ def test_the_gradient_is_the_sum_of_both_uses():
         (["named_head.w"], PipelineError, r"is \['named_head.w'\]; it is a dict such as"),
         ({"named_head": "x.y"}, PipelineError, r"has 'named_head'; write the name of a layer, a"),
         ({"named_haed.w": "x.y"}, PipelineError, r"'named_haed', of which there are 0; did you"),
+        ({"named_head.part.w": "x.y"}, PipelineError, r"has no part 'part' for 'part.w' to"),
         ({"named_head.v": "x.y"}, ShapeError, r"'named_head' has no weight 'v' to be given"),
         ({"named_head.w": "fc.w"}, PipelineError, r"'fc', a FCLayer, but only layers with named"),
         (

@@ -8,6 +8,12 @@ from safetensors.numpy import save_file
 
 from models.pretrained import config, names
 
+# A plan of a pipeline of two stages, each split over two devices.
+SPLIT = {
+    "mesh": "layers:2;model:2",
+    "layout": "heads:model;d_ff:model;vocab:model",
+    "num_microbatches": "2",
+}
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 24,
@@ -106,6 +112,43 @@ OPT = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 24,
+    "max_position_embeddings": 16,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "type_vocab_size": 3,
+    "layer_norm_eps": 0.02,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+T5 = {
+    "model_type": "t5",
+    "vocab_size": 24,
+    "d_model": 16,
+    "d_kv": 6,
+    "d_ff": 12,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 10,
+    "layer_norm_epsilon": 0.02,
+    "dropout_rate": 0.0,
+    "is_encoder_decoder": True,
+    "eos_token_id": None,
+}
+# Version 1.1.
+GATED_T5 = T5 | {
+    "num_decoder_layers": None,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
 KINDS = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -120,6 +163,9 @@ KINDS = {
     "gpt_neox": GPT_NEOX,
     "serial gpt_neox": SERIAL_NEOX,
     "opt": OPT,
+    "bert": BERT,
+    "t5": T5,
+    "gated t5": GATED_T5,
 }
 
 

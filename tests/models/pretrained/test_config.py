@@ -21,6 +21,7 @@ from tests.models.pretrained import small
 
 GPT2, LLAMA = {"model_type": "gpt2"}, {"model_type": "llama"}
 QWEN2, MIXTRAL = {"model_type": "qwen2"}, {"model_type": "mixtral"}
+BERT, T5 = {"model_type": "bert"}, {"model_type": "t5"}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8,
@@ -128,7 +129,7 @@ def test_tokens_beyond_the_vocabulary_play_no_part(tmp_path):
         (LLAMA | {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*; it is finite"),
         (LLAMA | {"rope_scaling": {"rope_type": []}}, r"rope_type is \[\]; supported are default"),
         ({"model_type": "lama"}, "model_type is 'lama'.*llama"),
-        ({"model_type": "bert"}, "model_type is 'bert'.*gpt2.*llama"),
+        ({"model_type": "albert"}, "model_type is 'albert'.*bert.*llama"),
         (GPT2 | {"n_layer": 0}, "n_layer is 0; it is a whole number from 1 to"),
         (GPT2 | {"n_layer": "12"}, "n_layer is '12'; it is a whole number"),
         (GPT2 | {"n_embd": 10, "n_head": 4}, "n_embd is 10, which n_head 4 does not divide"),
@@ -174,6 +175,15 @@ def test_tokens_beyond_the_vocabulary_play_no_part(tmp_path):
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before is False; n"),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim is 512; vectors"),
         ({"model_type": "opt", "layerdrop": 0.1}, "layerdrop is 0.1; no block is skipped"),
+        (BERT | {"is_decoder": True}, "is_decoder is True; a token sees both sides"),
+        (BERT | {"position_embedding_type": "relative_key"}, "relative_key'; each position"),
+        (BERT | {"tie_word_embeddings": False}, "tie_word_embeddings is False; logits use the"),
+        (BERT | {"is_encoder_decoder": True}, "is_encoder_decoder is True; the type of the"),
+        (BERT | {"embedding_size": 64}, "embedding_size is 64, but this type of model has no"),
+        (T5 | {"is_encoder_decoder": False}, "is_encoder_decoder is False; .* may be true"),
+        (T5 | {"feed_forward_proj": "gated-relu"}, "feed_forward_proj is 'gated-relu'; there are"),
+        (T5 | {"dense_act_fn": "gelu"}, "dense_act_fn is 'gelu'; feed_forward_proj is 'relu'"),
+        (T5 | {"tie_encoder_decoder": True}, "tie_encoder_decoder is True; both sides have"),
         # In `transformers`, too, null is no default.
         (GPT2 | {"n_layer": None}, "n_layer is None; it is a whole number from 1 to"),
         (GPT2 | {"scale_attn_weights": None}, "scale_attn_weights is None; .* may be true"),
@@ -245,6 +255,44 @@ def test_every_number_there_is_one_here(model):
     for name, parts in names.by_ours(weights):
         experts = [weight.expert for weight in parts]
         assert experts in ([None], list(range(parts[0].shape[0]))), name
+
+
+def test_a_side_of_t5_has_one_bias_by_distance():
+    t5 = config.of_values(small.T5)
+    biases = [w.name for w in names.weights_of(t5) if "relative_bias" in w.name]
+    one, other = (f"cell_{cell:03d}.attention.relative_bias" for cell in (1, 4))
+    assert biases == [f"language_model/{name.replace('.', '/')}/var" for name in (one, other)]
+    assert names.tied_of(t5) == {
+        "cell_007.w": "cell_000.table",
+        "cell_003.table": "cell_000.table",
+        "cell_002.attention.relative_bias": one,
+        "cell_005.attention.relative_bias": other,
+        "cell_006.attention.relative_bias": other,
+    }
+    # Newer files call version 1.1 tied, and note apart that it does not scale.
+    newer = T5 | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    for values in (newer, T5 | {"tie_word_embeddings": False}):
+        found = of_values(values)
+        assert not found.tied and found.logit_scale == 1
+    assert of_values(T5).tied and of_values(T5).logit_scale == 512**-0.5
+
+
+def test_bert_has_older_names_and_heads_of_other_objectives():
+    bert = config.of_values(small.BERT)
+    weights = names.weights_of(bert)
+    there = [weight.theirs for weight in weights]
+    older = [
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        )
+        for name in there
+    ]
+    assert older != there
+    spare = ["bert.pooler.dense.weight", "cls.seq_relationship.bias"]
+    copies = ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias"]
+    found = names.as_in([*older, *spare, *copies, "bert.embeddings.position_ids"], weights, bert)
+    assert [weight.theirs for weight in found] == older
+    assert names.unused_in([*there, *spare], bert) == spare
 
 
 def test_heads_stand_where_products_there_have_them():
@@ -357,6 +405,17 @@ def test_a_batch_that_does_not_divide_is_told_by_the_flag():
     values = {"num_microbatches": "16"}
     with pytest.raises(PlanError, match=r"num_microbatches=16: a batch of 8 .* --batch_size$"):
         RegisteredModel(model, "Gpt2", values)
+
+
+def test_stages_are_cut_for_the_length_of_targets():
+    """Targets of spans are short, those of pairs as long as their sources."""
+    cut = []
+    for rate in (0.15, 0.0):
+        model = params.T5()
+        model.CONFIG, model.CORRUPTION_RATE = of_values(T5 | {"num_layers": 4}), rate
+        cut.append(len(params.stages_of(model)[0].sub))
+    # The embedding and four blocks of the encoder come first.
+    assert cut[0] < 6 <= cut[1]
 
 
 def test_there_is_data_to_judge_by_where_there_is_text():

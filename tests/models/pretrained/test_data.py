@@ -27,11 +27,7 @@ TEMPLATE = """
 """
 PLANS = {
     "plain": {},
-    "split": {
-        "mesh": "layers:2;model:2",
-        "layout": "heads:model;d_ff:model;vocab:model",
-        "num_microbatches": "2",
-    },
+    "split": small.SPLIT,
     "pipeline": {"mesh": "layers:2", "schedule": "zb_h1", "num_microbatches": "2"},
 }
 WORDS = small.WORDS[2:]
