@@ -140,8 +140,7 @@ class TranslationTiny(TranslationParams):
 
     VOCAB_SIZE = 1500
     MODEL_DIM, HIDDEN_DIM, NUM_HEADS, NUM_LAYERS = 128, 512, 4, 2
-    SEQUENCE_LENGTH, BATCH_SIZE, NUM_STEPS = 64, 16, 400
-    DROPOUT_PROB = 0.2
+    SEQUENCE_LENGTH, BATCH_SIZE, NUM_STEPS = 64, 16, 600
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=2)
 
 
