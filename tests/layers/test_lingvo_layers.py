@@ -111,5 +111,6 @@ def test_lingvos_translator_equals_the_plain_model(bounds, options):
     wanted = run_tf1(stack_of(translator_layers(), bounds, pipelined=False), inputs)
     params = stack_of(translator_layers(), bounds, num_micro_batches=2, schedule="gpipe", **options)
     found = run_tf1(params, inputs, num_devices=len(bounds) - 1)
-    found.assert_close(wanted, rtol=1e-4, atol=1e-5)
-    assert {name.split("/")[1] for name in found.grads} >= {"s0", "s1"}
+    # The bias of keys has no gradient but round-off.
+    found.assert_close(wanted, rtol=1e-4, atol=5e-5)
+    assert {name.split("/")[0] for name in found.grads} == {f"layer{i}" for i in range(4)}
