@@ -83,7 +83,6 @@ def lingvos_weights(initial, batches):
         if variable.trainable:
             variable.assign(initial[variable.name])
 
-    @tf.function(autograph=False)
     def train(batch):
         with py_utils.GradientTape(persistent=True), py_utils.GlobalStepContext(step):
             metrics, _ = task.FPropTower(task.theta, batch)

@@ -385,8 +385,11 @@ def run_loop(loop: TimeLoop, arguments: Arguments, captures: Captures, span: Spa
                 grads = loop.backward(values, captured, kept, Results(*parts))
             # They depend on the states over time, which are constants here.
             known = {i: grad for i, grad in enumerate(grads) if grad is not None}
-            sources = [x for x in (*d_results, *tensors) if is_differentiable(x)]
+            given = [x for x in (*d_results, *tensors) if isinstance(x, tf.Tensor)]
+            sources = [x for x in given if is_differentiable(x)]
             instead = "loop over time by tf.while_loop"
+            if not known:
+                return grads
             found = first_only([*known.values()], sources, "Recurrent", instead)
             return _spread(found, [*known], len(grads))
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import types
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_batches_read_before_a_failure_are_trained_on(eagerly, tmp_path, monkeyp
     with pytest.raises(TrainingError, match=r"shapes \[\[8, 4\], .*use --steps_per_call=1"):
         trainer.train_steps(2)
     assert trainer.step == 3
-    monkeypatch.setattr(watch, "_current", object())
+    monkeypatch.setattr(watch, "_current", types.SimpleNamespace(stages={}))
     with pytest.raises(TrainingError, match="--steps_per_call=4: steps on workers are watched"):
         Trainer(RegisteredModel(small_models.PlainPoints(), "Points"), options)
 
