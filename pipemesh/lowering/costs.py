@@ -56,7 +56,8 @@ class Costs:
 
     The gradient counts when a tape records the operation: as the forward pass once more for each
     operand with a gradient, which is exact for products. Operations that no tape sees when they are
-    made have a forward pass only, as in graphs of TensorFlow 1 and in bodies of `tf.while_loop`.
+    made have a forward pass only, as in graphs of TensorFlow 1, and what bodies of `tf.while_loop`
+    compute from loop variables.
 
     Attributes:
         mesh: the mesh.
@@ -206,7 +207,12 @@ class Costs:
         return sum(touched for _, _, touched in self.work.values())
 
     def same_flops(self, axis: str) -> int:
-        """Returns those flops of one device that all devices along an axis compute alike."""
+        """Returns those flops of one device that all devices along an axis compute alike.
+
+        Raises:
+            MeshError: there is no such axis.
+        """
+        self.mesh.check_axis(axis)
         return sum(flops for (axes, _, _), (_, flops, _) in self.work.items() if axis not in axes)
 
     def clear(self) -> None:
