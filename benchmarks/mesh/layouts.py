@@ -166,7 +166,7 @@ def compare(network: str, mesh_text: str, rounds: int, count: int) -> dict[str, 
     hand = [rules for rules in hand if {dim for dim, _ in rules.rules} <= dims]
     others = [rules for rules, _ in found.table[1:]]
     # Axes of one length are interchangeable.
-    chosen = [rules for rules in [found.rules, *others] if first_rows(rules)][:count]
+    chosen = [found.rules, *filter(first_rows, others)][:count]
     chosen += random.Random(0).sample(others, min(2, len(others)))
     every = {str(rules): rules for rules in [*chosen, *hand]}
     steps = {text: step_of(network, mesh, rules) for text, rules in every.items()}

@@ -261,6 +261,11 @@ def _of_mpi(folder: str) -> tuple[str, ...]:
             "for each job, as `pipemesh worker --announce=FOLDER` under mpirun"
         )
     own, limit = mpi_rank(), time.monotonic() + _MPI_SECONDS
+    if own == (0, 1):
+        raise DeviceError(
+            f"mpi:{folder}: mpirun has started this client alone; start its workers in the same "
+            "job, as in `mpirun -n 1 pipemesh train ... : -n 4 pipemesh worker ...`"
+        )
     while True:
         names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
         found = {int(m[1]): m for name in names if (m := _ANNOUNCED.fullmatch(name))}

@@ -62,9 +62,12 @@ def layers_pricing(
         )
     params = named_layers(layers)
 
-    def counted(mesh: Mesh, rules: LayoutRules, replicas: int = 1) -> list[Meta]:
-        devices = [""] * mesh.num_devices
-        with lowering_scope(PlacementLowering(mesh, rules, devices)):
+    def counted(
+        mesh: Mesh, rules: LayoutRules, replicas: int = 1, costs: Costs | None = None
+    ) -> list[Meta]:
+        lowering = PlacementLowering(mesh, rules, [""] * mesh.num_devices)
+        lowering.costs = costs or lowering.costs
+        with lowering_scope(lowering):
             try:
                 return layer_metas(params, *(_rows(shape, replicas) for shape in shapes))
             except PartitionError as error:
@@ -103,10 +106,9 @@ def layers_pricing(
         weight_dims.update(meta.weight_dims)
         for name, sizes in meta.dims.items():
             dims.setdefault(name, set()).update(sizes)
-    # With an axis for each dim, all of size 1, the axes of the counts are dims.
-    alone = Mesh(tuple((dim, 1) for dim in dims))
-    work = Costs(alone)
-    for meta in counted(alone, LayoutRules(tuple((dim, dim) for dim in dims))):
+    # Of layers that nothing splits: rules, even over axes of size 1, add work to some.
+    work = Costs(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
+    for meta in counted(Mesh(()), LayoutRules(), costs=work):
         _include(work, meta)
     least = least_seconds(work.work, mesh, machine)
 
@@ -140,7 +142,9 @@ def _include(costs: Costs, meta: Meta) -> None:
     if meta.communication is not None:
         costs.include(meta.communication)
     else:
-        costs.add_work("layer", [], Work(int(meta.flops), 0, gradients=2))
+        # Replicas have their own rows of it.
+        divided = [BATCH] if costs.by_dims else []
+        costs.add_work("layer", divided, Work(int(meta.flops), 0, gradients=2))
 
 
 def _include_gradients(costs: Costs, axis: str, replicas: int, weights: int, fetched: int) -> None:

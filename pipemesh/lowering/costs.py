@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from pipemesh.backend.gradients import is_recorded
-from pipemesh.mesh import Mesh
+from pipemesh.mesh import Mesh, TensorLayout
 from pipemesh.plan.machine import Key
 from pipemesh.text import columns
 
@@ -56,7 +56,8 @@ class Costs:
 
     The gradient counts when a tape records the operation: as the forward pass once more for each
     operand with a gradient, which is exact for products. Operations that no tape sees when they are
-    made have a forward pass only, as in graphs of TensorFlow 1 and in bodies of `tf.while_loop`.
+    made have a forward pass only, as in graphs of TensorFlow 1, and what bodies of `tf.while_loop`
+    compute from loop variables.
 
     Attributes:
         mesh: the mesh.
@@ -65,6 +66,8 @@ class Costs:
         transfers: calls and bytes of whole tensors that enter or leave the mesh under placement, by
             `"import"` or `"export"` and pass. They count the bytes between the first device and all
             others. They belong to no axis and are not in the table.
+        by_dims: whether work counts by the dims of tensors instead, of a mesh that has an axis for
+            each; for a program that nothing splits.
 
     Example:
         >>> costs = Costs(Mesh.from_text("data:2;model:4"))
@@ -84,6 +87,7 @@ class Costs:
     rows: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
     work: dict[Key, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
     transfers: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
+    by_dims: bool = False
     _times: int = 1
 
     @contextlib.contextmanager
@@ -152,6 +156,10 @@ class Costs:
             calls, flops, touched = map(sum, zip(before, added, strict=True))
             self.work[key] = calls, flops, touched
 
+    def dividing(self, layout: TensorLayout) -> tuple[str, ...]:
+        """Returns the axes, or dims, by which the work on a tensor counts."""
+        return layout.shape.names if self.by_dims else layout.split_axes
+
     def _ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in self.mesh.axis_names if axis in axes)
 
@@ -199,7 +207,12 @@ class Costs:
         return sum(touched for _, _, touched in self.work.values())
 
     def same_flops(self, axis: str) -> int:
-        """Returns those flops of one device that all devices along an axis compute alike."""
+        """Returns those flops of one device that all devices along an axis compute alike.
+
+        Raises:
+            MeshError: there is no such axis.
+        """
+        self.mesh.check_axis(axis)
         return sum(flops for (axes, _, _), (_, flops, _) in self.work.items() if axis not in axes)
 
     def clear(self) -> None:
@@ -288,7 +301,7 @@ def operation(name: str, tensors: Sequence[Any], is_arithmetic: bool = True) -> 
     finally:
         _open.operation = None
     if made.costs is not None:
-        axes = [axis for tensor in tensors for axis in tensor.split_axes]
+        axes = [axis for tensor in tensors for axis in made.costs.dividing(tensor.layout)]
         made.costs.add_work(name, axes, *made.functions)
 
 

@@ -102,10 +102,13 @@ def program_pricing(
             raise ShapeError(f"the program has no input {name!r}{nearest_text(name, shapes)}")
     named = {name: as_shape(shape, name) for name, shape in shapes.items()}
 
-    def traced(mesh: Mesh, rules: LayoutRules) -> tuple[_OneProcessor, int]:
+    def traced(
+        mesh: Mesh, rules: LayoutRules, costs: Costs | None = None
+    ) -> tuple[_OneProcessor, int]:
         """Returns the lowering of a traced step, and the bytes that a processor holds."""
         with tf.Graph().as_default() as graph:
             lowering = _OneProcessor(mesh, rules)
+            lowering.costs = costs or lowering.costs
             inputs: dict[str, Tensor] = {}
             for name, shape in named.items():
                 sizes = lowering.tensor_layout(shape).slice_shape
@@ -123,12 +126,13 @@ def program_pricing(
                 held += _kept(graph.get_operations(), number)
         return lowering, held
 
-    # With an axis for each dim, all of size 1, the axes of the counts are dims.
     found, _ = traced(Mesh(()), LayoutRules())
     dims = found.dims
-    alone = Mesh(tuple((dim, 1) for dim in dims))
-    whole, _ = traced(alone, LayoutRules(tuple((dim, dim) for dim in dims)))
-    least = least_seconds(whole.costs.work, mesh, machine)
+    # Of the program that nothing splits: rules, even over axes of size 1, add work to some
+    # operations, so that a bound from it would be too high.
+    whole = Costs(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
+    traced(Mesh(()), LayoutRules(), whole)
+    least = least_seconds(whole.work, mesh, machine)
 
     def price(rules: LayoutRules) -> Price:
         lowering, held = traced(mesh, rules)
@@ -138,8 +142,8 @@ def program_pricing(
     def least_price(decided: Axes) -> Price:
         return Price(least(decided))
 
-    sizes = {dim: dims[dim] for dim in by_work(whole.costs.work, dims)}
-    return Pricing(mesh, sizes, price, least_price, _meeting(whole.costs))
+    sizes = {dim: dims[dim] for dim in by_work(whole.work, dims)}
+    return Pricing(mesh, sizes, price, least_price, _meeting(whole))
 
 
 def _meeting(costs: Costs) -> set[frozenset[str]]:

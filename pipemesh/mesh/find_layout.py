@@ -189,15 +189,17 @@ def _nothing(
 ) -> str:
     if table:
         rules, price = min(table, key=lambda pair: pair[1].memory)
+        way = "give" if is_best else "not all were priced: give a longer search,"
         return (
             f"no layout on mesh '{pricing.mesh}' fits into {memory:,.0f} bytes a processor, of "
-            f"{len(table)} that were priced; '{rules}' needs least, {price.memory:,.0f}; give more "
-            "memory or a larger mesh"
+            f"{len(table)} that were priced; '{rules}' needs least, {price.memory:,.0f}; {way} "
+            "more memory or a larger mesh"
         )
     if memory is not None and not refused and is_best:
         return (
             f"no layout on mesh '{pricing.mesh}' fits into {memory:,.0f} bytes a processor: its "
             "weights alone need more; give more memory or a larger mesh"
         )
-    reason = next(iter(refused.values()), "none was priced within the limits of the search")
-    return f"no layout can split the program over mesh '{pricing.mesh}': {reason}"
+    reason = next(iter(refused.values()), "none was priced")
+    tried = "" if is_best else " that was tried within the limits of the search"
+    return f"no layout{tried} can split the program over mesh '{pricing.mesh}': {reason}"

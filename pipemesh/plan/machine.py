@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pipemesh.errors import PlanError
 from pipemesh.mesh import Mesh
 from pipemesh.mesh.find_layout import Axes
-from pipemesh.plan.network import Link, Network
+from pipemesh.plan.network import Link, Network, reduced_bytes
 
 # The axes, the primitive or operation, and the pass.
 Key = tuple[tuple[str, ...], str, str]
@@ -95,13 +95,19 @@ class Machine:
         self, mesh: Mesh, axes: Iterable[str], primitive: str, calls: int, sent: float
     ) -> float:
         """Returns the seconds of some calls of a primitive along axes."""
-        axes = list(axes)
+        axes = [axis for axis in axes if mesh.size(axis) > 1]
+        members, sent = math.prod(map(mesh.size, axes)), sent / max(calls, 1)
         link = self.network
         if isinstance(link, Network):
             # The first and the last member of a group.
-            link = link.link(1 + sum(mesh.stride(axis) * (mesh.size(axis) - 1) for axis in axes))
-        members = math.prod(map(mesh.size, axes))
-        return calls * link.collective(primitive, members, sent / max(calls, 1))
+            reach = 1 + sum(mesh.stride(axis) * (mesh.size(axis) - 1) for axis in axes)
+            stride = min(map(mesh.stride, axes), default=1)
+            # With equal distances between neighbours, each host first adds what its members have.
+            is_row = members > 1 and reach == 1 + stride * (members - 1)
+            if primitive == "all_reduce" and is_row and sent:
+                return calls * link.all_reduce(members, stride, reduced_bytes(members, sent))
+            link = link.link(reach)
+        return calls * link.collective(primitive, members, sent)
 
 
 def least_seconds(

@@ -87,9 +87,14 @@ class Link:
         if members == 1 or not sent:
             return 0.0
         if primitive == "all_reduce":
-            return self.all_reduce(members, sent * members / (members - 1) / 2)
+            return self.all_reduce(members, reduced_bytes(members, sent))
         steps = 1 if primitive == "permute" else members - 1
         return steps * self.seconds(sent / steps)
+
+
+def reduced_bytes(members: int, sent: float) -> float:
+    """Returns the bytes of a member's input of an all-reduce in which it sends so many."""
+    return sent * members / (members - 1) / 2
 
 
 @dataclasses.dataclass(frozen=True)

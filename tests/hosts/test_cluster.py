@@ -148,6 +148,9 @@ def test_missing_workers_of_mpi_are_an_error(monkeypatch, tmp_path):
     as_rank(monkeypatch, "PMI_", 1, 2)
     with pytest.raises(DeviceError, match="workers of several jobs, of 2 and 3 processes; give"):
         Cluster.from_text(f"mpi:{tmp_path}")
+    as_rank(monkeypatch, "PMI_", 0, 1)
+    with pytest.raises(DeviceError, match="mpirun has started this client alone; start its"):
+        Cluster.from_text(f"mpi:{tmp_path}/other")
 
 
 def test_kubernetes_needs_a_package(monkeypatch):

@@ -49,6 +49,19 @@ def test_the_found_layout_is_the_best_of_those_written_by_hand():
         assert found.price.seconds <= price(rules).seconds
 
 
+@pytest.mark.parametrize("speed", [{"flops": 1e15, "bandwidth": 1e9}, {"flops": 1e9}])
+def test_no_layout_of_layers_is_below_its_bound(speed):
+    """A layer without named dims has the rows of its replica."""
+    dense = lingvo_layers.FCLayer.Params().Set(input_dim=WIDTH, output_dim=WIDTH)
+    shape, mesh = tshape.Shape([ROWS, LENGTH, WIDTH]), Mesh.from_text("data:2;model:2")
+    machine = Machine(**speed, network=Link(0.0, 1e15))
+    program = layers_pricing(mesh, [dense, *layers()], machine, shape)
+    for text in ("", "batch:data", "d_ff:model", "batch:data;heads:model;d_ff:model", "embed:data"):
+        rules = LayoutRules.from_text(text)
+        least = program.least({dim: rules.axis(dim) for dim in program.sizes})
+        assert least.seconds <= program.price(rules).seconds * (1 + 1e-9)
+
+
 def test_memory_decides_for_split_weights():
     free = find_layout(pricing("data:4"))
     limit = 0.95 * free.price.memory

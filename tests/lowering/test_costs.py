@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops as framework
 from tensorflow.python.profiler.internal import flops_registry  # noqa: F401
 
+from pipemesh.errors import MeshError
 from pipemesh.lowering import Cores, PlacementLowering, ops
 from pipemesh.lowering.costs import Costs, Work
 from pipemesh.lowering.simd.collectives import TpuLowering
@@ -126,6 +127,8 @@ def test_work_without_a_rule_is_the_same_everywhere():
     # Only the loss is not split over `b`.
     assert 0 < costs.same_flops("b") < 0.5 * costs.flops
     assert counted("dense", "x:a;h:b").same_flops("a") == 0
+    with pytest.raises(MeshError, match="'c'"):
+        costs.same_flops("c")
 
 
 def test_gradients_of_products_are_as_many_flops_again():

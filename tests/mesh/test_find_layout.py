@@ -112,6 +112,8 @@ def test_an_ended_search_says_that_it_may_not_be_best():
     ("options", "message"),
     [
         ({"memory": 10}, "no layout on mesh .* fits into 10 bytes .* needs least, "),
+        ({"most": 1}, "no layout that was tried .* can split the program"),
+        ({"memory": 10, "most": 9}, "not all were priced: give a longer search, more memory"),
         ({"fixed": "io:row"}, "names axis 'row'.*did you mean 'rows'"),
         ({"fixed": "oi:rows"}, "names dim 'oi', which no tensor has"),
     ],

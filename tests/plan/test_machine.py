@@ -45,11 +45,30 @@ def test_what_is_sent_takes_what_the_links_need(primitive):
     assert seconds["rows",] == pytest.approx(6e6 / 1e9, rel=0.02)
 
 
-def test_an_axis_that_goes_over_hosts_is_as_slow_as_they_are():
+@pytest.mark.parametrize(
+    ("mesh", "axes", "members", "stride"),
+    [
+        ("rows:2;cols:4", "rows cols", 8, 1),
+        ("rows:2;cols:4", "rows", 2, 4),
+        ("all:8", "all", 8, 1),
+        # Every second group lies on two hosts.
+        ("rows:4;cols:3", "cols", 3, 1),
+    ],
+)
+def test_sums_over_hosts_have_the_networks_price(mesh, axes, members, stride):
+    network = Network(4, FAST, SLOW)
+    row = {(tuple(axes.split()), "all_reduce", "forward"): (2, 2 * 1000)}
+    (_, found) = Machine(1e9, network=network).parts(Counted(row), Mesh.from_text(mesh)).values()
+    assert found == pytest.approx(
+        2 * network.all_reduce(members, stride, 1000 * members / (members - 1) / 2)
+    )
+
+
+def test_what_else_goes_over_hosts_is_as_slow_as_they_are():
     machine = Machine(1e9, network=Network(4, FAST, SLOW))
-    row = {(("rows", "cols"), "all_reduce", "forward"): (1, 1000)}
+    row = {(("rows", "cols"), "all_gather", "forward"): (1, 1000)}
     found = machine.parts(Counted(row), MESH)["rows+cols"]
-    assert found == SLOW.collective("all_reduce", 8, 1000)
+    assert found == SLOW.collective("all_gather", 8, 1000)
 
 
 SETS = st.lists(

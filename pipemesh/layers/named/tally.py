@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PartitionError
 from pipemesh.lowering.arguments import dim_names
-from pipemesh.lowering.costs import FORWARD, Work
+from pipemesh.lowering.costs import FORWARD, Costs, Work
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.ops.convolution import (
     Kept,
@@ -83,7 +83,8 @@ class Tally:
         self.weight_dims: set[str] = set()
         self.lowering = lowering
         self._counting = _Counting(lowering.mesh, lowering.rules)
-        self.costs = self._counting.costs
+        given = lowering.costs
+        self.costs = self._counting.costs = Costs(given.mesh, by_dims=given.by_dims)
         self._rules = lowering.rules
         self._mesh = lowering.mesh
         self._kept: dict[Value, int] = {}
@@ -92,7 +93,7 @@ class Tally:
     def flops(self) -> int:
         """Returns the flops of products in the forward pass, each computed once in all."""
         return sum(
-            flops * math.prod(map(self._mesh.size, axes))
+            flops * math.prod(map(self.costs.mesh.size, axes))
             for (axes, operation, direction), (_, flops, _) in self.costs.work.items()
             if operation in PRODUCTS and direction == FORWARD
         )
@@ -175,7 +176,8 @@ class Tally:
         if flops is None:
             flops = max(math.prod(tensor.shape.as_list()) for tensor in tensors)
         gradients = sum(value.has_gradient for value in operands) if result.has_gradient else 0
-        axes = [axis for value in operands for axis in self._axes(value)]
+        layouts = [self._rules.tensor_layout(value.shape, self._mesh) for value in operands]
+        axes = [axis for layout in layouts for axis in self.costs.dividing(layout)]
         self.costs.add_work(operation, axes, Work(flops, num_bytes(tensors), gradients))
 
     def elementwise(self, *values: Value) -> tuple[str, ...]:
