@@ -267,7 +267,8 @@ class KerasLayer(NamedLayer):
     def _checked_call(self, theta: Any, *args: Any) -> Any:
         """Calls the layer, and checks that it has outputs alone."""
         outputs, changed, penalties = self._call(theta, *args)
-        name, kind = self.params.name, with_article(type(self._layer).__name__)
+        name = self.params.name
+        kind = with_article(getattr(self._layer, "kind", type(self._layer).__name__))
         if changed and not self.do_eval:
             raise PipelineError(
                 f"{name}: {kind} updates {next(iter(changed))!r} "
@@ -293,7 +294,9 @@ class KerasLayer(NamedLayer):
         """
         requested = py_utils.FPropDtype(self.params)
         supported = tf.as_dtype(self._layer.compute_dtype)
-        if requested != supported:
+        # Parts of a mixed model cast their weights themselves, if they get them as they are.
+        whole_weights = tf.as_dtype(self._layer.variable_dtype)
+        if requested != supported and (self._layer.autocast or requested != whole_weights):
             raise PipelineError(
                 f"{self.params.name}: the layer computes in {supported.name}, but fprop_dtype is "
                 f"{requested.name}; make it with dtype='mixed_{requested.name}', or set its "

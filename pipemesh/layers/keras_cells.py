@@ -20,6 +20,7 @@ from pipemesh.backend.keras_models import (
 )
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
+from pipemesh.layers.feature_extraction import is_stage
 from pipemesh.layers.foreign_layers import KerasLayer
 from pipemesh.layers.keras_dims import paths_of
 
@@ -49,6 +50,10 @@ class _Cell:
     gives: tuple[int, ...] = ()
     # The model's own nesting of the results, of the last cell.
     nesting: Any = None
+    # The model's own dtype policy: Keras's global one may change before the cell is made.
+    policy: Any = None
+    # Whether the last cell hands on masks, after the results.
+    gives_masks: bool = False
 
     def __call__(self) -> Any:
         """Makes the layer, as `KerasLayer` does."""
@@ -94,7 +99,7 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
     cells: list[_Cell] = []
     for call in calls:
         if not cells or getattr(call.operation, "weights", ()):
-            cells.append(_Cell([], not cells))
+            cells.append(_Cell([], not cells, policy=made.dtype_policy))
         cells[-1].calls.append(call)
     if not cells:
         raise PipelineError(f"model {made.name!r} has no layer; give one that computes something")
@@ -132,6 +137,30 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
             f"are {', '.join('/'.join(path) for path in paths_of(made.variables))}"
         )
     return layers
+
+
+def masked_stack(stack: Any) -> tuple[Any, Any]:
+    """Returns a stack of `keras_layers` that also returns its outputs' masks, and their nesting.
+
+    The nesting is None, and the stack the same, if no output has a mask.
+    """
+    layers = stack.cell_tpl[-1].sub if stack.cell_tpl and is_stage(stack.cell_tpl[-1]) else []
+    cell = getattr(layers[-1], "layer", None) if layers else None
+    if not isinstance(cell, _Cell):
+        return stack, None
+    if all(mask_of(output) is None for output in keras.tree.flatten(cell.nesting)):
+        return stack, None
+    stack = stack.Copy()
+    stack.cell_tpl[-1].sub[-1].layer = dataclasses.replace(cell, gives_masks=True)
+    return stack, cell.nesting
+
+
+def with_masks(nesting: Any, results: Sequence[Any]) -> Any:
+    """Nests the results of a stack as a model does. The second half are masks."""
+    half = len(results) // 2
+    pairs = zip(results[:half], results[half:], strict=True)
+    masked = [value if mask is None else with_mask(value, mask) for value, mask in pairs]
+    return keras.tree.pack_sequence_as(nesting, masked)
 
 
 def _functional(model: Any) -> Any:
@@ -231,12 +260,17 @@ class _Part(keras.Layer):
     """The layers of a cell. Tensors come and go with their masks."""
 
     def __init__(self, cell: _Cell) -> None:
-        super().__init__(name="part")
+        # Its layers cast what they get, each to a dtype of its own.
+        super().__init__(name="part", dtype=cell.policy, autocast=False)
         self._takes, self._gives, self._nesting = cell.takes, cell.gives, cell.nesting
-        self._is_first = cell.is_first
+        self._is_first, self._gives_masks = cell.is_first, cell.gives_masks
         self._parts = [call.operation for call in cell.calls]
+        self.kind = " and ".join(dict.fromkeys(type(part).__name__ for part in self._parts))
         self._calls = [(call.args, call.kwargs, call.outputs) for call in cell.calls]
-        self.built = True
+        self.supports_masking = self.built = True
+
+    def compute_mask(self, *_: Any) -> None:
+        """Leaves the masks that the layers give."""
 
     def call(self, *values: Any, training: Any = None) -> Any:
         """Calls the layers one after the other."""
@@ -257,7 +291,7 @@ class _Part(keras.Layer):
             results = keras.tree.flatten(part(*_filled(args, value), **options))
             known.update(zip(outputs, results, strict=True))
         results = [known[number] for number in self._gives]
-        if self._nesting is not None:
+        if self._nesting is not None and not self._gives_masks:
             return keras.tree.pack_sequence_as(self._nesting, results)
         return (*results, *map(mask_of, results))
 

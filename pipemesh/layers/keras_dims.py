@@ -39,10 +39,10 @@ def weight_shapes(
             dims = tuple(dim_names(patterns[pattern])) if patterns[pattern] else ()
             unused.discard(pattern)
         sizes = variable.shape
-        if dims and len(dims) != len(sizes):
+        if dims and not len(dims) == len(set(dims)) == len(sizes):
             raise ShapeError(
                 f"{owner}: dims names the weight {path!r} of sizes {list(sizes)} {';'.join(dims)!r}"
-                f"; give {len(sizes)} names"
+                f"; give {len(sizes)} names, all different"
             )
         dims = dims or tuple(f"{NAMELESS}{number}" for number in range(len(sizes)))
         shapes.append(Shape.of(**dict(zip(dims, sizes, strict=True))))
@@ -143,12 +143,14 @@ def paths_of(variables: Sequence[Any]) -> list[list[str]]:
     renumbered = []
     for path in (variable.path.split("/") for variable in variables):
         new: list[str] = []
-        for part in path[:-1]:
+        # Keras numbers unnamed weights too.
+        unnamed = re.fullmatch(r"variable(_\d+)?", path[-1])
+        for part in path if unnamed else path[:-1]:
             known = siblings.setdefault(tuple(new), {})
             if part not in known:
                 base = re.sub(r"_\d+$", "", part)
                 wanted = [base, *(f"{base}_{number}" for number in range(1, len(known) + 1))]
                 known[part] = next(name for name in wanted if name not in known.values())
             new.append(known[part])
-        renumbered.append([*new, path[-1]])
+        renumbered.append(new if unnamed else [*new, path[-1]])
     return renumbered

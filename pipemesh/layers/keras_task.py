@@ -15,6 +15,7 @@ from pipemesh import randomness
 from pipemesh.errors import PipelineError
 from pipemesh.layers.dataset_input import as_batch
 from pipemesh.layers.foreign_layers import KerasLayer
+from pipemesh.layers.keras_cells import masked_stack, with_masks
 from pipemesh.layers.step_seed import step_of_call, whole_batch_randomness
 
 _ACCURACY = ("accuracy", "acc")
@@ -220,7 +221,8 @@ class KerasTask(base_model.BaseTask):
         if p.stack is not None:
             if p.model is not None:
                 raise PipelineError(f"{p.name}: model and stack are both set; give one of them")
-            self.CreateChild("stack", p.stack)
+            stack, self._nesting = masked_stack(p.stack)
+            self.CreateChild("stack", stack)
             return
         self.CreateChild(
             "model", WholeBatchLayer.Params().Set(layer=p.model, input_shapes=p.input_shapes)
@@ -231,6 +233,8 @@ class KerasTask(base_model.BaseTask):
         inputs = _plain(self._part(as_batch(input_batch), "inputs"))
         if self.params.stack is not None:
             outputs = self.stack.FProp(theta.stack, *keras.tree.flatten(inputs))
+            if self._nesting is not None:
+                outputs = with_masks(self._nesting, outputs)
             return py_utils.NestedMap(outputs=outputs, penalty=tf.zeros([]))
         outputs, penalty = self.model.FProp(theta.model, inputs)
         return py_utils.NestedMap(outputs=outputs, penalty=penalty)

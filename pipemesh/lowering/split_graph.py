@@ -19,7 +19,7 @@ from pipemesh.backend.graphs import (
     gradient_owner,
     needed_operations,
 )
-from pipemesh.backend.operation_kinds import EFFECTS
+from pipemesh.backend.operation_kinds import DRAWS_WITH_STATE, EFFECTS
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import PipelineError
 from pipemesh.lowering.lowering import Lowering, Slices
@@ -100,6 +100,12 @@ class SplitGraph:
                     f"{self._name}: {operation.name!r} is a {operation.type} operation, which "
                     "checks or prints a tensor that is split; leave it out of the layer, or the "
                     "rules that split it"
+                )
+            if operation.type in DRAWS_WITH_STATE:
+                raise PipelineError(
+                    f"{self._name}: {operation.name!r} is a {operation.type} operation, which "
+                    "draws other numbers on each device; draw them by a keras.random.SeedGenerator "
+                    "of the layer, as keras.layers.Dropout does"
                 )
         inner = [captured for _, captured in graph.captures]
         arguments = [t for t in graph.inputs if not any(t is captured for captured in inner)]
@@ -257,11 +263,10 @@ class SplitGraph:
     def _passed_on(self, operation: tf.Operation, inputs: Sequence[_Value]) -> list[_Value]:
         """Returns the inputs of an operation that stands for a custom gradient.
 
-        A gradient that TensorFlow or Keras defines is that of the operations before it, which are
-        differentiated instead.
+        Some are the gradient of the operations before it, which are differentiated instead.
         """
         owner = gradient_owner(operation)
-        if owner is not None and not owner.startswith(("tensorflow.", "keras.")):
+        if owner is not None and not owner.startswith(_TRUE_GRADIENTS):
             raise PipelineError(
                 f"{self._name}: {operation.name!r} has a custom gradient, of {owner}, which knows "
                 "whole tensors alone; leave it out of the layer, or the rules that split it"
@@ -476,7 +481,9 @@ class SplitGraph:
         kept = [None if dim in dims else axis for dim, axis in enumerate(value.axes)]
         axes = kept if keeps else [axis for dim, axis in enumerate(kept) if dim not in dims]
         summed = [axis for dim, axis in enumerate(value.axes) if axis and dim in dims]
-        if summed and operation.type not in ("Sum", "Mean"):
+        # A mean of integers is rounded once.
+        sums = ("Sum", "Mean") if value.dtype.is_floating else ("Sum",)
+        if summed and operation.type not in sums:
             return None
         run = functools.partial(copied_operation, operation)
         if summed and operation.type == "Mean":
@@ -490,6 +497,9 @@ class SplitGraph:
         if terms is None:
             return None
         *operands, result = terms
+        if any(len(set(term)) < len(term) for term in terms):
+            # A diagonal, which is in no slice alone.
+            return None
         # The axis of each letter. Two letters may claim one axis: that of the larger operand, often
         # a weight in a small test and the activations in a large model, keeps it.
         letters: dict[str, str] = {}
@@ -670,6 +680,12 @@ def _terms(operation: tf.Operation, inputs: Sequence[_Value]) -> list[str] | Non
 
 
 _Rule = Callable[[SplitGraph, tf.Operation, list[_Value]], "list[_Value] | None"]
+# Owners of custom gradients that save memory, and equal that of the operations. Others need not: a
+# gradient may pass through rounding.
+_TRUE_GRADIENTS = (
+    "tensorflow.python.ops.nn_impl.swish",
+    "tensorflow.python.ops.custom_gradient.recompute_grad",
+)
 _ELEMENTWISE = """
     Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BiasAdd Cast Ceil CheckNumerics Cos
     Cosh Digamma Div DivNoNan Elu Equal Erf Erfc Exp Expm1 Floor FloorDiv FloorMod Greater

@@ -231,8 +231,9 @@ def test_dims_gives_weights_other_names():
         ({"query": "a;b"}, PipelineError, "dims has 'query', which matches no weight; the"),
         ({"dense/kernel": "a"}, ShapeError, r"dense/kernel' of sizes \[8, 16\] 'a'; give 2 names"),
         ({"dense/bias": "d_ff", "": "x"}, ShapeError, "give 2 names"),
+        ({"dense/kernel": "a;a"}, ShapeError, "'a;a'; give 2 names, all different"),
     ],
-    ids=["unused", "number", "everything"],
+    ids=["unused", "number", "everything", "twice"],
 )
 def test_wrong_dims_say_what_to_give(eagerly, dims, error, text):
     with pytest.raises(error, match=text):
@@ -252,19 +253,66 @@ def test_a_constraint_of_a_split_weight_is_an_error():
     assert split(layer.Set(dims={"kernel": ""}), X)[2] == ["bias"]
 
 
-class Flip(keras.layers.Layer):
+class Function(keras.layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
     def call(self, x):
-        @tf.custom_gradient
-        def flip(x):
-            return tf.identity(x), lambda grad: -grad
-
-        return flip(x)
+        return self.function(x)
 
 
-def test_a_custom_gradient_of_whole_tensors_is_an_error():
-    layer = wrapped("flip", lambda: keras.Sequential([keras.layers.Dense(12), Flip()]))
-    with pytest.raises(PipelineError, match=r"named_flip: .* has a custom gradient, of .*flip"):
+def behind_dense(name, function):
+    """A function of 16 features, which are split."""
+    return wrapped(
+        name,
+        lambda: keras.Sequential(
+            [keras.Input([4, 8], 8), keras.layers.Dense(16), Function(function)]
+        ),
+        (),
+    )
+
+
+@tf.custom_gradient
+def flip(x):
+    return tf.identity(x), lambda grad: -grad
+
+
+@pytest.mark.parametrize(
+    ("function", "owner"),
+    [(flip, "flip"), (tf.grad_pass_through(tf.round), "tensorflow.*_grad_pass_through_op")],
+    ids=["own", "tensorflow"],
+)
+def test_a_custom_gradient_of_whole_tensors_is_an_error(function, owner):
+    layer = behind_dense("flip", function)
+    with pytest.raises(PipelineError, match=rf"named_flip: .* has a custom gradient, of .*{owner}"):
         split(layer, X)
+
+
+def test_random_numbers_with_state_are_an_error():
+    layer = behind_dense("noise", lambda x: x + tf.random.uniform([8, 4, 16]))
+    with pytest.raises(PipelineError, match=r"RandomUniform operation.* keras.random.SeedGenerato"):
+        split(layer, X)
+
+
+@pytest.mark.filterwarnings("ignore:.*join a split tensor")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.einsum("abii->abi", tf.reshape(x, [8, 4, 4, 4])),
+        lambda x: x * tf.cast(tf.reduce_mean(tf.cast(9 * x, tf.int32), 2, True), tf.float32),
+        tf.nn.silu,
+    ],
+    ids=["diagonal", "integers", "silu"],
+)
+def test_operations_across_a_split_dim_equal_the_whole(function):
+    layer = behind_dense("across", function)
+    results, grads, cut, _ = split(layer, X)
+    plain, plain_grads, *_ = split(layer, X, size=1)
+    assert cut == ["bias", "kernel"]
+    np.testing.assert_allclose(results[0], plain[0], 1e-4, 1e-5)
+    for weight, grad in grads.items():
+        np.testing.assert_allclose(grad, plain_grads[weight], 1e-4, 1e-4, err_msg=weight)
 
 
 def test_a_loop_is_an_error():
@@ -324,9 +372,8 @@ def model_with_skips():
 def test_a_model_is_taken_apart_and_computes_the_same():
     model = model_with_skips()
     layers = keras_layers(model)
-    assert [layer.name for layer in layers] == ["table", "dense", "dense_1", "last"] or len(
-        layers
-    ) == 4
+    first, *_, last = [layer.name for layer in layers]
+    assert (len(layers), first, last) == (4, "table", "last")
     extra = RNG.normal(size=[2, 5, 6]).astype(np.float32)
     wanted = model({"ids": IDS, "extra": extra})
     stack = PipeliningLayer.Params().Set(
@@ -403,3 +450,51 @@ def test_a_task_of_a_stack_has_the_loss_of_the_model(eagerly):
     )
     with pytest.raises(PipelineError, match="model and stack are both set"):
         KerasTask.Params().Set(name="t", stack=stack, model=model, **settings).Instantiate()
+
+
+def test_the_loss_of_a_stack_leaves_out_what_a_mask_does(eagerly):
+    ids = keras.Input([5], dtype="int32")
+    x = keras.layers.Embedding(8, 6, mask_zero=True)(ids)
+    model = keras.Model(ids, keras.layers.Dense(3, "softmax")(keras.layers.LayerNormalization()(x)))
+    batch = py_utils.NestedMap(inputs=tf.constant(IDS % 3), labels=tf.constant(IDS % 2))
+    stack = stack_of(keras_layers(model), [0, 1, 3])
+    settings = {"name": "task", "loss": "sparse_categorical_crossentropy"}
+    with executing(True, "layers:2;model:2 vocab:model"):
+        task = KerasTask.Params().Set(stack=stack, **settings).Instantiate()
+        loss, weight = task.FPropTower(task.theta, batch)[0].loss
+    y = model(batch.inputs)
+    losses = keras.losses.sparse_categorical_crossentropy(batch.labels, y).numpy()
+    assert float(weight) == np.sum(IDS % 3 != 0) < IDS.size
+    np.testing.assert_allclose(loss, np.mean(losses[IDS % 3 != 0]), 1e-5)
+
+
+def test_a_mixed_model_in_parts_keeps_its_float32_layers(eagerly):
+    dense = keras.layers.Dense
+    model = keras.Sequential(
+        [
+            keras.Input([8]),
+            dense(16, dtype="mixed_bfloat16"),
+            dense(16, dtype="float32"),
+            dense(3, dtype="float32"),
+        ]
+    )
+    model.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+    with executing(True, "layers:2"):
+        stack = stack_of(keras_layers(model), [0, 1, 3]).Instantiate()
+        y = stack.FPropDefaultTheta(tf.constant(X[:, 0]))
+    np.testing.assert_allclose(y, model(X[:, 0]), 1e-5, 1e-6)
+
+
+class Scale(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],))
+
+    def call(self, x):
+        return x * self.scale
+
+
+def test_unnamed_weights_are_numbered_within_the_model(eagerly):
+    for _ in range(2):
+        layer = KerasLayer.Params().Set(name="scale", layer=Scale, input_shapes=[[None, 2]])
+        with py_utils.VariableStore():
+            assert list(layer.Instantiate().vars) == ["variable"]
