@@ -70,7 +70,9 @@ def _files(path: str) -> Iterator[tuple[str, bytes]]:
     if os.path.isdir(path):
         for folder, _, files in sorted(os.walk(path)):
             for name in sorted(files):
-                if _PATH.search(whole := os.path.join(folder, name)):
+                whole = os.path.join(folder, name)
+                # A link may lead nowhere.
+                if _PATH.search(whole) and os.path.isfile(whole):
                     with open(whole, "rb") as file:
                         yield whole, file.read()
         return
@@ -85,8 +87,9 @@ def _files(path: str) -> Iterator[tuple[str, bytes]]:
         raise DataError(f"{path!r} is neither a folder nor a Debian package ({why})") from error
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         for member in archive:
-            file = archive.extractfile(member) if _PATH.search(member.name) else None
-            if file is not None:
+            # A link may lead out of the package.
+            is_catalogue = member.isfile() and _PATH.search(member.name)
+            if is_catalogue and (file := archive.extractfile(member)):
                 yield member.name, file.read()
 
 
@@ -108,12 +111,15 @@ def pairs_of(
 
 
 def english(catalogues: Catalogues) -> Catalogues:
-    """Returns the ids of messages as their texts."""
+    """Returns the ids of messages as their texts; plurals have no id of their own."""
 
-    def text(key: Any) -> str:
-        return (key if isinstance(key, str) else key[0]).rpartition(_CONTEXT)[2]
+    def texts(keys: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+        for key in keys:
+            text, form = (key, 0) if isinstance(key, str) else key
+            if not form:
+                yield key, text.rpartition(_CONTEXT)[2]
 
-    return {name: {key: text(key) for key in found} for name, found in catalogues.items()}
+    return {name: dict(texts(found)) for name, found in catalogues.items()}
 
 
 def split(

@@ -16,7 +16,7 @@ from pipemesh.data.sources import rows_of
 from pipemesh.errors import DataError
 
 from ..one_billion_word.corpus import Sentences
-from ..one_billion_word.vocabulary import train_vocabulary
+from ..one_billion_word.vocabulary import Vocabulary, train_vocabulary
 from ..pretrained import tokenizer
 from ..pretrained.tokenizer import SENTENCEPIECE, Tokenizer
 
@@ -78,9 +78,16 @@ class LearnedSpelling:
 
 
 def read(folder: str, size: int) -> Tokenizer:
-    """Returns the tokenizer in a folder; raises DataError if there is none."""
+    """Returns the tokenizer in a folder; raises DataError if there is none of so many tokens."""
     config: Any = types.SimpleNamespace(bos=BOS, eos=(EOS,), vocab_size=size)
     found = tokenizer.load(folder, config)
     if found is None:
         raise DataError(f"{folder!r} has no {SENTENCEPIECE}, which training writes there")
+    with open(os.path.join(folder, SENTENCEPIECE), "rb") as file:
+        number = Vocabulary(file.read()).size
+    if number != size:
+        raise DataError(
+            f"{SENTENCEPIECE} in {folder!r} has {number} pieces, but the model has {size} tokens; "
+            f"set --vocab_size={number}, or remove the file before a new run"
+        )
     return found

@@ -96,9 +96,9 @@ def parse_sources(text: str) -> tuple[Source, ...]:
 
 
 def _split(table: dict[str, Any]) -> dict[str, Any]:
-    """Splits `a.en+a.de`, unless it is the name of a file."""
+    """Splits `a.en+a.de`, unless it is the name of a file or a pattern of some."""
     path, plus, completions = table["path"].partition("+")
-    is_whole = not plus or path.startswith(TFDS) or os.path.exists(table["path"])
+    is_whole = not plus or path.startswith(TFDS) or glob.glob(table["path"], recursive=True)
     return table if is_whole else {**table, "path": path, "completions": completions}
 
 
@@ -158,6 +158,13 @@ def _source(table: Mapping[str, Any], text: str) -> Source:
         if name not in FIELDS:
             near = nearest_text(name, FIELDS)
             raise DataError(f"{text!r}: a document has no field {name!r}{near}")
+    if table.get("completions"):
+        unused = [name for name in ("format", "fields", "data_dir") if table.get(name)]
+        if unused or path.startswith(TFDS):
+            raise DataError(
+                f"{text!r}: completions of {path!r} are for two files of lines, which have no "
+                f"{' or '.join(unused) or 'dataset'}; leave one of them out"
+            )
     if table.get("format") and table["format"] not in FORMATS:
         near = nearest_text(table["format"], FORMATS)
         raise DataError(f"{text!r}: {path!r} has the format {table['format']!r}{near}")
@@ -180,6 +187,11 @@ def paths_of(source: Source) -> list[str]:
         is_pattern = glob.has_magic(source.path)
         why = "matches no file" if is_pattern else "cannot be read (No such file or directory)"
         raise DataError(f"data {source.path!r} {why}; give the path of a file with documents")
+    if source.completions is not None and len(found) > 1:
+        raise DataError(
+            f"data {source.path!r} matches {len(found)} files, but {source.completions!r} has the "
+            "completions of one; give a source for each file"
+        )
     return found
 
 

@@ -110,6 +110,25 @@ def test_a_table_has_two_columns(tmp_path):
         list(rows_of(parse_sources(f"{tmp_path}/a.tsv")[0]))
 
 
+def test_a_plus_may_be_part_of_a_pattern(tmp_path):
+    for name in ("c++1.tsv", "c++2.tsv"):
+        (tmp_path / name).write_text("a\tb\n")
+    (source,) = parse_sources(f"{tmp_path}/c++*.tsv")
+    assert source.completions is None and len(list(rows_of(source))) == 2
+
+
+def test_two_files_are_two_files_of_lines(tmp_path):
+    for name in ("a1", "a2", "b"):
+        (tmp_path / name).write_text("x\n")
+    (source,) = parse_sources(f"{tmp_path}/a?+{tmp_path}/b")
+    with pytest.raises(DataError, match=r"matches 2 files, but '.*b' has the completions of one"):
+        list(rows_of(source))
+    table = tmp_path / "sources.toml"
+    table.write_text('[[source]]\npath = "a1"\ncompletions = "b"\nformat = "jsonl"\n')
+    with pytest.raises(DataError, match=r"two files of lines, which have no format; leave one"):
+        parse_sources(str(table))
+
+
 def batches(folder, seed=None, **changes):
     return DocumentBatches(
         f"{folder}/pairs.tsv",

@@ -54,11 +54,22 @@ def test_messages_of_one_id_are_a_pair(folder, tmp_path):
         catalogues.write([str(folder)], "de", "xx", str(tmp_path / "to"), 60)
 
 
+def test_a_plural_is_no_translation_of_a_singular(tmp_path):
+    for language, forms in (("de", ("Datei", "Dateien")), ("fr", ("fichier", "fichiers"))):
+        write(tmp_path, language, {("file", "files"): forms})
+    german, french = catalogues.read(str(tmp_path), ("de", "fr")).values()
+    assert list(catalogues.pairs_of(catalogues.english(german), german)) == [("file", "Datei")]
+    both = [("Datei", "fichier"), ("Dateien", "fichiers")]
+    assert list(catalogues.pairs_of(german, french)) == both
+
+
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed")
 def test_a_debian_package_has_the_same_pairs(folder, tmp_path):
     root = tmp_path / "package"
     shutil.copytree(folder / "de", root / "usr/share/locale/de")
     shutil.copytree(folder / "fr", root / "usr/share/locale/fr")
+    # A link into another package.
+    (root / "usr/share/locale/de/LC_MESSAGES/link.mo").symlink_to("../../xx/LC_MESSAGES/other.mo")
     (root / "DEBIAN").mkdir()
     (root / "DEBIAN" / "control").write_text(
         "Package: a\nVersion: 1\nArchitecture: all\nMaintainer: a\nDescription: a\n"

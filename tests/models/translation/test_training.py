@@ -144,6 +144,8 @@ def test_what_a_translator_cannot_do_is_an_error(run, tmp_path, monkeypatch):
         evaluate.heldout_pairs(config)
     line = program.refused("score", f"--logdir={folder}", "--prompt=the")
     assert "score is for models that continue texts, and the checkpoint is of a transl" in line
+    with pytest.raises(DataError, match=r"has 290 pieces, but the model has 300 tokens; set --vo"):
+        LearnedSpelling(str(folder), 300, "a.tsv")()
     os.rename(folder / "tokenizer.model", tmp_path / "tokenizer.model")
     try:
         with pytest.raises(DataError, match=r"has checkpoints, but no tokenizer\.model, which"):
