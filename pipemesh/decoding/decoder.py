@@ -31,7 +31,7 @@ class Decoder:
         groups: number of groups at a time.
         length: maximum number of tokens of a prompt and its continuation together.
         vocab_size: ids must be below it.
-        source_length: maximum number of tokens of a source. Prompts are `SourcePrompt`s then; None
+        source_length: maximum number of tokens of a source. Each prompt is a `SourcePrompt` then; None
             for models that continue their prompts.
         seed: the seed of drawn tokens. A token depends on it, on the prompt's number and on its
             position, but not on the plan or on other prompts.
@@ -111,7 +111,7 @@ class Decoder:
         """Continues prompts, and yields each when it is complete.
 
         Args:
-            prompts: the ids of each prompt; `SourcePrompt`s if the model reads a source.
+            prompts: the ids of each prompt; a `SourcePrompt` each if the model reads a source.
             max_tokens: maximum number of tokens to add to each.
 
         Yields:

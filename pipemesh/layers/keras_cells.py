@@ -73,7 +73,7 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
     inputs one by one, in the order of `model.inputs`. The last one returns what the model returns.
 
     The weights begin with the values that they have in the model. The model keeps these: its layers
-    are called with the weights of the `KerasLayer`s instead.
+    are called with the weights of these layers instead.
 
     Args:
         model: a functional or sequential model that knows its input shape, or a function that
