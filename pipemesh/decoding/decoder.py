@@ -31,7 +31,7 @@ class Decoder:
         groups: number of groups at a time.
         length: maximum number of tokens of a prompt and its continuation together.
         vocab_size: ids must be below it.
-        source_length: maximum number of tokens of a source. Each prompt is a `SourcePrompt` then; None
+        source_length: maximum number of tokens of a source. A prompt is a `SourcePrompt` then; None
             for models that continue their prompts.
         seed: the seed of drawn tokens. A token depends on it, on the prompt's number and on its
             position, but not on the plan or on other prompts.
