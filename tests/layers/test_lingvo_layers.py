@@ -94,7 +94,10 @@ def translator_layers():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("bounds", "options"),
-    [((0, 2, 4), {}), ((0, 1, 3, 4), {"remat": "none"})],
+    [
+        pytest.param((0, 2, 4), {}, marks=pytest.mark.exhaustive),
+        ((0, 1, 3, 4), {"remat": "none"}),
+    ],
     ids=["two stages", "three stages"],
 )
 def test_lingvos_translator_equals_the_plain_model(bounds, options):

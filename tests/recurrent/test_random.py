@@ -138,7 +138,8 @@ def attention(x):
     """Heads behind the batch; the mask meets probabilities, of which products are made."""
     split = [-1, TIME, HEADS, WIDTH // HEADS]
     heads = tf.reshape(tf.transpose(tf.reshape(x, split), [0, 2, 1, 3]), [-1, TIME, WIDTH // HEADS])
-    probs = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
+    # Large scores would make much of the last bit of an input.
+    probs = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True) / 100)
     heads = tf.matmul(tf.nn.dropout(probs, 0.5), heads)
     heads = tf.reshape(heads, [-1, HEADS, TIME, WIDTH // HEADS])
     return tf.reshape(tf.transpose(heads, [0, 2, 1, 3]), x.shape)

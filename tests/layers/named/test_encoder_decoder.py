@@ -72,9 +72,17 @@ SPLIT = "layers:3;model:2 heads:model;d_ff:model;vocab:model"
 @pytest.mark.parametrize(
     ("run", "mesh", "bounds", "options"),
     [
-        (run_tf2, "layers:3", [0, 2, 4, 6], {"schedule": "1f1b"}),
+        pytest.param(
+            run_tf2, "layers:3", [0, 2, 4, 6], {"schedule": "1f1b"}, marks=pytest.mark.exhaustive
+        ),
         (run_tf1, "layers:3", [0, 3, 4, 6], {"schedule": "zb_h1", "remat": "none"}),
-        (run_tf2, "layers:2", [0, 1, 3, 4, 6], {"schedule": "interleaved", "remat": "none"}),
+        pytest.param(
+            run_tf2,
+            "layers:2",
+            [0, 1, 3, 4, 6],
+            {"schedule": "interleaved", "remat": "none"},
+            marks=pytest.mark.exhaustive,
+        ),
         (run_tf1, "layers:4", [0, 1, 2, 4, 6], {"schedule": "gpipe", "num_micro_batches": 4}),
         (run_tf2, SPLIT, [0, 2, 4, 6], {"schedule": "1f1b"}),
         (run_tf1, SPLIT, [0, 2, 4, 6], {"schedule": "zb_h1", "remat": "none"}),
