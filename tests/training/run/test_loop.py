@@ -67,7 +67,7 @@ def test_more_than_the_measured_peak_is_no_mfu(eagerly, tmp_path, capsys, monkey
     def told(seconds):
         """The report on a step of 1 GFLOP on devices of 1 GFLOP/s."""
         loop._measured_steps, loop._seconds, loop._rate = 0, 0.0, 1.0
-        loop._measured(seconds)
+        loop._measured(1, seconds)
         last = (tmp_path / "record.jsonl").read_text().splitlines()[-1]
         return json.loads(last), capsys.readouterr().out
 
