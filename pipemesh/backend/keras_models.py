@@ -42,7 +42,7 @@ def calls_in_order(model: Any) -> Iterator[Any]:
 
 
 def takes_training(operation: Any) -> bool:
-    """Returns whether a layer is told whether it trains."""
+    """Returns whether the call of a layer takes `training`."""
     return bool(getattr(operation, "_call_has_training_arg", False))
 
 

@@ -20,7 +20,7 @@ Axes = Mapping[str, str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """What a step takes under some layout rules.
+    """The time and memory of a step under some layout rules.
 
     Attributes:
         seconds: of the step.

@@ -17,7 +17,7 @@ Key = tuple[tuple[str, ...], str, str]
 
 
 class Counts(Protocol):
-    """What one device sends and computes, as `pipemesh.lowering.Costs` counts it."""
+    """The counts of one device that `pipemesh.lowering.Costs` has."""
 
     @property
     def rows(self) -> Mapping[Key, tuple[int, int]]:

@@ -41,7 +41,7 @@ def mlp():
 
 
 class Block(keras.layers.Layer):
-    """A Transformer's block, with dropout, that is told nothing of how it is split."""
+    """A Transformer's block with dropout, of plain Keras layers."""
 
     def __init__(self, rate=0.2):
         super().__init__()

@@ -109,7 +109,7 @@ def test_flops_of_products_are_those_of_tensorflow(name, rules):
 
 @pytest.mark.parametrize("rules", RULES["dense"])
 def test_all_devices_together_compute_the_whole(rules):
-    """What an axis divides, and what all devices along it compute alike, make up the whole."""
+    """Flops that an axis divides, and those that it repeats, add up to the whole."""
     costs, whole = counted("dense", rules), counted("dense", "")
     by_operation = {}
     for (axes, operation, direction), (_, flops, _) in costs.work.items():

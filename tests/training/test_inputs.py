@@ -95,7 +95,7 @@ def test_a_position_in_a_tuned_dataset_is_restored(folder, tmp_path):
 
 
 def test_threads_are_tuned_only_where_the_dataset_says_so(folder):
-    # The thread that tunes holds up whoever frees the iterator.
+    # To free an iterator, TensorFlow waits for the thread that tunes it.
     options = tf.data.Options()
     options.autotune.enabled = True
     own = lines(folder).with_options(options)
