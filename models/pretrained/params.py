@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lingvo import model_registry
-from lingvo.core import base_model_params, learner, schedule
+from lingvo.core import base_model_params, schedule
 
 from pipemesh.data import MaskedTokens, SpanCorruption
 from pipemesh.errors import DataError, PlanError, TrainingError
@@ -14,7 +14,6 @@ from pipemesh.layers.named.lora import ADAPTERS, LowRank, adapt
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from pipemesh.plan.plan import check_batch
-from pipemesh.training.learning import Learning
 
 from ..one_billion_word.named_transformer import (
     ExpertsBlock,
@@ -23,7 +22,7 @@ from ..one_billion_word.named_transformer import (
     NamedEmbedding,
     NamedSoftmax,
 )
-from ..one_billion_word.params import cut, stack_of
+from ..one_billion_word.params import cut, learner_of, stack_of
 from ..one_billion_word.task import LanguageModel
 from ..translation.task import Translation
 from . import config as configs
@@ -132,13 +131,9 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
                 "and choose adapters by LORA_TARGETS (--lora_targets)"
             )
         p.stack = stack_of(self, stages_of(self), names.tied_of(config))
-        p.train.learner = learner.Learner.Params().Set(
-            name="loss",
-            lr_schedule=schedule.Constant.Params(),
-            bprop_variable_filter=ADAPTERS if self.LORA_RANK else self.TRAIN_ONLY,
-            bprop_variable_exclusion=self.FREEZE,
-        )
-        Learning.of(self).change(p.train.learner)
+        p.train.learner = learner_of(self, schedule.Constant.Params())
+        if self.LORA_RANK:
+            p.train.learner.bprop_variable_filter = ADAPTERS
         p.eval.samples_per_summary = 0
         p.random_seed = self.SEED
         return p

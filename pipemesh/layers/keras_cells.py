@@ -22,7 +22,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import with_article
 from pipemesh.layers.feature_extraction import is_stage
 from pipemesh.layers.foreign_layers import KerasLayer
-from pipemesh.layers.keras_dims import paths_of
+from pipemesh.layers.keras_dims import no_weight, paths_of
 
 
 class _Ref(NamedTuple):
@@ -132,10 +132,7 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
             )
         )
     if unused:
-        raise PipelineError(
-            f"model {made.name!r}: dims has {min(unused)!r}, which matches no weight; the weights "
-            f"are {', '.join('/'.join(path) for path in paths_of(made.variables))}"
-        )
+        raise no_weight(f"model {made.name!r}", unused, map("/".join, paths_of(made.variables)))
     return layers
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -47,11 +47,16 @@ def weight_shapes(
         dims = dims or tuple(f"{NAMELESS}{number}" for number in range(len(sizes)))
         shapes.append(Shape.of(**dict(zip(dims, sizes, strict=True))))
     if unused:
-        raise PipelineError(
-            f"{owner}: dims has {min(unused)!r}, which matches no weight; the weights are "
-            f"{', '.join(texts)}"
-        )
+        raise no_weight(owner, unused, texts)
     return shapes
+
+
+def no_weight(owner: str, patterns: Collection[str], texts: Iterable[str]) -> PipelineError:
+    """Returns the error of patterns that match none of the weights with these paths."""
+    return PipelineError(
+        f"{owner}: dims has {min(patterns)!r}, which matches no weight; the weights are "
+        f"{', '.join(texts)}"
+    )
 
 
 def _named(model: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:

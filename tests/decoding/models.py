@@ -40,16 +40,18 @@ def one_program(mesh, layout="", schedule="gpipe"):
     return Plan(mesh, layout, schedule, 1, remat="full", lowering="simd")
 
 
-def decoder(task, groups=2, rows=2, chooser=None, stop=(), **options):
+def decoder(
+    task, groups=2, rows=2, chooser=None, stop=(), length=LENGTH, vocab_size=VOCAB_SIZE, **options
+):
     generator = generator_of(
         task.task,
         task.pipelines[0],
         lambda: task.cluster(do_eval=True),
-        LENGTH,
+        length,
         chooser or Sampler(),
         stop,
     )
-    sizes = {"rows": rows, "groups": groups, "length": LENGTH, "vocab_size": VOCAB_SIZE}
+    sizes = {"rows": rows, "groups": groups, "length": length, "vocab_size": vocab_size}
     return Decoder(generator, **sizes, **options)
 
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 from lingvo.core import py_utils
 
 from models.translation.task import Translation
-from pipemesh.decoding import BeamSearch, Decoder, Sampler, SourcePrompt, generator_of
+from pipemesh.decoding import BeamSearch, Sampler, SourcePrompt
 from pipemesh.errors import DecodingError
 from pipemesh.layers import PipeliningLayer, partition_layers
 from pipemesh.layers.named import (
@@ -18,6 +18,7 @@ from pipemesh.layers.named import (
 from pipemesh.partition import Partition
 from pipemesh.plan import Plan
 from pipemesh.training.trained_task import TrainedTask
+from tests.decoding.models import decoder
 
 VOCAB, LENGTH, SOURCE, MOST = 19, 12, 7, 5
 PLAIN = Plan("layers:1", num_microbatches=1)
@@ -50,18 +51,8 @@ PROMPTS = prompts_of(3, 7, 1, 5, 2)
 
 
 def decoded(task, chooser=None, prompts=PROMPTS, stop=(), **sizes):
-    generator = generator_of(
-        task.task,
-        task.pipelines[0],
-        lambda: task.cluster(do_eval=True),
-        LENGTH,
-        chooser or Sampler(),
-        stop,
-    )
-    sizes = {"rows": 2, "groups": 2, **sizes}
-    found = Decoder(
-        generator, **sizes, length=LENGTH, vocab_size=VOCAB, source_length=SOURCE
-    ).generate(prompts, MOST)
+    sizes |= {"length": LENGTH, "vocab_size": VOCAB, "source_length": SOURCE}
+    found = decoder(task, chooser=chooser, stop=stop, **sizes).generate(prompts, MOST)
     return sorted(found, key=lambda each: each.number)
 
 

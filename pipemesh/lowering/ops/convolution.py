@@ -305,8 +305,9 @@ def _convolve(
     if max(spread) > 1:
         # On most CPUs TensorFlow lacks gradients of dilated filters, and in graphs it computes
         # wrong sizes for unequal dilations of three dims.
-        compute = _by_phases if max(steps) == 1 else _with_zeros
-        return compute(image, weight, steps, spread, enlarged)
+        if max(steps) == 1:
+            return _by_phases(image, weight, spread, enlarged is not None)
+        return _convolve(image, _with_zeros(weight, spread), steps, [1] * len(steps), enlarged)
     forward, to_image, to_weight = _CONV[len(steps)]
     how = {"padding": "VALID", "strides": [1, *steps, 1]}
 
@@ -339,41 +340,26 @@ def _convolve(
 
 
 def _by_phases(
-    image: tf.Tensor,
-    weight: tf.Tensor,
-    steps: list[int],
-    spread: list[int],
-    enlarged: list[int] | None,
+    image: tf.Tensor, weight: tf.Tensor, spread: list[int], is_transposed: bool
 ) -> tf.Tensor:
-    """Computes a dilated convolution: rows that meet become images of their own."""
+    """Computes a dilated convolution of stride 1: rows that meet become images of their own."""
     sizes = static_sizes(image)[1:-1]
     more = [[0, -size % times] for size, times in zip(sizes, spread, strict=True)]
-    taps = static_sizes(weight)[: len(spread)]
     phases = tf.space_to_batch(image, spread, more)
-    result = _convolve(
-        phases,
-        weight,
-        steps,
-        [1] * len(spread),
-        enlarged and [n + k - 1 for n, k in zip(static_sizes(phases)[1:-1], taps, strict=True)],
-    )
-    return tf.batch_to_space(result, spread, more)
+    rows, taps = static_sizes(phases)[1:-1], static_sizes(weight)[: len(spread)]
+    enlarged = [n + k - 1 for n, k in zip(rows, taps, strict=True)] if is_transposed else None
+    ones = [1] * len(spread)
+    return tf.batch_to_space(_convolve(phases, weight, ones, ones, enlarged), spread, more)
 
 
-def _with_zeros(
-    image: tf.Tensor,
-    weight: tf.Tensor,
-    steps: list[int],
-    spread: list[int],
-    enlarged: list[int] | None,
-) -> tf.Tensor:
-    """Computes a dilated convolution: the filter gets zeros between its elements."""
+def _with_zeros(weight: tf.Tensor, spread: list[int]) -> tf.Tensor:
+    """Returns a dilated filter: one with zeros between its elements."""
     for at, times in enumerate(spread):
         sizes = static_sizes(weight)
         length, sizes[at] = (sizes[at] - 1) * times + 1, sizes[at] * times
         rows = tf.stack([weight, *[tf.zeros_like(weight)] * (times - 1)], at + 1)
         weight = rows_of(tf.reshape(rows, sizes), at, 0, length)
-    return _convolve(image, weight, steps, [1] * len(spread), enlarged)
+    return weight
 
 
 def _output(dim: Dim, reach: int, step: int, padding: str) -> tuple[int, int]:
