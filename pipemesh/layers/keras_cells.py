@@ -89,8 +89,8 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
         >>> from pipemesh.layers import keras_layers
         >>> model = keras.Sequential(
         ...     [keras.Input([2]), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)])
-        >>> [layer.name for layer in keras_layers(model)]
-        ['dense', 'dense_1']
+        >>> [type(layer).__name__ for layer in keras_layers(model)]
+        ['Dense', 'Dense']
     """
     made: Any = model
     if not isinstance(model, keras.Layer) and callable(model):

@@ -34,10 +34,6 @@ BAD_INPUT = [
     ),
     (["--num_microbatches=3"], ["num_microbatches may be 1, 2, 4"]),
     (
-        ["--tokens_per_microbatch=100"],
-        ["of whole rows. Use one of ", "--tokens_per_microbatch=100 does not divide a batch of "],
-    ),
-    (
         ["--tokens_per_microbatch=64", "--num_microbatches=2"],
         ["--tokens_per_microbatch=64: --num_microbatches=2 sets it; leave one out"],
     ),
