@@ -236,14 +236,15 @@ did you mean 'batch'? Known: 'batch'
     @abc.abstractmethod
     def with_gradient(
         self,
-        forward: Callable[[Slices], Slices],
-        backward: Callable[[Slices], Slices],
-        slices: Slices,
+        forward: Callable[..., Slices],
+        backward: Callable[[Slices], Sequence[Slices]],
+        *operands: Slices,
     ) -> Slices:
-        """Computes `forward(slices)` with the gradient that `backward` computes.
+        """Computes `forward(*operands)` with the gradients that `backward` computes.
 
-        `forward` may call the methods `raw_...`, which have no gradient. For gradients of
-        gradients, `backward` must call methods that have one.
+        `forward` may call the methods `raw_...`, which have no gradient. `backward` takes the
+        gradient of the result, and returns those of all operands. For gradients of gradients, it
+        must call methods that have one. Operands are all floating or all not.
         """
 
     @abc.abstractmethod
@@ -317,14 +318,15 @@ did you mean 'batch'? Known: 'batch'
                 self._count(name, axes, y[0])
             return raw(y)
 
-        def backward(grad: Slices) -> Slices:
-            outside, self._is_backward = self._is_backward, True
-            try:
-                return gradient(grad)
-            finally:
-                self._is_backward = outside
+        return self.with_gradient(forward, lambda grad: [self.in_backward(gradient, grad)], x)
 
-        return self.with_gradient(forward, backward, x)
+    def in_backward(self, gradient: Callable[..., T], *grads: Any) -> T:
+        """Calls a gradient, whose work and traffic count as those of the backward pass."""
+        outside, self._is_backward = self._is_backward, True
+        try:
+            return gradient(*grads)
+        finally:
+            self._is_backward = outside
 
     def all_reduce(self, x: Slices, axes: Sequence[str], op: str = "sum") -> Slices:
         """Reduces over axes along which values differ. Gradient: the identity.
@@ -462,10 +464,12 @@ did you mean 'batch'? Known: 'batch'
         """
         return self.permute(x, axis, self._shift_pairs(axis, offset, wrap))
 
-    def raw_circle(self, x: Slices, axis: str, offset: int, backward: bool) -> Slices:
+    def raw_circle(
+        self, x: Slices, axis: str, offset: int, backward: bool | None = None
+    ) -> Slices:
         """Shifts like `shift` with `wrap`, on an axis of size above 1, without a gradient."""
         pairs = self._shift_pairs(axis, offset, wrap=True)
-        self.costs.add("permute", [axis], x[0], backward)
+        self.costs.add("permute", [axis], x[0], self._is_backward if backward is None else backward)
         return self.raw_permute(x, axis, pairs)
 
     def _shift_pairs(self, axis: str, offset: int, wrap: bool) -> list[tuple[int, int]]:

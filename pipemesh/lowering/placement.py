@@ -90,16 +90,21 @@ class PlacementLowering(Lowering):
 
     def with_gradient(
         self,
-        forward: Callable[[Slices], Slices],
-        backward: Callable[[Slices], Slices],
-        slices: Slices,
+        forward: Callable[..., Slices],
+        backward: Callable[[Slices], Sequence[Slices]],
+        *operands: Slices,
     ) -> Slices:
-        """Computes `forward(slices)` with the gradient that `backward` computes."""
+        """Computes `forward(*operands)` with the gradients that `backward` computes."""
         with unrecorded():
-            outputs = forward(slices)
-        if not slices[0].dtype.is_floating:
+            outputs = forward(*operands)
+        if not operands[0][0].dtype.is_floating:
             return outputs
-        return tuple(attach_gradient(outputs, slices, lambda g: backward(tuple(g)), True))
+
+        def flat(grads: list[tf.Tensor]) -> list[tf.Tensor]:
+            return [grad for slices in backward(tuple(grads)) for grad in slices]
+
+        inputs = [tensor for slices in operands for tensor in slices]
+        return tuple(attach_gradient(outputs, inputs, flat, True))
 
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
         """Cuts the tensor on its own device, and sends each device its slice."""

@@ -15,6 +15,7 @@ from pipemesh.layers.check_params import check_above_zero, check_flags, check_wh
 from pipemesh.layers.named.block_attention import Blocks, Buckets, Sight, block_attention
 from pipemesh.layers.named.cache import KeyValueCache, cached_attention, current_cache
 from pipemesh.layers.named.named_layer import (
+    WHOLE,
     NamedLayer,
     check_whole_dims,
     count_whole,
@@ -24,10 +25,12 @@ from pipemesh.layers.named.named_layer import (
     whole_names,
 )
 from pipemesh.layers.named.scope import current_lowering
+from pipemesh.layers.named.split_attention import Ring, count_zigzag, ring_attention, zigzag
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.layers.named.vocabulary import RotaryScaling, rotated
 from pipemesh.lowering import Lowering, Tensor, ops
 from pipemesh.lowering.costs import operation
+from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.ops.einsum import product_flops, products
 from pipemesh.lowering.tensor import union_axes
 from pipemesh.mesh import Dim, Shape
@@ -54,7 +57,11 @@ class Attention(NamedLayer):
     Parameters", 2023).
 
     With `length:model` beside `heads:model` inputs and outputs are split along `length`. Then there
-    is one all-gather and one reduce-scatter.
+    is one all-gather and one reduce-scatter. With `length:cp`, an axis that splits no heads, no
+    device has a whole sequence (context parallelism). Either processors exchange tokens for heads
+    before and after (Jacobs et al., "DeepSpeed-Ulysses", 2023), or keys and values go round in a
+    ring (`ring_attention`); `split_length_by` chooses. With `cross` the rule `memory_length:cp`
+    beside it splits the memory too.
 
     Scores are computed in blocks (`block_attention`), so memory grows linearly with the length.
     Inside `cache_scope` inputs continue cached rows: cache positions count, segments and paddings
@@ -89,6 +96,12 @@ class Attention(NamedLayer):
         )
         p.Define("relative_max_distance", 128, "From this distance on, the last bucket is used.")
         p.Define("block_size", 512, "How many queries, and keys, a block has at most.")
+        p.Define(
+            "split_length_by",
+            None,
+            "'heads' or 'ring': what processors exchange if they have parts of sequences; None for "
+            "heads where their number is divisible.",
+        )
         return p
 
     def __init__(self, params: Any) -> None:
@@ -107,6 +120,11 @@ class Attention(NamedLayer):
         for field in ("score_scale", "score_cap"):
             if getattr(p, field) is not None:
                 check_above_zero(p.name, field, getattr(p, field), ", or None")
+        if p.split_length_by not in (None, *_WAYS):
+            raise PipelineError(
+                f"{p.name}: split_length_by is {p.split_length_by!r}; it may be "
+                f"{', '.join(map(repr, _WAYS))} or None"
+            )
         if not isinstance(p.rotary_scaling, RotaryScaling | None):
             raise PipelineError(
                 f"{p.name}: rotary_scaling is {p.rotary_scaling!r}; give a RotaryScaling, or None"
@@ -307,10 +325,14 @@ class Attention(NamedLayer):
         q, *sources = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, *sources))
 
         def turned(x: Any, places: tf.Tensor) -> tf.Tensor:
-            first = rotated(x[..., : p.rotary_dim], places, p.rotary_base, p.rotary_scaling)
-            rest = static_sizes(x)[-1] - static_sizes(first)[-1]
-            return tf.concat([first, x[..., -rest:]], -1) if rest else first
+            return _turned(p, x, places)
 
+        along = _length_axis(p, lowering)
+        if along is not None and cache is None:
+            if "table" in given and _exchanges_heads(p, lowering, along):
+                # Each processor then has some heads of the table, not sums of all.
+                varied["table"] = given["table"].vary([axis for axis in axes if axis != along])
+            return self._AttendParts(along, q, sources, varied, str(axis) if is_cut else None)
         if cache is not None and p.cross:
             ids, packed = varied.get("memory_segments"), "segments" in varied
             # The empty one marks segments that are paddings alone.
@@ -346,25 +368,118 @@ class Attention(NamedLayer):
                 k, v = (_keys_of(p, x, heads, rest[-1], dim) for x in (k, v))
             scale = tf.cast(p.score_scale or 1 / math.sqrt(_head_dim(p)), q.dtype)
             segments = named.get("segments")
-            options = {
+            options = _options(p) | {
                 "table": named.get("table"),
-                "buckets": _buckets(p),
-                "sight": Sight(p.causal, p.window),
-                "cap": p.score_cap,
                 "key_segments": named.get("memory_segments"),
             }
             if cache is not None:
+                del options["block_size"]
                 return cached_attention(q * scale, k, v, named.get("places"), segments, **options)
             if p.use_rotary:
                 places = named["positions"] if "positions" in named else tf.range(q.shape[1])
                 q, k = turned(q, places), turned(k, places)
-            return block_attention(q * scale, k, v, segments, block_size=p.block_size, **options)
+            return block_attention(q * scale, k, v, segments, **options)
 
         length = static_sizes(keys[0])[1 if cache is None else 2]
         flops = _attended_flops(p, q.layout.slice_shape, length, cache is not None)
         with operation("attention", [q, *sources]):
             slices = lowering.map(local, *operands, flops=flops)
         return Tensor(lowering, slices, q.shape)
+
+    def _AttendParts(
+        self,
+        along: str,
+        q: Tensor,
+        sources: list[Tensor],
+        given: dict[str, Slices],
+        heads_axis: str | None,
+    ) -> Tensor:
+        """Attends to sequences that are split over the axis `along`.
+
+        Processors along `heads_axis` have some of the heads, and all keys.
+        """
+        p, lowering = self.params, q.lowering
+        at = lowering.coordinate(along)
+        places = given.get("positions", at)
+        scale = tf.cast(p.score_scale or 1 / math.sqrt(_head_dim(p)), q.dtype)
+        number = q.layout.slice_shape[2]
+
+        def prepared(x: tf.Tensor, places: tf.Tensor, *heads_at: tf.Tensor) -> tf.Tensor:
+            x = _keys_of(p, x, number, *heads_at, axis=2) if heads_at else x
+            if not p.use_rotary:
+                return x
+            if "positions" not in given:
+                places = places * static_sizes(x)[1] + tf.range(x.shape[1])
+            return _turned(p, x, places)
+
+        of_keys = [] if heads_axis is None else [lowering.coordinate(heads_axis)]
+        k, v = (x.slices for x in sources)
+        inputs = [
+            lowering.map(lambda x, at: prepared(x * scale, at), q.slices, places),
+            lowering.map(prepared, k, places, *of_keys),
+            lowering.map(lambda x, *at: _keys_of(p, x, number, *at, axis=2), v, *of_keys)
+            if of_keys
+            else v,
+        ]
+        ids = {
+            name: given[of]
+            for name, of in (("segments", "segments"), ("key_segments", "memory_segments"))
+            if of in given
+        }
+        table = [given["table"]] if "table" in given else []
+        attend = self._Ring
+        if _exchanges_heads(p, lowering, along):
+            attend = self._OfHeads
+        return Tensor(lowering, attend(along, q, inputs, ids, table), q.shape)
+
+    def _OfHeads(
+        self,
+        along: str,
+        q: Tensor,
+        inputs: Sequence[Slices],
+        ids: Mapping[str, Slices],
+        table: Sequence[Slices],
+    ) -> Slices:
+        """Attends to whole sequences with some heads of each processor."""
+        p, lowering = self.params, q.lowering
+        inputs = [lowering.all_to_all(x, along, split_dim=2, concat_dim=1) for x in inputs]
+        ids = {name: lowering.all_gather(x, along, 1) for name, x in ids.items()}
+        table = [lowering.slice_along(x, along, 1) for x in table]
+        names = [*ids, *["table" for _ in table]]
+
+        def local(*tensors: tf.Tensor) -> tf.Tensor:
+            return block_attention(
+                *tensors[:3], **dict(zip(names, tensors[3:], strict=True)), **_options(p)
+            )
+
+        sizes = static_sizes(inputs[0][0])
+        flops = _attended_flops(p, sizes, static_sizes(inputs[1][0])[1], False)
+        with operation("attention", [q]):
+            slices = lowering.map(local, *inputs, *ids.values(), *table, flops=flops)
+        return lowering.all_to_all(slices, along, split_dim=1, concat_dim=2)
+
+    def _Ring(
+        self,
+        along: str,
+        q: Tensor,
+        inputs: Sequence[Slices],
+        ids: Mapping[str, Slices],
+        table: Sequence[Slices],
+    ) -> Slices:
+        """Attends to keys that go round."""
+        p, lowering = self.params, q.lowering
+        queries, keys = (static_sizes(x[0]) for x in inputs[:2])
+        ring = _ring(p, lowering, along, queries, keys[1])
+        if ring.is_zigzag:
+            inputs = [zigzag(lowering, along, x) for x in inputs]
+            ids = {name: zigzag(lowering, along, x) for name, x in ids.items()}
+        inputs = [*inputs, *table]
+        slices = ring_attention(
+            lowering, along, ring, inputs, **ids, cap=p.score_cap, buckets=_buckets(p)
+        )
+        with operation("attention", [q]):
+            lowering.count([*inputs, *ids.values()], slices, _ring_flops(ring, queries))
+        return zigzag(lowering, along, slices, back=True) if ring.is_zigzag else slices
 
     @classmethod
     def CountCosts(
@@ -403,12 +518,21 @@ class Attention(NamedLayer):
             for value in (memory_segment_ids, memory_paddings)
         )
         bias = [weights["relative_bias"]] if p.relative_buckets else []
-        tally.meet(q, k, v, *bias)
+        along = _length_axis(p, tally.lowering)
+        if along is not None and _exchanges_heads(p, tally.lowering, along):
+            met = tally.meet(q, k, v)
+            for table in bias:
+                tally.vary(table, [axis for axis in met if axis != along])
+        else:
+            tally.meet(q, k, v, *bias)
         if positions is not None:
             angles = Shape((*q.shape.select(*rows), Dim("angles", _rotary_dim(p) // 2)))
             tally.keep(*(tally.made(angles, q, tf.float32) for _ in ("sines", "cosines")))
         packed = (segment_ids, paddings), (memory_segment_ids, memory_paddings)
-        attended = cls._CountAttended(p, tally, [q, k, v, *bias], packed)
+        if along is None:
+            attended = cls._CountAttended(p, tally, [q, k, v, *bias], packed)
+        else:
+            attended = cls._CountParts(p, tally, along, [q, k, v, *bias], packed)
         operands = [attended, weights["w_out"]]
         result = tally.einsum(operands, [*rows, "embed"], names=split_names(renamed))
         result = cls.CountAdapted(p, tally, "w_out", attended, result)
@@ -473,6 +597,63 @@ class Attention(NamedLayer):
         return attended
 
 
+    @classmethod
+    def _CountParts(
+        cls, p: Any, tally: Tally, along: str, operands: Sequence[Value], packed: Sequence[Any]
+    ) -> Value:
+        """Counts `_AttendParts`; arguments are those of `_CountAttended`."""
+        q, k, v, *table = operands
+        mesh, rules, counting = tally.lowering.mesh, tally.lowering.rules, tally.counting
+        attended = tally.made(q.shape, q)
+        batch, length, heads = q.shape.dims[:3]
+        queries, keys = (list(tally.slice_sizes(x)) for x in (q, k))
+        # Of all keys, a processor takes those of its heads.
+        axis = rules.axis("heads")
+        if axis is not None and rules.axis(_kv_name(p)) != axis:
+            keys[2] = max(1, queries[2] * p.num_kv_heads // p.num_heads)
+            taken = Dim("heads", keys[2] * mesh.size(axis))
+            k, v = (tally.made(x.shape.replace("kv_heads", taken), x) for x in (k, v))
+        inputs = [tally.slice_of(sizes, q.dtype) for sizes in (queries, keys, keys)]
+        has_ids = [any(value is not None for value in pair) for pair in packed]
+        ids = [
+            tally.slice_of(sizes[:2], tf.int32)
+            for sizes, has in zip((queries, keys), has_ids, strict=True)
+            if has
+        ]
+        tally.keep(q, k, v, attended)
+        if _exchanges_heads(p, tally.lowering, along):
+            inputs = [counting.all_to_all(x, along, split_dim=2, concat_dim=1) for x in inputs]
+            sizes, of_keys = (x[0].shape.as_list() for x in inputs[:2])
+            flops = _attended_flops(p, sizes, of_keys[1], False)
+            counting.all_to_all(inputs[0], along, split_dim=1, concat_dim=2)
+            for x in ids:
+                counting.all_gather(x, along, 1)
+            for x in table:
+                counting.slice_along(tally.slices(x), along, 1)
+            cuts = [Blocks.of(x[1], p.block_size) for x in (sizes, of_keys)]
+            for cut, has in zip(cuts, has_ids, strict=True):
+                if has:
+                    whole_ids = Shape((batch, Dim(WHOLE, cut.number * cut.size)))
+                    tally.keep(tally.made(whole_ids, q, tf.int32))
+            tokens = -(-cuts[0].number * cuts[0].size // mesh.size(along)) * mesh.size(along)
+            sums = Shape((batch, Dim("length", tokens), heads))
+            tally.keep(tally.made(sums, q, tf.float32), tally.made(q.shape, q))
+        else:
+            ring = _ring(p, tally.lowering, along, queries, keys[1])
+            flops = _ring_flops(ring, queries)
+            tally.keep(tally.made(Shape((batch, length, heads)), q, tf.float32))
+            if ring.is_zigzag:
+                count_zigzag(counting, along, [*inputs, *ids, inputs[0]])
+                tally.keep(tally.made(q.shape, q))
+            ring.count(counting, along, inputs[1:], ids[-1:])
+            for (given, paddings), x, has in zip(packed, (q, k), has_ids, strict=True):
+                if has:
+                    made = ring.is_zigzag or paddings is not None
+                    tally.keep(tally.made(Shape(x.shape.dims[:2]), q, tf.int32) if made else given)
+        tally.work("attention", operands, attended, flops)
+        return attended
+
+
 def _attended_flops(p: Any, queries: Sequence[int], length: int, is_cached: bool) -> int:
     """Returns the flops of scores and means, given sizes of queries and the number of keys."""
     batch, number, heads, head_dim = queries
@@ -512,12 +693,78 @@ def _buckets(p: Any) -> Buckets:
     return Buckets(p.relative_buckets, p.relative_max_distance, both_sides=not p.causal)
 
 
+# What processors may exchange if they have parts of sequences.
+_WAYS = ("heads", "ring")
+
+
+def _length_axis(p: Any, lowering: Lowering) -> str | None:
+    """Returns the axis over which queries, and keys, are split along the sequence, if any."""
+    axis = lowering.rules.axis("length")
+    if axis is None or lowering.mesh.size(axis) == 1 or whole_names(lowering.rules, "heads"):
+        return None
+    # Of a memory that is not split, each processor has all keys.
+    return axis if not p.cross or lowering.rules.axis("memory_length") == axis else None
+
+
+def _exchanges_heads(p: Any, lowering: Lowering, along: str) -> bool:
+    """Returns whether processors that have parts of sequences exchange them for heads."""
+    mesh, rules = lowering.mesh, lowering.rules
+
+    def of_one(name: str, number: int) -> int:
+        axis = rules.axis(name)
+        return number // (1 if axis is None else mesh.size(axis))
+
+    heads = of_one("heads", p.num_heads)
+    # A processor may have all keys, but computes with those of its heads.
+    shared = p.num_heads // (_kv_heads(p) or p.num_heads)
+    keys = min(max(1, heads // shared), of_one(_kv_name(p), p.num_heads // shared))
+    divides = not (heads % mesh.size(along) or keys % mesh.size(along))
+    if p.split_length_by == "heads" and not divides:
+        raise LayoutError(
+            f"{p.name}: split_length_by is 'heads', but a processor has {heads} heads and {keys} "
+            f"of keys, which axis {along!r} of mesh '{mesh}' does not divide; set it to 'ring', or "
+            "change the axis"
+        )
+    return divides and p.split_length_by != "ring"
+
+
+def _ring(p: Any, lowering: Lowering, along: str, queries: Sequence[int], keys: int) -> Ring:
+    """Returns the ring of an attention, given the sizes of one processor's queries and keys."""
+    sight, biased = Sight(p.causal, p.window), bool(p.relative_buckets)
+    return Ring(lowering.mesh.size(along), queries[1], keys, sight, biased, p.block_size)
+
+
+def _ring_flops(ring: Ring, queries: Sequence[int]) -> int:
+    batch, _, heads, head_dim = queries
+    return 2 * product_flops([batch, heads, ring.pairs, head_dim])
+
+
+def _options(p: Any) -> dict[str, Any]:
+    """Returns the options of `block_attention` that are the layer's own."""
+    return {
+        "block_size": p.block_size,
+        "buckets": _buckets(p),
+        "sight": Sight(p.causal, p.window),
+        "cap": p.score_cap,
+    }
+
+
+def _turned(p: Any, x: Any, places: tf.Tensor) -> tf.Tensor:
+    """Rotates queries or keys by their positions."""
+    first = rotated(x[..., : p.rotary_dim], places, p.rotary_base, p.rotary_scaling)
+    rest = static_sizes(x)[-1] - static_sizes(first)[-1]
+    return tf.concat([first, x[..., -rest:]], -1) if rest else first
+
+
 def _check_layout(p: Any, lowering: Lowering) -> None:
-    """Checks that each processor has the keys of its heads, and whole sequences."""
+    """Checks that each processor has the keys of its heads, and that sequences can be split."""
     rules = lowering.rules
+    along = _length_axis(p, lowering)
     needed, ways = "attention needs all on each processor", "'heads' or 'batch'"
-    dims = ["length", "memory_length", "head_dim"]
+    dims = ["head_dim"] if p.cross and along else ["memory_length", "head_dim"]
     check_whole_dims(p, lowering, dims, ["heads"], needed, ways)
+    if along is not None:
+        _exchanges_heads(p, lowering, along)
     heads_axis, kv_axis = rules.axis("heads"), rules.axis("kv_heads")
     if not _kv_heads(p) or heads_axis == kv_axis:
         return

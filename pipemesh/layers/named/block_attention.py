@@ -127,6 +127,7 @@ class Blocks:
 
 
 CAUSAL = Sight()
+EVERYTHING = Sight(causal=False)
 
 
 def block_attention(
@@ -149,13 +150,7 @@ def block_attention(
     segments have 0. One that sees nothing has zeros. Scores are limited by `cap`, then the table
     `[buckets, heads]` is added. Only first derivatives are available.
     """
-    queries, keys = (Blocks.of(static_sizes(x)[1], block_size) for x in (q, k))
-    if segments is None and key_segments is None and keys.is_longer and not sight.causal:
-        # Nobody sees what the last block has behind the sequence.
-        key_segments = tf.zeros([1, keys.length], tf.int32)
-    if segments is None and key_segments is not None:
-        segments = tf.zeros([1, queries.length], tf.int32)
-    attend = _Attention(q, k, queries, keys, segments, key_segments, sight, buckets, cap)
+    attend = BlockAttention(q, k, segments, key_segments, block_size, sight, cap, buckets)
     inputs = [q, k, v] if table is None else [q, k, v, table]
     with unrecorded():
         output, logs = attend.forward(*inputs)
@@ -163,55 +158,72 @@ def block_attention(
     def backward(grads: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         with unrecorded():
             found = attend.backward(grads[0], output, logs, *inputs)
-        return attach_gradient(found, [grads[0], *inputs], _no_second, across_devices=False)
+        return attach_gradient(found, [grads[0], *inputs], no_second, across_devices=False)
 
     return attach_gradient([output], inputs, backward, across_devices=False)[0]
 
 
-def _no_second(grads: Any) -> Any:
+def no_second(grads: Any) -> Any:
+    """Raises the error of a second derivative of attention."""
     raise GradientError(
         "a gradient of a gradient of attention was asked for, whose blocks have first derivatives "
         "alone; differentiate once, or write the attention with ops.einsum and ops.softmax"
     )
 
 
-class _Attention:
-    """The sizes of one attention, and its computation.
+class BlockAttention:
+    """The sizes of one attention, and its computation; see `block_attention`.
 
     Blocks of queries are `[blocks, batch, kv_heads, heads per key * size, dim]`, blocks of keys
-    `[blocks, batch, kv_heads, size, dim]`. One block is a list of one tensor.
+    `[blocks, batch, kv_heads, size, dim]`. One block is a list of one tensor. With `offset`, an
+    int32 scalar, the first query is as many positions after the first key.
     """
 
     def __init__(
         self,
         q: tf.Tensor,
         k: tf.Tensor,
-        query_blocks: Blocks,
-        key_blocks: Blocks,
         segments: tf.Tensor | None,
         key_segments: tf.Tensor | None,
+        block_size: int,
         sight: Sight,
-        buckets: Buckets | None,
         cap: float | None,
+        buckets: Buckets | None,
+        offset: tf.Tensor | None = None,
     ) -> None:
-        self.queries, self.keys, self.sight, self.cap = query_blocks, key_blocks, sight, cap
-        self.is_single = query_blocks.number == key_blocks.number == 1
+        self.queries, self.keys = (Blocks.of(static_sizes(x)[1], block_size) for x in (q, k))
+        # Queries are not before what the last block has behind the sequence.
+        sees_beyond = offset is not None or not sight.causal
+        if segments is None and key_segments is None and self.keys.is_longer and sees_beyond:
+            # Nobody sees that.
+            key_segments = tf.zeros([1, self.keys.length], tf.int32)
+        if segments is None and key_segments is not None:
+            segments = tf.zeros([1, self.queries.length], tf.int32)
+        self.sight, self.cap, self.buckets, self.offset = sight, cap, buckets, offset
+        self.is_single = self.queries.number == self.keys.number == 1
         self.batch, _, self.heads, self.dim = static_sizes(q)
         self.kv_heads = static_sizes(k)[2]
         self.shared = self.heads // self.kv_heads
         self.segments = self.key_segments = None
         if segments is not None:
-            self.segments = self.key_segments = self._blocks(query_blocks, segments, -2)
-        # Whether a query may see no key: none has its segment.
-        self.sees_nothing = key_segments is not None
+            self.segments = self.key_segments = self._blocks(self.queries, segments, -2)
+        # Whether a query may see no key: none has its segment, or all are too far away.
+        self.sees_nothing = key_segments is not None or offset is not None
         if key_segments is not None:
-            self.key_segments = self._blocks(key_blocks, key_segments, -2)
-        self.buckets = buckets
+            self.key_segments = self._blocks(self.keys, key_segments, -2)
 
     def forward(
-        self, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, table: tf.Tensor | None = None
+        self,
+        q: tf.Tensor,
+        k: tf.Tensor,
+        v: tf.Tensor,
+        table: tf.Tensor | None = None,
+        dtype: tf.DType | None = None,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the output, and the logarithm of the sum of exponentials of each query."""
+        """Returns the output, and the logarithm of the sum of exponentials of each query.
+
+        The output is of a dtype, by default that of the queries.
+        """
         queries = self._cut(self.queries, q)
         keys, values = (self._cut(self.keys, x) for x in (k, v))
 
@@ -246,7 +258,7 @@ class _Attention:
         if self.sees_nothing:
             # The output is then 0, not that of other segments.
             sums = tf.where(sums > 0, sums, 1.0)
-        output = tf.cast(self._joined(self.queries, totals / sums), q.dtype)
+        output = tf.cast(self._joined(self.queries, totals / sums), dtype or q.dtype)
         # `identity_n` ties both: TensorFlow keeps the logarithms, not the two tensors that they are
         # made of.
         return tuple(tf.identity_n([output, tops + tf.math.log(sums)]))
@@ -300,9 +312,20 @@ class _Attention:
         found = [*map(self._joined, blocks, found), *found[3:]]
         return [tf.cast(g, x.dtype) for g, x in zip(found, inputs, strict=True)]
 
+    def by_token(self, logs: tf.Tensor) -> tf.Tensor:
+        """Reorders the logarithms of `forward` to `[batch, length, heads, 1]`."""
+        return self._joined(self.queries, logs)
+
+    def by_block(self, logs: tf.Tensor) -> tf.Tensor:
+        """Inverts `by_token`, as `backward` takes them."""
+        blocks = self._cut(self.queries, logs)
+        return blocks[0] if self.is_single else blocks
+
     def _over_pairs(self, body: Any, *state: _Rows) -> Any:
         """Applies `body(i, j, *state)` to all pairs of blocks, one after the other."""
-        pairs = self.sight.pairs(self.queries, self.keys)
+        # At an offset that is not known before the step runs, any block may see any other.
+        sight = self.sight if self.offset is None else EVERYTHING
+        pairs = sight.pairs(self.queries, self.keys)
         first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
 
         def turn(at: tf.Tensor, *handles: tf.Tensor) -> Any:
@@ -346,6 +369,8 @@ class _Attention:
     def _distance(self, i: Any, j: Any) -> tf.Tensor:
         queries, keys = tf.range(self.queries.size), tf.range(self.keys.size)
         distance = tf.expand_dims(queries, 1) - tf.expand_dims(keys, 0)
+        if self.offset is not None:
+            distance += self.offset
         return distance if i is j else i * self.queries.size - j * self.keys.size + distance
 
     def _table_gradient(self, i: Any, j: Any, dscores: tf.Tensor) -> tf.Tensor:

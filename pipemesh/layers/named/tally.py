@@ -58,6 +58,7 @@ class Tally:
 
     Attributes:
         lowering: its mesh and rules define the splits.
+        counting: a lowering whose primitives count what they send, forward and backward.
         parameter_bytes: bytes of weights, with each slice counted once.
         held_bytes: those that one processor of a replica holds.
         dims: the dims of inputs and weights, each with the sizes that an axis has to divide.
@@ -82,9 +83,9 @@ class Tally:
         self.dims: dict[str, set[int]] = {}
         self.weight_dims: set[str] = set()
         self.lowering = lowering
-        self._counting = _Counting(lowering.mesh, lowering.rules)
+        self.counting = _Counting(lowering.mesh, lowering.rules)
         given = lowering.costs
-        self.costs = self._counting.costs = Costs(given.mesh, by_dims=given.by_dims)
+        self.costs = self.counting.costs = Costs(given.mesh, by_dims=given.by_dims)
         self._rules = lowering.rules
         self._mesh = lowering.mesh
         self._kept: dict[Value, int] = {}
@@ -166,13 +167,13 @@ class Tally:
             if value.differs and self._kept.get(value, 0) < number:
                 more = number - self._kept.get(value, 0)
                 self._kept[value] = number
-                self.activation_bytes += more * num_bytes(self._slices(value))
+                self.activation_bytes += more * num_bytes(self.slices(value))
 
     def work(
         self, operation: str, operands: Sequence[Value], result: Value, flops: int | None = None
     ) -> None:
         """Counts an operation; by default, one flop for each element of its largest tensor."""
-        tensors = [self._slices(value)[0] for value in (*operands, result)]
+        tensors = [self.slices(value)[0] for value in (*operands, result)]
         if flops is None:
             flops = max(math.prod(tensor.shape.as_list()) for tensor in tensors)
         gradients = sum(value.has_gradient for value in operands) if result.has_gradient else 0
@@ -199,11 +200,11 @@ class Tally:
     def vary(self, x: Value, axes: Sequence[str]) -> None:
         """Counts the sum of the gradient of a value that is equal along axes."""
         own = self._axes(x)
-        self._counting.vary(self._slices(x), [axis for axis in axes if axis not in own])
+        self.counting.vary(self.slices(x), [axis for axis in axes if axis not in own])
 
     def all_reduce(self, x: Value, axes: Sequence[str]) -> None:
         """Counts an all-reduce along axes."""
-        self._counting.all_reduce(self._slices(x), axes)
+        self.counting.all_reduce(self.slices(x), axes)
 
     def reduce(self, x: Value, dims: str | Sequence[str], times: int = 1) -> Value:
         """Counts a reduction over dims, `times` times; keeps nothing."""
@@ -245,7 +246,7 @@ class Tally:
         """Counts a sum over axes under new names, as `relayout.summed` does."""
         result = Value(renamed_shape(x.shape, names), x.dtype)
         old, new = (self._rules.tensor_layout(v.shape, self._mesh).axes for v in (x, result))
-        sum_to_splits(self._counting, self._slices(x), axes, old, new)
+        sum_to_splits(self.counting, self.slices(x), axes, old, new)
         return result
 
     def products(
@@ -261,7 +262,7 @@ class Tally:
             shape = renamed_shape(x.shape, names)
             met = set.intersection(*(set(self._axes(weight)) for weight in weights))
             old, new = (self._rules.tensor_layout(s, self._mesh).axes for s in (x.shape, shape))
-            _, gathered = gather_to_meet(self._counting, self._slices(x), old, new, met)
+            _, gathered = gather_to_meet(self.counting, self.slices(x), old, new, met)
             x = self.made(shape, x)
         own = (*self._axes(x), *gathered)
         lacking = [
@@ -364,8 +365,8 @@ class Tally:
             axis, own = self._rules.axis(name), x.shape[name].size
             parts = self._mesh.size(axis) if axis else 1
             for number in rows_sent(of, parts):
-                sent = self._slices(self._with_rows(x, name, number * parts))
-                self._counting.permute(sent, str(axis), ())
+                sent = self.slices(self._with_rows(x, name, number * parts))
+                self.counting.permute(sent, str(axis), ())
             if of.start or of.length * parts != own:
                 x = self._with_rows(x, name, of.length * parts)
         return x
@@ -380,8 +381,8 @@ class Tally:
             return x
         renamed = self.made(shape, x)
         old, new = (self._rules.tensor_layout(s, self._mesh).axes for s in (x.shape, shape))
-        moved = change_splits(self._counting, self._slices(x), old, new)
-        assert moved == self._slices(renamed)
+        moved = change_splits(self.counting, self.slices(x), old, new)
+        assert moved == self.slices(renamed)
         return renamed
 
     def _axes(self, x: Value) -> tuple[str, ...]:
@@ -391,8 +392,13 @@ class Tally:
         """Returns the sizes of one processor's slice."""
         return self._rules.tensor_layout(x.shape, self._mesh).slice_shape
 
-    def _slices(self, x: Value) -> Any:
+    def slices(self, x: Value) -> Any:
+        """Returns a slice of a value, of one processor, for primitives of `counting`."""
         return (_Slice(tf.TensorShape(self.slice_sizes(x)), x.dtype, x.has_gradient),)
+
+    def slice_of(self, sizes: Sequence[int], dtype: tf.DType) -> Any:
+        """Returns a slice of these sizes, as `slices`; integers have no gradient."""
+        return (_Slice(tf.TensorShape(list(sizes)), dtype, dtype.is_floating),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,10 +419,10 @@ class _Counting(Lowering):
     num_slices = 1
     import_tensor = export_tensor = map_to_several = raw_map = coordinate = _nothing
 
-    def with_gradient(self, forward: Any, backward: Any, slices: Any) -> Any:
+    def with_gradient(self, forward: Any, backward: Any, *operands: Any) -> Any:
         """Counts both passes; there is no second derivative."""
-        results = forward(slices)
-        if slices[0].has_gradient and not self._is_backward:
+        results = forward(*operands)
+        if operands[0][0].has_gradient and not self._is_backward:
             backward(results)
         return results
 

@@ -92,7 +92,7 @@ def _reduce_extreme(x: Tensor, dims: Dims, op: str) -> Tensor:
     slices = lowering.with_gradient(
         lambda _: lowering.raw_map(tf.identity, result.slices),
         # A value that is equal along the axes meets elements that are not.
-        lambda grad: lowering.map(share, lowering.vary(grad, axes), chosen, count),
+        lambda grad: [lowering.map(share, lowering.vary(grad, axes), chosen, count)],
         x.slices,
     )
     return Tensor(lowering, slices, kept)

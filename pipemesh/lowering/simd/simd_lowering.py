@@ -52,20 +52,23 @@ class SimdLowering(Lowering):
 
     def with_gradient(
         self,
-        forward: Callable[[Slices], Slices],
-        backward: Callable[[Slices], Slices],
-        slices: Slices,
+        forward: Callable[..., Slices],
+        backward: Callable[[Slices], Sequence[Slices]],
+        *operands: Slices,
     ) -> Slices:
-        """Computes `forward(slices)` with the gradient that `backward` computes."""
-        if not slices[0].dtype.is_floating:
-            return forward(slices)
+        """Computes `forward(*operands)` with the gradients that `backward` computes."""
+        if not operands[0][0].dtype.is_floating:
+            return forward(*operands)
 
         @custom_gradient
-        def call(x: tf.Tensor) -> Any:
-            # Gradients of lookups are sparse; communication is dense.
-            return forward((x,))[0], lambda grad: backward((tf.convert_to_tensor(grad),))[0]
+        def call(*tensors: tf.Tensor) -> Any:
+            def grads(grad: tf.Tensor) -> list[tf.Tensor]:
+                # Gradients of lookups are sparse; communication is dense.
+                return [part for (part,) in backward((tf.convert_to_tensor(grad),))]
 
-        return (call(slices[0]),)
+            return forward(*((x,) for x in tensors))[0], grads
+
+        return (call(*(x for (x,) in operands)),)
 
     def import_tensor(self, tensor: tf.Tensor, layout: TensorLayout) -> Slices:
         """Cuts this core's slice out of a tensor that every core has."""
