@@ -464,9 +464,7 @@ did you mean 'batch'? Known: 'batch'
         """
         return self.permute(x, axis, self._shift_pairs(axis, offset, wrap))
 
-    def raw_circle(
-        self, x: Slices, axis: str, offset: int, backward: bool | None = None
-    ) -> Slices:
+    def raw_circle(self, x: Slices, axis: str, offset: int, backward: bool | None = None) -> Slices:
         """Shifts like `shift` with `wrap`, on an axis of size above 1, without a gradient."""
         pairs = self._shift_pairs(axis, offset, wrap=True)
         self.costs.add("permute", [axis], x[0], self._is_backward if backward is None else backward)

@@ -36,9 +36,9 @@ SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 5, 5]] * 2, np.int32)
 POSITIONS = np.array([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1]] * 2, np.int32)
 PADDINGS = np.array([[0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 1]] * 2, np.float32)
 CROSS = {"causal": False, "cross": True}
-MEMORY = value_of("memory", [BATCH, 9, EMBED])
-MEMORY_SEGMENTS = np.array([[0, 0, 1, 1, 1, 1, 2, 2, 2], [3] * 4 + [5] * 5] * 2, np.int32)
-MEMORY_PADDINGS = np.array([[0] * 8 + [1], [0] * 6 + [1] * 3] * 2, np.float32)
+MEMORY = value_of("memory", [BATCH, 8, EMBED])
+MEMORY_SEGMENTS = np.array([[0, 0, 1, 1, 1, 1, 2, 2], [3] * 4 + [5] * 4] * 2, np.int32)
+MEMORY_PADDINGS = np.array([[0] * 7 + [1], [0] * 5 + [1] * 3] * 2, np.float32)
 
 
 class Dropout(named.Dropout):
@@ -116,7 +116,7 @@ def _cases():
     attention = named.Attention.Params().Set(input_dim=EMBED, num_heads=4)
     variants = {
         "plain": ({"block_size": 4}, [X]),
-        "one_block": ({"use_bias": False}, [X]),
+        "one_block": ({"use_bias": False, "split_length_by": "ring"}, [X]),
         "packed": ({"num_kv_heads": 2, "block_size": 4}, [X, SEGMENTS]),
         "rotary": ({"num_kv_heads": 2, "use_rotary": True, "use_bias": False}, [X]),
         "positions": ({"use_rotary": True}, [X, SEGMENTS, POSITIONS]),
@@ -132,6 +132,7 @@ def _cases():
                 "score_scale": 0.7,
                 "use_out_bias": False,
                 "use_rotary": True,
+                "split_length_by": "ring",
                 "rotary_dim": 4,
                 "norm_tpl": named.Norm.Params().Set(kind="rms"),
             },
@@ -149,6 +150,7 @@ def _cases():
     }
     for name, (changes, inputs) in variants.items():
         dims = ["heads", "kv_heads"] if changes.get("num_kv_heads") else ["heads"]
+        dims += ["memory_length"] if changes.get("cross") else []
         yield name, attention.Copy().Set(**changes), inputs, dims
 
     for kind in ("layer", "rms"):

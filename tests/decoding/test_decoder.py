@@ -49,6 +49,7 @@ SELDOM = [
     ("dense", "layers:4", "", "", 5, 1, "beams"),
     ("dense", "model:4", ALL, "", 2, 2, "greedy"),
     ("dense", "layers:2;model:2", f"{ALL};length:model", "", 2, 3, "greedy"),
+    ("dense", "layers:2;cp:2", "length:cp", "", 2, 3, "greedy"),
     ("dense", "layers:2;data:2;model:2", f"batch:data;embed:data;{ALL}", "", 4, 2, "drawn"),
     ("dense", "layers:2;data:2;model:2", f"batch:data;{ALL}", "", 4, 2, "beams"),
     ("tied", "layers:2;data:2", "batch:data", "", 3, 2, "greedy"),

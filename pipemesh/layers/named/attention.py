@@ -368,7 +368,7 @@ class Attention(NamedLayer):
                 k, v = (_keys_of(p, x, heads, rest[-1], dim) for x in (k, v))
             scale = tf.cast(p.score_scale or 1 / math.sqrt(_head_dim(p)), q.dtype)
             segments = named.get("segments")
-            options = _options(p) | {
+            options: dict[str, Any] = _options(p) | {
                 "table": named.get("table"),
                 "key_segments": named.get("memory_segments"),
             }
@@ -427,12 +427,12 @@ class Attention(NamedLayer):
             if of in given
         }
         table = [given["table"]] if "table" in given else []
-        attend = self._Ring
+        attend = self._AttendInRing
         if _exchanges_heads(p, lowering, along):
-            attend = self._OfHeads
+            attend = self._AttendForHeads
         return Tensor(lowering, attend(along, q, inputs, ids, table), q.shape)
 
-    def _OfHeads(
+    def _AttendForHeads(
         self,
         along: str,
         q: Tensor,
@@ -448,9 +448,8 @@ class Attention(NamedLayer):
         names = [*ids, *["table" for _ in table]]
 
         def local(*tensors: tf.Tensor) -> tf.Tensor:
-            return block_attention(
-                *tensors[:3], **dict(zip(names, tensors[3:], strict=True)), **_options(p)
-            )
+            named: dict[str, Any] = dict(zip(names, tensors[3:], strict=True))
+            return block_attention(*tensors[:3], **named, **_options(p))
 
         sizes = static_sizes(inputs[0][0])
         flops = _attended_flops(p, sizes, static_sizes(inputs[1][0])[1], False)
@@ -458,7 +457,7 @@ class Attention(NamedLayer):
             slices = lowering.map(local, *inputs, *ids.values(), *table, flops=flops)
         return lowering.all_to_all(slices, along, split_dim=1, concat_dim=2)
 
-    def _Ring(
+    def _AttendInRing(
         self,
         along: str,
         q: Tensor,
@@ -596,7 +595,6 @@ class Attention(NamedLayer):
                 tally.keep(tally.made(shape, q, tf.int32))
         return attended
 
-
     @classmethod
     def _CountParts(
         cls, p: Any, tally: Tally, along: str, operands: Sequence[Value], packed: Sequence[Any]
@@ -623,7 +621,7 @@ class Attention(NamedLayer):
         tally.keep(q, k, v, attended)
         if _exchanges_heads(p, tally.lowering, along):
             inputs = [counting.all_to_all(x, along, split_dim=2, concat_dim=1) for x in inputs]
-            sizes, of_keys = (x[0].shape.as_list() for x in inputs[:2])
+            sizes, of_keys = (static_sizes(x[0]) for x in inputs[:2])
             flops = _attended_flops(p, sizes, of_keys[1], False)
             counting.all_to_all(inputs[0], along, split_dim=1, concat_dim=2)
             for x in ids:

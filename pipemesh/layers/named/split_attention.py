@@ -88,16 +88,13 @@ class Ring:
         offset = 1 if step < self.steps else (1 - self.steps) % self.members
         return lowering.raw_circle(x, axis, offset) if offset else x
 
-
-    def count(
-        self, lowering: Lowering, axis: str, keys: Sequence[Slices], ids: Sequence[Slices]
-    ) -> None:
+    def count(self, lowering: Lowering, axis: str, keys: Sequence[Any], ids: Sequence[Any]) -> None:
         """Counts what `ring_attention` sends: keys and values, and their segments."""
         grads = [
             tuple(dataclasses.replace(part, dtype=tf.float32) for part in slices) for slices in keys
         ]
 
-        def send(sent: Sequence[Slices], first: int, last: int) -> None:
+        def send(sent: Sequence[Any], first: int, last: int) -> None:
             for step in range(first, last + 1):
                 for slices in sent:
                     self.send(lowering, axis, slices, step)
@@ -119,7 +116,7 @@ def zigzag(lowering: Lowering, axis: str, x: Slices, back: bool = False) -> Slic
     def half(number: int) -> Callable[..., tf.Tensor]:
         """Returns the function that takes the half of this parity, which a zigzag has in turn."""
 
-        def take(part: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+        def take(part: tf.Tensor, at: Any) -> tf.Tensor:
             first, second = tf.split(part, 2, axis=1)
             if back:
                 is_first = tf.equal(at % 2, number)
@@ -128,12 +125,10 @@ def zigzag(lowering: Lowering, axis: str, x: Slices, back: bool = False) -> Slic
 
         return take
 
-    def join(even: tf.Tensor, odd: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
+    def join(even: tf.Tensor, odd: tf.Tensor, at: Any) -> tf.Tensor:
         if back:
             return tf.concat([even, odd], 1)
-        return tf.where(
-            tf.equal(at % 2, 0), tf.concat([even, odd], 1), tf.concat([odd, even], 1)
-        )
+        return tf.where(tf.equal(at % 2, 0), tf.concat([even, odd], 1), tf.concat([odd, even], 1))
 
     sent = []
     for number in (0, 1):
@@ -144,7 +139,7 @@ def zigzag(lowering: Lowering, axis: str, x: Slices, back: bool = False) -> Slic
     return lowering.map(join, *sent, at)
 
 
-def count_zigzag(lowering: Lowering, axis: str, slices: Sequence[Slices]) -> None:
+def count_zigzag(lowering: Lowering, axis: str, slices: Sequence[Any]) -> None:
     """Counts what `zigzag` sends of each of some tensors."""
     for (x,) in slices:
         sizes = x.shape.as_list()
@@ -179,8 +174,8 @@ class _Step:
         """Returns the tokens that meet: `half` in the first pair, 1 for queries and 0 for keys."""
         if x is None or not self.in_halves:
             return x
-        halves = tf.split(x, 2, axis=1)
-        return tf.concat([halves[half], tf.where(self.is_front, *halves)], 0)
+        front, back = halves = tf.split(x, 2, axis=1)
+        return tf.concat([halves[half], tf.where(self.is_front, front, back)], 0)
 
     def spread(self, grad: tf.Tensor, half: int) -> tf.Tensor:
         """Returns the gradient of the input of `taken`."""
@@ -321,7 +316,7 @@ class _RingAttention:
             grad, output, logs = (step.taken(x[name], 1) for name in ("grad", "output", "logs"))
             found = attend.backward(grad, output, attend.by_block(logs), *operands)
             found = [tf.cast(part, tf.float32) for part in found]
-            found[:3] = (step.spread(part, h) for part, h in zip(found, (1, 0, 0)))
+            found[:3] = map(step.spread, found[:3], (1, 0, 0))
             if not step.number:
                 return found
             return [x[name] + part for name, part in zip(names, found, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -194,8 +195,10 @@ class StageLowering:
 
     def whole_rows(self) -> StageLowering:
         """Returns the same without a rule for `length`, for decoding token by token."""
-        rules = tuple(rule for rule in self._layout.rules if rule[0] != "length")
-        return StageLowering(self._mesh, LayoutRules(rules), self._place)
+        # The devices stay: those along an axis that splits nothing else compute the same.
+        whole = copy.copy(self)
+        whole._layout = LayoutRules(tuple(r for r in self._layout.rules if r[0] != "length"))
+        return whole
 
     @contextlib.contextmanager
     def on(self, devices: Sequence[str], home: Home | None = None) -> Iterator[None]:

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.layers.named import Attention, Norm
+from pipemesh.layers.named import Attention, Norm, lowering_scope
 from tests.layers.named.harness import RULES, SCALE, run, value_of
 from tests.layers.named.test_block_attention import (
     BOTH_SIDES,
@@ -33,7 +33,8 @@ def plain(
     score_cap=None,
     score_scale=0.5**0.5,
     sight=CAUSAL,
-    memory=X,
+    x=X,
+    memory=None,
     memory_segments=None,
 ):
     """Rotates the first two elements of a head if there are positions, after norms if any."""
@@ -52,9 +53,10 @@ def plain(
         root = tf.sqrt(tf.reduce_mean(tf.square(x), -1, keepdims=True) + 1e-6)
         return x / root * (1 + w[f"{name}_norm.scale"])
 
+    memory = x if memory is None else memory
     q, k, v = (
         tf.einsum("btd,dnh->btnh", x, w[f"w_{name}"]) + w.get(f"b_{name}", 0.0)
-        for name, x in zip("qkv", (X, memory, memory), strict=True)
+        for name, x in zip("qkv", (x, memory, memory), strict=True)
     )
     q, k = turned(normed(q, "q")) * score_scale, turned(normed(k, "k"))
     buckets = BUCKETS if sight.causal else BOTH_SIDES
@@ -162,6 +164,38 @@ def test_tokens_may_see_another_sequence(mesh, rules, changes, segments, memory_
     found.assert_plain(of)
 
 
+LONGER = value_of("longer", [2, 8, 8])
+LONGER_SEGMENTS = np.array([[0, 0, 1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 5, 5, 5, 5]], np.int32)
+RING = {"split_length_by": "ring"}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "changes", "segments"),
+    [
+        pytest.param("cp:4", "length:cp", RELATIVE, LONGER_SEGMENTS, id="for heads"),
+        pytest.param("cp:4", "length:cp", {**RING, "block_size": 1}, LONGER_SEGMENTS, id="zigzag"),
+        pytest.param("cp:4", "length:cp", {**RING, "window": 3}, None, id="of two steps"),
+        pytest.param(
+            "cp:2;model:2",
+            "length:cp;heads:model",
+            {**RING, **RELATIVE, "num_kv_heads": 2, "use_rotary": True, "block_size": 3},
+            LONGER_SEGMENTS,
+            id="some of all keys, blocks that end behind the sequence",
+        ),
+    ],
+)
+def test_no_processor_needs_a_whole_sequence(mesh, rules, changes, segments):
+    params = PARAMS.Copy().Set(**changes)
+    found = run(params, [LONGER, segments], mesh, rules, of_inputs=True)
+    given = [None if x is None else list(x.shape) for x in (LONGER, segments)]
+    with lowering_scope(found.lowering):
+        assert params.cls.FPropMeta(params, *given).communication.rows == found.lowering.costs.rows
+    positions = np.broadcast_to(np.arange(8), [2, 8]) if changes.get("use_rotary") else None
+    sight = Sight(window=changes.get("window"))
+    found.grads.pop("input 0")
+    found.assert_plain(lambda w: plain(w, segments, positions, sight=sight, x=LONGER))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -170,6 +204,10 @@ def test_tokens_may_see_another_sequence(mesh, rules, changes, segments, memory_
         ({"rotary_dim": 2}, "rotary_dim is 2, use_rotary False"),
         ({"rotary_dim": 4, "use_rotary": True}, "a head has 2 elements"),
         ({"causal": False, "relative_buckets": 7}, "give an even number, 4 or more"),
+        (
+            {"split_length_by": "rings"},
+            "split_length_by is 'rings'; it may be 'heads', 'ring' or None",
+        ),
         ({"cross": True}, "causal is True.*; set causal=False"),
         ({"cross": True, "causal": False, "window": 2}, "window 2"),
     ],

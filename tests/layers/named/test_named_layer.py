@@ -258,8 +258,14 @@ GROUPS = {"num_kv_heads": 2}
 @pytest.mark.parametrize(
     ("cls", "mesh", "rules", "changes", "message"),
     [
-        (Attention, "model:2", "length:model", {}, "splits dim 'length'.*add 'heads:model'"),
-        (Attention, "a:2;b:2", "length:a;heads:b", {}, "'length:a' splits dim 'length'"),
+        (Attention, "model:2", "memory_length:model", {}, "splits dim 'memory_length'.*remove the"),
+        (
+            Attention,
+            "cp:4;model:2",
+            "length:cp;heads:model",
+            {"split_length_by": "heads"},
+            "a processor has 2 heads and 2 of keys, which axis 'cp' .* does not divide; set it to",
+        ),
         (Attention, "model:2", "kv_heads:model", GROUPS, "'heads' has no rule; .* lie with"),
         (
             Attention,

@@ -33,6 +33,18 @@ CASES = [
 ]
 RULES_OF_ONE_PROGRAM = "vocab:layers;heads:model;d_ff:model"
 MORE_CASES = [
+    # No device has a whole sequence.
+    ("dense", Plan("layers:2;data:2;cp:2", "batch:data;length:cp", "zb_h1", 2)),
+    (
+        "tied",
+        Plan(
+            "layers:2;cp:2;model:2",
+            f"length:cp;{RULES_OF_ONE_PROGRAM}",
+            "looped_bfs:2",
+            4,
+            lowering="simd",
+        ),
+    ),
     ("dense", Plan("layers:2;data:2;model:2", DENSE, "interleaved:2", 4)),
     # The embedding and the blocks of each replica lie on two devices, the softmax on one.
     ("dense", Plan("layers:2;data:2;model:2,1", DENSE, "zb_h1", 2, (0, 3, 4))),
