@@ -448,8 +448,9 @@ class Attention(NamedLayer):
         names = [*ids, *["table" for _ in table]]
 
         def local(*tensors: tf.Tensor) -> tf.Tensor:
-            named: dict[str, Any] = dict(zip(names, tensors[3:], strict=True))
-            return block_attention(*tensors[:3], **named, **_options(p))
+            q, k, v, *rest = tensors
+            named: dict[str, Any] = dict(zip(names, rest, strict=True))
+            return block_attention(q, k, v, **named, **_options(p))
 
         sizes = static_sizes(inputs[0][0])
         flops = _attended_flops(p, sizes, static_sizes(inputs[1][0])[1], False)
