@@ -180,7 +180,7 @@ class DocumentBatches:
 
     def __call__(self) -> tf.data.Dataset:
         """Returns the dataset; raises DataError if the documents cannot be read."""
-        rows, (corrupt, *lengths) = self._rows(), self._prepared()
+        rows, (corrupt, lengths) = self._rows(), self._prepared()
         if self.seed is None:
             return _in_order(rows, self.batch_size, *lengths, corrupt)
         weights = [source.weight for source in self._parsed]
@@ -191,15 +191,15 @@ class DocumentBatches:
         """Returns the number of positions in a row, of its source and its target; raises DataError
         if that depends on documents that cannot be read.
         """
-        return sum(filter(None, self._prepared()[1:]))
+        return sum(filter(None, self._prepared()[1]))
 
-    def _prepared(self) -> tuple[Corrupt | None, int, int | None]:
+    def _prepared(self) -> tuple[Corrupt | None, tuple[int, int | None]]:
         """Returns the function that corrupts rows, and the lengths of a target and of a source."""
         if self.corruption is None:
-            return None, self.length, self.source_length
+            return None, (self.length, self.source_length)
         rows = cast("list[Rows]", self._rows())
         corrupt, length = self.corruption.prepared(*self.spelling(), rows)
-        return (corrupt, self.length, None) if length is None else (corrupt, length, self.length)
+        return corrupt, (self.length, None) if length is None else (length, self.length)
 
     def counts(self) -> list[Counts]:
         """Returns the numbers of documents, tokens and rows of each source."""
