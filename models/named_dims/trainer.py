@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from pipemesh.lowering import Cores, Costs, Lowering, PlacementLowering, Tensor, ops
+from pipemesh.lowering import Cores, Lowering, OperationCosts, PlacementLowering, Tensor, ops
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.variable import Initializer, Variable
 from pipemesh.mesh import LayoutRules, Mesh, Shape
@@ -64,7 +64,7 @@ class Trainer(abc.ABC):
     LayoutError if the rules cannot split a tensor of the network.
     """
 
-    costs: Costs
+    costs: OperationCosts
 
     def __init__(
         self,

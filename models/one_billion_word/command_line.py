@@ -176,7 +176,8 @@ def request() -> Request:
 def _plan(settings: Settings) -> Plan:
     """Returns the model's plan, changed by the flags."""
     given = training_flags.plan_values()
-    given |= training_flags.microbatches_of(settings.BATCH_SIZE, settings.SEQUENCE_LENGTH)
+    sizes = settings.BATCH_SIZE, settings.SEQUENCE_LENGTH
+    given |= training_flags.microbatches_of(lambda: sizes)
     values = settings.PLAN.to_values() | given
     if values["lowering"] == "simd":
         values |= training_flags.OF_SIMD | given

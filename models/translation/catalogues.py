@@ -44,7 +44,6 @@ MOST_CHARACTERS = 60
 _COPIED = re.compile(r"[$%{}<>&\d]")
 # The catalogues of a language, by name: texts by the ids of messages.
 Catalogues = Mapping[str, Mapping[Any, str]]
-_PATH = re.compile(r"(?:^|/)([^/]+)/LC_MESSAGES/([^/]+)\.mo$")
 _ENGLISH = "en"
 # Begins an id after its context.
 _CONTEXT = "\x04"
@@ -53,28 +52,27 @@ _CONTEXT = "\x04"
 def read(path: str, languages: Iterable[str]) -> dict[str, dict[str, dict[Any, str]]]:
     """Returns the catalogues of languages in a folder or a Debian package, by language and name."""
     found: dict[str, dict[str, dict[Any, str]]] = {language: {} for language in languages}
-    for name, content in _files(path):
-        match = _PATH.search(name)
-        if match and match[1] in found:
-            try:
-                # There is no public way to all messages.
-                messages = vars(gettext.GNUTranslations(io.BytesIO(content)))["_catalog"]
-            except (OSError, ValueError) as error:
-                raise DataError(f"{name!r} in {path!r} is no catalogue ({error})") from error
-            found[match[1]].setdefault(match[2], {}).update(messages)
+    names = re.compile(rf"(?:^|/)({'|'.join(map(re.escape, found))})/LC_MESSAGES/([^/]+)\.mo$")
+    for match, content in _files(path, names):
+        try:
+            # There is no public way to all messages.
+            messages = vars(gettext.GNUTranslations(io.BytesIO(content)))["_catalog"]
+        except (OSError, ValueError) as error:
+            raise DataError(f"{match.string!r} in {path!r} is no catalogue ({error})") from error
+        found[match[1]].setdefault(match[2], {}).update(messages)
     return found
 
 
-def _files(path: str) -> Iterator[tuple[str, bytes]]:
-    """Yields the names and contents of catalogues, in order."""
+def _files(path: str, names: re.Pattern[str]) -> Iterator[tuple[re.Match[str], bytes]]:
+    """Yields the matching names and the contents of catalogues, in order."""
     if os.path.isdir(path):
         for folder, _, files in sorted(os.walk(path)):
             for name in sorted(files):
                 whole = os.path.join(folder, name)
                 # A link may lead nowhere.
-                if _PATH.search(whole) and os.path.isfile(whole):
+                if (match := names.search(whole)) and os.path.isfile(whole):
                     with open(whole, "rb") as file:
-                        yield whole, file.read()
+                        yield match, file.read()
         return
     try:
         done = subprocess.run(["dpkg-deb", "--fsys-tarfile", path], capture_output=True, check=True)
@@ -88,9 +86,9 @@ def _files(path: str) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         for member in archive:
             # A link may lead out of the package.
-            is_catalogue = member.isfile() and _PATH.search(member.name)
-            if is_catalogue and (file := archive.extractfile(member)):
-                yield member.name, file.read()
+            match = names.search(member.name) if member.isfile() else None
+            if match and (file := archive.extractfile(member)):
+                yield match, file.read()
 
 
 def pairs_of(

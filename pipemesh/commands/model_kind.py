@@ -354,6 +354,7 @@ def subject() -> Any:
         workers.accept_lingvo_flags()
         from pipemesh.training.registered import (
             RegisteredModel,
+            batch_sizes,
             find_model,
             mesh_before,
         )
@@ -382,12 +383,12 @@ def subject() -> Any:
             )
 
         config = new()
-        sizes = (getattr(config, name, None) for name in ("BATCH_SIZE", "SEQUENCE_LENGTH"))
-        values |= training_flags.microbatches_of(*sizes)
         try:
             mesh = mesh_before(config, values)
             if mesh is not None:
                 _start(mesh)
+            # Only now: data may be read with TensorFlow.
+            values |= training_flags.microbatches_of(lambda: batch_sizes(config))
             model = made(config, values)
         except (LayoutError, MeshError, PlanError, ScheduleError) as error:
             if training_flags.value_of(error) in values:

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pipemesh.checkpoint import Manifest
@@ -192,9 +192,10 @@ def microbatch_flag() -> str | None:
     return next((name for name in (_NUMBER, _TOKENS) if FLAGS.value(name) is not None), None)
 
 
-def microbatches_of(rows: int | None, length: int | None) -> dict[str, str]:
-    """Returns the value of the plan for --tokens_per_microbatch, none without it, for batches of so
-    many rows of so many tokens; None if they are not known.
+def microbatches_of(sizes: Callable[[], tuple[int | None, int | None]]) -> dict[str, str]:
+    """Returns the value of the plan for --tokens_per_microbatch, none without it.
+
+    `sizes` returns the rows of a batch and the tokens of a row; None if they are not known.
     """
     tokens = FLAGS.value(_TOKENS)
     if tokens is None:
@@ -202,6 +203,7 @@ def microbatches_of(rows: int | None, length: int | None) -> dict[str, str]:
     given = f"--{_TOKENS}={tokens}"
     if FLAGS.value(_NUMBER) is not None:
         raise FlagError(f"{given}: --{_NUMBER}={FLAGS.num_microbatches} sets it; leave one out")
+    rows, length = sizes()
     if not (rows and length):
         raise FlagError(
             f"{given}: the model has no BATCH_SIZE and SEQUENCE_LENGTH, by which a batch has so "
@@ -520,7 +522,8 @@ def training_flags(drawn: str = "the first ones") -> tuple[Flag, ...]:
                 int,
                 value="N",
                 least=1,
-                help="Tokens of a microbatch, padding included, instead of --num_microbatches.",
+                help="Tokens of a microbatch, of sources and targets, padding included, instead of "
+                "--num_microbatches.",
             ),
             Flag("eval_every", int, 100, least=1, help="Steps between evaluations."),
             Flag(

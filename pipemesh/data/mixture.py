@@ -180,15 +180,26 @@ class DocumentBatches:
 
     def __call__(self) -> tf.data.Dataset:
         """Returns the dataset; raises DataError if the documents cannot be read."""
-        rows, lengths, corrupt = self._rows(), (self.length, self.source_length), None
-        if self.corruption is not None:
-            corrupt, length = self.corruption.prepared(*self.spelling(), cast("list[Rows]", rows))
-            lengths = (self.length, None) if length is None else (length, self.length)
+        rows, (corrupt, lengths) = self._rows(), self._prepared()
         if self.seed is None:
             return _in_order(rows, self.batch_size, *lengths, corrupt)
         weights = [source.weight for source in self._parsed]
         mixture = Mixture(rows, weights, self.seed, corrupt)
         return _endless(mixture, self.batch_size, *lengths)
+
+    def row_tokens(self) -> int:
+        """Returns the number of positions in a row, of its source and its target; raises DataError
+        if that depends on documents that cannot be read.
+        """
+        return sum(filter(None, self._prepared()[1]))
+
+    def _prepared(self) -> tuple[Corrupt | None, tuple[int, int | None]]:
+        """Returns the function that corrupts rows, and the lengths of a target and of a source."""
+        if self.corruption is None:
+            return None, (self.length, self.source_length)
+        rows = cast("list[Rows]", self._rows())
+        corrupt, length = self.corruption.prepared(*self.spelling(), rows)
+        return corrupt, (self.length, None) if length is None else (length, self.length)
 
     def counts(self) -> list[Counts]:
         """Returns the numbers of documents, tokens and rows of each source."""

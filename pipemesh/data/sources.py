@@ -23,6 +23,8 @@ TFDS = "tfds:"
 TOML = ".toml"
 # Fields of a document, in the order of error messages.
 FIELDS = ("text", "prompt", "completion", "messages", "tools", "ids", "weights")
+# Those of pairs, in the order of columns and of files.
+_COLUMNS = FIELDS[1:3]
 # The day that templates may write. Results must not depend on the day of a run. Templates of Llama
 # 3 have this day as their own default.
 _DATE = "2024-07-26"
@@ -297,17 +299,23 @@ def _json_lines(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str
 
 def _table(path: str, fields: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields lines of a prompt, a tab and its completion."""
+    for field, theirs in zip(FIELDS, fields, strict=True):
+        if theirs not in (field, *_COLUMNS):
+            raise DataError(
+                f"data {path!r} has no {theirs!r}, which fields gives as {field}: its columns are "
+                f"{' and '.join(_COLUMNS)}, in this order; leave {field} out of fields"
+            )
     for number, line in enumerate(text_file.whole_lines(path), 1):
         place = f"{path!r}, line {number}"
         if not line.strip():
             continue
         columns = _line(line, place, number).split("\t")
-        if len(columns) != 2:
+        if len(columns) != len(_COLUMNS):
             raise DataError(
                 f"{place} has {len(columns)} columns; each line must be a prompt, a tab and its "
                 "completion"
             )
-        yield place, {"prompt": columns[0], "completion": columns[1]}
+        yield place, dict(zip(_COLUMNS, columns, strict=True))
 
 
 def _two_files(path: str, completions: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -323,8 +331,8 @@ def _two_files(path: str, completions: str) -> Iterator[tuple[str, Mapping[str, 
             )
         if not any(line.strip() for line in pair):
             continue
-        prompt, completion = (_line(line, place, number) for line in pair)
-        yield place, {"prompt": prompt, "completion": completion}
+        lines = [_line(line, place, number) for line in pair]
+        yield place, dict(zip(_COLUMNS, lines, strict=True))
 
 
 def _line(line: bytes, place: str, number: int) -> str:

@@ -297,10 +297,10 @@ class KerasLayer(NamedLayer):
         # Parts of a mixed model cast their weights themselves, if they get them as they are.
         whole_weights = tf.as_dtype(self._layer.variable_dtype)
         if requested != supported and (self._layer.autocast or requested != whole_weights):
+            policy = requested.name if requested.size >= 4 else f"mixed_{requested.name}"
             raise PipelineError(
                 f"{self.params.name}: the layer computes in {supported.name}, but fprop_dtype is "
-                f"{requested.name}; make it with dtype='mixed_{requested.name}', or set its "
-                "fprop_dtype"
+                f"{requested.name}; make it with dtype={policy!r}, or set its fprop_dtype"
             )
         mapping = [
             (variable, theta[name] if name in theta else self.Weight(theta, name).slices[0])

@@ -242,15 +242,18 @@ def _variables(cell: _Cell) -> list[Any]:
 
 def _check_apart(model: Any, cells: Sequence[_Cell]) -> None:
     """Checks that no layer with weights is in two cells."""
-    owners: dict[int, _Cell] = {}
+    owners: dict[int, tuple[_Cell, _Call]] = {}
     for cell in cells:
-        for variable in _variables(cell):
-            if owners.setdefault(id(variable), cell) is not cell:
-                raise PipelineError(
-                    f"model {model.name!r} uses its weight {variable.path!r} in two places, which "
-                    "may lie on two stages; give each place a layer, or use the whole model as one "
-                    "KerasLayer"
-                )
+        for call in cell.calls:
+            for variable in getattr(call.operation, "weights", ()):
+                owner, first = owners.setdefault(id(variable), (cell, call))
+                if owner is not cell:
+                    names = dict.fromkeys(repr(c.operation.name) for c in (first, call))
+                    raise PipelineError(
+                        f"model {model.name!r} uses the weight {variable.path!r} of layer "
+                        f"{' and '.join(names)} in two places, which may lie on two stages; make "
+                        "a layer for each place, or use the whole model as one KerasLayer"
+                    )
 
 
 class _Part(keras.Layer):

@@ -199,7 +199,7 @@ class KerasTask(base_model.BaseTask):
             "model", None, "A Keras model, copied by its config, or a function that makes one."
         )
         p.Define("stack", None, "Params of a PipeliningLayer of `keras_layers`, without a model.")
-        p.Define("input_shapes", None, "As for a KerasLayer.")
+        p.Define("input_shapes", None, "Of `model`, as for a KerasLayer.")
         p.Define(
             "loss",
             None,
@@ -221,6 +221,11 @@ class KerasTask(base_model.BaseTask):
         if p.stack is not None:
             if p.model is not None:
                 raise PipelineError(f"{p.name}: model and stack are both set; give one of them")
+            if p.input_shapes is not None:
+                raise PipelineError(
+                    f"{p.name}: input_shapes are those of a model, but the layers of a stack know "
+                    "theirs; leave input_shapes out"
+                )
             stack, self._nesting = masked_stack(p.stack)
             self.CreateChild("stack", stack)
             return

@@ -9,7 +9,7 @@ from lingvo.core import tshape
 from pipemesh.errors import LayoutError, PartitionError
 from pipemesh.layers.named import ReplicaCut, lowering_scope, replica_cut_scope
 from pipemesh.layers.partition_layers import Meta, layer_metas, named_layers
-from pipemesh.lowering import Costs, PlacementLowering
+from pipemesh.lowering import OperationCosts, PlacementLowering
 from pipemesh.lowering.costs import Work, usual_bytes
 from pipemesh.mesh import LayoutRules, Mesh, Price, Pricing
 from pipemesh.mesh.find_layout import Axes
@@ -63,7 +63,7 @@ def layers_pricing(
     params = named_layers(layers)
 
     def counted(
-        mesh: Mesh, rules: LayoutRules, replicas: int = 1, costs: Costs | None = None
+        mesh: Mesh, rules: LayoutRules, replicas: int = 1, costs: OperationCosts | None = None
     ) -> list[Meta]:
         lowering = PlacementLowering(mesh, rules, [""] * mesh.num_devices)
         lowering.costs = costs or lowering.costs
@@ -87,7 +87,7 @@ def layers_pricing(
             cut = ReplicaCut(Mesh((replica, *inner.axes)), others)
         with replica_cut_scope(cut):
             metas = counted(inner, within, replicas)
-        costs = Costs(mesh)
+        costs = OperationCosts(mesh)
         memory = 0.0
         for meta in metas:
             _include(costs, meta)
@@ -107,7 +107,7 @@ def layers_pricing(
         for name, sizes in meta.dims.items():
             dims.setdefault(name, set()).update(sizes)
     # Of layers that nothing splits: rules, even over axes of size 1, add work to some.
-    work = Costs(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
+    work = OperationCosts(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
     for meta in counted(Mesh(()), LayoutRules(), costs=work):
         _include(work, meta)
     least = least_seconds(work.work, mesh, machine)
@@ -137,7 +137,7 @@ def _rows(shape: Any, replicas: int) -> Any:
     return tshape.Shape([batch // replicas, *rest])
 
 
-def _include(costs: Costs, meta: Meta) -> None:
+def _include(costs: OperationCosts, meta: Meta) -> None:
     """Adds the counts of a layer; one without named dims computes everything on each device."""
     if meta.communication is not None:
         costs.include(meta.communication)
@@ -147,7 +147,9 @@ def _include(costs: Costs, meta: Meta) -> None:
         costs.add_work("layer", divided, Work(int(meta.flops), 0, gradients=2))
 
 
-def _include_gradients(costs: Costs, axis: str, replicas: int, weights: int, fetched: int) -> None:
+def _include_gradients(
+    costs: OperationCosts, axis: str, replicas: int, weights: int, fetched: int
+) -> None:
     """Adds the sum of gradients over replicas, and the weights that they fetch for each pass."""
     cut = fetched * replicas // (replicas - 1)
     sent = {"all_reduce": weights - cut, "reduce_scatter": cut}

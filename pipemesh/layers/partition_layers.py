@@ -20,7 +20,7 @@ from pipemesh.layers.foreign_layers import as_layer
 from pipemesh.layers.mesh_cluster import mesh_cluster
 from pipemesh.layers.pipeline.alike_stages import differences
 from pipemesh.layers.pipeline.pipelining import PipeliningLayer
-from pipemesh.lowering.costs import Costs
+from pipemesh.lowering.costs import OperationCosts
 from pipemesh.mesh import Mesh
 from pipemesh.partition import LayerCost, Partition, partition, profile_costs
 from pipemesh.partition.costs import number_problem
@@ -79,7 +79,7 @@ class Meta:
     out_shapes: tuple[Any, ...]  # a `tshape.Shape` or None for each output
     parameter_bytes: float | None = None
     activation_bytes: float | None = None  # kept for the backward pass
-    communication: Costs | None = None
+    communication: OperationCosts | None = None
     held_bytes: int = 0  # of weights, on one device of a replica
     fetched_bytes: int = 0  # of weights that a replica gets from others for a pass
     dims: Mapping[str, Collection[int]] = dataclasses.field(default_factory=dict[str, Any])

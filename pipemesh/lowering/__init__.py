@@ -28,7 +28,7 @@ Example:
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
 from pipemesh.lowering import ops as ops
-from pipemesh.lowering.costs import Costs
+from pipemesh.lowering.costs import OperationCosts
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.lowering.pricing import program_pricing
@@ -38,8 +38,8 @@ from pipemesh.lowering.tensor import Tensor
 
 __all__ = [
     "Cores",
-    "Costs",
     "Lowering",
+    "OperationCosts",
     "PlacementLowering",
     "SimdLowering",
     "Tensor",

@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 @dataclasses.dataclass
-class Costs:
+class OperationCosts:
     """Counts of what one device sends and computes, recorded while the program is built.
 
     A call inside a loop is built once and counts as many times as `repeated` was given. The bytes
@@ -70,7 +70,7 @@ class Costs:
             each; for a program that nothing splits.
 
     Example:
-        >>> costs = Costs(Mesh.from_text("data:2;model:4"))
+        >>> costs = OperationCosts(Mesh.from_text("data:2;model:4"))
         >>> costs.add("all_reduce", ["model"], tf.zeros([2, 5]), backward=False)
         >>> costs.total_bytes
         60
@@ -188,7 +188,7 @@ class Costs:
         """Returns the bytes sent by one device."""
         return sum(sent for _, sent in self.rows.values())
 
-    def include(self, other: Costs) -> None:
+    def include(self, other: OperationCosts) -> None:
         """Adds the counts of another program."""
         for mine, theirs in ((self.rows, other.rows), (self.work, other.work)):
             counts: dict[Key, Any] = mine  # pyright: ignore[reportAssignmentType]
@@ -267,7 +267,7 @@ class _Operation:
     """An operation while it is made."""
 
     is_arithmetic: bool  # Functions of slices are a flop for each element.
-    costs: Costs | None = None
+    costs: OperationCosts | None = None
     functions: list[Work] = dataclasses.field(default_factory=list[Work])
 
 
@@ -306,7 +306,7 @@ def operation(name: str, tensors: Sequence[Any], is_arithmetic: bool = True) -> 
 
 
 def count_map(
-    costs: Costs,
+    costs: OperationCosts,
     operands: Sequence[tf.Tensor],
     result: tf.Tensor,
     flops: int | None,

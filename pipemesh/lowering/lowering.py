@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, ShapeError
-from pipemesh.lowering.costs import Costs, count_map
+from pipemesh.lowering.costs import OperationCosts, count_map
 from pipemesh.mesh import LayoutRules, Mesh, Shape, TensorLayout
 from pipemesh.mesh.mesh import check_mesh
 from pipemesh.randomness.scope import slicewise
@@ -121,7 +121,7 @@ class Lowering(abc.ABC):
         rules.check(mesh)
         self.mesh = mesh
         self.rules = rules
-        self.costs = Costs(mesh)
+        self.costs = OperationCosts(mesh)
         # The dims of all tensors so far with their sizes, and the rules that caused a warning.
         self._dims: dict[str, set[int]] = {}
         self._warned: set[str] = set()
@@ -208,7 +208,7 @@ did you mean 'batch'? Known: 'batch'
             function: takes one tensor per operand; must be pure and depend on its arguments alone.
                 On a mesh of several processors it may not draw random numbers (LayoutError).
             *operands: may be empty if `function` makes a constant.
-            flops: of one processor; by default as `Costs` describes.
+            flops: of one processor; by default as `OperationCosts` describes.
 
         Raises:
             GradientError: `function` uses a trainable variable, or a floating tensor that is

@@ -11,7 +11,7 @@ from pipemesh.backend.operation_kinds import IDENTITIES, RESHAPES
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import ShapeError
 from pipemesh.lowering.arguments import as_shape
-from pipemesh.lowering.costs import Costs
+from pipemesh.lowering.costs import OperationCosts
 from pipemesh.lowering.differentiate import gradients
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.registry import OPS
@@ -103,7 +103,7 @@ def program_pricing(
     named = {name: as_shape(shape, name) for name, shape in shapes.items()}
 
     def traced(
-        mesh: Mesh, rules: LayoutRules, costs: Costs | None = None
+        mesh: Mesh, rules: LayoutRules, costs: OperationCosts | None = None
     ) -> tuple[_OneProcessor, int]:
         """Returns the lowering of a traced step, and the bytes that a processor holds."""
         with tf.Graph().as_default() as graph:
@@ -130,7 +130,7 @@ def program_pricing(
     dims = found.dims
     # Of the program that nothing splits: rules, even over axes of size 1, add work to some
     # operations, so that a bound from it would be too high.
-    whole = Costs(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
+    whole = OperationCosts(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
     traced(Mesh(()), LayoutRules(), whole)
     least = least_seconds(whole.work, mesh, machine)
 
@@ -146,7 +146,7 @@ def program_pricing(
     return Pricing(mesh, sizes, price, least_price, _meeting(whole))
 
 
-def _meeting(costs: Costs) -> set[frozenset[str]]:
+def _meeting(costs: OperationCosts) -> set[frozenset[str]]:
     return {
         frozenset(dims)
         for dims, operation, _ in costs.work

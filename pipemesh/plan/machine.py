@@ -17,7 +17,7 @@ Key = tuple[tuple[str, ...], str, str]
 
 
 class Counts(Protocol):
-    """The counts of one device that `pipemesh.lowering.Costs` has."""
+    """The counts of one device that `pipemesh.lowering.OperationCosts` has."""
 
     @property
     def rows(self) -> Mapping[Key, tuple[int, int]]:

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 from lingvo.core import base_model, base_model_params, gpipe
 
+from pipemesh.data import DocumentBatches
 from pipemesh.errors import PipelineError, PlanError, TrainingError
 from pipemesh.example_models import example, import_model_module
 from pipemesh.layers import PipeliningLayer, mesh_cluster
@@ -275,6 +276,14 @@ def mesh_before(config: Any, values: Mapping[str, str]) -> Mesh | None:
         return Mesh.from_text(values["mesh"])
     plan = getattr(config, _PLAN, None)
     return plan.mesh if isinstance(plan, Plan) else None
+
+
+def batch_sizes(config: Any) -> tuple[int | None, int | None]:
+    """Returns the rows of a model's training batches and the tokens of a row; None if unknown."""
+    batches = getattr(config.GetDatasetParams("Train"), "dataset", None)
+    if isinstance(batches, DocumentBatches):
+        return batches.batch_size, batches.row_tokens()
+    return getattr(config, "BATCH_SIZE", None), getattr(config, "SEQUENCE_LENGTH", None)
 
 
 def stacks_of(params: Any) -> list[Any]:

@@ -379,8 +379,10 @@ class Trainer:
         self._evaluation = Evaluation(subject, self.trained)
         self._is_first, self._was_skipped = True, False
         self.batch: Any = None
-        # TensorFlow places graphs when they first run.
-        self._check_placement = any(s.params.strict_devices for s in self.trained.pipelines)
+        # Graphs to check when TensorFlow places them, at their first call: that of one step (True)
+        # and that of several.
+        is_strict = any(s.params.strict_devices for s in self.trained.pipelines)
+        self._unchecked = {True, False} if is_strict else set[bool]()
 
     def _note_run(self, stack: Any, run: Any) -> None:
         stack.noted_run = None
@@ -472,9 +474,6 @@ class Trainer:
             TrainingError: the batches differ in shape; otherwise as `train_step`.
         """
         read = self._read
-        if self._check_placement:
-            # Only the graph of a single step shows where its actions run.
-            most = 1
         while len(read) < most and not (read and isinstance(read[-1], PipemeshError)):
             try:
                 read.append(self._next_batch())
@@ -516,7 +515,8 @@ class Trainer:
         watch.begin(name, is_step=True)
         try:
             with self.trained.cluster(), contextlib.ExitStack() as stack:
-                if self._check_placement:
+                if one in self._unchecked:
+                    self._unchecked.remove(one)
                     graphs = stack.enter_context(record_placement())
                 if self._is_first:
                     # Python is idle while TensorFlow prepares a graph for its first run.
@@ -567,10 +567,9 @@ class Trainer:
         raise NotFiniteError(str(located or explained or NOT_FINITE)) from error
 
     def _check_devices(self, graphs: Any) -> None:
-        """Checks after the first step, also a skipped one, that stages ran on their devices."""
-        if self._check_placement:
+        """Checks after a graph's first call, also a failed one, that stages ran where they must."""
+        if graphs is not None:
             Placement.of(graphs, self.trained.devices).check()
-            self._check_placement = False
 
     def _prepare_evaluation(self) -> None:
         if self.sample.batches:

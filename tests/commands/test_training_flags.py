@@ -72,7 +72,7 @@ def test_rates_are_tried_step_by_step():
 
 def test_tokens_of_a_microbatch_set_their_number():
     parsed(MODEL, "--tokens_per_microbatch=64")
-    assert training_flags.microbatches_of(16, 32) == {"num_microbatches": "8"}
+    assert training_flags.microbatches_of(lambda: (16, 32)) == {"num_microbatches": "8"}
     assert training_flags.microbatch_flag() == "tokens_per_microbatch"
     allowed = "Use one of 32, 64, 128, 256, 512$"
     for words, rows, length, told in (
@@ -85,12 +85,12 @@ def test_tokens_of_a_microbatch_set_their_number():
     ):
         parsed(MODEL, f"--tokens_per_microbatch{words[0]}", *words[1:])
         with pytest.raises(FlagError, match=told):
-            training_flags.microbatches_of(rows, length)
+            training_flags.microbatches_of(lambda: (rows, length))  # noqa: B023
     parsed(MODEL, "--tokens_per_microbatch=64", "--mesh_shape=auto:2")
     with pytest.raises(FlagError, match="chooses microbatches by itself"):
         training_flags.choose_plan("run")
     parsed(MODEL, "--num_microbatches=2")
-    assert training_flags.microbatches_of(None, None) == {}
+    assert training_flags.microbatches_of(lambda: (None, None)) == {}
 
 
 def test_given_microbatches_go_over_saved_tokens(tmp_path, monkeypatch):

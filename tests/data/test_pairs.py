@@ -110,6 +110,19 @@ def test_a_table_has_two_columns(tmp_path):
         list(rows_of(parse_sources(f"{tmp_path}/a.tsv")[0]))
 
 
+def test_fields_of_a_table_swap_its_columns_or_are_refused(tmp_path):
+    """Other names lost the prompt: lines had a completion alone."""
+    (tmp_path / "a.tsv").write_text("a\tb\n")
+    table = "[[source]]\npath = 'a.tsv'\nfields = {{prompt = '{}', completion = '{}'}}\n"
+    (tmp_path / "swapped.toml").write_text(table.format("completion", "prompt"))
+    ((_, row),) = rows_of(parse_sources(f"{tmp_path}/swapped.toml")[0])
+    assert row == {"prompt": "b", "completion": "a"}
+    (tmp_path / "other.toml").write_text(table.format("question", "completion"))
+    told = "a.tsv' has no 'question', .* columns are prompt and completion, .*leave prompt out"
+    with pytest.raises(DataError, match=told):
+        list(rows_of(parse_sources(f"{tmp_path}/other.toml")[0]))
+
+
 def test_a_plus_may_be_part_of_a_pattern(tmp_path):
     for name in ("c++1.tsv", "c++2.tsv"):
         (tmp_path / name).write_text("a\tb\n")

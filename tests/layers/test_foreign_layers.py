@@ -228,7 +228,13 @@ def test_flops_are_those_of_products(eagerly):
         (
             keras.layers.Dense(4),
             {"fprop_dtype": tf.bfloat16},
-            "computes in float32, but fprop_dtype is bfloat16",
+            "in float32, but fprop_dtype is bfloat16; make it with dtype='mixed_bfloat16'",
+        ),
+        # There is no mixed_float32.
+        (
+            keras.layers.Dense(4, dtype="bfloat16"),
+            {},
+            "in bfloat16, but fprop_dtype is float32; make it with dtype='float32'",
         ),
     ],
 )

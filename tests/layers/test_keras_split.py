@@ -421,7 +421,7 @@ def shared():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (shared, "uses its weight 'twice/kernel' in two places"),
+        (shared, r"'twice/kernel' of layer 'twice' in two places, .*; make a layer for each place"),
         (lambda: keras.Sequential([keras.layers.Dense(2)]), r"begin it with keras.Input\(shape\)"),
         (lambda: Block(), "a Block is no functional or sequential Keras model"),
     ],
@@ -450,6 +450,8 @@ def test_a_task_of_a_stack_has_the_loss_of_the_model(eagerly):
     )
     with pytest.raises(PipelineError, match="model and stack are both set"):
         KerasTask.Params().Set(name="t", stack=stack, model=model, **settings).Instantiate()
+    with pytest.raises(PipelineError, match="leave input_shapes out"):
+        KerasTask.Params().Set(stack=stack, input_shapes=[[None, 8]], **settings).Instantiate()
 
 
 def test_the_loss_of_a_stack_leaves_out_what_a_mask_does(eagerly):

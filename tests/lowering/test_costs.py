@@ -11,7 +11,7 @@ from tensorflow.python.profiler.internal import flops_registry  # noqa: F401
 
 from pipemesh.errors import MeshError
 from pipemesh.lowering import Cores, PlacementLowering, ops
-from pipemesh.lowering.costs import Costs, Work
+from pipemesh.lowering.costs import OperationCosts, Work
 from pipemesh.lowering.simd.collectives import TpuLowering
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 
@@ -151,7 +151,7 @@ def test_bytes_are_those_of_operands_and_results():
 
 
 def test_a_loop_counts_its_body_as_often_as_it_runs():
-    costs = Costs(MESH)
+    costs = OperationCosts(MESH)
     with costs.repeated(3):
         costs.add_work("einsum", ["b"], Work(flops=5, touched=7, gradients=2))
     key = (("b",), "einsum")

@@ -13,7 +13,7 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers.check_params import check_above_zero, check_flags, check_whole
 from pipemesh.layers.named.block_attention import Blocks, Buckets, Sight, block_attention
-from pipemesh.layers.named.cache import KeyValueCache, cached_attention, current_cache
+from pipemesh.layers.named.cache import KeyValueCache, cached_attention, continues, current_cache
 from pipemesh.layers.named.named_layer import (
     WHOLE,
     NamedLayer,
@@ -236,7 +236,7 @@ class Attention(NamedLayer):
         _check_memory(p, segment_ids, memory, memory_segment_ids, memory_paddings)
         cache = current_cache()
         if not (p.causal or p.cross):
-            if cache is not None and cache.continues:
+            if continues():
                 raise PipelineError(
                     f"{p.name}: causal=False sees both sides, so cached rows cannot be continued; "
                     "set causal=True, or call it only with the first inputs of the rows"

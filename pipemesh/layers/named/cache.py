@@ -192,6 +192,12 @@ def current_cache() -> KeyValueCache | None:
     return _current.get()
 
 
+def continues() -> bool:
+    """Returns whether inputs continue the cached rows of a previous call."""
+    cache = current_cache()
+    return cache is not None and cache.continues
+
+
 class SlottedCache(KeyValueCache):
     """A `KeyValueCache` of many groups, where processors work on different ones.
 

@@ -11,7 +11,7 @@ from lingvo.core import py_utils
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_choice, check_flags, check_whole
 from pipemesh.layers.named.feed_forward import ACTIVATIONS, count_activation
-from pipemesh.layers.named.named_layer import SPACE, NamedLayer
+from pipemesh.layers.named.named_layer import SPACE, NamedLayer, within
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.ops.elementwise import broadcast
@@ -120,9 +120,11 @@ class Convolution(NamedLayer):
         p = self.params
         window = _window(p)
         x = self.Named(x, ("batch", *window, "channels"))
-        y = _CONVOLUTIONS[len(window)](
-            x, self.Weight(theta, "w"), window, padding=p.padding, strides=_strides(p)
-        )
+        filters = self.Weight(theta, "w")
+        with within(self):
+            y = _CONVOLUTIONS[len(window)](
+                x, filters, window, padding=p.padding, strides=_strides(p)
+            )
 
         def activated(value: tf.Tensor, *bias: tf.Tensor) -> tf.Tensor:
             value = value + bias[0] if bias else value

@@ -19,7 +19,7 @@ from lingvo.core import hyperparams
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.check_params import check_whole
-from pipemesh.layers.named.cache import current_cache
+from pipemesh.layers.named.cache import continues
 from pipemesh.layers.named.feed_forward import Experts
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm_and_dropout import Norm
@@ -58,7 +58,7 @@ class _OfEncoder(_Travelling):
 
     def FProp(self, theta: Any, x: Any, *rest: Any) -> tuple[Any, ...]:
         """Changes the first value when the source is read."""
-        return (x, *rest) if _continues() else super().FProp(theta, x, *rest)
+        return (x, *rest) if continues() else super().FProp(theta, x, *rest)
 
 
 class EncoderEmbedding(_OfEncoder, Embedding):
@@ -100,7 +100,7 @@ class DecoderEmbedding(Embedding):
         del source_positions
         ids, *rest = target
         memory = None
-        if not _continues():
+        if not continues():
             memory = self.memory_norm.FProp(theta.memory_norm, self.Named(x, "batch;length;embed"))
             memory = ops.rename(memory, _AS_MEMORY)
         return super().FProp(theta, ids, rest[-1]), *rest, memory, source_segments
@@ -133,12 +133,6 @@ class DecoderSoftmax(SoftmaxCrossEntropy):
     def CountCosts(cls, p: Any, tally: Tally, x: Any, *rest: Any) -> Any:
         """Counts the norm and the loss."""
         return super().CountCosts(p, tally, x, *rest[:2])
-
-
-def _continues() -> bool:
-    """Returns whether inputs continue rows whose source was read before."""
-    cache = current_cache()
-    return cache is not None and cache.continues
 
 
 def _norm_of(p: Any, width: int) -> Any:

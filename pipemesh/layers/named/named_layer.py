@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lingvo.compat as lingvo_tf
@@ -142,6 +143,15 @@ def count_whole(
     if isinstance(x, Value):
         return tally.rename(tally.given(x, dims, dtype), names)
     return tally.given(x, whole_dims(dims, names), dtype)
+
+
+@contextlib.contextmanager
+def within(layer: Any) -> Iterator[None]:
+    """Names the layer in errors of layouts and shapes."""
+    try:
+        yield
+    except (LayoutError, ShapeError) as error:
+        raise type(error)(f"layer {layer.params.name!r}: {error}") from error
 
 
 def check_whole_dims(
@@ -300,10 +310,10 @@ class NamedLayer(base_layer.BaseLayer):
               gradient of a weight with copies on them reads it, because one of them computes that
               gradient. Weights and their copies do not count.
             * `held_bytes`: those of one processor, without what `fetched_bytes` counts.
-            * `communication`: traffic and work of one processor, as `Costs`.
+            * `communication`: traffic and work of one processor, as `OperationCosts`.
             * `communication_bytes`: bytes that processors send to each other, forward and backward,
-              as in `Costs`; 0 on one processor. Whole tensors that enter or leave the mesh, and
-              copies of weights, do not count.
+              as in `OperationCosts`; 0 on one processor. Whole tensors that enter or leave the
+              mesh, and copies of weights, do not count.
             * `fetched_bytes`: 0 outside a `replica_cut_scope`. Inside it, the bytes of weights cut
               over the replicas of a stage that one replica gets from the others for the forward
               pass of a microbatch. The backward pass fetches at most as much.
@@ -408,7 +418,8 @@ class NamedLayer(base_layer.BaseLayer):
         Initial values are slices of one tensor under every layout. The dtype is by default that of
         the params.
         """
-        parts = weight_parts(current_lowering(), name, shape, self.PaddedDims(self.params))
+        with within(self):
+            parts = weight_parts(current_lowering(), name, shape, self.PaddedDims(self.params))
         matrix = None
         if dims := self.Matrices(self.params).get(name):
             inputs, outputs = (tuple(map(shape.names.index, dim_names(side))) for side in dims)
@@ -592,9 +603,9 @@ class NamedLayer(base_layer.BaseLayer):
             )
         shape = Shape.of(**dict(zip(names, x.shape.as_list(), strict=True)))
         self._CheckWidths(shape)
-        return self._Cast(
-            Tensor(lowering, from_whole(lowering, x, lowering.tensor_layout(shape)), shape), dtype
-        )
+        with within(self):
+            slices = from_whole(lowering, x, lowering.tensor_layout(shape))
+        return self._Cast(Tensor(lowering, slices, shape), dtype)
 
     def _CheckWidths(self, shape: Shape) -> None:
         """Checks that dims of an input and of the weights have equal sizes."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PartitionError
 from pipemesh.lowering.arguments import dim_names
-from pipemesh.lowering.costs import FORWARD, Costs, Work
+from pipemesh.lowering.costs import FORWARD, OperationCosts, Work
 from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.ops.convolution import (
     Kept,
@@ -85,7 +85,7 @@ class Tally:
         self.lowering = lowering
         self.counting = _Counting(lowering.mesh, lowering.rules)
         given = lowering.costs
-        self.costs = self.counting.costs = Costs(given.mesh, by_dims=given.by_dims)
+        self.costs = self.counting.costs = OperationCosts(given.mesh, by_dims=given.by_dims)
         self._rules = lowering.rules
         self._mesh = lowering.mesh
         self._kept: dict[Value, int] = {}

@@ -125,6 +125,8 @@ def _error(equation: str, names: list[str], result: str, batched: set[int]) -> f
 _ACTION = re.compile(r"(?:^|/)action_(\d+)[FRBIW]\d*(?:_and_every_\d+)?(?:/|$)")
 # They are on the devices that tensors pass between, at both ends.
 _TRANSFERS = frozenset(["_Send", "_Recv", "_HostSend", "_HostRecv"])
+# Begin the names of nodes that TensorFlow adds where it inlines a function or cuts a loop.
+_ADDED = ("Func/", "_cloop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +168,8 @@ class Placement:
         for graph in metadata.partition_graphs:
             for node in graph.node:
                 action = _ACTION.search(node.name)
-                if action is not None and node.op not in _TRANSFERS:
+                is_added = node.op in _TRANSFERS or node.name.startswith(_ADDED)
+                if action is not None and not is_added:
                     found[int(action[1])][short_name(node.device)] += 1
         for stage, counts in enumerate(found):
             if not counts:

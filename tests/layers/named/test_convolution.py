@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.errors import LayoutError
+from pipemesh.errors import LayoutError, ShapeError
 from pipemesh.layers.named import Convolution, lowering_scope
 from tests.layers.named.harness import make_lowering, run, value_of
 
@@ -60,5 +60,8 @@ def test_a_result_that_does_not_divide_is_an_error():
     lowering = make_lowering("rows:4", "height:rows")
     with lowering_scope(lowering), py_utils.VariableStore():
         layer = PARAMS.Copy().Set(padding="VALID").Instantiate()
-        with pytest.raises(LayoutError, match="height"):
+        told = f"'{layer.params.name}': dim 'height' .* size 6, which axis 'rows' .*: 1, 2, 3, 6$"
+        with pytest.raises(LayoutError, match=told):
             layer.FPropDefaultTheta(tf.constant(X))
+        with pytest.raises(ShapeError, match=f"'{layer.params.name}': a window of 3 rows does not"):
+            layer.FPropDefaultTheta(tf.constant(X[:, :, :2]))

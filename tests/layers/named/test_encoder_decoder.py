@@ -326,7 +326,7 @@ def test_loss_and_gradients_are_those_of_t5(t5):
     found = run(
         Layers.Params().Set(layers=made),
         inputs,
-        "data:2;model:2",
+        "model:2",
         values={path: change(weights[name]) for path, (name, change) in names.items()},
         loss=lambda outputs: outputs[0] / outputs[1],
     )

@@ -164,8 +164,9 @@ KINDS = {
     "serial gpt_neox": SERIAL_NEOX,
     "opt": OPT,
     "bert": BERT,
-    "t5": T5,
-    "gated t5": GATED_T5,
+    # As few blocks as share a bias, on one side in each.
+    "t5": T5 | {"num_layers": 1, "num_decoder_layers": 2},
+    "gated t5": GATED_T5 | {"num_decoder_layers": 1},
 }
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import tokenizers
 
 from models.pretrained import params, transfer
 from pipemesh.training.evaluation import Predictor
-from pipemesh.training.registered import RegisteredModel
+from pipemesh.training.registered import RegisteredModel, batch_sizes
 from pipemesh.training.run import Options
 from pipemesh.training.trainer import Trainer
 from tests.commands import program
@@ -24,6 +25,12 @@ SPECIAL = {
 }
 TEMPLATES = {"bert": "[CLS] $A [SEP]", "t5": "$A </s>"}
 PLANS = {"plain": {}, "split": small.SPLIT}
+# A family, its data, and attributes of its class.
+OBJECTIVES = [
+    ("bert", "texts", {}),
+    ("t5", "texts", {}),
+    ("t5", "pairs", {"CORRUPTION_RATE": 0.0}),
+]
 
 
 def write_model(folder, kind):
@@ -64,13 +71,18 @@ def t5(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("t5"), "t5")
 
 
-def model_of(cls, folder, plan, data, **attributes):
+def config_of(cls, folder, data, **attributes):
     config = cls()
     config.LOGDIR, config.TRAIN_DATA, config.HELDOUT_DATA = f"{folder}/run", data, data
     config.OPTIMIZER, config.LEARNING_RATE = "sgd", 0.1
     config.BATCH_SIZE, config.SEQUENCE_LENGTH = 4, 16
     for name, value in attributes.items():
         setattr(config, name, value)
+    return config
+
+
+def model_of(cls, folder, plan, data, **attributes):
+    config = config_of(cls, folder, data, **attributes)
     return RegisteredModel(config, "Model", PLANS[plan], plain=plan == "plain")
 
 
@@ -85,14 +97,7 @@ def losses_of(model, folder, tmp_path):
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "data", "attributes"),
-    [
-        ("bert", "texts", {}),
-        ("t5", "texts", {}),
-        ("t5", "pairs", {"CORRUPTION_RATE": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("family", "data", "attributes"), OBJECTIVES)
 def test_losses_are_those_of_the_plain_model(request, tmp_path, family, data, attributes):
     folder = request.getfixturevalue(family)
     cls = {"bert": params.Bert, "t5": params.T5}[family]
@@ -113,6 +118,18 @@ def test_losses_are_those_of_the_plain_model(request, tmp_path, family, data, at
         else:
             assert (batch["ids"] == SPECIAL["bert"].index("[MASK]")).any()
     assert found["split"][0][0] != found["split"][1][0]
+
+
+@pytest.mark.parametrize(("family", "data", "attributes"), OBJECTIVES)
+def test_tokens_of_a_microbatch_are_those_of_batches(request, family, data, attributes):
+    """They were `SEQUENCE_LENGTH`, longer than the model's rows, and without targets."""
+    folder, cls = request.getfixturevalue(family), {"bert": params.Bert, "t5": params.T5}[family]
+    config = config_of(cls, folder, f"{folder}/{data}.jsonl", SEQUENCE_LENGTH=32, **attributes)
+    (batch,) = config.Train().dataset().take(1)
+    tokens = sum(tf.size(batch[name]) for name in ("ids", "source_ids") if name in batch)
+    rows, length = batch_sizes(config)
+    assert (rows, rows * length) == (4, int(tokens))
+    assert length == 16 if family == "bert" else length > 32
 
 
 def test_predictions_are_tokens_at_masked_places(bert):

@@ -54,6 +54,18 @@ def test_messages_of_one_id_are_a_pair(folder, tmp_path):
         catalogues.write([str(folder)], "de", "xx", str(tmp_path / "to"), 60)
 
 
+def test_files_of_other_languages_are_not_read(folder, monkeypatch):
+    opened = []
+
+    def noted(path, *args):
+        opened.append(path)
+        return open(path, *args)
+
+    monkeypatch.setattr(catalogues, "open", noted, raising=False)
+    assert catalogues.read(str(folder), ("de",))["de"]
+    assert opened == [f"{folder}/de/LC_MESSAGES/program.mo"]
+
+
 def test_a_plural_is_no_translation_of_a_singular(tmp_path):
     for language, forms in (("de", ("Datei", "Dateien")), ("fr", ("fichier", "fichiers"))):
         write(tmp_path, language, {("file", "files"): forms})

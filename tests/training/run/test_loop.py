@@ -220,6 +220,20 @@ def test_devices_are_checked_if_the_first_step_overflows(eagerly, tmp_path, monk
 
 
 @pytest.mark.slow
+def test_devices_of_several_steps_in_a_call_are_checked(eagerly, tmp_path, monkeypatch):
+    """The first call had one step, whose graph was the only one that was checked."""
+    checked = []
+    monkeypatch.setattr(Placement, "check", lambda placement: checked.append(placement))
+    trainer, _ = made(tmp_path, strict_devices=True, steps_per_call=3)
+    trainer.trained._scales[0].variables[0].assign(1.0)
+    for most in (3, 2, 1, 1):
+        assert len(trainer.train_steps(most)) == most
+    assert len(checked) == 2
+    for placement in checked:
+        assert [list(counts) for counts in placement.found] == [["CPU:0"], ["CPU:1"]]
+
+
+@pytest.mark.slow
 def test_steps_that_overflow_are_not_timed(eagerly, tmp_path):
     trainer, _ = made(tmp_path)
     trainer.trained._scales[0].variables[0].assign(2.0**20)
