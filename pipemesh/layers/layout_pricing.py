@@ -68,15 +68,12 @@ def layers_pricing(
         )
     params = named_layers(layers)
 
-    def counted(mesh: Mesh, rules: LayoutRules, costs: Costs | None = None) -> list[Meta]:
-        return _counted(params, shapes, mesh, rules, costs)
-
     def price(rules: LayoutRules) -> Price:
         axis, replicas = replica_axis(mesh, rules) or ("", 1)
         inner = mesh.without(axis)
         if cut_rules(rules).rules and replicas > 1:
             cut_rules(rules).check(mesh, weight_dims)
-        metas = counted(mesh, rules)
+        metas = counted(params, shapes, mesh, rules)
         costs = Costs(mesh)
         memory = 0.0
         for meta in metas:
@@ -92,13 +89,13 @@ def layers_pricing(
 
     dims: dict[str, set[int]] = {}
     weight_dims: set[str] = set()
-    for meta in counted(Mesh(()), LayoutRules()):
+    for meta in counted(params, shapes, Mesh(()), LayoutRules()):
         weight_dims.update(meta.weight_dims)
         for name, sizes in meta.dims.items():
             dims.setdefault(name, set()).update(sizes)
     # Of layers that nothing splits: rules, even over axes of size 1, add work to some.
     work = Costs(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
-    for meta in counted(Mesh(()), LayoutRules(), costs=work):
+    for meta in counted(params, shapes, Mesh(()), LayoutRules(), work):
         _include(work, meta)
     least = least_seconds(work.work, mesh, machine)
 
@@ -117,7 +114,7 @@ def layers_pricing(
     return Pricing(mesh, sizes, price, least_price, meeting)
 
 
-def _counted(
+def counted(
     params: Any,
     shapes: Sequence[Any],
     mesh: Mesh,
@@ -185,14 +182,14 @@ def layers_shares(layers: Any, machine: Machine, *shapes: Any) -> dict[str, list
     params = named_layers(layers)
     rows = max(int(shape.ToTensorShape()[0]) for shape in shapes if shape is not None)
 
-    def counted(rules: str, number: int, members: int = 2) -> list[Meta]:
+    def metas_of(rules: str, number: int, members: int = 2) -> list[Meta]:
         given = LayoutRules.from_text(rules)
         axes = dict.fromkeys(axis for _, axis in given.rules)
         mesh = Mesh(tuple((axis, 2 if axis == DATA else members) for axis in axes))
         many = number * (2 if DATA in axes else 1)
-        return _counted(params, [_with_rows(shape, many) for shape in shapes], mesh, given)
+        return counted(params, [_with_rows(shape, many) for shape in shapes], mesh, given)
 
-    plain = {number: counted("", number) for number in sorted({1, rows})}
+    plain = {number: metas_of("", number) for number in sorted({1, rows})}
     found: dict[str, list[Shares]] = {}
 
     def add(split: str, cut: str = "") -> None:
@@ -200,8 +197,8 @@ def layers_shares(layers: Any, machine: Machine, *shapes: Any) -> dict[str, list
         for members in (2, 3, 5, 7):
             with contextlib.suppress(LayoutError):
                 rules = ";".join(filter(None, (split, cut)))
-                metas = {n: counted(split, n, members) if split else plain[n] for n in plain}
-                held = counted(f"{BATCH}:{DATA};{rules}", 1, members) if cut else metas[1]
+                metas = {n: metas_of(split, n, members) if split else plain[n] for n in plain}
+                held = metas_of(f"{BATCH}:{DATA};{rules}", 1, members) if cut else metas[1]
                 found[rules] = [
                     _shares(
                         {n: plain[n][i] for n in plain},
@@ -235,7 +232,7 @@ def layers_shares(layers: Any, machine: Machine, *shapes: Any) -> dict[str, list
     cuts: dict[int, str] = {}
     for dim in sorted({dim for meta in plain[1] for dim in meta.weight_dims}):
         with contextlib.suppress(LayoutError):
-            held = counted(f"{BATCH}:{DATA};{dim}:{DATA}", 1)
+            held = metas_of(f"{BATCH}:{DATA};{dim}:{DATA}", 1)
             cuts.setdefault(sum(meta.held_bytes for meta in held), f"{dim}:{DATA}")
     best_cuts = [cuts[held] for held in sorted(cuts) if held <= (1 - _WORTH / 2) * weights]
     for cut in best_cuts[:_FEWER]:
