@@ -158,26 +158,9 @@ def layers_shares(layers: Any, machine: Machine, *shapes: Any) -> dict[str, list
 
     `find_layout` chooses rules for two devices of a replica: the fastest ones, then faster ones the
     less memory they need, on the machine's links and on infinitely fast ones. Of rules that cut
-    weights over replicas, those that cut most are taken.
-
-    Args:
-        layers: as for `layers_pricing`.
-        machine: the speed of a device and its links.
-        *shapes: as for `layers_pricing`.
-
-    Returns:
-        By rules over the axes `model` and `data`, the shares of each layer, without those of bytes
-        that are kept or passed on. The first rules are for all dims that are usually split.
-
-    Raises:
-        PartitionError: a layer does not say what it costs.
-
-    Example:
-        >>> from pipemesh.layers.named import FeedForward
-        >>> dense = FeedForward.Params().Set(input_dim=64, hidden_dim=256)
-        >>> found = layers_shares([dense], Machine(1e10), tshape.Shape([16, 8, 64]))
-        >>> list(found)[0], found["d_ff:model"][0].most, "embed:data" in found
-        ('d_ff:model', 20160, True)
+    weights over replicas, those that cut most are taken. Bytes that are kept or passed on are not
+    counted. The first rules are of all dims that are usually split; arguments are as for
+    `layers_pricing`.
     """
     params = named_layers(layers)
     rows = max(int(shape.ToTensorShape()[0]) for shape in shapes if shape is not None)
