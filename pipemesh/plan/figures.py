@@ -370,9 +370,9 @@ def _shares_of(layer: Any) -> dict[str, Shares]:
                 )
                 for primitive, backward, calls, size in values["sent"]
             ),
-            replicas=int(values["replicas"]),
-            **{name: float(values[name]) for name in _SPLIT},
-            **{name: _curve(values[name]) for name in _WHOLE},
+            *(float(values[name]) for name in _SPLIT),
+            int(values["replicas"]),
+            *(_curve(values[name]) for name in _WHOLE),
         )
         for rules, values in layer["shares"].items()
     }

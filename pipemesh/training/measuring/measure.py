@@ -122,8 +122,8 @@ def _layers_alone(
                 say(f"no forecast for these rules: {error}")
                 del shares[layout]
                 continue
-        held = zip(of_layers, halves, on_two[text], strict=True)
-        shares[layout] = [_with_bytes(*each, middle) for each in held]
+        pairs = zip(of_layers, halves, on_two[text], strict=True)
+        shares[layout] = [_with_bytes(*each, middle) for each in pairs]
     rules = next((layout for layout in shares if DATA not in _axes(layout)), "")
     learned = list(itertools.chain.from_iterable(step.trained.learned().values()))
     weights = num_bytes(learned)
