@@ -361,21 +361,17 @@ def _shares_of(layer: Any) -> dict[str, Shares]:
         if most == 1 and summed is None:
             return {}
         return {"": all_reduces(most, summed, int(layer.get("sums", 1)), **more)}
-    return {
-        str(rules): Shares(
-            int(values["most"]),
-            tuple(
-                Collective(
-                    str(primitive), bool(backward), float(calls), cast("Curve", _curve(size))
-                )
-                for primitive, backward, calls, size in values["sent"]
-            ),
-            *(float(values[name]) for name in _SPLIT),
-            int(values["replicas"]),
-            *(_curve(values[name]) for name in _WHOLE),
+
+    def shared(values: Any) -> Shares:
+        more: dict[str, Any] = {name: _curve(values[name]) for name in _WHOLE}
+        more |= {name: float(values[name]) for name in _SPLIT}
+        sent = tuple(
+            Collective(primitive, bool(backward), calls, cast("Curve", _curve(size)))
+            for primitive, backward, calls, size in values["sent"]
         )
-        for rules, values in layer["shares"].items()
-    }
+        return Shares(int(values["most"]), sent, replicas=int(values["replicas"]), **more)
+
+    return {str(rules): shared(values) for rules, values in layer["shares"].items()}
 
 
 def layers_from_values(values: Any, source: str) -> list[LayerFigures]:

@@ -27,7 +27,7 @@ from pipemesh.plan.network import Network
 from pipemesh.plan.plan import built
 from pipemesh.plan.predict import StepForecast, forecast_stages
 from pipemesh.plan.remat import Remat
-from pipemesh.plan.search import Split, rough_seconds
+from pipemesh.plan.search import Split, least_bytes, rough_seconds
 from pipemesh.plan.stages import cut_stages
 from pipemesh.schedule.names import parse
 
@@ -289,11 +289,9 @@ def best_step(
 def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[Step]:
     """Returns the first two dozen steps that are valid and fit, shortest first."""
     steps: list[Step] = []
+    least = least_bytes(job.figures)
     for split in rated:
-        # No device needs less.
-        cut = split.data if cuts_weights(split.layout) else 1
-        least = job.parameter_bytes / cut + job.trained_bytes * (1 + job.optimizer / split.data)
-        if memory is not None and least / split.layers / split.model > memory:
+        if memory is not None and least(split) > memory:
             continue
         try:
             step = forecast_step(job, split)

@@ -8,6 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from pipemesh.errors import PartitionError, PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
@@ -158,7 +159,6 @@ def _stages_a_device(schedule: str) -> int:
 def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, int, str]]:
     """Yields the sizes of the axes for stages, replicas and slices of all meshes, and layouts."""
     given = LayoutRules.from_text(space.fixed.get("layout", ""))
-    fixed = figures.layout_of(given) or ""
     if "mesh" in space.fixed:
         # `Plan` checks the combination and reports errors.
         plan = Plan.from_values(
@@ -170,7 +170,8 @@ def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, in
                 f"mesh '{plan.mesh}' has {plan.mesh.num_devices} devices, but there are "
                 f"{space.devices}; use a smaller mesh, or more devices"
             )
-        yield places, replicas, plan.mesh.num_devices // places // replicas, fixed
+        group = plan.mesh.num_devices // places // replicas
+        yield places, replicas, group, figures.layout_of(given) or ""
         return
     # Weights that are cut over replicas save memory alone.
     layouts = [
@@ -179,24 +180,62 @@ def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, in
     groups = [
         (group, layout)
         for group in range(1, space.devices + 1)
-        for layout in ([fixed] if given.rules else layouts)
+        for layout in layouts
         if figures.can_share(group, layout)
     ]
     for places in range(1, min(space.devices, len(figures.layers)) + 1):
         for replicas in divisors(space.batch):
             for group, layout in groups:
                 # A given layout is for axes with other names.
-                if (home := replicas * group) * places > space.devices or (
-                    home > 1 and given.rules
-                ):
+                home = replicas * group
+                if home * places > space.devices or (home > 1 and given.rules):
                     continue
                 if figures.can_cut(replicas, layout):
                     yield places, replicas, group, layout
 
 
 def rated(figures: Figures, space: SearchSpace) -> list[Split]:
-    """Returns all candidates in the order of `rough_seconds`."""
-    return sorted(candidates(figures, space), key=rough_seconds(figures, space.batch))
+    """Returns all candidates in the order of `rough_seconds`, those that cannot fit last."""
+    seconds, least = rough_seconds(figures, space.batch), least_bytes(figures)
+    limit = math.inf if space.memory is None else space.memory
+    return sorted(
+        candidates(figures, space), key=lambda split: (least(split) > limit, seconds(split))
+    )
+
+
+class _Slices(NamedTuple):
+    """The bytes of a device's slices of all weights, with one stage and one replica."""
+
+    weights: float
+    cut: float  # of those, the ones that replicas cut
+    trained: float
+    trained_cut: float
+    states: float
+
+
+def _slices(figures: Figures, layout: str, group: int) -> _Slices:
+    rows: list[tuple[float, ...]] = []
+    for layer in figures.layers:
+        shares = layer.shared(layout)
+        part = shares.part(group, shares.weights)
+        weights, trained = layer.parameter_bytes * part, layer.trained_bytes * part
+        state = figures.optimizer if layer.optimizer is None else layer.optimizer
+        rows.append((weights, weights * shares.cut, trained, trained * shares.cut, trained * state))
+    return _Slices(*map(sum, zip(*rows, strict=True)))
+
+
+def least_bytes(figures: Figures) -> Callable[[Split], float]:
+    """Returns a formula for a lower bound of the bytes of the fullest device."""
+    slices_of = functools.cache(functools.partial(_slices, figures))
+
+    def least(split: Split) -> float:
+        slices = slices_of(split.layout, split.model)
+        away = 1 - 1 / split.data
+        update = slices.trained * (1 + (figures.update_memory - 1) / split.data)
+        held = slices.weights - away * slices.cut + slices.states / split.data
+        return (held + update) / split.layers
+
+    return least
 
 
 def rough_seconds(
@@ -211,17 +250,7 @@ def rough_seconds(
             return link.collective(primitive, members, size)
         return network.collective(primitive, members, stride, size)
 
-    @functools.cache
-    def weights(layout: str, group: int) -> tuple[float, float]:
-        """Returns the bytes of a device's slices of all weights that are trained, and of those of
-        them that are cut over replicas.
-        """
-        all_slices = all_cut = 0.0
-        for layer in figures.layers:
-            shares = layer.shared(layout)
-            slices = layer.trained_bytes * shares.part(group, shares.weights)
-            all_slices, all_cut = all_slices + slices, all_cut + slices * shares.cut
-        return all_slices, all_cut
+    slices_of = functools.cache(functools.partial(_slices, figures))
 
     @functools.cache
     def layers(
@@ -250,14 +279,15 @@ def rough_seconds(
         rows = batch / split.num_microbatches / split.data
         again = not split.remat.is_none
         work, longest, sums, load = layers(rows, split.model, again, split.layout)
-        slices, cut = (size / split.layers for size in weights(split.layout, split.model))
+        slices = slices_of(split.layout, split.model)
+        trained, cut = slices.trained / split.layers, slices.trained_cut / split.layers
         is_zero_bubble = split.schedule.startswith(("zb", "v_"))
         virtual = _stages_a_device(split.schedule)
         link = network.link(2 * split.data * split.model) if network else figures.transfer
         away = 1 - 1 / split.data
-        fetched = 2 * sent(link, "all_gather", split.data, split.model, away * cut)
+        fetched = 2 * sent(link, "all_gather", split.data, split.model, away * slices.cut)
         # Each home takes at least as long as the longest layer.
-        home = max((work + sums) / split.layers, longest) + fetched
+        home = max((work + sums + fetched) / split.layers, longest)
         home += (3 if is_zero_bubble else 2) * virtual * figures.action
         total = split.num_microbatches * home
         # Zero-bubble schedules fill their bubble with two thirds of the backward passes.
@@ -265,10 +295,10 @@ def rough_seconds(
         if figures.cores is not None:
             length = max(length, total * split.num_devices * load / figures.cores)
         passed = 2 * (split.layers - 1) * link.seconds(figures.layers[0].outputs.at(rows))
-        copies = 2 * away * (slices - cut)
+        copies = 2 * away * (trained - cut)
         gradients = sent(link, "all_reduce", split.data, split.model, copies)
         gradients += sent(link, "reduce_scatter", split.data, split.model, away * cut)
-        return length + passed + gradients + slices * figures.update / split.data
+        return length + passed + gradients + trained * figures.update / split.data
 
     return seconds
 

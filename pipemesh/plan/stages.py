@@ -96,7 +96,7 @@ class Stages:
 
     def cut(self, stage: int, layer: LayerFigures) -> float:
         """Returns the part of a layer's weights that is of these, and cut over replicas."""
-        return self.slices(stage, layer) * layer.shared(self.rules).cut
+        return self.slices(stage, layer) * layer.shared(self.rules).cut * (self.replicas > 1)
 
     def weights(self, stage: int) -> float:
         """Returns the bytes of a device's slices of a stage's weights."""
