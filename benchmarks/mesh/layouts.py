@@ -4,11 +4,17 @@
 
 For each network and mesh it prices layouts by counts, with the speed of the devices here, and runs
 steps of the cheapest ones, of those that the README of Mesh TensorFlow gives, and of some others.
+
+    python benchmarks/mesh/layouts.py --model
+
+measures a model, and runs steps of the plan that `pipemesh plan` chooses, and of the best plan that
+it knows under each other set of layout rules.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -29,10 +35,14 @@ import networks  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from pipemesh.backend.devices import start_cpu_devices  # noqa: E402
+from pipemesh.errors import PipemeshError  # noqa: E402
 from pipemesh.lowering import PlacementLowering, Tensor, program_pricing  # noqa: E402
 from pipemesh.mesh import LayoutRules, Mesh, find_layout  # noqa: E402
-from pipemesh.plan import Link, Machine  # noqa: E402
+from pipemesh.plan import Link, Machine, SearchSpace, predict, search  # noqa: E402
+from pipemesh.plan.search import rated  # noqa: E402
+from pipemesh.plan.stages import evenly_cut  # noqa: E402
 from pipemesh.text import columns  # noqa: E402
+from pipemesh.training.measuring import RegisteredSteps  # noqa: E402
 
 MESHES = ["all:2", "rows:2;cols:2"]
 # Of the two-layer network in the README of Mesh TensorFlow; in a block also of its heads.
@@ -41,6 +51,7 @@ README = {
     "rows:2;cols:2": ["batch:rows;hidden:cols", "batch:rows;hidden:cols;heads:cols"],
 }
 BAR = 1.03
+TINY = "models.one_billion_word.params.OneBillionWordTiny"
 Step = Callable[[], Any]
 
 
@@ -194,6 +205,41 @@ def compare(network: str, mesh_text: str, rounds: int, count: int) -> dict[str, 
     }
 
 
+def compare_model(name: str, devices: int) -> dict[str, Any]:
+    """Forecasts and seconds of the chosen plan, and of the best plan under other layout rules."""
+    model = RegisteredSteps(name, devices)
+    figures = model.figures()
+    begin = time.perf_counter()
+    found = search(figures, SearchSpace(devices, model.rows))
+    took = time.perf_counter() - begin
+    # With a limit, if it limits nothing, candidates may cut weights too.
+    space = SearchSpace(devices, model.rows, memory=1e18)
+    plans = {str(found[0].plan): found[0]}
+    rated_by_rules: dict[str, list[Any]] = {}
+    for candidate in rated(figures, space):
+        rated_by_rules.setdefault(candidate.rules(figures), []).append(candidate)
+    for candidates in rated_by_rules.values():
+        tried = []
+        for candidate in candidates[:20]:
+            with contextlib.suppress(PipemeshError):
+                plan = evenly_cut(candidate.plan(figures, space), figures, model.rows)
+                tried.append(predict(plan, figures, model.rows, parts=False))
+        best = min(tried, key=lambda forecast: forecast.seconds)
+        plans.setdefault(str(best.plan), best)
+    seconds = model.seconds([forecast.plan for forecast in plans.values()])
+    rows = zip(plans.items(), seconds, strict=True)
+    return {
+        "network": name,
+        "mesh": f"{devices} devices",
+        "machine": figures.about,
+        "search": took,
+        "priced": len(figures.layouts),
+        "is_best": False,
+        "chosen": str(found[0].plan),
+        "rows": [[text, forecast.seconds, measured] for (text, forecast), measured in rows],
+    }
+
+
 def first_rows(rules: LayoutRules) -> bool:
     """Returns whether the first rule has the first axis, as one of each two alike layouts has."""
     return not rules.rules or rules.rules[0][1] in ("all", "rows")
@@ -222,8 +268,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=6, help="cheapest layouts to measure")
     parser.add_argument("--networks", nargs="*", default=list(networks.SHAPES))
     parser.add_argument("--out", default=str(HERE / "layouts.json"))
+    parser.add_argument("--model", nargs="?", const=TINY, help="a model with a plan")
+    parser.add_argument("--devices", type=int, default=2, help="of --model")
     parser.add_argument("--one", nargs=2, metavar=("NETWORK", "MESH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.model:
+        report(compare_model(arguments.model, arguments.devices))
+        return
     if arguments.one:
         print(json.dumps(compare(*arguments.one, arguments.rounds, arguments.count)))
         return

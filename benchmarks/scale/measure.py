@@ -20,7 +20,7 @@ from pipemesh.layers.named import lowering_scope
 from pipemesh.layers.partition_layers import layer_metas, named_layers
 from pipemesh.lowering import PlacementLowering
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan.figures import Curve, Figures, LayerFigures
+from pipemesh.plan.figures import Curve, Figures, LayerFigures, all_reduces
 from pipemesh.recurrent import ActionClock
 from pipemesh.schedule import Schedule
 
@@ -52,9 +52,7 @@ def measure(model: str) -> Figures:
                 int(cost.parameter_bytes),
                 _line(cost.activation_bytes),
                 _line(cost.boundary_bytes),
-                summed=_line(size),
-                sums=calls,
-                split=config.NUM_HEADS,
+                shares={"": all_reduces(config.NUM_HEADS, _line(size), calls)},
             )
         )
     embedding, block, softmax = found

@@ -11,7 +11,7 @@ from pipemesh.errors import ScheduleError
 from pipemesh.mesh import LayoutRules
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Figures, Plan, Remat, predict
-from pipemesh.plan.figures import Curve, LayerFigures
+from pipemesh.plan.figures import Curve, LayerFigures, Shares
 from pipemesh.text import bytes_text
 
 from .sizes import Settings
@@ -156,7 +156,7 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
             parameter_bytes=_FLOAT * size,
             kept=line(kept_bytes),
             outputs=line(outputs),
-            split=split,
+            shares={"": Shares(split)},
             optimizer=_STATES[settings.OPTIMIZER][0 < number < len(weights) - 1],
             # The gradient, before it is accumulated.
             working=Curve(((1, _FLOAT * size), (2, _FLOAT * size))),

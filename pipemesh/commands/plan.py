@@ -125,7 +125,7 @@ def main(argv: list[str]) -> int:
         print("\nmilliseconds of a step, by part")
         print("\n".join(columns(part_rows(plans), left=(0,))))
     if plans[0].supposed:
-        print(f"\nnote: {plans[0].supposed}; bytes are forecast")
+        print(f"\nnote: {plans[0].supposed}")
     if (used := plans[0].plan.mesh.num_devices) < flags.devices:
         print(f"\nnote: the best plan uses {used} of {flags.devices} devices")
     print(f"\nbest: {plans[0].plan}")

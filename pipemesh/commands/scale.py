@@ -184,7 +184,7 @@ def main(argv: list[str]) -> int:
         )
     schedules = flags.schedules.split(",")
     forecasts = {number: forecast(job, number, reliability, schedules) for number in flags.devices}
-    print("\n".join(columns(_rows(job, forecasts), left=(1,))))
+    print("\n".join(columns(_rows(job, forecasts), left=(1, 2))))
     if flags.parts:
         print("\nseconds of a step, by part")
         print("\n".join(columns(_part_rows(forecasts))))
@@ -217,13 +217,14 @@ def job_of(figures: Figures, flags: Flags) -> Job:
         figures.update / flags.faster,
         figures.fixed,
         figures.update_memory,
+        figures.rules,
     )
 
 
 def _rows(job: Job, found: dict[int, Forecast]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         (
-            *("devices", "mesh", "schedule", "microbatches", "remat"),
+            *("devices", "mesh", "layout", "schedule", "microbatches", "remat"),
             *("step s", "bubble", "memory GB", "save every s", "goodput"),
             *("rows/s", "of ideal", "binds"),
         )
@@ -234,6 +235,7 @@ def _rows(job: Job, found: dict[int, Forecast]) -> list[tuple[str, ...]]:
             (
                 f"{devices:,}",
                 split.mesh,
+                split.rules(job.figures) or "-",
                 split.schedule,
                 f"{split.num_microbatches:,}",
                 str(split.remat),
@@ -263,6 +265,7 @@ def _values(job: Job, each: Forecast) -> dict[str, Any]:
     step, failures = each.step, each.failures
     return {
         "mesh": step.split.mesh,
+        "layout": step.split.rules(job.figures),
         "schedule": step.split.schedule,
         "num_microbatches": step.split.num_microbatches,
         "remat": str(step.split.remat),

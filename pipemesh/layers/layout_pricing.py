@@ -1,7 +1,12 @@
-"""Prices of layout rules for a stack of layers, counted from shapes."""
+"""Layout rules for a stack of layers: their prices and shares, counted from shapes."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lingvo.core import tshape
@@ -10,11 +15,12 @@ from pipemesh.errors import LayoutError, PartitionError
 from pipemesh.layers.named import ReplicaCut, lowering_scope, replica_cut_scope
 from pipemesh.layers.partition_layers import Meta, layer_metas, named_layers
 from pipemesh.lowering import OperationCosts, PlacementLowering
-from pipemesh.lowering.costs import Work, usual_bytes
-from pipemesh.mesh import LayoutRules, Mesh, Price, Pricing
+from pipemesh.lowering.costs import BACKWARD, Work, usual_bytes
+from pipemesh.mesh import LayoutRules, Mesh, Price, Pricing, find_layout
 from pipemesh.mesh.find_layout import Axes
 from pipemesh.mesh.mesh import LAYERS_AXIS
-from pipemesh.plan import Machine
+from pipemesh.plan import Link, Machine
+from pipemesh.plan.figures import DATA, MODEL, Curve, Shares, collective_of
 from pipemesh.plan.homes import BATCH, cut_rules, replica_axis
 from pipemesh.plan.machine import by_work, least_seconds
 
@@ -62,31 +68,12 @@ def layers_pricing(
         )
     params = named_layers(layers)
 
-    def counted(
-        mesh: Mesh, rules: LayoutRules, replicas: int = 1, costs: OperationCosts | None = None
-    ) -> list[Meta]:
-        lowering = PlacementLowering(mesh, rules, [""] * mesh.num_devices)
-        lowering.costs = costs or lowering.costs
-        with lowering_scope(lowering):
-            try:
-                return layer_metas(params, *(_rows(shape, replicas) for shape in shapes))
-            except PartitionError as error:
-                if isinstance(error.__cause__, LayoutError):
-                    raise error.__cause__ from None
-                raise
-
     def price(rules: LayoutRules) -> Price:
-        replica = replica_axis(mesh, rules)
-        axis, replicas = replica or ("", 1)
+        axis, replicas = replica_axis(mesh, rules) or ("", 1)
         inner = mesh.without(axis)
-        others = LayoutRules(tuple(rule for rule in rules.rules if rule[0] != BATCH))
-        within = LayoutRules(tuple(rule for rule in others.rules if rule[1] != axis))
-        cut = None
-        if cut_rules(rules).rules and replica is not None:
+        if cut_rules(rules).rules and replicas > 1:
             cut_rules(rules).check(mesh, weight_dims)
-            cut = ReplicaCut(Mesh((replica, *inner.axes)), others)
-        with replica_cut_scope(cut):
-            metas = counted(inner, within, replicas)
+        metas = counted(params, shapes, mesh, rules)
         costs = OperationCosts(mesh)
         memory = 0.0
         for meta in metas:
@@ -102,13 +89,13 @@ def layers_pricing(
 
     dims: dict[str, set[int]] = {}
     weight_dims: set[str] = set()
-    for meta in counted(Mesh(()), LayoutRules()):
+    for meta in counted(params, shapes, Mesh(()), LayoutRules()):
         weight_dims.update(meta.weight_dims)
         for name, sizes in meta.dims.items():
             dims.setdefault(name, set()).update(sizes)
     # Of layers that nothing splits: rules, even over axes of size 1, add work to some.
     work = OperationCosts(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
-    for meta in counted(Mesh(()), LayoutRules(), costs=work):
+    for meta in counted(params, shapes, Mesh(()), LayoutRules(), work):
         _include(work, meta)
     least = least_seconds(work.work, mesh, machine)
 
@@ -125,6 +112,175 @@ def layers_pricing(
     meeting |= {frozenset({BATCH, dim}) for dim in dims}
     sizes = {dim: dims[dim] for dim in by_work(work.work, dims)}
     return Pricing(mesh, sizes, price, least_price, meeting)
+
+
+def counted(
+    params: Any,
+    shapes: Sequence[Any],
+    mesh: Mesh,
+    rules: LayoutRules,
+    costs: OperationCosts | None = None,
+) -> list[Meta]:
+    """Returns the costs of layers on a replica of a home's mesh; `shapes` are of all replicas."""
+    replica = replica_axis(mesh, rules)
+    axis, replicas = replica or ("", 1)
+    inner = mesh.without(axis)
+    others = LayoutRules(tuple(rule for rule in rules.rules if rule[0] != BATCH))
+    within = LayoutRules(tuple(rule for rule in others.rules if rule[1] != axis))
+    cut = None
+    if cut_rules(rules).rules and replica is not None:
+        cut = ReplicaCut(Mesh((replica, *inner.axes)), others)
+    lowering = PlacementLowering(inner, within, [""] * inner.num_devices)
+    lowering.costs = costs or lowering.costs
+    with replica_cut_scope(cut), lowering_scope(lowering):
+        try:
+            return layer_metas(params, *(_rows(shape, replicas) for shape in shapes))
+        except PartitionError as error:
+            if isinstance(error.__cause__, LayoutError):
+                raise error.__cause__ from None
+            raise
+
+
+# Stands for any number of devices: many numbers divide it.
+_MANY = 2**6 * 3**2 * 5 * 7
+# Dims whose slices devices compute separately and add once: they are split first.
+_FIRST = ("heads", "d_ff", "vocab", "experts")
+# Numbers of rules to count: for devices of a replica, and for weights cut over replicas.
+_FEW, _FEWER = 4, 2
+# Of less memory than rules before, and the least share of all weights that is worth a cut.
+_LEANER, _WORTH = 0.95, 0.05
+# Limits of the search for rules.
+_SECONDS, _PRICED = 3.0, 200
+
+
+def layers_shares(layers: Any, machine: Machine, *shapes: Any) -> dict[str, list[Shares]]:
+    """Counts how devices share layers, under those layout rules that plans may need.
+
+    `find_layout` chooses rules for two devices of a replica: the fastest ones, then faster ones the
+    less memory they need, on the machine's links and on infinitely fast ones. Of rules that cut
+    weights over replicas, those that cut most are taken. Bytes that are kept or passed on are not
+    counted. The first rules are of all dims that are usually split; arguments are as for
+    `layers_pricing`.
+    """
+    params = named_layers(layers)
+    rows = max(int(shape.ToTensorShape()[0]) for shape in shapes if shape is not None)
+
+    def metas_of(rules: str, number: int, members: int = 2) -> list[Meta]:
+        given = LayoutRules.from_text(rules)
+        axes = dict.fromkeys(axis for _, axis in given.rules)
+        mesh = Mesh(tuple((axis, 2 if axis == DATA else members) for axis in axes))
+        many = number * (2 if DATA in axes else 1)
+        return counted(params, [_with_rows(shape, many) for shape in shapes], mesh, given)
+
+    plain = {number: metas_of("", number) for number in sorted({1, rows})}
+    found: dict[str, list[Shares]] = {}
+
+    def add(split: str, cut: str = "") -> None:
+        # A dim that two devices cannot split may be one for three or more.
+        for members in (2, 3, 5, 7):
+            with contextlib.suppress(LayoutError):
+                rules = ";".join(filter(None, (split, cut)))
+                metas = {n: metas_of(split, n, members) if split else plain[n] for n in plain}
+                held = metas_of(f"{BATCH}:{DATA};{rules}", 1, members) if cut else metas[1]
+                found[rules] = [
+                    _shares(
+                        {n: plain[n][i] for n in plain},
+                        {n: metas[n][i] for n in plain},
+                        held[i],
+                        LayoutRules.from_text(rules),
+                        members,
+                        machine,
+                    )
+                    for i in range(len(params))
+                ]
+                return
+
+    dims = {dim for meta in plain[1] for dim in meta.dims}
+    if first := ";".join(f"{dim}:{MODEL}" for dim in _FIRST if dim in dims):
+        add(first)
+    for network in (machine.network, Link(0.0, math.inf)):
+        speed, memory = dataclasses.replace(machine, network=network), math.inf
+        pricing = layers_pricing(Mesh(((MODEL, 2),)), layers, speed, *shapes)
+        sizes = {dim: size for dim, size in pricing.sizes.items() if dim != BATCH}
+        pricing = dataclasses.replace(pricing, sizes=sizes)
+        with contextlib.suppress(LayoutError):
+            while len(found) <= _FEW:
+                best = find_layout(pricing, memory=memory, seconds=_SECONDS, most=_PRICED)
+                same = (set(rules.split(";")) for rules in found)
+                if best.rules.rules and set(str(best.rules).split(";")) not in same:
+                    add(str(best.rules))
+                memory = _LEANER * best.price.memory
+    splits = list(found)[:_FEWER]
+    weights = sum(meta.held_bytes for meta in plain[1])
+    cuts: dict[int, str] = {}
+    for dim in sorted({dim for meta in plain[1] for dim in meta.weight_dims}):
+        with contextlib.suppress(LayoutError):
+            held = metas_of(f"{BATCH}:{DATA};{dim}:{DATA}", 1)
+            cuts.setdefault(sum(meta.held_bytes for meta in held), f"{dim}:{DATA}")
+    best_cuts = [cuts[held] for held in sorted(cuts) if held <= (1 - _WORTH / 2) * weights]
+    for cut in best_cuts[:_FEWER]:
+        add("", cut)
+    for split, cut in itertools.product(splits, best_cuts[:1]):
+        add(split, cut)
+    return found
+
+
+def _shares(
+    plain: Mapping[int, Meta],
+    split: Mapping[int, Meta],
+    cut: Meta,
+    rules: LayoutRules,
+    members: int,
+    machine: Machine,
+) -> Shares:
+    """Returns the shares of a layer: its costs by rows on one device, those on one of so many that
+    share it, and on one whose weights two replicas cut.
+    """
+    rows = max(plain)
+    whole, shared = plain[rows], split[rows]
+
+    def number(dims: Iterable[str]) -> int:
+        sizes = [size for dim in dims if dim in whole.dims for size in whole.dims[dim]]
+        return math.gcd(*sizes) or _MANY
+
+    def fewer(whole: float, part: float, devices: int) -> float:
+        return (1 - part / whole) * devices / (devices - 1) if whole else 0.0
+
+    def seconds(meta: Meta) -> float:
+        if meta.communication is None:
+            return 0.0
+        return sum(machine.operation(*row) for row in meta.communication.work.values())
+
+    def sent(meta: Meta, key: Any) -> float:
+        return meta.communication.rows[key][1] if meta.communication else 0.0
+
+    keys = shared.communication.rows if shared.communication else {}
+    axes = {axis: [dim for dim, at in rules.rules if at == axis] for axis in (MODEL, DATA)}
+    has_dims = any(dim in whole.dims for dim in axes[MODEL])
+    return Shares(
+        number(axes[MODEL]) if has_dims else 1,
+        tuple(
+            collective_of(
+                key[1],
+                key[2] == BACKWARD,
+                calls,
+                Curve(tuple((n, sent(meta, key)) for n, meta in split.items())),
+                members,
+            )
+            for key, (calls, _) in keys.items()
+        ),
+        work=fewer(seconds(whole), seconds(shared), members),
+        weights=fewer(whole.held_bytes, shared.held_bytes, members),
+        cut=fewer(shared.held_bytes, cut.held_bytes, 2),
+        replicas=number(dim for dim in axes[DATA] if dim in whole.weight_dims),
+    )
+
+
+def _with_rows(shape: Any, rows: int) -> Any:
+    """Returns the shape of an input of other rows."""
+    if shape is None:
+        return None
+    return tshape.Shape([rows, *shape.ToTensorShape().as_list()[1:]])
 
 
 def _rows(shape: Any, replicas: int) -> Any:
@@ -147,9 +303,7 @@ def _include(costs: OperationCosts, meta: Meta) -> None:
         costs.add_work("layer", divided, Work(int(meta.flops), 0, gradients=2))
 
 
-def _include_gradients(
-    costs: OperationCosts, axis: str, replicas: int, weights: int, fetched: int
-) -> None:
+def _include_gradients(costs: OperationCosts, axis: str, replicas: int, weights: int, fetched: int) -> None:
     """Adds the sum of gradients over replicas, and the weights that they fetch for each pass."""
     cut = fetched * replicas // (replicas - 1)
     sent = {"all_reduce": weights - cut, "reduce_scatter": cut}

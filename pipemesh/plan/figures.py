@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -12,15 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from pipemesh.errors import PlanError
+from pipemesh.mesh import LayoutRules
 from pipemesh.partition import LayerCost
+from pipemesh.plan.homes import cut_rules, inner_rules
 from pipemesh.plan.network import Link
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.remat import Remat
 
 # Kinds of action; a + marks one that recomputes the forward pass first.
 KINDS = ("F", "B", "I", "W", "B+", "I+", "W+")
-# Curves that a layer may lack.
-_OPTIONAL = ("summed", "working", "whole", "pending", "pending_whole")
+# Curves that a layer, and its shares, may lack.
+_OPTIONAL, _WHOLE = ("working", "pending"), ("whole", "pending_whole")
+# Axis names of the plans that the search makes, and of the rules that figures know.
+DATA, MODEL = "data", "model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,78 @@ class Curve:
 
 
 @dataclasses.dataclass(frozen=True)
+class Collective:
+    """The calls of a primitive of `pipemesh.lowering` in a layer, for one microbatch."""
+
+    primitive: str
+    backward: bool  # in the backward pass
+    calls: float
+    # Bytes of the tensors of all calls, on all devices together unless they are equal there.
+    size: Curve
+
+    def sent(self, members: int, rows: float) -> float:
+        """Returns the bytes that each of some devices sends in a call."""
+        size = self.size.at(rows) / self.calls
+        return _SENT[self.primitive](members) * size
+
+
+# The share of a tensor that one of n devices sends, as in `pipemesh.lowering.Costs`.
+_SENT: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n**2,
+    "permute": lambda n: 1.0,
+}
+
+
+def collective_of(
+    primitive: str, backward: bool, calls: float, sent: Curve, members: int
+) -> Collective:
+    """Returns the calls in which each of some members sends so many bytes together."""
+    return Collective(primitive, backward, calls, sent.scaled(1 / _SENT[primitive](members)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What each of some devices has of a layer under layout rules; the rest is whole on each."""
+
+    most: int = 1  # Any divisor of this number of devices can share the layer.
+    sent: tuple[Collective, ...] = ()
+    # Shares that are split: of the layer's work, of the bytes of its weights, and of its outputs.
+    work: float = 1.0
+    weights: float = 1.0
+    outputs: float = 0.0
+    cut: float = 0.0  # Share of the bytes of a device's weights that is cut over replicas.
+    replicas: int = 1  # Any divisor of this number of replicas can cut them.
+    # Kept bytes, and bytes between an `I` and its `W`, that each device has completely.
+    whole: Curve | None = None
+    pending_whole: Curve | None = None
+
+    def among(self, devices: int) -> int:
+        """Returns the number of devices that share the layer."""
+        return min(devices, self.most)
+
+    def part(self, devices: int, split: float) -> float:
+        """Returns the part of one device of something of which a share is split."""
+        return 1 - split + split / self.among(devices)
+
+
+_UNSPLIT = Shares()
+
+
+def all_reduces(most: int, summed: Curve | None, number: int = 1, **more: Any) -> Shares:
+    """Returns the shares of a layer that is split completely, with a number of all-reduces of
+    `summed` bytes together in its forward pass, and as many in its backward pass.
+    """
+    passes = (False, True) if summed else ()
+    sent = tuple(
+        Collective("all_reduce", backward, number, summed) for backward in passes if summed
+    )
+    return Shares(most, sent, **more)
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerFigures:
     """The times of one layer by kind of action (`KINDS`), and its bytes."""
 
@@ -90,16 +167,12 @@ class LayerFigures:
     parameter_bytes: int  # weights
     kept: Curve  # Bytes of a microbatch that are kept for the backward pass without recomputation.
     outputs: Curve  # bytes passed to the next layer
-    # Bytes of the all-reduce in its forward pass if devices share the layer, and again in its
-    # backward pass.
-    summed: Curve | None = None
-    sums: int = 1  # number of all-reduces that these bytes are divided among
-    split: int = 1  # Can be split among any divisor of this number of devices.
+    # By layout rules (`Figures.layouts`), the parts of devices that share it; "" is for
+    # `Figures.rules`.
+    shares: Mapping[str, Shares] = dataclasses.field(default_factory=dict[str, Shares])
     working: Curve | None = None  # Bytes that an action needs while it runs, besides the kept ones.
-    whole: Curve | None = None  # Kept bytes that each sharing device has completely.
     # Bytes kept between an `I` and its `W`; by default those of `kept`.
     pending: Curve | None = None
-    pending_whole: Curve | None = None
     # Core seconds of all cores of the device, empty if unknown. More than `seconds` if independent
     # operations run at once.
     work: Mapping[str, Curve] = dataclasses.field(default_factory=dict[str, Curve])
@@ -139,21 +212,41 @@ class LayerFigures:
         """Returns the core seconds that an action computes on a device; `takes` if unknown."""
         return _at(self.work or self.seconds, kind, rows, again)
 
-    def holds(self, rows: float, shared: int, pending: bool = False) -> float:
+    def shared(self, rules: str) -> Shares:
+        """Returns the parts of devices under layout rules of `Figures.layouts`."""
+        return self.shares.get(rules, _UNSPLIT)
+
+    def part(self, rules: str, devices: int) -> float:
+        """Returns the part of the layer's work of each of some devices under layout rules."""
+        shares = self.shared(rules)
+        return shares.part(devices, shares.work)
+
+    def holds(self, rows: float, devices: int = 1, rules: str = "", pending: bool = False) -> float:
         """Returns the bytes of a microbatch that each of the sharing devices keeps."""
-        curve, whole = self.kept, self.whole
+        shares = self.shared(rules)
+        curve, whole = self.kept, shares.whole
         if pending and self.pending is not None:
-            curve, whole = self.pending, self.pending_whole
+            curve, whole = self.pending, shares.pending_whole
         held = curve.at(rows)
         alike = min(held, whole.at(rows)) if whole is not None else 0.0
-        return alike + (held - alike) / shared
+        return alike + (held - alike) / shares.among(devices)
 
     def narrower(self, share: float) -> LayerFigures:
         """Returns the layer with values of a share of the bytes; seconds and weights stay."""
-        bytes_of = ("kept", "outputs", "summed", "whole", "pending", "pending_whole")
-        curves: dict[str, Curve | None] = {name: getattr(self, name) for name in bytes_of}
-        scaled: Any = {name: curve and curve.scaled(share) for name, curve in curves.items()}
-        return dataclasses.replace(self, **scaled)
+
+        def scaled(value: Any, names: Sequence[str]) -> Any:
+            curves = {name: getattr(value, name) for name in names}
+            less: Any = {name: curve and curve.scaled(share) for name, curve in curves.items()}
+            return dataclasses.replace(value, **less)
+
+        shares = {
+            rules: dataclasses.replace(
+                scaled(each, _WHOLE), sent=tuple(scaled(one, ["size"]) for one in each.sent)
+            )
+            for rules, each in self.shares.items()
+        }
+        narrow: LayerFigures = scaled(self, ("kept", "outputs", "pending"))
+        return dataclasses.replace(narrow, shares=shares)
 
     def faster(self, factor: float) -> LayerFigures:
         """Returns the layer on a device that computes faster by a factor."""
@@ -202,6 +295,8 @@ def figures_of_costs(
     if summed and len(summed) != len(costs):
         raise PlanError(f"sums are given of {len(summed)} layers, but there are {len(costs)}")
 
+    sizes = summed or [0.0] * len(costs)
+
     def line(value: float) -> Curve:
         return Curve(((rows, value),))
 
@@ -212,8 +307,7 @@ def figures_of_costs(
             parameter_bytes=int(cost.parameter_bytes),
             kept=line(cost.activation_bytes),
             outputs=line(cost.boundary_bytes),
-            summed=line(summed[number]) if summed and summed[number] else None,
-            split=split if summed and summed[number] else 1,
+            shares={"": all_reduces(split, line(size))} if (size := sizes[number]) else {},
         )
         for number, cost in enumerate(costs)
     ]
@@ -225,6 +319,16 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
     def points(curve: Curve | None) -> Any:
         return None if curve is None else [list(point) for point in curve.points]
 
+    def sent(each: Collective) -> list[Any]:
+        return [each.primitive, each.backward, each.calls, points(each.size)]
+
+    def shared(shares: Shares) -> dict[str, Any]:
+        return {
+            **{name: getattr(shares, name) for name in ("most", "replicas", *_SPLIT)},
+            **{name: points(getattr(shares, name)) for name in _WHOLE},
+            "sent": [sent(each) for each in shares.sent],
+        }
+
     return [
         {
             "name": layer.name,
@@ -232,35 +336,60 @@ def layers_to_values(layers: Sequence[LayerFigures]) -> list[dict[str, Any]]:
             "work": {kind: points(curve) for kind, curve in layer.work.items()},
             **{
                 name: getattr(layer, name)
-                for name in ("parameter_bytes", "sums", "split", "again", "optimizer", "trained")
+                for name in ("parameter_bytes", "again", "optimizer", "trained")
             },
             **{name: points(getattr(layer, name)) for name in ("kept", "outputs", *_OPTIONAL)},
+            "shares": {rules: shared(shares) for rules, shares in layer.shares.items()},
         }
         for layer in layers
     ]
 
 
+# Shares of a layer that are split or cut.
+_SPLIT = ("work", "weights", "outputs", "cut")
+
+
+def _curve(points: Any) -> Curve | None:
+    return None if points is None else Curve(tuple((x, y) for x, y in points))
+
+
+def _shares_of(layer: Any) -> dict[str, Shares]:
+    """Reads the shares of a layer; older files have those of one set of rules, completely split."""
+    if "shares" not in layer:
+        most, summed = int(layer.get("split", 1)), _curve(layer.get("summed"))
+        more = {name: _curve(layer.get(name)) for name in _WHOLE}
+        if most == 1 and summed is None:
+            return {}
+        return {"": all_reduces(most, summed, int(layer.get("sums", 1)), **more)}
+
+    def shared(values: Any) -> Shares:
+        more: dict[str, Any] = {name: _curve(values[name]) for name in _WHOLE}
+        more |= {name: float(values[name]) for name in _SPLIT}
+        sent = tuple(
+            Collective(primitive, bool(backward), calls, cast("Curve", _curve(size)))
+            for primitive, backward, calls, size in values["sent"]
+        )
+        return Shares(int(values["most"]), sent, replicas=int(values["replicas"]), **more)
+
+    return {str(rules): shared(values) for rules, values in layer["shares"].items()}
+
+
 def layers_from_values(values: Any, source: str) -> list[LayerFigures]:
     """Reads the values that `layers_to_values` writes; `source` names them in errors."""
-
-    def curve(points: Any) -> Curve | None:
-        return None if points is None else Curve(tuple((x, y) for x, y in points))
-
     try:
         return [
             LayerFigures(
                 name=str(layer["name"]),
-                seconds={kind: cast("Curve", curve(p)) for kind, p in layer["seconds"].items()},
+                seconds={kind: cast("Curve", _curve(p)) for kind, p in layer["seconds"].items()},
                 parameter_bytes=int(layer["parameter_bytes"]),
-                kept=cast("Curve", curve(layer["kept"])),
-                outputs=cast("Curve", curve(layer["outputs"])),
-                sums=int(layer.get("sums", 1)),
-                split=int(layer.get("split", 1)),
-                **{name: curve(layer.get(name)) for name in _OPTIONAL},
+                kept=cast("Curve", _curve(layer["kept"])),
+                outputs=cast("Curve", _curve(layer["outputs"])),
+                shares=_shares_of(layer),
+                **{name: _curve(layer.get(name)) for name in _OPTIONAL},
                 again=float(layer.get("again", 1.0)),
                 trained=float(layer.get("trained", 1.0)),
                 optimizer=None if layer.get("optimizer") is None else float(layer["optimizer"]),
-                work={kind: cast("Curve", curve(p)) for kind, p in layer.get("work", {}).items()},
+                work={kind: cast("Curve", _curve(p)) for kind, p in layer.get("work", {}).items()},
             )
             for layer in values
         ]
@@ -363,12 +492,38 @@ class Figures:
         if not all(kind in "FBIW" and load >= 0 for kind, load in self.loads.items()):
             raise PlanError(f"loads are {self.loads}; each is of F, B, I or W, and 0 or more")
 
-    def can_share(self, devices: int) -> bool:
-        """Returns whether a number of devices can each have a slice of every divisible layer."""
-        splits = [
-            layer.split for layer in self.layers if layer.split > 1 or layer.summed is not None
+    @functools.cached_property
+    def layouts(self) -> tuple[str, ...]:
+        """Returns the layout rules that layers have `shares` for; "" stands for `rules`.
+
+        Their axes are `model`, for dims that devices of a replica share, and `data`, for dims of
+        weights that are cut over replicas.
+        """
+        return tuple(dict.fromkeys(["", *(name for each in self.layers for name in each.shares)]))
+
+    def layout_of(self, layout: LayoutRules) -> str | None:
+        """Returns those of `layouts` that a plan's layout means; None if figures lack them."""
+        rules = [f"{dim}:{MODEL}" for dim, _ in inner_rules(layout).rules]
+        cut = [f"{dim}:{DATA}" for dim, _ in cut_rules(layout).rules]
+        if not (wanted := {*rules, *cut}) or wanted == set(self.rules.split(";")):
+            return ""
+        return next((name for name in self.layouts if set(name.split(";")) == wanted), None)
+
+    def can_cut(self, replicas: int, layout: str) -> bool:
+        """Returns whether a number of replicas can each have a slice of the weights they cut."""
+        numbers = [
+            each.replicas for each in (layer.shared(layout) for layer in self.layers) if each.cut
         ]
-        return devices == 1 or bool(self.rules and splits and not math.gcd(*splits) % devices)
+        return not numbers or (replicas > 1 and not math.gcd(*numbers) % replicas)
+
+    def can_share(self, devices: int, layout: str = "") -> bool:
+        """Returns whether a number of devices can each have a slice of every divisible layer."""
+        if devices == 1:
+            return layout == "" or not splits_layers(layout)
+        shares = [layer.shared(layout) for layer in self.layers]
+        most = [each.most for each in shares if each.most > 1 or each.sent]
+        rules = layout or self.rules
+        return bool(most and splits_layers(rules) and not math.gcd(*most) % devices)
 
     def at_pace(self, plain_step: float) -> Figures:
         """Returns the figures scaled to the current speed of the machine.
@@ -462,6 +617,16 @@ class Figures:
             return cls(layers, **{name: _READERS[name](value) for name, value in values.items()})
         except (AttributeError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: {error}") from error
+
+
+def splits_layers(layout: str) -> bool:
+    """Returns whether one of `Figures.layouts` has rules for devices of a replica."""
+    return any(axis != DATA for _, axis in LayoutRules.from_text(layout).rules)
+
+
+def cuts_weights(layout: str) -> bool:
+    """Returns whether one of `Figures.layouts` cuts weights over replicas."""
+    return any(axis == DATA for _, axis in LayoutRules.from_text(layout).rules)
 
 
 def _link_values(link: Link) -> list[float | None]:

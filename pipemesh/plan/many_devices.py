@@ -16,17 +16,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
 
 from pipemesh.errors import PipemeshError, PlanError
-from pipemesh.plan.figures import Figures, LayerFigures
+from pipemesh.plan.figures import Figures, LayerFigures, cuts_weights, splits_layers
 from pipemesh.plan.network import Network
 from pipemesh.plan.plan import built
 from pipemesh.plan.predict import StepForecast, forecast_stages
 from pipemesh.plan.remat import Remat
-from pipemesh.plan.search import Split, rough_seconds
+from pipemesh.plan.search import Split, least_bytes, rough_seconds
 from pipemesh.plan.stages import cut_stages
 from pipemesh.schedule.names import parse
 
@@ -60,6 +61,7 @@ class Job:
         update: seconds of the optimizer per byte of weights.
         fixed: seconds of a step that belong to no device: reading the batch, calling the graph.
         update_memory: peak bytes of an update per byte of weights; see `Figures`.
+        rules: the layout rules of the layers' shares without a name; see `Figures`.
 
     Raises:
         PlanError: there are no layers or no rows, or a number is out of range.
@@ -74,6 +76,7 @@ class Job:
     update: float = 0.0
     fixed: float = 0.0
     update_memory: float = 1.0
+    rules: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers or self.batch < 1:
@@ -96,6 +99,7 @@ class Job:
             update=self.update,
             optimizer=self.optimizer,
             update_memory=self.update_memory,
+            rules=self.rules,
         )
 
     @property
@@ -136,7 +140,11 @@ def forecast_step(job: Job, split: Split) -> Step:
     most = max(_STEADY, 2 * -(-_AT_LEAST // (2 * split.layers))) * split.layers
     table = built(split.schedule, split.layers, min(number, most))
     groups = (split.model,) * table.num_stages
-    stages = cut_stages(figures, rows, split.data, groups, split.remat, table, network=job.network)
+    stages = cut_stages(
+        *(figures, rows, split.data, groups, split.remat, table),
+        network=job.network,
+        rules=split.layout,
+    )
     fewer = None
     if number > most:
         half = built(split.schedule, split.layers, most // 2)
@@ -227,12 +235,20 @@ def splits(
     """Yields all splits with powers of two as numbers of homes, slices and microbatches."""
     # The number of replicas is the remaining factor of the devices.
     # Slices may lie on several hosts.
-    for model in _powers(min(num_devices, max(layer.split for layer in job.layers))):
-        if num_devices % model:
+    slices = {
+        layout: max(layer.shared(layout).most for layer in job.layers)
+        for layout in job.figures.layouts
+        # Weights that are cut over replicas save memory alone.
+        if job.memory is not None or not cuts_weights(layout)
+    }
+    for layout, model in itertools.product(slices, _powers(num_devices)):
+        if num_devices % model or model > slices[layout]:
+            continue
+        if model == 1 and layout and splits_layers(layout):
             continue
         for layers in _powers(min(len(job.layers), num_devices // model)):
             data, rest = divmod(num_devices // model, layers)
-            if rest or job.batch % data:
+            if rest or job.batch % data or not job.figures.can_cut(data, layout):
                 continue
             for number in _powers(job.batch // data):
                 if (job.batch // data) % number:
@@ -241,7 +257,7 @@ def splits(
                     if layers * parse(schedule).stages() > len(job.layers):
                         continue
                     for remat in (Remat.NONE, Remat.FULL):
-                        yield Split(layers, data, model, schedule, number, remat)
+                        yield Split(layers, data, model, schedule, number, remat, layout)
 
 
 def best_step(
@@ -273,10 +289,9 @@ def best_step(
 def _simulated(job: Job, rated: Sequence[Split], memory: float | None) -> list[Step]:
     """Returns the first two dozen steps that are valid and fit, shortest first."""
     steps: list[Step] = []
+    least = least_bytes(job.figures)
     for split in rated:
-        # No device needs less.
-        least = job.parameter_bytes + job.trained_bytes * (1 + job.optimizer / split.data)
-        if memory is not None and least / split.layers / split.model > memory:
+        if memory is not None and least(split) > memory:
             continue
         try:
             step = forecast_step(job, split)

@@ -155,6 +155,12 @@ class Network:
             for shares in _shares_of(self.host_size, members, stride)
         )
 
+    def collective(self, primitive: str, members: int, stride: int, sent: float) -> float:
+        """Returns the seconds of a primitive of `pipemesh.lowering` that sends so many bytes."""
+        if primitive == "all_reduce" and members > 1:
+            return self.all_reduce(members, stride, reduced_bytes(members, sent))
+        return self.link(1 + stride * (members - 1)).collective(primitive, members, sent)
+
     def _all_reduce(self, hosts: int, here: int, size: float) -> float:
         """Returns the seconds for a group on `hosts` hosts, with `here` members or more on each."""
         if hosts == 1:

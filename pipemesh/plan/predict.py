@@ -17,8 +17,8 @@ from pipemesh.plan.stages import (
     device_memory,
     even_costs,
     even_loads,
+    exchanged,
     stages_of,
-    summed,
 )
 from pipemesh.schedule import Costs, Timeline, simulate
 
@@ -52,6 +52,7 @@ class Prediction(StepForecast):
 
     Attributes:
         plan: the plan; see `StepForecast` for the rest.
+        supposed: assumptions that no figures support; "" if there are none.
 
     Example:
         >>> from pipemesh.plan import Figures, figures_of_costs
@@ -62,14 +63,7 @@ class Prediction(StepForecast):
     """
 
     plan: Plan = dataclasses.field(kw_only=True)
-
-    @property
-    def supposed(self) -> str:
-        """Returns an assumption that no figures support; "" if there is none."""
-        dtype = self.plan.compute_dtype
-        if bytes_of(dtype) == bytes_of(None):
-            return ""
-        return f"what layers compute takes as long in {dtype} as it was measured"
+    supposed: str = ""
 
 
 def predict(
@@ -99,7 +93,18 @@ def predict(
         (30.0, 6.0, 'bubble')
     """
     forecast = forecast_stages(stages_of(plan, figures, batch, network), figures, parts=parts)
-    return Prediction(**vars(forecast), plan=plan)
+    supposed: list[str] = []
+    if bytes_of(plan.compute_dtype) != bytes_of(None):
+        supposed.append(
+            f"what layers compute takes as long in {plan.compute_dtype} as it was measured, only "
+            "bytes are forecast"
+        )
+    if figures.layout_of(plan.layout) is None:
+        supposed.append(
+            f"figures do not know how '{plan.layout}' splits layers, so they are split as by "
+            f"'{figures.rules}'"
+        )
+    return Prediction(**vars(forecast), plan=plan, supposed="; ".join(supposed))
 
 
 def forecast_stages(
@@ -250,12 +255,33 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
 def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]:
     """Returns each home's seconds of gradient sums, those of the update, and the work of both."""
     weights = [0.0] * stages.table.num_devices
+    whole = [0.0] * stages.table.num_devices
     for stage, place in enumerate(stages.table.stage_devices):
         weights[place] += stages.trained(stage)
+        whole[place] += sum(
+            layer.trained_bytes * (stages.slices(stage, layer) - stages.cut(stage, layer))
+            for layer in stages.layers[stage]
+        )
     replicas, homes = stages.replicas, stages.home_sizes
+    away = 1 - 1 / replicas
+
+    def reduced(home: int, copies: float, cut: float) -> tuple[float, float]:
+        # A weight with copies gets its gradient from all replicas, and goes to all of them; one
+        # that is cut stays where it is.
+        parts = [
+            exchanged(
+                stages, figures, figures.transfer, primitive, replicas, home // replicas, sent
+            )
+            for primitive, sent in (
+                ("all_reduce", 2 * away * copies),
+                ("reduce_scatter", away * cut),
+            )
+        ]
+        return sum(seconds for seconds, _ in parts), sum(work for _, work in parts)
+
     sums = [
-        summed(stages, figures, figures.transfer, replicas, home // replicas, size)
-        for home, size in zip(homes, weights, strict=True)
+        reduced(home, copies, size - copies)
+        for home, size, copies in zip(homes, weights, whole, strict=True)
     ]
     gradients = [seconds for seconds, _ in sums]
     # Each replica updates its share.
@@ -266,7 +292,7 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
         return gradients, max(update_seconds), after
     # All devices update their weights at once, on the available cores.
     largest = max(
-        layer.trained_bytes / stages.shared(stage, layer)
+        layer.trained_bytes * stages.slices(stage, layer)
         for stage, layers in enumerate(stages.layers)
         for layer in layers
     )

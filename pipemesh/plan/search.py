@@ -8,13 +8,14 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from pipemesh.errors import PartitionError, PipemeshError, PlanError
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.checks import whole_number
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.partition import LayerCost, partition
-from pipemesh.plan.figures import Figures
+from pipemesh.plan.figures import DATA, MODEL, Figures, cuts_weights
 from pipemesh.plan.homes import BATCH
 from pipemesh.plan.network import Link, Network
 from pipemesh.plan.plan import Plan, divisors
@@ -36,8 +37,6 @@ SCHEDULES = (
     "v_min",
     "dual_pipe_v",
 )
-# Axis names of the plans that the search makes.
-DATA, MODEL = "data", "model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +95,7 @@ class Split:
     schedule: str = "1f1b"
     num_microbatches: int = 1
     remat: Remat = Remat.NONE
+    layout: str = ""  # how devices share each layer, of `Figures.layouts`
 
     @property
     def num_devices(self) -> int:
@@ -108,13 +108,16 @@ class Split:
         axes = ((LAYERS_AXIS, self.layers), (DATA, self.data), (MODEL, self.model))
         return ";".join(f"{name}:{size}" for name, size in axes if size > 1 or name == LAYERS_AXIS)
 
+    def rules(self, figures: Figures) -> str:
+        """Returns the layout rules as text."""
+        rows = f"{BATCH}:{DATA}" if self.data > 1 else ""
+        return ";".join(filter(None, [rows, self.layout or (figures.rules * (self.model > 1))]))
+
     def plan(self, figures: Figures, space: SearchSpace) -> Plan:
         """Returns the plan, without boundaries unless they are fixed; invalid ones are errors."""
-        rules = [f"batch:{DATA}"] if self.data > 1 else []
-        rules += [figures.rules] if self.model > 1 else []
         values = {
             "mesh": self.mesh,
-            "layout": ";".join(rules),
+            "layout": self.rules(figures),
             "schedule": self.schedule,
             "num_microbatches": str(self.num_microbatches),
             "remat": str(self.remat),
@@ -127,7 +130,7 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
     fixed = space.fixed
     count = len(figures.layers)
     fixed_number = fixed.get("num_microbatches", "")
-    for places, replicas, group in _meshes(figures, space):
+    for places, replicas, group, layout in _meshes(figures, space):
         rest = space.batch // replicas
         # `Plan` reports the errors of other values.
         is_number = fixed_number.isdecimal() and int(fixed_number) > 0
@@ -143,7 +146,7 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
                 continue
             for number in numbers:
                 for remat in remats:
-                    yield Split(places, replicas, group, schedule, number, remat)
+                    yield Split(places, replicas, group, schedule, number, remat, layout)
 
 
 def _stages_a_device(schedule: str) -> int:
@@ -153,8 +156,9 @@ def _stages_a_device(schedule: str) -> int:
     return 1 if parsed.name in (FILE, SEARCHED) else parsed.stages()
 
 
-def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, int]]:
-    """Yields the sizes of the axes for stages, replicas and slices of all meshes."""
+def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, int, str]]:
+    """Yields the sizes of the axes for stages, replicas and slices of all meshes, and layouts."""
+    given = LayoutRules.from_text(space.fixed.get("layout", ""))
     if "mesh" in space.fixed:
         # `Plan` checks the combination and reports errors.
         plan = Plan.from_values(
@@ -166,23 +170,72 @@ def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, in
                 f"mesh '{plan.mesh}' has {plan.mesh.num_devices} devices, but there are "
                 f"{space.devices}; use a smaller mesh, or more devices"
             )
-        yield places, replicas, plan.mesh.num_devices // places // replicas
+        group = plan.mesh.num_devices // places // replicas
+        yield places, replicas, group, figures.layout_of(given) or ""
         return
-    has_layout = bool(LayoutRules.from_text(space.fixed.get("layout", "")).rules)
-    groups = [n for n in range(1, space.devices + 1) if figures.can_share(n)]
+    # Weights that are cut over replicas save memory alone.
+    layouts = [
+        layout for layout in figures.layouts if not cuts_weights(layout) or space.memory is not None
+    ]
+    groups = [
+        (group, layout)
+        for group in range(1, space.devices + 1)
+        for layout in layouts
+        if figures.can_share(group, layout)
+    ]
     for places in range(1, min(space.devices, len(figures.layers)) + 1):
         for replicas in divisors(space.batch):
-            for group in groups:
+            for group, layout in groups:
                 # A given layout is for axes with other names.
-                if (home := replicas * group) * places <= space.devices and (
-                    home == 1 or not has_layout
-                ):
-                    yield places, replicas, group
+                home = replicas * group
+                if home * places > space.devices or (home > 1 and given.rules):
+                    continue
+                if figures.can_cut(replicas, layout):
+                    yield places, replicas, group, layout
 
 
 def rated(figures: Figures, space: SearchSpace) -> list[Split]:
-    """Returns all candidates in the order of `rough_seconds`."""
-    return sorted(candidates(figures, space), key=rough_seconds(figures, space.batch))
+    """Returns all candidates in the order of `rough_seconds`, those that cannot fit last."""
+    seconds, least = rough_seconds(figures, space.batch), least_bytes(figures)
+    limit = math.inf if space.memory is None else space.memory
+    return sorted(
+        candidates(figures, space), key=lambda split: (least(split) > limit, seconds(split))
+    )
+
+
+class _Slices(NamedTuple):
+    """The bytes of a device's slices of all weights, with one stage and one replica."""
+
+    weights: float
+    cut: float  # of those, the ones that replicas cut
+    trained: float
+    trained_cut: float
+    states: float
+
+
+def _slices(figures: Figures, layout: str, group: int) -> _Slices:
+    rows: list[tuple[float, ...]] = []
+    for layer in figures.layers:
+        shares = layer.shared(layout)
+        part = shares.part(group, shares.weights)
+        weights, trained = layer.parameter_bytes * part, layer.trained_bytes * part
+        state = figures.optimizer if layer.optimizer is None else layer.optimizer
+        rows.append((weights, weights * shares.cut, trained, trained * shares.cut, trained * state))
+    return _Slices(*map(sum, zip(*rows, strict=True)))
+
+
+def least_bytes(figures: Figures) -> Callable[[Split], float]:
+    """Returns a formula for a lower bound of the bytes of the fullest device."""
+    slices_of = functools.cache(functools.partial(_slices, figures))
+
+    def least(split: Split) -> float:
+        slices = slices_of(split.layout, split.model)
+        away = 1 - 1 / split.data
+        update = slices.trained * (1 + (figures.update_memory - 1) / split.data)
+        held = slices.weights - away * slices.cut + slices.states / split.data
+        return (held + update) / split.layers
+
+    return least
 
 
 def rough_seconds(
@@ -191,49 +244,61 @@ def rough_seconds(
     """Returns a formula for the approximate time of a step with equal stages."""
     # The sum of a home's work (of all homes if devices share cores), the bubble of this kind of
     # schedule, transfers, sums, gradients and the update.
-    weights = sum(layer.trained_bytes for layer in figures.layers)
 
-    def reduced(link: Link, members: int, stride: int, size: float) -> float:
+    def sent(link: Link, primitive: str, members: int, stride: int, size: float) -> float:
         if network is None:
-            return link.all_reduce(members, size)
-        return network.all_reduce(members, stride, size)
+            return link.collective(primitive, members, size)
+        return network.collective(primitive, members, stride, size)
+
+    slices_of = functools.cache(functools.partial(_slices, figures))
 
     @functools.cache
-    def layers(rows: float, group: int, again: bool) -> tuple[float, float, float, float]:
+    def layers(
+        rows: float, group: int, again: bool, layout: str
+    ) -> tuple[float, float, float, float]:
         """Returns seconds of all layers, of the longest, and of sums, and the busy cores."""
-        costs = layer_seconds(figures, rows, group, again)
+        costs = layer_seconds(figures, rows, group, again, layout)
         sums = 0.0
         for layer in figures.layers:
-            if (shared := min(group, layer.split)) > 1 and layer.summed is not None:
-                size = layer.summed.at(rows) / layer.sums
+            shares = layer.shared(layout)
+            if (shared := shares.among(group)) > 1:
                 link = figures.sums or figures.transfer
-                sums += (3 if again else 2) * layer.sums * reduced(link, shared, 1, size)
+                for each in shares.sent:
+                    times = each.calls * (2 if again and not each.backward else 1)
+                    sums += times * sent(link, each.primitive, shared, 1, each.sent(shared, rows))
         if not any(layer.work for layer in figures.layers):
             return sum(costs), max(costs), sums, figures.loads.get("B", 1.0)
         core_seconds = sum(
-            (layer.computes("F", rows) + layer.computes("B", rows, again)) / min(group, layer.split)
+            (layer.computes("F", rows) + layer.computes("B", rows, again))
+            * layer.part(layout, group)
             for layer in figures.layers
         )
         return sum(costs), max(costs), sums, core_seconds / sum(costs) if core_seconds else 1.0
 
     def seconds(split: Split) -> float:
         rows = batch / split.num_microbatches / split.data
-        work, longest, sums, load = layers(rows, split.model, not split.remat.is_none)
+        again = not split.remat.is_none
+        work, longest, sums, load = layers(rows, split.model, again, split.layout)
+        slices = slices_of(split.layout, split.model)
+        trained, cut = slices.trained / split.layers, slices.trained_cut / split.layers
         is_zero_bubble = split.schedule.startswith(("zb", "v_"))
         virtual = _stages_a_device(split.schedule)
+        link = network.link(2 * split.data * split.model) if network else figures.transfer
+        away = 1 - 1 / split.data
+        fetched = 2 * sent(link, "all_gather", split.data, split.model, away * slices.cut)
         # Each home takes at least as long as the longest layer.
-        home = max((work + sums) / split.layers, longest)
+        home = max((work + sums + fetched) / split.layers, longest)
         home += (3 if is_zero_bubble else 2) * virtual * figures.action
         total = split.num_microbatches * home
         # Zero-bubble schedules fill their bubble with two thirds of the backward passes.
         length = total + (split.layers - 1) * home / (3 if is_zero_bubble else virtual)
         if figures.cores is not None:
             length = max(length, total * split.num_devices * load / figures.cores)
-        link = network.link(2 * split.data * split.model) if network else figures.transfer
-        sent = 2 * (split.layers - 1) * link.seconds(figures.layers[0].outputs.at(rows))
-        stage_weights = weights / split.layers / split.model
-        gradients = reduced(link, split.data, split.model, stage_weights)
-        return length + sent + gradients + stage_weights * figures.update / split.data
+        passed = 2 * (split.layers - 1) * link.seconds(figures.layers[0].outputs.at(rows))
+        copies = 2 * away * (trained - cut)
+        gradients = sent(link, "all_reduce", split.data, split.model, copies)
+        gradients += sent(link, "reduce_scatter", split.data, split.model, away * cut)
+        return length + passed + gradients + trained * figures.update / split.data
 
     return seconds
 
@@ -256,10 +321,10 @@ def cut_to_fit(forecast: Prediction, figures: Figures, space: SearchSpace) -> Pr
     stages = stages_of(forecast.plan, figures, space.batch)
     costs = [
         LayerCost(
-            forward=layer.takes("F", stages.rows) / (shared := stages.shared(stage, layer)),
-            backward=layer.takes("B", stages.rows) / shared,
-            parameter_bytes=layer.parameter_bytes / shared,
-            activation_bytes=layer.holds(stages.rows, shared),
+            forward=layer.takes("F", stages.rows) * (part := stages.part(stage, layer)),
+            backward=layer.takes("B", stages.rows) * part,
+            parameter_bytes=layer.parameter_bytes * stages.slices(stage, layer),
+            activation_bytes=layer.holds(stages.rows, stages.groups[stage], stages.rules),
             boundary_bytes=layer.outputs.at(stages.rows),
         )
         for stage, layers in enumerate(stages.layers)

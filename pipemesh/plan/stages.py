@@ -13,7 +13,7 @@ from pipemesh.errors import PartitionError, PlanError
 from pipemesh.partition import partition
 from pipemesh.plan.figures import Figures, LayerFigures
 from pipemesh.plan.homes import home_of
-from pipemesh.plan.network import Link, Network
+from pipemesh.plan.network import Link, Network, reduced_bytes
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.remat import ModeName, Remat
 from pipemesh.schedule import Action, Costs, Schedule
@@ -36,6 +36,8 @@ class Stages:
     network: Network | None = None
     # Bytes, per byte of weights, of their copy in the dtype of computation; 0 without one.
     cast: float = 0.0
+    # Those of `Figures.layouts` that say how devices share the layers.
+    rules: str = ""
 
     @functools.cached_property
     def modes(self) -> dict[tuple[int, int], ModeName]:
@@ -81,32 +83,56 @@ class Stages:
 
     def shared(self, stage: int, layer: LayerFigures) -> int:
         """Returns the number of devices of a replica among which a layer is split."""
-        return min(self.groups[stage], layer.split)
+        return layer.shared(self.rules).among(self.groups[stage])
+
+    def part(self, stage: int, layer: LayerFigures) -> float:
+        """Returns the part of a layer's work that each device of a replica computes."""
+        return layer.part(self.rules, self.groups[stage])
+
+    def slices(self, stage: int, layer: LayerFigures) -> float:
+        """Returns the part of a layer's weights that each device of a replica computes with."""
+        shares = layer.shared(self.rules)
+        return shares.part(self.groups[stage], shares.weights)
+
+    def cut(self, stage: int, layer: LayerFigures) -> float:
+        """Returns the part of a layer's weights that is of these, and cut over replicas."""
+        return self.slices(stage, layer) * layer.shared(self.rules).cut * (self.replicas > 1)
 
     def weights(self, stage: int) -> float:
         """Returns the bytes of a device's slices of a stage's weights."""
-        layers = self.layers[stage]
-        return sum(layer.parameter_bytes / self.shared(stage, layer) for layer in layers)
+        away = 1 - 1 / self.replicas
+        return sum(
+            layer.parameter_bytes * (self.slices(stage, layer) - away * self.cut(stage, layer))
+            for layer in self.layers[stage]
+        )
+
+    def fetched(self, stage: int) -> float:
+        """Returns the bytes of the stage's weights that a device joins for an action."""
+        return sum(layer.parameter_bytes * self.cut(stage, layer) for layer in self.layers[stage])
 
     def trained(self, stage: int) -> float:
-        """Returns the bytes of those that are trained, and of their gradients."""
-        layers = self.layers[stage]
-        return sum(layer.trained_bytes / self.shared(stage, layer) for layer in layers)
+        """Returns the bytes of weights that are trained, as many as their gradients have."""
+        return sum(layer.trained_bytes * self.slices(stage, layer) for layer in self.layers[stage])
 
     def states(self, stage: int, default: float) -> float:
         """Returns the bytes of the optimizer's state of those; `default` is bytes per byte."""
         return sum(
             layer.trained_bytes
-            / self.shared(stage, layer)
+            * self.slices(stage, layer)
             * (default if layer.optimizer is None else layer.optimizer)
             for layer in self.layers[stage]
         )
+
+    def passed(self, stage: int) -> float:
+        """Returns the bytes of a microbatch's outputs of a stage on a device."""
+        layer, shares = self.layers[stage][-1], self.layers[stage][-1].shared(self.rules)
+        return layer.outputs.at(self.rows) * shares.part(self.groups[stage], shares.outputs)
 
     def given(self, stage: int) -> float:
         """Returns the bytes of a microbatch's inputs of a stage on a device."""
         if not stage:
             return 0.0
-        return self.layers[stage - 1][-1].outputs.at(self.rows)
+        return self.passed(stage - 1)
 
 
 def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None = None) -> Stages:
@@ -122,8 +148,9 @@ def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None 
     rows = batch / plan.num_microbatches / replicas
     homes = [home_of(plan.mesh, plan.layout, place) for place in range(plan.mesh.num_stages)]
     groups = tuple(len(homes[place]) // replicas for place in plan.table.stage_devices)
+    rules = figures.layout_of(plan.layout) or ""
     stages = cut_stages(
-        figures, rows, replicas, groups, plan.remat, plan.table, plan.boundaries, network
+        figures, rows, replicas, groups, plan.remat, plan.table, plan.boundaries, network, rules
     )
     share = bytes_of(plan.compute_dtype) / bytes_of(None)
     if share == 1:
@@ -153,25 +180,28 @@ def cut_stages(
     table: Schedule,
     boundaries: tuple[int, ...] | None = None,
     network: Network | None = None,
+    rules: str = "",
 ) -> Stages:
     """Cuts layers into the stages of a table, without boundaries into equal seconds."""
     if boundaries is None:
         modes = remat.modes(table).values()
         again = sum(mode != "none" for mode in modes) / len(modes)
         is_even = len(set(groups)) == 1
-        costs = layer_seconds(figures, rows, groups[0] if is_even else 1, again)
+        costs = layer_seconds(figures, rows, groups[0] if is_even else 1, again, rules)
         boundaries = cut_evenly(tuple(costs), table.stage_devices, () if is_even else groups)
     layers = tuple(figures.layers[a:b] for a, b in itertools.pairwise(boundaries))
-    return Stages(layers, rows, replicas, groups, remat, table, network)
+    return Stages(layers, rows, replicas, groups, remat, table, network, rules=rules)
 
 
-def layer_seconds(figures: Figures, rows: float, group: int, again: float) -> list[float]:
+def layer_seconds(
+    figures: Figures, rows: float, group: int, again: float, rules: str = ""
+) -> list[float]:
     """Returns the seconds of each layer for a microbatch, `again` of it computed twice."""
     seconds: list[float] = []
     for layer in figures.layers:
         plain, more = layer.takes("B", rows), layer.takes("B", rows, True)
         whole = layer.takes("F", rows) + plain + again * (more - plain)
-        seconds.append(whole / min(group, layer.split))
+        seconds.append(whole * layer.part(rules, group))
     return seconds
 
 
@@ -200,8 +230,7 @@ def action_costs(
         return [
             (figures.action if kind != "R" else 0.0)
             + sum(
-                _takes(stages, stage, number, kind, LayerFigures.takes)
-                / stages.shared(stage, layer)
+                _takes(stages, stage, number, kind, LayerFigures.takes) * stages.part(stage, layer)
                 + (_sum(stages, figures, stage, layer, kind)[0] if sums else 0.0)
                 for number, layer in enumerate(layers)
             )
@@ -217,12 +246,12 @@ def _transfers(stages: Stages, figures: Figures) -> list[float]:
     homes, sizes = stages.table.stage_devices, stages.home_sizes
     begins = [0, *itertools.accumulate(sizes)]
     seconds: list[float] = []
-    for stage, layers in enumerate(stages.layers):
+    for stage in range(len(stages.layers)):
         link = figures.transfer
         if (network := stages.network) is not None:
             here, above = homes[stage], homes[min(stage + 1, len(homes) - 1)]
             link = network.joining(begins[here], begins[above], min(sizes[here], sizes[above]))
-        seconds.append(link.seconds(layers[-1].outputs.at(stages.rows)))
+        seconds.append(link.seconds(stages.passed(stage)))
     return seconds
 
 
@@ -242,7 +271,7 @@ def action_loads(
         for number, layer in enumerate(layers):
             done = _takes(stages, stage, number, kind, LayerFigures.computes)
             alone = _takes(stages, stage, number, kind, LayerFigures.takes)
-            more += (done - alone) / stages.shared(stage, layer)
+            more += (done - alone) * stages.part(stage, layer)
             if sums:
                 seconds, work = _sum(stages, figures, stage, layer, kind)
                 more += work - seconds
@@ -286,29 +315,54 @@ def even_loads(
 def _sum(
     stages: Stages, figures: Figures, stage: int, layer: LayerFigures, kind: str
 ) -> tuple[float, float]:
-    """Returns the seconds of a shared layer's sums for an action, and their work on each device."""
-    shared = stages.shared(stage, layer)
-    has_none = kind == "W" and stage not in stages.twice
-    if shared == 1 or layer.summed is None or has_none:
+    """Returns the seconds of an action in which devices exchange parts of a layer, and the work of
+    that on each device.
+    """
+    # A `W` needs neither weights nor activations of others, unless it recomputes them.
+    if kind == "W" and stage not in stages.twice:
         return 0.0, 0.0
-    size = layer.summed.at(stages.rows) / layer.sums
-    link = figures.sums or figures.transfer
-    seconds, work = summed(stages, figures, link, shared, 1, size)
-    return layer.sums * seconds, layer.sums * work
+    seconds = work = 0.0
+    if (shared := stages.shared(stage, layer)) > 1:
+        link = figures.sums or figures.transfer
+        for each in layer.shared(stages.rules).sent:
+            if each.backward == (kind in "BI"):
+                sent = each.sent(shared, stages.rows)
+                took, done = exchanged(stages, figures, link, each.primitive, shared, 1, sent)
+                seconds, work = seconds + each.calls * took, work + each.calls * done
+    # Weights that are recomputed with are fetched once an action.
+    cut = layer.parameter_bytes * stages.cut(stage, layer)
+    if cut and kind != "R":
+        replicas, stride = stages.replicas, stages.groups[stage]
+        sent = cut * (1 - 1 / replicas)
+        fetched = exchanged(stages, figures, figures.transfer, "all_gather", replicas, stride, sent)
+        seconds, work = seconds + fetched[0], work + fetched[1]
+    return seconds, work
 
 
-def summed(
-    stages: Stages, figures: Figures, link: Link, members: int, stride: int, size: float
+def exchanged(
+    stages: Stages,
+    figures: Figures,
+    link: Link,
+    primitive: str,
+    members: int,
+    stride: int,
+    sent: float,
 ) -> tuple[float, float]:
-    """Returns the seconds of an all-reduce over a group, and its work on each device."""
-    # Devices that share cores share memory: they add pairs in a tree, and copy nothing.
-    if stages.network is not None:
-        seconds = stages.network.all_reduce(members, stride, size)
+    """Returns the seconds of a primitive in which each device of a group sends so many bytes, and
+    its work on each device.
+    """
+    if members == 1 or not sent:
+        return 0.0, 0.0
+    if (network := stages.network) is not None:
+        seconds = network.collective(primitive, members, stride, sent)
         return seconds, seconds
-    if figures.cores is None or members == 1 or not size:
-        seconds = link.all_reduce(members, size)
+    if figures.cores is None:
+        seconds = link.collective(primitive, members, sent)
         return seconds, seconds
-    pair = link.seconds(size)
+    # Devices that share cores share memory. For sums they add pairs in a tree, and copy nothing.
+    if primitive != "all_reduce":
+        return link.seconds(sent), link.seconds(sent)
+    pair = link.seconds(reduced_bytes(members, sent))
     return math.ceil(math.log2(members)) * pair, (members - 1) / members * pair
 
 
@@ -364,13 +418,17 @@ class _StageMemory:
 
     def __init__(self, stages: Stages, stage: int) -> None:
         layers, rows = stages.layers[stage], stages.rows
-        shared = [stages.shared(stage, layer) for layer in layers]
-        pairs = list(zip(layers, shared, strict=True))
-        self._sums = [layer.trained_bytes / n for layer, n in pairs]
-        self._kept = [layer.holds(rows, n) for layer, n in pairs]
-        self._pending = [layer.holds(rows, n, True) for layer, n in pairs]
-        self._working = [layer.working.at(rows) / n if layer.working else 0.0 for layer, n in pairs]
+        shared = stages.groups[stage], stages.rules
+        self._sums = [layer.trained_bytes * stages.slices(stage, layer) for layer in layers]
+        self._kept = [layer.holds(rows, *shared) for layer in layers]
+        self._pending = [layer.holds(rows, *shared, pending=True) for layer in layers]
+        self._working = [
+            layer.working.at(rows) * stages.part(stage, layer) if layer.working else 0.0
+            for layer in layers
+        ]
         self._given = stages.given(stage)
+        # Every action has all weights of its stage.
+        self._fetched = stages.fetched(stage)
 
     def _left(self, kind: str, mode: ModeName) -> float:
         """Returns the bytes of a microbatch that are held after its `F`, `R` or `I`."""
@@ -389,6 +447,10 @@ class _StageMemory:
 
     def needs(self, kind: str, mode: ModeName, is_first: bool) -> float:
         """Returns the bytes that an action needs beside those held when it begins."""
+        return self._fetched + self._computing(kind, mode, is_first)
+
+    def _computing(self, kind: str, mode: ModeName, is_first: bool) -> float:
+        """Returns those without the weights that it fetches."""
         # Without the gradients of weights: if there are no sums to add to, they become the sums.
         less = [max(0.0, w - s) for w, s in zip(self._working, self._sums, strict=True)]
         # An action that recomputes its stage also has all of the results meanwhile.

@@ -292,7 +292,7 @@ def _scaled(
             return Curve(tuple((x, factor * layer.takes(kind, x)) for x in row_counts))
         # Layers without any cost share equally.
         number = len(stages.layers[stage])
-        return Curve(((stages.rows, wanted[kind] / number * stages.shared(stage, layer)),))
+        return Curve(((stages.rows, wanted[kind] / number / stages.part(stage, layer)),))
 
     seconds = {kind: curve(kind) for kind in "FBIW"}
     # The step's own loads replace the measured work.

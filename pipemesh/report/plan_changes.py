@@ -13,10 +13,10 @@ from typing import Any
 from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, Prediction, Remat, SearchSpace, predict
-from pipemesh.plan.figures import figures_of_costs
+from pipemesh.plan.figures import DATA, figures_of_costs
 from pipemesh.plan.homes import home_of
 from pipemesh.plan.plan import divisors
-from pipemesh.plan.search import DATA, SCHEDULES, Split, with_better_cuts
+from pipemesh.plan.search import SCHEDULES, Split, with_better_cuts
 from pipemesh.plan.stages import bytes_of, evenly_cut
 from pipemesh.report.measured_step import corrected
 from pipemesh.report.record import Run

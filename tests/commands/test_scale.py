@@ -28,7 +28,7 @@ def test_a_line_for_each_number_of_devices(run, tmp_path, capsys):
     assert run(f"{words} --json {out}") == 0
     printed = capsys.readouterr().out
     header, eight, sixty_four, *rest = printed.splitlines()
-    assert header.split()[:3] == ["devices", "mesh", "schedule"]
+    assert header.split()[:4] == ["devices", "mesh", "layout", "schedule"]
     assert (eight.split()[0], sixty_four.split()[0]) == ("8", "64")
     assert "seconds of a step, by part" in rest
     found = json.loads(out.read_text())

@@ -8,9 +8,13 @@ from lingvo.core import tshape
 
 from pipemesh.errors import LayoutError, PartitionError
 from pipemesh.layers import layers_pricing
+from pipemesh.layers.layout_pricing import counted, layers_shares
 from pipemesh.layers.named import Embedding, SoftmaxCrossEntropy, TransformerBlock
+from pipemesh.layers.partition_layers import named_layers
 from pipemesh.mesh import LayoutRules, Mesh, find_layout
-from pipemesh.plan import Link, Machine
+from pipemesh.plan import Figures, Link, Machine, Plan, predict
+from pipemesh.plan.figures import Curve, LayerFigures
+from pipemesh.plan.homes import cut_rules
 
 MACHINE = Machine(flops=1e10, bandwidth=1e11, network=Link(0.0, 1e10))
 ROWS, LENGTH, WIDTH, VOCAB = 16, 8, 16, 96
@@ -94,6 +98,88 @@ def test_replicas_that_share_weights_fetch_them_for_each_pass():
 def test_a_rule_over_the_batchs_axis_needs_a_weight():
     with pytest.raises(LayoutError, match="names dim 'length', which no tensor has"):
         price("batch:data;length:data")
+
+
+def stack():
+    return [Embedding.Params().Set(vocab_size=VOCAB, embedding_dim=WIDTH), *layers()]
+
+
+@functools.cache
+def shares():
+    return layers_shares(stack(), MACHINE, SHAPES[0])
+
+
+def seconds(counts, direction):
+    rows = counts.communication.work.items()
+    return sum(MACHINE.operation(*row) for key, row in rows if key[2] == direction)
+
+
+def test_shares_of_two_devices_hold_for_four():
+    """All costs of a device, counted again, are those that two devices have foretold."""
+    shape = SHAPES[0]
+    plain = counted(named_layers(stack()), [shape], Mesh(()), LayoutRules())
+    tried = 0
+    for text, of_layers in shares().items():
+        rules = LayoutRules.from_text(text)
+        if cut_rules(LayoutRules.from_text(f"batch:data;{text}")).rules:
+            continue
+        four = counted(named_layers(stack()), [shape], Mesh.from_text("model:4"), rules)
+        for share, one, part in zip(of_layers, plain, four, strict=True):
+            tried += share.most > 1
+            assert share.most == 1 or share.most % 4 == 0
+            number = share.among(4)
+            assert number * one.held_bytes * share.part(4, share.weights) == pytest.approx(
+                number * part.held_bytes
+            )
+            wanted = {}
+            for (_, primitive, direction), row in part.communication.rows.items():
+                wanted[primitive, direction == "backward"] = row
+            found = {
+                (each.primitive, each.backward): (each.calls, each.calls * each.sent(4, ROWS))
+                for each in share.sent
+            }
+            assert {key: pytest.approx(row) for key, row in wanted.items()} == found
+            done = sum(seconds(one, way) for way in ("forward", "backward"))
+            left = sum(seconds(part, way) for way in ("forward", "backward"))
+            assert done * share.part(4, share.work) == pytest.approx(left, rel=0.01)
+    assert tried > 2
+
+
+@pytest.mark.parametrize("mesh", ["model:2", "data:2", "data:2;model:2"])
+def test_forecasts_of_shares_are_the_prices_of_rules(mesh):
+    """Of a step on a machine whose layers take as long as they are priced."""
+    program = layers_pricing(Mesh.from_text(mesh), stack(), MACHINE, SHAPES[0])
+    plain = counted(named_layers(stack()), [SHAPES[0]], Mesh(()), LayoutRules())
+    nothing = Curve(((ROWS, 0.0),))
+
+    def curve(meta, direction):
+        return Curve(((ROWS, seconds(meta, direction)),))
+
+    found = Figures(
+        tuple(
+            LayerFigures(
+                str(number),
+                {"F": curve(meta, "forward"), "B": curve(meta, "backward")},
+                meta.held_bytes,
+                nothing,
+                nothing,
+                {rules: of_layers[number] for rules, of_layers in shares().items()},
+            )
+            for number, meta in enumerate(plain)
+        ),
+        transfer=MACHINE.network,
+    )
+    tried = []
+    for text in ["", *shares()]:
+        rules = LayoutRules.from_text(
+            ";".join(["batch:data"] * ("data" in mesh) + [text] * bool(text))
+        )
+        if {axis for _, axis in rules.rules} == set(Mesh.from_text(mesh).axis_names):
+            tried.append(text)
+            plan = Plan(f"layers:1;{mesh}", rules, remat="none")
+            price = program.price(rules).seconds
+            assert predict(plan, found, ROWS).seconds == pytest.approx(price, rel=0.02)
+    assert len(tried) >= (1 if mesh == "model:2" else 2)
 
 
 def test_vocabularies_are_searched_too():

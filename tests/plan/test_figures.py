@@ -119,8 +119,8 @@ def test_a_faster_device_takes_less():
 def test_sums_are_given_of_all_layers_or_none():
     costs = [LayerCost(1.0), LayerCost(2.0)]
     one, two = figures_of_costs(costs, 2, split=8, summed=[0, 100])
-    assert (one.split, one.summed) == (1, None)
-    assert two.split == 8 and two.summed is not None and two.summed.at(4) == 200
+    assert one.shares == {} and two.shares[""].most == 8
+    assert [each.size.at(4) for each in two.shares[""].sent] == [200, 200]
     with pytest.raises(PlanError, match="of 1 layers, but there are 2"):
         figures_of_costs(costs, 2, summed=[1])
 
@@ -171,8 +171,38 @@ def test_saved_figures_are_read(name):
     layers = saved.pop("layers"), again.pop("layers")
     assert again | saved == again
     for old, new in zip(*layers, strict=True):
+        # Of before layers had shares.
+        most, summed, calls = (old.pop(name) for name in ("split", "summed", "sums"))
+        whole = {name: old.pop(name) for name in ("whole", "pending_whole")}
         assert new | {**old, "seconds": new["seconds"]} == new
+        for shares in new["shares"].values():
+            assert shares | whole | {"most": most} == shares
+            assert shares["sent"] == [["all_reduce", back, calls, summed] for back in (0, 1)]
+        assert bool(new["shares"]) == (most > 1)
     assert Figures.from_json(figures.to_json(), name) == figures
+
+
+OLD = {
+    "layers:1;model:2": (0.082165142, 0.152474003, 30864388),
+    "layers:2;data:2;model:2": (0.098813187, 0.191007297, 10974081),
+    "layers:2;model:4": (0.149810323, 0.288697709, 5736449),
+}
+
+
+@pytest.mark.parametrize("mesh", OLD)
+def test_old_files_have_the_forecasts_of_before(mesh):
+    """Seconds, work and bytes that commit 1fc1d6b forecast, before layers had several shares."""
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / "plan" / "language.json"
+    figures = Figures.read(str(path))
+    layout = ";".join(["batch:data"] * ("data" in mesh) + [figures.rules])
+    schedule, number, remat = {
+        "layers:1;model:2": ("1f1b", 2, "none"),
+        "layers:2;data:2;model:2": ("zb_h1", 4, "none"),
+        "layers:2;model:4": ("interleaved:2", 4, "full"),
+    }[mesh]
+    plan = Plan(mesh, layout, schedule, num_microbatches=number, remat=remat)
+    found = predict(plan, figures, figures.batch)
+    assert (found.seconds, found.work, max(found.memory)) == pytest.approx(OLD[mesh], rel=1e-6)
 
 
 def test_a_file_of_before_can_be_read():

@@ -95,7 +95,10 @@ def test_all_splits_use_all_devices():
 
 def test_slices_may_lie_on_several_hosts():
     """Layers of 8 slices on hosts of 4: their sums use the links inside and between hosts."""
-    layers = tuple(dataclasses.replace(layer, split=8) for layer in small_job().layers)
+    layers = tuple(
+        dataclasses.replace(layer, shares={"": dataclasses.replace(layer.shares[""], most=8)})
+        for layer in small_job().layers
+    )
     wide = dataclasses.replace(small_job(), layers=layers)
     assert {split.model for split in splits(wide, 16)} == {1, 2, 4, 8}
     found = forecast_step(wide, Split(1, data=2, model=8, num_microbatches=4))

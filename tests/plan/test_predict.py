@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.plan import Plan
-from pipemesh.plan.figures import Figures, LayerFigures
+from pipemesh.plan.figures import Figures, LayerFigures, Shares
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
 from pipemesh.schedule import Schedule
@@ -113,11 +113,10 @@ def test_memory_of_places():
 
 def test_pending_bytes_are_held_between_i_and_w():
     """ZB-H2 holds what its W need, whether the rest is computed again or not."""
-    more = {"whole": line(), "pending": line(3.0), "pending_whole": line()}
+    shares = {"": Shares(2, whole=line(), pending_whole=line())}
+    more = {"shares": shares, "pending": line(3.0)}
     times = {"F": line(), "B": line()}
-    found = Figures(
-        (LayerFigures("a", times, 0, line(2.0), line(), split=2, **more),), rules="heads:model"
-    )
+    found = Figures((LayerFigures("a", times, 0, line(2.0), line(), **more),), rules="heads:model")
     table = Schedule.from_text("0: 0F0 0F1 0I0 0I1 0W0 0W1")
     plan = Plan(schedule=table, num_microbatches=2, remat="none")
     assert predict(plan, found, 2).memory == (6,)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipemesh.errors import PipemeshError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, Remat, SearchSpace, predict, search
-from pipemesh.plan.figures import Curve, figures_of_costs
+from pipemesh.plan.figures import Collective, Curve, Shares, figures_of_costs
 from pipemesh.plan.many_devices import Job, Split, forecast_step
 from pipemesh.plan.network import Link, Network
 from pipemesh.plan.search import candidates
@@ -27,6 +27,24 @@ SEEDS = [
 ]
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "zb_h2", "interleaved:2", "zb_v")
 POLICIES = ("none", "full", "except_last", "twice")
+
+
+def other_shares(draw):
+    """How devices share a layer by other rules, some of which cut its weights over replicas."""
+    sent = (
+        Collective("all_gather", False, 2, Curve(((1, draw.choice((1e4, 1e6))),))),
+        Collective("reduce_scatter", True, 1, Curve(((1, 1e5),))),
+    )
+    split = Shares(
+        2,
+        sent,
+        work=draw.uniform(0.5, 1),
+        weights=draw.choice((0.0, 1.0)),
+        outputs=draw.choice((0.0, 1.0)),
+        whole=Curve(((1, 1e6),)),
+    )
+    cut = {"cut": draw.choice((0.0, 0.9)), "replicas": 2}
+    return {"e:model": split, "e:data": Shares(**cut), "d:data;e:model": Shares(2, sent, **cut)}
 
 
 def stack(draw, layers=None, **more):
@@ -46,7 +64,8 @@ def stack(draw, layers=None, **more):
         for kind, curve in layer.seconds.items():
             points = ((rows, curve.at(rows) * draw.uniform(0.8, 1.2)) for rows in (1, 2, 4, 8))
             times[kind] = Curve((*points, (16, curve.at(16) * draw.uniform(0.2, 1.0))))
-        found.append(dataclasses.replace(layer, seconds=times))
+        shares = layer.shares | other_shares(draw)
+        found.append(dataclasses.replace(layer, seconds=times, shares=shares))
     link = Link(1e-5, draw.choice((1e8, 1e10)))
     action = draw.choice((0.0, 1e-4))
     return Figures(tuple(found), action=action, transfer=link, rules="d:model", **more)
@@ -101,7 +120,8 @@ def splits(draw):
     policy = st.sampled_from((*POLICIES, "custom"))
     policies = draw(st.lists(policy, min_size=stages, max_size=stages) | policy.map(lambda p: [p]))
     group = draw(st.sampled_from((1, 2)))
-    return Split(places, 2, group, schedule, number, Remat(tuple(policies)))
+    layout = draw(st.sampled_from(("", "e:model", "d:data;e:model") if group > 1 else ("e:data",)))
+    return Split(places, 2, group, schedule, number, Remat(tuple(policies)), layout)
 
 
 @settings(max_examples=30, deadline=None)
@@ -112,7 +132,7 @@ def test_forecast_step_agrees_with_predict(split, draw):
     network = Network(4, Link(1e-5, 1e9), Link(1e-4, 1e8))
     plan = Plan(
         f"layers:{split.layers};data:2;model:{split.model}",
-        "batch:data;d:model",
+        split.rules(found),
         split.schedule,
         split.num_microbatches,
         remat=split.remat,
@@ -153,7 +173,8 @@ def test_search_finds_the_best_of_all_plans(seed):
         stack(draw),
         SearchSpace(draw.choice((2, 3)), 4, schedules=("1f1b", "zb_h2", "zb_v")),
     )
-    forecasts = list(every(found, space))
+    # Only with a limit plans cut weights over replicas.
+    forecasts = list(every(found, dataclasses.replace(space, memory=1e18)))
     needed = sorted(max(each.memory) for each in forecasts)
     last = float("inf")
     for limit in (needed[0], needed[len(needed) // 5], None):

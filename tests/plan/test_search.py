@@ -1,6 +1,7 @@
 """Candidates, cuts, the best plan, the nearest that fits, and one for fewer devices."""
 
 import contextlib
+import dataclasses
 import math
 import re
 import time
@@ -12,7 +13,7 @@ import pytest
 from pipemesh.errors import PipemeshError, PlanError, ScheduleError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Plan, Remat
-from pipemesh.plan.figures import Figures, figures_of_costs
+from pipemesh.plan.figures import Figures, Shares, all_reduces, figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import (
@@ -27,7 +28,7 @@ from pipemesh.plan.search import (
     search,
     with_better_cuts,
 )
-from tests.plan.stacks import figures
+from tests.plan.stacks import figures, line
 
 
 def test_all_combinations_are_there():
@@ -107,6 +108,73 @@ def test_a_candidate_becomes_a_plan():
     assert plan.boundaries is None
     with pytest.raises(ScheduleError, match="multiple"):
         Split(2, 1, 1, "interleaved:2", 3, Remat.NONE).plan(found, space)
+
+
+# Three ways to share a layer: its own rules, faster ones for its length, and two replicas that cut
+# its weights.
+SHARES = {
+    "": all_reduces(2, line(6.0)),
+    "length:model": Shares(2, work=1.0, weights=0.0, outputs=1.0),
+    "embed:data": Shares(cut=1.0, replicas=2),
+}
+
+
+def shared(layers, **more):
+    found = figures(layers, rules="heads:model", **more)
+    return dataclasses.replace(
+        found, layers=tuple(dataclasses.replace(each, shares=SHARES) for each in found.layers)
+    )
+
+
+def test_layout_rules_are_searched():
+    """Rules for which devices send nothing to each other are faster than those that figures name
+    first, and a rule that is given stays.
+    """
+    found = shared(2, transfer=Link(0.01, 1e3))
+    best = search(found, SearchSpace(2, 1))[0].plan
+    assert (str(best.mesh), str(best.layout)) == ("layers:1;model:2", "length:model")
+    fixed = SearchSpace(2, 1, fixed={"mesh": "layers:1;axis:2", "layout": "heads:axis"})
+    chosen = search(found, fixed)[0]
+    assert str(chosen.plan.layout) == "heads:axis"
+    plans = [
+        Plan("layers:1;model:2", f"{dim}:model", remat="none")
+        for dim in ("heads", "length", "other")
+    ]
+    own, length, other = (predict(plan, found, 1) for plan in plans)
+    assert chosen.seconds == own.seconds > length.seconds
+    # What figures do not know counts as their own rules, which is said.
+    assert other.seconds == own.seconds and not own.supposed
+    assert "do not know how 'other:model' splits" in other.supposed
+
+
+def test_weights_are_cut_where_nothing_else_fits():
+    """Each of two replicas then holds half of the weights between two actions; the peak is that of
+    the update, which is after the last one.
+    """
+    found = shared(1, update_memory=5.0, optimizer=2.0)
+    free = search(found, SearchSpace(2, 2, fixed={"num_microbatches": "1"}))
+    assert not any("embed" in str(each.plan.layout) for each in free)
+    # Weights, state and update of one layer of 8 bytes.
+    plans = [
+        Plan("layers:1;data:2", f"batch:data{rule}", remat="none") for rule in ("", ";embed:data")
+    ]
+    copies, cut = (max(predict(plan, found, 2).memory) for plan in plans)
+    assert (copies, cut) == (8 + 8 + 24, 4 + 8 + 24)
+    space = SearchSpace(2, 2, memory=cut)
+    only = dataclasses.replace(
+        found,
+        layers=tuple(
+            dataclasses.replace(each, shares={"embed:data": SHARES["embed:data"]})
+            for each in found.layers
+        ),
+    )
+    best = search(only, space)[0]
+    assert str(best.plan.layout) == "batch:data;embed:data" and max(best.memory) == cut
+    with pytest.raises(PlanError, match="no plan fits"):
+        fixed = {"mesh": "layers:1;data:2", "layout": "batch:data"}
+        search(only, dataclasses.replace(space, fixed=fixed))
+    nearest = nearest_that_fits(Plan("layers:1;data:2", "batch:data"), only, space)
+    assert str(nearest.plan.layout) == "batch:data;embed:data"
 
 
 def test_the_formula_puts_good_plans_first():

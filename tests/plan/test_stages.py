@@ -6,7 +6,7 @@ import pytest
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan, Remat, predict
-from pipemesh.plan.figures import Curve, Figures, LayerFigures
+from pipemesh.plan.figures import Curve, Figures, LayerFigures, all_reduces
 from pipemesh.plan.network import Link
 from pipemesh.plan.stages import (
     action_costs,
@@ -174,7 +174,7 @@ def table(text):
 FOUR, GPIPE = {"num_microbatches": 4}, {"schedule": "gpipe", "num_microbatches": 4}
 SPLIT = {"mesh": "layers:1;data:2;model:2", "layout": "batch:data;heads:model"}
 REPLICAS = {"mesh": "layers:1;data:2", "layout": "batch:data"}
-SPLIT_LAYER = keeping(10, 4.0, split=2, summed=line())
+SPLIT_LAYER = keeping(10, 4.0, shares={"": all_reduces(2, line())})
 W_LATE = "0F0 0F1 0I0 0I1 0W0 0W1\n1F0 1I0 1F1 1I1 1W0 1W1"
 # Weights and what the optimizer keeps of them, of a layer with ten bytes of weights.
 ONE = 10 + 20

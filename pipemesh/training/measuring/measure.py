@@ -13,15 +13,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from lingvo.core import tshape
 
 from pipemesh.backend.static_shape import num_bytes
-from pipemesh.errors import PipemeshError, PlanError
-from pipemesh.layers.named.named_layer import NamedLayer
+from pipemesh.errors import PartitionError, PipemeshError, PlanError
+from pipemesh.layers.layout_pricing import layers_shares
+from pipemesh.layers.partition_layers import layer_flops
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan import Plan, Remat
+from pipemesh.plan import Link, Machine, Plan, Remat, SearchSpace
 from pipemesh.plan.calibration import Measured, fitted
-from pipemesh.plan.figures import PLAIN, Curve, Figures, LayerFigures
-from pipemesh.plan.network import Link
+from pipemesh.plan.figures import (
+    DATA,
+    MODEL,
+    PLAIN,
+    Curve,
+    Figures,
+    LayerFigures,
+    Shares,
+    cuts_weights,
+    splits_layers,
+)
+from pipemesh.plan.search import Split
 from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule
 from pipemesh.text import count_text
@@ -36,11 +48,6 @@ from pipemesh.training.measuring.timed_step import (
 )
 from pipemesh.training.subject import Subject, rows_of
 
-# Stands for any number of devices: many numbers divide it.
-_MANY = 2**6 * 3**2 * 5 * 7
-# Dims whose slices devices compute separately and add once.
-SPLIT = ("heads", "d_ff", "vocab", "experts")
-AXIS = "model"
 # Microbatches of a step: more than one, as first actions differ from later ones.
 _MICROBATCHES = 2
 # Actions that are timed together, for progress lines.
@@ -52,6 +59,8 @@ _NAMES = {
 
 # Defaults: the least overhead of an action, and the speed of a link within one machine.
 _ACTION, _LINK, _CROWDING = 2e-5, Link(5e-5, 4e9), 0.5
+# Flops that a device computes while it reads or writes a byte.
+_FLOPS_A_BYTE = {"CPU": 5.0, "GPU": 30.0}
 
 Make = Callable[[Plan], Subject]
 """A model under a plan."""
@@ -60,8 +69,8 @@ Make = Callable[[Plan], Subject]
 def _layers_alone(
     make: Make, batch: Any, devices: int, on_cpu: bool, say: Callable[[str], None]
 ) -> Figures:
-    """Returns the figures of a model with each layer a stage on its first device, and with two
-    devices also of what a split layer does not split.
+    """Returns the figures of a model with each layer a stage on its first device, and with several
+    devices also of the parts that these have of split layers.
     """
     number, batch_rows = number_of_layers(make), rows_of(batch)
     # Examples in a microbatch.
@@ -92,56 +101,60 @@ def _layers_alone(
     counted = [(size, working_memory(timed)) for size, timed in zip(rows, steps, strict=False)]
     needed = {size: memory for size, memory in counted if memory is not None}
     cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
-    dims = [_dims(cell) for cell in cells]
-    # Layout rules under which devices can share layers.
-    rules = ";".join(
-        f"{dim}:{AXIS}" for dim in SPLIT if any(dim in layer_dims for layer_dims in dims)
-    )
-    shared: Sequence[StageMemory] = ()
-    slices = math.gcd(*(size for layer_dims in dims for size in layer_dims.values()))
-    if rules and devices > 1 and slices % 2 == 0:
-        say(f"{number} layers on two devices, {count_text(middle, 'row')} a microbatch")
-        on = Mesh.from_text(f"layers:1;{AXIS}:2"), LayoutRules.from_text(rules)
-        shared = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
+    shares: dict[str, list[Shares]] = {}
+    if devices > 1:
+        busy = sum(times[kind][batch_rows] for times in seconds for kind in "FB")
+        shares = _counted(step, cells, batch_rows, busy, make(Plan()).device_type, say)
+    # By the rules for devices of a replica, what two of them hold of each layer.
+    on_two: dict[str, Sequence[StageMemory]] = {}
+    for layout, of_layers in list(shares.items()):
+        rules = LayoutRules.from_text(layout).rules
+        split = LayoutRules(tuple(rule for rule in rules if rule[1] == MODEL))
+        most = [each.most for each in of_layers if each.most > 1]
+        if not most or math.gcd(*most) % 2:
+            continue
+        if (text := str(split)) not in on_two:
+            say(f"{number} layers on two devices by '{text}', {count_text(middle, 'row')} each")
+            on = Mesh.from_text(f"layers:1;{MODEL}:2"), split
+            try:
+                on_two[text] = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
+            except PipemeshError as error:
+                say(f"no forecast for these rules: {error}")
+                del shares[layout]
+                continue
+        pairs = zip(of_layers, halves, on_two[text], strict=True)
+        shares[layout] = [_with_bytes(*each, middle) for each in pairs]
+    rules = next((layout for layout in shares if DATA not in _axes(layout)), "")
     learned = list(itertools.chain.from_iterable(step.trained.learned().values()))
     weights = num_bytes(learned)
     states = step.trained.optimizer_variables()
     update, fixed = _outside(alone, together, weights)
 
     def figures_of(layer: int) -> LayerFigures:
-        stages, half, layer_dims = step.stack.params.cell_tpl, halves[layer], dims[layer]
+        stages, half = step.stack.params.cell_tpl, halves[layer]
         own = cells[layer].vars.Flatten()
         refs = {v.ref() for v in own}
         trained = [v for v in learned if v.ref() in refs]
         # Core time is the better measure: other programs disturb it least.
         kinds = work[layer] or seconds[layer]
 
-        def whole(part: Callable[[StageMemory], int]) -> Curve | None:
-            # Each of two devices holds the unsplit part, and half of the rest.
-            if not shared:
-                return None
-            return Curve(((middle, max(0, 2 * part(shared[layer]) - part(half))),))
-
         def curve(part: Callable[[StageMemory], float]) -> Curve:
             return Curve(tuple((size, part(memory[layer])) for size, memory in held))
 
-        outputs = curve(lambda memory: num_bytes(memory.outputs))
-        summed = tuple((x, y * len(layer_dims)) for x, y in outputs.points)
         working = tuple((size, memory.stages[layer]) for size, memory in needed.items())
         return LayerFigures(
             stages[layer].sub[0].name,
             _with_halves(seconds[layer], middle),
             num_bytes(own),
             curve(lambda memory: memory.kept),
-            outputs,
-            # One all-reduce of the activations for each split dim.
-            summed=Curve(summed) if layer_dims else None,
-            sums=max(1, len(layer_dims)),
-            split=math.gcd(*layer_dims.values()) if layer_dims else 1,
+            curve(lambda memory: num_bytes(memory.outputs)),
+            shares={
+                "" if layout == rules else layout: of_layers[layer]
+                for layout, of_layers in shares.items()
+                if of_layers[layer].most > 1 or of_layers[layer].cut or of_layers[layer].sent
+            },
             working=Curve(working) if working else None,
-            whole=whole(lambda memory: memory.kept),
             pending=Curve(((middle, half.pending),)),
-            pending_whole=whole(lambda memory: memory.pending),
             work=_with_halves(work[layer], middle) if work[layer] else {},
             again=min(1.0, kinds["R"][middle] / kinds["F"][middle]),
             optimizer=_state_bytes(trained, states),
@@ -163,6 +176,55 @@ def _layers_alone(
         batch=batch_rows,
         about=f"{make(Plan()).name}, {platform.machine()}, {os.cpu_count()} cores, "
         f"{devices} devices",
+    )
+
+
+def _axes(layout: str) -> set[str]:
+    return {axis for _, axis in LayoutRules.from_text(layout).rules}
+
+
+def _counted(
+    step: TimedStep,
+    cells: Sequence[Any],
+    rows: int,
+    seconds: float,
+    device_type: str,
+    say: Callable[[str], None],
+) -> dict[str, list[Shares]]:
+    """Returns the shares of layers by layout rules; `seconds` are those of all of their work."""
+
+    def with_rows(shape: tshape.Shape | None) -> tshape.Shape | None:
+        return shape and tshape.Shape([rows, *shape.ToTensorShape().as_list()[1:]])
+
+    try:
+        params = [
+            cell.children[sub.name].params
+            for cell, tpl in zip(cells, step.stack.params.cell_tpl, strict=True)
+            for sub in tpl.sub
+        ]
+        shapes = tf.nest.map_structure(with_rows, step.shapes)
+        flops = 3 * sum(layer_flops(params, *shapes)) / seconds
+        machine = Machine(flops, flops / _FLOPS_A_BYTE[device_type], _LINK)
+        return layers_shares(params, machine, *shapes) if flops else {}
+    except PartitionError as error:
+        say(f"no layout rules: {error}")
+        return {}
+
+
+def _with_bytes(shares: Shares, alone: StageMemory, on_two: StageMemory, rows: int) -> Shares:
+    """Returns shares with those of bytes, from what a device holds alone and as one of two."""
+
+    # Each of two devices holds the unsplit part, and half of the rest.
+    def whole(part: Callable[[StageMemory], int]) -> Curve:
+        return Curve(((rows, max(0, 2 * part(on_two) - part(alone))),))
+
+    passed = num_bytes(alone.outputs)
+    outputs = 2 * (1 - num_bytes(on_two.outputs) / passed) if passed else 0.0
+    return dataclasses.replace(
+        shares,
+        outputs=min(1.0, max(0.0, outputs)),
+        whole=whole(lambda memory: memory.kept),
+        pending_whole=whole(lambda memory: memory.pending),
     )
 
 
@@ -251,26 +313,6 @@ def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str,
         whole, half = seconds["B"][middle], seconds.get(kind, {}).get(middle, 0.0)
         curves[kind] = curves["B"].scaled(half / whole if whole else 0.0)
     return curves
-
-
-def _dims(layer: Any) -> dict[str, int]:
-    """Returns the dims of a layer's weights that can be split, each with a number of devices whose
-    divisors can share it.
-    """
-    numbers: dict[str, int] = {}
-    for part in _all(layer):
-        if isinstance(part, NamedLayer):
-            padded = part.PaddedDims(part.params)
-            for dim in itertools.chain.from_iterable(part.named_shapes.values()):
-                if dim.name in SPLIT:
-                    numbers[dim.name] = _MANY if dim.name in padded else dim.size
-    return numbers
-
-
-def _all(layer: Any) -> Iterator[Any]:
-    yield layer
-    for child in layer.children.Flatten():
-        yield from _all(child)
 
 
 def in_rounds(
@@ -368,14 +410,20 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
         mesh = Mesh.from_text(f"layers:1;data:{devices}")
         number = divisor(rows // devices, 8)
         yield Plan(mesh, LayoutRules.from_text("batch:data"), num_microbatches=number)
+    for layout in figures.layouts[1:]:
+        # Few of each, since all have the links of the first.
+        split = Split(1, 1 + cuts_weights(layout), 1 + splits_layers(layout), layout=layout)
+        fits = figures.can_share(split.model, layout) and figures.can_cut(split.data, layout)
+        if split.num_devices <= min(2, devices) and rows % split.data == 0 and fits:
+            yield split.plan(figures, SearchSpace(devices, rows))
     if not figures.can_share(2):
         return
     rules = LayoutRules.from_text(figures.rules)
     for number in sorted({1, divisor(rows, 8)}):
-        mesh = Mesh.from_text(f"layers:1;{AXIS}:2")
+        mesh = Mesh.from_text(f"layers:1;{MODEL}:2")
         yield Plan(mesh, rules, num_microbatches=number, remat=Remat.NONE)
     most = max(n for n in range(1, devices + 1) if not devices % n and figures.can_share(n))
     if most > 2:
         # The most slices.
-        mesh = Mesh.from_text(f"layers:1;{AXIS}:{most}")
+        mesh = Mesh.from_text(f"layers:1;{MODEL}:{most}")
         yield Plan(mesh, rules, num_microbatches=divisor(rows, 2), remat=Remat.FULL)

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
+from lingvo.core import tshape
 
 from pipemesh.backend.peak import TensorMemory
 from pipemesh.errors import PlanError
+from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.plan import Plan
 from pipemesh.recurrent import ActionClock
 from pipemesh.recurrent.forecast import DeviceMemory, memory_of
@@ -45,6 +47,18 @@ class TimedStep:
         self.memory: list[DeviceMemory] = []
         self.stack.noted_run = self._note
         self.noted: Callable[[Action, bool], None] | None = None
+        # The shapes of the first stage's inputs, nested as these are, of the whole batch.
+        self.shapes: tuple[Any, ...] = ()
+        before = self.stack.FPropBefore
+
+        def note(theta: Any, *args: Any) -> Any:
+            outputs = before(theta, *args)
+            self.shapes = tf.nest.map_structure(
+                lambda x: None if x is None else tshape.Shape(x.shape.as_list()), to_tuple(outputs)
+            )
+            return outputs
+
+        self.stack.FPropBefore = note
         self._clock = self.stack.clock = ActionClock(self._note_action) if clocked else None
 
         def step(batch: Any) -> Any:

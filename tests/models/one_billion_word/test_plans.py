@@ -4,9 +4,19 @@ import functools
 
 import numpy as np
 import pytest
+from lingvo.core import tshape
 
-from pipemesh.plan import Plan
-from tests.models.one_billion_word.language_model import losses, random_batch, small
+from models.one_billion_word.params import layers_of
+from pipemesh.layers.layout_pricing import layers_shares
+from pipemesh.mesh import LayoutRules
+from pipemesh.plan import Machine, Plan
+from tests.models.one_billion_word.language_model import (
+    BATCH_SIZE,
+    TIME,
+    losses,
+    random_batch,
+    small,
+)
 
 BATCHES = [random_batch(seed) for seed in range(10)]
 # A step size at which round-off stays round-off; a norm that clips in most steps.
@@ -72,3 +82,20 @@ def test_losses_of_10_steps_are_those_of_the_plain_model(model, plan):
     # Four where two cannot be dealt out evenly to four stages.
     blocks = 4 if plan.lowering == "simd" else 2
     np.testing.assert_allclose(losses_of(model, blocks, plan), losses_of(model, blocks), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_offered_layouts_give_the_losses_of_the_plain_model():
+    """Whatever rules `pipemesh plan` may choose for the model, its stack runs under them."""
+    settings = {**CALM, "NUM_LAYERS": 1}
+    shape = tshape.Shape([BATCH_SIZE, TIME])
+    offered = layers_shares(layers_of(small(**settings)), Machine(1e10), *[shape] * 5)
+    assert {"heads:model;d_ff:model;vocab:model", "embed:data"} <= set(offered)
+    plain = losses(small(**settings, PIPELINED=False, PLAN=Plan()), BATCHES[:2])
+    for layout in offered:
+        axes = sorted({axis for _, axis in LayoutRules.from_text(layout).rules})
+        mesh = ";".join(["layers:1", *(f"{axis}:2" for axis in axes)])
+        rules = ";".join(["batch:data"] * ("data" in axes) + [layout])
+        plan = Plan(mesh, rules, remat="none")
+        found = losses(small(**settings, PLAN=plan), BATCHES[:2])
+        np.testing.assert_allclose(found, plain, rtol=1e-5, err_msg=layout)
