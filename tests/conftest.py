@@ -36,8 +36,9 @@ prepare_graphs_quickly()
 gc.freeze()
 gc.set_threshold(50_000, 10, 10)
 
-# A machine that does other work as well is no reason to fail.
-hypothesis.settings.register_profile("pipemesh", deadline=None)
+# A machine that does other work as well is no reason to fail; and what is written in the empty
+# folder of a test is read by no other.
+hypothesis.settings.register_profile("pipemesh", deadline=None, database=None)
 hypothesis.settings.load_profile("pipemesh")
 
 # As in any program that runs under absl: lingvo reads its flags.
