@@ -36,8 +36,9 @@ prepare_graphs_quickly()
 gc.freeze()
 gc.set_threshold(50_000, 10, 10)
 
-# A machine that does other work as well is no reason to fail.
-hypothesis.settings.register_profile("pipemesh", deadline=None)
+# A machine that does other work as well is no reason to fail; and what is written in the empty
+# folder of a test is read by no other.
+hypothesis.settings.register_profile("pipemesh", deadline=None, database=None)
 hypothesis.settings.load_profile("pipemesh")
 
 # As in any program that runs under absl: lingvo reads its flags.
@@ -46,13 +47,14 @@ flags.FLAGS.mark_as_parsed()
 
 @pytest.fixture(autouse=True, scope="module")
 def no_garbage():
-    """Frees what a file has traced.
+    """Frees what the file before has traced.
 
     Graphs are circles, which Python collects too seldom here; and TensorFlow copies the functions
-    of all that are alive whenever it makes an iterator over data.
+    of all that are alive whenever it makes an iterator over data. What is alive between two files,
+    such as modules and what they keep, lives on: it is not looked at again.
     """
-    yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -303,7 +303,9 @@ def _include(costs: OperationCosts, meta: Meta) -> None:
         costs.add_work("layer", divided, Work(int(meta.flops), 0, gradients=2))
 
 
-def _include_gradients(costs: OperationCosts, axis: str, replicas: int, weights: int, fetched: int) -> None:
+def _include_gradients(
+    costs: OperationCosts, axis: str, replicas: int, weights: int, fetched: int
+) -> None:
     """Adds the sum of gradients over replicas, and the weights that they fetch for each pass."""
     cut = fetched * replicas // (replicas - 1)
     sent = {"all_reduce": weights - cut, "reduce_scatter": cut}

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Container, Mapping
@@ -61,17 +62,17 @@ class Effect:
             return self.takes
         return tuple(Value(REMADE) if value.name == KEPT else value for value in self.takes)
 
-    @property
+    @functools.cached_property
     def neighbour(self) -> Value | None:
         """The value that comes from another stage."""
         return next((value for value in self.takes if value.step), None)
 
-    @property
+    @functools.cached_property
     def begins_to_hold(self) -> bool:
         """Returns True if its device holds activations of the microbatch from its start on."""
         return not {Value(KEPT), Value(REMADE)}.isdisjoint(self.gives)
 
-    @property
+    @functools.cached_property
     def releases(self) -> bool:
         """Returns True if its device holds nothing of the microbatch once it has ended."""
         local = {Value(KEPT), Value(REMADE), Value(PENDING)}
@@ -150,7 +151,7 @@ class Action:
             >>> str(Action(2, "F", 0).also("B", 1))
             '3B0'
         """
-        return dataclasses.replace(self, kind=kind, stage=self.stage + step)
+        return Action(self.stage + step, kind, self.microbatch, self.slice)
 
     @classmethod
     def from_text(cls, text: str) -> Action:

@@ -246,9 +246,8 @@ def even_blocks(
     for period in range(shortest, shortest * _MOST_PERIODS):
         fitting = (
             (-held, offsets)
-            for offsets in _offsets(len(legs), num_devices)
-            if _never_meet(offsets, devices, period)
-            and (held := _held(offsets, devices, period, limits)) <= 1
+            for offsets in _offsets(legs, period)
+            if (held := _held(offsets, devices, period, limits)) <= 1
         )
         blocks = heapq.nsmallest(most, fitting)
         if blocks:
@@ -256,26 +255,28 @@ def even_blocks(
     return []
 
 
-def _offsets(num_legs: int, num_devices: int) -> Iterator[tuple[int, ...]]:
-    for steps, turns in product(
-        product(_STEPS, repeat=num_legs), product(_STEPS, repeat=num_legs - 1)
-    ):
-        offsets: list[int] = []
-        begin = 0
-        for step, turn in zip(steps, (*turns, 0), strict=True):
-            offsets += range(begin, begin + step * num_devices, step)
-            begin = offsets[-1] + turn
-        yield tuple(offsets)
-
-
-def _never_meet(offsets: Sequence[int], devices: Sequence[int], period: int) -> bool:
-    taken: set[tuple[int, int]] = set()
-    for offset, device in zip(offsets, devices, strict=True):
-        slot = (device, offset % period)
-        if slot in taken:
-            return False
-        taken.add(slot)
-    return True
+def _offsets(
+    legs: Sequence[Sequence[int]],
+    period: int,
+    before: tuple[int, ...] = (),
+    taken: int = 0,
+) -> Iterator[tuple[int, ...]]:
+    """Yields the offsets of the blocks in which no two steps of a device meet, leg by leg."""
+    if not legs:
+        yield before
+        return
+    devices, *later = legs
+    # A leg of one device has no steps within.
+    steps = _STEPS if len(devices) > 1 else _STEPS[:1]
+    for step, turn in product(steps, _STEPS if before else (0,)):
+        begin = before[-1] + turn if before else 0
+        leg = range(begin, begin + step * len(devices), step)
+        # A bit for each tick of a device, modulo the period.
+        slots = sum(
+            1 << device * period + t % period for device, t in zip(devices, leg, strict=True)
+        )
+        if not slots & taken:
+            yield from _offsets(later, period, (*before, *leg), taken | slots)
 
 
 def _held(

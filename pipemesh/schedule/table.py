@@ -121,10 +121,9 @@ def _place(schedule: Schedule) -> tuple[list[int], list[list[int]]]:
 def _check_complete(schedule: Schedule, ticks: list[int]) -> None:
     block = schedule.num_stages * schedule.num_pieces
     forward_only = schedule.is_forward_only
-    for unit in range(block):
-        forward, full, input_grad, weight_grad, _ = (
-            ticks[kind * block + unit] != NOTHING for kind in range(len(KINDS))
-        )
+    is_done = [tick != NOTHING for tick in ticks]
+    kinds = (is_done[kind * block : (kind + 1) * block] for kind in range(len(KINDS)))
+    for unit, (forward, full, input_grad, weight_grad, _) in enumerate(zip(*kinds, strict=True)):
         is_twice = full and (input_grad or weight_grad)
         if forward and not is_twice and (forward_only or full or (input_grad and weight_grad)):
             continue

@@ -315,6 +315,6 @@ def _held_changes(
     for action in row:
         effect = EFFECTS[action.kind]
         ends = effect.releases or (
-            action.kind == "F" and (forward_only or action.also("R") in again)
+            action.kind == "F" and (forward_only or bool(again and action.also("R") in again))
         )
         yield action, int(effect.begins_to_hold), -int(ends)

@@ -100,13 +100,13 @@ def test_an_address_is_reached_through_its_own_network_alone():
     with network(2) as there:
         there.link(1, 2, ["10.88.0.2", "10.88.0.3"])
         there.ip(0, f"route add 10.88.0.2 via {there.address(1)}")
-        python = [sys.executable, "-c"]
         server = subprocess.Popen(
-            there.on(1, *python, SERVER, "10.88.0.2"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            there.warm(1, "-c", SERVER, "10.88.0.2"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         with server:
             server.stdout.readline()
             tries = [(1, "10.88.0.2"), (2, "10.88.0.2"), (0, "10.88.0.2"), (0, there.address(1))]
+            python = [sys.executable, "-I", "-S", "-c"]
             clients = [
                 subprocess.Popen(there.on(host, *python, REACH, address), stderr=subprocess.DEVNULL)
                 for host, address in tries

@@ -2,14 +2,15 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
 from tests.benchmarks.conftest import BENCHMARKS
+from tests.warm import warm
 
 PROGRAM = """
 import json, sys
+sys.path.insert(0, "")
 import growing
 print(json.dumps(growing.measure("one_f_one_b", 2, "loop", json.loads(sys.argv[1]))))
 """
@@ -20,7 +21,7 @@ print(json.dumps(growing.measure("one_f_one_b", 2, "loop", json.loads(sys.argv[1
 def test_growth_is_measured_of_stages_of_both_kinds(waits):
     """Each in a process of its own, which starts its devices."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(waits)],
+        warm("-c", PROGRAM, json.dumps(waits)),
         cwd=BENCHMARKS / "executor",
         capture_output=True,
         text=True,

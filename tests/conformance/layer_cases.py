@@ -6,7 +6,6 @@ import inspect
 import itertools
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from lingvo.core import tshape
 
@@ -84,10 +83,15 @@ class Case:
                 continue
             yield LayoutRules(tuple((d, axis) for d, axis in zip(dims, axes, strict=True) if axis))
 
-    @property
+    @functools.cached_property
     def most_split(self):
         """The layout that splits most dims."""
-        return max(self.layouts, key=lambda rules: len(rules.rules))
+        return next(self.by_size(largest_first=True))
+
+    def by_size(self, largest_first=False):
+        """The legal layouts by the number of their rules; each is looked for when it is needed."""
+        found = sorted(self.all_layouts(), key=lambda r: len(r.rules), reverse=largest_first)
+        return filter(self.is_legal, found)
 
     def is_legal(self, rules):
         try:
@@ -248,24 +252,23 @@ def of_classes():
     return found
 
 
-def with_layouts():
-    """pytest's params: name of a case, layout.
+def sampled_layouts(kind):
+    """For a class pairs of the name of a case and one of its layouts.
 
-    By default, of each class every two dims are split over every two axes that ever go together,
-    and every case has each of its dims split. A block consists of layers of other classes: of its
-    dims each is split over every axis. The rest is `exhaustive`.
+    Every two dims that are ever split together are so over one axis and over two, as far as they
+    can, and every case has each of its dims split. Feed-forward layers differ element by element:
+    there it is enough that some case has a dim split. A block consists of layers of other classes:
+    the first one has each of its dims split, and others have the layout that splits most.
     """
-    params = []
-    for name, cases in of_classes().items():
-        together = 1 if name == "TransformerBlock" else 2
-        shown = {}
-        for case in cases:
-            for rules in case.layouts:
-                split = {(case.name, dim) for dim, _ in rules.rules}
-                pairs = itertools.combinations(rules.rules, together)
-                shown[case.name, str(rules)] = {*pairs, *split}
-        chosen = covering(shown)
-        for values in shown:
-            marks = () if values in chosen else pytest.mark.exhaustive
-            params.append(pytest.param(*values, marks=marks))
-    return params
+    cases, is_block = of_classes()[kind], kind == "TransformerBlock"
+    shown = {}
+    for case in cases:
+        for rules in [case.most_split] if is_block and case is not cases[0] else case.layouts:
+            split = {("" if kind == "FeedForward" else case.name, dim) for dim, _ in rules.rules}
+            pairs = itertools.combinations(() if is_block else rules.rules, 2)
+            # The axes are alike: of one size.
+            apart = {(a, b, x == y) for (a, x), (b, y) in pairs}
+            shown[case.name, str(rules)] = {case.name, *split, *apart}
+    # In the order of the cases.
+    chosen = covering(shown)
+    return [pair for pair in shown if pair in chosen]

@@ -10,7 +10,6 @@ from pipemesh.backend.graphs import called_functions
 from pipemesh.layers import FeatureExtractionLayer, PipeliningLayer
 from pipemesh.layers.foreign_layers import flops_of
 from pipemesh.layers.named import NamedLayer, lowering_scope
-from pipemesh.mesh import LayoutRules
 from tests.conformance.layer_cases import BATCH, CASES, MESH, alone, of_classes, placement
 from tests.layers.harness import executing
 from tests.layers.named.harness import exported
@@ -133,8 +132,7 @@ def test_what_is_kept_in_bfloat16(name):
 
 def inner(case):
     """The layout that splits most dims within a replica."""
-    rules = [r.rules for r in case.layouts if "batch" not in dict(r.rules)]
-    return LayoutRules(max(rules, key=len))
+    return next(r for r in case.by_size(largest_first=True) if "batch" not in dict(r.rules))
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,10 @@ NOT_RUN = {
     r"^python benchmarks/": "tests/benchmarks/test_all.py runs the benchmarks",
     r"tuned\.Tuned|runs/tuned": "needs a class of the user's own",
 }
-# Pages that `make test` runs, without these commands.
-SLOW = r"^pipemesh launch |--mesh_shape='layers:2;data:2' "
+# Pages that `make test` runs, without these commands, which are like others of the page.
+SLOW = (
+    r"^pipemesh launch |--mesh_shape='layers:2;data:2' |runs/half|--decay_steps|book\.txt|llama-8b"
+)
 QUICK = {
     "README.md",
     "docs/guides/finetune.md",

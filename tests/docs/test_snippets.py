@@ -19,14 +19,9 @@ def test_snippets_run_in_plain_python(page, tmp_path):
     done = subprocess.run(warm("-c", run), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "AutoGraph could not transform" not in done.stderr
-
-
-def test_the_first_snippet_prints_equal_losses():
-    code = python_of(next(page for page in PAGES if name_of(page) == "README.md"))
-    first = code.partition("from pipemesh.partition import partition\n")[0]
-    done = subprocess.run(
-        warm("-c", first), capture_output=True, text=True, timeout=280, check=True
-    )
-    one, two = map(float, done.stdout.split())
-    assert one == pytest.approx(two, rel=1e-5) and one > 0
-    assert len([line for line in first.splitlines() if line]) <= 16
+    if name_of(page) == "README.md":
+        # The first one prints equal losses, and is short.
+        one, two = map(float, done.stdout.split()[:2])
+        assert one == pytest.approx(two, rel=1e-5) and one > 0
+        first = path.read_text(encoding="utf-8").partition("from pipemesh.partition import")[0]
+        assert len([line for line in first.splitlines() if line]) <= 16

@@ -61,7 +61,7 @@ def test_never_worse_than_a_builder_in_its_memory(data, num_devices, share, fact
 
 
 @settings(max_examples=8)
-@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 3), st.integers(0, 9))
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 3), st.integers(0, 9))
 def test_any_limit_from_one_microbatch_up_can_be_kept(num_devices, num_microbatches, share, more):
     limit = share + more
     found = list_schedule(

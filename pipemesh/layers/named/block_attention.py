@@ -153,7 +153,7 @@ def block_attention(
     attend = BlockAttention(q, k, segments, key_segments, block_size, sight, cap, buckets)
     inputs = [q, k, v] if table is None else [q, k, v, table]
     with unrecorded():
-        output, logs = attend.forward(*inputs)
+        output, logs = attend.forward(q, k, v, table)
 
     def backward(grads: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         with unrecorded():
