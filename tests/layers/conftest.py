@@ -13,9 +13,7 @@ IN_BOTH_MODES = {
     "test_a_weight_tied_across_first_and_last_stage_is_one_variable",
     "test_an_output_that_is_not_finite_is_an_error",
     "test_fetched_activations_cross_stages_and_carry_gradients",
-    "test_nan_is_an_error_of_tensorflow_in_graphs",
     "test_none_keeps_its_place_and_integers_their_type",
-    "test_strict_devices_is_a_param",
 }
 
 

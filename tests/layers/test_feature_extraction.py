@@ -75,9 +75,7 @@ def test_layers_of_one_name_have_weights_of_their_own(case):
     ("run", "case"),
     [
         (run_tf1, "two stages"),
-        (run_tf2, "a stage in a stage"),
         (run_tf2, "stages of one name in two stages"),
-        (run_tf2, "a bare cell"),
     ],
 )
 def test_layers_of_one_name_have_gradients_and_masks_of_their_own(run, case):

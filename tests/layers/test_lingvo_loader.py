@@ -75,18 +75,23 @@ def test_shapes_that_are_known_are_compared_before_the_first_step():
 
 
 @pytest.mark.slow
-def test_lingvo_is_loaded_only_after_the_loader():
+def test_lingvo_and_its_trainer_load_only_after_the_loader():
+    """`python -m lingvo.trainer` needs glibc 2.38, unless a script imports pipemesh first."""
     code = f"""
-import importlib.abc, sys
+import importlib.abc, runpy, sys
 class Watch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name.startswith("lingvo."):
             assert {lingvo_loader.GEN_X_OPS!r} in sys.modules, name
 sys.meta_path.insert(0, Watch())
-import models.one_billion_word.params
+import models.one_billion_word.params as params
 assert "lingvo.core" in sys.modules
+sys.argv = ["trainer", "--mode=inspect_evaler", f"--model={{params.__name__}}.OneBillionWordTiny"]
+runpy.run_module("pipemesh.layers.lingvo_trainer", run_name="__main__", alter_sys=True)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], timeout=200, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "dev,heldout,test,train"
 
 
 def test_the_library_of_text_is_loaded_when_a_tokenizer_needs_it():

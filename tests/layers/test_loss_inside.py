@@ -56,7 +56,6 @@ NONE = {"remat": "none"}
     ("run", "schedule", "num_stages", "num_devices", "options"),
     [
         (run_tf2, "1f1b", 2, 2, SOME),
-        (run_tf1, "gpipe", 4, 4, NONE),
         (run_tf2, "interleaved:2", 4, 2, NONE),
         (run_tf1, list_schedule(Costs(), 2, 4, stage_devices=(0, 1, 1, 0)), 4, 2, NONE),
     ],
@@ -73,7 +72,7 @@ def test_a_schedule_as_a_loop(run):
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_devices", "schedule"), [(2, 1, "1f1b"), (2, 2, "1f1b"), (4, 2, "zb_v")]
+    ("num_stages", "num_devices", "schedule"), [(2, 1, "1f1b"), (4, 2, "zb_v")]
 )
 def test_evaluation_runs_through_the_same_devices(run, num_stages, num_devices, schedule):
     params = pipelined(num_stages, schedule=schedule)

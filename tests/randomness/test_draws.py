@@ -80,7 +80,7 @@ def pieces(draw, micro, batch_dim, sequence_dim, count, slices):
     return whole, {(m, q): part(*map(tf.constant, np.int64([m, q]))).numpy() for m, q in numbers}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     micro=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     count=st.integers(1, 4),

@@ -84,7 +84,6 @@ def model(kind, *, head=False, inside=True, **kwargs):
     ("mode", "kind", "devices", "kwargs"),
     [
         ("tf1", "mean", 3, {}),
-        ("function", "sum", "layers:3;data:2", {"num_micro_batches": 2}),
         ("eager", "rows", 3, {"batch_dim": 1, "num_micro_batches": 3}),
         ("function", "mean", "layers:3;data:2", {"remat": "none", "loop": True}),
         ("eager", "mean", 3, {"num_micro_batches": 1}),

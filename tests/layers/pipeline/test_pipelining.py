@@ -24,10 +24,7 @@ def stack(bounds=(0, 1, 2), **kwargs):
     ("run", "mesh", "bounds", "number", "options"),
     [
         (run_tf1, "layers:3", [0, 1, 3, 4], 4, {}),
-        (run_tf2, "layers:4", ALONE, 1, {}),
-        (run_tf2, "layers:1", [0, 4], 8, {}),
         (run_eagerly, "layers:2", HALVES, 2, {"remat": "none"}),
-        (run_tf1, "layers:2;data:2", HALVES, 2, {}),
         (run_tf1, "layers:1;data:2", [0, 4], 4, {"loop": True}),
         (run_tf2, "data:4;layers:2", HALVES, 1, {"remat": "none"}),
         (run_tf2, "layers:2;data:2", ALONE, 2, {"schedule": "looped_bfs:2"}),

@@ -107,7 +107,6 @@ V = {"schedule": "zb_v", "strict_devices": True}
 @pytest.mark.parametrize(
     ("run", "mesh", "bounds", "head", "options"),
     [
-        (run_tf1, "model:2;layers:2 d_ff:model", [0, 2, 4], False, {"remat": "none"}),
         (run_tf2, "layers:1;model:4 d_ff:model", [0, 2], False, {"loop": True}),
         (run_tf1, "layers:2;sequence:2 length:sequence", [0, 2, 4], False, {}),
         (run_tf2, "data:2;layers:2;model:2 d_ff:model", [0, 1, 3, 4, 6], True, V),

@@ -17,7 +17,6 @@ LOOP = {"remat": "none", "loop": True}
     ("run", "mesh", "bounds", "head", "options"),
     [
         # The head alone, on one device.
-        (run_tf2, "layers:2;model:4,1 d_ff:model", TWO, True, {"schedule": "zb_h1"}),
         (run_tf1, "layers:2;data:2;model:2,1 d_ff:model", TWO, True, LOOP),
         # From few devices to many, and back.
         (run_tf1, "layers:3;model:1,2,1 d_ff:model", [0, 1, 2, 3], True, {"schedule": "1f1b"}),
@@ -27,7 +26,6 @@ LOOP = {"remat": "none", "loop": True}
         (run_tf2, "layers:2;model:2,1 d_ff:model", TWO, False, {"cls": SeqLayer}),
         # Activations that are split are cut anew.
         (run_tf2, "layers:2;sequence:2,4 length:sequence", TWO, False, {}),
-        (run_tf1, "layers:2;sequence:1,2;model:2,1 length:sequence;d_ff:model", TWO, False, {}),
     ],
 )
 @pytest.mark.slow

@@ -160,7 +160,6 @@ def tied_stack(bounds, schedule="gpipe"):
     ("run", "mesh", "bounds", "schedule"),
     [
         (run_tf1, "layers:2", [0, 2, 4], "1f1b"),
-        (run_tf2, "layers:2;data:2", [0, 2, 4], "zb_h1"),
         # Slices of different lengths on the replicas, which their devices join.
         (run_tf2, "layers:2;data:2;model:2 vocab:data;d_ff:model", [0, 2, 4], "1f1b"),
         # The first and the last stage lie on one home.

@@ -59,7 +59,6 @@ V, LOOP = {"schedule": "zb_v"}, {"remat": "none", "loop": True}
     [
         ("model:2;layers:1;data:2 embed:data;d_ff:model", [0, 3], False, LOOP),
         ("layers:2;data:2 embed:data", [0, 1, 2, 3, 4], True, V),
-        ("layers:2;data:2 embed:data", [0, 1, 2], False, {"loop": True}),
         ("layers:2;data:2 d_ff:data", [0, 2, 4], False, {"pipelined": False}),
     ],
 )
