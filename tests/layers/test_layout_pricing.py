@@ -106,7 +106,7 @@ def stack():
 
 @functools.cache
 def shares():
-    return layers_shares(stack(), MACHINE, SHAPES[0])
+    return layers_shares(stack(), MACHINE, ROWS, SHAPES[0])
 
 
 def seconds(counts, direction):

@@ -77,7 +77,7 @@ def test_offered_layouts_give_the_losses_of_the_plain_model():
     """Whatever rules `pipemesh plan` may choose for the model, its stack runs under them."""
     settings = {**CALM, "NUM_LAYERS": 1}
     shape = tshape.Shape([BATCH_SIZE, TIME])
-    offered = layers_shares(layers_of(small(**settings)), Machine(1e10), *[shape] * 5)
+    offered = layers_shares(layers_of(small(**settings)), Machine(1e10), BATCH_SIZE, *[shape] * 5)
     assert {"heads:model;d_ff:model;vocab:model", "embed:data"} <= set(offered)
     plain = losses(small(**settings, PIPELINED=False, PLAN=Plan()), BATCHES[:2])
     for layout in offered:
