@@ -207,7 +207,9 @@ def layers_shares(
         sizes = {dim: size for dim, size in pricing.sizes.items() if dim != BATCH}
         pricing = dataclasses.replace(pricing, sizes=sizes)
         with contextlib.suppress(LayoutError):
-            while len(found) <= _FEW:
+            for _ in range(_FEW):
+                if len(found) > _FEW or not sizes:
+                    break
                 best = find_layout(pricing, memory=memory, seconds=_SECONDS, most=_PRICED)
                 same = (set(rules.split(";")) for rules in found)
                 if best.rules.rules and set(str(best.rules).split(";")) not in same:

@@ -145,6 +145,11 @@ def test_shares_of_two_devices_hold_for_four():
     assert tried > 2
 
 
+def test_layers_without_named_dims_have_no_shares():
+    dense = lingvo_layers.FCLayer.Params().Set(input_dim=8, output_dim=8)
+    assert layers_shares([dense], MACHINE, 4, tshape.Shape([4, 8])) == {}
+
+
 @pytest.mark.parametrize("mesh", ["model:2", "data:2", "data:2;model:2"])
 def test_forecasts_of_shares_are_the_prices_of_rules(mesh):
     """Of a step on a machine whose layers take as long as they are priced."""
