@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
 from lingvo.core import tshape
 
 from pipemesh.errors import LayoutError, PartitionError
@@ -146,31 +147,32 @@ _MANY = 2**6 * 3**2 * 5 * 7
 # Dims whose slices devices compute separately and add once: they are split first.
 _FIRST = ("heads", "d_ff", "vocab", "experts")
 # Numbers of rules to count: for devices of a replica, and for weights cut over replicas.
-_FEW, _FEWER = 4, 2
+_FEW, _FEWER = 3, 2
 # Of less memory than rules before, and the least share of all weights that is worth a cut.
 _LEANER, _WORTH = 0.95, 0.05
 # Limits of the search for rules.
-_SECONDS, _PRICED = 3.0, 200
+_SECONDS, _PRICED = 30.0, 100
 
 
-def layers_shares(layers: Any, machine: Machine, *shapes: Any) -> dict[str, list[Shares]]:
+def layers_shares(
+    layers: Any, machine: Machine, rows: int, *shapes: Any
+) -> dict[str, list[Shares]]:
     """Counts how devices share layers, under those layout rules that plans may need.
 
     `find_layout` chooses rules for two devices of a replica: the fastest ones, then faster ones the
     less memory they need, on the machine's links and on infinitely fast ones. Of rules that cut
     weights over replicas, those that cut most are taken. Bytes that are kept or passed on are not
     counted. The first rules are of all dims that are usually split; arguments are as for
-    `layers_pricing`.
+    `layers_pricing`, `rows` those of a batch.
     """
     params = named_layers(layers)
-    rows = max(int(shape.ToTensorShape()[0]) for shape in shapes if shape is not None)
 
     def metas_of(rules: str, number: int, members: int = 2) -> list[Meta]:
         given = LayoutRules.from_text(rules)
         axes = dict.fromkeys(axis for _, axis in given.rules)
         mesh = Mesh(tuple((axis, 2 if axis == DATA else members) for axis in axes))
         many = number * (2 if DATA in axes else 1)
-        return counted(params, [_with_rows(shape, many) for shape in shapes], mesh, given)
+        return counted(params, [of_rows(shape, many) for shape in shapes], mesh, given)
 
     plain = {number: metas_of("", number) for number in sorted({1, rows})}
     found: dict[str, list[Shares]] = {}
@@ -198,13 +200,16 @@ def layers_shares(layers: Any, machine: Machine, *shapes: Any) -> dict[str, list
     dims = {dim for meta in plain[1] for dim in meta.dims}
     if first := ";".join(f"{dim}:{MODEL}" for dim in _FIRST if dim in dims):
         add(first)
+    batch = [of_rows(shape, rows) for shape in shapes]
     for network in (machine.network, Link(0.0, math.inf)):
         speed, memory = dataclasses.replace(machine, network=network), math.inf
-        pricing = layers_pricing(Mesh(((MODEL, 2),)), layers, speed, *shapes)
+        pricing = layers_pricing(Mesh(((MODEL, 2),)), layers, speed, *batch)
         sizes = {dim: size for dim, size in pricing.sizes.items() if dim != BATCH}
         pricing = dataclasses.replace(pricing, sizes=sizes)
         with contextlib.suppress(LayoutError):
-            while len(found) <= _FEW:
+            for _ in range(_FEW):
+                if len(found) > _FEW or not sizes:
+                    break
                 best = find_layout(pricing, memory=memory, seconds=_SECONDS, most=_PRICED)
                 same = (set(rules.split(";")) for rules in found)
                 if best.rules.rules and set(str(best.rules).split(";")) not in same:
@@ -252,7 +257,7 @@ def _shares(
         return sum(machine.operation(*row) for row in meta.communication.work.values())
 
     def sent(meta: Meta, key: Any) -> float:
-        return meta.communication.rows[key][1] if meta.communication else 0.0
+        return meta.communication.rows.get(key, (0, 0))[1] if meta.communication else 0.0
 
     keys = shared.communication.rows if shared.communication else {}
     axes = {axis: [dim for dim, at in rules.rules if at == axis] for axis in (MODEL, DATA)}
@@ -276,21 +281,22 @@ def _shares(
     )
 
 
-def _with_rows(shape: Any, rows: int) -> Any:
-    """Returns the shape of an input of other rows."""
-    if shape is None:
-        return None
-    return tshape.Shape([rows, *shape.ToTensorShape().as_list()[1:]])
+def of_rows(shape: Any, rows: int) -> Any:
+    """Returns the shape of an input with another number of rows; shapes may be nested, or None."""
+
+    def of(each: Any) -> Any:
+        return each and tshape.Shape([rows, *each.ToTensorShape().as_list()[1:]])
+
+    return tf.nest.map_structure(of, shape)
 
 
 def _rows(shape: Any, replicas: int) -> Any:
     """Returns the shape of an input of one replica."""
-    if shape is None:
-        return None
-    batch, *rest = shape.ToTensorShape().as_list()
-    if batch % replicas:
-        raise LayoutError(f"a batch of {batch} rows cannot be cut into {replicas} equal parts")
-    return tshape.Shape([batch // replicas, *rest])
+    for each in filter(None, tf.nest.flatten(shape)):
+        if (batch := each.ToTensorShape()[0]) % replicas:
+            raise LayoutError(f"a batch of {batch} rows cannot be cut into {replicas} equal parts")
+        return of_rows(shape, batch // replicas)
+    return shape
 
 
 def _include(costs: OperationCosts, meta: Meta) -> None:

@@ -106,7 +106,7 @@ def stack():
 
 @functools.cache
 def shares():
-    return layers_shares(stack(), MACHINE, SHAPES[0])
+    return layers_shares(stack(), MACHINE, ROWS, SHAPES[0])
 
 
 def seconds(counts, direction):
@@ -143,6 +143,11 @@ def test_shares_of_two_devices_hold_for_four():
             left = sum(seconds(part, way) for way in ("forward", "backward"))
             assert done * share.part(4, share.work) == pytest.approx(left, rel=0.01)
     assert tried > 2
+
+
+def test_layers_without_named_dims_have_no_shares():
+    dense = lingvo_layers.FCLayer.Params().Set(input_dim=8, output_dim=8)
+    assert layers_shares([dense], MACHINE, 4, tshape.Shape([4, 8])) == {}
 
 
 @pytest.mark.parametrize("mesh", ["model:2", "data:2", "data:2;model:2"])

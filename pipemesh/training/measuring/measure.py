@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import tshape
 
 from pipemesh.backend.static_shape import num_bytes
-from pipemesh.errors import PartitionError, PipemeshError, PlanError
-from pipemesh.layers.layout_pricing import layers_shares
+from pipemesh.errors import PipemeshError, PlanError
+from pipemesh.layers.layout_pricing import layers_shares, of_rows
 from pipemesh.layers.partition_layers import layer_flops
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Link, Machine, Plan, Remat, SearchSpace
@@ -192,21 +191,16 @@ def _counted(
     say: Callable[[str], None],
 ) -> dict[str, list[Shares]]:
     """Returns the shares of layers by layout rules; `seconds` are those of all of their work."""
-
-    def with_rows(shape: tshape.Shape | None) -> tshape.Shape | None:
-        return shape and tshape.Shape([rows, *shape.ToTensorShape().as_list()[1:]])
-
     try:
         params = [
             cell.children[sub.name].params
             for cell, tpl in zip(cells, step.stack.params.cell_tpl, strict=True)
             for sub in tpl.sub
         ]
-        shapes = tf.nest.map_structure(with_rows, step.shapes)
-        flops = 3 * sum(layer_flops(params, *shapes)) / seconds
+        flops = 3 * sum(layer_flops(params, *of_rows(step.shapes, rows))) / seconds
         machine = Machine(flops, flops / _FLOPS_A_BYTE[device_type], _LINK)
-        return layers_shares(params, machine, *shapes) if flops else {}
-    except PartitionError as error:
+        return layers_shares(params, machine, rows, *step.shapes)
+    except PipemeshError as error:
         say(f"no layout rules: {error}")
         return {}
 

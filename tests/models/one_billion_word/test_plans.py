@@ -85,14 +85,18 @@ def test_losses_of_10_steps_are_those_of_the_plain_model(model, plan):
 
 
 @pytest.mark.slow
-def test_offered_layouts_give_the_losses_of_the_plain_model():
-    """Whatever rules `pipemesh plan` may choose for the model, its stack runs under them."""
+def test_offered_layouts_give_the_losses_of_the_plain_model(pytestconfig):
+    """Whatever rules `pipemesh plan` may choose for the model, its stack runs under them; two of
+    them, unless all cases run.
+    """
     settings = {**CALM, "NUM_LAYERS": 1}
     shape = tshape.Shape([BATCH_SIZE, TIME])
-    offered = layers_shares(layers_of(small(**settings)), Machine(1e10), *[shape] * 5)
+    offered = layers_shares(layers_of(small(**settings)), Machine(1e10), BATCH_SIZE, *[shape] * 5)
     assert {"heads:model;d_ff:model;vocab:model", "embed:data"} <= set(offered)
     plain = losses(small(**settings, PIPELINED=False, PLAN=Plan()), BATCHES[:2])
-    for layout in offered:
+    # Rules that the search has found, and the last ones, which cut weights too.
+    few = list(offered)[1 :: len(offered) - 2]
+    for layout in offered if pytestconfig.getoption("cases") == "all" else few:
         axes = sorted({axis for _, axis in LayoutRules.from_text(layout).rules})
         mesh = ";".join(["layers:1", *(f"{axis}:2" for axis in axes)])
         rules = ";".join(["batch:data"] * ("data" in axes) + [layout])
