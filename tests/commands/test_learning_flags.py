@@ -6,10 +6,10 @@ import math
 import pytest
 
 from pipemesh.commands.training_flags import newest_note
-from tests.commands.program import done, refused, run, without_tensorflow
+from tests.commands.program import done, refused, run
 
 SMALL = "--model=tests.training.small_models."
-MODEL = f"{SMALL}StagedPoints"
+MODEL = f"{SMALL}PlainPoints"
 COSINE = ["--learning_rate_schedule=cosine", "--warmup_steps=2", "--learning_rate=0.02"]
 
 
@@ -22,7 +22,7 @@ def steps_of(logdir):
 @pytest.mark.slow
 def test_a_schedule_is_kept_and_a_change_is_told(tmp_path):
     logdir = f"--logdir={tmp_path}"
-    flags = ["--optimizer=muon", "--weight_decay=0.2", "--clip_gradient_norm=0.5", *COSINE]
+    flags = ["--optimizer=adamw", "--weight_decay=0.2", "--clip_gradient_norm=0.5", *COSINE]
     out = done("train", MODEL, *flags, "--steps=6", logdir)
     wanted = [0.0, 0.01, *(0.01 * (1 + math.cos(math.pi * i / 4)) for i in range(4))]
     steps = steps_of(tmp_path)
@@ -31,7 +31,7 @@ def test_a_schedule_is_kept_and_a_change_is_told(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "gradient_norm" in page
     config = (tmp_path / "config.toml").read_text().splitlines()
-    assert {'optimizer = "muon"', 'learning_rate_schedule = "cosine"', "decay_steps = 6"} <= {
+    assert {'optimizer = "adamw"', 'learning_rate_schedule = "cosine"', "decay_steps = 6"} <= {
         *config
     }
     # The fall does not begin anew with more steps.
@@ -63,18 +63,9 @@ def test_the_models_own_number_of_steps_ends_the_fall(tmp_path):
 @pytest.mark.slow
 def test_another_optimizer_than_the_checkpoints_is_refused(tmp_path):
     logdir = f"--logdir={tmp_path}"
-    done("train", MODEL, "--optimizer=adamw", "--steps=1", logdir)
+    done("train", f"{SMALL}ShortStagedPoints", "--optimizer=adamw", "--steps=1", logdir)
     told = refused("train", "--optimizer=muon", "--steps=2", logdir)
     assert "ckpt-1 has no 'points/cell_000/dense/b/var/Muon'" in told
-
-
-@pytest.mark.slow
-def test_weight_decay_needs_an_optimizer_that_has_it(tmp_path):
-    words = ["train", MODEL, "--steps=1", f"--logdir={tmp_path}"]
-    told = refused(*words, "--weight_decay=0.1")
-    assert "--weight_decay=0.1: the model's Adam has none; give --optimizer=adamw|muon" in told
-    told = refused(*words, "--optimizer=adamw", "--weight_decay_except=nrom")
-    assert "weight_decay_except='nrom' is found in none of the 8 trained weights" in told
 
 
 @pytest.mark.slow
@@ -90,23 +81,3 @@ def test_flags_go_over_attributes_of_the_class(tmp_path):
     assert [step["learning_rate"] for step in steps_of(tmp_path)] == pytest.approx(
         [first * factor for factor in wanted]
     )
-
-
-REFUSED = [
-    (["--optimizer=adamv"], "--optimizer='adamv': it must be one of adam|adamw|muon|"),
-    (["--learning_rate_schedule=cos"], "constant|linear|cosine|inverse_sqrt|wsd"),
-    (["--learning_rate=0"], "--learning_rate=0.0: it must be above 0"),
-    (["--learning_rate=nan"], "--learning_rate=nan: it must be above 0"),
-    (["--final_learning_rate=-1"], "--final_learning_rate=-1: it must be at least 0"),
-    (["--final_learning_rate=1.5", "--learning_rate_schedule=wsd"], "give at most 1"),
-    (["--stable_steps=5", "--learning_rate_schedule=cosine"], "--stable_steps=5: cosine has none"),
-    (["--optimizer=sgd", "--weight_decay=0.1"], "--weight_decay=0.1: sgd has none"),
-]
-
-
-def test_errors_need_no_tensorflow(tmp_path):
-    words = ["train", MODEL, f"--logdir={tmp_path}"]
-    answers = without_tensorflow(*([*words, *flags] for flags, _ in REFUSED))
-    for (flags, told), (code, out, err) in zip(REFUSED, answers, strict=True):
-        assert (code, out, err.count("\n")) == (2, "", 1), (flags, err)
-        assert told in err, (flags, err)

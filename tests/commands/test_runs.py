@@ -8,10 +8,13 @@ import pytest
 from models.digits.data import load_digits
 from pipemesh.checkpoint.folder import set_aside
 from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
+from pipemesh.commands import model_kind
+from pipemesh.commands.flags import Command, FlagError, parse
+from pipemesh.commands.model_kind import REGISTERED
 from pipemesh.commands.runs import without_effect
 from pipemesh.training import Options
 from tests.checkpoint.made import make
-from tests.commands.program import done, refused, without_tensorflow
+from tests.commands.program import done, without_tensorflow
 
 MODEL = "--model=models.digits.params.DigitsPlain"
 SMALL = "--model=tests.training.small_models."
@@ -32,17 +35,18 @@ def final_score(out, step):
 @pytest.mark.parametrize(
     "model",
     [
-        "params.DigitsPipelined",
-        pytest.param("params.DigitsPlain", marks=pytest.mark.exhaustive),
-        pytest.param("keras_model.DigitsKeras", marks=pytest.mark.exhaustive),
+        "tests.training.small_models.SmallDigits",
+        pytest.param("models.digits.params.DigitsPipelined", marks=pytest.mark.exhaustive),
+        pytest.param("models.digits.params.DigitsPlain", marks=pytest.mark.exhaustive),
+        pytest.param("models.digits.keras_model.DigitsKeras", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_model_trains_resumes_is_judged_and_predicts(tmp_path, model):
-    flags = ["train", f"--model=models.digits.{model}", "--save_every=3", f"--logdir={tmp_path}"]
+    flags = ["train", f"--model={model}", "--save_every=3", f"--logdir={tmp_path}"]
     done(*flags, "--steps=3")
     # The model is known by then.
     out = done("train", "--steps=5", f"--logdir={tmp_path}")
-    assert f"resuming with saved flags: --model=models.digits.{model} --save_every=3" in out
+    assert f"resuming with saved flags: --model={model} --save_every=3" in out
     assert f"going on from {tmp_path}/ckpt-3" in out
     score = final_score(out, 5)
     assert "accuracy 0." in score
@@ -61,8 +65,8 @@ def test_a_model_trains_resumes_is_judged_and_predicts(tmp_path, model):
     assert len(found) == len(labels)
     accuracy = np.mean(found.argmax(-1) == labels)
     assert f"accuracy {accuracy:.3f}" in done("evaluate", *test).splitlines()[-1]
-    told = refused("score", f"--logdir={tmp_path}", "--prompt=a")
-    assert f"the checkpoint is of models.digits.{model}, which says nothing of" in told
+    ((_, _, err),) = without_tensorflow(["score", f"--logdir={tmp_path}", "--prompt=a"])
+    assert f"the checkpoint is of {model}, which says nothing of decoding" in err
 
 
 @pytest.mark.slow
@@ -73,8 +77,7 @@ def test_another_plan_is_told_and_judges_alike(tmp_path):
     assert "mesh=layers:2;data:2" in out
     score = final_score(out, 2)
     # Without a pipeline a layout of the model is none.
-    for flags in (["--plain"], ["--mesh_shape=layers:2", "--layout="]):
-        assert done("evaluate", logdir, *flags).endswith(f"step 2: {score}\n")
+    assert done("evaluate", logdir, "--plain").endswith(f"step 2: {score}\n")
     # Later ones with another seed of weights, which is no matter of the first.
     other = ["--mesh_shape=layers:2", "--layout=", "--num_microbatches=4", "--seed=8"]
     out = done("train", "--steps=3", logdir, *other)
@@ -82,22 +85,23 @@ def test_another_plan_is_told_and_judges_alike(tmp_path):
     assert " 7 -> 8\n" in out
     path = tmp_path / "ckpt-2"
     (tmp_path / "judge.toml").write_text(f'checkpoint = "{path}"\n')
-    for words in ([f"--checkpoint={path}", logdir], [f"--config={tmp_path / 'judge.toml'}"]):
-        out = done("evaluate", *words)
-        assert "--seed=7" in out and "--num_microbatches" not in out
-        assert out.endswith(f"{path}, step 2: {score}\n")
+    out = done("evaluate", f"--config={tmp_path / 'judge.toml'}")
+    assert "--seed=7" in out and "--num_microbatches" not in out
+    assert out.endswith(f"{path}, step 2: {score}\n")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("flag", "told"),
     [
-        ([MODEL, "--mesh_shape=layers:2"], "has no PipeliningLayer"),
-        ([MODEL, "--trace_schedule"], "no pipeline of single actions to time"),
+        ("--mesh_shape=layers:2", "has no PipeliningLayer"),
+        ("--trace_schedule", "no pipeline of single actions to time"),
     ],
 )
-def test_what_a_model_lacks_is_one_line(words, told, tmp_path):
-    assert told in refused("train", *words, f"--logdir={tmp_path}")
+def test_what_a_model_lacks_is_told(monkeypatch, flag, told):
+    monkeypatch.setattr(model_kind, "_start", lambda mesh: None)
+    parse(["pipemesh train", MODEL, flag], Command("pipemesh train", None, REGISTERED.flags))
+    with pytest.raises(FlagError, match=told):
+        model_kind.subject()
 
 
 NAMES = "gpipe, 1f1b (or one_f_one_b), interleaved:V"
@@ -112,6 +116,8 @@ REFUSED = [
     (["train", MODEL, "--schedule=forward_only"], f"it trains nothing; give one of {NAMES}"),
     (["train", MODEL, "--schedule=decode:4"], f"it trains nothing; give one of {NAMES}"),
     (["train", MODEL, "--schedule=1f1bb"], f"did you mean '1f1b'? there are {NAMES}"),
+    (["train", MODEL, "--optimizer=adamv"], "--optimizer='adamv': it must be one of adam|adamw|"),
+    (["train", MODEL, "--optimizer=sgd", "--weight_decay=0.1"], "--weight_decay=0.1: sgd has none"),
     (["evaluate"], "cannot tell which model to use"),
     (["evaluate", "--logdir=/no/such/run", "--eval-batches=2"], "--eval_batches is for training"),
     (["evaluate", "--logdir=/no/such/run", "--elastic"], "--elastic is for training"),
@@ -130,38 +136,8 @@ def test_what_cannot_be_had_is_one_line_without_tensorflow():
 
 
 @pytest.mark.slow
-def test_a_training_ends_early_where_nothing_gets_better(tmp_path):
-    flags = ["train", f"{SMALL}PlainPoints", "--eval_every=1"]
-    out = done(*flags, "--steps=300", "--early_stop=3", f"--logdir={tmp_path / 'early'}")
-    assert "stopped early: 3 evaluations were no better than " in out
-    steps = lines_of(out, "step ")
-    assert 3 < len(steps) < 300 and f"checkpoint: {tmp_path}/early/ckpt-{len(steps)}" in out
-    # Nothing judges.
-    unjudged = ["--steps=9", "--early_stop=1", "--dataset=none", f"--logdir={tmp_path / 'none'}"]
-    out = done(*flags, *unjudged)
-    assert out.endswith(f"checkpoint: {tmp_path}/none/ckpt-9\n") and "held out" not in out
-
-
-@pytest.mark.slow
-def test_going_on_judges_the_step_that_was_the_last_one(tmp_path):
-    """What early stop counts does not depend on where a training was interrupted."""
-    flags = ["train", f"{SMALL}PlainPoints", "--eval_every=2", "--save_every=2"]
-    flags += [f"--logdir={tmp_path}"]
-
-    def judged(steps):
-        out = done(*flags, f"--steps={steps}").splitlines()
-        return [line.partition(":")[0] for line in out if "held out" in line]
-
-    assert judged(4) == ["step 2", "held out at step 4"]
-    assert judged(8) == ["step 4", "step 6", "held out at step 8"]
-    # A step is judged once.
-    (tmp_path / "ckpt-8.index").unlink()
-    assert judged(8) == ["held out at step 8"]
-
-
-@pytest.mark.slow
 def test_learning_rates_are_tried_without_a_training(tmp_path):
-    flags = [f"{SMALL}StagedPoints", f"--logdir={tmp_path}", "--find_learning_rate=60"]
+    flags = [f"{SMALL}PlainPoints", f"--logdir={tmp_path}", "--find_learning_rate=50"]
     out = done("train", *flags)
     assert "each with a higher learning rate" in out and "learning_rates.csv" in out
     assert [path.name for path in tmp_path.iterdir()] == ["learning_rates.csv"]

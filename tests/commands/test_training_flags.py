@@ -33,12 +33,12 @@ def parsed(*words):
 
 @pytest.fixture
 def figures(tmp_path):
-    """Of five layers of which each takes so long that two places are best."""
+    """Of three layers of which each takes so long that two places are best."""
     costs = [
         LayerCost(
             1.0, backward=2.0, parameter_bytes=100.0, activation_bytes=10.0, boundary_bytes=1.0
         )
-    ] * 5
+    ] * 3
     found = Figures(tuple(figures_of_costs(costs, 8)), action=1e-3, batch=8)
     path = tmp_path / "figures.json"
     path.write_text(found.to_json())

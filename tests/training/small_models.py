@@ -16,6 +16,7 @@ from lingvo.core import (
     tshape,
 )
 
+from models.digits.params import DigitsPipelined
 from pipemesh.layers import PartitionSequentialLayers, PipeliningLayer
 from pipemesh.plan import Plan
 from pipemesh.training.learning import Learning
@@ -67,6 +68,13 @@ class Source(datasource.TFDatasetSource):
                 lambda batch: batch
             )
         return dataset
+
+
+class Pairs(Source):
+    """The first two points of each batch."""
+
+    def GetDataset(self):
+        return super().GetDataset().map(lambda batch: batch.Transform(lambda x: x[:2]))
 
 
 class Points(base_input_generator.BaseInputGenerator):
@@ -187,7 +195,8 @@ def trained(p):
     return p
 
 
-def stack_of(stages, dims=((DIM, 6), (6, 6), (6, 6), (6, 1))):
+def stack_of(stages, dims=((DIM, 6), (6, 1))):
+    """Layers of these dims, and the loss."""
     hidden = [Hidden.Params().Set(dims=pair) for pair in dims]
     shapes = tshape.Shape([BATCH, DIM]), tshape.Shape([BATCH, 1])
     return PartitionSequentialLayers([*hidden, Head.Params()], stages, *shapes)
@@ -226,14 +235,22 @@ class SpoiledPoints(PlainPoints):
     BAD = 3
 
 
-class StagedPoints(PlainPoints):
-    """Declares two stages, as models for lingvo's own pipeline do."""
+class ShortStagedPoints(PlainPoints):
+    """Declares two stages of three layers, as models for lingvo's own pipeline do."""
+
+    DIMS = ((DIM, 6), (6, 1))
 
     def Task(self):
         stack = PipeliningLayer.Params().Set(
-            cell_tpl=stack_of(2), num_micro_batches=2, loss_inside=True
+            cell_tpl=stack_of(2, self.DIMS), num_micro_batches=2, loss_inside=True
         )
         return trained(Pipelined.Params().Set(name="points", stack=stack))
+
+
+class StagedPoints(ShortStagedPoints):
+    """Has five layers; an old run of it is among the tests."""
+
+    DIMS = ((DIM, 6), (6, 6), (6, 6), (6, 1))
 
 
 class LimitedPoints(PlainPoints):
@@ -245,7 +262,7 @@ class LimitedPoints(PlainPoints):
         return p
 
 
-class TunedPoints(StagedPoints):
+class TunedPoints(ShortStagedPoints):
     """Says itself how it learns."""
 
     OPTIMIZER, WEIGHT_DECAY, LEARNING_RATE_SCHEDULE, WARMUP_STEPS = "adamw", 0.3, "linear", 2
@@ -260,7 +277,7 @@ class SeveralTasks(base_model_params.MultiTaskModelParams):
     """Is not trained."""
 
 
-class UnevenPoints(StagedPoints):
+class UnevenPoints(ShortStagedPoints):
     """The last batch to judge by does not divide into microbatches."""
 
     def Test(self):
@@ -274,25 +291,29 @@ class PlannedPoints(PlainPoints):
 
     PLAN = Plan("layers:2", num_microbatches=2)
 
-    def _cells(self):
-        return stack_of(self.PLAN.num_stages)
-
     def Task(self):
-        stack = PipeliningLayer.ForPlan(self.PLAN, cell_tpl=self._cells(), loss_inside=True)
+        cells = stack_of(self.PLAN.num_stages)
+        stack = PipeliningLayer.ForPlan(self.PLAN, cell_tpl=cells, loss_inside=True)
         return trained(Pipelined.Params().Set(name="points", stack=stack))
 
 
-class ShortPoints(PlannedPoints):
-    """Three layers."""
+class PairsOfPoints(PlannedPoints):
+    """Two rows a batch, so that few numbers of rows are measured."""
 
-    def _cells(self):
-        return stack_of(self.PLAN.num_stages, ((DIM, 6), (6, 1)))
+    def Train(self):
+        return super().Train().Set(batch_size=2, source=Pairs.Params().Set(seed=1))
 
 
 class SplitPoints(PlannedPoints):
     """As its plan has it, on two devices a stage."""
 
     PLAN = Plan("layers:2;data:2", num_microbatches=2, layout="batch:data")
+
+
+class SmallDigits(DigitsPipelined):
+    """Two layers of few channels."""
+
+    CHANNELS = (4,)
 
 
 class ByStep(schedule.BaseSchedule):

@@ -125,7 +125,7 @@ def test_learners_are_lingvos_and_all_update_or_none(eagerly, tmp_path):
 
 
 def test_pipelined_learners_are_as_one(eagerly, tmp_path):
-    class Several(small_models.StagedPoints):
+    class Several(small_models.ShortStagedPoints):
         def Task(self):
             p = super().Task()
             one, other = p.train.learner.Copy(), p.train.learner.Copy()
@@ -134,7 +134,7 @@ def test_pipelined_learners_are_as_one(eagerly, tmp_path):
             return p
 
     found = []
-    for number, config in enumerate((small_models.StagedPoints(), Several())):
+    for number, config in enumerate((small_models.ShortStagedPoints(), Several())):
         logdir = tmp_path / str(number)
         logdir.mkdir()
         made = trainer_of(config, logdir)

@@ -253,7 +253,6 @@ def test_a_backward_pass_of_its_own_is_refused():
 @pytest.mark.slow
 def test_a_model_says_itself_how_long_it_is_trained(tmp_path):
     flags = ["train", "--model=tests.training.small_models.LimitedPoints", f"--logdir={tmp_path}"]
-    assert f"checkpoint: {tmp_path}/ckpt-3" in done(*flags)
     out = done(*flags, "--steps=4")
     assert "--steps=4 in place of p.train.max_steps=3" in out
     assert f"checkpoint: {tmp_path}/ckpt-4" in out

@@ -74,7 +74,7 @@ def test_losses_do_not_depend_on_the_plan(eagerly, tmp_path):
     assert step == 5
     np.testing.assert_allclose(found.judged, score.judged, rtol=1e-5)
     # It counts by its rows.
-    assert evaluate(subject("StagedPoints"), path)[1].judged != pytest.approx(score.judged)
+    assert evaluate(subject("ShortStagedPoints"), path)[1].judged != pytest.approx(score.judged)
 
 
 def test_a_batch_that_is_not_finite_leaves_no_trace(eagerly, tmp_path):

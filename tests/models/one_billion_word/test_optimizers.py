@@ -125,7 +125,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OTHERS)
+@pytest.mark.parametrize(
+    "optimizer", ["adafactor", pytest.param("muon", marks=pytest.mark.exhaustive)]
+)
 def test_it_goes_on_under_another_split(trained, train, folder, tmp_path, optimizer):
     plain = trained(optimizer, "plain")
     logdir = begun(trained(optimizer, "split"), 3, tmp_path / "run")

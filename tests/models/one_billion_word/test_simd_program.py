@@ -104,15 +104,20 @@ def config_of(model, **options):
 program_of = functools.cache(CoreProgram)
 
 
+def only(model):
+    """All models, of which one runs by default."""
+    marks = pytest.mark.exhaustive
+    return [name if name == model else pytest.param(name, marks=marks) for name in MODELS]
+
+
 @functools.cache
 def text(model="dense"):
     program = program_of(model)
     return legalize(program, program.plan.mesh, program.rules, *program.specs())
 
 
-@pytest.mark.parametrize(
-    "model", ["dense", "experts", pytest.param("tied", marks=pytest.mark.exhaustive)]
-)
+# Two models take turns; they differ in their blocks alone.
+@pytest.mark.parametrize("model", only("dense"))
 def test_no_operation_stays_but_the_two_loops(model):
     assert not not_lowered(text(model))
     assert text(model).count('"tf.While"') == 2
@@ -136,13 +141,7 @@ def test_gradients_of_replicas_are_summed_once_and_not_each_tick():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "model",
-    [
-        name if name == "dense" else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("model", only("experts"))
 def test_cores_that_run_it_train_as_the_plain_model(model):
     program = CoreProgram(model)
     cores = Cores(program.plan.mesh, [f"CPU:{i}" for i in range(len(program.weights))])

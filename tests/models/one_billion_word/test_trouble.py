@@ -5,7 +5,6 @@ import os
 
 import numpy as np
 import pytest
-from backports import zstd
 
 from pipemesh.checkpoint import Folder, newest
 from pipemesh.errors import DataError, TrainingError
@@ -65,7 +64,7 @@ def test_text_that_vanishes_or_changes_saves_and_goes_on_bit_for_bit_when_it_is_
     text, tmp_path, train, after
 ):
     whole = tmp_path / "whole"
-    assert train(small_request(whole, text, steps=STEPS, save_every=20, max_to_keep=9)) == 0
+    assert train(small_request(whole, text, steps=STEPS, save_every=1000)) == 0
     path, kept, logdir, step = text / "train-1", tmp_path / "kept", tmp_path / "run", 0
     for save_every, trouble, told in (
         # None is saved before.
@@ -81,14 +80,6 @@ def test_text_that_vanishes_or_changes_saves_and_goes_on_bit_for_bit_when_it_is_
         assert begun + 6 < step < STEPS, "what was read ahead was trained on"
     assert train(small_request(logdir, text, steps=STEPS, save_every=1000)) == 0
     assert_same_weights(weights(logdir, STEPS), weights(whole, STEPS))
-    # What is packed is read from a copy.
-    for path in text.iterdir():
-        path.write_bytes(zstd.compress(path.read_bytes()))
-    after(6, (text / "train-1").unlink)
-    after(7, functools.partial(os.truncate, text / "train-2", 9))
-    after(8, (text / "heldout").unlink)
-    assert train(small_request(tmp_path / "packed", text, steps=20, save_every=20)) == 0
-    assert_same_weights(weights(tmp_path / "packed", 20), weights(whole, 20))
 
 
 @pytest.mark.slow

@@ -80,16 +80,15 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run, tmp_path)
     assert "there is no data to train on; give --train_data=FILE, or derive a class" in line
 
 
-def test_what_was_found_is_scored_and_exported(run, tmp_path):
+def test_what_was_found_is_scored(run):
     plain = program.done("decode", f"--logdir={run}", *PROMPT, "--beams=3", "--format=json")
     found = json.loads(plain)
     ids = "--prompt=" + " ".join(map(str, [1, 2, 3, *found["tokens"]]))
-    for plan in ([], SPLIT):
-        line = program.done("score", f"--logdir={run}", "--ids", ids, "--format=json", *plan)
-        scored = json.loads(line)
-        assert scored["tokens"][2:7] == found["tokens"]
-        wanted = found["log_probs"]
-        np.testing.assert_allclose(scored["log_probs"][2:7], wanted, rtol=0, atol=1e-4)
+    line = program.done("score", f"--logdir={run}", "--ids", ids, "--format=json", *SPLIT)
+    scored = json.loads(line)
+    assert scored["tokens"][2:7] == found["tokens"]
+    wanted = found["log_probs"]
+    np.testing.assert_allclose(scored["log_probs"][2:7], wanted, rtol=0, atol=1e-4)
 
 
 def test_a_model_is_exported_at_its_length_without_a_tokenizer(tmp_path):
@@ -150,7 +149,6 @@ def test_a_training_goes_on_with_them_and_says_text_too(begin, tmp_path):
     changed = {line.removeprefix(prefix).split()[0] for line in lines}
     assert changed == {"mesh", "layout"}, "once, not by the stack's params as well"
     assert "the data is read from its beginning" in out
-    assert "ckpt-40, step 40: loss " in program.done("evaluate", f"--logdir={logdir}")
     said = program.done("decode", f"--logdir={logdir}", "--prompt=the cat sat", "--max_tokens=2")
     assert said.split()[:4] == ["the", "cat", "sat", "on"]
     assert main(["checkpoint", "export", str(logdir), str(tmp_path / "out")]) == 0

@@ -131,26 +131,34 @@ def test_documents_in_a_row_do_not_see_each_other(folder):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-def test_flags_name_the_data_and_it_is_counted(folder, tmp_path):
-    logdir = tmp_path / "run"
+def test_flags_name_the_data_whose_changes_are_noticed(folder, tmp_path):
+    logdir, mix = tmp_path / "run", tmp_path / "mix.toml"
     transfer.import_weights(str(folder / "in"), str(logdir))
-    flags = [f"--logdir={logdir}", f"--train_data={folder}/chats.jsonl*2,{folder}/text.jsonl"]
+    chats, text = f"{folder}/chats.jsonl", f"{folder}/text.jsonl"
+    mix.write_text(f'[[source]]\npath = "{chats}"\nweight = 2\n[[source]]\npath = "{text}"\n')
+    flags = [f"--logdir={logdir}", f"--train_data={mix}", f"--heldout_data={folder}/pairs.jsonl"]
     flags += ["--batch_size=2", "--num_microbatches=2", "--sequence_length=8"]
-    heldout = f"--heldout_data={folder}/pairs.jsonl"
-    out = program.done("train", *flags, heldout, "--packing=whole", "--steps=2", "--save_every=2")
+    out = program.done("train", *flags, "--packing=whole", "--steps=2", "--save_every=2")
     assert "chats.jsonl: 20 documents, " in out and "of them predicted, in " in out
     assert "evaluation while training: all of the held-out data, 6 batches" in out
     lines = [json.loads(line) for line in (logdir / "record.jsonl").read_text().splitlines()]
-    chats, text = lines[0]["data"]
-    assert chats["documents"] == 20 and text["source"] == f"{folder}/text.jsonl"
-    assert text["cut"] == 9 and text["documents"] == 15
+    chat_counts, text_counts = lines[0]["data"]
+    assert chat_counts["documents"] == 20 and text_counts["source"] == text
+    assert text_counts["cut"] == 9 and text_counts["documents"] == 15
     assert "\nheld-out data: " in out and lines[0]["heldout"][0]["documents"] == 20
     out = program.done("train", f"--logdir={logdir}", "--steps=4")
     assert f"going on from {logdir}/ckpt-2" in out and "changed since" not in out
     assert "read from its beginning" not in out
-    other = [f"--logdir={logdir}", f"--heldout_data={folder}/chats.jsonl"]
-    out = program.done("evaluate", *other)
-    assert "step 4: loss " in out and "held-out data: " in out and "chats.jsonl: 20 doc" in out
+    template = logdir / "chat_template.jinja"
+    template.write_text(TEMPLATE.replace("the", "mat"))
+    out = program.done("train", f"--logdir={logdir}", "--steps=5")
+    (told,) = (line for line in out.splitlines() if line.startswith("changed since"))
+    assert told.startswith("changed since the checkpoint: input.chat_template.jinja ")
+    assert "the data is read from its beginning" in out
+    # Missing data of the training hinder no evaluation.
+    mix.unlink()
+    out = program.done("evaluate", f"--logdir={logdir}", f"--heldout_data={chats}")
+    assert "step 5: loss " in out and "held-out data: " in out and "chats.jsonl: 20 doc" in out
     # Stages are cut otherwise, for the model's own batch.
     assert program.done("decode", f"--logdir={logdir}", "--prompt=the", "--max_tokens=1")
     words = ["evaluate", f"--logdir={logdir}", "--train_data=a"]
@@ -160,26 +168,6 @@ def test_flags_name_the_data_and_it_is_counted(folder, tmp_path):
     wrong = model_of(folder, "plain", f"{folder}/wrong.jsonl")
     with pytest.raises(DataError, match=r"wrong\.jsonl', line 2 has none of the fields text, pro"):
         wrong.train_data(0)
-
-
-def test_other_files_and_tokenizers_are_noticed_and_missing_ones_hinder_no_evaluation(
-    folder, tmp_path
-):
-    logdir = tmp_path / "run"
-    transfer.import_weights(str(folder / "in"), str(logdir))
-    mix = tmp_path / "mix.toml"
-    mix.write_text(f'[[source]]\npath = "{folder}/chats.jsonl"\n')
-    words = [f"--logdir={logdir}", f"--train_data={mix}", f"--heldout_data={folder}/pairs.jsonl"]
-    program.done("train", *words, "--steps=2", "--num_microbatches=2")
-    template = logdir / "chat_template.jinja"
-    template.write_text(TEMPLATE.replace("the", "mat"))
-    out = program.done("train", f"--logdir={logdir}", "--steps=3")
-    (told,) = (line for line in out.splitlines() if line.startswith("changed since"))
-    assert told.startswith("changed since the checkpoint: input.chat_template.jinja ")
-    assert "the data is read from its beginning" in out
-    mix.unlink()
-    assert "step 3: loss " in program.done("evaluate", f"--logdir={logdir}")
-    assert program.done("decode", f"--logdir={logdir}", "--prompt=the", "--max_tokens=2")
 
 
 def test_models_with_data_of_their_own_take_no_other(tmp_path):

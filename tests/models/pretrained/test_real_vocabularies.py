@@ -45,7 +45,7 @@ class Tuned(params.{kind}):
 """
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["Gpt2", pytest.param("Llama", marks=pytest.mark.exhaustive)])
 def test_results_are_those_of_one_device(kind, tmp_path, monkeypatch):
     values = KINDS[kind]
     tensors = small.tensors_of(values)
@@ -59,10 +59,10 @@ def test_results_are_those_of_one_device(kind, tmp_path, monkeypatch):
     for plan, flags in PLANS.items():
         run = tmp_path / plan
         transfer.import_weights(str(tmp_path / "in"), str(run), model=f"{module}.Tuned")
-        out = program.done("train", f"--logdir={run}", "--steps=3", "--log_format=json", *flags)
+        out = program.done("train", f"--logdir={run}", "--steps=2", "--log_format=json", *flags)
         events = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         losses[plan] = [event["loss"] for event in events if event["event"] == "step"]
-    assert len(losses["plain"]) == 3
+    assert len(losses["plain"]) == 2
     np.testing.assert_allclose(losses["split"], losses["plain"], rtol=1e-5)
 
     tokens, _ = reference.greedy(values, tensors, [3, 9, 1, 20], 8)

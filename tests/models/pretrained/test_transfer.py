@@ -18,6 +18,7 @@ from pipemesh.checkpoint import Manifest
 from pipemesh.commands import main as cli
 from pipemesh.errors import SaveError
 from tests.models.pretrained import small
+from tests.pairwise import in_turn
 
 
 def tensors_in(folder):
@@ -49,8 +50,9 @@ def refused(capsys, *words):
     return line
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", small.KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), in_turn([*small.KINDS], ["float32", "bfloat16", "float16"])
+)
 def test_what_comes_in_goes_out_as_it_was(tmp_path, capsys, kind, dtype):
     values = small.KINDS[kind] | {"dtype": "float32", "architectures": ["Any"]}
     kinds = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

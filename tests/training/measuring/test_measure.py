@@ -28,14 +28,14 @@ from tests.training.small_models import PlannedPoints, StagedPoints
 def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     """Layers and steps are timed in one process, and read in another."""
     path, plans = tmp_path / "figures.json", tmp_path / "plans.json"
-    model = "--model=tests.training.small_models.ShortPoints"
+    model = "--model=tests.training.small_models.PairsOfPoints"
     # The batch is that of the forecast: the model has no such attribute.
-    words = ["--devices=2", "--optimizer=muon", "--batch_size=8"]
+    words = ["--devices=2", "--optimizer=muon", "--batch_size=2"]
     code, out, err = run("plan", model, *words, f"--save={path}")
     assert code == 0 and "error" not in err, err
-    assert "measuring 3 layers, 8 rows a microbatch, forward and backward\n" in err
+    assert "measuring 3 layers, 2 rows a microbatch, forward and backward\n" in err
     figures = Figures.from_json(path.read_text(), str(path))
-    assert len(figures.layers) == 3 and figures.batch == 8
+    assert len(figures.layers) == 3 and figures.batch == 2
     assert figures.settings == {"optimizer": "muon"}
     assert [layer.trained for layer in figures.layers] == [1.0, 1.0, 1.0]
     # A momentum of 24 weights; two moments of the biases, and of a head with one output.
@@ -46,14 +46,14 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     # The last layer has no weights, and so no `W`.
     for layer in figures.layers[:-1]:
         assert set(layer.seconds) == {"F", "B", "I", "W"}
-        assert all(curve.at(8) > 0 for curve in layer.seconds.values())
+        assert all(curve.at(2) > 0 for curve in layer.seconds.values())
         assert set(layer.work) == (set(layer.seconds) if sys.platform == "linux" else set())
         assert 0 <= layer.again <= 1
         # Tensors this small are not counted on a CPU.
-        assert layer.working is None or layer.working.at(8) >= 0
+        assert layer.working is None or layer.working.at(2) >= 0
     assert figures.fixed > 0 and figures.update >= 0 and 0 < figures.crowding < 1
     # Rows of 6 floats and a label go to the next layer.
-    assert figures.layers[0].outputs.at(8) == 8 * (6 + 1) * 4
+    assert figures.layers[0].outputs.at(2) == 2 * (6 + 1) * 4
     assert main(["plan", str(path), "--devices=2", f"--json={plans}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
     assert json.loads(plans.read_text())[0]["seconds"] > 0
@@ -75,7 +75,7 @@ def test_layers_are_those_of_the_pipeline():
     def make(kind):
         return lambda plan: RegisteredModel(kind(), "points", plan.to_values())
 
-    assert number_of_layers(make(PlannedPoints)) == 5
+    assert number_of_layers(make(PlannedPoints)) == 3
     with pytest.raises(PlanError, match="cuts its layers itself"):
         number_of_layers(lambda plan: RegisteredModel(StagedPoints(), "points"))
 

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from pipemesh.commands.training_flags import newest_note
 from pipemesh.errors import RescaledError
 from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, predict
@@ -19,9 +20,9 @@ from pipemesh.training import Loop, Options, Trainer
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run.loop import Spikes, expected
-from tests.commands.program import done, run
+from tests.commands.program import run
 from tests.training import small_models
-from tests.training.small_models import PlannedPoints, StagedPoints
+from tests.training.small_models import PlannedPoints, ShortStagedPoints, StagedPoints
 
 
 def told_spikes(losses):
@@ -49,13 +50,13 @@ def test_a_spike_is_told_and_noise_is_not():
 PLANNED = "--model=tests.training.small_models.PlannedPoints"
 
 
-def figures(layers=5):
+def figures(layers=3):
     costs = [
         LayerCost(
             1e-3, backward=2e-3, parameter_bytes=100.0, activation_bytes=10.0, boundary_bytes=1.0
         )
     ] * layers
-    return Figures(tuple(figures_of_costs(costs, 4)), action=1e-4, batch=8, about="five layers")
+    return Figures(tuple(figures_of_costs(costs, 4)), action=1e-4, batch=8, about="three layers")
 
 
 def test_more_than_the_measured_peak_is_no_mfu(eagerly, tmp_path, capsys, monkeypatch):
@@ -103,7 +104,7 @@ def test_measured_figures_predict_a_step(eagerly, tmp_path, capsys):
     assert found["predicted"]["seconds"] == pytest.approx(ahead.seconds)
     assert found["predicted"]["parts"] == pytest.approx(ahead.parts)
     assert found["predicted"]["memory"] == list(ahead.memory)
-    assert found["predicted"]["about"] == "five layers" and found["device_memory"] == 1e9
+    assert found["predicted"]["about"] == "three layers" and found["device_memory"] == 1e9
     there = Figures.from_json(json.dumps(found["figures"]), "the record")
     assert there == figures(count)
     assert f"predicted: {1e3 * ahead.seconds:.4g} ms a step by what was measured" in out
@@ -136,7 +137,9 @@ def test_a_timed_step_suggests_changes(tmp_path):
     record = (logdir / "record.jsonl").read_text().splitlines()
     assert told == [json.loads(line) for line in record]
     assert [event["event"] for event in told].count("schedule") == 1
-    # They are none of the flags that a training was begun with.
+    # They are none of the flags that a training was begun with, and goes on with.
+    flags = newest_note(str(logdir))[1]["flags"]
+    assert {"model", "steps"} <= flags.keys() and not {"log_format", "trace_schedule"} & {*flags}
     assert not any(flag[2:12] in (logdir / "config.toml").read_text() for flag in _OF_A_CALL)
     found = read(str(logdir))
     assert found.step == 3 and found.state == "done, at step 3"
@@ -148,23 +151,23 @@ def test_a_timed_step_suggests_changes(tmp_path):
     basis = basis_of(found)
     assert isinstance(basis, Basis) and basis.knows_rows
     text = (logdir / "report.html").read_text()
-    assert "Predicted from measurements of the layers (five layers)." in text
+    assert "Predicted from measurements of the layers (three layers)." in text
     assert "changes were simulated with the durations of the timed step" in text
     assert "Where the difference came from" in text
-    assert "checkpoint: " in done("train", f"--logdir={logdir}", "--steps=4")
 
 
-def made(logdir, strict_devices=False, **changes):
-    values = {"num_microbatches": "4", "schedule": "1f1b", "compute_dtype": "float16"}
+def made(logdir, config=ShortStagedPoints, number=2, strict_devices=False, **changes):
+    values = {"num_microbatches": str(number), "schedule": "1f1b", "compute_dtype": "float16"}
     options = Options(logdir=str(logdir), steps=20, save_every=20, **changes)
-    model = RegisteredModel(StagedPoints(), "Points", values, strict_devices=strict_devices)
+    model = RegisteredModel(config(), "Points", values, strict_devices=strict_devices)
     return Trainer(model, options), options
 
 
 @pytest.mark.slow
 def test_overflowed_steps_move_nothing_and_are_told(eagerly, tmp_path, capsys):
     """Adam's powers were moved by them, and nothing was said; ten in a row are no failure."""
-    trainer, options = made(tmp_path, on_nonfinite="stop", steps_per_call=4)
+    # Its first steps overflow one after the other.
+    trainer, options = made(tmp_path, StagedPoints, 4, on_nonfinite="stop", steps_per_call=4)
     (scale,) = trainer.trained._scales
     scale.variables[0].assign(2.0**28)
     before = {name: v.numpy() for name, v in trainer.trained.state().items()}

@@ -20,12 +20,12 @@ from tests.models.one_billion_word.small_training import summaries
 from tests.training import small_models
 
 
-def trained(logdir, steps=4, name="PlainPoints", restore=None, stop=None, **changes):
+def trained(logdir, steps=4, name="PlainPoints", restore=None, stop=None, dataset=None, **changes):
     """The exit code of a training in this process."""
     logdir.mkdir(exist_ok=True)
     values = {"save_every": 2, "eval_every": 2, "eval_batches": 2} | changes
     options = Options(logdir=str(logdir), steps=steps, given={"seed": 3}, **values)
-    subject = RegisteredModel(getattr(small_models, name)(), name)
+    subject = RegisteredModel(getattr(small_models, name)(), name, dataset=dataset)
     trainer = Trainer(subject, options, restore and str(restore), keeps_place=True)
     if stop:
         real = trainer.train_steps
@@ -99,6 +99,32 @@ def test_steps_that_are_skipped_are_told_each(eagerly, tmp_path, capsys):
     assert last["event"] == "end" and not last["is_done"] and "not finite" in last["reason"]
 
 
+def test_a_training_ends_early_where_nothing_gets_better(eagerly, tmp_path, capsys):
+    early = {"eval_every": 1, "save_every": 1000}
+    assert trained(tmp_path / "early", 300, early_stop=3, **early) == 0
+    assert "stopped early: 3 evaluations were no better than " in capsys.readouterr().out
+    last = read(str(tmp_path / "early")).step
+    assert 3 < last < 300 and (tmp_path / "early" / f"ckpt-{last}.index").exists()
+    # Nothing judges.
+    assert trained(tmp_path / "none", 9, early_stop=1, dataset="none", **early) == 0
+    assert (tmp_path / "none" / "ckpt-9.index").exists()
+    assert "held out" not in capsys.readouterr().out
+
+
+def test_going_on_judges_the_step_that_was_the_last_one(eagerly, tmp_path, capsys):
+    """What early stop counts does not depend on where a training was interrupted."""
+
+    def judged(steps, restore=None):
+        assert trained(tmp_path, steps, restore=restore) == 0
+        out = capsys.readouterr().out.splitlines()
+        return [line.partition(":")[0] for line in out if "held out" in line]
+
+    assert judged(4) == ["step 2", "held out at step 4"]
+    assert judged(8, tmp_path / "ckpt-4") == ["step 4", "step 6", "held out at step 8"]
+    # A step is judged once.
+    assert judged(8, tmp_path / "ckpt-6") == ["held out at step 8"]
+
+
 def whole_record(logdir):
     """All events of a run but their times, and the tensors of its last checkpoint."""
     kept = [e for e in events(logdir) if e["event"] in OF_RESULTS]
@@ -116,25 +142,35 @@ OF_RESULTS = "step", "heldout", "final", "skipped", "spike"
 TIMES = "time", "seconds", "examples_per_second"
 
 
-@pytest.mark.parametrize("name", ["SpoiledPoints", "StagedPoints"])
-def test_steps_of_a_call_are_those_of_several(eagerly, tmp_path, capsys, name):
+def assert_same_tensors(found, wanted):
+    assert found.keys() == wanted.keys() and len(wanted) > 4
+    for variable, value in wanted.items():
+        np.testing.assert_array_equal(found[variable], value, err_msg=variable)
+
+
+def test_steps_of_a_call_are_those_of_several(eagerly, tmp_path, capsys):
     """One of them is not finite; evaluation, histograms and checkpoints cut calls."""
-    changes = {"eval_every": 5, "save_every": 7, "histogram_every": 6}
-    assert trained(tmp_path / "one", 11, name, **changes) == 0
-    assert trained(tmp_path / "several", 11, name, steps_per_call=4, **changes) == 0
-    one, several = (whole_record(tmp_path / run) for run in ("one", "several"))
+    runs = tmp_path / "one", tmp_path / "several"
+    cuts = {"eval_every": 5, "save_every": 7, "histogram_every": 6}
+    for run, steps in zip(runs, (1, 4), strict=True):
+        assert trained(run, 11, "SpoiledPoints", steps_per_call=steps, **cuts) == 0
+    one, several = map(whole_record, runs)
     assert one[0] == several[0] and len(one[0]) >= 12
-    assert one[1].keys() == several[1].keys() and len(one[1]) > 4
-    for variable, value in one[1].items():
-        np.testing.assert_array_equal(several[1][variable], value, err_msg=variable)
-    assert histograms(tmp_path / "one").keys() == histograms(tmp_path / "several").keys()
-    # A signal is answered after the call that it interrupts; going on takes the next batch.
-    run = tmp_path / "run"
-    assert trained(run, 11, name, stop=5, steps_per_call=3, **changes) == 128 + signal.SIGTERM
-    restore = run / "ckpt-5"
-    assert trained(run, 11, name, restore=restore, steps_per_call=5, **changes) == 0
-    resumed = {e["step"]: e for e in whole_record(run)[0] if e["event"] == "step"}
-    assert [*resumed.values()] == [e for e in one[0] if e["event"] == "step"]
+    assert_same_tensors(several[1], one[1])
+    assert histograms(runs[0]).keys() == histograms(runs[1]).keys()
+
+
+def test_a_signal_is_answered_after_the_call_of_steps(eagerly, tmp_path, capsys):
+    """Going on takes the next batch, with other numbers of steps a call."""
+    whole, run, name = tmp_path / "whole", tmp_path / "run", "ShortStagedPoints"
+    cuts = {"eval_every": 5, "save_every": 7}
+    assert trained(whole, 10, name, **cuts) == 0
+    assert trained(run, 10, name, stop=5, steps_per_call=3, **cuts) == 128 + signal.SIGTERM
+    assert trained(run, 10, name, restore=run / "ckpt-5", steps_per_call=5, **cuts) == 0
+    (wanted, tensors), (found, others) = map(whole_record, (whole, run))
+    resumed = {event["step"]: event for event in found if event["event"] == "step"}
+    assert [*resumed.values()] == [event for event in wanted if event["event"] == "step"]
+    assert_same_tensors(others, tensors)
 
 
 def test_batches_read_before_a_failure_are_trained_on(eagerly, tmp_path, monkeypatch):
