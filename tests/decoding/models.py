@@ -1,5 +1,7 @@
 """A small language model that is decoded under any plan, and what it ought to say."""
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
@@ -35,6 +37,12 @@ def trained(plan=PLAIN, model="dense", **settings):
     return TrainedTask(config.Task(), plan, "CPU", 0, learns=False)
 
 
+@functools.cache
+def unpiped(model="dense"):
+    """The model without a pipeline, made once."""
+    return trained(PLAIN, model, PIPELINED=False)
+
+
 def one_program(mesh, layout="", schedule="gpipe"):
     """A plan in which all devices run the same program."""
     return Plan(mesh, layout, schedule, 1, remat="full", lowering="simd")
@@ -55,10 +63,15 @@ def decoder(
     return Decoder(generator, **sizes, **options)
 
 
+def in_order(found):
+    return sorted(found, key=lambda each: each.number)
+
+
 def tokens(found):
-    return [each.tokens for each in sorted(found, key=lambda each: each.number)]
+    return [each.tokens for each in in_order(found)]
 
 
+@functools.cache
 def log_probs_of(task):
     """A function of a row of ids: log probabilities of all tokens behind it, without a cache.
 

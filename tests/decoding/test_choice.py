@@ -38,6 +38,13 @@ def test_tokens_come_as_often_as_they_are_likely(options, wanted):
     np.testing.assert_allclose(shares(**options), wanted, atol=0.03)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.3, "top_k": 2, "top_p": 0.7}])
+def test_logits_that_are_not_numbers_have_no_log_probs(options):
+    logits = tf.constant([[0.0, np.nan, 1.0], [np.nan] * 3])
+    _, log_probs = Sampler(**options).drawn(logits, tf.zeros([2, 2], tf.int32))
+    assert np.isnan(log_probs).all()
+
+
 def test_a_seed_draws_the_same_wherever_its_row_is():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=[6, 9]).astype(np.float32)

@@ -9,7 +9,7 @@ from lingvo.core import py_utils
 
 from pipemesh.decoding import Scorer
 from pipemesh.errors import DecodingError
-from tests.decoding.models import LENGTH, PLAIN, PROMPTS, VOCAB_SIZE, log_probs_of, trained
+from tests.decoding.models import LENGTH, PROMPTS, VOCAB_SIZE, log_probs_of, unpiped
 
 ROWS = 2
 
@@ -49,7 +49,7 @@ def test_no_text_sees_another_and_none_is_lost(given_texts, rows):
 
 @pytest.mark.slow
 def test_log_probs_equal_the_models(eagerly):
-    task = trained(PLAIN, PIPELINED=False)
+    task = unpiped()
 
     @tf.function(autograph=False)
     def losses(batch):

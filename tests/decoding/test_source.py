@@ -1,5 +1,7 @@
 """A model that reads a source decodes it once, and says the same under every plan."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -18,7 +20,7 @@ from pipemesh.layers.named import (
 from pipemesh.partition import Partition
 from pipemesh.plan import Plan
 from pipemesh.training.trained_task import TrainedTask
-from tests.decoding.models import decoder
+from tests.decoding.models import decoder, in_order
 
 VOCAB, LENGTH, SOURCE, MOST = 19, 12, 7, 5
 PLAIN = Plan("layers:1", num_microbatches=1)
@@ -52,8 +54,7 @@ PROMPTS = prompts_of(3, 7, 1, 5, 2)
 
 def decoded(task, chooser=None, prompts=PROMPTS, stop=(), **sizes):
     sizes |= {"length": LENGTH, "vocab_size": VOCAB, "source_length": SOURCE}
-    found = decoder(task, chooser=chooser, stop=stop, **sizes).generate(prompts, MOST)
-    return sorted(found, key=lambda each: each.number)
+    return in_order(decoder(task, chooser=chooser, stop=stop, **sizes).generate(prompts, MOST))
 
 
 def by_loss(task, prompt):
@@ -90,6 +91,16 @@ def test_tokens_are_those_of_whole_rows_without_a_cache(plain):
     assert len({each.tokens for each in found}) > 1
 
 
+def chooser_of(beams):
+    return BeamSearch(beams) if beams > 1 else Sampler()
+
+
+@pytest.fixture(scope="module")
+def said(plain):
+    """Continuations by the plain model, where a row takes the place of a complete one."""
+    return functools.cache(lambda beams: decoded(plain, chooser_of(beams), stop=[3]))
+
+
 SPLIT = "heads:model;d_ff:model;vocab:model"
 
 
@@ -105,21 +116,12 @@ SPLIT = "heads:model;d_ff:model;vocab:model"
         pytest.param("layers:2;data:2", "batch:data", (0, 3, 6), 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_plan_says_the_same(plain, mesh, layout, bounds, beams):
-    chooser = BeamSearch(beams) if beams > 1 else Sampler()
-    # Of the plain model a row takes the place of a complete one.
-    wanted = decoded(plain, chooser, stop=[3])
+def test_every_plan_says_the_same(said, mesh, layout, bounds, beams):
     task = trained(Plan(mesh, layout, num_microbatches=1), bounds)
-    found = decoded(task, chooser, stop=[3], rows=3)
-    assert [each.tokens for each in found] == [each.tokens for each in wanted]
-    for a, b in zip(found, wanted, strict=True):
+    found = decoded(task, chooser_of(beams), stop=[3], rows=3)
+    assert [each.tokens for each in found] == [each.tokens for each in said(beams)]
+    for a, b in zip(found, said(beams), strict=True):
         np.testing.assert_allclose(a.log_probs, b.log_probs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_row_depends_on_no_other(plain):
-    wanted = decoded(plain)
-    (alone,) = decoded(plain, prompts=PROMPTS[1:2], rows=1, groups=1)
-    assert alone.tokens == wanted[1].tokens
 
 
 @pytest.mark.parametrize(

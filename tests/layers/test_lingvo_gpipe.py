@@ -142,7 +142,7 @@ def lm(pipelined):
 def transformer(pipelined):
     p = layers_with_gpipe.GPipeTransformerStack.Params().Set(
         model_dim=4, num_encoder_layers=1, num_decoder_layers=1, splits=2,
-        num_micro_batches=4 if pipelined else 1)
+        num_micro_batches=2 if pipelined else 1)
     p.emb_tpl.Set(input_dropout_prob=0.3).token_emb.Set(vocab_size=7, embedding_dim=4)
     p.emb_tpl.position_emb.embedding_dim = 4
     p.softmax_tpl.Set(num_classes=7, input_dim=4)

@@ -81,26 +81,17 @@ def test_a_spectrum_augmenter_equals_the_plain_model(run):
 
 
 def translator_layers():
-    """Two layers of lingvo's encoder and two of its decoder, with packed sentences and dropout."""
+    """A layer of lingvo's encoder and one of its decoder, with packed sentences and dropout."""
     cls = batch_major_attention.GPipeBatchMajorTransformerLayer
     block = cls.SetupDeterministicDropout(cls.Params().Set(input_dim=8, packed_input=True))
     block.tr_atten_tpl.Set(num_heads=2, residual_dropout_prob=0.2, atten_dropout_prob=0.1)
     block.tr_fflayer_tpl.Set(hidden_dim=16, residual_dropout_prob=0.2, relu_dropout_prob=0.1)
     decoder = block.Copy().Set(has_aux_atten=True, mask_self_atten=True)
-    layers = [block.Copy(), block.Copy(), decoder.Copy(), decoder.Copy()]
-    return [layer.Set(name=f"layer{i}") for i, layer in enumerate(layers)]
+    return [block.Set(name="layer0"), decoder.Set(name="layer1")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bounds", "options"),
-    [
-        pytest.param((0, 2, 4), {}, marks=pytest.mark.exhaustive),
-        ((0, 1, 3, 4), {"remat": "none"}),
-    ],
-    ids=["two stages", "three stages"],
-)
-def test_lingvos_translator_equals_the_plain_model(bounds, options):
+def test_lingvos_translator_equals_the_plain_model():
     """lingvo's layers for GPipe pass all seven values on, so they are stages as they are."""
     segments = [np.array([[1, 1, 2, 2, 0], [1] * 5] * 2), np.array([[1, 2, 2], [1, 1, 0]] * 2)]
     source, target = (RNG.normal(size=[4, n, 8]).astype(np.float32) for n in (5, 3))
@@ -111,9 +102,9 @@ def test_lingvos_translator_equals_the_plain_model(bounds, options):
 
     inputs = [source, paddings[0], target, paddings[1]]
     inputs += [mask(a, b) for a, b in ((segments[0],) * 2, (segments[1],) * 2, segments[::-1])]
-    wanted = run_tf1(stack_of(translator_layers(), bounds, pipelined=False), inputs)
-    params = stack_of(translator_layers(), bounds, num_micro_batches=2, schedule="gpipe", **options)
-    found = run_tf1(params, inputs, num_devices=len(bounds) - 1)
+    wanted = run_tf1(stack_of(translator_layers(), [0, 1, 2], pipelined=False), inputs)
+    params = stack_of(translator_layers(), [0, 1, 2], num_micro_batches=2, remat="none")
+    found = run_tf1(params, inputs, num_devices=2)
     # The bias of keys has no gradient but round-off.
     found.assert_close(wanted, rtol=1e-4, atol=5e-5)
-    assert {name.split("/")[0] for name in found.grads} == {f"layer{i}" for i in range(4)}
+    assert {name.split("/")[0] for name in found.grads} == {"layer0", "layer1"}

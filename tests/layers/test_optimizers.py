@@ -199,12 +199,8 @@ STEPS = 3
 # Sizes of a weight, and in how many slices each dim is cut.
 CUTS = [
     ((12,), (3,)),
-    ((8, 6), (2, 1)),
-    ((8, 6), (1, 3)),
     ((6, 8), (2, 2)),
-    ((4, 6, 8), (2, 1, 1)),
     ((8, 4, 6), (1, 1, 3)),
-    ((8, 6, 4), (1, 2, 1)),
     ((8, 6, 4), (2, 1, 2)),
     ((6, 8, 2), (3, 2, 1)),
     ((4, 8, 6), (2, 2, 2)),
@@ -245,7 +241,7 @@ def assert_all_close(theirs, ours):
 
 
 # All cuts with several options at once, and one with each of the others; the modes take turns.
-ON_SLICES = [(cut, OPTIONS[0]) for cut in CUTS] + [(CUTS[7], options) for options in OPTIONS[1:]]
+ON_SLICES = [(cut, OPTIONS[0]) for cut in CUTS] + [(CUTS[3], options) for options in OPTIONS[1:]]
 
 
 @pytest.mark.parametrize(("cut", "options"), ON_SLICES)

@@ -11,6 +11,7 @@ from pipemesh.errors import PipelineError
 from pipemesh.layers import FeatureExtractionLayer, FunctionLayer, PipeliningLayer, SeqLayer
 from pipemesh.layers.step_seed import whole_batch_randomness
 from tests.layers.harness import evaluated, executing, run_eagerly, run_tf1, run_tf2
+from tests.pairwise import in_turn
 
 ONES = np.ones([8, 32], np.float32)
 
@@ -57,8 +58,9 @@ def test_two_calls_in_a_step_and_two_stacks_have_masks_of_their_own(masks):
         assert both < 0.15, "two independent masks that keep a quarter have a sixteenth in common"
 
 
-@pytest.mark.parametrize("run", [run_tf1, run_tf2, run_eagerly])
-@pytest.mark.parametrize("kind", [SeqLayer, PipeliningLayer])
+@pytest.mark.parametrize(
+    ("kind", "run"), in_turn([PipeliningLayer, SeqLayer], [run_tf1, run_tf2, run_eagerly])
+)
 def test_calls_are_counted_alike_with_and_without_a_pipeline(run, kind, masks):
     cut = {"num_micro_batches": 4} if kind is PipeliningLayer else {}
     result = run(two_stacks(kind, **cut), [ONES], num_devices=2, loss=None)

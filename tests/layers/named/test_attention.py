@@ -1,4 +1,7 @@
-"""Attention equals plain TensorFlow under every layout."""
+"""Attention equals plain TensorFlow.
+
+Layouts equal one processor (tests/conformance), but for more processors than keys.
+"""
 
 import numpy as np
 import pytest
@@ -6,7 +9,7 @@ import tensorflow as tf
 
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import Attention, Norm, lowering_scope
-from tests.layers.named.harness import RULES, SCALE, run, value_of
+from tests.layers.named.harness import SCALE, run, value_of
 from tests.layers.named.test_block_attention import (
     BOTH_SIDES,
     BUCKETS,
@@ -66,29 +69,19 @@ def plain(
     return tf.einsum("btnh,nhd->btd", y, w["w_out"]) + w.get("b_out", 0.0)
 
 
-# Other layouts equal one processor (tests/conformance).
+GROUPS = {"num_kv_heads": 2, "use_rotary": True, "use_bias": False, **RELATIVE}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "rules", "changes", "segments", "positions"),
+    ("changes", "segments", "positions"),
     [
-        pytest.param("model:4", RULES, {}, SEGMENTS, None, id="plain"),
-        pytest.param(
-            "data:2;model:2",
-            RULES,
-            {"num_kv_heads": 2, "use_rotary": True, "use_bias": False, **RELATIVE},
-            SEGMENTS,
-            POSITIONS,
-            id="groups of heads, rotations, biases by distance",
-        ),
-        pytest.param(
-            "model:4", "heads:model", {"num_kv_heads": 2}, None, None, id="keys on two processors"
-        ),
-        pytest.param("model:1", RULES, {"use_rotary": True}, None, None, id="defaults"),
+        pytest.param({}, SEGMENTS, None, id="plain"),
+        pytest.param(GROUPS, SEGMENTS, POSITIONS, id="groups"),
+        pytest.param({"use_rotary": True}, None, None, id="defaults"),
     ],
 )
-def test_results_and_gradients_are_those_of_plain_tensorflow(
-    mesh, rules, changes, segments, positions
-):
-    found = run(PARAMS.Copy().Set(**changes), [X, segments, positions], mesh, rules)
+def test_results_and_gradients_are_those_of_plain_tensorflow(changes, segments, positions):
+    found = run(PARAMS.Copy().Set(**changes), [X, segments, positions])
     if changes.get("use_rotary") and positions is None:
         positions = np.broadcast_to(np.arange(6), [2, 6])
     found.assert_plain(lambda w: plain(w, segments, positions))
@@ -106,7 +99,7 @@ LIMITS = {"window": 3, "score_cap": 0.4, "score_scale": 0.9}
 def test_limits_and_norms_are_those_of_plain_tensorflow():
     changes = {"num_kv_heads": 2, "dim_per_head": 4, "use_rotary": True, "rotary_dim": 2}
     changes |= {"use_out_bias": False, "norm_tpl": Norm.Params().Set(kind="rms"), **LIMITS}
-    found = run(PARAMS.Copy().Set(**changes), [X, SEGMENTS, POSITIONS], "data:2;model:2")
+    found = run(PARAMS.Copy().Set(**changes), [X, SEGMENTS, POSITIONS])
     assert "b_out" not in found.shapes and "b_q" in found.shapes
     limits = LIMITS | {"sight": Sight(window=LIMITS["window"])}
     del limits["window"]
@@ -114,15 +107,15 @@ def test_limits_and_norms_are_those_of_plain_tensorflow():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rules", "changes", "segments"),
+    ("mesh", "changes", "segments"),
     [
-        ("data:2;model:2", RULES, {"num_kv_heads": 2, "window": 3, **BOTH}, SEGMENTS),
-        ("model:4", "heads:model", {"num_kv_heads": 2, "window": 2, "use_rotary": True}, None),
-        ("model:2", "heads:model;length:model", {"use_bias": False, **BOTH}, None),
+        ("model:1", {"num_kv_heads": 2, "window": 3, **BOTH}, SEGMENTS),
+        # Two processors have heads of the same key.
+        ("model:4", {"num_kv_heads": 2, "window": 2, "use_rotary": True}, None),
     ],
 )
-def test_tokens_may_see_both_sides(mesh, rules, changes, segments):
-    found = run(PARAMS.Copy().Set(causal=False, **changes), [X, segments], mesh, rules)
+def test_tokens_may_see_both_sides(mesh, changes, segments):
+    found = run(PARAMS.Copy().Set(causal=False, **changes), [X, segments], mesh, "heads:model")
     positions = np.broadcast_to(np.arange(6), [2, 6]) if changes.get("use_rotary") else None
     sight = Sight(False, changes.get("window"))
     found.assert_plain(lambda w: plain(w, segments, positions, sight=sight))
@@ -136,19 +129,18 @@ CROSS = PARAMS.Copy().Set(causal=False, cross=True)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rules", "changes", "segments", "memory_segments", "paddings"),
+    ("mesh", "changes", "segments", "memory_segments", "paddings"),
     [
-        ("data:2;model:2", RULES, {"num_kv_heads": 2}, SEGMENTS, MEMORY_SEGMENTS, None),
+        ("model:1", {"use_bias": False}, SEGMENTS, MEMORY_SEGMENTS, None),
         # Two processors have heads of the same key.
-        ("model:4", "heads:model", {"num_kv_heads": 2}, None, None, MEMORY_PADDINGS),
-        ("model:2", "heads:model;length:model", {"use_bias": False}, None, None, None),
-        ("model:1", RULES, NORMED, SEGMENTS, MEMORY_SEGMENTS, MEMORY_PADDINGS),
+        ("model:4", {"num_kv_heads": 2}, None, None, MEMORY_PADDINGS),
+        ("model:1", NORMED, SEGMENTS, MEMORY_SEGMENTS, MEMORY_PADDINGS),
     ],
 )
-def test_tokens_may_see_another_sequence(mesh, rules, changes, segments, memory_segments, paddings):
+def test_tokens_may_see_another_sequence(mesh, changes, segments, memory_segments, paddings):
     inputs = [X, segments, None, PADDINGS, MEMORY, memory_segments, paddings]
     params = CROSS.Copy().Set(**changes)
-    found = run(params, inputs, mesh, rules, of_inputs=True)
+    found = run(params, inputs, mesh, "heads:model", of_inputs=True)
     if paddings is not None:
         segments = np.zeros([2, 6], np.int32) if segments is None else segments
         ids = 0 if memory_segments is None else memory_segments
@@ -217,14 +209,13 @@ def test_limits_are_checked(changes, message):
         PARAMS.Copy().Set(**changes).Instantiate()
 
 
-@pytest.mark.parametrize("segments", [SEGMENTS, None])
-def test_nobody_sees_padding(segments):
+def test_nobody_sees_padding():
     def call(layer, theta, x, segments, padded):
         y = layer.FProp(theta, x, segments, paddings=padded)
         return y * layer.Named(1 - padded, "batch;length")
 
-    found = run(PARAMS, [X, segments, PADDINGS], "data:2", call=call)
-    ids = np.where(PADDINGS > 0, 99, 0 if segments is None else segments)
+    found = run(PARAMS, [X, SEGMENTS, PADDINGS], call=call)
+    ids = np.where(PADDINGS > 0, 99, SEGMENTS)
     found.assert_plain(lambda w: plain(w, ids) * (1 - PADDINGS)[..., None])
 
 

@@ -137,15 +137,14 @@ def test_sights_and_caps_are_those_of_all_scores_at_once(
 
 
 @pytest.mark.parametrize(
-    ("length", "keys", "block_size", "kv_heads", "packed"),
+    ("length", "keys", "block_size", "kv_heads", "packed", "graph"),
     [
-        (7, 5, 3, 2, (True, True)),
-        (2, 9, 4, 4, (False, False)),
-        (9, 2, 4, 1, (False, True)),
-        (3, 5, 8, 2, (True, True)),
+        (7, 5, 3, 2, (True, True), True),
+        (2, 9, 4, 4, (False, False), False),
+        (9, 2, 4, 1, (False, True), True),
+        (3, 5, 8, 2, (True, True), False),
     ],
 )
-@pytest.mark.parametrize("graph", [True, False])
 def test_keys_of_another_sequence(length, keys, block_size, kv_heads, packed, graph):
     """Its length, blocks and segments are its own; without its segment a query has zeros."""
     segments, key_segments = (

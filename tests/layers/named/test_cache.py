@@ -20,7 +20,6 @@ PARAMS = Attention.Params().Set(
     name="attention", input_dim=8, num_heads=4, dim_per_head=2, block_size=4
 )
 KINDS = {
-    "plain": {},
     "groups": {"num_kv_heads": 2, "use_rotary": True},
     "all": {"num_kv_heads": 2, "use_rotary": True, "relative_buckets": 4},
     "limited": {
@@ -55,9 +54,8 @@ def by_parts(*lengths):
 @pytest.mark.parametrize(
     ("mesh", "rules", "kind", "parts"),
     [
-        ("model:2", RULES, "plain", (7,)),
         ("data:2;model:2", RULES, "all", (1, 4, 2)),
-        ("model:2", RULES, "limited", (2, 4, 1)),
+        ("model:1", RULES, "limited", (2, 4, 1)),
         # Two processors have heads of the same key.
         ("model:4", "heads:model", "groups", (4, 3)),
     ],
@@ -72,7 +70,7 @@ def test_attention_goes_on_where_it_was(mesh, rules, kind, parts):
 @pytest.mark.parametrize(
     ("mesh", "rules", "changes", "segments"),
     [
-        ("data:2;model:2", RULES, {}, True),
+        ("model:1", RULES, {}, True),
         # Two processors have heads of the same key.
         ("model:4", "heads:model", {"num_kv_heads": 2}, False),
     ],
@@ -188,7 +186,7 @@ def test_rows_may_stand_at_different_places():
         return tf.concat(found, 1)
 
     whole = run(PARAMS, [X], "model:1", loss=None).outputs[0]
-    found = run(PARAMS, [X], "data:2;model:2", call=call, loss=None).outputs[0]
+    found = run(PARAMS, [X], "data:2", call=call, loss=None).outputs[0]
     wanted = [[whole[row, at + i] for i in range(2)] for row, at in enumerate(lengths)]
     np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-6)
 

@@ -19,6 +19,7 @@ from pipemesh.lowering import ops
 from tests.layers.harness import cluster, run_tf2
 from tests.layers.named.harness import make_lowering, run, value_of
 from tests.layers.stacks import stack_of
+from tests.pairwise import in_turn
 
 X = value_of("x", [4, 3, 8])
 PARAMS = Norm.Params().Set(name="norm", input_dim=8)
@@ -26,29 +27,19 @@ IMAGES = value_of("images", [4, 4, 2, 8])
 BATCH_NORM = BatchNorm.Params().Set(name="norm", input_dim=8, decay=0.9)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rules", "direct_scale"),
-    [
-        ("layer", "embed:model;batch:data", False),
-        ("layer", "batch:data", True),
-        ("rms", "embed:model;batch:data", True),
-        ("rms", "batch:data", False),
-    ],
-)
-def test_results_and_gradients_are_those_of_plain_tensorflow(kind, rules, direct_scale):
+# Layouts equal one processor (tests/conformance).
+@pytest.mark.parametrize(("kind", "direct_scale"), [("layer", False), ("rms", True)])
+def test_results_and_gradients_are_those_of_plain_tensorflow(kind, direct_scale):
     def plain(w):
         x = X - X.mean(2, keepdims=True) if kind == "layer" else X
         root = np.sqrt((x**2).mean(2, keepdims=True) + 1e-6)
         return x / root * (w["scale"] + float(not direct_scale)) + w.get("bias", 0.0)
 
     params = PARAMS.Copy().Set(kind=kind, direct_scale=direct_scale)
-    run(params, [X], "data:2;model:2", rules).assert_plain(plain)
+    run(params, [X]).assert_plain(plain)
 
 
-@pytest.mark.parametrize(
-    "rules", ["height:data;width:model", "batch:data;channels:model", "height:model"]
-)
-def test_group_norm_is_that_of_plain_tensorflow(rules):
+def test_group_norm_is_that_of_plain_tensorflow():
     params = PARAMS.Copy().Set(kind="group", dim="channels", num_groups=4, epsilon=1e-3)
 
     def plain(w):
@@ -57,16 +48,15 @@ def test_group_norm_is_that_of_plain_tensorflow(rules):
         x = tf.reshape((x - mean) / tf.sqrt(variance + 1e-3), IMAGES.shape)
         return x * (1 + w["scale"]) + w["bias"]
 
-    run(params, [IMAGES], "data:2;model:2", rules).assert_plain(plain)
+    run(params, [IMAGES]).assert_plain(plain)
 
 
-@pytest.mark.parametrize("rules", ["height:data;width:model", "batch:data;channels:model"])
-def test_batch_norm_is_that_of_plain_tensorflow(rules):
+def test_batch_norm_is_that_of_plain_tensorflow():
     def plain(w):
         mean, variance = tf.nn.moments(IMAGES, [0, 1, 2])
         return (IMAGES - mean) / tf.sqrt(variance + 1e-3) * (1 + w["scale"]) + w["bias"]
 
-    run(BATCH_NORM, [IMAGES], "data:2;model:2", rules).assert_plain(plain)
+    run(BATCH_NORM, [IMAGES]).assert_plain(plain)
 
 
 def test_evaluation_uses_moving_averages_of_all_batches():
@@ -98,15 +88,17 @@ def test_moving_variance_is_exact_beside_a_large_mean():
 
 
 @pytest.mark.parametrize(
-    "params",
-    [
-        PARAMS.Copy().Set(dim="channels"),
-        PARAMS.Copy().Set(dim="channels", kind="rms"),
-        PARAMS.Copy().Set(dim="channels", kind="group", num_groups=2),
-        BATCH_NORM,
-    ],
+    ("params", "rules"),
+    in_turn(
+        [
+            PARAMS.Copy().Set(dim="channels"),
+            PARAMS.Copy().Set(dim="channels", kind="rms"),
+            PARAMS.Copy().Set(dim="channels", kind="group", num_groups=2),
+            BATCH_NORM,
+        ],
+        ["height:data;channels:model", ""],
+    ),
 )
-@pytest.mark.parametrize("rules", ["", "height:data;channels:model"])
 def test_dim_may_be_anywhere_or_last_without_names(params, rules):
     def channels_first(layer, theta, x):
         x = layer.Named(x, "batch;height;width;channels")
