@@ -87,10 +87,11 @@ def keras_layers(model: Any, **params: Any) -> list[Any]:
     Example:
         >>> import keras
         >>> from pipemesh.layers import keras_layers
+        >>> dense = keras.layers.Dense
         >>> model = keras.Sequential(
-        ...     [keras.Input([2]), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)])
-        >>> [type(layer).__name__ for layer in keras_layers(model)]
-        ['Dense', 'Dense']
+        ...     [keras.Input([2]), dense(3, "relu", name="first"), dense(1, name="last")])
+        >>> [layer.name for layer in keras_layers(model)]
+        ['first', 'last']
     """
     made: Any = model
     if not isinstance(model, keras.Layer) and callable(model):

@@ -58,7 +58,8 @@ def decoded(task, chooser=None, prompts=PROMPTS, stop=(), **sizes):
 
 
 def by_loss(task, prompt):
-    """Greedy tokens from the loss that training has, without a cache."""
+    """Greedy tokens, and the logarithms of their probabilities, from the loss that training has,
+    without a cache."""
     row = list(prompt.ids)
 
     @tf.function(autograph=False)
@@ -71,12 +72,15 @@ def by_loss(task, prompt):
             targets = ones, tf.tile([tf.range(LENGTH)], [VOCAB, 1])
             return task.task.stack.FProp(task.task.theta.stack, *inputs, *targets)[2]
 
+    logs = []
     for _ in range(MOST):
         ids, labels = (np.zeros([VOCAB, LENGTH], np.int32) for _ in range(2))
         ids[:, : len(row)] = row
         labels[:, len(row) - 1] = range(VOCAB)
-        row.append(int(np.argmin(losses(ids, labels).numpy()[:, len(row) - 1])))
-    return tuple(row[len(prompt.ids) :])
+        found = losses(ids, labels).numpy()[:, len(row) - 1]
+        row.append(int(np.argmin(found)))
+        logs.append(-found.min())
+    return tuple(row[len(prompt.ids) :]), logs
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +90,11 @@ def plain():
 
 def test_tokens_are_those_of_whole_rows_without_a_cache(plain):
     found = decoded(plain)
-    assert [each.tokens for each in found[:3]] == [by_loss(plain, each) for each in PROMPTS[:3]]
+    for each, prompt in zip(found[:3], PROMPTS[:3], strict=True):
+        wanted, logs = by_loss(plain, prompt)
+        assert each.tokens == wanted
+        # These also show that nobody sees what a short source is filled with.
+        np.testing.assert_allclose(each.log_probs, logs, rtol=1e-4, atol=1e-5)
     # They depend on the source.
     assert len({each.tokens for each in found}) > 1
 

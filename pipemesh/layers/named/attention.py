@@ -193,6 +193,10 @@ class Attention(NamedLayer):
             weights["relative_bias"] = (table, zero)
         return weights
 
+    def dims(self) -> set[str]:
+        """Returns the dims that rules may split; a memory has a length of its own."""
+        return super().dims() | ({"memory_length"} if self.params.cross else set())
+
     @classmethod
     def Matrices(cls, p: Any) -> dict[str, tuple[str, str]]:
         """Returns the dims of inputs and of outputs of each matrix."""

@@ -300,13 +300,16 @@ class _RingAttention:
             held = self._sent(held, number, states)
             found = self._each(meet, number, **self._own, **held, **states[-1])
             states.append(dict(zip(("output", "logs"), found, strict=True)))
-        self._result = states[-1]
 
-        def low(step: _Step, output: tf.Tensor, q: tf.Tensor) -> Sequence[tf.Tensor]:
-            return [tf.cast(output, q.dtype)]
+        def low(
+            step: _Step, output: tf.Tensor, logs: tf.Tensor, q: tf.Tensor
+        ) -> Sequence[tf.Tensor]:
+            # Tied, as in `BlockAttention.forward`.
+            return tf.identity_n([tf.cast(output, q.dtype), logs])
 
-        (self._result["output"],) = self._each(low, 0, output=self._result["output"], q=q)
-        return self._result["output"]
+        output, logs = self._each(low, 0, **states[-1], q=q)
+        self._result = {"output": output, "logs": logs}
+        return output
 
     def backward(self, grad: Slices) -> list[Slices]:
         """Returns the gradients of queries, keys, values, and of the table if there is one."""
