@@ -47,14 +47,13 @@ flags.FLAGS.mark_as_parsed()
 
 @pytest.fixture(autouse=True, scope="module")
 def no_garbage():
-    """Frees what the file before has traced.
+    """Frees what a file has traced.
 
     Graphs are circles, which Python collects too seldom here; and TensorFlow copies the functions
-    of all that are alive whenever it makes an iterator over data. What is alive between two files,
-    such as modules and what they keep, lives on: it is not looked at again.
+    of all that are alive whenever it makes an iterator over data.
     """
+    yield
     gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
