@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
+
+
 import collections
 import contextlib
 import dataclasses
