@@ -166,7 +166,7 @@ class A:
 
 
 def _private(source, knows_lingvo):
-    """What code touches of others' private things, with the lines."""
+    """Returns the private names of others that code uses, with their lines."""
     return _private_of(list(ast.walk(ast.parse(source))), knows_lingvo)
 
 
@@ -226,7 +226,7 @@ def _is_private_module(name):
 
 
 def _imported(nodes):
-    """What is imported at any place, also where it is only for types: names and their packages."""
+    """Yields the names that a module imports, also those for types alone, and their packages."""
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             yield from ((f"{node.module}.{alias.name}", node.module) for alias in node.names)

@@ -101,7 +101,7 @@ class Collective:
         return _SENT[self.primitive](members) * size
 
 
-# The share of a tensor that one of n devices sends, as in `pipemesh.lowering.Costs`.
+# The share of a tensor that one of n devices sends, as in `pipemesh.lowering.OperationCosts`.
 _SENT: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -120,7 +120,7 @@ def collective_of(
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What each of some devices has of a layer under layout rules; the rest is whole on each."""
+    """The parts of a layer on devices that share it by layout rules; the rest is whole on each."""
 
     most: int = 1  # Any divisor of this number of devices can share the layer.
     sent: tuple[Collective, ...] = ()

@@ -1,4 +1,4 @@
-"""What `pipemesh.decode` and `pipemesh.score` refuse from Python, which loads no TensorFlow."""
+"""Errors of `pipemesh.decode` and `pipemesh.score` from Python need no TensorFlow."""
 
 import subprocess
 import sys

@@ -142,7 +142,7 @@ def test_layout_rules_are_searched():
     ]
     own, length, other = (predict(plan, found, 1) for plan in plans)
     assert chosen.seconds == own.seconds > length.seconds
-    # What figures do not know counts as their own rules, which is said.
+    # A layout that figures do not know counts as their own rules, and the forecast says so.
     assert other.seconds == own.seconds and not own.supposed
     assert "do not know how 'other:model' splits" in other.supposed
 

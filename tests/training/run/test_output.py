@@ -112,7 +112,7 @@ def test_a_training_ends_early_where_nothing_gets_better(eagerly, tmp_path, caps
 
 
 def test_going_on_judges_the_step_that_was_the_last_one(eagerly, tmp_path, capsys):
-    """What early stop counts does not depend on where a training was interrupted."""
+    """Early stopping counts the same evaluations wherever a training was interrupted."""
 
     def judged(steps, restore=None):
         assert trained(tmp_path, steps, restore=restore) == 0
