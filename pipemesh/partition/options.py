@@ -7,14 +7,15 @@ import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pipemesh.errors import PartitionError, ScheduleError
 from pipemesh.partition.costs import Stack, decimal, is_sequence, number_problem, whole
 from pipemesh.partition.memory import REMAT_POLICIES, WITH_FORMULA, at_once, in_flight
-from pipemesh.schedule import Schedule, ScheduleSpec, simulate
-from pipemesh.schedule.names import agreed_stages, parse
 from pipemesh.text import nearest
+
+if TYPE_CHECKING:
+    from pipemesh.schedule import Schedule
 
 METHODS = ("exact", "lingvo", "uniform")
 
@@ -263,11 +264,17 @@ def check_schedule(stages: int, arguments: Mapping[str, Any]) -> Options:
 
 @functools.lru_cache(maxsize=8)
 def _facts(schedule: Schedule) -> dict[str, Any]:
+    from pipemesh.schedule import simulate
+
     return simulate(schedule).for_partition()
 
 
 def _simulated(schedule: object, stages: int, microbatches: int | None) -> dict[str, Any]:
     """Returns the numbers of a schedule's table; none for a name that has a formula."""
+    # Only now: to load schedules takes longer than all that a partition without one needs.
+    from pipemesh.schedule import Schedule, ScheduleSpec
+    from pipemesh.schedule.names import parse
+
     try:
         if not isinstance(schedule, Schedule):
             if parse(schedule).name in WITH_FORMULA:
@@ -299,6 +306,8 @@ def _named_schedule(schedule: object, rounds: int | None) -> tuple[str, int]:
     if schedule is None:
         rounds = rounds or 1
         return ("one_f_one_b" if rounds == 1 else "interleaved_one_f_one_b"), rounds
+    from pipemesh.schedule.names import agreed_stages, parse
+
     parsed = parse(schedule)
     try:
         rounds = agreed_stages(str(schedule), parsed, rounds)

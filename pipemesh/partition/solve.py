@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,10 @@ from pipemesh.partition.options import METHODS, Options, check_options, choice
 from pipemesh.partition.problem import Problem, allowed_positions, build_memory, build_problem
 from pipemesh.partition.result import Partition
 from pipemesh.partition.virtual_stages import virtual_cut, virtual_has_cut
-from pipemesh.schedule import Schedule
 from pipemesh.text import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from pipemesh.schedule import Schedule
 
 _MOST_STAGE_COUNTS = 40
 _MOST_DOUBLINGS = 6

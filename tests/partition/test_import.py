@@ -8,29 +8,31 @@ import pytest
 
 SCRIPT = """
 import sys, time
-begin = time.perf_counter()
+begin = time.process_time()
+import numpy
+loaded = time.process_time()
 import pipemesh.partition
 plan = pipemesh.partition.partition([3.5, 1, 1, 3] * 25, 8)
-seconds = time.perf_counter() - begin
+seconds = time.process_time() - loaded
 import json
 heavy = [name for name in ("tensorflow", "lingvo", "keras", "torch") if name in sys.modules]
-print(json.dumps([seconds, heavy, plan.num_stages]))
+print(json.dumps([seconds, loaded - begin, heavy, plan.num_stages]))
 """
 
 
 @pytest.mark.serial
-def test_import_and_one_call_take_under_0_3_seconds():
-    best = 1e9
+def test_import_and_one_call_take_little_longer_than_to_import_numpy():
+    """Which takes 0.1 to 0.2 seconds of a core."""
+    found = []
     for _ in range(5):
-        # The fastest of a few: another process on the machine is not what is tested.
+        # The least of a few: another process on the machine is not what is tested.
         run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, check=True)
-        seconds, heavy, stages = json.loads(run.stdout)
+        seconds, of_numpy, heavy, stages = json.loads(run.stdout)
         assert heavy == []
         assert stages == 8
-        best = min(best, seconds)
-        if best < 0.3:
-            break
-    assert best < 0.3
+        found.append((seconds, of_numpy))
+    own, theirs = map(min, zip(*found, strict=True))
+    assert own < 1.5 * theirs
 
 
 def test_the_command_line_loads_no_tensorflow():
