@@ -40,11 +40,12 @@ OFTEN = [
     ("dense", "layers:2;data:2", "batch:data;embed:data", "", 3, 2, "drawn"),
     ("dense", "layers:2;model:2,1", ALL, "", 2, 2, "greedy"),
     ("tied", "model:2", ALL, "", 1, 4, "beams"),
-    ("experts", "layers:2;model:2", EXPERTS, "gpipe", 1, 4, "drawn"),
+    ("experts", "model:2", EXPERTS, "", 1, 4, "drawn"),
     ("tied", "layers:2;data:2", "batch:data", "gpipe", 2, 2, "beams"),
     ("deep", "layers:2", "", "looped_bfs:2", 3, 2, "greedy"),
 ]
 SELDOM = [
+    ("experts", "layers:2;model:2", EXPERTS, "gpipe", 1, 4, "drawn"),
     ("dense", "layers:2;data:2", "batch:data;embed:data", "", 3, 2, "beams"),
     ("experts", "layers:2;data:2", "batch:data", "", 3, 2, "greedy"),
     ("dense", "layers:2", "", "", 1, 3, "greedy"),

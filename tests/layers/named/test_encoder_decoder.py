@@ -89,7 +89,13 @@ SPLIT = "layers:3;model:2 heads:model;d_ff:model;vocab:model"
             {"schedule": "interleaved", "remat": "none"},
             marks=pytest.mark.exhaustive,
         ),
-        (run_tf1, SPLIT, [0, 2, 4, 6], {"schedule": "zb_h1", "remat": "none"}),
+        pytest.param(
+            run_tf1,
+            SPLIT,
+            [0, 2, 4, 6],
+            {"schedule": "zb_h1", "remat": "none"},
+            marks=pytest.mark.exhaustive,
+        ),
         (
             run_tf2,
             SPLIT,

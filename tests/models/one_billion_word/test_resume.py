@@ -201,7 +201,7 @@ def check(saves, tmp_path, there, here, rtol):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plans",
-    [("plain", "mixed", "simd"), pytest.param(tuple(PLANS), marks=pytest.mark.exhaustive)],
+    [("plain", "data", "simd"), pytest.param(tuple(PLANS), marks=pytest.mark.exhaustive)],
 )
 def test_weights_and_optimizer_are_those_that_were_saved_and_so_is_the_next_loss(
     eagerly, saves, tmp_path, plans
@@ -214,7 +214,7 @@ def test_weights_and_optimizer_are_those_that_were_saved_and_so_is_the_next_loss
 @pytest.mark.parametrize(
     ("there", "here", "precisions"),
     [
-        pytest.param("plain", "mixed", ("bfloat16", ""), marks=pytest.mark.slow),
+        pytest.param("plain", "data", ("bfloat16", ""), marks=pytest.mark.slow),
         pytest.param("mixed", "pipeline", ("", "bfloat16"), marks=pytest.mark.exhaustive),
     ],
 )

@@ -110,9 +110,9 @@ def plain(folder, kind):
 
 
 def cases():
-    """Yields each plan with each kind; two of adapters run by default."""
+    """Yields each plan with each kind; one of adapters runs by default."""
     for kind, plan in itertools.product(KINDS, PLANS):
-        is_shown = kind == "adapters" and plan in ("halves, tokens split", "SIMD")
+        is_shown = kind == "adapters" and plan == "SIMD"
         marks = pytest.mark.slow if is_shown else pytest.mark.exhaustive
         yield pytest.param(kind, PLANS[plan], marks=marks, id=f"{kind}-{plan}")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 
 import numpy as np
@@ -39,29 +40,33 @@ def data(tmp_path_factory):
 
 
 def trained(data, plan, logdir, until, restore=None):
-    """The batches and losses of steps, and the checkpoint after them."""
+    """The batches and losses of steps, and the checkpoint in between."""
     config = Small()
     config.LOGDIR, config.TRAIN_DATA = str(logdir), f"{data}/train.tsv"
     model = RegisteredModel(config, MODEL, PLANS[plan], plain=plan == "plain")
     options = Options(logdir=str(logdir), steps=until)
     trainer = Trainer(model, options, restore=restore, keeps_place=restore is not None)
-    steps = []
+    steps, path = [], None
     while trainer.step < until:
         loss = trainer.train_step()["loss"]
         batch = {name: value.numpy().tolist() for name, value in trainer.batch.items()}
         steps.append((batch, loss))
-    return steps, trainer.save()
+        if trainer.step == SAVED:
+            path = trainer.save()
+    return steps, path
 
 
-_plain_steps = []
+# The step after which a training is saved.
+SAVED = 2
+_plain = []
 
 
 @pytest.fixture
-def plain(data, tmp_path):
-    """Four steps of the plain model, computed once."""
-    if not _plain_steps:
-        _plain_steps.extend(trained(data, "plain", tmp_path / "plain", 4)[0])
-    return _plain_steps
+def plain(data, tmp_path_factory):
+    """Four steps of the plain model, and the checkpoint after the second; computed once."""
+    if not _plain:
+        _plain.extend(trained(data, "plain", tmp_path_factory.mktemp("plain"), 4))
+    return _plain
 
 
 def assert_equal(found, wanted):
@@ -75,15 +80,17 @@ def assert_equal(found, wanted):
 )
 def test_loss_is_that_of_the_plain_model(data, plain, plan, tmp_path):
     found, _ = trained(data, plan, tmp_path, 3)
-    assert_equal(found, plain[:3])
+    assert_equal(found, plain[0][:3])
 
 
-def test_killed_it_resumes_with_the_same_rows(data, plain, tmp_path):
-    assert len({str(batch["source_ids"]) for batch, _ in plain}) == 4
-    first, path = trained(data, "layers:2", tmp_path, 2)
-    # What the process had read ahead is lost with it.
-    rest, _ = trained(data, "layers:2", tmp_path, 4, restore=path)
-    assert_equal(first + rest, plain)
+def test_it_goes_on_under_another_plan_with_the_same_rows(data, plain, tmp_path):
+    """What the process of the checkpoint had read ahead is lost with it."""
+    steps, path = plain
+    assert len({str(batch["source_ids"]) for batch, _ in steps}) == 4
+    # The vocabulary is beside the checkpoint.
+    shutil.copytree(os.path.dirname(path), tmp_path / "run")
+    found, _ = trained(data, "layers:2", tmp_path / "run", 4, restore=path)
+    assert_equal(found, steps[SAVED:])
 
 
 FRONT = """
