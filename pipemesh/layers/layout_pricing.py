@@ -16,7 +16,7 @@ from pipemesh.errors import LayoutError, PartitionError
 from pipemesh.layers.named import ReplicaCut, lowering_scope, replica_cut_scope
 from pipemesh.layers.partition_layers import Meta, layer_metas, named_layers
 from pipemesh.lowering import OperationCosts, PlacementLowering
-from pipemesh.lowering.costs import BACKWARD, Work, usual_bytes
+from pipemesh.lowering.costs import BACKWARD, Work
 from pipemesh.mesh import LayoutRules, Mesh, Price, Pricing, find_layout
 from pipemesh.mesh.find_layout import Axes
 from pipemesh.mesh.mesh import LAYERS_AXIS
@@ -24,6 +24,7 @@ from pipemesh.plan import Link, Machine
 from pipemesh.plan.figures import DATA, MODEL, Curve, Shares, collective_of
 from pipemesh.plan.homes import BATCH, cut_rules, replica_axis
 from pipemesh.plan.machine import by_work, least_seconds
+from pipemesh.plan.network import sent_share
 
 
 def layers_pricing(
@@ -317,7 +318,7 @@ def _include_gradients(
     sent = {"all_reduce": weights - cut, "reduce_scatter": cut}
     for primitive, size in sent.items():
         if size:
-            usual = usual_bytes(primitive, size, replicas)
+            usual = int(size * sent_share(primitive, replicas))
             costs.add_sent(primitive, [axis], usual, backward=True)
     if fetched:
         for backward in (False, True):

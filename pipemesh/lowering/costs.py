@@ -14,6 +14,7 @@ import tensorflow as tf
 from pipemesh.backend.gradients import is_recorded
 from pipemesh.mesh import Mesh, TensorLayout
 from pipemesh.plan.machine import Key
+from pipemesh.plan.network import sent_share
 from pipemesh.text import columns
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -124,7 +125,8 @@ class OperationCosts:
         """
         if sent is None:
             size = (slice_.shape.num_elements() or 0) * slice_.dtype.size
-            sent = usual_bytes(primitive, size, math.prod(self.mesh.size(axis) for axis in axes))
+            members = math.prod(self.mesh.size(axis) for axis in axes)
+            sent = int(size * sent_share(primitive, members))
         self.add_sent(primitive, axes, sent, backward)
 
     def add_sent(self, primitive: str, axes: Sequence[str], sent: int, backward: bool) -> None:
@@ -245,17 +247,6 @@ class OperationCosts:
         if same:
             lines.append(f"flops that all devices along an axis compute alike: {', '.join(same)}")
         return "\n".join(lines)
-
-
-def usual_bytes(primitive: str, size: int, members: int) -> int:
-    """Returns the bytes that one member of a group sends under the usual algorithms."""
-    return {
-        "all_reduce": 2 * size * (members - 1) // members,
-        "all_gather": size * (members - 1),
-        "all_to_all": size * (members - 1) // members,
-        "reduce_scatter": size * (members - 1) // members,
-        "permute": size,
-    }[primitive]
 
 
 def _pass_name(backward: bool) -> str:

@@ -16,7 +16,7 @@ from pipemesh.errors import PlanError
 from pipemesh.mesh import LayoutRules
 from pipemesh.partition import LayerCost
 from pipemesh.plan.homes import cut_rules, inner_rules
-from pipemesh.plan.network import Link
+from pipemesh.plan.network import Link, sent_share
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.remat import Remat
 
@@ -98,24 +98,22 @@ class Collective:
     def sent(self, members: int, rows: float) -> float:
         """Returns the bytes that each of some devices sends in a call."""
         size = self.size.at(rows) / self.calls
-        return _SENT[self.primitive](members) * size
+        return _share_of_all(self.primitive, members) * size
 
 
-# The share of a tensor that one of n devices sends, as in `pipemesh.lowering.OperationCosts`.
-_SENT: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n**2,
-    "permute": lambda n: 1.0,
-}
+def _share_of_all(primitive: str, members: int) -> float:
+    """Returns the share of the whole tensor that one of some devices sends."""
+    is_split = primitive in ("all_gather", "all_to_all")
+    return float(sent_share(primitive, members) / (members if is_split else 1))
 
 
 def collective_of(
     primitive: str, backward: bool, calls: float, sent: Curve, members: int
 ) -> Collective:
     """Returns the calls in which each of some members sends so many bytes together."""
-    return Collective(primitive, backward, calls, sent.scaled(1 / _SENT[primitive](members)))
+    return Collective(
+        primitive, backward, calls, sent.scaled(1 / _share_of_all(primitive, members))
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 from pipemesh.errors import PlanError
 from pipemesh.mesh import LayoutRules, Mesh
@@ -92,9 +93,21 @@ class Link:
         return steps * self.seconds(sent / steps)
 
 
+def sent_share(primitive: str, members: int) -> Fraction:
+    """Returns the share of its input that a member of a group sends, by the usual algorithms."""
+    others = members - 1
+    return {
+        "all_reduce": Fraction(2 * others, members),
+        "all_gather": Fraction(others),
+        "all_to_all": Fraction(others, members),
+        "reduce_scatter": Fraction(others, members),
+        "permute": Fraction(1),
+    }[primitive]
+
+
 def reduced_bytes(members: int, sent: float) -> float:
     """Returns the bytes of a member's input of an all-reduce in which it sends so many."""
-    return sent * members / (members - 1) / 2
+    return sent / float(sent_share("all_reduce", members))
 
 
 @dataclasses.dataclass(frozen=True)

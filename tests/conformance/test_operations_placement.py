@@ -17,7 +17,6 @@ from pipemesh.mesh import Mesh
 from tests.lowering.cases import ALL
 from tests.lowering.cases.case import GRAPH_MESH, LARGE_MESH, not_thin, sampled
 
-
 MOST_LAYOUTS = 30
 
 

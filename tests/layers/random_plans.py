@@ -25,6 +25,8 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.errors import PipemeshError
+from pipemesh.layers.named import Attention
+from pipemesh.lowering import ops
 from pipemesh.schedule.names import NAMES
 from tests.layers import test_precision as dense
 from tests.layers.blocks import blocks
@@ -38,6 +40,38 @@ SCHEDULES = [name for name, known in NAMES.items() if known.trains and known.num
 CLOSE = {"rtol": 5e-4, "atol": 5e-5}
 # Of the greatest gradient, where stages compute in bfloat16.
 BFLOAT16 = 0.1
+# Tokens of a row, which all axes divide.
+LENGTH = 12
+RNG = np.random.default_rng(7)
+NAMED_INPUTS = [
+    *(RNG.integers(0, named.VOCAB, [8, LENGTH]).astype(np.int32) for _ in range(2)),
+    RNG.uniform(size=[8, LENGTH]).astype(np.float32),
+    None,
+]
+
+
+class Attending(named.Masked):
+    """A block whose tokens see others of their row, or of their segment."""
+
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        attention = Attention.Params().Set(input_dim=named.WIDTH, num_heads=2, block_size=4)
+        p.Define("attention_tpl", attention, "What it is.")
+        p.Define("packed", False, "Whether labels say the segments.")
+        return p
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.CreateChild("attention", self.params.attention_tpl)
+
+    def FProp(self, theta, x, labels, weights, nothing):
+        x = self.Named(x, "batch;length;embed")
+        ids = None
+        if self.params.packed:
+            ids = ops.cast(ops.greater(self.Named(labels, "batch;length"), 4), tf.int32)
+        x = x + self.attention.FProp(theta.attention, x, ids)
+        return super().FProp(theta, x, labels, weights, nothing)
 
 
 class Plan:
@@ -50,11 +84,13 @@ class Plan:
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
         self.seed = seed
+        self.attention: dict[str, Any] | None = None
         self.is_named = draw.random() < 0.7
         places = draw.choice((1, 2, 2, 2, 3, 4))
         axes = [("layers", places), ("data", draw.choice((1, 1, 2)))]
         if self.is_named:
             axes.append(("model", draw.choice((1, 2))))
+            axes.append(("cp", draw.choice((1, 1, 2, 3))))
         axes = [(name, size) for name, size in axes if name == "layers" or size > 1]
         while np.prod([size for _, size in axes]) > conftest.NUM_DEVICES:
             axes.pop()
@@ -66,6 +102,12 @@ class Plan:
                 axis = draw.choice([None, *names])
                 if axis is not None and (dim != "embed" or axis == "data"):
                     rules[dim] = axis
+            attends = "cp" in names or draw.random() < 0.3
+            self.block = self._attending(draw) if attends else named.Masked.Params()
+            if "cp" in names:
+                rules["length"] = "cp"
+            if attends and "model" in names and draw.random() < 0.7:
+                rules["heads"] = "model"
         mesh = ";".join(f"{name}:{size}" for name, size in axes)
         self.mesh = f"{mesh} {';'.join(f'{dim}:{axis}' for dim, axis in rules.items())}".strip()
         # Mostly what fits together; the rest is refused.
@@ -94,27 +136,48 @@ class Plan:
             "lowering": "simd" if is_simd else "placement",
             "loss_inside": True,
         }
-        if draw.random() < 0.2:
+        # Weights of attention differ by more than can be told from a mistake.
+        if self.attention is None and draw.random() < 0.2:
             self.options["fprop_dtype"] = tf.bfloat16
 
     def __str__(self) -> str:
         kind = "named" if self.is_named else "dense"
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         tied = ", tied weights" if self.tied else ""
+        attends = f", attention with {self.attention}" if self.attention is not None else ""
         return (
             f"seed {self.seed}: {kind}, mesh '{self.mesh}', bounds {self.bounds}, {options}{tied}"
+            f"{attends}"
         )
+
+    def _attending(self, draw: random.Random) -> Any:
+        """Returns params of a block with attention, and notes what they are."""
+        causal = draw.random() < 0.7
+        self.attention = {
+            "causal": causal,
+            "window": draw.choice((None, None, 5)),
+            "relative_buckets": draw.choice((0, 0, 4)),
+            "num_kv_heads": draw.choice((None, 1)),
+            "use_rotary": draw.random() < 0.3,
+        }
+        block = Attending.Params().Set(packed=draw.random() < 0.4)
+        # The gradient of a bias of keys is nothing but round-off, unless keys are rotated.
+        block.attention_tpl.Set(**self.attention, use_bias=self.attention["use_rotary"])
+        return block
 
     def _stack(self, bounds: Sequence[int], **options: Any) -> Any:
         if self.is_named:
-            layers = named.language_layers(self.num_blocks)
+            layers = named.language_layers(self.num_blocks, self.block)
+            if self.attention is not None or "fprop_dtype" in self.options:
+                # The norm of a token all of whose elements are dropped makes round-off enormous.
+                layers[0].dropout_rate = 0.0
             return named.language(bounds, layers=layers, tied=self.tied, **options)
         layers = [*blocks(self.num_blocks - 1), dense.Head.Params().Set(name="head")]
         return stack_of(layers, bounds, **options)
 
     def results(self) -> tuple[Result, Result]:
         """Returns the results under the plan, and those of the stack without a pipeline."""
-        inputs, loss = (named.INPUTS, first) if self.is_named else ([dense.X, dense.X], dense.mean)
+        inputs, loss = (NAMED_INPUTS, first) if self.is_named else ([dense.X, dense.X], dense.mean)
         params, dtype = self._stack(self.bounds, **self.options), self.options.get("fprop_dtype")
         found = run_tf2(params, inputs, steps=STEPS, num_devices=self.mesh, loss=loss)
         if dtype is None:

@@ -93,11 +93,12 @@ class Head(SoftmaxCrossEntropy):
         return super().FProp(theta, x, labels, weights)
 
 
-def language_layers(number=4, block=Masked):
+def language_layers(number=4, block=None):
     """An embedding, alike blocks and a head."""
+    block = block or Masked.Params()
     embed = Embed.Params().Set(name="named_embedding", embedding_dim=WIDTH, dropout_rate=0.2)
     head = Head.Params().Set(name="named_head", input_dim=WIDTH)
-    blocks = [block.Params().Set(name=f"named_block{i}") for i in range(number)]
+    blocks = [block.Copy().Set(name=f"named_block{i}") for i in range(number)]
     return [embed.Set(vocab_size=VOCAB), *blocks, head.Set(vocab_size=VOCAB)]
 
 
