@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import pathlib
 import random
@@ -24,21 +23,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 import networks  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from shared.speeds import Step, machine_of  # noqa: E402
 
 from pipemesh.backend.devices import start_cpu_devices  # noqa: E402
 from pipemesh.errors import PipemeshError  # noqa: E402
 from pipemesh.lowering import PlacementLowering, Tensor, program_pricing  # noqa: E402
 from pipemesh.mesh import LayoutRules, Mesh, find_layout  # noqa: E402
-from pipemesh.plan import Link, Machine, SearchSpace, predict, search  # noqa: E402
+from pipemesh.plan import SearchSpace, predict, search  # noqa: E402
 from pipemesh.plan.search import rated  # noqa: E402
 from pipemesh.plan.stages import evenly_cut  # noqa: E402
 from pipemesh.text import columns  # noqa: E402
@@ -52,80 +51,6 @@ README = {
 }
 BAR = 1.03
 TINY = "models.one_billion_word.params.OneBillionWordTiny"
-Step = Callable[[], Any]
-
-
-def timed(step: Step, rounds: int) -> float:
-    for _ in range(2):
-        step()
-    seconds = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
-
-
-def on_all(mesh: Mesh, function: Callable[..., Any], *sizes: Sequence[int]) -> Step:
-    """A function of tensors that each device has, on all of them at once."""
-    devices = [f"CPU:{i}" for i in range(mesh.num_devices)]
-    values = []
-    for device in devices:
-        with tf.device(device):
-            values.append([tf.random.normal(size) for size in sizes])
-
-    @tf.function(autograph=False)
-    def step() -> Any:
-        return function(devices, [tuple(of) for of in zip(*values, strict=True)])
-
-    return step.get_concrete_function()
-
-
-def each(local: Callable[..., Any]) -> Callable[..., Any]:
-    def call(devices: Sequence[str], operands: Any) -> Any:
-        results = []
-        for at, device in enumerate(devices):
-            with tf.device(device):
-                results.append(local(*(x[at] for x in operands)))
-        return results
-
-    return call
-
-
-def machine_of(mesh: Mesh, rounds: int) -> Machine:
-    """The speed of devices that compute at once, and of a sum over the last axis."""
-    size, wide, few = 512, 1 << 20, 1 << 8
-    empty = timed(on_all(mesh, each(tf.identity), [1]), rounds)
-
-    def besides(function: Callable[..., Any], *sizes: Sequence[int]) -> float:
-        return max(1e-7, timed(on_all(mesh, function, *sizes), rounds) - empty)
-
-    chain = 20
-
-    def many(x: tf.Tensor) -> tf.Tensor:
-        for _ in range(chain):
-            x = tf.nn.relu(x) + 1.0
-        return x
-
-    product = besides(each(lambda a, b: tf.reduce_sum(tf.matmul(a, b))), *[[size, size]] * 2)
-    call = besides(each(many), [few]) / (2 * chain)
-    moved = besides(each(many), [wide]) / (2 * chain) - call
-    axis = mesh.axis_names[-1]
-
-    def summed(devices: Sequence[str], operands: Any) -> Any:
-        lowering = PlacementLowering(mesh, LayoutRules(), devices)
-        return lowering.raw_all_reduce(operands[0], [axis], "sum")
-
-    small, large = (besides(summed, [number]) for number in (few, wide))
-    members = mesh.size(axis)
-    steps = 2 * math.ceil(math.log2(members))
-    sent = 2 * 4 * wide * (members - 1) / members
-    return Machine(
-        flops=2 * size**3 / product,
-        bandwidth=2 * 4 * wide / max(moved, 1e-9),
-        network=Link(small / steps, sent / max(large - small, 1e-9)),
-        call=call,
-    )
 
 
 def step_of(network: str, mesh: Mesh, rules: LayoutRules) -> Step:
