@@ -22,8 +22,8 @@ import tempfile
 from typing import Any
 
 from pipemesh.plan import Plan, predict
-from pipemesh.report import basis_of, read
-from pipemesh.report.plan_changes import best, least
+from pipemesh.report import read
+from pipemesh.report.plan_changes import basis_of, best, least
 from pipemesh.text import columns
 
 # The models of this project, which are not installed with the library.

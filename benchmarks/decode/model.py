@@ -47,7 +47,8 @@ def make(setup: Setup) -> tuple[Any, Any]:
     from lingvo.core import py_utils
 
     from models.one_billion_word.params import OneBillionWordTiny
-    from pipemesh.decoding import Sampler, generator_of
+    from pipemesh.decoding import Sampler
+    from pipemesh.decoding.generator import generator_of
     from pipemesh.training.trained_task import TrainedTask
 
     py_utils.SetEagerMode(True)

@@ -144,7 +144,15 @@ def main() -> None:
     pathlib.Path(arguments.out).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
-COLUMNS = ["tokens", "plan      ", "kept a device", "of it", "peak a device", "tokens/s", "forecast"]
+COLUMNS = [
+    "tokens",
+    "plan      ",
+    "kept a device",
+    "of it",
+    "peak a device",
+    "tokens/s",
+    "forecast",
+]
 
 
 def print_row(row: dict[str, Any]) -> None:

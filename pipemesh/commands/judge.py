@@ -310,7 +310,8 @@ def language_model() -> Any:
             self, prompts: Sequence[list[int]], most: int, chooser: Any, stop: frozenset[int]
         ) -> Iterator[tuple[int, ...]]:
             """Yields the continuations of prompts, in their order."""
-            from pipemesh.decoding import Decoder, generator_of
+            from pipemesh.decoding import Decoder
+            from pipemesh.decoding.generator import generator_of
 
             trained, longest = self._trained, max(map(len, prompts)) + most
             length = min(1 << max(3, (longest - 1).bit_length()), self.max_length)

@@ -268,7 +268,8 @@ def decode(argv: list[str]) -> int:
     _streams()
     texts = read_texts("continued")
     subject, path, tokens, _ = model_of(kind, "decode", texts, OWN)
-    from pipemesh.decoding import BeamSearch, Decoder, Sampler, generator_of
+    from pipemesh.decoding import BeamSearch, Decoder, Sampler
+    from pipemesh.decoding.generator import generator_of
     from pipemesh.training.evaluation import restored
 
     console.output_matters()

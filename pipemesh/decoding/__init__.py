@@ -13,7 +13,7 @@ from pipemesh.decoding.beam import BeamSearch
 from pipemesh.decoding.choice import Continuation, Sampler
 from pipemesh.decoding.decoder import Decoder
 from pipemesh.decoding.export import ExportedModel
-from pipemesh.decoding.generator import Generator, Group, SimdGenerator, generator_of
+from pipemesh.decoding.generator import Generator
 from pipemesh.decoding.scorer import ScoredText, Scorer
 from pipemesh.decoding_limits import SourcePrompt
 
@@ -23,11 +23,8 @@ __all__ = [
     "Decoder",
     "ExportedModel",
     "Generator",
-    "Group",
     "Sampler",
     "ScoredText",
     "Scorer",
-    "SimdGenerator",
     "SourcePrompt",
-    "generator_of",
 ]

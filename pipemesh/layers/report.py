@@ -16,7 +16,8 @@ from pipemesh.mesh import Shape
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Remat
 from pipemesh.plan.homes import home_of
-from pipemesh.recurrent import DeviceMemory, Home, Transfer, memory_of, transfers_of
+from pipemesh.recurrent import DeviceMemory, Home, Transfer
+from pipemesh.recurrent.forecast import memory_of, transfers_of
 from pipemesh.schedule import Costs, Schedule, Timeline, simulate
 from pipemesh.text import bytes_text, columns
 

@@ -32,7 +32,6 @@ from pipemesh.randomness.scope import (
     draw_seed,
     is_active,
     layer_scope,
-    loop_scope,
     scopes,
 )
 
@@ -40,7 +39,6 @@ __all__ = [
     "draw_seed",
     "is_active",
     "layer_scope",
-    "loop_scope",
     "plan_free_randomness",
 ]
 

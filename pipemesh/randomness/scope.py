@@ -231,7 +231,8 @@ def loop_scope(iteration: tf.Tensor) -> Iterator[list[tf.Tensor]]:
         ...     with plan_free_randomness(tf.constant(7, tf.int64)):
         ...         with loop_scope(tf.constant(iteration, tf.int64)):
         ...             return float(tf.random.uniform([]))
-        >>> from pipemesh.randomness import loop_scope, plan_free_randomness
+        >>> from pipemesh.randomness import plan_free_randomness
+        >>> from pipemesh.randomness.scope import loop_scope
         >>> drawn(1) == drawn(1), drawn(1) == drawn(2)
         (True, False)
     """
@@ -264,7 +265,7 @@ def is_active() -> bool:
     """Returns whether this thread is inside `plan_free_randomness`.
 
     Example:
-        >>> from pipemesh.randomness import is_active
+        >>> from pipemesh.randomness.scope import is_active
         >>> is_active()
         False
     """

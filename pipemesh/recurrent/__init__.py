@@ -6,23 +6,19 @@
 # First, because it reports a missing TensorFlow.
 from pipemesh import needs_tensorflow as needs_tensorflow  # isort: skip
 
-from pipemesh.backend.graphs import record_placement
 from pipemesh.recurrent.executor import pipeline, pipeline_loss
 from pipemesh.recurrent.forecast import (
     DeviceMemory,
     Transfer,
-    memory_of,
     predict_memory,
     predict_transfers,
-    transfers_of,
 )
 from pipemesh.recurrent.options import LossScale, Options
 from pipemesh.recurrent.remat import REMAT_POLICIES, ByStage, RematPolicy, Selective
-from pipemesh.recurrent.stage import Home, Slice, Stage, current_devices, current_slice, write_slice
+from pipemesh.recurrent.stage import Home, Slice, Stage, current_slice, write_slice
 from pipemesh.recurrent.time.recurrent import Recurrent
 from pipemesh.recurrent.time.stacked_recurrent import StackedRecurrent
 from pipemesh.recurrent.watch.clock import ActionClock
-from pipemesh.recurrent.watch.explain import explain
 from pipemesh.recurrent.watch.marks import Marks
 from pipemesh.recurrent.watch.placement import Placement
 
@@ -43,15 +39,10 @@ __all__ = [
     "StackedRecurrent",
     "Stage",
     "Transfer",
-    "current_devices",
     "current_slice",
-    "explain",
-    "memory_of",
     "pipeline",
     "pipeline_loss",
     "predict_memory",
     "predict_transfers",
-    "record_placement",
-    "transfers_of",
     "write_slice",
 ]

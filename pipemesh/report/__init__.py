@@ -24,25 +24,17 @@ Timelines of schedules are drawn as text, SVG and HTML; writing them to a file i
     device 1 |    1F0 1B0---- 1F1 1B1----
 """
 
-from pipemesh.report.measured_step import Part, corrected, parts_of
-from pipemesh.report.plan_changes import Basis, Change, basis_of
 from pipemesh.report.record import Record, Run, read
 from pipemesh.report.run_pages import comparison, page
 from pipemesh.report.schedule_drawing import memory_to_svg, to_html, to_svg
 from pipemesh.report.schedule_text import to_terminal, to_trace
 
 __all__ = [
-    "Basis",
-    "Change",
-    "Part",
     "Record",
     "Run",
-    "basis_of",
     "comparison",
-    "corrected",
     "memory_to_svg",
     "page",
-    "parts_of",
     "read",
     "to_html",
     "to_svg",

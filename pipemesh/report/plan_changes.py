@@ -246,7 +246,8 @@ def basis_of(run: Run) -> Basis | str:
 
     Example:
         >>> import tempfile
-        >>> from pipemesh.report import Record, basis_of, read
+        >>> from pipemesh.report import Record, read
+        >>> from pipemesh.report.plan_changes import basis_of
         >>> folder = tempfile.mkdtemp()
         >>> _ = Record(folder).add("begin", step=0)
         >>> basis_of(read(folder))

@@ -18,19 +18,14 @@ if TYPE_CHECKING:
     from pipemesh.training.inputs import Batches
     from pipemesh.training.registered import RegisteredModel, find_model
     from pipemesh.training.run import Options
-    from pipemesh.training.run.loop import Loop
-    from pipemesh.training.saving import Saving
-    from pipemesh.training.subject import Means, Subject
+    from pipemesh.training.subject import Subject
     from pipemesh.training.trained_task import all_or_none, prepare_optimizer
     from pipemesh.training.trainer import Trainer
 
 __all__ = [
     "Batches",
-    "Loop",
-    "Means",
     "Options",
     "RegisteredModel",
-    "Saving",
     "Subject",
     "Trainer",
     "all_or_none",
@@ -41,10 +36,7 @@ __all__ = [
 
 _MODULES = {
     "Batches": "inputs",
-    "Loop": "run.loop",
-    "Means": "subject",
     "Options": "run",
-    "Saving": "saving",
     "Subject": "subject",
     "Trainer": "trainer",
     "RegisteredModel": "registered",

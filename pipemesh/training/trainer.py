@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from pipemesh.backend.cluster import task_of
 from pipemesh.backend.devices import short_name
+from pipemesh.backend.graphs import record_placement
 from pipemesh.backend.peak import peak_flops
 from pipemesh.checkpoint import Manifest
 from pipemesh.checkpoint.manifest import BASE, WEIGHTS_ONLY
@@ -23,7 +24,7 @@ from pipemesh.hosts import watch
 from pipemesh.layers import Report, report
 from pipemesh.layers.partition_layers import layer_flops
 from pipemesh.layers.pipeline.alike_stages import simd_split
-from pipemesh.recurrent import ActionClock, Marks, Placement, record_placement
+from pipemesh.recurrent import ActionClock, Marks, Placement
 from pipemesh.schedule import Timeline, simulate
 from pipemesh.text import columns
 from pipemesh.training.evaluation import Evaluation, scored, vanished

@@ -6,7 +6,8 @@ import numpy as np
 import tensorflow as tf
 from lingvo.core import py_utils
 
-from pipemesh.decoding import Decoder, Sampler, generator_of
+from pipemesh.decoding import Decoder, Sampler
+from pipemesh.decoding.generator import generator_of
 from pipemesh.plan import Plan
 from pipemesh.training.trained_task import TrainedTask
 from tests.models.one_billion_word.language_model import VOCAB_SIZE, small

@@ -22,7 +22,8 @@ from pipemesh.layers.named import (
     by_logical_name,
 )
 from pipemesh.layers.named.lora import LowRank
-from pipemesh.layers.optimizers import AdamW, Muon, check_learner
+from pipemesh.layers.optimizers import AdamW, Muon
+from pipemesh.layers.optimizers.checks import check_learner
 from pipemesh.layers.optimizers.pieces import Matrix, mark_matrix, matrix_of
 from tests.layers.harness import executing
 from tests.layers.named.harness import make_lowering

@@ -7,7 +7,7 @@ from lingvo.core import py_utils
 
 from pipemesh.errors import DeviceError, PipelineError
 from pipemesh.layers import FunctionLayer
-from pipemesh.recurrent import explain
+from pipemesh.recurrent.watch.explain import explain
 from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import (
     cluster,

@@ -11,8 +11,8 @@ from lingvo.core import base_layer, learner, optimizer, py_utils
 from pipemesh.backend.saved_state import Slice, create_slots, mark_slice, slice_of
 from pipemesh.errors import PipelineError
 from pipemesh.layers.named import FeedForward, by_logical_name, lowering_scope
-from pipemesh.layers.optimizers import Adafactor, check_learner
-from pipemesh.layers.optimizers.checks import ELEMENTWISE
+from pipemesh.layers.optimizers import Adafactor
+from pipemesh.layers.optimizers.checks import ELEMENTWISE, check_learner
 from pipemesh.layers.optimizers.pieces import mark_matrix
 from tests.layers.harness import executing
 from tests.layers.named.harness import make_lowering

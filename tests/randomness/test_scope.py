@@ -7,13 +7,15 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import draw_seed, is_active, layer_scope, loop_scope, plan_free_randomness
+from pipemesh.randomness import draw_seed, layer_scope, plan_free_randomness
 from pipemesh.randomness.scope import (
     Replay,
     alike_layers_scope,
     gradient_scope,
+    is_active,
     layer_aliases,
     layer_spans,
+    loop_scope,
 )
 from tests.randomness.microbatches import STEP, position
 

@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.randomness import layer_scope
-from pipemesh.recurrent import Options, Stage, explain, pipeline_loss
+from pipemesh.recurrent import Options, Stage, pipeline_loss
+from pipemesh.recurrent.watch.explain import explain
 from pipemesh.schedule import zb_h1
 
 STAGES, LAYERS, BATCH, WIDTH, MICROBATCHES = 3, 6, 8, 4, 4

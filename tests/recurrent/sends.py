@@ -4,7 +4,8 @@ import dataclasses
 
 import tensorflow as tf
 
-from pipemesh.recurrent import Options, pipeline_loss, record_placement
+from pipemesh.backend.graphs import record_placement
+from pipemesh.recurrent import Options, pipeline_loss
 
 
 def trained(stages, inputs, schedule, step=None, **options):

@@ -14,11 +14,11 @@ from pipemesh.recurrent import (
     Home,
     Options,
     Stage,
-    current_devices,
     pipeline_loss,
     predict_memory,
     predict_transfers,
 )
+from pipemesh.recurrent.stage import current_devices
 from pipemesh.schedule import one_f_one_b, zb_h1
 from tests.recurrent.sends import sends, trained
 

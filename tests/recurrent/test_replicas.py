@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.backend.graphs import record_placement
 from pipemesh.errors import DeviceError, PipelineError
 from pipemesh.recurrent import (
     ActionClock,
@@ -17,7 +18,6 @@ from pipemesh.recurrent import (
     pipeline,
     pipeline_loss,
     predict_memory,
-    record_placement,
 )
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from tests.recurrent import poisoned

@@ -13,11 +13,11 @@ from pipemesh.recurrent import (
     Home,
     Options,
     Stage,
-    current_devices,
     pipeline_loss,
     predict_memory,
     predict_transfers,
 )
+from pipemesh.recurrent.stage import current_devices
 from pipemesh.schedule import forward_only, gpipe, one_f_one_b
 from pipemesh.schedule.builders import build
 from tests.recurrent import stack

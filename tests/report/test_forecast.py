@@ -6,8 +6,9 @@ import re
 import pytest
 
 from pipemesh.plan import Plan, Prediction, predict
-from pipemesh.report import Change, Record, page, read
+from pipemesh.report import Record, page, read
 from pipemesh.report.forecast import _shown, advice, forecast, sentence
+from pipemesh.report.plan_changes import Change
 from tests.report import records
 from tests.report.records import made
 

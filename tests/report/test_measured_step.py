@@ -9,8 +9,7 @@ from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.figures import figures_of_costs
 from pipemesh.plan.network import Link
 from pipemesh.plan.stages import action_costs, stages_of
-from pipemesh.report import corrected, parts_of
-from pipemesh.report.measured_step import alone, waits_of
+from pipemesh.report.measured_step import alone, corrected, parts_of, waits_of
 from pipemesh.schedule import Costs, Timeline, gpipe, one_f_one_b, simulate, zb_h1, zb_v
 
 NAMES = ["work", "filling and draining", "imbalance", "variation", "overhead", "transfers"]

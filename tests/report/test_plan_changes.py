@@ -8,8 +8,8 @@ from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, Prediction, predict
 from pipemesh.plan.figures import figures_of_costs
 from pipemesh.plan.network import Link
-from pipemesh.report import Basis, Change, Record, basis_of, read
-from pipemesh.report.plan_changes import best
+from pipemesh.report import Record, read
+from pipemesh.report.plan_changes import Basis, Change, basis_of, best
 from tests.report import records
 
 BATCH = 16

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from pipemesh.checkpoint import Folder, newest_whole
 from pipemesh.errors import CheckpointError
-from pipemesh.training import Batches, Saving
+from pipemesh.training import Batches
+from pipemesh.training.saving import Saving
 
 ENDS = ("index", "data-00000-of-00001", "manifest")
 INDEX, DATA, MANIFEST = ENDS

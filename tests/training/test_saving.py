@@ -8,7 +8,8 @@ import tensorflow as tf
 from pipemesh.checkpoint import Manifest, checkpoints
 from pipemesh.checkpoint.manifest import WEIGHTS_ONLY
 from pipemesh.errors import CheckpointError, SaveError
-from pipemesh.training import Batches, Saving
+from pipemesh.training import Batches
+from pipemesh.training.saving import Saving
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from pipemesh.layers.named.feed_forward import Experts, FeedForward
 from pipemesh.layers.named.named_layer import NamedLayer
 from pipemesh.layers.named.norm_and_dropout import BatchNorm, Dropout, Norm
 from pipemesh.layers.named.scope import current_lowering, lowering_scope
-from pipemesh.layers.named.tally import Tally
 from pipemesh.layers.named.transformer_block import TransformerBlock
 from pipemesh.layers.named.vocabulary import Embedding, RotaryScaling, SoftmaxCrossEntropy
 from pipemesh.layers.named.weight_slices import ReplicaCut, by_logical_name, replica_cut_scope
@@ -45,7 +44,6 @@ __all__ = [
     "ReplicaCut",
     "RotaryScaling",
     "SoftmaxCrossEntropy",
-    "Tally",
     "TransformerBlock",
     "by_logical_name",
     "cache_scope",

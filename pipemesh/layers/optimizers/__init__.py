@@ -2,7 +2,6 @@
 
 from pipemesh.layers.optimizers.adafactor import Adafactor
 from pipemesh.layers.optimizers.adamw import AdamW
-from pipemesh.layers.optimizers.checks import check_learner
 from pipemesh.layers.optimizers.muon import Muon
 
-__all__ = ["Adafactor", "AdamW", "Muon", "check_learner"]
+__all__ = ["Adafactor", "AdamW", "Muon"]

@@ -47,8 +47,6 @@ from pipemesh.recurrent import (
     Options,
     Stage,
     Transfer,
-    current_devices,
-    explain,
     pipeline,
     pipeline_loss,
     predict_memory,
@@ -57,8 +55,10 @@ from pipemesh.recurrent import (
 from pipemesh.recurrent.circular.alike_pipeline import alike_pipeline
 from pipemesh.recurrent.options import INITIAL_SCALE, Clock
 from pipemesh.recurrent.passes.captures import check_fresh
+from pipemesh.recurrent.stage import current_devices
 from pipemesh.recurrent.table.run import with_loss
 from pipemesh.recurrent.table.validation import microbatch_size
+from pipemesh.recurrent.watch.explain import explain
 from pipemesh.schedule import Schedule
 
 

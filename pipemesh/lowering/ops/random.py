@@ -14,7 +14,6 @@ from pipemesh.lowering.lowering import Lowering
 from pipemesh.lowering.ops import elementwise
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import Shape
-from pipemesh.randomness import is_active
 from pipemesh.randomness.draws import (
     RawDraw,
     Share,
@@ -23,7 +22,7 @@ from pipemesh.randomness.draws import (
     share_of_draw,
     slice_of_draw,
 )
-from pipemesh.randomness.scope import WholeDraw, scopes
+from pipemesh.randomness.scope import WholeDraw, is_active, scopes
 
 
 def _draw(

@@ -13,7 +13,7 @@ from pipemesh.backend.graphs import drop_unused_captures, reads_replaced
 from pipemesh.backend.operation_kinds import REF_VARIABLES, check_pure
 from pipemesh.backend.structure import Gradient, Structure, is_differentiable
 from pipemesh.errors import PipelineError
-from pipemesh.randomness import loop_scope
+from pipemesh.randomness.scope import loop_scope
 from pipemesh.recurrent.passes.captures import name_of
 from pipemesh.recurrent.passes.tracing import specs_of
 

@@ -117,7 +117,7 @@ class Averaging(Masked):
 
 
 def of_block(block):
-    return language([0, 2, 4], layers=language_layers(2, block))
+    return language([0, 2, 4], layers=language_layers(2, block.Params()))
 
 
 @pytest.mark.parametrize(

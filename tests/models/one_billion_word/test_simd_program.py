@@ -141,7 +141,7 @@ def test_gradients_of_replicas_are_summed_once_and_not_each_tick():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", only("experts"))
+@pytest.mark.parametrize("model", only("dense"))
 def test_cores_that_run_it_train_as_the_plain_model(model):
     program = CoreProgram(model)
     cores = Cores(program.plan.mesh, [f"CPU:{i}" for i in range(len(program.weights))])

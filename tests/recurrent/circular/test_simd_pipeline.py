@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from pipemesh.backend.graphs import record_placement
 from pipemesh.errors import LayoutError, PipelineError, ShapeError
 from pipemesh.lowering import ops
 from pipemesh.lowering.placement import PlacementLowering
@@ -13,7 +14,6 @@ from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Mesh, Shape
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.scope import Position, WholeDraws
-from pipemesh.recurrent import record_placement
 from pipemesh.recurrent.circular import SimdPipeline
 from pipemesh.recurrent.circular.layer_position import layer_seed
 from pipemesh.recurrent.circular.simd_pipeline import StageWeight

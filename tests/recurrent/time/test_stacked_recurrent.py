@@ -8,11 +8,12 @@ import tensorflow as tf
 from lingvo.core import py_utils
 from lingvo.core import recurrent as lingvo_recurrent
 
+from pipemesh.backend.graphs import record_placement
 from pipemesh.backend.structure import Structure
 from pipemesh.errors import PipelineError
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.scope import WholeDraws
-from pipemesh.recurrent import StackedRecurrent, record_placement
+from pipemesh.recurrent import StackedRecurrent
 from pipemesh.recurrent.passes.passes import Cuts
 from pipemesh.recurrent.passes.pieces import Cutting
 from pipemesh.recurrent.passes.traced_stage import TracedStage

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from pipemesh.errors import PipelineError
-from pipemesh.recurrent import explain
+from pipemesh.recurrent.watch.explain import explain
 from tests.recurrent.poisoned import MODES, broken, nothing, poison
 
 

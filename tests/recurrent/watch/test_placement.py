@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from pipemesh.backend.graphs import operations_within
+from pipemesh.backend.graphs import operations_within, record_placement
 from pipemesh.errors import DeviceError, PipelineError
 from pipemesh.randomness import layer_scope
-from pipemesh.recurrent import Options, Placement, Stage, pipeline_loss, record_placement
+from pipemesh.recurrent import Options, Placement, Stage, pipeline_loss
 from pipemesh.recurrent.watch.placement import check_devices, einsum_error
 from pipemesh.schedule import forward_only, one_f_one_b
 

@@ -15,11 +15,12 @@ from pipemesh.partition import LayerCost
 from pipemesh.plan import Figures, Plan, predict
 from pipemesh.plan.figures import figures_of_costs
 from pipemesh.recurrent import Placement
-from pipemesh.report import Basis, basis_of, read
-from pipemesh.training import Loop, Options, Trainer
+from pipemesh.report import read
+from pipemesh.report.plan_changes import Basis, basis_of
+from pipemesh.training import Options, Trainer
 from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.registered import RegisteredModel
-from pipemesh.training.run.loop import Spikes, expected
+from pipemesh.training.run.loop import Loop, Spikes, expected
 from tests.commands.program import run
 from tests.training import small_models
 from tests.training.small_models import PlannedPoints, ShortStagedPoints, StagedPoints

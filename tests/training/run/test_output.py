@@ -13,8 +13,9 @@ from lingvo.core import py_utils
 from pipemesh.errors import DataError, TrainingError
 from pipemesh.hosts import watch
 from pipemesh.report import read
-from pipemesh.training import Loop, Options, Trainer
+from pipemesh.training import Options, Trainer
 from pipemesh.training.registered import RegisteredModel
+from pipemesh.training.run.loop import Loop
 from pipemesh.training.run.output import Histograms, Profile
 from tests.models.one_billion_word.small_training import summaries
 from tests.training import small_models
