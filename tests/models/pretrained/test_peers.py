@@ -334,7 +334,7 @@ def test_a_step_of_adapters_is_that_of_peft(case):
         moved = np.where(there == 0, 0, step)
         assert np.abs(moved).max() > 1e-3, name
         np.testing.assert_allclose(
-            there, weight.detach().numpy() - moved, rtol=0, atol=1e-4, err_msg=name
+            there, weight.detach().numpy() - moved, rtol=1e-4, atol=1e-4, err_msg=name
         )
     merged = case.folder / "merged"
     transfer.export_weights(path, str(merged), merged=True)
