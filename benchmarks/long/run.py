@@ -144,19 +144,11 @@ def main() -> None:
     pathlib.Path(arguments.out).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
 
-COLUMNS = [
-    "tokens",
-    "plan      ",
-    "kept a device",
-    "of it",
-    "peak a device",
-    "tokens/s",
-    "forecast",
-]
+COLUMNS = ["tokens", "plan      ", "kept MiB", "closed form", "peak MiB", "tokens/s", "forecast"]
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """Prints what a device keeps, in MiB, and its share of what one device without others keeps."""
+    """Prints what a device keeps, the closed form of it over that, and tokens a second."""
     members = PLANS[row["plan"]][0]
     cells = [
         f"{row['length']:,}",

@@ -144,7 +144,10 @@ class Plan:
         kind = "named" if self.is_named else "dense"
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         tied = ", tied weights" if self.tied else ""
-        attends = f", attention with {self.attention}" if self.attention is not None else ""
+        attends = ""
+        if self.attention is not None:
+            packed = ", packed" if self.block.packed else ""
+            attends = f", attention with {self.attention}{packed}"
         return (
             f"seed {self.seed}: {kind}, mesh '{self.mesh}', bounds {self.bounds}, {options}{tied}"
             f"{attends}"
