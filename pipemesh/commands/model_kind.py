@@ -422,6 +422,7 @@ def subject() -> Any:
         steps = FLAGS.steps if own is None else own
         model.learn(learning_flags.with_end(find_model(FLAGS.model), steps))
         training_flags.check_memory(model.plan, logdir())
+        from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
         from lingvo.core import py_utils
 
         py_utils.SetEagerMode(True)

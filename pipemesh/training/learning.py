@@ -178,6 +178,7 @@ class Learning:
 
     def _schedule(self) -> Any:
         """Returns params of lingvo's schedule."""
+        from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
         from lingvo.core import schedule
 
         from pipemesh.training.lingvo_params import CosineFall
@@ -227,6 +228,7 @@ def fall_later(config: Any) -> None:
 
 def optimizer_params(name: str) -> Any:
     """Returns the params of an optimizer; all support weights that a layout splits."""
+    from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
     from lingvo.core import optimizer
 
     from pipemesh.layers.optimizers import Adafactor, AdamW, Muon

@@ -72,9 +72,10 @@ def _started(
         raise PlanError(
             f"--devices={num_devices}, but {num_gpus} GPUs exist; use fewer, or --device_type=CPU"
         )
-    # Before lingvo, which it loads on every system.
-    from pipemesh.training.registered import RegisteredModel, find_model  # isort: skip
+    from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
     from lingvo.core import py_utils
+
+    from pipemesh.training.registered import RegisteredModel, find_model
 
     py_utils.SetEagerMode(True)
     config = find_model(name)
