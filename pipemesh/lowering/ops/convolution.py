@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -178,6 +178,10 @@ def _slide(
         sizes = static_sizes(image)
         batches, spatial = sizes[: len(batch)], sizes[len(batch) : len(batch) + rank]
         ends = [math.prod(sizes[len(batch) + rank :]), math.prod(outs)]
+        found = [*batches, *slid, *outs]
+        if not math.prod(sizes) * math.prod(found):
+            result = _nothing(found)(image, weight)
+            return in_order(result, [computed.index(name) for name in shape.names])
         result = _convolve(
             tf.reshape(image, [math.prod(batches), *spatial, ends[0]]),
             tf.reshape(weight, [*kernel.sizes, *(reversed(ends) if transposed else ends)]),
@@ -187,8 +191,7 @@ def _slide(
         )
         for at, part in enumerate(kept.values(), 1):
             result = rows_of(result, at, part.begin, part.length)
-        # For an empty batch TensorFlow returns an image of wrong sizes, which is empty too.
-        result = tf.reshape(result, [*batches, *slid, *outs])
+        result = tf.reshape(result, found)
         return in_order(result, [computed.index(name) for name in shape.names])
 
     # Each row of the image, or of the result, meets all weights that this processor has of it.
@@ -285,6 +288,19 @@ def enlarged(
         whole = max((end - first - 1) * step + reach, begin + length)
         kept[name] = Kept(whole, begin, length)
     return shape, runs, kept
+
+
+def _nothing(sizes: Sequence[int]) -> Callable[..., tf.Tensor]:
+    """Returns the convolution that has no elements, or sums of none: zeros of these sizes.
+
+    In graphs TensorFlow has no shape for windows that slide over nothing.
+    """
+
+    @custom_gradient
+    def call(x: tf.Tensor, f: tf.Tensor) -> Any:
+        return tf.zeros(sizes, x.dtype), lambda _: (tf.zeros_like(x), tf.zeros_like(f))
+
+    return call
 
 
 def _convolve(
