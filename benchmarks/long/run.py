@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from shared.contender import ROOT, Contender, serve_timed
-from shared.resident import resident
+from shared.resident import FREED_AT_ONCE, resident
 
 sys.path.insert(0, str(ROOT))
 
@@ -31,8 +31,6 @@ MIB = 2**20
 VALUES = ["loss", "peak", "closed", "traced", "forecast"]
 # How far the closed form may be from what a device keeps.
 BAR = 0.05
-# Blocks that are freed go back to the system at once, so the peak is that of what is held.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
 
 
 def params_of(members: int, split_by: str | None, length: int) -> tuple[Any, Any]:
@@ -53,7 +51,7 @@ def params_of(members: int, split_by: str | None, length: int) -> tuple[Any, Any
 
 
 def forecast(layers: list[Any], mesh: Any, rules: Any, length: int) -> tuple[float, float]:
-    """What a device keeps of a row in closed form, and the seconds of a step by counts."""
+    """Returns the bytes that a device keeps of a row, and the seconds of a step, by formulas."""
     from lingvo.core import tshape
     from shared.speeds import machine_of
 
@@ -165,7 +163,7 @@ def print_row(row: dict[str, Any]) -> None:
 def measure(name: str, length: int, rounds: int) -> dict[str, float]:
     """Runs steps in a fresh process; the first one, which warms up, is not timed."""
     command = [sys.executable, __file__, "--serve", name, str(length)]
-    contender = Contender(command, ENVIRONMENT)
+    contender = Contender(command, FREED_AT_ONCE)
     found = [contender.ask() for _ in range(rounds + 1)]
     contender.close()
     _, _, *values = found[-1]

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from shared.contender import Contender, serve
-from shared.resident import resident
+from shared.resident import FREED_AT_ONCE, resident
 from shared.stack import (
     Stack,
     lingvo_step,
@@ -56,9 +56,6 @@ LEAN = [
 ]
 TINY_ROWS = 8
 BAR_LINGVO, BAR_FLAT, FLAT_FROM = 0.4, 1.2, 8
-# The same for every contender: large blocks go back to the system when they are freed, instead of
-# staying in one of many arenas. lingvo's peak is a seventh smaller with it, pipemesh's hardly.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
 
 
 def stack_of(name: str, microbatches: int, blocks: int, rows: int = ROWS) -> Stack:
@@ -118,7 +115,7 @@ def measure(
     """One fresh process; `what` is a step, or only its variables, or the prediction."""
     command = [sys.executable, __file__, "--serve", name, "--counts", str(microbatches)]
     command += ["--blocks", str(blocks), "--rows", str(rows)]
-    contender = Contender([*command, "--what", what], ENVIRONMENT)
+    contender = Contender([*command, "--what", what], FREED_AT_ONCE)
     result = contender.ask()
     contender.close()
     return result
@@ -257,7 +254,7 @@ def report(names, found, program, kept, baseline, arguments) -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "blocks": arguments.blocks,
-        "environment": ENVIRONMENT,
+        "environment": FREED_AT_ONCE,
         "baseline": baseline,
         "graph": program,
         "kept": kept,

@@ -24,7 +24,7 @@ from pipemesh.plan import Link, Machine
 from pipemesh.plan.figures import DATA, MODEL, Curve, Shares, collective_of
 from pipemesh.plan.homes import BATCH, cut_rules, replica_axis
 from pipemesh.plan.machine import by_work, least_seconds
-from pipemesh.plan.network import sent_share
+from pipemesh.plan.network import sent_bytes
 
 
 def layers_pricing(
@@ -318,7 +318,7 @@ def _include_gradients(
     sent = {"all_reduce": weights - cut, "reduce_scatter": cut}
     for primitive, size in sent.items():
         if size:
-            usual = int(size * sent_share(primitive, replicas))
+            usual = sent_bytes(primitive, size, replicas)
             costs.add_sent(primitive, [axis], usual, backward=True)
     if fetched:
         for backward in (False, True):

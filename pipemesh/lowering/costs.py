@@ -14,7 +14,7 @@ import tensorflow as tf
 from pipemesh.backend.gradients import is_recorded
 from pipemesh.mesh import Mesh, TensorLayout
 from pipemesh.plan.machine import Key
-from pipemesh.plan.network import sent_share
+from pipemesh.plan.network import sent_bytes
 from pipemesh.text import columns
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -126,7 +126,7 @@ class OperationCosts:
         if sent is None:
             size = (slice_.shape.num_elements() or 0) * slice_.dtype.size
             members = math.prod(self.mesh.size(axis) for axis in axes)
-            sent = int(size * sent_share(primitive, members))
+            sent = sent_bytes(primitive, size, members)
         self.add_sent(primitive, axes, sent, backward)
 
     def add_sent(self, primitive: str, axes: Sequence[str], sent: int, backward: bool) -> None:

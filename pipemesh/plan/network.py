@@ -93,6 +93,7 @@ class Link:
         return steps * self.seconds(sent / steps)
 
 
+@functools.lru_cache(maxsize=256)
 def sent_share(primitive: str, members: int) -> Fraction:
     """Returns the share of its input that a member of a group sends, by the usual algorithms."""
     others = members - 1
@@ -103,6 +104,11 @@ def sent_share(primitive: str, members: int) -> Fraction:
         "reduce_scatter": Fraction(others, members),
         "permute": Fraction(1),
     }[primitive]
+
+
+def sent_bytes(primitive: str, size: int, members: int) -> int:
+    """Returns the bytes that a member of a group sends of an input of so many."""
+    return int(size * sent_share(primitive, members))
 
 
 def reduced_bytes(members: int, sent: float) -> float:

@@ -112,19 +112,16 @@ assert tensorflow_text.SentencepieceTokenizer is tokenizers.tf_text.Sentencepiec
 def test_modules_outside_of_the_layers_import_the_loader_before_lingvo():
     """Functions too: whether another module has loaded it is a matter of luck."""
     root = pathlib.Path(lingvo_loader.__file__).parents[1]
-    paths = set(root.rglob("*.py"))
     checked = 0
-    for path in paths - set(root.glob("layers/**/*.py")):
+    for path in set(root.rglob("*.py")) - set(root.glob("layers/**/*.py")):
         lines = path.read_text(encoding="utf-8").splitlines()
-        loaders = [line for line in lines if "import lingvo_loader" in line]
+        loaders = [i for i, line in enumerate(lines) if "import lingvo_loader" in line]
         for i, line in enumerate(lines):
-            code = line.lstrip()
-            if not code.startswith(("from lingvo", "import lingvo")):
-                continue
-            checked += 1
-            if loaders and not loaders[0].startswith(" ") and loaders[0] in lines[:i]:
-                continue
-            assert "import lingvo_loader" in lines[i - 1], f"{path}:{i + 1}"
+            if line.lstrip().startswith(("from lingvo", "import lingvo")):
+                checked += 1
+                # At the top of the module, or just before.
+                tops = [at for at in loaders if at < i and not lines[at].startswith(" ")]
+                assert tops or i - 1 in loaders, f"{path}:{i + 1}"
     assert checked
 
 

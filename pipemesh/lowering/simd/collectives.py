@@ -14,7 +14,7 @@ from pipemesh.backend.static_shape import static_sizes
 from pipemesh.lowering.lowering import Slices
 from pipemesh.lowering.simd.simd_lowering import SimdLowering
 from pipemesh.mesh import LayoutRules, Mesh
-from pipemesh.plan.network import sent_share
+from pipemesh.plan.network import sent_bytes
 
 MERGE = {"sum": "Add", "max": "Max", "min": "Min"}
 # Dtypes that all kernels can send. Other dtypes are converted to one of these without loss.
@@ -96,7 +96,7 @@ class TfLowering(SimdLowering):
         """Counts bytes of the sent dtype, and counts a permute as an all-gather."""
         size = (x.shape.num_elements() or 0) * CARRIERS.get(x.dtype, x.dtype).size
         way = "all_gather" if primitive == "permute" else primitive
-        sent = int(size * sent_share(way, self.group_size(axes)))
+        sent = sent_bytes(way, size, self.group_size(axes))
         self.costs.add(primitive, axes, x, self._is_backward, sent)
 
     def raw_all_reduce(self, x: Slices, axes: Sequence[str], op: str) -> Slices:

@@ -84,7 +84,7 @@ def test_loss_is_that_of_the_plain_model(data, plain, plan, tmp_path):
 
 
 def test_it_goes_on_under_another_plan_with_the_same_rows(data, plain, tmp_path):
-    """What the process of the checkpoint had read ahead is lost with it."""
+    """Rows that the first process had read ahead are read again."""
     steps, path = plain
     assert len({str(batch["source_ids"]) for batch, _ in steps}) == 4
     # The vocabulary is beside the checkpoint.
