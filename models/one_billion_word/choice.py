@@ -8,10 +8,8 @@ import pathlib
 from collections.abc import Sequence
 
 from pipemesh.errors import ScheduleError
-from pipemesh.mesh import LayoutRules
-from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.plan import Figures, Plan, Remat, predict
-from pipemesh.plan.figures import Curve, LayerFigures, Shares
+from pipemesh.plan.figures import MODEL, Curve, LayerFigures, Shares
 from pipemesh.text import bytes_text
 
 from .sizes import Settings
@@ -108,16 +106,8 @@ def _rated(
 ) -> tuple[float, Choice]:
     """Returns the seconds of a step, and the choice."""
     cut = dataclasses.replace(plan, boundaries=boundaries)
-    if plan.lowering == "simd":
-        # All devices run the same schedule tick by tick; the `layers` axis splits the softmax.
-        rules = tuple(rule for rule in plan.layout.rules if rule[1] != LAYERS_AXIS)
-        cut = dataclasses.replace(cut, layout=LayoutRules(rules), lowering="placement")
     forecast = predict(cut, figures, settings.BATCH_SIZE, parts=False)
     memory = max(forecast.memory)
-    if plan.lowering == "simd":
-        # All devices compute the softmax of all microbatches at once.
-        rows = settings.BATCH_SIZE / plan.num_microbatches / plan.num_replicas
-        memory += (plan.num_microbatches - 1) * figures.layers[-1].kept.at(rows)
     chosen = tuple(settings.CHOSEN)
     return forecast.seconds, Choice(plan, forecast.bubble, int(memory), available, chosen)
 
@@ -140,8 +130,10 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
     table = settings.VOCAB_SIZE * dim
     kept = [outputs, *[block] * settings.NUM_LAYERS, 3 * _FLOAT * length * settings.VOCAB_SIZE]
     weights = [table, *[4 * dim**2 + hidden] * settings.NUM_LAYERS, table]
-    # All devices of a replica can share a layer.
+    # All devices of a replica can share a layer, and one program splits the vocabulary over stages.
     split = max(len(plan.home(stage)) for stage in range(plan.num_stages)) // plan.num_replicas
+    blocks = range(1, 1 + settings.NUM_LAYERS)
+    of_ends = {} if plan.lowering == "placement" else {f"vocab:{MODEL}": Shares(plan.num_stages)}
 
     def line(value: float) -> Curve:
         return Curve(((1, value),))
@@ -156,8 +148,8 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
             parameter_bytes=_FLOAT * size,
             kept=line(kept_bytes),
             outputs=line(outputs),
-            shares={"": Shares(split)},
-            optimizer=_STATES[settings.OPTIMIZER][0 < number < len(weights) - 1],
+            shares={"": Shares(split)} | (of_ends if number not in blocks else {}),
+            optimizer=_STATES[settings.OPTIMIZER][number in blocks],
             # The gradient, before it is accumulated.
             working=Curve(((1, _FLOAT * size), (2, _FLOAT * size))),
         )
@@ -165,7 +157,8 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
             zip(layer_flops, weights, kept, strict=True)
         )
     )
-    return Figures(layers, action=_SECONDS_AN_ACTION, update_memory=2.0)
+    alike = blocks.start, blocks.stop
+    return Figures(layers, action=_SECONDS_AN_ACTION, update_memory=2.0, alike=alike)
 
 
 def memory_of_cpu_device(devices: int) -> int:

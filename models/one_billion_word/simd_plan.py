@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipemesh.commands.flags import FlagError
-from pipemesh.schedule import looped_bfs
+from pipemesh.schedule.builders import is_looped
 
 from .sizes import Settings
 
@@ -29,10 +29,10 @@ def alike_boundaries(settings: Settings) -> tuple[int, ...]:
 def check_simd(settings: Settings, trace_schedule: bool) -> None:
     """Raises FlagError, with the flag to change, if a model's blocks cannot run as one program."""
     plan = settings.PLAN
-    stages, homes = plan.num_stages, plan.mesh.num_stages
+    stages = plan.num_stages
     if settings.LAYERS == "lingvo":
         _refuse("layers=lingvo", "is for layers with named dims", "leave --layers out")
-    if plan.table != looped_bfs(homes, plan.num_microbatches, stages // homes):
+    if not is_looped(plan.table):
         _refuse(
             f"schedule={plan.schedule}",
             "runs gpipe, or looped_bfs:V with V stages a device",

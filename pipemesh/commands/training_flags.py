@@ -65,7 +65,9 @@ OF_PLAN = {"mesh_shape" if name == "mesh" else name: name for name in Plan().to_
 # What one program for all devices runs by, where nobody says otherwise.
 OF_SIMD = {"schedule": "gpipe", "remat": "full"}
 AUTO = "auto"
-_CHOSEN = ("mesh_shape", "layout", "schedule", "num_microbatches", "boundaries", "remat")
+_CHOSEN = (
+    *("mesh_shape", "layout", "schedule", "num_microbatches", "boundaries", "remat", "lowering"),
+)
 # Flags of a training by which `pipemesh plan` measures a model.
 MEASURED_FLAGS = (*SETTINGS, "train_data", "packing")
 # They say how a plan is found; the plan itself is kept.
@@ -296,11 +298,6 @@ def choose_plan(logdir: str) -> None:
             "out"
         )
     fixed = {name: value for name, value in plan_values().items() if name != "mesh"}
-    if fixed.get("lowering", "placement") != "placement":
-        raise FlagError(
-            f"{asked}: forecasts are of --lowering=placement; give a mesh, or leave "
-            f"--lowering={FLAGS.lowering} out"
-        )
     devices = _devices(asked)
     figures, batch = _figures(logdir, devices, asked)
     trial = ""
@@ -319,7 +316,7 @@ def choose_plan(logdir: str) -> None:
     chosen: dict[str, str] = {}
     for flag in _CHOSEN:
         value = values[OF_PLAN[flag]]
-        is_default = flag in ("boundaries", "layout") and not value
+        is_default = value == {"boundaries": "", "layout": "", "lowering": "placement"}.get(flag)
         if flag not in fixed and not is_default:
             chosen[flag] = value
             FLAGS.take(flag, value)

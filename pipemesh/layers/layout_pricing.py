@@ -156,15 +156,16 @@ _SECONDS, _PRICED = 30.0, 100
 
 
 def layers_shares(
-    layers: Any, machine: Machine, rows: int, *shapes: Any
+    layers: Any, machine: Machine, rows: int, *shapes: Any, alike: tuple[int, int] = (0, 0)
 ) -> dict[str, list[Shares]]:
     """Counts how devices share layers, under those layout rules that plans may need.
 
     `find_layout` chooses rules for two devices of a replica: the fastest ones, then faster ones the
     less memory they need, on the machine's links and on infinitely fast ones. Of rules that cut
     weights over replicas, those that cut most are taken. Bytes that are kept or passed on are not
-    counted. The first rules are of all dims that are usually split; arguments are as for
-    `layers_pricing`, `rows` those of a batch.
+    counted. The first rules are of all dims that are usually split. The last ones are of dims that
+    no layer from `alike[0]` to before `alike[1]` has, and that only `lowering=simd` splits over
+    stages. Arguments are as for `layers_pricing`, `rows` those of a batch.
     """
     params = named_layers(layers)
 
@@ -228,6 +229,11 @@ def layers_shares(
         add("", cut)
     for split, cut in itertools.product(splits, best_cuts[:1]):
         add(split, cut)
+    begin, end = alike
+    inside = {BATCH, *(dim for meta in plain[1][begin:end] for dim in meta.dims)}
+    ends = ";".join(f"{dim}:{MODEL}" for dim in _FIRST if dim in dims - inside)
+    if begin < end and ends and ends not in found:
+        add(ends)
     return found
 
 

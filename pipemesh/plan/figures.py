@@ -446,6 +446,10 @@ class Figures:
         plain_step: seconds of a step of `PLAIN` at the time of the measurement; 0 if unknown. Its
             later time shows the machine's speed then; see `at_pace`.
         settings: flags that the model was measured with; see `settings_of`.
+        alike: indices of the first and behind the last of the layers that `lowering=simd` runs in a
+            loop, which are alike; (0, 0) if there are none.
+        loop_pace: the seconds of that program for each second of the same layers in actions; ticks
+            copy activations and wait for the slowest device.
 
     Raises:
         PlanError: there are no layers, or a number is negative or not finite.
@@ -473,6 +477,8 @@ class Figures:
     update_memory: float = 1.0
     plain_step: float = 0.0
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    alike: tuple[int, int] = (0, 0)
+    loop_pace: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -489,6 +495,10 @@ class Figures:
             raise PlanError(f"cores are {self.cores}; there must be some")
         if not all(kind in "FBIW" and load >= 0 for kind, load in self.loads.items()):
             raise PlanError(f"loads are {self.loads}; each is of F, B, I or W, and 0 or more")
+        if not 0 <= self.alike[0] <= self.alike[1] <= len(self.layers):
+            raise PlanError(f"alike is {self.alike}; there are {len(self.layers)} layers")
+        if not (math.isfinite(self.loop_pace) and self.loop_pace > 0):
+            raise PlanError(f"loop_pace is {self.loop_pace}; it must be a number above 0")
 
     @functools.cached_property
     def layouts(self) -> tuple[str, ...]:
@@ -506,6 +516,22 @@ class Figures:
         if not (wanted := {*rules, *cut}) or wanted == set(self.rules.split(";")):
             return ""
         return next((name for name in self.layouts if set(name.split(";")) == wanted), None)
+
+    @functools.cached_property
+    def end_layouts(self) -> tuple[str, ...]:
+        """Returns those of `layouts` that split layers before or behind the alike ones alone, whose
+        dims `lowering=simd` can split over `layers` too.
+        """
+        begin, end = self.alike
+        ends = {name for each in (*self.layers[:begin], *self.layers[end:]) for name in each.shares}
+        return tuple(
+            layout
+            for layout in self.layouts
+            if layout in ends
+            and begin < end
+            and not cuts_weights(layout)
+            and not any(layout in each.shares for each in self.layers[begin:end])
+        )
 
     def can_cut(self, replicas: int, layout: str) -> bool:
         """Returns whether a number of replicas can each have a slice of the weights they cut."""
@@ -639,7 +665,7 @@ def _link_of(values: Any) -> Link:
 # By a field of `Figures` besides the layers, the function that reads its JSON value.
 _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("action", "fixed", "update", "optimizer", "crowding"), float),
-    **dict.fromkeys(("update_memory", "plain_step"), float),
+    **dict.fromkeys(("update_memory", "plain_step", "loop_pace"), float),
     "transfer": _link_of,
     "sums": lambda values: values and _link_of(values),
     "cores": lambda cores: None if cores is None else float(cores),
@@ -648,6 +674,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "batch": int,
     "about": str,
     "settings": dict,
+    "alike": lambda alike: (int(alike[0]), int(alike[1])),
 }
 
 

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pipemesh.plan.figures import Figures
+from pipemesh.errors import PlanError
+from pipemesh.mesh import LayoutRules
+from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.plan.figures import MODEL, Figures, LayerFigures
+from pipemesh.plan.homes import home_of
 from pipemesh.plan.network import Network
 from pipemesh.plan.plan import Plan
+from pipemesh.plan.remat import Remat
 from pipemesh.plan.stages import (
     Stages,
     action_costs,
     action_loads,
+    alike_cuts,
     bytes_of,
     device_memory,
     even_costs,
     even_loads,
     exchanged,
+    in_dtype,
     stages_of,
 )
-from pipemesh.schedule import Costs, Timeline, simulate
+from pipemesh.schedule import Costs, Timeline, gpipe, simulate
+from pipemesh.schedule.builders import is_looped
 
 _Loads = Mapping[str, Sequence[float]]
 
@@ -72,7 +82,9 @@ def predict(
     """Forecasts a step under a plan.
 
     Simulates the schedule with the figures of the layers. Devices that share cores slow each other
-    down (`pipemesh.schedule.simulate`).
+    down (`pipemesh.schedule.simulate`). Under `lowering=simd` all devices compute the layers before
+    and behind the alike ones together, on the whole batch, and the ticks of a loop between them,
+    also those without work.
 
     Args:
         plan: the plan. Its `compute_dtype` changes the forecast of bytes, not of seconds.
@@ -92,8 +104,17 @@ def predict(
         >>> found.seconds, found.parts["bubble"], found.binds
         (30.0, 6.0, 'bubble')
     """
-    forecast = forecast_stages(stages_of(plan, figures, batch, network), figures, parts=parts)
     supposed: list[str] = []
+    if plan.lowering == "simd":
+        program = _program_of(plan, figures, batch, network)
+        forecast = _forecast_program(program, figures, parts=parts)
+        if (over := _over_layers(plan)).rules and figures.layout_of(over) is None:
+            supposed.append(
+                f"figures do not know how layers are split by the rules of '{plan.layout}' for the "
+                f"axis {LAYERS_AXIS!r}, so they are split as by '{figures.rules}'"
+            )
+    else:
+        forecast = forecast_stages(stages_of(plan, figures, batch, network), figures, parts=parts)
     if bytes_of(plan.compute_dtype) != bytes_of(None):
         supposed.append(
             f"what layers compute takes as long in {plan.compute_dtype} as it was measured, only "
@@ -131,24 +152,32 @@ def forecast_stages(
     bubble = min(1.0, max(0.0, run.waiting) / makespan) if makespan else 0.0
     if not parts:
         return StepForecast(seconds, bubble, run.memory, done)
-    # Some tables are shorter for unequal stages, and on shared cores some actions may be faster as
-    # others wait. No part may be below 0.
-    lengths = [makespan]
-    for length in reversed(before):
-        lengths.insert(0, min(length, lengths[0]))
-    compute, even, cut, summed, _ = lengths
-    by_part = {
-        "compute": compute - min(compute, run.actions),
-        "actions": min(compute, run.actions),
-        "bubble": even - compute,
-        "imbalance": cut - even,
-        "sums": summed - cut,
-        "transfers": makespan - summed,
+    by_part = _parts((*before, makespan), run.actions) | {
         "gradients": with_gradients - makespan,
         "optimizer": update,
         "fixed": figures.fixed,
     }
     return StepForecast(seconds, bubble, run.memory, done, by_part)
+
+
+def _parts(lengths: Sequence[float], actions: float) -> dict[str, float]:
+    """Returns the parts of a step from its lengths as each is added, in the order of
+    `_Run.lengths`.
+    """
+    # Some tables are shorter for unequal stages, and on shared cores some actions may be faster as
+    # others wait. No part may be below 0.
+    rising = [lengths[-1]]
+    for length in reversed(lengths[:-1]):
+        rising.insert(0, min(length, rising[0]))
+    compute, even, cut, summed, whole = rising
+    return {
+        "compute": compute - min(compute, actions),
+        "actions": min(compute, actions),
+        "bubble": even - compute,
+        "imbalance": cut - even,
+        "sums": summed - cut,
+        "transfers": whole - summed,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +299,13 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
         # that is cut stays where it is.
         parts = [
             exchanged(
-                stages, figures, figures.transfer, primitive, replicas, home // replicas, sent
+                stages,
+                figures,
+                figures.transfer,
+                primitive,
+                replicas,
+                stages.strides[1] if stages.strides else home // replicas,
+                sent,
             )
             for primitive, sent in (
                 ("all_reduce", 2 * away * copies),
@@ -298,3 +333,200 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
     )
     alone = largest / stages.replicas * figures.update
     return gradients, max(alone, updates / figures.cores), after
+
+
+def _over_layers(plan: Plan) -> LayoutRules:
+    """Returns the rules for the axis `layers`, as rules for devices that share layers."""
+    return LayoutRules(
+        tuple((dim, MODEL) for dim, axis in plan.layout.rules if axis == LAYERS_AXIS)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """One program for all devices: layers before a loop over ticks, the stages in it, and layers
+    behind it.
+    """
+
+    # One stage each, or without layers. All devices compute it at once, on all microbatches.
+    before: Stages
+    behind: Stages
+    loop: Stages
+
+    @functools.cached_property
+    def num_ticks(self) -> int:
+        """Returns the number of ticks of a pass; see `RingTicks` of `pipemesh.recurrent`."""
+        table = self.loop.table
+        cores, number = table.num_devices, table.num_microbatches
+        return (table.num_stages // cores - 1) * max(cores, number) + number + cores - 1
+
+    @property
+    def num_devices(self) -> int:
+        """Returns the number of devices, which all compute at all times."""
+        return sum(self.loop.home_sizes)
+
+
+def _program_of(plan: Plan, figures: Figures, batch: int, network: Network | None) -> _Program:
+    """Returns the program of a plan with `lowering=simd`."""
+    plan.check_batch(batch)
+    plan.check_layers(len(figures.layers))
+    cuts = alike_cuts(plan, figures)
+    for name, value, is_right, way_out in (
+        ("schedule", plan.schedule, is_looped(plan.table), "'gpipe' or 'looped_bfs:V'"),
+        ("remat", plan.remat, plan.remat.is_full, "'full'"),
+        ("boundaries", plan.boundaries, plan.boundaries in (None, cuts), f"{cuts}"),
+    ):
+        if not is_right:
+            raise PlanError(f"{name} is '{value}', but lowering=simd runs {way_out}; use that")
+    begin, end = figures.alike
+    replicas, cores = plan.num_replicas, plan.mesh.num_stages
+    group = len(home_of(plan.mesh, plan.layout, 0)) // replicas
+    rules, rows = figures.layout_of(plan.layout) or "", batch / replicas
+    over, strides = figures.layout_of(_over_layers(plan)) or "", (replicas * group, group)
+    if not _over_layers(plan).rules:
+        over, strides = rules, None
+
+    def end_of(layers: tuple[LayerFigures, ...]) -> Stages:
+        groups = (cores if strides else group,)
+        table = gpipe(1, 1)
+        stages = Stages(
+            (layers,), rows, replicas, groups, Remat.NONE, table, network, 0.0, over, strides
+        )
+        return in_dtype(stages, plan)
+
+    number = (end - begin) // plan.num_stages
+    loop = Stages(
+        tuple(figures.layers[at : at + number] for at in range(begin, end, number)),
+        rows / plan.num_microbatches,
+        replicas,
+        (group,) * plan.num_stages,
+        plan.remat,
+        plan.table,
+        network,
+        rules=rules,
+    )
+    return _Program(
+        end_of(figures.layers[:begin]), end_of(figures.layers[end:]), in_dtype(loop, plan)
+    )
+
+
+def _forecast_program(program: _Program, figures: Figures, *, parts: bool) -> StepForecast:
+    """Forecasts a step of one program for all devices."""
+    loop, ticks = program.loop, 2 * program.num_ticks
+    table = loop.table
+    cores, devices = table.num_devices, program.num_devices
+    useful = 2 * table.num_microbatches * table.num_stages // cores
+    ends = [stages for stages in (program.before, program.behind) if stages.layers[0]]
+
+    @functools.cache
+    def tick(sums: bool) -> tuple[float, float]:
+        """Returns the mean of a tick forward and one backward."""
+        seconds, work = _at_once(loop, figures, devices, "FBR", sums=sums)
+        return seconds / 2, work / 2
+
+    def of_ends(sums: bool) -> list[tuple[float, float]]:
+        return [_at_once(stages, figures, devices, "FB", sums=sums) for stages in ends]
+
+    # The input of each tick comes from a neighbour, the outputs of the loop go to all cores.
+    passed = loop.passed(0)
+    sent = shared = 0.0
+    if cores > 1:
+        link = figures.transfer
+        if loop.network is not None:
+            link = loop.network.joining(0, loop.home_sizes[0], loop.home_sizes[0])
+        sent = ticks * link.seconds(passed)
+        stride, size = loop.home_sizes[0], 2 * (1 - 1 / cores) * table.num_microbatches * passed
+        shared, _ = exchanged(loop, figures, figures.transfer, "all_reduce", cores, stride, size)
+    computed = [(ticks * tick(True)[0], ticks * tick(True)[1]), *of_ends(True)]
+    length = sum(seconds for seconds, _ in computed) + sent + 2 * shared
+    tails = [_tails(stages, figures) for stages in (loop, *ends)]
+    gradients = sum(max(late) for late, _, _ in tails)
+    update = sum(seconds for _, seconds, _ in tails)
+    work = sum(done for _, done in computed) + sum(after for *_, after in tails) + figures.fixed
+    seconds = length + gradients + update + figures.fixed
+    idle = (ticks - useful) * tick(False)[0]
+    bubble = min(1.0, idle / length) if length else 0.0
+    memory = tuple(_program_memory(program, figures, place) for place in range(cores))
+    if not parts:
+        return StepForecast(seconds, bubble, memory, work)
+    # What one device would take, divided by their number.
+    group = devices // loop.replicas
+    even = 0.0
+    for stages in ends:
+        whole = dataclasses.replace(stages, groups=(1,), rules="", strides=None)
+        even += _at_once(whole, figures, devices, "FB", sums=False, share=1 / group)[0]
+    once = sum(seconds for seconds, _ in of_ends(False))
+    all_ticks = ticks * tick(False)[0]
+    lengths = (
+        useful * tick(False)[0] + even,
+        all_ticks + even,
+        all_ticks + once,
+        sum(seconds for seconds, _ in computed),
+        length,
+    )
+    by_part = _parts(lengths, useful * figures.action) | {
+        "gradients": gradients,
+        "optimizer": update,
+        "fixed": figures.fixed,
+    }
+    return StepForecast(seconds, bubble, memory, work, by_part)
+
+
+def _at_once(
+    stages: Stages, figures: Figures, devices: int, kinds: str, *, sums: bool, share: float = 1.0
+) -> tuple[float, float]:
+    """Returns the seconds of a stage's actions while all devices run the same, and their work."""
+    number = len(stages.layers)
+    costs = action_costs(stages, figures, sums=sums, transfers=False)
+    loads = action_loads(stages, figures, costs, sums=sums)
+    durations = costs.per_stage(number).durations()
+    # Stages are alike, though their measured times differ.
+    share *= figures.loop_pace / number
+    alone = share * sum(sum(durations[kind]) for kind in kinds)
+    done = sum(sum(map(operator.mul, durations[kind], loads[kind])) for kind in kinds)
+    work = devices * share * done
+    return alone if figures.cores is None else max(alone, work / figures.cores), work
+
+
+def _program_memory(program: _Program, figures: Figures, place: int) -> float:
+    """Returns the maximum bytes of one device at an index along `layers`."""
+    loop, ends = program.loop, [program.before, program.behind]
+    table = loop.table
+    own = [stage for stage, home in enumerate(table.stage_devices) if home == place]
+    # The alike layers' weights are stacked, which copies them.
+    weights = sum(map(loop.weights, own)) * (2 + loop.cast)
+    trained = sum(map(loop.trained, own))
+    states = sum(loop.states(stage, figures.optimizer) for stage in own)
+    for stages in ends:
+        # Without rules for `layers`, copies of the first device's weights have no state.
+        weights += stages.weights(0) * (1 + stages.cast)
+        trained += stages.trained(0)
+        if place == 0 or stages.strides is not None:
+            states += stages.states(0, figures.optimizer)
+    kept_before, kept_behind = (_kept(stages, 0) for stages in ends)
+    passed = loop.passed(0)
+    # The input of each tick, the outputs, and their gradients or those of the inputs.
+    held = kept_before + (program.num_ticks + table.num_microbatches) * passed
+    slots = table.num_microbatches * passed
+    behind = kept_behind + _working(program.behind, 0) + program.behind.trained(0)
+    tick = slots + trained + _kept(loop, 0) + _working(loop, 0)
+    update = trained * (1 + (figures.update_memory - 1) / loop.replicas)
+    return weights + states / loop.replicas + max(held + behind, held + tick, update)
+
+
+def _kept(stages: Stages, stage: int) -> float:
+    """Returns the bytes that a stage keeps of a microbatch on a device."""
+    shared = stages.groups[stage], stages.rules
+    return sum(layer.holds(stages.rows, *shared) for layer in stages.layers[stage])
+
+
+def _working(stages: Stages, stage: int) -> float:
+    """Returns the bytes that a layer of a stage needs while it is computed, at most."""
+    return max(
+        (
+            layer.working.at(stages.rows) * stages.part(stage, layer)
+            for layer in stages.layers[stage]
+            if layer.working
+        ),
+        default=0.0,
+    )

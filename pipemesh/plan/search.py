@@ -96,6 +96,8 @@ class Split:
     num_microbatches: int = 1
     remat: Remat = Remat.NONE
     layout: str = ""  # how devices share each layer, of `Figures.layouts`
+    lowering: str = "placement"
+    ends: str = ""  # of `Figures.end_layouts`: the dims that `lowering=simd` splits over `layers`
 
     @property
     def num_devices(self) -> int:
@@ -111,7 +113,12 @@ class Split:
     def rules(self, figures: Figures) -> str:
         """Returns the layout rules as text."""
         rows = f"{BATCH}:{DATA}" if self.data > 1 else ""
-        return ";".join(filter(None, [rows, self.layout or (figures.rules * (self.model > 1))]))
+        inner = self.layout or (figures.rules * (self.model > 1))
+        over = [dim for dim, _ in LayoutRules.from_text(self.ends).rules]
+        # A dim has one rule.
+        kept = [rule for rule in inner.split(";") if rule.partition(":")[0] not in over]
+        stages = [f"{dim}:{LAYERS_AXIS}" for dim in over]
+        return ";".join(filter(None, [rows, *kept, *stages]))
 
     def plan(self, figures: Figures, space: SearchSpace) -> Plan:
         """Returns the plan, without boundaries unless they are fixed; invalid ones are errors."""
@@ -121,6 +128,7 @@ class Split:
             "schedule": self.schedule,
             "num_microbatches": str(self.num_microbatches),
             "remat": str(self.remat),
+            "lowering": self.lowering,
         }
         return Plan.from_values(values | dict(space.fixed))
 
@@ -135,6 +143,9 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
         # `Plan` reports the errors of other values.
         is_number = fixed_number.isdecimal() and int(fixed_number) > 0
         numbers = [int(fixed_number)] if is_number else divisors(rest)
+        yield from _programs(figures, space, (places, replicas, group, layout), numbers)
+        if fixed.get("lowering") == "simd":
+            continue
         schedules = space.schedules if places > 1 else ("1f1b",)
         if "schedule" in fixed:
             schedules = (fixed["schedule"],)
@@ -147,6 +158,40 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
             for number in numbers:
                 for remat in remats:
                     yield Split(places, replicas, group, schedule, number, remat, layout)
+
+
+def _programs(
+    figures: Figures,
+    space: SearchSpace,
+    split: tuple[int, int, int, str],
+    numbers: Sequence[int],
+) -> Iterator[Split]:
+    """Yields the splits of a mesh and its layout that run as one program."""
+    places, replicas, group, layout = split
+    fixed, count = space.fixed, figures.alike[1] - figures.alike[0]
+    schedules = [
+        schedule
+        for schedule, rounds in (("gpipe", 1), ("looped_bfs:2", 2))
+        if count and not count % (places * rounds) and (places > 1 or rounds == 1)
+    ]
+    if "schedule" in fixed:
+        schedules = [fixed["schedule"]]
+    if fixed.get("lowering") == "simd":
+        # `predict` reports what is wrong.
+        schedules = schedules or ["gpipe"]
+    elif (
+        "lowering" in fixed
+        or not count
+        or places == 1
+        or cuts_weights(layout)
+        or fixed.get("schedule", "gpipe").partition(":")[0] not in ("gpipe", "looped_bfs")
+        or fixed.get("remat", "full") != "full"
+    ):
+        return
+    # The rules of a fixed layout are all there are.
+    ends = ["", *(figures.end_layouts if places > 1 and "layout" not in fixed else ())]
+    for schedule, number, over in itertools.product(schedules, numbers, ends):
+        yield Split(places, replicas, group, schedule, number, Remat.FULL, layout, "simd", over)
 
 
 def _stages_a_device(schedule: str) -> int:
@@ -196,8 +241,19 @@ def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, in
 
 def rated(figures: Figures, space: SearchSpace) -> list[Split]:
     """Returns all candidates in the order of `rough_seconds`, those that cannot fit last."""
-    seconds, least = rough_seconds(figures, space.batch), least_bytes(figures)
+    rough, least = rough_seconds(figures, space.batch), least_bytes(figures)
     limit = math.inf if space.memory is None else space.memory
+
+    def seconds(split: Split) -> float:
+        if split.lowering == "placement":
+            return rough(split)
+        # One program needs no simulation, so its forecast is a formula too.
+        try:
+            plan = evenly_cut(split.plan(figures, space), figures, space.batch)
+            return predict(plan, figures, space.batch, parts=False).seconds
+        except PipemeshError:
+            return math.inf
+
     return sorted(
         candidates(figures, space), key=lambda split: (least(split) > limit, seconds(split))
     )
@@ -314,7 +370,7 @@ def cut_to_fit(forecast: Prediction, figures: Figures, space: SearchSpace) -> Pr
     """Returns the first forecast with other cuts that fits into memory, else the leanest."""
     # The partitioner counts less exactly than the forecast. So it gets tighter limits until the
     # forecast fits, loosest first.
-    if space.memory is None or fits(forecast, space) or forecast.plan.num_stages == 1:
+    if space.memory is None or fits(forecast, space) or not _has_cuts(forecast.plan):
         return forecast
     if sum(forecast.memory) > _HOPELESS * space.memory * len(forecast.memory):
         return forecast
@@ -359,6 +415,11 @@ def cut_to_fit(forecast: Prediction, figures: Figures, space: SearchSpace) -> Pr
     return leanest
 
 
+def _has_cuts(plan: Plan) -> bool:
+    """Returns whether a plan's layers may be cut in several ways."""
+    return plan.num_stages > 1 and plan.lowering != "simd"
+
+
 def fits(forecast: Prediction, space: SearchSpace) -> bool:
     """Returns whether a forecast fits into the memory of every device."""
     return space.memory is None or max(forecast.memory) <= space.memory
@@ -373,7 +434,7 @@ def with_better_cuts(
         limit = space.memory
         return sum(max(0.0, m - limit) for m in forecast.memory) if limit else 0.0, forecast.seconds
 
-    moved = True
+    moved = _has_cuts(best.plan)
     while moved:
         moved = False
         cuts = best.plan.boundaries or ()
@@ -520,7 +581,7 @@ def _different(forecasts: list[Prediction]) -> list[Prediction]:
     kept: list[Prediction] = []
     for forecast in sorted(forecasts, key=lambda forecast: forecast.seconds):
         plan = forecast.plan
-        key = (plan.mesh, plan.layout, plan.boundaries, plan.remat, plan.table)
+        key = (plan.mesh, plan.layout, plan.boundaries, plan.remat, plan.table, plan.lowering)
         if key not in known:
             known.add(key)
             kept.append(forecast)

@@ -38,6 +38,9 @@ class Stages:
     cast: float = 0.0
     # Those of `Figures.layouts` that say how devices share the layers.
     rules: str = ""
+    # Numbers of devices from one to the next of those that share a layer, and of replicas; None for
+    # the order above.
+    strides: tuple[int, int] | None = None
 
     @functools.cached_property
     def modes(self) -> dict[tuple[int, int], ModeName]:
@@ -139,8 +142,7 @@ def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None 
     """Returns the stages of a plan, cut at its boundaries or else into equal seconds."""
     if plan.lowering != "placement":
         raise PlanError(
-            f"lowering={plan.lowering} has no actions, of which forecasts are made; use "
-            "lowering=placement"
+            f"lowering={plan.lowering} has no actions, which this is about; use lowering=placement"
         )
     plan.check_batch(batch)
     plan.check_layers(len(figures.layers))
@@ -152,6 +154,11 @@ def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None 
     stages = cut_stages(
         figures, rows, replicas, groups, plan.remat, plan.table, plan.boundaries, network, rules
     )
+    return in_dtype(stages, plan)
+
+
+def in_dtype(stages: Stages, plan: Plan) -> Stages:
+    """Returns the stages with values of a plan's dtype of computation."""
     share = bytes_of(plan.compute_dtype) / bytes_of(None)
     if share == 1:
         return stages
@@ -165,10 +172,27 @@ def bytes_of(compute_dtype: str | None) -> int:
 
 
 def evenly_cut(plan: Plan, figures: Figures, batch: int) -> Plan:
-    """Returns the plan with boundaries of stages that take the same time."""
+    """Returns the plan with boundaries of stages that take the same time; under `lowering=simd`
+    there is one way to cut.
+    """
+    if plan.lowering == "simd":
+        return dataclasses.replace(plan, boundaries=alike_cuts(plan, figures))
     stages = stages_of(dataclasses.replace(plan, boundaries=None), figures, batch)
     cuts = itertools.accumulate(map(len, stages.layers), initial=0)
     return dataclasses.replace(plan, boundaries=tuple(cuts))
+
+
+def alike_cuts(plan: Plan, figures: Figures) -> tuple[int, ...]:
+    """Returns the boundaries of `lowering=simd`: each stage has as many of the alike layers."""
+    (begin, end), count = figures.alike, plan.num_stages
+    number, rest = divmod(end - begin, count)
+    if rest or not number:
+        raise PlanError(
+            f"lowering=simd gives each of {count} stages as many of the layers that are alike and "
+            f"have named dims, of which there are {end - begin}; use a number of stages that "
+            "divides it, or lowering=placement"
+        )
+    return (0, *(begin + number * stage for stage in range(1, count)), len(figures.layers))
 
 
 def cut_stages(
@@ -327,7 +351,8 @@ def _sum(
         for each in layer.shared(stages.rules).sent:
             if each.backward == (kind in "BI"):
                 sent = each.sent(shared, stages.rows)
-                took, done = exchanged(stages, figures, link, each.primitive, shared, 1, sent)
+                stride = stages.strides[0] if stages.strides else 1
+                took, done = exchanged(stages, figures, link, each.primitive, shared, stride, sent)
                 seconds, work = seconds + each.calls * took, work + each.calls * done
     # Weights that are recomputed with are fetched once an action.
     cut = layer.parameter_bytes * stages.cut(stage, layer)

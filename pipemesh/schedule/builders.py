@@ -122,6 +122,17 @@ def looped_bfs(num_devices: int, num_microbatches: int, num_virtual_stages: int 
     return Schedule(rows, loop(num_devices, num_virtual_stages), num_microbatches)
 
 
+def is_looped(schedule: Schedule) -> bool:
+    """Returns whether one loop over ticks can run a schedule: `looped_bfs`, or its forward passes.
+
+    With one stage a device that is `gpipe`.
+    """
+    devices, number = schedule.num_devices, schedule.num_microbatches
+    rounds, rest = divmod(schedule.num_stages, devices)
+    looped = None if rest else looped_bfs(devices, number, rounds)
+    return looped is not None and schedule in (looped, looped.only_forward())
+
+
 @_published
 def forward_only(num_devices: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
     """Inference: forwards only, in groups of `D` microbatches a stage.

@@ -178,7 +178,7 @@ def test_what_cannot_be_chosen_is_one_line_without_tensorflow(tmp_path, figures)
     refusals = [
         (["--mesh_shape=auto:x"], "must be auto, or auto:N for N devices"),
         (["--mesh_shape=auto:2", "--plain"], "--plain computes on one device"),
-        (["--mesh_shape=auto:2", "--lowering=simd"], "forecasts are of --lowering=placement"),
+        (["--mesh_shape=auto:2", "--lowering=simd"], "of which there are 0"),
         (["--mesh_shape=auto:2", "--plan_trials=-1"], "plan_trials"),
         (["--mesh_shape=auto:2", "--device_memory=7GiBB"], "--device_memory: '7GiBB' has the unit"),
         (["--mesh_shape=auto:2", "--device_memory=10"], "no plan fits into 10 bytes a device"),

@@ -1,7 +1,9 @@
 """Figures of small stacks, in whole seconds and bytes."""
 
+import dataclasses
+
 from pipemesh.partition import LayerCost
-from pipemesh.plan.figures import Curve, Figures, LayerFigures, figures_of_costs
+from pipemesh.plan.figures import Curve, Figures, LayerFigures, Shares, figures_of_costs
 
 
 def line(value=1.0):
@@ -22,3 +24,12 @@ def figures(seconds=4, split=1, **more):
     costs = [LayerCost(s, backward=2 * s, name=f"l{n}", **sizes) for n, s in enumerate(seconds)]
     summed = [6.0] * len(costs) if split > 1 else []
     return Figures(tuple(figures_of_costs(costs, 1, split=split, summed=summed)), **more)
+
+
+def with_ends(**more):
+    """Four alike layers of a second between layers of two and six, which split a vocabulary."""
+    found = figures((2.0, *(1.0,) * 4, 6.0), **more)
+    first, *blocks, last = found.layers
+    over = {"vocab:model": Shares(8, work=1.0, weights=1.0)}
+    ends = [dataclasses.replace(layer, shares=over) for layer in (first, last)]
+    return dataclasses.replace(found, layers=(ends[0], *blocks, ends[1]), alike=(1, 5))

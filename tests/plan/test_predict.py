@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipemesh.errors import PlanError
+from pipemesh.mesh import LayoutRules
 from pipemesh.plan import Plan
 from pipemesh.plan.figures import Figures, LayerFigures, Shares
 from pipemesh.plan.network import Link
 from pipemesh.plan.predict import predict
 from pipemesh.schedule import Schedule
-from tests.plan.stacks import figures, layer, line
+from tests.plan.stacks import figures, layer, line, with_ends
 
 
 def test_one_f_one_b_is_its_formula():
@@ -131,6 +133,45 @@ def test_working_memory_counts_for_two_layers_at_a_time():
     assert predict(plan, found, 3).memory == (3 * 3 + 2 * 5,)
 
 
+def test_one_program_is_its_loop_and_what_all_devices_compute_before_and_behind():
+    # Of four microbatches of two rows: forward, backward and recomputation of a stage of two layers
+    # take (1 + 2 + 1) * 2 * 2 seconds, in five ticks. The ends compute eight rows at once.
+    plan = Plan("layers:2", schedule="gpipe", num_microbatches=4, lowering="simd")
+    whole = predict(plan, with_ends(), 8)
+    assert whole.seconds == 5 * 16 + 8 * (2 + 6) * 3
+    assert whole.work == 2 * whole.seconds
+    assert whole.parts["bubble"] == 16 and whole.parts["imbalance"] == 8 * (2 + 6) * 3 / 2
+    # Rules for `layers` split the ends over all devices.
+    split = dataclasses.replace(plan, layout=LayoutRules.from_text("vocab:layers"))
+    found = predict(split, with_ends(), 8)
+    assert found.seconds == 5 * 16 + 8 * (2 + 6) * 3 / 2 and not found.supposed
+    assert found.binds == "bubble" and found.bubble == pytest.approx(16 / found.seconds)
+    assert max(found.memory) < max(whole.memory)
+    # Two stages a device: ticks of half the length, 2 * 4 + 1 of them.
+    twice = dataclasses.replace(split, schedule="looped_bfs:2")
+    assert predict(twice, with_ends(), 8).seconds == 9 * 8 + 96
+    # All devices are busy at all times, so on one core all work adds up.
+    assert predict(split, with_ends(cores=1.0), 8).seconds == 2 * found.seconds
+    # Each tick waits for its neighbour, and all devices get the outputs and the gradients.
+    linked = predict(split, with_ends(transfer=Link(0.25, 1e30)), 8)
+    assert linked.parts["transfers"] == 10 * 0.25 + 2 * 2 * 0.25
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"mesh": "layers:3"}, "3 stages as many of the layers that are alike .* there are 4"),
+        ({"schedule": "1f1b"}, "schedule is '1f1b', but lowering=simd runs 'gpipe' or"),
+        ({"remat": "none"}, "remat is 'none', but lowering=simd runs 'full'"),
+        ({"boundaries": (0, 2, 6)}, r"lowering=simd runs \(0, 3, 6\)"),
+    ],
+)
+def test_what_one_program_cannot_run_has_no_forecast(more, told):
+    values = {"mesh": "layers:2", "schedule": "gpipe", "num_microbatches": 4} | more
+    with pytest.raises(PlanError, match=told):
+        predict(Plan(**values, lowering="simd"), with_ends(), 8)
+
+
 plans = st.builds(
     lambda places, data, model, schedule, number, remat: Plan(
         f"layers:{places};data:{data};model:{model}",
@@ -147,16 +188,32 @@ plans = st.builds(
     st.sampled_from([4, 8]),
     st.sampled_from(["none", "full"]),
 )
+programs = st.builds(
+    lambda places, data, schedule, number, rules: Plan(
+        f"layers:{places};data:{data}",
+        f"batch:data{rules}",
+        schedule=schedule,
+        num_microbatches=number,
+        lowering="simd",
+        allow_idle=True,
+    ),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["gpipe", "looped_bfs:2"]),
+    st.sampled_from([4, 8]),
+    st.sampled_from(["", ";vocab:layers"]),
+)
 
 
 @settings(max_examples=40, deadline=None)
-@given(plans, st.sampled_from([None, 1.0, 2.0, 3.0]), st.floats(0, 0.1))
+@given(plans | programs, st.sampled_from([None, 1.0, 2.0, 3.0]), st.floats(0, 0.1))
 def test_parts_add_up_and_no_step_beats_its_work(plan, cores, latency):
     more = {"action": 0.05, "fixed": 0.5, "update": 0.01, "transfer": Link(latency, 50.0)}
-    found = predict(plan, figures(8, split=2, cores=cores, **more), 16)
+    alike = {"split": 2, "cores": cores, "alike": (0, 8)}
+    found = predict(plan, figures(8, **alike, **more), 16)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     work = 8 * 16 * (3 if plan.remat.is_none else 4)
     assert found.seconds >= work / min(plan.mesh.num_devices, cores or 1e9) * (1 - 1e-9)
-    free = predict(plan, figures(8, split=2, cores=cores), 16)
+    free = predict(plan, figures(8, **alike), 16)
     assert free.seconds <= found.seconds * (1 + 1e-9)
     assert 0 <= found.bubble < 1

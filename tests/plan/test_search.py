@@ -28,7 +28,7 @@ from pipemesh.plan.search import (
     search,
     with_better_cuts,
 )
-from tests.plan.stacks import figures, line
+from tests.plan.stacks import figures, line, with_ends
 
 
 def test_all_combinations_are_there():
@@ -108,6 +108,28 @@ def test_a_candidate_becomes_a_plan():
     assert plan.boundaries is None
     with pytest.raises(ScheduleError, match="multiple"):
         Split(2, 1, 1, "interleaved:2", 3, Remat.NONE).plan(found, space)
+
+
+def test_one_program_is_searched_with_rules_for_the_axis_of_stages():
+    stages = {"mesh": "layers:2", "remat": "full"}
+    # One layer takes longer than all others together, so no cut is even.
+    best = search(with_ends(), SearchSpace(2, 8, fixed=stages))[0]
+    assert str(best.plan.layout) == "vocab:layers" and best.plan.boundaries == (0, 2, 3, 4, 6)
+    assert (best.plan.lowering, best.plan.schedule) == ("simd", "looped_bfs:2")
+    assert best.plan.num_microbatches == 8 and best.seconds == 17 * 4 + 96
+    # A user's values stay: another lowering, its schedule, its rules.
+    for fixed in ({"lowering": "placement"}, {"layout": "batch:data"}, {"schedule": "gpipe"}):
+        found = candidates(with_ends(), SearchSpace(4, 8, fixed=fixed))
+        programs = [each for each in found if each.lowering == "simd"]
+        assert bool(programs) == ("lowering" not in fixed)
+        assert not any(each.ends for each in programs) or "layout" not in fixed
+        assert {each.schedule for each in programs} <= {"gpipe"} or "schedule" not in fixed
+    only = SearchSpace(2, 8, fixed={"lowering": "simd"})
+    assert {each.lowering for each in candidates(with_ends(), only)} == {"simd"}
+    # It has no other cuts, so none are tried.
+    assert fits(search(with_ends(), dataclasses.replace(only, memory=250.0))[0], only)
+    with pytest.raises(PlanError, match=r"no plan fits into 40 bytes .* needs least, .*simd"):
+        search(with_ends(), dataclasses.replace(only, memory=40.0), seconds=1.0)
 
 
 # Three ways to share a layer: its own rules, faster ones for its length, and two replicas that cut
@@ -256,7 +278,8 @@ def test_the_time_is_kept():
         ({"num_microbatches": "0"}, "num_microbatches is 0; it must be a whole number from 1 on"),
         ({"num_microbatches": "3"}, "does not divide into 3 microbatches"),
         ({"mesh": "layers:2", "boundaries": "0,2,9"}, "boundaries end at 9, but there are 4"),
-        ({"lowering": "simd"}, "lowering=simd has no actions"),
+        ({"lowering": "simd"}, "are alike and have named dims, of which there are 0"),
+        ({"lowering": "simd", "schedule": "1f1b"}, "of which there are 0"),
         ({"compute_dtype": "bf16"}, "did you mean 'bfloat16'"),
         ({"schedule": "file:/nope.csv"}, "/nope.csv"),
         ({"mesh": "layers:7"}, "have 7 stages, but there are 4 layers; use at most 4 stages"),

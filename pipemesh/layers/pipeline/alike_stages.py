@@ -132,6 +132,16 @@ def simd_split(p: Any, cells: Sequence[Any]) -> tuple[Any | None, list[Any], Any
     return first if before else None, stages, last if behind else None
 
 
+def alike_range(p: Any) -> tuple[int, int]:
+    """Returns the range of layers of a stack that a loop over ticks can run between others; (0, 0)
+    without such layers.
+    """
+    layers = [layer for cell in p.cell_tpl for layer in cell.sub]
+    begin, end = _longest_run(layers)
+    is_run = p.loss_inside and end - begin > 1 and issubclass(layers[begin].cls, NamedLayer)
+    return (begin, end) if is_run else (0, 0)
+
+
 def simd_cut(p: Any) -> tuple[int, int]:
     """Returns the numbers of layers before and behind the longest run of alike layers.
 

@@ -31,7 +31,8 @@ from pipemesh.recurrent.remat import FULL, Mode, remat_of
 from pipemesh.recurrent.stage import Grads, Stage, Tensors
 from pipemesh.recurrent.table.machine import Machine, State
 from pipemesh.recurrent.watch.finite_values import LOCATING, empty_note
-from pipemesh.schedule import Action, Schedule, looped_bfs
+from pipemesh.schedule import Action, Schedule
+from pipemesh.schedule.builders import is_looped
 
 
 def alike_pipeline(
@@ -122,11 +123,8 @@ def check_options(options: Options) -> None:
 
 def check_schedule(schedule: Schedule) -> None:
     """Raises a ScheduleError if a loop over ticks cannot run the schedule."""
-    devices, stages = schedule.num_devices, schedule.num_stages
-    if stages % devices == 0:
-        supported = looped_bfs(devices, schedule.num_microbatches, stages // devices)
-        if schedule in (supported, supported.only_forward()):
-            return
+    if is_looped(schedule):
+        return
     raise ScheduleError(
         "a loop over ticks runs all forward passes of a stage, then those of the device's next "
         "one, and backward the reverse; use schedule='gpipe' for one stage a device, "

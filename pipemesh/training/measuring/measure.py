@@ -18,6 +18,7 @@ from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.layers.layout_pricing import layers_shares, of_rows
 from pipemesh.layers.partition_layers import layer_flops
+from pipemesh.layers.pipeline.alike_stages import alike_range
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Link, Machine, Plan, Remat, SearchSpace
 from pipemesh.plan.calibration import Measured, fitted
@@ -32,6 +33,7 @@ from pipemesh.plan.figures import (
     cuts_weights,
     splits_layers,
 )
+from pipemesh.plan.predict import predict
 from pipemesh.plan.search import Split
 from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule
@@ -100,10 +102,11 @@ def _layers_alone(
     counted = [(size, working_memory(timed)) for size, timed in zip(rows, steps, strict=False)]
     needed = {size: memory for size, memory in counted if memory is not None}
     cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
+    alike = alike_range(step.stack.params)
     shares: dict[str, list[Shares]] = {}
     if devices > 1:
         busy = sum(times[kind][batch_rows] for times in seconds for kind in "FB")
-        shares = _counted(step, cells, batch_rows, busy, make(Plan()).device_type, say)
+        shares = _counted(step, cells, batch_rows, busy, make(Plan()).device_type, alike, say)
     # By the rules for devices of a replica, what two of them hold of each layer.
     on_two: dict[str, Sequence[StageMemory]] = {}
     for layout, of_layers in list(shares.items()):
@@ -175,6 +178,7 @@ def _layers_alone(
         batch=batch_rows,
         about=f"{make(Plan()).name}, {platform.machine()}, {os.cpu_count()} cores, "
         f"{devices} devices",
+        alike=alike,
     )
 
 
@@ -188,6 +192,7 @@ def _counted(
     rows: int,
     seconds: float,
     device_type: str,
+    alike: tuple[int, int],
     say: Callable[[str], None],
 ) -> dict[str, list[Shares]]:
     """Returns the shares of layers by layout rules; `seconds` are those of all of their work."""
@@ -199,7 +204,7 @@ def _counted(
         ]
         flops = 3 * sum(layer_flops(params, *of_rows(step.shapes, rows))) / seconds
         machine = Machine(flops, flops / _FLOPS_A_BYTE[device_type], _LINK)
-        return layers_shares(params, machine, rows, *step.shapes)
+        return layers_shares(params, machine, rows, *step.shapes, alike=alike)
     except PipemeshError as error:
         say(f"no layout rules: {error}")
         return {}
@@ -362,18 +367,44 @@ def measure(
     for plan in plans:
         say(f"a step of '{plan}'")
         whole.append(TimedStep(make(plan), batch))
+    if (program := _program(figures, devices)) is not None:
+        say(f"a step of '{program}'")
+        try:
+            whole.append(TimedStep(make(program), batch))
+        except PipemeshError as error:
+            say(f"no forecast of lowering=simd: {error}")
+            figures, program = dataclasses.replace(figures, alike=(0, 0)), None
     seconds, work = in_rounds(whole, _STEPS)
     steps = in_turn(seconds)
     measurements: list[Measured] = []
+    # The program has a step too, the last one, by which nothing is fitted but its own pace.
     for plan, duration, done, every in zip(
-        plans, steps, in_turn(work), zip(*seconds, strict=True), strict=True
+        plans, steps, in_turn(work), zip(*seconds, strict=True), strict=False
     ):
         spread = statistics.median(every) / usual(every) - 1
         measurements.append(Measured(plan, figures.batch, duration, spread=spread))
         if on_cpu:
             # Other programs lengthen a step, but not its core time.
             measurements.append(Measured(plan, figures.batch, done, is_work=True))
-    return dataclasses.replace(fitted(figures, measurements), plain_step=steps[plans.index(PLAIN)])
+    figures = fitted(figures, measurements)
+    pace = 1.0
+    if program is not None:
+        parts = predict(program, figures, figures.batch).parts
+        besides = sum(parts[name] for name in ("gradients", "optimizer", "fixed"))
+        pace = max(0.1 * steps[-1], steps[-1] - besides) / (sum(parts.values()) - besides)
+    return dataclasses.replace(figures, plain_step=steps[plans.index(PLAIN)], loop_pace=pace)
+
+
+def _program(figures: Figures, devices: int) -> Plan | None:
+    """Returns a plan that runs as one program; None without one."""
+    count = figures.alike[1] - figures.alike[0]
+    places = [n for n in range(2, devices + 1) if count and count % n == 0]
+    if not places:
+        return None
+    number = max(n for n in range(1, 5) if figures.batch % n == 0)
+    over = next(iter(figures.end_layouts), "")
+    split = Split(places[0], 1, 1, "gpipe", number, Remat.FULL, "", "simd", over)
+    return split.plan(figures, SearchSpace(devices, figures.batch))
 
 
 def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
