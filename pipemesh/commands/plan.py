@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
             f"a reference step now takes {pace:.2f} of the time it took when measured; forecasts "
             "are scaled accordingly"
         )
-    print("\n".join(columns(rows_of(plans, took), left=(0, 1, 2, 5))))
+    print("\n".join(columns(rows_of(plans, took, figures.error), left=(0, 1, 2, 5))))
     if flags.parts:
         print("\nmilliseconds of a step, by part")
         print("\n".join(columns(part_rows(plans), left=(0,))))
@@ -223,11 +223,19 @@ def fixed_values(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tuple[str, ...]]:
-    """Returns a table of predictions with a header; `took` has seconds of the first ones."""
+def rows_of(
+    found: Sequence[Prediction], took: Sequence[float] = (), error: float = 0.0
+) -> list[tuple[str, ...]]:
+    """Returns a table of predictions with a header; `took` has seconds of the first ones.
+
+    `error` is that of `Figures`.
+    """
+    sure = f" ±{max(0.01, error):.0%}" if error else ""
+    has_program = any(each.plan.lowering != "placement" for each in found)
     rows = [
         (
             *("mesh", "layout", "schedule", "microbatches", "boundaries", "remat"),
+            *(("lowering",) if has_program else ()),
             *("step ms", "bubble", "memory MB", "binds"),
             *(("trial ms",) if took else ()),
         )
@@ -243,7 +251,8 @@ def rows_of(found: Sequence[Prediction], took: Sequence[float] = ()) -> list[tup
                 f"{plan.num_microbatches:,}",
                 ",".join(map(str, cuts)) if cuts and len(cuts) > 2 else "-",
                 str(plan.remat),
-                number(1e3 * each.seconds),
+                *((plan.lowering,) if has_program else ()),
+                number(1e3 * each.seconds) + sure,
                 f"{each.bubble:.1%}",
                 number(max(each.memory) / _MB),
                 each.binds,

@@ -450,6 +450,8 @@ class Figures:
             loop, which are alike; (0, 0) if there are none.
         loop_pace: the seconds of that program for each second of the same layers in actions; ticks
             copy activations and wait for the slowest device.
+        error: mean relative error of the forecasts of those steps that were measured with the
+            figures; 0 if unknown.
 
     Raises:
         PlanError: there are no layers, or a number is negative or not finite.
@@ -479,11 +481,12 @@ class Figures:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     alike: tuple[int, int] = (0, 0)
     loop_pace: float = 1.0
+    error: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("figures are of no layer; there must be one at least")
-        for name in ("action", "fixed", "update", "optimizer", "plain_step"):
+        for name in ("action", "fixed", "update", "optimizer", "plain_step", "error"):
             number = getattr(self, name)
             if not (math.isfinite(number) and number >= 0):
                 raise PlanError(f"{name} is {number}; it must be a number from 0 on")
@@ -665,7 +668,7 @@ def _link_of(values: Any) -> Link:
 # By a field of `Figures` besides the layers, the function that reads its JSON value.
 _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("action", "fixed", "update", "optimizer", "crowding"), float),
-    **dict.fromkeys(("update_memory", "plain_step", "loop_pace"), float),
+    **dict.fromkeys(("update_memory", "plain_step", "loop_pace", "error"), float),
     "transfer": _link_of,
     "sums": lambda values: values and _link_of(values),
     "cores": lambda cores: None if cores is None else float(cores),

@@ -157,9 +157,19 @@ LAYERS = tuple(figures_of_costs([LayerCost(1.0, name="a"), LayerCost(2.0, name="
 def test_figures_go_through_json():
     figures = Figures(LAYERS, 1e-4, 0.01, 1e-10, 1.0, Link(1e-6, 1e10), 2.0, {"B": 1.5})
     assert Figures.from_json(figures.to_json(), "x") == figures
-    shared = dataclasses.replace(figures, sums=Link(1e-5, math.inf), crowding=0.5)
+    loop = {"alike": (0, 2), "loop_pace": 1.25, "error": 0.03}
+    shared = dataclasses.replace(figures, sums=Link(1e-5, math.inf), crowding=0.5, **loop)
     assert Figures.from_json(shared.to_json(), "x") == shared
     assert Figures.from_json(Figures(LAYERS).to_json(), "x").transfer.bandwidth == math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [({"alike": (1, 3)}, "alike is .1, 3.; there are 2 layers"), ({"loop_pace": 0.0}, "above 0")],
+)
+def test_malformed_figures_of_one_program_are_errors(values, told):
+    with pytest.raises(PlanError, match=told):
+        Figures(LAYERS, **values)
 
 
 @pytest.mark.parametrize("name", ["dense.json", "language.json"])

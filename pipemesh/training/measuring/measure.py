@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ from pipemesh.training.measuring.timed_step import (
     TimedStep,
     in_turn,
     one_core,
+    rounds,
     usual,
     working_memory,
 )
@@ -58,6 +60,8 @@ _NAMES = {
     "RB": "forward, recomputation and backward",
 }
 
+# About so many things are measured for one device, and for several.
+_ON_ONE, _ON_SEVERAL = 12, 24
 # Defaults: the least overhead of an action, and the speed of a link within one machine.
 _ACTION, _LINK, _CROWDING = 2e-5, Link(5e-5, 4e9), 0.5
 # Flops that a device computes while it reads or writes a byte.
@@ -75,7 +79,7 @@ def _layers_alone(
     """
     number, batch_rows = number_of_layers(make), rows_of(batch)
     # Examples in a microbatch.
-    rows = sorted({1, *(max(1, batch_rows // n) for n in (16, 8, 4, 2)), batch_rows})
+    rows = sorted({1, max(1, batch_rows // 4), batch_rows})
     middle = rows[len(rows) // 2]
     # Assumes that the share of I and W in B does not depend on the size.
     cases = [("B", size) for size in rows] + [("IW", middle), ("RB", middle)]
@@ -86,12 +90,14 @@ def _layers_alone(
     say(f"{number} layers as one stage, {count_text(rows[0], 'row')} a microbatch")
     whole = _step(make, batch, 1, "B", rows[0], number)
     sizes = [size for _, size in cases]
+    say("actions of these steps in turn")
     alone = ActionTimes(steps, sizes, number, whole)
     overhead = alone.besides(rows[0])
     seconds = alone.of_layers(overhead)
     # On one core, time is the work that all cores would share.
     together: ActionTimes | None = None
     if on_cpu:
+        say("the same on one core")
         with one_core() as is_one:
             together = ActionTimes(steps, sizes, number, whole) if is_one else None
     work: list[dict[str, dict[int, float]]] = [{} for _ in range(number)]
@@ -119,7 +125,8 @@ def _layers_alone(
             say(f"{number} layers on two devices by '{text}', {count_text(middle, 'row')} each")
             on = Mesh.from_text(f"layers:1;{MODEL}:2"), split
             try:
-                on_two[text] = _step(make, batch, number, "IW", middle, on=on).memory[0].stages
+                traced = _step(make, batch, number, "IW", middle, on=on, runs=False)
+                on_two[text] = traced.memory[0].stages
             except PipemeshError as error:
                 say(f"no forecast for these rules: {error}")
                 del shares[layout]
@@ -255,6 +262,7 @@ def _step(
     rows: int,
     layers: int | None = None,
     on: tuple[Mesh, LayoutRules] | None = None,
+    runs: bool = True,
 ) -> TimedStep:
     """Returns a step with a clock on one device, with each layer a stage, or all layers in one."""
     row: list[str] = []
@@ -270,7 +278,7 @@ def _step(
         remat=Remat.FULL if "R" in kinds else Remat.NONE,
         boundaries=(0, layers) if layers else tuple(range(stages + 1)),
     )
-    return TimedStep(make(plan), with_rows(batch, rows * _MICROBATCHES), clocked=True)
+    return TimedStep(make(plan), with_rows(batch, rows * _MICROBATCHES), clocked=True, runs=runs)
 
 
 def number_of_layers(make: Make) -> int:
@@ -315,15 +323,20 @@ def _with_halves(seconds: dict[str, dict[int, float]], middle: int) -> dict[str,
 
 
 def in_rounds(
-    steps: Sequence[TimedStep], number: int
+    steps: Sequence[TimedStep], number: int, seconds_at_most: float
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Runs steps in turn; returns by round the seconds and the core seconds of each step."""
+    """Runs steps in turn, so often or while there is time (`rounds`); returns by round the seconds
+    and the core seconds of each step.
+    """
     seconds: list[list[float]] = []
     work: list[list[float]] = []
-    for _ in range(number):
+    for _ in rounds(number, seconds_at_most):
         seconds.append([step.run() for step in steps])
         work.append([step.cpu for step in steps])
     return seconds, work
+
+
+_TRIALS_SECONDS = 60.0
 
 
 def seconds_of(
@@ -348,12 +361,34 @@ def seconds_of(
         say(f"nothing of it, since it cannot be had: {failed}")
     if failed is not None and not steps:
         raise failed
-    typical = in_turn(in_rounds(list(steps.values()), ROUNDS)[0])
+    typical = in_turn(in_rounds(list(steps.values()), ROUNDS, _TRIALS_SECONDS)[0])
     seconds = dict(zip(steps, typical, strict=True))
     return [seconds.get(i, math.inf) for i in range(len(plans))]
 
 
-_STEPS = 30
+# Rounds of whole steps, and their seconds; see `rounds`.
+_STEPS, _STEPS_SECONDS = 30, 25.0
+
+
+class _Progress:
+    """Says what is measured, how much of about so much, and how long the rest will take."""
+
+    def __init__(self, say: Callable[[str], None], expected: int) -> None:
+        self._say, self._begin, self._done = say, time.monotonic(), 0
+        self.expected = expected
+
+    def __call__(self, text: str) -> None:
+        spent, done = time.monotonic() - self._begin, self._done
+        self._done += 1
+        self.expected = max(self.expected, self._done)
+        left = ""
+        if done:
+            left = f", about {math.ceil(spent / done * (self.expected - done))} s left"
+        self._say(f"{self._done} of about {self.expected}{left}: {text}")
+
+    def expect(self, more: int) -> None:
+        """Takes what is still to come as known."""
+        self.expected = self._done + more
 
 
 def measure(
@@ -361,20 +396,24 @@ def measure(
 ) -> Figures:
     """Returns the figures of a model: each layer timed as a stage, the rest fitted to steps."""
     on_cpu = make(Plan()).device_type == "CPU"
+    say = progress = _Progress(say, _ON_ONE if devices == 1 else _ON_SEVERAL)
     figures = _layers_alone(make, batch, devices, on_cpu, say)
     plans = list(plans_to_fit(figures, devices))
+    program = _program(figures, devices)
+    progress.expect(len(plans) + (program is not None) + 1)
     whole: list[TimedStep] = []
     for plan in plans:
         say(f"a step of '{plan}'")
         whole.append(TimedStep(make(plan), batch))
-    if (program := _program(figures, devices)) is not None:
+    if program is not None:
         say(f"a step of '{program}'")
         try:
             whole.append(TimedStep(make(program), batch))
         except PipemeshError as error:
             say(f"no forecast of lowering=simd: {error}")
             figures, program = dataclasses.replace(figures, alike=(0, 0)), None
-    seconds, work = in_rounds(whole, _STEPS)
+    say(f"{count_text(len(whole), 'step')} in turn")
+    seconds, work = in_rounds(whole, _STEPS, _STEPS_SECONDS)
     steps = in_turn(seconds)
     measurements: list[Measured] = []
     # The program has a step too, the last one, by which nothing is fitted but its own pace.
@@ -392,7 +431,17 @@ def measure(
         parts = predict(program, figures, figures.batch).parts
         besides = sum(parts[name] for name in ("gradients", "optimizer", "fixed"))
         pace = max(0.1 * steps[-1], steps[-1] - besides) / (sum(parts.values()) - besides)
-    return dataclasses.replace(figures, plain_step=steps[plans.index(PLAIN)], loop_pace=pace)
+    errors = [
+        abs(predict(each.plan, figures, each.batch, parts=False).seconds / each.seconds - 1)
+        for each in measurements
+        if not each.is_work
+    ]
+    return dataclasses.replace(
+        figures,
+        plain_step=steps[plans.index(PLAIN)],
+        loop_pace=pace,
+        error=statistics.fmean(errors),
+    )
 
 
 def _program(figures: Figures, devices: int) -> Plan | None:
@@ -435,12 +484,15 @@ def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
         mesh = Mesh.from_text(f"layers:1;data:{devices}")
         number = divisor(rows // devices, 8)
         yield Plan(mesh, LayoutRules.from_text("batch:data"), num_microbatches=number)
+    others: dict[bool, Split] = {}
     for layout in figures.layouts[1:]:
-        # Few of each, since all have the links of the first.
         split = Split(1, 1 + cuts_weights(layout), 1 + splits_layers(layout), layout=layout)
         fits = figures.can_share(split.model, layout) and figures.can_cut(split.data, layout)
         if split.num_devices <= min(2, devices) and rows % split.data == 0 and fits:
-            yield split.plan(figures, SearchSpace(devices, rows))
+            # One that splits layers and one that cuts weights: all have the links of the first.
+            others.setdefault(cuts_weights(layout), split)
+    for split in others.values():
+        yield split.plan(figures, SearchSpace(devices, rows))
     if not figures.can_share(2):
         return
     rules = LayoutRules.from_text(figures.rules)

@@ -31,10 +31,12 @@ from pipemesh.training.trained_task import TrainedTask
 
 class TimedStep:
     """A full training step: forward, backward, all-reduce and optimizer; `clocked` notes when each
-    action runs, which takes time itself.
+    action runs, which takes time itself. Without `runs` it is traced, which says what it holds.
     """
 
-    def __init__(self, subject: Subject, batch: Any, clocked: bool = False) -> None:
+    def __init__(
+        self, subject: Subject, batch: Any, clocked: bool = False, runs: bool = True
+    ) -> None:
         begin = time.perf_counter()
         self.plan: Plan = subject.plan
         self._batch = batch
@@ -70,7 +72,11 @@ class TimedStep:
         self._step = tf.function(step, autograph=False)
         # Of the latest step: core seconds, and seconds outside its first and last action.
         self.cpu = self.before = self.after = 0.0
-        self.run()
+        if runs:
+            self.run()
+        else:
+            with self.trained.cluster():
+                self._step.get_concrete_function(batch)
         self.build = time.perf_counter() - begin
 
     def _note_action(self, action: Action, is_end: bool) -> None:
@@ -129,7 +135,18 @@ def _place(cores: Set[int]) -> None:
 
 
 ROUNDS = 20
-"""How often each step is run."""
+"""How often each step is run, unless that takes longer than `SECONDS`."""
+SECONDS, _FEW = 15.0, 6
+
+
+def rounds(number: int, seconds: float = SECONDS) -> Iterator[int]:
+    """Yields up to so many numbers, and after so many seconds no more than the first few."""
+    end = time.monotonic() + seconds
+    for count in range(number):
+        if count >= _FEW and time.monotonic() > end:
+            return
+        yield count
+
 
 # Lower bound of a layer's share of its action's time.
 _LEAST = 0.1
@@ -150,7 +167,7 @@ class ActionTimes:
         before: list[float] = []
         after: list[float] = []
         # Steps run in turn, so that other load slows all of them equally.
-        for _ in range(ROUNDS):
+        for _ in rounds(ROUNDS):
             for step, size in zip(steps, rows, strict=True):
                 step.run()
                 before.append(step.before)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -33,7 +34,8 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     words = ["--devices=2", "--optimizer=muon", "--batch_size=2"]
     code, out, err = run("plan", model, *words, f"--save={path}")
     assert code == 0 and "error" not in err, err
-    assert "measuring 3 layers, 2 rows a microbatch, forward and backward\n" in err
+    assert "measuring 1 of about 24: 3 layers, 1 row a microbatch, forward and backward\n" in err
+    assert re.search(r"measuring 2 of about 24, about \d+ s left: 3 layers, 2 rows a micro", err)
     figures = Figures.from_json(path.read_text(), str(path))
     assert len(figures.layers) == 3 and figures.batch == 2
     assert figures.settings == {"optimizer": "muon"}
