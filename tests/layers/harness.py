@@ -24,7 +24,7 @@ class Result:
     # By name, of variables that are slices, which part of which weight they are.
     slices: dict[str, tuple[str, Slice]] = dataclasses.field(default_factory=dict)
 
-    def assert_close(self, other, **tolerance):
+    def assert_close(self, other, of_greatest=1e-6, **tolerance):
         tolerance = {"rtol": 2e-5, "atol": 2e-6, **tolerance}
         assert len(self.outputs) == len(other.outputs)
         for a, b in zip(self.outputs, other.outputs, strict=True):
@@ -36,7 +36,8 @@ class Result:
                 wanted = theirs[name]
                 # An element near 0 is a sum of products as large as the others' are, and keeps
                 # their round-off: 8 units in the last place.
-                own = {**tolerance, "atol": max(tolerance["atol"], 1e-6 * np.abs(wanted).max())}
+                least = of_greatest * np.abs(wanted).max()
+                own = {**tolerance, "atol": max(tolerance["atol"], least)}
                 np.testing.assert_allclose(value, wanted, err_msg=name, **own)
 
 

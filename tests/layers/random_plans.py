@@ -37,7 +37,8 @@ from tests.layers.stacks import first, plain_results, stack_of
 STEPS = 2
 # Slices of sequences are for stages of functions.
 SCHEDULES = [name for name, known in NAMES.items() if known.trains and known.num_slices == 1]
-CLOSE = {"rtol": 5e-4, "atol": 5e-5}
+# Random layers may have sums of large terms that cancel, such as gradients of biases of keys.
+CLOSE = {"rtol": 5e-4, "atol": 5e-5, "of_greatest": 1e-5}
 # Of the greatest gradient, where stages compute in bfloat16.
 BFLOAT16 = 0.1
 # Tokens of a row, which all axes divide.
