@@ -30,7 +30,7 @@ from pipemesh.plan.stages import (
     stages_of,
 )
 from pipemesh.schedule import Costs, Timeline, gpipe, simulate
-from pipemesh.schedule.builders import is_looped
+from pipemesh.schedule.builders import is_looped, looped_ticks
 
 _Loads = Mapping[str, Sequence[float]]
 
@@ -355,10 +355,10 @@ class _Program:
 
     @functools.cached_property
     def num_ticks(self) -> int:
-        """Returns the number of ticks of a pass; see `RingTicks` of `pipemesh.recurrent`."""
+        """Returns the number of ticks of a pass through all stages."""
         table = self.loop.table
-        cores, number = table.num_devices, table.num_microbatches
-        return (table.num_stages // cores - 1) * max(cores, number) + number + cores - 1
+        rounds = table.num_stages // table.num_devices
+        return looped_ticks(table.num_devices, table.num_microbatches, rounds)
 
     @property
     def num_devices(self) -> int:
@@ -388,9 +388,16 @@ def _program_of(plan: Plan, figures: Figures, batch: int, network: Network | Non
 
     def end_of(layers: tuple[LayerFigures, ...]) -> Stages:
         groups = (cores if strides else group,)
-        table = gpipe(1, 1)
         stages = Stages(
-            (layers,), rows, replicas, groups, Remat.NONE, table, network, 0.0, over, strides
+            (layers,),
+            rows,
+            replicas,
+            groups,
+            Remat.NONE,
+            gpipe(1, 1),
+            network,
+            rules=over,
+            strides=strides,
         )
         return in_dtype(stages, plan)
 

@@ -22,7 +22,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from pipemesh.errors import ScheduleError
 from pipemesh.schedule.action import Action
@@ -131,6 +131,15 @@ def is_looped(schedule: Schedule) -> bool:
     rounds, rest = divmod(schedule.num_stages, devices)
     looped = None if rest else looped_bfs(devices, number, rounds)
     return looped is not None and schedule in (looped, looped.only_forward())
+
+
+def looped_ticks(num_devices: int, num_microbatches: int, num_rounds: Any) -> Any:
+    """Returns the number of ticks in which devices run the forward passes of `looped_bfs`, one a
+    tick, with so many stages each. That number may be a tensor, and the result is one then.
+    """
+    # A microbatch returns to a device after so many ticks.
+    period = max(num_microbatches, num_devices)
+    return (num_rounds - 1) * period + num_microbatches + num_devices - 1
 
 
 @_published

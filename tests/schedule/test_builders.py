@@ -26,7 +26,7 @@ from pipemesh.schedule import (
     zb_h2,
     zb_v,
 )
-from pipemesh.schedule.builders import BUILDERS, build
+from pipemesh.schedule.builders import BUILDERS, build, is_looped, looped_ticks
 from pipemesh.schedule.names import NAMES
 from pipemesh.schedule.schedule import vee
 from tests.schedule.random_schedules import inputs_of
@@ -100,6 +100,10 @@ def test_impossible_builds_are_errors(build_it, message):
 @given(devices, microbatches, virtual, time, time)
 def test_looped_bfs(d, m, v, f, b):
     timeline = simulate(looped_bfs(d, m, v), Costs(f, b))
+    forward = timeline.schedule.only_forward()
+    assert looped_ticks(d, m, v) == simulate(forward, Costs(1)).makespan
+    assert is_looped(timeline.schedule) and is_looped(forward)
+    assert is_looped(gpipe(d, m)) and not is_looped(one_f_one_b(max(d, 2), m + 1))
     long_enough = m >= d or v == 1
     units = v * m + d - 1 if long_enough else v * d + m - 1
     assert timeline.makespan == units * (f + b)

@@ -24,6 +24,7 @@ from pipemesh.backend.devices import place_beside_inputs
 from pipemesh.backend.static_shape import static_sizes
 from pipemesh.lowering.lowering import Lowering, Slices
 from pipemesh.mesh.mesh import LAYERS_AXIS
+from pipemesh.schedule.builders import looped_ticks
 
 # For each tensor of the activations its slices.
 Leaves = tuple[Slices, ...]
@@ -59,8 +60,7 @@ class RingTicks:
     @property
     def num_ticks(self) -> Any:
         """Returns the number of ticks until the last microbatch leaves the last stage."""
-        last = (self.num_turns * self.num_rounds - 1) * self._period
-        return last + self.num_microbatches + self.num_cores - 1
+        return looped_ticks(self.num_cores, self.num_microbatches, self.num_turns * self.num_rounds)
 
     def at(self, number: Any, core: Any) -> Tick:
         """Returns the work of a core at a tick; both are ints or int32 scalars."""
