@@ -67,6 +67,7 @@ def alike_pipeline(
 
     Example:
         >>> import tensorflow as tf
+        >>> from pipemesh.schedule import looped_bfs
         >>> def double(theta, carry, inputs, microbatch, step):
         ...     return [inputs[0] * theta[0]], []
         >>> @tf.function

@@ -319,6 +319,7 @@ def test_the_choice_is_the_fastest_forecast_that_fits():
 
 def test_one_program_may_split_the_softmax_along_the_stages():
     config = CONFIGURATIONS["OneBillionWordTiny"]()
+    config.NUM_LAYERS = 4
     config.CHOSEN = ("num_microbatches",)
     config.PLAN = Plan("layers:2", "vocab:layers", "gpipe", 8, lowering="simd")
     cuts = boundaries_of(config)
