@@ -49,6 +49,8 @@ COLLECTIVES = frozenset(("NcclAllReduce",))
 CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
 LOOPS = frozenset(("While", "StatelessWhile"))
+# They run functions, which may have operations without an input.
+RUN_FUNCTIONS = CALLS | BRANCHES | LOOPS
 
 # They return their inputs.
 IDENTITIES = frozenset(("Identity", "IdentityN"))
@@ -76,10 +78,6 @@ DRAWS_WITHOUT_STATE = frozenset(
 )
 
 
-# `check_pure` also checks the functions that these call.
-_LOOKED_INTO = CALLS | BRANCHES | LOOPS
-
-
 def has_effect(node: tf.compat.v1.NodeDef, bodies: Bodies) -> bool:
     """Returns whether a node checks or prints something, or calls a function that does."""
     return any(inner.op in EFFECTS for inner in bodies.within([node]))
@@ -100,7 +98,7 @@ def check_pure(graph_def: tf.compat.v1.GraphDef, what: str, why: str, effects: b
     """Checks that neither a graph nor the functions that it calls have side effects or state."""
     # Unused nodes count, too: their effects would silently be lost. Checks are always allowed,
     # prints and summaries only with `effects`.
-    allowed = READS | _LOOKED_INTO | (EFFECTS if effects else CHECKS)
+    allowed = READS | RUN_FUNCTIONS | (EFFECTS if effects else CHECKS)
     # A collective in a function cannot get a unique name for each call.
     top_level = {node.name for node in graph_def.node if node.op in COLLECTIVES}
     for node in Bodies(graph_def).within(graph_def.node):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,15 @@ from pipemesh.backend.operation_kinds import (
     COLLECTIVES,
     LOOPS,
     RESHAPES,
+    RUN_FUNCTIONS,
     check_pure,
     has_effect,
     is_stateful,
 )
 
+# Parts of them may begin from constants. In an action that is not due, a loop would wait for what it
+# reads, and a collective for its peers.
+_ONLY_IF_DUE = COLLECTIVES | RUN_FUNCTIONS
 # They pass their input on, and need no gradient any more.
 _HAND_ON = frozenset(("Identity", "StopGradient", "PreventGradient"))
 
@@ -154,6 +159,11 @@ class GraphCut:
         """True if the graph has collectives, which two calls of one function would confuse."""
         return bool(self._groups)
 
+    @functools.cached_property
+    def asks_if_due(self) -> bool:
+        """True if parts of the graph must be told whether their action is due."""
+        return any(node.op in _ONLY_IF_DUE for node in self._graph_def.node)
+
     def used(self, tensors: Sequence[str], arguments: Iterable[str]) -> set[str]:
         """Returns the arguments that are needed to compute `tensors`."""
         stop = set(arguments)
@@ -236,7 +246,7 @@ class GraphCut:
         fetches: Sequence[str],
         effects: Sequence[str] = (),  # other nodes to paste
         checked: Container[str] = (),  # nodes computed before: what they check is not checked again
-        collectives_after: tf.Tensor | None = None,
+        due: tf.Tensor | None = None,  # dead in an action that is not due
     ) -> list[tf.Tensor]:
         """Rebuilds in the current graph the nodes that compute `fetches` from `values`."""
         # Inside a function that is being built; the function captures them.
@@ -256,13 +266,10 @@ class GraphCut:
                 node.attr.pop("message", None)
         used = {tensor_name(s) for node in nodes for s in node.input} & replacements.keys()
         input_map = {name: replacements[name] for name in used}
-        # In an action that is not due this tensor is dead, so no collective of a group runs, even
-        # one with a constant input: its peers would not run.
-        if collectives_after is not None:
-            for node in part.node:
-                if node.op in COLLECTIVES:
-                    node.input.append("^collectives_after")
-                    input_map["^collectives_after"] = collectives_after
+        for node in part.node:
+            if due is not None and node.op in _ONLY_IF_DUE:
+                node.input.append("^due")
+                input_map["^due"] = due
         pasted = tf.graph_util.import_graph_def(
             part,
             input_map=input_map,

@@ -327,7 +327,7 @@ class Passes:
         fetches = [*flat_names([total.grad for total in totals]), *results, *probed]
         every = [*traced.theta, *arguments, *traced.scalars]
         used = traced.cut.used([*fetches, *(f"{name}:0" for name in effects)], every)
-        if probes or traced.cut.has_collectives:
+        if probes or traced.cut.asks_if_due:
             used.add(traced.scalars[0])
         names = [name for name in every if name in used]
         sum_names: list[Name] = [("sum", i) for i in sums]
@@ -340,7 +340,7 @@ class Passes:
             before = tensors[len(names) :][: len(totals)] if adds else [None] * len(totals)
             with tf.device(replica.device):
                 # Each result gets an identity, which waits for all checks and prints.
-                due = values[traced.scalars[0]] if traced.cut.has_collectives else None
+                due = values[traced.scalars[0]] if traced.cut.asks_if_due else None
                 pasted = iter(traced.cut.paste(values, fetches, effects, checked, due))
                 returned = accumulated(before, totals, where, pasted)
                 returned += [next(pasted) for _ in results]

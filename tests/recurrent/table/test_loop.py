@@ -74,6 +74,45 @@ def test_sums_of_gradients_begin_with_nothing_that_is_kept(loop):
     assert memory.current - before < 1e6
 
 
+def summed(x):
+    """A loop that begins with constants, as one does that counts."""
+    begin = tf.constant(0), tf.zeros_like(x), tf.constant(0.0)
+    return tf.while_loop(lambda i, *_: i < 3, lambda i, y, z: (i + 1, y + x * z, z + 1.0), begin)[1]
+
+
+@tf.function(autograph=False)
+def in_call(x):
+    return summed(x)
+
+
+def in_branch(x):
+    # Known before the action, so that one side is always taken.
+    return tf.cond(tf.random.stateless_uniform([], [1, 2]) < 2.0, lambda: summed(x), lambda: x)
+
+
+# A stage that waits for itself would wait in TensorFlow, where no signal ends it.
+@pytest.mark.timeout(120, method="thread")
+@pytest.mark.parametrize("repeat", [summed, in_call, in_branch])
+def test_what_begins_with_constants_begins_only_in_actions_that_are_due(repeat):
+    def stage(number):
+        def forward(theta, carry, inputs, microbatch, step):
+            y = repeat(inputs[0] * theta[0])
+            return [tf.reduce_sum(y) if number else y], []
+
+        return Stage(f"s{number}", forward, [tf.constant(2.0)], [], f"CPU:{number}")
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            stages, table = [stage(0), stage(1)], one_f_one_b(2, 4)
+            loss, _, _ = pipeline_loss(stages, [x], table, options=Options(loop=True))
+        return tape.gradient(loss, x)
+
+    # Each loop multiplies by 0 + 1 + 2, and each stage by its weight.
+    np.testing.assert_allclose(step(tf.ones([4, 2])), np.full([4, 2], 36.0))
+
+
 FLOATS = HomeBuffer(0, 1, tf.float32)
 # Three tensors, of which one is missing.
 ACCESSES = [Access(FLOATS, 0), None, Access(FLOATS, 1)]
