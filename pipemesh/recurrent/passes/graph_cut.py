@@ -22,8 +22,8 @@ from pipemesh.backend.operation_kinds import (
     is_stateful,
 )
 
-# Parts of them may begin from constants. In an action that is not due, a loop would wait for what it
-# reads, and a collective for its peers.
+# Parts of them may begin from constants. In an action that is not due, a loop would wait for what
+# it reads, and a collective for its peers.
 _ONLY_IF_DUE = COLLECTIVES | RUN_FUNCTIONS
 # They pass their input on, and need no gradient any more.
 _HAND_ON = frozenset(("Identity", "StopGradient", "PreventGradient"))
