@@ -65,9 +65,7 @@ OF_PLAN = {"mesh_shape" if name == "mesh" else name: name for name in Plan().to_
 # What one program for all devices runs by, where nobody says otherwise.
 OF_SIMD = {"schedule": "gpipe", "remat": "full"}
 AUTO = "auto"
-_CHOSEN = (
-    *("mesh_shape", "layout", "schedule", "num_microbatches", "boundaries", "remat", "lowering"),
-)
+_CHOSEN = "mesh_shape layout schedule num_microbatches boundaries remat lowering".split()
 # Flags of a training by which `pipemesh plan` measures a model.
 MEASURED_FLAGS = (*SETTINGS, "train_data", "packing")
 # They say how a plan is found; the plan itself is kept.

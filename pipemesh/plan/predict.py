@@ -17,6 +17,7 @@ from pipemesh.plan.network import Network
 from pipemesh.plan.plan import Plan
 from pipemesh.plan.remat import Remat
 from pipemesh.plan.stages import (
+    StageMemory,
     Stages,
     action_costs,
     action_loads,
@@ -510,30 +511,12 @@ def _program_memory(program: _Program, figures: Figures, place: int) -> float:
         trained += stages.trained(0)
         if place == 0 or stages.strides is not None:
             states += stages.states(0, figures.optimizer)
-    kept_before, kept_behind = (_kept(stages, 0) for stages in ends)
+    before, ticking, behind = (StageMemory(each, 0) for each in (ends[0], loop, ends[1]))
     passed = loop.passed(0)
     # The input of each tick, the outputs, and their gradients or those of the inputs.
-    held = kept_before + (program.num_ticks + table.num_microbatches) * passed
+    held = sum(before.kept) + (program.num_ticks + table.num_microbatches) * passed
     slots = table.num_microbatches * passed
-    behind = kept_behind + _working(program.behind, 0) + program.behind.trained(0)
-    tick = slots + trained + _kept(loop, 0) + _working(loop, 0)
+    last = ends[1].trained(0) + sum(behind.kept) + max(behind.working, default=0.0)
+    tick = slots + trained + sum(ticking.kept) + max(ticking.working)
     update = trained * (1 + (figures.update_memory - 1) / loop.replicas)
-    return weights + states / loop.replicas + max(held + behind, held + tick, update)
-
-
-def _kept(stages: Stages, stage: int) -> float:
-    """Returns the bytes that a stage keeps of a microbatch on a device."""
-    shared = stages.groups[stage], stages.rules
-    return sum(layer.holds(stages.rows, *shared) for layer in stages.layers[stage])
-
-
-def _working(stages: Stages, stage: int) -> float:
-    """Returns the bytes that a layer of a stage needs while it is computed, at most."""
-    return max(
-        (
-            layer.working.at(stages.rows) * stages.part(stage, layer)
-            for layer in stages.layers[stage]
-            if layer.working
-        ),
-        default=0.0,
-    )
+    return weights + states / loop.replicas + max(held + last, held + tick, update)

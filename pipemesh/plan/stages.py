@@ -404,7 +404,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
     # `B` or `W` of a stage on, which frees kept values as it makes them. An action needs working
     # memory while it runs. So does the update after the last action.
     memory_by_stage = {
-        stage: _StageMemory(stages, stage)
+        stage: StageMemory(stages, stage)
         for stage, owner in enumerate(stages.table.stage_devices)
         if owner == place
     }
@@ -438,16 +438,17 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
     return states + max(most, update)
 
 
-class _StageMemory:
+class StageMemory:
     """The bytes of a stage's microbatch on one device: those held and those its actions need."""
 
     def __init__(self, stages: Stages, stage: int) -> None:
         layers, rows = stages.layers[stage], stages.rows
         shared = stages.groups[stage], stages.rules
         self._sums = [layer.trained_bytes * stages.slices(stage, layer) for layer in layers]
-        self._kept = [layer.holds(rows, *shared) for layer in layers]
+        # Of each layer: what it keeps for its backward pass, and what it needs while it computes.
+        self.kept = [layer.holds(rows, *shared) for layer in layers]
         self._pending = [layer.holds(rows, *shared, pending=True) for layer in layers]
-        self._working = [
+        self.working = [
             layer.working.at(rows) * stages.part(stage, layer) if layer.working else 0.0
             for layer in layers
         ]
@@ -458,7 +459,7 @@ class _StageMemory:
     def _left(self, kind: str, mode: ModeName) -> float:
         """Returns the bytes of a microbatch that are held after its `F`, `R` or `I`."""
         if kind == "R" or (kind == "F" and mode == "none"):
-            return sum(self._kept)
+            return sum(self.kept)
         if kind == "F":
             return self._given
         # Half of the values that a `W` needs are gradients. The other half are results of the
@@ -477,18 +478,18 @@ class _StageMemory:
     def _computing(self, kind: str, mode: ModeName, is_first: bool) -> float:
         """Returns those without the weights that it fetches."""
         # Without the gradients of weights: if there are no sums to add to, they become the sums.
-        less = [max(0.0, w - s) for w, s in zip(self._working, self._sums, strict=True)]
+        less = [max(0.0, w - s) for w, s in zip(self.working, self._sums, strict=True)]
         # An action that recomputes its stage also has all of the results meanwhile.
-        again = max(0.0, sum(self._kept) - self._left("F", mode))
+        again = max(0.0, sum(self.kept) - self._left("F", mode))
         if kind in "FR":
             return max(0.0, self.leaves(kind, mode)) + max(less)
         if kind == "I":
-            pairs = zip(self._pending, self._kept, strict=True)
+            pairs = zip(self._pending, self.kept, strict=True)
             return again + self._backward([], [max(0.0, p - k) for p, k in pairs], less)
-        freed = self._kept if kind == "B" else self._pending
+        freed = self.kept if kind == "B" else self._pending
         if kind == "W":
             again = max(0.0, sum(self._pending) - self._left("I", mode)) if mode == "twice" else 0.0
-        made, working = (self._sums, less) if is_first else ([], self._working)
+        made, working = (self._sums, less) if is_first else ([], self.working)
         return again + self._backward(freed, made, working)
 
     @staticmethod
