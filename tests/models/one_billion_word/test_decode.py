@@ -44,7 +44,8 @@ def said(*flags, command="decode"):
     """The lines of standard output."""
     code, out, err = finish(open_process(warm("-c", PROGRAM, command, *flags)))
     assert code == 0, err
-    return out.splitlines()
+    # Not `splitlines`: texts may have other characters that end lines.
+    return out.removesuffix("\n").split("\n")
 
 
 @pytest.mark.slow
@@ -52,15 +53,15 @@ def test_standard_output_has_the_texts_alone_whatever_the_plan(logdir, texts):
     where = f"--logdir={logdir}"
     drawn = [texts, "--temperature=0.9", "--top_k=40", "--max_tokens=7"]
     found = said(where, *drawn, "--lowering=simd", "--groups=3", "--rows=1", "--stream")
-    assert len(found) == len(TEXTS)
-    for text, prompt in zip(found, TEXTS, strict=True):
-        assert text.startswith(prompt)
     # From a checkpoint alone, whose text is not looked for.
     lines = said(f"--checkpoint={logdir}/ckpt-3", *drawn, "--plain", "--format=json")
     values = [json.loads(line) for line in lines]
     assert [each["prompt"] for each in values] == TEXTS
-    assert [each["text"] for each in values] == found
+    whole = [each["text"] for each in values]
+    # What reads the output takes "\r" for the end of a line, too, and a text may have one itself.
+    assert found == re.split("\r\n|\r|\n", "\n".join(whole))
     for each in values:
+        assert each["text"].startswith(each["prompt"])
         assert len(each["tokens"]) == len(each["log_probs"]) == 7 or each["stopped"]
         assert all(value <= 0 for value in each["log_probs"])
 
