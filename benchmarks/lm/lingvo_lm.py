@@ -13,11 +13,12 @@ from shared.stack import quiet, started_session
 STAGES, INTER_OP = 2, 4
 
 
-def lingvo_step(num_microbatches: int) -> Callable[[], tuple[float]]:
+def lingvo_step(num_microbatches: int, dropout: float) -> Callable[[], tuple[float]]:
     """Trains `GPipeTransformerLm` of lingvo on one batch, in a TF1 session, in two stages.
 
     Args:
         num_microbatches: how many microbatches it cuts the batch into.
+        dropout: the probability.
     """
     quiet()
     import numpy as np
@@ -30,7 +31,6 @@ def lingvo_step(num_microbatches: int) -> Callable[[], tuple[float]]:
     cluster = cluster_factory.ForTestingWorker(
         mode="sync", job="trainer_client", cpus=STAGES, split_size=STAGES
     )
-    dropout = Tiny.DROPOUT_PROB
     with tf.Graph().as_default(), cluster:
         py_utils.GetOrCreateGlobalStepVar()
         params = lm_layers.GPipeTransformerLm.CommonParams(
