@@ -1,14 +1,17 @@
-"""Long sequences: memory of each device and tokens a second, where an axis splits sequences.
+"""Long sequences: memory of each device and tokens a second, under plans that split sequences.
 
     python benchmarks/long/run.py
 
 A small language model trains on one row of tokens, on one device and under the rule `length:cp` on
-two and four. Every measurement is a fresh process.
+two and four; and in two stages on four rows, each a microbatch, whole or in slices. Every
+measurement is a fresh process.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -22,10 +25,37 @@ from shared.resident import FREED_AT_ONCE, resident
 
 sys.path.insert(0, str(ROOT))
 
+from pipemesh.mesh import Mesh
+
 WIDTH, HEADS, HIDDEN, VOCAB, BLOCKS = 64, 4, 256, 256, 2
 LENGTHS = [1024 * 2**n for n in range(6)]
-# Devices that split each row, and what their attention exchanges.
-PLANS = {"cp:1": (1, None), "cp:2": (2, None), "cp:4": (4, None), "cp:4, ring": (4, "ring")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A plan, the rows of its batch, and what attention exchanges if rows are split."""
+
+    mesh: str
+    rows: int = 1
+    schedule: str = "1f1b"
+    exchanges: str | None = None
+
+    @property
+    def devices(self) -> int:
+        """Returns the number of devices."""
+        return Mesh.from_text(self.mesh).num_devices
+
+
+CP, STAGES = "layers:1;cp:", Case("layers:2", rows=4)
+PLANS = {
+    "cp:1": Case(f"{CP}1"),
+    "cp:2": Case(f"{CP}2"),
+    "cp:4": Case(f"{CP}4"),
+    "cp:4, ring": Case(f"{CP}4", exchanges="ring"),
+    "1f1b": STAGES,
+    "seq1f1b:2": dataclasses.replace(STAGES, schedule="seq1f1b:2"),
+    "seq1f1b:4": dataclasses.replace(STAGES, schedule="seq1f1b:4"),
+}
 MIB = 2**20
 # What a process answers with beside its times.
 VALUES = ["loss", "peak", "closed", "traced", "forecast"]
@@ -33,34 +63,60 @@ VALUES = ["loss", "peak", "closed", "traced", "forecast"]
 BAR = 0.05
 
 
-def params_of(members: int, split_by: str | None, length: int) -> tuple[Any, Any]:
-    """Returns the plan, and params of the stack: the language model's, in one stage."""
+def params_of(case: Case, length: int) -> tuple[Any, Any]:
+    """Returns the plan, and params of the stack: the language model's."""
     from models.one_billion_word.params import OneBillionWordTiny
     from pipemesh.plan import Plan
 
     config = OneBillionWordTiny()
     settings = {"VOCAB_SIZE": VOCAB, "MODEL_DIM": WIDTH, "HIDDEN_DIM": HIDDEN, "NUM_HEADS": HEADS}
-    settings |= {"NUM_LAYERS": BLOCKS, "SEQUENCE_LENGTH": length, "BATCH_SIZE": 1}
-    config.PLAN = Plan(f"layers:1;cp:{members}", "length:cp", remat="none")
+    settings |= {"NUM_LAYERS": BLOCKS, "SEQUENCE_LENGTH": length, "BATCH_SIZE": case.rows}
+    layout = "length:cp" if "cp" in case.mesh else ""
+    config.PLAN = Plan(case.mesh, layout, case.schedule, case.rows, remat="none")
     for name, value in settings.items():
         setattr(config, name, value)
     stack = config.Task().stack.Set(name="stack")
-    for layer in stack.cell_tpl[0].sub[1:-1]:
-        layer.attention_tpl.split_length_by = split_by
+    for stage in stack.cell_tpl:
+        for layer in stage.sub:
+            if "attention_tpl" in layer:
+                layer.attention_tpl.split_length_by = case.exchanges
     return config.PLAN, stack
 
 
-def forecast(layers: list[Any], mesh: Any, rules: Any, length: int) -> tuple[float, float]:
-    """Returns the bytes that a device keeps of a row, and the seconds of a step, by formulas."""
+def forecast(plan: Any, layers: list[Any], cuts: list[int], length: int) -> tuple[float, float]:
+    """Returns the bytes that the fullest device keeps, and the seconds of a step, by formulas."""
     from lingvo.core import tshape
     from shared.speeds import machine_of
 
     from pipemesh.layers.layout_pricing import counted, layers_pricing
+    from pipemesh.partition import LayerCost
+    from pipemesh.plan import Figures, predict
+    from pipemesh.plan.figures import figures_of_costs
 
+    every = Mesh.from_text(f"cp:{plan.mesh.num_devices}")
+    mesh = every if plan.num_stages == 1 else Mesh.from_text("cp:1")
     shapes = [tshape.Shape([1, length])] * 5
-    kept = sum(meta.activation_bytes for meta in counted(layers, shapes, mesh, rules))
-    price = layers_pricing(mesh, layers, machine_of(mesh, 5), *shapes).price(rules)
-    return kept / mesh.num_devices, price.seconds
+    metas = counted(layers, shapes, mesh, plan.layout)
+    # Of one row, on a device.
+    kept = [meta.activation_bytes / mesh.num_devices for meta in metas]
+    machine = machine_of(every, 5)
+    seconds = layers_pricing(mesh, layers, machine, *shapes).price(plan.layout).seconds
+    if plan.num_stages == 1:
+        return sum(kept), seconds
+    flops = sum(meta.flops for meta in metas)
+    costs = [LayerCost(seconds * meta.flops / flops / 3) for meta in metas]
+    figures = Figures(tuple(figures_of_costs(costs, rows=1)))
+    plan = dataclasses.replace(plan, boundaries=tuple(cuts))
+    step = predict(plan, figures, plan.num_microbatches, parts=False)
+    most = 0.0
+    for stage, row in enumerate(plan.table.rows):
+        held = peak = 0
+        for action in row:
+            held += 1 if action.kind == "F" else -1
+            peak = max(peak, held)
+        pieces = peak / plan.table.num_slices
+        most = max(most, pieces * sum(kept[cuts[stage] : cuts[stage + 1]]))
+    return most, step.seconds
 
 
 def make_step(name: str, length: int):
@@ -68,7 +124,8 @@ def make_step(name: str, length: int):
     from shared.stack import quiet, set_threads
 
     quiet()
-    members, split_by = PLANS[name]
+    case = PLANS[name]
+    members = case.devices
     set_threads(inter_op=members, intra_op=1, num_devices=members)
     import numpy as np
     import tensorflow as tf
@@ -76,17 +133,18 @@ def make_step(name: str, length: int):
 
     from pipemesh.layers import mesh_cluster
 
-    plan, params = params_of(members, split_by, length)
-    layers = params.cell_tpl[0].sub
-    closed, forecast_seconds = forecast(layers, plan.mesh.without("layers"), plan.layout, length)
+    plan, params = params_of(case, length)
+    layers = [layer for stage in params.cell_tpl for layer in stage.sub]
+    cuts = [0, *itertools.accumulate(len(stage.sub) for stage in params.cell_tpl)]
+    closed, forecast_seconds = forecast(plan, layers, cuts, length)
     py_utils.SetEagerMode(True)
     tf.random.set_seed(1)
     with mesh_cluster(plan.mesh, layout=plan.layout):
         py_utils.GetOrCreateGlobalStepVar()
         stack = params.Instantiate()
         rng = np.random.default_rng(0)
-        ids = rng.integers(1, VOCAB, [1, length + 1]).astype(np.int32)
-        ones, places = np.ones([1, length]), np.arange(length)[None]
+        ids = rng.integers(1, VOCAB, [case.rows, length + 1]).astype(np.int32)
+        ones, places = np.ones([case.rows, length]), np.tile(np.arange(length), [case.rows, 1])
         row = [ids[:, :-1], ids[:, 1:], ones.astype(np.float32), ones.astype(np.int32)]
         row = [tf.constant(each) for each in (*row, places.astype(np.int32))]
         traced = max(device.kept for device in stack.PredictMemory(*row))
@@ -130,9 +188,10 @@ def main() -> None:
             {"length": length, "plan": name, **measure(name, length, arguments.rounds)}
             for name in arguments.plans
         ]
-        losses = [row["loss"] for row in rows]
-        if max(losses) - min(losses) > 1e-4 * losses[0]:
-            raise SystemExit(f"the plans do not compute the same: losses {losses}")
+        for number in {PLANS[name].rows for name in arguments.plans}:
+            losses = [row["loss"] for row in rows if PLANS[row["plan"]].rows == number]
+            if max(losses) - min(losses) > 1e-4 * losses[0]:
+                raise SystemExit(f"the plans do not compute the same: losses {losses}")
         for row in rows:
             print_row(row)
         results += rows
@@ -147,15 +206,16 @@ COLUMNS = ["tokens", "plan      ", "kept MiB", "closed form", "peak MiB", "token
 
 def print_row(row: dict[str, Any]) -> None:
     """Prints what a device keeps, the closed form of it over that, and tokens a second."""
-    members = PLANS[row["plan"]][0]
+    case = PLANS[row["plan"]]
+    tokens = case.rows * row["length"]
     cells = [
         f"{row['length']:,}",
         row["plan"],
         f"{row['traced'] / MIB:.1f}",
         f"{row['closed'] / row['traced']:.3f}",
-        f"{row['peak'] / members / MIB:.1f}",
-        f"{row['length'] / row['seconds']:,.0f}",
-        f"{row['length'] / row['forecast']:,.0f}",
+        f"{row['peak'] / case.devices / MIB:.1f}",
+        f"{tokens / row['seconds']:,.0f}",
+        f"{tokens / row['forecast']:,.0f}",
     ]
     print(" ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, COLUMNS, strict=True)))
 

@@ -150,6 +150,8 @@ def default_figures(settings: Settings, layer_flops: Sequence[float], device_typ
             outputs=line(outputs),
             shares={"": Shares(split)} | (of_ends if number not in blocks else {}),
             optimizer=_STATES[settings.OPTIMIZER][number in blocks],
+            # Keys and values.
+            past=line(2 * outputs) if number in blocks else None,
             # The gradient, before it is accumulated.
             working=Curve(((1, _FLOAT * size), (2, _FLOAT * size))),
         )

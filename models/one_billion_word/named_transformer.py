@@ -26,6 +26,8 @@ def handing_on(meta: Any, rest: tuple[Any, ...]) -> Any:
 class NamedEmbedding(named.Embedding):
     """The embedding of a pipeline; positions are those within the segment."""
 
+    takes_slices = True
+
     def FProp(self, theta, ids, labels, weights, segment_ids, segment_pos):
         hidden = super().FProp(theta, ids, segment_pos)
         return hidden, labels, weights, segment_ids, segment_pos
@@ -52,6 +54,8 @@ class ExpertsEmbedding(NamedEmbedding):
 
 class NamedBlock(named.TransformerBlock):
     """Causal self-attention within segments, then a feed-forward layer; both residual."""
+
+    takes_slices = True
 
     def FProp(self, theta, x, labels, weights, segment_ids, segment_pos):
         hidden = super().FProp(theta, x, segment_ids, segment_pos)
@@ -90,6 +94,8 @@ class NamedSoftmax(named.SoftmaxCrossEntropy):
 
     The loss includes `balance_weight` times the experts' balance losses, for each token.
     """
+
+    takes_slices = True
 
     @classmethod
     def Params(cls):

@@ -223,6 +223,11 @@ class Call:
             return pin(results)
 
 
+# Marks of operations that join tensors, which are kept instead of their result; and of those that
+# hand on tensors of earlier sequence slices, whose memory all later slices share.
+JOINED, SHARED = "_pipemesh_joined", "_pipemesh_shared"
+
+
 def mark(operation: tf.Operation, name: str) -> None:
     """Sets an attribute of this library, `_...`, on an operation and in its graph's definition."""
     operation._set_attr(name, _attribute(b=True))

@@ -228,11 +228,11 @@ def check_trains() -> None:
         known = NAMES.get(parse(text, for_layers=True).name)
     except ScheduleError as error:
         raise FlagError(f"--schedule={text!r}: {error}") from error
-    if known is not None and not known.trains_layers:
-        why = "slices sequences, but layers take whole sequences"
-        if not known.trains:
-            why = "has no backward actions, so it trains nothing"
-        raise FlagError(f"--schedule={text!r} {why}; give one of {listing(for_layers=True)}")
+    if known is not None and not known.trains:
+        raise FlagError(
+            f"--schedule={text!r} has no backward actions, so it trains nothing; give one of "
+            f"{listing(for_layers=True)}"
+        )
 
 
 def error_of(error: PipemeshError, values: Mapping[str, str], more: str = "") -> FlagError:

@@ -175,6 +175,8 @@ class FeatureExtractionLayer(base_layer.BaseLayer):
         ...     act_fetch_layers=["fetch"], num_act_outputs=1)
     """
 
+    takes_slices = True
+
     @classmethod
     def Params(cls) -> Any:
         """Defines `variable_name_prefix`, `sub` and the numbers of activations."""

@@ -23,7 +23,7 @@ from pipemesh.plan.remat import Remat
 # Kinds of action; a + marks one that recomputes the forward pass first.
 KINDS = ("F", "B", "I", "W", "B+", "I+", "W+")
 # Curves that a layer, and its shares, may lack.
-_OPTIONAL, _WHOLE = ("working", "pending"), ("whole", "pending_whole")
+_OPTIONAL, _WHOLE = ("working", "pending", "past"), ("whole", "pending_whole")
 # Axis names of the plans that the search makes, and of the rules that figures know.
 DATA, MODEL = "data", "model"
 
@@ -181,6 +181,8 @@ class LayerFigures:
     optimizer: float | None = None
     # Share of the bytes of its weights that is trained: gradients, state and updates are of these.
     trained: float = 1.0
+    # Bytes of a microbatch that it hands on from slice to slice of sequences, such as keys.
+    past: Curve | None = None
 
     def __post_init__(self) -> None:
         for curves in (self.seconds, self.work or self.seconds):
@@ -219,6 +221,10 @@ class LayerFigures:
         shares = self.shared(rules)
         return shares.part(devices, shares.work)
 
+    def hands_on(self, rows: float, devices: int = 1, rules: str = "") -> float:
+        """Returns the bytes that each of the sharing devices hands on to a later slice."""
+        return self.past.at(rows) / self.shared(rules).among(devices) if self.past else 0.0
+
     def holds(self, rows: float, devices: int = 1, rules: str = "", pending: bool = False) -> float:
         """Returns the bytes of a microbatch that each of the sharing devices keeps."""
         shares = self.shared(rules)
@@ -243,7 +249,7 @@ class LayerFigures:
             )
             for rules, each in self.shares.items()
         }
-        narrow: LayerFigures = scaled(self, ("kept", "outputs", "pending"))
+        narrow: LayerFigures = scaled(self, ("kept", "outputs", "pending", "past"))
         return dataclasses.replace(narrow, shares=shares)
 
     def faster(self, factor: float) -> LayerFigures:

@@ -149,7 +149,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
         """Returns the schedule's table for the homes of the mesh.
 
         Raises:
-            PlanError: a given table has other counts, or the schedule slices sequences.
+            PlanError: a given table has other counts.
             ScheduleError: the schedule is not available.
         """
         num_homes, number = self.mesh.num_stages, self.num_microbatches
@@ -164,7 +164,7 @@ replicas; num_microbatches may be 1, 2, 5, 10
                 f"'layers' of mesh '{self.mesh}' has {num_homes} places and num_microbatches is "
                 f"{number}; make them equal"
             )
-        return of_whole_sequences(self.schedule)
+        return self.schedule
 
     @property
     def num_stages(self) -> int:
@@ -327,21 +327,10 @@ def divisors(number: int) -> list[int]:
 
 def _built(schedule: str, homes: int, num_microbatches: int) -> Schedule:
     """Returns the table of a named schedule."""
-    return of_whole_sequences(ScheduleSpec.from_text(schedule).build(homes, num_microbatches))
+    return ScheduleSpec.from_text(schedule).build(homes, num_microbatches)
 
 
 built = functools.lru_cache(maxsize=256)(_built)
-
-
-def of_whole_sequences(schedule: Schedule) -> Schedule:
-    """Returns the schedule, or raises an error if it slices sequences."""
-    if schedule.num_slices > 1:
-        raise PlanError(
-            f"the schedule cuts sequences into {schedule.num_slices} slices, but layers take whole "
-            "sequences; give a schedule without slices, such as 1f1b (stages of functions can have "
-            "them: pipemesh.recurrent.Stage, takes_slices)"
-        )
-    return schedule
 
 
 # Prefix of a schedule's text that contains a table.

@@ -289,7 +289,7 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
     for stage, place in enumerate(stages.table.stage_devices):
         weights[place] += stages.trained(stage)
         whole[place] += sum(
-            layer.trained_bytes * (stages.slices(stage, layer) - stages.cut(stage, layer))
+            layer.trained_bytes * (stages.held_part(stage, layer) - stages.cut(stage, layer))
             for layer in stages.layers[stage]
         )
     replicas, homes = stages.replicas, stages.home_sizes
@@ -328,7 +328,7 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
         return gradients, max(update_seconds), after
     # All devices update their weights at once, on the available cores.
     largest = max(
-        layer.trained_bytes * stages.slices(stage, layer)
+        layer.trained_bytes * stages.held_part(stage, layer)
         for stage, layers in enumerate(stages.layers)
         for layer in layers
     )

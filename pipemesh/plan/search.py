@@ -379,7 +379,7 @@ def cut_to_fit(forecast: Prediction, figures: Figures, space: SearchSpace) -> Pr
         LayerCost(
             forward=layer.takes("F", stages.rows) * (part := stages.part(stage, layer)),
             backward=layer.takes("B", stages.rows) * part,
-            parameter_bytes=layer.parameter_bytes * stages.slices(stage, layer),
+            parameter_bytes=layer.parameter_bytes * stages.held_part(stage, layer),
             activation_bytes=layer.holds(stages.rows, stages.groups[stage], stages.rules),
             boundary_bytes=layer.outputs.at(stages.rows),
         )

@@ -25,12 +25,12 @@ class Stages:
     """The stages of a plan, and how its devices share them."""
 
     layers: tuple[tuple[LayerFigures, ...], ...]
-    rows: float  # of a replica's microbatch
+    rows: float  # of a replica's microbatch, or of a slice's share of it
     replicas: int
     # For each stage the number of devices that share a replica's part of it.
     groups: tuple[int, ...]
     remat: Remat
-    table: Schedule
+    table: Schedule  # each slice of sequences is a microbatch of its own
     # Devices that share a layer are side by side, then replicas, then stages. None if the links of
     # the figures connect all devices.
     network: Network | None = None
@@ -41,6 +41,7 @@ class Stages:
     # Numbers of devices from one to the next of those that share a layer, and of replicas; None for
     # the order above.
     strides: tuple[int, int] | None = None
+    slices: int = 1  # of each sequence
 
     @functools.cached_property
     def modes(self) -> dict[tuple[int, int], ModeName]:
@@ -92,20 +93,20 @@ class Stages:
         """Returns the part of a layer's work that each device of a replica computes."""
         return layer.part(self.rules, self.groups[stage])
 
-    def slices(self, stage: int, layer: LayerFigures) -> float:
+    def held_part(self, stage: int, layer: LayerFigures) -> float:
         """Returns the part of a layer's weights that each device of a replica computes with."""
         shares = layer.shared(self.rules)
         return shares.part(self.groups[stage], shares.weights)
 
     def cut(self, stage: int, layer: LayerFigures) -> float:
         """Returns the part of a layer's weights that is of these, and cut over replicas."""
-        return self.slices(stage, layer) * layer.shared(self.rules).cut * (self.replicas > 1)
+        return self.held_part(stage, layer) * layer.shared(self.rules).cut * (self.replicas > 1)
 
     def weights(self, stage: int) -> float:
         """Returns the bytes of a device's slices of a stage's weights."""
         away = 1 - 1 / self.replicas
         return sum(
-            layer.parameter_bytes * (self.slices(stage, layer) - away * self.cut(stage, layer))
+            layer.parameter_bytes * (self.held_part(stage, layer) - away * self.cut(stage, layer))
             for layer in self.layers[stage]
         )
 
@@ -115,13 +116,15 @@ class Stages:
 
     def trained(self, stage: int) -> float:
         """Returns the bytes of weights that are trained, as many as their gradients have."""
-        return sum(layer.trained_bytes * self.slices(stage, layer) for layer in self.layers[stage])
+        return sum(
+            layer.trained_bytes * self.held_part(stage, layer) for layer in self.layers[stage]
+        )
 
     def states(self, stage: int, default: float) -> float:
         """Returns the bytes of the optimizer's state of those; `default` is bytes per byte."""
         return sum(
             layer.trained_bytes
-            * self.slices(stage, layer)
+            * self.held_part(stage, layer)
             * (default if layer.optimizer is None else layer.optimizer)
             for layer in self.layers[stage]
         )
@@ -147,14 +150,16 @@ def stages_of(plan: Plan, figures: Figures, batch: int, network: Network | None 
     plan.check_batch(batch)
     plan.check_layers(len(figures.layers))
     replicas = plan.num_replicas
-    rows = batch / plan.num_microbatches / replicas
+    rows = batch / plan.table.num_pieces / replicas
     homes = [home_of(plan.mesh, plan.layout, place) for place in range(plan.mesh.num_stages)]
     groups = tuple(len(homes[place]) // replicas for place in plan.table.stage_devices)
     rules = figures.layout_of(plan.layout) or ""
+    # Slices of whole sequences are taken as rows: all of a sequence's take what a row does.
+    table = plan.table.by_pieces()
     stages = cut_stages(
-        figures, rows, replicas, groups, plan.remat, plan.table, plan.boundaries, network, rules
+        figures, rows, replicas, groups, plan.remat, table, plan.boundaries, network, rules
     )
-    return in_dtype(stages, plan)
+    return in_dtype(dataclasses.replace(stages, slices=plan.table.num_slices), plan)
 
 
 def in_dtype(stages: Stages, plan: Plan) -> Stages:
@@ -409,6 +414,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
         if owner == place
     }
     apart = stages.table.recomputed()
+    past = stages.slices * sum(memory.past for memory in memory_by_stage.values())
     # By stage, kind, mode and whether there are no sums yet: the needed bytes and the held bytes.
     known: dict[tuple[int, str, ModeName, bool], tuple[float, float]] = {}
     summed: set[int] = set()
@@ -435,7 +441,7 @@ def device_memory(stages: Stages, figures: Figures, place: int) -> float:
     states = weights * (1 + stages.cast) + states / stages.replicas
     # Each replica updates its share.
     update = trained * (1 + (figures.update_memory - 1) / stages.replicas)
-    return states + max(most, update)
+    return states + max(most + past, update)
 
 
 class StageMemory:
@@ -444,8 +450,11 @@ class StageMemory:
     def __init__(self, stages: Stages, stage: int) -> None:
         layers, rows = stages.layers[stage], stages.rows
         shared = stages.groups[stage], stages.rules
-        self._sums = [layer.trained_bytes * stages.slices(stage, layer) for layer in layers]
+        self._sums = [layer.trained_bytes * stages.held_part(stage, layer) for layer in layers]
         # Of each layer: what it keeps for its backward pass, and what it needs while it computes.
+        # What it hands on to later slices is shared by them. Its gradient is of whole sequences.
+        own = [layer.hands_on(rows, *shared) for layer in layers]
+        self.past = sum(own) if stages.slices > 1 else 0.0
         self.kept = [layer.holds(rows, *shared) for layer in layers]
         self._pending = [layer.holds(rows, *shared, pending=True) for layer in layers]
         self.working = [
@@ -461,7 +470,7 @@ class StageMemory:
         if kind == "R" or (kind == "F" and mode == "none"):
             return sum(self.kept)
         if kind == "F":
-            return self._given
+            return self._given + self.past
         # Half of the values that a `W` needs are gradients. The other half are results of the
         # forward pass, which a `W` that recomputes does not need.
         return self._given + sum(self._pending) / 2 if mode == "twice" else sum(self._pending)

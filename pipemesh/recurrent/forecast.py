@@ -25,6 +25,12 @@ class Sizes:
         self._stages = run.stages
         self._machine = run.machine
         self._modes = run.modes
+        self._num_slices = run.num_slices
+        # By stage, what slices of sequences hand on unchanged.
+        self._shared = [
+            traced.cut.shared(traced.carry) if run.num_slices > 1 else set()
+            for traced in run.machine.traced
+        ]
 
     def weights(self, stage: int, places: Sequence[int]) -> int:
         """Returns the bytes of weights on devices of a home; a device has each weight once."""
@@ -85,8 +91,18 @@ class Sizes:
         """Returns the bytes of a kind of value on a device of a stage's home."""
         machine, mode = self._machine, self._modes[stage, microbatch]
         specs, places = machine.specs(kind, stage, mode), machine.places(kind, stage, mode)
-        held = zip(specs, places, strict=True)
-        return num_bytes([spec for spec, at in held if at == place and spec is not None])
+        held = [
+            (spec, name)
+            for spec, name, at in zip(specs, machine.names(kind, stage, mode), places, strict=True)
+            if at == place and spec is not None
+        ]
+        if kind not in (KEPT, REMADE, PENDING) or self._num_slices == 1:
+            return num_bytes([spec for spec, _ in held])
+        # Each slice but the last has one part of its own.
+        cut, shared = machine.traced[stage].cut, self._shared[stage]
+        names = {name for _, name in held if not shared.isdisjoint(cut.same_value(name))}
+        parts = num_bytes([spec for spec, name in held if name in names])
+        return num_bytes([spec for spec, _ in held]) - parts + parts // self._num_slices
 
     def handed_on(self, action: Action) -> Mapping[tuple[int, int], int]:
         """Returns the bytes sent to another home, by device indices of sender and receiver."""
@@ -372,7 +388,7 @@ def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
                 if s == last:
                     to = home.devices[place % home.group]
                     yield "outputs", device, to, sizes.values(OUTPUTS, s, place)
-                if place % home.group == 0:
+                if place % home.group == 0 and not stages[s].recurrent:
                     following = home.devices[(place + home.group) % len(home)]
                     yield (
                         "accumulators",

@@ -10,11 +10,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from pipemesh.backend.gradients import custom_gradient
+from pipemesh.backend.static_shape import static_sizes
 from pipemesh.errors import DeviceError, PipelineError
 
 Tensors = list[tf.Tensor]
 Grads = list[tf.Tensor | None]
 Inputs = Sequence[tf.Tensor]
+# Tensors, or specs of what a stage writes before it reads it.
+Carry = Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +133,8 @@ class Stage:
             passes `carry` from each microbatch of the stage to the next. With several replicas it
             calls the function for each, as if the parts of microbatches were microbatches.
         theta: the weights. Gradients flow to the floating ones, except `copies`.
-        carry: its value before the first microbatch.
+        carry: its value before the first microbatch. If the schedule has slices, a `tf.TensorSpec`
+            may stand for what the function writes before it reads it, in each microbatch.
         home: the devices of the stage, a `Home` or names of TensorFlow devices.
         dtypes: for each of `theta` the dtype of computation; by default the pipeline's
             `compute_dtype`.
@@ -147,10 +152,13 @@ class Stage:
         recurrent: True if gradients flow through the carry, from each microbatch back to the
             previous one and finally to `carry`. If False, the carry only accumulates statistics. If
             the schedule has slices, the carry goes from slice to slice and is reset for each
-            microbatch: `carry` then has the rows of one microbatch.
+            microbatch: `carry` then has the rows of one microbatch, or of a replica's part of it,
+            and each replica has its own.
         takes_slices: True if the function accepts a sequence slice (see `current_slice`). It must
             work position by position or, if it is recurrent, with the results that earlier slices
             put into the carry. Schedules with slices require it.
+        carry_places: for each of `carry` the index, in each replica, of the device that keeps it;
+            by default 0.
     """
 
     name: str
@@ -159,7 +167,7 @@ class Stage:
         tuple[list[tf.Tensor], list[tf.Tensor]],
     ]
     theta: Inputs
-    carry: Inputs
+    carry: Carry
     home: Home | str | Sequence[str]
     recurrent: bool = False
     dtypes: Sequence[tf.DType] | None = None
@@ -168,6 +176,7 @@ class Stage:
     fetched: frozenset[int] = frozenset()
     arrivals: Callable[[], Sequence[int]] | None = None
     takes_slices: bool = False
+    carry_places: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "home", Home.of(self.home))
@@ -320,12 +329,29 @@ def write_slice(past: tf.Tensor, new: tf.Tensor, dim: int) -> tf.Tensor:
         )
     if piece.count == 1:
         return new
-    # The index of the slice becomes a dim of its own. `tf.slice` would give the gradient an unknown
-    # shape.
-    parts = tf.reshape(past, [*sizes[:dim], piece.count, length, *sizes[dim + 1 :]])
-    here = tf.equal(tf.range(piece.count, dtype=tf.int64), piece.index)
-    here = tf.reshape(here, [-1, *[1] * (len(sizes) - dim)])
-    return tf.reshape(tf.where(here, tf.expand_dims(new, dim), parts), sizes)
+    begin = piece.index * length
+
+    def put(whole: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+        before, after = _beside(whole, begin, length, dim)
+        return tf.ensure_shape(tf.concat([before, part, after], dim), sizes)
+
+    # The shapes of TensorFlow's own gradient would be unknown before the step.
+    @custom_gradient
+    def written(past: tf.Tensor, new: tf.Tensor) -> Any:
+        def backward(grad: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            first = tf.one_hot(dim, len(sizes), begin, tf.constant(0, tf.int64))
+            part = tf.slice(grad, first, tf.constant(static_sizes(new), tf.int64))
+            return put(grad, tf.zeros_like(new)), tf.ensure_shape(part, own)
+
+        return put(past, new), backward
+
+    return written(past, new)
+
+
+def _beside(x: tf.Tensor, begin: tf.Tensor, length: int, dim: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns what lies before the positions from `begin` on along a dim, and behind them."""
+    every = (slice(None),) * dim
+    return x[(*every, slice(None, begin))], x[(*every, slice(begin + length, None))]
 
 
 def starting_anew(stage: Stage) -> Stage:
@@ -334,13 +360,18 @@ def starting_anew(stage: Stage) -> Stage:
     In the backward pass, the gradient from the next microbatch is then zero. The gradient that
     leaves the first slice belongs to the initial carry and is summed over microbatches.
     """
-    initial = [tf.convert_to_tensor(t) for t in stage.carry]
+    initial = [
+        None if isinstance(t, tf.TensorSpec) else tf.convert_to_tensor(t) for t in stage.carry
+    ]
 
     def forward(theta: Any, carry: Any, *rest: Any) -> Any:
         call = _current_call.get()
         if call is not None and call[1] and call[0].count > 1:
             begins = tf.equal(call[0].index, 0)
-            carry = [tf.where(begins, a, b) for a, b in zip(initial, carry, strict=True)]
+            carry = [
+                b if a is None else tf.where(begins, a, b)
+                for a, b in zip(initial, carry, strict=True)
+            ]
         return stage.forward(theta, carry, *rest)
 
     return dataclasses.replace(stage, forward=forward)

@@ -26,11 +26,6 @@ class ScheduleName:
     num_slices: int = 1
 
     @property
-    def trains_layers(self) -> bool:
-        """True if a stack of layers, which take whole sequences, can train by it."""
-        return self.trains and self.num_slices == 1
-
-    @property
     def number(self) -> str:
         """The noun of the number after a colon; empty if there is none."""
         if self.num_slices > 1:
@@ -98,7 +93,7 @@ def parse(text: object, for_layers: bool = False) -> ParsedName:
         return ParsedName(FILE, rest=rest)
     name = SEARCHED if word == SEARCHED else _CANONICAL.get(word)
     if name is None:
-        spellings = [s for s, n in _CANONICAL.items() if NAMES[n].trains_layers or not for_layers]
+        spellings = [s for s, n in _CANONICAL.items() if NAMES[n].trains or not for_layers]
         spellings += [FILE] if for_layers else [FILE, SEARCHED]
         hint = did_you_mean(word, spellings, cutoff=0.5)
         raise ScheduleError(f"unknown schedule {text!r}; {hint}there are {listing(for_layers)}")
@@ -131,7 +126,7 @@ def agreed_stages(text: str, parsed: ParsedName, num_virtual_stages: int | None)
 
 def listing(for_layers: bool = False) -> str:
     """Returns all spellings on one line, each schedule once, or those that train layers alone."""
-    names = [name for name, known in NAMES.items() if known.trains_layers or not for_layers]
+    names = [name for name, known in NAMES.items() if known.trains or not for_layers]
     return ", ".join([*map(_spelling, names), "file:PATH", *([] if for_layers else [SEARCHED])])
 
 

@@ -119,11 +119,6 @@ BAD = [
     (lambda: Plan("layers:2;a:2;b:2", "batch:a"), PlanError, "axis 'b' .*same; leave the axis out"),
     (lambda: Plan("layers:x"), MeshError, "'layers:x'"),
     (lambda: Plan(schedule="gpip"), ScheduleError, "did you mean 'gpipe'"),
-    (
-        lambda: Plan("layers:2", schedule="seq1f1b:2", num_microbatches=4).table,
-        PlanError,
-        "into 2 slices, but layers take whole sequences",
-    ),
     (lambda: Plan(schedule=3), PlanError, "schedule is 3; give a name or a Schedule"),
     (lambda: Plan("layers:3", schedule=TABLE, num_microbatches=4), PlanError, "2 devices and 4 mi"),
     (lambda: Plan(num_microbatches=0), PlanError, "a whole number from 1 on"),

@@ -99,7 +99,7 @@ def test_every_help_page_lists_every_spelling(capsys):
     for spelling in [*NAMES, "1f1b", "interleaved:V", "seq1f1b:Q", "file:PATH", "list_schedule"]:
         assert spelling in listing() and spelling in help_text()
     offered = listing(for_layers=True)
-    for spelling in ("seq1f1b", "forward_only", "decode", "list_schedule"):
+    for spelling in ("forward_only", "decode", "list_schedule"):
         assert spelling not in offered
         with pytest.raises(ScheduleError, match=r"^unknown schedule") as found:
             ScheduleSpec.from_text(f"{spelling}x")

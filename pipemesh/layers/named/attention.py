@@ -24,6 +24,7 @@ from pipemesh.layers.named.named_layer import (
     whole_dims,
     whole_names,
 )
+from pipemesh.layers.named.past import Past, current_past, first_position
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.layers.named.split_attention import Ring, count_zigzag, ring_attention, zigzag
 from pipemesh.layers.named.tally import Tally, Value
@@ -193,6 +194,19 @@ class Attention(NamedLayer):
             weights["relative_bias"] = (table, zero)
         return weights
 
+    @property
+    def takes_slices(self) -> bool:
+        """Whether `past_scope` makes it continue earlier slices: only causal attention can."""
+        return self.params.causal
+
+    def PastSpecs(self, rows: int, length: int) -> list[tf.TensorSpec]:
+        """Returns keys, values and segments, as each processor has them."""
+        p, lowering = self.params, current_lowering()
+        axis = lowering.rules.axis(_kv_name(p))
+        heads = (_kv_heads(p) or p.num_heads) // (1 if axis is None else lowering.mesh.size(axis))
+        keys = tf.TensorSpec([rows, length, heads, _head_dim(p)], py_utils.FPropDtype(p))
+        return [keys, keys, tf.TensorSpec([rows, length], tf.int32)]
+
     def dims(self) -> set[str]:
         """Returns the dims that rules may split; a memory has a length of its own."""
         return super().dims() | ({"memory_length"} if self.params.cross else set())
@@ -238,7 +252,7 @@ class Attention(NamedLayer):
         x = self.Named(x, "batch;length;embed")
         _check_layout(p, x.lowering)
         _check_memory(p, segment_ids, memory, memory_segment_ids, memory_paddings)
-        cache = current_cache()
+        cache, past = current_cache(), current_past()
         if not (p.causal or p.cross):
             if continues():
                 raise PipelineError(
@@ -276,7 +290,7 @@ class Attention(NamedLayer):
         }
         if p.relative_buckets:
             given["table"] = self.Weight(theta, "relative_bias")
-        attended = self._Attend(q, sources, given, cache)
+        attended = self._Attend(q, sources, given, cache, past)
         operands = [attended, self.Weight(theta, "w_out")]
         product = ops.einsum(operands, [*rows, "embed"], split_names(renamed))
         product = self.Adapted(theta, "w_out", attended, product)
@@ -308,8 +322,11 @@ class Attention(NamedLayer):
         sources: list[Tensor],
         given: dict[str, Tensor],
         cache: KeyValueCache | None,
+        past: Past | None,
     ) -> Tensor:
         """Attends with each processor's heads, on its device; with a cache also to its tokens.
+
+        With a `past` it attends also to earlier slices.
 
         `sources` are keys and values; none if the cache has those of the memory.
         """
@@ -328,10 +345,18 @@ class Attention(NamedLayer):
                 varied[f"{name}segments"] = lowering.map(_segments, *operands)
         q, *sources = (Tensor(lowering, x.vary(axes), x.shape) for x in (q, *sources))
 
-        def turned(x: Any, places: tf.Tensor) -> tf.Tensor:
+        def turned(x: Any, places: Any = None) -> tf.Tensor:
+            length = static_sizes(x)[1]
+            places = first_position(length) + tf.range(length) if places is None else places
             return _turned(p, x, places)
 
         along = _length_axis(p, lowering)
+        if along is not None and past is not None:
+            raise LayoutError(
+                f"{p.name}: the schedule cuts sequences into slices, and the rule 'length:{along}' "
+                "splits them over an axis, of which attention does one alone; leave out the rule, "
+                "or give a schedule without slices, such as 1f1b"
+            )
         if along is not None and cache is None:
             if "table" in given and _exchanges_heads(p, lowering, along):
                 # Each processor then has some heads of the table, not sums of all.
@@ -359,6 +384,15 @@ class Attention(NamedLayer):
                     for x in (q, k)
                 )
             keys, values = (x.slices for x in cache.extend(self.path, k, v, places))
+        elif past is not None:
+            keys, values = (x.slices for x in sources)
+            if p.use_rotary:
+                of_slice = [varied["positions"]] if "positions" in varied else []
+                q = Tensor(lowering, lowering.map(turned, q.slices, *of_slice), q.shape)
+                keys = lowering.map(turned, keys, *of_slice)
+            ids = [varied["segments"]] if "segments" in varied else []
+            keys, values, *ids = past.extend(self.path, keys, values, *ids)
+            varied |= dict(zip(["memory_segments"], ids, strict=False))
         else:
             keys, values = (x.slices for x in sources)
         operands = [q.slices, keys, values, *varied.values()]
@@ -379,9 +413,10 @@ class Attention(NamedLayer):
             if cache is not None:
                 del options["block_size"]
                 return cached_attention(q * scale, k, v, named.get("places"), segments, **options)
-            if p.use_rotary:
-                places = named["positions"] if "positions" in named else tf.range(q.shape[1])
-                q, k = turned(q, places), turned(k, places)
+            if past is not None:
+                options["offset"] = first_position(static_sizes(q)[1])
+            elif p.use_rotary:
+                q, k = (turned(x, named.get("positions")) for x in (q, k))
             return block_attention(q * scale, k, v, segments, **options)
 
         length = static_sizes(keys[0])[1 if cache is None else 2]

@@ -71,14 +71,35 @@ class Sight:
 
     def pairs(self, queries: Blocks, keys: Blocks) -> list[tuple[int, int]]:
         """Returns each block of queries with the blocks of keys that it may see, in order."""
-        found = []
-        for i, j in itertools.product(range(queries.number), range(keys.number)):
-            least = i * queries.size - (j + 1) * keys.size + 1
-            most = least + queries.size + keys.size - 2
-            nearest = max(least, -most, 0)
-            if (self.window is None or nearest < self.window) and not (self.causal and most < 0):
-                found.append((i, j))
-        return found
+        pairs = itertools.product(range(queries.number), range(keys.number))
+        return [(i, j) for i, j in pairs if self._meet(*_distances(queries, i, keys, j))]
+
+    def pairs_at(self, offset: tf.Tensor, queries: Blocks, keys: Blocks) -> tf.Tensor:
+        """Returns the same, `[pairs, 2]`, for queries that are `offset` positions behind."""
+        places = itertools.product(range(queries.number), range(keys.number))
+        shown = []
+        for i, j in places:
+            least, most = _distances(queries, i, keys, j)
+            shown.append(self._meet_at(least + offset, most + offset))
+        found = tf.where(tf.reshape(tf.stack(shown), [queries.number, keys.number]))
+        return tf.cast(found, tf.int32)
+
+    def _meet(self, least: int, most: int) -> bool:
+        """Returns whether a query may see a key that is from `least` to `most` before it."""
+        nearest = max(least, -most, 0)
+        return (self.window is None or nearest < self.window) and not (self.causal and most < 0)
+
+    def _meet_at(self, least: tf.Tensor, most: tf.Tensor) -> tf.Tensor:
+        """Returns the same for tensors."""
+        nearest = tf.maximum(tf.maximum(least, -most), 0)
+        meet = tf.constant(True) if self.window is None else nearest < self.window
+        return meet & (most >= 0) if self.causal else meet
+
+
+def _distances(queries: Blocks, i: int, keys: Blocks, j: int) -> tuple[int, int]:
+    """Returns how many positions keys of a block are before queries of another, least and most."""
+    least = i * queries.size - (j + 1) * keys.size + 1
+    return least, least + queries.size + keys.size - 2
 
 
 def capped(scores: tf.Tensor, cap: float | None) -> tf.Tensor:
@@ -141,6 +162,7 @@ def block_attention(
     sight: Sight = CAUSAL,
     cap: float | None = None,
     key_segments: tf.Tensor | None = None,
+    offset: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Averages the values that each query sees: those of its segment within its sight.
 
@@ -148,9 +170,10 @@ def block_attention(
     kv_heads, dim]`: `heads / kv_heads` neighbouring heads share one. Segments are `[batch, length]`
     int32; only padding is negative. Keys have those of the queries, or their own. Queries without
     segments have 0. One that sees nothing has zeros. Scores are limited by `cap`, then the table
-    `[buckets, heads]` is added. Only first derivatives are available.
+    `[buckets, heads]` is added. With `offset`, an int32 scalar, the first query is as many
+    positions after the first key. Only first derivatives are available.
     """
-    attend = BlockAttention(q, k, segments, key_segments, block_size, sight, cap, buckets)
+    attend = BlockAttention(q, k, segments, key_segments, block_size, sight, cap, buckets, offset)
     inputs = [q, k, v] if table is None else [q, k, v, table]
     with unrecorded():
         output, logs = attend.forward(q, k, v, table)
@@ -175,8 +198,7 @@ class BlockAttention:
     """The sizes of one attention, and its computation; see `block_attention`.
 
     Blocks of queries are `[blocks, batch, kv_heads, heads per key * size, dim]`, blocks of keys
-    `[blocks, batch, kv_heads, size, dim]`. One block is a list of one tensor. With `offset`, an
-    int32 scalar, the first query is as many positions after the first key.
+    `[blocks, batch, kv_heads, size, dim]`. One block is a list of one tensor.
     """
 
     def __init__(
@@ -323,10 +345,14 @@ class BlockAttention:
 
     def _over_pairs(self, body: Any, *state: _Rows) -> Any:
         """Applies `body(i, j, *state)` to all pairs of blocks, one after the other."""
-        # At an offset that is not known before the step runs, any block may see any other.
-        sight = self.sight if self.offset is None else EVERYTHING
-        pairs = sight.pairs(self.queries, self.keys)
-        first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
+        if self.offset is None:
+            pairs = self.sight.pairs(self.queries, self.keys)
+            first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
+        else:
+            first, second = tf.unstack(
+                self.sight.pairs_at(self.offset, self.queries, self.keys), axis=1
+            )
+        number = tf.size(first)
 
         def turn(at: tf.Tensor, *handles: tf.Tensor) -> Any:
             buffers = [rows.with_handle(h) for rows, h in zip(state, handles, strict=True)]
@@ -334,7 +360,7 @@ class BlockAttention:
 
         # One after the other: parallel pairs would need memory for all their scores.
         _, *handles = tf.while_loop(
-            lambda at, *_: at < len(pairs),
+            lambda at, *_: at < number,
             turn,
             (tf.constant(0), *(rows.handle for rows in state)),
             parallel_iterations=1,

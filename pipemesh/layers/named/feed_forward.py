@@ -113,6 +113,8 @@ class FeedForward(NamedLayer):
     one all-gather and one reduce-scatter.
     """
 
+    takes_slices = True
+
     adaptable = True
 
     @classmethod

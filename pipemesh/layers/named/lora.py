@@ -29,6 +29,8 @@ class LowRank(NamedLayer):
     in the package `peft`. A layer makes adapters of the weights that its params `adapted` name.
     """
 
+    takes_slices = True
+
     @classmethod
     def Params(cls) -> Any:
         """Defines `rank`, `alpha`, `dropout_rate` and the shape of the adapted weight."""

@@ -202,6 +202,9 @@ class NamedLayer(base_layer.BaseLayer):
 
     # Whether `FProp` gives the products of all `Matrices` to `Adapted`.
     adaptable = False
+    # Whether `FProp` can be given a slice of sequences (`pipemesh.recurrent.current_slice`): each
+    # position of its results depends on the same one of its inputs, or on its `PastSpecs`.
+    takes_slices = False
     # Weights that no optimizer changes, such as moving averages.
     untrained: tuple[str, ...] = ()
 
@@ -246,6 +249,13 @@ class NamedLayer(base_layer.BaseLayer):
         """
         del p
         return {}
+
+    def PastSpecs(self, rows: int, length: int) -> list[tf.TensorSpec]:
+        """Returns what it hands on, of a slice of `length` positions, to later slices of sequences;
+        each processor has it.
+        """
+        del rows, length
+        return []
 
     @classmethod
     def Matrices(cls, p: Any) -> dict[str, tuple[str, str]]:

@@ -92,6 +92,11 @@ class Norm(NamedLayer):
         bias = {"bias": (embed, zero)} if p.kind != "rms" else {}
         return {"scale": (embed, scale), **bias}
 
+    @property
+    def takes_slices(self) -> bool:
+        """Whether it averages over nothing but a position's own elements."""
+        return self.params.kind != "group"
+
     def FProp(self, theta: Any, x: Any) -> Tensor:
         """Normalizes `batch;length;embed`, or other dims; `dim` is the last one of the result."""
         p = self.params
@@ -236,6 +241,11 @@ class BatchNorm(Norm):
 
     untrained = ("moving_mean", "moving_variance")
 
+    @property
+    def takes_slices(self) -> bool:
+        """False: its moments are those of all positions."""
+        return False
+
     @classmethod
     def Params(cls) -> Any:
         """Defines `decay`, beside the params of `Norm`, of kind 'layer'."""
@@ -307,6 +317,8 @@ class Dropout(NamedLayer):
     The mask is keyed by the global step and the layer, and every processor has its slice of one
     mask. So it does not depend on the layout, nor on the stages and microbatches of a pipeline.
     """
+
+    takes_slices = True
 
     @classmethod
     def Params(cls) -> Any:

@@ -42,6 +42,8 @@ class TransformerBlock(NamedLayer):
         Tensor('batch:2;length:3;embed:8', float32)
     """
 
+    takes_slices = True
+
     @classmethod
     def Params(cls) -> Any:
         """Defines sizes, `dropout_rate`, and templates of the parts."""

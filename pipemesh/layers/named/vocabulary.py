@@ -24,6 +24,7 @@ from pipemesh.layers.named.named_layer import (
     whole_names,
 )
 from pipemesh.layers.named.norm_and_dropout import Dropout
+from pipemesh.layers.named.past import first_position, whole_length
 from pipemesh.layers.named.tally import Tally, Value
 from pipemesh.lowering import Tensor, ops
 from pipemesh.lowering.costs import operation
@@ -130,6 +131,8 @@ class Embedding(NamedLayer):
     can be split: the last slice is padded in computations.
     """
 
+    takes_slices = True
+
     @classmethod
     def Params(cls) -> Any:
         """Defines sizes, `positions` and `dropout_rate`."""
@@ -223,15 +226,16 @@ class Embedding(NamedLayer):
         p, lowering = self.params, x.lowering
         length = x.shape["length"].size
         if segment_pos is None:
-            places = self.Named(tf.range(length), "length")
+            places = self.Named(first_position(length) + tf.range(length), "length")
         else:
             places = self.Named(segment_pos, "batch;length")
         if p.unused_positions:
             places = places + p.unused_positions
         if p.positions == "learned":
-            if length > p.max_length:
+            if whole_length(length) > p.max_length:
                 raise PipelineError(
-                    f"{p.name}: sequences of {length} tokens were given, but max_length is "
+                    f"{p.name}: sequences of {whole_length(length)} tokens were given, but "
+                    f"max_length is "
                     f"{p.max_length}; make it as large, or the sequences shorter"
                 )
             return ops.gather(self.Weight(theta, "positions"), places, "positions")
@@ -302,6 +306,8 @@ class SoftmaxCrossEntropy(NamedLayer):
     finds their maximum, another one the sum of exponentials and the label's logit: three numbers
     per token.
     """
+
+    takes_slices = True
 
     @classmethod
     def Params(cls) -> Any:

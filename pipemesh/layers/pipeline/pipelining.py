@@ -25,6 +25,7 @@ from pipemesh.layers.pipeline.losses import (
 )
 from pipemesh.layers.pipeline.seq_layer import SeqLayer
 from pipemesh.layers.pipeline.simd_stack import SimdStack
+from pipemesh.layers.pipeline.slices import PastOfStage, check_takes_slices
 from pipemesh.layers.pipeline.stack_plan import checked_plan, define_pipelining, plan_of, set_plan
 from pipemesh.layers.pipeline.stage import StageStructure, StageWeights, handed_over
 from pipemesh.layers.pipeline.weights import (
@@ -57,7 +58,7 @@ from pipemesh.recurrent.options import INITIAL_SCALE, Clock
 from pipemesh.recurrent.passes.captures import check_fresh
 from pipemesh.recurrent.stage import current_devices
 from pipemesh.recurrent.table.run import with_loss
-from pipemesh.recurrent.table.validation import microbatch_size
+from pipemesh.recurrent.table.validation import cutting_of, microbatch_size
 from pipemesh.recurrent.watch.explain import explain
 from pipemesh.schedule import Schedule
 
@@ -233,7 +234,7 @@ class PipeliningLayer(SeqLayer):
         def build(
             thetas: Any, inputs: Any, carries: Any, step: Any, structures: list[StageStructure]
         ) -> Any:
-            stages = self._stages(weights, homes, thetas, carries, structure, structures)
+            stages = self._stages(weights, homes, thetas, carries, structure, structures, inputs)
             options = self._options(args, inputs, eagerly)
             if not p.loss_inside:
                 run = alike_pipeline if p.lowering == "simd" else pipeline
@@ -303,7 +304,7 @@ class PipeliningLayer(SeqLayer):
                 args = to_tuple(self.FPropBefore(theta, *args))
             structure, inputs, weights, carries = self._flat(theta, args, homes)
             thetas = [stage_weights.tensors for stage_weights in weights]
-            stages = self._stages(weights, homes, thetas, carries, structure, [])
+            stages = self._stages(weights, homes, thetas, carries, structure, [], inputs)
             if p.loss_inside:
                 stages[-1] = with_loss(stages[-1])
             step = tf.constant(0, tf.int64)
@@ -338,7 +339,12 @@ class PipeliningLayer(SeqLayer):
             StageWeights(cell, theta[name], home)
             for cell, name, home in zip(cells, self.stage_names, homes, strict=True)
         ]
-        return structure, inputs, weights, [*map(first_carry, cells)]
+        slices = self.schedule.num_slices
+        if slices > 1:
+            check_takes_slices(p.name, cells, slices)
+        # With slices, it begins anew in each microbatch.
+        carries = [[] if slices > 1 else first_carry(cell) for cell in cells]
+        return structure, inputs, weights, carries
 
     def _stages(
         self,
@@ -348,25 +354,51 @@ class PipeliningLayer(SeqLayer):
         carries: list[Any],
         structure: StageStructure,
         structures: list[Any],
+        inputs: Sequence[tf.Tensor],
     ) -> list[Stage]:
         """Returns the stages as pure functions; their tracing fills `structures`."""
         structures[:] = [structure] + [None] * len(thetas)
         cells = zip(self.stage_names, weights, homes, strict=True)
+        pasts = self._pasts(homes, inputs)
         return [
             Stage(
                 name=name,
-                forward=self._stage_function(i, stage_weights, structures, home),
+                forward=self._stage_function(i, stage_weights, structures, home, past),
                 theta=thetas[i],
-                carry=carries[i],
+                carry=carries[i] if past is None else past.specs,
                 home=home,
                 dtypes=stage_weights.spread(compute_dtypes(self.children[name]).Flatten()),
                 places=stage_weights.places,
                 copies=stage_weights.copies,
                 fetched=stage_weights.fetched,
                 arrivals=lambda i=i: structures[i].arrivals(),
+                recurrent=past is not None and bool(past.specs),
+                takes_slices=past is not None,
+                carry_places=None if past is None else past.places,
             )
-            for i, (name, stage_weights, home) in enumerate(cells)
+            for i, ((name, stage_weights, home), past) in enumerate(zip(cells, pasts, strict=True))
         ]
+
+    def _pasts(
+        self, homes: Sequence[Home], inputs: Sequence[tf.Tensor]
+    ) -> Sequence[PastOfStage | None]:
+        """Returns what each stage hands on from slice to slice, None if there are no slices."""
+        p = self.params
+        if self.schedule.num_slices == 1:
+            return [None] * len(homes)
+        cutting = cutting_of(
+            inputs, self.schedule, p.batch_dim, self._sequence_dim, homes[0].num_replicas
+        )
+        sizes = cutting.part_size, cutting.slice_size, cutting.num_slices
+        pasts: list[PastOfStage] = []
+        for number, (name, home) in enumerate(zip(self.stage_names, homes, strict=True)):
+            with self.stage_lowerings[number].on(home.replica(0)):
+                pasts.append(PastOfStage(self.children[name], *sizes))
+        return pasts
+
+    @property
+    def _sequence_dim(self) -> int:
+        return 0 if self.params.batch_dim else 1
 
     def _options(
         self, args: tuple[Any, ...], inputs: Sequence[tf.Tensor], eagerly: bool
@@ -375,6 +407,7 @@ class PipeliningLayer(SeqLayer):
         casts_first = args[0] is not None and not p.nested_map_fprop
         return Options(
             batch_dim=p.batch_dim,
+            sequence_dim=self._sequence_dim,
             # A plan has no more than the name of a policy that is Python code.
             remat=p.remat if remat.is_custom else remat,
             loop=p.loop,
@@ -396,7 +429,12 @@ class PipeliningLayer(SeqLayer):
         return "all" if self.loss_scale is None else "forward"
 
     def _stage_function(
-        self, number: int, weights: StageWeights, structures: list[Any], home: Home
+        self,
+        number: int,
+        weights: StageWeights,
+        structures: list[Any],
+        home: Home,
+        past: PastOfStage | None,
     ) -> Any:
         """Returns stage `number` as a pure function of flat lists of tensors."""
         p, name, last = self.params, self.stage_names[number], len(self.stage_names) - 1
@@ -405,7 +443,7 @@ class PipeliningLayer(SeqLayer):
         def forward(theta: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
             del microbatch
             with (
-                carried(cell, carry) as carry_out,
+                carried(cell, carry) if past is None else past.scope(carry) as carry_out,
                 py_utils.RemoveAssertContext(remove=True),
                 keyed_seeds(global_step_in(step)),
                 self.stage_lowerings[number].on(current_devices()),

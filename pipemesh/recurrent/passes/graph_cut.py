@@ -21,6 +21,7 @@ from pipemesh.backend.operation_kinds import (
     has_effect,
     is_stateful,
 )
+from pipemesh.backend.operations import JOINED, SHARED
 
 # Parts of them may begin from constants. In an action that is not due, a loop would wait for what
 # it reads, and a collective for its peers.
@@ -177,8 +178,20 @@ class GraphCut:
                 yield tensor_name(source), name
 
     def reshapes(self, nodes: Iterable[str]) -> set[str]:
-        """Returns the nodes that only reshape a tensor and share its memory."""
-        return {name for name in nodes if self._nodes[name].op in RESHAPES}
+        """Returns the nodes that only reshape a tensor, or join some that others need too."""
+        return {
+            name
+            for name in nodes
+            if self._nodes[name].op in RESHAPES or JOINED in self._nodes[name].attr
+        }
+
+    def shared(self, carry: Sequence[str]) -> set[str]:
+        """Returns the tensors, of a carry or made here, that sequence slices hand on unchanged."""
+        marked = {name for name, node in self._nodes.items() if SHARED in node.attr}
+        taken = {same for tensor, _ in self.uses(marked) for same in self.same_value(tensor)}
+        return taken.intersection(carry) | {
+            tensor for tensor, _ in self.uses(self._nodes) if node_of(tensor) in marked
+        }
 
     def same_value(self, tensor: str) -> set[str]:
         """Returns a tensor, and the tensors that are passed on to it unchanged."""

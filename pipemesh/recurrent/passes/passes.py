@@ -255,10 +255,9 @@ class Passes:
         values.update(zip(self.note_names, notes, strict=True))
         values.update((("sum", i), total) for i, total in enumerate(accumulators or ()))
         parts = self._parts(kind, accumulators is not None)
-        for number, (replica, part) in enumerate(zip(traced.replicas, parts, strict=True)):
-            if kind == "F" and number:
-                carry = [values[t.name] for t in traced.replicas[number - 1].carry_out]
-                values.update(zip([t.name for t in replica.carry], carry, strict=True))
+        for number, part in enumerate(parts):
+            if kind == "F":
+                values.update((name, values[given]) for name, given in traced.handed(number))
             part(values)
         return values
 
@@ -307,7 +306,7 @@ class Passes:
         elif kind in "BI":
             grads, count = traced.gradients, len(replica.inputs)
             results = flat_names(grads.of_inputs[number * count :][:count])
-            results += flat_names(grads.of_carry) if number == 0 else []
+            results += flat_names(grads.of_carry[number * traced.num_own :][: traced.num_own])
         if kind == "I":
             results += self._own(cuts.pending, number, arguments)
             # Without the tensors that an `I` leaves for its `W`.

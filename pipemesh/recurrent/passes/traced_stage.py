@@ -77,6 +77,7 @@ class TracedStage:
                 replica.devices = (
                     [devices[place] for place in stage.theta_places],
                     [devices[place] for place in self._input_places],
+                    [devices[place] for place in stage.carry_places or [0] * len(stage.carry)],
                 )
         self._num_forward = len(graph.get_operations())
         end = len(graph.inputs) - len(graph.captures)
@@ -86,7 +87,7 @@ class TracedStage:
         check_batch(graph, what, cutting)
         self._captured: list[Captured] = captured_weights(graph)
         check_no_draw_escaped(graph, stage.name, cutting.num_parts * cutting.num_slices)
-        replicas, first = self.replicas, self.replicas[0]
+        replicas = self.replicas
         for replica in replicas[1:]:
             begin, end = replica.operations[0]
             operations = graph.get_operations()[begin:end]
@@ -95,7 +96,6 @@ class TracedStage:
         # The tensors' own names, not those of the traced function's results: these wait for
         # everything stateful in the function, and so also for the gradient.
         self.outputs = [t.name for replica in replicas for t in replica.outputs]
-        self.carry_out = [t.name for t in replicas[-1].carry_out]
         self._specs = {t.name: tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs}
         self.theta = [
             name
@@ -106,14 +106,14 @@ class TracedStage:
             ]
         ]
         self.summaries = replicas[-1].summaries
-        self.carry = [t.name for t in first.carry]
         self.inputs = [t.name for replica in replicas for t in replica.inputs]
-        self.output_specs = specs_of(first.outputs)
+        self.output_specs = specs_of(self.replicas[0].outputs)
+        carry = self._find_carry()
         self._replicas: dict[str, int] = {}
         # Of placeholders of arguments the index of the device in a replica.
         self._argument_places: dict[str, int] = {}
         # Of each output the index of its device in a replica.
-        self.output_places = [self.place(t.name) for t in first.outputs]
+        self.output_places = [self.place(t.name) for t in self.replicas[0].outputs]
         # By node of the forward pass.
         operations = graph.get_operations()
         self.layers = {
@@ -126,7 +126,6 @@ class TracedStage:
         self.captured = [weight.outer for weight in self._captured]
         with tf.device(stage.device):
             values = [tf.stop_gradient(tensor) for tensor in self.captured]
-            carry = [*stage.carry, *([] if self.summaries is None else [tf.constant("")])]
         # With all weights that it uses as theta, and its summaries as carry.
         self.stage = dataclasses.replace(
             stage,
@@ -134,6 +133,42 @@ class TracedStage:
             places=[*stage.owners, *(0 for _ in values)],
             carry=carry,
         )
+
+    def _find_carry(self) -> list[Any]:
+        """Finds names and places of the carry; returns its values before the first microbatch."""
+        stage, count, replicas = self.given, len(self.given.carry), self.replicas
+        # Replicas of a recurrent stage have their own carry, but hand on summaries.
+        self.num_own = count if stage.recurrent else 0  # each
+        starts = replicas if stage.recurrent else replicas[:1]
+        ends = replicas if stage.recurrent else replicas[-1:]
+        with tf.device(stage.device):
+            summed = [] if self.summaries is None else [tf.constant("")]
+        self.carry = [t.name for r in starts for t in r.carry[:count]]
+        self.carry += [t.name for t in replicas[0].carry[count:]]
+        self.carry_out = [t.name for r in ends for t in r.carry_out[:count]]
+        self.carry_out += [t.name for t in replicas[-1].carry_out[count:]]
+        places = stage.carry_places or [0] * count
+        # Of each tensor of the carry the index of its device in the home.
+        self.carry_places = [
+            number * stage.of_home.group + place
+            for number in range(len(starts))
+            for place in places
+        ]
+        carry: list[Any] = []
+        for place, value in zip(self.carry_places, [*stage.carry] * len(starts), strict=True):
+            with tf.device(stage.devices[place]):
+                is_unset = isinstance(value, tf.TensorSpec)
+                carry.append(tf.zeros(value.shape, value.dtype) if is_unset else value)
+        self.carry_places += [0 for _ in summed]
+        return [*carry, *summed]
+
+    def handed(self, number: int) -> list[tuple[str, str]]:
+        """Returns the carry that a replica takes from the one before, with its names there."""
+        if not number:
+            return []
+        taken = self.replicas[number].carry[self.num_own :]
+        given = self.replicas[number - 1].carry_out[self.num_own :]
+        return [(a.name, b.name) for a, b in zip(taken, given, strict=True)]
 
     def differentiate(
         self, live: Iterable[int], frozen: Container[int] = (), to_inputs: bool = True
@@ -151,17 +186,24 @@ class TracedStage:
                     self._captured,
                     live,
                     number * len(self.output_specs),
+                    number * self.num_own,
                     frozen,
                     to_inputs,
                 )
                 for number, replica in enumerate(self.replicas)
             ]
         )
+        of_carry = self.gradients.of_carry
+        of_carry += [None] * (len(self.carry) - len(of_carry))
         self._check_apart()
         self._replicas = self._find_replicas(graph)
         self._argument_places = {
             **dict(zip(self.theta, itertools.cycle(self.stage.theta_places))),
             **dict(zip(self.inputs, itertools.cycle(self._input_places))),
+            **{
+                name: place % self.given.of_home.group
+                for name, place in zip(self.carry, self.carry_places, strict=True)
+            },
         }
         probed = [name for replica in self.replicas for name in replica.probes.names]
         self.cut = GraphCut(
@@ -240,7 +282,7 @@ class TracedStage:
     @property
     def handed_on(self) -> list[str]:
         """Names of the carry that replicas take from earlier ones."""
-        return [t.name for replica in self.replicas[1:] for t in replica.carry]
+        return [name for number in range(len(self.replicas)) for name, _ in self.handed(number)]
 
     def _results(self) -> list[str]:
         grads = self.gradients

@@ -173,8 +173,13 @@ class Replica:
     operations: list[tuple[int, int]]  # ranges in the graph, ends excluded
     # its own placeholders for captured weights, by the shared ones; empty in the first
     copies: dict[str, str] = dataclasses.field(default_factory=dict)
-    # of theta, and of the inputs, if it has several
-    devices: tuple[list[str], list[str]] | None = None
+    # of theta, of the inputs, and of the carry, if it has several
+    devices: tuple[list[str], list[str], list[str]] | None = None
+
+    @property
+    def carried(self) -> list[tf.Tensor]:
+        """Returns the carry without summaries."""
+        return self.carry if self.summaries is None else self.carry[:-1]
 
     def copy_captured(self, graph: tf.Graph, captured: Sequence[Captured]) -> None:
         """Gives the replica its own placeholders for captured weights."""
@@ -191,6 +196,7 @@ class Replica:
         captured: Sequence[Captured],
         live: Iterable[int],  # the outputs of a replica with an incoming gradient
         first_output: int,  # number of outputs of earlier replicas
+        first_carry: int,  # number of tensors that earlier replicas carry to later slices
         frozen: Container[int],  # indices of theta that get no gradient
         to_inputs: bool,  # whether inputs get a gradient
     ) -> StageGradients:
@@ -212,19 +218,22 @@ class Replica:
             ]
             inputs = self.inputs if to_inputs else [None] * len(self.inputs)
             of_outputs = _grad_placeholders({first_output + i: self.outputs[i] for i in live})
-            states = self.carry if stage.recurrent else []
-            of_carry_out = _grad_placeholders(dict(enumerate(self.carry_out if states else [])))
+            states = self.carried if stage.recurrent else []
+            of_carry_out = _grad_placeholders(
+                dict(enumerate(self.carry_out[: len(states)], first_carry))
+            )
             grads = _gradients(
                 [
                     *(self.outputs[i - first_output] for i in of_outputs),
-                    *(self.carry_out[i] for i in of_carry_out),
+                    *(self.carry_out[i - first_carry] for i in of_carry_out),
                 ],
                 [*theta, *inputs, *states, *self.probes.sources],
                 [*of_outputs.values(), *of_carry_out.values()],
             )
             if self.devices is not None:
-                for first, devices in ((0, self.devices[0]), (len(theta), self.devices[1])):
-                    for i, device in enumerate(devices, first):
+                firsts = (0, len(theta), len(theta) + len(inputs))
+                for first, devices in zip(firsts, self.devices, strict=True):
+                    for i, device in enumerate(devices if first < len(grads) else (), first):
                         grad = grads[i]
                         # A sparse gradient is on the device of the lookup.
                         if isinstance(grad, tf.Tensor):
@@ -242,7 +251,7 @@ class Replica:
             of_carry_out={i: t.name for i, t in of_carry_out.items()},
             of_theta=[_grad_name(grad) for grad in grads[: len(theta)]],
             of_inputs=self.probes.of_inputs,
-            of_carry=dense[len(self.inputs) : after] if states else [None] * len(self.carry),
+            of_carry=dense[len(self.inputs) : after],
         )
 
 
@@ -258,12 +267,13 @@ def replica_scope(stage: str, device: str, number: int | None) -> Iterator[None]
 
 
 def joined(parts: Sequence[StageGradients]) -> StageGradients:
-    """Returns the gradients of all replicas in one list; only the first one has a carry's."""
-    return dataclasses.replace(
-        parts[0],
+    """Returns the gradients of all replicas in one list."""
+    return StageGradients(
         of_outputs={i: name for part in parts for i, name in part.of_outputs.items()},
+        of_carry_out={i: name for part in parts for i, name in part.of_carry_out.items()},
         of_theta=[name for part in parts for name in part.of_theta],
         of_inputs=[name for part in parts for name in part.of_inputs],
+        of_carry=[name for part in parts for name in part.of_carry],
     )
 
 
@@ -335,7 +345,10 @@ def trace(
     position: Callable[[tf.Tensor], Position] | None = None,
     num_slices: int = 1,
 ) -> Trace:
-    """Traces the forward pass of a stage, once per replica; the carry goes from call to call."""
+    """Traces the forward pass of a stage, once per replica.
+
+    The carry goes from call to call; in a recurrent stage each replica has its own.
+    """
     replicas: list[Replica] = []
     drawn: dict[str, WholeDraw] = {}
     scalar = tf.TensorSpec([], tf.int64)
@@ -381,21 +394,24 @@ def trace(
                 operations=[(begin, len(tf.compat.v1.get_default_graph().get_operations()))],
             )
 
-    def run(thetas: Any, carry: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
+    def run(thetas: Any, carries: Any, inputs: Any, microbatch: Any, step: Any) -> Any:
         step = step if has_step else None
+        carry = carries[0]
         for number, (theta, own) in enumerate(zip(thetas, inputs, strict=True)):
             devices = stage.of_home.replica(number)
             replica = number if num_replicas > 1 else None
+            if stage.recurrent:
+                carry = carries[number]
             with replica_scope(stage.name, devices[0], replica), calling_on(devices):
                 replicas.append(call(number, theta, carry, own, microbatch, step))
                 # No gradient flows through it, as between microbatches.
                 carry = [tf.stop_gradient(t) for t in replicas[-1].carry_out[: len(stage.carry)]]
         _check_alike(stage.name, replicas)
-        return [replica.outputs for replica in replicas], replicas[-1].carry_out
+        return [[*replica.outputs, *replica.carry_out] for replica in replicas]
 
     function = tf.function(run, autograph=False).get_concrete_function(
         [specs_of(stage.theta)] * num_replicas,
-        specs_of(stage.carry),
+        [specs_of(stage.carry)] * (num_replicas if stage.recurrent else 1),
         [inputs] * num_replicas,
         scalar,
         scalar,

@@ -312,9 +312,9 @@ class Variables:
         stage, home = role.stage, self._stages[role.stage].of_home
         places: dict[str, Sequence[int]] = {}
         if role.kind == "F":
-            places["carries"] = [0] * len(self._stages[stage].carry)
+            places["carries"] = self._machine.traced[stage].carry_places
         if role.kind in "BI":
-            places["carry_grads"] = [0] * len(self._stages[stage].carry)
+            places["carry_grads"] = self._machine.traced[stage].carry_places
         direction = "forward" if role.kind == "F" else "backward"
         if role.kind not in "RW" and self._machine.probes[direction][stage]:
             replicas = range(home.num_replicas)

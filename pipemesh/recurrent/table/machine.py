@@ -286,7 +286,7 @@ class Machine:
             sums = by_name(results, passes.sum_names)
             state.accumulators[stage] = pinned(sums, [total.place for total in passes.sums])
         for channel in channels_written(kind, stage):
-            names = self._names(*channel, mode)
+            names = self.names(*channel, mode)
             made = traced.gradients.of_inputs if channel.kind == GRADS else names
             tensors = by_name(results, made)
             # No token waits for the gradients of the pipeline's inputs, so TensorFlow prunes them
@@ -296,12 +296,12 @@ class Machine:
             values.write(*channel, tensors)
         if kind in "BI":
             carried = self._filled(stage, by_name(results, traced.gradients.of_carry))
-            state.carry_grads[stage] = pinned(carried, [0] * len(carried))
+            state.carry_grads[stage] = pinned(carried, traced.carry_places)
         if kind == "F":
             carry = by_name(results, traced.carry_out)
-            state.carries[stage] = pinned(carry, [0] * len(carry))
+            state.carries[stage] = pinned(carry, traced.carry_places)
             # The carry from replica to replica delays only the operations that use it.
-            if len(traced.replicas) > 1:
+            if len(traced.replicas) > 1 and not traced.given.recurrent:
                 ends.pop()
         self._finish(stage, state, ends)
 
@@ -381,7 +381,9 @@ class Machine:
         filled = list(carry_grads)
         for i in self.traced[stage].gradients.of_carry_out:
             if filled[i] is None:
-                filled[i] = tf.zeros_like(self._stages[stage].carry[i])
+                device = self._stages[stage].devices[self.traced[stage].carry_places[i]]
+                with tf.device(device):
+                    filled[i] = tf.zeros_like(self._stages[stage].carry[i])
         return filled
 
     def _behind_tokens(
@@ -459,7 +461,7 @@ class Machine:
     def specs(self, kind: str, stage: int, mode: Mode = FULL) -> list[tf.TensorSpec | None]:
         """Returns shapes and dtypes of the values of a kind."""
         traced = self.traced[stage]
-        specs: list[Any] = [*map(traced.spec, self._names(kind, stage, mode))]
+        specs: list[Any] = [*map(traced.spec, self.names(kind, stage, mode))]
         if kind != GRADS:
             return specs
         named = zip(specs, traced.gradients.of_inputs, strict=True)
@@ -467,9 +469,9 @@ class Machine:
 
     def places(self, kind: str, stage: int, mode: Mode = FULL) -> list[int]:
         """Returns the devices of the home, by number, of the values of a kind."""
-        return [*map(self.traced[stage].place, self._names(kind, stage, mode))]
+        return [*map(self.traced[stage].place, self.names(kind, stage, mode))]
 
-    def _names(self, kind: str, stage: int, mode: Mode) -> list[str]:
+    def names(self, kind: str, stage: int, mode: Mode) -> list[str]:
         """Returns the tensors of a kind; for GRADS the inputs that they belong to."""
         if kind == OUTPUTS:
             return self.traced[stage].outputs

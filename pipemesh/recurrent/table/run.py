@@ -324,7 +324,7 @@ class Run:
         check_sliced(stages, schedule)
         check_threads(len({device for stage in stages for device in stage.devices}))
         inputs = [tf.convert_to_tensor(t) for t in inputs]
-        replicas = num_replicas(stages, schedule.stage_devices)
+        replicas = num_replicas(stages, schedule.stage_devices, schedule.num_slices)
         dims = options.batch_dim, options.sequence_dim
         cutting = cutting_of(inputs, schedule, *dims, replicas)
         # Options choose a performer unless one is given.
@@ -333,6 +333,7 @@ class Run:
         # From here on a slice of a microbatch counts as a microbatch.
         self.schedule = schedule.by_pieces()
         self._given = schedule
+        self.num_slices = schedule.num_slices
         self._loss_scale = options.loss_scale
         self._has_clock = options.clock is not None
         if any(stage.recurrent for stage in stages):
@@ -437,7 +438,7 @@ class Run:
 
     def _hands_out(self, stage: Stage) -> bool:
         """Returns True if a stage's carry after the last microbatch is a result."""
-        return stage.recurrent and self._given.num_slices == 1
+        return stage.recurrent and self.num_slices == 1
 
     def seed(self, output_grads: Grads, state_grads: Grads) -> None:
         """Starts a backward pass; a run may have several, each with its own."""
@@ -530,7 +531,10 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
         with tf.device(device):
             theta.append(tf.stop_gradient(cast_floating(tf.convert_to_tensor(t), dtype)))
     with tf.device(stage.device):
-        carry = [tf.stop_gradient(tf.convert_to_tensor(t)) for t in stage.carry]
+        carry = [
+            t if isinstance(t, tf.TensorSpec) else tf.stop_gradient(tf.convert_to_tensor(t))
+            for t in stage.carry
+        ]
     return dataclasses.replace(stage, theta=theta, carry=carry)
 
 

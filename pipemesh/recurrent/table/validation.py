@@ -58,7 +58,7 @@ def microbatch_size(
     return batch // num_microbatches
 
 
-def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
+def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int], num_slices: int = 1) -> int:
     """Returns the number of replicas of the stages, after a check that it is equal for all."""
     if not stages:
         return 1
@@ -79,11 +79,12 @@ def num_replicas(stages: Sequence[Stage], stage_devices: Sequence[int]) -> int:
                 f"stage {stage.name!r} has {len(stage.of_home)} ({stage.of_home}), and one row of "
                 "the schedule runs both; give stages of a row one home"
             )
-        if stage.recurrent and wanted > 1:
+        if stage.recurrent and wanted > 1 and num_slices == 1:
             raise PipelineError(
                 f"stage {stage.name!r} is recurrent and has {wanted} replicas ({stage.of_home}); "
-                "its state goes from microbatch to microbatch, or from slice to slice, so that "
-                "replicas would wait for each other: give it one"
+                "its state goes from microbatch to microbatch, so that replicas would wait for "
+                "each other: give it one, or a schedule with slices, from which each replica has "
+                "its own state"
             )
     return wanted
 

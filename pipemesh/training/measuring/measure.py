@@ -20,6 +20,7 @@ from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.layers.layout_pricing import layers_shares, of_rows
 from pipemesh.layers.partition_layers import layer_flops
 from pipemesh.layers.pipeline.alike_stages import alike_range
+from pipemesh.layers.pipeline.slices import past_bytes
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Link, Machine, Plan, Remat, SearchSpace
 from pipemesh.plan.calibration import Measured, fitted
@@ -151,6 +152,7 @@ def _layers_alone(
             return Curve(tuple((size, part(memory[layer])) for size, memory in held))
 
         working = tuple((size, memory.stages[layer]) for size, memory in needed.items())
+        past = past_bytes(cells[layer], step.shapes)
         return LayerFigures(
             stages[layer].sub[0].name,
             _with_halves(seconds[layer], middle),
@@ -168,6 +170,7 @@ def _layers_alone(
             again=min(1.0, kinds["R"][middle] / kinds["F"][middle]),
             optimizer=_state_bytes(trained, states),
             trained=num_bytes(trained) / num_bytes(own) if own else 1.0,
+            past=Curve(((1, past),)) if past else None,
         )
 
     return Figures(

@@ -19,6 +19,8 @@ WEIGHTS = RNG.uniform(size=[8]).astype(np.float32)
 class Residual(NamedLayer):
     """Adds what a feed-forward layer makes of the normalized input; hands the rest through."""
 
+    takes_slices = True
+
     def __init__(self, params):
         super().__init__(params)
         self.CreateChild("norm", Norm.Params().Set(input_dim=WIDTH))
@@ -73,12 +75,16 @@ INPUTS = [
 
 
 class Embed(Embedding):
+    takes_slices = True
+
     def FProp(self, theta, ids, labels, weights, nothing):
         return super().FProp(theta, ids), labels, weights, nothing
 
 
 class Masked(Residual):
     """Reads what goes along, and what travels though no layer changes it."""
+
+    takes_slices = True
 
     def FProp(self, theta, x, labels, weights, nothing):
         y = super().FProp(theta, x)
@@ -88,6 +94,8 @@ class Masked(Residual):
 
 
 class Head(SoftmaxCrossEntropy):
+    takes_slices = True
+
     def FProp(self, theta, x, labels, weights, nothing):
         assert nothing is None
         return super().FProp(theta, x, labels, weights)

@@ -109,11 +109,6 @@ def test_params_that_contradict_are_errors(num_stages, kwargs, message):
         ({"schedule": "nonsense"}, ScheduleError, ".*1f1b"),
         ({"schedule": "1f1b"}, ScheduleError, "schedule '1f1b' starts backward .*loss_inside=Tr"),
         ({"schedule": one_f_one_b(2, 4)}, ScheduleError, "its schedule starts backward passes"),
-        (
-            {"schedule": "seq1f1b:2", **INSIDE},
-            PlanError,
-            "the schedule cuts sequences into 2 slices, but layers take whole sequences",
-        ),
     ],
 )
 def test_schedules_that_stacks_cannot_run_are_errors(kwargs, error, message):

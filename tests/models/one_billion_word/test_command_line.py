@@ -37,7 +37,7 @@ BAD_INPUT = [
         ["--tokens_per_microbatch=64", "--num_microbatches=2"],
         ["--tokens_per_microbatch=64: --num_microbatches=2 sets it; leave one out"],
     ),
-    (["--schedule=seq1f1b:2"], ["--schedule='seq1f1b:2' ", "layers take whole sequences"]),
+    (["--schedule=decode"], ["--schedule='decode' has no backward actions"]),
     (["--boundaries=0,3,9"], ["boundaries end at 9, but there are 7 layers"]),
     (["--lowering=smd"], ["--lowering='smd'", "placement|simd"]),
     (["--lowering=simd"], ["--mesh_shape='layers:2': ", "of which the model has 5"]),
