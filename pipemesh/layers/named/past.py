@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from pipemesh.backend.gradients import custom_gradient
 from pipemesh.backend.operations import JOINED, SHARED, mark
+from pipemesh.errors import PipelineError
 from pipemesh.layers.named.scope import current_lowering
 from pipemesh.lowering.lowering import Slices
 from pipemesh.recurrent.stage import current_slice
@@ -31,6 +32,7 @@ class Past:
 
     def __init__(self, kept: Mapping[str, Sequence[Sequence[Slices]]]) -> None:
         self.kept = {path: list(tensors) for path, tensors in kept.items()}
+        self._extended: set[str] = set()
 
     def extend(self, path: str, *new: Slices) -> list[Slices]:
         """Adds keys, values, and segments if there are any, of the current slice.
@@ -38,7 +40,16 @@ class Past:
         Returns:
             Those of whole sequences. Behind the current slice they repeat it; causal attention does
             not see that.
+
+        Raises:
+            PipelineError: the layer is called a second time for a slice.
         """
+        if path in self._extended:
+            raise PipelineError(
+                f"{path} is called twice for a slice of sequences, and would mix the keys of both "
+                "calls; make two layers, or give a schedule without slices, such as 1f1b"
+            )
+        self._extended.add(path)
         lowering, held, found = current_lowering(), self.kept[path], list[Slices]()
         for number, tensor in enumerate(new):
             parts = lowering.map_to_several(_extended, tensor, *held[number])

@@ -124,12 +124,22 @@ def test_layers_say_whether_they_take_slices():
         assert takes_slices(made(params)) is wanted, params.cls
 
 
+class Twice(random_plans.Attending):
+    """Calls its attention a second time."""
+
+    takes_slices = True
+
+    def FProp(self, theta, x, *rest):
+        x = self.Named(x, "batch;length;embed")
+        return super().FProp(theta, x + self.attention.FProp(theta.attention, x), *rest)
+
+
 def attending(**attention):
     return language("seq1f1b:2", attention=attention)
 
 
-def other_blocks():
-    layers = named.language_layers(2, Renamed.Params())
+def other_blocks(block=Renamed):
+    layers = named.language_layers(2, block.Params())
     return named.language([0, 2, 4], layers=layers, lowering="placement", schedule="seq1f1b:2")
 
 
@@ -147,6 +157,12 @@ def other_blocks():
             "layers:2",
             PipelineError,
             r"layer '.*' \(Renamed\) does not say .* set takes_slices = True in the class$",
+        ),
+        (
+            lambda: other_blocks(Twice),
+            "layers:2",
+            PipelineError,
+            "attention is called twice for a slice .*; make two layers, or give a schedule without",
         ),
         (
             attending,
