@@ -214,22 +214,8 @@ def advance_counter(counter: Any, steps: Any) -> tf.Tensor:
     return tf.stack([moved, high + carry])
 
 
-# One of the generated operations `StatelessRandom...V2`, called with keywords, or `raw_shorts`.
+# One of the generated operations `StatelessRandom...V2`, called with keywords.
 RawDraw = Callable[..., Any]
-
-
-def raw_shorts(*, shape: tf.Tensor, dtype: tf.DType, **generator: Any) -> tf.Tensor:
-    """Draws uint16 numbers: of each 32-bit value the low half, then the high one."""
-    sizes = static_vector(shape)
-    assert sizes is not None
-    number = math.prod(int(size) for size in sizes)
-    pairs = keyed(
-        tf.raw_ops.StatelessRandomUniformFullIntV2(
-            shape=[-(-number // 2)], dtype=tf.uint32, **generator
-        )
-    )
-    shorts = tf.reshape(tf.bitcast(pairs, dtype), [-1])
-    return tf.reshape(shorts[:number] if number % 2 else shorts, shape)
 
 
 def draw_block(
@@ -250,8 +236,8 @@ def draw_block(
         ),
         key,
         counter,
-        # A count yields 128 bits, of which a floating number takes at least 32.
-        16 // (max(4, dtype.size) if dtype.is_floating else dtype.size),
+        # A count yields 128 bits, and a number takes at least 32 of them.
+        16 // max(4, dtype.size),
         sizes,
         begin,
         block,

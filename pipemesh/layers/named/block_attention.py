@@ -348,11 +348,11 @@ class BlockAttention:
         if self.offset is None:
             pairs = self.sight.pairs(self.queries, self.keys)
             first, second = (tf.constant(numbers) for numbers in zip(*pairs, strict=True))
+            number: Any = len(pairs)
         else:
-            first, second = tf.unstack(
-                self.sight.pairs_at(self.offset, self.queries, self.keys), axis=1
-            )
-        number = tf.size(first)
+            found = self.sight.pairs_at(self.offset, self.queries, self.keys)
+            first, second = tf.unstack(found, axis=1)
+            number = tf.size(first)
 
         def turn(at: tf.Tensor, *handles: tf.Tensor) -> Any:
             buffers = [rows.with_handle(h) for rows, h in zip(state, handles, strict=True)]

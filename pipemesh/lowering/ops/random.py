@@ -19,7 +19,6 @@ from pipemesh.randomness.draws import (
     Share,
     draw_block,
     note_draw,
-    raw_shorts,
     share_of_draw,
     slice_of_draw,
 )
@@ -137,26 +136,23 @@ def random_normal(
     return _draw(lowering, as_shape(shape), seed, dtype, tf.raw_ops.StatelessRandomNormalV2)
 
 
-# The number of values of a uint16, and of steps in which a rate counts.
-_STEPS = 1 << 16
-
-
 @register("random")
 def dropout(x: Tensor, *, rate: float, seed: tf.Tensor, noise_dims: Shape | None = None) -> Tensor:
     """Sets elements to zero with probability `rate`, and scales the others by 1 / (1 - rate).
 
-    Each element takes 16 random bits of Philox, under every layout and in every precision the same.
-    So the rate is rounded to a multiple of 2^-16, also where it scales: means stay what they are.
+    The mask equals that of `tf.nn.experimental.stateless_dropout` with Philox under every layout.
+    Half precision uses the mask of float32. So precision changes no mask, and a rate such as 0.1 is
+    not rounded to a 128th.
 
     Args:
         x: floating numbers.
-        rate: the probability of a zero, in [0, 1); if it is not 0, from 2^-16 to 1 - 2^-16.
+        rate: the probability of a zero, in [0, 1), as in TensorFlow.
         seed: two integers.
         noise_dims: dims of `x` along which elements are dropped independently; along the others
             they are dropped together. By default all.
 
     Raises:
-        ShapeError: `rate` is outside of its range, or a noise dim is not a dim of `x`.
+        ShapeError: `rate` is outside of [0, 1), or a noise dim is not a dim of `x`.
     """
     if not 0 <= rate < 1:
         raise ShapeError(
@@ -164,21 +160,14 @@ def dropout(x: Tensor, *, rate: float, seed: tf.Tensor, noise_dims: Shape | None
         )
     if rate == 0:
         return x
-    dropped = round(rate * _STEPS)
-    if not 0 < dropped < _STEPS:
-        raise ShapeError(
-            f"rate is {rate}, which is rounded to {dropped >> 16}, as 16 random bits decide on an "
-            "element; give 0, or 2^-16 to 1 - 2^-16"
-        )
     noise_shape = x.shape if noise_dims is None else noise_dims
     if not noise_shape <= x.shape:
         raise ShapeError(f"noise dims '{noise_shape - x.shape}' are no dims of '{x.shape}'")
-    noise = _draw(x.lowering, noise_shape, seed, tf.uint16, raw_shorts)
-    scaled = elementwise.multiply(x, 1 / (1 - dropped / _STEPS))
+    dtype = tf.float32 if x.dtype.size < tf.float32.size else x.dtype
+    noise = random_uniform(x.lowering, noise_shape, seed=seed, dtype=dtype)
+    scaled = elementwise.multiply(x, 1 / (1 - rate))
     return elementwise.broadcast(
-        lambda n, value: tf.where(
-            n >= tf.constant(dropped, tf.uint16), value, tf.zeros([], value.dtype)
-        ),
+        lambda n, value: tf.where(n >= tf.cast(rate, n.dtype), value, tf.zeros_like(value)),
         [noise, scaled],
         x.shape,
     )

@@ -81,16 +81,16 @@ class LayerPosition:
     def dropout(self, x: Tensor, *, rate: float, seed: tf.Tensor) -> Tensor:
         """Sets elements to zero with probability `rate`, and scales the others by 1 / (1 - rate).
 
-        The mask has this microbatch's rows of the mask of `ops.dropout` for the whole batch, with
-        the seed `layer_seed(seed, layer)`.
+        The mask has this microbatch's rows of the mask of `tf.nn.experimental.stateless_dropout`
+        for the whole batch, with the seed `layer_seed(seed, layer)` and Philox.
 
         Args:
             x: floating numbers.
-            rate: the probability of being dropped, as for `ops.dropout`.
+            rate: the probability of being dropped, in [0, 1), as in TensorFlow.
             seed: two integers.
 
         Raises:
-            ShapeError: `rate` is outside of its range.
+            ShapeError: `rate` is outside of [0, 1).
         """
         with self.entered():
             return random.dropout(x, rate=rate, seed=seed)

@@ -9,7 +9,6 @@ from pipemesh.lowering import ops
 from pipemesh.lowering.ops.einsum import products
 from pipemesh.mesh import Dim, Shape
 from tests.lowering.cases.case import Case, integers
-from tests.plain_dropout import plain_dropout
 
 SEED = np.array([3, 7], np.int32)
 
@@ -159,14 +158,16 @@ CASES = [
         "dropout",
         ["x:4;y:8;z:2"],
         lambda _, x: ops.dropout(x, rate=0.4, seed=SEED),
-        lambda x: plain_dropout(x, 0.4, SEED),
+        lambda x: tf.nn.experimental.stateless_dropout(x, 0.4, SEED, rng_alg="philox"),
         "x y z",
     ),
     Case(
         "dropout",
         ["x:4;y:8;z:2"],
         lambda _, x: ops.dropout(x, rate=0.4, seed=SEED, noise_dims=Shape.of(x=4, z=2)),
-        lambda x: plain_dropout(x, 0.4, SEED, [4, 1, 2]),
+        lambda x: tf.nn.experimental.stateless_dropout(
+            x, 0.4, SEED, noise_shape=[4, 1, 2], rng_alg="philox"
+        ),
         "x y z",
         label="noise dims",
         thin=True,

@@ -14,7 +14,6 @@ from pipemesh.lowering.placement import PlacementLowering
 from pipemesh.lowering.tensor import Tensor
 from pipemesh.mesh import LayoutRules, Shape
 from pipemesh.recurrent.circular.layer_position import layer_seed
-from tests.plain_dropout import plain_dropout
 
 LAYERS, DROPPED, STEP = 4, 0.25, 3
 _draw = np.random.default_rng(2)
@@ -36,7 +35,7 @@ def plain(x, target, params):
         normed = x * tf.math.rsqrt(tf.reduce_mean(x * x, -1, keepdims=True)) * scale
         hidden = tf.tanh(normed @ wi * params["gain"])
         seed = layer_seed(tf.constant([STEP, 1]), layer)
-        hidden = plain_dropout(hidden, DROPPED, seed)
+        hidden = tf.nn.experimental.stateless_dropout(hidden, DROPPED, seed=seed, rng_alg="philox")
         x += hidden @ wo
     return tf.reduce_mean(tf.square(x - target)), x
 
