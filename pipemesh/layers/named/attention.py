@@ -196,7 +196,7 @@ class Attention(NamedLayer):
 
     @property
     def takes_slices(self) -> bool:
-        """Whether `past_scope` makes it continue earlier slices: only causal attention can."""
+        """True for causal attention: inside `past_scope` it continues earlier slices."""
         return self.params.causal
 
     def PastSpecs(self, rows: int, length: int) -> list[tf.TensorSpec]:

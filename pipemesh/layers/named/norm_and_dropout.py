@@ -94,7 +94,7 @@ class Norm(NamedLayer):
 
     @property
     def takes_slices(self) -> bool:
-        """Whether it averages over nothing but a position's own elements."""
+        """True unless it averages over positions, as group norm does."""
         return self.params.kind != "group"
 
     def FProp(self, theta: Any, x: Any) -> Tensor:

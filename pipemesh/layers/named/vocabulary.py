@@ -235,8 +235,7 @@ class Embedding(NamedLayer):
             if whole_length(length) > p.max_length:
                 raise PipelineError(
                     f"{p.name}: sequences of {whole_length(length)} tokens were given, but "
-                    f"max_length is "
-                    f"{p.max_length}; make it as large, or the sequences shorter"
+                    f"max_length is {p.max_length}; make it as large, or the sequences shorter"
                 )
             return ops.gather(self.Weight(theta, "positions"), places, "positions")
         embed = Dim("embed", p.embedding_dim)

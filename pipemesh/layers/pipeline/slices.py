@@ -61,7 +61,7 @@ def past_bytes(stage: Any, shapes: Any) -> int:
 
 
 class PastOfStage:
-    """What the attention of a stage hands on from slice to slice, as the carry of the stage.
+    """The carry of a stage: the tensors that its attention hands on from slice to slice.
 
     For each layer of attention, in order, there are keys, values and segments, and of each one
     tensor for each slice but the last, and for each device of a replica.
