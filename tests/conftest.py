@@ -46,12 +46,13 @@ flags.FLAGS.mark_as_parsed()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_garbage():
-    """Frees what a file has traced.
+def nothing_left():
+    """Frees what a file has traced, and forgets the seed that it has set.
 
     Graphs are circles, which Python collects too seldom here; and TensorFlow copies the functions
     of all that are alive whenever it makes an iterator over data.
     """
+    tf.random.set_seed(None)
     yield
     gc.collect()
 

@@ -18,7 +18,12 @@ import tensorflow as tf
 # TensorFlow has no public way to record or to list the active tapes; the version is pinned to 2.21.
 from tensorflow.python.eager import backprop, context, record
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import cond_v2, gen_functional_ops, gradients_util
+from tensorflow.python.ops import (
+    cond_v2,
+    control_flow_state,
+    gen_functional_ops,
+    gradients_util,
+)
 
 from pipemesh.backend.graphs import surrounding_graphs
 from pipemesh.backend.structure import is_differentiable
@@ -356,7 +361,7 @@ def attach_gradient(
     def all_grads(*grads: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
         return [None] * number + input_grads(*grads)
 
-    name = f"{_GRADIENT}{next(_numbers)}"
+    name = f"{_GRADIENT}{next(_numbers)}_{number}"
     graph = tf.compat.v1.get_default_graph()
     ops.RegisterGradient(name)(lambda _, *grads: all_grads(*grads))
     _hand_over([name], graph)
@@ -367,8 +372,26 @@ def attach_gradient(
         else:
             with tf.device(outputs[0].device):
                 results = tf.identity_n(tensors)
-    record_call(results, tensors, all_grads)
+    record_call(results[:number], inputs, input_grads)
     return results[:number]
+
+
+_zeros_like: Callable[..., Any] = control_flow_state.ZerosLike
+
+
+def _zeros(operation: tf.Operation, index: int) -> tf.Tensor | None:
+    """Returns zeros for an output that has no gradient; None if its custom gradient does not read
+    them, as those of the inputs that `attach_gradient` passes on: one in six operations of a
+    backward pass would be such zeros.
+    """
+    if operation.type in ("IdentityN", "PartitionedCall"):
+        name = operation.node_def.attr["_gradient_op_type"].s.decode()
+        if name.startswith(_GRADIENT) and index >= int(name.rpartition("_")[2]):
+            return None
+    return _zeros_like(operation, index)
+
+
+control_flow_state.ZerosLike = _zeros
 
 
 def _identity_in_place(tensor: tf.Tensor) -> tf.Tensor:

@@ -7,8 +7,8 @@ from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.mesh.mesh import LAYERS_AXIS
 from pipemesh.text import did_you_mean
 
-# The batch dim, which every stack has: the rows of its inputs.
-BATCH = "batch"
+# The batch dim, which every stack has: the rows of its inputs; and the positions in a row.
+BATCH, LENGTH = "batch", "length"
 
 
 def check_axes(layout: LayoutRules, lowering: str = "placement") -> None:

@@ -14,6 +14,7 @@ from pipemesh.backend.operation_kinds import DRAWS_WITH_STATE, DRAWS_WITHOUT_STA
 from pipemesh.backend.operations import is_marked, mark
 from pipemesh.backend.static_shape import static_vector
 from pipemesh.errors import PipelineError
+from pipemesh.plan.homes import BATCH, LENGTH
 from pipemesh.randomness.scope import (
     NeedWholeDraws,
     Position,
@@ -67,15 +68,30 @@ class SliceOfDraw:
     begin: tf.Tensor
 
 
-def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
-    """Returns the part of the whole sequences' draw that a draw is, None if slices are equal."""
-    # Raises `NeedWholeDraws` while the draws of whole sequences are unknown.
+def _dim(names: Sequence[str], name: str, sizes: Sequence[int], size: int) -> int:
+    """Returns the index of the dim with a name; raises `NeedWholeDraws` unless it has this size."""
+    if name not in names or sizes[names.index(name)] != size:
+        raise NeedWholeDraws
+    return names.index(name)
+
+
+def slice_of_draw(
+    name: str, sizes: tuple[int, ...], names: Sequence[str] = ()
+) -> SliceOfDraw | None:
+    """Returns the part of the whole sequences' draw that a draw is, None if slices are equal.
+
+    The `names` of its dims say what it is part of, if `batch` and `length` are among them; for
+    others the draws of whole sequences have to be known, or it raises `NeedWholeDraws`.
+    """
     scope = scopes.stack[-1]
     position = scope.position
     if position is None or position.slice is None or not sizes:
         return None
     if position.whole is None:
-        raise NeedWholeDraws
+        _dim(names, BATCH, sizes, position.microbatch_size)
+        dim = _dim(names, LENGTH, sizes, position.slice_size)
+        whole = (*sizes[:dim], position.slice_size * position.num_slices, *sizes[dim + 1 :])
+        return SliceOfDraw(dim, whole, position.slice * position.slice_size)
     if name not in position.whole.of_sequences:
         raise PipelineError(
             f"layer {scope.layer!r} draws more random tensors for a slice of the sequences than "
@@ -99,17 +115,27 @@ def slice_of_draw(name: str, sizes: tuple[int, ...]) -> SliceOfDraw | None:
 
 
 def share_of_draw(
-    name: str, sizes: tuple[int, ...], sequence_slice: SliceOfDraw | None = None
+    name: str,
+    sizes: tuple[int, ...],
+    sequence_slice: SliceOfDraw | None = None,
+    names: Sequence[str] = (),
 ) -> Share | None:
-    """Returns the part of the whole batch's draw that a draw is, None if it is all of it."""
-    # With a `sequence_slice` the share is that of the microbatch's whole sequences. Raises
-    # `NeedWholeDraws` while the draws of the whole batch are unknown.
+    """Returns the part of the whole batch's draw that a draw is, None if it is all of it.
+
+    With a `sequence_slice` the share is that of the microbatch's whole sequences. The `names` of
+    its dims say what it is part of, if `batch` is among them; for others the draws of the whole
+    batch have to be known, or it raises `NeedWholeDraws`.
+    """
     scope = scopes.stack[-1]
     position = scope.position
     if position is None or position.num_microbatches == 1 or not sizes:
         return None
     if position.whole is None:
-        raise NeedWholeDraws
+        dim = _dim(names, BATCH, sizes, position.microbatch_size)
+        sizes = sizes if sequence_slice is None else sequence_slice.sizes
+        whole = (*sizes[:dim], sizes[dim] * position.num_microbatches, *sizes[dim + 1 :])
+        left, right = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
+        return Share(whole, left, sizes[dim], right, position)
     if name not in position.whole.by_name:
         raise PipelineError(
             f"layer {scope.layer!r} draws more random tensors for a microbatch than for the whole "

@@ -40,14 +40,19 @@ def first(outputs):
 _plain_results = {}
 
 
+def plain_params(params):
+    """The layers of a stack without stages."""
+    layers = [*params.before_tpl, *(layer for cell in params.cell_tpl for layer in cell.sub)]
+    if params.tied_weights or getattr(params, "loss_inside", False):
+        # It ties weights, and returns a loss of a layer with named dims as a plain tensor.
+        return stack_of(layers, [0, len(layers)], SeqLayer, params.tied_weights)
+    return plain(layers)
+
+
 def plain_results(run, params, inputs, *, steps=0, do_eval=False, loss=squared_sum):
     """The results of the layers of a stack without stages, computed once for each mode."""
     run = run_tf1 if run is run_tf1 else run_tf2
-    layers = [*params.before_tpl, *(layer for cell in params.cell_tpl for layer in cell.sub)]
-    model = plain(layers)
-    if params.tied_weights or getattr(params, "loss_inside", False):
-        # It ties weights, and returns a loss of a layer with named dims as a plain tensor.
-        model = stack_of(layers, [0, len(layers)], SeqLayer, params.tied_weights)
+    model = plain_params(params)
     values = [np.asarray(value).tobytes() for value in tf.nest.flatten(inputs)]
     key = run, model.ToText(), *values, steps, do_eval, loss
     if key not in _plain_results:

@@ -75,25 +75,33 @@ def test_microbatch_draws_its_slice_of_the_whole_batchs_draw(text, dim, folded, 
     view = value.reshape(
         [*whole.sizes[:dim], folded, NUM_MICROBATCHES, -1, *shape.sizes[dim + 1 :]]
     )
+    # Names say which dim is the batch's; the whole draw does if something is folded into it.
+    known = None if (name, size) == ("batch", 2) else drawn
     for m in range(NUM_MICROBATCHES):
-        with plan_free_randomness(STEP, position(m, drawn, folded)):
+        with plan_free_randomness(STEP, position(m, known, folded)):
             got = drawn_value(draw, lowering, shape)
         np.testing.assert_array_equal(got, np.take(view, m, dim + 1).reshape(shape.sizes))
 
 
+@pytest.mark.parametrize("time", ["time", "length"])
 @pytest.mark.parametrize(
     ("draw", "rules"),
     in_turn(list(DRAWS), ["", "batch:data;time:model", "time:data;io:model"]),
 )
-def test_a_draw_for_a_slice_is_that_of_whole_sequences(draw, rules):
-    lowering, slices = make(rules), 2
-    shape, whole = Shape.from_text("batch:2;time:4;io:2"), Shape.from_text("batch:8;time:8;io:2")
-    value = drawn_value(draw, lowering, whole)
+def test_a_draw_for_a_slice_is_that_of_whole_sequences(draw, rules, time):
+    lowering, slices = make(rules.replace("time", time)), 2
+
+    def shape_of(batch, length):
+        return Shape.from_text(f"batch:{batch};{time}:{length};io:2")
+
+    shape, value = shape_of(2, 4), drawn_value(draw, lowering, shape_of(8, 8))
     with plan_free_randomness(STEP) as drawn:
-        drawn_value(draw, lowering, Shape.from_text("batch:8;time:4;io:2"))
+        drawn_value(draw, lowering, shape_of(8, 4))
     with plan_free_randomness(STEP) as of_sequences:
-        drawn_value(draw, lowering, Shape.from_text("batch:2;time:8;io:2"))
+        drawn_value(draw, lowering, shape_of(2, 8))
     known = WholeDraws(drawn, lambda name, dim, folded: 1, of_sequences)
+    # Names say which dims are those of batch and sequence.
+    known = None if time == "length" else known
     for m, rows in enumerate(np.split(value, NUM_MICROBATCHES)):
         for q, wanted in enumerate(np.split(rows, slices, axis=1)):
             numbers = [tf.constant(number, tf.int64) for number in (m, q)]
@@ -124,9 +132,10 @@ def test_draws_of_tensorflow_and_named_dims_share_one_count():
         np.testing.assert_array_equal(part.numpy(), wanted.numpy())
 
 
-def test_without_the_whole_batchs_draws_they_are_asked_for():
+@pytest.mark.parametrize("shape", ["io:2", "batch:4"])
+def test_where_names_do_not_say_the_batch_the_whole_draws_are_asked_for(shape):
     with plan_free_randomness(STEP, position(0, None)), pytest.raises(NeedWholeDraws):
-        ops.random_uniform(make(""), "batch:2", seed=SEED)
+        ops.random_uniform(make(""), shape, seed=SEED)
 
 
 def test_a_draw_that_cannot_be_cut_is_an_error():

@@ -40,8 +40,8 @@ def _draw(
     split = [i for i, axis in enumerate(layout.axes) if axis is not None]
     seed = tf.convert_to_tensor(seed)
     name = note_draw(shape.sizes) if is_active() else None
-    mine = None if name is None else slice_of_draw(name, shape.sizes)
-    share = None if name is None else share_of_draw(name, shape.sizes, mine)
+    mine = None if name is None else slice_of_draw(name, shape.sizes, shape.names)
+    share = None if name is None else share_of_draw(name, shape.sizes, mine, shape.names)
     sizes = shape.sizes if mine is None else mine.sizes
 
     def draw(*coordinates: tf.Tensor) -> tf.Tensor:

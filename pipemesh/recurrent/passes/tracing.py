@@ -440,7 +440,8 @@ def whole_draws(
 ) -> Iterator[WholeDraws]:
     """Yields all random draws of each stage, which is then traced with the whole batch.
 
-    Only the random draws and the position of the batch dim in them are used. With slices, two
+    It is needed where the dims of a draw have no names. Only the random draws and the position of
+    the batch dim in them are used. With slices, two
     traces distinguish the two dims along which draws are split: one has the whole batch and a
     slice, the other a part of the batch and whole sequences.
     """
