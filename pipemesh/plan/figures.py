@@ -458,6 +458,8 @@ class Figures:
             copy activations and wait for the slowest device.
         error: mean relative error of the forecasts of those steps that were measured with the
             figures; 0 if unknown.
+        positions: positions of a row, such as tokens, if each layer can be given slices of it, as
+            the schedule seq1f1b does; 0 if one cannot, or if unknown.
 
     Raises:
         PlanError: there are no layers, or a number is negative or not finite.
@@ -488,6 +490,7 @@ class Figures:
     alike: tuple[int, int] = (0, 0)
     loop_pace: float = 1.0
     error: float = 0.0
+    positions: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -680,7 +683,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "cores": lambda cores: None if cores is None else float(cores),
     "loads": lambda loads: {str(kind): float(load) for kind, load in loads.items()},
     "rules": str,
-    "batch": int,
+    **dict.fromkeys(("batch", "positions"), int),
     "about": str,
     "settings": dict,
     "alike": lambda alike: (int(alike[0]), int(alike[1])),

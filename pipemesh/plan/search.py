@@ -37,6 +37,8 @@ SCHEDULES = (
     "v_min",
     "dual_pipe_v",
 )
+# Those with slices of sequences, for models whose layers can be given them; slices are equal.
+_SLICED = {2: "seq1f1b:2", 4: "seq1f1b:4"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,8 @@ class SearchSpace:
         batch: rows of a batch.
         memory: bytes of a device, also as text such as `80GB`; None for no limit.
         fixed: fixed values of the plan, as in `Plan.to_values`.
-        schedules: names of the schedules to try.
+        schedules: names of the schedules to try; if they are the default ones, also seq1f1b, which
+            cuts sequences into slices, where the figures say that all layers can be given them.
 
     Raises:
         PlanError: a number is invalid.
@@ -137,6 +140,9 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
     """Yields all splits of a search, or raises an error for malformed fixed values."""
     fixed = space.fixed
     count = len(figures.layers)
+    tried = tuple(space.schedules)
+    if tried == SCHEDULES and figures.positions:
+        tried += tuple(name for number, name in _SLICED.items() if not figures.positions % number)
     fixed_number = fixed.get("num_microbatches", "")
     for places, replicas, group, layout in _meshes(figures, space):
         rest = space.batch // replicas
@@ -146,7 +152,7 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
         yield from _programs(figures, space, (places, replicas, group, layout), numbers)
         if fixed.get("lowering") == "simd":
             continue
-        schedules = space.schedules if places > 1 else ("1f1b",)
+        schedules = tried if places > 1 else ("1f1b",)
         if "schedule" in fixed:
             schedules = (fixed["schedule"],)
         remats = (Remat.NONE, Remat.FULL)
@@ -332,20 +338,22 @@ def rough_seconds(
         return sum(costs), max(costs), sums, core_seconds / sum(costs) if core_seconds else 1.0
 
     def seconds(split: Split) -> float:
-        rows = batch / split.num_microbatches / split.data
+        name = split.schedule
+        pieces = split.num_microbatches * (parse(name).slices() if name.startswith("seq") else 1)
+        rows = batch / pieces / split.data
         again = not split.remat.is_none
         work, longest, sums, load = layers(rows, split.model, again, split.layout)
         slices = slices_of(split.layout, split.model)
         trained, cut = slices.trained / split.layers, slices.trained_cut / split.layers
-        is_zero_bubble = split.schedule.startswith(("zb", "v_"))
-        virtual = _stages_a_device(split.schedule)
+        is_zero_bubble = name.startswith(("zb", "v_"))
+        virtual = _stages_a_device(name)
         link = network.link(2 * split.data * split.model) if network else figures.transfer
         away = 1 - 1 / split.data
         fetched = 2 * sent(link, "all_gather", split.data, split.model, away * slices.cut)
         # Each home takes at least as long as the longest layer.
         home = max((work + sums + fetched) / split.layers, longest)
         home += (3 if is_zero_bubble else 2) * virtual * figures.action
-        total = split.num_microbatches * home
+        total = pieces * home
         # Zero-bubble schedules fill their bubble with two thirds of the backward passes.
         length = total + (split.layers - 1) * home / (3 if is_zero_bubble else virtual)
         if figures.cores is not None:

@@ -48,6 +48,21 @@ def test_all_combinations_are_there():
     assert {str(each.remat) for each in found} == {"none", "full"}
 
 
+def test_sequences_are_cut_where_all_layers_can_be_given_slices():
+    def schedules(positions):
+        found = candidates(figures(positions=positions), SearchSpace(2, 4))
+        return {each.schedule for each in found if each.schedule.startswith("seq")}
+
+    assert schedules(0) == set()
+    assert schedules(6) == {"seq1f1b:2"}
+    assert schedules(8) == {"seq1f1b:2", "seq1f1b:4"}
+    # One row is no pipeline otherwise: four seconds of each device, and its bubble of a fourth.
+    best = search(figures(positions=8), SearchSpace(2, 1))[0]
+    assert best.plan.schedule == "seq1f1b:4"
+    assert best.seconds == pytest.approx(3 * 2 * (4 + 1) / 4)
+    assert "seq" not in search(figures(), SearchSpace(2, 1))[0].plan.schedule
+
+
 def test_nothing_is_split_that_cannot_be():
     assert {each.model for each in candidates(figures(), SearchSpace(8, 16))} == {1}
     # Slices are equal: 6 heads are not for four devices, nor 4 in one layer and 6 in another.
@@ -203,7 +218,7 @@ def test_the_formula_puts_good_plans_first():
     """The best of all is among the first tenth, whether devices share cores or not."""
     for cores in (None, 2.0):
         found = figures(8, action=0.01, cores=cores)
-        space = SearchSpace(4, 16, schedules=("1f1b", "gpipe", "zb_h1"))
+        space = SearchSpace(4, 16, schedules=("1f1b", "gpipe", "zb_h1", "seq1f1b:2"))
         seconds = []
         for each in rated(found, space):
             with contextlib.suppress(PipemeshError):

@@ -51,13 +51,22 @@ def check_takes_slices(name: str, stages: Sequence[Any], num_slices: int) -> Non
             )
 
 
-def past_bytes(stage: Any, shapes: Any) -> int:
-    """Returns the bytes that a row hands on from slice to slice, given shapes of the inputs."""
+def sliced_positions(stages: Sequence[Any], shapes: Any) -> int:
+    """Returns the positions of a row, by the shapes of the inputs, if all layers of the stages can
+    be given slices of it; 0 if one cannot.
+    """
     sizes = [shape.ToTensorShape().as_list() for shape in py_utils.Flatten(shapes) if shape]
     lengths = {size[1] for size in sizes if len(size) > 1}
-    if len(lengths) != 1:
+    try:
+        check_takes_slices("", stages, 2)
+    except PipelineError:
         return 0
-    return num_bytes(PastOfStage(stage, 1, min(lengths), 2).specs)
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def past_bytes(stage: Any, length: int) -> int:
+    """Returns the bytes that a row of so many positions hands on from slice to slice."""
+    return num_bytes(PastOfStage(stage, 1, length, 2).specs) if length else 0
 
 
 class PastOfStage:

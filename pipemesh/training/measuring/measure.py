@@ -20,7 +20,7 @@ from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.layers.layout_pricing import layers_shares, of_rows
 from pipemesh.layers.partition_layers import layer_flops
 from pipemesh.layers.pipeline.alike_stages import alike_range
-from pipemesh.layers.pipeline.slices import past_bytes
+from pipemesh.layers.pipeline.slices import past_bytes, sliced_positions
 from pipemesh.mesh import LayoutRules, Mesh
 from pipemesh.plan import Link, Machine, Plan, Remat, SearchSpace
 from pipemesh.plan.calibration import Measured, fitted
@@ -110,6 +110,7 @@ def _layers_alone(
     needed = {size: memory for size, memory in counted if memory is not None}
     cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
     alike = alike_range(step.stack.params)
+    positions = sliced_positions(cells, step.shapes)
     shares: dict[str, list[Shares]] = {}
     if devices > 1:
         busy = sum(times[kind][batch_rows] for times in seconds for kind in "FB")
@@ -152,7 +153,7 @@ def _layers_alone(
             return Curve(tuple((size, part(memory[layer])) for size, memory in held))
 
         working = tuple((size, memory.stages[layer]) for size, memory in needed.items())
-        past = past_bytes(cells[layer], step.shapes)
+        past = past_bytes(cells[layer], positions)
         return LayerFigures(
             stages[layer].sub[0].name,
             _with_halves(seconds[layer], middle),
@@ -189,6 +190,7 @@ def _layers_alone(
         about=f"{make(Plan()).name}, {platform.machine()}, {os.cpu_count()} cores, "
         f"{devices} devices",
         alike=alike,
+        positions=positions,
     )
 
 

@@ -6,11 +6,12 @@ import functools
 import pytest
 import tensorflow as tf
 from lingvo.core import layers as lingvo_layers
+from lingvo.core import tshape
 
 from pipemesh.errors import LayoutError, PipelineError
 from pipemesh.layers import mesh_cluster
 from pipemesh.layers.named import Attention, Experts, Norm, TransformerBlock
-from pipemesh.layers.pipeline.slices import takes_slices
+from pipemesh.layers.pipeline.slices import sliced_positions, takes_slices
 from pipemesh.mesh import Mesh
 from pipemesh.plan import Plan
 from tests.layers import random_plans
@@ -24,7 +25,9 @@ SPLIT = "heads:model;d_ff:model;vocab:model"
 TURNED = {"use_rotary": True, "use_bias": True}
 
 
-def language(schedule, num_micro_batches=2, packed=False, attention=None, bounds=(0, 2, 4), **more):
+def language(
+    schedule="1f1b", num_micro_batches=2, packed=False, attention=None, bounds=(0, 2, 4), **more
+):
     """An embedding, two blocks with attention in blocks of four tokens, and a head."""
     block = random_plans.Attending.Params().Set(packed=packed)
     # The gradient of a bias of keys is nothing but round-off, unless keys are rotated.
@@ -46,26 +49,24 @@ def plain(run, packed, attention):
 @pytest.mark.parametrize(
     ("mesh", "schedule", "given"),
     [
-        ("layers:2", "seq1f1b:3", {"num_micro_batches": 4}),
         # One token each: less than a block of keys.
         ("layers:1", "seq1f1b:12", {"num_micro_batches": 1, "bounds": (0, 4)}),
-        ("layers:2", "seq1f1b:3", {"packed": True, "attention": {"num_kv_heads": 1, **TURNED}}),
+        (
+            "layers:2",
+            "seq1f1b:3",
+            {"num_micro_batches": 4, "packed": True, "attention": {"num_kv_heads": 1, **TURNED}},
+        ),
         (
             "layers:2",
             "seq1f1b:4",
             {"attention": {"relative_buckets": 4, "window": 5}, "remat": "none", "loop": True},
         ),
         ("layers:2;data:2", "seq1f1b:3", {"packed": True, "loop": True}),
-        (
-            f"layers:2;model:2 {SPLIT}",
-            "seq1f1b:3",
-            {"attention": {"num_kv_heads": 1}, "loop": True},
-        ),
         # Tokens are split between the products alone.
         (
             f"layers:2;model:2 {SPLIT};length:model",
             "seq1f1b:3",
-            {"packed": True, "attention": TURNED},
+            {"packed": True, "attention": {"num_kv_heads": 1, **TURNED}},
         ),
     ],
 )
@@ -124,6 +125,24 @@ def test_layers_say_whether_they_take_slices():
         assert takes_slices(made(params)) is wanted, params.cls
 
 
+def attending(**attention):
+    return language("seq1f1b:2", attention=attention)
+
+
+def other_blocks(block=Renamed):
+    layers = named.language_layers(2, block.Params())
+    return named.language([0, 2, 4], layers=layers, lowering="placement", schedule="seq1f1b:2")
+
+
+@pytest.mark.parametrize(("stack", "wanted"), [(language, LENGTH), (other_blocks, 0)])
+def test_the_planner_is_told_the_positions_that_slices_can_cut(stack, wanted):
+    with mesh_cluster(Mesh.from_text("layers:1")):
+        made = stack().Instantiate()
+        cells = [made.children[cell.name] for cell in made.params.cell_tpl]
+        shapes = [None if x is None else tshape.Shape(x.shape) for x in INPUTS]
+        assert sliced_positions(cells, shapes) == wanted
+
+
 class Twice(random_plans.Attending):
     """Calls its attention a second time."""
 
@@ -132,15 +151,6 @@ class Twice(random_plans.Attending):
     def FProp(self, theta, x, *rest):
         x = self.Named(x, "batch;length;embed")
         return super().FProp(theta, x + self.attention.FProp(theta.attention, x), *rest)
-
-
-def attending(**attention):
-    return language("seq1f1b:2", attention=attention)
-
-
-def other_blocks(block=Renamed):
-    layers = named.language_layers(2, block.Params())
-    return named.language([0, 2, 4], layers=layers, lowering="placement", schedule="seq1f1b:2")
 
 
 @pytest.mark.parametrize(
