@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import itertools
+import re
 import threading
 import types
 import weakref
@@ -361,6 +362,7 @@ def attach_gradient(
     def all_grads(*grads: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | None]:
         return [None] * number + input_grads(*grads)
 
+    # The second number is that of the gradients it reads; see `_zeros`.
     name = f"{_GRADIENT}{next(_numbers)}_{number}"
     graph = tf.compat.v1.get_default_graph()
     ops.RegisterGradient(name)(lambda _, *grads: all_grads(*grads))
@@ -386,7 +388,8 @@ def _zeros(operation: tf.Operation, index: int) -> tf.Tensor | None:
     """
     if operation.type in ("IdentityN", "PartitionedCall"):
         name = operation.node_def.attr["_gradient_op_type"].s.decode()
-        if name.startswith(_GRADIENT) and index >= int(name.rpartition("_")[2]):
+        read = re.fullmatch(rf"{_GRADIENT}\d+_(\d+)", name)
+        if read and index >= int(read[1]):
             return None
     return _zeros_like(operation, index)
 
