@@ -386,7 +386,8 @@ def _zeros(operation: tf.Operation, index: int) -> tf.Tensor | None:
     them, as those of the inputs that `attach_gradient` passes on: one in six operations of a
     backward pass would be such zeros.
     """
-    if operation.type in ("IdentityN", "PartitionedCall"):
+    # TensorFlow computes the gradient of a call also where it ends, and takes no None there.
+    if operation.type == "IdentityN":
         name = operation.node_def.attr["_gradient_op_type"].s.decode()
         read = re.fullmatch(rf"{_GRADIENT}\d+_(\d+)", name)
         if read and index >= int(read[1]):
