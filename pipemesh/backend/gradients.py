@@ -19,12 +19,7 @@ import tensorflow as tf
 # TensorFlow has no public way to record or to list the active tapes; the version is pinned to 2.21.
 from tensorflow.python.eager import backprop, context, record
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import (
-    cond_v2,
-    control_flow_state,
-    gen_functional_ops,
-    gradients_util,
-)
+from tensorflow.python.ops import cond_v2, control_flow_state, gen_functional_ops, gradients_util
 
 from pipemesh.backend.graphs import surrounding_graphs
 from pipemesh.backend.structure import is_differentiable

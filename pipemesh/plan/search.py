@@ -38,7 +38,7 @@ SCHEDULES = (
     "dual_pipe_v",
 )
 # Those with slices of sequences, for models whose layers can be given them; slices are equal.
-_SLICED = {2: "seq1f1b:2", 4: "seq1f1b:4"}
+_SLICED = ("seq1f1b:2", "seq1f1b:4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
     count = len(figures.layers)
     tried = tuple(space.schedules)
     if tried == SCHEDULES and figures.positions:
-        tried += tuple(name for number, name in _SLICED.items() if not figures.positions % number)
+        tried += tuple(name for name in _SLICED if not figures.positions % _division(name)[1])
     fixed_number = fixed.get("num_microbatches", "")
     for places, replicas, group, layout in _meshes(figures, space):
         rest = space.batch // replicas
@@ -159,7 +159,7 @@ def candidates(figures: Figures, space: SearchSpace) -> Iterator[Split]:
         if "remat" in fixed:
             remats = (Remat.from_text(fixed["remat"]),)
         for schedule in schedules:
-            if "mesh" not in fixed and places * _stages_a_device(schedule) > count:
+            if "mesh" not in fixed and places * _division(schedule)[0] > count:
                 continue
             for number in numbers:
                 for remat in remats:
@@ -200,11 +200,12 @@ def _programs(
         yield Split(places, replicas, group, schedule, number, Remat.FULL, layout, "simd", over)
 
 
-def _stages_a_device(schedule: str) -> int:
+def _division(schedule: str) -> tuple[int, int]:
+    """Returns the stages of a device, and the slices of a sequence."""
     if schedule.startswith("table:"):
-        return 1
+        return 1, 1
     parsed = parse(schedule)
-    return 1 if parsed.name in (FILE, SEARCHED) else parsed.stages()
+    return (1, 1) if parsed.name in (FILE, SEARCHED) else (parsed.stages(), parsed.slices())
 
 
 def _meshes(figures: Figures, space: SearchSpace) -> Iterator[tuple[int, int, int, str]]:
@@ -338,15 +339,14 @@ def rough_seconds(
         return sum(costs), max(costs), sums, core_seconds / sum(costs) if core_seconds else 1.0
 
     def seconds(split: Split) -> float:
-        name = split.schedule
-        pieces = split.num_microbatches * (parse(name).slices() if name.startswith("seq") else 1)
+        virtual, sliced = _division(split.schedule)
+        pieces = split.num_microbatches * sliced
         rows = batch / pieces / split.data
         again = not split.remat.is_none
         work, longest, sums, load = layers(rows, split.model, again, split.layout)
         slices = slices_of(split.layout, split.model)
         trained, cut = slices.trained / split.layers, slices.trained_cut / split.layers
-        is_zero_bubble = name.startswith(("zb", "v_"))
-        virtual = _stages_a_device(name)
+        is_zero_bubble = split.schedule.startswith(("zb", "v_"))
         link = network.link(2 * split.data * split.model) if network else figures.transfer
         away = 1 - 1 / split.data
         fetched = 2 * sent(link, "all_gather", split.data, split.model, away * slices.cut)

@@ -75,6 +75,10 @@ def _dim(names: Sequence[str], name: str, sizes: Sequence[int], size: int) -> in
     return names.index(name)
 
 
+def _with_size(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
 def slice_of_draw(
     name: str, sizes: tuple[int, ...], names: Sequence[str] = ()
 ) -> SliceOfDraw | None:
@@ -90,7 +94,7 @@ def slice_of_draw(
     if position.whole is None:
         _dim(names, BATCH, sizes, position.microbatch_size)
         dim = _dim(names, LENGTH, sizes, position.slice_size)
-        whole = (*sizes[:dim], position.slice_size * position.num_slices, *sizes[dim + 1 :])
+        whole = _with_size(sizes, dim, position.slice_size * position.num_slices)
         return SliceOfDraw(dim, whole, position.slice * position.slice_size)
     if name not in position.whole.of_sequences:
         raise PipelineError(
@@ -131,17 +135,15 @@ def share_of_draw(
     if position is None or position.num_microbatches == 1 or not sizes:
         return None
     if position.whole is None:
-        dim = _dim(names, BATCH, sizes, position.microbatch_size)
-        sizes = sizes if sequence_slice is None else sequence_slice.sizes
-        whole = (*sizes[:dim], sizes[dim] * position.num_microbatches, *sizes[dim + 1 :])
-        left, right = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
-        return Share(whole, left, sizes[dim], right, position)
-    if name not in position.whole.by_name:
+        named = _dim(names, BATCH, sizes, position.microbatch_size)
+        whole = _with_size(sizes, named, sizes[named] * position.num_microbatches)
+    elif name not in position.whole.by_name:
         raise PipelineError(
             f"layer {scope.layer!r} draws more random tensors for a microbatch than for the whole "
             "batch; the number of draws must not depend on the batch size"
         )
-    whole = position.whole.by_name[name].sizes
+    else:
+        whole = position.whole.by_name[name].sizes
     if whole == sizes:
         return None
     count, examples = position.num_microbatches, position.microbatch_size
@@ -164,11 +166,11 @@ def share_of_draw(
         )
     if sequence_slice is not None:
         cut = sequence_slice.dim
-        whole = (*whole[:cut], sequence_slice.sizes[cut], *whole[cut + 1 :])
+        whole = _with_size(whole, cut, sequence_slice.sizes[cut])
         sizes = sequence_slice.sizes
     size = sizes[dim]
     left, right = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
-    if examples % size == 0:
+    if position.whole is None or examples % size == 0:
         # An element for each example, or for several adjacent ones.
         return Share(whole, left, size, right, position)
     folded = size // examples

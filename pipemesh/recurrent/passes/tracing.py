@@ -441,9 +441,9 @@ def whole_draws(
     """Yields all random draws of each stage, which is then traced with the whole batch.
 
     It is needed where the dims of a draw have no names. Only the random draws and the position of
-    the batch dim in them are used. With slices, two
-    traces distinguish the two dims along which draws are split: one has the whole batch and a
-    slice, the other a part of the batch and whole sequences.
+    the batch dim in them are used. With slices, two traces distinguish the two dims along which
+    draws are split: one has the whole batch and a slice, the other a part of the batch and whole
+    sequences.
     """
     specs = [cutting.of_part(spec, batch=False) for spec in inputs]
     of_sequences = [cutting.of_part(spec, sequences=False) for spec in inputs]

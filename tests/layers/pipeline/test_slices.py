@@ -62,6 +62,12 @@ def plain(run, packed, attention):
             {"attention": {"relative_buckets": 4, "window": 5}, "remat": "none", "loop": True},
         ),
         ("layers:2;data:2", "seq1f1b:3", {"packed": True, "loop": True}),
+        pytest.param(
+            f"layers:2;model:2 {SPLIT}",
+            "seq1f1b:3",
+            {"attention": {"num_kv_heads": 1}, "loop": True},
+            marks=pytest.mark.exhaustive,
+        ),
         # Tokens are split between the products alone.
         (
             f"layers:2;model:2 {SPLIT};length:model",
