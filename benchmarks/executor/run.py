@@ -2,8 +2,8 @@
 
     python benchmarks/executor/run.py
 
-Four parts, each with processes of its own: waiting cells, build time, growth with the number of
-devices, and two real stages.
+Five parts, each with processes of its own: waiting cells, sums of gradients that hide behind other
+stages, build time, growth with the number of devices, and two real stages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import building
 import growing
+import overlap
 import waiting
 from shared.contender import Contender, serve, serve_timed, take_turns
 from shared.mkl_shim import mkl_shim
@@ -61,6 +62,7 @@ def ask_all(part: str, arguments: argparse.Namespace) -> Iterator[Any]:
     command = [sys.executable, __file__, "--serve", part, "--waiting_rounds"]
     command += [str(arguments.waiting_rounds), "--microbatches", str(arguments.microbatches)]
     command += ["--waiting_tables", *arguments.waiting_tables]
+    command += ["--overlap_rounds", str(arguments.overlap_rounds)]
     contender = Contender(command)
     while (row := contender.ask()) is not None:
         yield row
@@ -105,6 +107,31 @@ def waiting_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             f"| {verdict(row['ratio'] <= WAITING_BAR)} | {row['ratio_own']:.3f} "
             f"| {1e3 * row['overshoot_before']:+.2f}, {1e3 * row['overshoot']:+.2f} ms "
             f"| {1e3 * latency[0]:.2f}, {1e3 * latency[1]:.2f} ms |",
+            flush=True,
+        )
+    print()
+    return rows
+
+
+def overlap_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    print(
+        f"Sums of gradients: {overlap.PLACES} stages or pairs of stages, each with "
+        f"{overlap.REPLICAS} replicas, {overlap.MICROBATCHES} microbatches; the sums of a device's "
+        f"stages take {1e3 * overlap.SUM:.0f} ms on its link. Steps with links that wait and that "
+        f"do not, in turn, median of {arguments.overlap_rounds}. Hidden: the share of the sums by "
+        f"which the step is not longer; at most {overlap.BAR:.0%} of them off the simulated one."
+    )
+    print("| schedule | form | simulated | step | without sums | hidden | simulated | bar |")
+    print("|---|---|--:|--:|--:|--:|--:|---|")
+    rows = []
+    for row in ask_all("overlap", arguments):
+        rows.append(row)
+        step, free = (statistics.median(row[name]) for name in ("seconds", "without"))
+        off = abs(row["hidden"] - row["hidden_simulated"])
+        print(
+            f"| {row['case']} | {row['form']} | {1e3 * row['simulated']:.0f} ms "
+            f"| {1e3 * step:.0f} ms | {1e3 * free:.0f} ms | {row['hidden']:.1%} "
+            f"| {row['hidden_simulated']:.1%} | {verdict(off <= overlap.BAR)} |",
             flush=True,
         )
     print()
@@ -228,6 +255,7 @@ def stages_part(arguments: argparse.Namespace) -> dict[str, Any]:
 
 PARTS = {
     "waiting": waiting_part,
+    "overlap": overlap_part,
     "building": building_part,
     "growth": growth_part,
     "stages": stages_part,
@@ -240,6 +268,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=15, help="of real stages")
     parser.add_argument("--waiting_rounds", type=int, default=3, help="of waiting cells")
+    parser.add_argument("--overlap_rounds", type=int, default=15, help="of sums of gradients")
     parser.add_argument(
         "--waiting_tables", nargs="+", choices=waiting.TABLES, default=waiting.TABLES
     )
@@ -263,6 +292,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.microbatches < 2 * waiting.DEVICES:
         parser.error(f"DualPipeV needs at least {2 * waiting.DEVICES} microbatches")
+    if arguments.serve == "overlap":
+        rows = overlap.measure(arguments.overlap_rounds)
+        serve(lambda: next(rows, None))
+        return
     if arguments.serve in ("waiting", "building"):
         counts = waiting.DEVICES, arguments.microbatches
         rows = (

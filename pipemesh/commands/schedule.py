@@ -73,8 +73,8 @@ COMMAND = Command(
                 "costs",
                 default="",
                 help="Costs such as forward=1,backward=2,transfer=0.1, or forward=1:1:1:2 for one "
-                "value a stage; names are forward, backward, input_grad, weight_grad, transfer and "
-                "recompute, or their first letters.",
+                "value a stage; names are forward, backward, input_grad, weight_grad, "
+                "transfer, recompute and gradient_sum, or their first letters.",
             ),
             Flag(
                 "memory_limit",
@@ -205,11 +205,13 @@ def _report(title: str, timeline: Timeline, color: str) -> str:
     if schedule.num_slices > 1:
         counts.append(count_text(schedule.num_slices, "slice"))
     stage_costs = timeline.costs.per_stage(schedule.num_stages)
-    costs = ", ".join(
-        f"{name} {_values(values)}"
-        for name, values in (*stage_costs.durations().items(), ("transfer", stage_costs.transfer))
-        if name != "R" or schedule.recomputed()
-    )
+    shown = stage_costs.durations() | {"transfer": stage_costs.transfer}
+    if not schedule.recomputed():
+        del shown["R"]
+    if timeline.sums:
+        shown["gradient sum"] = stage_costs.gradient_sum
+    costs = ", ".join(f"{name} {_values(values)}" for name, values in shown.items())
+    sums = f", sums of gradients end at {number(timeline.end)}" if timeline.sums else ""
     terminal = sys.stdout.isatty()
     colored = color == "always" or (color == "auto" and terminal and not os.environ.get("NO_COLOR"))
     width = max(40, shutil.get_terminal_size().columns) if terminal else None
@@ -223,7 +225,7 @@ def _report(title: str, timeline: Timeline, color: str) -> str:
             f"makespan {number(timeline.makespan)}, bubble {timeline.bubble_ratio:.1%} (at most "
             f"{number(max(timeline.bubble))} a device), own-span bubble at most "
             f"{number(max(timeline.own_span_bubble))}, "
-            f"peak activations {max(timeline.peak_activations)}",
+            f"peak activations {max(timeline.peak_activations)}{sums}",
         ]
     )
 

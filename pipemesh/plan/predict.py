@@ -27,11 +27,13 @@ from pipemesh.plan.stages import (
     even_costs,
     even_loads,
     exchanged,
+    gradient_sum,
     in_dtype,
     stages_of,
 )
 from pipemesh.schedule import Costs, Timeline, gpipe, simulate
 from pipemesh.schedule.builders import is_looped, looped_ticks
+from pipemesh.schedule.timeline import gradient_sums
 
 _Loads = Mapping[str, Sequence[float]]
 
@@ -144,8 +146,8 @@ def forecast_stages(
     if fewer is not None:
         here, there = stages.table.num_microbatches, fewer.table.num_microbatches
         run = run.beyond(_run(fewer, figures, parts), (num_microbatches - here) / (here - there))
-    gradients, update, after = _tails(stages, figures)
-    with_gradients = max(end + late for end, late in zip(run.ends, gradients, strict=True))
+    update, after = _update(stages, figures)
+    with_gradients = _end_of_sums(stages, figures, run.ends)
     seconds = with_gradients + update + figures.fixed
     done = run.done + after + figures.fixed
     *before, _ = run.lengths
@@ -188,7 +190,7 @@ class _Run:
     # The time of all work spread evenly, then makespans with equal stages, with the given stages,
     # with sums, and with transfers. Only the last one if parts are not requested.
     lengths: tuple[float, ...]
-    ends: tuple[float, ...]  # end of the last action of each home
+    ends: tuple[float, ...]  # end of the last action of each stage
     memory: tuple[float, ...]  # bytes of each home
     waiting: float  # mean seconds that devices wait for each other
     done: float  # core seconds of all actions on all devices
@@ -210,12 +212,11 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
     loads = action_loads(stages, figures, costs)
     timeline = _simulated(stages, figures, costs, loads)
     places = range(stages.table.num_devices)
-    ends = tuple(timeline.ends[place][-1] for place in places)
     memory = tuple(device_memory(stages, figures, place) for place in places)
     waiting = _waiting(timeline, stages, figures, loads) * timeline.makespan
     done = _work(timeline, stages, loads)
     if not parts:
-        return _Run((timeline.makespan,), ends, memory, waiting, done, 0.0)
+        return _Run((timeline.makespan,), timeline.stage_ends, memory, waiting, done, 0.0)
     number = stages.table.num_stages
     work = action_costs(stages, figures, sums=False, transfers=False)
     added = action_costs(stages, figures, transfers=False)
@@ -233,7 +234,7 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
         timeline.makespan,
     )
     actions = sum(map(len, stages.table.rows)) * figures.action / len(lone.busy) * scale
-    return _Run(lengths, ends, memory, waiting, done, actions)
+    return _Run(lengths, timeline.stage_ends, memory, waiting, done, actions)
 
 
 def _simulated(stages: Stages, figures: Figures, costs: Costs, loads: _Loads) -> Timeline:
@@ -282,50 +283,19 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
     return max(0.0, min(timeline.bubble_ratio, free))
 
 
-def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]:
-    """Returns each home's seconds of gradient sums, those of the update, and the work of both."""
+def _update(stages: Stages, figures: Figures) -> tuple[float, float]:
+    """Returns the seconds of the update, and its work with that of the sums of gradients."""
+    places = stages.table.stage_devices
     weights = [0.0] * stages.table.num_devices
-    whole = [0.0] * stages.table.num_devices
-    for stage, place in enumerate(stages.table.stage_devices):
+    work = 0.0
+    for stage, place in enumerate(places):
         weights[place] += stages.trained(stage)
-        whole[place] += sum(
-            layer.trained_bytes * (stages.held_part(stage, layer) - stages.cut(stage, layer))
-            for layer in stages.layers[stage]
-        )
-    replicas, homes = stages.replicas, stages.home_sizes
-    away = 1 - 1 / replicas
-
-    def reduced(home: int, copies: float, cut: float) -> tuple[float, float]:
-        # A weight with copies gets its gradient from all replicas, and goes to all of them; one
-        # that is cut stays where it is.
-        parts = [
-            exchanged(
-                stages,
-                figures,
-                figures.transfer,
-                primitive,
-                replicas,
-                stages.strides[1] if stages.strides else home // replicas,
-                sent,
-            )
-            for primitive, sent in (
-                ("all_reduce", 2 * away * copies),
-                ("reduce_scatter", away * cut),
-            )
-        ]
-        return sum(seconds for seconds, _ in parts), sum(work for _, work in parts)
-
-    sums = [
-        reduced(home, copies, size - copies)
-        for home, size, copies in zip(homes, weights, whole, strict=True)
-    ]
-    gradients = [seconds for seconds, _ in sums]
+        work += stages.home_size(stage) * gradient_sum(stages, figures, stage)[1]
     # Each replica updates its share.
-    update_seconds = [size / stages.replicas * figures.update for size in weights]
-    updates = sum(home * seconds for home, seconds in zip(homes, update_seconds, strict=True))
-    after = sum(home * work for home, (_, work) in zip(homes, sums, strict=True)) + updates
+    seconds = [size / stages.replicas * figures.update for size in weights]
+    updates = sum(map(operator.mul, stages.home_sizes, seconds))
     if figures.cores is None:
-        return gradients, max(update_seconds), after
+        return max(seconds), work + updates
     # All devices update their weights at once, on the available cores.
     largest = max(
         layer.trained_bytes * stages.held_part(stage, layer)
@@ -333,7 +303,20 @@ def _tails(stages: Stages, figures: Figures) -> tuple[list[float], float, float]
         for layer in layers
     )
     alone = largest / stages.replicas * figures.update
-    return gradients, max(alone, updates / figures.cores), after
+    return max(alone, updates / figures.cores), work + updates
+
+
+def _end_of_sums(stages: Stages, figures: Figures, ends: Sequence[float]) -> float:
+    """Returns when the last sum of gradients ends, of stages that are done at `ends`."""
+    places = stages.table.stage_devices
+    seconds = [gradient_sum(stages, figures, stage)[0] for stage in range(len(places))]
+    if figures.cores is not None:
+        # Cores add; what they do for a stage that is done, they do not do for others.
+        of_home = dict.fromkeys(places, 0.0)
+        for place, end in zip(places, ends, strict=True):
+            of_home[place] = max(of_home[place], end)
+        ends = [of_home[place] for place in places]
+    return max([*ends, *(each.end for each in gradient_sums(ends, places, seconds))])
 
 
 def _over_layers(plan: Plan) -> LayoutRules:
@@ -447,10 +430,11 @@ def _forecast_program(program: _Program, figures: Figures, *, parts: bool) -> St
         shared, _ = exchanged(loop, figures, figures.transfer, "all_reduce", cores, stride, size)
     computed = [(ticks * tick(True)[0], ticks * tick(True)[1]), *of_ends(True)]
     length = sum(seconds for seconds, _ in computed) + sent + 2 * shared
-    tails = [_tails(stages, figures) for stages in (loop, *ends)]
-    gradients = sum(max(late) for late, _, _ in tails)
-    update = sum(seconds for _, seconds, _ in tails)
-    work = sum(done for _, done in computed) + sum(after for *_, after in tails) + figures.fixed
+    alone = (loop, *ends)
+    gradients = sum(_end_of_sums(s, figures, [0.0] * len(s.layers)) for s in alone)
+    updates = [_update(stages, figures) for stages in alone]
+    update = sum(seconds for seconds, _ in updates)
+    work = sum(done for _, done in computed) + sum(after for _, after in updates) + figures.fixed
     seconds = length + gradients + update + figures.fixed
     idle = (ticks - useful) * tick(False)[0]
     bubble = min(1.0, idle / length) if length else 0.0

@@ -252,7 +252,10 @@ def cut_evenly(
 def action_costs(
     stages: Stages, figures: Figures, *, sums: bool = True, transfers: bool = True
 ) -> Costs:
-    """Returns the durations of each stage's actions, with or without sums and transfers."""
+    """Returns the durations of each stage's actions, with or without sums and transfers.
+
+    Sums are those of devices that share layers, and those of gradients over replicas.
+    """
     # Recomputation is the `R` of `Stages.run`, which has no overhead.
 
     def of(kind: str) -> list[float]:
@@ -267,7 +270,8 @@ def action_costs(
         ]
 
     sent = _transfers(stages, figures) if transfers else [0.0] * len(stages.layers)
-    return Costs(of("F"), of("B"), of("I"), of("W"), sent, of("R"))
+    late = [gradient_sum(stages, figures, s)[0] if sums else 0.0 for s in range(len(sent))]
+    return Costs(of("F"), of("B"), of("I"), of("W"), sent, of("R"), late)
 
 
 def _transfers(stages: Stages, figures: Figures) -> list[float]:
@@ -367,6 +371,27 @@ def _sum(
         fetched = exchanged(stages, figures, figures.transfer, "all_gather", replicas, stride, sent)
         seconds, work = seconds + fetched[0], work + fetched[1]
     return seconds, work
+
+
+def gradient_sum(stages: Stages, figures: Figures, stage: int) -> tuple[float, float]:
+    """Returns the seconds in which replicas sum a stage's gradients, and their work on a device."""
+    whole = sum(
+        layer.trained_bytes * (stages.held_part(stage, layer) - stages.cut(stage, layer))
+        for layer in stages.layers[stage]
+    )
+    away = 1 - 1 / stages.replicas
+    # A weight with copies gets its gradient from all replicas, and goes to all of them; one that is
+    # cut stays where it is.
+    sent = {
+        "all_reduce": 2 * away * whole,
+        "reduce_scatter": away * (stages.trained(stage) - whole),
+    }
+    stride = stages.strides[1] if stages.strides else stages.groups[stage]
+    parts = [
+        exchanged(stages, figures, figures.transfer, primitive, stages.replicas, stride, size)
+        for primitive, size in sent.items()
+    ]
+    return sum(seconds for seconds, _ in parts), sum(work for _, work in parts)
 
 
 def exchanged(

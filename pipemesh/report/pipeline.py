@@ -81,7 +81,7 @@ def schedule(run: Run) -> Iterator[str]:
 
 def _drawn(shown: Mapping[str, Timeline], unit: str) -> str:
     """Draws timelines below each other, on one scale."""
-    until = max(timeline.makespan for timeline in shown.values())
+    until = max(timeline.end for timeline in shown.values())
     scale = _PLOT / until if until else 1.0
     return "\n".join(
         f"<figure role=img aria-label='{name}: makespan {short(timeline.makespan)} {unit}, bubble "

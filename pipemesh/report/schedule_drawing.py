@@ -51,6 +51,8 @@ _COLOURS = {
     "W": (0, 158, 115),
     "R": (86, 180, 233),
 }
+SUM = (240, 228, 66)
+"""The colour of sums of gradients."""
 _PALEST = 0.6
 
 LEFT, RIGHT = 78, 180
@@ -103,6 +105,8 @@ def to_svg(
 ) -> str:
     """Draws one row for each device over a time axis, with its bubble and peak activations.
 
+    Sums of gradients have rows of their own below, one for the link of each device.
+
     Hovering over a cell shows its stage, microbatch and times in viewers that support SVG titles.
     The picture is dark where dark colours are preferred.
 
@@ -110,8 +114,8 @@ def to_svg(
         timeline: the timeline to draw.
         title: the heading; by default the counts.
         scale: pixels for each unit of time; by default so many that the text of cells fits.
-        until: the end of the time axis; by default the makespan. Pictures with the same scale and
-            end can be compared.
+        until: the end of the time axis; by default that of the timeline. Pictures with the same
+            scale and end can be compared.
 
     Returns:
         An SVG document that refers to nothing outside itself.
@@ -123,8 +127,11 @@ def to_svg(
     """
     schedule = timeline.schedule
     scale = fitting_scale([timeline]) if scale is None else scale
-    end = timeline.makespan if until is None else until
+    end = timeline.end if until is None else until
     plot = end * scale
+    links = sorted({each.device for each in timeline.sums})
+    rows = [f"device {device}" for device in range(schedule.num_devices)]
+    rows += [f"link {device}" for device in links]
     title = title or (
         f"{schedule.num_devices} devices, {schedule.num_stages} stages, "
         f"{schedule.num_microbatches} microbatches"
@@ -132,17 +139,20 @@ def to_svg(
     )
     kinds = sorted({a.kind for row in schedule.rows for a in row}, key=KINDS.index)
     keys = [swatch(f"{kind} {NAMES[kind]}", fill=hexadecimal(fill(kind))) for kind in kinds]
+    if links:
+        keys.append(swatch("sum of gradients", fill=hexadecimal(SUM)))
     if schedule.num_stages > schedule.num_devices:
         keys.append(Key(_PALER, lambda x, y: "", 0, is_muted=True))
     width = max(LEFT + plot + RIGHT, LEFT + sum(key.width for key in keys), 18 + 9.0 * len(title))
-    floor = _TOP + schedule.num_devices * (_ROW + _GAP)
+    floor = _TOP + len(rows) * (_ROW + _GAP)
     parts = [
         *legend(keys, LEFT, width)[0],
         text(LEFT + plot + 12, _TOP - 8, "bubble", is_muted=True),
         text(LEFT + plot + 96, _TOP - 8, "held at most", is_muted=True),
         *_rows(timeline, scale, plot),
         *_cells(timeline, scale),
-        *_names([_TOP + d * (_ROW + _GAP) + _ROW / 2 for d in range(schedule.num_devices)], _ROW),
+        *_sums(timeline, scale, links),
+        *_names({row: _TOP + i * (_ROW + _GAP) + _ROW / 2 for i, row in enumerate(rows)}, _ROW),
         *_time_axis(timeline, scale, floor, end),
     ]
     return picture(width, floor + _BOTTOM, title, parts)
@@ -156,7 +166,7 @@ def fitting_scale(
     # have room for the number of their microbatch, nor than `widest` in any case. Brief actions do
     # not count.
     spans = [span for timeline in timelines for span in timeline.spans()]
-    end = max((timeline.makespan for timeline in timelines), default=0.0)
+    end = max((timeline.end for timeline in timelines), default=0.0)
     if not end:
         return 1.0
 
@@ -200,14 +210,11 @@ def _time_axis(timeline: Timeline, scale: float, y: float, end: float) -> list[s
     return axis_below(y, LEFT, LEFT + end * scale, marks, label)
 
 
-def _names(heights: Sequence[float], row: float) -> list[str]:
-    """Draws the names of the devices in the middle of their rows, as a group that stays in view."""
-    labels = [
-        text(LEFT - 8, y, f"device {device}", anchor="end", is_central=True)
-        for device, y in enumerate(heights)
-    ]
-    top = min(heights) - row / 2
-    height = max(heights) + row / 2 - top
+def _names(heights: Mapping[str, float], row: float) -> list[str]:
+    """Draws the names of rows in the middle of these, as a group that stays in view."""
+    labels = [text(LEFT - 8, y, name, anchor="end", is_central=True) for name, y in heights.items()]
+    top = min(heights.values()) - row / 2
+    height = max(heights.values()) + row / 2 - top
     paper = rect(0, top, LEFT - 2, height, class_="paper", fill=PAPER)
     return ["<g class='names'>", paper, *labels, "</g>"]
 
@@ -273,6 +280,39 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
     return parts
 
 
+def _sums(timeline: Timeline, scale: float, links: Sequence[int]) -> list[str]:
+    """Draws a row for each link, with the sums of gradients and the numbers of their stages."""
+    tops = {
+        link: _TOP + (timeline.schedule.num_devices + row) * (_ROW + _GAP)
+        for row, link in enumerate(links)
+    }
+    width = timeline.end * scale
+    parts = [rect(LEFT, y, width, _ROW, class_="band", fill=BAND) for y in tops.values()]
+    for each in timeline.sums:
+        x, y, width = LEFT + each.start * scale, tops[each.device], (each.end - each.start) * scale
+        about = tooltip(
+            f"sum of the gradients of stage {each.stage} over its replicas; link of device "
+            f"{each.device}, time {number(each.start)} to {number(each.end)}"
+        )
+        edge = min(1.0, width / 8)
+        look = {"class_": "cell", "fill": hexadecimal(SUM), "stroke": PAPER}
+        parts.append(rect(x, y, width, _ROW, about, **look, stroke_width=edge))
+        if text_width(label := str(each.stage)) <= width - 2:
+            middle = x + width / 2, y + _ROW / 2
+            parts.append(
+                text(
+                    *middle,
+                    label,
+                    anchor="middle",
+                    is_central=True,
+                    class_="on-cell",
+                    fill=ink(SUM),
+                    pointer_events="none",
+                )
+            )
+    return parts
+
+
 def memory_to_svg(
     timeline: Timeline, *, title: str = "", scale: float | None = None, until: float | None = None
 ) -> str:
@@ -284,7 +324,7 @@ def memory_to_svg(
         timeline: the timeline to draw.
         title: the heading.
         scale: pixels for each unit of time; by default that of `to_svg`.
-        until: the end of the time axis; by default the makespan.
+        until: the end of the time axis; by default that of the timeline.
 
     Returns:
         An SVG document that refers to nothing outside itself.
@@ -295,7 +335,7 @@ def memory_to_svg(
         2
     """
     scale = fitting_scale([timeline]) if scale is None else scale
-    end = timeline.makespan if until is None else until
+    end = timeline.end if until is None else until
     num_devices = timeline.schedule.num_devices
     right = LEFT + end * scale
     title = title or "Activations held, in (stage, microbatch) pairs"
@@ -323,7 +363,8 @@ def memory_to_svg(
         ]
     pitch = _PANEL + _PANEL_GAP
     bottom = _PANEL_TOP + num_devices * pitch
-    parts += _names([_PANEL_TOP + d * pitch + _PANEL / 2 for d in range(num_devices)], pitch)
+    middles = {f"device {d}": _PANEL_TOP + d * pitch + _PANEL / 2 for d in range(num_devices)}
+    parts += _names(middles, pitch)
     parts += _time_axis(timeline, scale, bottom, end)
     return picture(max(right + _PANEL_RIGHT, 18 + 9.0 * len(title)), bottom + _BOTTOM, title, parts)
 
@@ -409,7 +450,7 @@ def to_html(
     shown = {"": timeline} if measured is None else {"predicted": timeline, "measured": measured}
     # One scale and one end, so that what takes longer is longer.
     scale = fitting_scale(list(shown.values()), width=_SCREEN, widest=_WIDEST_ON_PAGE)
-    until = max(drawn.makespan for drawn in shown.values())
+    until = max(drawn.end for drawn in shown.values())
 
     def sections(heading: str, draw: Callable[[Timeline], str]) -> list[str]:
         return [
@@ -441,6 +482,9 @@ def to_html(
     )
 
 
+_AFTER = "sums of gradients after it"
+
+
 def _summary(shown: Mapping[str, Timeline]) -> str:
     """Returns a table with a column of facts for each timeline."""
     columns = [
@@ -450,6 +494,7 @@ def _summary(shown: Mapping[str, Timeline]) -> str:
             str(timeline.schedule.num_stages),
             str(timeline.schedule.num_microbatches),
             number(timeline.makespan),
+            number(timeline.end - timeline.makespan),
             f"{number(timeline.total_bubble)} ({timeline.bubble_ratio:.1%})",
             number(max(timeline.own_span_bubble, default=0.0)),
             str(max(timeline.peak_activations, default=0)),
@@ -457,11 +502,12 @@ def _summary(shown: Mapping[str, Timeline]) -> str:
         for name, timeline in shown.items()
     ]
     names = (
-        *("", "devices", "stages", "microbatches", "makespan"),
+        *("", "devices", "stages", "microbatches", "makespan", _AFTER),
         *("bubble, all devices", "largest own-span bubble", "peak activations"),
     )
     head, *rows = zip(names, *columns, strict=True)
-    return table(head, rows)
+    has_sums = any(timeline.sums for timeline in shown.values())
+    return table(head, [row for row in rows if has_sums or row[0] != _AFTER])
 
 
 def _devices(timeline: Timeline) -> str:

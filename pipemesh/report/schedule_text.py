@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pipemesh.errors import ScheduleError
-from pipemesh.report.schedule_drawing import NAMES, fill, ink, levels
+from pipemesh.report.schedule_drawing import NAMES, SUM, fill, ink, levels
 from pipemesh.report.svg import scale_for
 from pipemesh.schedule import Timeline
 
@@ -18,10 +18,11 @@ _COLOURS = {"F": "thread_state_running", "B": "bad", "I": "terrible", "W": "good
 
 
 def to_terminal(timeline: Timeline, *, color: bool = False, width: int | None = None) -> str:
-    """Draws one line for each device; the horizontal axis is time.
+    """Draws one line for each device and link; the horizontal axis is time.
 
     A cell shows its action and is as wide as the action is long; without colours, dashes fill the
-    rest of the cell. Blank is idle. Cells that are too narrow for their text show a part of it.
+    rest of the cell. `1S` is the sum of the gradients of stage 1. Blank is idle. Cells that are too
+    narrow for their text show a part of it.
 
     Args:
         timeline: the timeline to draw.
@@ -40,7 +41,10 @@ def to_terminal(timeline: Timeline, *, color: bool = False, width: int | None = 
         >>> print(to_terminal(simulate(gpipe(1, 2))))
         device 0 |0F0 0F1 0B1---- 0B0----
     """
-    labels = [f"device {device} |" for device in range(timeline.schedule.num_devices)]
+    num_devices = timeline.schedule.num_devices
+    links = sorted({each.device for each in timeline.sums})
+    labels = [f"device {device} |" for device in range(num_devices)]
+    labels += [f"link {device} |" for device in links]
     margin = max(map(len, labels))
     # Actions still show their text, but for the briefest.
     scale = scale_for((len(str(s.action)) + 1, s.end - s.start) for s in timeline.spans())
@@ -50,27 +54,34 @@ def to_terminal(timeline: Timeline, *, color: bool = False, width: int | None = 
         raise ScheduleError(
             f"width is {width}; a table needs at least {margin + _NARROWEST} columns"
         )
-    if timeline.makespan:
-        scale = min(scale, (width - margin) / timeline.makespan)
+    if timeline.end:
+        scale = min(scale, (width - margin) / timeline.end)
     pale = levels(timeline.schedule.stage_devices)
     lines = [[label.rjust(margin)] for label in labels]
     column = [0] * len(lines)
-    for span in timeline.spans():
-        start, end = round(span.start * scale), round(span.end * scale)
+    cells = [
+        (s.device, s.start, s.end, str(s.action), fill(s.action.kind, pale[s.action.stage]))
+        for s in timeline.spans()
+    ]
+    cells += [
+        (num_devices + links.index(s.device), s.start, s.end, f"{s.stage}S", SUM)
+        for s in timeline.sums
+    ]
+    for row, begin, until, label, background in cells:
+        start, end = round(begin * scale), round(until * scale)
         # Round-off must not make a cell begin before its neighbour has ended.
-        start = max(start, column[span.device])
+        start = max(start, column[row])
         if end <= start:
             continue
-        text = _cell(str(span.action), end - start)
+        text = _cell(label, end - start)
         if color:
-            background = fill(span.action.kind, pale[span.action.stage])
             front = "30" if ink(background) == "#000000" else "97"
             # A blank between cells belongs to neither colour.
             text = "\x1b[48;2;{};{};{};{}m{}{}{}".format(
                 *background, front, text[:-1].replace("-", " "), _RESET, " " if text else ""
             )
-        lines[span.device] += [" " * (start - column[span.device]), text]
-        column[span.device] = end
+        lines[row] += [" " * (start - column[row]), text]
+        column[row] = end
     return "\n".join("".join(line).rstrip(" ") for line in lines)
 
 
@@ -86,7 +97,7 @@ def _cell(label: str, width: int) -> str:
 def to_trace(
     timeline: Timeline, *, microseconds: float = 1000.0, measured: Timeline | None = None
 ) -> str:
-    """Writes a thread for each device, a slice for each action, and counters of activations held.
+    """Writes a thread for each device and link, a slice for each action and sum, and counters.
 
     Args:
         timeline: the timeline to write.
@@ -118,29 +129,41 @@ def _events(
     def about(kind: str, device: int, **arguments: Any) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": process, "tid": device, "args": arguments}
 
+    def lasts(
+        thread: int, start: float, end: float, name: str, kind: str, colour: str, **numbers: Any
+    ) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": kind,
+            "cname": colour,
+            "pid": process,
+            "tid": thread,
+            "ts": start * microseconds,
+            "dur": (end - start) * microseconds,
+            "args": {name: value for name, value in numbers.items() if value is not None},
+        }
+
+    num_devices = timeline.schedule.num_devices
+    threads = {device: f"device {device}" for device in range(num_devices)}
+    links = sorted({each.device for each in timeline.sums})
+    threads |= {num_devices + device: f"link of device {device}" for device in links}
     events = [about("process_name", 0, name=title)]
-    for device in range(timeline.schedule.num_devices):
+    for thread, name in threads.items():
         events += [
-            about("thread_name", device, name=f"device {device}"),
-            about("thread_sort_index", device, sort_index=device),
+            about("thread_name", thread, name=name),
+            about("thread_sort_index", thread, sort_index=thread),
         ]
     for span in timeline.spans():
         action = span.action
         numbers = {"stage": action.stage, "microbatch": action.microbatch, "slice": action.slice}
-        events.append(
-            {
-                "ph": "X",
-                "name": str(action),
-                "cat": NAMES[action.kind],
-                "cname": _COLOURS[action.kind],
-                "pid": process,
-                "tid": span.device,
-                "ts": span.start * microseconds,
-                "dur": (span.end - span.start) * microseconds,
-                "args": {name: value for name, value in numbers.items() if value is not None},
-            }
-        )
-    for device in range(timeline.schedule.num_devices):
+        looks = str(action), NAMES[action.kind], _COLOURS[action.kind]
+        events.append(lasts(span.device, span.start, span.end, *looks, **numbers))
+    for each in timeline.sums:
+        looks = f"{each.stage}S", "sum of gradients", "yellow"
+        thread = num_devices + each.device
+        events.append(lasts(thread, each.start, each.end, *looks, stage=each.stage))
+    for device in range(num_devices):
         for time, held in timeline.activations(device):
             events.append(
                 {

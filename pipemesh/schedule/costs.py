@@ -18,7 +18,7 @@ _Values = float | tuple[float, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Durations of the five kinds of action and of a transfer, in any one unit of time.
+    """Durations of the five kinds of action, of transfers and of sums, in any one unit of time.
 
     Each is one number for every stage or one number a stage (any sequence, also an array; kept
     as a tuple). What is left out follows from what is given: `forward` is 1; `backward` is the
@@ -37,6 +37,9 @@ class Costs:
             nothing within a device and keep no device busy.
         recompute: duration of an `R`. A backward that recomputes by itself, in a schedule without
             `R`, has it in its own duration.
+        gradient_sum: time of the sum of a stage's gradients over its replicas. It begins when the
+            stage's last `B` or `W` has ended, and keeps the link of its device busy, not the device
+            (`Timeline.sums`).
 
     Example:
         >>> costs = Costs(forward=1, input_grad=1.5, weight_grad=0.5)
@@ -52,6 +55,7 @@ class Costs:
     weight_grad: Cost | None = None
     transfer: Cost = 0.0
     recompute: Cost | None = None
+    gradient_sum: Cost = 0.0
 
     def __post_init__(self) -> None:
         given = {
@@ -126,7 +130,9 @@ class Costs:
 
         def cut(name: str) -> Any:
             value: _Values = getattr(self, name)
-            divisor = num_slices if name == "transfer" else pieces * num_slices
+            # There is one sum a stage, whatever slices there are.
+            divisors = {"transfer": num_slices, "gradient_sum": pieces}
+            divisor = divisors.get(name, pieces * num_slices)
             if isinstance(value, tuple):
                 return tuple(item / divisor for item in value for _ in range(pieces))
             return value / divisor
@@ -144,6 +150,7 @@ class StageCosts:
     weight_grad: tuple[float, ...]
     transfer: tuple[float, ...]
     recompute: tuple[float, ...]
+    gradient_sum: tuple[float, ...]
 
     def durations(self) -> dict[str, tuple[float, ...]]:
         """Returns for each kind of action its duration on each stage."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -137,11 +138,15 @@ def optimal_schedule(
     return dataclasses.replace(best, lower_bound=min(optimum.lower_bound for optimum in optima))
 
 
+# Costs of links, which may be 0.
+_BESIDE = ("transfer", "gradient_sum")
+
+
 def _check_durations(costs: StageCosts) -> None:
     longest = max(_values(costs))
     for field in dataclasses.fields(costs):
         for stage, value in enumerate(getattr(costs, field.name)):
-            if field.name != "transfer" and not value * _TICKS >= longest * 2 > 0:
+            if field.name not in _BESIDE and not value * _TICKS >= longest * 2 > 0:
                 raise ScheduleError(
                     f"cost {field.name} of stage {stage} is {value}; optimal_schedule needs "
                     f"durations above 0, at least {longest * 2 / _TICKS:.2g} here"
@@ -177,7 +182,7 @@ def _on_placement(
 
 
 def _values(costs: StageCosts) -> Iterable[float]:
-    return (value for field in dataclasses.astuple(costs) for value in field)
+    return itertools.chain(*costs.durations().values(), costs.transfer)
 
 
 def _written(value: float) -> Fraction:

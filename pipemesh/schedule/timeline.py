@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,33 @@ class Span:
     action: Action
     start: float
     end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSum:
+    """The sum of a stage's gradients over its replicas, on the link of its device."""
+
+    device: int
+    stage: int
+    start: float
+    end: float
+
+
+def gradient_sums(
+    ends: Sequence[float], stage_devices: Sequence[int], seconds: Sequence[float]
+) -> tuple[GradientSum, ...]:
+    """Returns the sums of all stages' gradients in order of time; those without one are left out.
+
+    Each begins when its stage is done, at `ends`, and when the link of its device is free.
+    """
+    free = dict.fromkeys(stage_devices, 0.0)
+    sums: list[GradientSum] = []
+    for end, stage in sorted((end, stage) for stage, end in enumerate(ends) if seconds[stage]):
+        device = stage_devices[stage]
+        start = max(end, free[device])
+        free[device] = start + seconds[stage]
+        sums.append(GradientSum(device, stage, start, free[device]))
+    return tuple(sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +84,36 @@ class Timeline:
     def makespan(self) -> float:
         """The end of the last action."""
         return max((row[-1] for row in self.ends if row), default=0.0)
+
+    @cached_property
+    def stage_ends(self) -> tuple[float, ...]:
+        """For each stage the end of its last action."""
+        ends = [0.0] * self.schedule.num_stages
+        for span in self.spans():
+            ends[span.action.stage] = max(ends[span.action.stage], span.end)
+        return tuple(ends)
+
+    @cached_property
+    def sums(self) -> tuple[GradientSum, ...]:
+        """The sums of gradients over replicas, in order of time; empty if they take no time.
+
+        Example:
+            >>> from pipemesh.schedule import Costs, one_f_one_b, simulate
+            >>> timeline = simulate(one_f_one_b(2, 2), Costs(gradient_sum=[1, 5]))
+            >>> [(each.stage, each.start, each.end) for each in timeline.sums]
+            [(1, 7.0, 12.0), (0, 9.0, 10.0)]
+            >>> timeline.makespan, timeline.end
+            (9.0, 12.0)
+        """
+        if self.schedule.is_forward_only:
+            return ()
+        seconds = self.costs.per_stage(self.schedule.num_stages).gradient_sum
+        return gradient_sums(self.stage_ends, self.schedule.stage_devices, seconds)
+
+    @property
+    def end(self) -> float:
+        """The end of the last action and of the last sum of gradients."""
+        return max([self.makespan, *(each.end for each in self.sums)])
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

@@ -89,6 +89,19 @@ def test_tails_come_after_the_last_action():
     assert predict(plan, found, 4, parts=False).binds == ""
 
 
+def test_sums_of_gradients_hide_behind_stages_that_still_compute():
+    """Half of them, of two stages a device; on cores, which sum themselves, none."""
+    plan = Plan("layers:2;data:2", "batch:data", "interleaved:2", num_microbatches=4, remat="none")
+    alone, found = (
+        [predict(plan, figures(transfer=Link(0.0, speed), cores=cores), 8) for cores in (None, 4.0)]
+        for speed in (1e9, 8.0)
+    )
+    for free, slow, part in zip(alone, found, (1, 2), strict=True):
+        # Layers of 8 bytes of weights, and of transfers of 2 bytes, which are not on the way.
+        assert slow.parts["gradients"] == pytest.approx(part * 8 / 8, rel=1e-6)
+        assert free.parts["gradients"] == pytest.approx(0, abs=1e-6)
+
+
 def test_work_counts_all_cores():
     """However many there are; bubbles are none, and replicas each do their share."""
     plan = Plan("layers:2", num_microbatches=4, remat="none")

@@ -1,6 +1,7 @@
 """Stages on several devices, each with rows of its own."""
 
 import functools
+import threading
 import time
 
 import numpy as np
@@ -19,7 +20,8 @@ from pipemesh.recurrent import (
     pipeline_loss,
     predict_memory,
 )
-from pipemesh.schedule import forward_only, gpipe, one_f_one_b
+from pipemesh.recurrent.table import machine
+from pipemesh.schedule import forward_only, gpipe, interleaved_one_f_one_b, one_f_one_b
 from tests.recurrent import poisoned
 from tests.recurrent.sends import sent_by
 
@@ -38,8 +40,8 @@ W = np.random.default_rng(1).normal(size=[4, 4]).astype(np.float32)
 
 
 def trained(schedule, homes=HOMES, x=X, forwards=(product, squares), **options):
-    """A function that gives the loss and the gradients of both weights."""
-    variables = [tf.Variable(W), tf.Variable(W / 2)]
+    """A function that gives the loss and the gradients of all weights."""
+    variables = [tf.Variable(W / (1 + i % 2)) for i in range(len(forwards))]
 
     @tf.function(autograph=False)
     def run():
@@ -85,6 +87,46 @@ def test_replicas_run_on_their_devices_and_meet_once_a_step(forward):
     back = [name for name, a, b in sent if (a, b) in ((1, 0), (3, 2))]
     assert [name for name in back if "B" in name] == ["action_1B3", "action_0B3"]
     assert "action_0F" not in "".join(name for name, a, b in sent if (a, b) == (1, 0))
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_gradients_of_a_stage_are_summed_while_others_compute(monkeypatch, loop):
+    """The last backward pass of the first stage waits for the sums of all others."""
+    schedule, at_once = interleaved_one_f_one_b(2, 4, 2), machine.sum_in_order
+    summed, waits = threading.Event(), list[bool]()
+    counts = iter(range(1, schedule.num_stages))
+
+    def counting(parts):
+        def count(total):
+            if next(counts, None) == schedule.num_stages - 1:
+                summed.set()
+            return total
+
+        total = at_once(parts)
+        counted = tf.numpy_function(count, [total], tf.float32, stateful=False)
+        return tf.ensure_shape(counted, total.shape)
+
+    def wait(dy, part):
+        # The last microbatch's, of both replicas.
+        if part >= 6:
+            waits.append(summed.wait(timeout=20))
+        return dy
+
+    def waiting(theta, carry, inputs, microbatch, step):
+        @tf.custom_gradient
+        def behind(x):
+            def grad(dy):
+                held = tf.numpy_function(wait, [dy, microbatch], tf.float32, stateful=False)
+                return tf.ensure_shape(held, dy.shape)
+
+            return tf.identity(x), grad
+
+        return [behind(tf.matmul(inputs[0], theta[0]))], []
+
+    monkeypatch.setattr(machine, "sum_in_order", counting)
+    homes = [HOMES[home] for home in schedule.stage_devices]
+    trained(schedule, homes, forwards=(waiting, product, product, squares), loop=loop)()
+    assert waits == [True, True]
 
 
 @pytest.mark.parametrize(("use", "loop"), [("variable", True), ("rows", False), ("tensor", False)])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemesh.errors import ScheduleError
-from pipemesh.report import to_terminal, to_trace
+from pipemesh.report import to_svg, to_terminal, to_trace
 from pipemesh.schedule import Costs, gpipe, one_f_one_b, simulate, zb_v
 from pipemesh.schedule.builders import BUILDERS, build
 from tests.report.drawings import uneven
@@ -47,6 +47,24 @@ def test_narrow_cell_shows_kind_first():
     assert to_terminal(simulate(one_f_one_b(2, 4), Costs(1, 2)), width=40) == (
         "device 0 |F F     0B0 F 0B1 F 0B2   0B3\ndevice 1 |  F 1B0 F 1B1 F 1B2 F 1B3"
     )
+
+
+def test_sums_of_gradients_have_rows_of_their_own():
+    timeline = simulate(one_f_one_b(2, 2), Costs(1, 2, gradient_sum=[2, 4]))
+    assert to_terminal(timeline) == (
+        "device 0 |0F0 0F1         0B0----     0B1----\n"
+        "device 1 |    1F0 1B0---- 1F1 1B1----\n"
+        "  link 0 |                                    0S-----\n"
+        "  link 1 |                            1S-------------"
+    )
+    events = json.loads(to_trace(timeline, microseconds=1))["traceEvents"]
+    sums = [
+        (e["name"], e["tid"], e["ts"], e["dur"])
+        for e in events
+        if e.get("cat") == "sum of gradients"
+    ]
+    assert sums == [("1S", 3, 7, 4), ("0S", 2, 9, 2)]
+    assert to_svg(timeline).count("sum of the gradients of stage") == 2
 
 
 def test_trace_is_what_trace_viewers_read():

@@ -1,5 +1,6 @@
-"""Bubbles, memory over time and the critical path."""
+"""Bubbles, memory over time, sums of gradients and the critical path."""
 
+import dataclasses
 import itertools
 from fractions import Fraction
 
@@ -49,6 +50,24 @@ def test_a_device_without_actions_is_idle_all_the_time():
     assert timeline.bubble == (0, 3)
     assert timeline.own_span_bubble == (0, 0)
     assert timeline.peak_activations == (1, 0)
+
+
+@given(st.data(), schedules)
+def test_sums_of_gradients_follow_their_stage_one_by_one_on_a_link(data, schedule):
+    costs = data.draw(costs_for(schedule))
+    plain = simulate(schedule, costs)
+    some = st.lists(st.integers(0, 5), min_size=schedule.num_stages, max_size=schedule.num_stages)
+    seconds = data.draw(some)
+    timeline = simulate(schedule, dataclasses.replace(costs, gradient_sum=seconds))
+    assert (timeline.starts, timeline.ends) == (plain.starts, plain.ends)
+    summed = [] if schedule.is_forward_only else [s for s, n in enumerate(seconds) if n]
+    assert sorted(each.stage for each in timeline.sums) == summed
+    free = [0.0] * schedule.num_devices
+    for each in timeline.sums:
+        assert each.device == schedule.stage_devices[each.stage]
+        assert each.start == max(timeline.stage_ends[each.stage], free[each.device])
+        free[each.device] = each.end
+    assert timeline.end == max([timeline.makespan, *free])
 
 
 def test_free_actions_have_no_bubble():
