@@ -71,6 +71,8 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
     HELDOUT_DATA: str | None = None
     # How documents share rows, one of `pipemesh.data.PACKINGS`.
     PACKING = "auto"
+    # Shorter lengths that the rows of a batch may have, such as "128,256".
+    BUCKETS = ""
     # Share of tokens that an encoder's data masks, or that spans replace in an encoder-decoder's;
     # of the latter 0 for documents that are pairs of a prompt and its completion.
     CORRUPTION_RATE = 0.15
@@ -112,7 +114,7 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
 
     def _input(self, name: str, data: str, seed: int | None = None) -> Any:
         length, corruption = length_of(self), corruption_of(self)
-        others: dict[str, Any] = {"corruption": corruption}
+        others: dict[str, Any] = {"corruption": corruption, "buckets": self.BUCKETS}
         if config_of(self).kind == "encoder_decoder" and corruption is None:
             others["source_length"] = length
         batches = batches_of(

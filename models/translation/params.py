@@ -44,6 +44,8 @@ class TranslationParams(base_model_params.SingleTaskModelParams):
     LANGUAGES = ("fr", "es")
     # How pairs share rows, `whole` or `single`.
     PACKING = "auto"
+    # Shorter lengths that the rows of a batch may have, such as "128,256".
+    BUCKETS = ""
     DECODED_BY = f"{__package__}.decode"
     PLAN = Plan(Mesh.from_text("layers:2"), num_microbatches=4)
     PIPELINED = True
@@ -83,6 +85,7 @@ class TranslationParams(base_model_params.SingleTaskModelParams):
             self.PACKING,
             seed,
             source_length=length,
+            buckets=self.BUCKETS,
         )
         return DatasetInput.Params().Set(name=name, dataset=batches, batch_size=self.BATCH_SIZE)
 

@@ -76,6 +76,13 @@ ATTRIBUTE_FLAGS = grouped(
         "row, its end cut if it is longer (whole), or has a row for itself (single); default: "
         "split for sources in which every token counts, else whole (auto).",
     ),
+    Flag(
+        "buckets",
+        value="N,N",
+        help="Shorter lengths of rows, such as 128,256: all rows of a batch have the shortest of "
+        "these lengths into which they fit, or that of --sequence_length; for --packing=single and "
+        "whole; default: the model's, none.",
+    ),
     Flag("batch_size", int, least=1, help="Rows of a batch; default: the model's."),
     Flag(
         "sequence_length",

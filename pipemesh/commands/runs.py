@@ -168,14 +168,14 @@ def requested(
     `take_up`. `flags` are those of a text, which is not given.
     """
     refused: dict[str, str] = dict.fromkeys(
-        (*OF_TRAINING, "elastic", "train_data"), "is for training"
+        (*OF_TRAINING, "elastic", "train_data", "buckets"), "is for training"
     )
     taken = (*kind.flags, CHECKPOINT_FLAG, *flags)
     parse(argv, Command(argv[0], help_text, taken, refused=refused))
     if flags:
         judge.check_without_text()
     check_flags()
-    take_up(kind.logdir(), FLAGS.checkpoint, (*OF_TRAINING, "train_data"), about)
+    take_up(kind.logdir(), FLAGS.checkpoint, (*OF_TRAINING, "train_data", "buckets"), about)
     return kind.evaluation()
 
 

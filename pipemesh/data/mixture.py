@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.data import packing
-from pipemesh.data.corruption import Corrupt, Corruption
+from pipemesh.data.corruption import Corrupt, Corruption, SpanCorruption
 from pipemesh.data.documents import Spelling, documents_of
 from pipemesh.data.rows import PACKINGS, Counts, PairRows, Rows, Tokens
 from pipemesh.data.sources import Source, digest_of, parse_sources
@@ -49,16 +49,18 @@ class Mixture:
         weights: the weights of the sources.
         seed: a seed.
         corrupt: corrupts rows; None for no corruption.
+        part: tells mixtures apart that have the same seed.
     """
 
     def __init__(
         self,
-        rows: Sequence[Rows | PairRows],
+        rows: Sequence[Any],
         weights: Sequence[float],
         seed: int,
         corrupt: Corrupt | None = None,
+        part: int = 0,
     ) -> None:
-        self._rows, self._seed, self._corrupt = rows, seed % (1 << 64), corrupt
+        self._rows, self._seed, self._corrupt = rows, (seed % (1 << 64), part), corrupt
         self._shares = np.cumsum(weights)[:-1] / np.sum(weights)
         # Rows of each source before each block.
         self._before = [np.zeros([len(rows)], np.int64)]
@@ -101,9 +103,83 @@ class Mixture:
         return np.argsort(keys, kind="stable")
 
 
-def _bits(seed: int, number: int, kind: int) -> np.random.Philox:
-    counter, key = (np.array(words, np.uint64) for words in ([0, 0, number, kind], [seed, 0]))
+def _bits(seed: tuple[int, int], number: int, kind: int) -> np.random.Philox:
+    counter, key = (np.array(words, np.uint64) for words in ([0, 0, number, kind], seed))
     return np.random.Philox(counter=counter, key=key)
+
+
+class _Bucket:
+    """Those rows of a source that fit into a length, cut to it."""
+
+    def __init__(self, rows: Rows | PairRows, numbers: np.ndarray, length: int) -> None:
+        self._rows, self._numbers, self._length = rows, numbers, length
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, number: int) -> dict[str, np.ndarray]:
+        """Returns a row, as `Rows.read`."""
+        found = self._rows.read(int(self._numbers[number]))
+        return {name: values[: self._length] for name, values in found.items()}
+
+
+class BucketMixture:
+    """An endless sequence of batches, each of rows of one length.
+
+    The length of a batch is chosen at random, by the share of rows that need it. The rows of a
+    length are a `Mixture` of their own. So a batch is a function of the seed and its number.
+
+    Args:
+        rows: the rows of each source.
+        weights: the weights of the sources.
+        seed: a seed.
+        lengths: the lengths, in ascending order; a row has the first one into which it fits.
+        corrupt: corrupts rows; None for no corruption.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Rows | PairRows],
+        weights: Sequence[float],
+        seed: int,
+        lengths: Sequence[int],
+        corrupt: Corrupt | None = None,
+    ) -> None:
+        of_length = [_numbers_by_length(each, lengths) for each in rows]
+        shares = list[float]()
+        self._mixtures: list[Mixture] = []
+        for part, length in enumerate(lengths):
+            buckets = [
+                _Bucket(each, numbers[part], length)
+                for each, numbers in zip(rows, of_length, strict=True)
+            ]
+            parts = [
+                weight * len(bucket) / len(each)
+                for weight, bucket, each in zip(weights, buckets, rows, strict=True)
+            ]
+            if any(parts):
+                shares.append(sum(parts))
+                self._mixtures.append(Mixture(buckets, parts, seed, corrupt, part + 1))
+        # Each choice is a source of one row, so its epoch is the number of the batch there.
+        self._choice = Mixture([range(1)] * len(shares), shares, seed)
+
+    def batch(self, step: int, size: int) -> dict[str, np.ndarray]:
+        """Returns the rows of a batch, as in `Rows.read`."""
+        part, number, _ = self._choice.place(step)
+        return self._mixtures[part].batch(number, size)
+
+
+def _numbers_by_length(rows: Rows | PairRows, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Returns for each length the numbers of the rows that need it; raises DataError if rows have
+    none.
+    """
+    if rows.sizes is None:
+        raise DataError(
+            f"data {rows.counts.source!r} has rows of one length, since its documents are split at "
+            "ends of rows; buckets need packing='whole' or 'single' (--packing)"
+        )
+    part = np.searchsorted(lengths, rows.sizes)
+    return [np.flatnonzero(part == number) for number in range(len(lengths))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +216,12 @@ class DocumentBatches:
         source_length: number of positions in a row of sources; None for documents that are no
             pairs.
         corruption: `MaskedTokens` or `SpanCorruption`; None to predict what follows.
+        buckets: lengths of rows besides `length`, all shorter, such as `128,256`. All rows of a
+            batch of a mixture then have the shortest of these lengths into which they fit. Rows in
+            order, as of held-out data, have one length.
 
     Raises:
-        DataError: there is no such packing.
+        DataError: there is no such packing, or the buckets are not shorter than a row.
 
     Example:
         >>> import os, tempfile
@@ -166,6 +245,7 @@ class DocumentBatches:
     # Notes of checkpoints have it among the digests.
     source_length: int | None = dataclasses.field(default=None, repr=False)
     corruption: Corruption | None = dataclasses.field(default=None, repr=False)
+    buckets: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if self.packing not in PACKINGS:
@@ -173,6 +253,10 @@ class DocumentBatches:
             raise DataError(f"packing is {self.packing!r}{near}")
         if self.source_length is not None and self.corruption is not None:
             raise DataError("pairs are not corrupted; give source_length or corruption")
+        if self._shorter() and isinstance(self.corruption, SpanCorruption):
+            raise DataError(
+                "rows of spans have one length, that of their targets; leave buckets out"
+            )
 
     def __deepcopy__(self, _: Any) -> DocumentBatches:
         # Copies of params have the digests of the files that were read.
@@ -184,8 +268,37 @@ class DocumentBatches:
         if self.seed is None:
             return _in_order(rows, self.batch_size, *lengths, corrupt)
         weights = [source.weight for source in self._parsed]
-        mixture = Mixture(rows, weights, self.seed, corrupt)
-        return _endless(mixture, self.batch_size, *lengths)
+        if not self.buckets:
+            return _endless(Mixture(rows, weights, self.seed, corrupt), self.batch_size, *lengths)
+        mixture = BucketMixture(rows, weights, self.seed, self.row_lengths(), corrupt)
+        return _endless(mixture, self.batch_size, *lengths, has_buckets=True)
+
+    def row_lengths(self) -> list[int]:
+        """Returns the lengths of rows that batches may have, in ascending order."""
+        return sorted({*self._shorter(), self.length})
+
+    def _shorter(self) -> list[int]:
+        try:
+            found = [int(part) for part in self.buckets.split(",") if self.buckets]
+        except ValueError:
+            found = [0]
+        if any(not 2 <= length < self.length for length in found):
+            raise DataError(
+                f"buckets={self.buckets!r}: they are lengths from 2 on that are shorter than a row "
+                f"of {self.length} tokens (--sequence_length); give such as 128,256"
+            )
+        return found
+
+    def batch_specs(self) -> list[dict[str, tf.TensorSpec]]:
+        """Returns the shapes and dtypes of batches of a mixture, for each length that rows have."""
+        whole = cast("dict[str, tf.TensorSpec]", self().element_spec)
+
+        def of(length: int, name: str) -> tf.TensorSpec:
+            most = self.source_length if name.startswith("source_") else self.length
+            return tf.TensorSpec([self.batch_size, min(length, most or length)], whole[name].dtype)
+
+        used = {length for each in self.counts() for length, rows in each.by_length if rows}
+        return [{name: of(length, name) for name in whole} for length in sorted(used)]
 
     def row_tokens(self) -> int:
         """Returns the number of positions in a row, of its source and its target; raises DataError
@@ -203,7 +316,15 @@ class DocumentBatches:
 
     def counts(self) -> list[Counts]:
         """Returns the numbers of documents, tokens and rows of each source."""
-        return [each.counts for each in self._rows()]
+        rows = self._rows()
+        if not self.buckets or self.seed is None:
+            return [each.counts for each in rows]
+        lengths = self.row_lengths()
+        numbers = [map(len, _numbers_by_length(each, lengths)) for each in rows]
+        return [
+            dataclasses.replace(each.counts, by_length=tuple(zip(lengths, of_each, strict=True)))
+            for each, of_each in zip(rows, numbers, strict=True)
+        ]
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
@@ -218,6 +339,8 @@ class DocumentBatches:
             found["source_length"] = str(self.source_length)
         if self.corruption is not None:
             found["corruption"] = str(self.corruption)
+        if self.buckets:
+            found["buckets"] = self.buckets
         return found | getattr(self.spelling, "digests", {})
 
     @functools.cached_property
@@ -254,14 +377,19 @@ def _rows_of(
 
 
 def _endless(
-    mixture: Mixture, batch_size: int, length: int, source_length: int | None
+    mixture: Mixture | BucketMixture,
+    batch_size: int,
+    length: int,
+    source_length: int | None,
+    has_buckets: bool = False,
 ) -> tf.data.Dataset:
     """Returns the batches of a mixture without end, as in `packing.pack`."""
 
     def read(step: np.int64) -> list[Any]:
         return list(mixture.batch(int(step), batch_size).values())
 
-    return tf.data.Dataset.counter().map(_packed(read, batch_size, length, source_length))
+    packed = _packed(read, batch_size, length, source_length, has_buckets)
+    return tf.data.Dataset.counter().map(packed)
 
 
 def _in_order(
@@ -278,15 +406,19 @@ def _in_order(
         source = int(np.searchsorted(ends, number, side="right"))
         found: Any = rows[source].read(int(number - ends[source]) + len(rows[source]))
         if corrupt is not None:
-            found = corrupt(found, _bits(0, int(number), _CORRUPTIONS))
+            found = corrupt(found, _bits((0, 0), int(number), _CORRUPTIONS))
         return [values[np.newaxis] for values in found.values()]
 
     one_by_one = tf.data.Dataset.range(int(ends[-1])).map(_packed(read, 1, length, source_length))
     return one_by_one.unbatch().batch(batch_size)
 
 
-def _packed(read: Any, batch_size: int, length: int, source_length: int | None) -> Any:
-    """Returns a function from a number to a batch."""
+def _packed(
+    read: Any, batch_size: int, length: int, source_length: int | None, has_buckets: bool = False
+) -> Any:
+    """Returns a function from a number to a batch, whose rows are as long as `read` makes them if
+    there are buckets.
+    """
     dtypes = list(_DTYPES.values())
     if source_length is not None:
         dtypes += [_DTYPES[name] for name in _OF_SOURCE]
@@ -296,10 +428,12 @@ def _packed(read: Any, batch_size: int, length: int, source_length: int | None) 
         # Not stateful: a saved iterator needs no state of it.
         found: Any = tf.numpy_function(read, [number], dtypes, stateful=False)
         own, source = found[: len(_DTYPES)], found[len(_DTYPES) :]
-        shaped = [tf.ensure_shape(tensor, [batch_size, length]) for tensor in own]
+        shape = [batch_size, None if has_buckets else length]
+        shaped = [tf.ensure_shape(tensor, shape) for tensor in own]
         batch = packing.batch_of(**dict(zip(_DTYPES, shaped, strict=True)))
         if source:
-            shaped = [tf.ensure_shape(tensor, [batch_size, source_length]) for tensor in source]
+            shape = [batch_size, None if has_buckets else source_length]
+            shaped = [tf.ensure_shape(tensor, shape) for tensor in source]
             of_source = packing.placed(**dict(zip(_OF_SOURCE, shaped, strict=True)))
             batch |= {f"source_{name}": tensor for name, tensor in of_source.items()}
         return batch

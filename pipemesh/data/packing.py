@@ -19,8 +19,6 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from pipemesh.backend.static_shape import static_sizes
-
 
 def token_stream(
     sentences: tf.data.Dataset,
@@ -90,13 +88,12 @@ def segments(begins: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
     `begins` [B, T] is true where a sentence starts. The start of a row always starts a segment.
     """
-    batch_size, length = static_sizes(begins)
-    column = tf.range(length)
-    begins |= tf.equal(column, 0)
+    sizes = tf.shape(begins)
+    begins |= tf.equal(tf.range(sizes[1]), 0)
     segment_ids = tf.cumsum(tf.cast(begins, tf.int32), axis=1)
     # All rows as one sequence: the start of each segment, looked up by its number.
-    line = tf.range(batch_size * length)
+    line = tf.range(tf.reduce_prod(sizes))
     heads = tf.boolean_mask(line, tf.reshape(begins, [-1]))
     number = tf.cumsum(tf.cast(tf.reshape(begins, [-1]), tf.int32)) - 1
     segment_pos = line - tf.gather(heads, number)
-    return segment_ids, tf.reshape(segment_pos, [batch_size, length])
+    return segment_ids, tf.ensure_shape(tf.reshape(segment_pos, sizes), begins.shape)

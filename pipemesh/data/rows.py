@@ -49,6 +49,7 @@ class Counts:
         cut_tokens: tokens that were cut from them.
         left_out: documents without a token to predict, or only in the end that would be cut.
         too_long: pairs of which a side is longer than a row, which are left out.
+        by_length: lengths of rows in buckets, with the number of rows of each; empty without.
     """
 
     source: str
@@ -61,12 +62,16 @@ class Counts:
     cut_tokens: int
     left_out: int
     too_long: int = 0
+    by_length: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         told = (
             f"{self.source}: {count_text(self.documents, 'document')}, {self.tokens:,} tokens, "
             f"{self.predicted:,} of them predicted, in {count_text(self.rows, 'row')}"
         )
+        if self.by_length:
+            rows = (f"{number:,} of {length:,} tokens" for length, number in self.by_length)
+            told += f" ({', '.join(rows)})"
         if self.split:
             told += f"; split at ends of rows: {self.split:,}"
         if self.cut:
@@ -142,6 +147,8 @@ class Rows:
 
     Attributes:
         counts: numbers of documents, rows, and what was cut.
+        sizes: int64 [rows]: of each row the number of positions that are used; None if documents
+            are split at ends of rows.
 
     Raises:
         DataError: there is nothing to predict.
@@ -153,6 +160,7 @@ class Rows:
             packing = "split" if tokens.weights is None else "whole"
         self._is_split = packing == "split"
         self._shift = tokens.shift
+        self.sizes: np.ndarray | None = None
         sizes = np.maximum(np.diff(tokens.starts) - self._shift, 0)
         last = sizes if self._is_split else np.minimum(sizes, length)
         # A document of which nothing counts takes no place.
@@ -169,6 +177,7 @@ class Rows:
             order = np.argsort(row_of, kind="stable")
             self._documents = used[order]
             number, split = int(row_of.max(initial=-1)) + 1, 0
+            self.sizes = np.bincount(row_of, fitting, number).astype(np.int64)
             self._first = np.searchsorted(row_of[order], np.arange(number + 1))
         if not number:
             if not len(sizes):
@@ -265,6 +274,8 @@ class PairRows:
 
     Attributes:
         counts: numbers of pairs and rows.
+        sizes: int64 [rows]: of each row the number of positions that are used by sources or
+            targets, whichever is larger.
 
     Raises:
         DataError: no pair fits into a row, or pairs are to be split.
@@ -288,6 +299,8 @@ class PairRows:
         order = np.argsort(row_of, kind="stable")
         self._pairs, number = used[order], int(row_of.max()) + 1
         self._first = np.searchsorted(row_of[order], np.arange(number + 1))
+        sides = [np.bincount(row_of, side, number) for side in sizes[used].T]
+        self.sizes = np.max(sides, axis=0).astype(np.int64)
         self.counts = Counts(
             source=source,
             rows=number,

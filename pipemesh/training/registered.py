@@ -197,6 +197,12 @@ class RegisteredModel(Subject):
         counts = getattr(self._dataset(key), "counts", None)
         return counts() if counts else ()
 
+    def batch_specs(self) -> Sequence[Any]:
+        """Returns those of documents in buckets of length; often none."""
+        dataset = self._dataset("Train")
+        has_buckets = isinstance(dataset, DocumentBatches) and dataset.buckets
+        return dataset.batch_specs() if has_buckets else ()
+
     def _dataset(self, key: str | None) -> Any:
         return getattr(self._input(key), "dataset", None) if key else None
 

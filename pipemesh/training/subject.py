@@ -217,6 +217,12 @@ class Subject(abc.ABC):
         """Returns the score of no batch."""
         return Means()
 
+    def batch_specs(self) -> Sequence[Any]:
+        """Returns the shapes and dtypes of training batches, nested as these are, if they differ
+        from batch to batch. The step has a graph for each, which is built before the first step.
+        """
+        return ()
+
     def input_shapes(self) -> Sequence[Any] | None:
         """Returns the shapes of the stack's inputs for one replica's part of a microbatch.
 

@@ -366,6 +366,12 @@ class Trainer:
                 f"--steps_per_call={options.steps_per_call}: steps on workers are watched each; "
                 "use 1, or leave --cluster out"
             )
+        self._specs = subject.batch_specs()
+        if self._specs and options.steps_per_call > 1:
+            raise TrainingError(
+                f"--steps_per_call={options.steps_per_call}: batches in buckets differ in length, "
+                "but the steps of a call take equal ones; use --steps_per_call=1"
+            )
         with self.trained.cluster():
             # Before graphs are built, which note the actions.
             self.workers = watched and Workers(self.trained.pipelines, watched)
@@ -522,6 +528,7 @@ class Trainer:
                 if self._is_first:
                     # Python is idle while TensorFlow prepares a graph for its first run.
                     if one:
+                        self._build_graphs()
                         self._train.get_concrete_function(batches[0])
                     else:
                         self._several.graph(batches)
@@ -546,6 +553,16 @@ class Trainer:
         self.saving.confirm()
         self._check_devices(graphs)
         return finished
+
+    def _build_graphs(self) -> None:
+        """Builds the graph of a step for each shape of batches, if there are several."""
+        # The report is on the longest rows.
+        for specs in reversed(self._specs):
+            try:
+                self._train.get_concrete_function(specs)
+            except PipemeshError as error:
+                shape = tf.nest.flatten(specs)[0].shape.as_list()
+                raise TrainingError(f"batches of {shape} tokens (--buckets): {error}") from error
 
     def _fail(self, error: tf.errors.OpError, step: int, batch: Any, graphs: Any) -> NoReturn:
         """Raises the error of a step whose graph failed."""

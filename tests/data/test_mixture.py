@@ -116,6 +116,53 @@ def test_held_out_rows_come_once_and_in_order(tmp_path):
     assert sum(each.predicted for each in batches.counts()) == real.sum()
 
 
+@pytest.mark.parametrize("packing", ["single", "whole"])
+def test_rows_of_a_batch_have_the_shortest_length_into_which_they_fit(tmp_path, packing):
+    plain = of_files(tmp_path, seed=7, packing=packing)
+    batches = of_files(tmp_path, seed=7, packing=packing, buckets="2,5")
+    rows = {tuple(row) for row in np.concatenate([b["ids"] for b in plain().take(40)]).tolist()}
+    specs = {str(spec) for spec in batches.batch_specs()}
+    found = collections.defaultdict(list)
+    for batch in batches().take(200):
+        spec = {name: tf.TensorSpec(value.shape, value.dtype) for name, value in batch.items()}
+        assert str(spec) in specs
+        ids, real = batch["ids"].numpy(), (batch["segment_ids"] > 0).numpy()
+        length = ids.shape[1]
+        fits = [bucket for bucket in (2, 5, LENGTH) if real.sum(1).max() <= bucket]
+        assert length in fits and real.sum(1).min() > {2: 0, 5: 2, LENGTH: 5}[length]
+        found[length] += [tuple(row) for row in ids.tolist()]
+    # No row is changed, and each comes as often as its source and its epochs say.
+    assert {(*row, *[0] * (LENGTH - len(row))) for mine in found.values() for row in mine} == rows
+    shares = {length: len(mine) / 800 for length, mine in found.items()}
+    wanted = collections.Counter()
+    for counts, weight in zip(batches.counts(), (0.75, 0.25), strict=True):
+        assert sum(number for _, number in counts.by_length) == counts.rows
+        for length, number in counts.by_length:
+            wanted[length] += weight * number / counts.rows
+    for length, share in shares.items():
+        assert share == pytest.approx(wanted[length], abs=0.08)
+    # A batch is a function of the seed and its number.
+    iterator = iter(batches())
+    for _ in range(11):
+        next(iterator)
+    state, rest = iterator_state(iterator), [next(iterator)["ids"].numpy() for _ in range(5)]
+    later = iter(of_files(tmp_path, seed=7, packing=packing, buckets="2,5")())
+    set_iterator_state(later, state)
+    assert all((next(later)["ids"].numpy() == ids).all() for ids in rest)
+
+
+def test_buckets_that_cannot_be_are_refused(tmp_path):
+    for buckets in ("8", "1", "two", "2,,4"):
+        with pytest.raises(DataError, match=f"buckets='{buckets}': they are lengths from 2 on"):
+            of_files(tmp_path, buckets=buckets)
+    batches = of_files(tmp_path, seed=7, packing="split", buckets="4")
+    with pytest.raises(DataError, match="rows of one length, since its documents are split"):
+        batches()
+    # Rows in order have one length.
+    held = [batch["ids"].shape[1] for batch in of_files(tmp_path, packing="single", buckets="4")()]
+    assert set(held) == {LENGTH}
+
+
 def test_an_unknown_packing_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"packing is 'hole'.*whole"):
         of_files(tmp_path, packing="hole")

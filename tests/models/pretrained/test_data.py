@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from models.pretrained import params, transfer
 from models.pretrained.text import batches_of
 from pipemesh.commands import runs
 from pipemesh.commands.flags import FlagError
-from pipemesh.errors import DataError
+from pipemesh.errors import DataError, TrainingError
 from pipemesh.training.evaluation import evaluate
 from pipemesh.training.registered import RegisteredModel
 from pipemesh.training.run import Options
@@ -29,6 +30,7 @@ PLANS = {
     "plain": {},
     "split": small.SPLIT,
     "pipeline": {"mesh": "layers:2", "schedule": "zb_h1", "num_microbatches": "2"},
+    "slices": {"mesh": "layers:2", "schedule": "seq1f1b:2", "num_microbatches": "2"},
 }
 WORDS = small.WORDS[2:]
 LENGTH = 8
@@ -68,9 +70,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def model_of(folder, plan, train="", heldout=None, packing="auto"):
+def model_of(folder, plan, train="", heldout=None, packing="auto", buckets=""):
     config = Model()
-    config.LOGDIR, config.PACKING = str(folder / "run"), packing
+    config.LOGDIR, config.PACKING, config.BUCKETS = str(folder / "run"), packing, buckets
     config.TRAIN_DATA, config.HELDOUT_DATA = train or f"{folder}/text.jsonl", heldout
     values = PLANS[plan]
     return RegisteredModel(config, "Model", values, plain=plan == "plain")
@@ -118,6 +120,44 @@ def test_under_another_plan_it_goes_on_with_the_same_rows(folder, tmp_path):
     assert found.keys() == weights.keys()
     for name, value in weights.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-5, err_msg=name)
+
+
+def test_batches_in_buckets_are_those_of_one_length_without_their_padding(folder, tmp_path):
+    data = f"{folder}/text.jsonl"
+    losses, seen = {}, set()
+    for plan in ("plain", "split"):
+        subject = model_of(folder, plan, data, packing="single", buckets="5")
+        options = Options(logdir=str(tmp_path / plan), steps=4)
+        (tmp_path / plan).mkdir()
+        trainer = Trainer(subject, options, restore=str(folder / "run" / "ckpt-0"))
+        losses[plan] = []
+        for _ in range(4):
+            losses[plan].append(trainer.train_step()["loss"])
+            seen.add(trainer.batch["ids"].shape[1])
+            # Padding changes nothing, but for the masks of dropout.
+            wide = {
+                name: tf.pad(value, [[0, 0], [0, LENGTH - value.shape[1]]])
+                for name, value in trainer.batch.items()
+            }
+            scores = [trainer.evaluate([batch]).judged for batch in (trainer.batch, wide)]
+            np.testing.assert_allclose(*scores, rtol=1e-5)
+        # One graph a length.
+        assert trainer._train.experimental_get_tracing_count() == 2
+    assert seen == {5, LENGTH}
+    np.testing.assert_allclose(losses["plain"], losses["split"], rtol=1e-5)
+    options = Options(logdir=str(tmp_path / "plain"), steps=6, steps_per_call=2)
+    with pytest.raises(TrainingError, match="batches in buckets differ in length"):
+        Trainer(subject, options, restore=str(folder / "run" / "ckpt-0"))
+
+
+def test_what_a_plan_cannot_do_for_a_bucket_is_told_before_the_first_step(folder, tmp_path):
+    subject = model_of(folder, "slices", f"{folder}/pairs.jsonl", packing="single", buckets="5")
+    options = Options(logdir=str(tmp_path), steps=6)
+    trainer = Trainer(subject, options, restore=str(folder / "run" / "ckpt-0"))
+    told = r"batches of \[8, 5\] tokens \(--buckets\): .* sequences of 5 positions do not divide"
+    with pytest.raises(TrainingError, match=told):
+        trainer.train_step()
+    assert trainer.step == 0
 
 
 def test_documents_in_a_row_do_not_see_each_other(folder):
