@@ -252,19 +252,29 @@ def of_classes():
     return found
 
 
+# By class the dims that all its cases treat alike: what differs between ways of feed-forward layers
+# is done to single elements, between ways of attention to the rows behind the same products.
+ALIKE = {
+    "FeedForward": (*TOKENS, "d_ff"),
+    "Attention": ("batch", "embed"),
+    "SoftmaxCrossEntropy": ("batch", "embed"),
+    **dict.fromkeys(("Convolution", "Embedding"), ("batch",)),
+}
+
+
 def sampled_layouts(kind):
     """For a class pairs of the name of a case and one of its layouts.
 
     Every two dims that are ever split together are so over one axis and over two, as far as they
-    can, and every case has each of its dims split. Feed-forward layers differ element by element:
-    there it is enough that some case has a dim split. A block consists of layers of other classes:
+    can, and every case has each of its dims split, but those in which its class is always alike: of
+    these it is enough that some case has them split. A block consists of layers of other classes:
     the first one has each of its dims split, and others have the layout that splits most.
     """
     cases, is_block = of_classes()[kind], kind == "TransformerBlock"
-    shown = {}
+    alike, shown = ALIKE.get(kind, ()), {}
     for case in cases:
         for rules in [case.most_split] if is_block and case is not cases[0] else case.layouts:
-            split = {("" if kind == "FeedForward" else case.name, dim) for dim, _ in rules.rules}
+            split = {("" if dim in alike else case.name, dim) for dim, _ in rules.rules}
             pairs = itertools.combinations(() if is_block else rules.rules, 2)
             # The axes are alike: of one size.
             apart = {(a, b, x == y) for (a, x), (b, y) in pairs}
