@@ -99,8 +99,9 @@ def plain_curve(name):
         ("mnist", "data:1", ""),
         ("mnist", "data:2;model:2", "rows:data;classes:model"),
         ("mnist", "data:2;model:2;space:2", "batch:data;hidden:model;cols:space"),
-        ("unet", "y:2;x:2", "rows:y;cols:x"),
-        ("unet", "z:2;data:2;model:2", "depth:z;batch:data;features:model"),
+        # `test_command` splits its rows.
+        ("unet", "z:2;x:2", "depth:z;cols:x"),
+        ("unet", "data:2;model:2", "batch:data;features:model"),
         ("toy", "data:2;model:2", "io:data;hidden:model"),
         ("toy relu", "data:2;model:2", "batch:data;hidden:model"),
     ],

@@ -43,7 +43,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run, tmp_path):
+def test_text_goes_on_and_is_scored_under_any_plan_with_a_tokenizer_and_without(run, tmp_path):
     # Flags of training in a file, as that of a training, have no effect.
     config = tmp_path / "config.toml"
     config.write_text('steps = 3\nnum_microbatches = 3\nremat = "full"\n')
@@ -54,13 +54,16 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run, tmp_path)
     tokens, log_probs = reference.greedy(values, small.tensors_of(values), [1, 2, 3], 5)
     assert found["tokens"] == tokens
     np.testing.assert_allclose(found["log_probs"], log_probs, rtol=0, atol=1e-4)
-    together = program.done("decode", *flags, *SPLIT, "--lowering=simd")
-    assert json.loads(together)["tokens"] == found["tokens"]
+    ids = "--prompt=" + " ".join(map(str, [1, 2, 3, *tokens]))
+    line = program.done("score", f"--logdir={run}", "--ids", ids, "--format=json", *SPLIT)
+    scored = json.loads(line)
+    assert scored["tokens"][2:7] == tokens
+    np.testing.assert_allclose(scored["log_probs"][2:7], log_probs, rtol=0, atol=1e-4)
     os.rename(run / "tokenizer.json", run / "away.json")
     try:
         line = program.refused("decode", f"--logdir={run}", *PROMPT)
         assert "has neither tokenizer.json nor tokenizer.model; put that of the model" in line
-        ids = ["--ids", "--prompt=1 2, 3", "--max_tokens=5"]
+        ids = ["--ids", "--prompt=1 2, 3", "--max_tokens=5", *SPLIT, "--lowering=simd"]
         said = program.done("decode", f"--checkpoint={run}/ckpt-0", *ids)
         assert said.split() == ["1", "2", "3", *map(str, found["tokens"])]
         line = program.refused("decode", f"--logdir={run}", "--ids", "--prompt=the cat")
@@ -78,17 +81,6 @@ def test_text_goes_on_under_any_plan_with_a_tokenizer_and_without(run, tmp_path)
     assert err == "error: --dataset is for training; leave it out\n"
     line = program.refused("train", f"--logdir={run}")
     assert "there is no data to train on; give --train_data=FILE, or derive a class" in line
-
-
-def test_what_was_found_is_scored(run):
-    plain = program.done("decode", f"--logdir={run}", *PROMPT, "--beams=3", "--format=json")
-    found = json.loads(plain)
-    ids = "--prompt=" + " ".join(map(str, [1, 2, 3, *found["tokens"]]))
-    line = program.done("score", f"--logdir={run}", "--ids", ids, "--format=json", *SPLIT)
-    scored = json.loads(line)
-    assert scored["tokens"][2:7] == found["tokens"]
-    wanted = found["log_probs"]
-    np.testing.assert_allclose(scored["log_probs"][2:7], wanted, rtol=0, atol=1e-4)
 
 
 def test_a_model_is_exported_at_its_length_without_a_tokenizer(tmp_path):

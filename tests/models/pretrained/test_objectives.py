@@ -97,7 +97,21 @@ def losses_of(model, folder, tmp_path):
     return found
 
 
-@pytest.mark.parametrize(("family", "data", "attributes"), OBJECTIVES)
+def assert_right(family, batch):
+    assert (batch["weights"] > 0).any()
+    if family == "t5":
+        # A target starts with the pad.
+        assert (batch["ids"][batch["segment_pos"] == 0] == 0).all()
+        assert (batch["source_segment_ids"].max(1) == batch["segment_ids"].max(1)).all()
+    else:
+        assert (batch["ids"] == SPECIAL["bert"].index("[MASK]")).any()
+
+
+# Spans and pairs are of one model.
+LEARNED = [OBJECTIVES[0], pytest.param(*OBJECTIVES[1], marks=pytest.mark.exhaustive), OBJECTIVES[2]]
+
+
+@pytest.mark.parametrize(("family", "data", "attributes"), LEARNED)
 def test_losses_are_those_of_the_plain_model(request, tmp_path, family, data, attributes):
     folder = request.getfixturevalue(family)
     cls = {"bert": params.Bert, "t5": params.T5}[family]
@@ -110,13 +124,7 @@ def test_losses_are_those_of_the_plain_model(request, tmp_path, family, data, at
         assert batch.keys() == plain.keys()
         for name, values in batch.items():
             np.testing.assert_array_equal(values, plain[name], err_msg=name)
-        assert (batch["weights"] > 0).any()
-        if family == "t5":
-            # A target starts with the pad.
-            assert (batch["ids"][batch["segment_pos"] == 0] == 0).all()
-            assert (batch["source_segment_ids"].max(1) == batch["segment_ids"].max(1)).all()
-        else:
-            assert (batch["ids"] == SPECIAL["bert"].index("[MASK]")).any()
+        assert_right(family, batch)
     assert found["split"][0][0] != found["split"][1][0]
 
 
@@ -127,6 +135,7 @@ def test_tokens_of_a_microbatch_are_those_of_batches(request, family, data, attr
     config = config_of(cls, folder, f"{folder}/{data}.jsonl", SEQUENCE_LENGTH=32, **attributes)
     (batch,) = config.Train().dataset().take(1)
     tokens = sum(tf.size(batch[name]) for name in ("ids", "source_ids") if name in batch)
+    assert_right(family, {name: value.numpy() for name, value in batch.items()})
     rows, length = batch_sizes(config)
     assert (rows, rows * length) == (4, int(tokens))
     assert length == 16 if family == "bert" else length > 32
