@@ -40,6 +40,7 @@ NOT_RUN = {
 # Pages that `make test` runs, without these commands, which are like others of the page.
 SLOW = (
     r"^pipemesh launch |--mesh_shape='layers:2;data:2' |runs/half|--decay_steps|book\.txt|llama-8b"
+    r"|--logdir=runs/model|decode --logdir=runs/lora"
 )
 QUICK = {
     "README.md",

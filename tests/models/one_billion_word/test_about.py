@@ -85,7 +85,7 @@ def test_what_is_predicted_and_what_is_scored_is_recorded(
 
     monkeypatch.setattr(Trainer, "_note_run", note_run)
     plan = Plan("layers:2", num_microbatches=2, schedule="1f1b")
-    request = small_request(tmp_path, folder, steps=4, plan=plan, eval_every=2, NUM_LAYERS=2)
+    request = small_request(tmp_path, folder, steps=4, plan=plan, eval_every=2)
     assert train(request) == 0
     run, (report,) = read(str(tmp_path)), reports
     assert run.name == "OneBillionWordTiny" and run.unit == "tokens"

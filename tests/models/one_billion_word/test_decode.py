@@ -67,52 +67,42 @@ def test_standard_output_has_the_texts_alone_whatever_the_plan(logdir, texts):
 
 
 @pytest.mark.slow
-def test_scores_are_those_that_a_search_had(tmp_path, logdir):
-    """Of what a search found, and of the same under another plan."""
-    where = f"--logdir={logdir}"
-    lines = said(where, "--prompt=It", "--beams=2", "--max_tokens=5", "--format=json")
-    (found,) = map(json.loads, lines)
-    (other,) = found["others"]
-    assert other["log_prob"] <= sum(found["log_probs"])
-    file = tmp_path / "texts.txt"
-    file.write_text(f"{found['text']}\nIt\n")
-    scored = said(where, f"--file={file}", "--format=json", command="score")
-    first, second = map(json.loads, scored)
-    assert first["text"] == found["text"] and second["text"] == "It"
-    # Behind the prompt, as long as the text is spelled as it was found.
-    begin = len(second["tokens"]) - 1
-    same = 0
-    for i, token in enumerate(found["tokens"]):
-        if first["tokens"][begin + i] != token:
-            break
-        assert abs(first["log_probs"][begin + i] - found["log_probs"][i]) < 1e-3
-        same += 1
-    assert same >= 3
-    columns = [line.split("\t") for line in said(where, f"--file={file}", *SPLIT, command="score")]
-    for each, (log_prob, count, perplexity, text) in zip((first, second), columns, strict=True):
-        assert abs(float(log_prob) - each["log_prob"]) < 1e-2
-        assert (int(count), text) == (len(each["tokens"]), each["text"])
-        assert abs(float(perplexity) / each["perplexity"] - 1) < 1e-3
-
-
-@pytest.mark.slow
-def test_texts_are_continued_and_scored_from_python(logdir, monkeypatch):
+def test_scores_are_those_that_a_search_had(tmp_path, logdir, monkeypatch):
+    """From Python, of what a search found; by a command, of the same under another plan."""
     run = subprocess.run
     monkeypatch.setattr(
         subprocess, "run", lambda words, **how: run(warm("-c", PROGRAM, *words[3:]), **how)
     )
     # The second one has characters that begin files and end lines elsewhere.
-    texts = ["The module", "\ufeffAn\u2028ex\x0bpression\r"]
-    found = pipemesh.decode(texts, logdir=logdir, max_tokens=3, beams=2)
+    texts = ["It", "\ufeffAn\u2028ex\x0bpression\r"]
+    found = pipemesh.decode(texts, logdir=logdir, max_tokens=5, beams=2)
     assert [each.prompt for each in found] == texts
     for each in found:
-        assert len(each.tokens) == len(each.log_probs) == 3 or each.stopped
+        assert len(each.tokens) == len(each.log_probs) == 5 or each.stopped
         assert len(each.others) == 1 and each.others[0][1] <= sum(each.log_probs)
+    texts.insert(0, found[0].text)
     scores = pipemesh.score(iter(texts), checkpoint=logdir / "ckpt-3", plain=True)
     assert [each.text for each in scores] == texts
     for each in scores:
         assert len(each.tokens) == len(each.log_probs) and each.perplexity > 1
         assert each.log_prob == pytest.approx(sum(each.log_probs), abs=1e-4)
+    # Behind the prompt, as long as the text is spelled as it was found.
+    first, second, _ = scores
+    begin = len(second.tokens) - 1
+    same = 0
+    for i, token in enumerate(found[0].tokens):
+        if first.tokens[begin + i] != token:
+            break
+        assert abs(first.log_probs[begin + i] - found[0].log_probs[i]) < 1e-3
+        same += 1
+    assert same >= 3
+    (tmp_path / "texts.txt").write_text(f"{first.text}\nIt\n")
+    lines = said(f"--logdir={logdir}", f"--file={tmp_path}/texts.txt", *SPLIT, command="score")
+    columns = [line.split("\t") for line in lines]
+    for each, (log_prob, count, perplexity, text) in zip(scores[:2], columns, strict=True):
+        assert abs(float(log_prob) - each.log_prob) < 1e-2
+        assert (int(count), text) == (len(each.tokens), each.text)
+        assert abs(float(perplexity) / each.perplexity - 1) < 1e-3
 
 
 # A server that knows TensorFlow alone, and requests as TensorFlow Serving has them.

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -24,6 +25,8 @@ from tests.warm import warm
 
 # Steps of the undisturbed training, each of which is saved.
 STEPS = 12
+# Says in a file which process it is, whoever stands for it.
+NUMBER = "import os, pathlib; pathlib.Path('number').write_text(str(os.getpid()))"
 # With one block on one device.
 SMALLEST = SMALLER.replace("NUM_LAYERS = 2", "NUM_LAYERS = 1")
 FLAGS = [*SMALL, "--mesh_shape=layers:1", "--save_every=1", "--max_to_keep=1000"]
@@ -31,9 +34,10 @@ FLAGS = [*SMALL, "--mesh_shape=layers:1", "--save_every=1", "--max_to_keep=1000"
 SECONDS = 100
 
 
-def begin(logdir, *flags, steps=STEPS, cold=False, wrap=(), **streams):
+def begin(logdir, *flags, steps=STEPS, cold=False, wrap=(), say=False, **streams):
     """Starts it: forked from what is loaded already, or cold, as an argument of `wrap`."""
-    command = [sys.executable, "-c", SMALLEST] if cold else warm("-c", SMALLEST)
+    code = NUMBER + SMALLEST if say else SMALLEST
+    command = [sys.executable, "-c", code] if cold else warm("-c", code)
     environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
     return subprocess.Popen(
         [*wrap, *command, *FLAGS, f"--logdir={logdir}", f"--steps={steps}", *flags],
@@ -92,21 +96,15 @@ def assert_kept(logdir, step, undisturbed):
     assert not [p.name for p in logdir.glob("*") if "_temp" in p.name], "half a checkpoint"
 
 
-def assert_goes_on(logdir, step, other):
-    """The losses of all lives, and three more, are those of a run of as many steps."""
-    steps = step + 3
-    both = [begin(logdir, steps=steps), begin(other, "--save_every=1000", steps=steps)]
-    (code, out, err), (other_code, _, _) = map(finish, both)
-    assert (code, other_code) == (0, 0), err
+def assert_goes_on(logdir, step, other, steps):
+    """The losses of all lives are those of another training of at least as many steps."""
+    code, out, err = finish(begin(logdir, steps=steps))
+    assert code == 0, err
     assert f"going on from {logdir}/ckpt-{step}\n" in out
-    assert_same_losses(logdir, losses(other))
-    assert max(losses(other)) == steps
-
-
-def assert_same_losses(logdir, expected):
-    """The losses of all lives are the expected ones, as far as they go."""
-    found = {step: values for step, values in losses(logdir).items() if step <= max(expected)}
-    assert max(found) == max(expected)
+    # A life that was killed may have gone beyond what it had saved.
+    found = {step: values for step, values in losses(logdir).items() if step <= steps}
+    expected = losses(other)
+    assert max(found) == steps
     assert found == {step: expected[step] for step in found}
 
 
@@ -255,11 +253,12 @@ def test_a_log_directory_without_permission_is_refused_and_left_alone(undisturbe
 @pytest.mark.slow
 def test_a_save_that_hangs_is_left_by_the_second_signal(undisturbed, tmp_path):
     logdir, err = tmp_path / "run", tmp_path / "err"
-    with running(logdir, err, cold=True) as process:
+    with running(logdir, err, say=True) as process:
         wait_until((logdir / "vocabulary").exists, process)
         # Who opens a pipe waits for somebody who reads it.
         (logdir / "ckpt-3_temp").mkdir()
-        os.mkfifo(logdir / "ckpt-3_temp" / f".ckpt-3.manifest.{process.pid}")
+        number = pathlib.Path("number").read_text()
+        os.mkfifo(logdir / "ckpt-3_temp" / f".ckpt-3.manifest.{number}")
         wait_until((logdir / "ckpt-3_temp" / "ckpt-3.index").exists, process)
         process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -268,11 +267,8 @@ def test_a_save_that_hangs_is_left_by_the_second_signal(undisturbed, tmp_path):
         code, _, _ = finish(process)
     assert code == 130, err.read_text()
     assert "Traceback" not in err.read_text()
-    code, out, err = finish(begin(logdir))
-    assert code == 0, err
-    assert f"going on from {logdir}/ckpt-2\n" in out
+    assert_goes_on(logdir, 2, undisturbed, STEPS)
     assert_kept(logdir, STEPS, undisturbed)
-    assert_same_losses(logdir, losses(undisturbed))
     assert not list(logdir.glob("damaged-*"))
     assert_same_weights(weights(logdir, 2), weights(undisturbed, 2))
 
@@ -292,8 +288,8 @@ def test_all_three_streams_closed_from_the_beginning(undisturbed, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_a_killed_training_loses_no_checkpoint_and_no_loss(tmp_path, kills):
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_a_killed_training_loses_no_checkpoint_and_no_loss(undisturbed, tmp_path, kills):
     rng, logdir, reached = random.Random(kills), tmp_path / "run", 0
     logdir.mkdir()
     for _ in range(kills):
@@ -304,5 +300,9 @@ def test_a_killed_training_loses_no_checkpoint_and_no_loss(tmp_path, kills):
         assert reached > before, "a checkpoint is lost"
         whole = newest_whole(str(logdir))
         assert whole is not None and whole[0] == str(logdir / f"ckpt-{reached}"), "it is not whole"
-    assert_goes_on(logdir, reached, tmp_path / "other")
+    steps, other = reached + 3, undisturbed
+    if steps > STEPS:
+        other = tmp_path / "other"
+        assert finish(begin(other, "--save_every=1000", steps=steps))[0] == 0
+    assert_goes_on(logdir, reached, other, steps)
     assert not list(logdir.glob("damaged-*"))

@@ -118,11 +118,10 @@ def test_the_seed_alone_decides_the_order(any_corpus, vocabulary):
         dataset = train_dataset(any_corpus, vocabulary, batch_size=2, sequence_length=64, seed=seed)
         return batches(dataset, 4)
 
-    one = first(7)
+    one = first(-(2**40))
     tf.random.set_seed(5)
-    assert_equal(one, first(7))
+    assert_equal(one, first(-(2**40)))
     assert not np.array_equal(one[0]["ids"], first(8)[0]["ids"])
-    assert_equal(first(-(2**40)), first(-(2**40)))
 
 
 def test_an_epoch_reads_every_sentence_once_and_the_next_in_another_order(any_corpus, vocabulary):

@@ -214,7 +214,8 @@ def test_weights_and_optimizer_are_those_that_were_saved_and_so_is_the_next_loss
 @pytest.mark.parametrize(
     ("there", "here", "precisions"),
     [
-        pytest.param("plain", "data", ("bfloat16", ""), marks=pytest.mark.slow),
+        pytest.param("simd", "plain", ("", "bfloat16"), marks=pytest.mark.slow),
+        pytest.param("plain", "data", ("bfloat16", ""), marks=pytest.mark.exhaustive),
         pytest.param("mixed", "pipeline", ("", "bfloat16"), marks=pytest.mark.exhaustive),
     ],
 )

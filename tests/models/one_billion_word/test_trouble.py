@@ -124,10 +124,18 @@ process.run(train.main)
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_no_training_and_what_was_saved_stays(tmp_path):
+def test_a_full_disk_and_a_reader_that_leaves_end_no_training(tmp_path):
+    """What was saved stays."""
     flags = [f"--logdir={tmp_path}", "--mesh_shape=layers:1", "--steps=11"]
-    code, _, err = finish(start(*flags, code=FULL_DISK))
+    process = start(*flags, code=FULL_DISK)
+    # As `| head -1` does.
+    assert process.stdout.readline().startswith("OneBillionWordTiny on ")
+    process.stdout.close()
+    process.stdout = None
+    code, _, err = finish(process)
     assert code == 2, err
+    assert err.count("standard output is closed (Broken pipe); going on") == 1
+    assert "Error" not in err
     assert f"{tmp_path}/ckpt-6 cannot be written (" in err
     assert f"training goes on, and {tmp_path}/ckpt-3 is kept" in err
     assert err.count("--tracker=tensorboard: step 4 cannot be tracked (") == 1
@@ -173,20 +181,6 @@ def test_a_second_training_in_the_same_directory_is_refused(tmp_path):
     assert "is in use: another run writes to it" in line
 
 
-@pytest.mark.slow
-def test_a_reader_of_the_output_that_leaves_ends_no_training(tmp_path):
-    process = start(f"--logdir={tmp_path}", "--steps=3")
-    # As `| head -1` does.
-    assert process.stdout.readline().startswith("OneBillionWordTiny on ")
-    process.stdout.close()
-    process.stdout = None
-    code, _, err = finish(process)
-    assert code == 0, err
-    assert err.count("standard output is closed (Broken pipe); going on") == 1
-    assert "Error" not in err
-    assert (tmp_path / "ckpt-3.index").exists()
-
-
 @pytest.fixture
 def spoil(monkeypatch):
     """Makes the weights of tokens of the batches of some steps no numbers."""
@@ -207,35 +201,29 @@ def spoil(monkeypatch):
 def test_a_step_that_is_not_finite_is_skipped_counted_and_said_under_every_plan(
     text, tmp_path, train, spoil, capsys
 ):
-    spoil({3, 4, 6})
-    found = {}
-    for name, plan in {
-        "plain": Plan(num_microbatches=1),
-        "split": Plan("layers:2", schedule="zb_h1", num_microbatches=2),
-    }.items():
-        request = small_request(tmp_path / name, text, steps=8, plan=plan, save_every=3)
-        assert train(request) == 0
-        err = capsys.readouterr().err
-        assert err.count("skipped, its weights are those before") == 2
-        assert "step 3: stage 'd" in err and "(1 step skipped so far)" in err
-        assert "step 6: " in err and "(3 steps skipped so far)" in err
-        found[name] = scalars(tmp_path / name, "loss")
-        assert len(found[name]) == 5
-        # The checkpoint of step 3 has the weights of step 2, which step 5 has shown to be good.
-        assert {p.name for p in (tmp_path / name).glob("*.index")} >= {"ckpt-8.index"}
-        assert weights(tmp_path / name, 8)["skipped_steps"] == 3
-    np.testing.assert_allclose(found["split"], found["plain"], rtol=1e-5)
+    """A run of ten ends a training."""
+    spoil({3, 4, 6, *range(10, 1000)})
 
+    def check(name, plan, steps, lines):
+        request = small_request(tmp_path / name, text, steps=steps, plan=plan, save_every=3)
+        try:
+            assert train(request) == 0
+        finally:
+            err = capsys.readouterr().err
+            assert err.count("skipped, its weights are those before") == lines
+            assert "step 3: stage 'd" in err and "(1 step skipped so far)" in err
+            assert "step 6: " in err and "(3 steps skipped so far)" in err
 
-@pytest.mark.slow
-def test_a_run_of_such_steps_ends_training_with_the_checkpoint_before(
-    text, tmp_path, train, spoil, capsys
-):
-    spoil(range(5, 1000))
+    check("split", Plan("layers:2", schedule="zb_h1", num_microbatches=2), 8, 2)
+    # The checkpoint of step 3 has the weights of step 2, which step 5 has shown to be good.
+    assert weights(tmp_path / "split", 8)["skipped_steps"] == 3
     with pytest.raises(TrainingError) as caught:
-        train(small_request(tmp_path, text, steps=100, save_every=2))
-    told = str(caught.value)
-    assert told.startswith("step 14: 10 steps in a row were skipped, the last one since stage ")
-    assert f"of good checkpoints, {tmp_path}/ckpt-2 is kept" in told
-    assert capsys.readouterr().err.count("skipped, its weights") == 1, "one line for all"
-    assert not (tmp_path / "ckpt-6.index").exists(), "nobody knows whether step 4 was good"
+        # One line for all of the run.
+        check("plain", Plan(num_microbatches=1), 100, 3)
+    told, kept = str(caught.value), tmp_path / "plain" / "ckpt-6"
+    assert told.startswith("step 19: 10 steps in a row were skipped, the last one since stage ")
+    assert f"of good checkpoints, {kept} is kept" in told and weights(kept.parent, 6)
+    assert not (tmp_path / "plain" / "ckpt-9.index").exists(), "nobody knows whether it was good"
+    found, plain = (scalars(tmp_path / name, "loss") for name in ("split", "plain"))
+    assert (len(found), len(plain)) == (5, 6)
+    np.testing.assert_allclose(found, plain[:5], rtol=1e-5)
