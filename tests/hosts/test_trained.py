@@ -71,7 +71,7 @@ def test_two_workers_equal_one_process(workers):
     """Activations and gradients of the wide model are 256 KiB a step: they go from worker to
     worker, and the client sends a batch and gets a loss.
     """
-    plans = [f"wide {PLANS[3]}".replace("batches=4", "batches=2"), PROGRAMS[3]]
+    plans = [f"wide {PLANS[0]}".replace("batches=4", "batches=2"), PROGRAMS[3]]
     together = trained(workers, plans)
     assert_same(plans, together, 2)
     handed_on = 2 * 8 * 16 * 256 * 4

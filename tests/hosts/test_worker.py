@@ -64,7 +64,7 @@ def test_a_worker_answers_unless_stopped_and_ends_by_a_signal(number):
 def test_a_worker_of_mpi_ends_with_its_file(tmp_path, monkeypatch):
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "1")
-    worker = start(f"--announce={tmp_path}", command=COMMAND)
+    worker = start(f"--announce={tmp_path}")
     monkeypatch.delenv("PMI_RANK")
     try:
         assert Cluster.from_text(f"mpi:{tmp_path}").workers == (address_of(worker),)

@@ -38,7 +38,7 @@ def main(workers, steps, texts):
     for text in texts:
         attributes = {"PLAN": Plan.from_text(text.removeprefix("wide "))}
         if text.startswith("wide "):
-            attributes |= {"MODEL_DIM": 256, "HIDDEN_DIM": 16}
+            attributes |= {"MODEL_DIM": 256, "HIDDEN_DIM": 16, "NUM_LAYERS": 1}
         training = language_model.Training(language_model.small(**attributes))
         batches = [
             {name: tf.constant(value) for name, value in language_model.random_batch(i).items()}

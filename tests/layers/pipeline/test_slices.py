@@ -51,17 +51,26 @@ def plain(run, packed, attention):
     [
         # One token each: less than a block of keys.
         ("layers:1", "seq1f1b:12", {"num_micro_batches": 1, "bounds": (0, 4)}),
-        (
+        pytest.param(
             "layers:2",
             "seq1f1b:3",
             {"num_micro_batches": 4, "packed": True, "attention": {"num_kv_heads": 1, **TURNED}},
+            marks=pytest.mark.exhaustive,
         ),
         (
             "layers:2",
             "seq1f1b:4",
-            {"attention": {"relative_buckets": 4, "window": 5}, "remat": "none", "loop": True},
+            {
+                **{"attention": {"relative_buckets": 4, "window": 5}, "num_micro_batches": 4},
+                **{"remat": "none", "loop": True},
+            },
         ),
-        ("layers:2;data:2", "seq1f1b:3", {"packed": True, "loop": True}),
+        pytest.param(
+            "layers:2;data:2",
+            "seq1f1b:3",
+            {"packed": True, "loop": True},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             f"layers:2;model:2 {SPLIT}",
             "seq1f1b:3",
