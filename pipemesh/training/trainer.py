@@ -261,6 +261,10 @@ class SeveralSteps:
         return tf.while_loop(lambda index: index < number, body, [0], parallel_iterations=1)
 
 
+def _shapes(batch: Any) -> str:
+    return str(tf.nest.map_structure(_spec, batch))
+
+
 def _spec(value: Any) -> tf.TensorSpec:
     return tf.TensorSpec(value.shape, value.dtype)
 
@@ -386,10 +390,10 @@ class Trainer:
         self._evaluation = Evaluation(subject, self.trained)
         self._is_first, self._was_skipped = True, False
         self.batch: Any = None
-        # Graphs to check when TensorFlow places them, at their first call: that of one step (True)
-        # and that of several.
-        is_strict = any(s.params.strict_devices for s in self.trained.pipelines)
-        self._unchecked = {True, False} if is_strict else set[bool]()
+        # Graphs are checked when TensorFlow places them, at their first call: those of one step
+        # (True) and of several, for each shape of batches.
+        self._is_strict = any(s.params.strict_devices for s in self.trained.pipelines)
+        self._checked = set[tuple[bool, str]]()
 
     def _note_run(self, stack: Any, run: Any) -> None:
         stack.noted_run = None
@@ -522,8 +526,8 @@ class Trainer:
         watch.begin(name, is_step=True)
         try:
             with self.trained.cluster(), contextlib.ExitStack() as stack:
-                if one in self._unchecked:
-                    self._unchecked.remove(one)
+                if self._is_strict and (shape := (one, _shapes(batches[0]))) not in self._checked:
+                    self._checked.add(shape)
                     graphs = stack.enter_context(record_placement())
                 if self._is_first:
                     # Python is idle while TensorFlow prepares a graph for its first run.
@@ -630,6 +634,8 @@ class Trainer:
         timed = tf.function(self._train_step, autograph=False)
         plain, self._train = self._train, timed
         try:
+            with self.trained.cluster():
+                self._build_graphs()
             self._whole_step()
             timelines: list[tuple[Timeline, float]] = []
             for _ in range(_TIMED):
