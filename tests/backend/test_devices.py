@@ -47,7 +47,7 @@ assert tf.executing_eagerly() and len(tf.config.list_logical_devices("CPU")) == 
 assert tf.config.threading.get_inter_op_parallelism_threads() >= 5
 from tensorflow.python.eager import context
 rewrites = context.context().config.graph_options.rewrite_options
-assert rewrites.meta_optimizer_iterations == rewrites.ONE
+assert rewrites.meta_optimizer_iterations == rewrites.ONE and rewrites.disable_tfg_optimizer
 try:
     prepare_graphs_quickly()
 except DeviceError as error:

@@ -24,9 +24,7 @@ def test_an_exception_surfaces_promptly_and_changes_nothing(mode):
         with pytest.raises(tf.errors.OpError) as caught:
             training.step(poison(layer, 2, direction))
         assert time.perf_counter() - begin < 10
-        # The names of functions inlined into a TF1 session have no microbatch.
-        microbatch = ", microbatch 2" if mode == "tf2" else ""
-        where = f"stage 'stage1' (CPU:1), layer 'layer{layer}'{microbatch}, {direction}"
+        where = f"stage 'stage1' (CPU:1), layer 'layer{layer}', microbatch 2, {direction}"
         assert str(explain(caught.value, {"stage1": "CPU:1"})) == f"{where}: {text}"
         for old, new in zip(before, training.values(), strict=True):
             np.testing.assert_array_equal(old, new)
