@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from pipemesh.backend.devices import is_device
 from pipemesh.backend.gradients import (
     attach_gradient,
     is_recorded,
@@ -126,12 +127,7 @@ def local_gradient(
     with tf.device(device):
         if tf.executing_eagerly():
             return call_local(function, tensors)
-        # Identities make each argument separate, even if it occurs twice or was computed from
-        # another argument. A second derivative differentiates operations that use the identities,
-        # so tapes that may compute one watch them.
-        higher = is_recorded_twice(tensors)
-        with contextlib.nullcontext() if higher else unrecorded():
-            args = [tf.identity(tensor) for tensor in tensors]
+        args = _separate(tensors, device)
         floating = [i for i, arg in enumerate(args) if arg.dtype.is_floating]
         sources = [args[i] for i in floating]
         # This tape sees the local operations alone. `tf.gradients` would search all later
@@ -155,6 +151,32 @@ def local_gradient(
         for i, result in zip(numbers, attached, strict=True):
             outputs[i] = result
         return outputs
+
+
+def _separate(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
+    """Returns the tensors on a device, each a tensor of its own that no tape watches, unless it may
+    compute a second derivative.
+    """
+    # A tensor that occurs twice would get the whole gradient twice, and a tape that watches it
+    # would record what the function does. Where neither may be, as in the stages of a pipeline, an
+    # identity would only be one more operation, for each argument of each function.
+    graph = tf.compat.v1.get_default_graph()
+    # A second derivative differentiates operations that use the identities, so tapes that may
+    # compute one watch them.
+    higher = is_recorded_twice(tensors)
+    as_they_are = [
+        isinstance(tensor, tf.Tensor)
+        and getattr(tensor, "graph", None) is graph
+        and is_device(tensor.device, device)
+        and not is_recorded([tensor])
+        and not any(tensor is other for other in tensors[:i])
+        for i, tensor in enumerate(tensors)
+    ]
+    with contextlib.nullcontext() if higher else unrecorded():
+        return [
+            tensor if is_own else tf.identity(tensor)
+            for tensor, is_own in zip(tensors, as_they_are, strict=True)
+        ]
 
 
 T = TypeVar("T")
