@@ -308,9 +308,11 @@ class BlockAttention:
             weights = tf.exp(scores - sums[i])
             dweights = tf.matmul(wanted[i], values[j], transpose_b=True)
             dscores = weights * (tf.cast(dweights, tf.float32) - means[i])
-            # The derivative of the cap, of which `limited` is the result.
-            slope = 1.0 if self.cap is None else 1 - tf.square(limited / self.cap)
-            low = tf.cast(dscores * slope, q.dtype)
+            low = dscores
+            if self.cap is not None:
+                # The derivative of the cap, of which `limited` is the result.
+                low *= 1 - tf.square(limited / self.cap)
+            low = tf.cast(low, q.dtype)
             found = [
                 tf.matmul(low, keys[j]),
                 tf.matmul(low, queries[i], transpose_a=True),
