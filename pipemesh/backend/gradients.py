@@ -398,13 +398,22 @@ def _identity_in_place(tensor: tf.Tensor) -> tf.Tensor:
         return tf.identity(tensor)
 
 
-def _call_pass_on(graph: tf.Graph, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+@functools.cache
+def _pass_on(dtypes: tuple[tf.DType, ...]) -> Any:
+    """Returns the one function that passes on tensors of these dtypes."""
+    # A `tf.function` would be traced again for each call that draws by `plan_free_randomness`.
     # A shape may be None, against the declared type.
     specs = [
-        tf.TensorSpec(None, tensor.dtype)  # pyright: ignore[reportArgumentType]
-        for tensor in tensors
+        tf.TensorSpec(None, dtype)  # pyright: ignore[reportArgumentType]
+        for dtype in dtypes
     ]
-    function = _pipemesh_passes_on.get_concrete_function(*specs)
+    # Devices of the graph around would become those of the function.
+    with tf.Graph().as_default():
+        return _pipemesh_passes_on.get_concrete_function(*specs)
+
+
+def _call_pass_on(graph: tf.Graph, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    function = _pass_on(tuple(tensor.dtype for tensor in tensors))
     function.add_to_graph(graph)
     results = gen_functional_ops.partitioned_call(
         tensors,
