@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from pipemesh.backend import collectives
 from pipemesh.backend.gradients import had_gradient, passes_on
-from pipemesh.backend.graphs import Bodies
+from pipemesh.backend.graphs import Bodies, imports_by_device
 from pipemesh.backend.operation_kinds import (
     CHECK_AND_HAND_ON,
     COLLECTIVES,
@@ -283,12 +283,13 @@ class GraphCut:
             if due is not None and node.op in _ONLY_IF_DUE:
                 node.input.append("^due")
                 input_map["^due"] = due
-        pasted = tf.graph_util.import_graph_def(
-            part,
-            input_map=input_map,
-            return_elements=computed,
-            name="",
-        )
+        with imports_by_device():
+            pasted = tf.graph_util.import_graph_def(
+                part,
+                input_map=input_map,
+                return_elements=computed,
+                name="",
+            )
         result = dict(zip(computed, pasted, strict=True))
         for name, tensor in result.items():
             # Shapes that Python code has set are not part of a graph's definition.
