@@ -324,6 +324,11 @@ class Run:
         check_sliced(stages, schedule)
         check_threads(len({device for stage in stages for device in stage.devices}))
         inputs = [tf.convert_to_tensor(t) for t in inputs]
+        # A variable is read once.
+        stages = [
+            dataclasses.replace(stage, theta=[tf.convert_to_tensor(t) for t in stage.theta])
+            for stage in stages
+        ]
         replicas = num_replicas(stages, schedule.stage_devices, schedule.num_slices)
         dims = options.batch_dim, options.sequence_dim
         cutting = cutting_of(inputs, schedule, *dims, replicas)
@@ -353,7 +358,7 @@ class Run:
                 held,
                 cutting,
                 step,
-                [[_sum_dtype(tf.convert_to_tensor(t)) for t in stage.theta] for stage in stages],
+                [[_sum_dtype(t) for t in stage.theta] for stage in stages],
                 options,
                 any(is_differentiable(t) and not is_stopped(t) for t in inputs),
             )
@@ -529,7 +534,7 @@ def _frozen(stage: Stage, compute_dtype: tf.DType | None) -> Stage:
     theta = []
     for t, dtype, device in zip(stage.theta, dtypes, stage.theta_devices, strict=True):
         with tf.device(device):
-            theta.append(tf.stop_gradient(cast_floating(tf.convert_to_tensor(t), dtype)))
+            theta.append(tf.stop_gradient(cast_floating(t, dtype)))
     with tf.device(stage.device):
         carry = [
             t if isinstance(t, tf.TensorSpec) else tf.stop_gradient(tf.convert_to_tensor(t))
