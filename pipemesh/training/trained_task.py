@@ -8,11 +8,12 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from lingvo.core import base_model, cluster_factory, py_utils, summary_utils
+from lingvo.core import learner as lingvo_learner
 
 from pipemesh.backend.devices import place_beside_inputs
 from pipemesh.backend.saved_state import create_slots
@@ -33,16 +34,23 @@ from pipemesh.training.lingvo_params import (
 )
 from pipemesh.training.subject import SOURCE
 
-_add_norm_summary = summary_utils.AddNormSummary
 
-
-def _add_norm_if_kept(name: str, var_grads: Any) -> Any:
-    """Adds the norms of a weight and its gradient to the summaries, if the cluster keeps any."""
-    # lingvo would compute them in any case: one in ten operations of a step that nothing uses.
-    return _add_norm_summary(name, var_grads) if cluster_factory.Current().add_summary else None
-
-
-summary_utils.AddNormSummary = _add_norm_if_kept
+@contextlib.contextmanager
+def only_kept_norms(applied: Any) -> Iterator[None]:
+    """Lets lingvo's learner compute the norms of single weights only for a cluster that keeps them
+    in summaries.
+    """
+    # They are one in fifteen operations of a step, and nothing uses them. A learner of another
+    # class may use what it adds.
+    is_lingvos = type(applied).ScaleGradients is lingvo_learner.Learner.ScaleGradients
+    if cluster_factory.Current().add_summary or not is_lingvos:
+        yield
+        return
+    add, summary_utils.AddNormSummary = summary_utils.AddNormSummary, lambda name, var_grads: None
+    try:
+        yield
+    finally:
+        summary_utils.AddNormSummary = add
 
 
 def prepare_optimizer(learner: Any, variables: Sequence[tf.Variable], step: tf.Variable) -> None:
@@ -348,11 +356,16 @@ class TrainedTask:
                     held.update(all_or_none(held, loss, self._scales))
                 return held[f"learner_{number}"]
 
-            applied.append(
-                self.learners[number].Apply(
-                    metrics, self._trained[number], gradient_mask=mask, gradient_adjuster=adjusted
+            learner = self.learners[number]
+            with only_kept_norms(learner):
+                applied.append(
+                    learner.Apply(
+                        metrics,
+                        self._trained[number],
+                        gradient_mask=mask,
+                        gradient_adjuster=adjusted,
+                    )
                 )
-            )
 
         apply(len(self.learners) - 1)
         return applied, held
