@@ -89,6 +89,9 @@ def _started(
     def make(plan: Plan) -> Any:
         own, values = config(), plan.to_values()
         prepare(own)
+        if hasattr(own, "BUCKETS"):
+            # A plan must do for the longest rows.
+            own.BUCKETS = ""
         fall_later(own)
         model = RegisteredModel(own, name, values, device_type=device_type, **filters)
         model.learn(learning)
