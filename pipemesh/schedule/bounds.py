@@ -2,7 +2,7 @@
 
 Fixed are costs, the device of each stage, the number of microbatches, and the number of (stage,
 microbatch) pairs that a device may hold. Free are the order of actions on each device, and for
-each backward if it is whole or split. `lower_bound` is the largest of the five bounds proved
+each backward if it is whole or split. `lower_bound` is the largest of the six bounds proved
 here.
 
 Let `f`, `i`, `w`, `b` be the durations of a stage. Two facts hold for every schedule. A gradient
@@ -32,6 +32,16 @@ highest stage `z`, `N` pairs and room for `K` of them (at most `N`).
    computed in between. So `K (makespan - arrive(a)) >= sum(h) + K (K - 1) / 2 * (shortest f +
    shortest end)`.
 
+6. **Last forward.** Let `t` be the end of the last forward of stage `z` on this device, of
+   microbatch `m`. It is the last forward of the device, because each microbatch passes stage `z`
+   last on its way up. At `t` at most `K` pairs are held, so the others are finished. If there are
+   others (`N > K`), a gradient has come before `t`, and with it the idle time of 2; else only
+   `arrive(a)` is idle for certain. So `t` is at least that, all forwards, and the `N - K` smallest
+   `r` of other microbatches than `m`. After `t` the gradient of `m` has to come back to stage `z`
+   (the way up from there and back), then go on to stage 0 and be finished there; and before it is
+   back, no pair of `m` has begun its backward, so this device still has all of these to do. The
+   makespan is at least `t + (the way up and back) + max(the way down, sum(r) over its stages)`.
+
 Without backward actions only the path and the load with what comes before and after it are left.
 
 **Slices.** With `Q` slices, costs are those of a slice and `N` counts slices; a schedule of
@@ -39,13 +49,14 @@ slices is one of so many microbatches that also keeps their order, so all of the
 Besides, no gradient exists before the last stage has done all `Q` forwards of a microbatch, which
 makes every `return(s)` later by `Q - 1` of them; the path ends with the `Q - 1` gradients that
 stage 0 still has to make; and slice `k` is held for `Q - 1 - k` forwards of the last stage and as
-many gradients of its own longer than the last slice.
+many gradients of its own longer than the last slice. In 6 the last slice is the first to come
+back, and all `Q` pairs of each stage are still to do; on its way down, stage 0 has `Q - 1` more.
 
 **Recomputation.** A device that recomputes gives memory back before the first gradient, and can
 recompute before it, too. So for such a device `P` is all forwards and recomputations, none of the
 pairs has to be finished in 4, the recomputations come on top in 3 and 4 (each before its
 gradient), and in 5 a recomputed pair counts only with its own actions, and nothing is lost at the
-ends.
+ends. Bound 6 is left out.
 """
 
 from __future__ import annotations
@@ -184,6 +195,11 @@ class _Ways:
         later = (self.num_slices - 1) / 2
         return self.shortest_hold(stage) + later * (self.forward[-1] + self.grad[stage])
 
+    def way_back(self, highest: int) -> float:
+        """Returns the least time from a forward's end until its gradient, of the last slice."""
+        both = self.forward[highest] + self.release[highest]
+        return self.shortest_hold(highest) - both
+
     def way_down(self, lowest: int) -> float:
         """Returns the time from stage `lowest`'s gradient to the end of stage 0's backward."""
         if not lowest:
@@ -192,7 +208,7 @@ class _Ways:
 
 
 def _of_device(ways: _Ways, owned: list[int], num_pieces: int, room: int) -> list[float]:
-    """Returns the bounds 3, 4 and 5 for a device that runs the stages `owned`, lowest first."""
+    """Returns the bounds 3 to 6 for a device that runs the stages `owned`, lowest first."""
     lowest, highest = owned[0], owned[-1]
     pairs = len(owned) * num_pieces
     stage_of_pair = [s for s in owned for _ in range(num_pieces)]
@@ -210,7 +226,15 @@ def _of_device(ways: _Ways, owned: list[int], num_pieces: int, room: int) -> lis
     held = sum(map(ways.mean_hold, stage_of_pair))
     ends = min(ways.forward[s] for s in owned) + min(ways.end[s] for s in owned)
     in_room = ways.arrive[lowest] + held / room + (room - 1) / 2 * ends
-    return [load, last_gradient, in_room]
+
+    slices = ways.num_slices
+    others = [ways.release[s] for s in owned for _ in range(num_pieces - slices)]
+    start = idle if pairs > room else ways.arrive[lowest]
+    last_forward = start + forwards + sum(heapq.nsmallest(pairs - room, others))
+    down = ways.come_back[0] - ways.come_back[highest] + (slices - 1) * ways.grad[0]
+    own = slices * sum(ways.release[s] for s in owned)
+    after = ways.way_back(highest) + max(down + ways.release[0], own)
+    return [load, last_gradient, in_room, last_forward + after]
 
 
 def _of_recomputing(

@@ -21,6 +21,18 @@ def test_no_schedule_is_shorter(data, schedule):
         assert timeline.above_bound >= 0
 
 
+# Shortest lengths by `optimal_schedule`: of vees of devices, with the pairs that each may hold.
+PROVED = {(3, 4): 5, (4, 4): 11, (4, 5): 8}
+
+
+@pytest.mark.parametrize(("devices", "limit"), PROVED)
+@pytest.mark.parametrize("num_microbatches", [4, 6, 8, 10])
+def test_the_last_forward_bounds_vees(devices, limit, num_microbatches):
+    limits = [limit] * devices
+    shortest = 6 * num_microbatches + PROVED[devices, limit]
+    assert lower_bound(Costs(), vee(devices), num_microbatches, limits) == shortest
+
+
 TINY = [
     ((0, 1), 1, (1, 1)),
     ((0, 1), 3, (1, 1)),
@@ -58,7 +70,7 @@ def test_the_shortest_of_all_is_not_shorter_for_any_costs(data, limits):
         ("zb_h1", 27),
         ("zb_v", 25.5),
         ("v_half", 26.5),
-        ("v_min", 27.5),
+        ("v_min", 29.5),
         ("dual_pipe_v", 25.5),
     ],
 )

@@ -37,7 +37,8 @@ def solved(costs, stages, num_microbatches, limits):
     assert timeline.makespan == found.makespan
     pairs = zip(timeline.peak_activations, limits, strict=True)
     assert all(held <= limit for held, limit in pairs)
-    assert timeline.lower_bound <= found.makespan
+    # But for round-off.
+    assert timeline.lower_bound <= found.makespan * (1 + 1e-12)
     assert found.is_proved
     return found.makespan
 
