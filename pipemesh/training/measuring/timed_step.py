@@ -29,9 +29,13 @@ from pipemesh.training.subject import Subject
 from pipemesh.training.trained_task import TrainedTask
 
 
+class _Known(Exception):
+    """Ends the trace of a step once its memory is known."""
+
+
 class TimedStep:
     """A full training step: forward, backward, all-reduce and optimizer; `clocked` notes when each
-    action runs, which takes time itself. Without `runs` it is traced, which says what it holds.
+    action runs, which takes time itself. Without `runs` it is traced as far as to say what it holds.
     """
 
     def __init__(
@@ -72,10 +76,11 @@ class TimedStep:
         self._step = tf.function(step, autograph=False)
         # Of the latest step: core seconds, and seconds outside its first and last action.
         self.cpu = self.before = self.after = 0.0
+        self._runs = runs
         if runs:
             self.run()
         else:
-            with self.trained.cluster():
+            with self.trained.cluster(), contextlib.suppress(_Known):
                 self._step.get_concrete_function(batch)
         self.build = time.perf_counter() - begin
 
@@ -86,6 +91,8 @@ class TimedStep:
     def _note(self, run: Any) -> None:
         self.stack.noted_run = None
         self.memory = memory_of(run)
+        if not self._runs:
+            raise _Known
 
     def run(self) -> float:
         """Runs a step; returns its seconds, and sets `cpu` to its core time."""
