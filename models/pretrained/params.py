@@ -114,7 +114,10 @@ class PretrainedParams(base_model_params.SingleTaskModelParams):
 
     def _input(self, name: str, data: str, seed: int | None = None) -> Any:
         length, corruption = length_of(self), corruption_of(self)
-        others: dict[str, Any] = {"corruption": corruption, "buckets": self.BUCKETS}
+        others: dict[str, Any] = {
+            "corruption": corruption,
+            "buckets": "" if seed is None else self.BUCKETS,
+        }
         if config_of(self).kind == "encoder_decoder" and corruption is None:
             others["source_length"] = length
         batches = batches_of(

@@ -85,7 +85,7 @@ class TranslationParams(base_model_params.SingleTaskModelParams):
             self.PACKING,
             seed,
             source_length=length,
-            buckets=self.BUCKETS,
+            buckets="" if seed is None else self.BUCKETS,
         )
         return DatasetInput.Params().Set(name=name, dataset=batches, batch_size=self.BATCH_SIZE)
 

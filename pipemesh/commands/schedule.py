@@ -290,8 +290,8 @@ def compare(
 ) -> tuple[list[Row], dict[str, str]]:
     """Simulates every schedule on the same model, and searches one for each number of stages.
 
-    Costs are of one stage a device. Rows are sorted by makespan and memory; of other schedules it
-    returns why they cannot be built.
+    Costs are of one stage a device. Rows are sorted by makespan, sums of gradients included, and
+    memory; of other schedules it returns why they cannot be built.
     """
     rows: list[Row] = []
     reasons: dict[str, str] = {}
@@ -317,7 +317,7 @@ def compare(
         limit = scale_limit(memory_limit, share)
         found = list_schedule(fitted, num_devices, num_microbatches, limit, share)
         rows.append(Row("list_schedule", share, simulate(found, fitted)))
-    rows.sort(key=lambda row: (round(row.timeline.makespan, 9), row.microbatches(), row.name))
+    rows.sort(key=lambda row: (round(row.timeline.end, 9), row.microbatches(), row.name))
     return rows, dict(sorted(reasons.items()))
 
 
@@ -336,9 +336,12 @@ def table(rows: Iterable[Row], reasons: Mapping[str, str]) -> str:
     The last column says how far a schedule can be at most from the best one on its stages that
     holds no more on any device; see `Timeline.lower_bound`.
     """
+    rows = list(rows)
+    has_sums = any(row.timeline.sums for row in rows)
     lines = [
         [
-            *("schedule", "stages/device", "makespan", "bubble", "bubble %", "own-span"),
+            *("schedule", "stages/device", "makespan", *(["with sums"] if has_sums else [])),
+            *("bubble", "bubble %", "own-span"),
             *("peak activations", "in microbatches", "above bound"),
         ]
     ]
@@ -349,6 +352,7 @@ def table(rows: Iterable[Row], reasons: Mapping[str, str]) -> str:
                 name,
                 str(virtual_stages),
                 number(timeline.makespan),
+                *([number(timeline.end)] if has_sums else []),
                 number(max(timeline.bubble)),
                 f"{timeline.bubble_ratio:.1%}",
                 number(max(timeline.own_span_bubble)),

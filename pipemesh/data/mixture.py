@@ -216,7 +216,7 @@ class DocumentBatches:
         source_length: number of positions in a row of sources; None for documents that are no
             pairs.
         corruption: `MaskedTokens` or `SpanCorruption`; None to predict what follows.
-        buckets: lengths of rows besides `length`, all shorter, such as `128,256`. All rows of a
+        buckets: lengths of rows besides the longest, such as `128,256`; "" for none. All rows of a
             batch of a mixture then have the shortest of these lengths into which they fit. Rows in
             order, as of held-out data, have one length.
 
@@ -275,17 +275,21 @@ class DocumentBatches:
 
     def row_lengths(self) -> list[int]:
         """Returns the lengths of rows that batches may have, in ascending order."""
-        return sorted({*self._shorter(), self.length})
+        return [*self._shorter(), self._longest]
+
+    @property
+    def _longest(self) -> int:
+        return max(self.length, self.source_length or 0)
 
     def _shorter(self) -> list[int]:
         try:
-            found = [int(part) for part in self.buckets.split(",") if self.buckets]
-        except ValueError:
+            found = sorted({int(part) for part in self.buckets.split(",") if self.buckets})
+        except (ValueError, AttributeError):
             found = [0]
-        if any(not 2 <= length < self.length for length in found):
+        if any(not 2 <= length < self._longest for length in found):
             raise DataError(
                 f"buckets={self.buckets!r}: they are lengths from 2 on that are shorter than a row "
-                f"of {self.length} tokens (--sequence_length); give such as 128,256"
+                f"of {self._longest} tokens (--sequence_length); give a text such as '128,256'"
             )
         return found
 
@@ -340,7 +344,7 @@ class DocumentBatches:
         if self.corruption is not None:
             found["corruption"] = str(self.corruption)
         if self.buckets:
-            found["buckets"] = self.buckets
+            found["buckets"] = ",".join(map(str, self._shorter()))
         return found | getattr(self.spelling, "digests", {})
 
     @functools.cached_property

@@ -311,7 +311,7 @@ def _end_of_sums(stages: Stages, figures: Figures, ends: Sequence[float]) -> flo
     places = stages.table.stage_devices
     seconds = [gradient_sum(stages, figures, stage)[0] for stage in range(len(places))]
     if figures.cores is not None:
-        # Cores add; what they do for a stage that is done, they do not do for others.
+        # The cores that add do not compute the device's other stages meanwhile.
         of_home = dict.fromkeys(places, 0.0)
         for place, end in zip(places, ends, strict=True):
             of_home[place] = max(of_home[place], end)

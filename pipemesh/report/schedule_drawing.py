@@ -494,7 +494,7 @@ def _summary(shown: Mapping[str, Timeline]) -> str:
             str(timeline.schedule.num_stages),
             str(timeline.schedule.num_microbatches),
             number(timeline.makespan),
-            number(timeline.end - timeline.makespan),
+            number(timeline.end - timeline.makespan) if timeline.sums else "",
             f"{number(timeline.total_bubble)} ({timeline.bubble_ratio:.1%})",
             number(max(timeline.own_span_bubble, default=0.0)),
             str(max(timeline.peak_activations, default=0)),

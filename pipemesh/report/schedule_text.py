@@ -69,6 +69,9 @@ def to_terminal(timeline: Timeline, *, color: bool = False, width: int | None = 
     ]
     for row, begin, until, label, background in cells:
         start, end = round(begin * scale), round(until * scale)
+        if row >= num_devices:
+            # A link has few cells, so brief ones are shown, too.
+            end = max(end, start + 1)
         # Round-off must not make a cell begin before its neighbour has ended.
         start = max(start, column[row])
         if end <= start:

@@ -89,8 +89,10 @@ class Timeline:
     def stage_ends(self) -> tuple[float, ...]:
         """For each stage the end of its last action."""
         ends = [0.0] * self.schedule.num_stages
-        for span in self.spans():
-            ends[span.action.stage] = max(ends[span.action.stage], span.end)
+        for row, row_ends in zip(self.schedule.rows, self.ends, strict=True):
+            # A row is in order of time.
+            for action, end in zip(row, row_ends, strict=True):
+                ends[action.stage] = end
         return tuple(ends)
 
     @cached_property

@@ -371,6 +371,11 @@ class Trainer:
                 "use 1, or leave --cluster out"
             )
         self._specs = subject.batch_specs()
+        if self._specs and options.trace_schedule:
+            raise TrainingError(
+                "--trace_schedule times steps of one length, but batches in buckets differ; leave "
+                "one of them out"
+            )
         if self._specs and options.steps_per_call > 1:
             raise TrainingError(
                 f"--steps_per_call={options.steps_per_call}: batches in buckets differ in length, "
@@ -634,8 +639,6 @@ class Trainer:
         timed = tf.function(self._train_step, autograph=False)
         plain, self._train = self._train, timed
         try:
-            with self.trained.cluster():
-                self._build_graphs()
             self._whole_step()
             timelines: list[tuple[Timeline, float]] = []
             for _ in range(_TIMED):

@@ -199,6 +199,15 @@ def test_a_memory_limit_holds_for_the_searched_ones():
         compare(Costs(), 2, 4, memory_limit=0)
 
 
+def test_sums_of_gradients_count_in_a_comparison():
+    """They hide behind the stages of a device that still compute, where it has two."""
+    rows, _ = compare(Costs(gradient_sum=20), 2, 4)
+    assert [row.timeline.end for row in rows] == sorted(row.timeline.end for row in rows)
+    assert rows[0].virtual_stages == 2
+    assert "with sums" in table(rows, {})
+    assert "with sums" not in table(*compare(Costs(), 2, 4))
+
+
 def test_what_cannot_be_built_says_why():
     text = table(*compare(Costs(), 2, 3))
     assert "not possible: dual_pipe_v: num_microbatches is 3, but DualPipeV needs" in text

@@ -152,9 +152,12 @@ def test_rows_of_a_batch_have_the_shortest_length_into_which_they_fit(tmp_path, 
 
 
 def test_buckets_that_cannot_be_are_refused(tmp_path):
-    for buckets in ("8", "1", "two", "2,,4"):
-        with pytest.raises(DataError, match=f"buckets='{buckets}': they are lengths from 2 on"):
+    for buckets in ("8", "1", "two", "2,,4", [2, 4]):
+        with pytest.raises(DataError, match=r"buckets=.*: they are lengths from 2 on"):
             of_files(tmp_path, buckets=buckets)
+    # The same lengths are the same data.
+    spellings = [of_files(tmp_path, seed=7, buckets=text).digests for text in ("2,5", "5, 2,5")]
+    assert spellings[0] == spellings[1] and spellings[0]["buckets"] == "2,5"
     batches = of_files(tmp_path, seed=7, packing="split", buckets="4")
     with pytest.raises(DataError, match="rows of one length, since its documents are split"):
         batches()

@@ -167,6 +167,24 @@ def test_batches_are_a_function_of_seed_and_number(folder):
     assert batches(folder).digests["source_length"] == "7"
 
 
+def test_pairs_in_buckets_have_the_length_of_their_longer_side(folder):
+    """Rows of sources may be longer than those of targets; no pair is lost."""
+    plain, found = (
+        [*batches(folder, 5, packing="single", **more)().take(40)]
+        for more in ({}, {"buckets": "3,5"})
+    )
+    sizes = {(batch["source_ids"].shape[1], batch["ids"].shape[1]) for batch in found}
+    assert sizes <= {(3, 3), (5, 5), (7, 6)} and len(sizes) > 1
+
+    def texts(some):
+        sources = [row for batch in some for row in batch["source_ids"].numpy().tolist()]
+        return {tuple(token for token in row if token) for row in sources}
+
+    assert texts(found) == texts(plain)
+    counts = batches(folder, 5, packing="single", buckets="3,5").counts()
+    assert all(sum(number for _, number in each.by_length) == each.rows for each in counts)
+
+
 def test_pairs_are_never_split(folder):
     with pytest.raises(DataError, match="packing='split': pairs are not split"):
         batches(folder, packing="split")()

@@ -64,6 +64,8 @@ def test_sums_of_gradients_have_rows_of_their_own():
         if e.get("cat") == "sum of gradients"
     ]
     assert sums == [("1S", 3, 7, 4), ("0S", 2, 9, 2)]
+    brief = to_terminal(simulate(one_f_one_b(2, 2), Costs(1, 2, gradient_sum=0.01)))
+    assert brief.splitlines()[-1].endswith(" S")
     assert to_svg(timeline).count("sum of the gradients of stage") == 2
 
 

@@ -40,7 +40,12 @@ class RegisteredSteps:
         from pipemesh.training.measuring.measure import measure, seconds_of
         from pipemesh.training.subject import rows_of
 
-        batch = next(iter(make(Plan()).train_data(0)))
+        subject = make(Plan())
+        data, specs = iter(subject.train_data(0)), subject.batch_specs()
+        batch = next(data)
+        # A plan must do for the longest rows of batches in buckets.
+        while specs and _shapes(batch) != _shapes(specs[-1]):
+            batch = next(data)
         self.rows = rows_of(batch)
         self.figures = functools.partial(measure, make, batch, num_devices, _say)
         self.seconds = functools.partial(seconds_of, make, batch, say=_say)
@@ -89,15 +94,16 @@ def _started(
     def make(plan: Plan) -> Any:
         own, values = config(), plan.to_values()
         prepare(own)
-        if hasattr(own, "BUCKETS"):
-            # A plan must do for the longest rows.
-            own.BUCKETS = ""
         fall_later(own)
         model = RegisteredModel(own, name, values, device_type=device_type, **filters)
         model.learn(learning)
         return model
 
     return make
+
+
+def _shapes(batch: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {name: list(value.shape) for name, value in batch.items()}
 
 
 def _say(text: str) -> None:

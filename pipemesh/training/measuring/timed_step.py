@@ -35,7 +35,7 @@ class _Known(Exception):
 
 class TimedStep:
     """A full training step: forward, backward, all-reduce and optimizer; `clocked` notes when each
-    action runs, which takes time itself. Without `runs` it is traced as far as to say what it holds.
+    action runs, which takes time itself. Without `runs` it is traced until it says what it holds.
     """
 
     def __init__(

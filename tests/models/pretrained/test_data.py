@@ -145,9 +145,10 @@ def test_batches_in_buckets_are_those_of_one_length_without_their_padding(folder
         assert trainer._train.experimental_get_tracing_count() == 2
     assert seen == {5, LENGTH}
     np.testing.assert_allclose(losses["plain"], losses["split"], rtol=1e-5)
-    options = Options(logdir=str(tmp_path / "plain"), steps=6, steps_per_call=2)
-    with pytest.raises(TrainingError, match="batches in buckets differ in length"):
-        Trainer(subject, options, restore=str(folder / "run" / "ckpt-0"))
+    for more in ({"steps_per_call": 2}, {"trace_schedule": True}):
+        options = Options(logdir=str(tmp_path / "plain"), steps=6, **more)
+        with pytest.raises(TrainingError, match="batches in buckets differ"):
+            Trainer(subject, options, restore=str(folder / "run" / "ckpt-0"))
 
 
 def test_what_a_plan_cannot_do_for_a_bucket_is_told_before_the_first_step(folder, tmp_path):
