@@ -19,8 +19,8 @@ import numpy as np
 from pipemesh.schedule import Costs, Timeline, build, simulate
 
 PLACES, REPLICAS, MICROBATCHES = 4, 2, 8
-FORWARD, BACKWARD = 0.020, 0.040  # Seconds of a device's share of the model.
-SUM = 0.120  # Seconds of the sums of a device's stages.
+FORWARD, BACKWARD = 0.040, 0.080  # Seconds of a device's share of the model.
+SUM = 0.240  # Seconds of the sums of a device's stages.
 BAR = 0.05  # The most that the hidden share is off the simulated one.
 # By name: the schedule, its stages a device, and whether the last stage has most of the weights, as
 # a language model's has with its vocabulary.
