@@ -67,7 +67,7 @@ def schedules():
 
 
 def bounds():
-    """What is found for two equal stages a device, by what these hold, and what is proved."""
+    """Returns what is found for two equal stages a device, and its bound, for several limits."""
     rows = []
     for held in range(3, 9):
         begin = time.perf_counter()

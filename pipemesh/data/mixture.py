@@ -109,7 +109,7 @@ def _bits(seed: tuple[int, int], number: int, kind: int) -> np.random.Philox:
 
 
 class _Bucket:
-    """Those rows of a source that fit into a length, cut to it."""
+    """The rows of a source that fit into a length, cut to it."""
 
     def __init__(self, rows: Rows | PairRows, numbers: np.ndarray, length: int) -> None:
         self._rows, self._numbers, self._length = rows, numbers, length

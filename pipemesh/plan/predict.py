@@ -146,8 +146,9 @@ def forecast_stages(
     if fewer is not None:
         here, there = stages.table.num_microbatches, fewer.table.num_microbatches
         run = run.beyond(_run(fewer, figures, parts), (num_microbatches - here) / (here - there))
-    update, after = _update(stages, figures)
-    with_gradients = _end_of_sums(stages, figures, run.ends)
+    sums = _gradient_sums(stages, figures)
+    update, after = _update(stages, figures, sums)
+    with_gradients = _end_of_sums(stages, figures, run.ends, sums)
     seconds = with_gradients + update + figures.fixed
     done = run.done + after + figures.fixed
     *before, _ = run.lengths
@@ -283,14 +284,20 @@ def _waiting(timeline: Timeline, stages: Stages, figures: Figures, loads: _Loads
     return max(0.0, min(timeline.bubble_ratio, free))
 
 
-def _update(stages: Stages, figures: Figures) -> tuple[float, float]:
+_Sums = Sequence[tuple[float, float]]
+
+
+def _gradient_sums(stages: Stages, figures: Figures) -> _Sums:
+    """Returns `gradient_sum` of each stage."""
+    return [gradient_sum(stages, figures, stage) for stage in range(len(stages.layers))]
+
+
+def _update(stages: Stages, figures: Figures, sums: _Sums) -> tuple[float, float]:
     """Returns the seconds of the update, and its work with that of the sums of gradients."""
-    places = stages.table.stage_devices
     weights = [0.0] * stages.table.num_devices
-    work = 0.0
-    for stage, place in enumerate(places):
+    for stage, place in enumerate(stages.table.stage_devices):
         weights[place] += stages.trained(stage)
-        work += stages.home_size(stage) * gradient_sum(stages, figures, stage)[1]
+    work = sum(stages.home_size(stage) * done for stage, (_, done) in enumerate(sums))
     # Each replica updates its share.
     seconds = [size / stages.replicas * figures.update for size in weights]
     updates = sum(map(operator.mul, stages.home_sizes, seconds))
@@ -306,10 +313,9 @@ def _update(stages: Stages, figures: Figures) -> tuple[float, float]:
     return max(alone, updates / figures.cores), work + updates
 
 
-def _end_of_sums(stages: Stages, figures: Figures, ends: Sequence[float]) -> float:
+def _end_of_sums(stages: Stages, figures: Figures, ends: Sequence[float], sums: _Sums) -> float:
     """Returns when the last sum of gradients ends, of stages that are done at `ends`."""
-    places = stages.table.stage_devices
-    seconds = [gradient_sum(stages, figures, stage)[0] for stage in range(len(places))]
+    places, seconds = stages.table.stage_devices, [seconds for seconds, _ in sums]
     if figures.cores is not None:
         # The cores that add do not compute the device's other stages meanwhile.
         of_home = dict.fromkeys(places, 0.0)
@@ -430,9 +436,9 @@ def _forecast_program(program: _Program, figures: Figures, *, parts: bool) -> St
         shared, _ = exchanged(loop, figures, figures.transfer, "all_reduce", cores, stride, size)
     computed = [(ticks * tick(True)[0], ticks * tick(True)[1]), *of_ends(True)]
     length = sum(seconds for seconds, _ in computed) + sent + 2 * shared
-    alone = (loop, *ends)
-    gradients = sum(_end_of_sums(s, figures, [0.0] * len(s.layers)) for s in alone)
-    updates = [_update(stages, figures) for stages in alone]
+    sums = [(stages, _gradient_sums(stages, figures)) for stages in (loop, *ends)]
+    gradients = sum(_end_of_sums(s, figures, [0.0] * len(of), of) for s, of in sums)
+    updates = [_update(stages, figures, of_stages) for stages, of_stages in sums]
     update = sum(seconds for seconds, _ in updates)
     work = sum(done for _, done in computed) + sum(after for _, after in updates) + figures.fixed
     seconds = length + gradients + update + figures.fixed

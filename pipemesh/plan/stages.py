@@ -252,10 +252,7 @@ def cut_evenly(
 def action_costs(
     stages: Stages, figures: Figures, *, sums: bool = True, transfers: bool = True
 ) -> Costs:
-    """Returns the durations of each stage's actions, with or without sums and transfers.
-
-    Sums are those of devices that share layers, and those of gradients over replicas.
-    """
+    """Returns the durations of each stage's actions, with or without sums and transfers."""
     # Recomputation is the `R` of `Stages.run`, which has no overhead.
 
     def of(kind: str) -> list[float]:
@@ -270,8 +267,7 @@ def action_costs(
         ]
 
     sent = _transfers(stages, figures) if transfers else [0.0] * len(stages.layers)
-    late = [gradient_sum(stages, figures, s)[0] if sums else 0.0 for s in range(len(sent))]
-    return Costs(of("F"), of("B"), of("I"), of("W"), sent, of("R"), late)
+    return Costs(of("F"), of("B"), of("I"), of("W"), sent, of("R"))
 
 
 def _transfers(stages: Stages, figures: Figures) -> list[float]:

@@ -129,7 +129,7 @@ def to_svg(
     scale = fitting_scale([timeline]) if scale is None else scale
     end = timeline.end if until is None else until
     plot = end * scale
-    links = sorted({each.device for each in timeline.sums})
+    links = timeline.links
     rows = [f"device {device}" for device in range(schedule.num_devices)]
     rows += [f"link {device}" for device in links]
     title = title or (

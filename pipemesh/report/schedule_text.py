@@ -42,7 +42,7 @@ def to_terminal(timeline: Timeline, *, color: bool = False, width: int | None = 
         device 0 |0F0 0F1 0B1---- 0B0----
     """
     num_devices = timeline.schedule.num_devices
-    links = sorted({each.device for each in timeline.sums})
+    links = timeline.links
     labels = [f"device {device} |" for device in range(num_devices)]
     labels += [f"link {device} |" for device in links]
     margin = max(map(len, labels))
@@ -149,8 +149,7 @@ def _events(
 
     num_devices = timeline.schedule.num_devices
     threads = {device: f"device {device}" for device in range(num_devices)}
-    links = sorted({each.device for each in timeline.sums})
-    threads |= {num_devices + device: f"link of device {device}" for device in links}
+    threads |= {num_devices + device: f"link of device {device}" for device in timeline.links}
     events = [about("process_name", 0, name=title)]
     for thread, name in threads.items():
         events += [

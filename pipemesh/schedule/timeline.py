@@ -113,6 +113,11 @@ class Timeline:
         return gradient_sums(self.stage_ends, self.schedule.stage_devices, seconds)
 
     @property
+    def links(self) -> list[int]:
+        """The devices whose links have sums of gradients, in ascending order."""
+        return sorted({each.device for each in self.sums})
+
+    @property
     def end(self) -> float:
         """The end of the last action and of the last sum of gradients."""
         return max([self.makespan, *(each.end for each in self.sums)])

@@ -25,7 +25,7 @@ from tests.warm import warm
 
 # Steps of the undisturbed training, each of which is saved.
 STEPS = 12
-# Says in a file which process it is, whoever stands for it.
+# Writes the number of its process into a file: a forked one is not the child of the test.
 NUMBER = "import os, pathlib; pathlib.Path('number').write_text(str(os.getpid()))"
 # With one block on one device.
 SMALLEST = SMALLER.replace("NUM_LAYERS = 2", "NUM_LAYERS = 1")

@@ -125,7 +125,7 @@ process.run(train.main)
 
 @pytest.mark.slow
 def test_a_full_disk_and_a_reader_that_leaves_end_no_training(tmp_path):
-    """What was saved stays."""
+    """Earlier checkpoints are kept."""
     flags = [f"--logdir={tmp_path}", "--mesh_shape=layers:1", "--steps=11"]
     process = start(*flags, code=FULL_DISK)
     # As `| head -1` does.
