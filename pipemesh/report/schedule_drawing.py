@@ -248,36 +248,42 @@ def _cells(timeline: Timeline, scale: float) -> list[str]:
         if key not in looks:
             colour = fill(action.kind, pale[action.stage])
             looks[key] = (hexadecimal(colour), ink(colour))
-        background, front = looks[key]
         x, y = LEFT + span.start * scale, _TOP + span.device * (_ROW + _GAP)
         width = (span.end - span.start) * scale
         if width < _HAIR:
             next_start = (*timeline.starts[span.device], timeline.makespan)[span.tick + 1]
             width = max(width, min(_HAIR, (next_start - span.start) * scale))
-        look = {"class_": "cell", "fill": background, "stroke": PAPER}
-        about = tooltip(_described(span))
-        edge = min(1.0, width / 8)
-        cell = rect(x, y, width, _ROW, about, **look, stroke_width=edge)
-        label = _label(span)
-        if text_width(label) > width - 2:
-            label = action.piece_text
-        is_turned = text_width(label) > width - 2
-        words = ""
-        if not is_turned or (width >= _UPRIGHT and _fits_upright(label)):
-            middle = x + width / 2, y + _ROW / 2
-            turn = f"rotate(-90 {middle[0]:.2f} {middle[1]:g})" if is_turned else ""
-            words = text(
-                *middle,
-                label,
-                anchor="middle",
-                is_central=True,
-                class_="on-cell",
-                fill=front,
-                pointer_events="none",
-                transform=turn,
-            )
-        parts.append(f"<g>{cell}{words}</g>")
+        parts.append(
+            _cell(x, y, width, _described(span), (_label(span), action.piece_text), looks[key])
+        )
     return parts
+
+
+def _cell(
+    x: float, y: float, width: float, about: str, labels: Sequence[str], look: tuple[str, str]
+) -> str:
+    """Draws a cell with the first of its labels that fits, or the last one, turned if need be."""
+    background, front = look
+    colours = {"class_": "cell", "fill": background, "stroke": PAPER}
+    edge = min(1.0, width / 8)
+    cell = rect(x, y, width, _ROW, tooltip(about), **colours, stroke_width=edge)
+    label = next((label for label in labels if text_width(label) <= width - 2), labels[-1])
+    is_turned = text_width(label) > width - 2
+    words = ""
+    if not is_turned or (width >= _UPRIGHT and _fits_upright(label)):
+        middle = x + width / 2, y + _ROW / 2
+        turn = f"rotate(-90 {middle[0]:.2f} {middle[1]:g})" if is_turned else ""
+        words = text(
+            *middle,
+            label,
+            anchor="middle",
+            is_central=True,
+            class_="on-cell",
+            fill=front,
+            pointer_events="none",
+            transform=turn,
+        )
+    return f"<g>{cell}{words}</g>"
 
 
 def _sums(timeline: Timeline, scale: float, links: Sequence[int]) -> list[str]:
@@ -290,26 +296,12 @@ def _sums(timeline: Timeline, scale: float, links: Sequence[int]) -> list[str]:
     parts = [rect(LEFT, y, width, _ROW, class_="band", fill=BAND) for y in tops.values()]
     for each in timeline.sums:
         x, y, width = LEFT + each.start * scale, tops[each.device], (each.end - each.start) * scale
-        about = tooltip(
+        about = (
             f"sum of the gradients of stage {each.stage} over its replicas; link of device "
             f"{each.device}, time {number(each.start)} to {number(each.end)}"
         )
-        edge = min(1.0, width / 8)
-        look = {"class_": "cell", "fill": hexadecimal(SUM), "stroke": PAPER}
-        parts.append(rect(x, y, width, _ROW, about, **look, stroke_width=edge))
-        if text_width(label := str(each.stage)) <= width - 2:
-            middle = x + width / 2, y + _ROW / 2
-            parts.append(
-                text(
-                    *middle,
-                    label,
-                    anchor="middle",
-                    is_central=True,
-                    class_="on-cell",
-                    fill=ink(SUM),
-                    pointer_events="none",
-                )
-            )
+        look = hexadecimal(SUM), ink(SUM)
+        parts.append(_cell(x, y, width, about, [str(each.stage)], look))
     return parts
 
 
