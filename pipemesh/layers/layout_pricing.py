@@ -14,7 +14,7 @@ from lingvo.core import tshape
 
 from pipemesh.errors import LayoutError, PartitionError
 from pipemesh.layers.named import ReplicaCut, lowering_scope, replica_cut_scope
-from pipemesh.layers.partition_layers import Meta, layer_metas, named_layers
+from pipemesh.layers.partition_layers import Meta, layer_metas, like_earlier, named_layers
 from pipemesh.lowering import OperationCosts, PlacementLowering
 from pipemesh.lowering.costs import BACKWARD, Work
 from pipemesh.mesh import LayoutRules, Mesh, Price, Pricing, find_layout
@@ -69,13 +69,14 @@ def layers_pricing(
             "mesh of its home: the other axes"
         )
     params = named_layers(layers)
+    like = like_earlier(params)
 
     def price(rules: LayoutRules) -> Price:
         axis, replicas = replica_axis(mesh, rules) or ("", 1)
         inner = mesh.without(axis)
         if cut_rules(rules).rules and replicas > 1:
             cut_rules(rules).check(mesh, weight_dims)
-        metas = counted(params, shapes, mesh, rules)
+        metas = counted(params, like, shapes, mesh, rules)
         costs = OperationCosts(mesh)
         memory = 0.0
         for meta in metas:
@@ -91,13 +92,13 @@ def layers_pricing(
 
     dims: dict[str, set[int]] = {}
     weight_dims: set[str] = set()
-    for meta in counted(params, shapes, Mesh(()), LayoutRules()):
+    for meta in counted(params, like, shapes, Mesh(()), LayoutRules()):
         weight_dims.update(meta.weight_dims)
         for name, sizes in meta.dims.items():
             dims.setdefault(name, set()).update(sizes)
     # Of layers that nothing splits: rules, even over axes of size 1, add work to some.
     work = OperationCosts(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
-    for meta in counted(params, shapes, Mesh(()), LayoutRules(), work):
+    for meta in counted(params, like, shapes, Mesh(()), LayoutRules(), work):
         _include(work, meta)
     least = least_seconds(work.work, mesh, machine)
 
@@ -118,12 +119,15 @@ def layers_pricing(
 
 def counted(
     params: Any,
+    like: Sequence[int],
     shapes: Sequence[Any],
     mesh: Mesh,
     rules: LayoutRules,
     costs: OperationCosts | None = None,
 ) -> list[Meta]:
-    """Returns the costs of layers on a replica of a home's mesh; `shapes` are of all replicas."""
+    """Returns the costs of layers, alike as in `like_earlier`, on a replica of a home's mesh;
+    `shapes` are of all replicas.
+    """
     replica = replica_axis(mesh, rules)
     axis, replicas = replica or ("", 1)
     inner = mesh.without(axis)
@@ -136,7 +140,7 @@ def counted(
     lowering.costs = costs or lowering.costs
     with replica_cut_scope(cut), lowering_scope(lowering):
         try:
-            return layer_metas(params, *(_rows(shape, replicas) for shape in shapes))
+            return layer_metas(params, *(_rows(shape, replicas) for shape in shapes), like=like)
         except PartitionError as error:
             if isinstance(error.__cause__, LayoutError):
                 raise error.__cause__ from None
@@ -168,13 +172,14 @@ def layers_shares(
     stages. Arguments are as for `layers_pricing`, `rows` those of a batch.
     """
     params = named_layers(layers)
+    like = like_earlier(params)
 
     def metas_of(rules: str, number: int, members: int = 2) -> list[Meta]:
         given = LayoutRules.from_text(rules)
         axes = dict.fromkeys(axis for _, axis in given.rules)
         mesh = Mesh(tuple((axis, 2 if axis == DATA else members) for axis in axes))
         many = number * (2 if DATA in axes else 1)
-        return counted(params, [of_rows(shape, many) for shape in shapes], mesh, given)
+        return counted(params, like, [of_rows(shape, many) for shape in shapes], mesh, given)
 
     plain = {number: metas_of("", number) for number in sorted({1, rows})}
     found: dict[str, list[Shares]] = {}

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -91,8 +91,22 @@ def layer_flops(layers: list[Any], *shapes: Any) -> list[float]:
     return [meta.flops for meta in layer_metas(layers, *shapes)]
 
 
-def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
-    """Returns the `FPropMeta` of each layer, given the shapes of the first inputs."""
+def like_earlier(layers: Sequence[Any]) -> list[int]:
+    """Returns for each layer the number of the first one with the same params, but for names."""
+    firsts: list[int] = []
+    found: list[int] = []
+    for number, layer in enumerate(layers):
+        same = (first for first in firsts if not any(differences(layers[first], layer, "layer")))
+        found.append(next(same, number))
+        if found[-1] == number:
+            firsts.append(number)
+    return found
+
+
+def layer_metas(layers: Sequence[Any], *shapes: Any, like: Sequence[int] = ()) -> list[Meta]:
+    """Returns the `FPropMeta` of each layer, given the shapes of the first inputs. With `like`, of
+    `like_earlier`, layers that are like an earlier one of the same inputs have its own.
+    """
     for number, shape in enumerate(shapes):
         if not isinstance(shape, (tshape.Shape, tf.TensorSpec, py_utils.NestedMap, type(None))):
             raise PartitionError(
@@ -100,12 +114,21 @@ def layer_metas(layers: list[Any], *shapes: Any) -> list[Meta]:
                 "write lingvo.core.tshape.Shape([...]), one for each input of the first layer, or "
                 "None for an input that is None"
             )
-    metas = []
+    metas: list[Meta] = []
+    known: dict[tuple[int, str], Meta] = {}
     input_shapes: tuple[Any, ...] = tuple(map(_as_shape, shapes))
-    for layer in layers:
-        metas.append(_meta(layer, input_shapes))
+    for layer, same in zip(layers, like or range(len(layers)), strict=True):
+        key = same, shapes_text(input_shapes)
+        if key not in known:
+            known[key] = _meta(layer, input_shapes)
+        metas.append(known[key])
         input_shapes = metas[-1].out_shapes
     return metas
+
+
+def shapes_text(shapes: Any) -> str:
+    """Returns nested shapes as a text, to compare them by."""
+    return str(tf.nest.map_structure(str, shapes))
 
 
 def described(layer: Any) -> str:
@@ -208,20 +231,17 @@ def layer_costs(
             for layer, meta in zip(layers, metas, strict=True)
         ]
     specs: tuple[Any, ...] = tuple(_spec(shape, fprop_dtype) for shape in shapes)
-    seen: list[tuple[Any, Any, _Traced]] = []
+    seen: dict[Any, _Traced] = {}
     costs: list[LayerCost] = []
     before: StageMemory | None = None
-    for layer, meta in zip(layers, metas, strict=True):
+    for layer, meta, same in zip(layers, metas, like_earlier(layers), strict=True):
         is_head = layer is layers[-1] and _returns_scalar(meta)
         # `differences` leaves out what a layer fetches.
         fetched = str(getattr(layer, "act_fetch_layers", None))
-        given = str(tf.nest.map_structure(str, specs)), is_head, fetched
-        alike = (t for p, g, t in seen if g == given and not any(differences(p, layer, "layer")))
-        traced = next(alike, None)
-        if traced is None:
-            traced = _trace(layer, specs, is_head, fprop_dtype, measured)
-            seen.append((layer, given, traced))
-        held, weight_bytes, seconds = traced
+        key = same, shapes_text(specs), is_head, fetched
+        if key not in seen:
+            seen[key] = _trace(layer, specs, is_head, fprop_dtype, measured)
+        held, weight_bytes, seconds = seen[key]
         # Tensors that both this layer and the previous one keep.
         outputs = before.kept_outputs if before else ()
         shared = sum(b for b, too in zip(held.kept_inputs, outputs, strict=False) if too)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from lingvo.core import base_model, cluster_factory, py_utils, summary_utils
+from lingvo.core import base_model, cluster_factory, py_utils
 from lingvo.core import learner as lingvo_learner
 
 from pipemesh.backend.devices import place_beside_inputs
@@ -35,22 +35,81 @@ from pipemesh.training.lingvo_params import (
 from pipemesh.training.subject import SOURCE
 
 
+class Squares:
+    """Sums of squares of gradients, which are computed once for each gradient."""
+
+    def __init__(self) -> None:
+        # By id, gradients that are kept with it, so that no other gets the same id.
+        self._halves: dict[int, tuple[Any, tf.Tensor]] = {}
+
+    def total(self, gradients: Sequence[Any]) -> tf.Tensor:
+        """Returns the sum over all gradients, 0 without any."""
+        halves = [self._half(gradient) for gradient in gradients]
+        return 2 * tf.add_n(halves) if halves else tf.constant(0.0)
+
+    def _half(self, gradient: Any) -> tf.Tensor:
+        if id(gradient) not in self._halves:
+            rows = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            with tf.device(rows.device):
+                # One pass over memory, which writes nothing.
+                self._halves[id(gradient)] = gradient, tf.nn.l2_loss(rows)
+        return self._halves[id(gradient)][1]
+
+
 @contextlib.contextmanager
-def only_kept_norms(applied: Any) -> Iterator[None]:
-    """Lets lingvo's learner compute the norms of single weights only for a cluster that keeps them
-    in summaries.
+def finite_gradients(learner: Any, squares: Squares, is_adjusted: bool = False) -> Iterator[None]:
+    """Lets lingvo's learner take for granted that its gradients are finite once they went through
+    `all_or_none`, which is given the same `squares`; `is_adjusted` says that it also changes them.
+
+    The learner then reads gradients twice, to square and to scale them, where it else takes about
+    ten operations for each: squares are written, those of weights as well, and each element is
+    compared with what is not finite, more than once. What is computed is the same, but for the norm
+    of all weights, which only summaries have.
     """
-    # They are one in fifteen operations of a step, and nothing uses them. A learner of another
-    # class may use what it adds.
-    is_lingvos = type(applied).ScaleGradients is lingvo_learner.Learner.ScaleGradients
-    if cluster_factory.Current().add_summary or not is_lingvos:
+    p = learner.params
+    # A learner of another class may use what lingvo's adds.
+    is_lingvos = type(learner).ScaleGradients is lingvo_learner.Learner.ScaleGradients
+    if (
+        not is_lingvos
+        or p.clip_gradient_single_norm_to_value
+        or cluster_factory.Current().add_summary
+    ):
         yield
         return
-    add, summary_utils.AddNormSummary = summary_utils.AddNormSummary, lambda name, var_grads: None
+    scales = bool(
+        p.clip_gradient_norm_to_value or p.grad_norm_to_clip_to_zero or p.grad_norm_tracker
+    )
+
+    def scaled(var_grads: Any, gradient_adjuster: Callable[[Any], Any]) -> Any:
+        norm = tf.sqrt(squares.total([gradient for _, gradient in var_grads.Flatten()]))
+        learner._AddEvalMetric("grad_norm/all", norm, tf.constant(1.0))
+        checked = gradient_adjuster(var_grads)
+        if not scales and not is_adjusted:
+            return py_utils.NestedMap(final_var_grads=checked)
+        scale = learner._GetGlobalGradScale(norm, ~tf.math.is_finite(norm))
+
+        def times(pair: Any) -> Any:
+            variable, gradient = pair
+            with tf.device(variable.device):
+                return py_utils.VarGrad(variable, _of_values(gradient, scale_of))
+
+        def scale_of(values: tf.Tensor) -> tf.Tensor:
+            return tf.cast(scale, values.dtype) * values
+
+        return py_utils.NestedMap(final_var_grads=checked.Transform(times))
+
+    learner.ScaleGradients = scaled
     try:
         yield
     finally:
-        summary_utils.AddNormSummary = add
+        del learner.ScaleGradients
+
+
+def _of_values(gradient: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+    """Returns a gradient with other values, of rows if it is one of rows."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(gradient)
 
 
 def prepare_optimizer(learner: Any, variables: Sequence[tf.Variable], step: tf.Variable) -> None:
@@ -78,7 +137,10 @@ OVERFLOWED = "the scaled gradients of a pipeline are not finite"
 
 
 def all_or_none(
-    var_grads: Any, loss: tf.Tensor | None = None, scales: Sequence[LossScale] = ()
+    var_grads: Any,
+    loss: tf.Tensor | None = None,
+    scales: Sequence[LossScale] = (),
+    squares: Squares | None = None,
 ) -> Any:
     """Holds back all updates until all gradients are known to be finite.
 
@@ -91,6 +153,7 @@ def all_or_none(
         loss: a loss that must be finite as well; None if other code checks it.
         scales: the loss scales of pipelines that compute in float16; these set overflowed gradients
             to 0.
+        squares: those of gradients that are already known. Default: of none.
 
     Returns:
         The same gradients, available only if the norm of all is finite. Otherwise a function that
@@ -104,7 +167,7 @@ def all_or_none(
         [3.0, 4.0]
     """
     gradients = [gradient for _, gradient in var_grads.Flatten()]
-    squared: Any = py_utils.SumSquared(gradients)
+    squared: Any = (squares or Squares()).total(gradients)
     conditions = [(tf.math.is_finite(squared), NOT_FINITE, "all_gradients")]
     if scales:
         # The flags are known once all gradients are.
@@ -123,13 +186,7 @@ def all_or_none(
     def behind_check(pair: Any) -> Any:
         variable, gradient = pair
         with tf.control_dependencies([check for check in checks if check is not None]):
-            if isinstance(gradient, tf.IndexedSlices):
-                gradient = tf.IndexedSlices(
-                    _on(gradient.values), gradient.indices, gradient.dense_shape
-                )
-            else:
-                gradient = _on(gradient)
-        return py_utils.VarGrad(variable, gradient)
+            return py_utils.VarGrad(variable, _of_values(gradient, _on))
 
     return var_grads.Transform(behind_check)
 
@@ -345,6 +402,8 @@ class TrainedTask:
         loss = losses[0] if len(losses) == 1 else tf.stack([tf.reduce_sum(x) for x in losses])
         held = py_utils.NestedMap()
         applied: list[Any] = []
+        squares = Squares()
+        is_adjusted = type(self.task).AdjustGradients is not base_model.BaseTask.AdjustGradients
 
         def apply(number: int) -> None:
             def adjusted(var_grads: Any) -> Any:
@@ -353,11 +412,11 @@ class TrainedTask:
                 if number:
                     apply(number - 1)
                 else:
-                    held.update(all_or_none(held, loss, self._scales))
+                    held.update(all_or_none(held, loss, self._scales, squares))
                 return held[f"learner_{number}"]
 
             learner = self.learners[number]
-            with only_kept_norms(learner):
+            with finite_gradients(learner, squares, is_adjusted):
                 applied.append(
                     learner.Apply(
                         metrics,

@@ -18,7 +18,7 @@ import tensorflow as tf
 from pipemesh.backend.static_shape import num_bytes
 from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.layers.layout_pricing import layers_shares, of_rows
-from pipemesh.layers.partition_layers import layer_flops
+from pipemesh.layers.partition_layers import layer_flops, layer_metas, like_earlier, shapes_text
 from pipemesh.layers.pipeline.alike_stages import alike_range
 from pipemesh.layers.pipeline.slices import past_bytes, sliced_positions
 from pipemesh.mesh import LayoutRules, Mesh
@@ -72,13 +72,77 @@ Make = Callable[[Plan], Subject]
 """A model under a plan."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+    """The layers of a model's pipeline, and the first of each kind, which stand for all."""
+
+    # The params of all.
+    params: list[Any]
+    # For each layer, which of the first ones it is like.
+    kinds: list[int]
+    # The layers that a loop over ticks can run.
+    alike: tuple[int, int]
+
+    @property
+    def firsts(self) -> list[int]:
+        """The numbers of the first layers of their kind."""
+        return [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
+
+    def cuts(self, stages: int) -> tuple[int, ...]:
+        """Returns the boundaries of stages with a first layer each, or of one stage."""
+        return (*self.firsts[: stages if stages > 1 else 1], len(self.kinds))
+
+    def __str__(self) -> str:
+        count, firsts = count_text(len(self.kinds), "layer"), len(self.firsts)
+        return count if firsts == len(self.kinds) else f"{count} of {count_text(firsts, 'kind')}"
+
+
+def _layers(make: Make, batch: Any) -> _Layers:
+    """Returns the layers of a model. Like an earlier one is a layer with the same params, inputs,
+    and weights that are trained, if its outputs have the shapes of its inputs: a model without it
+    has the same other layers.
+    """
+    number = number_of_layers(make)
+    plan = Plan(
+        schedule=_in_turn_of(number, "B"),
+        num_microbatches=_MICROBATCHES,
+        boundaries=tuple(range(number + 1)),
+    )
+    outline = TimedStep(make(plan), with_rows(batch, _MICROBATCHES), until="inputs")
+    p, stack = outline.stack.params, outline.stack
+    layers = [stack.children[cell.name].children[cell.sub[0].name] for cell in p.cell_tpl]
+    params, alike = [layer.params for layer in layers], alike_range(p)
+    like = like_earlier(params)
+    try:
+        metas = layer_metas(params, *outline.shapes, like=like)
+    except PipemeshError:
+        # A layer does not say what it returns.
+        return _Layers(params, [*range(number)], alike)
+    learned = itertools.chain.from_iterable(outline.trained.learned().values())
+    trained = {weight.ref() for weight in learned}
+    givers = {giver.partition(".")[0] for giver in p.tied_weights.values()}
+    kinds: list[int] = []
+    # Those of earlier layers.
+    known: dict[Any, int] = {}
+    given = shapes_text(outline.shapes)
+    for layer, same, meta in zip(layers, like, metas, strict=True):
+        key = same, given, tuple(v.ref() in trained for v in layer.vars.Flatten())
+        before, given = given, shapes_text(meta.out_shapes)
+        number = max(kinds, default=-1) + 1
+        kind = known.setdefault(key, number)
+        can_go = given == before and layer.params.name not in givers
+        kinds.append(kind if can_go else number)
+    return _Layers(params, kinds, alike)
+
+
 def _layers_alone(
     make: Make, batch: Any, devices: int, on_cpu: bool, say: Callable[[str], None]
 ) -> Figures:
     """Returns the figures of a model with each layer a stage on its first device, and with several
     devices also of the parts that these have of split layers.
     """
-    number, batch_rows = number_of_layers(make), rows_of(batch)
+    layers, batch_rows = _layers(make, batch), rows_of(batch)
+    number = len(layers.firsts)
     # Examples in a microbatch.
     rows = sorted({1, max(1, batch_rows // 4), batch_rows})
     middle = rows[len(rows) // 2]
@@ -86,10 +150,10 @@ def _layers_alone(
     cases = [("B", size) for size in rows] + [("IW", middle), ("RB", middle)]
     steps: list[TimedStep] = []
     for kinds, size in cases:
-        say(f"{number} layers, {count_text(size, 'row')} a microbatch, {_NAMES[kinds]}")
-        steps.append(_step(make, batch, number, kinds, size))
-    say(f"{number} layers as one stage, {count_text(rows[0], 'row')} a microbatch")
-    whole = _step(make, batch, 1, "B", rows[0], number)
+        say(f"{layers}, {count_text(size, 'row')} a microbatch, {_NAMES[kinds]}")
+        steps.append(_step(make, batch, layers, number, kinds, size))
+    say(f"{layers} as one stage, {count_text(rows[0], 'row')} a microbatch")
+    whole = _step(make, batch, layers, 1, "B", rows[0])
     sizes = [size for _, size in cases]
     say("actions of these steps in turn")
     alone = ActionTimes(steps, sizes, number, whole)
@@ -109,12 +173,11 @@ def _layers_alone(
     counted = [(size, working_memory(timed)) for size, timed in zip(rows, steps, strict=False)]
     needed = {size: memory for size, memory in counted if memory is not None}
     cells = [step.stack.children[cell.name] for cell in step.stack.params.cell_tpl]
-    alike = alike_range(step.stack.params)
     positions = sliced_positions(cells, step.shapes)
     shares: dict[str, list[Shares]] = {}
     if devices > 1:
-        busy = sum(times[kind][batch_rows] for times in seconds for kind in "FB")
-        shares = _counted(step, cells, batch_rows, busy, make(Plan()).device_type, alike, say)
+        busy = sum(seconds[k][kind][batch_rows] for k in layers.kinds for kind in "FB")
+        shares = _counted(layers, step.shapes, batch_rows, busy, make(Plan()).device_type, say)
     # By the rules for devices of a replica, what two of them hold of each layer.
     on_two: dict[str, Sequence[StageMemory]] = {}
     for layout, of_layers in list(shares.items()):
@@ -124,17 +187,19 @@ def _layers_alone(
         if not most or math.gcd(*most) % 2:
             continue
         if (text := str(split)) not in on_two:
-            say(f"{number} layers on two devices by '{text}', {count_text(middle, 'row')} each")
+            say(f"{layers} on two devices by '{text}', {count_text(middle, 'row')} each")
             on = Mesh.from_text(f"layers:1;{MODEL}:2"), split
             try:
-                traced = _step(make, batch, number, "IW", middle, on=on, runs=False)
+                traced = _step(make, batch, layers, number, "IW", middle, on=on)
                 on_two[text] = traced.memory[0].stages
             except PipemeshError as error:
                 say(f"no forecast for these rules: {error}")
                 del shares[layout]
                 continue
-        pairs = zip(of_layers, halves, on_two[text], strict=True)
-        shares[layout] = [_with_bytes(*each, middle) for each in pairs]
+        shares[layout] = [
+            _with_bytes(each, halves[kind], on_two[text][kind], middle)
+            for each, kind in zip(of_layers, layers.kinds, strict=True)
+        ]
     rules = next((layout for layout in shares if DATA not in _axes(layout)), "")
     learned = list(itertools.chain.from_iterable(step.trained.learned().values()))
     weights = num_bytes(learned)
@@ -142,21 +207,21 @@ def _layers_alone(
     update, fixed = _outside(alone, together, weights)
 
     def figures_of(layer: int) -> LayerFigures:
-        stages, half = step.stack.params.cell_tpl, halves[layer]
-        own = cells[layer].vars.Flatten()
+        kind = layers.kinds[layer]
+        half, own = halves[kind], cells[kind].vars.Flatten()
         refs = {v.ref() for v in own}
         trained = [v for v in learned if v.ref() in refs]
         # Core time is the better measure: other programs disturb it least.
-        kinds = work[layer] or seconds[layer]
+        best = work[kind] or seconds[kind]
 
         def curve(part: Callable[[StageMemory], float]) -> Curve:
-            return Curve(tuple((size, part(memory[layer])) for size, memory in held))
+            return Curve(tuple((size, part(memory[kind])) for size, memory in held))
 
-        working = tuple((size, memory.stages[layer]) for size, memory in needed.items())
-        past = past_bytes(cells[layer], positions)
+        working = tuple((size, memory.stages[kind]) for size, memory in needed.items())
+        past = past_bytes(cells[kind], positions)
         return LayerFigures(
-            stages[layer].sub[0].name,
-            _with_halves(seconds[layer], middle),
+            layers.params[layer].name,
+            _with_halves(seconds[kind], middle),
             num_bytes(own),
             curve(lambda memory: memory.kept),
             curve(lambda memory: num_bytes(memory.outputs)),
@@ -167,15 +232,15 @@ def _layers_alone(
             },
             working=Curve(working) if working else None,
             pending=Curve(((middle, half.pending),)),
-            work=_with_halves(work[layer], middle) if work[layer] else {},
-            again=min(1.0, kinds["R"][middle] / kinds["F"][middle]),
+            work=_with_halves(work[kind], middle) if work[kind] else {},
+            again=min(1.0, best["R"][middle] / best["F"][middle]),
             optimizer=_state_bytes(trained, states),
             trained=num_bytes(trained) / num_bytes(own) if own else 1.0,
             past=Curve(((1, past),)) if past else None,
         )
 
     return Figures(
-        tuple(map(figures_of, range(number))),
+        tuple(map(figures_of, range(len(layers.kinds)))),
         action=max(_ACTION, overhead),
         fixed=fixed,
         update=update,
@@ -189,7 +254,7 @@ def _layers_alone(
         batch=batch_rows,
         about=f"{make(Plan()).name}, {platform.machine()}, {os.cpu_count()} cores, "
         f"{devices} devices",
-        alike=alike,
+        alike=layers.alike,
         positions=positions,
     )
 
@@ -199,24 +264,18 @@ def _axes(layout: str) -> set[str]:
 
 
 def _counted(
-    step: TimedStep,
-    cells: Sequence[Any],
+    layers: _Layers,
+    shapes: tuple[Any, ...],
     rows: int,
     seconds: float,
     device_type: str,
-    alike: tuple[int, int],
     say: Callable[[str], None],
 ) -> dict[str, list[Shares]]:
     """Returns the shares of layers by layout rules; `seconds` are those of all of their work."""
     try:
-        params = [
-            cell.children[sub.name].params
-            for cell, tpl in zip(cells, step.stack.params.cell_tpl, strict=True)
-            for sub in tpl.sub
-        ]
-        flops = 3 * sum(layer_flops(params, *of_rows(step.shapes, rows))) / seconds
+        flops = 3 * sum(layer_flops(layers.params, *of_rows(shapes, rows))) / seconds
         machine = Machine(flops, flops / _FLOPS_A_BYTE[device_type], _LINK)
-        return layers_shares(params, machine, rows, *step.shapes, alike=alike)
+        return layers_shares(layers.params, machine, rows, *shapes, alike=layers.alike)
     except PipemeshError as error:
         say(f"no layout rules: {error}")
         return {}
@@ -259,31 +318,43 @@ def _outside(alone: ActionTimes, together: ActionTimes | None, weights: int) -> 
     return updates / weights, alone.before + together.after - updates
 
 
-def _step(
-    make: Make,
-    batch: Any,
-    stages: int,
-    kinds: str,
-    rows: int,
-    layers: int | None = None,
-    on: tuple[Mesh, LayoutRules] | None = None,
-    runs: bool = True,
-) -> TimedStep:
-    """Returns a step with a clock on one device, with each layer a stage, or all layers in one."""
+def _in_turn_of(stages: int, kinds: str) -> Schedule:
+    """Returns the schedule of one device that finishes a microbatch before it begins the next."""
     row: list[str] = []
     for m in range(_MICROBATCHES):
         row += [f"{s}F{m}" for s in range(stages)]
         row += [f"{s}{kind}{m}" for s in reversed(range(stages)) for kind in kinds]
+    return Schedule.from_text(f"0: {' '.join(row)}")
+
+
+def _step(
+    make: Make,
+    batch: Any,
+    layers: _Layers,
+    stages: int,
+    kinds: str,
+    rows: int,
+    on: tuple[Mesh, LayoutRules] | None = None,
+) -> TimedStep:
+    """Returns a step with a clock on one device, with the first layer of each kind a stage, or all
+    of these in one; `on` others it says only what it holds.
+    """
     mesh, layout = on or (Plan().mesh, Plan().layout)
     plan = Plan(
         mesh,
         layout,
-        schedule=Schedule.from_text(f"0: {' '.join(row)}"),
+        schedule=_in_turn_of(stages, kinds),
         num_microbatches=_MICROBATCHES,
         remat=Remat.FULL if "R" in kinds else Remat.NONE,
-        boundaries=(0, layers) if layers else tuple(range(stages + 1)),
+        boundaries=layers.cuts(stages),
     )
-    return TimedStep(make(plan), with_rows(batch, rows * _MICROBATCHES), clocked=True, runs=runs)
+    return TimedStep(
+        make(plan),
+        with_rows(batch, rows * _MICROBATCHES),
+        clocked=True,
+        until="memory" if on else None,
+        layers=layers.firsts,
+    )
 
 
 def number_of_layers(make: Make) -> int:

@@ -8,43 +8,55 @@ from pipemesh.layers import lingvo_loader as lingvo_loader  # isort: skip
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from typing import Any, Literal
 
 import tensorflow as tf
 from lingvo.core import tshape
 
 from pipemesh.backend.peak import TensorMemory
 from pipemesh.errors import PlanError
+from pipemesh.layers import PipeliningLayer
 from pipemesh.layers.feature_extraction import to_tuple
 from pipemesh.plan import Plan
 from pipemesh.recurrent import ActionClock
 from pipemesh.recurrent.forecast import DeviceMemory, memory_of
 from pipemesh.schedule import Action
+from pipemesh.training.lingvo_params import params_within
 from pipemesh.training.subject import Subject
 from pipemesh.training.trained_task import TrainedTask
 
 
 class _Known(Exception):
-    """Ends the trace of a step once its memory is known."""
+    """Ends the trace of a step that knows what was asked for."""
 
 
 class TimedStep:
     """A full training step: forward, backward, all-reduce and optimizer; `clocked` notes when each
-    action runs, which takes time itself. Without `runs` it is traced until it says what it holds.
+    action runs, which takes time itself. With `until` it is only traced, until it knows the shapes
+    of the first stage's inputs, or what it holds. With `layers`, numbers of layers of a pipeline
+    that has a stage for each of them or more, it has no others.
     """
 
     def __init__(
-        self, subject: Subject, batch: Any, clocked: bool = False, runs: bool = True
+        self,
+        subject: Subject,
+        batch: Any,
+        clocked: bool = False,
+        until: Literal["inputs", "memory"] | None = None,
+        layers: Collection[int] | None = None,
     ) -> None:
         begin = time.perf_counter()
         self.plan: Plan = subject.plan
         self._batch = batch
         task = subject.task_with_input(is_trained=True)
+        if layers is not None:
+            _keep_layers(task, layers)
         self.trained = TrainedTask(task, subject.plan, subject.device_type, subject.seed)
         if len(self.trained.pipelines) != 1:
             raise PlanError(
@@ -65,6 +77,8 @@ class TimedStep:
             self.shapes = tf.nest.map_structure(
                 lambda x: None if x is None else tshape.Shape(x.shape.as_list()), to_tuple(outputs)
             )
+            if until == "inputs":
+                raise _Known
             return outputs
 
         self.stack.FPropBefore = note
@@ -76,8 +90,8 @@ class TimedStep:
         self._step = tf.function(step, autograph=False)
         # Of the latest step: core seconds, and seconds outside its first and last action.
         self.cpu = self.before = self.after = 0.0
-        self._runs = runs
-        if runs:
+        self._until = until
+        if until is None:
             self.run()
         else:
             with self.trained.cluster(), contextlib.suppress(_Known):
@@ -91,7 +105,7 @@ class TimedStep:
     def _note(self, run: Any) -> None:
         self.stack.noted_run = None
         self.memory = memory_of(run)
-        if not self._runs:
+        if self._until == "memory":
             raise _Known
 
     def run(self) -> float:
@@ -114,6 +128,21 @@ class TimedStep:
     def durations(self) -> dict[Action, float]:
         """Returns the seconds of each action of the latest step, if it has a clock."""
         return self._clock.durations() if self._clock else {}
+
+
+def _keep_layers(task: Any, kept: Collection[int]) -> None:
+    """Takes all but some layers out of the params of a task's pipelines."""
+    for stack in params_within(task, PipeliningLayer):
+        numbers, left = itertools.count(), set()
+        for cell in stack.cell_tpl:
+            layers = [(next(numbers), layer) for layer in cell.sub]
+            left.update(layer.name for number, layer in layers if number not in kept)
+            cell.sub = [layer for number, layer in layers if number in kept]
+        stack.tied_weights = {
+            taker: giver
+            for taker, giver in stack.tied_weights.items()
+            if taker.partition(".")[0] not in left
+        }
 
 
 _THREADS = "/proc/self/task"
