@@ -76,7 +76,7 @@ def layers_pricing(
         inner = mesh.without(axis)
         if cut_rules(rules).rules and replicas > 1:
             cut_rules(rules).check(mesh, weight_dims)
-        metas = counted(params, like, shapes, mesh, rules)
+        metas = counted(params, shapes, mesh, rules, like=like)
         costs = OperationCosts(mesh)
         memory = 0.0
         for meta in metas:
@@ -92,13 +92,13 @@ def layers_pricing(
 
     dims: dict[str, set[int]] = {}
     weight_dims: set[str] = set()
-    for meta in counted(params, like, shapes, Mesh(()), LayoutRules()):
+    for meta in counted(params, shapes, Mesh(()), LayoutRules(), like=like):
         weight_dims.update(meta.weight_dims)
         for name, sizes in meta.dims.items():
             dims.setdefault(name, set()).update(sizes)
     # Of layers that nothing splits: rules, even over axes of size 1, add work to some.
     work = OperationCosts(Mesh(tuple((dim, 1) for dim in dims)), by_dims=True)
-    for meta in counted(params, like, shapes, Mesh(()), LayoutRules(), work):
+    for meta in counted(params, shapes, Mesh(()), LayoutRules(), work, like):
         _include(work, meta)
     least = least_seconds(work.work, mesh, machine)
 
@@ -119,14 +119,14 @@ def layers_pricing(
 
 def counted(
     params: Any,
-    like: Sequence[int],
     shapes: Sequence[Any],
     mesh: Mesh,
     rules: LayoutRules,
     costs: OperationCosts | None = None,
+    like: Sequence[int] = (),
 ) -> list[Meta]:
-    """Returns the costs of layers, alike as in `like_earlier`, on a replica of a home's mesh;
-    `shapes` are of all replicas.
+    """Returns the costs of layers on a replica of a home's mesh; `shapes` are of all replicas, and
+    `like` is as in `layer_metas`.
     """
     replica = replica_axis(mesh, rules)
     axis, replicas = replica or ("", 1)
@@ -179,7 +179,7 @@ def layers_shares(
         axes = dict.fromkeys(axis for _, axis in given.rules)
         mesh = Mesh(tuple((axis, 2 if axis == DATA else members) for axis in axes))
         many = number * (2 if DATA in axes else 1)
-        return counted(params, like, [of_rows(shape, many) for shape in shapes], mesh, given)
+        return counted(params, [of_rows(s, many) for s in shapes], mesh, given, like=like)
 
     plain = {number: metas_of("", number) for number in sorted({1, rows})}
     found: dict[str, list[Shares]] = {}

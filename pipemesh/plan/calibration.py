@@ -12,7 +12,7 @@ from pipemesh.errors import PipemeshError, PlanError
 from pipemesh.plan.figures import Curve, Figures, LayerFigures
 from pipemesh.plan.network import Link
 from pipemesh.plan.plan import Plan
-from pipemesh.plan.predict import predict
+from pipemesh.plan.predict import Prediction, predict
 
 # The cost of a factor of e between old and new figures, relative to errors of steps. It is high for
 # figures that were measured themselves, low for ones from differences, and almost 0 for guesses.
@@ -39,6 +39,13 @@ class Measured:
     is_work: bool = False
     # Relative spread of the measured times; a larger one gives the step less weight.
     spread: float = 0.0
+    # Numbers of the layers that the model had, which the plan cuts; None for all.
+    layers: tuple[int, ...] | None = None
+
+    def forecast(self, figures: Figures) -> Prediction:
+        """Returns what figures of all layers say of the step."""
+        had = figures if self.layers is None else figures.of_layers(self.layers)
+        return predict(self.plan, had, self.batch, parts=False)
 
 
 def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
@@ -55,7 +62,8 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
         if not (step.seconds > 0 and math.isfinite(step.seconds)):
             raise PlanError(f"'{step.plan}' took {step.seconds} seconds; it must be above 0")
     names = [name for name, (is_there, _, _) in _FACTORS.items() if is_there(figures)]
-    measured = dict.fromkeys((step.plan, step.batch) for step in steps)
+    # A step may have both a measured time and measured work.
+    measured = {(step.plan, step.batch, step.layers): step for step in steps}
 
     def apart(factors: Sequence[float]) -> list[float]:
         """Returns the logarithms of all factors and of the errors of forecasts."""
@@ -64,13 +72,9 @@ def fitted(figures: Figures, steps: Sequence[Measured]) -> Figures:
             math.sqrt(_FACTORS[name][2]) * factor
             for name, factor in zip(names, factors, strict=True)
         ]
-        # A plan may have both a measured time and measured work.
-        forecasts = {
-            (plan, batch): predict(plan, moved_figures, batch, parts=False)
-            for plan, batch in measured
-        }
+        forecasts = {key: step.forecast(moved_figures) for key, step in measured.items()}
         for step in steps:
-            forecast = forecasts[step.plan, step.batch]
+            forecast = forecasts[step.plan, step.batch, step.layers]
             sure = 1 / math.hypot(1, step.spread / _STEADY)
             seconds = forecast.work if step.is_work else forecast.seconds
             residuals.append(sure * math.log(seconds / step.seconds))

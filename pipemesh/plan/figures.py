@@ -561,6 +561,11 @@ class Figures:
         rules = layout or self.rules
         return bool(most and splits_layers(rules) and not math.gcd(*most) % devices)
 
+    def of_layers(self, numbers: Sequence[int]) -> Figures:
+        """Returns the figures of a model that has some of the layers alone."""
+        layers = tuple(self.layers[number] for number in numbers)
+        return dataclasses.replace(self, layers=layers, alike=(0, 0))
+
     def at_pace(self, plain_step: float) -> Figures:
         """Returns the figures scaled to the current speed of the machine.
 

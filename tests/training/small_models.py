@@ -290,9 +290,10 @@ class PlannedPoints(PlainPoints):
     """Cuts its layers as the plan says."""
 
     PLAN = Plan("layers:2", num_microbatches=2)
+    DIMS = ((DIM, 6), (6, 1))
 
     def Task(self):
-        cells = stack_of(self.PLAN.num_stages)
+        cells = stack_of(self.PLAN.num_stages, self.DIMS)
         stack = PipeliningLayer.ForPlan(self.PLAN, cell_tpl=cells, loss_inside=True)
         return trained(Pipelined.Params().Set(name="points", stack=stack))
 
@@ -302,6 +303,12 @@ class PairsOfPoints(PlannedPoints):
 
     def Train(self):
         return super().Train().Set(batch_size=2, source=Pairs.Params().Set(seed=1))
+
+
+class DeepPoints(PairsOfPoints):
+    """Has four alike layers."""
+
+    DIMS = ((DIM, 6), *[(6, 6)] * 4, (6, 1))
 
 
 class SplitPoints(PlannedPoints):

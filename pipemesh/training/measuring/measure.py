@@ -37,6 +37,7 @@ from pipemesh.plan.figures import (
 )
 from pipemesh.plan.predict import predict
 from pipemesh.plan.search import Split
+from pipemesh.plan.stages import evenly_cut
 from pipemesh.recurrent.forecast import StageMemory
 from pipemesh.schedule import Schedule
 from pipemesh.text import count_text
@@ -92,6 +93,12 @@ class _Layers:
         """Returns the boundaries of stages with a first layer each, or of one stage."""
         return (*self.firsts[: stages if stages > 1 else 1], len(self.kinds))
 
+    def at_least(self, number: int) -> tuple[int, ...]:
+        """Returns the numbers of the first layers, and of others up to so many if there are."""
+        firsts = self.firsts
+        others = [layer for layer in range(len(self.kinds)) if layer not in firsts]
+        return tuple(sorted([*firsts, *others[: max(0, number - len(firsts))]]))
+
     def __str__(self) -> str:
         count, firsts = count_text(len(self.kinds), "layer"), len(self.firsts)
         return count if firsts == len(self.kinds) else f"{count} of {count_text(firsts, 'kind')}"
@@ -136,13 +143,17 @@ def _layers(make: Make, batch: Any) -> _Layers:
 
 
 def _layers_alone(
-    make: Make, batch: Any, devices: int, on_cpu: bool, say: Callable[[str], None]
+    make: Make,
+    batch: Any,
+    layers: _Layers,
+    devices: int,
+    on_cpu: bool,
+    say: Callable[[str], None],
 ) -> Figures:
     """Returns the figures of a model with each layer a stage on its first device, and with several
     devices also of the parts that these have of split layers.
     """
-    layers, batch_rows = _layers(make, batch), rows_of(batch)
-    number = len(layers.firsts)
+    number, batch_rows = len(layers.firsts), rows_of(batch)
     # Examples in a microbatch.
     rows = sorted({1, max(1, batch_rows // 4), batch_rows})
     middle = rows[len(rows) // 2]
@@ -470,17 +481,29 @@ class _Progress:
 def measure(
     make: Make, batch: Any, devices: int, say: Callable[[str], None] = lambda text: None
 ) -> Figures:
-    """Returns the figures of a model: each layer timed as a stage, the rest fitted to steps."""
+    """Returns the figures of a model: each layer timed as a stage, the rest fitted to steps.
+
+    Of layers that are alike, one is timed alone. Steps that are fitted have as many as there are
+    devices, but for a plain one, which has all.
+    """
     on_cpu = make(Plan()).device_type == "CPU"
     say = progress = _Progress(say, _ON_ONE if devices == 1 else _ON_SEVERAL)
-    figures = _layers_alone(make, batch, devices, on_cpu, say)
-    plans = list(plans_to_fit(figures, devices))
+    layers = _layers(make, batch)
+    figures = _layers_alone(make, batch, layers, devices, on_cpu, say)
+    had = layers.at_least(devices)
+    some = figures.of_layers(had)
+    plans = [evenly_cut(plan, some, figures.batch) for plan in plans_to_fit(some, devices)]
     program = _program(figures, devices)
-    progress.expect(len(plans) + (program is not None) + 1)
-    whole: list[TimedStep] = []
+    progress.expect(len(plans) + (program is not None) + 2)
+    say(f"a step of '{PLAIN}'")
+    whole = [TimedStep(make(PLAIN), batch)]
+    measured: list[tuple[Plan, tuple[int, ...] | None]] = [(PLAIN, None)]
     for plan in plans:
-        say(f"a step of '{plan}'")
-        whole.append(TimedStep(make(plan), batch))
+        starts = [had[at] for at in (plan.boundaries or ())[:-1]]
+        cut = dataclasses.replace(plan, boundaries=(*starts, len(layers.kinds)))
+        say(f"a step of '{cut}' with {count_text(len(had), 'layer')}")
+        whole.append(TimedStep(make(cut), batch, layers=had))
+        measured.append((plan, had))
     if program is not None:
         say(f"a step of '{program}'")
         try:
@@ -493,14 +516,14 @@ def measure(
     steps = in_turn(seconds)
     measurements: list[Measured] = []
     # The program has a step too, the last one, by which nothing is fitted but its own pace.
-    for plan, duration, done, every in zip(
-        plans, steps, in_turn(work), zip(*seconds, strict=True), strict=False
+    for (plan, kept), duration, done, every in zip(
+        measured, steps, in_turn(work), zip(*seconds, strict=True), strict=False
     ):
         spread = statistics.median(every) / usual(every) - 1
-        measurements.append(Measured(plan, figures.batch, duration, spread=spread))
+        measurements.append(Measured(plan, figures.batch, duration, False, spread, kept))
         if on_cpu:
             # Other programs lengthen a step, but not its core time.
-            measurements.append(Measured(plan, figures.batch, done, is_work=True))
+            measurements.append(Measured(plan, figures.batch, done, True, 0.0, kept))
     figures = fitted(figures, measurements)
     pace = 1.0
     if program is not None:
@@ -508,13 +531,13 @@ def measure(
         besides = sum(parts[name] for name in ("gradients", "optimizer", "fixed"))
         pace = max(0.1 * steps[-1], steps[-1] - besides) / (sum(parts.values()) - besides)
     errors = [
-        abs(predict(each.plan, figures, each.batch, parts=False).seconds / each.seconds - 1)
+        abs(each.forecast(figures).seconds / each.seconds - 1)
         for each in measurements
         if not each.is_work
     ]
     return dataclasses.replace(
         figures,
-        plain_step=steps[plans.index(PLAIN)],
+        plain_step=steps[0],
         loop_pace=pace,
         error=statistics.fmean(errors),
     )
@@ -533,13 +556,12 @@ def _program(figures: Figures, devices: int) -> Plan | None:
 
 
 def plans_to_fit(figures: Figures, devices: int) -> Iterator[Plan]:
-    """Yields plans whose times separate the fitted quantities."""
+    """Yields plans whose times, with that of `PLAIN`, separate the fitted quantities."""
     rows = figures.batch
 
     def divisor(number: int, most: int) -> int:
         return max(n for n in range(1, most + 1) if number % n == 0)
 
-    yield PLAIN
     yield Plan(num_microbatches=divisor(rows, 8), remat=Remat.NONE)
     yield Plan(num_microbatches=divisor(rows, 2), remat=Remat.FULL)
     if devices < 2:

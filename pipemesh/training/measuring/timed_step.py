@@ -39,8 +39,8 @@ class _Known(Exception):
 class TimedStep:
     """A full training step: forward, backward, all-reduce and optimizer; `clocked` notes when each
     action runs, which takes time itself. With `until` it is only traced, until it knows the shapes
-    of the first stage's inputs, or what it holds. With `layers`, numbers of layers of a pipeline
-    that has a stage for each of them or more, it has no others.
+    of the first stage's inputs, or what it holds. With `layers`, some numbers, its pipeline has no
+    other layers, and is cut at the plan's boundaries.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class TimedStep:
         self._batch = batch
         task = subject.task_with_input(is_trained=True)
         if layers is not None:
-            _keep_layers(task, layers)
-        self.trained = TrainedTask(task, subject.plan, subject.device_type, subject.seed)
+            _keep_layers(task, layers, self.plan.boundaries or ())
+        learns = until != "memory"
+        self.trained = TrainedTask(task, subject.plan, subject.device_type, subject.seed, learns)
         if len(self.trained.pipelines) != 1:
             raise PlanError(
                 f"{subject.name} has {len(self.trained.pipelines)} pipelines; figures are of a "
@@ -130,14 +131,13 @@ class TimedStep:
         return self._clock.durations() if self._clock else {}
 
 
-def _keep_layers(task: Any, kept: Collection[int]) -> None:
-    """Takes all but some layers out of the params of a task's pipelines."""
+def _keep_layers(task: Any, kept: Collection[int], boundaries: Sequence[int]) -> None:
+    """Takes all but some layers out of the params of a task's pipelines, and cuts these."""
     for stack in params_within(task, PipeliningLayer):
-        numbers, left = itertools.count(), set()
-        for cell in stack.cell_tpl:
-            layers = [(next(numbers), layer) for layer in cell.sub]
-            left.update(layer.name for number, layer in layers if number not in kept)
-            cell.sub = [layer for number, layer in layers if number in kept]
+        layers = [layer for cell in stack.cell_tpl for layer in cell.sub]
+        for cell, (begin, end) in zip(stack.cell_tpl, itertools.pairwise(boundaries), strict=True):
+            cell.sub = [layers[i] for i in range(begin, end) if i in kept]
+        left = {layer.name for i, layer in enumerate(layers) if i not in kept}
         stack.tied_weights = {
             taker: giver
             for taker, giver in stack.tied_weights.items()

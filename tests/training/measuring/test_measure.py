@@ -20,9 +20,10 @@ from pipemesh.training.measuring.measure import (
     plans_to_fit,
     with_rows,
 )
+from pipemesh.training.measuring.timed_step import TimedStep
 from pipemesh.training.registered import RegisteredModel
 from tests.commands.program import run
-from tests.training.small_models import PlannedPoints, StagedPoints
+from tests.training.small_models import DeepPoints, PlannedPoints, StagedPoints
 
 
 @pytest.mark.slow
@@ -71,6 +72,31 @@ def test_measured_figures_serve_to_find_plans(tmp_path, capsys):
     assert "a reference step now takes" in out
     first, second, *others = json.loads(plans.read_text())
     assert 0 < first["trial"] <= second["trial"] and not any("trial" in each for each in others)
+
+
+LIKE_OTHERS = [
+    ({}, [0, 1, 1, 1, 1, 2, 3], (0, 1, 5, 6), (0, 1, 2, 3, 5, 6)),
+    ({"freeze": "hidden_000/|_003/"}, [0, 1, 1, 2, 1, 3, 4], (0, 1, 3, 5, 6), (0, 1, 2, 3, 5, 6)),
+]
+
+
+@pytest.mark.parametrize(("filters", "kinds", "firsts", "six"), LIKE_OTHERS, ids=str)
+def test_layers_that_are_alike_are_measured_once(filters, kinds, firsts, six, eagerly):
+    """Those that are trained, and those that are not; all others have their own shapes."""
+
+    def make(plan):
+        return RegisteredModel(DeepPoints(), "points", plan.to_values(), **filters)
+
+    batch = next(iter(make(Plan()).train_data(0)))
+    layers = measure._layers(make, batch)
+    assert layers.kinds == kinds
+    assert tuple(layers.firsts) == layers.at_least(2) == firsts and layers.at_least(6) == six
+    assert layers.cuts(len(firsts)) == (*firsts, 7) and layers.cuts(1) == (0, 7)
+    plan = Plan("layers:2", boundaries=(0, 5, 7))
+    step = TimedStep(make(plan), batch, layers=layers.firsts)
+    first, second = step.stack.params.cell_tpl
+    numbers = [int(sub.name[-3:]) for sub in (*first.sub, *second.sub)]
+    assert numbers == list(firsts) and len(second.sub) == 2
 
 
 def test_layers_are_those_of_the_pipeline():
