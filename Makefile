@@ -11,7 +11,7 @@ ONE_MORE ?= $(shell expr $$(nproc) + 1)
 TRAIN_FLAGS ?= --model=OneBillionWordTiny --mesh_shape=layers:2 --num_microbatches=8 --steps=300
 LOGDIR ?= runs/OneBillionWordTiny
 
-.PHONY: train check few test test-all lint style types docs wheel clean
+.PHONY: train check few test test-all gpu lint style types docs wheel clean
 
 train: $(STAMP)
 	$(BIN)/python -m models.one_billion_word.train $(TRAIN_FLAGS) --logdir=$(LOGDIR)
@@ -43,6 +43,10 @@ test-all: $(STAMP)
 	$(PYTEST) $(TOGETHER) $(FIRST) --cases=all
 	$(PYTEST) $(SECOND) --cases=all
 	$(PYTEST) $(SERIAL) --cases=all
+
+# On GPUs, each cut into as many logical ones as a test needs; without one all are skipped.
+gpu: $(STAMP)
+	PIPEMESH_TEST_DEVICES=GPU $(PYTEST) -m gpu --cases=all
 
 lint: style types
 

@@ -16,12 +16,25 @@ import pytest
 import tensorflow as tf
 from absl import flags
 
+from tests.devices import KIND
+
 NUM_DEVICES = 8
+# Bytes of a logical GPU: eight fit into a small one.
+GPU_MIB = 1024
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * NUM_DEVICES,
 )
+GPUS = tf.config.list_physical_devices("GPU") if KIND == "GPU" else []
+for gpu in GPUS:
+    number = -(-NUM_DEVICES // len(GPUS))
+    logical = [tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MIB)] * number
+    tf.config.set_logical_device_configuration(gpu, logical)
+# Else products have 10 bits, and sums another order each time.
+tf.config.experimental.enable_tensor_float_32_execution(False)
+if KIND == "GPU":
+    tf.config.experimental.enable_op_determinism()
 tf.config.threading.set_inter_op_parallelism_threads(NUM_DEVICES)
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
@@ -43,6 +56,13 @@ hypothesis.settings.load_profile("pipemesh")
 
 # As in any program that runs under absl: lingvo reads its flags.
 flags.FLAGS.mark_as_parsed()
+
+
+def pytest_collection_modifyitems(items):
+    """Skips all where GPUs were asked for and there are none."""
+    if KIND == "GPU" and not GPUS:
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="TensorFlow sees no GPU on this machine"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,6 +10,7 @@ from pipemesh.decoding import Decoder, Sampler
 from pipemesh.decoding.generator import generator_of
 from pipemesh.plan import Plan
 from pipemesh.training.trained_task import TrainedTask
+from tests.devices import KIND
 from tests.models.one_billion_word.language_model import VOCAB_SIZE, small
 
 LENGTH = 24
@@ -33,15 +34,15 @@ def prompts_of(*lengths):
 PROMPTS = prompts_of(3, 7, 1, 5, 2, 9, 4)
 
 
-def trained(plan=PLAIN, model="dense", **settings):
+def trained(plan=PLAIN, model="dense", kind=KIND, **settings):
     config = small(**SETTINGS | MODELS[model], PLAN=plan, **settings)
-    return TrainedTask(config.Task(), plan, "CPU", 0, learns=False)
+    return TrainedTask(config.Task(), plan, kind, 0, learns=False)
 
 
 @functools.cache
 def unpiped(model="dense"):
-    """The model without a pipeline, made once."""
-    return trained(PLAIN, model, PIPELINED=False)
+    """The model without a pipeline on a CPU, made once."""
+    return trained(PLAIN, model, "CPU", PIPELINED=False)
 
 
 def one_program(mesh, layout="", schedule="gpipe"):

@@ -27,6 +27,8 @@ from tests.decoding.models import (
 )
 from tests.models.one_billion_word.language_model import small
 
+pytestmark = pytest.mark.gpu
+
 TOKENS = 9
 CHOOSERS = {
     "greedy": Sampler(),

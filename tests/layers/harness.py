@@ -11,6 +11,7 @@ from lingvo.core import py_utils
 from pipemesh.backend.saved_state import Slice, slice_of
 from pipemesh.layers import mesh_cluster
 from pipemesh.mesh import LayoutRules, Mesh
+from tests.devices import KIND
 
 
 @dataclasses.dataclass
@@ -94,7 +95,7 @@ def cluster(devices, do_eval=False):
     layout = LayoutRules.from_text(";".join([*["batch:data"][: "data" in mesh.axis_names], *rules]))
     # Random numbers depend on TensorFlow's seed, which a test before may have set.
     tf.random.set_seed(None)
-    with mesh_cluster(mesh, do_eval=do_eval, layout=layout) as entered:
+    with mesh_cluster(mesh, KIND, do_eval=do_eval, layout=layout) as entered:
         yield entered
 
 

@@ -11,6 +11,8 @@ from pipemesh.layers.feature_extraction import Place, random_names_of, scopes_of
 from tests.layers.blocks import WIDTH, Block
 from tests.layers.harness import executing, run_eagerly, run_tf1, run_tf2
 
+pytestmark = pytest.mark.gpu
+
 X = np.random.default_rng(0).normal(size=[8, 3, WIDTH]).astype(np.float32)
 
 

@@ -9,6 +9,8 @@ from tests.layers.blocks import WIDTH, Block, blocks
 from tests.layers.harness import run_tf1, run_tf2
 from tests.layers.stacks import stack_of
 
+pytestmark = pytest.mark.gpu
+
 RNG = np.random.default_rng(1)
 X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
 

@@ -31,6 +31,7 @@ from pipemesh.errors import PipemeshError
 from pipemesh.lowering import Cores, Lowering, PlacementLowering, Tensor, ops
 from pipemesh.lowering.registry import OPS, Op
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
+from tests.devices import device_name
 
 MAX_DEVICES = 8
 NAMES = "abcdef"
@@ -79,7 +80,7 @@ class Program:
         self.float = draw.choice((tf.float64,) * 5 + (tf.float32, tf.bfloat16, tf.float16))
         # The most elements: long sums of half precision are mostly round-off.
         self.most = 4000 if self.float.size > 2 else 150
-        self.one = PlacementLowering(Mesh.from_text("m:1"), LayoutRules(), ["CPU:0"])
+        self.one = PlacementLowering(Mesh.from_text("m:1"), LayoutRules(), [device_name(0)])
         self.inputs: list[tuple[np.ndarray, Shape]] = []
         self.steps: list[Step] = []
         # What the steps give on one device, and whether they are exact.
@@ -425,7 +426,7 @@ MAKERS = [
 def compute(program: Program) -> list[Any]:
     """Runs a program under its mesh, rules and lowering."""
     mesh, rules = program.mesh, program.rules
-    devices = [f"CPU:{i}" for i in range(mesh.num_devices)]
+    devices = [device_name(i) for i in range(mesh.num_devices)]
     arrays = [tf.constant(array) for array, _ in program.inputs]
     if program.mode in ("eager", "function"):
         run = functools.partial(program.whole, PlacementLowering(mesh, rules, devices))

@@ -6,10 +6,13 @@ import tensorflow as tf
 
 from pipemesh.lowering import PlacementLowering, ops
 from pipemesh.mesh import LayoutRules, Mesh
+from tests.devices import device_name
+
+pytestmark = pytest.mark.gpu
 
 RULES = LayoutRules.from_text("v:x")
 LOWERINGS = [
-    PlacementLowering(Mesh.from_text(f"x:{n}"), RULES, [f"CPU:{i}" for i in range(n)])
+    PlacementLowering(Mesh.from_text(f"x:{n}"), RULES, [device_name(i) for i in range(n)])
     for n in (1, 2, 3)
 ]
 under_each = pytest.mark.parametrize("lowering", LOWERINGS, ids=lambda low: str(low.mesh))

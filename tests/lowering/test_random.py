@@ -9,7 +9,10 @@ from pipemesh.lowering import PlacementLowering, ops
 from pipemesh.mesh import Dim, LayoutRules, Mesh, Shape
 from pipemesh.randomness import plan_free_randomness
 from pipemesh.randomness.scope import NeedWholeDraws, Position, WholeDraw, WholeDraws
+from tests.devices import device_name
 from tests.pairwise import in_turn
+
+pytestmark = pytest.mark.gpu
 
 STEP = tf.constant(3, tf.int64)
 SEED = tf.constant([5, 6])
@@ -51,7 +54,7 @@ CASES = [
 
 def make(rules):
     mesh = Mesh.from_text("data:2;model:2")
-    return PlacementLowering(mesh, LayoutRules.from_text(rules), [f"CPU:{i}" for i in range(4)])
+    return PlacementLowering(mesh, LayoutRules.from_text(rules), [device_name(i) for i in range(4)])
 
 
 def drawn_value(draw, lowering, shape):

@@ -7,13 +7,18 @@ import tensorflow as tf
 from pipemesh.lowering import PlacementLowering, Tensor, ops
 from pipemesh.lowering.simd.collectives import TpuLowering
 from pipemesh.mesh import LayoutRules, Mesh, Shape
+from tests.devices import device_name
+
+pytestmark = pytest.mark.gpu
 
 MESH = Mesh.from_text("data:2")
 
 
 def make(lowers, rules="batch:data"):
     if lowers == "placement":
-        return PlacementLowering(MESH, LayoutRules.from_text(rules), ["CPU:0", "CPU:1"])
+        return PlacementLowering(
+            MESH, LayoutRules.from_text(rules), [device_name(0), device_name(1)]
+        )
     return TpuLowering(Mesh.from_text("data:1"), LayoutRules(), tf.constant(0))
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from pipemesh.recurrent import Options, Stage, pipeline_loss
+from tests.devices import device_name
 
 
 def calling(x, microbatch, call):
@@ -38,7 +39,7 @@ def calling_stages(schedule, call, weights=None, has_loss=True):
             return [tf.reduce_sum(x * x) if has_loss and number == last else x], []
 
         theta = [] if weights[number] is None else [tf.convert_to_tensor(weights[number])]
-        return Stage(f"s{number}", forward, theta, [], f"CPU:{schedule.stage_devices[number]}")
+        return Stage(f"s{number}", forward, theta, [], device_name(schedule.stage_devices[number]))
 
     return [make(number) for number in range(schedule.num_stages)]
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, current_slice, pipeline, pipeline_loss, write_slice
 from pipemesh.schedule import Schedule, validate
+from tests.devices import device_name
 from tests.recurrent import gradients
 
 BATCH, TIME, WIDTH, HEADS, LAYERS = 8, 8, 6, 2, 3
@@ -117,7 +118,7 @@ def stages(weights, schedule, has_loss):
             forward,
             own + [weights["positions"]] * (number == 0),
             [past] * (2 * len(layers)),
-            f"CPU:{schedule.stage_devices[number]}",
+            device_name(schedule.stage_devices[number]),
             recurrent=True,
             takes_slices=True,
         )

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Home, Options, Stage, pipeline_loss
+from tests.devices import device_name
 
 BATCH, WIDTH, VOCAB, LAYERS = 12, 4, 7, 4
 RNG = np.random.default_rng(0)
@@ -75,7 +76,7 @@ def stages(theta, schedule, replicas=1, has_loss=True):
             forward,
             own + [theta["embedding"]] * (number == 0),
             [tf.constant(0)],
-            Home(tuple(f"CPU:{first + replica}" for replica in range(replicas))),
+            Home(tuple(device_name(first + replica) for replica in range(replicas))),
         )
 
     return [make(s) for s in range(num_stages)]

@@ -8,7 +8,10 @@ from pipemesh.errors import PipelineError
 from pipemesh.randomness import layer_scope, plan_free_randomness
 from pipemesh.recurrent import Options, Stage, pipeline
 from pipemesh.schedule import gpipe
+from tests.devices import device_name
 from tests.recurrent.gradients import assert_same, with_gradients
+
+pytestmark = pytest.mark.gpu
 
 BATCH, TIME, WIDTH, HEADS = 8, 3, 4, 2
 STEP = tf.constant(3, tf.int64)
@@ -35,7 +38,7 @@ def pipelined(function, x, weight, num_microbatches, **options):
         def forward(theta, carry, inputs, microbatch, step):
             return [layer(function, number, theta[0], inputs[0])], []
 
-        return Stage(f"stage{number}", forward, [weight], [], f"CPU:{number}")
+        return Stage(f"stage{number}", forward, [weight], [], device_name(number))
 
     stages, schedule = [stage(0), stage(1)], gpipe(2, num_microbatches)
     return pipeline(stages, [x], schedule, step=STEP, options=Options(**options))[0]

@@ -15,6 +15,8 @@ from pipemesh.recurrent.remat import FULL, NONE, modes_of, policy_of, remat_of
 from pipemesh.schedule import Schedule, forward_only, gpipe, one_f_one_b, recompute, zb_h1
 from tests.recurrent.passes.traced import traced_stage, two_layers
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("text", [*REMAT_POLICIES, "twice,except_last"])
 def test_a_plans_value_is_the_policy_of_its_text(text):

@@ -22,6 +22,7 @@ from pipemesh.recurrent import (
 )
 from pipemesh.recurrent.table import machine
 from pipemesh.schedule import forward_only, gpipe, interleaved_one_f_one_b, one_f_one_b
+from tests.devices import device_name
 from tests.recurrent import poisoned
 from tests.recurrent.sends import sent_by
 
@@ -34,7 +35,7 @@ def squares(theta, carry, inputs, microbatch, step):
     return [tf.reduce_sum(tf.matmul(inputs[0], theta[0]) ** 2)], []
 
 
-HOMES = [Home(("CPU:0", "CPU:1")), Home(("CPU:2", "CPU:3"))]
+HOMES = [Home((device_name(0), device_name(1))), Home((device_name(2), device_name(3)))]
 X = np.random.default_rng(0).normal(size=[8, 4]).astype(np.float32)
 W = np.random.default_rng(1).normal(size=[4, 4]).astype(np.float32)
 

@@ -15,6 +15,8 @@ from tests.conformance.remat_cases import REMAT
 from tests.recurrent import stack
 from tests.recurrent.stack import RUNNERS, VALUES, pipelined, unstacked
 
+pytestmark = pytest.mark.gpu
+
 NAMES = [name for name in BUILDERS if names.NAMES[name].trains]
 
 

@@ -10,6 +10,7 @@ from pipemesh.layers.named import NamedLayer, lowering_scope
 from pipemesh.layers.named.weight_slices import slice_groups, slice_names
 from pipemesh.lowering import PlacementLowering, Tensor, ops
 from pipemesh.mesh import LayoutRules, Mesh
+from tests.devices import device_name
 from tests.layers.harness import cluster, executing
 
 # Of the layers' dims, along the axes that the mesh has.
@@ -52,7 +53,7 @@ def _numpy(grads):
 def make_lowering(mesh_text, rules=RULES):
     mesh = Mesh.from_text(mesh_text)
     parts = [rule for rule in rules.split(";") if rule.partition(":")[2] in mesh.axis_names]
-    devices = [f"CPU:{i}" for i in range(mesh.num_devices)]
+    devices = [device_name(i) for i in range(mesh.num_devices)]
     return PlacementLowering(mesh, LayoutRules.from_text(";".join(parts)), devices)
 
 

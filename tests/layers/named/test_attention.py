@@ -18,6 +18,8 @@ from tests.layers.named.test_block_attention import (
     plain_attention,
 )
 
+pytestmark = pytest.mark.gpu
+
 X = value_of("x", [2, 6, 8])
 SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 5, 5]], np.int32)
 POSITIONS = np.array([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1]], np.int32)

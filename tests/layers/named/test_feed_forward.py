@@ -9,6 +9,8 @@ from pipemesh.layers.named import Experts, FeedForward
 from pipemesh.layers.named.lora import LowRank
 from tests.layers.named.harness import SCALE, run, value_of
 
+pytestmark = pytest.mark.gpu
+
 INPUTS = value_of("x", [4, 3, 6])
 
 

@@ -9,6 +9,8 @@ from pipemesh.layers.named import Attention, TransformerBlock
 from tests.layers.named.harness import run, value_of
 from tests.layers.named.test_block_attention import Sight, plain_attention
 
+pytestmark = pytest.mark.gpu
+
 X = value_of("x", [2, 5, 8])
 SEGMENTS = np.array([[0, 0, 1, 1, 1], [3, 3, 3, 3, 5]], np.int32)
 PARAMS = TransformerBlock.Params().Set(name="block", input_dim=8, num_heads=4, hidden_dim=12)

@@ -10,6 +10,8 @@ from pipemesh.layers.named import Attention, Embedding, RotaryScaling, SoftmaxCr
 from pipemesh.layers.named.vocabulary import rotated
 from tests.layers.named.harness import RULES, run, value_of
 
+pytestmark = pytest.mark.gpu
+
 BASE, PAIRS = 1e4, 8
 PLAIN = 7 * BASE ** (-np.arange(PAIRS) / PAIRS)
 

@@ -11,6 +11,8 @@ from tests.layers.blocks import Weighted
 from tests.layers.harness import run_eagerly, run_tf1, run_tf2
 from tests.layers.stacks import cells_of, first, stack_of
 
+pytestmark = pytest.mark.gpu
+
 X = np.random.default_rng(0).normal(size=[8, 3, 4]).astype(np.float32)
 MODES = {"tf1": run_tf1, "function": run_tf2, "eager": run_eagerly}
 KINDS = {

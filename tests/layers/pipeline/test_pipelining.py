@@ -11,6 +11,8 @@ from tests.layers.blocks import WIDTH, Block, Counter, Weighted, blocks
 from tests.layers.harness import evaluated, executing, run_eagerly, run_tf1, run_tf2
 from tests.layers.stacks import EXACT, cells_of, equal_to_plain, plain, stack_of
 
+pytestmark = pytest.mark.gpu
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=[8, 3, WIDTH]).astype(np.float32)
 HALVES, ALONE = [0, 2, 4], [0, 1, 2, 3, 4]

@@ -19,6 +19,8 @@ from tests.layers.harness import run_tf1, run_tf2
 from tests.layers.pipeline import named_stacks as named
 from tests.layers.stacks import first, plain_results
 
+pytestmark = pytest.mark.gpu
+
 INPUTS = random_plans.NAMED_INPUTS
 LENGTH = random_plans.LENGTH
 SPLIT = "heads:model;d_ff:model;vocab:model"

@@ -9,6 +9,8 @@ from tests.layers.harness import cluster, run_eagerly, run_tf1, run_tf2, squared
 from tests.layers.pipeline.named_stacks import WEIGHTS, X, residuals
 from tests.layers.stacks import equal_to_plain, first
 
+pytestmark = pytest.mark.gpu
+
 TWO, V = [0, 1, 2], {"schedule": "zb_v", "remat": "except_last"}
 LOOP = {"remat": "none", "loop": True}
 

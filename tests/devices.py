@@ -1,0 +1,11 @@
+"""The kind of devices that tests marked `gpu` compute on, which `PIPEMESH_TEST_DEVICES` sets."""
+
+import os
+
+# CPU, or GPU: then each GPU of this machine is cut into as many logical ones as tests need.
+KIND = os.environ.get("PIPEMESH_TEST_DEVICES", "CPU")
+
+
+def device_name(number):
+    """The name of a device."""
+    return f"{KIND}:{number}"
