@@ -86,7 +86,7 @@ class Report:
         ]
         for device in self.memory:
             state = self.optimizer.get(device.device, 0)
-            weights = device.weights + device.variables
+            weights = device.weights + device.variables + device.fetched
             parts = (weights, state, device.gradients, device.kept)
             rows.append((device.device, *map(bytes_text, (*parts, sum(parts)))))
         lines = columns(rows)

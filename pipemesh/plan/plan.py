@@ -128,8 +128,8 @@ replicas; num_microbatches may be 1, 2, 5, 10
         if self.lowering == "simd" and cut.rules:
             raise LayoutError(
                 f"rule '{cut}' cuts weights over the axis that the batch is split over, of which "
-                "replicas fetch slices for each action; lowering='simd' has no actions, so leave "
-                "the rule out, or use lowering='placement'"
+                "replicas fetch slices for actions; lowering='simd' has no actions, so leave the "
+                "rule out, or use lowering='placement'"
             )
         if not self.allow_idle:
             homes.check_no_idle_axis(self.mesh, self.layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -62,17 +62,33 @@ class Sizes:
                 sent[owner, place] += num_bytes([spec])
         return sent
 
-    def weights_fetched(self, action: Action) -> Mapping[tuple[int, int], int]:
-        """Returns the bytes of weights that an action fetches, from device to device."""
-        held, sent = self._machine.stages[action.stage], collections.Counter[tuple[int, int]]()
-        if not held.fetched:
-            return sent
-        traced, count = self._machine.traced[action.stage], len(held.theta)
-        used = {tensor for tensor, _ in traced.cut.uses(self._nodes(action))}
-        for i, name in enumerate(traced.theta):
-            if i % count in held.fetched and name in used:
-                sent[held.owners[i % count], traced.place(name)] += num_bytes([traced.spec(name)])
-        return sent
+    def weights_fetched(self, actions: Sequence[Action]) -> Iterator[Mapping[tuple[int, int], int]]:
+        """Yields the bytes of weights of each fetch for all of a stage's actions.
+
+        The bytes are by sending and receiving device.
+        """
+        traced = self._machine.traced[actions[0].stage]
+        if not traced.stage.fetched:
+            return
+        for sharing in [actions] if traced.keeps_fetched else [[action] for action in actions]:
+            nodes = set[str]().union(*map(self._nodes, self._kinds(sharing)))
+            used = {tensor for tensor, _ in traced.cut.uses(nodes)}
+            sent = collections.Counter[tuple[int, int]]()
+            for name, owner in traced.fetched():
+                if name in used:
+                    sent[owner, traced.place(name)] += num_bytes([traced.spec(name)])
+            yield sent
+
+    def _kinds(self, actions: Sequence[Action]) -> Iterable[Action]:
+        """Returns one of all actions of a stage that compute the same nodes."""
+        modes = self._modes
+        return {(a.kind, modes[a.stage, a.microbatch]): a for a in actions}.values()
+
+    def weights_kept(self, stage: int, places: Sequence[int]) -> int:
+        """Returns the bytes of fetched weights that devices of a home hold during a step."""
+        traced = self._machine.traced[stage]
+        names = traced.joined() if traced.keeps_fetched else ()
+        return num_bytes([traced.spec(name) for name in names if traced.place(name) in places])
 
     def sums_sent(self, stage: int) -> Mapping[tuple[int, int], int]:
         """Returns the bytes of summed gradients sent from device to device of the home."""
@@ -165,6 +181,9 @@ class DeviceMemory:
         stages: the memory that each of its stages keeps of one microbatch. Ignored in comparisons.
         device: its name. Ignored in comparisons.
         variables: the same weights in their own dtype, of those that computation casts to another.
+        fetched: weights joined from the slices of all replicas, which a stage that is alone on its
+            devices holds from the start of a step to its last action. 0 if each action fetches its
+            own, which are temporary tensors.
     """
 
     weights: int
@@ -173,11 +192,12 @@ class DeviceMemory:
     stages: tuple[StageMemory, ...] = dataclasses.field(default=(), compare=False, repr=False)
     device: str = dataclasses.field(default="", compare=False, repr=False)
     variables: int = 0
+    fetched: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all of these, without temporary tensors of actions."""
-        return self.weights + self.variables + self.gradients + self.kept
+        return self.weights + self.variables + self.fetched + self.gradients + self.kept
 
 
 def predict_memory(
@@ -249,12 +269,13 @@ def memory_of(run: Run) -> list[DeviceMemory]:
                 peak = max(peak, held)
             weights = sum(sizes.weights(s, places) for s in home_stages)
             variables = sum(sizes.variables(s, places) for s in home_stages)
+            fetched = sum(sizes.weights_kept(s, places) for s in home_stages)
             gradients = 0
             if not schedule.is_forward_only:
                 gradients = sum(sizes.sums(s, p) for s in home_stages for p in places)
             stage_memories = tuple(_of_stage(run, sizes, s, places[0]) for s in home_stages)
             memories.append(
-                DeviceMemory(weights, gradients, peak, stage_memories, device, variables)
+                DeviceMemory(weights, gradients, peak, stage_memories, device, variables, fetched)
             )
     return memories
 
@@ -310,10 +331,10 @@ def predict_transfers(
 ) -> list[Transfer]:
     """Predicts the traffic between devices of `pipeline` or `pipeline_loss` with these arguments.
 
-    A stage with several replicas sends its weights once per step, and `fetched` weights once per
-    action that uses them. The sums of their gradients come back once, for any number of
-    microbatches. Traffic to and from the caller is not counted (the batch, its gradients), nor are
-    the scalars of checks.
+    A stage with several replicas sends its weights once per step. If its home has other stages too,
+    it sends `fetched` weights once per action that uses them. The sums of their gradients come back
+    once, for any number of microbatches. Traffic to and from the caller is not counted (the batch,
+    its gradients), nor are the scalars of checks.
 
     It traces the stages and runs nothing. Call it inside a `tf.function` or a TF1 graph.
 
@@ -376,6 +397,10 @@ def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
         sums = {} if schedule.is_forward_only else sizes.sums_sent(s)
         for (source, target), size in sums.items():
             yield "weight gradients", stage.devices[source], stage.devices[target], size
+        actions = [a for row in schedule.rows for a in row if a.stage == s]
+        for fetch in sizes.weights_fetched(actions):
+            for (source, target), size in fetch.items():
+                yield "weights", stage.devices[source], stage.devices[target], size
     for action in (action for row in schedule.rows for action in row):
         s = action.stage
         home = stages[s].of_home
@@ -399,8 +424,6 @@ def _each(run: Run, inside: bool) -> Iterator[tuple[str, str, str, int]]:
         for (source, target), size in sizes.handed_on(action).items():
             what, to = ("activations", s + 1) if action.kind == "F" else ("gradients", s - 1)
             yield what, home.devices[source], stages[to].devices[target], size
-        for (source, target), size in sizes.weights_fetched(action).items():
-            yield "weights", home.devices[source], home.devices[target], size
         if inside and home.group > 1:
             for (source, target), size in sizes.crossing(action).items():
                 yield "inside a stage", home.devices[source], home.devices[target], size

@@ -143,9 +143,11 @@ class Stage:
             devices.
         copies: maps the index of a weight that is a copy on another device of its replica to the
             index of the original. The original gets the whole gradient; copies get none.
-        fetched: indices of the weights without a copy on other replicas. An action fetches such a
-            weight from its device and frees it afterwards. It is sent once per action and replica
-            instead of once per step. Its gradients are summed and sent like the others.
+        fetched: indices of the weights without a copy on other replicas. A stage that is alone on
+            its devices fetches them once per step, joins what its function joins with nothing else
+            (slices, by `tf.concat`), and frees them after their last use. If its home has other
+            stages too, each action fetches them and frees them afterwards. Gradients are summed and
+            sent like the others.
         arrivals: called once the previous stage is traced; returns for each of its outputs the
             index of the device, within a replica of this stage, that takes it. By default the index
             stays the same, modulo the number of devices of a replica here.

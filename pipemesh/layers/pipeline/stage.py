@@ -275,7 +275,7 @@ class StageWeights:
         self.places: list[int] = []
         # The numbers of copies, with the number of the original.
         self.copies: dict[int, int] = {}
-        # The numbers of tensors that replicas fetch for each action, since they are cut over them.
+        # The numbers of tensors that replicas fetch, since they are cut over them.
         fetched: set[int] = set()
         self._counts: list[int] = []
         for weight, held in zip(theta.Flatten(), _held(cell, theta), strict=True):

@@ -28,6 +28,8 @@ from pipemesh.backend.operations import JOINED, SHARED
 _ONLY_IF_DUE = COLLECTIVES | RUN_FUNCTIONS
 # They pass their input on, and need no gradient any more.
 _HAND_ON = frozenset(("Identity", "StopGradient", "PreventGradient"))
+# They make one tensor of slices, in the form that a layer computes with.
+_JOIN = frozenset(("ConcatV2", "Identity", "Cast", "Pad", "PadV2", *RESHAPES))
 
 
 def use_first(
@@ -193,6 +195,45 @@ class GraphCut:
             tensor for tensor, _ in self.uses(self._nodes) if node_of(tensor) in marked
         }
 
+    def joins(
+        self, tensors: Iterable[str], results: Sequence[str], place: Callable[[str], int]
+    ) -> dict[str, str]:
+        """Returns for each of `tensors` the tensor that it and others are joined to, or itself.
+
+        `results` need it instead of its parts, and it lies at the same `place`.
+        """
+        joined = {tensor: tensor for tensor in tensors}
+        users: dict[str, set[str]] = {}
+        for tensor, node in self.uses(self.ancestors(results)):
+            users.setdefault(tensor, set()).add(node)
+
+        def follows(name: str, parts: set[str]) -> bool:
+            """Returns whether a node joins parts that nothing else uses."""
+            taken = {
+                source
+                for source in map(tensor_name, self._nodes[name].input)
+                if self._nodes[node_of(source)].op != "Const"
+            }
+            return (
+                self._nodes[name].op in _JOIN
+                and taken <= parts
+                and all(users[source] == {name} for source in taken)
+                and taken.isdisjoint(results)
+                and {*map(place, taken)} == {place(f"{name}:0")}
+            )
+
+        while True:
+            parts = set(joined.values())
+            found = {name for part in parts for name in users.get(part, ()) if follows(name, parts)}
+            if not found:
+                return joined
+            after = {
+                tensor_name(source): f"{name}:0"
+                for name in found
+                for source in self._nodes[name].input
+            }
+            joined = {tensor: after.get(part, part) for tensor, part in joined.items()}
+
     def same_value(self, tensor: str) -> set[str]:
         """Returns a tensor, and the tensors that are passed on to it unchanged."""
         names = {tensor}
@@ -262,9 +303,10 @@ class GraphCut:
         due: tf.Tensor | None = None,  # dead in an action that is not due
     ) -> list[tf.Tensor]:
         """Rebuilds in the current graph the nodes that compute `fetches` from `values`."""
-        # Inside a function that is being built; the function captures them.
         graph: Any = tf.compat.v1.get_default_graph()
-        replacements = {name: graph.capture(tensor) for name, tensor in self._captures.items()}
+        # A function that is being built captures them; a graph of TF1 has them.
+        capture = getattr(graph, "capture", lambda tensor: tensor)
+        replacements = {name: capture(tensor) for name, tensor in self._captures.items()}
         replacements.update(values)
         computed = [name for name in dict.fromkeys(fetches) if name not in replacements]
         keep = self.ancestors([*computed, *(f"{name}:0" for name in effects)], cuts=replacements)

@@ -241,7 +241,7 @@ class Passes:
     def run(
         self,
         kind: str,
-        theta: Tensors,
+        weights: Tensors,  # `TracedStage.weights`
         tensors: Tensors,  # `Cuts.arguments`
         scalars: Tensors,  # microbatch and step, int64
         notes: Tensors,  # of each replica
@@ -249,8 +249,8 @@ class Passes:
     ) -> dict[Name, tf.Tensor]:
         """Runs an action of one microbatch; returns its arguments and its results."""
         traced = self._traced
-        names = [*traced.theta, *traced.scalars, *self.cuts.arguments(kind)]
-        given = [*theta, *scalars, *tensors]
+        names = [*traced.weights, *traced.scalars, *self.cuts.arguments(kind)]
+        given = [*weights, *scalars, *tensors]
         values: dict[Name, tf.Tensor] = dict(zip(names, given, strict=True))
         values.update(zip(self.note_names, notes, strict=True))
         values.update((("sum", i), total) for i, total in enumerate(accumulators or ()))
@@ -283,7 +283,7 @@ class Passes:
         return self._made[kind, adds]
 
     def _part(self, kind: str, number: int, adds: bool) -> Part:
-        """Returns a function of theta, tensors on the cuts, scalars, sums if it `adds`, and a note.
+        """Returns a function of weights, tensors on the cuts, scalars, sums (if it `adds`), a note.
 
         It returns the sums of the gradients of the replica's weights, tensors on the cuts, and the
         note, which only replicas with probes have.
@@ -324,7 +324,7 @@ class Passes:
         totals = [*sums.values()]
         where = [traced.stage.devices[total.place] for total in totals]
         fetches = [*flat_names([total.grad for total in totals]), *results, *probed]
-        every = [*traced.theta, *arguments, *traced.scalars]
+        every = [*traced.weights, *arguments, *traced.scalars]
         used = traced.cut.used([*fetches, *(f"{name}:0" for name in effects)], every)
         if probes or traced.cut.asks_if_due:
             used.add(traced.scalars[0])

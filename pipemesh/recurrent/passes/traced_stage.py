@@ -55,8 +55,10 @@ class TracedStage:
         has_step: bool,
         whole_draws: Callable[[], WholeDraws],
         input_places: Sequence[int] | None = None,  # device indices in a replica; by default 0
+        keeps_fetched: bool = False,  # whether actions share the weights that they fetch
     ) -> None:
         self.given = stage
+        self.keeps_fetched = keeps_fetched and bool(stage.fetched)
         self._input_places = input_places or [0] * len(inputs)
         what = f"stage {stage.name!r}"
 
@@ -214,6 +216,41 @@ class TracedStage:
             [*self._results(), *self.handed_on, *probed],
         )
         self.effects = self.cut.effects(self._num_forward)
+        self.weights = [*dict.fromkeys(self._joins.get(name, name) for name in self.theta)]
+
+    @functools.cached_property
+    def _joins(self) -> dict[str, str]:
+        """Returns for each fetched weight that actions share the tensor that its slices become."""
+        if not self.keeps_fetched:
+            return {}
+        fetched = [name for name, _ in self.fetched()]
+        probed = [name for replica in self.replicas for name in replica.probes.names]
+        return self.cut.joins(fetched, [*self._results(), *probed], self.place)
+
+    def fetched(self) -> Iterator[tuple[str, int]]:
+        """Yields the names of fetched weights of each replica, with their devices in the home."""
+        numbers = itertools.cycle(range(len(self.stage.theta)))
+        for name, i in zip(self.theta, numbers, strict=False):
+            if i in self.stage.fetched:
+                yield name, self.stage.owners[i]
+
+    def joined(self) -> list[str]:
+        """Returns the names of the tensors that actions take in place of fetched weights."""
+        return [*dict.fromkeys(self._joins.values())]
+
+    def join(self, theta: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors of `weights` in the current graph; slices are joined."""
+        values: dict[str, tf.Tensor] = {}
+        owners = itertools.cycle(self.stage.theta_devices)
+        for name, tensor, owner in zip(self.theta, theta, owners, strict=False):
+            # The gradient of an eager function has another graph, which cannot import the tensor.
+            with tf.device(owner):
+                values[name] = tf.identity(tensor) if name in self._joins else tensor
+        for number, replica in enumerate(self.replicas):
+            joined = [name for name in self.weights if self.replica(name) == number]
+            with tf.device(replica.device):
+                values.update(zip(joined, self.cut.paste(values, joined), strict=True))
+        return [values[name] for name in self.weights]
 
     def _check_apart(self) -> None:
         """Raises if a replica uses a tensor of another one."""

@@ -418,6 +418,8 @@ class Loop:
         if not actions:
             return
         self.state.forget_tokens_of_other_graphs()
+        # Outside the loop, whose ticks take them as they are.
+        self.machine.fetch()
         for stage in sorted({action.stage for action in actions if action.kind not in "FR"}):
             self.machine.begin(stage, self.state)
         homes, buffers = self.machine.stage_devices, self.buffers

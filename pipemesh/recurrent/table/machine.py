@@ -117,6 +117,15 @@ def key_of(channel: Channel, mode: Mode = FULL) -> Key:
     return Key(*channel, mode if channel.kind in (KEPT, PENDING) else FULL)
 
 
+class Weight(NamedTuple):
+    """A weight of one replica, as actions take it."""
+
+    tensor: tf.Tensor
+    place: int  # the index in the home of its device
+    target: int  # of the device of the actions
+    is_fetched: bool  # whether each action fetches it from its device
+
+
 def of_every_replica(stage: Stage) -> list[tf.Tensor]:
     """Returns the weights of each replica, copied once per step unless they are fetched."""
     home, thetas = stage.of_home, list[tf.Tensor]()
@@ -130,10 +139,30 @@ def of_every_replica(stage: Stage) -> list[tf.Tensor]:
     return thetas
 
 
+def weights_of(traced: TracedStage) -> list[Weight]:
+    """Returns the weights of each replica of a stage.
+
+    Actions share the fetched weights of a stage that `keeps_fetched`: these are fetched and joined
+    here, once, and exist until the last action that takes them.
+    """
+    stage, thetas = traced.stage, of_every_replica(traced.stage)
+    targets = [*map(traced.place, traced.weights)]
+    if traced.keeps_fetched:
+        tensors = traced.join(thetas)
+        return [Weight(t, at, at, False) for t, at in zip(tensors, targets, strict=True)]
+    weights = list[Weight]()
+    for number, (tensor, target) in enumerate(zip(thetas, targets, strict=True)):
+        i = number % len(stage.theta)
+        is_fetched = i in stage.fetched
+        place = stage.owners[i] if is_fetched else target
+        weights.append(Weight(tensor, place, target, is_fetched))
+    return weights
+
+
 def for_action(
-    stage: Stage,
-    thetas: Sequence[tf.Tensor],
-    tokens: Sequence[Sequence[tf.Operation]],  # of its home
+    weights: Sequence[Weight],
+    devices: Sequence[str],  # of the home
+    tokens: Sequence[Sequence[tf.Operation]],  # of the home
     guards: bool,
 ) -> list[tf.Tensor]:
     """Returns the weights for one action, which are dead if it `guards` and the tokens are.
@@ -144,17 +173,14 @@ def for_action(
     # By device, and device that it waits for.
     guarded: dict[tuple[int, int], list[int]] = {}
     fetched: dict[tuple[int, int], list[int]] = {}
-    for number in range(len(thetas)):
-        replica, i = divmod(number, len(stage.theta))
-        target = replica * stage.of_home.group + stage.theta_places[i]
-        place = stage.owners[i] if i in stage.fetched else target
+    for number, weight in enumerate(weights):
         if guards:
-            guarded.setdefault((place, place), []).append(number)
-        if i in stage.fetched:
-            fetched.setdefault((place, target), []).append(number)
-    pinned = [*thetas]
+            guarded.setdefault((weight.place, weight.place), []).append(number)
+        if weight.is_fetched:
+            fetched.setdefault((weight.place, weight.target), []).append(number)
+    pinned = [weight.tensor for weight in weights]
     for (place, busy), numbers in (*guarded.items(), *fetched.items()):
-        with tf.device(stage.devices[place]), tf.control_dependencies(tokens[busy]):
+        with tf.device(devices[place]), tf.control_dependencies(tokens[busy]):
             tensors = pin([pinned[number] for number in numbers])
         for number, tensor in zip(numbers, tensors, strict=True):
             pinned[number] = tensor
@@ -205,7 +231,8 @@ class Machine:
             self.probes["backward"] = [
                 traced.backward_probes(number == 0) for number, traced in enumerate(self.traced)
             ]
-        self._thetas = [of_every_replica(stage) for stage in self._stages]
+        # By stage. Those of stages that keep what they fetch belong to one graph.
+        self._weights: dict[int, tuple[tf.Graph, list[Weight]]] = {}
         self._passes: dict[tuple[int, Mode], Passes] = {}
         keep_alive(self)
 
@@ -230,7 +257,9 @@ class Machine:
         for number, stage in enumerate(stages):
             places = stage.input_places(places)
             draws = functools.partial(draws_of, number)
-            traced.append(TracedStage(stage, specs, cutting, has_step, draws, places))
+            # Else a device would hold the weights of several stages at once.
+            is_alone = self.stage_devices.count(self.stage_devices[number]) == 1
+            traced.append(TracedStage(stage, specs, cutting, has_step, draws, places, is_alone))
             specs, places = traced[-1].output_specs, traced[-1].output_places
         # A tensor without an incoming gradient gets none, not zeros.
         live: Sequence[int] = range(0 if is_forward_only else len(specs))
@@ -271,10 +300,10 @@ class Machine:
         if self._clock is not None:
             self._stamp = functools.partial(self._clock.stamp, kind, stage, microbatch)
         arguments = self._arguments(kind, passes, stage, values, mode.is_apart)
-        theta = self._theta(stage, state)
+        weights = self._weights_for_action(stage, state)
         notes = state.forward_notes if kind == "F" else state.backward_notes
         sums = state.accumulators[stage] if kind in "BW" else None
-        results = passes.run(kind, theta, arguments, scalars, notes[stage], sums)
+        results = passes.run(kind, weights, arguments, scalars, notes[stage], sums)
         notes[stage] = by_name(results, passes.note_names)
         ends: list[tuple[Grads, Sequence[int]]] = []
 
@@ -359,10 +388,23 @@ class Machine:
                 tensors[i] = tensor
         return [*carry, *tensors]
 
-    def _theta(self, stage: int, state: State) -> Tensors:
+    def fetch(self) -> None:
+        """Makes the weights of all stages for actions of the current graph, before the first one.
+
+        A phase whose graph is another one fetches again: else its weights would be a result of the
+        graph before, and be held between the two.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        for number, traced in enumerate(self.traced):
+            known, _ = self._weights.get(number, (None, []))
+            if known is None or (traced.keeps_fetched and known is not graph):
+                self._weights[number] = graph, weights_of(traced)
+
+    def _weights_for_action(self, stage: int, state: State) -> Tensors:
         """Returns the weights of each replica, for one action."""
         tokens = state.tokens[self.stage_devices[stage]]
-        return for_action(self._stages[stage], self._thetas[stage], tokens, self._guards)
+        _, weights = self._weights[stage]
+        return for_action(weights, self._stages[stage].devices, tokens, self._guards)
 
     def _result_grads(self, stage: int, values: Values) -> Tensors:
         """Returns the gradients of all floating results of a stage, zeros for missing ones."""

@@ -66,6 +66,7 @@ class ActionByAction:
     def perform(self, actions: Sequence[Action]) -> None:
         """Performs actions in order."""
         self.state.forget_tokens_of_other_graphs()
+        self._machine.fetch()
         numbers: dict[tuple[int, str], tf.Tensor] = {}
         for action in actions:
             self._microbatch = action.microbatch
