@@ -74,7 +74,7 @@ COMMAND = Command(
                 default="",
                 help="Costs such as forward=1,backward=2,transfer=0.1, or forward=1:1:1:2 for one "
                 "value a stage; names are forward, backward, input_grad, weight_grad, "
-                "transfer, recompute and gradient_sum, or their first letters.",
+                "transfer, recompute, gradient_sum and all_gather, or their first letters.",
             ),
             Flag(
                 "memory_limit",
@@ -210,6 +210,8 @@ def _report(title: str, timeline: Timeline, color: str) -> str:
         del shown["R"]
     if timeline.sums:
         shown["gradient sum"] = stage_costs.gradient_sum
+    if timeline.fetches:
+        shown["all-gather"] = stage_costs.all_gather
     costs = ", ".join(f"{name} {_values(values)}" for name, values in shown.items())
     sums = f", sums of gradients end at {number(timeline.end)}" if timeline.sums else ""
     terminal = sys.stdout.isatty()

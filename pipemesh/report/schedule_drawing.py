@@ -44,15 +44,17 @@ NAMES = {
     "W": "weight gradient",
     "R": "recomputation",
 }
+ON_LINKS = {"G": "weights fetched", "S": "sum of gradients"}
+"""What links do, by the letter of its cells."""
 _COLOURS = {
     "F": (0, 114, 178),
     "B": (213, 94, 0),
     "I": (230, 159, 0),
     "W": (0, 158, 115),
     "R": (86, 180, 233),
+    "G": (204, 121, 167),
+    "S": (240, 228, 66),
 }
-SUM = (240, 228, 66)
-"""The colour of sums of gradients."""
 _PALEST = 0.6
 
 LEFT, RIGHT = 78, 180
@@ -71,7 +73,7 @@ _HELD = "#cc79a7"
 
 
 def fill(kind: str, level: float = 0.0) -> tuple[int, int, int]:
-    """Returns the colour of a kind of action, at level 0 the full one, at 1 the palest."""
+    """Returns the colour of a kind of cell, at level 0 the full one, at 1 the palest."""
     share = level * _PALEST
     red, green, blue = (round(c + (255 - c) * share) for c in _COLOURS[kind])
     return red, green, blue
@@ -105,7 +107,8 @@ def to_svg(
 ) -> str:
     """Draws one row for each device over a time axis, with its bubble and peak activations.
 
-    Sums of gradients have rows of their own below, one for the link of each device.
+    Fetches of weights and sums of gradients have rows of their own below, one for the link of each
+    device.
 
     Hovering over a cell shows its stage, microbatch and times in viewers that support SVG titles.
     The picture is dark where dark colours are preferred.
@@ -139,8 +142,12 @@ def to_svg(
     )
     kinds = sorted({a.kind for row in schedule.rows for a in row}, key=KINDS.index)
     keys = [swatch(f"{kind} {NAMES[kind]}", fill=hexadecimal(fill(kind))) for kind in kinds]
-    if links:
-        keys.append(swatch("sum of gradients", fill=hexadecimal(SUM)))
+    on_links = {each.kind for each in timeline.link_spans}
+    keys += [
+        swatch(f"{kind} {name}", fill=hexadecimal(fill(kind)))
+        for kind, name in ON_LINKS.items()
+        if kind in on_links
+    ]
     if schedule.num_stages > schedule.num_devices:
         keys.append(Key(_PALER, lambda x, y: "", 0, is_muted=True))
     width = max(LEFT + plot + RIGHT, LEFT + sum(key.width for key in keys), 18 + 9.0 * len(title))
@@ -151,7 +158,7 @@ def to_svg(
         text(LEFT + plot + 96, _TOP - 8, "held at most", is_muted=True),
         *_rows(timeline, scale, plot),
         *_cells(timeline, scale),
-        *_sums(timeline, scale, links),
+        *_link_cells(timeline, scale, links),
         *_names({row: _TOP + i * (_ROW + _GAP) + _ROW / 2 for i, row in enumerate(rows)}, _ROW),
         *_time_axis(timeline, scale, floor, end),
     ]
@@ -286,22 +293,27 @@ def _cell(
     return f"<g>{cell}{words}</g>"
 
 
-def _sums(timeline: Timeline, scale: float, links: Sequence[int]) -> list[str]:
-    """Draws a row for each link, with the sums of gradients and the numbers of their stages."""
+def _link_cells(timeline: Timeline, scale: float, links: Sequence[int]) -> list[str]:
+    """Draws a row for each link, with a cell for each of its spans."""
     tops = {
         link: _TOP + (timeline.schedule.num_devices + row) * (_ROW + _GAP)
         for row, link in enumerate(links)
     }
     width = timeline.end * scale
     parts = [rect(LEFT, y, width, _ROW, class_="band", fill=BAND) for y in tops.values()]
-    for each in timeline.sums:
+    what = {
+        "G": "fetch of the weights of stage {} from its replicas",
+        "S": "sum of the gradients of stage {} over its replicas",
+    }
+    for each in timeline.link_spans:
         x, y, width = LEFT + each.start * scale, tops[each.device], (each.end - each.start) * scale
         about = (
-            f"sum of the gradients of stage {each.stage} over its replicas; link of device "
-            f"{each.device}, time {number(each.start)} to {number(each.end)}"
+            f"{what[each.kind].format(each.stage)}; link of device {each.device}, "
+            f"time {number(each.start)} to {number(each.end)}"
         )
-        look = hexadecimal(SUM), ink(SUM)
-        parts.append(_cell(x, y, width, about, [str(each.stage)], look))
+        look = hexadecimal(fill(each.kind)), ink(fill(each.kind))
+        labels = [f"{each.kind}{each.stage}", str(each.stage)]
+        parts.append(_cell(x, y, width, about, labels, look))
     return parts
 
 

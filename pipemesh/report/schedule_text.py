@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pipemesh.errors import ScheduleError
-from pipemesh.report.schedule_drawing import NAMES, SUM, fill, ink, levels
+from pipemesh.report.schedule_drawing import NAMES, ON_LINKS, fill, ink, levels
 from pipemesh.report.svg import scale_for
 from pipemesh.schedule import Timeline
 
@@ -14,15 +14,23 @@ _RESET = "\x1b[0m"
 _NARROWEST = 20
 _WIDEST = 10_000
 # Names of colours that the trace viewer knows; Perfetto picks its own by the name of the slice.
-_COLOURS = {"F": "thread_state_running", "B": "bad", "I": "terrible", "W": "good", "R": "rail_load"}
+_COLOURS = {
+    "F": "thread_state_running",
+    "B": "bad",
+    "I": "terrible",
+    "W": "good",
+    "R": "rail_load",
+    "G": "thread_state_iowait",
+    "S": "yellow",
+}
 
 
 def to_terminal(timeline: Timeline, *, color: bool = False, width: int | None = None) -> str:
     """Draws one line for each device and link; the horizontal axis is time.
 
     A cell shows its action and is as wide as the action is long; without colours, dashes fill the
-    rest of the cell. `1S` is the sum of the gradients of stage 1. Blank is idle. Cells that are too
-    narrow for their text show a part of it.
+    rest of the cell. On links, `1G` fetches (gathers) the weights of stage 1, and `1S` sums its
+    gradients. Blank is idle. Cells that are too narrow for their text show a part of it.
 
     Args:
         timeline: the timeline to draw.
@@ -64,8 +72,8 @@ def to_terminal(timeline: Timeline, *, color: bool = False, width: int | None = 
         for s in timeline.spans()
     ]
     cells += [
-        (num_devices + links.index(s.device), s.start, s.end, f"{s.stage}S", SUM)
-        for s in timeline.sums
+        (num_devices + links.index(s.device), s.start, s.end, f"{s.stage}{s.kind}", fill(s.kind))
+        for s in timeline.link_spans
     ]
     for row, begin, until, label, background in cells:
         start, end = round(begin * scale), round(until * scale)
@@ -100,7 +108,7 @@ def _cell(label: str, width: int) -> str:
 def to_trace(
     timeline: Timeline, *, microseconds: float = 1000.0, measured: Timeline | None = None
 ) -> str:
-    """Writes a thread for each device and link, a slice for each action and sum, and counters.
+    """Writes a thread for each device and link, a slice for each of their cells, and counters.
 
     Args:
         timeline: the timeline to write.
@@ -161,8 +169,8 @@ def _events(
         numbers = {"stage": action.stage, "microbatch": action.microbatch, "slice": action.slice}
         looks = str(action), NAMES[action.kind], _COLOURS[action.kind]
         events.append(lasts(span.device, span.start, span.end, *looks, **numbers))
-    for each in timeline.sums:
-        looks = f"{each.stage}S", "sum of gradients", "yellow"
+    for each in timeline.link_spans:
+        looks = f"{each.stage}{each.kind}", ON_LINKS[each.kind], _COLOURS[each.kind]
         thread = num_devices + each.device
         events.append(lasts(thread, each.start, each.end, *looks, stage=each.stage))
     for device in range(num_devices):

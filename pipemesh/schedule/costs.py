@@ -18,7 +18,7 @@ _Values = float | tuple[float, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Durations of the five kinds of action, of transfers and of sums, in any one unit of time.
+    """Durations of actions and of what links do beside them, in any one unit of time.
 
     Each is one number for every stage or one number a stage (any sequence, also an array; kept
     as a tuple). What is left out follows from what is given: `forward` is 1; `backward` is the
@@ -40,6 +40,10 @@ class Costs:
         gradient_sum: time of the sum of a stage's gradients over its replicas. It begins when the
             stage's last `B` or `W` has ended, and keeps the link of its device busy, not the device
             (`Timeline.sums`).
+        all_gather: time in which a device fetches the weights of a stage that are cut over its
+            replicas, over its link (`Timeline.fetches`). A device with one stage fetches once, at
+            time 0. With several stages it fetches for each action but `W`, as soon as it is free.
+            The action waits. `optimal_schedule` and `list_schedule` order actions without it.
 
     Example:
         >>> costs = Costs(forward=1, input_grad=1.5, weight_grad=0.5)
@@ -56,6 +60,7 @@ class Costs:
     transfer: Cost = 0.0
     recompute: Cost | None = None
     gradient_sum: Cost = 0.0
+    all_gather: Cost = 0.0
 
     def __post_init__(self) -> None:
         given = {
@@ -130,8 +135,8 @@ class Costs:
 
         def cut(name: str) -> Any:
             value: _Values = getattr(self, name)
-            # There is one sum a stage, whatever slices there are.
-            divisors = {"transfer": num_slices, "gradient_sum": pieces}
+            # There is one sum a stage, and a fetch of whole weights, whatever slices there are.
+            divisors = {"transfer": num_slices, "gradient_sum": pieces, "all_gather": pieces}
             divisor = divisors.get(name, pieces * num_slices)
             if isinstance(value, tuple):
                 return tuple(item / divisor for item in value for _ in range(pieces))
@@ -151,6 +156,7 @@ class StageCosts:
     transfer: tuple[float, ...]
     recompute: tuple[float, ...]
     gradient_sum: tuple[float, ...]
+    all_gather: tuple[float, ...]
 
     def durations(self) -> dict[str, tuple[float, ...]]:
         """Returns for each kind of action its duration on each stage."""

@@ -139,7 +139,7 @@ def optimal_schedule(
 
 
 # Costs of links, which may be 0.
-_BESIDE = ("transfer", "gradient_sum")
+_BESIDE = ("transfer", "gradient_sum", "all_gather")
 
 
 def _check_durations(costs: StageCosts) -> None:

@@ -14,7 +14,7 @@ from pipemesh.schedule.checks import check_name, check_number, check_type
 from pipemesh.schedule.costs import Costs
 from pipemesh.schedule.schedule import Schedule
 from pipemesh.schedule.table import NOTHING, Table, compile_table, deadlock_error
-from pipemesh.schedule.timeline import Timeline
+from pipemesh.schedule.timeline import Timeline, fetches_of
 
 Loads = float | Mapping[str, float | Sequence[float]]
 """Cores that an action keeps busy when it is alone: one number, or by kind, one or one a stage."""
@@ -37,8 +37,8 @@ def simulate(
     """Runs a schedule on devices that do nothing but wait for their next action.
 
     An action starts when its device has finished the one before it in its row and when what it
-    consumes has arrived. Every action is visited once, so without `cores` the time taken is
-    proportional to the number of actions.
+    consumes has arrived, weights that it fetches too. Every action is visited once, so without
+    `cores` the time taken is proportional to the number of actions.
 
     With `cores` all devices share the cores of one machine. While more cores are wanted than the
     machine has, all running actions slow down alike: each proceeds at the rate `cores / wanted`.
@@ -113,7 +113,12 @@ def simulate(
             "loads and crowding are for devices that share cores, but cores is None; give cores, "
             "or leave them out"
         )
-    starts, ends = run_table(schedule, table, durations, lags=lags, factor=factor, shared=shared)
+    fetches = None
+    if any(stage_costs.all_gather):
+        fetches = fetches_of(schedule, stage_costs.all_gather)
+    starts, ends = run_table(
+        schedule, table, durations, lags=lags, fetches=fetches, factor=factor, shared=shared
+    )
     return Timeline(schedule, costs, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
@@ -124,6 +129,7 @@ def run_table(
     *,
     delays: Sequence[Sequence[float]] | None = None,
     lags: Sequence[float] | None = None,
+    fetches: Sequence[Sequence[float]] | None = None,
     factor: Callable[[], float] | None = None,
     shared: _SharedCores | None = None,
 ) -> tuple[Times, Times]:
@@ -132,6 +138,7 @@ def run_table(
     # it. Where devices share cores, an action's end depends on what others do meanwhile, so a
     # device also stops at each action until `shared` knows its end. `delays` are waits of each
     # action after everything it needs is there, `lags` transfer times by `code // num_pieces`.
+    # `fetches` are times that begin when the device is free, before each action.
     num_pieces = schedule.num_pieces
     end: list[float | None] = [None] * table.num_codes
     starts: Times = [[] for _ in table.codes]
@@ -144,6 +151,7 @@ def run_table(
         row_starts, row_ends, row_durations = starts[device], ends[device], durations[device]
         now = row_ends[-1] if row_ends else 0.0
         for tick in range(len(row_ends), len(codes)):
+            fetched = now if fetches is None else now + fetches[device][tick]
             source = waits[tick]
             if source != NOTHING:
                 arrival = end[source]
@@ -154,6 +162,8 @@ def run_table(
                     arrival += lags[source // num_pieces]
                 if arrival > now:
                     now = arrival
+            if fetched > now:
+                now = fetched
             if delays is not None:
                 now += delays[device][tick]
             length = row_durations[tick]

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -30,30 +30,70 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientSum:
-    """The sum of a stage's gradients over its replicas, on the link of its device."""
+class LinkSpan:
+    """What the link of a device does for a stage, and its time.
+
+    Attributes:
+        device: the device, by its row.
+        stage: the stage.
+        kind: `G` if the device gathers the stage's weights from its replicas, `S` for the sum of
+            the stage's gradients over them.
+        start, end: the time.
+    """
 
     device: int
     stage: int
+    kind: str
     start: float
     end: float
 
 
+def fetches_of(schedule: Schedule, seconds: Sequence[float]) -> list[list[float]]:
+    """Returns for each action the time in which its device fetches weights for it, from `seconds`.
+
+    A device with one stage fetches before its first action and keeps the weights. Otherwise it
+    would hold those of several stages, so it fetches for each action that needs weights: all but
+    `W`, and a backward right behind its `R`, which goes on with the same weights.
+    """
+    counts = Counter(schedule.stage_devices)
+    fetches: list[list[float]] = []
+    for row in schedule.rows:
+        times: list[float] = []
+        for before, action in zip((None, *row), row, strict=False):
+            keeps = counts[schedule.stage_devices[action.stage]] == 1 and before is not None
+            goes_on = action.kind in "BI" and before == action.also("R")
+            needs_none = action.kind == "W" or keeps or goes_on
+            times.append(0.0 if needs_none else seconds[action.stage])
+        fetches.append(times)
+    return fetches
+
+
 def gradient_sums(
-    ends: Sequence[float], stage_devices: Sequence[int], seconds: Sequence[float]
-) -> tuple[GradientSum, ...]:
+    ends: Sequence[float],
+    stage_devices: Sequence[int],
+    seconds: Sequence[float],
+    fetches: Iterable[LinkSpan] = (),
+) -> tuple[LinkSpan, ...]:
     """Returns the sums of all stages' gradients in order of time; those without one are left out.
 
-    Each begins when its stage is done, at `ends`, and when the link of its device is free.
+    Each begins when its stage is done, at `ends`, and when the link of its device has time for it:
+    between `fetches`, which actions wait for, and behind sums that began earlier.
     """
+    busy: dict[int, list[tuple[float, float]]] = {device: [] for device in stage_devices}
+    for each in sorted(fetches, key=lambda each: each.start):
+        busy[each.device].append((each.start, each.end))
     free = dict.fromkeys(stage_devices, 0.0)
-    sums: list[GradientSum] = []
+    sums: list[LinkSpan] = []
     for end, stage in sorted((end, stage) for stage, end in enumerate(ends) if seconds[stage]):
         device = stage_devices[stage]
         start = max(end, free[device])
+        for begin, until in busy[device]:
+            if start + seconds[stage] <= begin:
+                break
+            start = max(start, until)
         free[device] = start + seconds[stage]
-        sums.append(GradientSum(device, stage, start, free[device]))
-    return tuple(sums)
+        sums.append(LinkSpan(device, stage, "S", start, free[device]))
+    return tuple(sorted(sums, key=lambda each: each.start))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +136,35 @@ class Timeline:
         return tuple(ends)
 
     @cached_property
-    def sums(self) -> tuple[GradientSum, ...]:
+    def fetches(self) -> tuple[LinkSpan, ...]:
+        """The fetches of weights over links, device by device; empty if they take no time.
+
+        Each begins when its device has ended the action before, or at 0.
+
+        Example:
+            >>> from pipemesh.schedule import Costs, one_f_one_b, simulate
+            >>> timeline = simulate(one_f_one_b(2, 2), Costs(all_gather=[0.5, 3]))
+            >>> [(each.stage, each.start, each.end) for each in timeline.fetches]
+            [(0, 0.0, 0.5), (1, 0.0, 3.0)]
+            >>> [row[0] for row in timeline.starts]
+            [0.5, 3.0]
+        """
+        spans: list[LinkSpan] = []
+        for device, row in enumerate(self._fetch_times):
+            free = (0.0, *self.ends[device])
+            for action, seconds, start in zip(self.schedule.rows[device], row, free, strict=False):
+                if seconds:
+                    spans.append(LinkSpan(device, action.stage, "G", start, start + seconds))
+        return tuple(spans)
+
+    @cached_property
+    def _fetch_times(self) -> list[list[float]]:
+        """For each action the time in which its device fetches weights for it."""
+        seconds = self.costs.per_stage(self.schedule.num_stages).all_gather
+        return fetches_of(self.schedule, seconds) if any(seconds) else []
+
+    @cached_property
+    def sums(self) -> tuple[LinkSpan, ...]:
         """The sums of gradients over replicas, in order of time; empty if they take no time.
 
         Example:
@@ -110,12 +178,17 @@ class Timeline:
         if self.schedule.is_forward_only:
             return ()
         seconds = self.costs.per_stage(self.schedule.num_stages).gradient_sum
-        return gradient_sums(self.stage_ends, self.schedule.stage_devices, seconds)
+        return gradient_sums(self.stage_ends, self.schedule.stage_devices, seconds, self.fetches)
+
+    @property
+    def link_spans(self) -> tuple[LinkSpan, ...]:
+        """All that links do beside actions: fetches of weights, and sums of gradients."""
+        return (*self.fetches, *self.sums)
 
     @property
     def links(self) -> list[int]:
-        """The devices whose links have sums of gradients, in ascending order."""
-        return sorted({each.device for each in self.sums})
+        """The devices whose links have fetches or sums, in ascending order."""
+        return sorted({each.device for each in self.link_spans})
 
     @property
     def end(self) -> float:
@@ -331,11 +404,15 @@ class Timeline:
             action, start = self.schedule.rows[device][tick], self.starts[device][tick]
             path.append(Span(device, tick, action, start, self.ends[device][tick]))
             before = self.ends[device][tick - 1] if tick else -math.inf
+            if self._fetch_times and (fetch := self._fetch_times[device][tick]):
+                before = max(before, 0.0) + fetch
             sources = [where[a] for a in self._sources(action) if a in where]
             if start <= 0 or not (tick or sources):
                 return tuple(reversed(path))
             # A measured action does not start exactly when another one ends.
             if not sources or before >= self._arrival(*sources[0], device):
+                if not tick:
+                    return tuple(reversed(path))
                 tick -= 1
             else:
                 device, tick = sources[0]

@@ -69,6 +69,21 @@ def test_sums_of_gradients_have_rows_of_their_own():
     assert to_svg(timeline).count("sum of the gradients of stage") == 2
 
 
+def test_fetches_of_weights_are_on_the_links_too():
+    timeline = simulate(one_f_one_b(2, 1), Costs(1, 2, gradient_sum=1, all_gather=[1, 3]))
+    assert to_terminal(timeline) == (
+        "device 0 |    0F0                 0B0----\n"
+        "device 1 |            1F0 1B0----\n"
+        "  link 0 |0G-                             0S-\n"
+        "  link 1 |1G---------             1S-"
+    )
+    events = json.loads(to_trace(timeline, microseconds=1))["traceEvents"]
+    found = [(e["name"], e["tid"], e["ts"]) for e in events if e.get("cat") == "weights fetched"]
+    assert found == [("0G", 2, 0), ("1G", 3, 0)]
+    drawn = to_svg(timeline)
+    assert drawn.count("fetch of the weights of stage") == 2 and "G weights fetched" in drawn
+
+
 def test_trace_is_what_trace_viewers_read():
     timeline = simulate(zb_v(2, 4), Costs(transfer=0.5))
     trace = json.loads(to_trace(timeline, microseconds=10))

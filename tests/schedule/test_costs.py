@@ -13,16 +13,16 @@ from pipemesh.schedule.costs import FIELDS, costs_from_text
 @pytest.mark.parametrize(
     ("given_costs", "expected"),
     [
-        ({}, (1, 2, 1, 1, 0, 1, 0)),
-        ({"forward": 3}, (3, 6, 3, 3, 0, 3, 0)),
-        ({"backward": 3}, (1, 3, 1.5, 1.5, 0, 1, 0)),
-        ({"backward": 3, "input_grad": 1}, (1, 3, 1, 2, 0, 1, 0)),
-        ({"backward": 3, "weight_grad": 1}, (1, 3, 2, 1, 0, 1, 0)),
-        ({"input_grad": 2, "weight_grad": 1}, (1, 3, 2, 1, 0, 1, 0)),
-        ({"forward": 2, "weight_grad": 1}, (2, 3, 2, 1, 0, 2, 0)),
-        ({"backward": 2, "input_grad": 3, "weight_grad": 4}, (1, 2, 3, 4, 0, 1, 0)),
-        ({"forward": [1, 2]}, ((1, 2), (2, 4), (1, 2), (1, 2), 0, (1, 2), 0)),
-        ({"backward": [2, 4], "input_grad": 1}, (1, (2, 4), 1, (1, 3), 0, 1, 0)),
+        ({}, (1, 2, 1, 1, 0, 1, 0, 0)),
+        ({"forward": 3}, (3, 6, 3, 3, 0, 3, 0, 0)),
+        ({"backward": 3}, (1, 3, 1.5, 1.5, 0, 1, 0, 0)),
+        ({"backward": 3, "input_grad": 1}, (1, 3, 1, 2, 0, 1, 0, 0)),
+        ({"backward": 3, "weight_grad": 1}, (1, 3, 2, 1, 0, 1, 0, 0)),
+        ({"input_grad": 2, "weight_grad": 1}, (1, 3, 2, 1, 0, 1, 0, 0)),
+        ({"forward": 2, "weight_grad": 1}, (2, 3, 2, 1, 0, 2, 0, 0)),
+        ({"backward": 2, "input_grad": 3, "weight_grad": 4}, (1, 2, 3, 4, 0, 1, 0, 0)),
+        ({"forward": [1, 2]}, ((1, 2), (2, 4), (1, 2), (1, 2), 0, (1, 2), 0, 0)),
+        ({"backward": [2, 4], "input_grad": 1}, (1, (2, 4), 1, (1, 3), 0, 1, 0, 0)),
     ],
 )
 def test_omitted_costs_follow_from_the_others(given_costs, expected):
@@ -58,14 +58,14 @@ def test_bad_costs_are_errors(bad, message):
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 3))
 def test_refined_costs_are_the_same_model(forward, pieces, num_slices):
-    costs = Costs(forward=forward, transfer=0.5, gradient_sum=2)
+    costs = Costs(forward=forward, transfer=0.5, gradient_sum=2, all_gather=3)
     fine = costs.refined(pieces, num_slices)
     assert fine.num_stages == len(forward) * pieces
     for name in ("forward", "backward", "recompute"):
         total = sum(getattr(costs, name)) / num_slices
         assert sum(getattr(fine, name)) == pytest.approx(total)
     assert fine.transfer == 0.5 / num_slices
-    assert fine.gradient_sum == 2 / pieces
+    assert (fine.gradient_sum, fine.all_gather) == (2 / pieces, 3 / pieces)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_refined_costs_are_the_same_model(forward, pieces, num_slices):
         ("f=1,f=2", "column 5: forward is given twice"),
         ("1,two", "column 3: 'two' is not a number"),
         ("1:", "column 1: '' is not a number"),
-        ("1,2,3,4,5,6,7,8", "column 15: more than 7 values"),
+        ("1,2,3,4,5,6,7,8,9", "column 17: more than 8 values"),
         ("f=-1", "cost forward is -1.0"),
     ],
 )

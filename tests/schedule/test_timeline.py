@@ -70,6 +70,47 @@ def test_sums_of_gradients_follow_their_stage_one_by_one_on_a_link(data, schedul
     assert timeline.end == max([timeline.makespan, *free])
 
 
+@given(st.data(), schedules)
+def test_fetches_begin_when_a_device_is_free(data, schedule):
+    """A device with one stage fetches at time 0; the last action of a path waits for each."""
+    costs = data.draw(costs_for(schedule))
+    some = st.lists(st.integers(1, 5), min_size=schedule.num_stages, max_size=schedule.num_stages)
+    fetch, total = data.draw(some), data.draw(some)
+    costs = dataclasses.replace(costs, all_gather=fetch, gradient_sum=total)
+    timeline = simulate(schedule, costs)
+    spans, fetches = [*timeline.spans()], [*timeline.fetches]
+    for device in range(schedule.num_devices):
+        is_alone = schedule.stage_devices.count(device) == 1
+        before = None
+        for span in [s for s in spans if s.device == device]:
+            goes_on = before and span.action.kind in "BI" and before.action == span.action.also("R")
+            if not (span.action.kind == "W" or goes_on or (is_alone and before)):
+                each = fetches.pop(0)
+                start = before.end if before else 0
+                assert (each.device, each.stage) == (device, span.action.stage)
+                assert (each.start, each.end) == (start, start + fetch[span.action.stage])
+                assert span.start >= each.end
+            before = span
+    assert not fetches
+    for device in range(schedule.num_devices):
+        cells = sorted((s.start, s.end) for s in timeline.link_spans if s.device == device)
+        assert all(one[1] <= two[0] for one, two in itertools.pairwise(cells))
+    assert all(each.start >= timeline.stage_ends[each.stage] for each in timeline.sums)
+    path = timeline.critical_path
+    assert path[-1].end == timeline.makespan
+
+
+def test_a_fetch_hides_where_its_device_waits():
+    cases = [
+        # The last of four devices waits for three forwards, the first for nothing.
+        (one_f_one_b(4, 8), [0, 1, 2, 3], 33),
+        (one_f_one_b(4, 8), [1, 1, 1, 1], 34),
+        (one_f_one_b(4, 8).only_forward(), [1, 1, 1, 1], 12),
+    ]
+    for schedule, fetch, makespan in cases:
+        assert simulate(schedule, Costs(1, 2, all_gather=fetch)).makespan == makespan
+
+
 def test_free_actions_have_no_bubble():
     timeline = simulate(gpipe(2, 2), Costs(0, 0))
     assert timeline.makespan == timeline.bubble_ratio == timeline.critical_path[0].start == 0
