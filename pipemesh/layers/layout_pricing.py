@@ -324,7 +324,7 @@ def _include(costs: OperationCosts, meta: Meta) -> None:
 def _include_gradients(
     costs: OperationCosts, axis: str, replicas: int, weights: int, fetched: int
 ) -> None:
-    """Adds the sum of gradients over replicas, and the weights that they fetch for each pass."""
+    """Adds the sum of gradients over replicas, and the weights that they fetch for a step."""
     cut = fetched * replicas // (replicas - 1)
     sent = {"all_reduce": weights - cut, "reduce_scatter": cut}
     for primitive, size in sent.items():
@@ -332,5 +332,4 @@ def _include_gradients(
             usual = sent_bytes(primitive, size, replicas)
             costs.add_sent(primitive, [axis], usual, backward=True)
     if fetched:
-        for backward in (False, True):
-            costs.add_sent("all_gather", [axis], fetched, backward)
+        costs.add_sent("all_gather", [axis], fetched, backward=False)

@@ -30,6 +30,7 @@ from pipemesh.plan.stages import (
     gradient_sum,
     in_dtype,
     stages_of,
+    weight_fetch,
 )
 from pipemesh.schedule import Costs, Timeline, gpipe, simulate
 from pipemesh.schedule.builders import is_looped, looped_ticks
@@ -215,7 +216,7 @@ def _run(stages: Stages, figures: Figures, parts: bool) -> _Run:
     places = range(stages.table.num_devices)
     memory = tuple(device_memory(stages, figures, place) for place in places)
     waiting = _waiting(timeline, stages, figures, loads) * timeline.makespan
-    done = _work(timeline, stages, loads)
+    done = _work(timeline, stages, loads) + _fetching(timeline, stages, figures)
     if not parts:
         return _Run((timeline.makespan,), timeline.stage_ends, memory, waiting, done, 0.0)
     number = stages.table.num_stages
@@ -258,6 +259,14 @@ def _work(timeline: Timeline, stages: Stages, loads: _Loads) -> float:
         * loads[action.kind][action.stage]
         for row in timeline.schedule.rows
         for action in row
+    )
+
+
+def _fetching(timeline: Timeline, stages: Stages, figures: Figures) -> float:
+    """Returns the core seconds of all fetches of weights beside actions."""
+    return sum(
+        stages.home_size(each.stage) * weight_fetch(stages, figures, each.stage)[1]
+        for each in timeline.fetches
     )
 
 
@@ -322,6 +331,7 @@ def _end_of_sums(stages: Stages, figures: Figures, ends: Sequence[float], sums: 
         for place, end in zip(places, ends, strict=True):
             of_home[place] = max(of_home[place], end)
         ends = [of_home[place] for place in places]
+    # Without fetches for single actions, which may delay a sum a little on the same link.
     return max([*ends, *(each.end for each in gradient_sums(ends, places, seconds))])
 
 

@@ -349,9 +349,11 @@ def rough_seconds(
         is_zero_bubble = split.schedule.startswith(("zb", "v_"))
         link = network.link(2 * split.data * split.model) if network else figures.transfer
         away = 1 - 1 / split.data
-        fetched = 2 * sent(link, "all_gather", split.data, split.model, away * slices.cut)
-        # Each home takes at least as long as the longest layer.
-        home = max((work + sums + fetched) / split.layers, longest)
+        fetch = sent(link, "all_gather", split.data, split.model, away * slices.cut) / split.layers
+        # With several stages a device, actions fetch. Each home takes at least as long as the
+        # longest layer.
+        fetches = 2 * fetch if virtual > 1 else 0.0
+        home = max((work + sums) / split.layers + fetches, longest)
         home += (3 if is_zero_bubble else 2) * virtual * figures.action
         total = pieces * home
         # Zero-bubble schedules fill their bubble with two thirds of the backward passes.
@@ -362,7 +364,8 @@ def rough_seconds(
         copies = 2 * away * (trained - cut)
         gradients = sent(link, "all_reduce", split.data, split.model, copies)
         gradients += sent(link, "reduce_scatter", split.data, split.model, away * cut)
-        return length + passed + gradients + trained * figures.update / split.data
+        before = fetch if virtual == 1 else 0.0
+        return before + length + passed + gradients + trained * figures.update / split.data
 
     return seconds
 

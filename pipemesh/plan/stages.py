@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -110,8 +111,17 @@ class Stages:
             for layer in self.layers[stage]
         )
 
+    @functools.cached_property
+    def alone(self) -> frozenset[int]:
+        """Returns the stages whose home has no other one, so that they keep what they fetch."""
+        homes = self.table.stage_devices
+        counts = collections.Counter(homes)
+        return frozenset(stage for stage, home in enumerate(homes) if counts[home] == 1)
+
     def fetched(self, stage: int) -> float:
-        """Returns the bytes of the stage's weights that a device joins for an action."""
+        """Returns the bytes of the stage's weights that a device joins from those of replicas."""
+        if self.replicas == 1:
+            return 0.0
         return sum(layer.parameter_bytes * self.cut(stage, layer) for layer in self.layers[stage])
 
     def trained(self, stage: int) -> float:
@@ -263,11 +273,14 @@ def action_costs(
                 + (_sum(stages, figures, stage, layer, kind)[0] if sums else 0.0)
                 for number, layer in enumerate(layers)
             )
+            + (_fetch(stages, figures, stage, kind)[0] if sums else 0.0)
             for stage, layers in enumerate(stages.layers)
         ]
 
-    sent = _transfers(stages, figures) if transfers else [0.0] * len(stages.layers)
-    return Costs(of("F"), of("B"), of("I"), of("W"), sent, of("R"))
+    none = [0.0] * len(stages.layers)
+    sent = _transfers(stages, figures) if transfers else none
+    fetches = _fetches(stages, figures) if sums else none
+    return Costs(of("F"), of("B"), of("I"), of("W"), sent, of("R"), all_gather=fetches)
 
 
 def _transfers(stages: Stages, figures: Figures) -> list[float]:
@@ -304,6 +317,9 @@ def action_loads(
             if sums:
                 seconds, work = _sum(stages, figures, stage, layer, kind)
                 more += work - seconds
+        if sums:
+            seconds, work = _fetch(stages, figures, stage, kind)
+            more += work - seconds
         return max(0.0, 1 + more / took)
 
     return {kind: [load(kind, s) for s in range(len(stages.layers))] for kind in KINDS}
@@ -359,14 +375,41 @@ def _sum(
                 stride = stages.strides[0] if stages.strides else 1
                 took, done = exchanged(stages, figures, link, each.primitive, shared, stride, sent)
                 seconds, work = seconds + each.calls * took, work + each.calls * done
-    # Weights that are recomputed with are fetched once an action.
-    cut = layer.parameter_bytes * stages.cut(stage, layer)
-    if cut and kind != "R":
-        replicas, stride = stages.replicas, stages.groups[stage]
-        sent = cut * (1 - 1 / replicas)
-        fetched = exchanged(stages, figures, figures.transfer, "all_gather", replicas, stride, sent)
-        seconds, work = seconds + fetched[0], work + fetched[1]
     return seconds, work
+
+
+def weight_fetch(stages: Stages, figures: Figures, stage: int) -> tuple[float, float]:
+    """Returns the seconds in which a device fetches a stage's weights, and its work for that."""
+    sent = stages.fetched(stage) * (1 - 1 / stages.replicas)
+    stride = stages.strides[1] if stages.strides else stages.groups[stage]
+    link, replicas = figures.transfer, stages.replicas
+    return exchanged(stages, figures, link, "all_gather", replicas, stride, sent)
+
+
+def _fetches(stages: Stages, figures: Figures) -> list[float]:
+    """Returns `Costs.all_gather`: the seconds of each fetch that devices do beside actions."""
+    number = range(len(stages.layers))
+    fetches = [weight_fetch(stages, figures, stage) for stage in number]
+    if figures.cores is None:
+        return [seconds for seconds, _ in fetches]
+    # All stages that fetch once do it at time 0, on the available cores.
+    every = sum(stages.home_size(stage) * fetches[stage][1] for stage in stages.alone)
+    every /= figures.cores
+    return [
+        max(seconds, every) if stage in stages.alone and seconds else 0.0
+        for stage, (seconds, _) in enumerate(fetches)
+    ]
+
+
+def _fetch(stages: Stages, figures: Figures, stage: int, kind: str) -> tuple[float, float]:
+    """Returns the seconds of an action in which its device fetches weights, and its work then."""
+    # Cores that devices share copy the weights themselves, so they cannot compute meanwhile. A `W`
+    # that recomputes needs weights, which `Costs.all_gather` does not know.
+    in_action = kind in "FBI" and figures.cores is not None
+    again = kind == "W" and stage in stages.twice
+    if stage in stages.alone or not (in_action or again):
+        return 0.0, 0.0
+    return weight_fetch(stages, figures, stage)
 
 
 def gradient_sum(stages: Stages, figures: Figures, stage: int) -> tuple[float, float]:
@@ -483,7 +526,7 @@ class StageMemory:
             for layer in layers
         ]
         self._given = stages.given(stage)
-        # Every action has all weights of its stage.
+        # Every action has all weights of its stage, fetched for it or once for all.
         self._fetched = stages.fetched(stage)
 
     def _left(self, kind: str, mode: ModeName) -> float:

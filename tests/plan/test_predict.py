@@ -102,6 +102,31 @@ def test_sums_of_gradients_hide_behind_stages_that_still_compute():
         assert free.parts["gradients"] == pytest.approx(0, abs=1e-6)
 
 
+def test_fetches_of_weights_delay_what_cannot_hide_them():
+    """One a step where a device has one stage, as long as 4 bytes take; else one an action."""
+    # The last number is the work of all fetches, less that of sums, which links halve with the cut.
+    cases = [
+        # Before the first action of the first stage; that of the second stage hides.
+        ("layers:2;data:2", "1f1b", None, 4, 4 * 4 - 16),
+        # All four devices copy 4 bytes at once.
+        ("layers:2;data:2", "1f1b", 2.0, 8, 4 * 4),
+        # Nothing hides where a device never waits: 4 actions of 2 microbatches and 2 stages each.
+        ("layers:1;data:2", "looped_bfs:2", None, 8 * 4, 2 * 8 * 4 - 16),
+        ("layers:1;data:2", "looped_bfs:2", 2.0, 8 * 4, 2 * 8 * 4),
+    ]
+    for mesh, schedule, cores, delay, work in cases:
+        plan = Plan(mesh, "batch:data;embed:data", schedule, 2, remat="none")
+        forecasts = []
+        for cut in (0.0, 1.0):
+            found = figures((1.0, 1.0), transfer=Link(0.0, 1.0), cores=cores)
+            shares = {"embed:data": Shares(cut=cut, replicas=2)}
+            layers = tuple(dataclasses.replace(each, shares=shares) for each in found.layers)
+            forecasts.append(predict(plan, dataclasses.replace(found, layers=layers), 4))
+        plain, fetching = forecasts
+        assert fetching.parts["sums"] - plain.parts["sums"] == pytest.approx(delay)
+        assert fetching.work - plain.work == pytest.approx(work)
+
+
 def test_work_counts_all_cores():
     """However many there are; bubbles are none, and replicas each do their share."""
     plan = Plan("layers:2", num_microbatches=4, remat="none")

@@ -6,7 +6,7 @@ import pytest
 
 from pipemesh.errors import PlanError
 from pipemesh.plan import Plan, Remat, predict
-from pipemesh.plan.figures import Curve, Figures, LayerFigures, all_reduces
+from pipemesh.plan.figures import Curve, Figures, LayerFigures, Shares, all_reduces
 from pipemesh.plan.network import Link
 from pipemesh.plan.stages import (
     action_costs,
@@ -282,3 +282,34 @@ def test_work_of_unequal_homes_adds_up():
     assert shared.seconds == pytest.approx(even.seconds)
     one = predict(plan, dataclasses.replace(free, cores=1.0), 8)
     assert one.seconds == pytest.approx(8 * 3 * 5.0) and one.bubble == pytest.approx(0, abs=1e-9)
+
+
+CUT = "batch:data;embed:data"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "cores", "fetches", "more"),
+    [
+        # Two stages, each alone: a fetch of half of 8 bytes over a link of one a second, at time 0.
+        ("layers:2;data:2", "1f1b", None, (4, 4), {}),
+        # Four devices copy at once, on two cores.
+        ("layers:2;data:2", "1f1b", 2.0, (8, 8), {}),
+        # Two stages of one home.
+        ("layers:1;data:2", "looped_bfs:2", None, (4, 4), {}),
+        ("layers:1;data:2", "looped_bfs:2", 2.0, (0, 0), {"forward": 4, "backward": 4}),
+    ],
+)
+def test_fetches_of_cut_weights_are_beside_actions(mesh, schedule, cores, fetches, more):
+    """But cores that devices share copy the weights of an action as part of it."""
+    found = figures((1.0, 1.0), transfer=Link(0.0, 1.0), cores=cores)
+    shares = {"": Shares(), "embed:data": Shares(cut=1.0, replicas=2)}
+    cut = dataclasses.replace(
+        found, layers=tuple(dataclasses.replace(each, shares=shares) for each in found.layers)
+    )
+    plan = Plan(mesh, CUT, schedule, 2, remat="none")
+    stages = stages_of(plan, cut, 4)
+    costs, plain = action_costs(stages, cut), action_costs(stages, cut, sums=False)
+    assert costs.all_gather == fetches and plain.all_gather == (0, 0)
+    for kind in ("forward", "backward"):
+        for one, other in zip(getattr(costs, kind), getattr(plain, kind), strict=True):
+            assert one == other + more.get(kind, 0)
