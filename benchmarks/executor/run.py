@@ -115,13 +115,15 @@ def waiting_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def overlap_part(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     print(
-        f"Sums of gradients: {overlap.PLACES} stages or pairs of stages, each with "
-        f"{overlap.REPLICAS} replicas, {overlap.MICROBATCHES} microbatches; the sums of a device's "
-        f"stages take {1e3 * overlap.SUM:.0f} ms on its link. Steps with links that wait and that "
-        f"do not, in turn, median of {arguments.overlap_rounds}. Hidden: the share of the sums by "
-        f"which the step is not longer; at most {overlap.BAR:.0%} of them off the simulated one."
+        f"Sums of gradients, and fetches of weights: {overlap.PLACES} stages or pairs of stages, "
+        f"each with {overlap.REPLICAS} replicas, {overlap.MICROBATCHES} microbatches; those of a "
+        f"device's stages take {1e3 * overlap.SUM:.0f} ms on its link, or "
+        f"{500 * overlap.FETCH:.0f} ms for each action that fetches. Steps with "
+        "links that wait and that do not, in turn, median of "
+        f"{arguments.overlap_rounds}. Hidden: the share of the busiest link's time by which the "
+        f"step is not longer; at most {overlap.BAR:.0%} of them off the simulated one."
     )
-    print("| schedule | form | simulated | step | without sums | hidden | simulated | bar |")
+    print("| schedule | form | simulated | step | free links | hidden | simulated | bar |")
     print("|---|---|--:|--:|--:|--:|--:|---|")
     rows = []
     for row in ask_all("overlap", arguments):
@@ -268,7 +270,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=15, help="of real stages")
     parser.add_argument("--waiting_rounds", type=int, default=3, help="of waiting cells")
-    parser.add_argument("--overlap_rounds", type=int, default=15, help="of sums of gradients")
+    parser.add_argument("--overlap_rounds", type=int, default=15, help="of sums and fetches")
     parser.add_argument(
         "--waiting_tables", nargs="+", choices=waiting.TABLES, default=waiting.TABLES
     )
