@@ -325,8 +325,9 @@ class NamedLayer(base_layer.BaseLayer):
               as in `OperationCosts`; 0 on one processor. Whole tensors that enter or leave the
               mesh, and copies of weights, do not count.
             * `fetched_bytes`: 0 outside a `replica_cut_scope`. Inside it, the bytes of weights cut
-              over the replicas of a stage that one replica gets from the others for the forward
-              pass of a microbatch. The backward pass fetches at most as much.
+              over the replicas of a stage that one replica gets from the others: once per step if
+              the stage is alone on its devices, else for the forward pass of each microbatch, and
+              at most as much for the backward pass.
             * `dims`: the dims that rules may split, with sizes that an axis must divide;
               `weight_dims`: those of weights.
 

@@ -135,14 +135,15 @@ def test_fetched_weights_are_sent_once_a_step_if_alone(name, remat, loop, fetche
     assert sums == [(number, number * W[0].nbytes // 2)] * 4
 
 
-def test_a_second_graph_fetches_again():
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_second_graph_fetches_again(loop):
     """Else the graph of a gradient would make weights a result of the graph before it."""
 
     @tf.function(autograph=False)
     def forward(x, *weights):
         stages = stages_of([weights[:2], weights[2:]])
         stages = [*stages[:-1], dataclasses.replace(stages[-1], forward=product)]
-        return pipeline(stages, [x], gpipe(2, MICROBATCHES), options=Options(loop=False))[0][0]
+        return pipeline(stages, [x], gpipe(2, MICROBATCHES), options=Options(loop=loop))[0][0]
 
     def plain(x, *weights):
         return product(
