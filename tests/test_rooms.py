@@ -109,7 +109,9 @@ def test_no_module_imports_itself_by_way_of_others():
 _DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 # What lingvo's layers are extended by.
 _LINGVO = {
+    "_AddEvalMetric",
     "_CreateLayerVariables",
+    "_GetGlobalGradScale",
     "_InternalGetTheta",
     "_child_variable_scope_override",
     "_extra_theta",
